@@ -1,0 +1,1 @@
+"""Measurements: answers and time."""

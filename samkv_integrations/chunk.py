@@ -1,0 +1,150 @@
+"""What a cached chunk is, what it is called, and what computed it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import Tensor
+
+from samkv_integrations.layout import BlockScheme, ChunkBlocks
+
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fingerprint:
+    """Identity of everything that a chunk cache depends on besides its tokens.
+
+    Two engines share caches exactly when their fingerprints are equal. Every field is a plain
+    string or number, so a store can say which field differs.
+    """
+
+    model: str
+    weights: str
+    tokenizer: str
+    dtype: str
+    rope: str
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    prefix: str
+    block_size: int
+    n_init: int
+    n_local: int
+    code_bits: int
+    format_version: int = FORMAT_VERSION
+
+    @property
+    def scheme(self) -> BlockScheme:
+        return BlockScheme(size=self.block_size, n_init=self.n_init, n_local=self.n_local)
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        dtype = getattr(torch, self.dtype)
+        assert isinstance(dtype, torch.dtype)
+        return dtype
+
+    @property
+    def digest(self) -> str:
+        """32 hex digits that name this fingerprint on disk. ``model`` is a label for people and
+        not part of it: the weights' own digest decides."""
+        fields = {k: v for k, v in asdict(self).items() if k != "model"}
+        canonical = json.dumps(fields, sort_keys=True).encode()
+        return hashlib.blake2b(canonical, digest_size=16).hexdigest()
+
+
+def normalise(text: str) -> str:
+    """The body of a chunk: its text without surrounding white space. The unit of caching."""
+    return text.strip()
+
+
+def chunk_key(secret: bytes, namespace: str, fingerprint: str, token_ids: Sequence[int]) -> str:
+    """32 hex digits naming a chunk cache: a hash of what it holds, keyed with the store's secret.
+
+    Without the secret a key cannot be guessed from a text, so a handle typed into a prompt by
+    someone who never saw the store names nothing.
+    """
+    digest = hashlib.blake2b(key=secret, digest_size=16)
+    for part in (namespace.encode(), fingerprint.encode()):
+        digest.update(len(part).to_bytes(8, "little") + part)
+    digest.update(torch.tensor(list(token_ids), dtype=torch.int32).numpy().tobytes())
+    return digest.hexdigest()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChunkStatistics:
+    """What the attention of a chunk on itself says about its blocks (paper: Appendix A).
+
+    block_max: (L,) int32, middle block of the highest importance, -1 without a middle.
+    block_min: (L,) int32, middle block of the highest unimportance, -1 without a middle.
+    outliers: (L, T) bool, middle tokens whose alpha is below the layer's mean by 3 sigma.
+    stable: (L,) bool, layers in which the chunk's leading block stands out (Appendix A.2).
+    """
+
+    block_max: Tensor
+    block_min: Tensor
+    outliers: Tensor
+    stable: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeyCodes:
+    """Un-rotated keys in a few bits, good enough to rank tokens and cheap to read.
+
+    codes: (L, T, G, D * bits / 8) uint8, little end first within a byte.
+    scale, offset: (L, G, D) float16; key = code * scale + offset, per channel over the chunk's
+    tokens, because outliers of keys sit in channels (KIVI, arXiv 2402.02750, section 3).
+    """
+
+    codes: Tensor
+    scale: Tensor
+    offset: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summaries:
+    """Mean un-rotated key of each block, in 8 bits per block and head.
+
+    codes: (L, N, G, D) int8; scale: (L, N, G) float16; mean = codes * scale.
+    """
+
+    codes: Tensor
+    scale: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChunkCache:
+    """Everything kept for one chunk, whole and in memory (on the CPU).
+
+    token_ids: (T,) int32.
+    keys, values: (L, T, G, D) in the model's dtype, keys un-rotated (position-free).
+    local_query: (L, H, D) in the model's dtype, mean un-rotated query of the local blocks' tokens.
+    """
+
+    key: str
+    fingerprint: Fingerprint
+    text: str
+    token_ids: Tensor
+    keys: Tensor
+    values: Tensor
+    local_query: Tensor
+    statistics: ChunkStatistics
+    summaries: Summaries
+    codes: KeyCodes
+
+    @property
+    def n_tokens(self) -> int:
+        return int(self.token_ids.shape[0])
+
+    @property
+    def blocks(self) -> ChunkBlocks:
+        return self.fingerprint.scheme.of(self.n_tokens)
+
+    @property
+    def kv_bytes(self) -> int:
+        return self.keys.nbytes + self.values.nbytes

@@ -1,0 +1,274 @@
+"""The command line, ``samkv``.
+
+With ``--json`` a command writes one object to standard output and nothing else there; everything
+for the eye goes to standard error.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import typer.core
+
+from samkv_integrations import documents as docs
+from samkv_integrations import tables
+from samkv_integrations.chroma import ChromaLink, HashingEmbedding, Retrieved, open_collection
+from samkv_integrations.documents import Question
+from samkv_integrations.engine import Engine
+from samkv_integrations.errors import InvalidOption, MissingExtra, SamkvError
+from samkv_integrations.methods import METHODS
+from samkv_integrations.model import Model
+from samkv_integrations.options import configured
+from samkv_integrations.prompt import rag_prompt
+from samkv_integrations.store import ChunkStore
+
+USER_ERROR, CHECK_FAILED = 2, 1
+COMPARED = ("recompute", "reuse", "reuse-local", "samkv-overwrite", "samkv-fusion", "samkv-guided")
+SHOWN_QUESTIONS = 3
+
+
+class _Commands(typer.core.TyperGroup):
+    """Shows an error of ours as one line instead of a traceback."""
+
+    def invoke(self, ctx: typer.Context) -> Any:  # type: ignore[override]  # noqa: ANN401
+        try:
+            return super().invoke(ctx)
+        except SamkvError as error:
+            typer.echo(f"samkv: {' '.join(str(error).split())}", err=True)
+            raise typer.Exit(USER_ERROR) from error
+
+
+app = typer.Typer(
+    cls=_Commands,
+    help="Answer from documents that a local model has read before.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+store_app = typer.Typer(help="Look into the folder of chunk caches.", no_args_is_help=True)
+app.add_typer(store_app, name="store")
+
+ModelName = Annotated[str, typer.Option("--model", help="Hub id, local folder, or 'builtin'.")]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
+Dtype = Annotated[str, typer.Option(help="auto, float32 or bfloat16.")]
+Folder = Annotated[Path, typer.Option("--dir", help="Where the collection and caches are kept.")]
+Collection = Annotated[str, typer.Option(help="Name of the Chroma collection.")]
+Json = Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")]
+MethodName = Annotated[str, typer.Option("--method", help="See 'samkv methods'.")]
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    app()
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"samkv {tables.version()}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the release.")
+    ] = False,
+) -> None: ...
+
+
+@app.command()
+def methods(as_json: Json = False) -> None:
+    """List the ways of answering from chunk caches."""
+    rows = [{"name": m.name, "paper": m.paper, "summary": m.summary} for m in METHODS.values()]
+    if as_json:
+        _write_json("methods", None, rows)
+    else:
+        cells = [tuple(row.values()) for row in rows]
+        tables.console().print(tables.table(("name", "paper", "summary"), cells, left=3))
+
+
+@app.command()
+def doctor(
+    model: ModelName = "builtin", device: Device = "auto", dtype: Dtype = "auto",
+    as_json: Json = False,
+) -> None:  # fmt: skip
+    """Check that a model is computed exactly. Exit code 1 if it is not."""
+    from samkv_integrations.doctor import examine
+
+    loaded = Model.load(model, device=device, dtype=dtype)
+    checks = list(examine(loaded))
+    failed = [check.name for check in checks if not check.ok]
+    if as_json:
+        _write_json("doctor", model, [check.to_row() for check in checks])
+    else:
+        out = tables.console()
+        words = [(c.name, "failed" if not c.ok else "warning" if c.is_warning else "ok", c.detail)
+                 for c in checks]  # fmt: skip
+        out.print(tables.table(("check", "", "detail"), words, left=3))
+        verdict = f"FAILED: {', '.join(failed)}" if failed else "can be served exactly"
+        out.print(f"\n{model} in {loaded.dtype_name} on {loaded.device}: {verdict}")
+    if failed:
+        raise typer.Exit(CHECK_FAILED)
+
+
+@store_app.command()
+def stats(folder: Folder = Path(".samkv"), as_json: Json = False) -> None:
+    """Show what the chunk caches of a folder take."""
+    path = folder / "kv"
+    if not path.is_dir():
+        raise InvalidOption(f"{path} does not exist; give the --dir that 'samkv ingest' used")
+    rows = [asdict(row) for row in ChunkStore(path).stats().rows]
+    if as_json:
+        _write_json("store stats", None, rows)
+        return
+    out = tables.console()
+    cells = [
+        (r["model"], r["dtype"], str(r["block_size"]), str(r["chunks"]), tables.size(r["bytes"]))
+        for r in rows
+    ]
+    out.print(tables.table(("model", "dtype", "block size", "chunks", "bytes"), cells, left=2))
+    out.print(f"\n{sum(r['chunks'] for r in rows)} chunks, "
+              f"{tables.size(sum(r['bytes'] for r in rows))} in {path}")  # fmt: skip
+
+
+@app.command()
+def ingest(
+    paths: Annotated[list[Path], typer.Argument(help="Files or folders (.txt, .md).")],
+    collection: Collection = "documents", folder: Folder = Path(".samkv"),
+    model: ModelName = "builtin", device: Device = "auto", dtype: Dtype = "auto",
+    chunk_size: Annotated[int, typer.Option(help="Longest chunk, in the model's tokens.")] = 512,
+    as_json: Json = False,
+) -> None:  # fmt: skip
+    """Read documents once, and keep what the model made of them."""
+    files = docs.find_documents(paths, leave_out=folder)
+    engine = _engine(model, folder / "kv", device, dtype)
+    pieces = docs.read_pieces(files, engine.model, chunk_size)
+    opened = open_collection(folder / "chroma", collection, create=True)
+    texts = [piece.text for piece in pieces]
+    done = ChromaLink(opened, engine).add(
+        [piece.id for piece in pieces],
+        texts,
+        HashingEmbedding().embed(texts),
+        [{"source": piece.source} for piece in pieces],
+        progress=True,
+    )
+    _drop_outdated(opened, pieces)
+    row = {"collection": collection, "files": len(files), **asdict(done)}
+    if as_json:
+        _write_json("ingest", model, [row])
+    else:
+        out = tables.console()
+        out.print(f"{len(files)} files, {done.n_records} chunks in collection {collection!r}: "
+                  f"{done.n_cached} prefilled, {done.n_hit} already cached")  # fmt: skip
+        out.print(f"{tables.seconds(done.seconds)}, {tables.size(done.bytes_on_disk)} added")
+
+
+def _drop_outdated(collection: Any, pieces: Sequence[docs.Piece]) -> None:  # noqa: ANN401
+    """Remove the records of chunks that the ingested files no longer have."""
+    sources = list({piece.source for piece in pieces})
+    held = collection.get(where={"source": {"$in": sources}}, include=[])["ids"]
+    if outdated := sorted(set(held) - {piece.id for piece in pieces}):
+        collection.delete(ids=outdated)
+
+
+@app.command()
+def ask(
+    question: Annotated[str | None, typer.Argument(help="What to ask.")] = None,
+    questions: Annotated[
+        Path | None, typer.Option(help="JSON Lines file of many (question, answers).")
+    ] = None,
+    collection: Collection = "documents", folder: Folder = Path(".samkv"),
+    model: ModelName = "builtin", device: Device = "auto", dtype: Dtype = "auto",
+    top_k: Annotated[int, typer.Option(help="Chunks to retrieve.")] = 6,
+    method: MethodName = "samkv-guided",
+    compare: Annotated[str, typer.Option(help="Methods to run side by side: NAME,NAME,...")] = "",
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", help="An option of the method, NAME=VALUE.")
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 64,
+    chat: Annotated[bool, typer.Option(help="Use the model's chat template.")] = False,
+    as_json: Json = False,
+) -> None:  # fmt: skip
+    """Answer from the ingested chunks."""
+    if (question is None) == (questions is None):
+        raise InvalidOption("give either a question or --questions FILE")
+    asked = docs.read_questions(questions) if questions else [Question(question=question or "")]
+    methods = configured([name.strip() for name in (compare or method).split(",")], settings or [])
+    opened = open_collection(folder / "chroma", collection, create=False)
+    engine = _engine(model, folder / "kv", device, dtype)
+    engine.store.require(engine.fingerprint)
+    link, embedding = ChromaLink(opened, engine), HashingEmbedding()
+    rows: list[dict[str, Any]] = []
+    found: list[Retrieved] = []
+    for one in asked:
+        found = link.query(embedding.embed([one.question])[0], top_k)
+        texts = [record.text for record in found]
+        prompt = rag_prompt(one.question, texts, chat=chat)
+        if not rows and len(methods) > 1:  # the first pass of a process is slower than all others
+            engine.generate(prompt, texts, method=methods[0], max_new_tokens=1)
+        answers = []
+        for each in methods:
+            answer = engine.generate(prompt, texts, method=each, max_new_tokens=max_new_tokens)
+            answers.append(tables.answer_row(one, answer.text, answer.report))
+        rows += tables.with_ratios(answers)
+    if as_json:
+        _write_json("ask", model, rows)
+        return
+    out = tables.console()
+    if questions:
+        out.print(tables.summary_table(rows))
+    elif len(methods) > 1:
+        out.print(tables.comparison_table(rows))
+    else:
+        out.print(rows[0]["answer"])
+    if not questions:
+        out.print(tables.sources([(r.metadata.get("source", r.id), r.text) for r in found]))
+    if len(rows) == 1:
+        out.print("\n".join(tables.report_lines(rows[0])))
+
+
+@app.command()
+def quickstart(
+    documents: Annotated[
+        Path, typer.Option(help="Folder of sample documents.")
+    ] = Path("examples/town_records"),
+    questions: Annotated[
+        Path | None, typer.Option(help="Their questions; questions.jsonl in that folder.")
+    ] = None,
+    as_json: Json = False,
+) -> None:  # fmt: skip
+    """The whole way on the built-in model: index, ask through LlamaIndex, compare the methods."""
+    if not documents.is_dir():
+        raise InvalidOption(
+            f"{documents} is not a folder; run this where the sample documents are (a checkout of "
+            "the repository), or name a folder with --documents"
+        )
+    files = docs.find_documents([documents])
+    asked = docs.read_questions(questions or documents / "questions.jsonl")
+    run = _quickstart_of_llama_index()(Path(".samkv/quickstart"))
+    out = tables.console(stderr=as_json)
+    done = run.ingest(files)
+    out.print(f"{len(files)} documents in Chroma and their chunk caches: {done.n_cached} "
+              f"prefilled, {done.n_hit} already cached, {tables.seconds(done.seconds)}, "
+              f"{tables.size(done.bytes_on_disk)} added")  # fmt: skip
+
+
+def _quickstart_of_llama_index() -> Any:  # noqa: ANN401
+    """The class of the connector, which alone may import LlamaIndex."""
+    try:
+        return importlib.import_module("llama_index.llms.samkv.quickstart").Quickstart
+    except ModuleNotFoundError as error:
+        raise MissingExtra.of(error.name or "llama_index", "llama-index") from error
+
+
+def _engine(model: str, store: Path, device: str, dtype: str) -> Engine:
+    return Engine.from_pretrained(model, ChunkStore(store), device=device, dtype=dtype)
+
+
+def _write_json(command: str, model: str | None, rows: Iterable[tables.Row]) -> None:
+    typer.echo(tables.to_json(command, model, rows))

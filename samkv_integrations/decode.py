@@ -1,0 +1,142 @@
+"""From the first token to the answer: step the model, turn tokens into text, find stop strings."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from samkv_integrations.blend import WorkingCache
+from samkv_integrations.errors import InvalidOption
+from samkv_integrations.model import Model, attention
+from samkv_integrations.report import Report
+
+
+class Decoder:
+    """Computes one answer token after another over a working cache.
+
+    ``position`` is the next token's place in the logical prompt, which counts all tokens of all
+    chunks although rows are missing from the cache.
+    """
+
+    def __init__(self, model: Model, cache: WorkingCache, position: int) -> None:
+        self.model = model
+        self.cache = cache
+        self.position = position
+
+    def step(self, token: int) -> Tensor:
+        """Logits (vocabulary,) after ``token``."""
+        cos, sin = self.model.cos_sin(torch.tensor([self.position]))
+        hidden = self.model.embed(torch.tensor([[token]]))
+        for layer in range(self.model.n_layers):
+            hidden = self.model.layer(layer, hidden, cos, sin, self._attend)
+        self.position += 1
+        return self.model.logits(hidden[0])[0]
+
+    def _attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float
+    ) -> Tensor:
+        keys, values = self.cache.append(layer, key[0, :, 0], value[0, :, 0])
+        return attention(query, keys, values, scaling, None, False)
+
+
+class TextStream:
+    """Tokens in, pieces of text out; ends at a stop string, which is never part of the text.
+
+    A piece is held back while it ends in half a character, or in what may become a stop string.
+    """
+
+    def __init__(self, model: Model, stop: Sequence[str] = ()) -> None:
+        if isinstance(stop, str) or any(not isinstance(s, str) or not s for s in stop):
+            raise InvalidOption(f"stop={stop!r}; it must be a list of non-empty strings")
+        self._model = model
+        self._stop = tuple(stop)
+        self._ids: list[int] = []
+        self._sent = 0
+        self.stopped = False
+
+    def push(self, token: int) -> str:
+        """The text that ``token`` settles; empty while undecided."""
+        self._ids.append(token)
+        text = self._model.detokenize(self._ids)
+        cuts = [at for s in self._stop if (at := text.find(s, max(0, self._sent - len(s)))) >= 0]
+        if cuts:
+            self.stopped = True
+            return self._emit(text[: min(cuts)])
+        settled = len(text.rstrip("\N{REPLACEMENT CHARACTER}"))
+        return self._emit(text[: settled - self._undecided(text[:settled])])
+
+    def flush(self) -> str:
+        """What was held back, when no token follows."""
+        return "" if self.stopped else self._emit(self._model.detokenize(self._ids))
+
+    def _emit(self, text: str) -> str:
+        piece = text[self._sent :]
+        self._sent = max(self._sent, len(text))
+        return piece
+
+    def _undecided(self, text: str) -> int:
+        """Length of the longest end of ``text`` that begins a stop string."""
+        return max(
+            (n for s in self._stop for n in range(1, len(s)) if text.endswith(s[:n])), default=0
+        )
+
+
+class AnswerStream:
+    """Iterator over the pieces of one answer; ``report`` is complete once it is exhausted.
+
+    Closing it, or dropping it, frees the working cache.
+    """
+
+    def __init__(
+        self,
+        first: int,
+        step: Callable[[int], int],
+        eos_ids: frozenset[int],
+        max_new_tokens: int,
+        text: TextStream,
+        report: Report,
+    ) -> None:
+        self._report = report
+        self._count = 0
+        self._decode_s = 0.0
+        self._pieces = self._decode(first, step, eos_ids, max_new_tokens, text)
+
+    def __iter__(self) -> Iterator[str]:
+        return self
+
+    def __next__(self) -> str:
+        return next(self._pieces)
+
+    def close(self) -> None:
+        """Stop decoding and free what this answer holds."""
+        self._pieces.close()
+
+    @property
+    def report(self) -> Report:
+        """Figures of the answer so far."""
+        rate = (self._count - 1) / self._decode_s if self._decode_s else 0.0
+        return replace(self._report, completion_tokens=self._count, decode_tokens_per_s=rate)
+
+    def _decode(
+        self,
+        token: int,
+        step: Callable[[int], int],
+        eos_ids: frozenset[int],
+        max_new_tokens: int,
+        text: TextStream,
+    ) -> Generator[str]:
+        while token not in eos_ids:
+            self._count += 1
+            if piece := text.push(token):
+                yield piece
+            if text.stopped or self._count == max_new_tokens:
+                break
+            began = time.perf_counter()
+            token = step(token)
+            self._decode_s += time.perf_counter() - began
+        if tail := text.flush():
+            yield tail

@@ -1,0 +1,329 @@
+"""The engine: cache chunks once, answer prompts from their caches."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from tqdm.auto import tqdm
+
+from samkv_integrations.analysis import MIN_CHUNKS, PUBLISHED_STABLE_LAYERS, stable_layers
+from samkv_integrations.chunk import Fingerprint, normalise
+from samkv_integrations.decode import AnswerStream, Decoder, TextStream
+from samkv_integrations.errors import CacheMiss, InvalidChunk, InvalidOption
+from samkv_integrations.ingest import NewChunk, batches, prefill
+from samkv_integrations.layout import BlockScheme
+from samkv_integrations.methods import Method, get_method
+from samkv_integrations.model import Model, Sampling
+from samkv_integrations.prompt import OnMiss, Resolver, handle_of
+from samkv_integrations.query import Query
+from samkv_integrations.report import Report
+from samkv_integrations.store import MemoryStore, Store
+
+Prefix = Literal["bos", "none"]
+Prompt = str | Sequence[dict[str, str]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """A whole answer and what it cost."""
+
+    text: str
+    report: Report
+
+
+class Engine:
+    """Answers from chunk caches.
+
+    Args:
+        model: the model, see `Model`.
+        store: where chunk caches live; None keeps them in memory.
+        method: a name out of `METHODS`, or a `Method`.
+        block_size: tokens a block; ``"auto"`` takes the size of what the store already holds for
+            this model, else follows the length of the first chunks that are cached.
+        prefix: what a chunk is prefilled after: ``"bos"`` (the beginning-of-sequence token, if the
+            tokenizer has one) or ``"none"``.
+        code_bits: bits of the keys that selection reads (2, 4 or 8).
+
+    One engine may be used from many threads: a lock is held around each pass through the model,
+    never while a caller consumes a stream.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        store: Store | None = None,
+        *,
+        method: str | Method = "samkv-guided",
+        block_size: int | Literal["auto"] = "auto",
+        prefix: Prefix = "bos",
+        code_bits: int = 2,
+    ) -> None:
+        if prefix not in ("bos", "none"):
+            raise InvalidOption(f"prefix={prefix!r}; allowed: bos, none")
+        self.model = model
+        self.store: Store = MemoryStore() if store is None else store
+        self.method = get_method(method)
+        bos = model.bos_id if prefix == "bos" else None
+        self.prefix: tuple[int, ...] = () if bos is None else (bos,)
+        self._lock = threading.RLock()
+        self._code_bits = code_bits
+        self._calibrated: tuple[int, ...] | None = None
+        self._fingerprint: Fingerprint | None = None
+        if block_size != "auto":
+            self._fingerprint = self._fingerprint_for(BlockScheme(size=block_size))
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        name: str,
+        store: Store | None = None,
+        *,
+        method: str | Method = "samkv-guided",
+        device: str = "auto",
+        dtype: str = "auto",
+        block_size: int | Literal["auto"] = "auto",
+        prefix: Prefix = "bos",
+        code_bits: int = 2,
+    ) -> Engine:
+        """An engine on the model called ``name``: a hub id, a local folder, or ``"builtin"``."""
+        return cls(
+            Model.load(name, device=device, dtype=dtype),
+            store,
+            method=method,
+            block_size=block_size,
+            prefix=prefix,
+            code_bits=code_bits,
+        )
+
+    # -- identity ---------------------------------------------------------------------------
+
+    @property
+    def fingerprint(self) -> Fingerprint:
+        """Identity of the caches that this engine makes and accepts."""
+        if self._fingerprint is None:
+            candidate = self._fingerprint_for(BlockScheme())
+            known = [
+                found
+                for found in self.store.fingerprints()
+                if replace(candidate, block_size=found.block_size).digest == found.digest
+            ]
+            if not known:
+                return candidate
+            self._fingerprint = replace(candidate, block_size=known[0].block_size)
+        return self._fingerprint
+
+    def _fingerprint_for(self, scheme: BlockScheme) -> Fingerprint:
+        model = self.model
+        return Fingerprint(
+            model=model.name,
+            weights=model.weights_digest,
+            tokenizer=model.tokenizer_digest,
+            dtype=model.dtype_name,
+            rope=model.rope_digest,
+            n_layers=model.n_layers,
+            n_heads=model.n_heads,
+            n_kv_heads=model.n_kv_heads,
+            head_dim=model.head_dim,
+            prefix=",".join(map(str, self.prefix)),
+            block_size=scheme.size,
+            n_init=scheme.n_init,
+            n_local=scheme.n_local,
+            code_bits=self._code_bits,
+        )
+
+    def key_of(self, text: str) -> str:
+        """Key of the chunk cache that ``text`` has, or would have."""
+        ids = self.model.tokenize(normalise(text), special=False)
+        return self.store.key(self.fingerprint, ids)
+
+    def handle_of(self, text: str) -> str | None:
+        """The handle of ``text`` if its cache is stored, else None."""
+        key = self.key_of(text)
+        return handle_of(key) if self.store.contains(key, self.fingerprint) else None
+
+    def count_tokens(self, text: str) -> int:
+        """Tokens of ``text``, handles counted at the length of their chunks."""
+        with self._resolver().resolve(text) as resolved:
+            return sum(len(segment.token_ids) for segment in resolved.segments)
+
+    # -- ingest -----------------------------------------------------------------------------
+
+    def cache_chunk(self, text: str) -> str:
+        """Cache one chunk and return its key. Nothing is computed if the store has it."""
+        return self.cache_chunks([text])[0]
+
+    def cache_chunks(self, texts: Sequence[str], *, progress: bool = False) -> list[str]:
+        """Cache many chunks, several a pass; returns their keys in order.
+
+        A cache that is stored and sound is left alone, a broken one is made anew.
+
+        Raises:
+            InvalidChunk: a text is empty, or longer than the context window.
+            StoreError: the store cannot be written; what was cached before stays.
+        """
+        bodies = [normalise(text) for text in texts]
+        token_ids = [self._chunk_ids(body) for body in bodies]
+        if self._fingerprint is None and token_ids:
+            self._settle_block_size(token_ids)
+        keys = [self.store.key(self.fingerprint, ids) for ids in token_ids]
+        missing = {
+            key: NewChunk(key=key, text=body, token_ids=ids)
+            for key, body, ids in zip(keys, bodies, token_ids, strict=True)
+            if not self._is_sound(key, ids)
+        }
+        with tqdm(total=len(missing), desc="caching chunks", disable=not progress) as bar:
+            for batch in batches(list(missing.values())):
+                with self._lock, torch.inference_mode():
+                    caches = prefill(self.model, batch, self.fingerprint, self.prefix)
+                for cache in caches:
+                    self.store.put(cache)
+                    bar.update()
+        if missing:
+            self._calibrated = None
+        return keys
+
+    def _chunk_ids(self, body: str) -> tuple[int, ...]:
+        ids = tuple(self.model.tokenize(body, special=False))
+        if not ids:
+            raise InvalidChunk(f"chunk {body!r} holds no text; leave empty chunks out")
+        room = self.model.context_window - len(self.prefix)
+        if len(ids) > room:
+            raise InvalidChunk(
+                f"a chunk of {len(ids)} tokens is longer than the {room} that the context window "
+                f"of {self.model.name!r} leaves; split it (it begins {body[:40]!r})"
+            )
+        return ids
+
+    def _settle_block_size(self, token_ids: Sequence[tuple[int, ...]]) -> None:
+        known = self.fingerprint
+        if self._fingerprint is None:
+            lengths = sorted(len(ids) for ids in token_ids)
+            scheme = BlockScheme.auto(lengths[len(lengths) // 2])
+            self._fingerprint = replace(known, block_size=scheme.size)
+
+    def _is_sound(self, key: str, ids: Sequence[int]) -> bool:
+        try:
+            with self.store.open(key, self.fingerprint, ids) as chunk:
+                chunk.verify()
+        except CacheMiss:
+            return False
+        return True
+
+    # -- answers ----------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompt: Prompt,
+        chunks: Sequence[str] = (),
+        *,
+        method: str | Method | None = None,
+        max_new_tokens: int = 256,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        seed: int | None = None,
+        stop: Sequence[str] = (),
+        on_miss: OnMiss = "text",
+    ) -> Answer:
+        """The answer to ``prompt``.
+
+        prompt: a string, or chat messages (``role``, ``content``) for the model's chat template.
+        chunks: texts of chunks that occur in it; handles need not be listed.
+        on_miss: what to do for a chunk without a usable cache: ``text`` (compute it from its text,
+            this once), ``compute`` (cache it first), ``error``.
+
+        Raises:
+            PromptTooLong: prompt and answer exceed the context window.
+            HandleError: a handle is broken or unknown.
+            ChunkNotCached: a chunk has no usable cache and on_miss is ``error``.
+            InvalidOption, UnknownOption: an argument is wrong.
+        """
+        stream = self.stream(
+            prompt,
+            chunks,
+            method=method,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            seed=seed,
+            stop=stop,
+            on_miss=on_miss,
+        )
+        text = "".join(stream)
+        return Answer(text=text, report=stream.report)
+
+    def stream(
+        self,
+        prompt: Prompt,
+        chunks: Sequence[str] = (),
+        *,
+        method: str | Method | None = None,
+        max_new_tokens: int = 256,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        seed: int | None = None,
+        stop: Sequence[str] = (),
+        on_miss: OnMiss = "text",
+    ) -> AnswerStream:
+        """Like `generate`, but yields pieces of text as they are decided.
+
+        The first token is computed before this returns, so mistakes raise here.
+        """
+        began = time.perf_counter()
+        chosen = self.method if method is None else get_method(method)
+        sampling = Sampling(
+            max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed
+        )
+        text = TextStream(self.model, stop)
+        rendered = prompt if isinstance(prompt, str) else self.model.render_chat(prompt)
+        if on_miss == "compute":
+            self.cache_chunks(list(chunks))
+        with (
+            self._lock,
+            torch.inference_mode(),
+            self._resolver().resolve(rendered, chunks, on_miss=on_miss) as resolved,
+        ):
+            stable = self._stable_layers() if "statistics" in chosen.reads else ()
+            query = Query(self.model, chosen, resolved, self.fingerprint, self.prefix, stable)
+            logits = query.first_logits(sampling.max_new_tokens)
+            sampler = self.model.sampler(query.layout.token_ids.tolist(), sampling)
+            first = sampler.next(logits)
+        report = query.report(ttft_s=time.perf_counter() - began)
+        decoder = Decoder(self.model, query.cache, query.layout.n_tokens)
+
+        def step(token: int) -> int:
+            with self._lock, torch.inference_mode():
+                return sampler.next(decoder.step(token))
+
+        return AnswerStream(first, step, self.model.eos_ids, sampling.max_new_tokens, text, report)
+
+    def _resolver(self) -> Resolver:
+        return Resolver(self.model, self.store, self.fingerprint)
+
+    def _stable_layers(self) -> tuple[int, ...]:
+        """The layers N* (paper: Appendix A.2): published for this shape, or from stored chunks."""
+        config = self.model.config
+        shape = (config.model_type, self.model.n_layers, config.hidden_size)
+        if shape in PUBLISHED_STABLE_LAYERS:
+            return PUBLISHED_STABLE_LAYERS[shape]
+        if self._calibrated is None:
+            self._calibrated = stable_layers(self.model.n_layers, self._votes())
+        return self._calibrated
+
+    def _votes(self) -> torch.Tensor | None:
+        """(n, L) bool: stable layers of the first chunks by key, so that ingest order is no matter."""
+        keys = self.store.keys(self.fingerprint)[: 2 * MIN_CHUNKS]
+        if len(keys) < MIN_CHUNKS:
+            return None
+        votes = []
+        for key in keys:
+            try:
+                with self.store.open(key, self.fingerprint) as chunk:
+                    votes.append(chunk.statistics().stable)
+            except CacheMiss:
+                continue
+        return torch.stack(votes) if votes else None

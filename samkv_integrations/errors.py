@@ -1,0 +1,88 @@
+"""Every error a user can meet, in one small hierarchy.
+
+A message names the value that was wrong, what is allowed, and the next step, so that it can be
+shown as it stands. Mistakes of the caller raise; ``assert`` is for our own invariants only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+class SamkvError(Exception):
+    """Base of every error raised on purpose by this package."""
+
+
+class UnsupportedModel(SamkvError):
+    """The model cannot be served exactly (its positions, attention or layout are not supported)."""
+
+
+class ModelNotFound(SamkvError):
+    """No model could be loaded under the given name or path."""
+
+
+class PromptTooLong(SamkvError):
+    """The prompt, chunks counted at full size, does not fit the model's context window."""
+
+
+class InvalidChunk(SamkvError):
+    """A text that cannot be cached: empty, or longer than the context window."""
+
+
+class HandleError(SamkvError):
+    """A handle in a prompt is broken, or names a chunk that this store does not hold."""
+
+
+class ChunkNotCached(SamkvError):
+    """A chunk of the prompt has no usable cache, and the caller asked for an error then."""
+
+
+class StoreError(SamkvError):
+    """The store cannot be used: wrong folder, wrong format version, not writable."""
+
+
+class FingerprintMismatch(StoreError):
+    """The store holds caches of another model, dtype or layout only."""
+
+
+class CacheMiss(SamkvError):
+    """One chunk cache cannot be used; ``reason`` is one of `MISS_REASONS`.
+
+    Never reaches a user: the engine falls back to the chunk's text and counts the reason.
+    """
+
+    def __init__(self, reason: str, detail: str = "") -> None:
+        assert reason in MISS_REASONS, reason
+        super().__init__(f"{reason}: {detail}" if detail else reason)
+        self.reason = reason
+
+
+MISS_REASONS = ("absent", "corrupt", "format", "fingerprint", "tokens", "io")
+
+
+class UnknownOption(SamkvError):
+    """A name (method, option, document folder, collection) that is not one of the known ones."""
+
+    @classmethod
+    def among(cls, kind: str, value: object, known: Iterable[str]) -> UnknownOption:
+        """An error that lists the known names of ``kind``."""
+        return cls(f"unknown {kind} {value!r}; known: {', '.join(sorted(known))}")
+
+
+class InvalidOption(SamkvError):
+    """An option whose name is known and whose value is not allowed."""
+
+
+class MissingExtra(SamkvError):
+    """An optional dependency is not installed."""
+
+    @classmethod
+    def of(cls, package: str, extra: str) -> MissingExtra:
+        """An error that names the extra to install."""
+        return cls(
+            f"{package!r} is not installed; next step: pip install 'samkv-integrations[{extra}]'"
+        )
+
+
+class EmptyInput(SamkvError):
+    """A folder without documents, an empty collection, an empty question file."""

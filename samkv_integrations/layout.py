@@ -1,0 +1,283 @@
+"""Where tokens sit: the blocks of a chunk, and the positions of every segment of a request.
+
+Shapes, one legend for the whole package: L layers, H query heads, G key-value heads, D head dim,
+T tokens, S kept tokens, B block size, N blocks, C chunks in a request, R computed rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from samkv_integrations.errors import InvalidOption
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockScheme:
+    """How chunks are cut into blocks (paper: section 4.1, one initial and two local blocks).
+
+    size: tokens in a block (the last block of a chunk may be shorter).
+    n_init, n_local: blocks at the beginning and the end of a chunk whose tokens are its anchor rows.
+    """
+
+    size: int = 16
+    n_init: int = 1
+    n_local: int = 2
+
+    def __post_init__(self) -> None:
+        if self.size < 1 or self.n_init < 0 or self.n_local < 0:
+            raise InvalidOption(
+                f"block scheme {self}: size must be at least 1, n_init and n_local at least 0"
+            )
+
+    @classmethod
+    def auto(cls, chunk_tokens: int) -> BlockScheme:
+        """The power of two from 8 to 64 that keeps the anchors at about a tenth of a chunk.
+
+        B must follow the chunk length: with the paper's 64 a 512-token chunk would keep 37.5 %
+        before any selection.
+        """
+        size = 8
+        while size < 64 and 3 * 2 * size <= 0.15 * chunk_tokens:
+            size *= 2
+        return cls(size=size)
+
+    def of(self, n_tokens: int) -> ChunkBlocks:
+        """The blocks of a chunk of ``n_tokens`` tokens."""
+        return ChunkBlocks(n_tokens=n_tokens, scheme=self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChunkBlocks:
+    """The blocks of one chunk. Tokens ``[0, middle_start)`` and ``[middle_stop, n_tokens)`` are its
+    anchor rows, those between are its middle. A chunk of at most ``n_init + n_local`` blocks has no
+    middle: all its tokens are anchors.
+    """
+
+    n_tokens: int
+    scheme: BlockScheme
+
+    @cached_property
+    def n_blocks(self) -> int:
+        return -(-self.n_tokens // self.scheme.size)
+
+    @cached_property
+    def middle_blocks(self) -> range:
+        """Indices of the middle blocks."""
+        n_init, n_local = self.scheme.n_init, self.scheme.n_local
+        if self.n_blocks <= n_init + n_local:
+            return range(self.n_blocks, self.n_blocks)
+        return range(n_init, self.n_blocks - n_local)
+
+    @cached_property
+    def middle_start(self) -> int:
+        return min(self.middle_blocks.start * self.scheme.size, self.n_tokens)
+
+    @cached_property
+    def middle_stop(self) -> int:
+        return min(self.middle_blocks.stop * self.scheme.size, self.n_tokens)
+
+    @property
+    def n_middle(self) -> int:
+        """Tokens of the middle."""
+        return self.middle_stop - self.middle_start
+
+    @property
+    def n_anchor(self) -> int:
+        """Anchor tokens."""
+        return self.n_tokens - self.n_middle
+
+    @cached_property
+    def local_start(self) -> int:
+        """First token of the local blocks (the last ``n_local``, or fewer if the chunk is short)."""
+        return max(0, self.n_blocks - self.scheme.n_local) * self.scheme.size
+
+    def span(self, block: int) -> tuple[int, int]:
+        """First token of ``block`` and the one after its last."""
+        size = self.scheme.size
+        return block * size, min((block + 1) * size, self.n_tokens)
+
+    @cached_property
+    def lengths(self) -> Tensor:
+        """(N,) tokens in each block."""
+        lengths = torch.full((self.n_blocks,), self.scheme.size)
+        lengths[-1] = self.n_tokens - (self.n_blocks - 1) * self.scheme.size
+        return lengths
+
+    @cached_property
+    def block_of_token(self) -> Tensor:
+        """(T,) index of the block that holds each token."""
+        return torch.arange(self.n_tokens) // self.scheme.size
+
+
+@dataclass(frozen=True, kw_only=True)
+class Segment:
+    """One stretch of a prompt, tokenised on its own.
+
+    blocks: the block structure, for a chunk whose cache is at hand; None for anything that is
+    computed from its tokens.
+    is_context: whether the tokens are a chunk's (with or without a usable cache).
+    """
+
+    token_ids: tuple[int, ...]
+    blocks: ChunkBlocks | None = None
+    is_context: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Positions of every token of a request, and the blocks of its cached chunks.
+
+    Cached chunks in prompt order form the *context*: its tokens (Tctx of them) and blocks (Nb) are
+    numbered through. All tensors live on the CPU.
+
+    token_ids: (T,) the logical prompt, prefix included.
+    fresh: (T,) bool, rows that are always computed. The last row always is: it gives the logits.
+    context_positions: (Tctx,) position of each context token.
+    block_of_token: (Tctx,) block of each context token.
+    block_lengths, block_chunk: (Nb,) tokens in each block, and the chunk it belongs to.
+    is_anchor: (Nb,) bool, initial and local blocks.
+    is_initial: (Nb,) bool, initial blocks alone.
+    exact: (C,) bool, chunks that begin right after the prefix that they were prefilled with, so
+        that their cache already equals full prefill.
+    question: (W,) positions of the last plain segment's rows (the last row alone without one).
+    n_uncached: tokens of chunks that had no usable cache.
+    """
+
+    token_ids: Tensor
+    fresh: Tensor
+    context_positions: Tensor
+    block_of_token: Tensor
+    block_lengths: Tensor
+    block_chunk: Tensor
+    is_anchor: Tensor
+    is_initial: Tensor
+    exact: Tensor
+    question: Tensor
+    chunk_starts: tuple[int, ...]
+    chunk_blocks: tuple[ChunkBlocks, ...]
+    n_uncached: int
+    n_prefix: int
+
+    @classmethod
+    def of(cls, segments: Sequence[Segment], prefix: tuple[int, ...]) -> Layout:
+        """Lay ``segments`` end to end. ``prefix`` is what chunks were prefilled after."""
+        ids: list[int] = []
+        fresh: list[Tensor] = []
+        starts: list[int] = []
+        blocks: list[ChunkBlocks] = []
+        question = torch.empty(0, dtype=torch.long)
+        for segment in segments:
+            start, length = len(ids), len(segment.token_ids)
+            if segment.blocks is not None:
+                assert segment.blocks.n_tokens == length
+                starts.append(start)
+                blocks.append(segment.blocks)
+            elif length and not segment.is_context:
+                question = torch.arange(start, start + length)
+            fresh.append(torch.full((length,), segment.blocks is None))
+            ids.extend(segment.token_ids)
+        is_fresh = torch.cat(fresh)
+        is_fresh[-1] = True
+        if not len(question) or int(question[-1]) != len(ids) - 1:
+            question = torch.tensor([len(ids) - 1])
+        lengths = [b.lengths for b in blocks]
+        first_block = [0]
+        for chunk in blocks:
+            first_block.append(first_block[-1] + chunk.n_blocks)
+        anchor, initial = [], []
+        for chunk in blocks:
+            index = torch.arange(chunk.n_blocks)
+            middle = chunk.middle_blocks
+            anchor.append((index < middle.start) | (index >= middle.stop))
+            initial.append(index < chunk.scheme.n_init)
+        empty = torch.empty(0, dtype=torch.long)
+        return cls(
+            token_ids=torch.tensor(ids),
+            fresh=is_fresh,
+            context_positions=_cat(
+                [torch.arange(s, s + b.n_tokens) for s, b in zip(starts, blocks, strict=True)],
+                empty,
+            ),
+            block_of_token=_cat(
+                [f + b.block_of_token for f, b in zip(first_block, blocks, strict=False)], empty
+            ),
+            block_lengths=_cat(lengths, empty),
+            block_chunk=_cat(
+                [torch.full((b.n_blocks,), c) for c, b in enumerate(blocks)], empty
+            ),
+            is_anchor=_cat(anchor, empty.bool()),
+            is_initial=_cat(initial, empty.bool()),
+            exact=torch.tensor(
+                [s == len(prefix) and tuple(ids[:s]) == prefix for s in starts], dtype=torch.bool
+            ),
+            question=question,
+            chunk_starts=tuple(starts),
+            chunk_blocks=tuple(blocks),
+            n_uncached=sum(
+                len(s.token_ids) for s in segments if s.is_context and s.blocks is None
+            ),
+            n_prefix=len(prefix),
+        )
+
+    @property
+    def n_tokens(self) -> int:
+        return int(self.token_ids.shape[0])
+
+    @property
+    def n_context(self) -> int:
+        """Context tokens with a cache (Tctx)."""
+        return int(self.context_positions.shape[0])
+
+    @property
+    def n_blocks(self) -> int:
+        return int(self.block_lengths.shape[0])
+
+    @property
+    def n_chunks(self) -> int:
+        return len(self.chunk_blocks)
+
+    @cached_property
+    def chunk_of_token(self) -> Tensor:
+        """(Tctx,) chunk of each context token."""
+        return self.block_chunk[self.block_of_token]
+
+    @cached_property
+    def offset_in_chunk(self) -> Tensor:
+        """(Tctx,) index of each context token within its chunk."""
+        return self.context_positions - torch.tensor(self.chunk_starts, dtype=torch.long)[self.chunk_of_token]
+
+    @cached_property
+    def prefilled_positions(self) -> Tensor:
+        """(Tctx,) position at which each context token was prefilled."""
+        return self.offset_in_chunk + self.n_prefix
+
+    @cached_property
+    def first_block(self) -> Tensor:
+        """(C,) index of each chunk's first block."""
+        counts = torch.tensor([b.n_blocks for b in self.chunk_blocks], dtype=torch.long)
+        return counts.cumsum(0) - counts
+
+
+def _cat(parts: list[Tensor], empty: Tensor) -> Tensor:
+    return torch.cat(parts) if parts else empty
+
+
+@dataclass(frozen=True, kw_only=True)
+class Selection:
+    """What a method keeps of the context.
+
+    keep: (L, Nb) bool, CPU, blocks kept at each layer.
+    token_scores: (L, Tctx) how much the question asks for each context token, if it was computed.
+    """
+
+    keep: Tensor
+    token_scores: Tensor | None = None
+
+    def tokens(self, layout: Layout) -> Tensor:
+        """(L, Tctx) bool, tokens kept at each layer."""
+        return self.keep[:, layout.block_of_token]

@@ -1,0 +1,35 @@
+"""The methods: one file a paper, one table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from samkv_integrations.errors import UnknownOption
+from samkv_integrations.methods.baselines import recompute, reuse, reuse_local
+from samkv_integrations.methods.guided import samkv_guided
+from samkv_integrations.methods.parts import Method
+from samkv_integrations.methods.samkv import samkv_fusion, samkv_overwrite
+
+METHODS: Mapping[str, Method] = MappingProxyType(
+    {
+        method.name: method
+        for method in (
+            recompute(),
+            reuse(),
+            reuse_local(),
+            samkv_overwrite(),
+            samkv_fusion(),
+            samkv_guided(),
+        )
+    }
+)
+
+
+def get_method(name: str | Method) -> Method:
+    """The method called ``name``; a `Method` passes through. Raises UnknownOption with the names."""
+    if not isinstance(name, str):
+        return name
+    if name not in METHODS:
+        raise UnknownOption.among("method", name, METHODS)
+    return METHODS[name]

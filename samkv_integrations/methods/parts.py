@@ -1,0 +1,251 @@
+"""The parts a method is made of, and the trivial ones.
+
+Parts are pure: they see tensors and a layout, never the model, the store or the engine. `select`
+says which blocks of which layer to keep, `recompute` which of the kept rows to compute again,
+`update` how a recomputed entry and the cached one combine, `positions` where cached keys sit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import ClassVar, Literal, Protocol
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from samkv_integrations.errors import InvalidOption
+from samkv_integrations.layout import Layout, Selection
+
+Probe = Literal["none", "probe", "layerwise"]
+Update = Callable[[Tensor, Tensor], Tensor]
+Positions = Literal["global", "local"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evidence:
+    """What is known of the context before any of its rows is loaded; only what a part `reads`.
+
+    Layer first, so that `layer` can slice. Blocks and tokens are numbered as in the layout.
+
+    summaries: (L, Nb, G, D) float32, mean un-rotated key of each block.
+    keys: (L, Tctx, G, D) float32, un-rotated keys from their codes.
+    local_query: (L, C, H, D) float32, mean un-rotated query of each chunk's local tokens.
+    anchor_mean: (L, C, G, D) float32, mean un-rotated key of each chunk's anchor rows.
+    block_max, block_min: (L, C) most and least important middle block, -1 without a middle.
+    outliers: (L, Tctx) bool, middle tokens of outstanding attention.
+    stable_layers: indices of the layers N* (paper: Appendix A.2).
+    context_cos, context_sin: (Tctx, D); question_cos, question_sin: (W, D), for rotated scoring.
+    """
+
+    n_layers: int
+    summaries: Tensor | None = None
+    keys: Tensor | None = None
+    local_query: Tensor | None = None
+    anchor_mean: Tensor | None = None
+    block_max: Tensor | None = None
+    block_min: Tensor | None = None
+    outliers: Tensor | None = None
+    stable_layers: tuple[int, ...] = ()
+    context_cos: Tensor | None = None
+    context_sin: Tensor | None = None
+    question_cos: Tensor | None = None
+    question_sin: Tensor | None = None
+
+    PER_LAYER: ClassVar = (
+        "summaries", "keys", "local_query", "anchor_mean", "block_max", "block_min", "outliers",
+    )  # fmt: skip
+
+    def layer(self, index: int) -> Evidence:
+        """The evidence of one layer, as evidence of a model with one layer."""
+        present = {n: getattr(self, n) for n in self.PER_LAYER if getattr(self, n) is not None}
+        return replace(
+            self, n_layers=1, **{n: tensor[index : index + 1] for n, tensor in present.items()}
+        )
+
+
+READABLE = frozenset(("summaries", "keys", "local_query", "anchor_mean", "statistics"))
+
+
+class Select(Protocol):
+    """Which blocks of the context to keep at each layer.
+
+    reads: names out of `READABLE`, the evidence wanted. Everything read counts as bytes.
+    probe: ``none`` (no queries wanted), ``probe`` (queries from one pass of the fresh rows over
+        `probe_blocks`, then all layers are chosen at once), ``layerwise`` (each layer is chosen
+        when the pass reaches it, with queries that have read what earlier layers chose).
+    window: how many of the question's last rows give queries; None for all of them.
+    """
+
+    @property
+    def reads(self) -> frozenset[str]: ...
+    @property
+    def probe(self) -> Probe: ...
+    @property
+    def window(self) -> int | None: ...
+
+    def probe_blocks(self, layout: Layout) -> Tensor:
+        """(Nb,) bool, blocks that the probe attends to."""
+        ...
+
+    def choose(self, queries: Tensor | None, evidence: Evidence, layout: Layout) -> Selection:
+        """The selection. queries: (L, H, W, D) float32 un-rotated; None when ``probe`` is none.
+        Pure; with ``layerwise`` called once a layer, with evidence and queries of that layer."""
+        ...
+
+
+class Recompute(Protocol):
+    """Which kept rows to compute again."""
+
+    @property
+    def reads(self) -> frozenset[str]: ...
+
+    def rows(self, selection: Selection, evidence: Evidence, layout: Layout) -> Tensor:
+        """(L, Tctx) bool, CPU; rows that are not kept at a layer are ignored there. Pure."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class SelectAll:
+    """Keep every block at every layer."""
+
+    reads: ClassVar[frozenset[str]] = frozenset()
+    probe: ClassVar[Probe] = "none"
+    window: ClassVar[int | None] = None
+
+    def probe_blocks(self, layout: Layout) -> Tensor:
+        return torch.zeros(layout.n_blocks, dtype=torch.bool)
+
+    def choose(self, queries: Tensor | None, evidence: Evidence, layout: Layout) -> Selection:
+        return Selection(keep=torch.ones(evidence.n_layers, layout.n_blocks, dtype=torch.bool))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecomputeAll:
+    """Compute every row again: ordinary prefill."""
+
+    reads: ClassVar[frozenset[str]] = frozenset()
+
+    def rows(self, selection: Selection, evidence: Evidence, layout: Layout) -> Tensor:
+        return selection.tokens(layout)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecomputeNone:
+    """Use the caches as they are."""
+
+    reads: ClassVar[frozenset[str]] = frozenset()
+
+    def rows(self, selection: Selection, evidence: Evidence, layout: Layout) -> Tensor:
+        return torch.zeros(len(selection.keep), layout.n_context, dtype=torch.bool)
+
+
+def overwrite(cached: Tensor, fresh: Tensor) -> Tensor:
+    """The recomputed entry replaces the cached one. Both (R, G, D)."""
+    return fresh
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fusion:
+    """Mix of recomputed and cached entry (SamKV equation 4): theta * new + (1 - theta) * old.
+
+    weight: theta; None for the cosine of new and old per token over all heads.
+    """
+
+    weight: float | None = None
+
+    def __call__(self, cached: Tensor, fresh: Tensor) -> Tensor:
+        """Both (R, G, D); keys at the same position. Returns the dtype of ``fresh``."""
+        old, new = cached.float(), fresh.float()
+        theta: Tensor | float
+        if self.weight is None:
+            theta = F.cosine_similarity(new.flatten(1), old.flatten(1), dim=1)[:, None, None]
+        else:
+            theta = self.weight
+        return (theta * new + (1 - theta) * old).to(fresh.dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """One way of answering from chunk caches: a row of the table `METHODS`, or an ablation of one
+    made with ``dataclasses.replace``.
+
+    positions: ``global`` (cached keys are rotated to their true positions) or ``local`` (they stay
+        where they were prefilled, the papers' Reuse baseline).
+    """
+
+    name: str
+    paper: str
+    summary: str
+    select: Select
+    recompute: Recompute
+    update: Update = overwrite
+    positions: Positions = "global"
+
+    def __post_init__(self) -> None:
+        unknown = (self.select.reads | self.recompute.reads) - READABLE
+        if unknown:
+            raise InvalidOption(f"method {self.name!r} reads {sorted(unknown)}; known: {READABLE}")
+        if self.positions not in ("global", "local"):
+            raise InvalidOption(f"positions={self.positions!r}; allowed: global, local")
+
+    @property
+    def reads(self) -> frozenset[str]:
+        return self.select.reads | self.recompute.reads
+
+    @property
+    def overwrites(self) -> bool:
+        """Whether a recomputed row needs nothing of the cached one."""
+        return self.update is overwrite
+
+
+def group_heads(queries: Tensor, n_kv_heads: int) -> Tensor:
+    """(..., H, D) -> (..., G, D): mean over the query heads that share a key-value head.
+
+    Consecutive query heads share one, as in transformers' ``repeat_kv``.
+    """
+    *lead, heads, dim = queries.shape
+    return queries.reshape(*lead, n_kv_heads, heads // n_kv_heads, dim).mean(dim=-2)
+
+
+def personalise(query: Tensor, local_query: Tensor) -> Tensor:
+    """A query of its own for every chunk (SamKV equation 1).
+
+    query (L, H, D), local_query (L, C, H, D) -> (L, C, H, D): the query plus, for each chunk, the
+    mean of the other chunks' local queries, each weighted with its absolute cosine to the query
+    over the whole (H, D) vector. With one chunk there is no bias.
+    """
+    n_chunks = local_query.shape[1]
+    spread = query[:, None].expand_as(local_query)
+    if n_chunks == 1:
+        return spread
+    cosine = F.cosine_similarity(spread.flatten(2), local_query.flatten(2), dim=-1)
+    weighted = cosine.abs()[..., None, None] * local_query
+    return spread + (weighted.sum(1, keepdim=True) - weighted) / (n_chunks - 1)
+
+
+def fill_budget(order: Tensor, layout: Layout, budget_tokens: float) -> Tensor:
+    """(L, Nb) bool: the best blocks of each layer, by ``order`` (higher first, -inf never), until
+    ``budget_tokens`` would be exceeded."""
+    ranking = order.argsort(dim=1, descending=True, stable=True)
+    lengths = layout.block_lengths.to(order.device)[ranking]
+    lengths = lengths.masked_fill(order.gather(1, ranking).isneginf(), 0)
+    fits = (lengths.cumsum(1) <= budget_tokens) & (lengths > 0)
+    return torch.zeros_like(fits).scatter(1, ranking, fits)
+
+
+def check_ratio(name: str, value: float | None) -> None:
+    """Raise InvalidOption unless ``value`` is None or a share between 0 and 1."""
+    if value is not None and not 0 <= value <= 1:
+        raise InvalidOption(f"{name}={value}; it must be between 0 and 1")
+
+
+def option_names(method: Method) -> tuple[str, ...]:
+    """The knobs of a method's parts, ``select.x`` and ``recompute.y``."""
+    parts = (("select", method.select), ("recompute", method.recompute))
+    return tuple(
+        f"{name}.{field.name}"
+        for name, part in parts
+        for field in fields(part)  # type: ignore[arg-type]
+    )

@@ -1,0 +1,188 @@
+"""SamKV (arXiv 2508.11661): sparse selection across chunks, then partial recomputation.
+
+Cao, Si, Zhang, Liu: Sparse Attention across Multiple-context KV Cache.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from samkv_integrations.layout import Layout, Selection
+from samkv_integrations.methods.parts import (
+    Evidence,
+    Fusion,
+    Method,
+    Probe,
+    Update,
+    check_ratio,
+    fill_budget,
+    group_heads,
+    overwrite,
+    personalise,
+)
+
+PAPER = "arXiv 2508.11661"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamkvSelect:
+    """Blocks by personalised query, dynamic share and a ranking across chunks (section 3.1, 3.2).
+
+    max_kept_ratio: hard cap on kept tokens as a share of the context; the anchors are always kept,
+        so the cap is never below them. None for no cap.
+    bias: add the personalised bias (equation 1). middle: select middle blocks at all. These two are
+        columns of the paper's Table 4.
+
+    Deviations: the cap is ours, the paper's share P is unbounded. Details that the paper leaves
+    open are decided in docs/methods.md.
+    """
+
+    max_kept_ratio: float | None = 0.15
+    bias: bool = True
+    middle: bool = True
+
+    def __post_init__(self) -> None:
+        check_ratio("max_kept_ratio", self.max_kept_ratio)
+
+    @property
+    def reads(self) -> frozenset[str]:
+        if not self.middle:
+            return frozenset()
+        bias = ("local_query",) if self.bias else ()
+        return frozenset(("summaries", "anchor_mean", "statistics", *bias))
+
+    @property
+    def probe(self) -> Probe:
+        return "probe" if self.middle else "none"
+
+    @property
+    def window(self) -> int | None:
+        return None
+
+    def probe_blocks(self, layout: Layout) -> Tensor:
+        return layout.is_anchor
+
+    def choose(self, queries: Tensor | None, evidence: Evidence, layout: Layout) -> Selection:
+        anchors = layout.is_anchor.expand(evidence.n_layers, -1)
+        if not self.middle:
+            return Selection(keep=anchors)
+        assert queries is not None and evidence.summaries is not None
+        n_kv_heads = evidence.summaries.shape[2]
+        query = queries.mean(dim=2)  # (L, H, D), Q_que
+        if self.bias:
+            assert evidence.local_query is not None
+            personal = personalise(query, evidence.local_query)
+        else:
+            personal = query[:, None].expand(-1, layout.n_chunks, -1, -1)
+        personal = group_heads(personal, n_kv_heads)  # (L, C, G, D)
+        scores = block_scores(personal, evidence.summaries, layout)  # (L, Nb)
+        share = selected_share(personal, scores, evidence)  # (C,)
+        candidates = top_share(scores, share, layout)
+        ranked = rank_across(scores, candidates, layout)
+        n_anchor = int(layout.block_lengths[layout.is_anchor].sum())
+        cap = 1.0 if self.max_kept_ratio is None else self.max_kept_ratio
+        chosen = fill_budget(ranked, layout, cap * layout.n_context - n_anchor)
+        return Selection(keep=chosen.cpu() | anchors)
+
+
+def block_scores(personal: Tensor, summaries: Tensor, layout: Layout) -> Tensor:
+    """(L, Nb): inner product of each block's mean key with its chunk's query, mean over groups.
+
+    personal (L, C, G, D), summaries (L, Nb, G, D).
+    """
+    own = personal[:, layout.block_chunk.to(personal.device)]
+    return (own * summaries).sum(-1).mean(-1)
+
+
+def selected_share(personal: Tensor, scores: Tensor, evidence: Evidence) -> Tensor:
+    """(C,) share P of each chunk's middle blocks to select: equation 2 averaged as equation 3."""
+    assert evidence.anchor_mean is not None
+    assert evidence.block_max is not None and evidence.block_min is not None
+    anchor = (personal * evidence.anchor_mean).sum(-1).mean(-1)  # (L, C)
+    top = scores.gather(1, evidence.block_max.clamp(min=0))
+    low = scores.gather(1, evidence.block_min.clamp(min=0))
+    inside = (low < anchor) & (anchor <= top) & (evidence.block_max >= 0)
+    share = torch.where(inside, (top - anchor) / (top - low), 0.0).clamp(0, 1)
+    return share[list(evidence.stable_layers)].mean(0)
+
+
+def _middle_of_chunk(layout: Layout, device: torch.device) -> Tensor:
+    """(C, Nb) bool: the middle blocks of each chunk."""
+    chunk = torch.arange(layout.n_chunks)[:, None]
+    return ((layout.block_chunk == chunk) & ~layout.is_anchor).to(device)
+
+
+def top_share(scores: Tensor, share: Tensor, layout: Layout) -> Tensor:
+    """(L, Nb) bool: the best ``share`` (C,) of each chunk's middle blocks, rounded up, per layer."""
+    middle = _middle_of_chunk(layout, scores.device)  # (C, Nb)
+    per_chunk = scores[:, None].masked_fill(~middle, -math.inf)  # (L, C, Nb)
+    rank = per_chunk.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
+    count = (share * middle.sum(-1)).ceil()  # (C,)
+    return ((rank < count[:, None]) & middle).any(1)
+
+
+def rank_across(scores: Tensor, candidates: Tensor, layout: Layout) -> Tensor:
+    """(L, Nb) order of the blocks kept across chunks, -inf for those not kept.
+
+    Scores become comparable by a softmax over each chunk's middle blocks; of all candidates of a
+    layer the best ceil(candidates / C) stay (section 3.2, last paragraph).
+    """
+    middle = _middle_of_chunk(layout, scores.device)
+    per_chunk = scores[:, None].masked_fill(~middle, -math.inf).softmax(-1)
+    normalised = per_chunk.nan_to_num().sum(1)  # each block belongs to one chunk
+    order = normalised.masked_fill(~candidates, -math.inf)
+    rank = order.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
+    count = (candidates.sum(-1, keepdim=True) / max(1, layout.n_chunks)).ceil()
+    return order.masked_fill(rank >= count, -math.inf)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamkvRecompute:
+    """Anchor rows of every chunk that is not exact, and outlier tokens inside chosen blocks
+    (section 3.3 and Appendix A.1).
+
+    anchors, outliers: switch either off.
+    """
+
+    anchors: bool = True
+    outliers: bool = True
+
+    @property
+    def reads(self) -> frozenset[str]:
+        return frozenset(("statistics",) if self.outliers else ())
+
+    def rows(self, selection: Selection, evidence: Evidence, layout: Layout) -> Tensor:
+        kept = selection.tokens(layout)
+        wanted = torch.zeros_like(kept)
+        anchor = layout.is_anchor[layout.block_of_token]
+        if self.anchors:
+            wanted |= anchor
+        if self.outliers:
+            assert evidence.outliers is not None
+            wanted |= evidence.outliers.cpu() & ~anchor
+        return kept & wanted & ~layout.exact[layout.chunk_of_token]
+
+
+def _samkv(name: str, update: Update, how: str) -> Method:
+    return Method(
+        name=name,
+        paper=PAPER,
+        summary=f"anchors and blocks chosen across chunks; anchors and outliers recomputed; {how}",
+        select=SamkvSelect(),
+        recompute=SamkvRecompute(),
+        update=update,
+    )
+
+
+def samkv_overwrite() -> Method:
+    """The paper with its overwrite update."""
+    return _samkv("samkv-overwrite", overwrite, "recomputed entries replace cached ones")
+
+
+def samkv_fusion() -> Method:
+    """The paper with its fusion update (equation 4)."""
+    return _samkv("samkv-fusion", Fusion(), "recomputed entries mixed with cached ones by cosine")

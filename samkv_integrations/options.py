@@ -1,0 +1,63 @@
+"""Options of methods given as text, ``NAME=VALUE``."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from samkv_integrations.errors import InvalidOption, UnknownOption
+from samkv_integrations.methods import Method, get_method
+from samkv_integrations.methods.parts import option_names
+
+
+def configured(names: Sequence[str], settings: Sequence[str] = ()) -> list[Method]:
+    """The methods called ``names``, changed by ``settings``: each applies to those that have it.
+
+    Raises:
+        UnknownOption: there is no such method, or none of them has such an option.
+        InvalidOption: a value of the wrong kind, or out of range.
+    """
+    methods = [get_method(name) for name in names]
+    for setting in settings:
+        name, _, text = setting.partition("=")
+        known = {option for method in methods for option in option_names(method)}
+        if name not in known:
+            raise UnknownOption.among(f"option of {', '.join(names)}", name, known or {"none"})
+        methods = [
+            _changed(method, name, text) if name in option_names(method) else method
+            for method in methods
+        ]
+    return methods
+
+
+def _changed(method: Method, name: str, text: str) -> Method:
+    part_name, field = name.split(".")
+    part: Any = getattr(method, part_name)
+    try:
+        value = ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        value = text  # a word
+    hint = get_type_hints(type(part))[field]
+    if not _fits(value, hint):
+        raise InvalidOption(f"{name}={text} of {method.name!r}: {value!r} is not {_words(hint)}")
+    part = replace(part, **{field: value})
+    return replace(method, **{part_name: part})  # type: ignore[arg-type]
+
+
+def _fits(value: object, hint: Any) -> bool:  # noqa: ANN401
+    if get_origin(hint) is Literal:
+        return value in get_args(hint)
+    if get_args(hint):  # a union
+        return any(_fits(value, kind) for kind in get_args(hint))
+    return type(value) in ((int, float) if hint is float else (hint,))
+
+
+def _words(hint: Any) -> str:  # noqa: ANN401
+    if get_origin(hint) is Literal:
+        return f"one of {', '.join(map(str, get_args(hint)))}"
+    return " or ".join(map(_words, get_args(hint))) if get_args(hint) else _NAMES[hint]
+
+
+_NAMES = {float: "a number", int: "a whole number", bool: "True or False", type(None): "None"}

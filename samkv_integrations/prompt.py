@@ -1,0 +1,218 @@
+"""The segmenter: a prompt string becomes plain text and chunks, before tokenisation, and each chunk
+its cache."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Literal, Self
+
+from samkv_integrations.chunk import Fingerprint, normalise
+from samkv_integrations.errors import CacheMiss, ChunkNotCached, HandleError, InvalidOption
+from samkv_integrations.layout import Segment
+from samkv_integrations.model import Model
+from samkv_integrations.store import Store, StoredChunk
+
+OnMiss = Literal["text", "compute", "error"]
+
+_HANDLE = re.compile(r"\[\[samkv:([0-9a-f]{32})\]\]")
+_FRAGMENT = re.compile(r"\[\[samkv:|samkv:[0-9a-f]*\]\]")
+
+
+_RAG_TEMPLATE = "Documents:\n\n{context}\n\nQuestion: {question}\nAnswer:"
+
+
+def rag_prompt(
+    question: str, documents: Sequence[str], *, chat: bool = False
+) -> str | list[dict[str, str]]:
+    """The prompt that the command line and the benchmarks ask with.
+
+    documents: bodies or handles of chunks. chat: as one user message, for a chat template.
+    """
+    text = _RAG_TEMPLATE.format(context="\n\n".join(documents), question=question)
+    return [{"role": "user", "content": text}] if chat else text
+
+
+def handle_of(key: str) -> str:
+    """The handle that stands for chunk ``key`` in a prompt."""
+    return f"[[samkv:{key}]]"
+
+
+@dataclass(frozen=True)
+class PlainText:
+    """Text that is computed at query time."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class ChunkText:
+    """The body of a chunk, found as text."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class ChunkHandle:
+    """A chunk, found as a handle."""
+
+    key: str
+
+
+Piece = PlainText | ChunkText | ChunkHandle
+
+
+def split_prompt(prompt: str, chunks: Sequence[str] = ()) -> list[Piece]:
+    """Split ``prompt`` at handles and at the bodies of ``chunks``, longest body first.
+
+    What stands inside a chunk body is never looked at, so a document cannot smuggle a handle in.
+
+    Raises:
+        InvalidOption: a chunk is empty or does not occur in the prompt.
+        HandleError: the plain text holds a piece of a handle that something cut in two.
+    """
+    bodies = dict.fromkeys(normalise(chunk) for chunk in chunks)
+    if "" in bodies:
+        raise InvalidOption("an empty chunk was given; chunks must hold text")
+    alternatives = [re.escape(body) for body in sorted(bodies, key=len, reverse=True)]
+    pattern = re.compile("|".join([*alternatives, _HANDLE.pattern]))
+    pieces: list[Piece] = []
+    end = 0
+    for match in pattern.finditer(prompt):
+        _add_plain(pieces, prompt[end : match.start()])
+        is_body = match[0] in bodies
+        pieces.append(ChunkText(match[0]) if is_body else ChunkHandle(match[1]))
+        end = match.end()
+    _add_plain(pieces, prompt[end:])
+    found = {piece.text for piece in pieces if isinstance(piece, ChunkText)}
+    for body in bodies:
+        if body not in found and not any(body in longer for longer in found):
+            raise InvalidOption(
+                f"chunk {_shorten(body)!r} does not occur in the prompt; put the text of every "
+                "chunk (or its handle) where the model should read it"
+            )
+    return pieces
+
+
+def _add_plain(pieces: list[Piece], text: str) -> None:
+    if not text:
+        return
+    if fragment := _FRAGMENT.search(text):
+        raise HandleError(
+            f"the prompt holds a broken handle near {_shorten(text[fragment.start() :])!r}; "
+            "something cut it: raise the context window of the prompt builder, or pass the text"
+        )
+    pieces.append(PlainText(text))
+
+
+def _shorten(text: str, limit: int = 60) -> str:
+    return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+@dataclass
+class Resolved:
+    """Segments of a prompt and the open caches of those that are cached chunks, in order.
+
+    misses: reason -> number of chunks without a usable cache. Closes the caches on exit.
+    """
+
+    segments: list[Segment] = field(default_factory=list)
+    opened: list[StoredChunk] = field(default_factory=list)
+    misses: Counter[str] = field(default_factory=Counter)
+
+    def lose(self, index: int, reason: str) -> None:
+        """Make cached chunk ``index`` a chunk that is computed from its tokens."""
+        cached = [i for i, segment in enumerate(self.segments) if segment.blocks is not None]
+        at = cached[index]
+        self.segments[at] = Segment(token_ids=self.segments[at].token_ids, is_context=True)
+        self.opened.pop(index).close()
+        self.misses[reason] += 1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        for chunk in self.opened:
+            chunk.close()
+
+
+class Resolver:
+    """Turns a prompt string into segments with token ids, and chunks into open caches."""
+
+    def __init__(self, model: Model, store: Store, fingerprint: Fingerprint) -> None:
+        self._model = model
+        self._store = store
+        self._fingerprint = fingerprint
+
+    def resolve(
+        self, prompt: str, chunks: Sequence[str] = (), *, on_miss: OnMiss = "text"
+    ) -> Resolved:
+        """Segments of ``prompt``, which begins with BOS exactly once if the model has one.
+
+        Raises:
+            HandleError: a handle is broken, or names no chunk whose text is known.
+            ChunkNotCached: ``on_miss`` is ``error`` and a chunk has no usable cache.
+        """
+        if on_miss not in ("text", "compute", "error"):
+            raise InvalidOption(f"on_miss={on_miss!r}; allowed: text, compute, error")
+        resolved = Resolved()
+        try:
+            for piece in split_prompt(prompt, chunks):
+                if isinstance(piece, PlainText):
+                    ids = tuple(self._model.tokenize(piece.text, special=True))
+                    resolved.segments.append(Segment(token_ids=ids))
+                else:
+                    self._add_chunk(resolved, piece, on_miss)
+        except BaseException:
+            resolved.__exit__(None, None, None)
+            raise
+        self._begin_with_bos(resolved)
+        return resolved
+
+    def _begin_with_bos(self, resolved: Resolved) -> None:
+        bos, segments = self._model.bos_id, resolved.segments
+        first = segments[0] if segments else None
+        if bos is None:
+            if not any(segment.token_ids for segment in segments):
+                raise InvalidOption("the prompt is empty; it must hold at least one token")
+        elif first is None or first.is_context:
+            segments.insert(0, Segment(token_ids=(bos,)))
+        elif first.token_ids[:1] != (bos,):
+            segments[0] = Segment(token_ids=(bos, *first.token_ids))
+
+    def _add_chunk(
+        self, resolved: Resolved, piece: ChunkText | ChunkHandle, on_miss: OnMiss
+    ) -> None:
+        if isinstance(piece, ChunkHandle):
+            key, text = piece.key, self._store.text(piece.key)
+            ids = None if text is None else tuple(self._model.tokenize(text, special=False))
+        else:
+            ids = tuple(self._model.tokenize(piece.text, special=False))
+            key = self._store.key(self._fingerprint, ids)
+        try:
+            stored = self._store.open(key, self._fingerprint, ids)
+        except CacheMiss as miss:
+            if ids is None:
+                raise HandleError(
+                    f"handle {handle_of(key)} names no chunk of this store ({miss}); ingest its "
+                    "text again, or pass the text instead of the handle"
+                ) from miss
+            if on_miss == "error":
+                raise ChunkNotCached(
+                    f"chunk {key} has no usable cache ({miss}); ingest it again, or pass "
+                    "on_miss='text' or 'compute'"
+                ) from miss
+            resolved.misses[miss.reason] += 1
+            resolved.segments.append(Segment(token_ids=ids, is_context=True))
+            return
+        resolved.opened.append(stored)
+        ids = tuple(stored.token_ids.tolist())
+        resolved.segments.append(Segment(token_ids=ids, blocks=stored.blocks, is_context=True))

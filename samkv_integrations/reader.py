@@ -1,0 +1,327 @@
+"""One chunk cache opened for reading: the contract, and the two kinds, in memory and in a file."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Protocol
+from zlib import crc32
+
+import torch
+from torch import Tensor
+
+from samkv_integrations.chunk import (
+    FORMAT_VERSION,
+    ChunkCache,
+    ChunkStatistics,
+    Fingerprint,
+    KeyCodes,
+    Summaries,
+)
+from samkv_integrations.errors import CacheMiss
+from samkv_integrations.format import INDEX, KINDS, PARTS, FileLayout, byte_view
+from samkv_integrations.layout import ChunkBlocks
+
+# Tensors that are read together, in file order.
+_STATISTICS = ("block_max", "block_min", "stable", "outliers")
+_LOCAL_QUERY = ("local_query",)
+_SUMMARIES = ("summary_codes", "summary_scale")
+_CODES = ("key_codes", "key_code_scale", "key_code_offset")
+_MAX_HEADER_BYTES = 1 << 20
+
+
+class StoredChunk(Protocol):
+    """One chunk cache opened for reading; a context manager.
+
+    Stays readable after its chunk was deleted or replaced in the store. Every method that reads
+    raises `CacheMiss`: "corrupt" if bytes are missing or fail their checksum, "io" if the operating
+    system fails. Tensors handed out are the store's own: do not modify them. One thread at a time.
+
+    token_ids: (T,) int32.
+    bytes_read: bytes read so far; for a chunk on disk those of every read issued, the header and
+    checksums included.
+    """
+
+    key: str
+    fingerprint: Fingerprint
+    n_tokens: int
+    blocks: ChunkBlocks
+    token_ids: Tensor
+    bytes_read: int
+
+    def statistics(self) -> ChunkStatistics:
+        """The attention statistics. Read once."""
+
+    def local_query(self) -> Tensor:
+        """(L, H, D) in the model's dtype. Read once."""
+
+    def summaries(self) -> Summaries:
+        """The block summaries. Read once."""
+
+    def codes(self) -> KeyCodes:
+        """The key codes. Read once."""
+
+    def read_blocks(
+        self, layer: int, blocks: Sequence[int], keys_out: Tensor, values_out: Tensor
+    ) -> None:
+        """Reads the rows of ``blocks`` at ``layer``, and no others, in the order given.
+
+        Blocks that are neighbours in the file are read at once, so ascending order is the fastest.
+        ``keys_out`` and ``values_out`` are written: contiguous CPU tensors (S, G, D) in the model's
+        dtype, S the sum of the blocks' lengths. After a `CacheMiss` their content is undefined.
+        """
+
+    def verify(self) -> None:
+        """Reads everything and checks every checksum."""
+
+    def close(self) -> None:
+        """Frees what the handle holds; reading afterwards is a mistake. May be called again."""
+
+    def __enter__(self) -> StoredChunk: ...
+
+    def __exit__(self, *error: object) -> None: ...
+
+
+class MemoryChunk:
+    """A chunk of a `MemoryStore`; counts each part when it is first handed out."""
+
+    def __init__(self, chunk: ChunkCache, fingerprint: Fingerprint) -> None:
+        self.key = chunk.key
+        self.fingerprint = fingerprint
+        self.n_tokens = chunk.n_tokens
+        self.blocks = chunk.blocks
+        self.token_ids = chunk.token_ids
+        self.bytes_read = chunk.token_ids.nbytes
+        self._chunk: ChunkCache | None = chunk
+        self._counted: set[str] = set()
+
+    def _count(self, part: str, *tensors: Tensor) -> None:
+        if part not in self._counted:
+            self._counted.add(part)
+            self.bytes_read += sum(tensor.nbytes for tensor in tensors)
+
+    def _open_chunk(self) -> ChunkCache:
+        assert self._chunk is not None, "closed"
+        return self._chunk
+
+    def statistics(self) -> ChunkStatistics:
+        found = self._open_chunk().statistics
+        self._count("statistics", found.block_max, found.block_min, found.outliers, found.stable)
+        return found
+
+    def local_query(self) -> Tensor:
+        found = self._open_chunk().local_query
+        self._count("local_query", found)
+        return found
+
+    def summaries(self) -> Summaries:
+        found = self._open_chunk().summaries
+        self._count("summaries", found.codes, found.scale)
+        return found
+
+    def codes(self) -> KeyCodes:
+        found = self._open_chunk().codes
+        self._count("codes", found.codes, found.scale, found.offset)
+        return found
+
+    def read_blocks(
+        self, layer: int, blocks: Sequence[int], keys_out: Tensor, values_out: Tensor
+    ) -> None:
+        chunk = self._open_chunk()
+        assert layer >= 0 and min(blocks, default=0) >= 0
+        rows = [token for block in blocks for token in range(*self.blocks.span(block))]
+        for source, out in ((chunk.keys, keys_out), (chunk.values, values_out)):
+            found = source[layer, rows]
+            assert (out.dtype, out.shape) == (found.dtype, found.shape)
+            out.copy_(found)
+            self.bytes_read += found.nbytes
+
+    def verify(self) -> None:
+        self._open_chunk()
+
+    def close(self) -> None:
+        self._chunk = None
+
+    def __enter__(self) -> MemoryChunk:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+class ChunkFile:
+    """An open chunk file, which reads and checks only what is asked for.
+
+    Opening verifies identity: format version, fingerprint, key, table, file size, and the checksums
+    of the header, the token ids and the statistics. The rest is checked when it is read. Whatever
+    is wrong raises `CacheMiss`.
+    """
+
+    def __init__(self, path: Path, key: str, fingerprint: Fingerprint) -> None:
+        self.key = key
+        self.fingerprint = fingerprint
+        self.bytes_read = 0
+        self._path = path
+        self._parts: dict[tuple[str, ...], list[Tensor]] = {}
+        try:
+            self._file = open(path, "rb", buffering=0)
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise CacheMiss("absent", str(path)) from error
+        except OSError as error:
+            raise CacheMiss("io", f"{path}: {error}") from error
+        self._fd = self._file.fileno()
+        try:
+            self._open()
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self) -> None:
+        header, self._layout = self._read_header()
+        layout, self._data_start = self._layout, len(header)
+        self.n_tokens, self.blocks = layout.n_tokens, layout.blocks
+        checksums = bytearray(layout.tensors["checksums"].stop)
+        self._read(self._data_start, memoryview(checksums))
+        self._checksums = memoryview(checksums).cast("I")
+        self._check(header, 0, "header")
+        self.token_ids, *self._parts[_STATISTICS] = self._read_index(("token_ids", *_STATISTICS))
+        places = layout.tensors
+        self._dtype = places["anchor_keys"].dtype
+        self._bases = [
+            [self._data_start + places[f"{part}_{kind}"].start for part in PARTS] for kind in KINDS
+        ]
+        self._strides = [places[f"{part}_keys"].shape[1] * layout.row_bytes for part in PARTS]
+
+    def _read_header(self) -> tuple[bytes, FileLayout]:
+        size = os.fstat(self._fd).st_size
+        prefix = bytearray(8)
+        self._read(0, memoryview(prefix))
+        n_bytes = int.from_bytes(prefix, "little")
+        if n_bytes > min(_MAX_HEADER_BYTES, size - 8):
+            raise self._corrupt("header length")
+        text = bytearray(n_bytes)
+        self._read(8, memoryview(text))
+        header = bytes(prefix + text)
+        try:
+            metadata = json.loads(text)["__metadata__"]
+            version, digest, key = (metadata[k] for k in ("format_version", "fingerprint", "key"))
+            model = json.loads(metadata["fingerprint_fields"])["model"]
+            n_tokens = int(metadata["n_tokens"])
+        except (ValueError, LookupError, TypeError, ArithmeticError, RecursionError) as error:
+            raise self._corrupt("header") from error
+        if version != str(FORMAT_VERSION):
+            raise CacheMiss("format", f"{self._path}: version {version}, not {FORMAT_VERSION}")
+        if digest != self.fingerprint.digest:
+            raise CacheMiss("fingerprint", f"{self._path}: {digest}")
+        if key != self.key:
+            raise CacheMiss("tokens", f"{self._path}: holds chunk {key}")
+        # The label of the model is the one field that may differ between equal fingerprints.
+        written_by = replace(self.fingerprint, model=model)
+        layout = FileLayout(fingerprint=written_by, n_tokens=n_tokens)
+        if n_tokens < 1 or size != len(header) + layout.size or header != layout.header(key):
+            raise self._corrupt("table or file size")
+        return header, layout
+
+    def _corrupt(self, what: str) -> CacheMiss:
+        return CacheMiss("corrupt", f"{self._path}: {what}")
+
+    def _read(self, offset: int, *views: memoryview) -> None:
+        assert self._fd >= 0, "closed"
+        try:
+            got = os.preadv(self._fd, views, offset)
+        except OSError as error:
+            raise CacheMiss("io", f"{self._path}: {error}") from error
+        self.bytes_read += got
+        if got != sum(map(len, views)):
+            raise self._corrupt("too short")
+
+    def _check(self, data: bytes | memoryview, position: int, what: str) -> None:
+        if crc32(data) != self._checksums[position]:
+            raise self._corrupt(what)
+
+    def _read_index(self, names: Sequence[str]) -> list[Tensor]:
+        """Tensors that follow each other in the file, with one read, checked."""
+        places = [self._layout.tensors[name] for name in names]
+        tensors = [torch.empty(place.shape, dtype=place.dtype) for place in places]
+        views = [byte_view(tensor) for tensor in tensors]
+        self._read(self._data_start + places[0].start, *views)
+        for name, view in zip(names, views, strict=True):
+            self._check(view, 1 + INDEX.index(name), name)
+        return tensors
+
+    def _part(self, names: tuple[str, ...]) -> list[Tensor]:
+        if names not in self._parts:
+            self._parts[names] = self._read_index(names)
+        return self._parts[names]
+
+    def statistics(self) -> ChunkStatistics:
+        block_max, block_min, stable, outliers = self._part(_STATISTICS)
+        return ChunkStatistics(
+            block_max=block_max,
+            block_min=block_min,
+            outliers=outliers.view(torch.bool),
+            stable=stable.view(torch.bool),
+        )
+
+    def local_query(self) -> Tensor:
+        return self._part(_LOCAL_QUERY)[0]
+
+    def summaries(self) -> Summaries:
+        codes, scale = self._part(_SUMMARIES)
+        return Summaries(codes=codes, scale=scale)
+
+    def codes(self) -> KeyCodes:
+        codes, scale, offset = self._part(_CODES)
+        return KeyCodes(codes=codes, scale=scale, offset=offset)
+
+    def read_blocks(
+        self, layer: int, blocks: Sequence[int], keys_out: Tensor, values_out: Tensor
+    ) -> None:
+        # The hot path of a request: thousands of calls, so no tensor operation in any loop.
+        layout = self._layout
+        assert 0 <= layer < layout.fingerprint.n_layers and min(blocks, default=0) >= 0
+        places, n_blocks = layout.block_places, len(layout.block_places)
+        for kind, out in enumerate((keys_out, values_out)):
+            assert out.dtype == self._dtype
+            view = byte_view(out)
+            bases = [b + layer * n for b, n in zip(self._bases[kind], self._strides, strict=True)]
+            runs: list[list[int]] = []  # adjacent in the file: its offset, and a range of `view`
+            done = end = 0
+            for block in blocks:
+                part, start, n_bytes = places[block]
+                if bases[part] + start != end:
+                    end = bases[part] + start
+                    runs.append([end, done, done])
+                end += n_bytes
+                done += n_bytes
+                runs[-1][2] = done
+            assert done == len(view), "the tensors must hold exactly the rows of the blocks"
+            for offset, first, last in runs:
+                self._read(offset, view[first:last])
+            first_checksum = 1 + len(INDEX) + layer * n_blocks * len(KINDS) + kind
+            done = 0
+            for block in blocks:
+                end = done + places[block][2]
+                self._check(view[done:end], first_checksum + block * len(KINDS), "block")
+                done = end
+
+    def verify(self) -> None:
+        for names in (("token_ids", *_STATISTICS), _LOCAL_QUERY, _SUMMARIES, _CODES):
+            self._read_index(names)
+        place = self._layout.tensors["anchor_keys"]
+        keys = torch.empty((self.n_tokens, *place.shape[2:]), dtype=place.dtype)
+        for layer in range(place.shape[0]):
+            self.read_blocks(layer, range(self.blocks.n_blocks), keys, torch.empty_like(keys))
+
+    def close(self) -> None:
+        self._file.close()
+        self._fd = -1
+
+    def __enter__(self) -> ChunkFile:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()

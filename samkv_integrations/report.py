@@ -1,0 +1,50 @@
+"""What one answer cost, the same fields for every method."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """Figures of one answer.
+
+    prompt_tokens: logical prompt, chunks at full size. context_tokens: those of chunks.
+    kept_ratio: context tokens kept, mean over layers, over all context tokens.
+    recompute_ratio: context rows computed at query time, mean over layers, likewise. Chunks without
+        a usable cache count as kept and computed whole.
+    fresh_tokens: tokens outside chunks, always computed.
+    chunk_hits: chunks answered from their cache. chunk_misses: reason -> count.
+    bytes_read: bytes read from chunk caches, headers and scoring data included.
+    kv_bytes: working cache when the answer began; full_kv_bytes: what full prefill would hold.
+    probe_s, select_s, load_s, blend_s: seconds of each stage, load_s being all reading.
+    ttft_s: from the call to the first token, reading included.
+    decode_tokens_per_s: tokens after the first, per second; 0 with one token.
+    """
+
+    method: str
+    eviction: str | None
+    model: str
+    prompt_tokens: int
+    context_tokens: int
+    kept_ratio: float
+    recompute_ratio: float
+    fresh_tokens: int
+    chunk_hits: int
+    chunk_misses: Mapping[str, int]
+    bytes_read: int
+    kv_bytes: int
+    full_kv_bytes: int
+    probe_s: float
+    select_s: float
+    load_s: float
+    blend_s: float
+    ttft_s: float
+    completion_tokens: int
+    decode_tokens_per_s: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as JSON-able values."""
+        return asdict(self) | {"chunk_misses": dict(self.chunk_misses)}

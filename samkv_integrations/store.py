@@ -1,0 +1,381 @@
+"""Where chunk caches are kept: in memory, or in a folder that many processes share.
+
+`Store` is the contract of both, `reader.StoredChunk` that of what they open.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Protocol
+
+from samkv_integrations.chunk import FORMAT_VERSION, ChunkCache, Fingerprint, chunk_key
+from samkv_integrations.errors import CacheMiss, FingerprintMismatch, StoreError
+from samkv_integrations.format import FileLayout, encode
+from samkv_integrations.reader import ChunkFile, MemoryChunk
+from samkv_integrations.reader import StoredChunk as StoredChunk
+
+_SECRET_BYTES = 32
+_HEX_NAME = re.compile("[0-9a-f]{32}")
+_OWN_NAME = re.compile(r"(store\.json|secret)(\..*\.tmp)?")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FingerprintStats:
+    """What a store holds of one fingerprint; ``bytes`` counts chunk files, texts left out."""
+
+    model: str
+    dtype: str
+    block_size: int
+    chunks: int
+    bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoreStats:
+    """What a store holds, in all and of each fingerprint."""
+
+    n_chunks: int
+    bytes: int
+    rows: tuple[FingerprintStats, ...]
+
+
+class Store(Protocol):
+    """Chunk caches by key. Whatever cannot be read is a `CacheMiss`, never a wrong tensor.
+
+    Only `put` and `delete` modify a store, and what any process did is seen at once by all. Methods
+    other than `key`, `open` and `contains` raise `StoreError` if the store itself is not usable.
+    """
+
+    def key(self, fingerprint: Fingerprint, token_ids: Sequence[int]) -> str:
+        """The key of the chunk with these tokens, in this store and namespace."""
+
+    def put(self, chunk: ChunkCache) -> None:
+        """Keeps a chunk, in place of one with the same key and fingerprint.
+
+        Atomic: others see the whole chunk or what was there before. If the store cannot be written
+        the text may have been kept all the same. ``chunk`` must not be modified afterwards.
+        """
+
+    def open(
+        self, key: str, fingerprint: Fingerprint, token_ids: Sequence[int] | None = None
+    ) -> StoredChunk:
+        """Opens a chunk and verifies its identity.
+
+        Raises `CacheMiss`: "absent", "corrupt", "format" (another format version), "fingerprint"
+        (computed by another model), "tokens" (another chunk, or not ``token_ids``), "io".
+        """
+
+    def contains(self, key: str, fingerprint: Fingerprint) -> bool:
+        """Whether a chunk is there. Cheap: nothing is read, so opening it may still miss."""
+
+    def text(self, key: str) -> str | None:
+        """The text of a chunk of any fingerprint, None if it is unknown or unreadable."""
+
+    def delete(self, key: str) -> bool:
+        """Removes a chunk and its text under all fingerprints; whether there was anything."""
+
+    def keys(self, fingerprint: Fingerprint | None = None) -> list[str]:
+        """Sorted keys of the chunks of one fingerprint, or of all."""
+
+    def fingerprints(self) -> list[Fingerprint]:
+        """The fingerprints of which there is a chunk, sorted by digest."""
+
+    def stats(self) -> StoreStats:
+        """What the store holds at this moment."""
+
+    def require(self, fingerprint: Fingerprint) -> None:
+        """Raises `FingerprintMismatch` if there are chunks, and none of this fingerprint."""
+
+
+class MemoryStore:
+    """Chunk caches in this process's memory, as they came. The oracle for `ChunkStore`."""
+
+    def __init__(self, *, namespace: str = "") -> None:
+        self._namespace = namespace
+        self._secret = secrets.token_bytes(_SECRET_BYTES)
+        self._chunks: dict[tuple[str, str], ChunkCache] = {}
+
+    def key(self, fingerprint: Fingerprint, token_ids: Sequence[int]) -> str:
+        return chunk_key(self._secret, self._namespace, fingerprint.digest, token_ids)
+
+    def put(self, chunk: ChunkCache) -> None:
+        self._chunks[chunk.fingerprint.digest, chunk.key] = chunk
+
+    def open(
+        self, key: str, fingerprint: Fingerprint, token_ids: Sequence[int] | None = None
+    ) -> StoredChunk:
+        chunk = self._chunks.get((fingerprint.digest, key))
+        if chunk is None:
+            raise CacheMiss("absent", key)
+        return _expect(MemoryChunk(chunk, fingerprint), token_ids)
+
+    def contains(self, key: str, fingerprint: Fingerprint) -> bool:
+        return (fingerprint.digest, key) in self._chunks
+
+    def text(self, key: str) -> str | None:
+        return next((c.text for c in self._chunks.values() if c.key == key), None)
+
+    def delete(self, key: str) -> bool:
+        found = [name for name in self._chunks if name[1] == key]
+        for name in found:
+            del self._chunks[name]
+        return bool(found)
+
+    def keys(self, fingerprint: Fingerprint | None = None) -> list[str]:
+        wanted = fingerprint.digest if fingerprint else None
+        return sorted({key for digest, key in self._chunks if wanted in (None, digest)})
+
+    def fingerprints(self) -> list[Fingerprint]:
+        held = {digest: chunk.fingerprint for (digest, _), chunk in self._chunks.items()}
+        return [held[digest] for digest in sorted(held)]
+
+    def stats(self) -> StoreStats:
+        """``bytes`` is what the chunks' files would take."""
+        sizes: dict[str, list[int]] = {}
+        for (digest, key), chunk in self._chunks.items():
+            layout = FileLayout(fingerprint=chunk.fingerprint, n_tokens=chunk.n_tokens)
+            sizes.setdefault(digest, []).append(len(layout.header(key)) + layout.size)
+        return _stats(self.fingerprints(), sizes)
+
+    def require(self, fingerprint: Fingerprint) -> None:
+        _require(fingerprint, self.fingerprints(), "the memory store")
+
+
+class ChunkStore:
+    """Chunk caches in a folder, which any number of processes may read and write at once.
+
+    Files (docs/format.md): ``<fingerprint>/<key[:2]>/<key>.safetensors`` and, written before it,
+    the chunk's text in ``<key>.txt``. All are readable by their owner only. Nothing but the
+    store's secret is kept in memory, so what another process did is seen at once.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, namespace: str = "") -> None:
+        """Opens the store in folder ``path``, which is made if it is absent or empty.
+
+        Raises `StoreError` if it is something else, of another format version, or not usable.
+        """
+        self.path = Path(path)
+        self._namespace = namespace
+        try:
+            self._claim_folder()
+            self._secret = self._read_secret()
+        except OSError as error:
+            raise _cannot("open a store in", self.path, error) from error
+
+    def _claim_folder(self) -> None:
+        if self.path.exists() and not self.path.is_dir():
+            raise StoreError(f"{self.path} is not a folder; next step: name a new or empty folder")
+        self.path.mkdir(parents=True, exist_ok=True)
+        marker = self.path / "store.json"
+        if not marker.exists():
+            strangers = [n for n in sorted(os.listdir(self.path)) if not _OWN_NAME.fullmatch(n)]
+            # Another process may have made the store meanwhile: the marker is its first file.
+            if strangers and not marker.exists():
+                raise StoreError(
+                    f"{self.path} is not a store: it has no store.json and holds {strangers[0]!r}; "
+                    "next step: name a new or empty folder"
+                )
+            _write(marker, [json.dumps({"format_version": FORMAT_VERSION}).encode()])
+        try:
+            version = json.loads(marker.read_bytes())["format_version"]
+        except (ValueError, LookupError, TypeError) as error:
+            raise StoreError(f"{marker} is broken; next step: ingest into a new folder") from error
+        if version != FORMAT_VERSION:
+            raise StoreError(
+                f"{self.path} has format version {version}, this release uses {FORMAT_VERSION}; "
+                "next step: ingest again into a new folder, or use the release that made this one"
+            )
+
+    def _read_secret(self) -> bytes:
+        file = self.path / "secret"
+        if not file.exists():
+            try:
+                _write(file, [secrets.token_bytes(_SECRET_BYTES)], exclusive=True)
+            except FileExistsError:
+                pass  # Another process was faster: its secret is the store's.
+        secret = file.read_bytes()
+        if len(secret) != _SECRET_BYTES:
+            raise StoreError(
+                f"{file} has {len(secret)} bytes instead of {_SECRET_BYTES}; "
+                "next step: restore it from a copy, or ingest into a new folder"
+            )
+        return secret
+
+    def _file(self, key: str, digest: str) -> Path:
+        return self.path / digest / key[:2] / f"{key}.safetensors"
+
+    def _digests(self) -> list[str]:
+        try:
+            return sorted(name for name in os.listdir(self.path) if _HEX_NAME.fullmatch(name))
+        except OSError as error:
+            raise _cannot("read", self.path, error) from error
+
+    def _files(self, digest: str) -> Iterator[Path]:
+        for file in (self.path / digest).glob("??/*.safetensors"):
+            if _HEX_NAME.fullmatch(file.stem) and file.stem.startswith(file.parent.name):
+                yield file
+
+    def _fingerprint(self, digest: str) -> Fingerprint | None:
+        try:
+            fields = json.loads((self.path / digest / "fingerprint.json").read_bytes())
+            fingerprint = Fingerprint(**fields)
+        except (OSError, ValueError, TypeError):
+            return None
+        return fingerprint if fingerprint.digest == digest else None
+
+    def key(self, fingerprint: Fingerprint, token_ids: Sequence[int]) -> str:
+        return chunk_key(self._secret, self._namespace, fingerprint.digest, token_ids)
+
+    def put(self, chunk: ChunkCache) -> None:
+        assert _HEX_NAME.fullmatch(chunk.key), chunk.key
+        digest = chunk.fingerprint.digest
+        file = self._file(chunk.key, digest)
+        try:
+            # One by one: the store's own folder is not made again if someone removed it.
+            file.parents[1].mkdir(exist_ok=True)
+            file.parent.mkdir(exist_ok=True)
+            if self._fingerprint(digest) is None:
+                fields = json.dumps(asdict(chunk.fingerprint), indent=2)
+                _write(file.parents[1] / "fingerprint.json", [fields.encode()])
+            _write(file.with_suffix(".txt"), [chunk.text.encode(errors="surrogatepass")])
+            _write(file, encode(chunk))
+        except OSError as error:
+            raise _cannot("write", file, error) from error
+
+    def open(
+        self, key: str, fingerprint: Fingerprint, token_ids: Sequence[int] | None = None
+    ) -> StoredChunk:
+        if not _HEX_NAME.fullmatch(key):
+            raise CacheMiss("absent", repr(key))
+        file = self._file(key, fingerprint.digest)
+        return _expect(ChunkFile(file, key, fingerprint), token_ids)
+
+    def contains(self, key: str, fingerprint: Fingerprint) -> bool:
+        file = self._file(key, fingerprint.digest)
+        return bool(_HEX_NAME.fullmatch(key)) and os.path.isfile(file)
+
+    def text(self, key: str) -> str | None:
+        for digest in self._digests() if _HEX_NAME.fullmatch(key) else ():
+            try:
+                data = self._file(key, digest).with_suffix(".txt").read_bytes()
+                return data.decode(errors="surrogatepass")
+            except (OSError, UnicodeDecodeError):
+                continue
+        return None
+
+    def delete(self, key: str) -> bool:
+        found = False
+        for digest in self._digests() if _HEX_NAME.fullmatch(key) else ():
+            file = self._file(key, digest)
+            for path in (file, file.with_suffix(".txt")):
+                try:
+                    path.unlink()
+                    found = True
+                except FileNotFoundError:
+                    continue
+                except OSError as error:
+                    raise _cannot("delete", path, error) from error
+        return found
+
+    def keys(self, fingerprint: Fingerprint | None = None) -> list[str]:
+        digests = [fingerprint.digest] if fingerprint else self._digests()
+        return sorted({file.stem for digest in digests for file in self._files(digest)})
+
+    def fingerprints(self) -> list[Fingerprint]:
+        """Those of which there is a chunk; a folder with a broken fingerprint.json is left out."""
+        held = (digest for digest in self._digests() if any(self._files(digest)))
+        return [fingerprint for fingerprint in map(self._fingerprint, held) if fingerprint]
+
+    def stats(self) -> StoreStats:
+        """Counts every chunk file; ``rows`` leaves out what `fingerprints` leaves out."""
+        sizes: dict[str, list[int]] = {digest: [] for digest in self._digests()}
+        for digest, found in sizes.items():
+            for file in self._files(digest):
+                with suppress(FileNotFoundError):  # deleted by another process since it was listed
+                    found.append(file.stat().st_size)
+        return _stats(self.fingerprints(), sizes)
+
+    def require(self, fingerprint: Fingerprint) -> None:
+        _require(fingerprint, self.fingerprints(), str(self.path))
+
+
+def _write(path: Path, pieces: Iterable[bytes | memoryview], *, exclusive: bool = False) -> None:
+    """Writes a file that others see whole or not at all, and that survives a power cut.
+
+    With ``exclusive`` an existing file stays as it is, and FileExistsError is raised.
+    """
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f"{path.name}.", suffix=".tmp")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.writelines(pieces)
+            file.flush()
+            os.fsync(file.fileno())
+        (os.link if exclusive else os.replace)(temporary, path)
+    finally:
+        with suppress(FileNotFoundError):  # the usual case: it has been renamed
+            os.unlink(temporary)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def _cannot(action: str, path: Path, error: OSError) -> StoreError:
+    return StoreError(
+        f"cannot {action} {path}: {error.strerror or error}; "
+        "next step: make room or allow access there, or use a store in another folder"
+    )
+
+
+def _expect(chunk: StoredChunk, token_ids: Sequence[int] | None) -> StoredChunk:
+    """The chunk, if it holds ``token_ids`` or any will do."""
+    if token_ids is not None and chunk.token_ids.tolist() != list(token_ids):
+        chunk.close()
+        raise CacheMiss("tokens", f"chunk {chunk.key} holds {chunk.n_tokens} other tokens")
+    return chunk
+
+
+def _stats(held: Iterable[Fingerprint], sizes: Mapping[str, list[int]]) -> StoreStats:
+    """Sums of the sizes of chunk files, by fingerprint digest."""
+    rows = tuple(
+        FingerprintStats(
+            model=fingerprint.model,
+            dtype=fingerprint.dtype,
+            block_size=fingerprint.block_size,
+            chunks=len(sizes[fingerprint.digest]),
+            bytes=sum(sizes[fingerprint.digest]),
+        )
+        for fingerprint in held
+        if fingerprint.digest in sizes
+    )
+    everything = [size for of_one in sizes.values() for size in of_one]
+    return StoreStats(n_chunks=len(everything), bytes=sum(everything), rows=rows)
+
+
+def _require(wanted: Fingerprint, held: Sequence[Fingerprint], where: str) -> None:
+    if not held or wanted.digest in {fingerprint.digest for fingerprint in held}:
+        return
+    mine = asdict(wanted)
+    differing = [
+        {name: value for name, value in asdict(other).items() if value != mine[name]}
+        for other in held
+    ]
+    closest = min(range(len(held)), key=lambda i: len(differing[i]))
+    fields = ", ".join(
+        f"{name} is {mine[name]!r} here and {value!r} there"
+        for name, value in differing[closest].items()
+    )
+    raise FingerprintMismatch(
+        f"{where} holds no cache of the loaded model {wanted.model!r}; the closest it holds is of "
+        f"{held[closest].model!r}: {fields}; next step: ingest again with the loaded model, or "
+        f"open the store with the one it was filled with"
+    )

@@ -1,0 +1,108 @@
+"""Random chunk caches and fingerprints: the right shapes, any content."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from samkv_integrations.chunk import (
+    ChunkCache,
+    ChunkStatistics,
+    Fingerprint,
+    KeyCodes,
+    Summaries,
+)
+
+
+def tiny_fingerprint(
+    *,
+    model: str = "tiny",
+    weights: str = "w0",
+    dtype: str = "float32",
+    n_layers: int = 2,
+    n_heads: int = 4,
+    n_kv_heads: int = 2,
+    head_dim: int = 8,
+    block_size: int = 4,
+    n_init: int = 1,
+    n_local: int = 2,
+    code_bits: int = 2,
+) -> Fingerprint:
+    """A fingerprint of a model that needs a few bytes a token."""
+    return Fingerprint(
+        model=model,
+        weights=weights,
+        tokenizer="t0",
+        dtype=dtype,
+        rope="default",
+        n_layers=n_layers,
+        n_heads=n_heads,
+        n_kv_heads=n_kv_heads,
+        head_dim=head_dim,
+        prefix="",
+        block_size=block_size,
+        n_init=n_init,
+        n_local=n_local,
+        code_bits=code_bits,
+    )
+
+
+def random_chunk(
+    seed: int,
+    n_tokens: int,
+    fingerprint: Fingerprint | None = None,
+    *,
+    key: str | None = None,
+    text: str | None = None,
+) -> ChunkCache:
+    """A chunk cache with the shapes that ``fingerprint`` (default: a tiny one) asks for.
+
+    Its content is random, so summaries and codes are not those of its keys. Without ``key`` it gets
+    one that follows from the seed and belongs to no store's secret.
+    """
+    made_by = fingerprint or tiny_fingerprint()
+    blocks = made_by.scheme.of(n_tokens)
+    dtype, middle = made_by.torch_dtype, blocks.middle_blocks
+    n_layers, n_groups, dim = made_by.n_layers, made_by.n_kv_heads, made_by.head_dim
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int, of: torch.dtype = dtype) -> Tensor:
+        return torch.randn(shape, generator=generator).to(of)
+
+    def integer(low: int, high: int, *shape: int, of: torch.dtype) -> Tensor:
+        return torch.randint(low, high, shape, generator=generator, dtype=of)
+
+    def middle_block() -> Tensor:
+        if not middle:
+            return torch.full((n_layers,), -1, dtype=torch.int32)
+        return integer(middle.start, middle.stop, n_layers, of=torch.int32)
+
+    outliers = integer(0, 2, n_layers, n_tokens, of=torch.uint8).bool()
+    outliers[:, : blocks.middle_start] = False
+    outliers[:, blocks.middle_stop :] = False
+    code_bytes = dim * made_by.code_bits // 8
+    token_ids = integer(0, 32_000, n_tokens, of=torch.int32)
+    return ChunkCache(
+        key=key or f"{seed:032x}",
+        fingerprint=made_by,
+        text=text if text is not None else f"Chunk {seed}, {n_tokens} tokens: é ∑.\nSecond line.",
+        token_ids=token_ids,
+        keys=normal(n_layers, n_tokens, n_groups, dim),
+        values=normal(n_layers, n_tokens, n_groups, dim),
+        local_query=normal(n_layers, made_by.n_heads, dim),
+        statistics=ChunkStatistics(
+            block_max=middle_block(),
+            block_min=middle_block(),
+            outliers=outliers,
+            stable=integer(0, 2, n_layers, of=torch.uint8).bool(),
+        ),
+        summaries=Summaries(
+            codes=integer(-127, 128, n_layers, blocks.n_blocks, n_groups, dim, of=torch.int8),
+            scale=normal(n_layers, blocks.n_blocks, n_groups, of=torch.float16).abs(),
+        ),
+        codes=KeyCodes(
+            codes=integer(0, 256, n_layers, n_tokens, n_groups, code_bytes, of=torch.uint8),
+            scale=normal(n_layers, n_groups, dim, of=torch.float16).abs(),
+            offset=normal(n_layers, n_groups, dim, of=torch.float16),
+        ),
+    )

@@ -1,0 +1,317 @@
+"""What every `Store` must do. A test module makes a subclass for each kind of store."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields, replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from samkv_integrations.chunk import ChunkCache, Fingerprint
+from samkv_integrations.errors import CacheMiss, FingerprintMismatch
+from samkv_integrations.format import FileLayout
+from samkv_integrations.store import FingerprintStats, Store, StoredChunk
+from tests.chunks import random_chunk, tiny_fingerprint
+
+TINY = tiny_fingerprint()
+# One token, shorter than a block, exactly the anchors, one more, many with a short last block.
+SIZES = (1, 3, 12, 13, 50)
+
+
+def chunk_for(
+    store: Store, seed: int, n_tokens: int = 30, fingerprint: Fingerprint = TINY
+) -> ChunkCache:
+    """A random chunk under the key that ``store`` gives it."""
+    chunk = random_chunk(seed, n_tokens, fingerprint)
+    return replace(chunk, key=store.key(fingerprint, chunk.token_ids.tolist()))
+
+
+def read(stored: StoredChunk, layer: int, blocks: list[int]) -> tuple[Tensor, Tensor]:
+    """Keys and values (S, G, D) of the blocks, in the middle of tensors full of canaries."""
+    made_by = stored.fingerprint
+    n_rows = int(stored.blocks.lengths[blocks].sum())
+    shape = (n_rows + 2, made_by.n_kv_heads, made_by.head_dim)
+    keys, values = (torch.full(shape, 777.0, dtype=made_by.torch_dtype) for _ in range(2))
+    stored.read_blocks(layer, blocks, keys[1:-1], values[1:-1])
+    for tensor in (keys, values):
+        assert (tensor[0] == 777).all() and (tensor[-1] == 777).all()
+    return keys[1:-1], values[1:-1]
+
+
+def assert_same(found: object, expected: object) -> None:
+    """Equal tensors, of equal dtype, in two dataclasses of tensors."""
+    assert type(found) is type(expected)
+    for name in (field.name for field in fields(expected)):
+        one, other = getattr(found, name), getattr(expected, name)
+        assert one.dtype == other.dtype and torch.equal(one, other), name
+
+
+def reason(read: Callable[[], object]) -> str:
+    with pytest.raises(CacheMiss) as caught:
+        read()
+    return caught.value.reason
+
+
+class StoreContract:
+    """Subclasses override the fixture ``make``: a function namespace -> a new, empty store."""
+
+    @pytest.fixture
+    def make(self) -> Callable[..., Store]:
+        raise NotImplementedError
+
+    @pytest.fixture
+    def store(self, make: Callable[..., Store]) -> Store:
+        return make()
+
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+    @pytest.mark.parametrize("n_tokens", SIZES)
+    def test_gives_back_what_was_put(self, store: Store, n_tokens: int, dtype: str) -> None:
+        chunk = chunk_for(store, 1, n_tokens, replace(TINY, dtype=dtype))
+        store.put(chunk)
+        with store.open(chunk.key, chunk.fingerprint, chunk.token_ids.tolist()) as stored:
+            assert (stored.key, stored.fingerprint) == (chunk.key, chunk.fingerprint)
+            assert (stored.n_tokens, stored.blocks) == (n_tokens, chunk.blocks)
+            assert stored.token_ids.dtype == torch.int32
+            assert torch.equal(stored.token_ids, chunk.token_ids)
+            assert_same(stored.statistics(), chunk.statistics)
+            assert_same(stored.summaries(), chunk.summaries)
+            assert_same(stored.codes(), chunk.codes)
+            assert torch.equal(stored.local_query(), chunk.local_query)
+            assert stored.local_query().dtype == chunk.local_query.dtype
+            for layer in range(TINY.n_layers):
+                keys, values = read(stored, layer, list(range(chunk.blocks.n_blocks)))
+                assert torch.equal(keys, chunk.keys[layer])
+                assert torch.equal(values, chunk.values[layer])
+            stored.verify()
+
+    def test_reads_blocks_in_the_order_given(self, store: Store) -> None:
+        chunk = chunk_for(store, 2, 30)
+        store.put(chunk)
+        with store.open(chunk.key, TINY) as stored:
+            for blocks in ([0], [2], [7], [0, 6, 7], [1, 2, 5], [5, 1], []):
+                tokens = [token for b in blocks for token in range(*chunk.blocks.span(b))]
+                keys, values = read(stored, 1, blocks)
+                assert torch.equal(keys, chunk.keys[1, tokens])
+                assert torch.equal(values, chunk.values[1, tokens])
+
+    def test_refuses_tensors_that_do_not_fit(self, store: Store) -> None:
+        chunk = chunk_for(store, 2, 30)
+        store.put(chunk)
+        good = torch.empty(4, TINY.n_kv_heads, TINY.head_dim)
+        bad = [good[:3], torch.empty(5, *good.shape[1:]), good.int(), good.half()]
+        with store.open(chunk.key, TINY) as stored:
+            stored.read_blocks(0, [1], good, good.clone())
+            for wrong in bad:
+                with pytest.raises(AssertionError):
+                    stored.read_blocks(0, [1], wrong, good)
+                with pytest.raises(AssertionError):
+                    stored.read_blocks(0, [1], good, wrong)
+
+    @pytest.mark.parametrize(("layer", "block"), [(-1, 1), (2, 1), (0, -1), (0, 8)])
+    def test_refuses_layers_and_blocks_that_are_not_there(
+        self, store: Store, layer: int, block: int
+    ) -> None:
+        chunk = chunk_for(store, 2, 30)
+        store.put(chunk)
+        out = torch.empty(4, TINY.n_kv_heads, TINY.head_dim)
+        with store.open(chunk.key, TINY) as stored:
+            with pytest.raises((AssertionError, IndexError)):
+                stored.read_blocks(layer, [block], out, out.clone())
+
+    def test_counts_the_bytes_of_blocks_every_time_and_of_parts_once(self, store: Store) -> None:
+        chunk = chunk_for(store, 3, 30)
+        store.put(chunk)
+        row = TINY.n_kv_heads * TINY.head_dim * 4
+        with store.open(chunk.key, TINY) as stored:
+            for _ in range(2):
+                before = stored.bytes_read
+                read(stored, 0, [0, 3, 7])
+                assert stored.bytes_read - before == 2 * (4 + 4 + 2) * row
+            for part, n_bytes in (
+                (stored.local_query, chunk.local_query.nbytes),
+                (stored.summaries, chunk.summaries.codes.nbytes + chunk.summaries.scale.nbytes),
+                (
+                    stored.codes,
+                    sum(
+                        t.nbytes for t in (chunk.codes.codes, chunk.codes.scale, chunk.codes.offset)
+                    ),
+                ),
+            ):
+                before = stored.bytes_read
+                part()
+                part()
+                assert stored.bytes_read - before == n_bytes
+            stored.statistics()
+            before = stored.bytes_read
+            stored.statistics()
+            assert stored.bytes_read == before
+
+    def test_misses_say_why(self, store: Store) -> None:
+        chunk = chunk_for(store, 4)
+        ids = chunk.token_ids.tolist()
+        assert reason(lambda: store.open(chunk.key, TINY)) == "absent"
+        store.put(chunk)
+        store.open(chunk.key, TINY, tuple(ids)).close()
+        other = replace(TINY, weights="w1")
+        assert reason(lambda: store.open(chunk.key, other)) == "absent"
+        for wrong in ([], ids[:-1], [*ids, 0], [ids[0] + 1, *ids[1:]]):
+            assert reason(lambda wrong=wrong: store.open(chunk.key, TINY, wrong)) == "tokens"
+
+    @pytest.mark.parametrize(
+        "key", ["", ".", "..", "../../etc/passwd", "a" * 31, "a" * 33, "A" * 32, "é" * 32, "a\0b"]
+    )
+    def test_a_key_that_is_none_names_nothing(self, store: Store, key: str) -> None:
+        store.put(chunk_for(store, 4))
+        assert reason(lambda: store.open(key, TINY)) == "absent"
+        assert not store.contains(key, TINY)
+        assert store.text(key) is None
+        assert not store.delete(key)
+        assert len(store.keys()) == 1
+
+    def test_label_of_the_model_does_not_matter(self, store: Store) -> None:
+        chunk = chunk_for(store, 5)
+        store.put(chunk)
+        relabelled = replace(TINY, model="another/path")
+        assert store.key(relabelled, chunk.token_ids.tolist()) == chunk.key
+        assert store.contains(chunk.key, relabelled)
+        with store.open(chunk.key, relabelled) as stored:
+            assert stored.fingerprint == relabelled
+            stored.verify()
+
+    def test_put_twice_is_put_once_and_the_last_counts(self, store: Store) -> None:
+        chunk = chunk_for(store, 6)
+        store.put(chunk)
+        stats = store.stats()
+        store.put(chunk)
+        assert store.stats() == stats
+        store.put(replace(chunk, values=chunk.values + 1, text="another"))
+        assert store.stats() == stats
+        assert store.text(chunk.key) == "another"
+        with store.open(chunk.key, TINY) as stored:
+            assert torch.equal(read(stored, 0, [0])[1], chunk.values[0, :4] + 1)
+
+    def test_an_open_chunk_outlives_its_place_in_the_store(self, store: Store) -> None:
+        chunk = chunk_for(store, 7)
+        store.put(chunk)
+        with store.open(chunk.key, TINY) as replaced:
+            store.put(replace(chunk, keys=chunk.keys + 1))
+            assert torch.equal(read(replaced, 1, [3])[0], chunk.keys[1, 12:16])
+        store.put(chunk)
+        with store.open(chunk.key, TINY) as deleted:
+            assert store.delete(chunk.key)
+            deleted.verify()
+            assert torch.equal(read(deleted, 1, [3])[0], chunk.keys[1, 12:16])
+
+    def test_a_closed_chunk_is_not_read(self, store: Store) -> None:
+        chunk = chunk_for(store, 8)
+        store.put(chunk)
+        stored = store.open(chunk.key, TINY)
+        stored.close()
+        stored.close()
+        for use in (stored.verify, stored.summaries, lambda: read(stored, 0, [0])):
+            with pytest.raises(AssertionError, match="closed"):
+                use()
+
+    def test_keys_contains_delete(self, store: Store) -> None:
+        other = replace(TINY, block_size=8)
+        here = [chunk_for(store, seed) for seed in range(5)]
+        there = [chunk_for(store, seed, fingerprint=other) for seed in range(3)]
+        assert store.keys() == store.keys(TINY) == []
+        for chunk in here + there:
+            store.put(chunk)
+        assert store.keys(TINY) == sorted(chunk.key for chunk in here)
+        assert store.keys(other) == sorted(chunk.key for chunk in there)
+        assert store.keys() == sorted(chunk.key for chunk in here + there)
+        gone = here[2].key
+        assert store.contains(gone, TINY) and not store.contains(gone, other)
+        assert store.delete(gone) and not store.delete(gone)
+        assert not store.contains(gone, TINY)
+        assert reason(lambda: store.open(gone, TINY)) == "absent"
+        assert store.text(gone) is None
+        assert gone not in store.keys() and len(store.keys()) == 7
+
+    def test_delete_removes_a_key_under_all_fingerprints(self, store: Store) -> None:
+        other = replace(TINY, block_size=8)
+        chunk = chunk_for(store, 1)
+        store.put(chunk)
+        store.put(random_chunk(1, 30, other, key=chunk.key))
+        assert store.keys() == [chunk.key]
+        assert store.delete(chunk.key)
+        assert store.keys() == store.keys(TINY) == store.keys(other) == []
+
+    @pytest.mark.parametrize(
+        "text", ["", "plain", "é ∑ 中文 🙂", "a\r\nb\nc\r", "\ud800 lone", "\0"]
+    )
+    def test_text_comes_back_as_it_was(self, store: Store, text: str) -> None:
+        chunk = replace(chunk_for(store, 9), text=text)
+        store.put(chunk)
+        assert store.text(chunk.key) == text
+        assert store.text(store.key(TINY, [1])) is None
+
+    def test_keys_depend_on_everything(self, make: Callable[..., Store]) -> None:
+        store, ids = make(), [1, 2, 3]
+        key = store.key(TINY, ids)
+        assert store.key(TINY, tuple(ids)) == key
+        assert len(key) == 32 and set(key) <= set("0123456789abcdef")
+        others = {
+            store.key(TINY, [1, 2]),
+            store.key(TINY, [1, 2, 4]),
+            store.key(replace(TINY, weights="w1"), ids),
+            make().key(TINY, ids),  # another secret
+            make(namespace="tenant").key(TINY, ids),
+        }
+        assert len(others | {key}) == 6
+
+    def test_fingerprints_are_those_with_chunks(self, store: Store) -> None:
+        other = replace(TINY, block_size=8)
+        assert store.fingerprints() == []
+        chunks = [chunk_for(store, 1), chunk_for(store, 1, fingerprint=other)]
+        for chunk in chunks:
+            store.put(chunk)
+        assert store.fingerprints() == sorted([TINY, other], key=lambda f: f.digest)
+        store.delete(chunks[0].key)
+        assert store.fingerprints() == [other]
+
+    def test_stats_count_chunks_and_bytes(self, store: Store) -> None:
+        other = replace(TINY, model="large", dtype="bfloat16", block_size=8)
+        assert (store.stats().n_chunks, store.stats().bytes, store.stats().rows) == (0, 0, ())
+        expected = {TINY.digest: 0, other.digest: 0}
+        for fingerprint, n_chunks in ((TINY, 3), (other, 1)):
+            for seed in range(n_chunks):
+                chunk = chunk_for(store, seed, 30 + seed, fingerprint)
+                store.put(chunk)
+                layout = FileLayout(fingerprint=fingerprint, n_tokens=chunk.n_tokens)
+                expected[fingerprint.digest] += len(layout.header(chunk.key)) + layout.size
+        stats = store.stats()
+        assert (stats.n_chunks, stats.bytes) == (4, sum(expected.values()))
+        assert set(stats.rows) == {
+            FingerprintStats(
+                model="tiny", dtype="float32", block_size=4, chunks=3, bytes=expected[TINY.digest]
+            ),
+            FingerprintStats(
+                model="large",
+                dtype="bfloat16",
+                block_size=8,
+                chunks=1,
+                bytes=expected[other.digest],
+            ),
+        }
+
+    def test_require_names_every_difference_to_the_closest(self, store: Store) -> None:
+        store.require(TINY)  # empty: nothing to be wrong about
+        far = replace(TINY, model="far", weights="w9", rope="linear", n_layers=1, block_size=8)
+        near = replace(TINY, model="near", weights="w2", block_size=16)
+        store.put(chunk_for(store, 1, fingerprint=far))
+        store.put(chunk_for(store, 1, fingerprint=near))
+        with pytest.raises(FingerprintMismatch) as caught:
+            store.require(TINY)
+        message = str(caught.value)
+        for part in ("'tiny'", "'near'", "weights is 'w0' here and 'w2' there", "next step"):
+            assert part in message
+        assert "block_size is 4 here and 16 there" in message
+        assert "rope" not in message and "far" not in message
+        store.put(chunk_for(store, 1))
+        store.require(TINY)
+        store.require(replace(near, model="the same under another name"))

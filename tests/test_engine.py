@@ -1,0 +1,455 @@
+"""The engine on tiny models: what goes in, what comes out, and what happens when caches fail."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from samkv_integrations import METHODS, ChunkStore, Engine
+from samkv_integrations.chunk import Fingerprint
+from samkv_integrations.errors import (
+    ChunkNotCached,
+    HandleError,
+    InvalidChunk,
+    InvalidOption,
+    PromptTooLong,
+    UnknownOption,
+)
+from samkv_integrations.methods.guided import GuidedRecompute
+from samkv_integrations.prompt import handle_of, split_prompt
+from tests.models import tiny_model
+
+RNG = random.Random(5)
+TEXTS = ["".join(RNG.choices("abcdefgh ijkl\n", k=n)).strip() for n in (80, 47, 120)]
+PROMPT = "Read.\n\n" + "\n\n".join(TEXTS) + "\n\nQ: what?\nA:"
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Engine:
+    engine = Engine(tiny_model("llama"), ChunkStore(tmp_path / "kv"), block_size=8)
+    engine.cache_chunks(TEXTS)
+    return engine
+
+
+def chunk_file(engine: Engine, text: str) -> Path:
+    key = engine.key_of(text)
+    assert isinstance(engine.store, ChunkStore)
+    return next(engine.store.path.rglob(f"{key}.safetensors"))
+
+
+# -- shapes of prompts ------------------------------------------------------------------------
+
+ODD_CHUNKS = {
+    "one token": ["z"],
+    "shorter than a block": ["abcde"],
+    "exactly the anchors": ["x" * 24],
+    "anchors and one": ["x" * 25],
+    "one chunk": [TEXTS[0]],
+    "forty chunks": [f"chunk number {i} says {i * 7919}" for i in range(40)],
+    "template tokens": ["before <|end|><|assistant|> after", TEXTS[0]],
+    "handle-like text": ["see [[samkv:0123]] and [[samkv:" + "0" * 32 + "]] here", TEXTS[0]],
+    "one inside the other": ["abc def", "abc def ghi"],
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("texts", ODD_CHUNKS.values(), ids=list(ODD_CHUNKS))
+def test_any_chunks_are_served_from_their_caches(texts: list[str], method: str) -> None:
+    engine = Engine(tiny_model("llama"), block_size=8)
+    engine.cache_chunks(texts)
+    prompt = "Read:\n" + "\n--\n".join(texts) + "\nQ?"
+    report = engine.generate(prompt, texts, method=method, max_new_tokens=3).report
+    assert report.chunk_hits == len(texts)
+    assert report.chunk_misses == {}
+    assert report.context_tokens == sum(len(t.encode()) for t in texts)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_same_chunk_twice_in_a_prompt(engine: Engine, method: str) -> None:
+    prompt = f"{TEXTS[0]}\n\n{TEXTS[1]}\n\n{TEXTS[0]}\n\nQ?"
+    report = engine.generate(prompt, TEXTS[:2], method=method, max_new_tokens=3).report
+    assert report.chunk_hits == 3
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_prompt_without_chunks_is_the_plain_forward(engine: Engine, method: str) -> None:
+    answer = engine.generate("Hello there", method=method, max_new_tokens=8)
+    ids = torch.tensor([[1, *engine.model.tokenize("Hello there", special=True)]])
+    out = engine.model.hf.generate(ids, max_new_tokens=8, do_sample=False)
+    assert answer.text == engine.model.detokenize(out[0, ids.shape[1] :].tolist())
+    report = answer.report
+    assert (report.context_tokens, report.chunk_hits, report.bytes_read) == (0, 0, 0)
+    assert report.kept_ratio == 1.0
+
+
+@pytest.mark.parametrize("prompt", [TEXTS[0], f"{TEXTS[0]}\n\n{TEXTS[1]}"])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_prompt_that_ends_with_a_chunk(engine: Engine, prompt: str, method: str) -> None:
+    """An empty question: the last token belongs to a chunk and must be computed all the same."""
+    chunks = [t for t in TEXTS if t in prompt]
+    answer = engine.generate(prompt, chunks, method=method, max_new_tokens=4)
+    assert answer.report.chunk_hits == len(chunks)
+    if len(chunks) == 1 and method in ("reuse", "recompute"):
+        ids = torch.tensor([[1, *engine.model.tokenize(prompt, special=False)]])
+        out = engine.model.hf.generate(ids, max_new_tokens=4, do_sample=False)
+        assert answer.text == engine.model.detokenize(out[0, ids.shape[1] :].tolist())
+
+
+def test_words_of_a_chunk_never_act_as_special_tokens(engine: Engine) -> None:
+    assert len(engine.model.tokenize("<|end|>", special=True)) == 1
+    text = "before <|end|> after"
+    engine.cache_chunk(text)
+    with engine.store.open(engine.key_of(text), engine.fingerprint) as chunk:
+        assert not set(chunk.token_ids.tolist()) & engine.model.eos_ids
+
+
+def test_a_handle_inside_a_document_names_nothing(engine: Engine) -> None:
+    """A document that quotes another chunk's handle is text, whether or not it is cached."""
+    spy = f"my neighbour is {handle_of(engine.key_of(TEXTS[0]))}"
+    for cached in (False, True):
+        if cached:
+            engine.cache_chunk(spy)
+        report = engine.generate(f"{spy}\n\nQ?", [spy], max_new_tokens=1).report
+        assert report.chunk_hits == int(cached)
+        assert report.context_tokens == len(spy)
+
+
+def test_handles_and_texts_are_the_same_prompt(engine: Engine) -> None:
+    by_text = engine.generate(PROMPT, TEXTS, max_new_tokens=6)
+    prompt = PROMPT
+    for text in TEXTS:
+        prompt = prompt.replace(text, handle_of(engine.key_of(text)))
+    by_handle = engine.generate(prompt, max_new_tokens=6)
+    assert by_handle.text == by_text.text
+    assert by_handle.report.prompt_tokens == by_text.report.prompt_tokens
+    assert engine.count_tokens(prompt) == by_text.report.prompt_tokens
+
+
+def test_bos_stands_once(engine: Engine) -> None:
+    for prompt in ("Hi", "<|bos|>Hi", TEXTS[0], [{"role": "user", "content": "Hi"}]):
+        chunks = [TEXTS[0]] if prompt == TEXTS[0] else []
+        stream = engine.stream(prompt, chunks, max_new_tokens=1)
+        chat = len("Hi") + 3  # <|user|>, <|end|>, <|assistant|>
+        body = {"Hi": 2, "<|bos|>Hi": 2, TEXTS[0]: len(TEXTS[0])}.get(str(prompt), chat)
+        assert stream.report.prompt_tokens == 1 + body
+
+
+# -- block sizes and ingest --------------------------------------------------------------------
+
+
+def test_block_size_follows_the_first_chunks_and_then_the_store(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    first = Engine(model, ChunkStore(tmp_path))
+    first.cache_chunk("w" * 512)
+    assert first.fingerprint.block_size == 16
+    second = Engine(model, ChunkStore(tmp_path))
+    second.cache_chunk("short")
+    assert second.fingerprint == first.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("tokens", "size"), [(20, 8), (256, 8), (512, 16), (1024, 32), (1280, 64), (4000, 64)]
+)
+def test_auto_block_size_keeps_anchors_at_about_a_tenth(tokens: int, size: int) -> None:
+    engine = Engine(tiny_model("llama"))
+    engine.cache_chunk("y" * tokens)
+    assert engine.fingerprint.block_size == size
+
+
+def test_chunks_that_cannot_be_cached(engine: Engine) -> None:
+    with pytest.raises(InvalidChunk, match="holds no text"):
+        engine.cache_chunk("  \n ")
+    with pytest.raises(InvalidChunk, match=r"5000 tokens is longer than the 4095"):
+        engine.cache_chunk("a" * 5000)
+
+
+# -- caches that fail --------------------------------------------------------------------------
+
+
+def delete(path: Path) -> None:
+    path.unlink()
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-7])
+
+
+def flip_first(path: Path) -> None:
+    flip(path, 0)
+
+
+def flip_header(path: Path) -> None:
+    flip(path, 40)
+
+
+def flip_rows(path: Path) -> None:
+    """Every byte of the file's last 60 %: rows of anchors and of the middle alike."""
+    content = bytearray(path.read_bytes())
+    for at in range(len(content) * 2 // 5, len(content)):
+        content[at] ^= 1
+    path.write_bytes(bytes(content))
+
+
+def flip(path: Path, at: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1
+    path.write_bytes(bytes(content))
+
+
+@pytest.mark.parametrize("by_handle", [False, True])
+@pytest.mark.parametrize("method", ["reuse", "samkv-fusion", "samkv-guided"])
+@pytest.mark.parametrize("damage", [delete, truncate, flip_first, flip_header, flip_rows])
+def test_a_damaged_cache_is_a_counted_miss(engine: Engine, damage, method, by_handle) -> None:  # noqa: ANN001
+    """The damaged chunk is computed from its text, exactly as if it had never been cached."""
+    fresh = Engine(engine.model, block_size=8)
+    fresh.cache_chunks([TEXTS[0], TEXTS[2]])
+    whole = replace(METHODS[method], name=method)
+    expected = fresh.generate(PROMPT, TEXTS, method=whole, max_new_tokens=6)
+    damage(chunk_file(engine, TEXTS[1]))
+    prompt = PROMPT
+    if by_handle:
+        prompt = prompt.replace(TEXTS[1], handle_of(engine.key_of(TEXTS[1])))
+    chunks = [t for t in TEXTS if t in prompt]
+    answer = engine.generate(prompt, chunks, method=whole, max_new_tokens=6)
+    assert answer.text == expected.text
+    assert sum(answer.report.chunk_misses.values()) == 1
+    reason = "absent" if damage is delete else "corrupt"
+    assert answer.report.chunk_misses == {reason: 1}
+    assert answer.report.chunk_hits == 2
+
+
+def test_every_flipped_byte_gives_the_same_answer_or_a_miss(engine: Engine) -> None:
+    path = chunk_file(engine, TEXTS[1])
+    sound = path.read_bytes()
+    expected = engine.generate(PROMPT, TEXTS, method="reuse", max_new_tokens=4)
+    recomputed = Engine(engine.model, block_size=8)
+    recomputed.cache_chunks([TEXTS[0], TEXTS[2]])
+    fallback = recomputed.generate(PROMPT, TEXTS, method="reuse", max_new_tokens=4)
+    for at in random.Random(1).sample(range(len(sound)), 60):
+        path.write_bytes(sound)
+        flip(path, at)
+        answer = engine.generate(PROMPT, TEXTS, method="reuse", max_new_tokens=4)
+        missed = bool(answer.report.chunk_misses)
+        assert answer.text == (fallback if missed else expected).text, at
+
+
+def test_ingest_repairs_a_damaged_cache(engine: Engine) -> None:
+    flip_rows(chunk_file(engine, TEXTS[1]))
+    engine.cache_chunks(TEXTS)
+    report = engine.generate(PROMPT, TEXTS, method="reuse", max_new_tokens=1).report
+    assert report.chunk_misses == {}
+
+
+def test_on_miss(engine: Engine) -> None:
+    new = "a chunk that nobody cached"
+    prompt = f"{new}\n\nQ?"
+    assert engine.generate(prompt, [new], max_new_tokens=1).report.chunk_misses == {"absent": 1}
+    with pytest.raises(ChunkNotCached, match="on_miss='text'"):
+        engine.generate(prompt, [new], max_new_tokens=1, on_miss="error")
+    report = engine.generate(prompt, [new], max_new_tokens=1, on_miss="compute").report
+    assert (report.chunk_hits, report.chunk_misses) == (1, {})
+    with pytest.raises(InvalidOption, match="allowed: text, compute, error"):
+        engine.generate(prompt, [new], on_miss="guess")  # type: ignore[arg-type]
+
+
+def test_a_handle_without_cache_and_text_is_an_error(engine: Engine) -> None:
+    with pytest.raises(HandleError, match="names no chunk of this store"):
+        engine.generate(handle_of("0" * 32) + " Q?", max_new_tokens=1)
+
+
+@pytest.mark.parametrize(
+    "broken",
+    ["[[samkv:" + "a" * 31 + "]]", "[[samkv:", "xx samkv:abc]] yy", "[[samkv:" + "A" * 32 + "]]"],
+)
+def test_a_broken_handle_is_an_error(engine: Engine, broken: str) -> None:
+    with pytest.raises(HandleError, match="broken handle"):
+        engine.generate(f"Read {broken} Q?", max_new_tokens=1)
+
+
+def test_caches_of_another_fingerprint_are_never_used(engine: Engine, tmp_path: Path) -> None:
+    other = Engine(tiny_model("llama", seed=1), ChunkStore(tmp_path / "kv"), block_size=8)
+    assert other.fingerprint.digest != engine.fingerprint.digest
+    report = other.generate(PROMPT, TEXTS, max_new_tokens=1).report
+    assert report.chunk_misses == {"absent": 3}
+    mine, theirs = chunk_file(engine, TEXTS[0]), other.key_of(TEXTS[0])
+    forged = tmp_path / "kv" / other.fingerprint.digest / theirs[:2] / f"{theirs}.safetensors"
+    forged.parent.mkdir(parents=True)
+    forged.write_bytes(mine.read_bytes())
+    report = other.generate(PROMPT, TEXTS, max_new_tokens=1).report
+    assert report.chunk_misses["fingerprint"] == 1
+
+
+# -- answers -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_reports_add_up(engine: Engine, method: str) -> None:
+    report = engine.generate(PROMPT, TEXTS, method=method, max_new_tokens=5).report
+    assert report.method == method
+    assert report.prompt_tokens == report.context_tokens + report.fresh_tokens
+    assert 0 < report.kept_ratio <= 1
+    assert 0 <= report.recompute_ratio <= 1
+    row = report.full_kv_bytes / report.prompt_tokens
+    kept_rows = report.kept_ratio * report.context_tokens + report.fresh_tokens
+    assert report.kv_bytes == pytest.approx(row * kept_rows, rel=1e-6)
+    assert report.bytes_read > 0
+    assert report.ttft_s >= report.probe_s + report.select_s + report.load_s + report.blend_s
+    assert report.completion_tokens <= 5
+    for name, value in report.to_dict().items():
+        assert value is None or isinstance(value, str | int | float | dict), name
+
+
+def test_less_is_read_than_kept_suggests(engine: Engine) -> None:
+    reports = {
+        m: engine.generate(PROMPT, TEXTS, method=m, max_new_tokens=1).report for m in METHODS
+    }
+    full = reports["reuse"].bytes_read
+    assert reports["samkv-guided"].bytes_read < full / 2
+    assert reports["samkv-fusion"].bytes_read < full
+    assert reports["recompute"].bytes_read < full / 10
+
+
+def test_streaming_is_incremental_and_equals_generate(engine: Engine) -> None:
+    stream = engine.stream(PROMPT, TEXTS, max_new_tokens=12)
+    pieces = [next(stream)]
+    assert stream.report.completion_tokens < 12
+    pieces += list(stream)
+    assert len(pieces) > 3
+    answer = engine.generate(PROMPT, TEXTS, max_new_tokens=12)
+    assert "".join(pieces) == answer.text
+    assert stream.report.completion_tokens == answer.report.completion_tokens
+
+
+def test_a_closed_stream_ends(engine: Engine) -> None:
+    stream = engine.stream(PROMPT, TEXTS, max_new_tokens=12)
+    next(stream)
+    stream.close()
+    assert list(stream) == []
+
+
+def test_stop_strings_across_token_borders(engine: Engine) -> None:
+    """One token is one byte here, so any longer stop string crosses borders."""
+    whole = engine.generate(PROMPT, TEXTS, max_new_tokens=24).text
+    assert len(whole) > 10
+    for start, length in ((3, 3), (5, 4), (0, 2)):
+        stop = whole[start : start + length]
+        stream = engine.stream(PROMPT, TEXTS, max_new_tokens=24, stop=[stop, "never"])
+        pieces = list(stream)
+        assert "".join(pieces) == whole[: whole.find(stop)]
+    for bad in ("text", [""]):
+        with pytest.raises(InvalidOption, match="stop="):
+            engine.generate(PROMPT, TEXTS, stop=bad)
+
+
+def test_sampling_repeats_with_a_seed(engine: Engine) -> None:
+    def sample(seed: int) -> str:
+        options = {"temperature": 1.5, "top_p": 0.95, "seed": seed, "max_new_tokens": 16}
+        return engine.generate(PROMPT, TEXTS, **options).text
+
+    assert sample(1) == sample(1)
+    assert len({sample(seed) for seed in range(4)}) > 1
+    for option in ({"temperature": -1.0}, {"top_p": 0.0}, {"max_new_tokens": 0}):
+        with pytest.raises(InvalidOption, match=next(iter(option))):
+            engine.generate(PROMPT, TEXTS, **option)
+
+
+def test_the_prompt_must_fit_with_the_answer(engine: Engine) -> None:
+    size = 1 + len(PROMPT)
+    with pytest.raises(PromptTooLong, match=rf"prompt of {size} tokens .* 4000 new .* 4096"):
+        engine.generate(PROMPT, TEXTS, max_new_tokens=4000)
+
+
+def test_unknown_names_list_the_known_ones(engine: Engine) -> None:
+    with pytest.raises(UnknownOption, match="samkv-guided"):
+        engine.generate(PROMPT, TEXTS, method="sam-kv")
+    with pytest.raises(InvalidOption, match="does not occur in the prompt"):
+        engine.generate("Q?", ["some chunk"])
+    with pytest.raises(TypeError, match="temprature"):
+        engine.generate(PROMPT, TEXTS, temprature=1)  # type: ignore[call-arg]
+
+
+def test_messages_go_through_the_chat_template(engine: Engine) -> None:
+    messages = [{"role": "user", "content": PROMPT}]
+    answer = engine.generate(messages, TEXTS, method="recompute", max_new_tokens=6)
+    ids = engine.model.tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )["input_ids"]
+    assert answer.report.prompt_tokens == ids.shape[1]
+    out = engine.model.hf.generate(ids, max_new_tokens=6, do_sample=False)
+    assert answer.text == engine.model.detokenize(out[0, ids.shape[1] :].tolist())
+
+
+def test_nothing_is_written_by_a_query(engine: Engine) -> None:
+    def state() -> dict[Path, bytes]:
+        assert isinstance(engine.store, ChunkStore)
+        return {p: p.read_bytes() for p in engine.store.path.rglob("*") if p.is_file()}
+
+    before = state()
+    for method in METHODS:
+        engine.generate(PROMPT, TEXTS, method=method, max_new_tokens=2)
+    assert state() == before
+
+
+def test_threads_get_their_own_answers(engine: Engine) -> None:
+    prompts = [f"{TEXTS[i % 3]}\n\nQ{i}?" for i in range(6)]
+    chunks = [[TEXTS[i % 3]] for i in range(6)]
+    expected = [engine.generate(p, c, max_new_tokens=8).text for p, c in zip(prompts, chunks)]
+    found: dict[int, str] = {}
+
+    def ask(i: int) -> None:
+        found[i] = "".join(engine.stream(prompts[i], chunks[i], max_new_tokens=8))
+
+    threads = [threading.Thread(target=ask, args=(i,)) for i in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [found[i] for i in range(6)] == expected
+
+
+def test_interleaved_streams_do_not_mix(engine: Engine) -> None:
+    streams = [engine.stream(PROMPT, TEXTS, method=m, max_new_tokens=8) for m in METHODS]
+    texts = ["".join(pieces) for pieces in zip_pieces(streams)]
+    alone = [engine.generate(PROMPT, TEXTS, method=m, max_new_tokens=8).text for m in METHODS]
+    assert texts == alone
+
+
+def zip_pieces(streams: list[Iterator[str]]) -> list[list[str]]:
+    """Take one piece from each stream in turn until all are exhausted."""
+    pieces: list[list[str]] = [[] for _ in streams]
+    running = set(range(len(streams)))
+    while running:
+        for index in sorted(running):
+            piece = next(streams[index], None)
+            if piece is None:
+                running.discard(index)
+            else:
+                pieces[index].append(piece)
+    return pieces
+
+
+def test_recomputation_in_guided_is_a_constructor_call(engine: Engine) -> None:
+    method = replace(METHODS["samkv-guided"], recompute=GuidedRecompute(ratio=0.1))
+    report = engine.generate(PROMPT, TEXTS, method=method, max_new_tokens=1).report
+    assert 0 < report.recompute_ratio <= 0.1
+
+
+@pytest.mark.parametrize("field", ["weights", "tokenizer", "dtype", "rope", "prefix", "n_init"])
+def test_every_field_of_the_fingerprint_counts(engine: Engine, field: str) -> None:
+    mine = engine.fingerprint
+    other: Fingerprint = replace(mine, **{field: 2 if field == "n_init" else "other"})
+    assert other.digest != mine.digest
+    assert replace(mine, model="another label").digest == mine.digest
+
+
+def test_bodies_are_found_longest_first_and_left_to_right() -> None:
+    pieces = split_prompt("xx abc def ghi abc def yy", ["abc def", " abc def ghi\n"])
+    assert [getattr(p, "text", None) for p in pieces] == [
+        "xx ", "abc def ghi", " ", "abc def", " yy",
+    ]  # fmt: skip
