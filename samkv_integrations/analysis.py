@@ -35,13 +35,13 @@ MIN_CHUNKS = 32
 CODE_BITS = (2, 4, 8)
 """Bits that a key channel may be quantised to."""
 
-PUBLISHED_STABLE_LAYERS: Mapping[tuple[str, int, int], tuple[int, ...]] = {
-    ("qwen2", 36, 2048): tuple(range(31, 36)),  # Qwen2.5-3B-Instruct
-    ("mistral", 32, 4096): tuple(range(27, 32)),  # Mistral-7B-Instruct
-    ("llama", 32, 4096): tuple(range(28, 32)),  # Llama-3.1-8B-Instruct
+PUBLISHED_STABLE_LAYERS: Mapping[tuple[str, int, int, int], tuple[int, ...]] = {
+    ("qwen2", 36, 2048, 2): tuple(range(31, 36)),  # Qwen2.5-3B-Instruct
+    ("mistral", 32, 4096, 8): tuple(range(27, 32)),  # Mistral-7B-Instruct
+    ("llama", 32, 4096, 8): tuple(range(28, 32)),  # Llama-3.1-8B-Instruct
 }
 """Stable layers that the paper reports (Appendix A.2), counted from 0, under (model type, layers,
-hidden size). The paper counts them from 1."""
+hidden size, key-value heads). The paper counts them from 1."""
 
 _HALF_MAX = torch.finfo(torch.float16).max
 _HALF_STEP = 2.0**-24  # the smallest positive float16

@@ -51,8 +51,10 @@ class Fingerprint:
 
     @property
     def digest(self) -> str:
-        """32 hex digits that name this fingerprint on disk. ``model`` is a label for people and
-        not part of it: the weights' own digest decides."""
+        """32 hex digits that name this fingerprint on disk.
+
+        ``model`` is a label for people and not part of it: the weights' own digest decides.
+        """
         fields = {k: v for k, v in asdict(self).items() if k != "model"}
         canonical = json.dumps(fields, sort_keys=True).encode()
         return hashlib.blake2b(canonical, digest_size=16).hexdigest()

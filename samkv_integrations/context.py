@@ -17,7 +17,7 @@ from samkv_integrations.store import StoredChunk
 
 
 class ChunkLost(Exception):
-    """A chunk cache failed while it was being read; ``index`` counts the request's cached chunks."""
+    """A chunk cache failed while it was read; ``index`` counts the request's cached chunks."""
 
     def __init__(self, index: int, miss: CacheMiss) -> None:
         super().__init__(str(miss))
@@ -96,9 +96,7 @@ class Context:
         self.load_s += time.perf_counter() - began
         if "anchor_mean" in reads:
             tensors["anchor_mean"] = self._anchor_mean()
-        return Evidence(
-            n_layers=self.fingerprint.n_layers, stable_layers=stable_layers, **tensors
-        )
+        return Evidence(n_layers=self.fingerprint.n_layers, stable_layers=stable_layers, **tensors)
 
     def _of_chunk(
         self, chunk: StoredChunk, first_block: int, reads: frozenset[str]

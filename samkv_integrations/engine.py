@@ -307,7 +307,12 @@ class Engine:
     def _stable_layers(self) -> tuple[int, ...]:
         """The layers N* (paper: Appendix A.2): published for this shape, or from stored chunks."""
         config = self.model.config
-        shape = (config.model_type, self.model.n_layers, config.hidden_size)
+        shape = (
+            config.model_type,
+            self.model.n_layers,
+            config.hidden_size,
+            self.model.n_kv_heads,
+        )
         if shape in PUBLISHED_STABLE_LAYERS:
             return PUBLISHED_STABLE_LAYERS[shape]
         if self._calibrated is None:
@@ -315,7 +320,7 @@ class Engine:
         return self._calibrated
 
     def _votes(self) -> torch.Tensor | None:
-        """(n, L) bool: stable layers of the first chunks by key, so that ingest order is no matter."""
+        """(n, L) bool: stable layers of the first chunks by key, whatever the order of ingest."""
         keys = self.store.keys(self.fingerprint)[: 2 * MIN_CHUNKS]
         if len(keys) < MIN_CHUNKS:
             return None

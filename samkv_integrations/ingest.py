@@ -101,7 +101,11 @@ class _Capture:
             self._local_query[index][layer] = unrotate(asking, cos[local:], sin[local:]).mean(0)
             self._statistics[index].append(
                 layer_statistics(
-                    query[index, :, start:stop], key[index, :, :stop], scaling, n_prefix=start
+                    query[index, :, start:stop],
+                    key[index, :, :stop],
+                    scaling,
+                    n_prefix=start,
+                    tile=256 if query.is_cuda else 64,  # a CPU's cache holds the smaller tile
                 )
             )
         return attention(query, key, value, scaling, None, True)

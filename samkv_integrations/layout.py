@@ -21,7 +21,7 @@ class BlockScheme:
     """How chunks are cut into blocks (paper: section 4.1, one initial and two local blocks).
 
     size: tokens in a block (the last block of a chunk may be shorter).
-    n_init, n_local: blocks at the beginning and the end of a chunk whose tokens are its anchor rows.
+    n_init, n_local: blocks at the beginning and end of a chunk whose tokens are its anchor rows.
     """
 
     size: int = 16
@@ -53,9 +53,10 @@ class BlockScheme:
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkBlocks:
-    """The blocks of one chunk. Tokens ``[0, middle_start)`` and ``[middle_stop, n_tokens)`` are its
-    anchor rows, those between are its middle. A chunk of at most ``n_init + n_local`` blocks has no
-    middle: all its tokens are anchors.
+    """The blocks of one chunk.
+
+    Tokens ``[0, middle_start)`` and ``[middle_stop, n_tokens)`` are its anchor rows, those between
+    are its middle. A chunk of at most ``n_init + n_local`` blocks is all anchors.
     """
 
     n_tokens: int
@@ -93,7 +94,7 @@ class ChunkBlocks:
 
     @cached_property
     def local_start(self) -> int:
-        """First token of the local blocks (the last ``n_local``, or fewer if the chunk is short)."""
+        """First token of the local blocks (the last ``n_local``, fewer in a short chunk)."""
         return max(0, self.n_blocks - self.scheme.n_local) * self.scheme.size
 
     def span(self, block: int) -> tuple[int, int]:
@@ -207,9 +208,7 @@ class Layout:
                 [f + b.block_of_token for f, b in zip(first_block, blocks, strict=False)], empty
             ),
             block_lengths=_cat(lengths, empty),
-            block_chunk=_cat(
-                [torch.full((b.n_blocks,), c) for c, b in enumerate(blocks)], empty
-            ),
+            block_chunk=_cat([torch.full((b.n_blocks,), c) for c, b in enumerate(blocks)], empty),
             is_anchor=_cat(anchor, empty.bool()),
             is_initial=_cat(initial, empty.bool()),
             exact=torch.tensor(
@@ -218,9 +217,7 @@ class Layout:
             question=question,
             chunk_starts=tuple(starts),
             chunk_blocks=tuple(blocks),
-            n_uncached=sum(
-                len(s.token_ids) for s in segments if s.is_context and s.blocks is None
-            ),
+            n_uncached=sum(len(s.token_ids) for s in segments if s.is_context and s.blocks is None),
             n_prefix=len(prefix),
         )
 
@@ -249,7 +246,10 @@ class Layout:
     @cached_property
     def offset_in_chunk(self) -> Tensor:
         """(Tctx,) index of each context token within its chunk."""
-        return self.context_positions - torch.tensor(self.chunk_starts, dtype=torch.long)[self.chunk_of_token]
+        return (
+            self.context_positions
+            - torch.tensor(self.chunk_starts, dtype=torch.long)[self.chunk_of_token]
+        )
 
     @cached_property
     def prefilled_positions(self) -> Tensor:

@@ -1,9 +1,9 @@
 """The only module that knows transformers: load, tokenise, step through layers, sample.
 
 No model code is patched. An attention function is registered under the name ``samkv``; a decoder
-layer hands it the layer's queries, keys and values after RoPE, together with the ``attend`` callable
-of the pass in progress (prefill, probe, blend or decode), which travels as a keyword argument. Every
-pass is then a loop over the model's own decoder layers.
+layer hands it the layer's queries, keys and values after RoPE, together with the ``attend``
+callable of the pass in progress (prefill, probe, blend or decode), which travels as a keyword
+argument. Every pass is then a loop over the model's own decoder layers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
-from transformers.generation import (
+from transformers.generation.logits_process import (
     LogitsProcessorList,
     RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
@@ -124,7 +124,7 @@ class Model:
         AttentionInterface.register("samkv", _samkv_attention)
         AttentionMaskInterface.register("samkv", sdpa_mask)
         hf.set_attn_implementation("samkv")
-        self.hf = hf.eval()
+        self.hf = hf.train(False)
         self.tokenizer = tokenizer
         self.name = name
         self.config = hf.config
@@ -157,7 +157,7 @@ class Model:
         try:
             config = AutoConfig.from_pretrained(source)
             _refuse_unsupported(config)
-            hf = AutoModelForCausalLM.from_pretrained(source, dtype=dtype).to(device)
+            hf: Any = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
             tokenizer = AutoTokenizer.from_pretrained(source)
         except (OSError, ValueError, RuntimeError) as error:
             first_line = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
@@ -165,7 +165,7 @@ class Model:
                 f"model {name!r} could not be loaded ({first_line}); give a local folder, a hub id "
                 "that this machine can reach, or 'builtin'"
             ) from error
-        return cls(hf, tokenizer, name)
+        return cls(hf.to(device), tokenizer, name)
 
     # -- identity ---------------------------------------------------------------------------
 
@@ -241,7 +241,7 @@ class Model:
         return bool(self.tokenizer.chat_template)
 
     def render_chat(self, messages: Sequence[dict[str, str]]) -> str:
-        """The prompt string of ``messages`` (``role`` and ``content`` each), ready for an answer."""
+        """The prompt string of ``messages`` (``role``, ``content``), ready for an answer."""
         if not self.has_chat_template:
             raise InvalidOption(
                 f"{self.name!r} has no chat template; pass a plain prompt string instead"
@@ -269,8 +269,10 @@ class Model:
         return cos[0], sin[0]
 
     def layer(self, index: int, hidden: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        """Run decoder layer ``index`` on rows ``hidden`` (batch, R, hidden) at the positions of
-        ``cos`` and ``sin`` (R, D); keys and values go to ``attend``."""
+        """Run decoder layer ``index`` on rows ``hidden`` (batch, R, hidden).
+
+        cos, sin: (R, D) of the rows' positions. Keys and values go to ``attend``.
+        """
         output: Tensor = self.hf.model.layers[index](
             hidden,
             attention_mask=None,
@@ -332,13 +334,16 @@ def builtin_path() -> Path:
 def random_model(
     shape: Mapping[str, Any], *, name: str, dtype: str, device: str, seed: int
 ) -> Model:
-    """A model of ``shape`` (fields of a transformers config, ``model_type`` among them) with random
-    weights and the tokenizer of the reference model: for timings, nothing is downloaded."""
+    """A model with random weights and the reference model's tokenizer, for timings.
+
+    shape: fields of a transformers config, ``model_type`` among them. Nothing is downloaded.
+    """
     fields = dict(shape)
     config = AutoConfig.for_model(fields.pop("model_type"), **fields)
     torch.manual_seed(seed)
     with torch.device(device):
-        hf = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+        auto: Any = AutoModelForCausalLM
+        hf = auto.from_config(config, dtype=getattr(torch, dtype))
     return Model(hf, AutoTokenizer.from_pretrained(str(builtin_path())), name)
 
 
@@ -368,9 +373,7 @@ def _refuse_unsupported(config: Any) -> None:  # noqa: ANN401
         )
     layers = set(getattr(config, "layer_types", None) or ["full_attention"])
     if len(layers) > 1 or layers - {"full_attention", "sliding_attention"}:
-        raise UnsupportedModel(
-            f"layer types {sorted(layers)}: every layer must use full attention"
-        )
+        raise UnsupportedModel(f"layer types {sorted(layers)}: every layer must use full attention")
     if getattr(config, "quantization_config", None) is not None:
         raise UnsupportedModel(
             "quantised weights are not supported; load the model in float32 or bfloat16"

@@ -1,5 +1,4 @@
-"""The segmenter: a prompt string becomes plain text and chunks, before tokenisation, and each chunk
-its cache."""
+"""The segmenter: a prompt string becomes plain text and chunks before it is tokenised."""
 
 from __future__ import annotations
 

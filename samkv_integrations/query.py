@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -73,6 +73,7 @@ class Query:
         if probe is not None and (rows is None or not bool(rows.any())):
             # choosing layer by layer has read all it chose: that pass is already the blend
             blend, logits = probe
+            self._blend_s, self._probe_s = self._blend_s + self._probe_s, 0.0
         else:
             blend = Blend(
                 self.model, layout, context, selection.keep,
@@ -89,19 +90,15 @@ class Query:
         if not self.layout.n_chunks:
             return Evidence(n_layers=self.model.n_layers)
         evidence = context.evidence(self.method.reads, self._stable_layers)
-        positions = {"context": self.layout.context_positions, "question": self._asking()}
-        rope = {
-            f"{name}_{part}": tensor
-            for name, at in positions.items()
-            for part, tensor in zip(("cos", "sin"), self.model.cos_sin(at), strict=True)
-        }
-        evidence = replace(evidence, **rope)
-        on_device = {
-            field.name: value.to(self.model.device)
-            for field in fields(evidence)
-            if isinstance(value := getattr(evidence, field.name), Tensor)
-        }
-        return replace(evidence, **on_device)
+        context_cos, context_sin = self.model.cos_sin(self.layout.context_positions)
+        question_cos, question_sin = self.model.cos_sin(self._asking())
+        return replace(
+            evidence,
+            context_cos=context_cos,
+            context_sin=context_sin,
+            question_cos=question_cos,
+            question_sin=question_sin,
+        ).to(self.model.device)
 
     def _asking(self) -> Tensor:
         question, window = self.layout.question, self.method.select.window

@@ -353,9 +353,9 @@ def test_a_token_read_by_all_later_ones_is_found_from_queries_and_keys() -> None
 
 def test_published_layers_are_the_paper_s_counted_from_zero() -> None:
     one_based = {
-        ("qwen2", 36, 2048): [32, 33, 34, 35, 36],
-        ("mistral", 32, 4096): [28, 29, 30, 31, 32],
-        ("llama", 32, 4096): [29, 30, 31, 32],
+        ("qwen2", 36, 2048, 2): [32, 33, 34, 35, 36],
+        ("mistral", 32, 4096, 8): [28, 29, 30, 31, 32],
+        ("llama", 32, 4096, 8): [29, 30, 31, 32],
     }
     assert {
         shape: [layer + 1 for layer in layers] for shape, layers in PUBLISHED_STABLE_LAYERS.items()

@@ -399,7 +399,9 @@ def test_nothing_is_written_by_a_query(engine: Engine) -> None:
 def test_threads_get_their_own_answers(engine: Engine) -> None:
     prompts = [f"{TEXTS[i % 3]}\n\nQ{i}?" for i in range(6)]
     chunks = [[TEXTS[i % 3]] for i in range(6)]
-    expected = [engine.generate(p, c, max_new_tokens=8).text for p, c in zip(prompts, chunks)]
+    expected = [
+        engine.generate(p, c, max_new_tokens=8).text for p, c in zip(prompts, chunks, strict=True)
+    ]
     found: dict[int, str] = {}
 
     def ask(i: int) -> None:

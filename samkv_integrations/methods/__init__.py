@@ -11,6 +11,8 @@ from samkv_integrations.methods.guided import samkv_guided
 from samkv_integrations.methods.parts import Method
 from samkv_integrations.methods.samkv import samkv_fusion, samkv_overwrite
 
+__all__ = ["METHODS", "Method", "get_method"]
+
 METHODS: Mapping[str, Method] = MappingProxyType(
     {
         method.name: method
@@ -27,7 +29,7 @@ METHODS: Mapping[str, Method] = MappingProxyType(
 
 
 def get_method(name: str | Method) -> Method:
-    """The method called ``name``; a `Method` passes through. Raises UnknownOption with the names."""
+    """The method called ``name``; a `Method` passes through. Else UnknownOption with the names."""
     if not isinstance(name, str):
         return name
     if name not in METHODS:

@@ -1,4 +1,4 @@
-"""The three reference points: full prefill, and reuse of whole caches with and without positions."""
+"""The reference points: full prefill, and reuse of whole caches with and without positions."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class GuidedSelect:
     """Blocks by their best token for the question's last rows; all chunks compete directly.
 
     max_kept_ratio: kept tokens as a share of the context, filled by score at every layer.
-    window: last prompt rows that ask (1: the last token alone).
+    window: last prompt rows that ask (1: the last token alone; None: the whole last segment).
     probe: ``probe`` or ``layerwise``, see `Select`.
     probe_over: blocks that the probe reads.
     always: blocks kept whatever their score; they count against the budget.
@@ -59,19 +59,19 @@ class GuidedSelect:
     """
 
     max_kept_ratio: float = 0.2
-    window: int = 1
+    window: int | None = 1
     probe: Probe = "layerwise"
     probe_over: Blocks = "none"
     always: Blocks = "none"
     score: Literal["keys", "summaries"] = "keys"
     after: int = 4
     bias: bool = False
-    rotated: bool = False
+    rotated: bool = True
     shared: bool = False
 
     def __post_init__(self) -> None:
         check_ratio("max_kept_ratio", self.max_kept_ratio)
-        if self.window < 1:
+        if self.window is not None and self.window < 1:
             raise InvalidOption(f"window={self.window}; it must be at least 1")
         if self.probe not in ("probe", "layerwise"):
             raise InvalidOption(f"probe={self.probe!r}; allowed: probe, layerwise")
@@ -116,8 +116,11 @@ class GuidedSelect:
         return best
 
     def _token_scores(self, queries: Tensor, evidence: Evidence, layout: Layout) -> Tensor:
-        """(L, Tctx): attention of the asking rows, softmax per head over all chunks together,
-        summed over heads, mean over rows. A block's summary stands for all its tokens."""
+        """(L, Tctx): attention of the asking rows to each context token.
+
+        Softmax per head over all chunks together, summed over heads, mean over rows. A block's
+        summary stands for all its tokens.
+        """
         keys = evidence.keys if self.score == "keys" else evidence.summaries
         assert keys is not None
         if self.score == "summaries":

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -53,16 +53,27 @@ class Evidence:
     question_cos: Tensor | None = None
     question_sin: Tensor | None = None
 
-    PER_LAYER: ClassVar = (
+    PER_LAYER: ClassVar[tuple[str, ...]] = (
         "summaries", "keys", "local_query", "anchor_mean", "block_max", "block_min", "outliers",
     )  # fmt: skip
 
     def layer(self, index: int) -> Evidence:
         """The evidence of one layer, as evidence of a model with one layer."""
-        present = {n: getattr(self, n) for n in self.PER_LAYER if getattr(self, n) is not None}
-        return replace(
-            self, n_layers=1, **{n: tensor[index : index + 1] for n, tensor in present.items()}
-        )
+        sliced: dict[str, Any] = {
+            name: tensor[index : index + 1]
+            for name in self.PER_LAYER
+            if (tensor := getattr(self, name)) is not None
+        }
+        return replace(self, n_layers=1, **sliced)
+
+    def to(self, device: torch.device) -> Evidence:
+        """The same evidence on ``device``."""
+        moved: dict[str, Any] = {
+            field.name: value.to(device)
+            for field in fields(self)
+            if isinstance(value := getattr(self, field.name), Tensor)
+        }
+        return replace(self, **moved)
 
 
 READABLE = frozenset(("summaries", "keys", "local_query", "anchor_mean", "statistics"))
@@ -90,8 +101,11 @@ class Select(Protocol):
         ...
 
     def choose(self, queries: Tensor | None, evidence: Evidence, layout: Layout) -> Selection:
-        """The selection. queries: (L, H, W, D) float32 un-rotated; None when ``probe`` is none.
-        Pure; with ``layerwise`` called once a layer, with evidence and queries of that layer."""
+        """The selection.
+
+        queries: (L, H, W, D) float32 un-rotated; None when ``probe`` is none. Pure; with
+        ``layerwise`` called once a layer, with evidence and queries of that layer.
+        """
         ...
 
 
@@ -168,8 +182,9 @@ class Fusion:
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """One way of answering from chunk caches: a row of the table `METHODS`, or an ablation of one
-    made with ``dataclasses.replace``.
+    """One way of answering from chunk caches.
+
+    A row of the table `METHODS`, or an ablation of one made with ``dataclasses.replace``.
 
     positions: ``global`` (cached keys are rotated to their true positions) or ``local`` (they stay
         where they were prefilled, the papers' Reuse baseline).
@@ -226,8 +241,10 @@ def personalise(query: Tensor, local_query: Tensor) -> Tensor:
 
 
 def fill_budget(order: Tensor, layout: Layout, budget_tokens: float) -> Tensor:
-    """(L, Nb) bool: the best blocks of each layer, by ``order`` (higher first, -inf never), until
-    ``budget_tokens`` would be exceeded."""
+    """(L, Nb) bool: the best blocks of each layer that fit into ``budget_tokens``.
+
+    order: (L, Nb), higher first, -inf never. Filling ends at the first block that does not fit.
+    """
     ranking = order.argsort(dim=1, descending=True, stable=True)
     lengths = layout.block_lengths.to(order.device)[ranking]
     lengths = lengths.masked_fill(order.gather(1, ranking).isneginf(), 0)

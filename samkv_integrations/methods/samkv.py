@@ -117,7 +117,7 @@ def _middle_of_chunk(layout: Layout, device: torch.device) -> Tensor:
 
 
 def top_share(scores: Tensor, share: Tensor, layout: Layout) -> Tensor:
-    """(L, Nb) bool: the best ``share`` (C,) of each chunk's middle blocks, rounded up, per layer."""
+    """(L, Nb) bool: the best ``share`` (C,) of a chunk's middle blocks, rounded up, per layer."""
     middle = _middle_of_chunk(layout, scores.device)  # (C, Nb)
     per_chunk = scores[:, None].masked_fill(~middle, -math.inf)  # (L, C, Nb)
     rank = per_chunk.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
@@ -142,8 +142,9 @@ def rank_across(scores: Tensor, candidates: Tensor, layout: Layout) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class SamkvRecompute:
-    """Anchor rows of every chunk that is not exact, and outlier tokens inside chosen blocks
-    (section 3.3 and Appendix A.1).
+    """Anchor rows of every chunk that is not exact, and outliers (section 3.3, Appendix A.1).
+
+    Outliers are tokens of outstanding attention inside chosen middle blocks.
 
     anchors, outliers: switch either off.
     """
