@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -49,7 +50,7 @@ class Fingerprint:
         assert isinstance(dtype, torch.dtype)
         return dtype
 
-    @property
+    @cached_property
     def digest(self) -> str:
         """32 hex digits that name this fingerprint on disk.
 

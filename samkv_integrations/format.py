@@ -187,20 +187,20 @@ def encode(chunk: ChunkCache) -> Iterator[bytes | memoryview]:
         assert (tensor.dtype, tuple(tensor.shape)) == (anchor.dtype, shape), "keys or values"
 
     header = layout.header(chunk.key)
-    parts = [byte_view(index[name].detach().contiguous()) for name in INDEX]
+    index_bytes = [byte_view(index[name].detach().contiguous()) for name in INDEX]
     kinds = [byte_view(tensor.detach().contiguous()) for tensor in (chunk.keys, chunk.values)]
 
     def rows(kind: memoryview, layer: int, first: int, last: int) -> memoryview:
         start = layer * chunk.n_tokens
         return kind[(start + first) * row : (start + last) * row]
 
-    checksums = [crc32(header), *map(crc32, parts)]
+    checksums = [crc32(header), *map(crc32, index_bytes)]
     for layer in layers:
         for block in range(blocks.n_blocks):
             checksums += [crc32(rows(kind, layer, *blocks.span(block))) for kind in kinds]
     yield header
     yield struct.pack(f"<{len(checksums)}I", *checksums)
-    yield from parts
+    yield from index_bytes
     anchors = [(0, blocks.middle_start), (blocks.middle_stop, chunk.n_tokens)]
     for spans in (anchors, [(blocks.middle_start, blocks.middle_stop)]):
         for kind in kinds:

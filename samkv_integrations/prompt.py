@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Literal, Self
@@ -191,19 +192,13 @@ class Resolver:
         self, resolved: Resolved, piece: ChunkText | ChunkHandle, on_miss: OnMiss
     ) -> None:
         if isinstance(piece, ChunkHandle):
-            key, text = piece.key, self._store.text(piece.key)
-            ids = None if text is None else tuple(self._model.tokenize(text, special=False))
+            key, ids = piece.key, self._ids_behind(piece.key)
         else:
             ids = tuple(self._model.tokenize(piece.text, special=False))
             key = self._store.key(self._fingerprint, ids)
         try:
             stored = self._store.open(key, self._fingerprint, ids)
         except CacheMiss as miss:
-            if ids is None:
-                raise HandleError(
-                    f"handle {handle_of(key)} names no chunk of this store ({miss}); ingest its "
-                    "text again, or pass the text instead of the handle"
-                ) from miss
             if on_miss == "error":
                 raise ChunkNotCached(
                     f"chunk {key} has no usable cache ({miss}); ingest it again, or pass "
@@ -213,5 +208,23 @@ class Resolver:
             resolved.segments.append(Segment(token_ids=ids, is_context=True))
             return
         resolved.opened.append(stored)
-        ids = tuple(stored.token_ids.tolist())
         resolved.segments.append(Segment(token_ids=ids, blocks=stored.blocks, is_context=True))
+
+    def _ids_behind(self, key: str) -> tuple[int, ...]:
+        """Token ids that a handle stands for: of its text, else of its cache.
+
+        Either must hash to the key in this namespace and for this model; so a handle of another
+        tenant or a changed text is refused, not read.
+        """
+        candidates: list[tuple[int, ...]] = []
+        if (text := self._store.text(key)) is not None:
+            candidates.append(tuple(self._model.tokenize(text, special=False)))
+        with suppress(CacheMiss), self._store.open(key, self._fingerprint) as stored:
+            candidates.append(tuple(stored.token_ids.tolist()))
+        for ids in candidates:
+            if self._store.key(self._fingerprint, ids) == key:
+                return ids
+        raise HandleError(
+            f"handle {handle_of(key)} names no chunk of this store, model and namespace; ingest "
+            "its text again, or pass the text instead of the handle"
+        )

@@ -78,7 +78,7 @@ class StoredChunk(Protocol):
         """Reads everything and checks every checksum."""
 
     def close(self) -> None:
-        """Frees what the handle holds; reading afterwards is a mistake. May be called again."""
+        """Frees what it holds; reading afterwards is a mistake. May be called again."""
 
     def __enter__(self) -> StoredChunk: ...
 
@@ -86,7 +86,7 @@ class StoredChunk(Protocol):
 
 
 class MemoryChunk:
-    """A chunk of a `MemoryStore`; counts each part when it is first handed out."""
+    """A chunk of a `MemoryStore`; counts each group of tensors when first handed out."""
 
     def __init__(self, chunk: ChunkCache, fingerprint: Fingerprint) -> None:
         self.key = chunk.key
@@ -98,9 +98,9 @@ class MemoryChunk:
         self._chunk: ChunkCache | None = chunk
         self._counted: set[str] = set()
 
-    def _count(self, part: str, *tensors: Tensor) -> None:
-        if part not in self._counted:
-            self._counted.add(part)
+    def _count(self, group: str, *tensors: Tensor) -> None:
+        if group not in self._counted:
+            self._counted.add(group)
             self.bytes_read += sum(tensor.nbytes for tensor in tensors)
 
     def _open_chunk(self) -> ChunkCache:
@@ -165,7 +165,7 @@ class ChunkFile:
         self.fingerprint = fingerprint
         self.bytes_read = 0
         self._path = path
-        self._parts: dict[tuple[str, ...], list[Tensor]] = {}
+        self._groups: dict[tuple[str, ...], list[Tensor]] = {}
         try:
             self._file = open(path, "rb", buffering=0)
         except (FileNotFoundError, NotADirectoryError) as error:
@@ -187,7 +187,7 @@ class ChunkFile:
         self._read(self._data_start, memoryview(checksums))
         self._checksums = memoryview(checksums).cast("I")
         self._check(header, 0, "header")
-        self.token_ids, *self._parts[_STATISTICS] = self._read_index(("token_ids", *_STATISTICS))
+        self.token_ids, *self._groups[_STATISTICS] = self._read_index(("token_ids", *_STATISTICS))
         places = layout.tensors
         self._dtype = places["anchor_keys"].dtype
         self._bases = [
@@ -252,13 +252,13 @@ class ChunkFile:
             self._check(view, 1 + INDEX.index(name), name)
         return tensors
 
-    def _part(self, names: tuple[str, ...]) -> list[Tensor]:
-        if names not in self._parts:
-            self._parts[names] = self._read_index(names)
-        return self._parts[names]
+    def _group(self, names: tuple[str, ...]) -> list[Tensor]:
+        if names not in self._groups:
+            self._groups[names] = self._read_index(names)
+        return self._groups[names]
 
     def statistics(self) -> ChunkStatistics:
-        block_max, block_min, stable, outliers = self._part(_STATISTICS)
+        block_max, block_min, stable, outliers = self._group(_STATISTICS)
         return ChunkStatistics(
             block_max=block_max,
             block_min=block_min,
@@ -267,14 +267,14 @@ class ChunkFile:
         )
 
     def local_query(self) -> Tensor:
-        return self._part(_LOCAL_QUERY)[0]
+        return self._group(_LOCAL_QUERY)[0]
 
     def summaries(self) -> Summaries:
-        codes, scale = self._part(_SUMMARIES)
+        codes, scale = self._group(_SUMMARIES)
         return Summaries(codes=codes, scale=scale)
 
     def codes(self) -> KeyCodes:
-        codes, scale, offset = self._part(_CODES)
+        codes, scale, offset = self._group(_CODES)
         return KeyCodes(codes=codes, scale=scale, offset=offset)
 
     def read_blocks(

@@ -455,3 +455,24 @@ def test_bodies_are_found_longest_first_and_left_to_right() -> None:
     assert [getattr(p, "text", None) for p in pieces] == [
         "xx ", "abc def ghi", " ", "abc def", " yy",
     ]  # fmt: skip
+
+
+def test_a_handle_of_another_namespace_is_refused(tmp_path: Path) -> None:
+    """A leaked handle must not open one tenant's documents to another."""
+    model = tiny_model("llama")
+    mine = Engine(model, ChunkStore(tmp_path, namespace="a"), block_size=8)
+    theirs = Engine(model, ChunkStore(tmp_path, namespace="b"), block_size=8)
+    handle = handle_of(mine.cache_chunk(TEXTS[0]))
+    assert mine.generate(f"{handle} Q?", max_new_tokens=1).report.chunk_hits == 1
+    with pytest.raises(HandleError, match="namespace"):
+        theirs.generate(f"{handle} Q?", max_new_tokens=1)
+
+
+def test_a_changed_text_behind_a_handle_is_refused(engine: Engine) -> None:
+    path = chunk_file(engine, TEXTS[0])
+    handle = handle_of(engine.key_of(TEXTS[0]))
+    path.with_suffix(".txt").write_text("something else")
+    assert engine.generate(f"{handle} Q?", max_new_tokens=1).report.chunk_hits == 1
+    path.unlink()
+    with pytest.raises(HandleError, match="names no chunk of this store"):
+        engine.generate(f"{handle} Q?", max_new_tokens=1)

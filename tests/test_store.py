@@ -10,11 +10,14 @@ import random
 import resource
 import signal
 import stat
+import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from itertools import count
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
@@ -27,10 +30,6 @@ from samkv_integrations.errors import CacheMiss, StoreError
 from samkv_integrations.store import ChunkStore, MemoryStore, Store
 from tests.chunks import random_chunk, tiny_fingerprint
 from tests.contracts.store_contract import TINY, StoreContract, chunk_for, read, reason
-
-# Children are forked from a server that runs nothing else, so no lock of this process is inherited.
-PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["torch", "tests.test_store"])
 
 
 class TestMemoryStore(StoreContract):
@@ -381,6 +380,18 @@ def assert_sound(folder: Path) -> ChunkStore:
     return store
 
 
+@pytest.fixture(scope="module")
+def processes() -> ForkServerContext:
+    """Children are forked from a server that runs nothing else: they inherit no lock from here."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    with pytest.MonkeyPatch.context() as patch:
+        # The server imports this module once, and then each child starts within milliseconds.
+        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+        forkserver.ensure_running()
+    return context
+
+
 def make_stores(folder: Path, start: Barrier, pipe: Connection) -> None:
     keys = []
     for number in range(20):
@@ -389,17 +400,19 @@ def make_stores(folder: Path, start: Barrier, pipe: Connection) -> None:
     pipe.send(keys)
 
 
-def test_processes_that_make_a_store_at_once_share_its_secret(tmp_path: Path) -> None:
-    start = PROCESSES.Barrier(3)
-    pipes = [PROCESSES.Pipe(duplex=False) for _ in range(3)]
-    processes = [
-        PROCESSES.Process(target=make_stores, args=(tmp_path, start, child)) for _, child in pipes
+def test_processes_that_make_a_store_at_once_share_its_secret(
+    tmp_path: Path, processes: ForkServerContext
+) -> None:
+    start = processes.Barrier(3)
+    pipes = [processes.Pipe(duplex=False) for _ in range(3)]
+    makers = [
+        processes.Process(target=make_stores, args=(tmp_path, start, child)) for _, child in pipes
     ]
-    for process in processes:
+    for process in makers:
         process.start()
-    for process in processes:
+    for process in makers:
         process.join()
-    assert [process.exitcode for process in processes] == [0, 0, 0]
+    assert [process.exitcode for process in makers] == [0, 0, 0]
     found = [parent.recv() for parent, _ in pipes]
     assert len(found[0]) == 20 and found[0] == found[1] == found[2]
     for number in range(20):
@@ -424,10 +437,10 @@ def put_and_die(folder: Path, step: int) -> None:
     store.put(chunk_for(store, 1))
 
 
-def test_a_writer_may_be_killed_at_every_step(tmp_path: Path) -> None:
+def test_a_writer_may_be_killed_at_every_step(tmp_path: Path, processes: ForkServerContext) -> None:
     for step in count():
         folder = tmp_path / str(step)
-        process = PROCESSES.Process(target=put_and_die, args=(folder, step))
+        process = processes.Process(target=put_and_die, args=(folder, step))
         process.start()
         process.join()
         assert sum(name.endswith(".tmp") for name in files(folder)) <= 1
@@ -451,11 +464,11 @@ def put_forever(folder: Path, pipe: Connection) -> None:
             store.put(chunk)
 
 
-def test_a_writer_may_be_killed_at_any_moment(folder: Path) -> None:
+def test_a_writer_may_be_killed_at_any_moment(folder: Path, processes: ForkServerContext) -> None:
     moments = random.Random(5)
     for _ in range(8):
-        parent, child = PROCESSES.Pipe(duplex=False)
-        process = PROCESSES.Process(target=put_forever, args=(folder, child))
+        parent, child = processes.Pipe(duplex=False)
+        process = processes.Process(target=put_forever, args=(folder, child))
         process.start()
         child.close()  # so that `recv` ends if the process does
         assert parent.recv() == "ready"
@@ -475,16 +488,18 @@ def put_often(folder: Path, start: Barrier) -> None:
             store.put(chunk)
 
 
-def test_readers_among_writers_see_whole_chunks_only(folder: Path) -> None:
-    start = PROCESSES.Barrier(3)
-    processes = [PROCESSES.Process(target=put_often, args=(folder, start)) for _ in range(2)]
-    for process in processes:
+def test_readers_among_writers_see_whole_chunks_only(
+    folder: Path, processes: ForkServerContext
+) -> None:
+    start = processes.Barrier(3)
+    writers = [processes.Process(target=put_often, args=(folder, start)) for _ in range(2)]
+    for process in writers:
         process.start()
     start.wait(timeout=60)
     store = ChunkStore(folder)
     chunks = [chunk_for(store, seed, 60) for seed in range(4)]
     misses = set()
-    while any(process.is_alive() for process in processes):
+    while any(process.is_alive() for process in writers):
         for chunk in chunks:
             try:
                 with store.open(chunk.key, TINY, chunk.token_ids.tolist()) as stored:
@@ -492,7 +507,7 @@ def test_readers_among_writers_see_whole_chunks_only(folder: Path) -> None:
                     assert torch.equal(read(stored, 1, [2])[0], chunk.keys[1, 8:12])
             except CacheMiss as miss:
                 misses.add(miss.reason)
-    assert [process.exitcode for process in processes] == [0, 0]
+    assert [process.exitcode for process in writers] == [0, 0]
     assert misses <= {"absent"}
     assert store.keys() == sorted(chunk.key for chunk in chunks)
     assert len(files(folder)) == 3 + 2 * len(chunks)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import statistics
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -131,11 +131,3 @@ def run(
             "threads": torch.get_num_threads(),
             "ttft_ratio": statistics.median(ratios) if ratios else None,
         }
-
-
-def select_methods(names: Sequence[str], known: Mapping[str, Method]) -> dict[str, Method]:
-    """The named methods, in order; raises UnknownOption for any other name."""
-    for name in names:
-        if name not in known:
-            raise UnknownOption.among("method", name, known)
-    return {name: known[name] for name in names}

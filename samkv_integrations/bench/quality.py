@@ -199,6 +199,16 @@ def summarise(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return summary
 
 
+def answerable(
+    engine: Engine, questions: Iterable[Question], *, chat: bool = False
+) -> Iterator[Question]:
+    """The questions that full prefill answers exactly right."""
+    for question in questions:
+        for row in run(engine, [question], {"recompute": METHODS["recompute"]}, chat=chat):
+            if row["exact_match"]:
+                yield question
+
+
 def run(
     engine: Engine,
     questions: Sequence[Question],
