@@ -260,25 +260,27 @@ def dequantise_keys(codes: KeyCodes, bits: int, dtype: torch.dtype = torch.float
 
 
 def summarise(keys: Tensor, blocks: ChunkBlocks) -> Summaries:
-    """Mean of the un-rotated keys (L, T, G, D) over each block, int8 per layer, block and head.
+    """Mean un-rotated key (of L, T, G, D) of each middle block, int8 per layer, block and head.
 
     A mean beyond 127 * 65504 would be clamped; real keys are far below.
     """
-    size, n_whole = blocks.scheme.size, blocks.n_tokens // blocks.scheme.size
     assert keys.shape[1] == blocks.n_tokens
-    n_layers, _, n_kv_heads, dim = keys.shape
-    whole = keys[:, : n_whole * size].reshape(n_layers, n_whole, size, n_kv_heads, dim)
-    means = whole.mean(2, dtype=torch.float32)  # (L, N, G, D), without a short last block
-    if n_whole < blocks.n_blocks:
-        rest = keys[:, n_whole * size :].mean(1, keepdim=True, dtype=torch.float32)
-        means = torch.cat((means, rest), 1)
+    means = mean_of_blocks(keys, blocks.lengths)[:, list(blocks.middle_blocks)]
     scale = _scale(means.abs().amax(-1) / 127)
     codes = (means / scale.float()[..., None]).round_().clamp_(-127, 127).to(torch.int8)
     return Summaries(codes=codes, scale=scale)
 
 
+def mean_of_blocks(rows: Tensor, lengths: Tensor) -> Tensor:
+    """(L, N, G, D) float32 mean of rows (L, T, G, D) over blocks of ``lengths`` (N,) tokens."""
+    n_layers, _, *shape = rows.shape
+    block = torch.arange(len(lengths)).repeat_interleave(lengths).to(rows.device)
+    total = torch.zeros(n_layers, len(lengths), *shape, device=rows.device)
+    return total.index_add_(1, block, rows.float()) / lengths.to(rows.device)[:, None, None]
+
+
 def block_means(summaries: Summaries) -> Tensor:
-    """(L, N, G, D) float32 mean un-rotated key of each block."""
+    """(L, Nm, G, D) float32 mean un-rotated key of each middle block."""
     return summaries.codes.float() * summaries.scale.float()[..., None]
 
 

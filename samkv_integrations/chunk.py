@@ -111,9 +111,10 @@ class KeyCodes:
 
 @dataclass(frozen=True, kw_only=True)
 class Summaries:
-    """Mean un-rotated key of each block, in 8 bits per block and head.
+    """Mean un-rotated key of each middle block (Nm of them), in 8 bits per block and head.
 
-    codes: (L, N, G, D) int8; scale: (L, N, G) float16; mean = codes * scale.
+    codes: (L, Nm, G, D) int8; scale: (L, Nm, G) float16; mean = codes * scale. Those of anchor
+    blocks are not kept: whoever scores anchors has their rows.
     """
 
     codes: Tensor

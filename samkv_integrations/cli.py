@@ -12,12 +12,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
 import typer.core
+from tqdm.auto import tqdm
 
 from samkv_integrations import documents as docs
 from samkv_integrations import tables
-from samkv_integrations.chroma import ChromaLink, HashingEmbedding, Retrieved, open_collection
+from samkv_integrations.bench import commands as bench_commands
+from samkv_integrations.chroma import ChromaLink, HashingEmbedding, open_collection
 from samkv_integrations.documents import Question
 from samkv_integrations.engine import Engine
 from samkv_integrations.errors import InvalidOption, MissingExtra, SamkvError
@@ -52,11 +55,15 @@ app = typer.Typer(
 )
 store_app = typer.Typer(help="Look into the folder of chunk caches.", no_args_is_help=True)
 app.add_typer(store_app, name="store")
+app.add_typer(bench_commands.app, name="bench")
 
 ModelName = Annotated[str, typer.Option("--model", help="Hub id, local folder, or 'builtin'.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
 Dtype = Annotated[str, typer.Option(help="auto, float32 or bfloat16.")]
-Folder = Annotated[Path, typer.Option("--dir", help="Where the collection and caches are kept.")]
+# absolute, because Chroma remembers a folder under the name by which it was opened
+Folder = Annotated[
+    Path, typer.Option("--dir", resolve_path=True, help="Where collection and caches are kept.")
+]
 Collection = Annotated[str, typer.Option(help="Name of the Chroma collection.")]
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")]
 MethodName = Annotated[str, typer.Option("--method", help="See 'samkv methods'.")]
@@ -184,7 +191,7 @@ def ask(
     ] = None,
     collection: Collection = "documents", folder: Folder = Path(".samkv"),
     model: ModelName = "builtin", device: Device = "auto", dtype: Dtype = "auto",
-    top_k: Annotated[int, typer.Option(help="Chunks to retrieve.")] = 6,
+    top_k: Annotated[int, typer.Option(help="Chunks to retrieve.")] = 4,
     method: MethodName = "samkv-guided",
     compare: Annotated[str, typer.Option(help="Methods to run side by side: NAME,NAME,...")] = "",
     settings: Annotated[
@@ -204,9 +211,10 @@ def ask(
     engine.store.require(engine.fingerprint)
     link, embedding = ChromaLink(opened, engine), HashingEmbedding()
     rows: list[dict[str, Any]] = []
-    found: list[Retrieved] = []
-    for one in asked:
+    sources, texts = [""], [""]
+    for one in tqdm(asked, desc="asking", disable=questions is None):
         found = link.query(embedding.embed([one.question])[0], top_k)
+        sources = [str(record.metadata.get("source", record.id)) for record in found]
         texts = [record.text for record in found]
         prompt = rag_prompt(one.question, texts, chat=chat)
         if not rows and len(methods) > 1:  # the first pass of a process is slower than all others
@@ -214,7 +222,7 @@ def ask(
         answers = []
         for each in methods:
             answer = engine.generate(prompt, texts, method=each, max_new_tokens=max_new_tokens)
-            answers.append(tables.answer_row(one, answer.text, answer.report))
+            answers.append(tables.answer_row(one, answer.text, sources, answer.report))
         rows += tables.with_ratios(answers)
     if as_json:
         _write_json("ask", model, rows)
@@ -227,7 +235,7 @@ def ask(
     else:
         out.print(rows[0]["answer"])
     if not questions:
-        out.print(tables.sources([(r.metadata.get("source", r.id), r.text) for r in found]))
+        out.print(tables.sources_table(sources, texts))
     if len(rows) == 1:
         out.print("\n".join(tables.report_lines(rows[0])))
 
@@ -240,6 +248,7 @@ def quickstart(
     questions: Annotated[
         Path | None, typer.Option(help="Their questions; questions.jsonl in that folder.")
     ] = None,
+    folder: Folder = Path(".samkv/quickstart"),
     as_json: Json = False,
 ) -> None:  # fmt: skip
     """The whole way on the built-in model: index, ask through LlamaIndex, compare the methods."""
@@ -250,12 +259,32 @@ def quickstart(
         )
     files = docs.find_documents([documents])
     asked = docs.read_questions(questions or documents / "questions.jsonl")
-    run = _quickstart_of_llama_index()(Path(".samkv/quickstart"))
+    _use_threads_for("builtin")
+    run = _quickstart_of_llama_index()(folder)
     out = tables.console(stderr=as_json)
     done = run.ingest(files)
-    out.print(f"{len(files)} documents in Chroma and their chunk caches: {done.n_cached} "
-              f"prefilled, {done.n_hit} already cached, {tables.seconds(done.seconds)}, "
-              f"{tables.size(done.bytes_on_disk)} added")  # fmt: skip
+    out.print(f"{len(files)} documents, {done.n_records} chunks in Chroma: {done.n_cached} "
+              f"prefilled now, {done.n_hit} already cached ({tables.seconds(done.seconds)}, "
+              f"{tables.size(done.bytes_on_disk)} written to {folder / 'kv'})")  # fmt: skip
+    run.ask(asked[0].question, COMPARED[0])  # the first pass of a process is slower than all others
+    rows: list[dict[str, Any]] = []
+    shown: list[str] = []
+    for one in tqdm(asked, desc="asking"):
+        replies = {name: run.ask(one.question, name) for name in COMPARED}
+        answers = [
+            tables.answer_row(one, reply.text, reply.sources, reply.report)
+            for reply in replies.values()
+        ]
+        rows += tables.with_ratios(answers)
+        best = replies["samkv-guided"]
+        names = ", ".join(best.sources[:3])
+        shown += ["", one.question, f"  {best.text.strip()}", f"  from {names}, ..."]
+    out.print("\n".join(shown[: 4 * SHOWN_QUESTIONS]))
+    if as_json:
+        _write_json("quickstart", "builtin", rows)
+    else:
+        out.print(f"\n{len(asked)} questions, {len(COMPARED)} methods:\n")
+        out.print(tables.summary_table(rows))
 
 
 def _quickstart_of_llama_index() -> Any:  # noqa: ANN401
@@ -267,7 +296,14 @@ def _quickstart_of_llama_index() -> Any:  # noqa: ANN401
 
 
 def _engine(model: str, store: Path, device: str, dtype: str) -> Engine:
+    _use_threads_for(model)
     return Engine.from_pretrained(model, ChunkStore(store), device=device, dtype=dtype)
+
+
+def _use_threads_for(model: str) -> None:
+    """The built-in model is so small that a second thread costs more than it gives."""
+    if model == "builtin":
+        torch.set_num_threads(1)
 
 
 def _write_json(command: str, model: str | None, rows: Iterable[tables.Row]) -> None:

@@ -6,9 +6,10 @@ import time
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from samkv_integrations.analysis import block_means, dequantise_keys
+from samkv_integrations.analysis import block_means, dequantise_keys, mean_of_blocks
 from samkv_integrations.chunk import Fingerprint
 from samkv_integrations.errors import CacheMiss
 from samkv_integrations.layout import Layout
@@ -96,6 +97,10 @@ class Context:
         self.load_s += time.perf_counter() - began
         if "anchor_mean" in reads:
             tensors["anchor_mean"] = self._anchor_mean()
+        if "anchor_summaries" in reads:
+            anchors = self._anchor_rows()
+            lengths = self.layout.block_lengths[self.layout.is_anchor]
+            tensors["summaries"][:, self.layout.is_anchor] = mean_of_blocks(anchors, lengths)
         return Evidence(n_layers=self.fingerprint.n_layers, stable_layers=stable_layers, **tensors)
 
     def _of_chunk(
@@ -103,7 +108,9 @@ class Context:
     ) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
         if "summaries" in reads:
-            found["summaries"] = block_means(chunk.summaries())
+            of_middle, blocks = block_means(chunk.summaries()), chunk.blocks.middle_blocks
+            around = (0, 0, 0, 0, blocks.start, chunk.blocks.n_blocks - blocks.stop)
+            found["summaries"] = F.pad(of_middle, around)
         if "keys" in reads:
             found["keys"] = dequantise_keys(chunk.codes(), self.fingerprint.code_bits)
         if "local_query" in reads:
@@ -119,14 +126,16 @@ class Context:
     def _anchor_mean(self) -> Tensor:
         """(L, C, G, D) float32: mean un-rotated key of each chunk's anchor rows."""
         layout = self.layout
+        anchor = layout.is_anchor[layout.block_of_token]
+        counts = torch.bincount(layout.chunk_of_token[anchor], minlength=layout.n_chunks)
+        return mean_of_blocks(self._anchor_rows(), counts)
+
+    def _anchor_rows(self) -> Tensor:
+        """(L, A, G, D) un-rotated keys of all anchor rows, in prompt order."""
+        layout = self.layout
         for layer in range(self.fingerprint.n_layers):
             self.load(layer, layout.is_anchor)
-        anchor = layout.is_anchor[layout.block_of_token].nonzero()[:, 0]
-        chunk = layout.chunk_of_token[anchor]
-        rows = self.keys[:, anchor].float()
-        total = rows.new_zeros(len(rows), layout.n_chunks, *rows.shape[2:])
-        count = torch.bincount(chunk, minlength=layout.n_chunks)
-        return total.index_add_(1, chunk, rows) / count[:, None, None]
+        return self.keys[:, layout.is_anchor[layout.block_of_token]]
 
 
 def _runs(blocks: list[int], chunk: list[int]) -> list[list[int]]:

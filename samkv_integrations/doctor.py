@@ -110,7 +110,7 @@ def _greedy(engine: Engine) -> Check:
     with Resolver(model, engine.store, engine.fingerprint).resolve(_prompt(), CHUNKS) as resolved:
         ids = [token for segment in resolved.segments for token in segment.token_ids]
     prompt = torch.tensor([ids], device=model.device)
-    output = model.hf.generate(  # type: ignore[operator]
+    output = model.hf.generate(
         prompt,
         attention_mask=torch.ones_like(prompt),
         max_new_tokens=NEW_TOKENS,
@@ -185,9 +185,7 @@ def _chat_template(engine: Engine) -> Check:
             problems.append(f"the prompt ({kind}) does not begin with BOS")
     same = f"{len(ours)} tokens, as by the tokenizer's own template"
     begins = "" if bos is None else ", one BOS"
-    return Check(
-        name=name, ok=not problems, detail="; ".join(problems) or f"{same}{begins}{added}"
-    )
+    return Check(name=name, ok=not problems, detail="; ".join(problems) or f"{same}{begins}{added}")
 
 
 _CHECKS: tuple[Callable[[Engine], Check], ...] = (

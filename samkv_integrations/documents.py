@@ -16,7 +16,7 @@ SUFFIXES = (".txt", ".md")
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """One chunk of a document: ``number`` counts the chunks of the file ``source``."""
+    """One chunk of a document: ``number`` counts the chunks of the file ``source`` (absolute)."""
 
     source: str
     number: int
@@ -90,7 +90,8 @@ def read_pieces(files: Sequence[Path], model: Model, chunk_size: int) -> list[Pi
     pieces = []
     for file in files:
         texts = _split(read_text(file), model, chunk_size, markdown=file.suffix.lower() == ".md")
-        pieces += [Piece(source=str(file), number=n, text=text) for n, text in enumerate(texts)]
+        source = str(file.resolve())
+        pieces += [Piece(source=source, number=n, text=text) for n, text in enumerate(texts)]
     if not pieces:
         raise EmptyInput(f"the {len(files)} documents hold no text")
     return pieces

@@ -76,6 +76,7 @@ class FileLayout:
     def tensors(self) -> dict[str, TensorPlace]:
         """The place of each tensor by name, in file order."""
         made_by, blocks, n_blocks = self.fingerprint, self.blocks, self.blocks.n_blocks
+        n_middle = blocks.middle_blocks.stop - blocks.middle_blocks.start
         n_layers, n_groups, dim = made_by.n_layers, made_by.n_kv_heads, made_by.head_dim
         anchor = (made_by.torch_dtype, (n_layers, blocks.n_anchor, n_groups, dim))
         middle = (made_by.torch_dtype, (n_layers, blocks.n_middle, n_groups, dim))
@@ -88,8 +89,8 @@ class FileLayout:
             "stable": (torch.uint8, (n_layers,)),
             "outliers": (torch.uint8, (n_layers, self.n_tokens)),
             "local_query": (made_by.torch_dtype, (n_layers, made_by.n_heads, dim)),
-            "summary_codes": (torch.int8, (n_layers, n_blocks, n_groups, dim)),
-            "summary_scale": (torch.float16, (n_layers, n_blocks, n_groups)),
+            "summary_codes": (torch.int8, (n_layers, n_middle, n_groups, dim)),
+            "summary_scale": (torch.float16, (n_layers, n_middle, n_groups)),
             "key_codes": (torch.uint8, (n_layers, self.n_tokens, n_groups, code_bytes)),
             "key_code_scale": (torch.float16, (n_layers, n_groups, dim)),
             "key_code_offset": (torch.float16, (n_layers, n_groups, dim)),

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import resources
@@ -30,6 +31,11 @@ from transformers.generation.logits_process import (
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
+from transformers.utils.logging import (
+    disable_progress_bar,
+    enable_progress_bar,
+    is_progress_bar_enabled,
+)
 
 from samkv_integrations.errors import InvalidOption, ModelNotFound, UnsupportedModel
 
@@ -157,7 +163,8 @@ class Model:
         try:
             config = AutoConfig.from_pretrained(source)
             _refuse_unsupported(config)
-            hf: Any = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
+            with _quiet(name == "builtin"):
+                hf: Any = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
             tokenizer = AutoTokenizer.from_pretrained(source)
         except (OSError, ValueError, RuntimeError) as error:
             first_line = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
@@ -324,6 +331,19 @@ class Sampler:
             token = torch.multinomial(scores.softmax(-1), 1, generator=self._generator)
         self._ids = torch.cat((self._ids, token), dim=1)
         return int(token)
+
+
+@contextmanager
+def _quiet(wanted: bool) -> Iterator[None]:
+    """Without transformers' progress bar, which is noise for a model that loads in no time."""
+    hide = wanted and is_progress_bar_enabled()
+    if hide:
+        disable_progress_bar()
+    try:
+        yield
+    finally:
+        if hide:
+            enable_progress_bar()
 
 
 def builtin_path() -> Path:

@@ -43,7 +43,7 @@ def _changed(method: Method, name: str, text: str) -> Method:
     if not _fits(value, hint):
         raise InvalidOption(f"{name}={text} of {method.name!r}: {value!r} is not {_words(hint)}")
     part = replace(part, **{field: value})
-    return replace(method, **{part_name: part})  # type: ignore[arg-type]
+    return replace(method, **{part_name: part})
 
 
 def _fits(value: object, hint: Any) -> bool:  # noqa: ANN401

@@ -216,12 +216,12 @@ class Resolver:
         Either must hash to the key in this namespace and for this model; so a handle of another
         tenant or a changed text is refused, not read.
         """
-        candidates: list[tuple[int, ...]] = []
         if (text := self._store.text(key)) is not None:
-            candidates.append(tuple(self._model.tokenize(text, special=False)))
+            ids = tuple(self._model.tokenize(text, special=False))
+            if self._store.key(self._fingerprint, ids) == key:
+                return ids
         with suppress(CacheMiss), self._store.open(key, self._fingerprint) as stored:
-            candidates.append(tuple(stored.token_ids.tolist()))
-        for ids in candidates:
+            ids = tuple(stored.token_ids.tolist())
             if self._store.key(self._fingerprint, ids) == key:
                 return ids
         raise HandleError(

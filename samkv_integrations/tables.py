@@ -70,10 +70,19 @@ def to_json(command: str, model: str | None, rows: Iterable[Row]) -> str:
     )
 
 
-def answer_row(question: Question, text: str, report: Report) -> dict[str, Any]:
-    """The row of one answer: question, answer, whether it is right if that is known, figures."""
+def answer_row(
+    question: Question, text: str, sources: Sequence[str], report: Report
+) -> dict[str, Any]:
+    """The row of one answer: question, answer, whether it is right if that is known, figures.
+
+    sources: names of the chunks that it was given, nearest first.
+    """
     answer = text.strip()
-    row: dict[str, Any] = {"question": question.question, "answer": answer}
+    row: dict[str, Any] = {
+        "question": question.question,
+        "answer": answer,
+        "sources": list(sources),
+    }
     if question.answers:
         row["expected"] = list(question.answers)
         row["exact_match"] = exact_match(answer, question.answers)
@@ -88,15 +97,20 @@ def with_ratios(rows: Sequence[Row]) -> list[dict[str, Any]]:
     return [{**row, **more} for row, more in zip(rows, added, strict=True)]
 
 
-def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1) -> Table:
-    """A plain table; the first ``left`` columns hold words, the others right-aligned figures."""
-    made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+def table(
+    columns: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1, gap: int = 2
+) -> Table:
+    """A plain table; the first ``left`` columns hold words, the others right-aligned figures.
+
+    gap: spaces between columns.
+    """
+    made = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="bold")
     for index, column in enumerate(columns):
         made.add_column(
             column,
             justify="left" if index < left else "right",
             overflow="fold",
-            no_wrap=index == 0 and len(columns) > 2,
+            no_wrap=index == 0 or index >= left,
         )
     for row in rows:
         made.add_row(*row)
@@ -126,8 +140,11 @@ class Summary:
 
 
 def summarise(rows: Sequence[Row]) -> list[Summary]:
-    """A summary of each method in ``rows`` (question, answer, expected and exact_match if known,
-    and the fields of a report), in order of appearance. All methods answer the same questions."""
+    """A summary of each method in ``rows``, in order of appearance.
+
+    rows: question, answer, expected and exact_match if known, and the fields of a report. All
+    methods must have answered the same questions, in the same order.
+    """
     by_method: dict[str, list[Row]] = {}
     for row in rows:
         by_method.setdefault(row["method"], []).append(row)
@@ -178,6 +195,7 @@ def summary_table(rows: Sequence[Row]) -> Table:
             )
             for s in summarise(rows)
         ],
+        gap=1,  # so that it fits into 80 columns
     )
 
 
@@ -202,9 +220,10 @@ def comparison_table(rows: Sequence[Row]) -> Table:
     )
 
 
-def sources(found: Sequence[tuple[str, str]]) -> Table:
-    """Where an answer comes from: name and text of each chunk, nearest first."""
-    return table(("source", "text"), [(name, _beginning(text)) for name, text in found], left=2)
+def sources_table(sources: Sequence[str], texts: Sequence[str]) -> Table:
+    """Where an answer comes from: file name and text of each chunk, nearest first."""
+    cells = [(Path(s).name, _beginning(t)) for s, t in zip(sources, texts, strict=True)]
+    return table(("source", "text"), cells, left=2)
 
 
 def _beginning(text: str, limit: int = 60) -> str:

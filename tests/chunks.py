@@ -82,6 +82,7 @@ def random_chunk(
     outliers[:, blocks.middle_stop :] = False
     code_bytes = dim * made_by.code_bits // 8
     token_ids = integer(0, 32_000, n_tokens, of=torch.int32)
+    n_middle = len(blocks.middle_blocks)
     return ChunkCache(
         key=key or f"{seed:032x}",
         fingerprint=made_by,
@@ -97,8 +98,8 @@ def random_chunk(
             stable=integer(0, 2, n_layers, of=torch.uint8).bool(),
         ),
         summaries=Summaries(
-            codes=integer(-127, 128, n_layers, blocks.n_blocks, n_groups, dim, of=torch.int8),
-            scale=normal(n_layers, blocks.n_blocks, n_groups, of=torch.float16).abs(),
+            codes=integer(-127, 128, n_layers, n_middle, n_groups, dim, of=torch.int8),
+            scale=normal(n_layers, n_middle, n_groups, of=torch.float16).abs(),
         ),
         codes=KeyCodes(
             codes=integer(0, 256, n_layers, n_tokens, n_groups, code_bytes, of=torch.uint8),

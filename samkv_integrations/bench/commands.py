@@ -108,8 +108,10 @@ def quality(
     if as_json:
         typer.echo(tables.to_json("bench quality", model, rows))
         return
-    columns = ("label", "questions", "exact_match", "exact_match_low", "exact_match_high", "f1",
-               "same_as_recompute", "kept_ratio", "recompute_ratio", "bytes_read", "ttft_ratio")  # fmt: skip
+    columns = (
+        "label", "questions", "exact_match", "exact_match_low", "exact_match_high", "f1",
+        "same_as_recompute", "kept_ratio", "recompute_ratio", "bytes_read", "ttft_ratio",
+    )  # fmt: skip
     _print_table([c for c in columns if c in rows[0]], rows)
 
 

@@ -87,7 +87,8 @@ class GuidedSelect:
 
     @property
     def reads(self) -> frozenset[str]:
-        return frozenset((self.score, *(("local_query",) if self.bias else ())))
+        scored = ("keys",) if self.score == "keys" else ("summaries", "anchor_summaries")
+        return frozenset((*scored, *(("local_query",) if self.bias else ())))
 
     def probe_blocks(self, layout: Layout) -> Tensor:
         return _blocks(self.probe_over, layout)

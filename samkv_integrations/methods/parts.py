@@ -29,7 +29,8 @@ class Evidence:
 
     Layer first, so that `layer` can slice. Blocks and tokens are numbered as in the layout.
 
-    summaries: (L, Nb, G, D) float32, mean un-rotated key of each block.
+    summaries: (L, Nb, G, D) float32, mean un-rotated key of each middle block; 0 for anchor blocks
+        unless ``anchor_summaries`` was read as well.
     keys: (L, Tctx, G, D) float32, un-rotated keys from their codes.
     local_query: (L, C, H, D) float32, mean un-rotated query of each chunk's local tokens.
     anchor_mean: (L, C, G, D) float32, mean un-rotated key of each chunk's anchor rows.
@@ -76,7 +77,9 @@ class Evidence:
         return replace(self, **moved)
 
 
-READABLE = frozenset(("summaries", "keys", "local_query", "anchor_mean", "statistics"))
+READABLE = frozenset(
+    ("summaries", "anchor_summaries", "keys", "local_query", "anchor_mean", "statistics")
+)
 
 
 class Select(Protocol):

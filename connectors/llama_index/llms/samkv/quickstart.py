@@ -1,0 +1,127 @@
+"""The quickstart: the built-in model, a folder of documents, Chroma, and a query engine.
+
+Everything between the documents and the answers is LlamaIndex as one would write it; `SamKVLLM`,
+`SamKVCacheTransform` and `SamKVPostprocessor` are the only parts of ours.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from llama_index.core import Document, PromptTemplate, StorageContext, VectorStoreIndex
+from llama_index.core.embeddings import BaseEmbedding
+from llama_index.core.node_parser import SentenceSplitter
+from llama_index.vector_stores.chroma import ChromaVectorStore
+
+from llama_index.llms.samkv.base import SamKVLLM
+from llama_index.llms.samkv.transform import SamKVCacheTransform
+from llama_index.postprocessor.samkv import SamKVPostprocessor
+from samkv_integrations.chroma import HashingEmbedding, IngestResult, open_collection
+from samkv_integrations.chunk import normalise
+from samkv_integrations.documents import read_text
+from samkv_integrations.engine import Engine
+from samkv_integrations.errors import EmptyInput
+from samkv_integrations.prompt import rag_prompt
+from samkv_integrations.report import Report
+from samkv_integrations.store import ChunkStore
+
+TOP_K = 4
+MAX_NEW_TOKENS = 16
+TEMPLATE = str(rag_prompt("{query_str}", ["{context_str}"]))
+
+
+class OfflineEmbedding(BaseEmbedding):
+    """`HashingEmbedding` as LlamaIndex wants it: lexical, without a model to download."""
+
+    def _get_text_embedding(self, text: str) -> list[float]:
+        return HashingEmbedding().embed([text])[0]
+
+    def _get_query_embedding(self, query: str) -> list[float]:
+        return self._get_text_embedding(query)
+
+    async def _aget_query_embedding(self, query: str) -> list[float]:
+        return self._get_query_embedding(query)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reply:
+    """One answer, the files that it was given, nearest first, and what it cost."""
+
+    text: str
+    sources: tuple[str, ...]
+    report: Report
+
+
+class Quickstart:
+    """An index of a few documents, and answers from it by any method.
+
+    Args:
+        folder: where the Chroma database and, beside it, the chunk caches are kept.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.engine = Engine.from_pretrained("builtin", ChunkStore(folder / "kv"))
+        self._collection = open_collection(folder / "chroma", "documents", create=True)
+        self._embedding = OfflineEmbedding()
+        self._index: VectorStoreIndex | None = None
+
+    def ingest(self, files: Sequence[Path]) -> IngestResult:
+        """Index ``files`` in place of what the collection held, and cache their chunks.
+
+        Raises EmptyInput if they hold no text.
+        """
+        began = time.perf_counter()
+        store = self.engine.store
+        keys, n_bytes = set(store.keys(self.engine.fingerprint)), store.stats().bytes
+        documents = [
+            Document(text=text, metadata={"source": file.name})
+            for file in files
+            if normalise(text := read_text(file))
+        ]
+        if not documents:
+            raise EmptyInput(f"the {len(files)} documents hold no text")
+        for document in documents:  # the file's name belongs neither into prompts nor embeddings
+            document.excluded_llm_metadata_keys = ["source"]
+            document.excluded_embed_metadata_keys = ["source"]
+        vector_store = ChromaVectorStore(chroma_collection=self._collection)
+        if self._collection.count():  # of an earlier run
+            vector_store.clear()
+        self._index = VectorStoreIndex.from_documents(
+            documents,
+            transformations=[
+                SentenceSplitter(chunk_size=512),
+                SamKVCacheTransform(engine=self.engine),
+            ],
+            storage_context=StorageContext.from_defaults(vector_store=vector_store),
+            embed_model=self._embedding,
+        )
+        n_records = self._collection.count()
+        n_cached = len(set(store.keys(self.engine.fingerprint)) - keys)
+        return IngestResult(
+            n_records=n_records,
+            n_cached=n_cached,
+            n_hit=n_records - n_cached,
+            seconds=time.perf_counter() - began,
+            bytes_on_disk=store.stats().bytes - n_bytes,
+        )
+
+    def ask(self, question: str, method: str) -> Reply:
+        """The answer of a query engine over the index. Call `ingest` first."""
+        assert self._index is not None, "nothing was ingested"
+        llm = SamKVLLM(
+            engine=self.engine, method=method, max_new_tokens=MAX_NEW_TOKENS, is_chat_model=False
+        )
+        query_engine = self._index.as_query_engine(
+            llm=llm,
+            similarity_top_k=TOP_K,
+            text_qa_template=PromptTemplate(TEMPLATE),
+            node_postprocessors=[SamKVPostprocessor(llm=llm)],
+        )
+        response = query_engine.query(question)
+        report = llm.last_report
+        assert report is not None
+        sources = tuple(found.node.metadata["source"] for found in response.source_nodes)
+        return Reply(text=str(response), sources=sources, report=report)

@@ -1,0 +1,91 @@
+"""The step of an ingestion pipeline that caches chunks."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from llama_index.core.bridge.pydantic import Field, PrivateAttr
+from llama_index.core.llms import LLM
+from llama_index.core.schema import BaseNode, ImageNode, MetadataMode, TransformComponent
+
+from llama_index.llms.samkv.engine_ref import EngineRef
+from samkv_integrations.chroma import KEY_FIELD
+from samkv_integrations.chunk import normalise
+from samkv_integrations.engine import Engine
+
+
+class SamKVCacheTransform(TransformComponent):
+    """Caches the text of every node. Place it after the splitter, before the embedding model.
+
+    The key of the cache goes into the metadata of the node, hidden from prompts and embeddings.
+    Nodes without text, and images, are left as they are. Doing it twice computes nothing twice.
+
+    Args:
+        llm, engine: what caches, one of the two.
+        show_progress: whether to show a progress bar.
+        store_id: what `to_dict` wrote; taken from the engine anew.
+
+    In a pickle the engine is left behind, so pipelines must run with ``num_workers=None``.
+    """
+
+    store_id: str = Field(
+        default="",
+        description="Changes with the model and with the store, so that a pipeline's cache does "
+        "not skip this step when the chunks are not cached there.",
+    )
+    show_progress: bool = Field(default=False, description="Whether to show a progress bar.")
+
+    _engine: EngineRef = PrivateAttr()
+
+    def __init__(
+        self,
+        *,
+        llm: LLM | None = None,
+        engine: Engine | None = None,
+        show_progress: bool = False,
+        store_id: str | None = None,
+    ) -> None:
+        held = EngineRef.of(llm, engine)
+        # A key is a hash of a text, keyed with the store's secret and the model's fingerprint.
+        super().__init__()
+        self.store_id = held.engine.key_of("store_id")
+        self.show_progress = show_progress
+        self._engine = held
+
+    @classmethod
+    def class_name(cls) -> str:
+        """Name in serialised pipelines."""
+        return "SamKVCacheTransform"
+
+    def __call__(self, nodes: Sequence[BaseNode], **kwargs: Any) -> Sequence[BaseNode]:  # noqa: ANN401
+        """Cache the nodes' texts; returns the nodes.
+
+        kwargs: what LlamaIndex hands to every transform; of no use here.
+
+        Raises:
+            InvalidChunk: a text is longer than the context window; split it first.
+            StoreError: the store cannot be written.
+        """
+        texts = [_text(node) for node in nodes]
+        keys = self._engine.engine.cache_chunks(
+            [text for text in texts if text], progress=self.show_progress
+        )
+        for node, key in zip(
+            (n for n, t in zip(nodes, texts, strict=True) if t), keys, strict=True
+        ):
+            node.metadata = {**node.metadata, KEY_FIELD: key}
+            for excluded in (node.excluded_llm_metadata_keys, node.excluded_embed_metadata_keys):
+                if KEY_FIELD not in excluded:
+                    excluded.append(KEY_FIELD)
+        return nodes
+
+    async def acall(self, nodes: Sequence[BaseNode], **kwargs: Any) -> Sequence[BaseNode]:  # noqa: ANN401
+        """Like a call, off the event loop."""
+        return await asyncio.to_thread(self, nodes, **kwargs)
+
+
+def _text(node: BaseNode) -> str:
+    """The body of a node; empty if there is nothing to cache."""
+    return "" if isinstance(node, ImageNode) else normalise(node.get_content(MetadataMode.NONE))

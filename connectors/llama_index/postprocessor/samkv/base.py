@@ -1,0 +1,147 @@
+"""The postprocessor: prompts get handles of chunk caches, everything else gets the text."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import get_args
+
+from llama_index.core.base.llms.types import BaseContentBlock, TextBlock
+from llama_index.core.bridge.pydantic import Field, PrivateAttr
+from llama_index.core.callbacks import CallbackManager
+from llama_index.core.llms import LLM
+from llama_index.core.postprocessor.types import BaseNodePostprocessor
+from llama_index.core.schema import (
+    BaseNode,
+    Document,
+    MetadataMode,
+    NodeWithScore,
+    QueryBundle,
+    TextNode,
+)
+
+from llama_index.llms.samkv.engine_ref import EngineRef
+from samkv_integrations.chroma import KEY_FIELD
+from samkv_integrations.chunk import normalise
+from samkv_integrations.engine import Engine
+from samkv_integrations.errors import ChunkNotCached, InvalidOption
+from samkv_integrations.prompt import OnMiss, handle_of
+
+
+class SamKVPostprocessor(BaseNodePostprocessor):
+    """Makes prompts hold the handle of each retrieved node in place of its text.
+
+    Only what goes into a prompt changes (``MetadataMode.LLM``): the metadata header and then the
+    handle. Sources, evaluators and ``node.hash`` see the original text. Place it last.
+
+    The LLM that answers must be a `SamKVLLM` of the same engine: to any other a handle is noise.
+
+    Args:
+        llm, engine: whose caches to use, one of the two.
+        on_miss: what a node is in the prompt if its text is not cached: ``text`` (the text),
+            ``compute`` (cached now, then a handle), ``error`` (raises ChunkNotCached).
+    """
+
+    on_miss: OnMiss = Field(default="text", description="What to do for a text without a cache.")
+
+    _engine: EngineRef = PrivateAttr()
+
+    def __init__(
+        self,
+        *,
+        llm: LLM | None = None,
+        engine: Engine | None = None,
+        on_miss: OnMiss = "text",
+        callback_manager: CallbackManager | None = None,
+    ) -> None:
+        if on_miss not in get_args(OnMiss):
+            raise InvalidOption(f"on_miss={on_miss!r}; allowed: {', '.join(get_args(OnMiss))}")
+        held = EngineRef.of(llm, engine)
+        super().__init__(callback_manager=callback_manager or CallbackManager())
+        self.on_miss = on_miss
+        self._engine = held
+
+    @classmethod
+    def class_name(cls) -> str:
+        """Name in serialised query engines."""
+        return "SamKVPostprocessor"
+
+    def _postprocess_nodes(
+        self, nodes: list[NodeWithScore], query_bundle: QueryBundle | None = None
+    ) -> list[NodeWithScore]:
+        engine = self._engine.engine
+        shown = [node.model_copy(update={"node": self._retyped(node.node)}) for node in nodes]
+        if self.on_miss == "compute":
+            # Together is faster than one by one, and nothing heavy is left for an event loop.
+            nodes_shown = [n.node for n in shown if isinstance(n.node, _ShownAsHandle)]
+            texts = [node.get_content(MetadataMode.NONE) for node in nodes_shown]
+            engine.cache_chunks([t for t in texts if normalise(t) and not engine.handle_of(t)])
+        return shown
+
+    def _retyped(self, node: BaseNode) -> BaseNode:
+        kind = _SHOWN_AS_HANDLE.get(type(node))
+        if kind is None:
+            return node
+        copy = kind.model_construct(node.model_fields_set, **deepcopy(node.__dict__))
+        if KEY_FIELD not in copy.excluded_llm_metadata_keys:
+            copy.excluded_llm_metadata_keys.append(KEY_FIELD)
+        copy._engine, copy._on_miss = self._engine, self.on_miss
+        return copy
+
+
+class _ShownAsHandle(BaseNode):
+    """A node that a prompt shows as a handle. Serialised, it is the node that it was made of."""
+
+    _engine: EngineRef | None = PrivateAttr(default=None)  # None after a pickle: shown as text
+    _on_miss: OnMiss = PrivateAttr(default="text")
+
+    def get_content(self, metadata_mode: MetadataMode = MetadataMode.NONE) -> str:
+        if metadata_mode != MetadataMode.LLM:
+            content: str = super().get_content(metadata_mode)  # type: ignore[safe-super]
+            return content
+        shown, header = self._shown(), self.get_metadata_str(MetadataMode.LLM).strip()
+        if not header:
+            return shown
+        template: str = self.text_template  # type: ignore[attr-defined]  # of all subclasses
+        return template.format(content=shown, metadata_str=header).strip()
+
+    def get_content_blocks(
+        self, metadata_mode: MetadataMode = MetadataMode.NONE
+    ) -> list[BaseContentBlock]:
+        blocks: list[BaseContentBlock] = super().get_content_blocks(metadata_mode)  # type: ignore[safe-super]
+        if metadata_mode != MetadataMode.LLM:
+            return blocks
+        body = TextBlock(text=self.get_content(MetadataMode.NONE))
+        return [TextBlock(text=self._shown()) if block == body else block for block in blocks]
+
+    def _shown(self) -> str:
+        """The handle of the text as it is now, which another postprocessor may have changed."""
+        text = self.get_content(MetadataMode.NONE)
+        if self._engine is None or not normalise(text):
+            return text
+        engine = self._engine.engine
+        key = engine.key_of(text)
+        if not engine.store.contains(key, engine.fingerprint):
+            if self._on_miss == "error":
+                raise ChunkNotCached(
+                    f"node {self.node_id!r} (chunk {key}) is not cached; ingest it again with "
+                    "SamKVCacheTransform, or use on_miss='text' or 'compute'"
+                )
+            if self._on_miss == "compute":
+                key = engine.cache_chunk(text)
+        # With its text in the store a handle can be answered whatever became of the cache, and
+        # the report counts the miss.
+        return handle_of(key) if engine.store.text(key) == normalise(text) else text
+
+
+class _TextNode(_ShownAsHandle, TextNode):
+    pass
+
+
+class _Document(_ShownAsHandle, Document):
+    pass
+
+
+_SHOWN_AS_HANDLE: dict[type[BaseNode], type[_ShownAsHandle]] = {
+    TextNode: _TextNode,
+    Document: _Document,
+}
