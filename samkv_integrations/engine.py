@@ -19,7 +19,7 @@ from samkv_integrations.ingest import NewChunk, batches, prefill
 from samkv_integrations.layout import BlockScheme
 from samkv_integrations.methods import Method, get_method
 from samkv_integrations.model import Model, Sampling
-from samkv_integrations.prompt import OnMiss, Resolver, handle_of
+from samkv_integrations.prompt import ChunkHandle, OnMiss, Resolver, handle_of, split_prompt
 from samkv_integrations.query import Query
 from samkv_integrations.report import Report
 from samkv_integrations.store import MemoryStore, Store
@@ -281,7 +281,10 @@ class Engine:
         text = TextStream(self.model, stop)
         rendered = prompt if isinstance(prompt, str) else self.model.render_chat(prompt)
         if on_miss == "compute":
-            self.cache_chunks(list(chunks))
+            pieces = split_prompt(rendered, chunks)
+            keys = [piece.key for piece in pieces if isinstance(piece, ChunkHandle)]
+            behind = [body for key in keys if (body := self.store.text(key)) is not None]
+            self.cache_chunks([*chunks, *behind])
         with (
             self._lock,
             torch.inference_mode(),

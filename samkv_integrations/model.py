@@ -218,7 +218,12 @@ class Model:
         special: whether ``<|names|>`` of special tokens in the text count as such. True for a
         rendered chat template; False for a chunk, whose words must not steer the conversation.
         """
-        ids = self.tokenizer(text, add_special_tokens=False, split_special_tokens=not special)
+        ids = self.tokenizer(
+            text,
+            add_special_tokens=False,
+            split_special_tokens=not special,
+            verbose=False,  # whether a text is too long is for the caller to say
+        )
         return list(ids["input_ids"])
 
     def detokenize(self, ids: Sequence[int]) -> str:

@@ -22,7 +22,8 @@ _HANDLE = re.compile(r"\[\[samkv:([0-9a-f]{32})\]\]")
 _FRAGMENT = re.compile(r"\[\[samkv:|samkv:[0-9a-f]*\]\]")
 
 
-_RAG_TEMPLATE = "Documents:\n\n{context}\n\nQuestion: {question}\nAnswer:"
+_CHAT_TEMPLATE = "Documents:\n\n{context}\n\nQuestion: {question}"
+_RAG_TEMPLATE = f"{_CHAT_TEMPLATE}\nAnswer:"
 
 
 def rag_prompt(
@@ -30,10 +31,14 @@ def rag_prompt(
 ) -> str | list[dict[str, str]]:
     """The prompt that the command line and the benchmarks ask with.
 
-    documents: bodies or handles of chunks. chat: as one user message, for a chat template.
+    documents: bodies or handles of chunks. chat: as one user message, for a chat template; it ends
+    with the question, because there the answer is the assistant's turn.
     """
-    text = _RAG_TEMPLATE.format(context="\n\n".join(documents), question=question)
-    return [{"role": "user", "content": text}] if chat else text
+    context = "\n\n".join(documents)
+    if chat:
+        content = _CHAT_TEMPLATE.format(context=context, question=question)
+        return [{"role": "user", "content": content}]
+    return _RAG_TEMPLATE.format(context=context, question=question)
 
 
 def handle_of(key: str) -> str:

@@ -476,3 +476,12 @@ def test_a_changed_text_behind_a_handle_is_refused(engine: Engine) -> None:
     path.unlink()
     with pytest.raises(HandleError, match="names no chunk of this store"):
         engine.generate(f"{handle} Q?", max_new_tokens=1)
+
+
+def test_on_miss_compute_makes_what_a_handle_stands_for_anew(engine: Engine) -> None:
+    handle = handle_of(engine.key_of(TEXTS[0]))
+    delete(chunk_file(engine, TEXTS[0]))
+    for misses in ({}, {}):
+        report = engine.generate(f"{handle} Q?", max_new_tokens=1, on_miss="compute").report
+        assert (report.chunk_hits, report.chunk_misses) == (1, misses)
+    assert chunk_file(engine, TEXTS[0]).is_file()
