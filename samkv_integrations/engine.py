@@ -148,8 +148,7 @@ class Engine:
 
     def count_tokens(self, text: str) -> int:
         """Tokens of ``text``, handles counted at the length of their chunks."""
-        with self._resolver().resolve(text) as resolved:
-            return sum(len(segment.token_ids) for segment in resolved.segments)
+        return self._resolver().count_tokens(text)
 
     # -- ingest -----------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,11 +32,7 @@ from transformers.generation.logits_process import (
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
-from transformers.utils.logging import (
-    disable_progress_bar,
-    enable_progress_bar,
-    is_progress_bar_enabled,
-)
+from transformers.utils import logging as transformers_logging
 
 from samkv_integrations.errors import InvalidOption, ModelNotFound, UnsupportedModel
 
@@ -142,6 +139,7 @@ class Model:
         )
         self.dtype: torch.dtype = hf.dtype
         self.device: torch.device = hf.device
+        self._tokenizing = threading.Lock()
 
     @classmethod
     def load(cls, name: str, *, device: str = "auto", dtype: str = "auto") -> Model:
@@ -218,12 +216,13 @@ class Model:
         special: whether ``<|names|>`` of special tokens in the text count as such. True for a
         rendered chat template; False for a chunk, whose words must not steer the conversation.
         """
-        ids = self.tokenizer(
-            text,
-            add_special_tokens=False,
-            split_special_tokens=not special,
-            verbose=False,  # whether a text is too long is for the caller to say
-        )
+        with self._tokenizing:  # split_special_tokens is a state of the one shared tokenizer
+            ids = self.tokenizer(
+                text,
+                add_special_tokens=False,
+                split_special_tokens=not special,
+                verbose=False,  # whether a text is too long is for the caller to say
+            )
         return list(ids["input_ids"])
 
     def detokenize(self, ids: Sequence[int]) -> str:
@@ -341,14 +340,15 @@ class Sampler:
 @contextmanager
 def _quiet(wanted: bool) -> Iterator[None]:
     """Without transformers' progress bar, which is noise for a model that loads in no time."""
-    hide = wanted and is_progress_bar_enabled()
+    progress: Any = transformers_logging
+    hide = wanted and progress.is_progress_bar_enabled()
     if hide:
-        disable_progress_bar()
+        progress.disable_progress_bar()
     try:
         yield
     finally:
         if hide:
-            enable_progress_bar()
+            progress.enable_progress_bar()
 
 
 def builtin_path() -> Path:

@@ -19,7 +19,8 @@ from samkv_integrations.store import Store, StoredChunk
 OnMiss = Literal["text", "compute", "error"]
 
 _HANDLE = re.compile(r"\[\[samkv:([0-9a-f]{32})\]\]")
-_FRAGMENT = re.compile(r"\[\[samkv:|samkv:[0-9a-f]*\]\]")
+# the beginning of a handle, or an end of one: hex digits and brackets that no bracket opened
+_FRAGMENT = re.compile(r"\[\[samk|samkv:[0-9a-f]*\]\]|(?<![0-9a-f\[])[0-9a-f]{8,32}\]\]")
 
 
 _CHAT_TEMPLATE = "Documents:\n\n{context}\n\nQuestion: {question}"
@@ -181,6 +182,21 @@ class Resolver:
             raise
         self._begin_with_bos(resolved)
         return resolved
+
+    def count_tokens(self, prompt: str) -> int:
+        """Tokens of ``prompt``, handles at the length of their chunks; no cache is opened."""
+        counted = Resolved()
+        for piece in split_prompt(prompt):
+            ids = (
+                self._ids_behind(piece.key)
+                if isinstance(piece, ChunkHandle)
+                else tuple(self._model.tokenize(piece.text, special=True))
+            )
+            counted.segments.append(
+                Segment(token_ids=ids, is_context=isinstance(piece, ChunkHandle))
+            )
+        self._begin_with_bos(counted)
+        return sum(len(segment.token_ids) for segment in counted.segments)
 
     def _begin_with_bos(self, resolved: Resolved) -> None:
         bos, segments = self._model.bos_id, resolved.segments

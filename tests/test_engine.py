@@ -265,7 +265,14 @@ def test_a_handle_without_cache_and_text_is_an_error(engine: Engine) -> None:
 
 @pytest.mark.parametrize(
     "broken",
-    ["[[samkv:" + "a" * 31 + "]]", "[[samkv:", "xx samkv:abc]] yy", "[[samkv:" + "A" * 32 + "]]"],
+    [
+        "[[samkv:" + "a" * 31 + "]]",
+        "[[samkv:",
+        "[[samk",
+        "xx samkv:abc]] yy",
+        "0123456789abcdef]] yy",
+        "[[samkv:" + "A" * 32 + "]]",
+    ],
 )
 def test_a_broken_handle_is_an_error(engine: Engine, broken: str) -> None:
     with pytest.raises(HandleError, match="broken handle"):
@@ -485,3 +492,27 @@ def test_on_miss_compute_makes_what_a_handle_stands_for_anew(engine: Engine) -> 
         report = engine.generate(f"{handle} Q?", max_new_tokens=1, on_miss="compute").report
         assert (report.chunk_hits, report.chunk_misses) == (1, misses)
     assert chunk_file(engine, TEXTS[0]).is_file()
+
+
+@pytest.mark.parametrize("text", ["[[deadbeef]]", "a[b[0]]", "[[link]]", "if [[ -f x ]]; then"])
+def test_brackets_alone_are_no_handle(engine: Engine, text: str) -> None:
+    assert engine.generate(f"{text} Q?", max_new_tokens=1).report.fresh_tokens == len(text) + 4
+
+
+def test_threads_do_not_mix_how_special_tokens_are_read(engine: Engine) -> None:
+    """The tokenizer keeps that choice as a state of its own; it once leaked between threads."""
+    text = "a <|end|> b " * 20
+    expected = {s: engine.model.tokenize(text, special=s) for s in (True, False)}
+    wrong: list[bool] = []
+
+    def work(special: bool) -> None:
+        for _ in range(300):
+            if engine.model.tokenize(text, special=special) != expected[special]:
+                wrong.append(special)
+
+    threads = [threading.Thread(target=work, args=(s,)) for s in (True, False, True, False)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong

@@ -44,6 +44,8 @@ class GuidedSelect:
     """Blocks by their best token for the question's last rows; all chunks compete directly.
 
     max_kept_ratio: kept tokens as a share of the context, filled by score at every layer.
+    min_tokens: the budget is never below this many tokens; of a short context there is nothing to
+        save by leaving half of it out.
     window: last prompt rows that ask (1: the last token alone; None: the whole last segment).
     probe: ``probe`` or ``layerwise``, see `Select`.
     probe_over: blocks that the probe reads.
@@ -59,6 +61,7 @@ class GuidedSelect:
     """
 
     max_kept_ratio: float = 0.2
+    min_tokens: int = 64
     window: int | None = 1
     probe: Probe = "layerwise"
     probe_over: Blocks = "none"
@@ -77,8 +80,9 @@ class GuidedSelect:
             raise InvalidOption(f"probe={self.probe!r}; allowed: probe, layerwise")
         if self.score not in ("keys", "summaries"):
             raise InvalidOption(f"score={self.score!r}; allowed: keys, summaries")
-        if self.after < 0:
-            raise InvalidOption(f"after={self.after}; it must be 0 or more")
+        for name, count in (("after", self.after), ("min_tokens", self.min_tokens)):
+            if count < 0:
+                raise InvalidOption(f"{name}={count}; it must be 0 or more")
         for name, value in (("probe_over", self.probe_over), ("always", self.always)):
             if value not in ("none", "initial", "anchors"):
                 raise InvalidOption(f"{name}={value!r}; allowed: none, initial, anchors")
@@ -102,7 +106,7 @@ class GuidedSelect:
         order = torch.full((len(ranked), layout.n_blocks), -math.inf, device=scores.device)
         order = order.scatter_reduce(1, index, ranked, "amax")
         order = order.masked_fill(_blocks(self.always, layout).to(order.device), math.inf)
-        budget = max(self.max_kept_ratio * layout.n_context, int(layout.block_lengths.max()))
+        budget = max(self.max_kept_ratio * layout.n_context, self.min_tokens)
         keep = fill_budget(order, layout, budget).cpu().expand(evidence.n_layers, -1)
         return Selection(keep=keep, token_scores=scores)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from pathlib import Path
 from typing import Any, get_args
 
 from llama_index.core.base.llms.generic_utils import messages_to_prompt as plain_messages_to_prompt
@@ -30,24 +31,22 @@ from llama_index.core.llms.llm import (
 from llama_index.core.types import BaseOutputParser, PydanticProgramMode
 
 from llama_index.llms.samkv.conversion import (
+    checked_generate_kwargs,
     off_loop,
     to_chat,
     to_completion,
+    to_options,
     to_turns,
     with_system_prompt,
 )
 from llama_index.llms.samkv.engine_ref import EngineRef
 from samkv_integrations.decode import AnswerStream
 from samkv_integrations.engine import Engine, Prompt
-from samkv_integrations.errors import InvalidOption, UnknownOption
+from samkv_integrations.errors import InvalidOption
 from samkv_integrations.methods import get_method
-from samkv_integrations.model import Sampling
 from samkv_integrations.prompt import OnMiss
 from samkv_integrations.report import Report
 from samkv_integrations.store import ChunkStore
-
-GENERATE_KWARGS = ("temperature", "top_p", "seed", "stop")
-CALL_KWARGS = (*GENERATE_KWARGS, "max_tokens", "max_new_tokens")
 
 
 class SamKVLLM(CustomLLM):
@@ -70,7 +69,8 @@ class SamKVLLM(CustomLLM):
         kv_dir: folder of the chunk caches; None keeps them in memory.
         engine: an engine to share, in place of loading ``model_name`` over ``kv_dir``.
         method: how to answer, a name out of ``METHODS``; None for the engine's.
-        on_miss: for a handle without a usable cache: ``"text"`` (compute its text) or ``"error"``.
+        on_miss: for a handle without a usable cache: ``"text"`` (compute its text, this once),
+            ``"compute"`` (cache it anew) or ``"error"``.
 
     Every call takes temperature, top_p, seed, stop and max_tokens (or max_new_tokens) as well.
     ``raw["samkv"]`` of a response, or `last_report`, says what the answer cost.
@@ -110,15 +110,12 @@ class SamKVLLM(CustomLLM):
         callback_manager: CallbackManager | None = None,
         output_parser: BaseOutputParser | None = None,
         pydantic_program_mode: PydanticProgramMode = PydanticProgramMode.DEFAULT,
-        kv_dir: str | None = None,
+        kv_dir: str | Path | None = None,
         engine: Engine | None = None,
         method: str | None = None,
         on_miss: OnMiss = "text",
     ) -> None:
-        options = {k: v for k, v in (generate_kwargs or {}).items() if v is not None}
-        _check_names("option in generate_kwargs", options, GENERATE_KWARGS)
-        numbers = {name: value for name, value in options.items() if name != "stop"}
-        Sampling(max_new_tokens=max_new_tokens, **numbers)  # raises if one is out of range
+        options = checked_generate_kwargs(generate_kwargs or {}, max_new_tokens)
         if on_miss not in get_args(OnMiss):
             raise InvalidOption(f"on_miss={on_miss!r}; allowed: {', '.join(get_args(OnMiss))}")
         if method is not None:
@@ -240,8 +237,8 @@ class SamKVLLM(CustomLLM):
         **kwargs: Any,  # noqa: ANN401
     ) -> CompletionResponse:
         """Like `complete`, off the event loop."""
-        whole = self._completion_prompt(prompt, formatted)
-        return await asyncio.to_thread(self._whole, whole, kwargs)
+        complete = self._completion_prompt(prompt, formatted)
+        return await asyncio.to_thread(self._whole, complete, kwargs)
 
     @llm_completion_callback()
     async def astream_complete(
@@ -251,8 +248,8 @@ class SamKVLLM(CustomLLM):
         **kwargs: Any,  # noqa: ANN401
     ) -> CompletionResponseAsyncGen:
         """Like `stream_complete`, off the event loop."""
-        whole = self._completion_prompt(prompt, formatted)
-        return off_loop(self._pieces(await asyncio.to_thread(self._run, whole, kwargs)))
+        complete = self._completion_prompt(prompt, formatted)
+        return off_loop(self._pieces(await asyncio.to_thread(self._run, complete, kwargs)))
 
     # -- chat -------------------------------------------------------------------------------
 
@@ -308,22 +305,8 @@ class SamKVLLM(CustomLLM):
         return turns
 
     def _run(self, prompt: Prompt, given: dict[str, Any]) -> AnswerStream:
-        return self.engine.stream(
-            prompt, method=self.method, on_miss=self.on_miss, **self._options(given)
-        )
-
-    def _options(self, given: dict[str, Any]) -> dict[str, Any]:
-        """Arguments of the engine: what this call was given, over what this LLM was given."""
-        _check_names("option of a call", given, CALL_KWARGS)
-        options = self.generate_kwargs | {k: v for k, v in given.items() if v is not None}
-        lengths = [
-            options.pop(name) for name in ("max_tokens", "max_new_tokens") if name in options
-        ]
-        if len(lengths) > 1:
-            raise InvalidOption("max_tokens and max_new_tokens are the same thing; give one")
-        if isinstance(options.get("stop"), str):
-            options["stop"] = [options["stop"]]
-        return options | {"max_new_tokens": lengths[0] if lengths else self.max_new_tokens}
+        options = to_options(given, self.generate_kwargs, self.max_new_tokens)
+        return self.engine.stream(prompt, method=self.method, on_miss=self.on_miss, **options)
 
     def _whole(self, prompt: Prompt, given: dict[str, Any]) -> CompletionResponse:
         stream = self._run(prompt, given)
@@ -340,20 +323,15 @@ class SamKVLLM(CustomLLM):
         yield to_completion(text, stream.report, "")
 
 
-def _check_names(kind: str, given: Iterable[str], known: Sequence[str]) -> None:
-    for name in given:
-        if name not in known:
-            raise UnknownOption.among(kind, name, known)
-
-
 def _check_agreement(
-    engine: Engine, model_name: str | None, kv_dir: str | None, device_map: str, dtype: str
+    engine: Engine, model_name: str | None, kv_dir: str | Path | None, device_map: str, dtype: str
 ) -> None:
     """Raises InvalidOption if the other arguments ask for another engine."""
     model = engine.model
+    folder = None if kv_dir is None else str(Path(kv_dir))
     for name, value, allowed in (
         ("model_name", model_name, (None, model.name)),
-        ("kv_dir", kv_dir, (None, _folder(engine))),
+        ("kv_dir", folder, (None, _folder(engine))),
         ("device_map", device_map, ("auto", model.device.type, str(model.device))),
         ("dtype", dtype, ("auto", model.dtype_name)),
     ):

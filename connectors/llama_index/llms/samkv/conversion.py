@@ -1,9 +1,9 @@
-"""Between LlamaIndex's messages and responses, and the engine's prompts and answers."""
+"""Between LlamaIndex's messages, keyword arguments and responses, and what the engine takes."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from llama_index.core.base.llms.types import (
@@ -14,8 +14,12 @@ from llama_index.core.base.llms.types import (
     TextBlock,
 )
 
-from samkv_integrations.errors import InvalidOption
+from samkv_integrations.errors import InvalidOption, UnknownOption
+from samkv_integrations.model import Sampling
 from samkv_integrations.report import Report
+
+GENERATE_KWARGS = ("temperature", "top_p", "seed", "stop")
+CALL_KWARGS = (*GENERATE_KWARGS, "max_tokens", "max_new_tokens")
 
 _ROLES = {
     MessageRole.SYSTEM: "system",
@@ -67,6 +71,34 @@ def to_turns(messages: Sequence[ChatMessage]) -> list[dict[str, str]]:
         else:
             turns.append({"role": role, "content": content})
     return turns
+
+
+def checked_generate_kwargs(given: Mapping[str, Any], max_new_tokens: int) -> dict[str, Any]:
+    """The options that were given (None is as good as nothing), if all are known and in range."""
+    options = _known("option in generate_kwargs", given, GENERATE_KWARGS)
+    numbers = {name: value for name, value in options.items() if name != "stop"}
+    Sampling(max_new_tokens=max_new_tokens, **numbers)  # raises if one is out of range
+    return options
+
+
+def to_options(
+    given: Mapping[str, Any], defaults: Mapping[str, Any], max_new_tokens: int
+) -> dict[str, Any]:
+    """Keyword arguments of the engine: those of one call, over those of the LLM."""
+    options = {**defaults, **_known("option of a call", given, CALL_KWARGS)}
+    lengths = [options.pop(name) for name in ("max_tokens", "max_new_tokens") if name in options]
+    if len(lengths) > 1:
+        raise InvalidOption("max_tokens and max_new_tokens are the same thing; give one")
+    if isinstance(options.get("stop"), str):
+        options["stop"] = [options["stop"]]
+    return {**options, "max_new_tokens": lengths[0] if lengths else max_new_tokens}
+
+
+def _known(kind: str, given: Mapping[str, Any], known: Sequence[str]) -> dict[str, Any]:
+    for name in given:
+        if name not in known:
+            raise UnknownOption.among(kind, name, known)
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def to_completion(text: str, report: Report, delta: str | None = None) -> CompletionResponse:

@@ -1,0 +1,52 @@
+"""The README's snippets are run as they stand, on the built-in model."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+SNIPPETS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+
+
+def run(code: str, folder: Path) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_llama_index_snippet_answers_from_caches(tmp_path: Path) -> None:
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    printed = run(SNIPPETS[0], tmp_path)
+    assert "Vasumex Trading" in printed
+    assert "chunk_misses={}" in printed
+    assert "chunk_hits=2" in printed  # LlamaIndex retrieves two nodes unless told otherwise
+
+
+def test_the_plain_snippet_answers_from_caches(tmp_path: Path) -> None:
+    printed = run(SNIPPETS[1], tmp_path)
+    assert "Nombury" in printed
+    assert "chunk_hits=2" in printed
+
+
+@pytest.mark.parametrize("snippet", SNIPPETS, ids=["llama-index", "plain"])
+def test_snippets_are_short(snippet: str) -> None:
+    assert len([line for line in snippet.splitlines() if line.strip()]) <= 12
+
+
+@pytest.mark.parametrize("path", re.findall(r"\]\(((?!http)[^)]+)\)", README))
+def test_links_lead_somewhere(path: str) -> None:
+    assert (ROOT / path).exists()
