@@ -89,11 +89,11 @@ class Blend:
         self.kept = torch.zeros(model.n_layers, layout.n_blocks, dtype=torch.bool)
         self.queries: list[Tensor] = []
         self._asking = layout.question[len(layout.question) - window :] if window else None
-        self._recompute = (
-            torch.zeros(model.n_layers, layout.n_context, dtype=torch.bool)
-            if recompute is None
-            else recompute
-        )
+        if recompute is None:
+            self._recompute = torch.zeros(model.n_layers, layout.n_context, dtype=torch.bool)
+        else:
+            assert isinstance(keep, Tensor), "what is recomputed must be known to be kept"
+            self._recompute = recompute & keep[:, layout.block_of_token]
         # a row recomputed at a layer is computed at every layer before it
         carried = self._recompute.flip(0).cummax(0).values.flip(0)
         self._computed = layout.fresh.repeat(model.n_layers, 1)

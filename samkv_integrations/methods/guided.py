@@ -105,10 +105,11 @@ class GuidedSelect:
         index = layout.block_of_token.to(scores.device).expand_as(ranked)
         order = torch.full((len(ranked), layout.n_blocks), -math.inf, device=scores.device)
         order = order.scatter_reduce(1, index, ranked, "amax")
-        order = order.masked_fill(_blocks(self.always, layout).to(order.device), math.inf)
+        always = _blocks(self.always, layout)
+        order = order.masked_fill(always.to(order.device), math.inf)
         budget = max(self.max_kept_ratio * layout.n_context, self.min_tokens)
-        keep = fill_budget(order, layout, budget).cpu().expand(evidence.n_layers, -1)
-        return Selection(keep=keep, token_scores=scores)
+        keep = fill_budget(order, layout, budget).cpu() | always
+        return Selection(keep=keep.expand(evidence.n_layers, -1), token_scores=scores)
 
     def _spread(self, scores: Tensor, layout: Layout) -> Tensor:
         """(L, Tctx): each token's best score among itself and the `after` tokens before it."""
@@ -131,32 +132,24 @@ class GuidedSelect:
         if self.score == "summaries":
             keys = keys[:, layout.block_of_token.to(keys.device)]
         n_layers, n_heads, window, dim = queries.shape
-        n_kv_heads = keys.shape[2]
-        asking = queries.transpose(1, 2)  # (L, W, H, D)
+        asking = queries.transpose(1, 2)[:, None]  # (L, 1, W, H, D), one for all chunks
+        if self.bias:
+            assert evidence.local_query is not None
+            rows = [personalise(queries[:, :, w], evidence.local_query) for w in range(window)]
+            asking = torch.stack(rows, dim=2)  # (L, C, W, H, D), one for each chunk
         if self.rotated:
             assert evidence.context_cos is not None and evidence.context_sin is not None
             assert evidence.question_cos is not None and evidence.question_sin is not None
             keys = rotate(keys, evidence.context_cos, evidence.context_sin)
             asking = rotate(asking, evidence.question_cos, evidence.question_sin)
-        grouped = asking.reshape(n_layers, window, n_kv_heads, n_heads // n_kv_heads, dim)
-        logits = torch.einsum("lwgrd,ltgd->lwgrt", grouped, keys)
+        grouped = asking.reshape(*asking.shape[:3], keys.shape[2], -1, dim)  # (L, C, W, G, H/G, D)
         if self.bias:
-            assert evidence.local_query is not None
-            logits = logits + self._bias(asking, evidence.local_query, keys, layout)
+            own = grouped[:, layout.chunk_of_token.to(keys.device)]
+            logits = torch.einsum("ltwgrd,ltgd->lwgrt", own, keys)
+        else:
+            logits = torch.einsum("lwgrd,ltgd->lwgrt", grouped[:, 0], keys)
         weights = (logits / math.sqrt(dim)).softmax(-1)
         return weights.sum((2, 3)).mean(1)
-
-    @staticmethod
-    def _bias(asking: Tensor, local_query: Tensor, keys: Tensor, layout: Layout) -> Tensor:
-        """(L, W, G, H/G, Tctx): what each chunk's personalised bias adds to its tokens' logits."""
-        n_layers, window, n_heads, dim = asking.shape
-        chunk = layout.chunk_of_token.to(keys.device)
-        per_row = []
-        for row in range(window):
-            bias = personalise(asking[:, row], local_query) - asking[:, row, None]  # (L, C, H, D)
-            grouped = bias.reshape(n_layers, layout.n_chunks, keys.shape[2], -1, dim)[:, chunk]
-            per_row.append(torch.einsum("ltgrd,ltgd->lgrt", grouped, keys))
-        return torch.stack(per_row, dim=1)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,6 +7,7 @@ says which blocks of which layer to keep, `recompute` which of the kept rows to 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Literal, Protocol
@@ -251,13 +252,13 @@ def fill_budget(order: Tensor, layout: Layout, budget_tokens: float) -> Tensor:
     ranking = order.argsort(dim=1, descending=True, stable=True)
     lengths = layout.block_lengths.to(order.device)[ranking]
     lengths = lengths.masked_fill(order.gather(1, ranking).isneginf(), 0)
-    fits = (lengths.cumsum(1) <= budget_tokens) & (lengths > 0)
+    fits = (lengths.cumsum(1) <= math.floor(budget_tokens)) & (lengths > 0)
     return torch.zeros_like(fits).scatter(1, ranking, fits)
 
 
 def check_ratio(name: str, value: float | None) -> None:
-    """Raise InvalidOption unless ``value`` is None or a share between 0 and 1."""
-    if value is not None and not 0 <= value <= 1:
+    """Raise InvalidOption unless ``value`` is a share between 0 and 1."""
+    if value is None or not 0 <= value <= 1:
         raise InvalidOption(f"{name}={value}; it must be between 0 and 1")
 
 

@@ -46,7 +46,8 @@ class SamkvSelect:
     middle: bool = True
 
     def __post_init__(self) -> None:
-        check_ratio("max_kept_ratio", self.max_kept_ratio)
+        if self.max_kept_ratio is not None:
+            check_ratio("max_kept_ratio", self.max_kept_ratio)
 
     @property
     def reads(self) -> frozenset[str]:
@@ -129,11 +130,12 @@ def rank_across(scores: Tensor, candidates: Tensor, layout: Layout) -> Tensor:
     """(L, Nb) order of the blocks kept across chunks, -inf for those not kept.
 
     Scores become comparable by a softmax over each chunk's middle blocks; of all candidates of a
-    layer the best ceil(candidates / C) stay (section 3.2, last paragraph).
+    layer the best ceil(candidates / C) stay (section 3.2, last paragraph). Its logarithm ranks the
+    same and does not vanish where scores are far apart.
     """
     middle = _middle_of_chunk(layout, scores.device)
-    per_chunk = scores[:, None].masked_fill(~middle, -math.inf).softmax(-1)
-    normalised = per_chunk.nan_to_num().sum(1)  # each block belongs to one chunk
+    per_chunk = scores[:, None].masked_fill(~middle, -math.inf).log_softmax(-1)
+    normalised = per_chunk.nan_to_num(nan=-math.inf).amax(1)  # each block belongs to one chunk
     order = normalised.masked_fill(~candidates, -math.inf)
     rank = order.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
     count = (candidates.sum(-1, keepdim=True) / max(1, layout.n_chunks)).ceil()
@@ -145,6 +147,10 @@ class SamkvRecompute:
     """Anchor rows of every chunk that is not exact, and outliers (section 3.3, Appendix A.1).
 
     Outliers are tokens of outstanding attention inside chosen middle blocks.
+
+    Deviations: a chunk that is exact already is left alone; a row that is carried through a layer
+    where its block is not kept takes part there with fresh keys and values, not with prefilled
+    ones, which would have to be read for it.
 
     anchors, outliers: switch either off.
     """

@@ -1,0 +1,53 @@
+# One virtual environment for everything. A stamp in it is the time of the last install, so that
+# nothing is installed again until pyproject.toml or constraints.txt changes.
+
+PYTHON ?= python3
+VENV ?= .venv
+# Most of what is installed is never imported: leave compiling to the first import, and make sure
+# that its result is kept.
+export PYTHONDONTWRITEBYTECODE =
+PIP = $(VENV)/bin/python -m pip install -qq --disable-pip-version-check --no-compile -c constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help quickstart test check bench clean
+
+help:
+	@echo "make quickstart   install, and see it work on the built-in model"
+	@echo "make test         check, and run the tests"
+	@echo "make check        lint, formatting, types"
+	@echo "make bench        time to first token of every method, random weights"
+	@echo "make clean        remove the environment and what was built"
+
+quickstart: $(VENV)/installed
+	$(VENV)/bin/samkv quickstart
+
+test: check
+	$(VENV)/bin/python -m pytest
+
+check: $(VENV)/installed-dev
+	$(VENV)/bin/ruff check
+	$(VENV)/bin/ruff format --check
+	$(VENV)/bin/mypy
+
+bench: $(VENV)/installed
+	$(VENV)/bin/samkv bench latency
+
+clean:
+	rm -rf $(VENV) build *.egg-info
+
+# A new pip first, which finds its way through so many packages in half the time. Then torch alone:
+# it is by far the largest, and stays when another pin moves.
+$(VENV)/torch-installed: constraints.txt
+	@echo "installing into $(VENV); the first time this takes a minute or more"
+	@$(PYTHON) -m venv $(VENV)
+	@$(PIP) pip
+	@$(PIP) torch
+	@touch $@
+
+$(VENV)/installed: pyproject.toml constraints.txt $(VENV)/torch-installed
+	@$(PIP) -e '.[llama-index,chroma]'
+	@touch $@
+
+$(VENV)/installed-dev: pyproject.toml constraints.txt $(VENV)/torch-installed
+	@$(PIP) -e '.[all,dev]'
+	@touch $@ $(VENV)/installed

@@ -1,0 +1,210 @@
+"""Who may import whom, and what importing may not do.
+
+The imports are read from the source, so that one inside a function counts like any other.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = "samkv_integrations"
+MAX_FILE_BYTES = 28_000
+
+# From the bottom up: a module imports from lower tiers only, never from its own. A new file gets
+# its place here on purpose.
+TIERS = (
+    {"errors"},
+    {"layout", "rope", "report"},
+    {"chunk"},
+    {"analysis", "format", "methods.parts"},
+    {"methods.baselines", "methods.guided", "methods.samkv", "reader"},
+    {"methods", "model", "store"},
+    {"context", "documents", "ingest", "options", "prompt"},
+    {"blend"},
+    {"decode", "query"},
+    {"engine"},
+    {"", "chroma", "doctor", "bench", "bench.latency", "bench.quality"},
+    {"tables"},
+    {"bench.commands"},
+    {"connectors"},
+    {"cli"},
+)
+"""Modules of the package without its name; "" is the package itself, "connectors" all of those."""
+
+CONNECTORS = ("llama_index.llms.samkv", "llama_index.postprocessor.samkv")
+
+OWNERS = {
+    "transformers": {"model"},
+    "chromadb": {"chroma", "connectors"},
+    "llama_index": {"connectors"},
+    "langchain_core": {"connectors"},
+    "langchain": {"connectors"},
+}
+"""Top-level package -> what alone may import it."""
+
+
+def sources() -> dict[str, Path]:
+    """Dotted name of every module of the wheel, as it is imported -> its file."""
+    found = {}
+    for folder, base in ((ROOT / PACKAGE, ROOT), (ROOT / "connectors", ROOT / "connectors")):
+        for file in sorted(folder.rglob("*.py")):
+            parts = file.relative_to(base).with_suffix("").parts
+            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = file
+    return found
+
+
+SOURCES = sources()
+
+
+def place(module: str) -> str:
+    """What `TIERS` calls a module of ours."""
+    if module.split(".")[0] == PACKAGE:
+        return module.removeprefix(PACKAGE).removeprefix(".")
+    return "connectors"
+
+
+@cache
+def tree(module: str) -> ast.Module:
+    return ast.parse(SOURCES[module].read_text(encoding="utf-8"))
+
+
+def imports(module: str) -> Iterator[str]:
+    """Full dotted names that ``module`` imports, ``import_module("...")`` included."""
+    for node in ast.walk(tree(module)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level and node.module, f"{module}: relative import"
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                yield inner if inner in SOURCES else node.module
+        elif isinstance(node, ast.Call) and called(node) in ("import_module", "__import__"):
+            name = node.args[0]
+            assert isinstance(name, ast.Constant), f"{module}: imports a name that it computes"
+            yield str(name.value)
+
+
+def called(node: ast.Call) -> str:
+    return getattr(node.func, "attr", getattr(node.func, "id", ""))
+
+
+def ours(module: str) -> set[str]:
+    """Modules of the wheel that ``module`` imports."""
+    return {name for name in imports(module) if name in SOURCES}
+
+
+def test_every_module_has_a_tier() -> None:
+    placed = [name for tier in TIERS for name in tier]
+    assert len(placed) == len(set(placed))
+    assert {place(module) for module in SOURCES} == set(placed)
+
+
+@pytest.mark.parametrize("module", SOURCES)
+def test_imports_point_down(module: str) -> None:
+    tier_of = {name: number for number, tier in enumerate(TIERS) for name in tier}
+    here = place(module)
+    for imported in ours(module):
+        there = place(imported)
+        if here == there == "connectors":
+            continue
+        assert tier_of[there] < tier_of[here], f"{module} may not import {imported}"
+
+
+def test_the_imports_are_seen() -> None:
+    """Guards the tests around it: an import that is not seen breaks no rule."""
+    seen = ours(f"{PACKAGE}.cli")
+    assert f"{PACKAGE}.engine" in seen  # from a.b import c, c is no module
+    assert f"{PACKAGE}.tables" in seen  # from a import b, b is a module
+    assert "llama_index.llms.samkv.quickstart" in seen  # import_module
+    assert "chromadb" in imports(f"{PACKAGE}.chroma")  # inside a function
+
+
+@pytest.mark.parametrize("module", SOURCES)
+def test_frameworks_stay_in_their_module(module: str) -> None:
+    for imported in imports(module):
+        owners = OWNERS.get(imported.split(".")[0])
+        if owners is not None and imported not in SOURCES:
+            assert place(module) in owners, f"{module} may not import {imported}"
+
+
+def test_papers_share_parts_only() -> None:
+    folder = f"{PACKAGE}.methods"
+    papers = {m for m in SOURCES if m.startswith(folder + ".")} - {f"{folder}.parts"}
+    assert papers
+    for paper in papers:
+        assert {m for m in ours(paper) if m.startswith(folder)} == {f"{folder}.parts"}, paper
+
+
+def test_nothing_stands_above_the_connectors() -> None:
+    """``llama_index`` belongs to nobody: one ``__init__.py`` there hides everyone else's part."""
+    outside = [m for m in SOURCES if place(m) == "connectors" and not m.startswith(CONNECTORS)]
+    assert not outside
+    assert not list((ROOT / "connectors").glob("__init__.py"))
+
+
+@pytest.mark.parametrize("module", SOURCES)
+def test_the_library_prints_nothing(module: str) -> None:
+    calls = [n for n in ast.walk(tree(module)) if isinstance(n, ast.Call)]
+    assert not [n.lineno for n in calls if isinstance(n.func, ast.Name) and n.func.id == "print"]
+
+
+@pytest.mark.parametrize("module", SOURCES)
+def test_files_stay_short(module: str) -> None:
+    assert SOURCES[module].stat().st_size <= MAX_FILE_BYTES
+
+
+IMPORT_ALL = """
+import importlib, logging, sys
+
+for extra in {extras}:
+    sys.modules[extra] = None  # importing it fails, as if it were not installed
+
+import torch
+import transformers
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+def state():
+    return {{
+        "attention functions": sorted(ALL_ATTENTION_FUNCTIONS),
+        "mask functions": sorted(ALL_MASK_ATTENTION_FUNCTIONS),
+        "verbosity of transformers": transformers.utils.logging.get_verbosity(),
+        "log handlers": list(logging.getLogger().handlers),
+        "default dtype": torch.get_default_dtype(),
+        "threads": torch.get_num_threads(),
+        "seed": torch.random.initial_seed(),
+        "gradients": torch.is_grad_enabled(),
+    }}
+
+before = state()
+for module in {modules}:
+    importlib.import_module(module)
+changed = [name for name, value in state().items() if value != before[name]]
+assert not changed, changed
+assert "samkv" not in ALL_ATTENTION_FUNCTIONS
+"""
+
+
+def test_importing_needs_no_extra_and_changes_nothing() -> None:
+    """In a process of its own: here other tests have made engines, which do register."""
+    extras = ("llama_index", "langchain_core", "chromadb", "sklearn", "scipy",
+              "semantic_text_splitter")  # fmt: skip
+    modules = [m for m in SOURCES if place(m) != "connectors"]
+    found = subprocess.run(
+        [sys.executable, "-c", IMPORT_ALL.format(extras=extras, modules=modules)],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert found.returncode == 0, found.stderr
+    assert not found.stdout

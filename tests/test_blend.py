@@ -1,0 +1,597 @@
+"""The blend and the decoder against a dense reference that keeps lists, not masks.
+
+The reference runs the model's own submodules layer by layer. For every layer it writes down which
+entries (position, key, value) there are, and every row attends, by a softmax written out here, to
+those at its own and earlier positions. Nothing of it is shared with the package: not the rotation,
+not the attention, not the row sets.
+
+Everything is float32. The two sides add up the same numbers in another order, which moves the
+logits and keys of these models (of up to 6) by about 2e-5 after four layers; one wrong row,
+position or entry moves them by a hundredth at least (`test_every_kind_of_mistake_would_show`).
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import pytest
+import torch
+from torch import Tensor
+
+from samkv_integrations.blend import Blend, WorkingCache
+from samkv_integrations.chunk import ChunkCache, Fingerprint
+from samkv_integrations.context import Context
+from samkv_integrations.decode import Decoder
+from samkv_integrations.layout import BlockScheme, Layout, Segment
+from samkv_integrations.methods.parts import Fusion, Positions, Update, overwrite
+from samkv_integrations.model import Model
+from samkv_integrations.reader import MemoryChunk
+from tests.chunks import random_chunk, tiny_fingerprint
+from tests.models import FAMILIES, tiny_model
+
+CLOSE = {"rtol": 1e-5, "atol": 1e-4}
+BLOCK = 4
+LAYERS = 4
+Entry = tuple[int, Tensor, Tensor]  # position, key (G, D) rotated, value (G, D)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+# --- requests ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Tokens of a prompt: a chunk if it has a cache."""
+
+    ids: tuple[int, ...]
+    cache: ChunkCache | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One request: what is kept and what is recomputed, by context token."""
+
+    pieces: tuple[Piece, ...]
+    prefix: tuple[int, ...]
+    keep: Tensor  # (L, Nb)
+    recompute: Tensor  # (L, Tctx), kept rows alone
+    layout: Layout
+    fingerprint: Fingerprint
+
+    @property
+    def ids(self) -> list[int]:
+        return [token for piece in self.pieces for token in piece.ids]
+
+    def context(self) -> Context:
+        caches = [piece.cache for piece in self.pieces if piece.cache is not None]
+        opened = [MemoryChunk(cache, self.fingerprint) for cache in caches]
+        return Context(self.layout, opened, self.fingerprint)
+
+
+def fingerprint() -> Fingerprint:
+    return tiny_fingerprint(n_layers=LAYERS, n_heads=4, n_kv_heads=2, head_dim=16, block_size=BLOCK)
+
+
+def case_of(
+    seed: int,
+    *,
+    lengths: tuple[int, ...] = (22, 5, 17),
+    prefix: tuple[int, ...] = (1,),
+    kept: float = 0.6,
+    stale: float = 0.4,
+    ends_with_chunk: bool = False,
+) -> Case:
+    """Random chunk caches, different blocks kept at every layer, any kept row recomputed."""
+    rng = random.Random(seed)
+    made_by = fingerprint()
+
+    def tokens(n: int) -> tuple[int, ...]:
+        return tuple(rng.randrange(6, 262) for _ in range(n))
+
+    pieces = [Piece(prefix + tokens(rng.choice((0, 3))))]
+    for index, length in enumerate(lengths):
+        if index and rng.random() < 0.5:
+            pieces.append(Piece(tokens(rng.randint(1, 4))))
+        pieces.append(Piece(tokens(length), random_chunk(100 * seed + index, length, made_by)))
+    if not ends_with_chunk:
+        pieces.append(Piece(tokens(5)))
+    scheme = BlockScheme(size=BLOCK)
+    layout = Layout.of(
+        [
+            Segment(
+                token_ids=piece.ids,
+                blocks=None if piece.cache is None else scheme.of(len(piece.ids)),
+                is_context=piece.cache is not None,
+            )
+            for piece in pieces
+        ],
+        prefix,
+    )
+    generator = torch.Generator().manual_seed(seed)
+    n_blocks = sum(math.ceil(n / BLOCK) for n in lengths)
+    keep = torch.rand(LAYERS, n_blocks, generator=generator) < kept
+    block_of = []
+    for length in lengths:
+        first = block_of[-1] + 1 if block_of else 0
+        block_of += [first + token // BLOCK for token in range(length)]
+    wanted = torch.rand(LAYERS, sum(lengths), generator=generator) < stale
+    return Case(
+        pieces=tuple(pieces),
+        prefix=prefix,
+        keep=keep,
+        recompute=wanted & keep[:, block_of],
+        layout=layout,
+        fingerprint=made_by,
+    )
+
+
+# --- the reference -----------------------------------------------------------------------------
+
+
+def turned(x: Tensor, position: int, model: Model) -> Tensor:
+    """(heads, D) rotated to ``position``."""
+    cos, sin = model.hf.model.rotary_emb(torch.empty(0), torch.tensor([[position]]))
+    half = x.shape[-1] // 2
+    c, s = cos[0, 0, :half], sin[0, 0, :half]
+    first, second = x[..., :half], x[..., half:]
+    return torch.cat((first * c - second * s, second * c + first * s), dim=-1)
+
+
+def cosine(a: Tensor, b: Tensor) -> Tensor:
+    return (a * b).sum() / (a.square().sum().sqrt() * b.square().sum().sqrt())
+
+
+@dataclass
+class Reference:
+    """A request computed entry by entry. ``entries``: of each layer, what later rows may read."""
+
+    model: Model
+    entries: list[list[Entry]]
+    queries: list[dict[int, Tensor]]  # [layer][position]: (H, D) before RoPE
+    logits: Tensor
+    n_tokens: int
+    n_only_carried: int = 0
+
+    def step(self, token: int) -> Tensor:
+        """Logits after one token more, at the next place of the whole prompt."""
+        hidden = self.model.hf.model.embed_tokens(torch.tensor(token))
+        for layer in range(LAYERS):
+            query, key, value = projections(self.model, layer, hidden)
+            entry = (self.n_tokens, turned(key, self.n_tokens, self.model), value)
+            self.entries[layer].append(entry)
+            hidden = after_attention(
+                self.model, layer, hidden, query, self.n_tokens, self.entries[layer]
+            )
+        self.n_tokens += 1
+        return self.model.hf.lm_head(self.model.hf.model.norm(hidden))
+
+
+def projections(model: Model, layer: int, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Query (H, D), key and value (G, D) of one row, before RoPE."""
+    block = model.hf.model.layers[layer]
+    attn, x = block.self_attn, block.input_layernorm(hidden)
+    query = attn.q_proj(x).view(model.n_heads, model.head_dim)
+    key = attn.k_proj(x).view(model.n_kv_heads, model.head_dim)
+    value = attn.v_proj(x).view(model.n_kv_heads, model.head_dim)
+    if hasattr(attn, "q_norm"):
+        query, key = attn.q_norm(query), attn.k_norm(key)
+    return query, key, value
+
+
+def after_attention(
+    model: Model, layer: int, hidden: Tensor, query: Tensor, position: int, entries: list[Entry]
+) -> Tensor:
+    """One row through one layer; it sees the entries at its own and earlier positions."""
+    block = model.hf.model.layers[layer]
+    visible = [(key, value) for at, key, value in entries if at <= position]
+    rotated = turned(query, position, model)
+    per_group = model.n_heads // model.n_kv_heads
+    heads = []
+    for h in range(model.n_heads):
+        keys = torch.stack([key[h // per_group] for key, _ in visible])
+        values = torch.stack([value[h // per_group] for _, value in visible])
+        weights = torch.softmax(keys @ rotated[h] / math.sqrt(model.head_dim), dim=0)
+        heads.append(weights @ values)
+    hidden = hidden + block.self_attn.o_proj(torch.cat(heads))
+    return hidden + block.mlp(block.post_attention_layernorm(hidden))
+
+
+@torch.inference_mode()
+def reference(
+    model: Model,
+    case: Case,
+    *,
+    weight: float | None | str = "overwrite",
+    positions: Positions = "global",
+    passing: Literal["fresh", "cached", "hidden"] = "fresh",
+) -> Reference:
+    """The whole request.
+
+    weight: of fusion (None: the cosine), or ``overwrite``. passing: what other rows see of a row
+    that is carried through a layer where its block is not kept.
+    """
+    ids = case.ids
+    # the context: position, chunk cache, row in it, block, position of its prefill
+    context: list[tuple[int, ChunkCache, int, int, int]] = []
+    start = first_block = 0
+    for piece in case.pieces:
+        if piece.cache is not None:
+            for row in range(len(piece.ids)):
+                at, block = start + row, first_block + row // BLOCK
+                context.append((at, piece.cache, row, block, len(case.prefix) + row))
+            first_block += math.ceil(len(piece.ids) / BLOCK)
+        start += len(piece.ids)
+    n_tokens = len(ids)
+    # the last row gives the logits and is computed even if it belongs to a chunk
+    of_chunk = {at for at, *_ in context if at != n_tokens - 1}
+    stale = [
+        {at for index, (at, *_) in enumerate(context) if bool(case.recompute[layer, index])}
+        for layer in range(LAYERS)
+    ]
+    hidden = {at: model.hf.model.embed_tokens(torch.tensor(ids[at])) for at in range(n_tokens)}
+    out = Reference(model, [], [], torch.empty(0), n_tokens)
+    for layer in range(LAYERS):
+        needed = set().union(*stale[layer:])
+        rows = [at for at in range(n_tokens) if at not in of_chunk or at in needed]
+        fresh = {}
+        queries = {}
+        for at in rows:
+            query, key, value = projections(model, layer, hidden[at])
+            fresh[at] = (turned(key, at, model), value)
+            queries[at] = query
+        entries: list[Entry] = []
+        kept = set()
+        for at, cache, row, block, prefilled in context:
+            if at not in of_chunk or not bool(case.keep[layer, block]):
+                continue
+            kept.add(at)
+            where = at if positions == "global" else prefilled
+            key, value = turned(cache.keys[layer, row], where, model), cache.values[layer, row]
+            if at in stale[layer]:
+                new_key, new_value = fresh[at]
+                if weight == "overwrite":
+                    key, value = new_key, new_value
+                else:
+                    t_key = cosine(new_key, key) if weight is None else weight
+                    t_value = cosine(new_value, value) if weight is None else weight
+                    key = t_key * new_key + (1 - t_key) * key
+                    value = t_value * new_value + (1 - t_value) * value
+            entries.append((at, key, value))
+        # rows that only pass through leave no entry behind
+        passed = {at for at in rows if at in of_chunk and at not in kept}
+        entries += [(at, *fresh[at]) for at in rows if at not in kept | passed]
+        if passing == "fresh":
+            entries += [(at, *fresh[at]) for at in passed]
+        if passing == "cached":
+            entries += [
+                (at, turned(cache.keys[layer, row], at, model), cache.values[layer, row])
+                for at, cache, row, *_ in context
+                if at in passed
+            ]
+        entries.sort(key=lambda entry: entry[0])
+        hidden = {
+            at: after_attention(model, layer, hidden[at], queries[at], at, entries) for at in rows
+        }
+        out.n_only_carried += len(passed)
+        out.entries.append([entry for entry in entries if entry[0] not in passed])
+        out.queries.append(queries)
+    out.logits = model.hf.lm_head(model.hf.model.norm(hidden[n_tokens - 1]))
+    return out
+
+
+# --- comparison --------------------------------------------------------------------------------
+
+
+def blended(model: Model, case: Case, **options: Any) -> tuple[Blend, Tensor]:
+    options = {"recompute": case.recompute, "keep": case.keep} | options
+    blend = Blend(model, case.layout, case.context(), options.pop("keep"), **options)
+    with torch.inference_mode():
+        return blend, blend.run()
+
+
+def assert_rows(cache: WorkingCache, entries: list[list[Entry]]) -> None:
+    """Every layer holds exactly the reference's entries, in the order of their positions."""
+    assert cache.lengths == [len(of_layer) for of_layer in entries]
+    for layer, of_layer in enumerate(entries):
+        n = cache.lengths[layer]
+        assert [at for at, *_ in of_layer] == sorted(at for at, *_ in of_layer)
+        keys = torch.stack([key for _, key, _ in of_layer])
+        values = torch.stack([value for *_, value in of_layer])
+        torch.testing.assert_close(cache.keys[layer][:n], keys, **CLOSE)
+        torch.testing.assert_close(cache.values[layer][:n], values, **CLOSE)
+
+
+def assert_equal(blend: Blend, logits: Tensor, expected: Reference, case: Case) -> None:
+    torch.testing.assert_close(logits, expected.logits, **CLOSE)
+    assert torch.equal(blend.kept, case.keep)
+    assert_rows(blend.cache, expected.entries)
+
+
+UPDATES: list[tuple[Update, float | None | str]] = [
+    (overwrite, "overwrite"),
+    (Fusion(), None),
+    (Fusion(weight=0.3), 0.3),
+]
+
+
+@pytest.mark.parametrize(("update", "weight"), UPDATES, ids=["overwrite", "cosine", "weight"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_any_selection_and_any_rows_equal_the_dense_reference(
+    family: str, update: Update, weight: float | None | str
+) -> None:
+    model = tiny_model(family)
+    only_carried = 0
+    for seed in range(2):
+        case = case_of(seed, prefix=(1,) if seed else ())
+        blend, logits = blended(model, case, update=update)
+        expected = reference(model, case, weight=weight)
+        assert_equal(blend, logits, expected, case)
+        only_carried += expected.n_only_carried
+        assert len(set(blend.cache.lengths)) > 1, "layers should hold different numbers of rows"
+    assert only_carried > 10, "no row passed through a layer where its block is not kept"
+
+
+@pytest.mark.parametrize(("kept", "stale"), [(0.0, 0.0), (0.3, 0.0), (0.5, 1.0), (1.0, 0.3)])
+@pytest.mark.parametrize("lengths", [(1,), (3,), (30,), (9, 1, 14, 4)], ids=str)
+def test_any_lengths_and_shares(lengths: tuple[int, ...], kept: float, stale: float) -> None:
+    model = tiny_model("llama")
+    for seed in (5, 6):
+        case = case_of(seed, lengths=lengths, kept=kept, stale=stale)
+        blend, logits = blended(model, case)
+        assert_equal(blend, logits, reference(model, case), case)
+
+
+@pytest.mark.parametrize("stale", [0.0, 0.5])
+def test_a_prompt_that_ends_with_a_chunk_computes_its_last_row(stale: float) -> None:
+    model = tiny_model("llama")
+    for seed in range(3):
+        case = case_of(seed, ends_with_chunk=True, stale=stale)
+        blend, logits = blended(model, case)
+        assert_equal(blend, logits, reference(model, case), case)
+
+
+def test_keys_stay_where_they_were_prefilled_with_local_positions() -> None:
+    model = tiny_model("llama")
+    for seed, prefix in enumerate([(1,), (), (1, 40, 41)]):
+        case = case_of(seed, prefix=prefix, stale=0.0)
+        blend, logits = blended(model, case, positions="local")
+        assert_equal(blend, logits, reference(model, case, positions="local"), case)
+        elsewhere = reference(model, case).logits
+        assert float((logits - elsewhere).abs().max()) > 0.05
+
+
+def test_nothing_to_recompute_is_the_same_as_none() -> None:
+    model, case = tiny_model("llama"), case_of(0, stale=0.0)
+    assert not bool(case.recompute.any())
+    blend, logits = blended(model, case, recompute=None)
+    assert_equal(blend, logits, reference(model, case), case)
+    assert blend.computed_context_rows == 0
+
+
+# --- rules 1 and 2 of section 3.3 --------------------------------------------------------------
+
+
+def one_row(at_layers: tuple[int, ...], kept_at: tuple[int, ...]) -> tuple[Case, int, int]:
+    """A case with one row recomputed at some layers, its block kept at some; with the row's number
+    in the context and its position."""
+    case = case_of(3, lengths=(12, 12), stale=0.0, kept=1.0)
+    token, block = 6, 1
+    keep, rows = case.keep.clone(), case.recompute.clone()
+    keep[:, block] = False
+    keep[list(kept_at), block] = True
+    rows[list(at_layers), token] = True
+    position = int(case.layout.context_positions[token])
+    return replace(case, keep=keep, recompute=rows), token, position
+
+
+@pytest.mark.parametrize(
+    ("at_layers", "kept_at"),
+    [
+        ((0,), (0, 1, 2, 3)),  # example 1 of figure 5: lower layer, upper not
+        ((), (0, 1, 2, 3)),  # 2: neither
+        ((3,), (0, 1, 2, 3)),  # 3: upper layer, lower not: the cached entries stay below
+        ((0, 1, 2, 3), (0, 1, 2, 3)),  # 4: both
+        ((3,), (3,)),  # carried through layers where its block is not kept
+        ((1, 3), (1, 3)),
+        ((2,), (0, 2)),
+    ],
+    ids=str,
+)
+def test_one_row(at_layers: tuple[int, ...], kept_at: tuple[int, ...]) -> None:
+    model = tiny_model("qwen3")
+    case, _, position = one_row(at_layers, kept_at)
+    blend, logits = blended(model, case)
+    expected = reference(model, case)
+    assert_equal(blend, logits, expected, case)
+    # rule 1: computed at every layer up to the last where it is needed, and at none above
+    assert blend.computed_context_rows == (max(at_layers) + 1 if at_layers else 0)
+    # rule 2: where it is not recomputed, the cached entry stays to the bit, if it is kept at all
+    untouched, _ = blended(model, replace(case, recompute=torch.zeros_like(case.recompute)))
+    for layer in range(LAYERS):
+        places = [at for at, *_ in expected.entries[layer]]
+        assert (position in places) == (layer in kept_at)
+        if layer in kept_at:
+            row = places.index(position)
+            same = torch.equal(blend.cache.keys[layer][row], untouched.cache.keys[layer][row])
+            assert same == (layer not in at_layers)
+
+
+def test_a_carried_row_is_seen_by_later_rows_of_its_layer_alone() -> None:
+    """Its entry counts in the attention of a layer where its block is not kept, and is gone from
+    the working cache, so that answer tokens never see it there."""
+    model = tiny_model("llama")
+    case, token, position = one_row((3,), (3,))
+    blend, logits = blended(model, case)
+    expected = reference(model, case)
+    for layer in range(3):
+        assert position not in [at for at, *_ in expected.entries[layer]]
+    bare = replace(case, recompute=torch.zeros_like(case.recompute))
+    assert float((logits - reference(model, bare).logits).abs().max()) > 1e-3
+
+
+def test_rows_to_recompute_that_are_not_kept_are_ignored() -> None:
+    """What `Recompute.rows` promises to those who write a method."""
+    model = tiny_model("llama")
+    case = case_of(1)
+    anywhere = torch.rand(case.recompute.shape, generator=torch.Generator().manual_seed(9)) < 0.4
+    of_kept = anywhere & case.keep[:, case.layout.block_of_token]
+    assert int(anywhere.sum()) > int(of_kept.sum())
+    blend, logits = blended(model, case, recompute=anywhere)
+    masked = replace(case, recompute=of_kept)
+    assert_equal(blend, logits, reference(model, masked), masked)
+
+
+# --- queries, and choosing on the way ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["llama3-rope", "qwen3"])
+@pytest.mark.parametrize("window", [1, 3, 5])
+def test_queries_are_those_of_the_question_before_rope(family: str, window: int) -> None:
+    model, case = tiny_model(family), case_of(2)
+    blend, _ = blended(model, case, window=window)
+    expected = reference(model, case)
+    last = range(len(case.ids) - window, len(case.ids))
+    assert len(blend.queries) == LAYERS
+    for layer, queries in enumerate(blend.queries):
+        own = torch.stack([expected.queries[layer][at] for at in last], dim=1)
+        assert queries.shape == (model.n_heads, window, model.head_dim)
+        torch.testing.assert_close(queries, own, **CLOSE)
+
+
+def test_choosing_on_the_way_equals_choosing_before() -> None:
+    model, case = tiny_model("llama"), case_of(4, stale=0.0)
+    seen: list[tuple[int, Tensor]] = []
+
+    def choose(layer: int, queries: Tensor) -> Tensor:
+        seen.append((layer, queries))
+        return case.keep[layer]
+
+    blend, logits = blended(model, case, keep=choose, recompute=None, window=2)
+    expected = reference(model, case)
+    assert_equal(blend, logits, expected, case)
+    assert [layer for layer, _ in seen] == list(range(LAYERS))
+    last = [len(case.ids) - 2, len(case.ids) - 1]
+    for layer, queries in seen:
+        own = torch.stack([expected.queries[layer][at] for at in last], dim=1)
+        torch.testing.assert_close(queries, own, **CLOSE)
+
+
+def test_only_what_is_reused_is_read() -> None:
+    """Blocks that are not kept, or recomputed whole and overwritten, are never read."""
+    model, case = tiny_model("llama"), case_of(1, stale=0.0)
+    row_bytes = 2 * 2 * 16 * 4
+    for update, stays in ((overwrite, False), (Fusion(), True)):
+        whole = replace(case, recompute=case.keep[:, case.layout.block_of_token])
+        for of, reused in ((case, True), (whole, stays)):
+            context = of.context()
+            before = context.bytes_read
+            blend = Blend(model, of.layout, context, of.keep, recompute=of.recompute, update=update)
+            with torch.inference_mode():
+                blend.run()
+            kept_rows = int((of.keep * of.layout.block_lengths).sum())
+            assert context.bytes_read - before == reused * kept_rows * row_bytes
+
+
+# --- decoding ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("update", "weight"), UPDATES[:2], ids=["overwrite", "cosine"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_answer_tokens_continue_the_whole_prompt(
+    family: str, update: Update, weight: float | None | str
+) -> None:
+    """Their positions count rows that are missing, and count no row twice."""
+    model, case = tiny_model(family), case_of(7, kept=0.4)
+    blend, logits = blended(model, case, update=update, capacity=6)
+    expected = reference(model, case, weight=weight)
+    lengths = list(blend.cache.lengths)
+    assert len(set(lengths)) > 1 and max(lengths) < case.layout.n_tokens
+    decoder = Decoder(model, blend.cache, case.layout.n_tokens)
+    with torch.inference_mode():
+        for count, token in enumerate((70, 9, 9, 201, 33, 8), start=1):
+            torch.testing.assert_close(decoder.step(token), expected.step(token), **CLOSE)
+            assert blend.cache.lengths == [n + count for n in lengths]
+    assert_rows(blend.cache, expected.entries)
+    assert decoder.position == case.layout.n_tokens + 6
+
+
+def test_kv_bytes_count_the_rows_that_are_held() -> None:
+    model, case = tiny_model("llama"), case_of(7)
+    blend, _ = blended(model, case, capacity=100)
+    assert blend.cache.kv_bytes == sum(blend.cache.lengths) * 2 * 2 * 16 * 4
+
+
+# --- the reference itself ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_reference_is_transformers_when_nothing_is_cached(family: str) -> None:
+    model, case = tiny_model(family), case_of(0, kept=1.0, stale=1.0)
+    assert bool(case.recompute.all())
+    with torch.inference_mode():
+        plain = model.hf(torch.tensor([case.ids])).logits[0, -1]
+    torch.testing.assert_close(reference(model, case).logits, plain, **CLOSE)
+
+
+def one_block_less(model: Model, case: Case) -> Tensor:
+    keep = case.keep.clone()
+    layer, block = keep.nonzero()[len(keep.nonzero()) // 2].tolist()
+    keep[layer, block] = False
+    rows = case.recompute & keep[:, case.layout.block_of_token]
+    return reference(model, replace(case, keep=keep, recompute=rows)).logits
+
+
+def one_row_less(model: Model, case: Case) -> Tensor:
+    rows = case.recompute.clone()
+    layer, token = rows.nonzero()[len(rows.nonzero()) // 2].tolist()
+    rows[layer, token] = False
+    return reference(model, replace(case, recompute=rows)).logits
+
+
+def as_prefilled(model: Model, case: Case) -> Tensor:
+    return reference(model, case, positions="local").logits
+
+
+def carried_rows_hidden(model: Model, case: Case) -> Tensor:
+    return reference(model, case, passing="hidden").logits
+
+
+def carried_rows_from_the_cache(model: Model, case: Case) -> Tensor:
+    """What the paper does (docs/methods.md)."""
+    return reference(model, case, passing="cached").logits
+
+
+def mixed_by_the_wrong_weight(model: Model, case: Case) -> Tensor:
+    return reference(model, case, weight=0.98).logits
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        one_block_less,
+        one_row_less,
+        as_prefilled,
+        carried_rows_hidden,
+        carried_rows_from_the_cache,
+        mixed_by_the_wrong_weight,
+    ],
+    ids=lambda f: f.__name__,
+)
+def test_every_kind_of_mistake_would_show(mistake: Callable[[Model, Case], Tensor]) -> None:
+    """In logits: many times what the comparisons above let pass."""
+    model = tiny_model("llama")
+    for seed in range(2):
+        case = case_of(seed)
+        right = reference(model, case).logits
+        assert float((mistake(model, case) - right).abs().max()) > 100 * CLOSE["atol"]
