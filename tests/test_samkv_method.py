@@ -21,7 +21,7 @@ from torch import Tensor
 from samkv_integrations.chunk import ChunkCache
 from samkv_integrations.engine import Engine
 from samkv_integrations.errors import InvalidOption
-from samkv_integrations.layout import Layout, Selection
+from samkv_integrations.layout import BlockScheme, Layout, Segment, Selection
 from samkv_integrations.methods import METHODS
 from samkv_integrations.methods.guided import GuidedRecompute, GuidedSelect
 from samkv_integrations.methods.parts import (
@@ -31,6 +31,7 @@ from samkv_integrations.methods.parts import (
     RecomputeAll,
     RecomputeNone,
     SelectAll,
+    fill_budget,
     group_heads,
     overwrite,
     personalise,
@@ -322,6 +323,18 @@ def test_the_random_requests_hold_what_the_comparison_is_about() -> None:
     assert min(partial, no_middle, cut, uncut, across) >= 10
 
 
+@pytest.mark.parametrize(
+    ("budget", "kept"),
+    [(-1, []), (0, []), (3, []), (4, [3]), (7.9, [3]), (8, [3, 1]), (9, [3, 1]), (10, [3, 1, 4])],
+)
+def test_a_budget_is_filled_to_its_last_token(budget: float, kept: list[int]) -> None:
+    """Blocks of 4, the last of 2; filling ends at the first block that does not fit, so the short
+    one never slips in before its turn."""
+    layout = request_of(Shape(seed=0, lengths=(18,))).layout
+    order = torch.tensor([[-math.inf, 2.0, -math.inf, math.inf, -5.0]])
+    assert sets(fill_budget(order, layout, budget)) == [set(kept)]
+
+
 @FEW
 @given(shapes(), st.floats(0, 1))
 def test_anchors_are_kept_and_the_cap_holds(shape: Shape, cap: float) -> None:
@@ -388,6 +401,30 @@ def test_recomputed_rows_are_those_of_the_loops(
             )
         }
         assert set(rows[layer].nonzero()[:, 0].tolist()) == expected
+
+
+@pytest.mark.parametrize(
+    ("first", "prefix", "exact"),
+    [
+        ((1,), (1,), True),
+        ((), (), True),
+        ((1, 7), (1,), False),  # text between
+        ((5,), (1,), False),  # another token in its place
+        ((1,), (), False),  # prefilled without what stands in front now
+        ((), (1,), False),
+    ],
+)
+def test_a_chunk_is_exact_right_after_its_own_prefix(
+    first: tuple[int, ...], prefix: tuple[int, ...], exact: bool
+) -> None:
+    chunk = Segment(token_ids=(9,) * 20, blocks=BlockScheme(size=4).of(20), is_context=True)
+    layout = Layout.of([Segment(token_ids=first), chunk, chunk, Segment(token_ids=(5,))], prefix)
+    assert layout.exact.tolist() == [exact, False]
+    selection = Selection(keep=torch.ones(1, 10, dtype=torch.bool))
+    rows = SamkvRecompute(outliers=False).rows(selection, Evidence(n_layers=1), layout)
+    anchors = [True] * 4 + [False] * 8 + [True] * 8
+    assert rows[0, 20:].tolist() == anchors
+    assert rows[0, :20].tolist() == ([False] * 20 if exact else anchors)
 
 
 @MANY
