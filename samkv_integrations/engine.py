@@ -47,6 +47,8 @@ class Engine:
             this model, else follows the length of the first chunks that are cached.
         prefix: what a chunk is prefilled after: ``"bos"`` (the beginning-of-sequence token, if the
             tokenizer has one) or ``"none"``.
+        prefix_text: text that follows it, such as the system prompt that begins every request. The
+            first chunk of a prompt that begins so is exact.
         code_bits: bits of the keys that selection reads (2, 4 or 8).
 
     One engine may be used from many threads: a lock is held around each pass through the model,
@@ -61,6 +63,7 @@ class Engine:
         method: str | Method = "samkv-guided",
         block_size: int | Literal["auto"] = "auto",
         prefix: Prefix = "bos",
+        prefix_text: str = "",
         code_bits: int = 2,
     ) -> None:
         if prefix not in ("bos", "none"):
@@ -69,7 +72,8 @@ class Engine:
         self.store: Store = MemoryStore() if store is None else store
         self.method = get_method(method)
         bos = model.bos_id if prefix == "bos" else None
-        self.prefix: tuple[int, ...] = () if bos is None else (bos,)
+        text_ids = model.tokenize(prefix_text, special=True) if prefix_text else []
+        self.prefix: tuple[int, ...] = (*(() if bos is None else (bos,)), *text_ids)
         self._lock = threading.RLock()
         self._code_bits = code_bits
         self._calibrated: tuple[int, ...] | None = None
@@ -88,6 +92,7 @@ class Engine:
         dtype: str = "auto",
         block_size: int | Literal["auto"] = "auto",
         prefix: Prefix = "bos",
+        prefix_text: str = "",
         code_bits: int = 2,
     ) -> Engine:
         """An engine on the model called ``name``: a hub id, a local folder, or ``"builtin"``."""
@@ -97,6 +102,7 @@ class Engine:
             method=method,
             block_size=block_size,
             prefix=prefix,
+            prefix_text=prefix_text,
             code_bits=code_bits,
         )
 

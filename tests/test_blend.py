@@ -503,6 +503,26 @@ def test_only_what_is_reused_is_read() -> None:
             assert context.bytes_read - before == reused * kept_rows * row_bytes
 
 
+def test_no_block_is_read_twice() -> None:
+    """A probe and the blend after it share one context."""
+    model, case = tiny_model("llama"), case_of(1, stale=0.0)
+    context = case.context()
+    before = context.bytes_read
+    some = case.keep.clone()
+    some[:, ::2] = False
+    assert bool(some.any()) and not torch.equal(some, case.keep)
+    with torch.inference_mode():
+        Blend(model, case.layout, context, some).run()
+        after_probe = context.bytes_read
+        blend = Blend(model, case.layout, context, case.keep)
+        logits = blend.run()
+    row_bytes = 2 * 2 * 16 * 4
+    lengths = case.layout.block_lengths
+    assert after_probe - before == int((some * lengths).sum()) * row_bytes
+    assert context.bytes_read - before == int((case.keep * lengths).sum()) * row_bytes
+    assert_equal(blend, logits, reference(model, case), case)
+
+
 # --- decoding ----------------------------------------------------------------------------------
 
 

@@ -84,6 +84,19 @@ def test_one_chunk_reused_after_its_prefix_is_prefix_caching(engine: Engine) -> 
     torch.testing.assert_close(reused, plain_logits(engine.model, query.layout), **TOLERANCE)
 
 
+def test_a_chunk_after_the_prefix_text_of_its_cache_is_exact(engine: Engine) -> None:
+    system = "You answer briefly.\n\n"
+    longer = Engine(engine.model, block_size=8, prefix_text=system)
+    assert longer.fingerprint.digest != engine.fingerprint.digest
+    longer.cache_chunks(CHUNKS[:1])
+    prompt = f"{system}{CHUNKS[0]}\n\nQuestion: why?"
+    reused, query = first_logits(longer, prompt, CHUNKS[:1], "reuse")
+    assert query.layout.exact.tolist() == [True]
+    torch.testing.assert_close(reused, plain_logits(engine.model, query.layout), **TOLERANCE)
+    _, other = first_logits(longer, CHUNKS[0] + " why?", CHUNKS[:1], "reuse")
+    assert other.layout.exact.tolist() == [False]
+
+
 def test_reuse_of_many_chunks_is_not_full_prefill(engine: Engine) -> None:
     """Otherwise the laws here could not fail."""
     reused, query = first_logits(engine, PROMPT, CHUNKS, "reuse")

@@ -213,11 +213,6 @@ class Method:
     def reads(self) -> frozenset[str]:
         return self.select.reads | self.recompute.reads
 
-    @property
-    def overwrites(self) -> bool:
-        """Whether a recomputed row needs nothing of the cached one."""
-        return self.update is overwrite
-
 
 def group_heads(queries: Tensor, n_kv_heads: int) -> Tensor:
     """(..., H, D) -> (..., G, D): mean over the query heads that share a key-value head.
