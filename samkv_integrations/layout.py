@@ -145,7 +145,8 @@ class Layout:
     is_initial: (Nb,) bool, initial blocks alone.
     exact: (C,) bool, chunks that begin right after the prefix that they were prefilled with, so
         that their cache already equals full prefill.
-    question: (W,) positions of the last plain segment's rows (the last row alone without one).
+    question: (W,) positions of the last plain segment's rows; the last row alone if the prompt does
+        not end with such a segment.
     n_uncached: tokens of chunks that had no usable cache.
     """
 

@@ -23,7 +23,7 @@ from samkv_integrations.errors import InvalidOption
 from samkv_integrations.layout import Selection
 from samkv_integrations.methods import METHODS
 from samkv_integrations.methods.guided import Blocks, GuidedRecompute, GuidedSelect
-from samkv_integrations.methods.parts import Evidence
+from samkv_integrations.methods.parts import Evidence, Fusion
 from tests.evidence import Block, Request, Shape, as_stored, request_of, shapes
 
 MANY = settings(max_examples=100, deadline=None)
@@ -343,6 +343,7 @@ def loop_rows(
 @MANY
 @given(shapes(), st.floats(0, 1), st.integers(0, 6))
 def test_recomputed_rows_are_those_of_the_loops(shape: Shape, ratio: float, heads: int) -> None:
+    assume(ratio or not heads)  # heads without a ratio are refused
     request = request_of(shape)
     generator = torch.Generator().manual_seed(shape.seed + 1)
     keep = torch.rand(shape.n_layers, len(request.blocks), generator=generator) < 0.5
@@ -406,6 +407,9 @@ def test_nothing_is_recomputed_by_default() -> None:
         (GuidedRecompute, "ratio", 2, "between 0 and 1"),
         (GuidedRecompute, "ratio", None, "between 0 and 1"),
         (GuidedRecompute, "heads", -1, "0 or more"),
+        (GuidedRecompute, "heads", 4, "needs a ratio"),
+        (GuidedSelect, "probe_over", "anchors", "needs probe='probe'"),
+        (Fusion, "weight", 1.5, "between 0 and 1"),
     ],
 )
 def test_bad_options_name_the_value_and_what_is_allowed(

@@ -86,6 +86,8 @@ class GuidedSelect:
         for name, value in (("probe_over", self.probe_over), ("always", self.always)):
             if value not in ("none", "initial", "anchors"):
                 raise InvalidOption(f"{name}={value!r}; allowed: none, initial, anchors")
+        if self.probe_over != "none" and self.probe == "layerwise":
+            raise InvalidOption(f"probe_over={self.probe_over!r} needs probe='probe'")
         if self.shared and self.probe == "layerwise":
             raise InvalidOption("shared=True needs probe='probe': all layers' scores at once")
 
@@ -167,6 +169,10 @@ class GuidedRecompute:
         check_ratio("ratio", self.ratio)
         if self.heads < 0:
             raise InvalidOption(f"heads={self.heads}; it must be 0 or more")
+        if self.heads and not self.ratio:
+            raise InvalidOption(
+                f"heads={self.heads} needs a ratio above 0, which caps both together"
+            )
 
     @property
     def reads(self) -> frozenset[str]:

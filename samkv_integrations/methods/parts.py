@@ -173,6 +173,10 @@ class Fusion:
 
     weight: float | None = None
 
+    def __post_init__(self) -> None:
+        if self.weight is not None:
+            check_ratio("weight", self.weight)
+
     def __call__(self, cached: Tensor, fresh: Tensor) -> Tensor:
         """Both (R, G, D); keys at the same position. Returns the dtype of ``fresh``."""
         old, new = cached.float(), fresh.float()
