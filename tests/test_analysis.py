@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -34,15 +34,6 @@ from samkv_integrations.errors import InvalidOption
 from samkv_integrations.layout import BlockScheme, ChunkBlocks
 
 NAN, INF = math.nan, math.inf
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """The tensors are tiny, and threads that wait for each other on a busy machine cost more."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def normal(seed: int, *shape: int) -> Tensor:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -37,14 +37,6 @@ CLOSE = {"rtol": 1e-5, "atol": 1e-4}
 BLOCK = 4
 LAYERS = 4
 Entry = tuple[int, Tensor, Tensor]  # position, key (G, D) rotated, value (G, D)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 # --- requests ----------------------------------------------------------------------------------

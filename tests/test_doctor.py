@@ -17,8 +17,6 @@ from samkv_integrations.errors import UnsupportedModel
 from samkv_integrations.model import Model, Sampler
 from tests.models import FAMILIES, SHAPE, byte_tokenizer, hf_model, tiny_model
 
-torch.set_num_threads(1)
-
 EXACT = ("full prefill", "prefix reuse", "key rotation", "greedy decoding")
 
 

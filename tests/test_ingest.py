@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -38,14 +38,6 @@ LENGTHS = (1, 2, BLOCK, 2 * BLOCK + 3, ANCHORS - 1, ANCHORS, ANCHORS + 1, 61)
 # wrong row, position or mask changes is in the tenths.
 CLOSE = {"rtol": 2e-6, "atol": 4e-6}
 BATCHED = {"rtol": 1e-4, "atol": 1e-4}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def random_ids(n_tokens: int, seed: int = 0) -> tuple[int, ...]:
