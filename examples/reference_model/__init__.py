@@ -1,0 +1,1 @@
+"""How the built-in model was made: its world, its prompts, its training and its evaluation."""

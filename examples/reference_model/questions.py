@@ -1,0 +1,77 @@
+"""Writes held-out questions with their documents, for the benchmarks.
+
+``cd examples && python -m reference_model.questions --kind two-hop --output questions.jsonl``
+
+One JSON object a line: id, question, answers, contexts (title and text), supporting (indices of the
+contexts that it takes), kind, and k, the number of entities that state what is asked for. Every
+question has names and documents of its own. The same seed gives the same bytes; no model is needed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from reference_model.scenes import SceneStyle, draw_scene
+from reference_model.stages import COMPARED, CONTINUED, LINKED, RECORDS
+from reference_model.world import World
+
+LEAST, MOST = 2, 12
+# Records as long as those of examples/town_records, and one scene for every other kind.
+STYLES = {
+    "single-hop": replace(RECORDS, facts=(4, 4), idle=(4, 5), continued=0.0),
+    "two-hop": replace(LINKED, continued=0.0),
+    "reference": CONTINUED,
+    "comparison": COMPARED,
+}
+
+
+def questions(kind: str, n: int, documents: int, seed: int) -> Iterator[dict[str, object]]:
+    """``n`` questions of a kind over so many documents."""
+    world, rng = World.load(), random.Random(f"{seed} {kind} {documents}")
+    style: SceneStyle = replace(STYLES[kind], documents=(documents, documents))
+    made = 0
+    while made < n:
+        scene = draw_scene(world, style, rng, held_out=True)
+        question = next((q for q in scene.questions if q.kind == kind), None)
+        if question is None or len(scene.documents) != documents:
+            continue
+        yield {
+            "id": f"builtin-{kind}-{seed}-{documents}-{made}",
+            "dataset": "builtin",
+            "kind": kind,
+            "k": question.k,
+            "question": question.text,
+            "answers": [question.answer],
+            "contexts": [{"title": d.title, "text": d.text} for d in scene.documents],
+            "supporting": sorted(question.documents),
+        }
+        made += 1
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Write the file."""
+    parser = argparse.ArgumentParser(prog="reference_model.questions", description=__doc__)
+    parser.add_argument("--kind", choices=list(STYLES), default="single-hop")
+    parser.add_argument("--questions", type=int, default=300)
+    parser.add_argument("--documents", type=int, default=6, help=f"of a question, {LEAST}-{MOST}")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--output", type=Path, required=True)
+    options = parser.parse_args(arguments)
+    if not LEAST <= options.documents <= MOST:
+        parser.error(f"--documents {options.documents}: {LEAST} to {MOST} are possible")
+    if options.questions < 1:
+        parser.error(f"--questions {options.questions}: at least 1 is needed")
+    if options.kind == "reference" and options.documents % 2:
+        parser.error(f"--documents {options.documents}: every second one continues the one before")
+    rows = questions(options.kind, options.questions, options.documents, options.seed)
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    options.output.write_text(text, encoding="utf-8", newline="\n")
+
+
+if __name__ == "__main__":
+    main()
