@@ -527,7 +527,7 @@ class TestCacheTransform:
         self, corpus: Corpus, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(samkv_integrations.engine, "prefill", not_called)
-        nodes = [TextNode(text="Never seen."), TextNode(text="salt " * 3000)]
+        nodes = [TextNode(text="Never seen."), TextNode(text="salt " * 5000)]
         with pytest.raises(InvalidChunk, match="split it"):
             SamKVCacheTransform(engine=corpus.engine)(nodes)
 
@@ -677,9 +677,9 @@ class TestCalls:
         events = LlmEvents()
         llm = corpus.llm(callback_manager=CallbackManager([events]))
         with pytest.raises(PromptTooLong):
-            llm.complete("salt " * 3000)
+            llm.complete("salt " * 5000)
         with pytest.raises(PromptTooLong):  # at the call, not at the first piece
-            llm.stream_complete("salt " * 3000)
+            llm.stream_complete("salt " * 5000)
         assert len(events.started) == len(events.ended) == 2
 
 
@@ -832,11 +832,15 @@ class TestConfiguration:
             corpus.llm().complete("Hello", **options)
 
     def test_values_out_of_range(self, corpus: Corpus) -> None:
+        window = corpus.engine.model.context_window
         for options, message in (
             ({"generate_kwargs": {"temperature": -1}}, "temperature=-1"),
             ({"generate_kwargs": {"top_p": 0}}, "top_p=0"),
             ({"on_miss": "skip"}, "on_miss='skip'; allowed: text, compute, error"),
-            ({"context_window": 4096}, "context_window=4096; 'builtin' has 2048"),
+            (
+                {"context_window": window + 1},
+                f"context_window={window + 1}; 'builtin' has {window}",
+            ),
             ({"context_window": 12}, "max_new_tokens=12 leaves no room"),
             ({"model_name": "other"}, "model_name='other'.*'builtin'"),
             ({"kv_dir": "elsewhere"}, "kv_dir='elsewhere'"),
@@ -856,7 +860,10 @@ class TestConfiguration:
 
     def test_metadata_comes_from_the_model(self, corpus: Corpus) -> None:
         metadata = SamKVLLM.from_engine(corpus.engine).metadata
-        assert (metadata.model_name, metadata.context_window) == ("builtin", 2048)
+        assert (metadata.model_name, metadata.context_window) == (
+            "builtin",
+            builtin().context_window,
+        )
         assert (metadata.num_output, metadata.is_chat_model) == (256, True)
         assert not metadata.is_function_calling_model
         assert (

@@ -12,17 +12,16 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import AutoTokenizer, LlamaForCausalLM
-
-EXAMPLES = Path(__file__).parents[1] / "examples"
-from tokenizers import Tokenizer
 
 from reference_model import train
 from reference_model.network import EMBEDDING, NORM, Network, Shape
 from reference_model.optimiser import orthogonal
 from reference_model.packing import Batch, Encoded, encode, pack
-from reference_model.prompts import Asked, Mention, Prompt
+from reference_model.prompts import Asked, Prompt
+from reference_model.scenes import Mention
 
 BUILTIN = train.BUILTIN
 SIZES: dict[str, Any] = {

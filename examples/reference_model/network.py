@@ -166,7 +166,7 @@ class Network:
             ValueError: the model has more layers than asked, or not half of them.
         """
         model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        config = model.config
+        config: Any = model.config  # typed as if a loaded model could lack its sizes
         have = config.num_hidden_layers
         if not have <= layers <= 2 * have:
             raise ValueError(
@@ -224,7 +224,7 @@ class Network:
         state = {name: value.detach().cpu() for name, value in self.parameters.items()}
         model.load_state_dict(state | {"lm_head.weight": state[EMBEDDING]})
         written = folder.with_name(folder.name + ".new")
-        model.to(torch.bfloat16).save_pretrained(written)
+        model.bfloat16().save_pretrained(written)
         for name in TOKENIZER_FILES:
             if (tokenizer_folder / name).exists():
                 shutil.copyfile(tokenizer_folder / name, written / name)

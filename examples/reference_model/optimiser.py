@@ -69,12 +69,13 @@ class Optimiser:
             momentum.copy_(state["momenta"][name])
 
     def _average_gradients(self) -> None:
+        gradients: list[Tensor] = []
         for parameter in self._parameters.values():
             if parameter.grad is None:  # a hint of which this step had none
                 parameter.grad = torch.zeros_like(parameter)
+            gradients.append(parameter.grad)
         if self._processes == 1:
             return
-        gradients = [parameter.grad for parameter in self._parameters.values()]
         flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
         dist.all_reduce(flat)
         flat /= self._processes
@@ -89,6 +90,7 @@ class Optimiser:
             looked_ahead = []
             for name in names:
                 gradient = self._parameters[name].grad
+                assert gradient is not None  # the averages are there
                 self._momenta[name].lerp_(gradient, 1 - MOMENTUM)
                 looked_ahead.append(gradient.lerp(self._momenta[name], MOMENTUM))
             mine |= dict(zip(names, orthogonal(torch.stack(looked_ahead)), strict=True))
@@ -121,7 +123,7 @@ def orthogonal(matrices: Tensor) -> Tensor:
         matrices: shape (count, rows, columns).
     """
     wide = matrices.shape[-2] <= matrices.shape[-1]
-    turned = (matrices if wide else matrices.mT).bfloat16()
+    turned: Tensor = (matrices if wide else matrices.mT).bfloat16()
     turned = turned / (turned.norm(dim=(-2, -1), keepdim=True) + 1e-7)
     for _ in range(5):
         square = turned @ turned.mT

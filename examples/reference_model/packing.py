@@ -17,7 +17,8 @@ from tokenizers import Encoding, Tokenizer
 from torch import Tensor
 
 from reference_model.network import HIDDEN, Rows
-from reference_model.prompts import Mention, Prompt
+from reference_model.prompts import Prompt
+from reference_model.scenes import Mention
 
 ROWS = 256  # query rows that are attended together
 SHARE = 0.25  # of the tokens outside of answers are predicted too

@@ -62,12 +62,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--output", type=Path, required=True)
     options = parser.parse_args(arguments)
-    if not LEAST <= options.documents <= MOST:
-        parser.error(f"--documents {options.documents}: {LEAST} to {MOST} are possible")
+    continued = options.kind == "reference"
+    possible = range(4, MOST + 1, 2) if continued else range(LEAST, MOST + 1)
+    if options.documents not in possible:
+        numbers = f"{possible[0]} to {possible[-1]}"
+        if continued:
+            numbers = f"even numbers from {numbers}, as every second one continues the one before"
+        parser.error(f"--documents {options.documents}: possible are {numbers}")
     if options.questions < 1:
         parser.error(f"--questions {options.questions}: at least 1 is needed")
-    if options.kind == "reference" and options.documents % 2:
-        parser.error(f"--documents {options.documents}: every second one continues the one before")
+    if not options.output.parent.is_dir():
+        parser.error(f"--output {options.output}: the folder {options.output.parent} is not there")
     rows = questions(options.kind, options.questions, options.documents, options.seed)
     text = "".join(json.dumps(row) + "\n" for row in rows)
     options.output.write_text(text, encoding="utf-8", newline="\n")

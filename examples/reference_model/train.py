@@ -21,10 +21,10 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the other process ha
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
 from tokenizers import Tokenizer
 from torch import Tensor
+from torch.multiprocessing.spawn import ProcessExitedException, spawn
 from transformers.utils.logging import disable_progress_bar
 
 from reference_model.network import NORM, Network, Shape, padded
@@ -50,8 +50,11 @@ BUCKETS = ((10, "10+"), (6, "6-9"), (4, "4-5"), (2, "2-3"), (1, "1"))
 class DrawnFrom(Protocol):
     """A stage as the training needs it."""
 
-    name: str
-    gates: dict[str, float]
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def gates(self) -> dict[str, float]: ...
 
     def draw(self, rng: random.Random) -> Prompt: ...
 
@@ -504,7 +507,7 @@ def launch(options: Options) -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         rendezvous = f"file://{folder}/meeting"
-        context = mp.spawn(work, (options, rendezvous), options.processes, join=False)
+        context = spawn(work, (options, rendezvous), options.processes, join=False)
 
         def pass_on(*_: object) -> None:
             for process in context.processes:
@@ -516,7 +519,7 @@ def launch(options: Options) -> None:
         try:
             while not context.join():
                 pass
-        except mp.ProcessExitedException as error:  # which has said why itself
+        except ProcessExitedException as error:  # which has said why itself
             raise SystemExit(error.exit_code) from None
 
 
