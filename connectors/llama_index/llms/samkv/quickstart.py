@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from llama_index.core import Document, PromptTemplate, StorageContext, VectorStoreIndex
+from llama_index.core import Document, StorageContext, VectorStoreIndex
 from llama_index.core.embeddings import BaseEmbedding
 from llama_index.core.node_parser import SentenceSplitter
 from llama_index.vector_stores.chroma import ChromaVectorStore
@@ -24,13 +24,11 @@ from samkv_integrations.chunk import normalise
 from samkv_integrations.documents import read_text
 from samkv_integrations.engine import Engine
 from samkv_integrations.errors import EmptyInput
-from samkv_integrations.prompt import rag_prompt
 from samkv_integrations.report import Report
 from samkv_integrations.store import ChunkStore
 
 TOP_K = 4
 MAX_NEW_TOKENS = 16
-TEMPLATE = str(rag_prompt("{query_str}", ["{context_str}"]))
 
 
 class OfflineEmbedding(BaseEmbedding):
@@ -111,13 +109,10 @@ class Quickstart:
     def ask(self, question: str, method: str) -> Reply:
         """The answer of a query engine over the index. Call `ingest` first."""
         assert self._index is not None, "nothing was ingested"
-        llm = SamKVLLM(
-            engine=self.engine, method=method, max_new_tokens=MAX_NEW_TOKENS, is_chat_model=False
-        )
+        llm = SamKVLLM(engine=self.engine, method=method, max_new_tokens=MAX_NEW_TOKENS)
         query_engine = self._index.as_query_engine(
             llm=llm,
             similarity_top_k=TOP_K,
-            text_qa_template=PromptTemplate(TEMPLATE),
             node_postprocessors=[SamKVPostprocessor(llm=llm)],
         )
         response = query_engine.query(question)
