@@ -40,8 +40,8 @@ WARM_STEPS = 60  # the learning rate rises over the first steps of every start
 STAGE_STEPS = 40  # at least, so that the running exact match is the stage's own
 SAVE_SECONDS = 120.0
 LOG_SECONDS = 20.0
-# Keep freed memory: a step frees and allocates hundreds of megabytes, and a page that comes back from
-# the kernel is cleared first. Half of the time of a step on a CPU went there.
+# Keep freed memory: a step frees and allocates hundreds of megabytes, and a page that comes back
+# from the kernel is cleared first. Half of the time of a step on a CPU went there.
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "4000000000", "MALLOC_TRIM_THRESHOLD_": "8000000000"}
 LM_WEIGHT = 0.2
 HINT_WEIGHT = 0.5
