@@ -21,7 +21,7 @@ from reference_model.network import EMBEDDING, NORM, Network, Shape
 from reference_model.optimiser import orthogonal
 from reference_model.packing import Batch, Encoded, encode, pack
 from reference_model.prompts import Asked, Prompt
-from reference_model.scenes import Mention
+from reference_model.scenes import Mention, Value
 
 BUILTIN = train.BUILTIN
 SIZES: dict[str, Any] = {
@@ -38,7 +38,7 @@ def tokenizer() -> Tokenizer:
     return Tokenizer.from_file(str(BUILTIN / "tokenizer.json"))
 
 
-LAYERS = {"mention": 1, "value": 1, "bridge": 2, "subject": 2}
+LAYERS = {"mention": 1, "bridge": 2, "subject": 2}
 
 
 def tiny(tokenizer: Tokenizer, layers: int = 3) -> Network:
@@ -249,6 +249,43 @@ def test_a_loss_is_the_weighted_sum_of_its_parts(tokenizer: Tokenizer) -> None:
         assert hit == bool(right[batch.question_of == question].all())
     own = torch.nn.functional.cross_entropy(predicted[answers.places], answers.targets)
     assert means["answer loss"] == pytest.approx(float(own), rel=1e-5)
+
+
+@pytest.mark.parametrize("subject_layer", [2, 3])  # 3: the last layer's head, as none follows
+def test_the_pointer_is_the_attention_of_a_head_to_where_the_answer_stands(
+    tokenizer: Tokenizer, tmp_path: Path, subject_layer: int
+) -> None:
+    network = tiny(tokenizer)
+    network.save(tmp_path / "model", BUILTIN)
+    encoded = []
+    for number in range(2):
+        one = prompt(number, questions=4)
+        value = Value(end=one.context.index("tea") + 1, name="Ann", fact="product")
+        asked = tuple(replace(q, fact="product" if q.subject else "") for q in one.questions)
+        encoded.append(encode(tokenizer, replace(one, values=(value,), questions=asked)))
+    batch = packed(encoded)
+    hints = {name: torch.ones(64) for name in train.HINTS}
+    layers = LAYERS | {"subject": subject_layer}
+    _, means, _ = train.losses(network, hints, batch, layers=layers)
+
+    model = LlamaForCausalLM.from_pretrained(
+        tmp_path / "model", dtype=torch.float32, attn_implementation="eager"
+    )
+    state = {name: value.detach() for name, value in network.parameters.items()}
+    model.load_state_dict(state | {"lm_head.weight": state[EMBEDDING]})
+    expected = []
+    for one in encoded:
+        for question in one.questions:
+            if question.source is None:
+                continue
+            assert tokenizer.decode([one.context[question.source]]) == " tea"
+            ids = torch.tensor([one.context + question.ids])
+            with torch.no_grad():
+                attention = model(ids, output_attentions=True).attentions[2][0, 0]
+            row = attention[len(one.context) + question.answer - 1, : len(one.context)]
+            expected.append(float(row[question.source] / row.sum()))
+    assert len(expected) == 4
+    assert means["pointer"] == pytest.approx(sum(expected) / 4, rel=1e-3)
 
 
 def test_updates_of_matrices_are_about_orthogonal() -> None:

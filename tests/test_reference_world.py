@@ -19,7 +19,7 @@ from llama_index.core.prompts import chat_prompts, default_prompts
 from tokenizers import Tokenizer
 
 from reference_model.prompts import BOS, EOS, PromptForms, draw_prompt, join_documents
-from reference_model.scenes import Document, Question, Scene, draw_scene
+from reference_model.scenes import Document, Question, Scene, draw_scene, tell
 from reference_model.stages import (
     COMPARED,
     CONTINUED,
@@ -216,6 +216,13 @@ def test_no_two_statements_contradict_each_other(scene: Scene) -> None:
     assert len({product for _, product in both}) == len(both)
 
 
+def needed(scene: Scene, statement: Statement) -> tuple[int, ...]:
+    """Its document, after the one that says whom it is about if it does not say so itself."""
+    at = statement.place[0]
+    goes_on = scene.documents[at].title in WORLD.follow_up["titles"]
+    return (at - 1, at) if goes_on else (at,)
+
+
 @settings(max_examples=60, deadline=None)
 @given(scenes())
 def test_every_question_has_one_answer_and_names_its_documents(scene: Scene) -> None:
@@ -225,7 +232,7 @@ def test_every_question_has_one_answer_and_names_its_documents(scene: Scene) -> 
         last = chain[-1]
         if question.kind == "comparison":
             assert question.answer == capitalised(last.name)
-            assert set(question.documents) == {s.place[0] for s in chain}
+            assert set(question.documents) == {d for s in chain for d in needed(scene, s)}
             assert question.k == 2
             continue
         assert question.answer == last.value
@@ -233,13 +240,10 @@ def test_every_question_has_one_answer_and_names_its_documents(scene: Scene) -> 
             {s.name for s in known if s.kind == last.kind and s.fact == last.fact}
         )
         assert (question.kind == "two-hop") == (len(chain) == 2)
-        needed = [s.place[0] for s in chain]
+        assert question.documents == tuple(d for s in chain for d in needed(scene, s))
         if question.kind == "reference":
-            assert scene.documents[needed[0]].title in WORLD.follow_up["titles"]
-            assert question.documents == (needed[0] - 1, needed[0])
-            assert scene.documents[needed[0] - 1].title == last.name
-        else:
-            assert question.documents == tuple(needed)
+            assert len(question.documents) == 2
+            assert scene.documents[question.documents[0]].title == last.name
         if question.bridge:
             phrase = question.text[: question.bridge.end]
             assert question.bridge.name == last.name == chain[0].value
@@ -298,6 +302,23 @@ def test_every_value_is_marked_at_its_first_letter(scene: Scene) -> None:
             assert document.text[marked.end - 1 :].startswith(statement.value)
 
 
+@pytest.mark.parametrize(
+    ("kind", "name", "fact", "value"),
+    [("town", "Sisstead", "ware", "tea"), ("product", "Dredio pump", "color", "red")],
+)
+def test_a_value_is_not_marked_inside_of_a_name(
+    kind: str, name: str, fact: str, value: str
+) -> None:
+    told = next(one for one in WORLD.facts[kind] if one.name == fact)
+    texts = set()
+    for seed in range(10):
+        document = tell(WORLD, RECORDS, random.Random(seed), name, kind, name, [(told, value)])
+        (marked,) = document.values
+        assert re.search(rf" {value}\b", document.text[marked.end - 2 :]).start() == 0
+        texts.add(document.text)
+    assert len(texts) > 1
+
+
 def names_in(text: str, kind: str) -> set[str]:
     """Every stem and ending of ``kind`` in a text, where a name of that kind stands."""
     stem = "|".join(WORLD.stems)
@@ -326,13 +347,13 @@ def test_held_out_names_are_never_drawn_in_training_and_the_others_only_there(ki
     assert all(is_held_out(*pair) for name in held_out for pair in pairs(kind, name))
 
 
-def test_one_name_in_ten_is_held_out() -> None:
+def test_about_one_name_in_twelve_is_held_out() -> None:
     for kind, endings in WORLD.endings.items():
         n = len(WORLD.stems) * len(endings)
         held_out = sum(
             is_held_out(s, e) for s in range(len(WORLD.stems)) for e in range(len(endings))
         )
-        assert 0.07 < held_out / n < 0.12, kind
+        assert 0.07 < held_out / n < 0.1, kind
 
 
 @pytest.fixture(scope="module")

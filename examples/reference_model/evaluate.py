@@ -193,7 +193,9 @@ def draw_items(model: Model, world: World, cell: Cell, n: int, seed: int) -> lis
         if cell.prompt_tokens:
             style = _filled(model, world, style, cell.prompt_tokens, idle, rng)
         scene = draw_scene(world, style, rng, held_out=True)
-        found = [plain_item(scene, q) for q in scene.questions if q.kind == cell.kind]
+        # A scene may ask the same comparison twice.
+        asked = dict.fromkeys(q for q in scene.questions if q.kind == cell.kind)
+        found = [plain_item(scene, q) for q in asked]
         if found and _is_long_enough(model, cell, found[0]):
             items += found[:PER_SCENE]
             tries = 0
@@ -284,7 +286,10 @@ def form_modes(forms: PromptForms) -> Iterator[tuple[PromptForm, bool]]:
 def draw_form_items(
     world: World, forms: PromptForms, form: PromptForm, chat: bool, n: int, seed: int
 ) -> list[Item]:
-    """Single-hop questions over 4 documents in one form; the scenes are the same for all forms."""
+    """Single-hop questions over 4 documents in one form.
+
+    All forms go through the same scenes; those that take one question of a scene go further.
+    """
     only = replace(
         forms,
         forms=[replace(form, plain=not chat, chat=chat)],
@@ -427,7 +432,7 @@ class Run:
             yield rows_of(self.model, "prompt-forms", case, items, guessable=guessable)
 
     def controls(self) -> Iterator[list[Row]]:
-        """The questions of other cells with what answers them taken away: no model can be right."""
+        """The questions of other cells with what answers them taken away: right by luck only."""
         for cell in (single_hop(4), needle(1000)):
             items = self.items(cell)
             for take_away in (without_documents, without_answer):

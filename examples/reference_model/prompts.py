@@ -259,6 +259,7 @@ def _refine(
 ) -> Prompt:
     """An answer to be replaced by what the documents say, or to be kept if they say nothing."""
     question = next((q for q in scene.questions if len(q.documents) == 1), scene.questions[0])
+    question = replace(question, k=1)  # the answer is in sight: this is another task
     existing = rng.choice(scene.questions).answer
     answer = question.answer
     if len(question.documents) == 1 and rng.random() < 0.5:

@@ -121,6 +121,11 @@ class _Stated:
     document: int
     continued: bool
 
+    @property
+    def documents(self) -> tuple[int, ...]:
+        """The document, after the one that names the entity if this one does not."""
+        return (self.document - 1, self.document) if self.continued else (self.document,)
+
 
 @dataclass(frozen=True, kw_only=True)
 class _Link:
@@ -284,9 +289,10 @@ def tell(
             verb = sentence.split()[1]
             sentence = sentence.replace(verb, world.plural.get(verb, verb), 1)
         end = len(before) + len(subject) if mentioned else None
-        sentences.append(
-            (capitalised(sentence), end, (fact.name, sentence.index(stated_value) + 1))
-        )
+        # Counted from the end, as a subject may hold the value ("tea" in "Sisstead").
+        tail = wording[wording.index("{v}") :].format(s=subject, v=stated_value)
+        value = (fact.name, len(sentence) - len(tail) + 1)
+        sentences.append((capitalised(sentence), end, value))
     n_idle = rng.randint(*style.idle)
     if style.apart:
         # Before the first fact too, so that facts stand at any depth.
@@ -300,11 +306,11 @@ def tell(
     mentions: list[Mention] = []
     values: list[Value] = []
     start = 0
-    for sentence, mention_end, value in sentences:
+    for sentence, mention_end, marked in sentences:
         if mention_end is not None:
             mentions.append(Mention(end=start + mention_end, name=name))
-        if value is not None:
-            values.append(Value(end=start + value[1], name=name, fact=value[0]))
+        if marked is not None:
+            values.append(Value(end=start + marked[1], name=name, fact=marked[0]))
         start += len(sentence) + 1
     text = " ".join(sentence for sentence, _, _ in sentences)
     return Document(title=title, text=text, mentions=tuple(mentions), values=tuple(values))
@@ -332,7 +338,7 @@ def _questions(
                 k=k,
                 text=wording(s.fact).format(s=in_a_sentence(s.kind, s.name)),
                 answer=s.value,
-                documents=(s.document - 1, s.document) if s.continued else (s.document,),
+                documents=s.documents,
                 subject=s.name,
                 fact=s.fact.name,
             )
@@ -350,7 +356,7 @@ def _questions(
                     k=len(alike[t.kind, t.fact.name]),
                     text=ask.format(s=phrase),
                     answer=t.value,
-                    documents=(s.document, t.document),
+                    documents=s.documents + t.documents,
                     subject=t.name,
                     fact=t.fact.name,
                     bridge=Mention(end=end, name=s.value),
@@ -381,5 +387,5 @@ def _comparison(rng: random.Random, one: _Stated, other: _Stated) -> Question:
         k=2,
         text=f"{who} {claim}, {first} or {second}?",
         answer=capitalised(true.name),
-        documents=tuple(s.document for s in pair),
+        documents=pair[0].documents + pair[1].documents,
     )

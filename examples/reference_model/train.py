@@ -36,7 +36,7 @@ from reference_model.world import World
 
 BUILTIN = Path(__file__).parents[2] / "samkv_integrations" / "assets" / "builtin"
 SCRATCH = "scratch"
-WARM_STEPS = 60  # the learning rate rises over the first steps of every start
+WARM_STEPS = 60  # the learning rates rise over the first steps of a run
 STAGE_STEPS = 40  # at least, so that the running exact match is the stage's own
 SAVE_SECONDS = 120.0
 LOG_SECONDS = 20.0
@@ -236,7 +236,6 @@ class Trainer:
         self.rng = random.Random(f"{options.seed} {rank}")
         self.feed = Feed(self._tokenizer, positions, options.tokens_per_step)
         self.progress = Progress(stage=options.stage)
-        self._warm_from = 0
         if self._state_file.exists():
             self._restore()
 
@@ -285,7 +284,7 @@ class Trainer:
     def factor(self) -> float:
         """Of the learning rates: up over the first steps, down to 0 over the last minutes."""
         left = self.options.minutes - self.progress.seconds / 60
-        warm = (self.progress.step - self._warm_from + 1) / WARM_STEPS
+        warm = (self.progress.step + 1) / WARM_STEPS
         down = left / self.options.decay if self.options.decay else 1.0
         return self.options.rate * max(0.0, min(1.0, warm, down))
 
@@ -332,7 +331,6 @@ class Trainer:
             version, numbers, gauss = state["generators"][self.rank]
             self.rng.setstate((version, tuple(numbers), gauss))
         self.progress = Progress.restored(state["progress"])
-        self._warm_from = self.progress.step - WARM_STEPS  # the momenta are there already
 
     def _export(self, name: str) -> None:
         self.network.save(self.options.output / name, self.options.tokenizer)
@@ -400,7 +398,9 @@ def losses(
     """
     last = network.shape.layers
     layers = {name: min(layer, last) for name, layer in layers.items()}
-    states = network.states(batch.tokens, batch.positions, batch.rows, [last, *layers.values()])
+    pointer = min(layers["subject"], last - 1)
+    after = [last, pointer, *layers.values()]
+    states = network.states(batch.tokens, batch.positions, batch.rows, after)
     norm = network.parameters[NORM]
     parts = {
         "answer": (norm, batch.answers, last, 1.0),
@@ -409,8 +409,7 @@ def losses(
         "bridge": (hints["bridge"], batch.bridges, layers["bridge"], HINT_WEIGHT),
         "subject": (hints["subject"], batch.subjects, layers["subject"], HINT_WEIGHT),
     }
-    pointer = layers["subject"]
-    pointed = pointing(network, states[pointer], batch, min(pointer, last - 1))
+    pointed = pointing(network, states[pointer], batch, pointer)
     logits = network.logits(
         [(weight, states[layer][places.places]) for weight, places, layer, _ in parts.values()]
     )
