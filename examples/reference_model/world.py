@@ -111,7 +111,7 @@ class Names:
 def is_held_out(stem: int, ending: int) -> bool:
     """Whether this pairing of a stem and an ending is kept out of training.
 
-    One in twelve is. Every ending's kind has some, and 96 of the 120 stems.
+    One in twelve is, of names of every kind and of 96 of the 120 stems.
     """
     return (7 * stem + 13 * ending + stem * ending % 5) % 10 == 0
 
