@@ -173,7 +173,14 @@ def _one(
     before, after = template.split("{context}")
     cut = _last_cut(after[:-1])
     text = after[cut:]
-    asked = Asked(kind=question.kind, k=question.k, text=text, answer=_answer(answer, after, chat))
+    asked = Asked(
+        kind=question.kind,
+        k=question.k,
+        text=text,
+        answer=_answer(answer, after, chat),
+        subject=question.subject,
+        fact=question.fact,
+    )
     return Prompt(
         context=before + body + after[:cut],
         mentions=_moved(mentions, len(before)),
@@ -267,6 +274,7 @@ def _refine(
         kept = [d for i, d in enumerate(scene.documents) if i not in left_out]
         if kept:
             scene, answer = Scene(documents=tuple(kept), questions=()), existing
+            question = replace(question, subject="", fact="")
     template = _template(form.messages, chat=chat)
     template = template.replace("{question}", question.text).replace("{existing}", existing)
     return _one(forms, fmt, scene, rng, template, question, answer, chat)
