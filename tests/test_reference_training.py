@@ -17,15 +17,16 @@ from torch import Tensor
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 from reference_model import train
-from reference_model.network import EMBEDDING, NORM, Network, Shape
+from reference_model.network import EMBEDDING, NORM, Network, Shape, padded
 from reference_model.optimiser import orthogonal
 from reference_model.packing import Batch, Encoded, encode, pack
 from reference_model.prompts import Asked, Prompt
 from reference_model.scenes import Mention, Value
 
 BUILTIN = train.BUILTIN
+VOCABULARY = padded(Tokenizer.from_file(str(BUILTIN / "tokenizer.json")).get_vocab_size())
 SIZES: dict[str, Any] = {
-    "vocabulary": 2752,
+    "vocabulary": VOCABULARY,
     "positions": 2048,
     "width": 64,
     "head_width": 16,
@@ -175,7 +176,7 @@ def test_added_layers_and_tokens_leave_the_function_unchanged(
         )
 
     before, after = load(3, tokenizer), load(5, grown)
-    assert after.shape.layers == 5 and after.shape.vocabulary == 2784
+    assert after.shape.layers == 5 and after.shape.vocabulary == VOCABULARY + 32
     batch = packed([encode(tokenizer, prompt())])
     same = tokenizer.get_vocab_size()
     torch.testing.assert_close(logits(after, batch)[:, :same], logits(before, batch)[:, :same])
