@@ -15,7 +15,7 @@ from torch import Tensor
 from samkv_integrations.engine import Engine
 from samkv_integrations.methods import get_method
 from samkv_integrations.model import Model, attention
-from samkv_integrations.prompt import Resolver, rag_prompt
+from samkv_integrations.prompt import rag_prompt
 from samkv_integrations.query import Query
 from samkv_integrations.rope import rotate, unrotate
 
@@ -107,7 +107,7 @@ def _rotation(engine: Engine) -> Check:
 
 def _greedy(engine: Engine) -> Check:
     model, name = engine.model, "greedy decoding"
-    with Resolver(model, engine.store, engine.fingerprint).resolve(_prompt(), CHUNKS) as resolved:
+    with engine.resolve(_prompt(), CHUNKS) as resolved:
         ids = [token for segment in resolved.segments for token in segment.token_ids]
     prompt = torch.tensor([ids], device=model.device)
     output = model.hf.generate(
@@ -137,7 +137,7 @@ def _greedy(engine: Engine) -> Check:
 
 def _token_boundaries(engine: Engine) -> Check:
     model, prompt = engine.model, _prompt()
-    with Resolver(model, engine.store, engine.fingerprint).resolve(prompt, CHUNKS) as resolved:
+    with engine.resolve(prompt, CHUNKS) as resolved:
         pieces = [token for segment in resolved.segments for token in segment.token_ids]
     bos = [] if model.bos_id is None else [model.bos_id]
     whole = bos + model.tokenize(prompt, special=True)
@@ -164,10 +164,9 @@ def _chat_template(engine: Engine) -> Check:
         return Check(name=name, ok=True, detail="the tokenizer has none: plain prompts only")
     messages = [{"role": "user", "content": _prompt()}]
     rendered = model.render_chat(messages)
-    resolver = Resolver(model, engine.store, engine.fingerprint)
-    with resolver.resolve(rendered) as resolved:
+    with engine.resolve(rendered, ()) as resolved:
         ours = [token for segment in resolved.segments for token in segment.token_ids]
-    with resolver.resolve(rendered, CHUNKS) as resolved:
+    with engine.resolve(rendered, CHUNKS) as resolved:
         split = [token for segment in resolved.segments for token in segment.token_ids]
     theirs = model.tokenizer.apply_chat_template(
         messages, add_generation_prompt=True, return_dict=False
@@ -208,8 +207,7 @@ def _first_logits(
     engine: Engine, prompt: str, chunks: Sequence[str], method: str
 ) -> tuple[Tensor, Tensor]:
     """Logits (vocabulary,) of the answer's first token by ``method``, and the prompt's ids (T,)."""
-    resolver = Resolver(engine.model, engine.store, engine.fingerprint)
-    with resolver.resolve(prompt, chunks) as resolved:
+    with engine.resolve(prompt, chunks) as resolved:
         query = Query(
             engine.model, get_method(method), resolved, engine.fingerprint, engine.prefix, ()
         )

@@ -17,10 +17,20 @@ from samkv_integrations.decode import AnswerStream, Decoder, TextStream
 from samkv_integrations.errors import CacheMiss, InvalidChunk, InvalidOption
 from samkv_integrations.eviction import Eviction, get_eviction
 from samkv_integrations.ingest import NewChunk, batches, prefill
+from samkv_integrations.known_texts import KnownTexts
 from samkv_integrations.layout import BlockScheme
 from samkv_integrations.methods import Method, get_method
 from samkv_integrations.model import Model, Sampling
-from samkv_integrations.prompt import ChunkHandle, OnMiss, Resolver, handle_of, split_prompt
+from samkv_integrations.prompt import (
+    ChunkText,
+    OnMiss,
+    Piece,
+    PlainText,
+    Resolved,
+    Resolver,
+    handle_of,
+    split_prompt,
+)
 from samkv_integrations.query import Query
 from samkv_integrations.report import Report
 from samkv_integrations.store import MemoryStore, Store
@@ -83,6 +93,7 @@ class Engine:
         self._code_bits = code_bits
         self._calibrated: tuple[int, ...] | None = None
         self._fingerprint: Fingerprint | None = None
+        self._known = KnownTexts(self.store, lambda: self.fingerprint, self.key_of)
         if block_size != "auto":
             self._fingerprint = self._fingerprint_for(BlockScheme(size=block_size))
 
@@ -159,6 +170,18 @@ class Engine:
         key = self.key_of(text)
         return handle_of(key) if self.store.contains(key, self.fingerprint) else None
 
+    def expect(self, texts: Sequence[str]) -> None:
+        """Prepare for prompts that hold these chunks, as a retriever has just found them.
+
+        Their caches begin to be read into the system's memory. In prompts without handles they are
+        then found like those of the store, and counted as misses if they have no usable cache.
+        """
+        bodies = [body for text in texts if (body := normalise(text))]
+        for body in bodies:
+            ids = self.model.tokenize(body, special=False)
+            self.store.prefetch(self.store.key(self.fingerprint, ids), self.fingerprint, len(ids))
+        self._known.expect(bodies)
+
     def count_tokens(self, text: str) -> int:
         """Tokens of ``text``, handles counted at the length of their chunks."""
         return self._resolver().count_tokens(text)
@@ -231,7 +254,7 @@ class Engine:
     def generate(
         self,
         prompt: Prompt,
-        chunks: Sequence[str] = (),
+        chunks: Sequence[str] | None = None,
         *,
         method: str | Method | None = None,
         eviction: str | Eviction | None = None,
@@ -245,7 +268,8 @@ class Engine:
         """The answer to ``prompt``.
 
         prompt: a string, or chat messages (``role``, ``content``) for the model's chat template.
-        chunks: texts of chunks that occur in it; handles need not be listed.
+        chunks: texts of chunks that occur in it, besides handles; None to find those of the store
+            (and those that `expect` named), see `KnownTexts`.
         method, eviction: in place of the engine's for this answer; ``eviction="none"`` for none.
         on_miss: what to do for a chunk without a usable cache: ``text`` (compute it from its text,
             this once), ``compute`` (cache it first), ``error``.
@@ -274,7 +298,7 @@ class Engine:
     def stream(
         self,
         prompt: Prompt,
-        chunks: Sequence[str] = (),
+        chunks: Sequence[str] | None = None,
         *,
         method: str | Method | None = None,
         eviction: str | Eviction | None = None,
@@ -297,15 +321,10 @@ class Engine:
         )
         text = TextStream(self.model, stop)
         rendered = prompt if isinstance(prompt, str) else self.model.render_chat(prompt)
-        if on_miss == "compute":
-            pieces = split_prompt(rendered, chunks)
-            keys = [piece.key for piece in pieces if isinstance(piece, ChunkHandle)]
-            behind = [body for key in keys if (body := self.store.text(key)) is not None]
-            self.cache_chunks([*chunks, *behind])
         with (
+            self.resolve(rendered, chunks, on_miss=on_miss) as resolved,
             self._lock,
             torch.inference_mode(),
-            self._resolver().resolve(rendered, chunks, on_miss=on_miss) as resolved,
         ):
             stable = self._stable_layers() if "statistics" in chosen.reads else ()
             query = Query(self.model, chosen, resolved, self.fingerprint, self.prefix, stable, rule)
@@ -325,6 +344,27 @@ class Engine:
         return AnswerStream(
             first, step, self.model.eos_ids, sampling.max_new_tokens, text, report, query.cache
         )
+
+    def resolve(
+        self, prompt: str, chunks: Sequence[str] | None = None, *, on_miss: OnMiss = "text"
+    ) -> Resolved:
+        """The segments of a prompt, and the open caches of its chunks; a context manager.
+
+        Arguments and errors are those of `generate`.
+        """
+        if chunks is None:
+            pieces = split_prompt(prompt, known=self._known.find(prompt))
+        else:
+            pieces = split_prompt(prompt, chunks)
+        if on_miss == "compute":
+            self.cache_chunks([body for piece in pieces if (body := self._body(piece))])
+        return self._resolver().resolve(pieces, on_miss=on_miss)
+
+    def _body(self, piece: Piece) -> str | None:
+        """Text of a chunk in a prompt, if it is known."""
+        if isinstance(piece, PlainText):
+            return None
+        return piece.text if isinstance(piece, ChunkText) else self.store.text(piece.key)
 
     def _resolver(self) -> Resolver:
         return Resolver(self.model, self.store, self.fingerprint)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Literal, Self
+from typing import Literal, Self, get_args
 
 from samkv_integrations.chunk import Fingerprint, normalise
 from samkv_integrations.errors import CacheMiss, ChunkNotCached, HandleError, InvalidOption
@@ -71,9 +71,12 @@ class ChunkHandle:
 Piece = PlainText | ChunkText | ChunkHandle
 
 
-def split_prompt(prompt: str, chunks: Sequence[str] = ()) -> list[Piece]:
-    """Split ``prompt`` at handles and at the bodies of ``chunks``, longest body first.
+def split_prompt(
+    prompt: str, chunks: Sequence[str] = (), known: Mapping[str, str] | None = None
+) -> list[Piece]:
+    """Split ``prompt`` at handles, at the bodies of ``chunks``, and at ``known`` texts.
 
+    known: written form -> body, see `KnownTexts`. Of two that begin in one place the longer wins.
     What stands inside a chunk body is never looked at, so a document cannot smuggle a handle in.
 
     Raises:
@@ -83,15 +86,19 @@ def split_prompt(prompt: str, chunks: Sequence[str] = ()) -> list[Piece]:
     bodies = dict.fromkeys(normalise(chunk) for chunk in chunks)
     if "" in bodies:
         raise InvalidOption("an empty chunk was given; chunks must hold text")
-    alternatives = [re.escape(body) for body in sorted(bodies, key=len, reverse=True)]
-    pattern = re.compile("|".join([*alternatives, _HANDLE.pattern]))
+    forms = {**(known or {}), **{body: body for body in bodies}}
+    places: list[tuple[int, int, Piece]] = [
+        (match.start(), match.end(), ChunkHandle(match[1])) for match in _HANDLE.finditer(prompt)
+    ]
+    for form, body in forms.items():
+        places += [(at, at + len(form), ChunkText(body)) for at in _occurrences(prompt, form)]
     pieces: list[Piece] = []
     end = 0
-    for match in pattern.finditer(prompt):
-        _add_plain(pieces, prompt[end : match.start()])
-        is_body = match[0] in bodies
-        pieces.append(ChunkText(match[0]) if is_body else ChunkHandle(match[1]))
-        end = match.end()
+    for start, stop, piece in sorted(places, key=lambda place: (place[0], -place[1])):
+        if start >= end:
+            _add_plain(pieces, prompt[end:start])
+            pieces.append(piece)
+            end = stop
     _add_plain(pieces, prompt[end:])
     found = {piece.text for piece in pieces if isinstance(piece, ChunkText)}
     for body in bodies:
@@ -101,6 +108,13 @@ def split_prompt(prompt: str, chunks: Sequence[str] = ()) -> list[Piece]:
                 "chunk (or its handle) where the model should read it"
             )
     return pieces
+
+
+def _occurrences(prompt: str, form: str) -> Iterator[int]:
+    at = prompt.find(form)
+    while at >= 0:
+        yield at
+        at = prompt.find(form, at + 1)
 
 
 def _add_plain(pieces: list[Piece], text: str) -> None:
@@ -158,20 +172,18 @@ class Resolver:
         self._store = store
         self._fingerprint = fingerprint
 
-    def resolve(
-        self, prompt: str, chunks: Sequence[str] = (), *, on_miss: OnMiss = "text"
-    ) -> Resolved:
-        """Segments of ``prompt``, which begins with BOS exactly once if the model has one.
+    def resolve(self, pieces: Sequence[Piece], *, on_miss: OnMiss = "text") -> Resolved:
+        """Segments of a split prompt, which begin with BOS exactly once if the model has one.
 
         Raises:
-            HandleError: a handle is broken, or names no chunk whose text is known.
+            HandleError: a handle names no chunk whose text is known.
             ChunkNotCached: ``on_miss`` is ``error`` and a chunk has no usable cache.
         """
-        if on_miss not in ("text", "compute", "error"):
-            raise InvalidOption(f"on_miss={on_miss!r}; allowed: text, compute, error")
+        if on_miss not in get_args(OnMiss):
+            raise InvalidOption(f"on_miss={on_miss!r}; allowed: {', '.join(get_args(OnMiss))}")
         resolved = Resolved()
         try:
-            for piece in split_prompt(prompt, chunks):
+            for piece in pieces:
                 if isinstance(piece, PlainText):
                     ids = tuple(self._model.tokenize(piece.text, special=True))
                     resolved.segments.append(Segment(token_ids=ids))

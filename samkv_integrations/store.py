@@ -10,7 +10,8 @@ import os
 import re
 import secrets
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,6 +24,8 @@ from samkv_integrations.reader import ChunkFile, MemoryChunk
 from samkv_integrations.reader import StoredChunk as StoredChunk
 
 _SECRET_BYTES = 32
+# Longer than the coarsest clock of a file system ticks: within a tick two changes look like one.
+_SETTLED_NS = 2_000_000_000
 _HEX_NAME = re.compile("[0-9a-f]{32}")
 _OWN_NAME = re.compile(r"(store\.json|secret)(\..*\.tmp)?")
 
@@ -79,11 +82,23 @@ class Store(Protocol):
     def text(self, key: str) -> str | None:
         """The text of a chunk of any fingerprint, None if it is unknown or unreadable."""
 
+    def prefetch(self, key: str, fingerprint: Fingerprint, n_tokens: int) -> None:
+        """Begins to read what every request reads of a chunk of ``n_tokens``, without waiting.
+
+        Nothing but a hint: whatever goes wrong, `open` will say.
+        """
+
     def delete(self, key: str) -> bool:
         """Removes a chunk and its text under all fingerprints; whether there was anything."""
 
     def keys(self, fingerprint: Fingerprint | None = None) -> list[str]:
         """Sorted keys of the chunks of one fingerprint, or of all."""
+
+    def stamp(self, fingerprint: Fingerprint) -> Hashable | None:
+        """A value that differs when `keys` of the fingerprint may; None if that is uncertain.
+
+        Much cheaper than `keys`.
+        """
 
     def fingerprints(self) -> list[Fingerprint]:
         """The fingerprints of which there is a chunk, sorted by digest."""
@@ -102,12 +117,16 @@ class MemoryStore:
         self._namespace = namespace
         self._secret = secrets.token_bytes(_SECRET_BYTES)
         self._chunks: dict[tuple[str, str], ChunkCache] = {}
+        self._texts: dict[str, str] = {}
+        self._n_changes = 0
 
     def key(self, fingerprint: Fingerprint, token_ids: Sequence[int]) -> str:
         return chunk_key(self._secret, self._namespace, fingerprint.digest, token_ids)
 
     def put(self, chunk: ChunkCache) -> None:
         self._chunks[chunk.fingerprint.digest, chunk.key] = chunk
+        self._texts[chunk.key] = chunk.text
+        self._n_changes += 1
 
     def open(
         self, key: str, fingerprint: Fingerprint, token_ids: Sequence[int] | None = None
@@ -121,17 +140,24 @@ class MemoryStore:
         return (fingerprint.digest, key) in self._chunks
 
     def text(self, key: str) -> str | None:
-        return next((c.text for c in self._chunks.values() if c.key == key), None)
+        return self._texts.get(key)
+
+    def prefetch(self, key: str, fingerprint: Fingerprint, n_tokens: int) -> None:
+        """There is nothing to read from."""
 
     def delete(self, key: str) -> bool:
         found = [name for name in self._chunks if name[1] == key]
         for name in found:
             del self._chunks[name]
-        return bool(found)
+        self._n_changes += 1
+        return self._texts.pop(key, None) is not None
 
     def keys(self, fingerprint: Fingerprint | None = None) -> list[str]:
         wanted = fingerprint.digest if fingerprint else None
         return sorted({key for digest, key in self._chunks if wanted in (None, digest)})
+
+    def stamp(self, fingerprint: Fingerprint) -> Hashable | None:
+        return self._n_changes
 
     def fingerprints(self) -> list[Fingerprint]:
         held = {digest: chunk.fingerprint for (digest, _), chunk in self._chunks.items()}
@@ -271,6 +297,14 @@ class ChunkStore:
                 continue
         return None
 
+    def prefetch(self, key: str, fingerprint: Fingerprint, n_tokens: int) -> None:
+        layout = FileLayout(fingerprint=fingerprint, n_tokens=n_tokens)
+        n_bytes = len(layout.header(key)) + layout.tensors["anchor_values"].stop
+        if not hasattr(os, "posix_fadvise"):  # macOS
+            return
+        with suppress(OSError), self._file(key, fingerprint.digest).open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, n_bytes, os.POSIX_FADV_WILLNEED)
+
     def delete(self, key: str) -> bool:
         found = False
         for digest in self._digests() if _HEX_NAME.fullmatch(key) else ():
@@ -288,6 +322,16 @@ class ChunkStore:
     def keys(self, fingerprint: Fingerprint | None = None) -> list[str]:
         digests = [fingerprint.digest] if fingerprint else self._digests()
         return sorted({file.stem for digest in digests for file in self._files(digest)})
+
+    def stamp(self, fingerprint: Fingerprint) -> Hashable | None:
+        """The times at which folders changed; too young ones may yet change unnoticed."""
+        root = self.path / fingerprint.digest
+        try:
+            times = {entry.name: entry.stat().st_mtime_ns for entry in os.scandir(root)}
+        except OSError:
+            return None
+        is_settled = time.time_ns() - max(times.values(), default=0) > _SETTLED_NS
+        return tuple(sorted(times.items())) if is_settled else None
 
     def fingerprints(self) -> list[Fingerprint]:
         """Those of which there is a chunk; a folder with a broken fingerprint.json is left out."""

@@ -66,7 +66,7 @@ def asked(
     """A query whose first token is due."""
     chosen = get_method(method)
     stable = engine._stable_layers() if "statistics" in chosen.reads else ()
-    with torch.inference_mode(), engine._resolver().resolve(PROMPT, CHUNKS) as resolved:
+    with torch.inference_mode(), engine.resolve(PROMPT, CHUNKS) as resolved:
         query = Query(
             engine.model, chosen, resolved, engine.fingerprint, engine.prefix, stable, rule
         )

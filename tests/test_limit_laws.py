@@ -60,7 +60,7 @@ def first_logits(
 ) -> tuple[Tensor, Query]:
     chosen = METHODS[method] if isinstance(method, str) else method
     stable = engine._stable_layers() if "statistics" in chosen.reads else ()
-    with torch.inference_mode(), engine._resolver().resolve(prompt, chunks) as resolved:
+    with torch.inference_mode(), engine.resolve(prompt, chunks) as resolved:
         query = Query(engine.model, chosen, resolved, engine.fingerprint, engine.prefix, stable)
         return query.first_logits(8), query
 

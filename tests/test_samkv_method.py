@@ -522,7 +522,7 @@ PROMPT = "Read:\n" + "\n--\n".join(text.strip() for text in CHUNKS) + "\nWhy?"
 
 def run(engine: Engine, method: Method) -> Query:
     stable = engine._stable_layers() if "statistics" in method.reads else ()
-    with torch.inference_mode(), engine._resolver().resolve(PROMPT, CHUNKS) as resolved:
+    with torch.inference_mode(), engine.resolve(PROMPT, CHUNKS) as resolved:
         query = Query(engine.model, method, resolved, engine.fingerprint, engine.prefix, stable)
         query.first_logits(1)
         return query
