@@ -53,8 +53,9 @@ from samkv_integrations.store import ChunkStore
 class SamKVLLM(CustomLLM):
     """A local Hugging Face model that answers from the KV caches of the chunks in its prompt.
 
-    Arguments are called what `HuggingFaceLLM` calls them. Handles that `SamKVPostprocessor` puts
-    into a prompt are answered from their caches; a prompt without handles is computed as usual.
+    Arguments are called what `HuggingFaceLLM` calls them. Texts of cached chunks in a prompt are
+    answered from their caches, and so are handles, which `SamKVPostprocessor` can put there.
+    Everything else is computed as usual.
 
     Args:
         model_name: a hub id, a local folder, or ``"builtin"``.
@@ -72,7 +73,8 @@ class SamKVLLM(CustomLLM):
         method: how to answer, a name out of ``METHODS``; None for the engine's.
         eviction: which rows an answer goes on with after its first token, a name out of
             ``EVICTIONS`` or ``"none"`` for all; None for the engine's.
-        on_miss: for a handle without a usable cache: ``"text"`` (compute its text, this once),
+        match_text: whether texts of cached chunks are found in prompts; else handles alone are.
+        on_miss: for a chunk without a usable cache: ``"text"`` (compute its text, this once),
             ``"compute"`` (cache it anew) or ``"error"``.
 
     Every call takes temperature, top_p, seed, stop and max_tokens (or max_new_tokens) as well.
@@ -93,7 +95,8 @@ class SamKVLLM(CustomLLM):
     kv_dir: str | None = Field(description="Folder of the chunk caches, None for memory.")
     method: str | None = Field(description="How to answer, None for the engine's method.")
     eviction: str | None = Field(description="Rows to evict, None for the engine's choice.")
-    on_miss: OnMiss = Field(description="What to do for a handle without a usable cache.")
+    match_text: bool = Field(description="Whether texts of cached chunks are found in prompts.")
+    on_miss: OnMiss = Field(description="What to do for a chunk without a usable cache.")
 
     _engine: EngineRef = PrivateAttr()
     _last_report: Report | None = PrivateAttr(default=None)
@@ -118,6 +121,7 @@ class SamKVLLM(CustomLLM):
         engine: Engine | None = None,
         method: str | None = None,
         eviction: str | None = None,
+        match_text: bool = True,
         on_miss: OnMiss = "text",
     ) -> None:
         options = checked_generate_kwargs(generate_kwargs or {}, max_new_tokens)
@@ -163,6 +167,7 @@ class SamKVLLM(CustomLLM):
             kv_dir=_folder(engine),
             method=method,
             eviction=eviction,
+            match_text=match_text,
             on_miss=on_miss,
         )
         self._engine = EngineRef(engine)
@@ -314,7 +319,12 @@ class SamKVLLM(CustomLLM):
     def _run(self, prompt: Prompt, given: dict[str, Any]) -> AnswerStream:
         options = to_options(given, self.generate_kwargs, self.max_new_tokens)
         return self.engine.stream(
-            prompt, method=self.method, eviction=self.eviction, on_miss=self.on_miss, **options
+            prompt,
+            None if self.match_text else (),
+            method=self.method,
+            eviction=self.eviction,
+            on_miss=self.on_miss,
+            **options,
         )
 
     def _whole(self, prompt: Prompt, given: dict[str, Any]) -> CompletionResponse:

@@ -68,7 +68,7 @@ class SamKVCacheTransform(TransformComponent):
             InvalidChunk: a text is longer than the context window; split it first.
             StoreError: the store cannot be written.
         """
-        texts = [_text(node) for node in nodes]
+        texts = [body_of(node) for node in nodes]
         keys = self._engine.engine.cache_chunks(
             [text for text in texts if text], progress=self.show_progress
         )
@@ -86,6 +86,6 @@ class SamKVCacheTransform(TransformComponent):
         return await asyncio.to_thread(self, nodes, **kwargs)
 
 
-def _text(node: BaseNode) -> str:
+def body_of(node: BaseNode) -> str:
     """The body of a node; empty if there is nothing to cache."""
     return "" if isinstance(node, ImageNode) else normalise(node.get_content(MetadataMode.NONE))

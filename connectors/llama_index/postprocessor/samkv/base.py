@@ -1,9 +1,9 @@
-"""The postprocessor: prompts get handles of chunk caches, everything else gets the text."""
+"""The postprocessor: retrieved nodes are announced to the engine, and may become handles."""
 
 from __future__ import annotations
 
 from copy import deepcopy
-from typing import get_args
+from typing import Literal, get_args
 
 from llama_index.core.base.llms.types import BaseContentBlock, TextBlock
 from llama_index.core.bridge.pydantic import Field, PrivateAttr
@@ -20,27 +20,35 @@ from llama_index.core.schema import (
 )
 
 from llama_index.llms.samkv.engine_ref import EngineRef
+from llama_index.llms.samkv.transform import body_of
 from samkv_integrations.chroma import KEY_FIELD
 from samkv_integrations.chunk import normalise
 from samkv_integrations.engine import Engine
 from samkv_integrations.errors import ChunkNotCached, InvalidOption
 from samkv_integrations.prompt import OnMiss, handle_of
 
+Mode = Literal["handle", "text"]
+
 
 class SamKVPostprocessor(BaseNodePostprocessor):
-    """Makes prompts hold the handle of each retrieved node in place of its text.
+    """Tells the engine which chunks a prompt is about to hold, and how they stand in it.
 
-    Only what goes into a prompt changes (``MetadataMode.LLM``): the metadata header and then the
-    handle. Sources, evaluators and ``node.hash`` see the original text. Place it last.
+    Their caches begin to be read from disk while the prompt is built, and a node without a cache
+    is counted as a miss in the report. Place it last.
 
-    The LLM that answers must be a `SamKVLLM` of the same engine: to any other a handle is noise.
+    With ``mode="handle"`` a prompt holds the handle of each node in place of its text. Only what
+    goes into a prompt changes (``MetadataMode.LLM``): the metadata header and then the handle.
+    Sources, evaluators and ``node.hash`` see the original text. The LLM that answers must then be a
+    `SamKVLLM` of the same engine: to any other a handle is noise.
 
     Args:
         llm, engine: whose caches to use, one of the two.
-        on_miss: what a node is in the prompt if its text is not cached: ``text`` (the text),
-            ``compute`` (cached now, then a handle), ``error`` (raises ChunkNotCached).
+        mode: ``handle``, or ``text``: prompts hold the texts, which `SamKVLLM` finds again.
+        on_miss: what to do for a node whose text is not cached: ``text`` (it stays text),
+            ``compute`` (cached now), ``error`` (raises ChunkNotCached).
     """
 
+    mode: Mode = Field(default="handle", description="How prompts hold the nodes.")
     on_miss: OnMiss = Field(default="text", description="What to do for a text without a cache.")
 
     _engine: EngineRef = PrivateAttr()
@@ -50,13 +58,16 @@ class SamKVPostprocessor(BaseNodePostprocessor):
         *,
         llm: LLM | None = None,
         engine: Engine | None = None,
+        mode: Mode = "handle",
         on_miss: OnMiss = "text",
         callback_manager: CallbackManager | None = None,
     ) -> None:
-        if on_miss not in get_args(OnMiss):
-            raise InvalidOption(f"on_miss={on_miss!r}; allowed: {', '.join(get_args(OnMiss))}")
+        for name, value, allowed in (("mode", mode, Mode), ("on_miss", on_miss, OnMiss)):
+            if value not in get_args(allowed):
+                raise InvalidOption(f"{name}={value!r}; allowed: {', '.join(get_args(allowed))}")
         held = EngineRef.of(llm, engine)
         super().__init__(callback_manager=callback_manager or CallbackManager())
+        self.mode = mode
         self.on_miss = on_miss
         self._engine = held
 
@@ -69,23 +80,41 @@ class SamKVPostprocessor(BaseNodePostprocessor):
         self, nodes: list[NodeWithScore], query_bundle: QueryBundle | None = None
     ) -> list[NodeWithScore]:
         engine = self._engine.engine
-        shown = [node.model_copy(update={"node": self._retyped(node.node)}) for node in nodes]
+        bodies = {node.node_id: body for node in nodes if (body := body_of(node.node))}
         if self.on_miss == "compute":
             # Together is faster than one by one, and nothing heavy is left for an event loop.
-            nodes_shown = [n.node for n in shown if isinstance(n.node, _ShownAsHandle)]
-            texts = [node.get_content(MetadataMode.NONE) for node in nodes_shown]
-            engine.cache_chunks([t for t in texts if normalise(t) and not engine.handle_of(t)])
-        return shown
+            engine.cache_chunks([body for body in bodies.values() if not engine.handle_of(body)])
+        elif self.on_miss == "error":
+            for node_id, body in bodies.items():
+                if not engine.handle_of(body):
+                    raise _not_cached(node_id, engine.key_of(body))
+        engine.expect(list(bodies.values()))
+        return [node.model_copy(update={"node": self._shown(node.node)}) for node in nodes]
 
-    def _retyped(self, node: BaseNode) -> BaseNode:
-        kind = _SHOWN_AS_HANDLE.get(type(node))
-        if kind is None:
+    def _shown(self, node: BaseNode) -> BaseNode:
+        """The node as a prompt shall show it: a copy if it is not so already.
+
+        In-memory stores hand out the very nodes that they keep.
+        """
+        kind = _SHOWN_AS_HANDLE.get(type(node)) if self.mode == "handle" else None
+        names_key = KEY_FIELD in node.metadata and KEY_FIELD not in node.excluded_llm_metadata_keys
+        if kind is None and not names_key:
             return node
-        copy = kind.model_construct(node.model_fields_set, **deepcopy(node.__dict__))
+        copy = (kind or type(node)).model_construct(
+            node.model_fields_set, **deepcopy(node.__dict__)
+        )
         if KEY_FIELD not in copy.excluded_llm_metadata_keys:
             copy.excluded_llm_metadata_keys.append(KEY_FIELD)
-        copy._engine, copy._on_miss = self._engine, self.on_miss
+        if isinstance(copy, _ShownAsHandle):
+            copy._engine, copy._on_miss = self._engine, self.on_miss
         return copy
+
+
+def _not_cached(node_id: str, key: str) -> ChunkNotCached:
+    return ChunkNotCached(
+        f"node {node_id!r} (chunk {key}) is not cached; ingest it again with "
+        "SamKVCacheTransform, or use on_miss='text' or 'compute'"
+    )
 
 
 class _ShownAsHandle(BaseNode):
@@ -122,10 +151,7 @@ class _ShownAsHandle(BaseNode):
         key = engine.key_of(text)
         if not engine.store.contains(key, engine.fingerprint):
             if self._on_miss == "error":
-                raise ChunkNotCached(
-                    f"node {self.node_id!r} (chunk {key}) is not cached; ingest it again with "
-                    "SamKVCacheTransform, or use on_miss='text' or 'compute'"
-                )
+                raise _not_cached(self.node_id, key)
             if self._on_miss == "compute":
                 key = engine.cache_chunk(text)
         # With its text in the store a handle can be answered whatever became of the cache, and
