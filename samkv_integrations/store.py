@@ -327,7 +327,8 @@ class ChunkStore:
         """The times at which folders changed; too young ones may yet change unnoticed."""
         root = self.path / fingerprint.digest
         try:
-            times = {entry.name: entry.stat().st_mtime_ns for entry in os.scandir(root)}
+            folders = [entry for entry in os.scandir(root) if entry.is_dir()]
+            times = {entry.name: entry.stat().st_mtime_ns for entry in folders}
         except OSError:
             return None
         is_settled = time.time_ns() - max(times.values(), default=0) > _SETTLED_NS

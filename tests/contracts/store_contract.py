@@ -96,6 +96,26 @@ class StoreContract:
                 assert torch.equal(keys, chunk.keys[1, tokens])
                 assert torch.equal(values, chunk.values[1, tokens])
 
+    def test_stamp_tells_what_changed(self, store: Store) -> None:
+        stamps = [store.stamp(TINY)]
+        chunk = chunk_for(store, 1)
+        for change in (lambda: store.put(chunk), lambda: store.delete(chunk.key)):
+            change()
+            stamps.append(store.stamp(TINY))
+            assert store.stamp(TINY) == stamps[-1]
+        known = [stamp for stamp in stamps if stamp is not None]  # None is always allowed
+        assert len(set(known)) == len(known)
+
+    def test_prefetch_changes_nothing(self, store: Store) -> None:
+        chunk = chunk_for(store, 2, 30)
+        store.prefetch(chunk.key, TINY, 30)  # absent
+        assert store.keys() == []
+        store.put(chunk)
+        for n_tokens in (30, 3, 3000):
+            store.prefetch(chunk.key, TINY, n_tokens)
+        with store.open(chunk.key, TINY) as stored:
+            stored.verify()
+
     def test_refuses_tensors_that_do_not_fit(self, store: Store) -> None:
         chunk = chunk_for(store, 2, 30)
         store.put(chunk)
