@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -239,7 +239,10 @@ class Engine:
         temperature: float = 0.0,
         top_p: float = 1.0,
         seed: int | None = None,
+        top_k: int = 0,
+        repetition_penalty: float | None = None,
         stop: Sequence[str] = (),
+        stop_ids: Collection[int] = (),
         on_miss: OnMiss = "text",
     ) -> Answer:
         """The answer to ``prompt``.
@@ -247,6 +250,8 @@ class Engine:
         prompt: a string, or chat messages (``role``, ``content``) for the model's chat template.
         chunks: texts of chunks that occur in it; handles need not be listed.
         method, eviction: in place of the engine's for this answer; ``eviction="none"`` for none.
+        temperature, top_p, top_k, repetition_penalty, seed: see `Sampling`.
+        stop, stop_ids: strings and token ids that end the answer and are no part of it.
         on_miss: what to do for a chunk without a usable cache: ``text`` (compute it from its text,
             this once), ``compute`` (cache it first), ``error``.
 
@@ -265,7 +270,10 @@ class Engine:
             temperature=temperature,
             top_p=top_p,
             seed=seed,
+            top_k=top_k,
+            repetition_penalty=repetition_penalty,
             stop=stop,
+            stop_ids=stop_ids,
             on_miss=on_miss,
         )
         text = "".join(stream)
@@ -282,7 +290,10 @@ class Engine:
         temperature: float = 0.0,
         top_p: float = 1.0,
         seed: int | None = None,
+        top_k: int = 0,
+        repetition_penalty: float | None = None,
         stop: Sequence[str] = (),
+        stop_ids: Collection[int] = (),
         on_miss: OnMiss = "text",
     ) -> AnswerStream:
         """Like `generate`, but yields pieces of text as they are decided.
@@ -293,8 +304,10 @@ class Engine:
         chosen = self.method if method is None else get_method(method)
         rule = self.eviction if eviction is None else get_eviction(eviction)
         sampling = Sampling(
-            max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed
-        )
+            max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, top_k=top_k,
+            repetition_penalty=repetition_penalty, seed=seed,
+        )  # fmt: skip
+        end_ids = self.model.end_ids(stop_ids)
         text = TextStream(self.model, stop)
         rendered = prompt if isinstance(prompt, str) else self.model.render_chat(prompt)
         if on_miss == "compute":
@@ -323,7 +336,7 @@ class Engine:
                 return sampler.next(decoder.step(token))
 
         return AnswerStream(
-            first, step, self.model.eos_ids, sampling.max_new_tokens, text, report, query.cache
+            first, step, end_ids, sampling.max_new_tokens, text, report, query.cache
         )
 
     def _resolver(self) -> Resolver:
