@@ -115,7 +115,7 @@ class AnswerStream:
         self,
         first: int,
         step: Callable[[int], int],
-        eos_ids: frozenset[int],
+        end_ids: frozenset[int],
         max_new_tokens: int,
         text: TextStream,
         report: Report,
@@ -125,7 +125,7 @@ class AnswerStream:
         self._count = 0
         self._decode_s = 0.0
         self._kv_bytes = cache.kv_bytes
-        self._pieces = self._decode(first, step, eos_ids, max_new_tokens, text, cache)
+        self._pieces = self._decode(first, step, end_ids, max_new_tokens, text, cache)
 
     def __iter__(self) -> Iterator[str]:
         return self
@@ -152,12 +152,12 @@ class AnswerStream:
         self,
         token: int,
         step: Callable[[int], int],
-        eos_ids: frozenset[int],
+        end_ids: frozenset[int],
         max_new_tokens: int,
         text: TextStream,
         cache: WorkingCache,
     ) -> Generator[str]:
-        while token not in eos_ids:
+        while token not in end_ids:
             self._count += 1
             if piece := text.push(token):
                 yield piece

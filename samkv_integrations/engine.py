@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -262,7 +262,10 @@ class Engine:
         temperature: float = 0.0,
         top_p: float = 1.0,
         seed: int | None = None,
+        top_k: int = 0,
+        repetition_penalty: float | None = None,
         stop: Sequence[str] = (),
+        stop_ids: Collection[int] = (),
         on_miss: OnMiss = "text",
     ) -> Answer:
         """The answer to ``prompt``.
@@ -271,6 +274,8 @@ class Engine:
         chunks: texts of chunks that occur in it, besides handles; None to find those of the store
             (and those that `expect` named), see `KnownTexts`.
         method, eviction: in place of the engine's for this answer; ``eviction="none"`` for none.
+        temperature, top_p, top_k, repetition_penalty, seed: see `Sampling`.
+        stop, stop_ids: strings and token ids that end the answer and are no part of it.
         on_miss: what to do for a chunk without a usable cache: ``text`` (compute it from its text,
             this once), ``compute`` (cache it first), ``error``.
 
@@ -289,7 +294,10 @@ class Engine:
             temperature=temperature,
             top_p=top_p,
             seed=seed,
+            top_k=top_k,
+            repetition_penalty=repetition_penalty,
             stop=stop,
+            stop_ids=stop_ids,
             on_miss=on_miss,
         )
         text = "".join(stream)
@@ -306,7 +314,10 @@ class Engine:
         temperature: float = 0.0,
         top_p: float = 1.0,
         seed: int | None = None,
+        top_k: int = 0,
+        repetition_penalty: float | None = None,
         stop: Sequence[str] = (),
+        stop_ids: Collection[int] = (),
         on_miss: OnMiss = "text",
     ) -> AnswerStream:
         """Like `generate`, but yields pieces of text as they are decided.
@@ -317,8 +328,10 @@ class Engine:
         chosen = self.method if method is None else get_method(method)
         rule = self.eviction if eviction is None else get_eviction(eviction)
         sampling = Sampling(
-            max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed
-        )
+            max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, top_k=top_k,
+            repetition_penalty=repetition_penalty, seed=seed,
+        )  # fmt: skip
+        end_ids = self.model.end_ids(stop_ids)
         text = TextStream(self.model, stop)
         rendered = prompt if isinstance(prompt, str) else self.model.render_chat(prompt)
         with (
@@ -342,7 +355,7 @@ class Engine:
                 return sampler.next(decoder.step(token))
 
         return AnswerStream(
-            first, step, self.model.eos_ids, sampling.max_new_tokens, text, report, query.cache
+            first, step, end_ids, sampling.max_new_tokens, text, report, query.cache
         )
 
     def resolve(

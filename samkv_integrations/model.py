@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -27,6 +27,7 @@ from transformers.generation.logits_process import (
     LogitsProcessorList,
     RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
+    TopKLogitsWarper,
     TopPLogitsWarper,
 )
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -39,6 +40,18 @@ from samkv_integrations.errors import InvalidOption, ModelNotFound, UnsupportedM
 SUPPORTED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 SUPPORTED_DTYPES = ("float32", "bfloat16")
 SUPPORTED_ROPE = ("default", "linear", "llama3")
+
+# Arguments of from_pretrained that are decided here -> what to do instead.
+_DECIDED = {
+    "dtype": "give dtype as an argument of its own",
+    "torch_dtype": "give dtype as an argument of its own",
+    "device_map": "the whole model goes to one device, which is an argument of its own",
+    "attn_implementation": "attention to chunk caches is computed by this package; leave it out",
+    **dict.fromkeys(
+        ("quantization_config", "load_in_4bit", "load_in_8bit"),
+        "quantised weights are not supported; leave it out",
+    ),
+}
 
 
 class Attend(Protocol):
@@ -90,27 +103,56 @@ def attention(
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How the next token is chosen. temperature 0 is greedy; seed makes sampling repeatable."""
+    """How the next token is chosen.
+
+    temperature: 0 takes the likeliest token, and top_k and top_p change nothing then.
+    top_k: how many of the likeliest tokens stay in the draw; 0 for all.
+    repetition_penalty: above 1 makes tokens of prompt and answer less likely; None for that of the
+        generation config.
+    seed: makes sampling repeatable.
+    """
 
     max_new_tokens: int = 256
     temperature: float = 0.0
     top_p: float = 1.0
+    top_k: int = 0
+    repetition_penalty: float | None = None
     seed: int | None = None
 
     def __post_init__(self) -> None:
+        for name, kind in _SAMPLING_KINDS.items():
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, kind):
+                raise InvalidOption(f"{name}={value!r}; it must be a number")
         if self.max_new_tokens < 1:
             raise InvalidOption(f"max_new_tokens={self.max_new_tokens}; it must be at least 1")
         if not self.temperature >= 0:
             raise InvalidOption(f"temperature={self.temperature}; it must be 0 (greedy) or more")
         if not 0 < self.top_p <= 1:
             raise InvalidOption(f"top_p={self.top_p}; it must be above 0 and at most 1")
+        if self.top_k < 0:
+            raise InvalidOption(f"top_k={self.top_k}; it must be 0 (all tokens) or more")
+        if self.repetition_penalty is not None and not self.repetition_penalty > 0:
+            raise InvalidOption(
+                f"repetition_penalty={self.repetition_penalty}; it must be above 0 (1 for none)"
+            )
+
+
+_SAMPLING_KINDS = {
+    "max_new_tokens": int,
+    "temperature": int | float,
+    "top_p": int | float,
+    "top_k": int,
+    "repetition_penalty": int | float | None,
+    "seed": int | None,
+}
 
 
 class Model:
     """A causal language model that can be stepped through layer by layer.
 
     Args:
-        hf: a loaded transformers model of a supported family.
+        hf: a loaded transformers model of a supported family. It goes on working as before.
         tokenizer: its fast tokenizer.
         name: what a report calls it.
 
@@ -119,7 +161,17 @@ class Model:
     """
 
     def __init__(self, hf: PreTrainedModel, tokenizer: Any, name: str) -> None:  # noqa: ANN401
+        if not isinstance(hf, PreTrainedModel):
+            raise UnsupportedModel(
+                f"a {type(hf).__name__} is no transformers model; give what "
+                "AutoModelForCausalLM.from_pretrained returns, adapters merged into it"
+            )
         _refuse_unsupported(hf.config)
+        if len(places := set(getattr(hf, "hf_device_map", {}).values())) > 1:
+            raise UnsupportedModel(
+                f"{name!r} is spread over {', '.join(sorted(map(str, places)))}; load it onto one "
+                "device"
+            )
         if not getattr(tokenizer, "is_fast", False):
             raise UnsupportedModel(
                 f"{name!r} has no fast tokenizer; chunk boundaries need one (tokenizer.json)"
@@ -142,35 +194,41 @@ class Model:
         self._tokenizing = threading.Lock()
 
     @classmethod
-    def load(cls, name: str, *, device: str = "auto", dtype: str = "auto") -> Model:
+    def load(
+        cls,
+        name: str,
+        *,
+        device: str = "auto",
+        dtype: str = "auto",
+        tokenizer: Any = None,  # noqa: ANN401
+        model_kwargs: Mapping[str, Any] | None = None,
+        tokenizer_kwargs: Mapping[str, Any] | None = None,
+    ) -> Model:
         """Load by hub id, local folder, or ``"builtin"`` (the reference model in this package).
 
         device: ``auto`` (CUDA if there is one), ``cpu``, ``cuda`` or ``cuda:N``.
         dtype: ``auto`` (the checkpoint's), ``float32`` or ``bfloat16``.
+        tokenizer: a loaded one in place of the model's own.
+        model_kwargs, tokenizer_kwargs: passed on to ``from_pretrained``, such as ``revision``,
+            ``token``, ``cache_dir``, ``local_files_only``.
         """
         if dtype not in ("auto", *SUPPORTED_DTYPES):
             raise InvalidOption(f"dtype={dtype!r}; allowed: auto, {', '.join(SUPPORTED_DTYPES)}")
-        if device == "auto":
-            device = "cuda" if torch.cuda.is_available() else "cpu"
-        source = str(builtin_path()) if name == "builtin" else name
+        place, further = _device(device), dict(model_kwargs or {})
+        for decided in _DECIDED.keys() & further.keys():
+            raise InvalidOption(f"model_kwargs holds {decided!r}: {_DECIDED[decided]}")
+        source = _source(name)
         if Path(source).is_dir() and not (Path(source) / "config.json").is_file():
             raise ModelNotFound(
                 f"{source!r} holds no config.json; give a folder saved with save_pretrained, "
                 "a hub id, or 'builtin'"
             )
-        try:
-            config = AutoConfig.from_pretrained(source)
-            _refuse_unsupported(config)
-            with _quiet(name == "builtin"):
-                hf: Any = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
-            tokenizer = AutoTokenizer.from_pretrained(source)
-        except (OSError, ValueError, RuntimeError) as error:
-            first_line = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
-            raise ModelNotFound(
-                f"model {name!r} could not be loaded ({first_line}); give a local folder, a hub id "
-                "that this machine can reach, or 'builtin'"
-            ) from error
-        return cls(hf.to(device), tokenizer, name)
+        with _loading("model", name, further), _quiet(name == "builtin"):
+            _refuse_unsupported(AutoConfig.from_pretrained(source, **further))
+            hf: Any = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **further)
+        if tokenizer is None:
+            tokenizer = load_tokenizer(name, tokenizer_kwargs)
+        return cls(hf.to(place), tokenizer, name)
 
     # -- identity ---------------------------------------------------------------------------
 
@@ -247,6 +305,17 @@ class Model:
             found.update([value] if isinstance(value, int) else value or [])
         return frozenset(found)
 
+    def end_ids(self, more: Iterable[int]) -> frozenset[int]:
+        """`eos_ids` and ``more``. Raises InvalidOption if one of ``more`` is no token."""
+        ids, size = list(more), self.config.vocab_size
+        for found in ids:
+            if isinstance(found, bool) or not isinstance(found, int) or not 0 <= found < size:
+                raise InvalidOption(
+                    f"stop id {found!r} is no token of {self.name!r}, whose ids are 0 to "
+                    f"{size - 1}; tokenizer.convert_tokens_to_ids knows the id of a token"
+                )
+        return self.eos_ids | frozenset(ids)
+
     @property
     def has_chat_template(self) -> bool:
         return bool(self.tokenizer.chat_template)
@@ -302,7 +371,7 @@ class Model:
     # -- choosing tokens --------------------------------------------------------------------
 
     def sampler(self, prompt_ids: Sequence[int], sampling: Sampling) -> Sampler:
-        """A sampler for one answer, with the repetition penalty of the generation config."""
+        """A sampler for one answer to the prompt of ``prompt_ids``."""
         return Sampler(self, prompt_ids, sampling)
 
 
@@ -318,11 +387,15 @@ class Sampler:
         else:
             self._generator.manual_seed(sampling.seed)
         self._processors = LogitsProcessorList()
-        penalty = model.hf.generation_config.repetition_penalty
+        penalty = sampling.repetition_penalty
+        if penalty is None:
+            penalty = model.hf.generation_config.repetition_penalty
         if penalty not in (None, 1.0):
-            self._processors.append(RepetitionPenaltyLogitsProcessor(penalty))
+            self._processors.append(RepetitionPenaltyLogitsProcessor(float(penalty)))
         if not self._greedy:
             self._processors.append(TemperatureLogitsWarper(sampling.temperature))
+            if sampling.top_k:
+                self._processors.append(TopKLogitsWarper(sampling.top_k))
             if sampling.top_p < 1:
                 self._processors.append(TopPLogitsWarper(sampling.top_p))
 
@@ -349,6 +422,58 @@ def _quiet(wanted: bool) -> Iterator[None]:
     finally:
         if hide:
             progress.enable_progress_bar()
+
+
+@contextmanager
+def _loading(kind: str, name: str, further: Mapping[str, Any]) -> Iterator[None]:
+    """Turns what transformers raises for a ``kind`` that it cannot load into errors of ours."""
+    try:
+        yield
+    except TypeError as error:
+        if not further:
+            raise
+        raise InvalidOption(
+            f"{kind} {name!r} could not be loaded with {kind}_kwargs={sorted(further)} ({error}); "
+            "leave out what from_pretrained does not know"
+        ) from error
+    except (OSError, ValueError, RuntimeError) as error:
+        first_line = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+        raise ModelNotFound(
+            f"{kind} {name!r} could not be loaded ({first_line}); give a local folder, a hub id "
+            "that this machine can reach, or 'builtin'"
+        ) from error
+
+
+def load_tokenizer(name: str, options: Mapping[str, Any] | None = None) -> Any:  # noqa: ANN401
+    """The tokenizer of a hub id, a local folder, or ``"builtin"``.
+
+    options: passed on to ``from_pretrained``.
+    """
+    further = dict(options or {})
+    with _loading("tokenizer", name, further):
+        return AutoTokenizer.from_pretrained(_source(name), **further)
+
+
+def _device(name: str) -> torch.device:
+    """The device called ``name``, if it is one of this machine."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except (RuntimeError, TypeError):
+        device = torch.device("meta")
+    if device.type not in ("cpu", "cuda"):
+        raise InvalidOption(f"device={name!r}; allowed: auto, cpu, cuda, cuda:N")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise InvalidOption(
+            f"device={name!r}, but torch finds {torch.cuda.device_count()} CUDA devices here; "
+            "give 'auto' or 'cpu'"
+        )
+    return device
+
+
+def _source(name: str) -> str:
+    return str(builtin_path()) if name == "builtin" else name
 
 
 def builtin_path() -> Path:

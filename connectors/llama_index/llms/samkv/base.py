@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Generator, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any, get_args
 
@@ -19,7 +20,7 @@ from llama_index.core.base.llms.types import (
     LLMMetadata,
     MessageRole,
 )
-from llama_index.core.bridge.pydantic import Field, PrivateAttr
+from llama_index.core.bridge.pydantic import BaseModel, Field, PrivateAttr, field_serializer
 from llama_index.core.callbacks import CallbackManager
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
 from llama_index.core.llms.custom import CustomLLM
@@ -28,18 +29,22 @@ from llama_index.core.llms.llm import (
     MessagesToPromptType,
     default_completion_to_prompt,
 )
+from llama_index.core.prompts import PromptTemplate
 from llama_index.core.types import BaseOutputParser, PydanticProgramMode
 
 from llama_index.llms.samkv.conversion import (
     checked_generate_kwargs,
     off_loop,
     to_chat,
+    to_chats,
     to_completion,
     to_options,
     to_turns,
+    to_wrapper,
     with_system_prompt,
 )
 from llama_index.llms.samkv.engine_ref import EngineRef
+from llama_index.llms.samkv.loading import MADE_BY, check_outputs_to_remove, engine_of, folder_of
 from samkv_integrations.decode import AnswerStream
 from samkv_integrations.engine import Engine, Prompt
 from samkv_integrations.errors import InvalidOption
@@ -47,7 +52,6 @@ from samkv_integrations.eviction import get_eviction
 from samkv_integrations.methods import get_method
 from samkv_integrations.prompt import OnMiss
 from samkv_integrations.report import Report
-from samkv_integrations.store import ChunkStore
 
 
 class SamKVLLM(CustomLLM):
@@ -58,16 +62,25 @@ class SamKVLLM(CustomLLM):
     Everything else is computed as usual.
 
     Args:
-        model_name: a hub id, a local folder, or ``"builtin"``.
+        model_name: a hub id, a local folder, or ``"builtin"``; beside ``model`` only a label.
+        tokenizer_name: hub id or folder of the tokenizer, if it is not the model's own.
+        model, tokenizer: loaded ones of transformers; ``model`` needs ``tokenizer`` or its name.
         context_window: tokens that prompts are packed for; None for the model's, which is the most.
         max_new_tokens: most tokens of an answer.
-        device_map: ``"auto"``, ``"cpu"``, ``"cuda"`` or ``"cuda:N"``.
+        device_map: ``"auto"``, ``"cpu"``, ``"cuda"`` or ``"cuda:N"``; None for ``"cpu"``.
         dtype: ``"auto"`` (the checkpoint's), ``"float32"`` or ``"bfloat16"``.
-        generate_kwargs: ``temperature``, ``top_p``, ``seed`` and ``stop`` of every call.
+        model_kwargs, tokenizer_kwargs: passed on to ``from_pretrained``: ``revision``, ``token``,
+            ``cache_dir``, ``local_files_only`` and so on.
+        tokenizer_outputs_to_remove: accepted as it is: a model is given token ids alone.
+        stopping_ids: token ids that end an answer, beside the model's own.
+        generate_kwargs: ``do_sample``, ``temperature``, ``top_p``, ``top_k``,
+            ``repetition_penalty``, ``seed`` and ``stop`` of every call.
         system_prompt: put before every prompt, whatever method is called.
+        query_wrapper_prompt: a template with ``{query_str}`` around the prompt of a completion.
         messages_to_prompt: makes the prompt of chat messages, in place of the chat template.
         completion_to_prompt: makes the prompt of a completion.
-        is_chat_model: whether LlamaIndex shall prompt with messages; None if there is a template.
+        is_chat_model: whether LlamaIndex shall prompt with messages; None if there is a template,
+            and neither query_wrapper_prompt nor completion_to_prompt to prompt otherwise.
         kv_dir: folder of the chunk caches; None keeps them in memory.
         engine: an engine to share, in place of loading ``model_name`` over ``kv_dir``.
         method: how to answer, a name out of ``METHODS``; None for the engine's.
@@ -77,7 +90,7 @@ class SamKVLLM(CustomLLM):
         on_miss: for a chunk without a usable cache: ``"text"`` (compute its text, this once),
             ``"compute"`` (cache it anew) or ``"error"``.
 
-    Every call takes temperature, top_p, seed, stop and max_tokens (or max_new_tokens) as well.
+    Every call takes what generate_kwargs may hold, and max_tokens (or max_new_tokens).
     ``raw["samkv"]`` of a response, or `last_report`, says what the answer cost.
 
     Raises:
@@ -85,12 +98,17 @@ class SamKVLLM(CustomLLM):
         ModelNotFound, UnsupportedModel, StoreError: see `Engine` and `ChunkStore`.
     """
 
-    model_name: str = Field(description="Hub id or folder of the model.")
+    model_name: str = Field(description="Hub id or folder of the model, or a label.")
+    tokenizer_name: str | None = Field(description="Where the tokenizer is, if not with the model.")
     context_window: int = Field(description="Tokens that prompts are packed for.")
     max_new_tokens: int = Field(description="Most tokens of an answer.")
     device_map: str = Field(description="Where the model runs.")
     dtype: str = Field(description="Precision of weights and caches.")
+    model_kwargs: dict[str, Any] = Field(description="For loading the model.", repr=False)
+    tokenizer_kwargs: dict[str, Any] = Field(description="For loading the tokenizer.", repr=False)
+    stopping_ids: list[int] = Field(description="Token ids that end an answer.")
     generate_kwargs: dict[str, Any] = Field(description="Options of every call.")
+    query_wrapper_prompt: PromptTemplate | None = Field(description="Around every completion.")
     is_chat_model: bool = Field(description="Whether LlamaIndex prompts with messages.")
     kv_dir: str | None = Field(description="Folder of the chunk caches, None for memory.")
     method: str | None = Field(description="How to answer, None for the engine's method.")
@@ -105,12 +123,20 @@ class SamKVLLM(CustomLLM):
         self,
         *,
         model_name: str | None = None,
+        tokenizer_name: str | None = None,
+        model: Any = None,  # noqa: ANN401
+        tokenizer: Any = None,  # noqa: ANN401
         context_window: int | None = None,
         max_new_tokens: int = 256,
-        device_map: str = "auto",
+        device_map: str | None = "auto",
         dtype: str = "auto",
+        model_kwargs: dict[str, Any] | None = None,
+        tokenizer_kwargs: dict[str, Any] | None = None,
+        tokenizer_outputs_to_remove: list[str] | None = None,
+        stopping_ids: list[int] | None = None,
         generate_kwargs: dict[str, Any] | None = None,
         system_prompt: str | None = None,
+        query_wrapper_prompt: str | PromptTemplate | None = None,
         messages_to_prompt: MessagesToPromptType | None = None,
         completion_to_prompt: CompletionToPromptType | None = None,
         is_chat_model: bool | None = None,
@@ -124,19 +150,28 @@ class SamKVLLM(CustomLLM):
         match_text: bool = True,
         on_miss: OnMiss = "text",
     ) -> None:
+        # what can be wrong without a model first: loading one takes its time
         options = checked_generate_kwargs(generate_kwargs or {}, max_new_tokens)
+        wrapper = to_wrapper(query_wrapper_prompt)
+        check_outputs_to_remove(tokenizer_outputs_to_remove or ())
         if on_miss not in get_args(OnMiss):
             raise InvalidOption(f"on_miss={on_miss!r}; allowed: {', '.join(get_args(OnMiss))}")
         if method is not None:
             get_method(method)  # raises if there is none of that name
         get_eviction(eviction)  # likewise
-        if engine is not None:
-            _check_agreement(engine, model_name, kv_dir, device_map, dtype)
-        elif model_name is not None:
-            store = None if kv_dir is None else ChunkStore(kv_dir)
-            engine = Engine.from_pretrained(model_name, store, device=device_map, dtype=dtype)
-        else:
-            raise InvalidOption("give model_name (a hub id, a folder or 'builtin'), or engine")
+        engine = engine_of(
+            engine=engine,
+            model=model,
+            tokenizer=tokenizer,
+            model_name=model_name,
+            tokenizer_name=tokenizer_name,
+            device_map=device_map or "cpu",
+            dtype=dtype,
+            model_kwargs=model_kwargs or {},
+            tokenizer_kwargs=tokenizer_kwargs or {},
+            kv_dir=kv_dir,
+        )
+        engine.model.end_ids(stopping_ids or ())  # raises if one is no token
         name, window = engine.model.name, engine.model.context_window
         if context_window is None:
             context_window = window
@@ -149,22 +184,30 @@ class SamKVLLM(CustomLLM):
                 f"max_new_tokens={max_new_tokens} leaves no room for a prompt in a context window "
                 f"of {context_window} tokens; give less"
             )
-        chat = engine.model.has_chat_template if is_chat_model is None else is_chat_model
+        if is_chat_model is None:
+            is_chat_model = (
+                engine.model.has_chat_template and wrapper is None and completion_to_prompt is None
+            )
         super().__init__(
             model_name=name,
+            tokenizer_name=tokenizer_name,
             context_window=context_window,
             max_new_tokens=max_new_tokens,
-            device_map=device_map,
+            device_map=device_map or "cpu",
             dtype=dtype,
+            model_kwargs=dict(model_kwargs or {}),
+            tokenizer_kwargs=dict(tokenizer_kwargs or {}),
+            stopping_ids=list(stopping_ids or ()),
             generate_kwargs=options,
             system_prompt=system_prompt,
+            query_wrapper_prompt=wrapper,
             messages_to_prompt=messages_to_prompt,
             completion_to_prompt=completion_to_prompt,
-            is_chat_model=chat,
+            is_chat_model=is_chat_model,
             callback_manager=callback_manager or CallbackManager([]),
             output_parser=output_parser,
             pydantic_program_mode=pydantic_program_mode,
-            kv_dir=_folder(engine),
+            kv_dir=folder_of(engine),
             method=method,
             eviction=eviction,
             match_text=match_text,
@@ -181,6 +224,39 @@ class SamKVLLM(CustomLLM):
     def class_name(cls) -> str:
         """Name in serialised LLMs and events."""
         return "SamKV_LLM"
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any], **kwargs: Any) -> SamKVLLM:  # noqa: ANN401
+        """The LLM that `to_dict` described, loaded anew by its name.
+
+        kwargs: arguments that win over ``data``; with ``engine``, or ``model`` and ``tokenizer``,
+        nothing is loaded. Functions, parsers and hub tokens are not in ``data``: give them again.
+        """
+        spared = {
+            name
+            for live, names in MADE_BY.items()
+            if kwargs.get(live) is not None
+            for name in names
+            if name in data and name not in kwargs
+        }
+        llm: SamKVLLM = super().from_dict(
+            {name: value for name, value in data.items() if name not in spared}, **kwargs
+        )
+        for name in spared:  # the next to be loaded from a dict needs them
+            setattr(llm, name, data[name])
+        return llm
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # LlamaIndex would call the constructor, and that would load the model again
+        BaseModel.__setstate__(self, state)
+
+    @field_serializer("model_kwargs", "tokenizer_kwargs")
+    def _without_secrets(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in kwargs.items() if name != "token"}
+
+    @field_serializer("query_wrapper_prompt")
+    def _template(self, wrapper: PromptTemplate | None) -> str | None:
+        return None if wrapper is None else wrapper.template
 
     @property
     def metadata(self) -> LLMMetadata:
@@ -224,6 +300,8 @@ class SamKVLLM(CustomLLM):
     def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:  # noqa: ANN401
         """The answer to a prompt, which a chat model reads as one user message.
 
+        With ``completion_to_prompt`` or ``query_wrapper_prompt`` it reads what they make of it.
+
         formatted: whether the prompt is what the model shall read, to the letter.
         """
         return self._whole(self._completion_prompt(prompt, formatted), kwargs)
@@ -249,8 +327,7 @@ class SamKVLLM(CustomLLM):
         **kwargs: Any,  # noqa: ANN401
     ) -> CompletionResponse:
         """Like `complete`, off the event loop."""
-        complete = self._completion_prompt(prompt, formatted)
-        return await asyncio.to_thread(self._whole, complete, kwargs)
+        return await self._awhole(self._completion_prompt(prompt, formatted), kwargs)
 
     @llm_completion_callback()
     async def astream_complete(
@@ -277,14 +354,12 @@ class SamKVLLM(CustomLLM):
     @llm_chat_callback()
     def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:  # noqa: ANN401
         """Like `chat`, in pieces as those of `stream_complete`."""
-        pieces = self._pieces(self._run(self._chat_prompt(messages), kwargs))
-        return (to_chat(piece) for piece in pieces)
+        return to_chats(self._pieces(self._run(self._chat_prompt(messages), kwargs)))
 
     @llm_chat_callback()
     async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:  # noqa: ANN401
         """Like `chat`, off the event loop."""
-        prompt = self._chat_prompt(messages)
-        return to_chat(await asyncio.to_thread(self._whole, prompt, kwargs))
+        return to_chat(await self._awhole(self._chat_prompt(messages), kwargs))
 
     @llm_chat_callback()
     async def astream_chat(
@@ -295,7 +370,7 @@ class SamKVLLM(CustomLLM):
         """Like `stream_chat`, off the event loop."""
         prompt = self._chat_prompt(messages)
         pieces = self._pieces(await asyncio.to_thread(self._run, prompt, kwargs))
-        return off_loop(to_chat(piece) for piece in pieces)
+        return off_loop(to_chats(pieces))
 
     # -- the one way to an answer -----------------------------------------------------------
 
@@ -303,7 +378,8 @@ class SamKVLLM(CustomLLM):
         if formatted:
             return prompt
         assert self.completion_to_prompt is not None  # LlamaIndex puts its default in
-        if self.is_chat_model and self.completion_to_prompt is default_completion_to_prompt:
+        is_plain = self.completion_to_prompt is default_completion_to_prompt
+        if self.is_chat_model and is_plain and self.query_wrapper_prompt is None:
             return self._chat_prompt([ChatMessage(role=MessageRole.USER, content=prompt)])
         return self._extend_prompt(self.completion_to_prompt(prompt))
 
@@ -324,6 +400,7 @@ class SamKVLLM(CustomLLM):
             method=self.method,
             eviction=self.eviction,
             on_miss=self.on_miss,
+            stop_ids=self.stopping_ids,
             **options,
         )
 
@@ -333,33 +410,18 @@ class SamKVLLM(CustomLLM):
         self._last_report = stream.report
         return to_completion(text, stream.report)
 
+    async def _awhole(self, prompt: Prompt, given: dict[str, Any]) -> CompletionResponse:
+        stream = await asyncio.to_thread(self._run, prompt, given)
+        # piece by piece, so that no thread goes on with an answer when its task is cancelled
+        text = "".join([piece async for piece in off_loop(stream)])
+        self._last_report = stream.report
+        return to_completion(text, stream.report)
+
     def _pieces(self, stream: AnswerStream) -> Generator[CompletionResponse]:
         text = ""
-        for delta in stream:
-            text += delta
-            yield to_completion(text, stream.report, delta)
+        with closing(stream):
+            for delta in stream:
+                text += delta
+                yield to_completion(text, stream.report, delta)
         self._last_report = stream.report
         yield to_completion(text, stream.report, "")
-
-
-def _check_agreement(
-    engine: Engine, model_name: str | None, kv_dir: str | Path | None, device_map: str, dtype: str
-) -> None:
-    """Raises InvalidOption if the other arguments ask for another engine."""
-    model = engine.model
-    folder = None if kv_dir is None else str(Path(kv_dir))
-    for name, value, allowed in (
-        ("model_name", model_name, (None, model.name)),
-        ("kv_dir", folder, (None, _folder(engine))),
-        ("device_map", device_map, ("auto", model.device.type, str(model.device))),
-        ("dtype", dtype, ("auto", model.dtype_name)),
-    ):
-        if value not in allowed:
-            raise InvalidOption(
-                f"{name}={value!r}, but the engine that was given has {allowed[-1]!r}; "
-                f"leave out either engine or {name}"
-            )
-
-
-def _folder(engine: Engine) -> str | None:
-    return str(engine.store.path) if isinstance(engine.store, ChunkStore) else None

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+import threading
+from collections.abc import AsyncGenerator, Generator, Iterator, Mapping, Sequence
+from contextlib import closing
+from typing import Any, Protocol, TypeVar
 
 from llama_index.core.base.llms.types import (
     ChatMessage,
@@ -13,13 +15,24 @@ from llama_index.core.base.llms.types import (
     MessageRole,
     TextBlock,
 )
+from llama_index.core.prompts import PromptTemplate
 
 from samkv_integrations.errors import InvalidOption, UnknownOption
 from samkv_integrations.model import Sampling
 from samkv_integrations.report import Report
 
-GENERATE_KWARGS = ("temperature", "top_p", "seed", "stop")
+GENERATE_KWARGS = (
+    "do_sample", "repetition_penalty", "seed", "stop", "temperature", "top_k", "top_p",
+)  # fmt: skip
 CALL_KWARGS = (*GENERATE_KWARGS, "max_tokens", "max_new_tokens")
+
+# Options of transformers' generate that are wanted elsewhere, or not at all -> what to do instead.
+_INSTEAD = {
+    "max_new_tokens": "give max_new_tokens to the LLM, or to a call",
+    "max_length": "it would count the prompt as well; give max_new_tokens",
+    "eos_token_id": "give stopping_ids to the LLM; the model's own are known",
+    "pad_token_id": "one prompt at a time is never padded; leave it out",
+}
 
 _ROLES = {
     MessageRole.SYSTEM: "system",
@@ -29,20 +42,21 @@ _ROLES = {
     MessageRole.CHATBOT: "assistant",
     MessageRole.MODEL: "assistant",
 }
-_Piece = TypeVar("_Piece")
+_Piece = TypeVar("_Piece", covariant=True)
 
 
 def with_system_prompt(
     messages: Sequence[ChatMessage], system_prompt: str | None
 ) -> list[ChatMessage]:
-    """The messages, beginning with ``system_prompt``; some of LlamaIndex has put it there."""
-    first = messages[0] if messages else None
-    if not system_prompt or (
-        first is not None
-        and _ROLES.get(first.role) == "system"
-        and (first.content or "").startswith(system_prompt)
-    ):
+    """The messages, beginning with ``system_prompt``, which some of LlamaIndex has put there.
+
+    A chat engine that was told the same goes on in the same message, on a line of its own.
+    """
+    if not system_prompt:
         return list(messages)
+    if messages and _ROLES.get(messages[0].role) == "system":
+        if f"{messages[0].content}\n".startswith(f"{system_prompt}\n"):
+            return list(messages)
     return [ChatMessage(role=MessageRole.SYSTEM, content=system_prompt), *messages]
 
 
@@ -73,19 +87,53 @@ def to_turns(messages: Sequence[ChatMessage]) -> list[dict[str, str]]:
     return turns
 
 
+def to_wrapper(template: str | PromptTemplate | None) -> PromptTemplate | None:
+    """The template around every completion; None if it is ``{query_str}`` alone.
+
+    Raises InvalidOption if the query, and it alone, has no place in it.
+    """
+    if template is None:
+        return None
+    wrapper = PromptTemplate(template) if isinstance(template, str) else template
+    if not isinstance(wrapper, PromptTemplate) or wrapper.template_vars != ["query_str"]:
+        raise InvalidOption(
+            f"query_wrapper_prompt={template!r}; it must be a string or PromptTemplate with "
+            "{query_str} once, and no other variable"
+        )
+    return None if wrapper.template == "{query_str}" else wrapper
+
+
 def checked_generate_kwargs(given: Mapping[str, Any], max_new_tokens: int) -> dict[str, Any]:
     """The options that were given (None is as good as nothing), if all are known and in range."""
     options = _known("option in generate_kwargs", given, GENERATE_KWARGS)
-    numbers = {name: value for name, value in options.items() if name != "stop"}
-    Sampling(max_new_tokens=max_new_tokens, **numbers)  # raises if one is out of range
+    sampling = to_options({}, options, max_new_tokens)
+    sampling.pop("stop", None)
+    Sampling(**sampling)  # raises if one is out of range
     return options
 
 
 def to_options(
     given: Mapping[str, Any], defaults: Mapping[str, Any], max_new_tokens: int
 ) -> dict[str, Any]:
-    """Keyword arguments of the engine: those of one call, over those of the LLM."""
-    options = {**defaults, **_known("option of a call", given, CALL_KWARGS)}
+    """Keyword arguments of the engine: those of one call, over those of the LLM.
+
+    ``do_sample`` becomes a temperature: without one it is 0 for False and 1 for True.
+    """
+    own = _known("option of a call", given, CALL_KWARGS)
+    options = {**defaults, **own}
+    if "temperature" in own and "do_sample" not in own:
+        options.pop("do_sample", None)  # a call that gives a temperature wants that
+    match options.pop("do_sample", None):
+        case None:
+            pass
+        case False:
+            options["temperature"] = 0.0
+        case True if options.setdefault("temperature", 1.0) == 0:
+            raise InvalidOption("do_sample=True and temperature=0 contradict; leave out either")
+        case True:
+            pass
+        case other:
+            raise InvalidOption(f"do_sample={other!r}; it must be True or False")
     lengths = [options.pop(name) for name in ("max_tokens", "max_new_tokens") if name in options]
     if len(lengths) > 1:
         raise InvalidOption("max_tokens and max_new_tokens are the same thing; give one")
@@ -96,8 +144,11 @@ def to_options(
 
 def _known(kind: str, given: Mapping[str, Any], known: Sequence[str]) -> dict[str, Any]:
     for name in given:
-        if name not in known:
-            raise UnknownOption.among(kind, name, known)
+        if name in known:
+            continue
+        if instead := _INSTEAD.get(name):
+            raise UnknownOption(f"{name!r} is no {kind}: {instead}")
+        raise UnknownOption.among(kind, name, known)
     return {name: value for name, value in given.items() if value is not None}
 
 
@@ -130,7 +181,38 @@ def to_chat(response: CompletionResponse) -> ChatResponse:
     )
 
 
-async def off_loop(pieces: Iterator[_Piece]) -> AsyncGenerator[_Piece]:
-    """Iterate in threads, so that the event loop is free while a piece is computed."""
-    while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
-        yield piece
+def to_chats(responses: Generator[CompletionResponse]) -> Generator[ChatResponse]:
+    """The same for a stream."""
+    with closing(responses):
+        yield from map(to_chat, responses)
+
+
+class Pieces(Iterator[_Piece], Protocol[_Piece]):
+    """What comes piece by piece, and can be ended before it is exhausted."""
+
+    def close(self) -> None:
+        """End it and free what it holds."""
+        ...
+
+
+async def off_loop(pieces: Pieces[_Piece]) -> AsyncGenerator[_Piece]:
+    """Iterate in threads, so that the event loop is free while a piece is computed.
+
+    However this ends, ``pieces`` is closed. A task that is cancelled waits for the piece under way,
+    which nothing can interrupt; after it nothing is computed any more.
+    """
+    turn = threading.Lock()
+
+    def step() -> _Piece | None:
+        with turn:
+            return next(pieces, None)
+
+    def close() -> None:
+        with turn:
+            pieces.close()
+
+    try:
+        while (piece := await asyncio.to_thread(step)) is not None:
+            yield piece
+    finally:
+        await asyncio.shield(asyncio.to_thread(close))

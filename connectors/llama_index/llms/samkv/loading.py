@@ -1,0 +1,115 @@
+"""From the arguments of `SamKVLLM` that say which model it is to the engine that runs it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from samkv_integrations.engine import Engine
+from samkv_integrations.errors import InvalidOption
+from samkv_integrations.model import Model, load_tokenizer
+from samkv_integrations.store import ChunkStore
+
+# What is given -> the arguments that would have loaded it.
+MADE_BY = {
+    "engine": ("tokenizer_name", "model_kwargs", "tokenizer_kwargs"),
+    "model": ("model_kwargs",),
+    "tokenizer": ("tokenizer_kwargs",),
+}
+
+
+def engine_of(
+    *,
+    engine: Engine | None,
+    model: Any,  # noqa: ANN401  (transformers' model)
+    tokenizer: Any,  # noqa: ANN401
+    model_name: str | None,
+    tokenizer_name: str | None,
+    device_map: str,
+    dtype: str,
+    model_kwargs: Mapping[str, Any],
+    tokenizer_kwargs: Mapping[str, Any],
+    kv_dir: str | Path | None,
+) -> Engine:
+    """The engine that was given, or one on the model that was given or has to be loaded.
+
+    Raises InvalidOption if an argument would be ignored.
+    """
+    given = {"engine": engine, "model": model, "tokenizer": tokenizer}
+    loading = {
+        "tokenizer_name": tokenizer_name,
+        "model_kwargs": model_kwargs,
+        "tokenizer_kwargs": tokenizer_kwargs,
+    }
+    for live, names in MADE_BY.items():
+        for name in names:
+            if given[live] is not None and loading[name]:
+                raise InvalidOption(
+                    f"{name} is for loading, and {live} was given loaded already; leave out either"
+                )
+    if engine is not None:
+        for name in ("model", "tokenizer"):
+            if given[name] is not None:
+                raise InvalidOption(f"the engine that was given has its {name}; leave out {name}")
+        _check_agreement(engine.model, model_name, device_map, dtype)
+        if kv_dir is not None and str(Path(kv_dir)) != folder_of(engine):
+            raise _contradiction("kv_dir", str(kv_dir), folder_of(engine))
+        return engine
+    if tokenizer is not None:
+        # ours alone: for each text it is told anew whether special tokens count
+        tokenizer = copy.deepcopy(tokenizer)
+    elif tokenizer_name is not None:
+        tokenizer = load_tokenizer(tokenizer_name, tokenizer_kwargs)
+    if model is not None:
+        if tokenizer is None:
+            raise InvalidOption("model was given without its tokenizer; give tokenizer as well")
+        label = model_name or getattr(model, "name_or_path", "") or type(model).__name__
+        loaded = Model(model, tokenizer, label)
+        _check_agreement(loaded, None, device_map, dtype)
+    elif model_name is not None:
+        loaded = Model.load(
+            model_name,
+            device=device_map,
+            dtype=dtype,
+            tokenizer=tokenizer,
+            model_kwargs=model_kwargs,
+            tokenizer_kwargs=tokenizer_kwargs,
+        )
+    else:
+        raise InvalidOption("give model_name (a hub id, a folder or 'builtin'), model, or engine")
+    return Engine(loaded, None if kv_dir is None else ChunkStore(kv_dir))
+
+
+def _check_agreement(model: Model, model_name: str | None, device_map: str, dtype: str) -> None:
+    """Raises InvalidOption if the arguments ask for another model than the one that was given."""
+    for name, value, allowed in (
+        ("model_name", model_name, (None, model.name)),
+        ("device_map", device_map, ("auto", model.device.type, str(model.device))),
+        ("dtype", dtype, ("auto", model.dtype_name)),
+    ):
+        if value not in allowed:
+            raise _contradiction(name, value, allowed[-1])
+
+
+def _contradiction(name: str, value: object, actual: object) -> InvalidOption:
+    return InvalidOption(
+        f"{name}={value!r}, but the model or engine that was given has {actual!r}; leave out either"
+    )
+
+
+def folder_of(engine: Engine) -> str | None:
+    """Where the engine keeps its chunk caches; None for memory."""
+    return str(engine.store.path) if isinstance(engine.store, ChunkStore) else None
+
+
+def check_outputs_to_remove(names: Sequence[str]) -> None:
+    """Raises InvalidOption for what cannot be removed. The rest never reaches the model anyway."""
+    if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+        raise InvalidOption(f"tokenizer_outputs_to_remove={names!r}; it must be a list of names")
+    if "input_ids" in names:
+        raise InvalidOption(
+            "tokenizer_outputs_to_remove holds 'input_ids', which is all that a model is given "
+            "here; leave it out"
+        )
