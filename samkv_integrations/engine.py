@@ -171,16 +171,18 @@ class Engine:
         return handle_of(key) if self.store.contains(key, self.fingerprint) else None
 
     def expect(self, texts: Sequence[str]) -> None:
-        """Prepare for prompts that hold these chunks, as a retriever has just found them.
+        """Find these chunks in prompts without handles too, as a retriever has just found them.
 
-        Their caches begin to be read into the system's memory. In prompts without handles they are
-        then found like those of the store, and counted as misses if they have no usable cache.
+        Chunks in the store are found anyway. One without a usable cache is then a counted miss,
+        and ``on_miss`` says what becomes of it.
         """
-        bodies = [body for text in texts if (body := normalise(text))]
-        for body in bodies:
-            ids = self.model.tokenize(body, special=False)
+        self._known.expect([body for text in texts if (body := normalise(text))])
+
+    def prefetch(self, texts: Sequence[str]) -> None:
+        """Begin to read the caches of these chunks into the system's memory, without waiting."""
+        for text in texts:
+            ids = self.model.tokenize(normalise(text), special=False)
             self.store.prefetch(self.store.key(self.fingerprint, ids), self.fingerprint, len(ids))
-        self._known.expect(bodies)
 
     def count_tokens(self, text: str) -> int:
         """Tokens of ``text``, handles counted at the length of their chunks."""

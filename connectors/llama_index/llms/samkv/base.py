@@ -45,6 +45,7 @@ from llama_index.llms.samkv.conversion import (
 )
 from llama_index.llms.samkv.engine_ref import EngineRef
 from llama_index.llms.samkv.loading import MADE_BY, check_outputs_to_remove, engine_of, folder_of
+from llama_index.llms.samkv.retrievals import expect_retrieved
 from samkv_integrations.decode import AnswerStream
 from samkv_integrations.engine import Engine, Prompt
 from samkv_integrations.errors import InvalidOption
@@ -87,8 +88,11 @@ class SamKVLLM(CustomLLM):
         eviction: which rows an answer goes on with after its first token, a name out of
             ``EVICTIONS`` or ``"none"`` for all; None for the engine's.
         match_text: whether texts of cached chunks are found in prompts; else handles alone are.
+        cache_retrieved: whether nodes that any retriever of this process finds are cached when a
+            prompt first holds them; for an index that was made without `SamKVCacheTransform`.
         on_miss: for a chunk without a usable cache: ``"text"`` (compute its text, this once),
-            ``"compute"`` (cache it anew) or ``"error"``.
+            ``"compute"`` (cache it anew) or ``"error"``; None for ``"compute"`` with
+            cache_retrieved, else ``"text"``.
 
     Every call takes what generate_kwargs may hold, and max_tokens (or max_new_tokens).
     ``raw["samkv"]`` of a response, or `last_report`, says what the answer cost.
@@ -114,6 +118,7 @@ class SamKVLLM(CustomLLM):
     method: str | None = Field(description="How to answer, None for the engine's method.")
     eviction: str | None = Field(description="Rows to evict, None for the engine's choice.")
     match_text: bool = Field(description="Whether texts of cached chunks are found in prompts.")
+    cache_retrieved: bool = Field(description="Whether retrieved nodes are cached when needed.")
     on_miss: OnMiss = Field(description="What to do for a chunk without a usable cache.")
 
     _engine: EngineRef = PrivateAttr()
@@ -148,14 +153,22 @@ class SamKVLLM(CustomLLM):
         method: str | None = None,
         eviction: str | None = None,
         match_text: bool = True,
-        on_miss: OnMiss = "text",
+        cache_retrieved: bool = False,
+        on_miss: OnMiss | None = None,
     ) -> None:
         # what can be wrong without a model first: loading one takes its time
         options = checked_generate_kwargs(generate_kwargs or {}, max_new_tokens)
         wrapper = to_wrapper(query_wrapper_prompt)
         check_outputs_to_remove(tokenizer_outputs_to_remove or ())
+        if on_miss is None:
+            on_miss = "compute" if cache_retrieved else "text"
         if on_miss not in get_args(OnMiss):
             raise InvalidOption(f"on_miss={on_miss!r}; allowed: {', '.join(get_args(OnMiss))}")
+        if cache_retrieved and (on_miss != "compute" or not match_text):
+            raise InvalidOption(
+                f"cache_retrieved=True with on_miss={on_miss!r} and match_text={match_text}; it "
+                "finds nodes by their text and computes what is missing, so leave both out"
+            )
         if method is not None:
             get_method(method)  # raises if there is none of that name
         get_eviction(eviction)  # likewise
@@ -211,9 +224,12 @@ class SamKVLLM(CustomLLM):
             method=method,
             eviction=eviction,
             match_text=match_text,
+            cache_retrieved=cache_retrieved,
             on_miss=on_miss,
         )
         self._engine = EngineRef(engine)
+        if cache_retrieved:
+            expect_retrieved(engine)
 
     @classmethod
     def from_engine(cls, engine: Engine, **kwargs: Any) -> SamKVLLM:  # noqa: ANN401

@@ -88,6 +88,7 @@ class SamKVPostprocessor(BaseNodePostprocessor):
             for node_id, body in bodies.items():
                 if not engine.handle_of(body):
                     raise _not_cached(node_id, engine.key_of(body))
+        engine.prefetch(list(bodies.values()))
         engine.expect(list(bodies.values()))
         return [node.model_copy(update={"node": self._shown(node.node)}) for node in nodes]
 
