@@ -269,6 +269,48 @@ assert "samkv" not in ALL_ATTENTION_FUNCTIONS
 """
 
 
+IMPORT_WITHOUT = """
+import importlib, sys
+
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0].startswith({frameworks}):
+            raise ImportError(name + " is blocked")
+
+sys.meta_path.insert(0, Blocked())
+for framework in {frameworks}:  # the block holds
+    try:
+        importlib.import_module(framework)
+    except ImportError as error:
+        assert "is blocked" in str(error)
+    else:
+        raise AssertionError(framework)
+for module in {modules}:
+    importlib.import_module(module)
+"""
+
+
+@pytest.mark.parametrize(
+    ("frameworks", "modules"),
+    [
+        (("langchain",), [m for m in SOURCES if m.startswith("llama_index.")]),
+        (("langchain", "llama_index"), [PACKAGE]),
+    ],
+    ids=["llama-index-alone", "none"],
+)
+def test_a_framework_needs_no_other(frameworks: tuple[str, ...], modules: list[str]) -> None:
+    """``langchain`` stands for every package whose name begins so."""
+    assert modules
+    found = subprocess.run(
+        [sys.executable, "-c", IMPORT_WITHOUT.format(frameworks=frameworks, modules=modules)],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert found.returncode == 0, found.stderr
+
+
 def test_importing_needs_no_extra_and_changes_nothing() -> None:
     """In a process of its own: here other tests have made engines, which do register."""
     extras = ("llama_index", "langchain_core", "chromadb", "sklearn", "scipy",
