@@ -261,6 +261,7 @@ class Engine:
         method: str | Method | None = None,
         eviction: str | Eviction | None = None,
         max_new_tokens: int = 256,
+        context_window: int | None = None,
         temperature: float = 0.0,
         top_p: float = 1.0,
         seed: int | None = None,
@@ -276,6 +277,7 @@ class Engine:
         chunks: texts of chunks that occur in it, besides handles; None to find those of the store
             (and those that `expect` named), see `KnownTexts`.
         method, eviction: in place of the engine's for this answer; ``eviction="none"`` for none.
+        context_window: tokens that prompt and answer may have together, if fewer than the model's.
         temperature, top_p, top_k, repetition_penalty, seed: see `Sampling`.
         stop, stop_ids: strings and token ids that end the answer and are no part of it.
         on_miss: what to do for a chunk without a usable cache: ``text`` (compute it from its text,
@@ -293,6 +295,7 @@ class Engine:
             method=method,
             eviction=eviction,
             max_new_tokens=max_new_tokens,
+            context_window=context_window,
             temperature=temperature,
             top_p=top_p,
             seed=seed,
@@ -313,6 +316,7 @@ class Engine:
         method: str | Method | None = None,
         eviction: str | Eviction | None = None,
         max_new_tokens: int = 256,
+        context_window: int | None = None,
         temperature: float = 0.0,
         top_p: float = 1.0,
         seed: int | None = None,
@@ -343,7 +347,7 @@ class Engine:
         ):
             stable = self._stable_layers() if "statistics" in chosen.reads else ()
             query = Query(self.model, chosen, resolved, self.fingerprint, self.prefix, stable, rule)
-            logits = query.first_logits(sampling.max_new_tokens)
+            logits = query.first_logits(sampling.max_new_tokens, context_window)
             sampler = self.model.sampler(query.layout.token_ids.tolist(), sampling)
             first = sampler.next(logits)
         report = query.report(ttft_s=time.perf_counter() - began)

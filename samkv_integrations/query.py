@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from dataclasses import replace
 from functools import partial
@@ -55,15 +56,16 @@ class Query:
         self._bytes_read = 0
         self._probe_s = self._select_s = self._load_s = self._blend_s = 0.0
 
-    def first_logits(self, max_new_tokens: int) -> Tensor:
+    def first_logits(self, max_new_tokens: int, context_window: int | None = None) -> Tensor:
         """Logits (vocabulary,) of the answer's first token.
 
         Raises:
-            PromptTooLong: the prompt and ``max_new_tokens`` exceed the context window.
+            PromptTooLong: the prompt and ``max_new_tokens`` exceed the context window, which is the
+                model's unless a smaller one is given.
         """
         while True:
             self.layout = Layout.of(self._resolved.segments, self._prefix)
-            self._check_length(max_new_tokens)
+            self._check_length(max_new_tokens, context_window)
             context = Context(self.layout, self._resolved.opened, self._fingerprint)
             try:
                 return self._run(context, max_new_tokens)
@@ -210,8 +212,9 @@ class Query:
         self._select_s += time.perf_counter() - began
         return selection
 
-    def _check_length(self, max_new_tokens: int) -> None:
-        window, n_tokens = self.model.context_window, self.layout.n_tokens
+    def _check_length(self, max_new_tokens: int, context_window: int | None) -> None:
+        window = min(context_window or sys.maxsize, self.model.context_window)
+        n_tokens = self.layout.n_tokens
         if n_tokens + max_new_tokens > window:
             raise PromptTooLong(
                 f"prompt of {n_tokens} tokens (chunks at full size) and {max_new_tokens} new "

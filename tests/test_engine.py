@@ -380,6 +380,10 @@ def test_the_prompt_must_fit_with_the_answer(engine: Engine) -> None:
     size = 1 + len(PROMPT)
     with pytest.raises(PromptTooLong, match=rf"prompt of {size} tokens .* 4000 new .* 4096"):
         engine.generate(PROMPT, TEXTS, max_new_tokens=4000)
+    with pytest.raises(PromptTooLong, match=rf"prompt of {size} tokens .* 9 new .* window of 50 "):
+        engine.generate(PROMPT, TEXTS, max_new_tokens=9, context_window=50)
+    longest = engine.generate(PROMPT, TEXTS, max_new_tokens=9, context_window=size + 9)
+    assert longest.report.prompt_tokens == size
 
 
 def test_unknown_names_list_the_known_ones(engine: Engine) -> None:

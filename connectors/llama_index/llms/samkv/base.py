@@ -66,7 +66,7 @@ class SamKVLLM(CustomLLM):
         model_name: a hub id, a local folder, or ``"builtin"``; beside ``model`` only a label.
         tokenizer_name: hub id or folder of the tokenizer, if it is not the model's own.
         model, tokenizer: loaded ones of transformers; ``model`` needs ``tokenizer`` or its name.
-        context_window: tokens that prompts are packed for; None for the model's, which is the most.
+        context_window: most tokens of a prompt and its answer; None for the model's.
         max_new_tokens: most tokens of an answer.
         device_map: ``"auto"``, ``"cpu"``, ``"cuda"`` or ``"cuda:N"``; None for ``"cpu"``.
         dtype: ``"auto"`` (the checkpoint's), ``"float32"`` or ``"bfloat16"``.
@@ -415,6 +415,7 @@ class SamKVLLM(CustomLLM):
             None if self.match_text else (),
             method=self.method,
             eviction=self.eviction,
+            context_window=self.context_window,
             on_miss=self.on_miss,
             stop_ids=self.stopping_ids,
             **options,
