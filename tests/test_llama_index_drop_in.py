@@ -169,9 +169,9 @@ class TestGenerateKwargs:
         seen: list[dict[str, Any]] = []
         stream = Engine.stream
 
-        def spy(engine: Engine, prompt: Any, **options: Any) -> Any:
+        def spy(engine: Engine, prompt: Any, *rest: Any, **options: Any) -> Any:
             seen.append(options)
-            return stream(engine, prompt, **options)
+            return stream(engine, prompt, *rest, **options)
 
         monkeypatch.setattr(Engine, "stream", spy)
         return seen
