@@ -215,13 +215,17 @@ class TestCallersThatGoAway:
         """A step that takes longer than the caller has: the answer ends with that step."""
         llm = corpus.llm()
         timed_out = threading.Event()
-        steps.on_step = lambda: (timed_out.wait(PATIENCE_S), None)[1]
 
         async def hurry() -> None:
-            loop = asyncio.get_running_loop()
+            loop, decoding = asyncio.get_running_loop(), asyncio.Event()
+
+            def take_long() -> None:
+                loop.call_soon_threadsafe(decoding.set)
+                timed_out.wait(PATIENCE_S)
+
+            steps.on_step = take_long
             call = asyncio.create_task(llm.acomplete(ENDLESS, formatted=True, max_tokens=100))
-            while not steps.counts:
-                await asyncio.sleep(0)
+            await asyncio.wait_for(decoding.wait(), PATIENCE_S)
             call.cancel()
             loop.call_soon(timed_out.set)
             with pytest.raises(asyncio.CancelledError):
@@ -229,6 +233,7 @@ class TestCallersThatGoAway:
 
         asyncio.run(hurry())
         assert steps.of_the_first == 1
+        steps.on_step = lambda: None
         answers_in_another_thread(corpus, llm)
 
 
