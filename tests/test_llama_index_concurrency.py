@@ -36,13 +36,18 @@ class Steps:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.counts: dict[Decoder, int] = {}
+        self.running = 0
         self.on_step: Callable[[], None] = lambda: None
         step = Decoder.step
 
         def counted(decoder: Decoder, token: int) -> Any:
             self.counts[decoder] = self.counts.get(decoder, 0) + 1
-            self.on_step()
-            return step(decoder, token)
+            self.running += 1
+            try:
+                self.on_step()
+                return step(decoder, token)
+            finally:
+                self.running -= 1
 
         monkeypatch.setattr(Decoder, "step", counted)
 
@@ -230,6 +235,7 @@ class TestCallersThatGoAway:
             loop.call_soon(timed_out.set)
             with pytest.raises(asyncio.CancelledError):
                 await call
+            assert steps.running == 0  # whoever waited for the task need not wait for a thread
 
         asyncio.run(hurry())
         assert steps.of_the_first == 1
