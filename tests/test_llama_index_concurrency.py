@@ -36,13 +36,18 @@ class Steps:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.counts: dict[Decoder, int] = {}
+        self.running = 0
         self.on_step: Callable[[], None] = lambda: None
         step = Decoder.step
 
         def counted(decoder: Decoder, token: int) -> Any:
             self.counts[decoder] = self.counts.get(decoder, 0) + 1
-            self.on_step()
-            return step(decoder, token)
+            self.running += 1
+            try:
+                self.on_step()
+                return step(decoder, token)
+            finally:
+                self.running -= 1
 
         monkeypatch.setattr(Decoder, "step", counted)
 
@@ -215,20 +220,26 @@ class TestCallersThatGoAway:
         """A step that takes longer than the caller has: the answer ends with that step."""
         llm = corpus.llm()
         timed_out = threading.Event()
-        steps.on_step = lambda: (timed_out.wait(PATIENCE_S), None)[1]
 
         async def hurry() -> None:
-            loop = asyncio.get_running_loop()
+            loop, decoding = asyncio.get_running_loop(), asyncio.Event()
+
+            def take_long() -> None:
+                loop.call_soon_threadsafe(decoding.set)
+                timed_out.wait(PATIENCE_S)
+
+            steps.on_step = take_long
             call = asyncio.create_task(llm.acomplete(ENDLESS, formatted=True, max_tokens=100))
-            while not steps.counts:
-                await asyncio.sleep(0)
+            await asyncio.wait_for(decoding.wait(), PATIENCE_S)
             call.cancel()
             loop.call_soon(timed_out.set)
             with pytest.raises(asyncio.CancelledError):
                 await call
+            assert steps.running == 0  # whoever waited for the task need not wait for a thread
 
         asyncio.run(hurry())
         assert steps.of_the_first == 1
+        steps.on_step = lambda: None
         answers_in_another_thread(corpus, llm)
 
 

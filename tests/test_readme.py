@@ -1,4 +1,4 @@
-"""The README's snippets are run as they stand, on the built-in model."""
+"""The snippets of the README and the guides are run as they stand, on the built-in model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from samkv_integrations.cli import app
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-SNIPPETS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+PYTHON = re.compile(r"```python\n(.*?)```", re.DOTALL)
+SNIPPETS = PYTHON.findall(README)
+GUIDES = {"llama-index": ("Vasumex Trading", "Hadorix Press")}  # and what its snippets print
 
 
 def run(code: str, folder: Path) -> str:
@@ -43,6 +45,25 @@ def test_the_plain_snippet_answers_from_caches(tmp_path: Path) -> None:
     printed = run(SNIPPETS[1], tmp_path)
     assert "Nombury" in printed
     assert "chunk_hits=2" in printed
+
+
+@pytest.mark.parametrize("name", GUIDES)
+def test_the_snippets_of_a_guide_run_one_after_the_other(tmp_path: Path, name: str) -> None:
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    snippets = PYTHON.findall((ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8"))
+    printed = run("\n".join(snippets), tmp_path)
+    assert [answer for answer in GUIDES[name] if answer not in printed] == []
+
+
+@pytest.mark.parametrize("name", GUIDES)
+def test_links_of_a_guide_lead_somewhere(name: str) -> None:
+    text = (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
+    titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    anchors = {re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles}
+    for target in re.findall(r"\]\(((?!http)[^)]+)\)", text):
+        path, _, anchor = target.partition("#")
+        assert not path or (ROOT / "docs" / path).exists(), target
+        assert path or anchor in anchors, target
 
 
 @pytest.mark.parametrize("snippet", SNIPPETS, ids=["llama-index", "plain"])
