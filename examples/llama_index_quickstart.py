@@ -12,14 +12,15 @@ import tempfile
 from pathlib import Path
 
 from llama_index.core import Document, SimpleDirectoryReader, VectorStoreIndex
+from llama_index.core.chat_engine.types import ChatMode
 from llama_index.core.ingestion import DocstoreStrategy, IngestionPipeline
 from llama_index.core.node_parser import SentenceSplitter
 from llama_index.core.storage.docstore import SimpleDocumentStore
+from llama_index.vector_stores.samkv import SamKVChromaVectorStore
 
 from llama_index.llms.samkv import SamKVCacheTransform, SamKVLLM
 from llama_index.llms.samkv.quickstart import OfflineEmbedding
 from llama_index.postprocessor.samkv import SamKVPostprocessor
-from llama_index.vector_stores.samkv import SamKVChromaVectorStore
 
 # Yours to change: a model (a hub id or a folder), an embedding, documents, and a place to keep
 # things in.
@@ -47,12 +48,10 @@ def main() -> None:
 
     # Ask: an ordinary query engine, with this LLM and this postprocessor.
     index = VectorStoreIndex.from_vector_store(vector_store, embed_model=EMBEDDING)
-    options = {
-        "llm": llm,
-        "similarity_top_k": 4,
-        "node_postprocessors": [SamKVPostprocessor(llm=llm)],
-    }
-    query_engine = index.as_query_engine(**options)
+    postprocessors = [SamKVPostprocessor(llm=llm)]
+    query_engine = index.as_query_engine(
+        llm=llm, similarity_top_k=4, node_postprocessors=postprocessors
+    )
     question = "Where was Ingrid Delumb born?"
     response = query_engine.query(question)
     report = llm.last_report
@@ -63,11 +62,18 @@ def main() -> None:
 
     # Stream: the same, piece by piece.
     print(f"\n{question} ", end="")
-    for piece in index.as_query_engine(streaming=True, **options).query(question).response_gen:
-        print(piece, end="", flush=True)
+    streaming = index.as_query_engine(
+        llm=llm, similarity_top_k=4, node_postprocessors=postprocessors, streaming=True
+    )
+    streaming.query(question).print_response_stream()
 
     # Chat: every turn retrieves for itself.
-    chat = index.as_chat_engine(chat_mode="context", **options)
+    chat = index.as_chat_engine(
+        chat_mode=ChatMode.CONTEXT,
+        llm=llm,
+        similarity_top_k=4,
+        node_postprocessors=postprocessors,
+    )
     for turn in ("Who does Thea Nilman work for?", "Where was Ingrid Delumb born?"):
         print(f"\n\n{turn} {chat.chat(turn)}", end="")
 

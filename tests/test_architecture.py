@@ -34,7 +34,7 @@ TIERS = (
     | {f"methods.{name}" for name in METHOD_FILES}
     | {"eviction.h2o", "eviction.sage_kv", "eviction.snapkv", "eviction.streaming_llm"},
     {"methods", "model", "store", "eviction.pyramidkv"},
-    {"bench.scoring", "context", "documents", "ingest", "prompt", "eviction"},
+    {"bench.scoring", "context", "documents", "ingest", "known_texts", "prompt", "eviction"},
     {"blend", "options"},
     {"evictor"},
     {"decode", "query"},
