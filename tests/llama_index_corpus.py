@@ -58,7 +58,7 @@ class Corpus:
         return self.index.as_query_engine(
             llm=llm,
             similarity_top_k=TOP_K,
-            node_postprocessors=[postprocessor or SamKVPostprocessor(llm=llm)],
+            node_postprocessors=[postprocessor or SamKVPostprocessor(llm=llm, mode="handle")],
             text_qa_template=PromptTemplate(template),
             **options,
         )

@@ -127,7 +127,7 @@ class TestQueryEngine:
             chat_mode="context",
             llm=llm,
             similarity_top_k=TOP_K,
-            node_postprocessors=[SamKVPostprocessor(llm=llm)],
+            node_postprocessors=[SamKVPostprocessor(llm=llm, mode="handle")],
         )
         for record in RECORDS[:2]:
             response = chat.chat(record.question)
@@ -212,7 +212,7 @@ class TestMisses:
             return prefill(model, chunks, *rest)
 
         monkeypatch.setattr(samkv_integrations.engine, "prefill", counted)
-        postprocessor = SamKVPostprocessor(engine=engine, on_miss="compute")
+        postprocessor = SamKVPostprocessor(engine=engine, mode="handle", on_miss="compute")
         query_engine = own_corpus.query_engine(llm, postprocessor=postprocessor)
         for _ in range(2):  # the second time nothing is missing
             assert str(query_engine.query(ASKED.question)).strip() == ASKED.workers
@@ -220,7 +220,9 @@ class TestMisses:
             assert passes == [keys]
 
     def test_compute_follows_a_text_that_changes_later(self, own_corpus: Corpus) -> None:
-        postprocessor = SamKVPostprocessor(engine=own_corpus.engine, on_miss="compute")
+        postprocessor = SamKVPostprocessor(
+            engine=own_corpus.engine, mode="handle", on_miss="compute"
+        )
         (shown,) = postprocessor.postprocess_nodes([NodeWithScore(node=TextNode(text=ASKED.text))])
         shown.node.set_content("Never seen before.")
         content = shown.node.get_content(MetadataMode.LLM)
@@ -228,7 +230,7 @@ class TestMisses:
 
     def test_error_names_node_and_next_step(self, own_corpus: Corpus) -> None:
         own_corpus.engine.store.delete(own_corpus.engine.key_of(ASKED.text))
-        postprocessor = SamKVPostprocessor(engine=own_corpus.engine, on_miss="error")
+        postprocessor = SamKVPostprocessor(engine=own_corpus.engine, mode="handle", on_miss="error")
         query_engine = own_corpus.query_engine(own_corpus.llm(), postprocessor=postprocessor)
         with pytest.raises(ChunkNotCached, match="is not cached; ingest it again"):
             query_engine.query(ASKED.question)
@@ -244,7 +246,7 @@ class TestPostprocessor:
     def test_only_prompts_see_the_handle(self, corpus: Corpus) -> None:
         node = TextNode(text=f" {ASKED.text}\n", metadata={"file": "2.txt", KEY_FIELD: "0" * 32})
         before = node.model_copy(deep=True)
-        (shown,) = SamKVPostprocessor(engine=corpus.engine).postprocess_nodes(
+        (shown,) = SamKVPostprocessor(engine=corpus.engine, mode="handle").postprocess_nodes(
             [NodeWithScore(node=node, score=0.5)]
         )
         handle = corpus.engine.handle_of(ASKED.text)
@@ -262,13 +264,13 @@ class TestPostprocessor:
         assert node == before
 
     def test_no_header_no_blank_lines(self, corpus: Corpus) -> None:
-        (shown,) = SamKVPostprocessor(engine=corpus.engine).postprocess_nodes(
+        (shown,) = SamKVPostprocessor(engine=corpus.engine, mode="handle").postprocess_nodes(
             [NodeWithScore(node=TextNode(text=ASKED.text, metadata={KEY_FIELD: "0" * 32}))]
         )
         assert shown.node.get_content(MetadataMode.LLM) == corpus.engine.handle_of(ASKED.text)
 
     def test_follows_the_text_as_it_is(self, corpus: Corpus) -> None:
-        (shown,) = SamKVPostprocessor(engine=corpus.engine).postprocess_nodes(
+        (shown,) = SamKVPostprocessor(engine=corpus.engine, mode="handle").postprocess_nodes(
             [NodeWithScore(node=TextNode(text=ASKED.text))]
         )
         shown.node.set_content(TEXTS[0])  # as MetadataReplacementPostProcessor does
@@ -278,7 +280,7 @@ class TestPostprocessor:
 
     def test_documents_too(self, corpus: Corpus) -> None:
         document = Document(text=ASKED.text, metadata={"file": "2.txt"})
-        (shown,) = SamKVPostprocessor(engine=corpus.engine).postprocess_nodes(
+        (shown,) = SamKVPostprocessor(engine=corpus.engine, mode="handle").postprocess_nodes(
             [NodeWithScore(node=document)]
         )
         handle = corpus.engine.handle_of(ASKED.text)
@@ -291,15 +293,15 @@ class TestPostprocessor:
 
     def test_others_pass_as_they_are(self, corpus: Corpus) -> None:
         nodes = [NodeWithScore(node=ImageNode(text=ASKED.text, image="aGk="))]
-        (passed,) = SamKVPostprocessor(engine=corpus.engine).postprocess_nodes(nodes)
+        (passed,) = SamKVPostprocessor(engine=corpus.engine, mode="handle").postprocess_nodes(nodes)
         assert passed.node is nodes[0].node
-        (empty,) = SamKVPostprocessor(engine=corpus.engine, on_miss="error").postprocess_nodes(
-            [NodeWithScore(node=TextNode(text=" "))]
-        )
+        (empty,) = SamKVPostprocessor(
+            engine=corpus.engine, mode="handle", on_miss="error"
+        ).postprocess_nodes([NodeWithScore(node=TextNode(text=" "))])
         assert empty.node.get_content(MetadataMode.LLM) == " "
 
     def test_copies_share_the_engine_and_pickles_leave_it(self, corpus: Corpus) -> None:
-        postprocessor = SamKVPostprocessor(engine=corpus.engine)
+        postprocessor = SamKVPostprocessor(engine=corpus.engine, mode="handle")
         nodes = [NodeWithScore(node=TextNode(text=ASKED.text))]
         (shown,) = copy.deepcopy(postprocessor).postprocess_nodes(nodes)
         handle = corpus.engine.handle_of(ASKED.text)

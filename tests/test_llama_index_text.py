@@ -129,7 +129,7 @@ class TestTextMode:
         dispatcher.event_handlers.append(seen)
         dispatcher.span_handlers.append(spans)
         try:
-            response = ask(corpus, llm, SamKVPostprocessor(llm=llm, mode="text"))
+            response = ask(corpus, llm, SamKVPostprocessor(llm=llm))
         finally:
             dispatcher.event_handlers.remove(seen)
             dispatcher.span_handlers.remove(spans)
@@ -192,7 +192,7 @@ class TestTextMode:
             assert begun == [corpus.engine.key_of(text) for text in texts]
 
     def test_unknown_mode(self, corpus: Corpus) -> None:
-        with pytest.raises(InvalidOption, match="mode='both'; allowed: handle, text"):
+        with pytest.raises(InvalidOption, match="mode='both'; allowed: text, handle"):
             SamKVPostprocessor(engine=corpus.engine, mode="both")
 
 

@@ -27,7 +27,7 @@ from samkv_integrations.engine import Engine
 from samkv_integrations.errors import ChunkNotCached, InvalidOption
 from samkv_integrations.prompt import OnMiss, handle_of
 
-Mode = Literal["handle", "text"]
+Mode = Literal["text", "handle"]
 
 
 class SamKVPostprocessor(BaseNodePostprocessor):
@@ -36,19 +36,21 @@ class SamKVPostprocessor(BaseNodePostprocessor):
     Their caches begin to be read from disk while the prompt is built, and a node without a cache
     is counted as a miss in the report. Place it last.
 
-    With ``mode="handle"`` a prompt holds the handle of each node in place of its text. Only what
-    goes into a prompt changes (``MetadataMode.LLM``): the metadata header and then the handle.
-    Sources, evaluators and ``node.hash`` see the original text. The LLM that answers must then be a
-    `SamKVLLM` of the same engine: to any other a handle is noise.
+    By default prompts hold the nodes' texts, which `SamKVLLM` finds again. With ``mode="handle"``
+    they hold the handle of each node instead, which also serves nodes of less than 24 characters
+    and such as a window or a template would cut. Only what goes into a prompt changes
+    (``MetadataMode.LLM``): the metadata header and then the handle. Sources, evaluators and
+    ``node.hash`` see the original text. But whatever else is given the prompt sees handles too
+    (traces, an agent's memory, ``context_only``), and to another LLM a handle is noise.
 
     Args:
         llm, engine: whose caches to use, one of the two.
-        mode: ``handle``, or ``text``: prompts hold the texts, which `SamKVLLM` finds again.
+        mode: ``text`` or ``handle``.
         on_miss: what to do for a node whose text is not cached: ``text`` (it stays text),
             ``compute`` (cached now), ``error`` (raises ChunkNotCached).
     """
 
-    mode: Mode = Field(default="handle", description="How prompts hold the nodes.")
+    mode: Mode = Field(default="text", description="How prompts hold the nodes.")
     on_miss: OnMiss = Field(default="text", description="What to do for a text without a cache.")
 
     _engine: EngineRef = PrivateAttr()
@@ -58,7 +60,7 @@ class SamKVPostprocessor(BaseNodePostprocessor):
         *,
         llm: LLM | None = None,
         engine: Engine | None = None,
-        mode: Mode = "handle",
+        mode: Mode = "text",
         on_miss: OnMiss = "text",
         callback_manager: CallbackManager | None = None,
     ) -> None:
