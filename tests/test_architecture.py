@@ -34,7 +34,7 @@ TIERS = (
     | {f"methods.{name}" for name in METHOD_FILES}
     | {"eviction.h2o", "eviction.sage_kv", "eviction.snapkv", "eviction.streaming_llm"},
     {"methods", "model", "store", "eviction.pyramidkv"},
-    {"bench.scoring", "context", "documents", "ingest", "prompt", "eviction"},
+    {"bench.scoring", "context", "database", "documents", "ingest", "prompt", "eviction"},
     {"blend", "options"},
     {"evictor"},
     {"decode", "query"},
@@ -48,11 +48,15 @@ TIERS = (
 )
 """Modules of the package without its name; "" is the package itself, "connectors" all of those."""
 
-CONNECTORS = ("llama_index.llms.samkv", "llama_index.postprocessor.samkv")
+CONNECTORS = (
+    "llama_index.llms.samkv",
+    "llama_index.postprocessor.samkv",
+    "llama_index.vector_stores.samkv",
+)
 
 OWNERS = {
     "transformers": {"model"},
-    "chromadb": {"chroma", "connectors"},
+    "chromadb": {"chroma", "database", "connectors"},
     "llama_index": {"connectors"},
     "langchain_core": {"connectors"},
     "langchain": {"connectors"},
