@@ -137,7 +137,7 @@ def test_the_imports_are_seen() -> None:
     assert f"{PACKAGE}.engine" in seen  # from a.b import c, c is no module
     assert f"{PACKAGE}.tables" in seen  # from a import b, b is a module
     assert "llama_index.llms.samkv.quickstart" in seen  # import_module
-    assert "chromadb" in imports(f"{PACKAGE}.chroma")  # inside a function
+    assert "chromadb" in imports(f"{PACKAGE}.database")  # inside a function
 
 
 @pytest.mark.parametrize("module", SOURCES)
