@@ -12,15 +12,16 @@ import tempfile
 from pathlib import Path
 
 from llama_index.core import Document, SimpleDirectoryReader, VectorStoreIndex
+from llama_index.core.base.response.schema import StreamingResponse
 from llama_index.core.chat_engine.types import ChatMode
 from llama_index.core.ingestion import DocstoreStrategy, IngestionPipeline
 from llama_index.core.node_parser import SentenceSplitter
 from llama_index.core.storage.docstore import SimpleDocumentStore
-from llama_index.vector_stores.samkv import SamKVChromaVectorStore
 
 from llama_index.llms.samkv import SamKVCacheTransform, SamKVLLM
 from llama_index.llms.samkv.quickstart import OfflineEmbedding
 from llama_index.postprocessor.samkv import SamKVPostprocessor
+from llama_index.vector_stores.samkv import SamKVChromaVectorStore
 
 # Yours to change: a model (a hub id or a folder), an embedding, documents, and a place to keep
 # things in.
@@ -65,7 +66,9 @@ def main() -> None:
     streaming = index.as_query_engine(
         llm=llm, similarity_top_k=4, node_postprocessors=postprocessors, streaming=True
     )
-    streaming.query(question).print_response_stream()
+    streamed = streaming.query(question)
+    assert isinstance(streamed, StreamingResponse)
+    streamed.print_response_stream()
 
     # Chat: every turn retrieves for itself.
     chat = index.as_chat_engine(

@@ -21,10 +21,15 @@ from samkv_integrations import documents as docs
 from samkv_integrations import tables
 from samkv_integrations.bench import commands as bench_commands
 from samkv_integrations.bench.markdown import table as markdown_table
-from samkv_integrations.chroma import ChromaLink, HashingEmbedding, open_collection
+from samkv_integrations.chroma import (
+    ChromaLink,
+    HashingEmbedding,
+    collection_names,
+    open_collection,
+)
 from samkv_integrations.documents import Question
 from samkv_integrations.engine import Engine
-from samkv_integrations.errors import InvalidOption, MissingExtra, SamkvError
+from samkv_integrations.errors import EmptyInput, InvalidOption, MissingExtra, SamkvError
 from samkv_integrations.eviction import EVICTIONS, Eviction
 from samkv_integrations.methods import METHODS, Method
 from samkv_integrations.model import Model
@@ -160,6 +165,52 @@ def stats(folder: Folder = Path(".samkv"), as_json: Json = False) -> None:
               f"{tables.size(sum(r['bytes'] for r in rows))} in {path}")  # fmt: skip
 
 
+@store_app.command()
+def sync(
+    folder: Folder = Path(".samkv"),
+    collections: Annotated[
+        list[str] | None, typer.Option("--collection", help="Which; again for more. Default: all.")
+    ] = None,
+    model: ModelName = "builtin", device: Device = "auto", dtype: Dtype = "auto",
+    grace_s: Annotated[
+        float, typer.Option("--grace", help="Keep unused caches that are younger, in seconds.")
+    ] = 3600.0,
+    prune: Annotated[bool, typer.Option(help="Delete caches that no record uses.")] = True,
+    build: Annotated[bool, typer.Option(help="Cache the chunks that are not.")] = True,
+    as_json: Json = False,
+) -> None:  # fmt: skip
+    """Bring caches into line with the records: build what is missing, delete what nothing uses."""
+    database = folder / "chroma"
+    names = list(dict.fromkeys(collections or ())) or collection_names(database)
+    if not names:
+        raise EmptyInput(f"{database} holds no collection; ingest documents first")
+    opened = [open_collection(database, name, create=False) for name in names]
+    engine = _engine(model, folder / "kv", device, dtype)
+    engine.store.require(engine.fingerprint)
+    # What nothing uses belongs to no collection: it is looked for once, when all have been read.
+    done = [
+        ChromaLink(one, engine).sync(
+            build_missing=build, prune=prune and one is opened[-1], grace_s=grace_s, progress=True
+        )
+        for one in opened
+    ]
+    rows = [{"collection": name, **asdict(row)} for name, row in zip(names, done, strict=True)]
+    if as_json:
+        _write_json("store sync", model, rows)
+        return
+    out = tables.console()
+    columns = ("collection", "records", "cached", "linked", "skipped")
+    cells = [
+        (name, *map(str, (row.n_records, row.n_cached, row.n_linked, row.n_skipped)))
+        for name, row in zip(names, done, strict=True)
+    ]
+    out.print(tables.table(columns, cells))
+    if prune:
+        last = done[-1]
+        out.print(f"\n{last.n_pruned} unused caches deleted ({tables.size(last.bytes_freed)}), "
+                  f"{last.n_in_grace} kept for now because they are young")  # fmt: skip
+
+
 @app.command()
 def ingest(
     paths: Annotated[list[Path], typer.Argument(help="Files or folders (.txt, .md).")],
@@ -174,14 +225,15 @@ def ingest(
     pieces = docs.read_pieces(files, engine.model, chunk_size)
     opened = open_collection(folder / "chroma", collection, create=True)
     texts = [piece.text for piece in pieces]
-    done = ChromaLink(opened, engine).add(
+    link = ChromaLink(opened, engine)
+    done = link.add(
         [piece.id for piece in pieces],
         texts,
         HashingEmbedding().embed(texts),
         [{"source": piece.source} for piece in pieces],
         progress=True,
     )
-    _drop_outdated(opened, pieces)
+    _drop_outdated(link, pieces)
     row = {"collection": collection, "files": len(files), **asdict(done)}
     if as_json:
         _write_json("ingest", model, [row])
@@ -192,12 +244,13 @@ def ingest(
         out.print(f"{tables.seconds(done.seconds)}, {tables.size(done.bytes_on_disk)} added")
 
 
-def _drop_outdated(collection: Any, pieces: Sequence[docs.Piece]) -> None:  # noqa: ANN401
-    """Remove the records of chunks that the ingested files no longer have."""
+def _drop_outdated(link: ChromaLink, pieces: Sequence[docs.Piece]) -> None:
+    """Remove the records, and caches, of chunks that the ingested files no longer have."""
     sources = list({piece.source for piece in pieces})
-    held = collection.get(where={"source": {"$in": sources}}, include=[])["ids"]
+    where: Any = {"source": {"$in": sources}}
+    held = link.collection.get(where=where, include=[])["ids"]
     if outdated := sorted(set(held) - {piece.id for piece in pieces}):
-        collection.delete(ids=outdated)
+        link.delete(ids=outdated)
 
 
 @app.command()

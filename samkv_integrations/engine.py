@@ -213,6 +213,9 @@ class Engine:
             for key, body, ids in zip(keys, bodies, token_ids, strict=True)
             if not self._is_sound(key, ids)
         }
+        for key in set(keys) - missing.keys():
+            # Whoever caches a chunk again is about to need it: it must not be old enough to prune.
+            self.store.touch(key, self.fingerprint)
         with tqdm(total=len(missing), desc="caching chunks", disable=not progress) as bar:
             for batch in batches(list(missing.values())):
                 with self._lock, torch.inference_mode():
@@ -223,6 +226,15 @@ class Engine:
         if missing:
             self._calibrated = None
         return keys
+
+    def is_cached(self, text: str) -> bool:
+        """Whether a sound cache of ``text`` is stored; all of it is read and verified.
+
+        Raises InvalidChunk if ``text`` can have none: it is empty, or longer than the context
+        window.
+        """
+        ids = self._chunk_ids(normalise(text))
+        return self._is_sound(self.store.key(self.fingerprint, ids), ids)
 
     def _chunk_ids(self, body: str) -> tuple[int, ...]:
         ids = tuple(self.model.tokenize(body, special=False))

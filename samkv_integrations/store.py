@@ -53,8 +53,9 @@ class StoreStats:
 class Store(Protocol):
     """Chunk caches by key. Whatever cannot be read is a `CacheMiss`, never a wrong tensor.
 
-    Only `put` and `delete` modify a store, and what any process did is seen at once by all. Methods
-    other than `key`, `open` and `contains` raise `StoreError` if the store itself is not usable.
+    Only `put`, `touch` and `delete` modify a store, and what any process did is seen at once by
+    all. Methods other than `key`, `open`, `contains`, `age_s` and `touch` raise `StoreError` if the
+    store itself is not usable.
     """
 
     def key(self, fingerprint: Fingerprint, token_ids: Sequence[int]) -> str:
@@ -78,6 +79,15 @@ class Store(Protocol):
 
     def contains(self, key: str, fingerprint: Fingerprint) -> bool:
         """Whether a chunk is there. Cheap: nothing is read, so opening it may still miss."""
+
+    def age_s(self, key: str, fingerprint: Fingerprint) -> float | None:
+        """Seconds since a chunk was put or touched, None if it is not there."""
+
+    def touch(self, key: str, fingerprint: Fingerprint) -> None:
+        """Makes a chunk as young as one that is put now. A chunk that is not there stays away.
+
+        Best effort: a folder that can only be read keeps its ages, and all its chunks.
+        """
 
     def text(self, key: str) -> str | None:
         """The text of a chunk of any fingerprint, None if it is unknown or unreadable."""
@@ -119,6 +129,7 @@ class MemoryStore:
         self._chunks: dict[tuple[str, str], ChunkCache] = {}
         self._texts: dict[str, str] = {}
         self._n_changes = 0
+        self._put_at: dict[tuple[str, str], float] = {}
 
     def key(self, fingerprint: Fingerprint, token_ids: Sequence[int]) -> str:
         return chunk_key(self._secret, self._namespace, fingerprint.digest, token_ids)
@@ -127,6 +138,7 @@ class MemoryStore:
         self._chunks[chunk.fingerprint.digest, chunk.key] = chunk
         self._texts[chunk.key] = chunk.text
         self._n_changes += 1
+        self._put_at[chunk.fingerprint.digest, chunk.key] = time.time()
 
     def open(
         self, key: str, fingerprint: Fingerprint, token_ids: Sequence[int] | None = None
@@ -139,6 +151,14 @@ class MemoryStore:
     def contains(self, key: str, fingerprint: Fingerprint) -> bool:
         return (fingerprint.digest, key) in self._chunks
 
+    def age_s(self, key: str, fingerprint: Fingerprint) -> float | None:
+        put_at = self._put_at.get((fingerprint.digest, key))
+        return None if put_at is None else max(0.0, time.time() - put_at)
+
+    def touch(self, key: str, fingerprint: Fingerprint) -> None:
+        if (fingerprint.digest, key) in self._put_at:
+            self._put_at[fingerprint.digest, key] = time.time()
+
     def text(self, key: str) -> str | None:
         return self._texts.get(key)
 
@@ -148,7 +168,7 @@ class MemoryStore:
     def delete(self, key: str) -> bool:
         found = [name for name in self._chunks if name[1] == key]
         for name in found:
-            del self._chunks[name]
+            del self._chunks[name], self._put_at[name]
         self._n_changes += 1
         return self._texts.pop(key, None) is not None
 
@@ -287,6 +307,21 @@ class ChunkStore:
     def contains(self, key: str, fingerprint: Fingerprint) -> bool:
         file = self._file(key, fingerprint.digest)
         return bool(_HEX_NAME.fullmatch(key)) and os.path.isfile(file)
+
+    def age_s(self, key: str, fingerprint: Fingerprint) -> float | None:
+        if not self.contains(key, fingerprint):
+            return None
+        try:
+            modified_at = self._file(key, fingerprint.digest).stat().st_mtime
+        except OSError:  # deleted by another process meanwhile
+            return None
+        return max(0.0, time.time() - modified_at)
+
+    def touch(self, key: str, fingerprint: Fingerprint) -> None:
+        if self.contains(key, fingerprint):
+            now = time.time()
+            with suppress(OSError):
+                os.utime(self._file(key, fingerprint.digest), (now, now))
 
     def text(self, key: str) -> str | None:
         for digest in self._digests() if _HEX_NAME.fullmatch(key) else ():

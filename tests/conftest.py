@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
+
+from tests.chroma_server import chroma_server
 
 
 @pytest.fixture(autouse=True, scope="session")
 def one_thread() -> None:
     """The tensors are tiny, and threads that wait for each other on a busy machine cost more."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def chroma_port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+    """Port of a Chroma server that all tests share; each makes its own collections."""
+    with chroma_server(tmp_path_factory.mktemp("server") / "chroma") as port:
+        yield port

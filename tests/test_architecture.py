@@ -34,7 +34,16 @@ TIERS = (
     | {f"methods.{name}" for name in METHOD_FILES}
     | {"eviction.h2o", "eviction.sage_kv", "eviction.snapkv", "eviction.streaming_llm"},
     {"methods", "model", "store", "eviction.pyramidkv"},
-    {"bench.scoring", "context", "documents", "ingest", "known_texts", "prompt", "eviction"},
+    {
+        "bench.scoring",
+        "context",
+        "database",
+        "documents",
+        "eviction",
+        "ingest",
+        "known_texts",
+        "prompt",
+    },  # fmt: skip
     {"blend", "options"},
     {"evictor"},
     {"decode", "query"},
@@ -48,11 +57,15 @@ TIERS = (
 )
 """Modules of the package without its name; "" is the package itself, "connectors" all of those."""
 
-CONNECTORS = ("llama_index.llms.samkv", "llama_index.postprocessor.samkv")
+CONNECTORS = (
+    "llama_index.llms.samkv",
+    "llama_index.postprocessor.samkv",
+    "llama_index.vector_stores.samkv",
+)
 
 OWNERS = {
     "transformers": {"model"},
-    "chromadb": {"chroma", "connectors"},
+    "chromadb": {"chroma", "database", "connectors"},
     "llama_index": {"connectors"},
     "langchain_core": {"connectors"},
     "langchain": {"connectors"},
@@ -133,7 +146,7 @@ def test_the_imports_are_seen() -> None:
     assert f"{PACKAGE}.engine" in seen  # from a.b import c, c is no module
     assert f"{PACKAGE}.tables" in seen  # from a import b, b is a module
     assert "llama_index.llms.samkv.quickstart" in seen  # import_module
-    assert "chromadb" in imports(f"{PACKAGE}.chroma")  # inside a function
+    assert "chromadb" in imports(f"{PACKAGE}.database")  # inside a function
 
 
 @pytest.mark.parametrize("module", SOURCES)

@@ -86,7 +86,7 @@ def rows_of(*arguments: str) -> list[dict[str, Any]]:
     return rows
 
 
-COMMANDS = {"methods", "doctor", "ingest", "ask", "quickstart", "store", "stats"}
+COMMANDS = {"methods", "doctor", "ingest", "ask", "quickstart", "store", "stats", "sync"}
 
 
 def error_of(*arguments: str) -> str:
@@ -149,6 +149,56 @@ def test_ingest_splits_long_documents_and_forgets_what_they_no_longer_say(
     file.write_text("Short now.")
     rows_of("ingest", "long.md", "--model", tiny, "--chunk-size", "100")
     assert collection.get(include=["documents"])["documents"] == ["Short now."]
+
+
+def test_ingest_releases_what_documents_no_longer_say(town: Path, tiny: str) -> None:
+    rows_of("ingest", str(town), "--model", tiny)
+    (town / "krasplex-systems.txt").write_text("Something else.")
+    rows_of("ingest", str(town), "--model", tiny)
+    (held,) = rows_of("store", "stats")
+    assert held["chunks"] == 6
+
+
+def test_sync_mends_what_went_past_it(town: Path, tiny: str) -> None:
+    model = ("--model", tiny)
+    ran("ingest", str(town), *model)
+    documents = open_collection(Path(".samkv/chroma").resolve(), "documents", create=False)
+    first, *_ = documents.get()["ids"]
+    documents.delete(ids=[first])
+    notes = open_collection(Path(".samkv/chroma").resolve(), "notes", create=True)
+    notes.add(ids=["n", "bare"], documents=["A note.", " "], embeddings=[[1.0]] * 2)
+    sync = ("store", "sync", *model)
+
+    def summary(*options: str) -> list[tuple[Any, ...]]:
+        fields = ("collection", "n_records", "n_cached", "n_linked", "n_skipped", "n_pruned")
+        rows = rows_of(*sync, *options)
+        assert all(set(fields) | {"n_in_grace", "bytes_freed", "seconds"} == set(r) for r in rows)
+        return [tuple(row[field] for field in fields) for row in rows]
+
+    assert summary("--no-build", "--no-prune", "--collection", "documents") == [
+        ("documents", 5, 0, 0, 0, 0)
+    ]
+    assert summary("--no-build") == [("documents", 5, 0, 0, 0, 0), ("notes", 2, 0, 1, 1, 0)]
+    result = run(*sync)
+    assert "syncing notes" in result.stderr and "syncing" not in result.stdout
+    assert "0 unused caches deleted (0 B), 1 kept for now" in result.stdout
+    assert summary("--grace", "0") == [("documents", 5, 0, 0, 0, 0), ("notes", 2, 0, 0, 1, 1)]
+    (held,) = rows_of("store", "stats")
+    assert held["chunks"] == 6  # five records and a note
+    assert summary("--collection", "notes", "--collection", "documents", "--grace", "0") == [
+        ("notes", 2, 0, 0, 1, 0), ("documents", 5, 0, 0, 0, 0),
+    ]  # fmt: skip
+
+
+def test_sync_says_what_is_wrong(town: Path, tiny: str, working_folder: Path) -> None:
+    sync = ("store", "sync", "--model", tiny)
+    ran("ingest", str(town), "--model", tiny)
+    assert "'papers'; known: documents" in error_of(*sync, "--collection", "papers")
+    assert "grace_s=-1.0" in error_of(*sync, "--grace", "-1")
+    assert "dtype is 'bfloat16' here" in error_of(*sync, "--dtype", "bfloat16")
+    empty = open_collection(working_folder / "hollow/chroma", "town", create=True)
+    empty._client.delete_collection("town")
+    assert "hollow/chroma holds no collection" in error_of(*sync, "--dir", "hollow")
 
 
 def test_ingest_leaves_its_own_folder_and_hidden_files_out(town: Path) -> None:
@@ -413,6 +463,7 @@ def test_a_model_that_is_not_there(working_folder: Path) -> None:
         (("ask", "Who?", "--set", "select.probe=never"), "is not one of none, probe, layerwise"),
         (("ask", "Who?", "--set", "select.window=0"), "it must be at least 1"),
         (("store", "stats", "--dir", "nowhere"), "nowhere/kv does not exist"),
+        (("store", "sync", "--dir", "nowhere"), "nowhere/chroma holds no Chroma database"),
         (("quickstart",), "examples/town_records is not a folder"),
         (("quickstart", "--documents", "hollow"), "no document"),
         (("quickstart", "--documents", "blank"), "blank/questions.jsonl does not exist"),

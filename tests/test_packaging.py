@@ -18,7 +18,12 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[1]
 MAX_WHEEL_BYTES = 45_000_000
-TYPED = ("samkv_integrations", "llama_index/llms/samkv", "llama_index/postprocessor/samkv")
+TYPED = (
+    "samkv_integrations",
+    "llama_index/llms/samkv",
+    "llama_index/postprocessor/samkv",
+    "llama_index/vector_stores/samkv",
+)
 BUILTIN = (
     "README.md",
     "chat_template.jinja",
@@ -89,7 +94,8 @@ def test_no_package_of_others_is_touched(names: set[str]) -> None:
         "samkv_integrations",
     }
     theirs = ("llama_index/__init__.py", "llama_index/llms/__init__.py",
-              "llama_index/postprocessor/__init__.py", "llama_index/py.typed")  # fmt: skip
+              "llama_index/postprocessor/__init__.py", "llama_index/vector_stores/__init__.py",
+              "llama_index/py.typed")  # fmt: skip
     assert not names.intersection(theirs)
     assert not [n for n in names if n.startswith("llama_index/") and "/samkv/" not in n]
 

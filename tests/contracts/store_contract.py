@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import fields, replace
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import samkv_integrations.store
 from samkv_integrations.chunk import ChunkCache, Fingerprint
 from samkv_integrations.errors import CacheMiss, FingerprintMismatch
 from samkv_integrations.format import FileLayout
@@ -251,6 +253,35 @@ class StoreContract:
         assert reason(lambda: store.open(gone, TINY)) == "absent"
         assert store.text(gone) is None
         assert gone not in store.keys() and len(store.keys()) == 7
+
+    def test_a_chunk_ages_from_when_it_was_put_or_touched(
+        self, store: Store, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        chunk, other = chunk_for(store, 1), replace(TINY, block_size=8)
+        store.touch(chunk.key, TINY)
+        assert store.age_s(chunk.key, TINY) is None and not store.contains(chunk.key, TINY)
+        store.put(chunk)
+        began = time.time()
+
+        def age_after(seconds: float) -> float:
+            monkeypatch.setattr(samkv_integrations.store.time, "time", lambda: began + seconds)
+            age = store.age_s(chunk.key, TINY)
+            assert age is not None
+            return age
+
+        assert age_after(0) < 10
+        assert age_after(100) == pytest.approx(100, abs=10)
+        store.touch(chunk.key, other)
+        assert age_after(100) == pytest.approx(100, abs=10)
+        store.touch(chunk.key, TINY)
+        assert age_after(100) < 1
+        assert age_after(130) == pytest.approx(30, abs=1)
+        assert age_after(50) == 0  # the clock was set back
+        assert store.age_s(chunk.key, other) is store.age_s("../x", TINY) is None
+        with store.open(chunk.key, TINY) as stored:
+            stored.verify()
+        store.delete(chunk.key)
+        assert store.age_s(chunk.key, TINY) is None
 
     def test_delete_removes_a_key_under_all_fingerprints(self, store: Store) -> None:
         other = replace(TINY, block_size=8)

@@ -1,0 +1,298 @@
+"""The vector store: LlamaIndex's Chroma store over a `ChromaLink`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from chromadb.api.models.Collection import Collection
+from llama_index.core.bridge.pydantic import BaseModel, PrivateAttr
+from llama_index.core.llms import LLM
+from llama_index.core.schema import BaseNode, ImageNode, MetadataMode
+from llama_index.core.vector_stores.types import (
+    MetadataFilters,
+    VectorStoreQuery,
+    VectorStoreQueryResult,
+)
+from llama_index.core.vector_stores.utils import node_to_metadata_dict
+from llama_index.vector_stores.chroma import ChromaVectorStore
+from llama_index.vector_stores.chroma.base import _to_chroma_filter
+
+from llama_index.llms.samkv.engine_ref import EngineRef
+from samkv_integrations.chroma import (
+    KEY_FIELD,
+    ChromaLink,
+    chroma_errors,
+    connect_collection,
+    open_collection,
+)
+from samkv_integrations.chunk import normalise
+from samkv_integrations.engine import Engine
+from samkv_integrations.errors import InvalidOption
+
+
+class SamKVChromaVectorStore(ChromaVectorStore):
+    """A `ChromaVectorStore` that keeps chunk caches in step with its nodes.
+
+    Adding a node caches its text and writes the key of the cache into the record's metadata, where
+    prompts and embeddings do not see it; a node with a known id is replaced. Deleting nodes deletes
+    the caches that no other record of the database needs. What goes past this object (a raw
+    ``collection.delete``, a crash) is mended by ``kv_link.sync()``.
+
+    Images and nodes without text are stored without a key. A node longer than the model's context
+    window is refused, as by `SamKVCacheTransform`: it fits no prompt either, with or without a
+    cache, and at ingest something can still be done about it.
+
+    Args:
+        chroma_collection: a collection of a synchronous client, without an embedding function.
+        llm, engine: what caches, one of the two.
+        persist_dir, host, port, ssl: where the collection is, for `to_dict` alone; `from_params`
+            sets them.
+
+    Copies share collection and engine. A pickle has neither and cannot be used.
+    """
+
+    _engine: EngineRef = PrivateAttr()
+    _link: ChromaLink | None = PrivateAttr(default=None)
+
+    def __init__(
+        self,
+        chroma_collection: Collection,
+        *,
+        llm: LLM | None = None,
+        engine: Engine | None = None,
+        persist_dir: str | None = None,
+        host: str | None = None,
+        port: int | None = None,
+        ssl: bool = False,
+    ) -> None:
+        held = EngineRef.of(llm, engine)
+        link = ChromaLink(chroma_collection, held.engine)
+        super().__init__(
+            chroma_collection=chroma_collection,
+            collection_name=chroma_collection.name,
+            persist_dir=persist_dir,
+            host=host,
+            port=port,
+            ssl=ssl,
+        )
+        self._engine = held
+        self._link = link
+
+    @classmethod
+    def from_collection(
+        cls, collection: Collection, *, llm: LLM | None = None, engine: Engine | None = None
+    ) -> SamKVChromaVectorStore:
+        """The same as the constructor."""
+        return cls(collection, llm=llm, engine=engine)
+
+    @classmethod  # upstream takes any keyword there is
+    def from_params(  # type: ignore[override]
+        cls,
+        collection_name: str,
+        host: str | None = None,
+        port: int | str | None = None,
+        ssl: bool = False,
+        headers: Mapping[str, str] | None = None,
+        persist_dir: str | Path | None = None,
+        *,
+        llm: LLM | None = None,
+        engine: Engine | None = None,
+    ) -> SamKVChromaVectorStore:
+        """A store on a collection that is made if there is none.
+
+        persist_dir: folder of the database; or host, port, ssl, headers: those of a Chroma server.
+
+        Raises:
+            InvalidOption: not exactly one of the two is given, or Chroma refuses.
+        """
+        if (persist_dir is None) == (host is None) or (host is None) != (port is None):
+            raise InvalidOption("give either persist_dir, or host and port")
+        if persist_dir is not None:
+            collection = open_collection(persist_dir, collection_name, create=True)
+            return cls(collection, llm=llm, engine=engine, persist_dir=str(persist_dir))
+        assert host is not None
+        if not str(port).isdecimal():
+            raise InvalidOption(f"port={port!r}; it must be a number")
+        number = int(str(port))
+        collection = connect_collection(
+            host, number, collection_name, create=True, ssl=ssl, headers=headers
+        )
+        return cls(collection, llm=llm, engine=engine, host=host, port=number, ssl=ssl)
+
+    @classmethod
+    def class_name(cls) -> str:
+        """Name in serialised indices."""
+        return "SamKVChromaVectorStore"
+
+    @property
+    def kv_link(self) -> ChromaLink:
+        """The link between records and caches: `sync`, `release`. InvalidOption after a pickle."""
+        if self._link is None:
+            raise InvalidOption(
+                "this vector store came from another process, and its collection and engine stayed "
+                "there; make it again with a collection and llm=... or engine=..."
+            )
+        return self._link
+
+    def __deepcopy__(self, memo: dict[int, Any] | None = None) -> SamKVChromaVectorStore:
+        """A copy on the same collection and engine, of which there is one each."""
+        return self.model_copy()
+
+    def __getstate__(self) -> dict[str, Any]:
+        state: dict[str, Any] = BaseModel.__getstate__(self)
+        # Neither a database nor a model goes into a pickle.
+        state["__pydantic_private__"] = {"_engine": self._engine, "_link": None}
+        return state
+
+    # -- writing ----------------------------------------------------------------------------
+
+    def add(self, nodes: Sequence[BaseNode], **add_kwargs: Any) -> list[str]:  # noqa: ANN401
+        """Cache the nodes' texts and write their records; returns the nodes' ids.
+
+        A node that `SamKVCacheTransform` handled costs a look at whether its file is there.
+
+        add_kwargs: what LlamaIndex hands to every vector store; of no use here.
+
+        Raises:
+            InvalidOption: a node has no embedding or one of another size than the collection's, an
+                id occurs twice, or Chroma refuses a record, such as nested metadata.
+            InvalidChunk: a text is longer than the context window; split it first.
+            StoreError: the chunk store cannot be written.
+        """
+        texts = [node.get_content(metadata_mode=MetadataMode.NONE) for node in nodes]
+        without_cache = {
+            node.node_id
+            for node, text in zip(nodes, texts, strict=True)
+            if isinstance(node, ImageNode) or not normalise(text)
+        }
+        self.kv_link.add(
+            [node.node_id for node in nodes],
+            texts,
+            [_embedding(node) for node in nodes],
+            [_metadata(node) for node in nodes],
+            without_cache=without_cache,
+        )
+        return [node.node_id for node in nodes]
+
+    async def async_add(self, nodes: Sequence[BaseNode], **kwargs: Any) -> list[str]:  # noqa: ANN401
+        """Like `add`, off the event loop."""
+        return await asyncio.to_thread(self.add, nodes, **kwargs)
+
+    def delete(self, ref_doc_id: str, **delete_kwargs: Any) -> None:  # noqa: ANN401
+        """Delete the nodes of a document, and the caches that nothing needs any more.
+
+        delete_kwargs: what LlamaIndex hands to every vector store; of no use here.
+        """
+        self.kv_link.delete(where={"document_id": ref_doc_id})
+
+    async def adelete(self, ref_doc_id: str, **delete_kwargs: Any) -> None:  # noqa: ANN401
+        """Like `delete`, off the event loop."""
+        await asyncio.to_thread(self.delete, ref_doc_id, **delete_kwargs)
+
+    # Upstream declares a list of filters and takes one object, as the base class declares.
+    def delete_nodes(  # type: ignore[override]
+        self,
+        node_ids: list[str] | None = None,
+        filters: MetadataFilters | None = None,
+        **delete_kwargs: Any,  # noqa: ANN401
+    ) -> None:
+        """Delete nodes, and the caches that nothing needs any more.
+
+        node_ids, filters: which nodes; with both, those of ``node_ids`` that match.
+        delete_kwargs: what LlamaIndex hands to every vector store; of no use here.
+
+        Raises InvalidOption if neither is given; to delete all nodes there is `clear`.
+        """
+        self.kv_link.delete(ids=node_ids, where=_where(filters))
+
+    async def adelete_nodes(
+        self,
+        node_ids: list[str] | None = None,
+        filters: MetadataFilters | None = None,
+        **delete_kwargs: Any,  # noqa: ANN401
+    ) -> None:
+        """Like `delete_nodes`, off the event loop."""
+        await asyncio.to_thread(self.delete_nodes, node_ids, filters, **delete_kwargs)
+
+    def clear(self) -> None:
+        """Delete all nodes of the collection, and the caches that no other collection needs."""
+        self.kv_link.clear()
+
+    async def aclear(self) -> None:
+        """Like `clear`, off the event loop."""
+        await asyncio.to_thread(self.clear)
+
+    # -- reading ----------------------------------------------------------------------------
+
+    def get_nodes(  # type: ignore[override]
+        self, node_ids: list[str] | None = None, filters: MetadataFilters | None = None
+    ) -> list[BaseNode]:
+        """The nodes with these ids that match the filters; without either, all."""
+        where = _where(filters)
+        with chroma_errors(f"collection {self.kv_link.collection.name!r} refused to be read"):
+            found = self._get(None, where=where or {}, ids=node_ids or None)
+        return _hide_keys(found.nodes or [])
+
+    async def aget_nodes(
+        self, node_ids: list[str] | None = None, filters: MetadataFilters | None = None
+    ) -> list[BaseNode]:
+        """Like `get_nodes`, off the event loop."""
+        return await asyncio.to_thread(self.get_nodes, node_ids, filters)
+
+    def query(self, query: VectorStoreQuery, **kwargs: Any) -> VectorStoreQueryResult:  # noqa: ANN401
+        """The nodes nearest to the query's embedding.
+
+        kwargs: those of `ChromaVectorStore.query`.
+
+        Raises InvalidOption if Chroma refuses the query, such as an embedding of another size.
+        """
+        with chroma_errors(f"collection {self.kv_link.collection.name!r} refused the query"):
+            result = super().query(query, **kwargs)
+        _hide_keys(result.nodes or [])
+        return result
+
+    async def aquery(self, query: VectorStoreQuery, **kwargs: Any) -> VectorStoreQueryResult:  # noqa: ANN401
+        """Like `query`, off the event loop."""
+        return await asyncio.to_thread(self.query, query, **kwargs)
+
+
+def _embedding(node: BaseNode) -> list[float]:
+    if node.embedding is None:
+        raise InvalidOption(f"node {node.node_id!r} has no embedding; embed nodes before adding")
+    return node.embedding
+
+
+def _metadata(node: BaseNode) -> dict[str, Any]:
+    """The metadata of a node's record, as `ChromaVectorStore` writes them."""
+    try:
+        fields = node_to_metadata_dict(node, remove_text=True, flat_metadata=True)
+    except ValueError as error:
+        raise InvalidOption(f"node {node.node_id!r} cannot be stored: {error}") from error
+    # Chroma would leave out what is None, and a filter could not ask for it.
+    return {name: "" if value is None else value for name, value in fields.items()}
+
+
+def _where(filters: MetadataFilters | None) -> dict[str, Any] | None:
+    if filters is None:
+        return None
+    try:
+        where: dict[str, Any] = _to_chroma_filter(filters)
+    except ValueError as error:
+        raise InvalidOption(f"filters cannot be put to Chroma: {error}") from error
+    return where or None
+
+
+def _hide_keys(nodes: Sequence[BaseNode]) -> list[BaseNode]:
+    """Keeps keys out of prompts and embeddings.
+
+    The metadata of a record that LlamaIndex did not write become those of the node as they are.
+    """
+    for node in nodes:
+        if KEY_FIELD in node.metadata:
+            for excluded in (node.excluded_llm_metadata_keys, node.excluded_embed_metadata_keys):
+                if KEY_FIELD not in excluded:
+                    excluded.append(KEY_FIELD)
+    return list(nodes)
