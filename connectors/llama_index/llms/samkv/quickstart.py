@@ -1,7 +1,7 @@
 """The quickstart: the built-in model, a folder of documents, Chroma, and a query engine.
 
 Everything between the documents and the answers is LlamaIndex as one would write it; `SamKVLLM`,
-`SamKVCacheTransform` and `SamKVPostprocessor` are the only parts of ours.
+`SamKVChromaVectorStore` and `SamKVPostprocessor` are the only parts of ours.
 """
 
 from __future__ import annotations
@@ -14,11 +14,10 @@ from pathlib import Path
 from llama_index.core import Document, StorageContext, VectorStoreIndex
 from llama_index.core.embeddings import BaseEmbedding
 from llama_index.core.node_parser import SentenceSplitter
-from llama_index.vector_stores.chroma import ChromaVectorStore
 
 from llama_index.llms.samkv.base import SamKVLLM
-from llama_index.llms.samkv.transform import SamKVCacheTransform
 from llama_index.postprocessor.samkv import SamKVPostprocessor
+from llama_index.vector_stores.samkv import SamKVChromaVectorStore
 from samkv_integrations.chroma import HashingEmbedding, IngestResult, open_collection
 from samkv_integrations.chunk import normalise
 from samkv_integrations.documents import read_text
@@ -84,18 +83,16 @@ class Quickstart:
         for document in documents:  # the file's name belongs neither into prompts nor embeddings
             document.excluded_llm_metadata_keys = ["source"]
             document.excluded_embed_metadata_keys = ["source"]
-        vector_store = ChromaVectorStore(chroma_collection=self._collection)
-        if self._collection.count():  # of an earlier run
-            vector_store.clear()
+        of_earlier_runs = self._collection.get(include=[])["ids"]
+        vector_store = SamKVChromaVectorStore(self._collection, engine=self.engine)
         self._index = VectorStoreIndex.from_documents(
             documents,
-            transformations=[
-                SentenceSplitter(chunk_size=512),
-                SamKVCacheTransform(engine=self.engine),
-            ],
+            transformations=[SentenceSplitter(chunk_size=512)],
             storage_context=StorageContext.from_defaults(vector_store=vector_store),
             embed_model=self._embedding,
         )
+        if of_earlier_runs:  # only now, so that caches of texts that are there still stay
+            vector_store.delete_nodes(of_earlier_runs)
         n_records = self._collection.count()
         n_cached = len(set(store.keys(self.engine.fingerprint)) - keys)
         return IngestResult(
