@@ -57,7 +57,7 @@ def main() -> None:
     response = query_engine.query(question)
     report = llm.last_report
     assert report is not None
-    print(f"\n{question}{response}")
+    print(f"\n{question} {response}")
     print(f"  from {response.source_nodes[0].node.metadata['file_name']} and three others")
     print(f"  {report.chunk_hits} chunks from caches, {report.kept_ratio:.0%} of their KV kept")
 
