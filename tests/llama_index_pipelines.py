@@ -162,11 +162,12 @@ class Library:
     """
 
     def __init__(self, folder: Path, asked: Sequence[Question]) -> None:
-        Settings.llm = MockLLM()  # LlamaIndex makes a remote model wherever it was given none
+        self.exits = ExitStack()
+        # LlamaIndex makes a remote model wherever it was given none: none of that here
+        self.exits.enter_context(mock.patch.object(Settings, "_llm", MockLLM()))
         self.folder = folder
         self.questions = tuple(asked)
         self.engine = Engine(builtin(), ChunkStore(folder / "kv"))
-        self.exits = ExitStack()
         self.collections: dict[str, Any] = {}
         self._made: dict[str, Any] = {}
 

@@ -12,6 +12,7 @@ from llama_index.core.response_synthesizers import ResponseMode
 
 from tests.llama_index_pipelines import (
     ASPECTS,
+    BAR,
     N_QUESTIONS,
     PIPELINES,
     TOP_K,
@@ -25,6 +26,7 @@ from tests.llama_index_pipelines import (
     holds,
     measure,
     questions,
+    title_of,
 )
 
 # of LlamaIndex's agents, about themselves
@@ -79,6 +81,38 @@ def test_pipeline_with_all_questions(
     row = measure(name, all_of_them, way)
     assert row.questions == N_QUESTIONS
     assert row.passes(aspect), row
+
+
+def asked_about(library: Library) -> list[tuple[str, str]]:
+    """What `accumulate` answers where a call holds the document asked about, and full prefill."""
+    pairs = []
+    both = [
+        answers("accumulate", library, "handle", method) for method in ("samkv-guided", "recompute")
+    ]
+    for question, found, full in zip(library.questions, *both, strict=True):
+        assert found.prompts == full.prompts
+        (handle,) = (
+            library.engine.handle_of(body)
+            for body in question.documents
+            if title_of(body) in question.question
+        )
+        parts = [one.answer.split("\n---------------------\n") for one in (found, full)]
+        triples = zip(found.prompts, *parts, strict=True)
+        pairs += [(mine, theirs) for prompt, mine, theirs in triples if handle in prompt]
+    return pairs
+
+
+def test_made_up_answers_alone_differ(few: Library) -> None:
+    pairs = asked_about(few)
+    assert len(pairs) == FEW
+    assert all(mine == theirs for mine, theirs in pairs)
+
+
+@pytest.mark.slow  # 200 calls, twice
+def test_made_up_answers_alone_differ_with_all_questions(all_of_them: Library) -> None:
+    pairs = asked_about(all_of_them)
+    assert len(pairs) == N_QUESTIONS
+    assert sum(mine == theirs for mine, theirs in pairs) >= BAR * len(pairs)
 
 
 def test_every_response_mode_is_in_the_table() -> None:
