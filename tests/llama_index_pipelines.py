@@ -852,6 +852,19 @@ def _variants(
     }
 
 
+def _chats(kind: Any) -> dict[str, Pipeline]:
+    """Streamed chats are compared with each other: LlamaIndex strips what it remembers of them."""
+    name, make = kind.__name__, partial(_chat, kind)
+    streamed = f"{name}, streaming"
+    return {
+        **_variants(name, make, _RETURNED),
+        streamed: Pipeline(make=make(streaming=True)),
+        f"{name}, async streaming": Pipeline(
+            make=make(streaming=True, use_async=True), like=streamed
+        ),
+    }
+
+
 # Where a call holds no answer the built-in model makes one up, letter by letter among near equals,
 # and anything that is not the same arithmetic makes up another: `reuse` does, with all rows kept.
 # In calls that hold the document asked about the answers are the same.
@@ -879,8 +892,8 @@ PIPELINES: Mapping[str, Pipeline] = {
         make=_citation,
         fails_with_handles={"hits": "it makes its own nodes of the texts, which hold no handle"},
     ),
-    **_variants("ContextChatEngine", partial(_chat, ContextChatEngine)),
-    **_variants("CondensePlusContextChatEngine", partial(_chat, CondensePlusContextChatEngine)),
+    **_chats(ContextChatEngine),
+    **_chats(CondensePlusContextChatEngine),
     "RouterQueryEngine": Pipeline(make=_router),
     "SubQuestionQueryEngine": Pipeline(make=_sub_questions, fails=_MADE_UP),
     "ReActAgent with RetrieverTool": Pipeline(
