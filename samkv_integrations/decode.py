@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -125,6 +126,7 @@ class AnswerStream:
         self._count = 0
         self._decode_s = 0.0
         self._kv_bytes = cache.kv_bytes
+        self._finish_reason: Literal["stop", "length"] | None = None
         self._pieces = self._decode(first, step, end_ids, max_new_tokens, text, cache)
 
     def __iter__(self) -> Iterator[str]:
@@ -148,6 +150,11 @@ class AnswerStream:
             decode_kv_bytes=self._kv_bytes,
         )
 
+    @property
+    def finish_reason(self) -> Literal["stop", "length"] | None:
+        """How it ended: with an end token or stop string, or at max_new_tokens; None until then."""
+        return self._finish_reason
+
     def _decode(
         self,
         token: int,
@@ -157,11 +164,15 @@ class AnswerStream:
         text: TextStream,
         cache: WorkingCache,
     ) -> Generator[str]:
+        reason: Literal["stop", "length"] = "stop"
         while token not in end_ids:
             self._count += 1
             if piece := text.push(token):
                 yield piece
-            if text.stopped or self._count == max_new_tokens:
+            if text.stopped:
+                break
+            if self._count == max_new_tokens:
+                reason = "length"
                 break
             began = time.perf_counter()
             token = step(token)
@@ -169,3 +180,4 @@ class AnswerStream:
             self._kv_bytes = cache.kv_bytes
         if tail := text.flush():
             yield tail
+        self._finish_reason = reason

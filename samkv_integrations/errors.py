@@ -84,5 +84,9 @@ class MissingExtra(SamkvError):
         )
 
 
+class TimedOut(SamkvError, TimeoutError):
+    """An answer took longer than the caller had asked for."""
+
+
 class EmptyInput(SamkvError):
     """A folder without documents, an empty collection, an empty question file."""

@@ -48,6 +48,7 @@ TIERS = (
     {"evictor"},
     {"decode", "query"},
     {"engine"},
+    {"calls", "connecting"},
     {"", "chroma", "doctor", "bench", "bench.data", "bench.latency", "bench.variants", "tables"},
     {"bench.plot", "bench.quality"},
     {"bench.markdown"},
@@ -58,6 +59,7 @@ TIERS = (
 """Modules of the package without its name; "" is the package itself, "connectors" all of those."""
 
 CONNECTORS = (
+    "langchain_samkv",
     "llama_index.llms.samkv",
     "llama_index.postprocessor.samkv",
     "llama_index.vector_stores.samkv",
@@ -67,8 +69,7 @@ OWNERS = {
     "transformers": {"model"},
     "chromadb": {"chroma", "database", "connectors"},
     "llama_index": {"connectors"},
-    "langchain_core": {"connectors"},
-    "langchain": {"connectors"},
+    **dict.fromkeys(("langchain", "langchain_chroma", "langchain_core"), {"connectors"}),
 }
 """Top-level package -> what alone may import it."""
 
@@ -307,9 +308,10 @@ for module in {modules}:
     ("frameworks", "modules"),
     [
         (("langchain",), [m for m in SOURCES if m.startswith("llama_index.")]),
+        (("llama_index",), [m for m in SOURCES if m.startswith("langchain_samkv")]),
         (("langchain", "llama_index"), [PACKAGE]),
     ],
-    ids=["llama-index-alone", "none"],
+    ids=["llama-index-alone", "langchain-alone", "none"],
 )
 def test_a_framework_needs_no_other(frameworks: tuple[str, ...], modules: list[str]) -> None:
     """``langchain`` stands for every package whose name begins so."""

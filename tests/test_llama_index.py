@@ -316,7 +316,7 @@ class TestPostprocessor:
             SamKVPostprocessor(engine=corpus.engine, on_miss="skip")
         with pytest.raises(InvalidOption, match="give either llm"):
             SamKVPostprocessor()
-        with pytest.raises(InvalidOption, match="MockLLM has no engine; give a SamKVLLM as llm"):
+        with pytest.raises(InvalidOption, match="MockLLM has no engine; give an LLM of"):
             SamKVPostprocessor(llm=MockLLM())
 
 

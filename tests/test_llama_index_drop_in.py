@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from llama_index.core import PromptTemplate
 
-import llama_index.llms.samkv.loading
 from llama_index.llms.samkv import SamKVLLM
 from samkv_integrations import Engine
 from samkv_integrations.errors import InvalidOption, ModelNotFound, UnknownOption, UnsupportedModel
@@ -97,7 +96,7 @@ class TestLoadedModels:
             asked.append(options)
             return load(name, **options)
 
-        monkeypatch.setattr(llama_index.llms.samkv.loading.Model, "load", spied)
+        monkeypatch.setattr(Model, "load", spied)
         hub = {"revision": "main", "token": "hf_secret", "cache_dir": str(folder / "cache")}
         SamKVLLM(model_name="builtin", model_kwargs=hub, tokenizer_kwargs=dict(hub))
         assert (asked[0]["model_kwargs"], asked[0]["tokenizer_kwargs"]) == (hub, hub)

@@ -33,19 +33,17 @@ from llama_index.core.prompts import PromptTemplate
 from llama_index.core.types import BaseOutputParser, PydanticProgramMode
 
 from llama_index.llms.samkv.conversion import (
-    checked_generate_kwargs,
-    off_loop,
+    check_outputs_to_remove,
     to_chat,
     to_chats,
     to_completion,
-    to_options,
     to_turns,
     to_wrapper,
     with_system_prompt,
 )
-from llama_index.llms.samkv.engine_ref import EngineRef
-from llama_index.llms.samkv.loading import MADE_BY, check_outputs_to_remove, engine_of, folder_of
 from llama_index.llms.samkv.retrievals import expect_retrieved
+from samkv_integrations.calls import checked_generate_kwargs, count_tokens, off_loop, to_options
+from samkv_integrations.connecting import MADE_BY, EngineRef, engine_of, folder_of
 from samkv_integrations.decode import AnswerStream
 from samkv_integrations.engine import Engine, Prompt
 from samkv_integrations.errors import InvalidOption
@@ -304,11 +302,7 @@ class SamKVLLM(CustomLLM):
         return self._count
 
     def _count(self, text: str) -> list[int]:
-        if not text:
-            return []
-        engine = self.engine
-        n_added = int(engine.model.bos_id is not None)  # counted by the engine, not in the text
-        return [0] * (engine.count_tokens(text) - n_added)
+        return [0] * count_tokens(self.engine, text)
 
     # -- completions ------------------------------------------------------------------------
 

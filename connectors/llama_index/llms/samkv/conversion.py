@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
-import threading
-from collections.abc import AsyncGenerator, Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import closing
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 from llama_index.core.base.llms.types import (
     ChatMessage,
@@ -17,22 +15,9 @@ from llama_index.core.base.llms.types import (
 )
 from llama_index.core.prompts import PromptTemplate
 
-from samkv_integrations.errors import InvalidOption, UnknownOption
-from samkv_integrations.model import Sampling
+from samkv_integrations.calls import merged
+from samkv_integrations.errors import InvalidOption
 from samkv_integrations.report import Report
-
-GENERATE_KWARGS = (
-    "do_sample", "repetition_penalty", "seed", "stop", "temperature", "top_k", "top_p",
-)  # fmt: skip
-CALL_KWARGS = (*GENERATE_KWARGS, "max_tokens", "max_new_tokens")
-
-# Options of transformers' generate that are wanted elsewhere, or not at all -> what to do instead.
-_INSTEAD = {
-    "max_new_tokens": "give max_new_tokens to the LLM, or to a call",
-    "max_length": "it would count the prompt as well; give max_new_tokens",
-    "eos_token_id": "give stopping_ids to the LLM; the model's own are known",
-    "pad_token_id": "one prompt at a time is never padded; leave it out",
-}
 
 _ROLES = {
     MessageRole.SYSTEM: "system",
@@ -42,7 +27,6 @@ _ROLES = {
     MessageRole.CHATBOT: "assistant",
     MessageRole.MODEL: "assistant",
 }
-_Piece = TypeVar("_Piece", covariant=True)
 
 
 def with_system_prompt(
@@ -61,11 +45,11 @@ def with_system_prompt(
 
 
 def to_turns(messages: Sequence[ChatMessage]) -> list[dict[str, str]]:
-    """Messages for a chat template. Neighbours of one role become one: most templates want turns.
+    """Messages for a chat template, neighbours of one role as one.
 
     Raises InvalidOption for what a model that reads text cannot be told.
     """
-    turns: list[dict[str, str]] = []
+    turns: list[tuple[str, str]] = []
     for message in messages:
         role = _ROLES.get(message.role)
         if role is None:
@@ -79,12 +63,8 @@ def to_turns(messages: Sequence[ChatMessage]) -> list[dict[str, str]]:
                     f"a message holds a {type(block).__name__}; this model reads text only, "
                     "leave it out"
                 )
-        content = message.content or ""
-        if turns and turns[-1]["role"] == role:
-            turns[-1]["content"] += f"\n\n{content}"
-        else:
-            turns.append({"role": role, "content": content})
-    return turns
+        turns.append((role, message.content or ""))
+    return merged(turns)
 
 
 def to_wrapper(template: str | PromptTemplate | None) -> PromptTemplate | None:
@@ -103,53 +83,15 @@ def to_wrapper(template: str | PromptTemplate | None) -> PromptTemplate | None:
     return None if wrapper.template == "{query_str}" else wrapper
 
 
-def checked_generate_kwargs(given: Mapping[str, Any], max_new_tokens: int) -> dict[str, Any]:
-    """The options that were given (None is as good as nothing), if all are known and in range."""
-    options = _known("option in generate_kwargs", given, GENERATE_KWARGS)
-    sampling = to_options({}, options, max_new_tokens)
-    sampling.pop("stop", None)
-    Sampling(**sampling)  # raises if one is out of range
-    return options
-
-
-def to_options(
-    given: Mapping[str, Any], defaults: Mapping[str, Any], max_new_tokens: int
-) -> dict[str, Any]:
-    """Keyword arguments of the engine: those of one call, over those of the LLM.
-
-    ``do_sample`` becomes a temperature: without one it is 0 for False and 1 for True.
-    """
-    own = _known("option of a call", given, CALL_KWARGS)
-    options = {**defaults, **own}
-    if "temperature" in own and "do_sample" not in own:
-        options.pop("do_sample", None)  # a call that gives a temperature wants that
-    match options.pop("do_sample", None):
-        case None:
-            pass
-        case False:
-            options["temperature"] = 0.0
-        case True if options.setdefault("temperature", 1.0) == 0:
-            raise InvalidOption("do_sample=True and temperature=0 contradict; leave out either")
-        case True:
-            pass
-        case other:
-            raise InvalidOption(f"do_sample={other!r}; it must be True or False")
-    lengths = [options.pop(name) for name in ("max_tokens", "max_new_tokens") if name in options]
-    if len(lengths) > 1:
-        raise InvalidOption("max_tokens and max_new_tokens are the same thing; give one")
-    if isinstance(options.get("stop"), str):
-        options["stop"] = [options["stop"]]
-    return {**options, "max_new_tokens": lengths[0] if lengths else max_new_tokens}
-
-
-def _known(kind: str, given: Mapping[str, Any], known: Sequence[str]) -> dict[str, Any]:
-    for name in given:
-        if name in known:
-            continue
-        if instead := _INSTEAD.get(name):
-            raise UnknownOption(f"{name!r} is no {kind}: {instead}")
-        raise UnknownOption.among(kind, name, known)
-    return {name: value for name, value in given.items() if value is not None}
+def check_outputs_to_remove(names: Sequence[str]) -> None:
+    """Raises InvalidOption for what cannot be removed. The rest never reaches the model anyway."""
+    if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+        raise InvalidOption(f"tokenizer_outputs_to_remove={names!r}; it must be a list of names")
+    if "input_ids" in names:
+        raise InvalidOption(
+            "tokenizer_outputs_to_remove holds 'input_ids', which is all that a model is given "
+            "here; leave it out"
+        )
 
 
 def to_completion(text: str, report: Report, delta: str | None = None) -> CompletionResponse:
@@ -185,34 +127,3 @@ def to_chats(responses: Generator[CompletionResponse]) -> Generator[ChatResponse
     """The same for a stream."""
     with closing(responses):
         yield from map(to_chat, responses)
-
-
-class Pieces(Iterator[_Piece], Protocol[_Piece]):
-    """What comes piece by piece, and can be ended before it is exhausted."""
-
-    def close(self) -> None:
-        """End it and free what it holds."""
-        ...
-
-
-async def off_loop(pieces: Pieces[_Piece]) -> AsyncGenerator[_Piece]:
-    """Iterate in threads, so that the event loop is free while a piece is computed.
-
-    However this ends, ``pieces`` is closed. A task that is cancelled waits for the piece under way,
-    which nothing can interrupt; after it nothing is computed any more.
-    """
-    turn = threading.Lock()
-
-    def step() -> _Piece | None:
-        with turn:
-            return next(pieces, None)
-
-    def close() -> None:
-        with turn:
-            pieces.close()
-
-    try:
-        while (piece := await asyncio.to_thread(step)) is not None:
-            yield piece
-    finally:
-        await asyncio.shield(asyncio.to_thread(close))

@@ -10,9 +10,9 @@ from llama_index.core.bridge.pydantic import Field, PrivateAttr
 from llama_index.core.llms import LLM
 from llama_index.core.schema import BaseNode, ImageNode, MetadataMode, TransformComponent
 
-from llama_index.llms.samkv.engine_ref import EngineRef
 from samkv_integrations.chroma import KEY_FIELD
 from samkv_integrations.chunk import normalise
+from samkv_integrations.connecting import EngineRef
 from samkv_integrations.engine import Engine
 
 

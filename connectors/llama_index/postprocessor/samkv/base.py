@@ -19,10 +19,10 @@ from llama_index.core.schema import (
     TextNode,
 )
 
-from llama_index.llms.samkv.engine_ref import EngineRef
 from llama_index.llms.samkv.transform import body_of
 from samkv_integrations.chroma import KEY_FIELD
 from samkv_integrations.chunk import normalise
+from samkv_integrations.connecting import EngineRef
 from samkv_integrations.engine import Engine
 from samkv_integrations.errors import ChunkNotCached, InvalidOption
 from samkv_integrations.prompt import OnMiss, handle_of

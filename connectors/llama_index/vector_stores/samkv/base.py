@@ -20,7 +20,6 @@ from llama_index.core.vector_stores.utils import node_to_metadata_dict
 from llama_index.vector_stores.chroma import ChromaVectorStore
 from llama_index.vector_stores.chroma.base import _to_chroma_filter
 
-from llama_index.llms.samkv.engine_ref import EngineRef
 from samkv_integrations.chroma import (
     KEY_FIELD,
     ChromaLink,
@@ -29,6 +28,7 @@ from samkv_integrations.chroma import (
     open_collection,
 )
 from samkv_integrations.chunk import normalise
+from samkv_integrations.connecting import EngineRef
 from samkv_integrations.engine import Engine
 from samkv_integrations.errors import InvalidOption
 

@@ -1,9 +1,9 @@
-"""From the arguments of `SamKVLLM` that say which model it is to the engine that runs it."""
+"""How connectors come to an engine, from the arguments that say which model it is, and hold it."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -104,12 +104,41 @@ def folder_of(engine: Engine) -> str | None:
     return str(engine.store.path) if isinstance(engine.store, ChunkStore) else None
 
 
-def check_outputs_to_remove(names: Sequence[str]) -> None:
-    """Raises InvalidOption for what cannot be removed. The rest never reaches the model anyway."""
-    if isinstance(names, str) or not all(isinstance(name, str) for name in names):
-        raise InvalidOption(f"tokenizer_outputs_to_remove={names!r}; it must be a list of names")
-    if "input_ids" in names:
-        raise InvalidOption(
-            "tokenizer_outputs_to_remove holds 'input_ids', which is all that a model is given "
-            "here; leave it out"
-        )
+class EngineRef:
+    """An engine as a private part: copies share it, and pickles leave it behind.
+
+    Frameworks copy their components deeply and send them to other processes; a loaded model is
+    too big for either.
+    """
+
+    def __init__(self, engine: Engine | None = None) -> None:
+        self._engine = engine
+
+    @classmethod
+    def of(cls, llm: object | None, engine: Engine | None) -> EngineRef:
+        """From the two arguments that a component takes, of which one must be given."""
+        if (llm is None) == (engine is None):
+            raise InvalidOption("give either llm (one of samkv-integrations) or engine")
+        found = engine if llm is None else getattr(llm, "engine", None)
+        if not isinstance(found, Engine):
+            given = type(engine if llm is None else llm).__name__
+            raise InvalidOption(
+                f"{given} has no engine; give an LLM of samkv-integrations as llm, or an Engine"
+            )
+        return cls(found)
+
+    @property
+    def engine(self) -> Engine:
+        """The engine. Raises InvalidOption after a pickle."""
+        if self._engine is None:
+            raise InvalidOption(
+                "this component came from another process, and its engine stayed there; make it "
+                "again with llm=... or engine=..., and run pipelines with num_workers=None"
+            )
+        return self._engine
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> EngineRef:
+        return self
+
+    def __reduce__(self) -> tuple[type[EngineRef], tuple[()]]:
+        return EngineRef, ()
