@@ -19,6 +19,7 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).parents[1]
 MAX_WHEEL_BYTES = 45_000_000
 TYPED = (
+    "langchain_samkv",
     "samkv_integrations",
     "llama_index/llms/samkv",
     "llama_index/postprocessor/samkv",
@@ -90,6 +91,7 @@ def test_every_module_and_no_other(names: set[str]) -> None:
 def test_no_package_of_others_is_touched(names: set[str]) -> None:
     tops = {PurePosixPath(name).parts[0] for name in names}
     assert {top for top in tops if not top.endswith(".dist-info")} == {
+        "langchain_samkv",
         "llama_index",
         "samkv_integrations",
     }

@@ -1,0 +1,366 @@
+"""What the chat model and the LLM of plain strings have in common: options, and an engine."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from langchain_core.language_models.base import BaseLanguageModel, LangSmithParams
+from pydantic import (
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    PrivateAttr,
+    SecretStr,
+    ValidationError,
+    model_validator,
+)
+
+from langchain_samkv.conversion import PROVIDER
+from samkv_integrations.calls import (
+    CALL_KWARGS,
+    GENERATE_KWARGS,
+    checked_generate_kwargs,
+    count_tokens,
+    to_options,
+)
+from samkv_integrations.connecting import EngineRef, engine_of, folder_of
+from samkv_integrations.decode import AnswerStream
+from samkv_integrations.engine import Engine, Prompt
+from samkv_integrations.errors import InvalidOption, TimedOut, UnknownOption
+from samkv_integrations.eviction import get_eviction
+from samkv_integrations.methods import get_method
+from samkv_integrations.prompt import OnMiss
+from samkv_integrations.report import Report
+
+MAX_TOKENS = 256
+
+_SYNONYMS = {"model_name": "model", "max_new_tokens": "max_tokens", "stop_sequences": "stop"}
+
+# What other providers take in a call -> what to do instead.
+_INSTEAD = {
+    "model": "an LLM runs one model; make another",
+    "model_name": "an LLM runs one model; make another",
+    **dict.fromkeys(("tools", "tool_choice", "functions", "function_call"),
+                    "this model calls no tools"),
+    **dict.fromkeys(("response_format", "n"), "leave it out"),
+}  # fmt: skip
+
+
+class TimedAnswer(Iterator[str]):
+    """The pieces of one answer, with an end to patience.
+
+    Raises TimedOut, and ends the answer, if a piece comes later than ``timeout_s`` after the call.
+    The pass that computes the first token is not interrupted.
+    """
+
+    def __init__(self, start: Callable[[], AnswerStream], timeout_s: float | None) -> None:
+        self._began = time.monotonic()
+        self._timeout_s = timeout_s
+        self.stream = start()
+
+    def __next__(self) -> str:
+        piece = next(self.stream)  # whatever time it took, an answer that is complete is one
+        if self._timeout_s is not None and time.monotonic() - self._began > self._timeout_s:
+            self.close()
+            raise TimedOut(
+                f"timeout={self._timeout_s}: the answer was not complete after that many seconds; "
+                "give more, or a smaller max_tokens"
+            )
+        return piece
+
+    def close(self) -> None:
+        """Stop decoding and free what this answer holds."""
+        self.stream.close()
+
+
+class LocalModel(BaseLanguageModel[Any]):
+    """A model on this machine that answers from the KV caches of the chunks in its prompt.
+
+    Args:
+        model: a hub id, a local folder, or ``"builtin"``; also called ``model_name``.
+        temperature, top_p, top_k, repetition_penalty, seed, do_sample: how tokens are drawn; None
+            for greedy.
+        max_tokens: most tokens of an answer; also called ``max_new_tokens``.
+        stop: strings that end an answer and are no part of it; also called ``stop_sequences``.
+        stopping_ids: token ids that do so, beside the model's own.
+        timeout: seconds after which an answer that is not complete ends with `TimedOut`.
+        max_retries: accepted: nothing fails here that a second try would mend, so there is none.
+        api_key: accepted: nothing here needs one.
+        tokenizer_name: hub id or folder of the tokenizer, if it is not the model's own.
+        device_map: ``"auto"``, ``"cpu"``, ``"cuda"`` or ``"cuda:N"``; None for ``"cpu"``.
+        dtype: ``"auto"`` (the checkpoint's), ``"float32"`` or ``"bfloat16"``.
+        model_kwargs, tokenizer_kwargs: passed on to ``from_pretrained``, and not kept:
+            ``revision``, ``token``, ``cache_dir``, ``local_files_only`` and so on.
+        kv_dir: folder of the chunk caches; None keeps them in memory.
+        engine: an engine to share, in place of loading ``model`` over ``kv_dir``.
+        method: how to answer, a name out of ``METHODS``; None for the engine's.
+        eviction: which rows an answer goes on with after its first token, a name out of
+            ``EVICTIONS`` or ``"none"`` for all; None for the engine's.
+        match_text: whether texts of cached chunks are found in prompts; else handles alone are.
+        on_miss: for a chunk without a usable cache: ``"text"`` (compute its text, this once),
+            ``"compute"`` (cache it anew) or ``"error"``.
+
+    And those of every LangChain model: ``cache``, ``callbacks``, ``tags``, ``metadata``, ... Every
+    call takes the options of the first three lines again, and they win.
+
+    Raises:
+        InvalidOption, UnknownOption: an argument is wrong, or contradicts ``engine``.
+        ModelNotFound, UnsupportedModel, StoreError: see `Engine` and `ChunkStore`.
+    """
+
+    model_config = ConfigDict(
+        arbitrary_types_allowed=True, extra="forbid", populate_by_name=True, protected_namespaces=()
+    )
+
+    model_name: str = Field(default="", alias="model")
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    do_sample: bool | None = None
+    max_tokens: int | None = MAX_TOKENS
+    stop: list[str] | str | None = None
+    stopping_ids: list[int] = Field(default_factory=list)
+    timeout: float | None = None
+    max_retries: int | None = Field(default=None, ge=0)
+    api_key: SecretStr | None = Field(default=None, exclude=True, repr=False)
+    tokenizer_name: str | None = None
+    device_map: str | None = "auto"
+    dtype: str = "auto"
+    model_kwargs: dict[str, Any] = Field(default_factory=dict, exclude=True, repr=False)
+    tokenizer_kwargs: dict[str, Any] = Field(default_factory=dict, exclude=True, repr=False)
+    kv_dir: str | Path | None = None
+    engine: Engine = Field(default=None, exclude=True, repr=False)  # type: ignore[assignment]
+    method: str | None = None
+    eviction: str | None = None
+    match_text: bool = True
+    on_miss: OnMiss = "text"
+
+    _last_report: Report | None = PrivateAttr(default=None)
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _settle(cls, given: Any, build: ModelWrapValidatorHandler[Self]) -> Self:  # noqa: ANN401
+        try:
+            model = build(cls._known(given) if isinstance(given, Mapping) else given)
+        except ValidationError as error:
+            first = error.errors()[0]
+            name = ".".join(map(str, first["loc"]))
+            raise InvalidOption(f"{name}={first['input']!r}: {first['msg']}") from error
+        model._check()
+        model._attach()
+        return model
+
+    @classmethod
+    def _known(cls, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments under one name each. Raises UnknownOption for any other."""
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        found: dict[str, Any] = {}
+        for name, value in given.items():
+            canonical = _SYNONYMS.get(name, name)
+            if canonical not in known:
+                raise UnknownOption.among(f"argument of {cls.__name__}", name, known)
+            if canonical in found:
+                raise InvalidOption(f"{name} and {canonical} are the same thing; give one")
+            found[canonical] = value
+        return {
+            name: value
+            for name, value in found.items()
+            # a wrapper that has no own opinion passes None
+            if value is not None or name not in _NOT_NONE
+        }
+
+    def _check(self) -> None:
+        """Raises for what is wrong without a model: loading one takes its time."""
+        if self.max_tokens is None:
+            self.max_tokens = MAX_TOKENS
+        checked_generate_kwargs(self._always, self.max_tokens)
+        _check_timeout(self.timeout)
+        if self.method is not None:
+            get_method(self.method)  # raises if there is none of that name
+        get_eviction(self.eviction)  # likewise
+        if not self.model_name and self.engine is None:
+            raise InvalidOption("give model (a hub id, a folder or 'builtin'), or engine")
+
+    def _attach(self) -> None:
+        """Load the model, unless an engine was given that has it."""
+        assert self.max_tokens is not None
+        self.engine = engine_of(
+            engine=self.engine,
+            model=None,
+            tokenizer=None,
+            model_name=self.model_name or None,
+            tokenizer_name=self.tokenizer_name,
+            device_map=self.device_map or "cpu",
+            dtype=self.dtype,
+            model_kwargs=self.model_kwargs,
+            tokenizer_kwargs=self.tokenizer_kwargs,
+            kv_dir=self.kv_dir,
+        )
+        # LangChain makes an LLM again from its fields, and has an engine then: what only loading
+        # needs would contradict it. Nor shall a token be kept.
+        self.tokenizer_name, self.model_kwargs, self.tokenizer_kwargs = None, {}, {}
+        self.kv_dir = folder_of(self.engine)
+        model = self.engine.model
+        self.model_name = model.name
+        model.end_ids(self.stopping_ids)  # raises if one is no token
+        if self.max_tokens >= model.context_window:
+            raise InvalidOption(
+                f"max_tokens={self.max_tokens} leaves no room for a prompt in the context window "
+                f"of {model.name!r}, {model.context_window} tokens; give less"
+            )
+
+    @classmethod
+    def from_model_id(
+        cls,
+        model_id: str,
+        task: str = "text-generation",
+        backend: str = "default",
+        device: int | None = None,
+        device_map: str | None = None,
+        model_kwargs: Mapping[str, Any] | None = None,
+        pipeline_kwargs: Mapping[str, Any] | None = None,
+        **kwargs: Any,  # noqa: ANN401  (of the class, which refuses what it does not know)
+    ) -> Self:
+        """From the arguments of ``HuggingFacePipeline.from_model_id``.
+
+        device: -1 for the CPU, or the number of a GPU; None for device_map, else ``"auto"``.
+        model_kwargs: for loading the model and the tokenizer.
+        pipeline_kwargs: options of every call.
+        kwargs: further arguments of the class.
+        """
+        for name, value, allowed in (
+            ("task", task, "text-generation"),
+            ("backend", backend, "default"),
+        ):
+            if value != allowed:
+                raise InvalidOption(f"{name}={value!r}; allowed: {allowed}")
+        if device is not None and device_map is not None:
+            raise InvalidOption("device and device_map say the same thing; give one")
+        if device is not None:
+            device_map = "cpu" if device < 0 else f"cuda:{device}"
+        always = dict(pipeline_kwargs or {})
+        if always.pop("return_full_text", None):
+            raise InvalidOption(
+                "return_full_text=True; an answer never repeats its prompt, leave it out"
+            )
+        for name in always.keys() - {*CALL_KWARGS}:
+            raise UnknownOption.among("option in pipeline_kwargs", name, CALL_KWARGS)
+        loading = {"model_kwargs": model_kwargs, "tokenizer_kwargs": model_kwargs}
+        given = {
+            "model": model_id,
+            "device_map": device_map or "auto",
+            **{name: dict(value) for name, value in loading.items() if value},
+            **always,
+        }
+        return cls(**{**given, **kwargs})
+
+    # -- one engine, however often a framework copies its components ----------------------------
+
+    def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
+        memo = {} if memo is None else memo
+        memo[id(self.engine)] = self.engine
+        return super().__deepcopy__(memo)
+
+    def __getstate__(self) -> dict[Any, Any]:
+        state = super().__getstate__()
+        kept = {name: value for name, value in self.__dict__.items() if name != "engine"}
+        return {**state, "__dict__": kept}
+
+    if not TYPE_CHECKING:  # or every attribute would be known
+
+        def __getattr__(self, name: str) -> Any:  # noqa: ANN401
+            if name == "engine":
+                return EngineRef().engine  # raises: it stayed behind
+            return super().__getattr__(name)
+
+    # -- what LangChain asks of a model ---------------------------------------------------------
+
+    @property
+    def last_report(self) -> Report | None:
+        """What the answer that was finished last cost; None before the first."""
+        return self._last_report
+
+    @property
+    def _identifying_params(self) -> Mapping[str, Any]:
+        """All that an answer depends on: caches of answers are keyed with it."""
+        model, rule = self.engine.model, self.engine.eviction
+        return {
+            "model_name": self.model_name,
+            "weights": model.weights_digest,
+            "method": self.method or self.engine.method.name,
+            "eviction": self.eviction or (rule.name if rule else None),
+            "match_text": self.match_text,
+            "on_miss": self.on_miss,
+            "max_tokens": self.max_tokens,
+            "stopping_ids": self.stopping_ids,
+            **self._always,
+        }
+
+    def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:  # noqa: ANN401
+        always = [self.stop] if isinstance(self.stop, str) else self.stop
+        params = super()._get_ls_params(stop=stop or always, **kwargs)
+        params["ls_provider"] = PROVIDER
+        return params
+
+    def get_num_tokens(self, text: str) -> int:
+        """Tokens of ``text``; a handle counts as its chunk.
+
+        Raises HandleError where a handle was cut in two.
+        """
+        if self.custom_get_token_ids is not None:
+            return super().get_num_tokens(text)
+        return count_tokens(self.engine, text)
+
+    def get_token_ids(self, text: str) -> list[int]:
+        """Token ids of ``text`` as it stands."""
+        if self.custom_get_token_ids is not None:
+            return super().get_token_ids(text)
+        return self.engine.model.tokenize(text, special=True)
+
+    # -- the one way to an answer ---------------------------------------------------------------
+
+    @property
+    def _always(self) -> dict[str, Any]:
+        """Options of every call."""
+        values = {name: getattr(self, name) for name in GENERATE_KWARGS}
+        return {name: copy.copy(value) for name, value in values.items() if value is not None}
+
+    def _run(self, prompt: Prompt, stop: list[str] | None, given: Mapping[str, Any]) -> TimedAnswer:
+        call = {_SYNONYMS.get(name, name): value for name, value in given.items()}
+        call.pop("stream", None)  # LangChain's own, which it leaves in
+        timeout = call.pop("timeout", self.timeout)
+        _check_timeout(timeout)
+        for name in call.keys() & _INSTEAD.keys():
+            raise UnknownOption(f"{name!r} is no option of a call: {_INSTEAD[name]}")
+        if stop is not None:
+            call["stop"] = stop
+        assert self.max_tokens is not None
+        options = to_options(call, self._always, self.max_tokens)
+        return TimedAnswer(
+            lambda: self.engine.stream(
+                prompt,
+                None if self.match_text else (),
+                method=self.method,
+                eviction=self.eviction,
+                on_miss=self.on_miss,
+                stop_ids=self.stopping_ids,
+                **options,
+            ),
+            timeout,
+        )
+
+
+def _check_timeout(timeout: Any) -> None:  # noqa: ANN401
+    is_number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
+    if timeout is not None and not (is_number and timeout > 0):
+        raise InvalidOption(f"timeout={timeout!r}; it must be above 0 seconds, or None")
+
+
+_NOT_NONE = frozenset({"model", "match_text", "on_miss", "dtype", "stopping_ids", "model_kwargs",
+                       "tokenizer_kwargs"})  # fmt: skip

@@ -1,0 +1,97 @@
+"""Between LangChain's messages and metadata, and what the engine takes and reports."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from langchain_core.messages import (
+    AIMessage,
+    BaseMessage,
+    ChatMessage,
+    HumanMessage,
+    SystemMessage,
+)
+from langchain_core.messages.ai import UsageMetadata
+
+from samkv_integrations.calls import merged
+from samkv_integrations.decode import AnswerStream
+from samkv_integrations.errors import InvalidOption
+from samkv_integrations.report import Report
+
+PROVIDER = "samkv"
+
+_ROLES = {"system": "system", "developer": "system", "user": "user", "human": "user",
+          "assistant": "assistant", "ai": "assistant"}  # fmt: skip
+
+
+def to_turns(messages: Sequence[BaseMessage]) -> list[dict[str, str]]:
+    """Messages for a chat template, neighbours of one role as one.
+
+    Raises InvalidOption for what a model that reads text cannot be told.
+    """
+    if not messages:
+        raise InvalidOption("the list of messages is empty; give at least one, from the user")
+    return merged((_role(message), _text(message)) for message in messages)
+
+
+def _role(message: BaseMessage) -> str:
+    match message:
+        case HumanMessage():
+            return "user"
+        case SystemMessage():
+            return "system"
+        case AIMessage():
+            if message.tool_calls or message.invalid_tool_calls:
+                raise InvalidOption(
+                    "a message holds tool calls; this model calls no tools, leave it out"
+                )
+            return "assistant"
+        case ChatMessage():
+            if message.role not in _ROLES:
+                raise InvalidOption(
+                    f"role {message.role!r} of a message is not supported; "
+                    f"supported: {', '.join(sorted(_ROLES))}"
+                )
+            return _ROLES[message.role]
+    raise InvalidOption(
+        f"a {type(message).__name__} is not supported; supported: SystemMessage, HumanMessage, "
+        "AIMessage, ChatMessage"
+    )
+
+
+def _text(message: BaseMessage) -> str:
+    if isinstance(message.content, str):
+        return message.content
+    texts = []
+    for block in message.content:
+        if isinstance(block, str):
+            texts.append(block)
+        elif block.get("type") == "text" and isinstance(block.get("text"), str):
+            texts.append(block["text"])
+        else:
+            raise InvalidOption(
+                f"a message holds a block of type {block.get('type')!r}; this model reads text "
+                "only, leave it out"
+            )
+    return "".join(texts)
+
+
+def usage_of(report: Report) -> UsageMetadata:
+    """Token counts where LangChain looks for them; chunks count at full length."""
+    return UsageMetadata(
+        input_tokens=report.prompt_tokens,
+        output_tokens=report.completion_tokens,
+        total_tokens=report.prompt_tokens + report.completion_tokens,
+    )
+
+
+def metadata_of(stream: AnswerStream) -> dict[str, Any]:
+    """What a finished answer's ``response_metadata``, or ``generation_info``, says."""
+    report = stream.report
+    return {
+        "model_name": report.model,
+        "model_provider": PROVIDER,
+        "finish_reason": stream.finish_reason,
+        "samkv": report.to_dict(),
+    }

@@ -1,0 +1,113 @@
+"""The LLM of plain strings: no chat template, a prompt is read to the letter."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import aclosing, closing
+from typing import Any
+
+from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
+from langchain_core.language_models.llms import BaseLLM
+from langchain_core.outputs import Generation, GenerationChunk, LLMResult
+
+from langchain_samkv.base import LocalModel, TimedAnswer
+from langchain_samkv.conversion import metadata_of
+from samkv_integrations.calls import off_loop
+
+
+class SamKV(LocalModel, BaseLLM):
+    """A local model that goes on with a string, from the KV caches of the chunks in it.
+
+    The prompt is read to the letter, and is no part of the answer. Texts of cached chunks in it
+    are answered from their caches, and so are handles. Everything else is computed as usual.
+
+    Arguments are those of `LocalModel`. ``generation_info`` of a generation, or `last_report`, says
+    what the answer cost.
+    """
+
+    @property
+    def _llm_type(self) -> str:
+        return "samkv"
+
+    def _generate(
+        self,
+        prompts: list[str],
+        stop: list[str] | None = None,
+        run_manager: CallbackManagerForLLMRun | None = None,
+        **kwargs: Any,  # noqa: ANN401
+    ) -> LLMResult:
+        found = []
+        for prompt in prompts:
+            answer = self._run(prompt, stop, kwargs)
+            found.append(self._generation("".join(answer), answer))
+        return self._result(found)
+
+    async def _agenerate(
+        self,
+        prompts: list[str],
+        stop: list[str] | None = None,
+        run_manager: AsyncCallbackManagerForLLMRun | None = None,
+        **kwargs: Any,  # noqa: ANN401
+    ) -> LLMResult:
+        found = []
+        for prompt in prompts:
+            answer = await asyncio.to_thread(self._run, prompt, stop, kwargs)
+            # piece by piece, so that no thread goes on with an answer when its task is cancelled
+            text = "".join([piece async for piece in off_loop(answer)])
+            found.append(self._generation(text, answer))
+        return self._result(found)
+
+    def _stream(
+        self,
+        prompt: str,
+        stop: list[str] | None = None,
+        run_manager: CallbackManagerForLLMRun | None = None,
+        **kwargs: Any,  # noqa: ANN401
+    ) -> Iterator[GenerationChunk]:
+        with closing(self._run(prompt, stop, kwargs)) as answer:
+            for piece in answer:
+                chunk = GenerationChunk(text=piece)
+                if run_manager:
+                    run_manager.on_llm_new_token(piece, chunk=chunk)
+                yield chunk
+            yield self._last_chunk(answer)
+
+    async def _astream(
+        self,
+        prompt: str,
+        stop: list[str] | None = None,
+        run_manager: AsyncCallbackManagerForLLMRun | None = None,
+        **kwargs: Any,  # noqa: ANN401
+    ) -> AsyncIterator[GenerationChunk]:
+        answer = await asyncio.to_thread(self._run, prompt, stop, kwargs)
+        async with aclosing(off_loop(answer)) as pieces:
+            async for piece in pieces:
+                chunk = GenerationChunk(text=piece)
+                if run_manager:
+                    await run_manager.on_llm_new_token(piece, chunk=chunk)
+                yield chunk
+        yield self._last_chunk(answer)
+
+    def _generation(self, text: str, answer: TimedAnswer) -> Generation:
+        self._last_report = answer.stream.report
+        return Generation(text=text, generation_info=metadata_of(answer.stream))
+
+    def _last_chunk(self, answer: TimedAnswer) -> GenerationChunk:
+        """No new text, but the figures."""
+        self._last_report = answer.stream.report
+        return GenerationChunk(text="", generation_info=metadata_of(answer.stream))
+
+    def _result(self, found: list[Generation]) -> LLMResult:
+        usage = {"prompt_tokens": 0, "completion_tokens": 0}
+        for generation in found:
+            assert generation.generation_info is not None
+            for name in usage:
+                usage[name] += generation.generation_info["samkv"][name]
+        return LLMResult(
+            generations=[[generation] for generation in found],
+            llm_output={
+                "token_usage": {**usage, "total_tokens": sum(usage.values())},
+                "model_name": self.model_name,
+            },
+        )
