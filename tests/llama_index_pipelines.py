@@ -11,23 +11,19 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import math
 import re
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from statistics import fmean
 from types import MappingProxyType
 from typing import Any
 from unittest import mock
 
-import numpy as np
 from llama_index.core import (
     Document,
     Settings,
@@ -75,29 +71,31 @@ from llama_index.llms.samkv import SamKVCacheTransform, SamKVLLM
 from llama_index.llms.samkv.quickstart import OfflineEmbedding
 from llama_index.postprocessor.samkv import SamKVPostprocessor
 from samkv_integrations import ChunkStore, Engine
-from samkv_integrations.bench.data import Question, load
-from samkv_integrations.bench.markdown import table
+from samkv_integrations.bench.data import Question
 from samkv_integrations.bench.scoring import f1_words
-from samkv_integrations.chroma import HashingEmbedding, open_collection
+from samkv_integrations.chroma import open_collection
 from samkv_integrations.chunk import normalise
 from samkv_integrations.tables import to_json
+from tests.pipelines import (
+    N_QUESTIONS,
+    TOP_K,
+    TURNS,
+    Ask,
+    Asked,
+    Call,
+    Outcome,
+    Row,
+    as_markdown,
+    compared,
+    outcome,
+    questions,
+    recorded,
+    title_of,
+)
 from tests.records import builtin
 
-TOP_K = 4
-TURNS = 3
-"""Questions a chat."""
 MAX_NEW_TOKENS = 32
 """Room for a question that a chat engine has condensed; the answers are far shorter."""
-N_QUESTIONS = 50
-BAR = 0.9
-"""Share of questions that must be answered as full prefill answers them."""
-
-HANDLE = re.compile(r"\[\[samkv:[0-9a-f]{32}\]\]")
-_PIECE_OF_HANDLE = "samkv:"
-
-ASPECTS = ("same", "hits", "handles")
-"""What every pipeline must reach: the same answers as full prefill on a `BAR` of the questions; a
-hit for every chunk that went into a prompt; no handle where a user or a program looks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,40 +117,7 @@ WAYS: Mapping[str, Way] = {
 }
 
 
-# -- questions and what they are asked about -------------------------------------------------
-
-
-def title_of(body: str) -> str:
-    """What a document of the questions is about."""
-    return body.split("\n")[0][1:-1]
-
-
-def questions(number: int = N_QUESTIONS) -> list[Question]:
-    """Held-out questions whose documents can share an index: no name is part of another.
-
-    Single facts only, and only where the document asked about is among the `TOP_K` that the
-    offline embedding finds nearest among all: what a model makes up when it is not given the fact
-    says nothing about a pipeline.
-    """
-    apart: list[Question] = []
-    taken: list[str] = []
-    for question in load(kinds=["single-hop"]):
-        titles = [title_of(body) for body in question.documents]
-        if not any(a in b or b in a for a in titles for b in taken):
-            apart.append(question)
-            taken += titles
-    bodies = [body for question in apart for body in question.documents]
-    embedding = HashingEmbedding()
-    asked = np.array(embedding.embed([question.question for question in apart]))
-    nearest = np.argsort(-asked @ np.array(embedding.embed(bodies)).T)[:, :TOP_K]
-    served = [
-        question
-        for question, places in zip(apart, nearest, strict=True)
-        if any(title_of(bodies[place]) in question.question for place in places)
-    ]
-    if len(served) < number:
-        raise ValueError(f"{number} questions; there are {len(served)} that fit together")
-    return served[:number]
+# -- what is asked about ---------------------------------------------------------------------
 
 
 class Library:
@@ -226,34 +191,7 @@ class Library:
         return "\n".join([*rows, *(path.read_text("utf-8") for path in files)])
 
 
-# -- what is asked, and what came of it ------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class Call:
-    """One call of the engine: its prompt, and its chunks with and without a usable cache."""
-
-    prompt: str
-    hits: int
-    misses: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Asked:
-    """One answer.
-
-    retrieved: bodies of the chunks that the pipeline answers from. shown: what a user or a
-    program may see besides the answer: sources, memory. calls: of the engine, if it is in another
-    process; `recorded` has them otherwise.
-    """
-
-    answer: str
-    retrieved: tuple[str, ...]
-    shown: tuple[str, ...]
-    calls: tuple[Call, ...] = ()
-
-
-Ask = Callable[[str], Asked]
+# -- how it is asked -------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -283,73 +221,6 @@ class Setting:
 
     def retriever(self, top_k: int = TOP_K) -> BaseRetriever:
         return self.library.records().as_retriever(similarity_top_k=top_k)
-
-
-@contextmanager
-def recorded() -> Iterator[list[Callable[[], Call]]]:
-    """Calls of all engines; each is to be called when its answer is complete."""
-    calls: list[Callable[[], Call]] = []
-    stream = Engine.stream
-
-    def spied(self: Engine, prompt: Any, *rest: Any, **options: Any) -> Any:
-        answer = stream(self, prompt, *rest, **options)
-        turns = [prompt] if isinstance(prompt, str) else [turn["content"] for turn in prompt]
-
-        def call() -> Call:
-            report = answer.report
-            return Call(
-                prompt="\n".join(turns),
-                hits=report.chunk_hits,
-                misses=sum(report.chunk_misses.values()),
-            )
-
-        calls.append(call)
-        return answer
-
-    with mock.patch.object(Engine, "stream", spied):
-        yield calls
-
-
-def bodies_in(prompt: str, bodies: Sequence[str]) -> int:
-    """Chunks in a prompt, as handles or as whole texts; a text within a longer one is not one."""
-    longest_first = sorted(set(bodies), key=len, reverse=True)
-    return len(re.findall("|".join([*map(re.escape, longest_first), HANDLE.pattern]), prompt))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """One answer, the chunks that went into its prompts, and handles that could be seen.
-
-    given: counted without the reports. A chunk that was retrieved, but stands in no prompt (because
-    something cut it), is given too: it should have been there.
-    """
-
-    answer: str
-    given: int
-    hits: int
-    misses: int
-    handles: int
-    prompts: tuple[str, ...]
-    seconds: float
-
-
-def outcome(ask: Ask, question: str) -> Outcome:
-    """Ask and count."""
-    with recorded() as made:
-        began = time.perf_counter()
-        asked = ask(question)
-        seconds = time.perf_counter() - began
-        calls = asked.calls or tuple(call() for call in made)
-    found = sum(bodies_in(call.prompt, asked.retrieved) for call in calls)
-    return Outcome(
-        answer=asked.answer.strip(),
-        given=max(found, len(asked.retrieved)) if calls else 0,
-        hits=sum(call.hits for call in calls),
-        misses=sum(call.misses for call in calls),
-        handles=sum(text.count(_PIECE_OF_HANDLE) for text in (asked.answer, *asked.shown)),
-        prompts=tuple(call.prompt for call in calls),
-        seconds=seconds,
-    )
 
 
 # -- ways of asking --------------------------------------------------------------------------
@@ -917,41 +788,6 @@ PIPELINES: Mapping[str, Pipeline] = {
 # -- measuring -------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """What came of one pipeline.
-
-    same: answers that equal full prefill's. right: those that hold an expected answer. given:
-    chunks that went into prompts; hits, misses: those with and without a usable cache, by the
-    reports. handles: seen in answers, sources and memories. seconds: a question.
-    """
-
-    pipeline: str
-    way: str
-    questions: int
-    same: int
-    right: int
-    given: int
-    hits: int
-    misses: int
-    handles: int
-    seconds: float
-
-    def passes(self, aspect: str) -> bool:
-        """Whether the row reaches the bar in one of `ASPECTS`."""
-        if aspect == "same":
-            return self.same >= math.floor(BAR * self.questions)
-        if aspect == "hits":
-            return self.hits == self.given and not self.misses
-        return not self.handles
-
-
-def holds(answer: str, expected: Sequence[str]) -> bool:
-    """Whether the words of an expected answer follow each other in ``answer``."""
-    words = f" {' '.join(f1_words(answer))} "
-    return any(f" {' '.join(f1_words(text))} " in words for text in expected)
-
-
 def answers(name: str, library: Library, way: str, method: str) -> list[Outcome]:
     """What a pipeline answers to all questions of the library; asked once."""
 
@@ -969,21 +805,7 @@ def measure(name: str, library: Library, way: str) -> Row:
     """One row: the default method, compared with full prefill."""
     full = answers(PIPELINES[name].like or name, library, way, method="recompute")
     found = answers(name, library, way, method="samkv-guided")
-    return Row(
-        pipeline=name,
-        way=way,
-        questions=len(found),
-        same=sum(a.answer == b.answer for a, b in zip(found, full, strict=True)),
-        right=sum(
-            holds(one.answer, question.answers)
-            for one, question in zip(found, library.questions, strict=True)
-        ),
-        given=sum(one.given for one in found),
-        hits=sum(one.hits for one in found),
-        misses=sum(one.misses for one in found),
-        handles=sum(one.handles for one in found),
-        seconds=fmean(one.seconds for one in found),
-    )
+    return compared(name, way, library.questions, found, full)
 
 
 def cases() -> Iterator[tuple[str, str]]:
@@ -992,16 +814,6 @@ def cases() -> Iterator[tuple[str, str]]:
         for name, pipeline in PIPELINES.items():
             if way in pipeline.ways:
                 yield name, way
-
-
-def as_markdown(rows: Sequence[Row]) -> str:
-    """The table for docs/results.md."""
-    figures = ("questions", "same", "right", "given", "hits", "misses", "handles")
-    return table(
-        ("pipeline", "way", *figures),
-        [[row.pipeline, row.way, *(str(getattr(row, name)) for name in figures)] for row in rows],
-        left=2,
-    )
 
 
 def main() -> None:

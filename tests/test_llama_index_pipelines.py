@@ -11,20 +11,22 @@ import pytest
 from llama_index.core.response_synthesizers import ResponseMode
 
 from tests.llama_index_pipelines import (
+    PIPELINES,
+    WAYS,
+    Library,
+    answers,
+    cases,
+    measure,
+)
+from tests.pipelines import (
     ASPECTS,
     BAR,
     N_QUESTIONS,
-    PIPELINES,
     TOP_K,
     TURNS,
-    WAYS,
-    Library,
     Row,
-    answers,
     bodies_in,
-    cases,
     holds,
-    measure,
     questions,
     title_of,
 )
