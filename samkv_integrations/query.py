@@ -17,7 +17,13 @@ from samkv_integrations.errors import PromptTooLong
 from samkv_integrations.eviction import Eviction
 from samkv_integrations.evictor import Evictor
 from samkv_integrations.layout import Layout, Selection
-from samkv_integrations.methods.parts import Evidence, Method
+from samkv_integrations.methods.parts import (
+    Evidence,
+    Method,
+    RecomputeInexact,
+    SelectAll,
+    overwrite,
+)
 from samkv_integrations.model import Model
 from samkv_integrations.prompt import Resolved
 from samkv_integrations.report import Report
@@ -76,12 +82,14 @@ class Query:
                 self._load_s += context.load_s
 
     def _run(self, context: Context, capacity: int) -> Tensor:
-        method, layout = self.method, self.layout
+        layout = self.layout
+        if layout.n_context <= self.method.recompute.whole_tokens:
+            self.method = replace(
+                self.method, select=SelectAll(), recompute=RecomputeInexact(), update=overwrite
+            )
+        method = self.method
         evidence = self._evidence(context)
-        if not layout.n_chunks:
-            nothing = Selection(keep=torch.zeros(self.model.n_layers, 0, dtype=torch.bool))
-            blend, logits = self._blend_over(context, nothing.keep, None, capacity)
-        elif method.select.probe == "layerwise":
+        if method.select.probe == "layerwise":
             blend, logits = self._read_as_it_goes(context, evidence, capacity)
         else:
             selection = self._select(context, evidence)
@@ -158,13 +166,11 @@ class Query:
     def _check(self) -> tuple[int, Check] | None:
         """The layer that decides what later layers recompute, and how."""
         recompute, layout = self.method.recompute, self.layout
-        if recompute.check_layer is None or not layout.n_chunks:
+        if recompute.check_layer is None:
             return None
         return recompute.check_layer, lambda checked: recompute.rows_after(checked, layout)
 
     def _evidence(self, context: Context) -> Evidence:
-        if not self.layout.n_chunks:
-            return Evidence(n_layers=self.model.n_layers)
         evidence = context.evidence(self.method.reads, self._stable_layers)
         context_cos, context_sin = self.model.cos_sin(self.layout.context_positions)
         question_cos, question_sin = self.model.cos_sin(self.layout.question)

@@ -36,6 +36,8 @@ from samkv_integrations.methods.parts import (
     RecomputeAll,
     RecomputeNone,
     Select,
+    Update,
+    overwrite,
 )
 from samkv_integrations.methods.samkv import SamkvSelect
 from samkv_integrations.model import Model, attention
@@ -350,6 +352,27 @@ def test_a_prompt_of_one_exact_chunk_reads_and_computes_no_more_than_reuse(
         torch.testing.assert_close(logits, plain, **TOLERANCE)
     if name != "recompute":
         assert query.report(1.0).recompute_ratio == 0.0
+
+
+@pytest.mark.parametrize("update", [overwrite, Fusion()])
+def test_guided_on_a_small_context_is_full_prefill(engine: Engine, update: Update) -> None:
+    chunks = [CHUNKS[1], CHUNKS[4]]  # 65 tokens
+    for prompt in ("Read:\n\n" + "\n\n".join(chunks) + "\n\nQuestion: why?", chunks[0] + "?"):
+        asked = [chunk for chunk in chunks if chunk in prompt]
+        for small, is_whole in ((65, True), (64, len(asked) == 1), (0, False)):
+            method = METHODS["samkv-guided"]
+            recompute = replace(method.recompute, small_context=small)
+            select = replace(method.select, min_tokens=8)
+            method = replace(method, select=select, recompute=recompute, update=update)
+            logits, query = first_logits(engine, prompt, asked, method)
+            report = query.report(1.0)
+            if is_whole:
+                plain = plain_logits(engine.model, query.layout)
+                torch.testing.assert_close(logits, plain, **TOLERANCE)
+                exact = query.layout.exact[query.layout.chunk_of_token].sum()
+                computed = 1 - int(exact) / query.layout.n_context
+                assert report.recompute_ratio == pytest.approx(computed)
+            assert (report.kept_ratio == 1) == is_whole
 
 
 # --- nothing attends to what comes after it ----------------------------------------------------

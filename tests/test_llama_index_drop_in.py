@@ -40,7 +40,7 @@ class TestLoadedModels:
         llm = SamKVLLM(model=hf, tokenizer=tokenizer, model_name="mine", max_new_tokens=4)
         assert llm.engine.model.hf is hf
         assert llm.metadata.model_name == llm.complete("Hello").raw["samkv"]["model"] == "mine"
-        assert llm.metadata.context_window == 4096
+        assert llm.context_window == 4096
         other = SamKVLLM(model=hf_model("llama"), tokenizer=tokenizer, model_name="another label")
         assert other.engine.fingerprint.digest == llm.engine.fingerprint.digest
 

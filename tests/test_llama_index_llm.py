@@ -25,11 +25,7 @@ from llama_index.llms.samkv import SamKVCacheTransform, SamKVLLM
 from llama_index.postprocessor.samkv import SamKVPostprocessor
 from samkv_integrations import Engine
 from samkv_integrations.decode import Decoder
-from samkv_integrations.errors import (
-    HandleError,
-    InvalidOption,
-    UnknownOption,
-)
+from samkv_integrations.errors import HandleError, InvalidOption, PromptTooLong, UnknownOption
 from samkv_integrations.prompt import handle_of
 from tests.llama_index_corpus import ASKED, HANDLE, Corpus, cached_prompt
 from tests.models import tiny_model
@@ -373,15 +369,32 @@ class TestConfiguration:
 
     def test_metadata_comes_from_the_model(self, corpus: Corpus) -> None:
         metadata = SamKVLLM.from_engine(corpus.engine).metadata
-        assert (metadata.model_name, metadata.context_window) == (
-            "builtin",
-            builtin().context_window,
-        )
+        assert metadata.model_name == "builtin"
         assert (metadata.num_output, metadata.is_chat_model) == (256, True)
         assert not metadata.is_function_calling_model
-        assert (
-            SamKVLLM.from_engine(corpus.engine, context_window=300).metadata.context_window == 300
-        )
+
+    @pytest.mark.parametrize("options", [
+        {}, {"context_window": 600}, {"system_prompt": "Be brief, and polite."},
+        {"is_chat_model": False},
+        {"is_chat_model": False, "completion_to_prompt": lambda text: f"Read this:\n{text}\nOh?"},
+        {"messages_to_prompt": lambda messages: f"Say: {messages[-1].content}!"},
+    ])  # fmt: skip
+    def test_window_is_what_a_prompt_may_fill(self, corpus: Corpus, options: Any) -> None:
+        llm = corpus.llm(**options)
+        room = llm.metadata.context_window - llm.metadata.num_output
+        assert room <= options.get("context_window", builtin().context_window) - 12
+        # as many tokens of text as LlamaIndex may pack, and one more
+        exactly = "salt" + " salt" * (room - 1)
+        while len(llm.tokenizer_fn(exactly)) > room:
+            exactly = exactly.removesuffix(" salt")
+        usage = llm.complete(exactly, max_tokens=1).raw["usage"]
+        assert abs(usage["prompt_tokens"] + 12 - llm.context_window) <= 2  # where pieces meet
+        with pytest.raises(PromptTooLong, match=f"context window of {llm.context_window} "):
+            llm.complete(exactly + " salt" * 4)
+
+    def test_window_without_room(self, corpus: Corpus) -> None:
+        with pytest.raises(InvalidOption, match="system prompt take .* tokens.*shorten"):
+            corpus.llm(context_window=30, system_prompt="Be brief. " * 10)
 
     def test_evicts_as_it_was_told(self, corpus: Corpus) -> None:
         report = corpus.llm(eviction="h2o").complete("Hello there, who are you?").raw["samkv"]

@@ -638,6 +638,8 @@ methods = st.builds(
 def most_kept(method: Method, layout: Layout) -> float:
     """Tokens that the method may keep at a layer at most."""
     select, n_context = method.select, layout.n_context
+    if n_context <= method.recompute.whole_tokens:
+        return n_context
     anchors = [chunk.n_anchor for chunk in layout.chunk_blocks]
     if isinstance(select, MultiInfllmSelect):
         return sum(
@@ -694,6 +696,7 @@ def guided_pair(method: Method) -> Method:
             ratio=method.select.max_kept_ratio,
             before=method.select.min_tokens,
             after=method.select.after,
+            small_context=method.select.min_tokens,
             compete=method.select.shared,
         )
         return replace(method, recompute=recompute)

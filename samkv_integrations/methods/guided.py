@@ -236,6 +236,8 @@ class GuidedRecompute(Recompute):
         then they have said it.
     sure: nothing is recomputed where the first token has at least this probability without; None to
         recompute always. It saves time, and loses the facts that the model is wrong about and sure.
+    small_context: contexts of at most this many tokens are kept and computed as a whole, which is
+        full prefill: one pass over all rows takes no longer than two over few.
     compete: let chunks compete all the same, by the question's attention to the whole context (A3's
         choice, but in the upper layers).
     """
@@ -245,6 +247,7 @@ class GuidedRecompute(Recompute):
     after: int = 2
     lead_layers: float = 0.5
     sure: float | None = None
+    small_context: int = 128
     compete: bool = False
 
     def __post_init__(self) -> None:
@@ -252,13 +255,17 @@ class GuidedRecompute(Recompute):
         check_ratio("lead_layers", self.lead_layers)
         if self.sure is not None:
             check_ratio("sure", self.sure)
-        for name, count in (("before", self.before), ("after", self.after)):
-            if count < 0:
+        for name in ("before", "after", "small_context"):
+            if (count := getattr(self, name)) < 0:
                 raise InvalidOption(f"{name}={count}; it must be 0 or more")
 
     @property
     def unless_sure(self) -> float | None:
         return self.sure
+
+    @property
+    def whole_tokens(self) -> int:
+        return self.small_context if self.ratio else 0
 
     def rows(self, selection: Selection, evidence: Evidence, layout: Layout) -> Tensor:
         n_layers = evidence.n_layers

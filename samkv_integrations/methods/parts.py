@@ -151,6 +151,7 @@ class Recompute(ABC):
         known before.
     unless_sure: after a ``layerwise`` pass without recomputation, a first token of at least this
         probability is taken as the answer's; None: never.
+    whole_tokens: contexts of at most this many tokens are kept and computed as a whole.
     """
 
     @property
@@ -164,6 +165,10 @@ class Recompute(ABC):
     @property
     def unless_sure(self) -> float | None:
         return None
+
+    @property
+    def whole_tokens(self) -> int:
+        return 0
 
     @abstractmethod
     def rows(self, selection: Selection, evidence: Evidence, layout: Layout) -> Tensor:
@@ -207,6 +212,14 @@ class RecomputeAll(Recompute):
 
     def rows(self, selection: Selection, evidence: Evidence, layout: Layout) -> Tensor:
         return selection.tokens(layout)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecomputeInexact(Recompute):
+    """Compute every row again that may differ from ordinary prefill's."""
+
+    def rows(self, selection: Selection, evidence: Evidence, layout: Layout) -> Tensor:
+        return selection.tokens(layout) & ~layout.exact[layout.chunk_of_token]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -120,6 +120,7 @@ class SamKVLLM(CustomLLM):
     on_miss: OnMiss = Field(description="What to do for a chunk without a usable cache.")
 
     _engine: EngineRef = PrivateAttr()
+    _n_added: int = PrivateAttr(default=0)
     _last_report: Report | None = PrivateAttr(default=None)
 
     def __init__(
@@ -226,6 +227,7 @@ class SamKVLLM(CustomLLM):
             on_miss=on_miss,
         )
         self._engine = EngineRef(engine)
+        self._n_added = self._count_added()
         if cache_retrieved:
             expect_retrieved(engine)
 
@@ -274,9 +276,13 @@ class SamKVLLM(CustomLLM):
 
     @property
     def metadata(self) -> LLMMetadata:
-        """What LlamaIndex asks of a model."""
+        """What LlamaIndex asks of a model.
+
+        The context window is what it may fill: without what the chat template and the system prompt
+        add to a prompt, of which LlamaIndex does not know.
+        """
         return LLMMetadata(
-            context_window=self.context_window,
+            context_window=self.context_window - self._n_added,
             num_output=self.max_new_tokens,
             is_chat_model=self.is_chat_model,
             model_name=self.model_name,
@@ -303,6 +309,24 @@ class SamKVLLM(CustomLLM):
 
     def _count(self, text: str) -> list[int]:
         return [0] * count_tokens(self.engine, text)
+
+    def _count_added(self) -> int:
+        """Tokens that a prompt has beside what LlamaIndex has written of it."""
+        written = "THE PROMPT"
+        if self.is_chat_model:
+            prompt = self._chat_prompt([ChatMessage(role=MessageRole.USER, content=written)])
+        else:
+            prompt = self._completion_prompt(written, formatted=False)
+        text = prompt if isinstance(prompt, str) else self.engine.model.render_chat(prompt)
+        added = text.replace(written, "", 1)
+        n_added = self.engine.count_tokens(added) if added else 0
+        if n_added + self.max_new_tokens >= self.context_window:
+            raise InvalidOption(
+                f"chat template and system prompt take {n_added} tokens; beside them and "
+                f"max_new_tokens={self.max_new_tokens} a context window of {self.context_window} "
+                "has no room for a prompt; shorten the system prompt, or ask for fewer tokens"
+            )
+        return n_added
 
     # -- completions ------------------------------------------------------------------------
 
