@@ -160,17 +160,12 @@ class LocalModel(BaseLanguageModel[Any]):
     def _known(cls, given: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments under one name each. Raises UnknownOption for any other."""
         known = {field.alias or name for name, field in cls.model_fields.items()}
-        found: dict[str, Any] = {}
-        for name, value in given.items():
-            canonical = _SYNONYMS.get(name, name)
-            if canonical not in known:
+        for name in given:
+            if _SYNONYMS.get(name, name) not in known:
                 raise UnknownOption.among(f"argument of {cls.__name__}", name, known)
-            if canonical in found:
-                raise InvalidOption(f"{name} and {canonical} are the same thing; give one")
-            found[canonical] = value
         return {
             name: value
-            for name, value in found.items()
+            for name, value in _under_one_name(given).items()
             # a wrapper that has no own opinion passes None
             if value is not None or name not in _NOT_NONE
         }
@@ -289,6 +284,9 @@ class LocalModel(BaseLanguageModel[Any]):
     @property
     def _identifying_params(self) -> Mapping[str, Any]:
         """All that an answer depends on: caches of answers are keyed with it."""
+        always = self._always
+        # LangChain writes the stop strings of a call under "stop", also if there are none
+        always |= {"stop_sequences": always.pop("stop", None)}
         model, rule = self.engine.model, self.engine.eviction
         return {
             "model_name": self.model_name,
@@ -299,7 +297,7 @@ class LocalModel(BaseLanguageModel[Any]):
             "on_miss": self.on_miss,
             "max_tokens": self.max_tokens,
             "stopping_ids": self.stopping_ids,
-            **self._always,
+            **always,
         }
 
     def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:  # noqa: ANN401
@@ -332,7 +330,7 @@ class LocalModel(BaseLanguageModel[Any]):
         return {name: copy.copy(value) for name, value in values.items() if value is not None}
 
     def _run(self, prompt: Prompt, stop: list[str] | None, given: Mapping[str, Any]) -> TimedAnswer:
-        call = {_SYNONYMS.get(name, name): value for name, value in given.items()}
+        call = _under_one_name(given)
         call.pop("stream", None)  # LangChain's own, which it leaves in
         timeout = call.pop("timeout", self.timeout)
         _check_timeout(timeout)
@@ -356,11 +354,21 @@ class LocalModel(BaseLanguageModel[Any]):
         )
 
 
+def _under_one_name(given: Mapping[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in given.items():
+        canonical = _SYNONYMS.get(name, name)
+        if canonical in found:
+            raise InvalidOption(f"{name} and {canonical} are the same thing; give one")
+        found[canonical] = value
+    return found
+
+
 def _check_timeout(timeout: Any) -> None:  # noqa: ANN401
     is_number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
     if timeout is not None and not (is_number and timeout > 0):
         raise InvalidOption(f"timeout={timeout!r}; it must be above 0 seconds, or None")
 
 
-_NOT_NONE = frozenset({"model", "match_text", "on_miss", "dtype", "stopping_ids", "model_kwargs",
-                       "tokenizer_kwargs"})  # fmt: skip
+_NOT_NONE = frozenset({"dtype", "engine", "match_text", "model", "model_kwargs", "on_miss",
+                       "stopping_ids", "tokenizer_kwargs"})  # fmt: skip
