@@ -22,7 +22,6 @@ from langchain_classic.retrievers import ContextualCompressionRetriever
 from langchain_core.callbacks import Callbacks
 from langchain_core.chat_history import InMemoryChatMessageHistory
 from langchain_core.documents import BaseDocumentCompressor, Document
-from langchain_core.embeddings import Embeddings
 from langchain_core.language_models.fake_chat_models import FakeListChatModel
 from langchain_core.messages import HumanMessage
 from langchain_core.output_parsers import StrOutputParser
@@ -34,11 +33,10 @@ from langchain_core.vectorstores import InMemoryVectorStore
 from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.graph import END, START, MessagesState, StateGraph
 
-from langchain_samkv import ChatSamKV, SamKV
+from langchain_samkv import ChatSamKV, OfflineEmbeddings, SamKV
 from samkv_integrations import Engine
 from samkv_integrations.bench.data import Question
 from samkv_integrations.bench.scoring import f1_words
-from samkv_integrations.chroma import HashingEmbedding
 from samkv_integrations.chunk import normalise
 from samkv_integrations.tables import to_json
 from tests.pipelines import (
@@ -64,19 +62,6 @@ TEMPLATE = "Documents:\n\n{context}\n\nQuestion: {question}"
 IN_SYSTEM = "Use the following pieces of retrieved context to answer the question.\n\n{context}"
 
 
-class Lexical(Embeddings):
-    """The offline embedding as LangChain wants one."""
-
-    def __init__(self) -> None:
-        self._hashing = HashingEmbedding()
-
-    def embed_documents(self, texts: list[str]) -> list[list[float]]:
-        return self._hashing.embed(texts)
-
-    def embed_query(self, text: str) -> list[float]:
-        return self._hashing.embed([text])[0]
-
-
 class Library:
     """The documents of the questions, cached, and in a vector store of LangChain's own."""
 
@@ -85,7 +70,7 @@ class Library:
         self.engine = Engine(builtin())
         bodies = [body for question in asked for body in question.documents]
         self.engine.cache_chunks(bodies)
-        self.store = InMemoryVectorStore(Lexical())
+        self.store = InMemoryVectorStore(OfflineEmbeddings())
         self.store.add_documents(
             [
                 Document(body, id=title_of(body), metadata={"title": title_of(body)})

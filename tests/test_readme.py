@@ -17,7 +17,10 @@ ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PYTHON = re.compile(r"```python\n(.*?)```", re.DOTALL)
 SNIPPETS = PYTHON.findall(README)
-GUIDES = {"llama-index": ("Vasumex Trading", "Hadorix Press")}  # and what its snippets print
+GUIDES = {  # and what their snippets print
+    "langchain": ("Vasumex Trading", "Hadorix Press"),
+    "llama-index": ("Vasumex Trading", "Hadorix Press"),
+}
 
 
 def run(code: str, folder: Path) -> str:

@@ -105,7 +105,7 @@ class LocalModel(BaseLanguageModel[Any]):
             ``"compute"`` (cache it anew) or ``"error"``.
 
     And those of every LangChain model: ``cache``, ``callbacks``, ``tags``, ``metadata``, ... Every
-    call takes the options of the first three lines again, and they win.
+    call takes how tokens are drawn, max_tokens, stop and timeout again; they win.
 
     Raises:
         InvalidOption, UnknownOption: an argument is wrong, or contradicts ``engine``.
