@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import shutil
 import weakref
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from llama_index.llms.samkv import SamKVLLM
 from llama_index.postprocessor.samkv import SamKVPostprocessor
 from samkv_integrations import ChunkStore, Engine
 from samkv_integrations.chroma import KEY_FIELD
-from samkv_integrations.errors import ChunkNotCached, InvalidOption
+from samkv_integrations.errors import ChunkNotCached, InvalidOption, PromptTooLong, StoreError
 from tests.llama_index_corpus import ASKED, HANDLE, TOP_K, Corpus, Lexical
 from tests.records import RECORDS, TEXTS, builtin
 
@@ -194,6 +195,44 @@ class TestTextMode:
     def test_unknown_mode(self, corpus: Corpus) -> None:
         with pytest.raises(InvalidOption, match="mode='both'; allowed: text, handle"):
             SamKVPostprocessor(engine=corpus.engine, mode="both")
+
+
+class TestWithoutCaches:
+    @pytest.mark.parametrize("mode", ["text", "handle"])
+    def test_the_folder_was_removed(self, own_corpus: Corpus, mode: Any) -> None:
+        llm = own_corpus.llm()
+        postprocessor = SamKVPostprocessor(llm=llm, mode=mode)
+        before = str(ask(own_corpus, llm, postprocessor))
+        assert llm.last_report.chunk_hits == TOP_K
+        shutil.rmtree(own_corpus.folder / "kv")
+        assert str(ask(own_corpus, llm, postprocessor)) == before
+        assert llm.last_report.chunk_hits == 0
+        assert llm.last_report.chunk_misses == {"absent": TOP_K}
+        with pytest.raises(StoreError, match="cannot write .*make room or allow access"):
+            ask(own_corpus, llm, SamKVPostprocessor(llm=llm, mode=mode, on_miss="compute"))
+
+    def test_another_folder(self, corpus: Corpus, tmp_path: Path) -> None:
+        llm = SamKVLLM(model_name="builtin", kv_dir=tmp_path / "wrong", max_new_tokens=12)
+        assert ASKED.workers in str(ask(corpus, llm, SamKVPostprocessor(llm=llm)))
+        assert llm.last_report.chunk_misses == {"absent": TOP_K}
+        # and when it has been filled, it is as good as the right one
+        postprocessor = SamKVPostprocessor(llm=llm, on_miss="compute")
+        assert ASKED.workers in str(ask(corpus, llm, postprocessor))
+        assert llm.last_report.chunk_hits == TOP_K
+
+    def test_something_else_than_a_store(self, tmp_path: Path) -> None:
+        (tmp_path / "file").write_text("a file")
+        for folder in (tmp_path, tmp_path / "file"):
+            with pytest.raises(StoreError, match="name a new or empty folder"):
+                SamKVLLM(model_name="builtin", kv_dir=folder)
+
+    def test_the_prompt_does_not_fit(self, corpus: Corpus) -> None:
+        llm = corpus.llm(context_window=150)
+        with pytest.raises(PromptTooLong, match="context window of 150 .*retrieve fewer chunks"):
+            llm.complete("\n\n".join(TEXTS))
+        # LlamaIndex packs by the window: more calls, none of them too long
+        small = corpus.llm(context_window=750)
+        ask(corpus, small, SamKVPostprocessor(llm=small))
 
 
 class _Everything(BaseEventHandler):

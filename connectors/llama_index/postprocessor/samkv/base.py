@@ -152,14 +152,14 @@ class _ShownAsHandle(BaseNode):
             return text
         engine = self._engine.engine
         key = engine.key_of(text)
-        if not engine.store.contains(key, engine.fingerprint):
-            if self._on_miss == "error":
-                raise _not_cached(self.node_id, key)
-            if self._on_miss == "compute":
-                key = engine.cache_chunk(text)
-        # With its text in the store a handle can be answered whatever became of the cache, and
-        # the report counts the miss.
-        return handle_of(key) if engine.store.text(key) == normalise(text) else text
+        is_cached = engine.store.contains(key, engine.fingerprint)
+        if not is_cached and self._on_miss == "error":
+            raise _not_cached(self.node_id, key)
+        if not is_cached and self._on_miss == "compute":
+            key = engine.cache_chunk(text)
+            is_cached = True
+        # Should the cache be broken, a handle is answered from the text beside it.
+        return handle_of(key) if is_cached and engine.store.text(key) == normalise(text) else text
 
 
 class _TextNode(_ShownAsHandle, TextNode):
