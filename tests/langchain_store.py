@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from langchain_core.embeddings import Embeddings
-from langchain_samkv import SamKVChroma
 
+from langchain_samkv import SamKVChroma
 from samkv_integrations import ChunkStore
 from samkv_integrations.chroma import KEY_FIELD
 

@@ -21,15 +21,15 @@ from langchain_core.prompts import PromptTemplate
 from langchain_core.runnables import Runnable, RunnableLambda, RunnablePassthrough
 from langchain_core.tools import create_retriever_tool
 from langchain_core.vectorstores import InMemoryVectorStore, VectorStoreRetriever
+from langchain_text_splitters import RecursiveCharacterTextSplitter
+
+import samkv_integrations.engine
 from langchain_samkv import (
     OfflineEmbeddings,
     SamKVDocumentCompressor,
     SamKVDocumentTransformer,
     format_docs,
 )
-from langchain_text_splitters import RecursiveCharacterTextSplitter
-
-import samkv_integrations.engine
 from samkv_integrations import ChunkStore, Engine, Report
 from samkv_integrations.errors import ChunkNotCached, InvalidChunk, InvalidOption
 from samkv_integrations.prompt import handle_of

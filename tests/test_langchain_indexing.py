@@ -12,10 +12,10 @@ from typing import Any, Literal
 import pytest
 from langchain_core.documents import Document
 from langchain_core.indexing import InMemoryRecordManager, aindex, index
-from langchain_samkv import SamKVChroma
 from typer.testing import CliRunner
 
 import samkv_integrations.engine
+from langchain_samkv import SamKVChroma
 from samkv_integrations import ChunkStore, Engine
 from samkv_integrations.cli import app
 from samkv_integrations.errors import InvalidChunk

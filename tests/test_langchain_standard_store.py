@@ -10,7 +10,6 @@ import chromadb
 import pytest
 from langchain_core.embeddings import Embeddings
 from langchain_core.vectorstores import VectorStoreRetriever
-from langchain_samkv import OfflineEmbeddings, SamKVChroma
 from langchain_tests.integration_tests import (
     EmbeddingsIntegrationTests,
     RetrieversIntegrationTests,
@@ -18,6 +17,7 @@ from langchain_tests.integration_tests import (
 )
 from langchain_tests.unit_tests import EmbeddingsUnitTests
 
+from langchain_samkv import OfflineEmbeddings, SamKVChroma
 from samkv_integrations import ChunkStore, Engine, MemoryStore
 from tests.langchain_store import Letters, files, in_step, records
 from tests.models import tiny_model

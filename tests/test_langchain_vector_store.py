@@ -14,9 +14,9 @@ from chromadb.api.models.Collection import Collection
 from langchain_chroma import Chroma
 from langchain_core.documents import Document
 from langchain_core.language_models import FakeListLLM
-from langchain_samkv import OfflineEmbeddings, SamKVChroma
 
 import samkv_integrations.engine
+from langchain_samkv import OfflineEmbeddings, SamKVChroma
 from samkv_integrations import ChunkStore, Engine
 from samkv_integrations.chroma import KEY_FIELD, ChromaLink
 from samkv_integrations.errors import InvalidChunk, InvalidOption, StoreError
