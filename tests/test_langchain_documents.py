@@ -216,6 +216,7 @@ class TestCompressor:
         computes = SamKVDocumentCompressor(engine=engine, on_miss="compute", mode="replace")
         found = computes.compress_documents(given)
         assert [each.page_content for each in found] == [*handles_of(engine, *TEXTS[:2]), ""]
+        assert computes.compress_documents(found) == raises.compress_documents(found) == found
         assert files(engine) == {engine.key_of(text) for text in TEXTS[:2]}
         with pytest.raises(InvalidChunk, match="split it"):
             computes.compress_documents(documents("word " * 5000))

@@ -222,12 +222,13 @@ class TestDelete:
         self, either: SamKVChroma, engine: Engine
     ) -> None:
         other = SamKVChroma("lc-other", Letters(), client=either._client, engine=engine)
-        either.add_texts([TEXTS[0], TEXTS[1], TEXTS[2], TEXTS[2]], ids=["a", "b", "c", "d"])
+        either.add_texts([TEXTS[0], TEXTS[1], TEXTS[2], TEXTS[2]], ids=["a", "b", "cd", "d"])
         other.add_texts([TEXTS[1]], ids=["a"])
         either.delete(["a", "b", "nobody"])
         assert files(either) == keys_of(either, TEXTS[1], TEXTS[2])
-        either.delete("c")  # type: ignore[arg-type]  # one id, as Chroma takes it
+        either.delete("cd")  # type: ignore[arg-type]  # one id, as Chroma takes it
         assert files(either) == keys_of(either, TEXTS[1], TEXTS[2])
+        assert set(records(either)) == {"d"}
         either.delete(["d"])
         assert files(either) == keys_of(either, TEXTS[1])
         other.delete(["a"])
