@@ -1,0 +1,205 @@
+"""Documents on their way in and out: cached before they are indexed, announced when retrieved."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, get_args
+
+from langchain_core.callbacks import Callbacks
+from langchain_core.documents import BaseDocumentCompressor, BaseDocumentTransformer, Document
+from langchain_core.language_models import BaseLanguageModel
+from pydantic import Field, PrivateAttr
+
+from samkv_integrations.chunk import normalise
+from samkv_integrations.connecting import EngineRef
+from samkv_integrations.engine import Engine
+from samkv_integrations.errors import ChunkNotCached, InvalidOption
+from samkv_integrations.prompt import OnMiss, handle_of
+
+Mode = Literal["text", "metadata", "replace"]
+
+HANDLE_FIELD = "samkv"
+"""Field of a document's metadata that a prompt may hold in place of its text."""
+TEXT_FIELD = "samkv_text"
+"""Field that keeps the text of a document whose `page_content` is a handle."""
+
+
+class SamKVDocumentTransformer(BaseDocumentTransformer):
+    """Caches the text of every document, whatever they are indexed in then.
+
+    Place it after the text splitter: `SamKVChroma` needs none, every other vector store does.
+    Documents are never changed, and those without text are left alone. Doing it twice computes
+    nothing twice.
+
+    Args:
+        llm, engine: what caches, one of the two.
+        add_handles: whether to give copies with the handle of each in ``metadata["samkv"]``, for
+            `format_docs` and document prompts. Whatever changes a text later, such as a splitter,
+            leaves a handle behind that no longer stands for it; `SamKVDocumentCompressor` writes
+            it when the document is retrieved, and is the safer choice.
+        show_progress: whether to show a progress bar, on standard error.
+    """
+
+    def __init__(
+        self,
+        *,
+        llm: BaseLanguageModel[Any] | None = None,
+        engine: Engine | None = None,
+        add_handles: bool = False,
+        show_progress: bool = False,
+    ) -> None:
+        self._engine = EngineRef.of(llm, engine)
+        self._add_handles = add_handles
+        self._show_progress = show_progress
+
+    # The base class takes any keyword there is, and has the asynchronous twin, in a thread.
+    def transform_documents(self, documents: Sequence[Document]) -> Sequence[Document]:  # type: ignore[override]
+        """Cache the documents' texts; returns the documents.
+
+        Raises:
+            InvalidChunk: a text is longer than the context window; split it first.
+            StoreError: the store cannot be written.
+        """
+        places = [place for place, each in enumerate(documents) if normalise(each.page_content)]
+        keys = self._engine.engine.cache_chunks(
+            [documents[place].page_content for place in places], progress=self._show_progress
+        )
+        transformed = list(documents)
+        if self._add_handles:
+            for place, key in zip(places, keys, strict=True):
+                transformed[place] = _with(documents[place], **{HANDLE_FIELD: handle_of(key)})
+        return transformed
+
+
+class SamKVDocumentCompressor(BaseDocumentCompressor):
+    """Tells the engine which documents a prompt is about to hold, and how they stand in it.
+
+    Place it last after retrieval, as ``base_compressor`` of a `ContextualCompressionRetriever`, at
+    the end of a `DocumentCompressorPipeline`, or in a chain: ``retriever |
+    compressor.compress_documents | format_docs``. The caches begin to be read from disk while the
+    prompt is built, and a document without a cache is counted as a miss in the report.
+
+    What becomes of the documents, of which none is ever dropped or changed in place:
+
+    - ``text``: nothing. Prompts hold their texts, which `ChatSamKV` and `SamKV` find again. Right
+      for nearly all chains.
+    - ``metadata``: a copy with the handle in ``metadata["samkv"]``, and the text where it was, for
+      sources and whoever reads them. A chain asks for handles: `format_docs` with
+      ``handles=True``, or a document prompt ``PromptTemplate.from_template("{samkv}")``. For
+      documents of less than 24 characters, which are not found by their text, and templates that
+      would change a text, such as a mustache ``{{context}}``.
+    - ``replace``: a copy whose ``page_content`` is the handle; the text is in
+      ``metadata["samkv_text"]``. For chains that cannot be told what to take from a document. All
+      that shows sources then shows handles.
+
+    A document without a cache keeps its text in all three. To another LLM a handle is noise, and
+    traces and memories that hold a prompt hold handles too: use them where you control the chain.
+
+    Args:
+        llm, engine: whose caches to use, one of the two.
+        mode: ``text``, ``metadata`` or ``replace``.
+        on_miss: what to do for a document whose text is not cached: ``text`` (it stays text),
+            ``compute`` (cached now), ``error`` (raises ChunkNotCached).
+    """
+
+    mode: Mode = Field(default="text", description="How prompts hold the documents.")
+    on_miss: OnMiss = Field(default="text", description="What to do for a text without a cache.")
+
+    _engine: EngineRef = PrivateAttr()
+
+    def __init__(
+        self,
+        *,
+        llm: BaseLanguageModel[Any] | None = None,
+        engine: Engine | None = None,
+        mode: Mode = "text",
+        on_miss: OnMiss = "text",
+    ) -> None:
+        for name, value, allowed in (("mode", mode, Mode), ("on_miss", on_miss, OnMiss)):
+            if value not in get_args(allowed):
+                raise InvalidOption(f"{name}={value!r}; allowed: {', '.join(get_args(allowed))}")
+        held = EngineRef.of(llm, engine)
+        super().__init__()
+        self.mode = mode
+        self.on_miss = on_miss
+        self._engine = held
+
+    # The asynchronous twin of the base class runs it in a thread.
+    def compress_documents(
+        self,
+        documents: Sequence[Document],
+        query: str = "",
+        callbacks: Callbacks | None = None,
+    ) -> Sequence[Document]:
+        """Announce the documents; returns as many, in the same order.
+
+        query, callbacks: what LangChain hands to every compressor; of no use here.
+
+        Raises:
+            ChunkNotCached: a text has no cache and ``on_miss`` is ``error``.
+            InvalidChunk: a text is longer than the context window and ``on_miss`` is ``compute``.
+        """
+        engine = self._engine.engine
+        texts = [self._text(document) for document in documents]
+        bodies = [body for text in texts if (body := normalise(text))]
+        if self.on_miss == "compute":
+            engine.cache_chunks([body for body in bodies if not engine.handle_of(body)])
+        elif self.on_miss == "error":
+            for document, text in zip(documents, texts, strict=True):
+                if normalise(text) and not engine.handle_of(text):
+                    raise ChunkNotCached(
+                        f"document {document.id!r} (chunk {engine.key_of(text)}, it begins "
+                        f"{normalise(text)[:40]!r}) is not cached; index it again with SamKVChroma "
+                        "or SamKVDocumentTransformer, or use on_miss='text' or 'compute'"
+                    )
+        engine.prefetch(bodies)
+        engine.expect(bodies)
+        if self.mode == "text":
+            return list(documents)
+        return [self._shown(*pair) for pair in zip(documents, texts, strict=True)]
+
+    def _text(self, document: Document) -> str:
+        """The text of a document, which may have been replaced by its handle before."""
+        text = document.metadata.get(TEXT_FIELD)
+        if isinstance(text, str) and document.page_content == handle_of(
+            self._engine.engine.key_of(text)
+        ):
+            return text
+        return document.page_content
+
+    def _shown(self, document: Document, text: str) -> Document:
+        shown = self._handle(text) or text
+        if self.mode == "metadata":
+            return _with(document, **{HANDLE_FIELD: shown})
+        if shown in (text, document.page_content):
+            return document
+        copy = _with(document, **{TEXT_FIELD: text})
+        copy.page_content = shown
+        return copy
+
+    def _handle(self, text: str) -> str | None:
+        """The handle of a text that the store knows, whatever became of the cache.
+
+        With its text in the store a handle can be answered, and the report counts the miss.
+        """
+        body = normalise(text)
+        key = self._engine.engine.key_of(body)
+        return handle_of(key) if body and self._engine.engine.store.text(key) == body else None
+
+
+def format_docs(documents: Sequence[Document], *, handles: bool = False) -> str:
+    """The documents as one text, for a prompt: ``retriever | format_docs``.
+
+    handles: whether to take ``metadata["samkv"]`` in place of the text where there is one, as
+        `SamKVDocumentCompressor` with ``mode="metadata"`` writes it; in a chain,
+        ``partial(format_docs, handles=True)``.
+    """
+    return "\n\n".join(
+        str(each.metadata.get(HANDLE_FIELD, each.page_content)) if handles else each.page_content
+        for each in documents
+    )
+
+
+def _with(document: Document, **fields: str) -> Document:
+    """A copy with these fields in its metadata; stores hand out the documents that they keep."""
+    return document.model_copy(update={"metadata": {**document.metadata, **fields}})

@@ -1,0 +1,431 @@
+"""The vector store: LangChain's Chroma store over a `ChromaLink`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, NoReturn
+from uuid import uuid4
+
+import numpy as np
+from chromadb.api.types import validate_metadata
+from chromadb.config import Settings
+from langchain_chroma import Chroma
+from langchain_core.documents import Document
+from langchain_core.embeddings import Embeddings
+from langchain_core.language_models import BaseLanguageModel
+
+from samkv_integrations.chroma import KEY_FIELD, ChromaLink, chroma_errors
+from samkv_integrations.chunk import normalise
+from samkv_integrations.connecting import EngineRef
+from samkv_integrations.engine import Engine
+from samkv_integrations.errors import InvalidChunk, InvalidOption
+
+if TYPE_CHECKING:
+    from chromadb import Search
+    from chromadb.api import ClientAPI
+    from chromadb.api.collection_configuration import CreateCollectionConfiguration
+
+DEFAULT_NAME = "langchain"
+DEFAULT_K = 4
+Where = dict[str, Any]
+
+
+class SamKVChroma(Chroma):
+    """A `Chroma` vector store that keeps chunk caches in step with its documents.
+
+    Adding a document caches its text and writes the key of the cache into the record's metadata;
+    a document with a known id is replaced. Deleting documents deletes the caches that no other
+    record of the database needs. What goes past this object (a raw ``collection.delete``, a crash)
+    is mended by ``kv_link.sync()``.
+
+    The key, `samkv_key`, stays in the database and is not part of the documents that come out, so
+    no prompt that shows metadata shows it; `get` gives records as they are stored.
+
+    Refused: documents without text or with one that is longer than the model's context window,
+    which fits no prompt either, metadata that Chroma does not take, and images. All of it is
+    looked at before anything is computed or written.
+
+    Args:
+        collection_name, persist_directory, host, port, headers, chroma_cloud_api_key, tenant,
+            database, client_settings, collection_metadata, collection_configuration, client,
+            relevance_score_fn, create_collection_if_not_exists, ssl: those of `Chroma`. Without
+            ``client_settings`` Chroma sends no telemetry, as everywhere in this package.
+        embedding_function: embeds documents and queries. Without one, Chroma's own is not used in
+            its place (it would be downloaded): adding, and searching by text, are errors.
+        llm, engine: what caches, one of the two.
+
+    Raises:
+        InvalidOption: neither or both of ``llm`` and ``engine`` are given, the store of the engine
+            lies in the collection's own folder, or Chroma refuses something.
+    """
+
+    def __init__(
+        self,
+        collection_name: str = DEFAULT_NAME,
+        embedding_function: Embeddings | None = None,
+        persist_directory: str | None = None,
+        host: str | None = None,
+        port: int | None = None,
+        headers: dict[str, str] | None = None,
+        chroma_cloud_api_key: str | None = None,
+        tenant: str | None = None,
+        database: str | None = None,
+        client_settings: Settings | None = None,
+        collection_metadata: dict[str, Any] | None = None,
+        collection_configuration: CreateCollectionConfiguration | None = None,
+        client: ClientAPI | None = None,
+        relevance_score_fn: Callable[[float], float] | None = None,
+        create_collection_if_not_exists: bool | None = True,
+        *,
+        ssl: bool = False,
+        llm: BaseLanguageModel[Any] | None = None,
+        engine: Engine | None = None,
+    ) -> None:
+        self._engine = EngineRef.of(llm, engine).engine
+        with chroma_errors(
+            f"Chroma cannot open collection {collection_name!r} (a database that this process has "
+            "open in another way already can be given as client)"
+        ):
+            super().__init__(
+                collection_name=collection_name,
+                embedding_function=embedding_function,
+                persist_directory=persist_directory,
+                host=host,
+                port=port,
+                headers=headers,
+                chroma_cloud_api_key=chroma_cloud_api_key,
+                tenant=tenant,
+                database=database,
+                client_settings=client_settings or Settings(anonymized_telemetry=False),
+                collection_metadata=collection_metadata,
+                collection_configuration=collection_configuration,
+                client=client,
+                relevance_score_fn=relevance_score_fn,
+                create_collection_if_not_exists=create_collection_if_not_exists,
+                ssl=ssl,
+            )
+            if not create_collection_if_not_exists:
+                # upstream opens it with Chroma's own embedding function
+                self._chroma_collection = self._client.get_collection(
+                    collection_name, embedding_function=None
+                )
+        self._link: ChromaLink | None = ChromaLink(self._collection, self._engine)
+
+    # Upstream lists what its constructor takes; here, what is not known is refused there.
+    @classmethod
+    def from_texts(  # type: ignore[override]
+        cls,
+        texts: Iterable[str],
+        embedding: Embeddings | None = None,
+        metadatas: list[dict[str, Any]] | None = None,
+        ids: list[str] | None = None,
+        collection_name: str = DEFAULT_NAME,
+        **kwargs: Any,  # noqa: ANN401
+    ) -> SamKVChroma:
+        """A store with these texts in it, beside what the collection holds.
+
+        kwargs: those of the constructor.
+        """
+        store = cls(collection_name, embedding, **kwargs)
+        store.add_texts(texts, metadatas, ids)
+        return store
+
+    @classmethod
+    def from_documents(  # type: ignore[override]
+        cls,
+        documents: list[Document],
+        embedding: Embeddings | None = None,
+        ids: list[str] | None = None,
+        collection_name: str = DEFAULT_NAME,
+        **kwargs: Any,  # noqa: ANN401
+    ) -> SamKVChroma:
+        """A store with these documents in it, beside what the collection holds.
+
+        kwargs: those of the constructor.
+        """
+        store = cls(collection_name, embedding, **kwargs)
+        store.add_documents(documents, **({} if ids is None else {"ids": ids}))
+        return store
+
+    def fork(self, new_name: str) -> SamKVChroma:
+        """A copy of the collection, which needs the same caches; Chroma Cloud alone can do it."""
+        with chroma_errors(f"Chroma cannot fork collection {self._collection_name!r}"):
+            forked = self._collection.fork(new_name=new_name)
+        return SamKVChroma(
+            forked.name, self._embedding_function, client=self._client, engine=self._engine
+        )
+
+    @property
+    def kv_link(self) -> ChromaLink:
+        """The link between records and caches: `sync`, `release`. InvalidOption once deleted."""
+        if self._link is None:
+            raise InvalidOption(
+                f"collection {self._collection_name!r} was deleted; reset_collection() makes it "
+                "again, without documents"
+            )
+        return self._link
+
+    # -- writing ----------------------------------------------------------------------------
+
+    def add_texts(  # type: ignore[override]  # upstream takes any keyword there is
+        self,
+        texts: Iterable[str],
+        metadatas: list[dict[str, Any]] | None = None,
+        ids: Sequence[str | None] | None = None,
+        *,
+        batch_size: int | None = None,
+    ) -> list[str]:
+        """Embed and cache texts, and write their records; returns the ids.
+
+        ids: made where there is none.
+        batch_size: what LangChain's `index` hands over; of no use here, pages are as Chroma wants.
+
+        Raises:
+            InvalidOption: an embedding has another size than the collection's, an id occurs twice,
+                or Chroma refuses a record, such as nested metadata.
+            InvalidChunk: a text is empty, or longer than the context window; split it first.
+            StoreError: the chunk store cannot be written.
+        """
+        if isinstance(texts, str):
+            raise InvalidOption(f"texts={texts[:40]!r} is one text; give a list of texts")
+        bodies = list(texts)
+        given = [None] * len(bodies) if ids is None else ids
+        names = [str(uuid4()) if id_ is None else id_ for id_ in given]
+        rows = list(metadatas or ())
+        rows += [{}] * (len(bodies) - len(rows))
+        self._add(names, bodies, rows)
+        return names
+
+    def _add(
+        self, ids: Sequence[str], texts: Sequence[str], rows: Sequence[Mapping[str, Any]]
+    ) -> None:
+        if not texts and not ids:
+            return
+        for id_, text, row in zip(ids, texts, rows, strict=False):  # the link compares lengths
+            _check(id_, text, row)
+        if self._embedding_function is None:
+            raise _no_embedding("adding documents")
+        embeddings = self._embedding_function.embed_documents(list(texts))
+        self.kv_link.add(ids, texts, embeddings, rows)
+
+    def update_document(self, document_id: str, document: Document) -> None:
+        """Like `update_documents`, for one."""
+        self.update_documents([document_id], [document])
+
+    def update_documents(self, ids: list[str], documents: list[Document]) -> None:
+        """Give records other texts; the caches of the former ones go unless something needs them.
+
+        As in Chroma, metadata are merged into what a record has.
+
+        Raises:
+            InvalidOption: there is no record of one of ``ids`` (`add_documents` makes one), and as
+                `add_texts` does.
+            InvalidChunk: as `add_texts` does.
+        """
+        if len(ids) != len(documents):
+            raise InvalidOption(f"{len(ids)} ids and {len(documents)} documents; give one of each")
+        held = self._records(ids)
+        old = dict(zip(held["ids"], held["metadatas"], strict=True))
+        if unknown := [id_ for id_ in ids if id_ not in old]:
+            raise InvalidOption(
+                f"collection {self._collection_name!r} has no document {unknown[0]!r} to update; "
+                "add it with add_documents"
+            )
+        self._add(
+            ids,
+            [document.page_content for document in documents],
+            [{**(old[id_] or {}), **new.metadata} for id_, new in zip(ids, documents, strict=True)],
+        )
+
+    def delete(  # type: ignore[override]  # upstream takes any keyword there is
+        self, ids: list[str] | None = None, where: Where | None = None
+    ) -> None:
+        """Delete documents, and the caches that nothing needs any more.
+
+        ids, where: which documents; with both, those of ``ids`` that match. Unknown ids are passed
+        over.
+
+        Raises InvalidOption if neither names one; to delete all there is `reset_collection`.
+        """
+        names = [ids] if isinstance(ids, str) else ids
+        if (names is None and not where) or (names is not None and not names):
+            raise InvalidOption(
+                f"ids={ids!r} and where={where!r} name no document to delete; to delete all of "
+                "them, use reset_collection()"
+            )
+        self.kv_link.delete(names, where)
+
+    def delete_collection(self) -> None:
+        """Delete the collection, and the caches that no other one needs; once, if called twice."""
+        if self._link is None:
+            return
+        self._link.clear()
+        with chroma_errors(f"Chroma cannot delete collection {self._collection_name!r}"):
+            super().delete_collection()
+        self._link = None
+
+    def reset_collection(self) -> None:
+        """Delete the collection as `delete_collection` does, and make it again."""
+        with chroma_errors(f"Chroma cannot make collection {self._collection_name!r} again"):
+            super().reset_collection()
+        self._link = ChromaLink(self._collection, self._engine)
+
+    def add_images(
+        self,
+        uris: list[str],
+        metadatas: list[dict[str, Any]] | None = None,
+        ids: list[str] | None = None,
+    ) -> NoReturn:
+        """Raises InvalidOption: what Chroma would write for an image is no text to be read."""
+        raise InvalidOption(
+            "images have no chunk caches; keep them in a collection of their own, with Chroma"
+        )
+
+    # -- reading ----------------------------------------------------------------------------
+
+    def get_by_ids(self, ids: Sequence[str], /) -> list[Document]:
+        """The documents with these ids that there are, in whatever order."""
+        found = self._records(ids)
+        columns = found["documents"], found["metadatas"], found["ids"]
+        return [
+            _without_key(Document(page_content=text, metadata=row or {}, id=id_))
+            for text, row, id_ in zip(*columns, strict=True)
+            if text is not None
+        ]
+
+    def _records(self, ids: Sequence[str]) -> dict[str, Any]:
+        if not ids:  # Chroma refuses that
+            return {"ids": [], "documents": [], "metadatas": []}
+        with chroma_errors(f"collection {self._collection_name!r} refused to be read"):
+            return self.get(ids=list(ids))
+
+    def similarity_search_by_vector_with_relevance_scores(
+        self,
+        embedding: list[float],
+        k: int = DEFAULT_K,
+        filter: Where | None = None,
+        where_document: Where | None = None,
+        **kwargs: Any,  # noqa: ANN401
+    ) -> list[tuple[Document, float]]:
+        """The documents nearest to ``embedding`` and their distances; see `Chroma`.
+
+        Raises InvalidOption if Chroma refuses, such as an embedding of another size.
+        """
+        with self._query():
+            found = super().similarity_search_by_vector_with_relevance_scores(
+                embedding, k, filter, where_document, **kwargs
+            )
+        return [(_without_key(document), distance) for document, distance in found]
+
+    def similarity_search_by_vector(
+        self,
+        embedding: list[float],
+        k: int = DEFAULT_K,
+        filter: Where | None = None,
+        where_document: Where | None = None,
+        **kwargs: Any,  # noqa: ANN401
+    ) -> list[Document]:
+        """The documents nearest to ``embedding``; see `Chroma`."""
+        found = self.similarity_search_by_vector_with_relevance_scores(
+            embedding, k, filter, where_document, **kwargs
+        )
+        return [document for document, _ in found]
+
+    def similarity_search_with_score(
+        self,
+        query: str,
+        k: int = DEFAULT_K,
+        filter: Where | None = None,
+        where_document: Where | None = None,
+        **kwargs: Any,  # noqa: ANN401
+    ) -> list[tuple[Document, float]]:
+        """The documents nearest to ``query`` and their distances; see `Chroma`."""
+        return self.similarity_search_by_vector_with_relevance_scores(
+            self._embed(query), k, filter, where_document, **kwargs
+        )
+
+    def similarity_search_with_vectors(
+        self,
+        query: str,
+        k: int = DEFAULT_K,
+        filter: Where | None = None,
+        where_document: Where | None = None,
+        **kwargs: Any,  # noqa: ANN401
+    ) -> list[tuple[Document, np.ndarray[Any, Any]]]:
+        """The documents nearest to ``query`` and their embeddings; see `Chroma`."""
+        if self._embedding_function is None:
+            raise _no_embedding("searching by text")
+        with self._query():
+            found = super().similarity_search_with_vectors(
+                query, k, filter, where_document, **kwargs
+            )
+        return [(_without_key(document), vector) for document, vector in found]
+
+    def max_marginal_relevance_search_by_vector(
+        self,
+        embedding: list[float],
+        k: int = DEFAULT_K,
+        fetch_k: int = 20,
+        lambda_mult: float = 0.5,
+        filter: Where | None = None,
+        where_document: Where | None = None,
+        **kwargs: Any,  # noqa: ANN401
+    ) -> list[Document]:
+        """Documents near to ``embedding`` and unlike each other; see `Chroma`."""
+        with self._query():
+            found = super().max_marginal_relevance_search_by_vector(
+                embedding, k, fetch_k, lambda_mult, filter, where_document, **kwargs
+            )
+        return [_without_key(document) for document in found]
+
+    def max_marginal_relevance_search(
+        self,
+        query: str,
+        k: int = DEFAULT_K,
+        fetch_k: int = 20,
+        lambda_mult: float = 0.5,
+        filter: Where | None = None,
+        where_document: Where | None = None,
+        **kwargs: Any,  # noqa: ANN401
+    ) -> list[Document]:
+        """Documents near to ``query`` and unlike each other; see `Chroma`."""
+        return self.max_marginal_relevance_search_by_vector(
+            self._embed(query), k, fetch_k, lambda_mult, filter, where_document, **kwargs
+        )
+
+    def hybrid_search(self, search: Search) -> list[Document]:
+        """Documents that ``search`` finds; Chroma Cloud alone can do it."""
+        with self._query():
+            return [_without_key(document) for document in super().hybrid_search(search)]
+
+    def _embed(self, query: str) -> list[float]:
+        if self._embedding_function is None:
+            raise _no_embedding("searching by text")
+        return self._embedding_function.embed_query(query)
+
+    def _query(self) -> AbstractContextManager[None]:
+        return chroma_errors(f"collection {self._collection_name!r} refused the query")
+
+
+def _check(id_: object, text: object, row: Mapping[str, Any]) -> None:
+    """Raises if Chroma would refuse a record, or its text can be no chunk."""
+    if not isinstance(id_, str) or not id_:
+        raise InvalidOption(f"id {id_!r}; it must be a string of at least one character")
+    if not isinstance(text, str):
+        raise InvalidChunk(f"document {id_!r} is {type(text).__name__} and no text")
+    if not normalise(text):
+        raise InvalidChunk(f"document {id_!r} holds no text; leave empty documents out")
+    if row:
+        with chroma_errors(f"the metadata of document {id_!r} cannot be stored"):
+            validate_metadata(dict(row))
+
+
+def _no_embedding(what: str) -> InvalidOption:
+    return InvalidOption(f"{what} without an embedding_function; give one to the constructor")
+
+
+def _without_key(document: Document) -> Document:
+    """Takes the key out of a document that was made a moment ago."""
+    document.metadata.pop(KEY_FIELD, None)
+    return document
