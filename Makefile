@@ -22,7 +22,7 @@ quickstart: $(VENV)/installed
 	$(VENV)/bin/samkv quickstart
 
 test: check
-	$(VENV)/bin/python -m pytest
+	$(VENV)/bin/python -m pytest -n auto --dist loadscope
 
 check: $(VENV)/installed-dev
 	$(VENV)/bin/ruff check

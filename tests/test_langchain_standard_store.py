@@ -23,13 +23,6 @@ from tests.langchain_store import Letters, files, in_step, records
 from tests.models import tiny_model
 from tests.records import TEXTS
 
-# The mark stands in for asyncio_mode="auto", which is for whole projects; on tests that are not
-# asynchronous it does nothing, and says so.
-pytestmark = [
-    pytest.mark.asyncio,
-    pytest.mark.filterwarnings("ignore:.*is marked with '@pytest.mark.asyncio'"),
-]
-
 
 class TestVectorStore(VectorStoreIntegrationTests):
     """Records and files are in step whatever the suite did."""

@@ -44,8 +44,16 @@ def test_the_llama_index_snippet_answers_from_caches(tmp_path: Path) -> None:
     assert "chunk_hits=2" in printed  # LlamaIndex retrieves two nodes unless told otherwise
 
 
-def test_the_plain_snippet_answers_from_caches(tmp_path: Path) -> None:
+def test_the_langchain_snippet_answers_from_caches(tmp_path: Path) -> None:
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
     printed = run(SNIPPETS[1], tmp_path)
+    assert "Vasumex Trading" in printed
+    assert "chunk_misses={}" in printed
+    assert "chunk_hits=4" in printed  # as many as LangChain retrieves unless told otherwise
+
+
+def test_the_plain_snippet_answers_from_caches(tmp_path: Path) -> None:
+    printed = run(SNIPPETS[2], tmp_path)
     assert "Nombury" in printed
     assert "chunk_hits=2" in printed
 
@@ -69,7 +77,7 @@ def test_links_of_a_guide_lead_somewhere(name: str) -> None:
         assert path or anchor in anchors, target
 
 
-@pytest.mark.parametrize("snippet", SNIPPETS, ids=["llama-index", "plain"])
+@pytest.mark.parametrize("snippet", SNIPPETS, ids=["llama-index", "langchain", "plain"])
 def test_snippets_are_short(snippet: str) -> None:
     assert len([line for line in snippet.splitlines() if line.strip()]) <= 12
 
