@@ -31,6 +31,8 @@ from llama_index.core import (
     VectorStoreIndex,
     load_index_from_storage,
 )
+from llama_index.core.agent.react.formatter import ReActChatFormatter
+from llama_index.core.agent.react.types import ObservationReasoningStep
 from llama_index.core.agent.workflow import ReActAgent
 from llama_index.core.base.base_retriever import BaseRetriever
 from llama_index.core.chat_engine import CondensePlusContextChatEngine, ContextChatEngine
@@ -350,6 +352,17 @@ def _several_calls(mode: str, context_window: int) -> Make:
     return make
 
 
+def _full_window(setting: Setting) -> Ask:
+    """As many chunks as the model's window takes, in one prompt."""
+    engine = RetrieverQueryEngine.from_args(
+        setting.retriever(N_FULL),
+        llm=setting.llm(),
+        response_mode="compact",
+        node_postprocessors=setting.postprocessors(),
+    )
+    return _of_query_engine(engine)
+
+
 def _citation(setting: Setting) -> Ask:
     engine = CitationQueryEngine.from_args(
         setting.library.records(),
@@ -406,8 +419,11 @@ def _router(setting: Setting) -> Ask:
     return _of_query_engine(engine)
 
 
-class _EveryTool(BaseQuestionGenerator):
-    """Asks every tool the question itself; the model is too small to split one."""
+class _ToolsThatKnow(BaseQuestionGenerator):
+    """Asks the question itself, of every tool that has a document about what it names.
+
+    The model is too small to split a question or to choose a tool.
+    """
 
     def _get_prompts(self) -> dict[str, Any]:
         return {}
@@ -415,7 +431,11 @@ class _EveryTool(BaseQuestionGenerator):
     def _update_prompts(self, prompts: Any) -> None: ...
 
     def generate(self, tools: Sequence[Any], query: QueryBundle) -> list[SubQuestion]:
-        return [SubQuestion(sub_question=query.query_str, tool_name=tool.name) for tool in tools]
+        return [
+            SubQuestion(sub_question=query.query_str, tool_name=tool.name)
+            for tool in tools
+            if any(title in query.query_str for title in tool.description.split(", "))
+        ]
 
     async def agenerate(self, tools: Sequence[Any], query: QueryBundle) -> list[SubQuestion]:
         return self.generate(tools, query)
@@ -424,7 +444,11 @@ class _EveryTool(BaseQuestionGenerator):
 def _sub_questions(setting: Setting) -> Ask:
     llm = setting.llm()
     engine = SubQuestionQueryEngine.from_defaults(
-        _halves(setting, llm), llm=llm, question_gen=_EveryTool(), verbose=False, use_async=False
+        _halves(setting, llm),
+        llm=llm,
+        question_gen=_ToolsThatKnow(),
+        verbose=False,
+        use_async=False,
     )
     return _of_query_engine(engine)
 
@@ -434,7 +458,7 @@ class _CallsToolFirst(SamKVLLM):
 
     async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
         last = messages[-1].content or ""
-        if last.startswith("Observation:"):
+        if last.startswith(("Observation:", "Documents:")):
             return await super().achat(messages, **kwargs)
         content = (
             "Thought: The records will tell.\nAction: records\n"
@@ -443,7 +467,28 @@ class _CallsToolFirst(SamKVLLM):
         return ChatResponse(message=ChatMessage(role=MessageRole.ASSISTANT, content=content))
 
 
-def _react(setting: Setting) -> Ask:
+class _AsAQuestion(ReActChatFormatter):
+    """Asks about what a tool found in a prompt that the built-in model can read."""
+
+    def format(
+        self,
+        tools: Sequence[Any],
+        chat_history: list[ChatMessage],
+        current_reasoning: list[Any] | None = None,
+    ) -> list[ChatMessage]:
+        steps = current_reasoning or []
+        found = [step.observation for step in steps if isinstance(step, ObservationReasoningStep)]
+        if not found:
+            return super().format(tools, chat_history, current_reasoning)
+        content = f"Documents:\n\n{found[-1]}\n\nQuestion: {chat_history[-1].content}"
+        return [ChatMessage(role=MessageRole.USER, content=content)]
+
+
+def _react(*, formatter: type[ReActChatFormatter]) -> Make:
+    return partial(_react_with, formatter=formatter)
+
+
+def _react_with(setting: Setting, formatter: type[ReActChatFormatter]) -> Ask:
     llm = setting.llm(_CallsToolFirst)
     tool = RetrieverTool.from_defaults(
         setting.retriever(),
@@ -453,7 +498,7 @@ def _react(setting: Setting) -> Ask:
     )
 
     async def aask(question: str) -> Asked:
-        agent = ReActAgent(tools=[tool], llm=llm, streaming=False)
+        agent = ReActAgent(tools=[tool], llm=llm, formatter=formatter(), streaming=False)
         memory = Memory.from_defaults()
         output = await agent.run(user_msg=question, memory=memory)
         (call,) = output.tool_calls
@@ -742,6 +787,7 @@ def _chats(kind: Any) -> dict[str, Pipeline]:
 # and anything that is not the same arithmetic makes up another: `reuse` does, with all rows kept.
 # In calls that hold the document asked about the answers are the same.
 _MADE_UP = {"same": "calls without the document asked about: the built-in model makes answers up"}
+_REMEMBERED = {"handles": "what the tool found is kept in the memory as it was found"}
 _CUT = {"hits": "a chunk that does not fit whole is cut in two, and is computed as text"}
 
 PIPELINES: Mapping[str, Pipeline] = {
@@ -755,6 +801,7 @@ PIPELINES: Mapping[str, Pipeline] = {
         make=_query("context_only"),
         fails_with_handles={"handles": "it returns to the user what would go into a prompt"},
     ),
+    "compact, a full window": Pipeline(make=_full_window),
     "compact, several calls": Pipeline(
         make=_several_calls("compact", 1300), fails=_MADE_UP, fails_with_texts=_CUT
     ),
@@ -771,11 +818,14 @@ PIPELINES: Mapping[str, Pipeline] = {
     **_chats(ContextChatEngine),
     **_chats(CondensePlusContextChatEngine),
     "RouterQueryEngine": Pipeline(make=_router),
-    "SubQuestionQueryEngine": Pipeline(make=_sub_questions, fails=_MADE_UP),
+    "SubQuestionQueryEngine": Pipeline(make=_sub_questions),
     "ReActAgent with RetrieverTool": Pipeline(
-        make=_react,
+        make=_react(formatter=_AsAQuestion), fails_with_handles=_REMEMBERED
+    ),
+    "ReActAgent with RetrieverTool, its own prompt": Pipeline(
+        make=_react(formatter=ReActChatFormatter),
         fails={"same": "the built-in model never saw a prompt of an agent, and makes answers up"},
-        fails_with_handles={"handles": "what the tool found is kept in the memory as it was found"},
+        fails_with_handles=_REMEMBERED,
     ),
     "sentence windows, cached when first read": Pipeline(
         make=_sentence_window(at_ingest=False), ways=("text", "handle")
