@@ -288,6 +288,10 @@ class ChromaLink:
             raise InvalidOption(
                 "neither ids nor where names a record to delete; to delete all of them, use clear()"
             )
+        if ids is not None and not ids:
+            raise InvalidOption(
+                "ids is empty: nothing to delete; leave it out to delete what matches where"
+            )
         return self._delete(list(dict.fromkeys(ids)) if ids else self._ids(where), where or None)
 
     def clear(self) -> int:
@@ -486,7 +490,8 @@ class ChromaLink:
 
     def _slices(self, n_records: int) -> Iterator[slice]:
         """Pages of what Chroma is given or asked for at once."""
-        allowed = self._client.get_max_batch_size()  # -1 if a server does not say
+        with chroma_errors("Chroma does not say how much it takes at once"):
+            allowed = self._client.get_max_batch_size()  # -1 if a server does not say
         size = min(allowed, _PAGE_SIZE) if allowed > 0 else _PAGE_SIZE
         return (slice(at, at + size) for at in range(0, n_records, size))
 
@@ -542,7 +547,9 @@ class ChromaLink:
         name = self.collection.name
         if k < 1:
             raise InvalidOption(f"k={k}; it must be at least 1")
-        if not self.collection.count():
+        with chroma_errors(f"collection {name!r} refused the query"):
+            n_records = self.collection.count()
+        if not n_records:
             raise EmptyInput(f"collection {name!r} is empty; ingest documents into it first")
         with chroma_errors(f"collection {name!r} refused the query"):
             found = self.collection.query(

@@ -66,6 +66,16 @@ def normalise(text: str) -> str:
     return text.strip()
 
 
+_ESCAPES = ("\\n", "\\r", "\\t")  # as `repr` writes them: the letter belongs to the backslash
+
+
+def is_in_word(text: str, at: int) -> bool:
+    """Whether the characters around place ``at`` belong to one word."""
+    if not 0 < at < len(text) or text[at - 2 : at] in _ESCAPES:
+        return False
+    return text[at - 1].isalnum() and text[at].isalnum()
+
+
 def chunk_key(secret: bytes, namespace: str, fingerprint: str, token_ids: Sequence[int]) -> str:
     """32 hex digits naming a chunk cache: a hash of what it holds, keyed with the store's secret.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -57,10 +56,7 @@ def engine_of(
         if kv_dir is not None and str(Path(kv_dir)) != folder_of(engine):
             raise _contradiction("kv_dir", str(kv_dir), folder_of(engine))
         return engine
-    if tokenizer is not None:
-        # ours alone: for each text it is told anew whether special tokens count
-        tokenizer = copy.deepcopy(tokenizer)
-    elif tokenizer_name is not None:
+    if tokenizer is None and tokenizer_name is not None:
         tokenizer = load_tokenizer(tokenizer_name, tokenizer_kwargs)
     if model is not None:
         if tokenizer is None:

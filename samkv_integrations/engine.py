@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -14,7 +15,7 @@ from tqdm.auto import tqdm
 from samkv_integrations.analysis import MIN_CHUNKS, PUBLISHED_STABLE_LAYERS, stable_layers
 from samkv_integrations.chunk import Fingerprint, normalise
 from samkv_integrations.decode import AnswerStream, Decoder, TextStream
-from samkv_integrations.errors import CacheMiss, InvalidChunk, InvalidOption
+from samkv_integrations.errors import CacheMiss, InvalidChunk, InvalidOption, StoreError
 from samkv_integrations.eviction import Eviction, get_eviction
 from samkv_integrations.ingest import NewChunk, batches, prefill
 from samkv_integrations.known_texts import KnownTexts
@@ -227,6 +228,27 @@ class Engine:
             self._calibrated = None
         return keys
 
+    def cache_missing(self, texts: Sequence[str]) -> None:
+        """Cache the chunks that have no usable cache, for a request that waits for them.
+
+        Caches are opened and not read as a whole. What the store cannot take stays a miss: a full
+        disk must not fail a request.
+
+        Raises InvalidChunk like `cache_chunks`.
+        """
+        missing = [text for text in texts if not self._opens(normalise(text))]
+        if missing:
+            with suppress(StoreError):
+                self.cache_chunks(missing)
+
+    def _opens(self, body: str) -> bool:
+        ids = self._chunk_ids(body)
+        try:
+            self.store.open(self.store.key(self.fingerprint, ids), self.fingerprint, ids).close()
+        except CacheMiss:
+            return False
+        return True
+
     def is_cached(self, text: str) -> bool:
         """Whether a sound cache of ``text`` is stored; all of it is read and verified.
 
@@ -253,7 +275,9 @@ class Engine:
         if self._fingerprint is None:
             lengths = sorted(len(ids) for ids in token_ids)
             scheme = BlockScheme.auto(lengths[len(lengths) // 2])
-            self._fingerprint = replace(known, block_size=scheme.size)
+            # Another process may be filling the same empty store: the first one decides.
+            size = self.store.settle_block_size(known, scheme.size)
+            self._fingerprint = replace(known, block_size=size)
 
     def _is_sound(self, key: str, ids: Sequence[int]) -> bool:
         try:
@@ -383,19 +407,21 @@ class Engine:
 
         Arguments and errors are those of `generate`.
         """
-        if chunks is None:
-            pieces = split_prompt(prompt, known=self._known.find(prompt))
-        else:
-            pieces = split_prompt(prompt, chunks)
+        known = self._known.find(prompt) if chunks is None else {}
+        pieces = split_prompt(prompt, chunks or (), known, self._resolver().ends_a_key)
         if on_miss == "compute":
-            self.cache_chunks([body for piece in pieces if (body := self._body(piece))])
+            self.cache_missing([body for piece in pieces if (body := self._body(piece))])
+        # Only now: the first chunks of all settle the block size, and with it the fingerprint.
         return self._resolver().resolve(pieces, on_miss=on_miss)
 
     def _body(self, piece: Piece) -> str | None:
-        """Text of a chunk in a prompt, if it is known."""
+        """Text of a chunk in a prompt, if it is known and of this namespace."""
         if isinstance(piece, PlainText):
             return None
-        return piece.text if isinstance(piece, ChunkText) else self.store.text(piece.key)
+        if isinstance(piece, ChunkText):
+            return piece.text
+        text = self.store.text(piece.key)
+        return text if text is not None and self.key_of(text) == piece.key else None
 
     def _resolver(self) -> Resolver:
         return Resolver(self.model, self.store, self.fingerprint)

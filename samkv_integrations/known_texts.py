@@ -5,19 +5,19 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
+from html import escape
 
-from samkv_integrations.chunk import Fingerprint, normalise
+from samkv_integrations.chunk import Fingerprint, is_in_word, normalise
 from samkv_integrations.store import Store
 
 ANCHOR = 24
 """Characters at the beginning of a body by which it is looked up; a shorter body is not found."""
 MAX_EXPECTED = 4096
-_ESCAPES = ("\\n", "\\r", "\\t")  # the letter belongs to the backslash
 _EXPECTED = "expected"  # a source of a body; the others are keys, which are hex
 
 
 class KnownTexts:
-    """Finds the bodies of stored chunks in prompts, as they are or as ``repr`` writes them.
+    """Finds the bodies of stored chunks in prompts, as they are or as templates escape them.
 
     The store's texts are read at the first prompt and kept in memory; what any process adds or
     deletes is noticed at the next one. Texts of other namespaces are not found. Safe to use from
@@ -81,10 +81,10 @@ class KnownTexts:
 
     def _form_at(self, prompt: str, at: int) -> str | None:
         forms = self._index.get(prompt[at : at + ANCHOR])
-        if forms is None or _is_in_word(prompt, at):
+        if forms is None or is_in_word(prompt, at):
             return None
         for form, body in sorted(forms.items(), key=lambda item: len(item[0]), reverse=True):
-            is_there = prompt.startswith(form, at) and not _is_in_word(prompt, at + len(form))
+            is_there = prompt.startswith(form, at) and not is_in_word(prompt, at + len(form))
             if is_there and self._is_ours(body):
                 return form
         return None
@@ -137,18 +137,12 @@ class KnownTexts:
 
 
 def _forms(body: str) -> list[str]:
-    """How ``body`` may be written in a prompt: as it is, or inside the ``repr`` of something.
+    """How ``body`` may be written in a prompt: as it is, inside the ``repr`` of something, in HTML.
 
-    A template that is given a list of texts writes them so. Which quotes are escaped then depends
-    on the whole of it.
+    A template that is given a list of texts writes their ``repr``; which quotes are escaped then
+    depends on the whole of it. Mustache's ``{{ }}`` writes HTML.
     """
     escaped = repr(f'"{body}')[2:-1]  # with both kinds of quotes in it repr escapes the single ones
-    forms = (body, escaped, escaped.replace("\\'", "'"))
+    html = escape(body, quote=False).replace('"', "&quot;")
+    forms = (body, escaped, escaped.replace("\\'", "'"), html)
     return [form for form in dict.fromkeys(forms) if len(form) >= ANCHOR]
-
-
-def _is_in_word(text: str, at: int) -> bool:
-    """Whether the characters around place ``at`` belong to one word."""
-    if not 0 < at < len(text) or text[at - 2 : at] in _ESCAPES:
-        return False
-    return text[at - 1].isalnum() and text[at].isalnum()

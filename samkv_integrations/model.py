@@ -8,6 +8,7 @@ argument. Every pass is then a loop over the model's own decoder layers.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import threading
@@ -123,11 +124,14 @@ class Sampling:
         for name, kind in _SAMPLING_KINDS.items():
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, kind):
-                raise InvalidOption(f"{name}={value!r}; it must be a number")
+                words = "a whole number" if kind is int else "a number"
+                raise InvalidOption(f"{name}={value!r}; it must be {words}")
         if self.max_new_tokens < 1:
             raise InvalidOption(f"max_new_tokens={self.max_new_tokens}; it must be at least 1")
         if not self.temperature >= 0:
             raise InvalidOption(f"temperature={self.temperature}; it must be 0 (greedy) or more")
+        if self.seed is not None and not -(2**63) <= self.seed < 2**64:
+            raise InvalidOption(f"seed={self.seed}; it must fit into 64 bits")
         if not 0 < self.top_p <= 1:
             raise InvalidOption(f"top_p={self.top_p}; it must be above 0 and at most 1")
         if self.top_k < 0:
@@ -152,8 +156,9 @@ class Model:
     """A causal language model that can be stepped through layer by layer.
 
     Args:
-        hf: a loaded transformers model of a supported family. It goes on working as before.
-        tokenizer: its fast tokenizer.
+        hf: a loaded transformers model of a supported family. It goes on working, in evaluation
+            mode and with SDPA attention.
+        tokenizer: its fast tokenizer, which is copied.
         name: what a report calls it.
 
     Raises:
@@ -180,7 +185,8 @@ class Model:
         AttentionMaskInterface.register("samkv", sdpa_mask)
         hf.set_attn_implementation("samkv")
         self.hf = hf.train(False)
-        self.tokenizer = tokenizer
+        # A copy: for each text it is told anew whether special tokens count, under our lock.
+        self.tokenizer = copy.deepcopy(tokenizer)
         self.name = name
         self.config = hf.config
         self.n_layers: int = self.config.num_hidden_layers
@@ -275,12 +281,18 @@ class Model:
         rendered chat template; False for a chunk, whose words must not steer the conversation.
         """
         with self._tokenizing:  # split_special_tokens is a state of the one shared tokenizer
-            ids = self.tokenizer(
-                text,
-                add_special_tokens=False,
-                split_special_tokens=not special,
-                verbose=False,  # whether a text is too long is for the caller to say
-            )
+            try:
+                ids = self.tokenizer(
+                    text,
+                    add_special_tokens=False,
+                    split_special_tokens=not special,
+                    verbose=False,  # whether a text is too long is for the caller to say
+                )
+            except TypeError as error:  # of the tokenizers library, without the text
+                raise InvalidOption(
+                    f"the text that begins {text[:40]!r} holds half a character (a lone "
+                    "surrogate); clean it with text.encode(errors='replace').decode()"
+                ) from error
         return list(ids["input_ids"])
 
     def detokenize(self, ids: Sequence[int]) -> str:

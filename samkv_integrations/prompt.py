@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Literal, Self, get_args
 
-from samkv_integrations.chunk import Fingerprint, normalise
+from samkv_integrations.chunk import Fingerprint, is_in_word, normalise
 from samkv_integrations.errors import CacheMiss, ChunkNotCached, HandleError, InvalidOption
 from samkv_integrations.layout import Segment
 from samkv_integrations.model import Model
@@ -19,8 +19,9 @@ from samkv_integrations.store import Store, StoredChunk
 OnMiss = Literal["text", "compute", "error"]
 
 _HANDLE = re.compile(r"\[\[samkv:([0-9a-f]{32})\]\]")
-# the beginning of a handle, or an end of one: hex digits and brackets that no bracket opened
-_FRAGMENT = re.compile(r"\[\[samk|samkv:[0-9a-f]*\]\]|(?<![0-9a-f\[])[0-9a-f]{8,32}\]\]")
+_FRAGMENT = re.compile(r"\[\[samk|samkv:[0-9a-f]*\]\]")
+# Hex digits and brackets that no bracket opened: the end of a handle, if a key ends so.
+_TAIL = re.compile(r"(?<![0-9a-f\[])([0-9a-f]{8,32})\]\]")
 
 
 _CHAT_TEMPLATE = "Documents:\n\n{context}\n\nQuestion: {question}"
@@ -72,11 +73,17 @@ Piece = PlainText | ChunkText | ChunkHandle
 
 
 def split_prompt(
-    prompt: str, chunks: Sequence[str] = (), known: Mapping[str, str] | None = None
+    prompt: str,
+    chunks: Sequence[str] = (),
+    known: Mapping[str, str] | None = None,
+    ends_a_key: Callable[[str], bool] = lambda digits: False,
 ) -> list[Piece]:
     """Split ``prompt`` at handles, at the bodies of ``chunks``, and at ``known`` texts.
 
-    known: written form -> body, see `KnownTexts`. Of two that begin in one place the longer wins.
+    known: written form -> body, see `KnownTexts`; found where it stands alone. Of two that begin in
+        one place the longer wins.
+    ends_a_key: whether a stored key ends with these hex digits.
+
     What stands inside a chunk body is never looked at, so a document cannot smuggle a handle in.
 
     Raises:
@@ -91,15 +98,18 @@ def split_prompt(
         (match.start(), match.end(), ChunkHandle(match[1])) for match in _HANDLE.finditer(prompt)
     ]
     for form, body in forms.items():
-        places += [(at, at + len(form), ChunkText(body)) for at in _occurrences(prompt, form)]
+        for at in _occurrences(prompt, form):
+            end = at + len(form)
+            if form in bodies or not (is_in_word(prompt, at) or is_in_word(prompt, end)):
+                places.append((at, end, ChunkText(body)))
     pieces: list[Piece] = []
     end = 0
     for start, stop, piece in sorted(places, key=lambda place: (place[0], -place[1])):
         if start >= end:
-            _add_plain(pieces, prompt[end:start])
+            _add_plain(pieces, prompt[end:start], ends_a_key)
             pieces.append(piece)
             end = stop
-    _add_plain(pieces, prompt[end:])
+    _add_plain(pieces, prompt[end:], ends_a_key)
     found = {piece.text for piece in pieces if isinstance(piece, ChunkText)}
     for body in bodies:
         if body not in found and not any(body in longer for longer in found):
@@ -117,10 +127,11 @@ def _occurrences(prompt: str, form: str) -> Iterator[int]:
         at = prompt.find(form, at + 1)
 
 
-def _add_plain(pieces: list[Piece], text: str) -> None:
+def _add_plain(pieces: list[Piece], text: str, ends_a_key: Callable[[str], bool]) -> None:
     if not text:
         return
-    if fragment := _FRAGMENT.search(text):
+    tails = (tail for tail in _TAIL.finditer(text) if ends_a_key(tail[1]))
+    if fragment := _FRAGMENT.search(text) or next(tails, None):
         raise HandleError(
             f"the prompt holds a broken handle near {_shorten(text[fragment.start() :])!r}; "
             "something cut it: raise the context window of the prompt builder, or pass the text"
@@ -198,7 +209,7 @@ class Resolver:
     def count_tokens(self, prompt: str) -> int:
         """Tokens of ``prompt``, handles at the length of their chunks; no cache is opened."""
         counted = Resolved()
-        for piece in split_prompt(prompt):
+        for piece in split_prompt(prompt, ends_a_key=self.ends_a_key):
             ids = (
                 self._ids_behind(piece.key)
                 if isinstance(piece, ChunkHandle)
@@ -209,6 +220,10 @@ class Resolver:
             )
         self._begin_with_bos(counted)
         return sum(len(segment.token_ids) for segment in counted.segments)
+
+    def ends_a_key(self, digits: str) -> bool:
+        """Whether the key of a stored chunk ends with these hex digits."""
+        return any(key.endswith(digits) for key in self._store.keys(self._fingerprint))
 
     def _begin_with_bos(self, resolved: Resolved) -> None:
         bos, segments = self._model.bos_id, resolved.segments

@@ -13,7 +13,7 @@ import tempfile
 import time
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -110,6 +110,12 @@ class Store(Protocol):
         Much cheaper than `keys`.
         """
 
+    def settle_block_size(self, fingerprint: Fingerprint, size: int) -> int:
+        """The block size for chunks that are like ``fingerprint`` in all else: the first one asked.
+
+        So processes that fill an empty store together agree.
+        """
+
     def fingerprints(self) -> list[Fingerprint]:
         """The fingerprints of which there is a chunk, sorted by digest."""
 
@@ -129,6 +135,7 @@ class MemoryStore:
         self._chunks: dict[tuple[str, str], ChunkCache] = {}
         self._texts: dict[str, str] = {}
         self._n_changes = 0
+        self._block_sizes: dict[str, int] = {}
         self._put_at: dict[tuple[str, str], float] = {}
 
     def key(self, fingerprint: Fingerprint, token_ids: Sequence[int]) -> str:
@@ -166,7 +173,7 @@ class MemoryStore:
         """There is nothing to read from."""
 
     def delete(self, key: str) -> bool:
-        found = [name for name in self._chunks if name[1] == key]
+        found = [name for name in list(self._chunks) if name[1] == key]
         for name in found:
             del self._chunks[name], self._put_at[name]
         self._n_changes += 1
@@ -174,19 +181,22 @@ class MemoryStore:
 
     def keys(self, fingerprint: Fingerprint | None = None) -> list[str]:
         wanted = fingerprint.digest if fingerprint else None
-        return sorted({key for digest, key in self._chunks if wanted in (None, digest)})
+        return sorted({key for digest, key in list(self._chunks) if wanted in (None, digest)})
 
     def stamp(self, fingerprint: Fingerprint) -> Hashable | None:
         return self._n_changes
 
+    def settle_block_size(self, fingerprint: Fingerprint, size: int) -> int:
+        return self._block_sizes.setdefault(_without_block_size(fingerprint), size)
+
     def fingerprints(self) -> list[Fingerprint]:
-        held = {digest: chunk.fingerprint for (digest, _), chunk in self._chunks.items()}
+        held = {digest: chunk.fingerprint for (digest, _), chunk in list(self._chunks.items())}
         return [held[digest] for digest in sorted(held)]
 
     def stats(self) -> StoreStats:
         """``bytes`` is what the chunks' files would take."""
         sizes: dict[str, list[int]] = {}
-        for (digest, key), chunk in self._chunks.items():
+        for (digest, key), chunk in list(self._chunks.items()):
             layout = FileLayout(fingerprint=chunk.fingerprint, n_tokens=chunk.n_tokens)
             sizes.setdefault(digest, []).append(len(layout.header(key)) + layout.size)
         return _stats(self.fingerprints(), sizes)
@@ -369,6 +379,16 @@ class ChunkStore:
         is_settled = time.time_ns() - max(times.values(), default=0) > _SETTLED_NS
         return tuple(sorted(times.items())) if is_settled else None
 
+    def settle_block_size(self, fingerprint: Fingerprint, size: int) -> int:
+        file = self.path / f"block-size-{_without_block_size(fingerprint)}.json"
+        try:
+            with suppress(FileExistsError):
+                _write(file, [json.dumps(size).encode()], exclusive=True)
+            settled: int = json.loads(file.read_bytes())
+        except (OSError, ValueError) as error:
+            raise StoreError(f"{file} cannot be used ({error}); next step: delete it") from error
+        return settled
+
     def fingerprints(self) -> list[Fingerprint]:
         """Those of which there is a chunk; a folder with a broken fingerprint.json is left out."""
         held = (digest for digest in self._digests() if any(self._files(digest)))
@@ -385,6 +405,11 @@ class ChunkStore:
 
     def require(self, fingerprint: Fingerprint) -> None:
         _require(fingerprint, self.fingerprints(), str(self.path))
+
+
+def _without_block_size(fingerprint: Fingerprint) -> str:
+    """Names everything about a fingerprint but the block size."""
+    return replace(fingerprint, block_size=1).digest
 
 
 def _write(path: Path, pieces: Iterable[bytes | memoryview], *, exclusive: bool = False) -> None:

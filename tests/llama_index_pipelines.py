@@ -100,6 +100,10 @@ MAX_NEW_TOKENS = 32
 """Room for a question that a chat engine has condensed; the answers are far shorter."""
 
 
+N_FULL = 32
+"""Chunks that nearly fill the built-in model's window, with their headers."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Way:
     """How a pipeline is told of the caches.

@@ -350,6 +350,8 @@ class TestRelease:
         assert link.engine.is_cached(TEXTS[0])
 
     def test_mistakes(self, link: ChromaLink) -> None:
+        with pytest.raises(InvalidOption, match="ids is empty: nothing to delete"):
+            link.delete([], where={"source": "a.txt"})  # not: all that match
         for ids, where in ((None, None), ([], None), ([], {})):
             with pytest.raises(InvalidOption, match=r"neither ids nor where.*use clear\(\)"):
                 link.delete(ids, where)

@@ -19,6 +19,7 @@ from samkv_integrations.errors import (
     InvalidChunk,
     InvalidOption,
     PromptTooLong,
+    StoreError,
     UnknownOption,
 )
 from samkv_integrations.methods.guided import GuidedRecompute, GuidedSelect
@@ -270,13 +271,81 @@ def test_a_handle_without_cache_and_text_is_an_error(engine: Engine) -> None:
         "[[samkv:",
         "[[samk",
         "xx samkv:abc]] yy",
-        "0123456789abcdef]] yy",
         "[[samkv:" + "A" * 32 + "]]",
     ],
 )
 def test_a_broken_handle_is_an_error(engine: Engine, broken: str) -> None:
     with pytest.raises(HandleError, match="broken handle"):
         engine.generate(f"Read {broken} Q?", max_new_tokens=1)
+
+
+def test_the_end_of_a_handle_is_an_error(engine: Engine) -> None:
+    handle = handle_of(engine.key_of(TEXTS[0]))
+    for n_left in (11, 20, 34):
+        with pytest.raises(HandleError, match="broken handle"):
+            engine.generate(f"Read {handle[-n_left:]} Q?", max_new_tokens=1)
+        with pytest.raises(HandleError, match="broken handle"):
+            engine.count_tokens(f"\n{handle[-n_left:]}\n")
+
+
+@pytest.mark.parametrize(
+    "text", ["[[13.38, 52.51], [13.39, 52.52940812]]", "[[1, 20240101]]", "see [[commit deadbeef]]"]
+)
+def test_brackets_in_ordinary_text_are_text(engine: Engine, text: str) -> None:
+    prompt = f"{text}\n\n{TEXTS[0]}\n\nQ?"
+    assert engine.generate(prompt, max_new_tokens=1).report.chunk_hits == 1
+    assert engine.count_tokens(prompt) == 1 + len(prompt)
+
+
+def test_computing_what_is_missing_takes_nothing_from_another_namespace(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    ours, theirs = (
+        Engine(model, ChunkStore(tmp_path, namespace=name), block_size=8) for name in "ab"
+    )
+    key = theirs.cache_chunk(TEXTS[0])
+    with pytest.raises(HandleError, match="namespace"):
+        ours.generate(f"{handle_of(key)} Q?", on_miss="compute", max_new_tokens=1)
+    assert ours.handle_of(TEXTS[0]) is None
+    assert ours.store.keys() == [key]
+
+
+def test_computing_what_is_missing_reads_no_whole_cache(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: object) -> None:
+        raise AssertionError("read as a whole")
+
+    monkeypatch.setattr("samkv_integrations.reader.ChunkFile.verify", refuse)
+    report = engine.generate(PROMPT, TEXTS, on_miss="compute", max_new_tokens=1).report
+    assert (report.chunk_hits, report.chunk_misses) == (len(TEXTS), {})
+
+
+def test_a_full_disk_does_not_fail_a_request(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    new = "a chunk that nobody cached"
+    prompt = f"{TEXTS[0]}\n\n{new}\n\nQ?"
+    expected = engine.generate(prompt, [TEXTS[0], new], max_new_tokens=4)
+
+    def full(*arguments: object, **options: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("samkv_integrations.store._write", full)
+    answer = engine.generate(prompt, [TEXTS[0], new], on_miss="compute", max_new_tokens=4)
+    assert answer.text == expected.text
+    assert (answer.report.chunk_hits, answer.report.chunk_misses) == (1, {"absent": 1})
+    with pytest.raises(StoreError, match="No space left"):
+        engine.cache_chunk(new)
+
+
+def test_engines_that_fill_an_empty_store_together_agree_on_blocks(tmp_path: Path) -> None:
+    first, second = (Engine(tiny_model("llama"), ChunkStore(tmp_path)) for _ in range(2))
+    first._settle_block_size([tuple(range(100))])  # chosen, and nothing stored yet
+    second.cache_chunk("x" * 2000)
+    first.cache_chunk("y" * 100)
+    assert first.fingerprint.digest == second.fingerprint.digest
+    third = Engine(tiny_model("llama"), ChunkStore(tmp_path))
+    assert len(third.store.keys(third.fingerprint)) == 2
 
 
 def test_caches_of_another_fingerprint_are_never_used(engine: Engine, tmp_path: Path) -> None:
@@ -374,6 +443,19 @@ def test_sampling_repeats_with_a_seed(engine: Engine) -> None:
     for option in ({"temperature": -1.0}, {"top_p": 0.0}, {"max_new_tokens": 0}):
         with pytest.raises(InvalidOption, match=next(iter(option))):
             engine.generate(PROMPT, TEXTS, **option)
+
+
+@pytest.mark.parametrize("seed", [2**64, -(2**63) - 1])
+def test_a_seed_has_64_bits(engine: Engine, seed: int) -> None:
+    with pytest.raises(InvalidOption, match="must fit into 64 bits"):
+        engine.generate(PROMPT, TEXTS, temperature=1.0, seed=seed)
+
+
+def test_half_a_character_is_named(engine: Engine) -> None:
+    text = "caf\udce9 and more"
+    for use in (engine.cache_chunk, engine.generate, engine.count_tokens):
+        with pytest.raises(InvalidOption, match="lone surrogate"):
+            use(text)
 
 
 def test_the_prompt_must_fit_with_the_answer(engine: Engine) -> None:

@@ -173,6 +173,19 @@ class TestFinding:
         (form,) = found
         assert form in prompt and len(split_prompt(prompt, known=found)) == 3
 
+    def test_as_mustache_writes_it(self, store: Store) -> None:
+        text = 'R&D says "1 < 2" & it\'s right'
+        keep(store, text)
+        written = "R&amp;D says &quot;1 &lt; 2&quot; &amp; it's right"
+        assert known(store).find(f"Read {written}.") == {written: text}
+
+    def test_where_it_stands_in_a_word_it_is_part_of_that(self, store: Store) -> None:
+        text = "words that go on for a while"
+        keep(store, text)
+        prompt = f"{text}\n\nfore{text}s"
+        pieces = split_prompt(prompt, known=known(store).find(prompt))
+        assert [isinstance(piece, ChunkText) for piece in pieces] == [True, False]
+
     def test_short_texts_are_not_looked_for(self, store: Store) -> None:
         short, enough = "x" * (ANCHOR - 1), "y" * ANCHOR
         keep(store, short)

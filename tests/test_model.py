@@ -150,10 +150,10 @@ class TestSampling:
         ("option", "message"),
         [
             ({"top_k": -1}, "top_k=-1; it must be 0"),
-            ({"top_k": 2.5}, "top_k=2.5; it must be a number"),
+            ({"top_k": 2.5}, "top_k=2.5; it must be a whole number"),
             ({"repetition_penalty": 0}, "repetition_penalty=0; it must be above 0"),
             ({"temperature": "hot"}, "temperature='hot'; it must be a number"),
-            ({"max_new_tokens": True}, "max_new_tokens=True; it must be a number"),
+            ({"max_new_tokens": True}, "max_new_tokens=True; it must be a whole number"),
         ],
     )
     def test_values_out_of_range(self, option: dict[str, Any], message: str) -> None:

@@ -46,7 +46,7 @@ from samkv_integrations.calls import checked_generate_kwargs, count_tokens, off_
 from samkv_integrations.connecting import MADE_BY, EngineRef, engine_of, folder_of
 from samkv_integrations.decode import AnswerStream
 from samkv_integrations.engine import Engine, Prompt
-from samkv_integrations.errors import InvalidOption
+from samkv_integrations.errors import InvalidOption, PromptTooLong
 from samkv_integrations.eviction import get_eviction
 from samkv_integrations.methods import get_method
 from samkv_integrations.prompt import OnMiss
@@ -428,16 +428,22 @@ class SamKVLLM(CustomLLM):
 
     def _run(self, prompt: Prompt, given: dict[str, Any]) -> AnswerStream:
         options = to_options(given, self.generate_kwargs, self.max_new_tokens)
-        return self.engine.stream(
-            prompt,
-            None if self.match_text else (),
-            method=self.method,
-            eviction=self.eviction,
-            context_window=self.context_window,
-            on_miss=self.on_miss,
-            stop_ids=self.stopping_ids,
-            **options,
-        )
+        try:
+            return self.engine.stream(
+                prompt,
+                None if self.match_text else (),
+                method=self.method,
+                eviction=self.eviction,
+                context_window=self.context_window,
+                on_miss=self.on_miss,
+                stop_ids=self.stopping_ids,
+                **options,
+            )
+        except PromptTooLong as error:
+            raise PromptTooLong(
+                f"{error}. If LlamaIndex packed the prompt: it counts with another tokenizer, "
+                "unless told Settings.tokenizer = llm.tokenizer_fn"
+            ) from error
 
     def _whole(self, prompt: Prompt, given: dict[str, Any]) -> CompletionResponse:
         stream = self._run(prompt, given)

@@ -85,7 +85,7 @@ class SamKVPostprocessor(BaseNodePostprocessor):
         bodies = {node.node_id: body for node in nodes if (body := body_of(node.node))}
         if self.on_miss == "compute":
             # Together is faster than one by one, and nothing heavy is left for an event loop.
-            engine.cache_chunks([body for body in bodies.values() if not engine.handle_of(body)])
+            engine.cache_missing(list(bodies.values()))
         elif self.on_miss == "error":
             for node_id, body in bodies.items():
                 if not engine.handle_of(body):
@@ -156,8 +156,8 @@ class _ShownAsHandle(BaseNode):
         if not is_cached and self._on_miss == "error":
             raise _not_cached(self.node_id, key)
         if not is_cached and self._on_miss == "compute":
-            key = engine.cache_chunk(text)
-            is_cached = True
+            engine.cache_missing([text])
+            is_cached = engine.store.contains(key, engine.fingerprint)
         # Should the cache be broken, a handle is answered from the text beside it.
         return handle_of(key) if is_cached and engine.store.text(key) == normalise(text) else text
 
