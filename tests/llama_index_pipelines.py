@@ -100,8 +100,8 @@ MAX_NEW_TOKENS = 32
 """Room for a question that a chat engine has condensed; the answers are far shorter."""
 
 
-N_FULL = 32
-"""Chunks that nearly fill the built-in model's window, with their headers."""
+N_MANY = 12
+"""Chunks of a long prompt; the built-in model reads that many."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -356,10 +356,10 @@ def _several_calls(mode: str, context_window: int) -> Make:
     return make
 
 
-def _full_window(setting: Setting) -> Ask:
-    """As many chunks as the model's window takes, in one prompt."""
+def _many_chunks(setting: Setting) -> Ask:
+    """Many chunks in one prompt."""
     engine = RetrieverQueryEngine.from_args(
-        setting.retriever(N_FULL),
+        setting.retriever(N_MANY),
         llm=setting.llm(),
         response_mode="compact",
         node_postprocessors=setting.postprocessors(),
@@ -805,7 +805,7 @@ PIPELINES: Mapping[str, Pipeline] = {
         make=_query("context_only"),
         fails_with_handles={"handles": "it returns to the user what would go into a prompt"},
     ),
-    "compact, a full window": Pipeline(make=_full_window),
+    "compact, 12 chunks": Pipeline(make=_many_chunks),
     "compact, several calls": Pipeline(
         make=_several_calls("compact", 1300), fails=_MADE_UP, fails_with_texts=_CUT
     ),
