@@ -334,6 +334,26 @@ class TestArguments:
         )  # fmt: skip
         assert silent.max_tokens == 256 and "none" not in repr(silent)
 
+    def test_no_limit_of_ones_own_any_more(
+        self, engine: Engine, given: list[dict[str, Any]]
+    ) -> None:
+        for kind in KINDS:
+            model = kind(engine=engine, max_tokens=2)
+            model.max_tokens = None
+            model.invoke("Hello", stop=["e"])
+            assert given[-1]["max_new_tokens"] == 256
+            assert model._identifying_params["max_tokens"] == 256
+
+    def test_a_folder_is_the_same_however_it_is_written(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+        engine = Engine(builtin(), ChunkStore("kv"))
+        for folder in ("kv", tmp_path / "kv", "./x/../kv"):
+            assert ChatSamKV(engine=engine, kv_dir=folder).kv_dir == "kv"
+        with pytest.raises(InvalidOption, match="kv_dir='other'.*'kv'"):
+            ChatSamKV(engine=engine, kv_dir="other")
+
     def test_stop_strings(self, chat: ChatSamKV) -> None:
         whole = chat.invoke(prompt_about()).content
         for stop in ([whole[2:4]], whole[2:4]):
@@ -411,6 +431,8 @@ class TestArguments:
             ({"repetition_penalty": 0}, "repetition_penalty=0"),
             ({"max_tokens": 0}, "max_new_tokens=0"),
             ({"max_tokens": 10**6}, "max_tokens=1000000 leaves no room"),
+            ({"stop": [""]}, r"stop=\[''\]"),
+            ({"stop": ""}, r"stop=\[''\]"),
             ({"timeout": 0}, "timeout=0"),
             ({"timeout": -1.5}, "timeout=-1.5"),
             ({"max_retries": -1}, "max_retries=-1"),
@@ -673,6 +695,10 @@ class TestCopies:
                 use()
         with pytest.raises(AttributeError):
             _ = travelled.something_else
+        for other in (copy.copy(travelled), copy.deepcopy(travelled)):
+            assert other.max_tokens == 3
+            with pytest.raises(InvalidOption, match="another process"):
+                other.invoke("Hello")
 
     def test_made_anew_by_langchain(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: list[dict[str, Any]]

@@ -27,12 +27,16 @@ from samkv_integrations.calls import (
     count_tokens,
     to_options,
 )
-from samkv_integrations.connecting import EngineRef, engine_of, folder_of
+from samkv_integrations.connecting import (
+    EngineRef,
+    check_fits,
+    check_names,
+    engine_of,
+    folder_of,
+)
 from samkv_integrations.decode import AnswerStream
 from samkv_integrations.engine import Engine, Prompt
 from samkv_integrations.errors import InvalidOption, TimedOut, UnknownOption
-from samkv_integrations.eviction import get_eviction
-from samkv_integrations.methods import get_method
 from samkv_integrations.prompt import OnMiss
 from samkv_integrations.report import Report
 
@@ -43,7 +47,6 @@ _SYNONYMS = {"model_name": "model", "max_new_tokens": "max_tokens", "stop_sequen
 # What other providers take in a call -> what to do instead.
 _INSTEAD = {
     "model": "an LLM runs one model; make another",
-    "model_name": "an LLM runs one model; make another",
     **dict.fromkeys(("tools", "tool_choice", "functions", "function_call"),
                     "this model calls no tools"),
     **dict.fromkeys(("response_format", "n"), "leave it out"),
@@ -174,17 +177,14 @@ class LocalModel(BaseLanguageModel[Any]):
         """Raises for what is wrong without a model: loading one takes its time."""
         if self.max_tokens is None:
             self.max_tokens = MAX_TOKENS
-        checked_generate_kwargs(self._always, self.max_tokens)
+        checked_generate_kwargs(self._always, self._most_tokens)
         _check_timeout(self.timeout)
-        if self.method is not None:
-            get_method(self.method)  # raises if there is none of that name
-        get_eviction(self.eviction)  # likewise
+        check_names(self.method, self.eviction)
         if not self.model_name and self.engine is None:
             raise InvalidOption("give model (a hub id, a folder or 'builtin'), or engine")
 
     def _attach(self) -> None:
         """Load the model, unless an engine was given that has it."""
-        assert self.max_tokens is not None
         self.engine = engine_of(
             engine=self.engine,
             model=None,
@@ -203,12 +203,7 @@ class LocalModel(BaseLanguageModel[Any]):
         self.kv_dir = folder_of(self.engine)
         model = self.engine.model
         self.model_name = model.name
-        model.end_ids(self.stopping_ids)  # raises if one is no token
-        if self.max_tokens >= model.context_window:
-            raise InvalidOption(
-                f"max_tokens={self.max_tokens} leaves no room for a prompt in the context window "
-                f"of {model.name!r}, {model.context_window} tokens; give less"
-            )
+        check_fits(model, model.context_window, self.stopping_ids, max_tokens=self._most_tokens)
 
     @classmethod
     def from_model_id(
@@ -259,7 +254,8 @@ class LocalModel(BaseLanguageModel[Any]):
 
     def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
         memo = {} if memo is None else memo
-        memo[id(self.engine)] = self.engine
+        if "engine" in self.__dict__:  # what came out of a pickle has none
+            memo[id(self.engine)] = self.engine
         return super().__deepcopy__(memo)
 
     def __getstate__(self) -> dict[Any, Any]:
@@ -295,7 +291,7 @@ class LocalModel(BaseLanguageModel[Any]):
             "eviction": self.eviction or (rule.name if rule else None),
             "match_text": self.match_text,
             "on_miss": self.on_miss,
-            "max_tokens": self.max_tokens,
+            "max_tokens": self._most_tokens,
             "stopping_ids": self.stopping_ids,
             **always,
         }
@@ -329,6 +325,11 @@ class LocalModel(BaseLanguageModel[Any]):
         values = {name: getattr(self, name) for name in GENERATE_KWARGS}
         return {name: copy.copy(value) for name, value in values.items() if value is not None}
 
+    @property
+    def _most_tokens(self) -> int:
+        """`max_tokens`, which may be set to None later as well as at first."""
+        return MAX_TOKENS if self.max_tokens is None else self.max_tokens
+
     def _run(self, prompt: Prompt, stop: list[str] | None, given: Mapping[str, Any]) -> TimedAnswer:
         call = _under_one_name(given)
         call.pop("stream", None)  # LangChain's own, which it leaves in
@@ -338,8 +339,7 @@ class LocalModel(BaseLanguageModel[Any]):
             raise UnknownOption(f"{name!r} is no option of a call: {_INSTEAD[name]}")
         if stop is not None:
             call["stop"] = stop
-        assert self.max_tokens is not None
-        options = to_options(call, self._always, self.max_tokens)
+        options = to_options(call, self._always, self._most_tokens)
         return TimedAnswer(
             lambda: self.engine.stream(
                 prompt,

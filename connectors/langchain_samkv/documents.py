@@ -11,9 +11,9 @@ from langchain_core.language_models import BaseLanguageModel
 from pydantic import Field, PrivateAttr
 
 from samkv_integrations.chunk import normalise
-from samkv_integrations.connecting import EngineRef
+from samkv_integrations.connecting import EngineRef, announce
 from samkv_integrations.engine import Engine
-from samkv_integrations.errors import ChunkNotCached, InvalidOption
+from samkv_integrations.errors import InvalidOption
 from samkv_integrations.prompt import OnMiss, handle_of
 
 Mode = Literal["text", "metadata", "replace"]
@@ -141,19 +141,13 @@ class SamKVDocumentCompressor(BaseDocumentCompressor):
         """
         engine = self._engine.engine
         texts = [self._text(document) for document in documents]
-        bodies = [body for text in texts if (body := normalise(text))]
-        if self.on_miss == "compute":
-            engine.cache_chunks([body for body in bodies if not engine.handle_of(body)])
-        elif self.on_miss == "error":
-            for document, text in zip(documents, texts, strict=True):
-                if normalise(text) and not engine.handle_of(text):
-                    raise ChunkNotCached(
-                        f"document {document.id!r} (chunk {engine.key_of(text)}, it begins "
-                        f"{normalise(text)[:40]!r}) is not cached; index it again with SamKVChroma "
-                        "or SamKVDocumentTransformer, or use on_miss='text' or 'compute'"
-                    )
-        engine.prefetch(bodies)
-        engine.expect(bodies)
+        chunks = [
+            (f"document {document.id!r}", body)
+            for document, text in zip(documents, texts, strict=True)
+            if (body := normalise(text))
+        ]
+        remedy = "index it again with SamKVChroma or SamKVDocumentTransformer"
+        announce(engine, chunks, self.on_miss, remedy)
         if self.mode == "text":
             return list(documents)
         return [self._shown(*pair) for pair in zip(documents, texts, strict=True)]
