@@ -64,7 +64,7 @@ class Decoder:
         return output
 
 
-def check_stop(stop: object) -> None:
+def check_stop(stop: Collection[object]) -> None:
     """Raises InvalidOption if these are no stop strings: an empty one would end every answer."""
     is_list = isinstance(stop, Collection) and not isinstance(stop, str)
     if not is_list or any(not isinstance(text, str) or not text for text in stop):
