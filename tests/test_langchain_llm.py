@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import copy
 import pickle
+import re
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +42,9 @@ from samkv_integrations.errors import (
     TimedOut,
     UnknownOption,
 )
+from samkv_integrations.eviction.h2o import H2O
+from samkv_integrations.methods import METHODS
+from samkv_integrations.methods.epic import EpicRecompute
 from samkv_integrations.model import Model
 from samkv_integrations.prompt import handle_of
 from tests.models import byte_tokenizer, hf_model, tiny_model
@@ -220,10 +225,15 @@ class TestChat:
         )
         assert given[0]["prompt"] == [
             {"role": "system", "content": "Be brief.\n\nBe kind."},
-            {"role": "user", "content": "One.\n\nTwo."},
+            {"role": "user", "content": "One.\n\nTw\no."},
             {"role": "assistant", "content": "Yes."},
             {"role": "user", "content": "Three."},
         ]
+
+    def test_a_document_a_block(self, chat: ChatSamKV) -> None:
+        blocks = [{"type": "text", "text": text} for text in ("Documents:", *TEXTS, "Question: ")]
+        chat.invoke([HumanMessage([*blocks, ASKED.question])])
+        assert chat.last_report.chunk_hits == len(TEXTS)
 
     def test_an_answer_can_be_a_message_again(self, engine: Engine) -> None:
         for version in ("v0", "v1"):
@@ -388,6 +398,8 @@ class TestArguments:
                 model_kwargs={"local_files_only": True, "token": "hf_secret"},
                 pipeline_kwargs={"max_new_tokens": 3, "top_k": 5, "return_full_text": False},
                 method="reuse",
+                model=None,  # no opinion
+                top_k=None,
             )
             assert (model.max_tokens, model.top_k, model.method) == (3, 5, "reuse")
             assert model.device_map == "cpu" and model.model_name == str(tmp_path / "model")
@@ -409,6 +421,17 @@ class TestArguments:
                 "'num_beams'; known: do_sample, max",
             ),
             ({"batch_size": 4}, "argument of ChatSamKV 'batch_size'; known: api_key"),
+            ({"model": "other"}, "model='other', which was given as 'builtin' already; give one"),
+            ({"model_name": "builtin"}, "model='builtin', which was given .* give one"),
+            (
+                {"pipeline_kwargs": {"max_new_tokens": 3}, "max_tokens": 4},
+                "max_tokens=4, which was given as 3 already; give one",
+            ),
+            ({"pipeline_kwargs": {"top_k": 3}, "top_k": 4}, "top_k=4, .* give one"),
+            (
+                {"pipeline_kwargs": {"max_tokens": 3, "max_new_tokens": 3}},
+                "same thing; give one",
+            ),
         ],
     )
     def test_what_from_model_id_refuses(self, options: dict[str, Any], message: str) -> None:
@@ -472,6 +495,7 @@ class TestArguments:
             ({"tools": []}, "'tools' is no option of a call: this model calls no tools"),
             ({"n": 2}, "'n' is no option of a call"),
             ({"stop": [""]}, "stop="),
+            ({"stop": ["x"], "stop_sequences": ["y"]}, "same thing; give one"),
         ],
     )
     def test_wrong_ones_of_a_call(
@@ -511,6 +535,10 @@ class TestBadInput:
             ([ChatMessage("42", role="critic")], "role 'critic' of a message is not supported"),
             (
                 [AIMessage("", tool_calls=[{"name": "f", "args": {}, "id": "1"}])],
+                "holds tool calls; this model calls no tools",
+            ),
+            (
+                [AIMessage("", additional_kwargs={"function_call": {"name": "f"}})],
                 "holds tool calls; this model calls no tools",
             ),
         ],
@@ -664,6 +692,40 @@ class TestCachedAnswers:
         for options in ({}, {"top_k": 1}, {"stop": ["x"]}, {"top_k": 1}):
             chat.invoke("Hello", **options)
         assert len(given) == 3
+
+    @pytest.mark.parametrize(
+        "other",
+        [
+            {"method": replace(METHODS["epic"], recompute=EpicRecompute(first=4))},
+            {"method": replace(METHODS["epic"], update=lambda new, old: old)},
+            {"eviction": H2O(budget_ratio=0.5)},
+            {"prefix": "none"},
+            {"block_size": 16},
+        ],
+    )
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_another_engine_is_another_question(
+        self, kind: type, other: dict[str, Any], given: list[dict[str, Any]]
+    ) -> None:
+        """Names are the same: of model, method and eviction."""
+        cache = InMemoryCache()
+        same = {"method": "epic", "eviction": "h2o", "block_size": 8}
+        for options in (same, same, {**same, **other}):
+            kind(engine=Engine(builtin(), **options), cache=cache, max_tokens=2).invoke("Hello")
+        assert len(given) == 2
+
+    def test_another_chat_template_is_another_question(self, given: list[dict[str, Any]]) -> None:
+        cache = InMemoryCache()
+        for template in ("{{ messages[0].content }}", "{{ messages[0].content }}!"):
+            tokenizer = byte_tokenizer(bos=True)
+            tokenizer.chat_template = template
+            model = Model(hf_model("llama"), tokenizer, "mine")
+            ChatSamKV(engine=Engine(model), cache=cache, max_tokens=2).invoke("Hello")
+        assert len(given) == 2
+
+    def test_another_process_asks_the_same_question(self, chat: ChatSamKV) -> None:
+        """So that a cache of answers on disk serves it: no address of this one is in the key."""
+        assert not re.search("0x[0-9a-f]{6}", str(chat._identifying_params))
 
     def test_other_weights_of_the_same_name(self, given: list[dict[str, Any]]) -> None:
         cache = InMemoryCache()

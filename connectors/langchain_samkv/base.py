@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import hashlib
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -37,6 +39,8 @@ from samkv_integrations.connecting import (
 from samkv_integrations.decode import AnswerStream
 from samkv_integrations.engine import Engine, Prompt
 from samkv_integrations.errors import InvalidOption, TimedOut, UnknownOption
+from samkv_integrations.eviction import Eviction, get_eviction
+from samkv_integrations.methods import Method, get_method
 from samkv_integrations.prompt import OnMiss
 from samkv_integrations.report import Report
 
@@ -234,7 +238,9 @@ class LocalModel(BaseLanguageModel[Any]):
             raise InvalidOption("device and device_map say the same thing; give one")
         if device is not None:
             device_map = "cpu" if device < 0 else f"cuda:{device}"
-        always = dict(pipeline_kwargs or {})
+        always = {
+            name: value for name, value in (pipeline_kwargs or {}).items() if value is not None
+        }
         if always.pop("return_full_text", None):
             raise InvalidOption(
                 "return_full_text=True; an answer never repeats its prompt, leave it out"
@@ -242,13 +248,18 @@ class LocalModel(BaseLanguageModel[Any]):
         for name in always.keys() - {*CALL_KWARGS}:
             raise UnknownOption.among("option in pipeline_kwargs", name, CALL_KWARGS)
         loading = {"model_kwargs": model_kwargs, "tokenizer_kwargs": model_kwargs}
+        further = _under_one_name(kwargs)
+        for name, value in {"model": model_id, **_under_one_name(always)}.items():
+            if further.get(name) is not None:
+                raise InvalidOption(
+                    f"{name}={further[name]!r}, which was given as {value!r} already; give one"
+                )
+            further[name] = value
         given = {
-            "model": model_id,
             "device_map": device_map or "auto",
             **{name: dict(value) for name, value in loading.items() if value},
-            **always,
         }
-        return cls(**{**given, **kwargs})
+        return cls(**{**given, **further})
 
     # -- one engine, however often a framework copies its components ----------------------------
 
@@ -283,16 +294,21 @@ class LocalModel(BaseLanguageModel[Any]):
         always = self._always
         # LangChain writes the stop strings of a call under "stop", also if there are none
         always |= {"stop_sequences": always.pop("stop", None)}
-        model, rule = self.engine.model, self.engine.eviction
+        engine, model = self.engine, self.engine.model
+        template = str(model.tokenizer.chat_template).encode()
         return {
             "model_name": self.model_name,
-            "weights": model.weights_digest,
-            "method": self.method or self.engine.method.name,
-            "eviction": self.eviction or (rule.name if rule else None),
+            "engine": engine.fingerprint.digest,
+            "chat_template": hashlib.blake2b(template, digest_size=16).hexdigest(),
+            # a name alone would not say how it was configured
+            "method": _written(engine.method if self.method is None else get_method(self.method)),
+            "eviction": _written(
+                engine.eviction if self.eviction is None else get_eviction(self.eviction)
+            ),
             "match_text": self.match_text,
             "on_miss": self.on_miss,
             "max_tokens": self._most_tokens,
-            "stopping_ids": self.stopping_ids,
+            "end_ids": sorted(model.end_ids(self.stopping_ids)),
             **always,
         }
 
@@ -338,6 +354,8 @@ class LocalModel(BaseLanguageModel[Any]):
         for name in call.keys() & _INSTEAD.keys():
             raise UnknownOption(f"{name!r} is no option of a call: {_INSTEAD[name]}")
         if stop is not None:
+            if call.get("stop") is not None:
+                raise InvalidOption("stop_sequences and stop are the same thing; give one")
             call["stop"] = stop
         options = to_options(call, self._always, self._most_tokens)
         return TimedAnswer(
@@ -352,6 +370,14 @@ class LocalModel(BaseLanguageModel[Any]):
             ),
             timeout,
         )
+
+
+def _written(part: Method | Eviction | None) -> str:
+    """What `repr` says, without where functions lie in memory: that is new in every process.
+
+    One that has no name of its own, such as a lambda, is known by nothing else, and keeps it.
+    """
+    return re.sub(r"<function ([\w.]+) at 0x\w+>", r"\1", repr(part))
 
 
 def _under_one_name(given: Mapping[str, Any]) -> dict[str, Any]:
