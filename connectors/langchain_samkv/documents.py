@@ -57,12 +57,14 @@ class SamKVDocumentTransformer(BaseDocumentTransformer):
         """Cache the documents' texts; returns the documents.
 
         Raises:
+            InvalidOption: what a document holds is no text.
             InvalidChunk: a text is longer than the context window; split it first.
             StoreError: the store cannot be written.
         """
-        places = [place for place, each in enumerate(documents) if normalise(each.page_content)]
+        texts = [_content(document) for document in documents]
+        places = [place for place, text in enumerate(texts) if normalise(text)]
         keys = self._engine.engine.cache_chunks(
-            [documents[place].page_content for place in places], progress=self._show_progress
+            [texts[place] for place in places], progress=self._show_progress
         )
         transformed = list(documents)
         if self._add_handles:
@@ -138,6 +140,7 @@ class SamKVDocumentCompressor(BaseDocumentCompressor):
         Raises:
             ChunkNotCached: a text has no cache and ``on_miss`` is ``error``.
             InvalidChunk: a text is longer than the context window and ``on_miss`` is ``compute``.
+            InvalidOption: what a document holds is no text.
         """
         engine = self._engine.engine
         texts = [self._text(document) for document in documents]
@@ -159,7 +162,7 @@ class SamKVDocumentCompressor(BaseDocumentCompressor):
             self._engine.engine.key_of(text)
         ):
             return text
-        return document.page_content
+        return _content(document)
 
     def _shown(self, document: Document, text: str) -> Document:
         shown = self._handle(text) or text
@@ -187,11 +190,25 @@ def format_docs(documents: Sequence[Document], *, handles: bool = False) -> str:
     handles: whether to take ``metadata["samkv"]`` in place of the text where there is one, as
         `SamKVDocumentCompressor` with ``mode="metadata"`` writes it; in a chain,
         ``partial(format_docs, handles=True)``.
+
+    Raises InvalidOption if what a document holds is no text.
     """
-    return "\n\n".join(
-        str(each.metadata.get(HANDLE_FIELD, each.page_content)) if handles else each.page_content
-        for each in documents
-    )
+    shown = []
+    for document in documents:
+        text = _content(document)
+        shown.append(str(document.metadata.get(HANDLE_FIELD, text)) if handles else text)
+    return "\n\n".join(shown)
+
+
+def _content(document: Document) -> str:
+    """The text of a document. LangChain checks what a document is made with, and nothing later."""
+    text: object = document.page_content
+    if not isinstance(text, str):
+        raise InvalidOption(
+            f"page_content of document {document.id!r} (metadata {document.metadata}) is "
+            f"{text!r:.40} and no text; give it a string"
+        )
+    return text
 
 
 def _with(document: Document, **fields: str) -> Document:
