@@ -289,6 +289,20 @@ class TestStrings:
         assert llm.batch(prompts) == expected
         assert llm.batch(prompts, {"max_concurrency": 2}) == expected
 
+    def test_an_error_is_of_its_prompt_alone(self, chat: ChatSamKV, llm: SamKV) -> None:
+        prompts = ["Hello", handle_of("0" * 32), "Hello"]
+        for model in (chat, llm):
+            for options in ({}, {"max_concurrency": 2}):
+                found = model.batch(prompts, options, return_exceptions=True)
+                later = asyncio.run(model.abatch(prompts, options, return_exceptions=True))
+                for first, error, last in (found, later):
+                    assert isinstance(error, HandleError)
+                    assert getattr(first, "text", first) == getattr(last, "text", last)
+                    assert not isinstance(first, Exception)
+            with pytest.raises(HandleError):
+                model.batch(prompts)
+            assert model.batch([]) == []
+
     def test_figures(self, llm: SamKV) -> None:
         prompts = [prompt_about(record, SamKV) for record in RECORDS[:2]]
         result = llm.generate(prompts)
