@@ -7,6 +7,7 @@ import threading
 from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
+from samkv_integrations.decode import check_stop
 from samkv_integrations.engine import Engine
 from samkv_integrations.errors import InvalidOption, UnknownOption
 from samkv_integrations.model import Sampling
@@ -31,7 +32,7 @@ def checked_generate_kwargs(given: Mapping[str, Any], max_new_tokens: int) -> di
     """The options that were given (None is as good as nothing), if all are known and in range."""
     options = _known("option in generate_kwargs", given, GENERATE_KWARGS)
     sampling = to_options({}, options, max_new_tokens)
-    sampling.pop("stop", None)
+    check_stop(sampling.pop("stop", ()))
     Sampling(**sampling)  # raises if one is out of range
     return options
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from samkv_integrations.engine import Engine
-from samkv_integrations.errors import InvalidOption
+from samkv_integrations.errors import ChunkNotCached, InvalidOption
+from samkv_integrations.eviction import get_eviction
+from samkv_integrations.methods import get_method
 from samkv_integrations.model import Model, load_tokenizer
+from samkv_integrations.prompt import OnMiss
 from samkv_integrations.store import ChunkStore
 
 # What is given -> the arguments that would have loaded it.
@@ -53,8 +56,9 @@ def engine_of(
             if given[name] is not None:
                 raise InvalidOption(f"the engine that was given has its {name}; leave out {name}")
         _check_agreement(engine.model, model_name, device_map, dtype)
-        if kv_dir is not None and str(Path(kv_dir)) != folder_of(engine):
-            raise _contradiction("kv_dir", str(kv_dir), folder_of(engine))
+        folder = folder_of(engine)
+        if kv_dir is not None and not (folder and Path(folder).resolve() == Path(kv_dir).resolve()):
+            raise _contradiction("kv_dir", str(kv_dir), folder)
         return engine
     if tokenizer is None and tokenizer_name is not None:
         tokenizer = load_tokenizer(tokenizer_name, tokenizer_kwargs)
@@ -100,6 +104,63 @@ def folder_of(engine: Engine) -> str | None:
     return str(engine.store.path) if isinstance(engine.store, ChunkStore) else None
 
 
+def check_names(method: str | None, eviction: str | None) -> None:
+    """Raises UnknownOption if there is no such method or eviction; None for the engine's."""
+    if method is not None:
+        get_method(method)
+    get_eviction(eviction)
+
+
+def check_fits(
+    model: Model, context_window: int, stop_ids: Iterable[int], **max_tokens: int
+) -> None:
+    """Raises InvalidOption if a stop id is no token, or answers leave no room for a prompt.
+
+    max_tokens: most tokens of an answer, under the name that the caller has for it.
+    """
+    model.end_ids(stop_ids)
+    for name, number in max_tokens.items():
+        if number >= context_window:
+            raise InvalidOption(
+                f"{name}={number} leaves no room for a prompt in the context window of "
+                f"{model.name!r}, {context_window} tokens; give less"
+            )
+
+
+def announce(
+    engine: Engine, chunks: Sequence[tuple[str, str]], on_miss: OnMiss, remedy: str
+) -> None:
+    """Tell the engine which chunks a prompt is about to hold, and begin to read their caches.
+
+    chunks: what each is called in messages, and its body.
+    on_miss: what to do for one without a cache: ``text`` (nothing), ``compute`` (cached now; what
+        the store cannot take stays a miss) or ``error``.
+    remedy: what makes a cache again, for the message.
+
+    Raises:
+        ChunkNotCached: a chunk has no cache and ``on_miss`` is ``error``.
+        InvalidChunk: a body is longer than the context window and ``on_miss`` is ``compute``.
+    """
+    bodies = [body for _, body in chunks]
+    if on_miss == "compute":
+        # Together is faster than one by one, and nothing heavy is left for an event loop.
+        engine.cache_missing(bodies)
+    elif on_miss == "error":
+        for name, body in chunks:
+            if not engine.handle_of(body):
+                raise not_cached(engine, name, body, remedy)
+    engine.prefetch(bodies)
+    engine.expect(bodies)
+
+
+def not_cached(engine: Engine, name: str, body: str, remedy: str) -> ChunkNotCached:
+    """The error for a chunk that has no cache and should have one."""
+    return ChunkNotCached(
+        f"{name} (chunk {engine.key_of(body)}, it begins {body[:40]!r}) is not cached; {remedy}, "
+        "or use on_miss='text' or 'compute'"
+    )
+
+
 class EngineRef:
     """An engine as a private part: copies share it, and pickles leave it behind.
 
@@ -129,7 +190,7 @@ class EngineRef:
         if self._engine is None:
             raise InvalidOption(
                 "this component came from another process, and its engine stayed there; make it "
-                "again with llm=... or engine=..., and run pipelines with num_workers=None"
+                "anew in this process, or use it in the one that it came from"
             )
         return self._engine
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -64,6 +64,13 @@ class Decoder:
         return output
 
 
+def check_stop(stop: Collection[object]) -> None:
+    """Raises InvalidOption if these are no stop strings: an empty one would end every answer."""
+    is_list = isinstance(stop, Collection) and not isinstance(stop, str)
+    if not is_list or any(not isinstance(text, str) or not text for text in stop):
+        raise InvalidOption(f"stop={stop!r}; it must be a list of non-empty strings")
+
+
 class TextStream:
     """Tokens in, pieces of text out; ends at a stop string, which is never part of the text.
 
@@ -71,8 +78,7 @@ class TextStream:
     """
 
     def __init__(self, model: Model, stop: Sequence[str] = ()) -> None:
-        if isinstance(stop, str) or any(not isinstance(s, str) or not s for s in stop):
-            raise InvalidOption(f"stop={stop!r}; it must be a list of non-empty strings")
+        check_stop(stop)
         self._model = model
         self._stop = tuple(stop)
         self._ids: list[int] = []

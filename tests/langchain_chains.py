@@ -2,7 +2,8 @@
 
     python -m tests.langchain_chains --questions 50 --json FILE --markdown FILE
 
-Everything is LangChain as one would write it; nothing in a chain is ours but the model.
+Everything is LangChain as one would write it; nothing in a chain is ours but the model, and where a
+row says so the compressor.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import itertools
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -33,13 +35,21 @@ from langchain_core.vectorstores import InMemoryVectorStore
 from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.graph import END, START, MessagesState, StateGraph
 
-from langchain_samkv import ChatSamKV, OfflineEmbeddings, SamKV
+from langchain_samkv import (
+    ChatSamKV,
+    OfflineEmbeddings,
+    SamKV,
+    SamKVDocumentCompressor,
+    format_docs,
+)
+from langchain_samkv.documents import Mode
 from samkv_integrations import Engine
 from samkv_integrations.bench.data import Question
 from samkv_integrations.bench.scoring import f1_words
 from samkv_integrations.chunk import normalise
 from samkv_integrations.tables import to_json
 from tests.pipelines import (
+    ASPECTS,
     N_QUESTIONS,
     TOP_K,
     TURNS,
@@ -201,6 +211,38 @@ def _string_llm(setting: Setting) -> Ask:
     prompt = PromptTemplate.from_template(f"{TEMPLATE}\nAnswer:")
     chain = lcel(setting, prompt, setting.llm())
     return lambda question: setting.asked(question, "".join(chain.stream(question)))
+
+
+def _by_handles(setting: Setting) -> Ask:
+    """The tutorial's chain, with the compressor and handles asked for."""
+    compressor = SamKVDocumentCompressor(engine=setting.library.engine, mode="metadata")
+    context = setting.retriever() | compressor.compress_documents
+    inputs = {
+        "context": context | partial(format_docs, handles=True),
+        "question": RunnablePassthrough(),
+    }
+    chain = inputs | _user() | setting.chat() | StrOutputParser()
+    # what is retrieved afterwards would show a compressor that changed the store's own documents
+    return lambda question: setting.asked(question, chain.invoke(question))
+
+
+def _replaced(setting: Setting) -> Ask:
+    """A chain that takes ``page_content``, whatever it is; its sources are what it took."""
+    retriever = ContextualCompressionRetriever(
+        base_retriever=setting.retriever(),
+        base_compressor=SamKVDocumentCompressor(engine=setting.library.engine, mode="replace"),
+    )
+    stuff = create_stuff_documents_chain(
+        setting.chat(), _user(TEMPLATE.replace("{question}", "{input}"))
+    )
+    chain = create_retrieval_chain(retriever, stuff)
+
+    def ask(question: str) -> Asked:
+        found = chain.invoke({"input": question})
+        texts = [Document(each.metadata["samkv_text"]) for each in found["context"]]
+        return asked(found["answer"], texts, found)
+
+    return ask
 
 
 def _in_system(setting: Setting) -> Ask:
@@ -379,10 +421,19 @@ class Chain:
 
     like: the chain whose full prefill it is compared with, because what it answers must be the
     same; itself if empty.
+    way: how prompts hold documents; the compressor's mode.
+    shows_handles: whether those who see sources see handles, as that mode has it.
     """
 
     make: Make
     like: str = ""
+    way: Mode = "text"
+    shows_handles: bool = False
+
+    @property
+    def aspects(self) -> tuple[str, ...]:
+        """What is asked of it; where nothing makes handles, there are none to look for."""
+        return tuple(each for each in ASPECTS if each != "handles" or self.way != "text")
 
 
 _FIRST = "LCEL, f-string, invoke"
@@ -417,6 +468,10 @@ CHAINS: Mapping[str, Chain] = {
     "RunnableWithMessageHistory, stream": Chain(
         make=lambda setting: _Chats(setting, streaming=True), like="RunnableWithMessageHistory"
     ),
+    "LCEL, compressor": Chain(make=_by_handles, like=_FIRST, way="metadata"),
+    "create_retrieval_chain, compressor": Chain(
+        make=_replaced, like=_FIRST, way="replace", shows_handles=True
+    ),
     "LangGraph": Chain(make=_graph, like=_FIRST),
     "LangGraph, checkpointed": Chain(make=_checkpointed, like="RunnableWithMessageHistory"),
 }
@@ -440,7 +495,7 @@ def measure(name: str, library: Library) -> Row:
     """One row: the default method, compared with full prefill."""
     full = answers(CHAINS[name].like or name, library, method="recompute")
     found = answers(name, library, method="samkv-guided")
-    return compared(name, "text", library.questions, found, full)
+    return compared(name, CHAINS[name].way, library.questions, found, full)
 
 
 def main() -> None:

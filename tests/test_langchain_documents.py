@@ -301,6 +301,22 @@ class TestCompressor:
             SamKVDocumentCompressor(engine=engine, modus="text")  # type: ignore[call-arg]
 
 
+@pytest.mark.parametrize("content", [None, 7, b"bytes", ["a", "b"]])
+def test_what_is_no_text(engine: Engine, content: Any) -> None:
+    given = documents(TEXTS[0], TEXTS[1])
+    given[1].page_content = content
+    compressor = SamKVDocumentCompressor(engine=engine, mode="replace")
+    for use in (
+        SamKVDocumentTransformer(engine=engine).transform_documents,
+        compressor.compress_documents,
+        format_docs,
+        partial(format_docs, handles=True),
+    ):
+        with pytest.raises(InvalidOption, match=r"page_content of document 'd1' .*no text; give"):
+            use(given)
+    assert not files(engine)
+
+
 def test_format_docs() -> None:
     given = documents("one", "two")
     given[1].metadata["samkv"] = "[[samkv:...]]"

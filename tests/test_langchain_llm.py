@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import copy
 import pickle
+import re
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +42,9 @@ from samkv_integrations.errors import (
     TimedOut,
     UnknownOption,
 )
+from samkv_integrations.eviction.h2o import H2O
+from samkv_integrations.methods import METHODS
+from samkv_integrations.methods.epic import EpicRecompute
 from samkv_integrations.model import Model
 from samkv_integrations.prompt import handle_of
 from tests.models import byte_tokenizer, hf_model, tiny_model
@@ -220,10 +225,18 @@ class TestChat:
         )
         assert given[0]["prompt"] == [
             {"role": "system", "content": "Be brief.\n\nBe kind."},
-            {"role": "user", "content": "One.\n\nTwo."},
+            {"role": "user", "content": "One.\n\nTw\no."},
             {"role": "assistant", "content": "Yes."},
             {"role": "user", "content": "Three."},
         ]
+
+    def test_a_document_a_block(self) -> None:
+        texts = ["Denbury is a town on the river Tume", "Its bell tower has 1802 steps"]
+        engine = Engine(builtin())
+        engine.cache_chunks(texts)
+        chat = ChatSamKV(engine=engine, max_tokens=2)
+        chat.invoke([HumanMessage([{"type": "text", "text": text} for text in [*texts, "Where?"]])])
+        assert chat.last_report.chunk_hits == 2
 
     def test_an_answer_can_be_a_message_again(self, engine: Engine) -> None:
         for version in ("v0", "v1"):
@@ -278,6 +291,20 @@ class TestStrings:
         asyncio.run(ask())
         assert llm.batch(prompts) == expected
         assert llm.batch(prompts, {"max_concurrency": 2}) == expected
+
+    def test_an_error_is_of_its_prompt_alone(self, chat: ChatSamKV, llm: SamKV) -> None:
+        prompts = ["Hello", handle_of("0" * 32), "Hello"]
+        for model in (chat, llm):
+            for options in ({}, {"max_concurrency": 2}):
+                found = model.batch(prompts, options, return_exceptions=True)
+                later = asyncio.run(model.abatch(prompts, options, return_exceptions=True))
+                for first, error, last in (found, later):
+                    assert isinstance(error, HandleError)
+                    assert getattr(first, "text", first) == getattr(last, "text", last)
+                    assert not isinstance(first, Exception)
+            with pytest.raises(HandleError):
+                model.batch(prompts)
+            assert model.batch([]) == []
 
     def test_figures(self, llm: SamKV) -> None:
         prompts = [prompt_about(record, SamKV) for record in RECORDS[:2]]
@@ -334,6 +361,26 @@ class TestArguments:
         )  # fmt: skip
         assert silent.max_tokens == 256 and "none" not in repr(silent)
 
+    def test_no_limit_of_ones_own_any_more(
+        self, engine: Engine, given: list[dict[str, Any]]
+    ) -> None:
+        for kind in KINDS:
+            model = kind(engine=engine, max_tokens=2)
+            model.max_tokens = None
+            model.invoke("Hello", stop=["e"])
+            assert given[-1]["max_new_tokens"] == 256
+            assert model._identifying_params["max_tokens"] == 256
+
+    def test_a_folder_is_the_same_however_it_is_written(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+        engine = Engine(builtin(), ChunkStore("kv"))
+        for folder in ("kv", tmp_path / "kv", "./x/../kv"):
+            assert ChatSamKV(engine=engine, kv_dir=folder).kv_dir == "kv"
+        with pytest.raises(InvalidOption, match="kv_dir='other'.*'kv'"):
+            ChatSamKV(engine=engine, kv_dir="other")
+
     def test_stop_strings(self, chat: ChatSamKV) -> None:
         whole = chat.invoke(prompt_about()).content
         for stop in ([whole[2:4]], whole[2:4]):
@@ -368,6 +415,8 @@ class TestArguments:
                 model_kwargs={"local_files_only": True, "token": "hf_secret"},
                 pipeline_kwargs={"max_new_tokens": 3, "top_k": 5, "return_full_text": False},
                 method="reuse",
+                model=None,  # no opinion
+                top_k=None,
             )
             assert (model.max_tokens, model.top_k, model.method) == (3, 5, "reuse")
             assert model.device_map == "cpu" and model.model_name == str(tmp_path / "model")
@@ -389,6 +438,17 @@ class TestArguments:
                 "'num_beams'; known: do_sample, max",
             ),
             ({"batch_size": 4}, "argument of ChatSamKV 'batch_size'; known: api_key"),
+            ({"model": "other"}, "model='other', which was given as 'builtin' already; give one"),
+            ({"model_name": "builtin"}, "model='builtin', which was given .* give one"),
+            (
+                {"pipeline_kwargs": {"max_new_tokens": 3}, "max_tokens": 4},
+                "max_tokens=4, which was given as 3 already; give one",
+            ),
+            ({"pipeline_kwargs": {"top_k": 3}, "top_k": 4}, "top_k=4, .* give one"),
+            (
+                {"pipeline_kwargs": {"max_tokens": 3, "max_new_tokens": 3}},
+                "same thing; give one",
+            ),
         ],
     )
     def test_what_from_model_id_refuses(self, options: dict[str, Any], message: str) -> None:
@@ -411,6 +471,8 @@ class TestArguments:
             ({"repetition_penalty": 0}, "repetition_penalty=0"),
             ({"max_tokens": 0}, "max_new_tokens=0"),
             ({"max_tokens": 10**6}, "max_tokens=1000000 leaves no room"),
+            ({"stop": [""]}, r"stop=\[''\]"),
+            ({"stop": ""}, r"stop=\[''\]"),
             ({"timeout": 0}, "timeout=0"),
             ({"timeout": -1.5}, "timeout=-1.5"),
             ({"max_retries": -1}, "max_retries=-1"),
@@ -450,6 +512,7 @@ class TestArguments:
             ({"tools": []}, "'tools' is no option of a call: this model calls no tools"),
             ({"n": 2}, "'n' is no option of a call"),
             ({"stop": [""]}, "stop="),
+            ({"stop": ["x"], "stop_sequences": ["y"]}, "same thing; give one"),
         ],
     )
     def test_wrong_ones_of_a_call(
@@ -489,6 +552,10 @@ class TestBadInput:
             ([ChatMessage("42", role="critic")], "role 'critic' of a message is not supported"),
             (
                 [AIMessage("", tool_calls=[{"name": "f", "args": {}, "id": "1"}])],
+                "holds tool calls; this model calls no tools",
+            ),
+            (
+                [AIMessage("", additional_kwargs={"function_call": {"name": "f"}})],
                 "holds tool calls; this model calls no tools",
             ),
         ],
@@ -643,6 +710,40 @@ class TestCachedAnswers:
             chat.invoke("Hello", **options)
         assert len(given) == 3
 
+    @pytest.mark.parametrize(
+        "other",
+        [
+            {"method": replace(METHODS["epic"], recompute=EpicRecompute(first=4))},
+            {"method": replace(METHODS["epic"], update=lambda new, old: old)},
+            {"eviction": H2O(budget_ratio=0.5)},
+            {"prefix": "none"},
+            {"block_size": 16},
+        ],
+    )
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_another_engine_is_another_question(
+        self, kind: type, other: dict[str, Any], given: list[dict[str, Any]]
+    ) -> None:
+        """Names are the same: of model, method and eviction."""
+        cache = InMemoryCache()
+        same = {"method": "epic", "eviction": "h2o", "block_size": 8}
+        for options in (same, same, {**same, **other}):
+            kind(engine=Engine(builtin(), **options), cache=cache, max_tokens=2).invoke("Hello")
+        assert len(given) == 2
+
+    def test_another_chat_template_is_another_question(self, given: list[dict[str, Any]]) -> None:
+        cache = InMemoryCache()
+        for template in ("{{ messages[0].content }}", "{{ messages[0].content }}!"):
+            tokenizer = byte_tokenizer(bos=True)
+            tokenizer.chat_template = template
+            model = Model(hf_model("llama"), tokenizer, "mine")
+            ChatSamKV(engine=Engine(model), cache=cache, max_tokens=2).invoke("Hello")
+        assert len(given) == 2
+
+    def test_another_process_asks_the_same_question(self, chat: ChatSamKV) -> None:
+        """So that a cache of answers on disk serves it: no address of this one is in the key."""
+        assert not re.search("0x[0-9a-f]{6}", str(chat._identifying_params))
+
     def test_other_weights_of_the_same_name(self, given: list[dict[str, Any]]) -> None:
         cache = InMemoryCache()
         for seed in (0, 1):
@@ -673,6 +774,10 @@ class TestCopies:
                 use()
         with pytest.raises(AttributeError):
             _ = travelled.something_else
+        for other in (copy.copy(travelled), copy.deepcopy(travelled)):
+            assert other.max_tokens == 3
+            with pytest.raises(InvalidOption, match="another process"):
+                other.invoke("Hello")
 
     def test_made_anew_by_langchain(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: list[dict[str, Any]]

@@ -242,13 +242,31 @@ class TestDelete:
         store.delete(where={"$or": [{"kind": "y"}, {"kind": "z"}]})
         in_step(store, TEXTS[2])
 
+    def test_by_what_documents_hold(self, either: SamKVChroma) -> None:
+        titles = [{"$contains": text.split("\n")[0]} for text in TEXTS]
+        either.add_texts(TEXTS[:4], [{"kind": x} for x in "xyxy"], list("abcd"))
+        either.delete(where_document=titles[0])
+        in_step(either, *TEXTS[1:4])
+        either.delete(["b", "c"], where_document=titles[1])
+        in_step(either, *TEXTS[2:4])
+        for nothing in ({"ids": ["d"]}, {"where": {"kind": "y"}}, {"ids": ["d", "nobody"]}):
+            either.delete(**nothing, where_document=titles[2])
+        in_step(either, *TEXTS[2:4])
+        either.delete(where={"kind": "x"}, where_document={"$or": titles[2:4]})
+        in_step(either, TEXTS[3])
+
     def test_mistakes(self, store: SamKVChroma) -> None:
         store.add_texts(TEXTS[:1], [{"kind": "x"}])
-        for which in ({}, {"ids": []}, {"where": {}}, {"ids": [], "where": {"kind": "x"}}):
+        for which in (
+            {}, {"ids": []}, {"where": {}}, {"where_document": {}}, {"ids": [], "where": {"k": 1}},
+            {"ids": [], "where_document": {"$contains": "a"}},
+        ):  # fmt: skip
             with pytest.raises(InvalidOption, match=r"name no document .*reset_collection\(\)"):
                 store.delete(**which)
         with pytest.raises(InvalidOption, match=r"(?i)\$nothing"):
             store.delete(where={"kind": {"$nothing": 1}})
+        with pytest.raises(InvalidOption, match=r"(?i)\$nothing"):
+            store.delete(where_document={"$nothing": "x"})
         in_step(store, TEXTS[0])
 
     def test_the_whole_collection(self, either: SamKVChroma, engine: Engine) -> None:
@@ -272,6 +290,41 @@ class TestDelete:
         other.add_texts(TEXTS[:1])
         assert len(records(other)) == 1
         other.delete_collection()
+
+    def test_a_collection_that_another_client_has_deleted(
+        self, either: SamKVChroma, engine: Engine
+    ) -> None:
+        client = either._client
+        other = SamKVChroma("lc-other", Letters(), client=client, engine=engine)
+        other.add_texts(TEXTS[:1])
+        client.delete_collection("lc-other")
+        other.reset_collection()
+        other.add_texts(TEXTS[1:2])
+        assert [text for text, _ in records(other).values()] == TEXTS[1:2]
+        client.delete_collection("lc-other")
+        theirs = Chroma("lc-other", Letters(), client=client)
+        theirs.add_texts(["theirs"])
+        for _ in range(2):
+            other.delete_collection()
+        assert theirs.get()["documents"] == ["theirs"]  # of the same name, and not ours
+        with pytest.raises(InvalidOption, match="'lc-other' was deleted"):
+            other.add_texts(TEXTS[:1])
+        theirs.delete_collection()
+
+    def test_a_collection_that_cannot_be_deleted(
+        self, store: SamKVChroma, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        store.add_texts(TEXTS[:1])
+
+        def refuse(name: str) -> None:
+            raise ValueError("not now")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(store._client, "delete_collection", refuse)
+            with pytest.raises(InvalidOption, match="cannot delete collection 'town': not now"):
+                store.delete_collection()
+        store.add_texts(TEXTS[:1])
+        in_step(store, TEXTS[0])
 
     def test_a_raw_delete_is_mended_by_sync(self, either: SamKVChroma) -> None:
         either.add_texts([TEXTS[0], TEXTS[1], TEXTS[1]], ids=["a", "b", "c"])
@@ -342,6 +395,7 @@ class TestRead:
             }
             assert not any(each.metadata for each in found)
         assert store.get_by_ids([]) == []
+        assert [each.id for each in store.get_by_ids(["r", "r"])] == ["r"]
 
     def test_mistakes(self, both: tuple[SamKVChroma, Chroma]) -> None:
         for use in (
@@ -352,6 +406,18 @@ class TestRead:
         ):
             with pytest.raises(InvalidOption, match="collection 'ours' refused the query"):
                 use()
+        for wrong in ({"ids": ["a", "a"]}, {"where": {"page": {"$no": 1}}}, {"include": ["x"]}):
+            with pytest.raises(InvalidOption, match="collection 'ours' refused to be read"):
+                both[0].get(**wrong)
+
+    def test_records_as_they_are(self, both: tuple[SamKVChroma, Chroma]) -> None:
+        for options in (
+            {"ids": "a"}, {"where": {"page": 2}}, {"limit": 2, "offset": 1},
+            {"where_document": {"$contains": "music"}}, {"include": ["documents"]},
+        ):  # fmt: skip
+            ours, theirs = (store.get(**options) for store in both)
+            assert ours["ids"] == theirs["ids"] and ours["documents"] == theirs["documents"]
+            assert ours["ids"]
 
     def test_hybrid_search_shows_no_key(
         self, store: SamKVChroma, monkeypatch: pytest.MonkeyPatch

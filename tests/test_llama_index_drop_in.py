@@ -230,6 +230,8 @@ class TestGenerateKwargs:
             ({"top_k": -1}, "top_k=-1"),
             ({"repetition_penalty": 0.0}, "repetition_penalty=0.0"),
             ({"temperature": "hot"}, "temperature='hot'"),
+            ({"stop": [""]}, r"stop=\[''\]; it must be"),
+            ({"stop": 5}, "stop=5; it must be"),
         ],
     )
     def test_wrong_values(self, corpus: Corpus, options: dict[str, Any], message: str) -> None:

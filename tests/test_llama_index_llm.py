@@ -409,6 +409,13 @@ class TestConfiguration:
         assert other.engine is not llm.engine
         assert other.engine.store.keys(other.engine.fingerprint) == [key]
 
+    def test_a_folder_is_the_same_however_it_is_written(
+        self, corpus: Corpus, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.chdir(corpus.folder)
+        for folder in ("kv", corpus.folder / "kv"):
+            assert corpus.llm(kv_dir=folder).kv_dir == str(corpus.folder / "kv")
+
     def test_dict_round_trip(self, corpus: Corpus) -> None:
         llm = corpus.llm(
             generate_kwargs={"temperature": 0.5},

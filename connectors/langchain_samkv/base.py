@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import hashlib
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -27,12 +29,18 @@ from samkv_integrations.calls import (
     count_tokens,
     to_options,
 )
-from samkv_integrations.connecting import EngineRef, engine_of, folder_of
+from samkv_integrations.connecting import (
+    EngineRef,
+    check_fits,
+    check_names,
+    engine_of,
+    folder_of,
+)
 from samkv_integrations.decode import AnswerStream
 from samkv_integrations.engine import Engine, Prompt
 from samkv_integrations.errors import InvalidOption, TimedOut, UnknownOption
-from samkv_integrations.eviction import get_eviction
-from samkv_integrations.methods import get_method
+from samkv_integrations.eviction import Eviction, get_eviction
+from samkv_integrations.methods import Method, get_method
 from samkv_integrations.prompt import OnMiss
 from samkv_integrations.report import Report
 
@@ -43,7 +51,6 @@ _SYNONYMS = {"model_name": "model", "max_new_tokens": "max_tokens", "stop_sequen
 # What other providers take in a call -> what to do instead.
 _INSTEAD = {
     "model": "an LLM runs one model; make another",
-    "model_name": "an LLM runs one model; make another",
     **dict.fromkeys(("tools", "tool_choice", "functions", "function_call"),
                     "this model calls no tools"),
     **dict.fromkeys(("response_format", "n"), "leave it out"),
@@ -174,17 +181,14 @@ class LocalModel(BaseLanguageModel[Any]):
         """Raises for what is wrong without a model: loading one takes its time."""
         if self.max_tokens is None:
             self.max_tokens = MAX_TOKENS
-        checked_generate_kwargs(self._always, self.max_tokens)
+        checked_generate_kwargs(self._always, self._most_tokens)
         _check_timeout(self.timeout)
-        if self.method is not None:
-            get_method(self.method)  # raises if there is none of that name
-        get_eviction(self.eviction)  # likewise
+        check_names(self.method, self.eviction)
         if not self.model_name and self.engine is None:
             raise InvalidOption("give model (a hub id, a folder or 'builtin'), or engine")
 
     def _attach(self) -> None:
         """Load the model, unless an engine was given that has it."""
-        assert self.max_tokens is not None
         self.engine = engine_of(
             engine=self.engine,
             model=None,
@@ -203,12 +207,7 @@ class LocalModel(BaseLanguageModel[Any]):
         self.kv_dir = folder_of(self.engine)
         model = self.engine.model
         self.model_name = model.name
-        model.end_ids(self.stopping_ids)  # raises if one is no token
-        if self.max_tokens >= model.context_window:
-            raise InvalidOption(
-                f"max_tokens={self.max_tokens} leaves no room for a prompt in the context window "
-                f"of {model.name!r}, {model.context_window} tokens; give less"
-            )
+        check_fits(model, model.context_window, self.stopping_ids, max_tokens=self._most_tokens)
 
     @classmethod
     def from_model_id(
@@ -239,7 +238,9 @@ class LocalModel(BaseLanguageModel[Any]):
             raise InvalidOption("device and device_map say the same thing; give one")
         if device is not None:
             device_map = "cpu" if device < 0 else f"cuda:{device}"
-        always = dict(pipeline_kwargs or {})
+        always = {
+            name: value for name, value in (pipeline_kwargs or {}).items() if value is not None
+        }
         if always.pop("return_full_text", None):
             raise InvalidOption(
                 "return_full_text=True; an answer never repeats its prompt, leave it out"
@@ -247,19 +248,25 @@ class LocalModel(BaseLanguageModel[Any]):
         for name in always.keys() - {*CALL_KWARGS}:
             raise UnknownOption.among("option in pipeline_kwargs", name, CALL_KWARGS)
         loading = {"model_kwargs": model_kwargs, "tokenizer_kwargs": model_kwargs}
+        further = _under_one_name(kwargs)
+        for name, value in {"model": model_id, **_under_one_name(always)}.items():
+            if further.get(name) is not None:
+                raise InvalidOption(
+                    f"{name}={further[name]!r}, which was given as {value!r} already; give one"
+                )
+            further[name] = value
         given = {
-            "model": model_id,
             "device_map": device_map or "auto",
             **{name: dict(value) for name, value in loading.items() if value},
-            **always,
         }
-        return cls(**{**given, **kwargs})
+        return cls(**{**given, **further})
 
     # -- one engine, however often a framework copies its components ----------------------------
 
     def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
         memo = {} if memo is None else memo
-        memo[id(self.engine)] = self.engine
+        if "engine" in self.__dict__:  # what came out of a pickle has none
+            memo[id(self.engine)] = self.engine
         return super().__deepcopy__(memo)
 
     def __getstate__(self) -> dict[Any, Any]:
@@ -287,16 +294,21 @@ class LocalModel(BaseLanguageModel[Any]):
         always = self._always
         # LangChain writes the stop strings of a call under "stop", also if there are none
         always |= {"stop_sequences": always.pop("stop", None)}
-        model, rule = self.engine.model, self.engine.eviction
+        engine, model = self.engine, self.engine.model
+        template = str(model.tokenizer.chat_template).encode()
         return {
             "model_name": self.model_name,
-            "weights": model.weights_digest,
-            "method": self.method or self.engine.method.name,
-            "eviction": self.eviction or (rule.name if rule else None),
+            "engine": engine.fingerprint.digest,
+            "chat_template": hashlib.blake2b(template, digest_size=16).hexdigest(),
+            # a name alone would not say how it was configured
+            "method": _written(engine.method if self.method is None else get_method(self.method)),
+            "eviction": _written(
+                engine.eviction if self.eviction is None else get_eviction(self.eviction)
+            ),
             "match_text": self.match_text,
             "on_miss": self.on_miss,
-            "max_tokens": self.max_tokens,
-            "stopping_ids": self.stopping_ids,
+            "max_tokens": self._most_tokens,
+            "end_ids": sorted(model.end_ids(self.stopping_ids)),
             **always,
         }
 
@@ -329,6 +341,11 @@ class LocalModel(BaseLanguageModel[Any]):
         values = {name: getattr(self, name) for name in GENERATE_KWARGS}
         return {name: copy.copy(value) for name, value in values.items() if value is not None}
 
+    @property
+    def _most_tokens(self) -> int:
+        """`max_tokens`, which may be set to None later as well as at first."""
+        return MAX_TOKENS if self.max_tokens is None else self.max_tokens
+
     def _run(self, prompt: Prompt, stop: list[str] | None, given: Mapping[str, Any]) -> TimedAnswer:
         call = _under_one_name(given)
         call.pop("stream", None)  # LangChain's own, which it leaves in
@@ -337,9 +354,10 @@ class LocalModel(BaseLanguageModel[Any]):
         for name in call.keys() & _INSTEAD.keys():
             raise UnknownOption(f"{name!r} is no option of a call: {_INSTEAD[name]}")
         if stop is not None:
+            if call.get("stop") is not None:
+                raise InvalidOption("stop_sequences and stop are the same thing; give one")
             call["stop"] = stop
-        assert self.max_tokens is not None
-        options = to_options(call, self._always, self.max_tokens)
+        options = to_options(call, self._always, self._most_tokens)
         return TimedAnswer(
             lambda: self.engine.stream(
                 prompt,
@@ -352,6 +370,14 @@ class LocalModel(BaseLanguageModel[Any]):
             ),
             timeout,
         )
+
+
+def _written(part: Method | Eviction | None) -> str:
+    """What `repr` says, without where functions lie in memory: that is new in every process.
+
+    One that has no name of its own, such as a lambda, is known by nothing else, and keeps it.
+    """
+    return re.sub(r"<function ([\w.]+) at 0x\w+>", r"\1", repr(part))
 
 
 def _under_one_name(given: Mapping[str, Any]) -> dict[str, Any]:

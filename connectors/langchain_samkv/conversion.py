@@ -42,7 +42,11 @@ def _role(message: BaseMessage) -> str:
         case SystemMessage():
             return "system"
         case AIMessage():
-            if message.tool_calls or message.invalid_tool_calls:
+            if (
+                message.tool_calls
+                or message.invalid_tool_calls
+                or message.additional_kwargs.get("function_call")
+            ):
                 raise InvalidOption(
                     "a message holds tool calls; this model calls no tools, leave it out"
                 )
@@ -74,7 +78,7 @@ def _text(message: BaseMessage) -> str:
                 f"a message holds a block of type {block.get('type')!r}; this model reads text "
                 "only, leave it out"
             )
-    return "".join(texts)
+    return "\n".join(texts)  # a chunk that was glued to the next text would not be found
 
 
 def usage_of(report: Report) -> UsageMetadata:

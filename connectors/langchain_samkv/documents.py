@@ -11,9 +11,9 @@ from langchain_core.language_models import BaseLanguageModel
 from pydantic import Field, PrivateAttr
 
 from samkv_integrations.chunk import normalise
-from samkv_integrations.connecting import EngineRef
+from samkv_integrations.connecting import EngineRef, announce
 from samkv_integrations.engine import Engine
-from samkv_integrations.errors import ChunkNotCached, InvalidOption
+from samkv_integrations.errors import InvalidOption
 from samkv_integrations.prompt import OnMiss, handle_of
 
 Mode = Literal["text", "metadata", "replace"]
@@ -57,12 +57,14 @@ class SamKVDocumentTransformer(BaseDocumentTransformer):
         """Cache the documents' texts; returns the documents.
 
         Raises:
+            InvalidOption: what a document holds is no text.
             InvalidChunk: a text is longer than the context window; split it first.
             StoreError: the store cannot be written.
         """
-        places = [place for place, each in enumerate(documents) if normalise(each.page_content)]
+        texts = [_content(document) for document in documents]
+        places = [place for place, text in enumerate(texts) if normalise(text)]
         keys = self._engine.engine.cache_chunks(
-            [documents[place].page_content for place in places], progress=self._show_progress
+            [texts[place] for place in places], progress=self._show_progress
         )
         transformed = list(documents)
         if self._add_handles:
@@ -138,22 +140,17 @@ class SamKVDocumentCompressor(BaseDocumentCompressor):
         Raises:
             ChunkNotCached: a text has no cache and ``on_miss`` is ``error``.
             InvalidChunk: a text is longer than the context window and ``on_miss`` is ``compute``.
+            InvalidOption: what a document holds is no text.
         """
         engine = self._engine.engine
         texts = [self._text(document) for document in documents]
-        bodies = [body for text in texts if (body := normalise(text))]
-        if self.on_miss == "compute":
-            engine.cache_chunks([body for body in bodies if not engine.handle_of(body)])
-        elif self.on_miss == "error":
-            for document, text in zip(documents, texts, strict=True):
-                if normalise(text) and not engine.handle_of(text):
-                    raise ChunkNotCached(
-                        f"document {document.id!r} (chunk {engine.key_of(text)}, it begins "
-                        f"{normalise(text)[:40]!r}) is not cached; index it again with SamKVChroma "
-                        "or SamKVDocumentTransformer, or use on_miss='text' or 'compute'"
-                    )
-        engine.prefetch(bodies)
-        engine.expect(bodies)
+        chunks = [
+            (f"document {document.id!r}", body)
+            for document, text in zip(documents, texts, strict=True)
+            if (body := normalise(text))
+        ]
+        remedy = "index it again with SamKVChroma or SamKVDocumentTransformer"
+        announce(engine, chunks, self.on_miss, remedy)
         if self.mode == "text":
             return list(documents)
         return [self._shown(*pair) for pair in zip(documents, texts, strict=True)]
@@ -165,7 +162,7 @@ class SamKVDocumentCompressor(BaseDocumentCompressor):
             self._engine.engine.key_of(text)
         ):
             return text
-        return document.page_content
+        return _content(document)
 
     def _shown(self, document: Document, text: str) -> Document:
         shown = self._handle(text) or text
@@ -193,11 +190,25 @@ def format_docs(documents: Sequence[Document], *, handles: bool = False) -> str:
     handles: whether to take ``metadata["samkv"]`` in place of the text where there is one, as
         `SamKVDocumentCompressor` with ``mode="metadata"`` writes it; in a chain,
         ``partial(format_docs, handles=True)``.
+
+    Raises InvalidOption if what a document holds is no text.
     """
-    return "\n\n".join(
-        str(each.metadata.get(HANDLE_FIELD, each.page_content)) if handles else each.page_content
-        for each in documents
-    )
+    shown = []
+    for document in documents:
+        text = _content(document)
+        shown.append(str(document.metadata.get(HANDLE_FIELD, text)) if handles else text)
+    return "\n\n".join(shown)
+
+
+def _content(document: Document) -> str:
+    """The text of a document. LangChain checks what a document is made with, and nothing later."""
+    text: object = document.page_content
+    if not isinstance(text, str):
+        raise InvalidOption(
+            f"page_content of document {document.id!r} (metadata {document.metadata}) is "
+            f"{text!r:.40} and no text; give it a string"
+        )
+    return text
 
 
 def _with(document: Document, **fields: str) -> Document:

@@ -10,6 +10,7 @@ from typing import Any
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models.llms import BaseLLM
 from langchain_core.outputs import Generation, GenerationChunk, LLMResult
+from langchain_core.runnables import Runnable
 
 from langchain_samkv.base import LocalModel, TimedAnswer
 from langchain_samkv.conversion import metadata_of
@@ -88,6 +89,10 @@ class SamKV(LocalModel, BaseLLM):
                     await run_manager.on_llm_new_token(piece, chunk=chunk)
                 yield chunk
         yield self._last_chunk(answer)
+
+    # BaseLLM's own would give every prompt of a batch the error of one.
+    batch = Runnable.batch
+    abatch = Runnable.abatch
 
     def _generation(self, text: str, answer: TimedAnswer) -> Generation:
         self._last_report = answer.stream.report

@@ -10,6 +10,7 @@ from uuid import uuid4
 import numpy as np
 from chromadb.api.types import validate_metadata
 from chromadb.config import Settings
+from chromadb.errors import NotFoundError
 from langchain_chroma import Chroma
 from langchain_core.documents import Document
 from langchain_core.embeddings import Embeddings
@@ -22,7 +23,7 @@ from samkv_integrations.engine import Engine
 from samkv_integrations.errors import InvalidChunk, InvalidOption
 
 if TYPE_CHECKING:
-    from chromadb import Search
+    from chromadb import Search, WhereDocument
     from chromadb.api import ClientAPI
     from chromadb.api.collection_configuration import CreateCollectionConfiguration
 
@@ -239,30 +240,46 @@ class SamKVChroma(Chroma):
         )
 
     def delete(  # type: ignore[override]  # upstream takes any keyword there is
-        self, ids: list[str] | None = None, where: Where | None = None
+        self,
+        ids: list[str] | None = None,
+        where: Where | None = None,
+        where_document: WhereDocument | None = None,
     ) -> None:
         """Delete documents, and the caches that nothing needs any more.
 
-        ids, where: which documents; with both, those of ``ids`` that match. Unknown ids are passed
-        over.
+        ids, where, where_document: which documents; those that all of the given ones name. Unknown
+            ids are passed over.
 
-        Raises InvalidOption if neither names one; to delete all there is `reset_collection`.
+        Raises InvalidOption if none names one; to delete all there is `reset_collection`.
         """
         names = [ids] if isinstance(ids, str) else ids
-        if (names is None and not where) or (names is not None and not names):
+        if not names and (names is not None or not (where or where_document)):
             raise InvalidOption(
-                f"ids={ids!r} and where={where!r} name no document to delete; to delete all of "
-                "them, use reset_collection()"
+                f"ids={ids!r}, where={where!r} and where_document={where_document!r} name no "
+                "document to delete; to delete all of them, use reset_collection()"
             )
-        self.kv_link.delete(names, where)
+        if where_document:
+            found = self.get(where=where, where_document=where_document, include=[])["ids"]
+            names = found if names is None else sorted({*found} & {*names})
+        if names or names is None:
+            self.kv_link.delete(names, where)
 
     def delete_collection(self) -> None:
-        """Delete the collection, and the caches that no other one needs; once, if called twice."""
+        """Delete the collection, and the caches that no other one needs; once, if called twice.
+
+        If another client has deleted it, nothing is left to do here: what keys it had is not
+        known any more, and the next `sync` of another collection prunes their caches.
+        """
         if self._link is None:
             return
-        self._link.clear()
-        with chroma_errors(f"Chroma cannot delete collection {self._collection_name!r}"):
-            super().delete_collection()
+        try:
+            self._link.clear()
+            with chroma_errors(f"Chroma cannot delete collection {self._collection_name!r}"):
+                super().delete_collection()
+        except InvalidOption as error:
+            if not isinstance(error.__cause__, NotFoundError):
+                raise
+            self._chroma_collection = None
         self._link = None
 
     def reset_collection(self) -> None:
@@ -284,6 +301,19 @@ class SamKVChroma(Chroma):
 
     # -- reading ----------------------------------------------------------------------------
 
+    def get(
+        self,
+        ids: str | list[str] | None = None,
+        where: Where | None = None,
+        limit: int | None = None,
+        offset: int | None = None,
+        where_document: WhereDocument | None = None,
+        include: list[str] | None = None,
+    ) -> dict[str, Any]:
+        """Records as they are stored; see `Chroma`. Raises InvalidOption if Chroma refuses."""
+        with chroma_errors(f"collection {self._collection_name!r} refused to be read"):
+            return super().get(ids, where, limit, offset, where_document, include)
+
     def get_by_ids(self, ids: Sequence[str], /) -> list[Document]:
         """The documents with these ids that there are, in whatever order."""
         found = self._records(ids)
@@ -295,10 +325,9 @@ class SamKVChroma(Chroma):
         ]
 
     def _records(self, ids: Sequence[str]) -> dict[str, Any]:
-        if not ids:  # Chroma refuses that
+        if not ids:  # Chroma does not take that
             return {"ids": [], "documents": [], "metadatas": []}
-        with chroma_errors(f"collection {self._collection_name!r} refused to be read"):
-            return self.get(ids=list(ids))
+        return self.get(ids=list(dict.fromkeys(ids)))  # nor does it take one twice
 
     def similarity_search_by_vector_with_relevance_scores(
         self,

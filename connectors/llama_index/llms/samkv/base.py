@@ -43,12 +43,17 @@ from llama_index.llms.samkv.conversion import (
 )
 from llama_index.llms.samkv.retrievals import expect_retrieved
 from samkv_integrations.calls import checked_generate_kwargs, count_tokens, off_loop, to_options
-from samkv_integrations.connecting import MADE_BY, EngineRef, engine_of, folder_of
+from samkv_integrations.connecting import (
+    MADE_BY,
+    EngineRef,
+    check_fits,
+    check_names,
+    engine_of,
+    folder_of,
+)
 from samkv_integrations.decode import AnswerStream
 from samkv_integrations.engine import Engine, Prompt
 from samkv_integrations.errors import InvalidOption, PromptTooLong
-from samkv_integrations.eviction import get_eviction
-from samkv_integrations.methods import get_method
 from samkv_integrations.prompt import OnMiss
 from samkv_integrations.report import Report
 
@@ -168,9 +173,7 @@ class SamKVLLM(CustomLLM):
                 f"cache_retrieved=True with on_miss={on_miss!r} and match_text={match_text}; it "
                 "finds nodes by their text and computes what is missing, so leave both out"
             )
-        if method is not None:
-            get_method(method)  # raises if there is none of that name
-        get_eviction(eviction)  # likewise
+        check_names(method, eviction)
         engine = engine_of(
             engine=engine,
             model=model,
@@ -183,7 +186,6 @@ class SamKVLLM(CustomLLM):
             tokenizer_kwargs=tokenizer_kwargs or {},
             kv_dir=kv_dir,
         )
-        engine.model.end_ids(stopping_ids or ())  # raises if one is no token
         name, window = engine.model.name, engine.model.context_window
         if context_window is None:
             context_window = window
@@ -191,11 +193,7 @@ class SamKVLLM(CustomLLM):
             raise InvalidOption(
                 f"context_window={context_window}; {name!r} has {window}, give at most that"
             )
-        if max_new_tokens >= context_window:
-            raise InvalidOption(
-                f"max_new_tokens={max_new_tokens} leaves no room for a prompt in a context window "
-                f"of {context_window} tokens; give less"
-            )
+        check_fits(engine.model, context_window, stopping_ids or (), max_new_tokens=max_new_tokens)
         if is_chat_model is None:
             is_chat_model = (
                 engine.model.has_chat_template and wrapper is None and completion_to_prompt is None

@@ -22,9 +22,9 @@ from llama_index.core.schema import (
 from llama_index.llms.samkv.transform import body_of
 from samkv_integrations.chroma import KEY_FIELD
 from samkv_integrations.chunk import normalise
-from samkv_integrations.connecting import EngineRef
+from samkv_integrations.connecting import EngineRef, announce, not_cached
 from samkv_integrations.engine import Engine
-from samkv_integrations.errors import ChunkNotCached, InvalidOption
+from samkv_integrations.errors import InvalidOption
 from samkv_integrations.prompt import OnMiss, handle_of
 
 Mode = Literal["text", "handle"]
@@ -83,15 +83,8 @@ class SamKVPostprocessor(BaseNodePostprocessor):
     ) -> list[NodeWithScore]:
         engine = self._engine.engine
         bodies = {node.node_id: body for node in nodes if (body := body_of(node.node))}
-        if self.on_miss == "compute":
-            # Together is faster than one by one, and nothing heavy is left for an event loop.
-            engine.cache_missing(list(bodies.values()))
-        elif self.on_miss == "error":
-            for node_id, body in bodies.items():
-                if not engine.handle_of(body):
-                    raise _not_cached(node_id, engine.key_of(body))
-        engine.prefetch(list(bodies.values()))
-        engine.expect(list(bodies.values()))
+        chunks = [(f"node {node_id!r}", body) for node_id, body in bodies.items()]
+        announce(engine, chunks, self.on_miss, _REMEDY)
         return [node.model_copy(update={"node": self._shown(node.node)}) for node in nodes]
 
     def _shown(self, node: BaseNode) -> BaseNode:
@@ -113,11 +106,7 @@ class SamKVPostprocessor(BaseNodePostprocessor):
         return copy
 
 
-def _not_cached(node_id: str, key: str) -> ChunkNotCached:
-    return ChunkNotCached(
-        f"node {node_id!r} (chunk {key}) is not cached; ingest it again with "
-        "SamKVCacheTransform, or use on_miss='text' or 'compute'"
-    )
+_REMEDY = "ingest it again with SamKVCacheTransform"
 
 
 class _ShownAsHandle(BaseNode):
@@ -154,7 +143,7 @@ class _ShownAsHandle(BaseNode):
         key = engine.key_of(text)
         is_cached = engine.store.contains(key, engine.fingerprint)
         if not is_cached and self._on_miss == "error":
-            raise _not_cached(self.node_id, key)
+            raise not_cached(engine, f"node {self.node_id!r}", normalise(text), _REMEDY)
         if not is_cached and self._on_miss == "compute":
             engine.cache_missing([text])
             is_cached = engine.store.contains(key, engine.fingerprint)
