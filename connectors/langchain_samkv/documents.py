@@ -89,7 +89,7 @@ class SamKVDocumentCompressor(BaseDocumentCompressor):
       sources and whoever reads them. A chain asks for handles: `format_docs` with
       ``handles=True``, or a document prompt ``PromptTemplate.from_template("{samkv}")``. For
       documents of less than 24 characters, which are not found by their text, and templates that
-      would change a text, such as a mustache ``{{context}}``.
+      would change a text.
     - ``replace``: a copy whose ``page_content`` is the handle; the text is in
       ``metadata["samkv_text"]``. For chains that cannot be told what to take from a document. All
       that shows sources then shows handles.
