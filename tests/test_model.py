@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -30,8 +31,31 @@ class TestLoading:
     def test_tokenizer_from_elsewhere(self, folder: Path) -> None:
         tokenizer = load_tokenizer(str(folder / "tokenizer"))
         model = Model.load(str(folder / "model"), device="cpu", tokenizer=tokenizer)
-        assert model.tokenizer is tokenizer
+        assert model.tokenizer.get_vocab() == tokenizer.get_vocab()
         assert model.weights_digest == tiny_model().weights_digest
+
+    def test_a_tokenizer_is_told_nothing_by_what_others_do_with_it(self, folder: Path) -> None:
+        tokenizer = load_tokenizer(str(folder / "tokenizer"))
+        text = "<|end|>"
+        models = [Model(hf_model("llama"), tokenizer, name) for name in ("one", "other")]
+        expected = {special: models[0].tokenize(text, special=special) for special in (True, False)}
+        assert expected[True] != expected[False]
+        failures = []
+
+        def ask(model: Model, special: bool) -> None:
+            for _ in range(2000):
+                if model.tokenize(text, special=special) != expected[special]:
+                    failures.append((model.name, special))
+
+        work = [
+            threading.Thread(target=ask, args=(model, special))
+            for model, special in zip(models, (True, False), strict=True)
+        ]
+        for thread in work:
+            thread.start()
+        for thread in work:
+            thread.join()
+        assert failures == []
 
     def test_options_reach_from_pretrained(self, folder: Path) -> None:
         model = Model.load(
