@@ -7,30 +7,30 @@ in the metadata of each record, and even that can be computed again from the rec
 
 from __future__ import annotations
 
+import os
 import time
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from tqdm.auto import tqdm
 
 from samkv_integrations.chunk import normalise
-from samkv_integrations.database import chroma_errors as chroma_errors
-from samkv_integrations.database import collection_names as collection_names
-from samkv_integrations.database import connect_collection as connect_collection
-from samkv_integrations.database import open_collection as open_collection
 from samkv_integrations.engine import Engine
 from samkv_integrations.errors import (
     EmptyInput,
     InvalidChunk,
     InvalidOption,
     MissingExtra,
+    UnknownOption,
 )
+from samkv_integrations.records import IngestResult, Metadata, Retrieved, SyncResult
 from samkv_integrations.store import ChunkStore
 
 if TYPE_CHECKING:
+    from chromadb.api import ClientAPI
     from chromadb.api.models.Collection import Collection
     from chromadb.api.types import GetResult
     from chromadb.types import Collection as CollectionModel
@@ -39,56 +39,6 @@ KEY_FIELD = "samkv_key"
 
 _PAGE_SIZE = 256
 """Records at once, if Chroma takes as many: a bar moves, and little is lost on an interruption."""
-
-Metadata = Mapping[str, Any]
-
-
-@dataclass(frozen=True, kw_only=True)
-class IngestResult:
-    """What one `ChromaLink.add` did.
-
-    n_cached: chunks that were read by the model, those with a broken cache among them. n_hit:
-    records whose chunk was cached before, or stood in the same call already. Records without a
-    cache are in neither. bytes_on_disk: bytes added to the store, before what replaced records had
-    was released.
-    """
-
-    n_records: int
-    n_cached: int
-    n_hit: int
-    seconds: float
-    bytes_on_disk: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class SyncResult:
-    """What one `ChromaLink.sync` did.
-
-    n_records: records of the collection. n_cached: chunks that were read by the model. n_linked:
-    records whose key was absent or wrong, and was set. n_skipped: records without a text, or with
-    one that can be no chunk, such as one longer than the context window. n_pruned: chunk caches
-    that nothing referenced, deleted. n_in_grace: the same, kept because they are young.
-    bytes_freed: what the store shrank by while it was pruned.
-    """
-
-    n_records: int
-    n_cached: int
-    n_linked: int
-    n_skipped: int
-    n_pruned: int
-    n_in_grace: int
-    bytes_freed: int
-    seconds: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class Retrieved:
-    """One record that a query found; ``text`` is what was added, to the letter."""
-
-    id: str
-    text: str
-    metadata: Metadata
-    distance: float
 
 
 class ChromaLink:
@@ -578,27 +528,98 @@ def _keys_in(found: GetResult) -> set[str]:
     return {str(row[KEY_FIELD]) for row in metadatas if row and row.get(KEY_FIELD)}
 
 
-class HashingEmbedding:
-    """Lexical embeddings, computed offline without a model: hashed words and pairs of words.
+def open_collection(path: str | os.PathLike[str], name: str, create: bool) -> Collection:
+    """The collection called ``name`` of the Chroma database in folder ``path``.
 
-    Texts are near when they share words. Good enough for tests, demonstrations and questions that
-    name what they ask about; paraphrases need a learned embedding.
+    Chroma sends no telemetry and gets no embedding function: embeddings are always given to it.
+    One process must not open a folder in another way too, with ``chromadb.PersistentClient`` and
+    other settings: Chroma refuses that.
+
+    create: whether to make what is missing of the folder and the collection.
+
+    Raises:
+        UnknownOption: there is no such collection; lists those that exist.
+        InvalidOption: there is no database, it cannot be opened, or Chroma refuses the name.
     """
+    return _collection(_client_of(Path(path), create=create), name, create)
 
-    def __init__(self, n_dims: int = 1024) -> None:
-        try:
-            from sklearn.feature_extraction.text import HashingVectorizer
-        except ImportError as error:
-            raise MissingExtra.of("scikit-learn", "chroma") from error
-        if n_dims < 1:
-            raise InvalidOption(f"n_dims={n_dims}; it must be at least 1")
-        self._vectorizer = HashingVectorizer(
-            n_features=n_dims, ngram_range=(1, 2), lowercase=True, norm="l2"
+
+def connect_collection(
+    host: str,
+    port: int,
+    name: str,
+    create: bool,
+    *,
+    ssl: bool = False,
+    headers: Mapping[str, str] | None = None,
+) -> Collection:
+    """The collection called ``name`` of a Chroma server, as `open_collection` gives one.
+
+    Several processes may share a server (``chroma run``), but not a database folder. The folder of
+    chunk caches must be one that this process can reach: the server knows nothing of it.
+
+    Raises:
+        UnknownOption: there is no such collection; lists those that exist.
+        InvalidOption: the server does not answer, or Chroma refuses the name.
+    """
+    try:
+        from chromadb import HttpClient
+        from chromadb.config import Settings
+    except ImportError as error:
+        raise MissingExtra.of("chromadb", "chroma") from error
+    with chroma_errors(f"Chroma at {host}:{port} cannot be reached"):
+        client = HttpClient(
+            host=host,
+            port=port,
+            ssl=ssl,
+            headers=dict(headers or {}),
+            settings=Settings(anonymized_telemetry=False),
         )
+    return _collection(client, name, create)
 
-    def embed(self, texts: Sequence[str]) -> list[list[float]]:
-        """A vector of length 1 for each text; zeros for a text without words."""
-        if not texts:
-            return []
-        vectors: list[list[float]] = self._vectorizer.transform(texts).toarray().tolist()
-        return vectors
+
+def collection_names(path: str | os.PathLike[str]) -> list[str]:
+    """Sorted names of the collections in the Chroma database in folder ``path``.
+
+    Raises InvalidOption as `open_collection` does.
+    """
+    client = _client_of(Path(path), create=False)
+    with chroma_errors("Chroma cannot list its collections"):
+        return sorted(collection.name for collection in client.list_collections())
+
+
+def _client_of(folder: Path, *, create: bool) -> ClientAPI:
+    try:
+        from chromadb import PersistentClient
+        from chromadb.config import Settings
+    except ImportError as error:
+        raise MissingExtra.of("chromadb", "chroma") from error
+    if not create and not (folder / "chroma.sqlite3").is_file():
+        raise InvalidOption(f"{folder} holds no Chroma database; ingest documents into it first")
+    with chroma_errors(f"Chroma cannot open {folder}"):
+        return PersistentClient(folder, settings=Settings(anonymized_telemetry=False))
+
+
+def _collection(client: ClientAPI, name: str, create: bool) -> Collection:
+    from chromadb.errors import NotFoundError
+
+    with chroma_errors(f"Chroma cannot open collection {name!r}"):
+        if create:
+            return client.get_or_create_collection(name, embedding_function=None)
+        try:
+            return client.get_collection(name, embedding_function=None)
+        except NotFoundError as error:
+            known = [collection.name for collection in client.list_collections()]
+            raise UnknownOption.among("collection", name, known or ["none"]) from error
+
+
+@contextmanager
+def chroma_errors(what: str) -> Iterator[None]:
+    """Chroma's complaints about its arguments, and about a server that is gone, as ours."""
+    from chromadb.errors import ChromaError
+    from httpx import TransportError
+
+    try:
+        yield
+    except (ChromaError, TransportError, ValueError, TypeError) as error:
+        raise InvalidOption(f"{what}: {error}") from error

@@ -21,13 +21,9 @@ from samkv_integrations import documents as docs
 from samkv_integrations import tables
 from samkv_integrations.bench import commands as bench_commands
 from samkv_integrations.bench.markdown import table as markdown_table
-from samkv_integrations.chroma import (
-    ChromaLink,
-    HashingEmbedding,
-    collection_names,
-    open_collection,
-)
+from samkv_integrations.chroma import ChromaLink, collection_names, open_collection
 from samkv_integrations.documents import Question
+from samkv_integrations.embedding import HashingEmbedding
 from samkv_integrations.engine import Engine
 from samkv_integrations.errors import EmptyInput, InvalidOption, MissingExtra, SamkvError
 from samkv_integrations.eviction import EVICTIONS, Eviction

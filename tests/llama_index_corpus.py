@@ -16,7 +16,8 @@ from llama_index.vector_stores.chroma import ChromaVectorStore
 from llama_index.llms.samkv import SamKVCacheTransform, SamKVLLM
 from llama_index.postprocessor.samkv import SamKVPostprocessor
 from samkv_integrations import ChunkStore, Engine
-from samkv_integrations.chroma import HashingEmbedding, open_collection
+from samkv_integrations.chroma import open_collection
+from samkv_integrations.embedding import HashingEmbedding
 from tests.records import CHAT_TEMPLATE, COMPLETION_TEMPLATE, RECORDS, TEXTS, Record, builtin
 
 HANDLE = re.compile(r"\[\[samkv:[0-9a-f]{32}\]\]")

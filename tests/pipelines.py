@@ -18,7 +18,7 @@ from samkv_integrations import Engine
 from samkv_integrations.bench.data import Question, load
 from samkv_integrations.bench.markdown import table
 from samkv_integrations.bench.scoring import f1_words
-from samkv_integrations.chroma import HashingEmbedding
+from samkv_integrations.embedding import HashingEmbedding
 
 TOP_K = 4
 TURNS = 3

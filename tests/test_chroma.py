@@ -13,13 +13,8 @@ import pytest
 
 import samkv_integrations.engine
 from samkv_integrations import ChunkStore, Engine, MemoryStore
-from samkv_integrations.chroma import (
-    KEY_FIELD,
-    ChromaLink,
-    HashingEmbedding,
-    Retrieved,
-    open_collection,
-)
+from samkv_integrations.chroma import KEY_FIELD, ChromaLink, open_collection
+from samkv_integrations.embedding import HashingEmbedding
 from samkv_integrations.errors import (
     EmptyInput,
     InvalidChunk,
@@ -27,6 +22,7 @@ from samkv_integrations.errors import (
     MissingExtra,
     UnknownOption,
 )
+from samkv_integrations.records import Retrieved
 from tests.records import COMPLETION_TEMPLATE, RECORDS, TEXTS, builtin
 
 IDS = [record.name for record in RECORDS]

@@ -19,12 +19,12 @@ from samkv_integrations import ChunkStore, Engine, MemoryStore
 from samkv_integrations.chroma import (
     KEY_FIELD,
     ChromaLink,
-    SyncResult,
+    collection_names,
     connect_collection,
     open_collection,
 )
-from samkv_integrations.database import collection_names
 from samkv_integrations.errors import InvalidChunk, InvalidOption, StoreError, UnknownOption
+from samkv_integrations.records import SyncResult
 from tests.chroma_server import HOST, free_port
 from tests.chunks import random_chunk
 from tests.records import TEXTS, builtin

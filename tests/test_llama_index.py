@@ -25,7 +25,8 @@ import samkv_integrations.engine
 from llama_index.llms.samkv import SamKVCacheTransform
 from llama_index.postprocessor.samkv import SamKVPostprocessor
 from samkv_integrations import ChunkStore, Engine
-from samkv_integrations.chroma import KEY_FIELD, HashingEmbedding
+from samkv_integrations.chroma import KEY_FIELD
+from samkv_integrations.embedding import HashingEmbedding
 from samkv_integrations.errors import (
     ChunkNotCached,
     InvalidChunk,

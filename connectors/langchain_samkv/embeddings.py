@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from langchain_core.embeddings import Embeddings
 
-from samkv_integrations.chroma import HashingEmbedding
+from samkv_integrations.embedding import HashingEmbedding
 
 
 class OfflineEmbeddings(Embeddings):
