@@ -13,7 +13,7 @@ import asyncio
 import itertools
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypedDict
@@ -47,7 +47,6 @@ from samkv_integrations import Engine
 from samkv_integrations.bench.data import Question
 from samkv_integrations.bench.scoring import f1_words
 from samkv_integrations.chunk import normalise
-from samkv_integrations.tables import to_json
 from tests.pipelines import (
     ASPECTS,
     N_QUESTIONS,
@@ -57,11 +56,11 @@ from tests.pipelines import (
     Asked,
     Outcome,
     Row,
-    as_markdown,
     compared,
     outcome,
     questions,
     title_of,
+    write,
 )
 from tests.records import builtin
 
@@ -511,12 +510,7 @@ def main() -> None:
     for name in chosen.chains:
         rows.append(measure(name, library))
         sys.stderr.write(f"{rows[-1]}\n")
-    if chosen.json:
-        text = to_json("langchain chains", "builtin", [asdict(row) for row in rows])
-        chosen.json.write_text(text + "\n", encoding="utf-8")
-    if chosen.markdown:
-        chosen.markdown.write_text(as_markdown(rows) + "\n", encoding="utf-8")
-    sys.stdout.write(as_markdown(rows) + "\n")
+    write("langchain chains", rows, chosen.json, chosen.markdown)
 
 
 if __name__ == "__main__":

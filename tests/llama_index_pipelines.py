@@ -77,7 +77,6 @@ from samkv_integrations.bench.data import Question
 from samkv_integrations.bench.scoring import f1_words
 from samkv_integrations.chroma import open_collection
 from samkv_integrations.chunk import normalise
-from samkv_integrations.tables import to_json
 from tests.pipelines import (
     N_QUESTIONS,
     TOP_K,
@@ -87,12 +86,12 @@ from tests.pipelines import (
     Call,
     Outcome,
     Row,
-    as_markdown,
     compared,
     outcome,
     questions,
     recorded,
     title_of,
+    write,
 )
 from tests.records import builtin
 
@@ -900,12 +899,7 @@ def main() -> None:
             if name in chosen.pipelines and way in chosen.ways:
                 rows.append(measure(name, library, way))
                 sys.stderr.write(f"{rows[-1]}\n")
-    if chosen.json:
-        text = to_json("llama-index pipelines", "builtin", [asdict(row) for row in rows])
-        chosen.json.write_text(text + "\n", encoding="utf-8")
-    if chosen.markdown:
-        chosen.markdown.write_text(as_markdown(rows) + "\n", encoding="utf-8")
-    sys.stdout.write(as_markdown(rows) + "\n")
+    write("llama-index pipelines", rows, chosen.json, chosen.markdown)
 
 
 if __name__ == "__main__":

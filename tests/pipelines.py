@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 from unittest import mock
@@ -19,6 +21,7 @@ from samkv_integrations.bench.data import Question, load
 from samkv_integrations.bench.markdown import table
 from samkv_integrations.bench.scoring import f1_words
 from samkv_integrations.embedding import HashingEmbedding
+from samkv_integrations.tables import to_json
 
 TOP_K = 4
 TURNS = 3
@@ -229,3 +232,13 @@ def as_markdown(rows: Sequence[Row]) -> str:
         [[row.pipeline, row.way, *(str(getattr(row, name)) for name in figures)] for row in rows],
         left=2,
     )
+
+
+def write(command: str, rows: Sequence[Row], json: Path | None, markdown: Path | None) -> None:
+    """The table, on standard output and in the files that were asked for."""
+    if json:
+        text = to_json(command, "builtin", [asdict(row) for row in rows])
+        json.write_text(text + "\n", encoding="utf-8")
+    if markdown:
+        markdown.write_text(as_markdown(rows) + "\n", encoding="utf-8")
+    sys.stdout.write(as_markdown(rows) + "\n")
