@@ -1,4 +1,4 @@
-"""Write the town records: small invented documents that compete, and questions about them.
+"""Write the town records: invented documents that compete, and questions about them.
 
 The records describe people, companies, towns and products of the world that the built-in model
 was trained on, under names that it never saw in training. All records of one kind state the same
@@ -6,7 +6,12 @@ facts, so that a question is answered by finding the right record, and not by fi
 town or the only year in sight. Names, words and wordings are in reference_model/world.toml.
 
     python examples/make_town_records.py                        # rewrite examples/town_records
+    python examples/make_town_records.py --length long          # rewrite examples/town_archive
     python examples/make_town_records.py --seed 7 --folder more_records
+
+The short ones are a few sentences each, to read along with. The long ones state as much, among
+sentences that say nothing about anybody: five make a prompt of 2,000 tokens, where it shows what
+caches save.
 
 The same seed gives the same bytes on every machine, and no model is needed.
 """
@@ -17,18 +22,28 @@ import argparse
 import json
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal, get_args
 
 from reference_model.scenes import SceneStyle, tell
+from reference_model.stages import LONG
 from reference_model.world import Fact, Names, World, in_a_sentence
 
-FOLDER = Path(__file__).parent / "town_records"
+Length = Literal["short", "long"]
+FOLDERS: dict[Length, Path] = {
+    "short": Path(__file__).parent / "town_records",
+    "long": Path(__file__).parent / "town_archive",
+}
 SEED = 0
 RECORDS_PER_KIND = 10
 FACTS_PER_RECORD = 4
 QUESTIONS_PER_KIND = 6
-STYLE = SceneStyle(documents=(1, 1), pronouns=0.4, idle=(4, 5))
+STYLES: dict[Length, SceneStyle] = {
+    "short": SceneStyle(documents=(1, 1), pronouns=0.4, idle=(4, 5)),
+    # Every sentence names its subject: the offline retrieval knows words only.
+    "long": replace(LONG, documents=(1, 1), pronouns=0.0, idle=(30, 40)),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +58,11 @@ class Question:
 
 
 def make_records(
-    world: World, rng: random.Random, kinds: Sequence[str], n_records: int
+    world: World,
+    rng: random.Random,
+    kinds: Sequence[str],
+    n_records: int,
+    length: Length = "short",
 ) -> tuple[dict[str, str], list[Question]]:
     """Records of ``n_records`` entities of each kind, and every question that they answer.
 
@@ -62,7 +81,7 @@ def make_records(
         columns = [_values(names, fact, titles, n_records) for fact in facts]
         for title, *values in zip(titles[kind], *columns, strict=True):
             stated = list(zip(facts, values, strict=True))
-            records[title] = tell(world, STYLE, rng, title, kind, title, stated).text
+            records[title] = tell(world, STYLES[length], rng, title, kind, title, stated).text
             for fact, value in stated:
                 name = f"{kind}-{_slug(title)}-{fact.name}"
                 question = rng.choice(fact.asks).format(s=in_a_sentence(kind, title))
@@ -91,10 +110,15 @@ def _slug(title: str) -> str:
     return title.lower().replace(" ", "-")
 
 
-def make_folder(seed: int) -> dict[str, str]:
+def rng_of(seed: int, length: Length) -> random.Random:
+    """Of its own for each length: nobody is in both folders, with other facts."""
+    return random.Random(seed if length == "short" else f"{seed} {length}")
+
+
+def make_folder(seed: int, length: Length = "short") -> dict[str, str]:
     """File name to content: the records and questions.jsonl."""
-    world = World.load()
-    records, drawn = make_records(world, random.Random(seed), list(world.facts), RECORDS_PER_KIND)
+    world, rng = World.load(), rng_of(seed, length)
+    records, drawn = make_records(world, rng, list(world.facts), RECORDS_PER_KIND, length)
     rows: list[str] = []
     for kind in world.facts:
         for q in [q for q in drawn if q.kind == kind][:QUESTIONS_PER_KIND]:
@@ -108,11 +132,15 @@ def main() -> None:
     """Write the folder."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--seed", type=int, default=SEED)
-    parser.add_argument("--folder", type=Path, default=FOLDER, help="where the records go")
+    parser.add_argument(
+        "--length", choices=get_args(Length), default="short", help="of the records (short)"
+    )
+    parser.add_argument("--folder", type=Path, help="where the records go")
     options = parser.parse_args()
-    options.folder.mkdir(parents=True, exist_ok=True)
-    for name, text in make_folder(options.seed).items():
-        (options.folder / name).write_text(text, encoding="utf-8", newline="\n")
+    folder = options.folder or FOLDERS[options.length]
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in make_folder(options.seed, options.length).items():
+        (folder / name).write_text(text, encoding="utf-8", newline="\n")
 
 
 if __name__ == "__main__":

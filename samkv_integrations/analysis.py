@@ -1,4 +1,4 @@
-"""What a chunk's own prefill says about it: attention statistics, block summaries, key codes.
+"""What a chunk's own prefill says about it: attention statistics, block summaries.
 
 Everything here is computed once, at ingest, from one prefill of the chunk alone, on the device of
 its inputs. Shapes follow the legend in `samkv_integrations.layout`; P is the number of tokens of
@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from samkv_integrations.chunk import ChunkStatistics, KeyCodes, Summaries
-from samkv_integrations.errors import InvalidOption
+from samkv_integrations.chunk import ChunkStatistics, Summaries
 from samkv_integrations.layout import ChunkBlocks
 
 MIN_LATER = 8
@@ -32,9 +31,6 @@ standard deviations from the mean, so ten or fewer cannot hold one beyond three.
 MIN_CHUNKS = 32
 """Chunks that have to vote before their votes decide a model's stable layers."""
 
-CODE_BITS = (2, 4, 8)
-"""Bits that a key channel may be quantised to."""
-
 PUBLISHED_STABLE_LAYERS: Mapping[tuple[str, int, int, int], tuple[int, ...]] = {
     ("qwen2", 36, 2048, 2): tuple(range(31, 36)),  # Qwen2.5-3B-Instruct
     ("mistral", 32, 4096, 8): tuple(range(27, 32)),  # Mistral-7B-Instruct
@@ -45,7 +41,6 @@ hidden size, key-value heads). The paper counts them from 1."""
 
 _HALF_MAX = torch.finfo(torch.float16).max
 _HALF_STEP = 2.0**-24  # the smallest positive float16
-_HALF_MARGIN = 2.0**-11  # the relative error of rounding to float16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,57 +201,6 @@ def stable_layers(n_layers: int, votes: Tensor | None) -> tuple[int, ...]:
         if chosen:
             return chosen
     return tuple(range(n_layers - max(1, n_layers // 8), n_layers))
-
-
-def quantise_keys(keys: Tensor, bits: int) -> KeyCodes:
-    """Codes of the un-rotated keys (L, T, G, D), each channel (L, G, D) over its own range.
-
-    The offset is rounded down to float16 and the codes are counted from the rounded offset and
-    scale, so that `dequantise_keys` is off by at most scale / 2. Only keys beyond what float16 can
-    span (offset within +-65504, scale at most 65504) get the nearest code however far it is.
-
-    Raises InvalidOption if ``bits`` is not one of `CODE_BITS` or D * bits is no whole number of
-    bytes.
-    """
-    dim = keys.shape[-1]
-    if bits not in CODE_BITS:
-        raise InvalidOption(f"code bits {bits!r}; allowed: {', '.join(map(str, CODE_BITS))}")
-    if dim * bits % 8:
-        fitting = ", ".join(str(b) for b in CODE_BITS if dim * b % 8 == 0)
-        raise InvalidOption(
-            f"code bits {bits} with head dim {dim} fill no whole bytes; use one of: {fitting}"
-        )
-    low, high = keys.amin(1).float(), keys.amax(1).float()
-    # Down, so that no key lies below code 0 (by more than half the smallest scale, if subnormal).
-    offset = _half(low - low.abs() * _HALF_MARGIN)
-    scale = _scale((high - offset.float()) / (2**bits - 1))
-    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=keys.device)
-    # Layer by layer: a float32 copy of all keys would be the largest tensor of the whole ingest.
-    packed = []
-    for layer_keys, layer_scale, layer_offset in zip(
-        keys, scale.float(), offset.float(), strict=True
-    ):
-        levels = layer_keys.float().sub(layer_offset).div_(layer_scale).round_()
-        levels = levels.clamp_(0, 2**bits - 1).to(torch.uint8)
-        levels = levels.view(*levels.shape[:-1], -1, 8 // bits)
-        packed.append((levels << shifts).sum(-1, dtype=torch.uint8))
-    return KeyCodes(codes=torch.stack(packed), scale=scale, offset=offset)
-
-
-def dequantise_keys(codes: KeyCodes, bits: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """(L, T, G, D) keys from codes that `quantise_keys` made with the same ``bits``."""
-    n_layers, n_tokens, n_kv_heads, n_bytes = codes.codes.shape
-    dim, per_byte = codes.scale.shape[-1], 8 // bits
-    assert bits in CODE_BITS and n_bytes * per_byte == dim
-    keys = torch.empty(
-        (n_layers, n_tokens, n_kv_heads, n_bytes, per_byte),
-        dtype=torch.float32,
-        device=codes.codes.device,
-    )
-    for i in range(per_byte):
-        keys[..., i] = (codes.codes >> (i * bits)) & (2**bits - 1)
-    scale, offset = codes.scale.float()[:, None], codes.offset.float()[:, None]
-    return keys.flatten(-2).mul_(scale).add_(offset).to(dtype)
 
 
 def summarise(keys: Tensor, blocks: ChunkBlocks) -> Summaries:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 
@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from samkv_integrations.layout import BlockScheme, ChunkBlocks
+from samkv_integrations.quantise import EntryFormat
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +38,7 @@ class Fingerprint:
     block_size: int
     n_init: int
     n_local: int
-    code_bits: int
+    store_bits: int
     format_version: int = FORMAT_VERSION
 
     @property
@@ -51,14 +52,26 @@ class Fingerprint:
         return dtype
 
     @cached_property
+    def entry_format(self) -> EntryFormat:
+        return EntryFormat(
+            bits=self.store_bits, n_kv_heads=self.n_kv_heads, head_dim=self.head_dim,
+            dtype=self.torch_dtype,
+        )  # fmt: skip
+
+    @cached_property
     def digest(self) -> str:
         """32 hex digits that name this fingerprint on disk.
 
         ``model`` is a label for people and not part of it: the weights' own digest decides.
         """
-        fields = {k: v for k, v in asdict(self).items() if k != "model"}
-        canonical = json.dumps(fields, sort_keys=True).encode()
-        return hashlib.blake2b(canonical, digest_size=16).hexdigest()
+        return digest_of(asdict(self))
+
+
+def digest_of(fields: Mapping[str, object]) -> str:
+    """The digest of a fingerprint with these fields, which may be those of another release."""
+    named = {name: value for name, value in fields.items() if name != "model"}
+    canonical = json.dumps(named, sort_keys=True).encode()
+    return hashlib.blake2b(canonical, digest_size=16).hexdigest()
 
 
 def normalise(text: str) -> str:
@@ -106,20 +119,6 @@ class ChunkStatistics:
 
 
 @dataclass(frozen=True, kw_only=True)
-class KeyCodes:
-    """Un-rotated keys in a few bits, good enough to rank tokens and cheap to read.
-
-    codes: (L, T, G, D * bits / 8) uint8, little end first within a byte.
-    scale, offset: (L, G, D) float16; key = code * scale + offset, per channel over the chunk's
-    tokens, because outliers of keys sit in channels (KIVI, arXiv 2402.02750, section 3).
-    """
-
-    codes: Tensor
-    scale: Tensor
-    offset: Tensor
-
-
-@dataclass(frozen=True, kw_only=True)
 class Summaries:
     """Mean un-rotated key of each middle block (Nm of them), in 8 bits per block and head.
 
@@ -136,7 +135,9 @@ class ChunkCache:
     """Everything kept for one chunk, whole and in memory (on the CPU).
 
     token_ids: (T,) int32.
-    keys, values: (L, T, G, D) in the model's dtype, keys un-rotated (position-free).
+    entries: (L, T, E) uint8, the KV entries as `EntryFormat` lays them out, keys un-rotated.
+    key_range: (L, 2, G, D) float32, scale and offset of each channel of the chunk's keys;
+        (L, 0, G, D) with 16 bits.
     local_query: (L, H, D) in the model's dtype, mean un-rotated query of the local blocks' tokens.
     """
 
@@ -144,12 +145,11 @@ class ChunkCache:
     fingerprint: Fingerprint
     text: str
     token_ids: Tensor
-    keys: Tensor
-    values: Tensor
+    entries: Tensor
+    key_range: Tensor
     local_query: Tensor
     statistics: ChunkStatistics
     summaries: Summaries
-    codes: KeyCodes
 
     @property
     def n_tokens(self) -> int:
@@ -158,7 +158,3 @@ class ChunkCache:
     @property
     def blocks(self) -> ChunkBlocks:
         return self.fingerprint.scheme.of(self.n_tokens)
-
-    @property
-    def kv_bytes(self) -> int:
-        return self.keys.nbytes + self.values.nbytes

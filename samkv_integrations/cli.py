@@ -7,9 +7,11 @@ for the eye goes to standard error.
 from __future__ import annotations
 
 import importlib
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from statistics import mean
 from typing import Annotated, Any
 
 import torch
@@ -22,6 +24,7 @@ from samkv_integrations import tables
 from samkv_integrations.bench import commands as bench_commands
 from samkv_integrations.bench.markdown import table as markdown_table
 from samkv_integrations.chroma import ChromaLink, collection_names, open_collection
+from samkv_integrations.chunk import FORMAT_VERSION
 from samkv_integrations.documents import Question
 from samkv_integrations.embedding import HashingEmbedding
 from samkv_integrations.engine import Engine
@@ -31,11 +34,15 @@ from samkv_integrations.methods import METHODS, Method
 from samkv_integrations.model import Model
 from samkv_integrations.options import configured, configured_eviction
 from samkv_integrations.prompt import rag_prompt
+from samkv_integrations.quantise import DEFAULT_STORE_BITS, check_store_bits
 from samkv_integrations.store import ChunkStore
 
 USER_ERROR, CHECK_FAILED = 2, 1
-COMPARED = ("recompute", "reuse", "reuse-local", "samkv-overwrite", "samkv-fusion", "samkv-guided")
+COMPARED = ("recompute", "reuse", "epic", "samkv-guided", "auto")
 SHOWN_QUESTIONS = 3
+ALL_METHODS = """\
+All methods, the paper's among them: 'samkv bench quality' compares their answers, and
+'samkv bench latency' their times in the shape of a larger model."""
 
 
 class _Commands(typer.core.TyperGroup):
@@ -69,6 +76,9 @@ Folder = Annotated[
 ]
 Collection = Annotated[str, typer.Option(help="Name of the Chroma collection.")]
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")]
+StoreBits = Annotated[
+    int, typer.Option(help="Bits of the numbers in caches: 4, 8, or 16 for the model's own.")
+]
 MethodName = Annotated[str, typer.Option("--method", help="See 'samkv methods'.")]
 
 
@@ -120,13 +130,21 @@ def methods(
 @app.command()
 def doctor(
     model: ModelName = "builtin", device: Device = "auto", dtype: Dtype = "auto",
+    folder: Annotated[
+        Path | None,
+        typer.Option("--dir", resolve_path=True, help="Keep the measured times beside its caches."),
+    ] = None,
     as_json: Json = False,
 ) -> None:  # fmt: skip
-    """Check that a model is computed exactly. Exit code 1 if it is not."""
+    """Check that a model is computed exactly, and measure what suits it. Exit code 1 if it is not.
+
+    It says which --store-bits to take, and when full prefill is faster.
+    """
     from samkv_integrations.doctor import examine
 
+    _use_threads_for(model)  # times of another number of threads would not be found again
     loaded = Model.load(model, device=device, dtype=dtype)
-    checks = list(examine(loaded))
+    checks = list(examine(loaded, None if folder is None else ChunkStore(folder / "kv")))
     failed = [check.name for check in checks if not check.ok]
     if as_json:
         _write_json("doctor", model, [check.to_row() for check in checks])
@@ -153,12 +171,16 @@ def stats(folder: Folder = Path(".samkv"), as_json: Json = False) -> None:
         return
     out = tables.console()
     cells = [
-        (r["model"], r["dtype"], str(r["block_size"]), str(r["chunks"]), tables.size(r["bytes"]))
+        (r["model"], r["dtype"], str(r["store_bits"]), str(r["block_size"]),
+         str(r["format_version"]), str(r["chunks"]), tables.size(r["bytes"]))
         for r in rows
-    ]
-    out.print(tables.table(("model", "dtype", "block size", "chunks", "bytes"), cells, left=2))
+    ]  # fmt: skip
+    titles = ("model", "dtype", "bits", "block size", "format", "chunks", "bytes")
+    out.print(tables.table(titles, cells, left=2))
     out.print(f"\n{sum(r['chunks'] for r in rows)} chunks, "
               f"{tables.size(sum(r['bytes'] for r in rows))} in {path}")  # fmt: skip
+    if older := sum(r["chunks"] for r in rows if r["format_version"] < FORMAT_VERSION):
+        out.print(f"{older} chunks are of an older format and not used; ingest them again")
 
 
 @store_app.command()
@@ -168,6 +190,7 @@ def sync(
         list[str] | None, typer.Option("--collection", help="Which; again for more. Default: all.")
     ] = None,
     model: ModelName = "builtin", device: Device = "auto", dtype: Dtype = "auto",
+    store_bits: StoreBits = DEFAULT_STORE_BITS,
     grace_s: Annotated[
         float, typer.Option("--grace", help="Keep unused caches that are younger, in seconds.")
     ] = 3600.0,
@@ -181,7 +204,7 @@ def sync(
     if not names:
         raise EmptyInput(f"{database} holds no collection; ingest documents first")
     opened = [open_collection(database, name, create=False) for name in names]
-    engine = _engine(model, folder / "kv", device, dtype)
+    engine = _engine(model, folder / "kv", device, dtype, store_bits)
     engine.store.require(engine.fingerprint)
     # What nothing uses belongs to no collection: it is looked for once, when all have been read.
     done = [
@@ -212,12 +235,13 @@ def ingest(
     paths: Annotated[list[Path], typer.Argument(help="Files or folders (.txt, .md).")],
     collection: Collection = "documents", folder: Folder = Path(".samkv"),
     model: ModelName = "builtin", device: Device = "auto", dtype: Dtype = "auto",
+    store_bits: StoreBits = DEFAULT_STORE_BITS,
     chunk_size: Annotated[int, typer.Option(help="Longest chunk, in the model's tokens.")] = 512,
     as_json: Json = False,
 ) -> None:  # fmt: skip
     """Read documents once, and keep what the model made of them."""
     files = docs.find_documents(paths, leave_out=folder)
-    engine = _engine(model, folder / "kv", device, dtype)
+    engine = _engine(model, folder / "kv", device, dtype, store_bits)
     pieces = docs.read_pieces(files, engine.model, chunk_size)
     opened = open_collection(folder / "chroma", collection, create=True)
     texts = [piece.text for piece in pieces]
@@ -257,15 +281,20 @@ def ask(
     ] = None,
     collection: Collection = "documents", folder: Folder = Path(".samkv"),
     model: ModelName = "builtin", device: Device = "auto", dtype: Dtype = "auto",
+    store_bits: StoreBits = DEFAULT_STORE_BITS,
     top_k: Annotated[int, typer.Option(help="Chunks to retrieve.")] = 4,
-    method: MethodName = "samkv-guided",
+    method: MethodName = "auto",
     compare: Annotated[str, typer.Option(help="Methods to run side by side: NAME,NAME,...")] = "",
     settings: Annotated[
         list[str] | None, typer.Option("--set", help="An option of the method, NAME=VALUE.")
     ] = None,
     eviction: Annotated[
-        str, typer.Option(help="Rows to evict while answering, see 'samkv methods'; or none.")
-    ] = "none",
+        str | None,
+        typer.Option(
+            help="Rows to evict while answering, see 'samkv methods'; or none. "
+            "Default: the method's own."
+        ),
+    ] = None,
     eviction_budget: Annotated[
         float | None, typer.Option(help="Rows to go on with, as a share of the prompt.")
     ] = None,
@@ -280,7 +309,7 @@ def ask(
     methods = configured([name.strip() for name in (compare or method).split(",")], settings or [])
     rule = configured_eviction(eviction, eviction_budget)
     opened = open_collection(folder / "chroma", collection, create=False)
-    engine = _engine(model, folder / "kv", device, dtype)
+    engine = _engine(model, folder / "kv", device, dtype, store_bits)
     engine.store.require(engine.fingerprint)
     link, embedding = ChromaLink(opened, engine), HashingEmbedding()
     rows: list[dict[str, Any]] = []
@@ -292,6 +321,7 @@ def ask(
         prompt = rag_prompt(one.question, texts, chat=chat)
         if not rows and len(methods) > 1:  # the first pass of a process is slower than all others
             engine.generate(prompt, texts, method=methods[0], max_new_tokens=1)
+            engine.prefixes.clear()  # or `auto` would go on from there
         answers = []
         for each in methods:
             answer = engine.generate(
@@ -319,7 +349,7 @@ def ask(
 def quickstart(
     documents: Annotated[
         Path, typer.Option(help="Folder of sample documents.")
-    ] = Path("examples/town_records"),
+    ] = Path("examples/town_archive"),
     questions: Annotated[
         Path | None, typer.Option(help="Their questions; questions.jsonl in that folder.")
     ] = None,
@@ -351,15 +381,19 @@ def quickstart(
             for reply in replies.values()
         ]
         rows += tables.with_ratios(answers)
-        best = replies["samkv-guided"]
+        best = replies["auto"]
         names = ", ".join(best.sources[:3])
         shown += ["", one.question, f"  {best.text.strip()}", f"  from {names}, ..."]
     out.print("\n".join(shown[: 4 * SHOWN_QUESTIONS]))
     if as_json:
         _write_json("quickstart", "builtin", rows)
     else:
-        out.print(f"\n{len(asked)} questions, {len(COMPARED)} methods:\n")
+        n_tokens = round(mean(row["prompt_tokens"] for row in rows))
+        out.print(f"\n{len(asked)} questions, prompts of {n_tokens} tokens:\n")
         out.print(tables.summary_table(rows))
+        ran = Counter(row["ran"] for row in rows if row["method"] == "auto").most_common()
+        ways = ", ".join(f"{way} for {n} questions" for way, n in ran)
+        out.print(f"\nauto, the default, ran {ways}.\n{ALL_METHODS}")
 
 
 def _quickstart_of_llama_index() -> Any:  # noqa: ANN401
@@ -370,9 +404,12 @@ def _quickstart_of_llama_index() -> Any:  # noqa: ANN401
         raise MissingExtra.of(error.name or "llama_index", "llama-index") from error
 
 
-def _engine(model: str, store: Path, device: str, dtype: str) -> Engine:
+def _engine(model: str, store: Path, device: str, dtype: str, store_bits: int) -> Engine:
     _use_threads_for(model)
-    return Engine.from_pretrained(model, ChunkStore(store), device=device, dtype=dtype)
+    check_store_bits(store_bits)  # before a folder is made
+    return Engine.from_pretrained(
+        model, ChunkStore(store), device=device, dtype=dtype, store_bits=store_bits
+    )
 
 
 def _use_threads_for(model: str) -> None:

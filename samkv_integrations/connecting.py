@@ -12,6 +12,7 @@ from samkv_integrations.eviction import get_eviction
 from samkv_integrations.methods import get_method
 from samkv_integrations.model import Model, load_tokenizer
 from samkv_integrations.prompt import OnMiss
+from samkv_integrations.quantise import DEFAULT_STORE_BITS, check_store_bits
 from samkv_integrations.store import ChunkStore
 
 # What is given -> the arguments that would have loaded it.
@@ -34,8 +35,11 @@ def engine_of(
     model_kwargs: Mapping[str, Any],
     tokenizer_kwargs: Mapping[str, Any],
     kv_dir: str | Path | None,
+    store_bits: int | None,
 ) -> Engine:
     """The engine that was given, or one on the model that was given or has to be loaded.
+
+    store_bits: None for the engine's, which is the default of one that has to be made.
 
     Raises InvalidOption if an argument would be ignored.
     """
@@ -59,6 +63,8 @@ def engine_of(
         folder = folder_of(engine)
         if kv_dir is not None and not (folder and Path(folder).resolve() == Path(kv_dir).resolve()):
             raise _contradiction("kv_dir", str(kv_dir), folder)
+        if store_bits not in (None, engine.store_bits):
+            raise _contradiction("store_bits", store_bits, engine.store_bits)
         return engine
     if tokenizer is None and tokenizer_name is not None:
         tokenizer = load_tokenizer(tokenizer_name, tokenizer_kwargs)
@@ -79,7 +85,11 @@ def engine_of(
         )
     else:
         raise InvalidOption("give model_name (a hub id, a folder or 'builtin'), model, or engine")
-    return Engine(loaded, None if kv_dir is None else ChunkStore(kv_dir))
+    return Engine(
+        loaded,
+        None if kv_dir is None else ChunkStore(kv_dir),
+        store_bits=DEFAULT_STORE_BITS if store_bits is None else store_bits,
+    )
 
 
 def _check_agreement(model: Model, model_name: str | None, device_map: str, dtype: str) -> None:
@@ -104,11 +114,16 @@ def folder_of(engine: Engine) -> str | None:
     return str(engine.store.path) if isinstance(engine.store, ChunkStore) else None
 
 
-def check_names(method: str | None, eviction: str | None) -> None:
-    """Raises UnknownOption if there is no such method or eviction; None for the engine's."""
+def check_choices(method: str | None, eviction: str | None, store_bits: int | None) -> None:
+    """Raises if one is no choice that there is; None for the engine's.
+
+    Raises UnknownOption (method, eviction) or InvalidOption (store_bits).
+    """
     if method is not None:
         get_method(method)
     get_eviction(eviction)
+    if store_bits is not None:
+        check_store_bits(store_bits)
 
 
 def check_fits(

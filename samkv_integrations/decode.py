@@ -10,58 +10,32 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from samkv_integrations.blend import WorkingCache
 from samkv_integrations.errors import InvalidOption
-from samkv_integrations.evictor import Evictor
-from samkv_integrations.methods.parts import ContextAttention
-from samkv_integrations.model import Model, attention
+from samkv_integrations.model import Model
 from samkv_integrations.report import Report
+from samkv_integrations.working_cache import WorkingCache
 
 
 class Decoder:
     """Computes one answer token after another over a working cache.
 
     ``position`` is the next token's place in the logical prompt, which counts all tokens of all
-    chunks although rows are missing from the cache. ``attend`` weighs the context as the method
-    asks; ``evictor`` may take more rows out of the cache.
+    chunks although entries are missing from the cache.
     """
 
-    def __init__(
-        self,
-        model: Model,
-        cache: WorkingCache,
-        position: int,
-        *,
-        attend: ContextAttention | None = None,
-        evictor: Evictor | None = None,
-    ) -> None:
+    def __init__(self, model: Model, cache: WorkingCache, position: int) -> None:
         self.model = model
         self.cache = cache
         self.position = position
-        self.attend = attend
-        self.evictor = evictor
 
     def step(self, token: int) -> Tensor:
         """Logits (vocabulary,) after ``token``."""
         cos, sin = self.model.cos_sin(torch.tensor([self.position]))
         hidden = self.model.embed(torch.tensor([[token]]))
         for layer in range(self.model.n_layers):
-            hidden = self.model.layer(layer, hidden, cos, sin, self._attend)
+            hidden = self.model.layer(layer, hidden, cos, sin, self.cache.attend)
         self.position += 1
         return self.model.logits(hidden[0])[0]
-
-    def _attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float
-    ) -> Tensor:
-        keys, values = self.cache.append(layer, key[0, :, 0], value[0, :, 0])
-        if self.attend is None:
-            output = attention(query, keys, values, scaling, None, False)
-        else:
-            is_context = self.cache.is_context(layer)
-            output = self.attend(query, keys, values, scaling, None, is_context)
-        if self.evictor is not None:
-            self.evictor.after_step(self.cache, layer, query[0], scaling)
-        return output
 
 
 def check_stop(stop: Collection[object]) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 import torch
@@ -14,14 +15,18 @@ from tqdm.auto import tqdm
 
 from samkv_integrations.analysis import MIN_CHUNKS, PUBLISHED_STABLE_LAYERS, stable_layers
 from samkv_integrations.chunk import Fingerprint, normalise
+from samkv_integrations.costs import CostModel, measure
+from samkv_integrations.costs import name_of as costs_name
 from samkv_integrations.decode import AnswerStream, Decoder, TextStream
 from samkv_integrations.errors import CacheMiss, InvalidChunk, InvalidOption, StoreError
 from samkv_integrations.eviction import Eviction, get_eviction
+from samkv_integrations.first_token import Request, check_length, first_token, held_prefix
 from samkv_integrations.ingest import NewChunk, batches, prefill
 from samkv_integrations.known_texts import KnownTexts
-from samkv_integrations.layout import BlockScheme
+from samkv_integrations.layout import BlockScheme, Layout
 from samkv_integrations.methods import Method, get_method
 from samkv_integrations.model import Model, Sampling
+from samkv_integrations.prefix_cache import PrefixCache
 from samkv_integrations.prompt import (
     ChunkText,
     OnMiss,
@@ -32,9 +37,10 @@ from samkv_integrations.prompt import (
     handle_of,
     split_prompt,
 )
-from samkv_integrations.query import Query
+from samkv_integrations.quantise import DEFAULT_STORE_BITS, EntryFormat, check_store_bits
+from samkv_integrations.reader import MemoryChunk
 from samkv_integrations.report import Report
-from samkv_integrations.store import MemoryStore, Store
+from samkv_integrations.store import MemoryStore, Store, StoredChunk
 
 Prefix = Literal["bos", "none"]
 Prompt = str | Sequence[dict[str, str]]
@@ -55,15 +61,17 @@ class Engine:
         model: the model, see `Model`.
         store: where chunk caches live; None keeps them in memory.
         method: a name out of `METHODS`, or a `Method`.
-        eviction: which rows an answer's later tokens go on with: a name out of `EVICTIONS`, or an
-            `Eviction`; None, or ``"none"``, for all.
+        eviction: which entries an answer's later tokens go on with: a name out of `EVICTIONS`, or
+            an `Eviction`; None for the method's own, ``"none"`` for all.
         block_size: tokens a block; ``"auto"`` takes the size of what the store already holds for
             this model, else follows the length of the first chunks that are cached.
         prefix: what a chunk is prefilled after: ``"bos"`` (the beginning-of-sequence token, if the
             tokenizer has one) or ``"none"``.
         prefix_text: text that follows it, such as the system prompt that begins every request. The
             first chunk of a prompt that begins so is exact.
-        code_bits: bits of the keys that selection reads (2, 4 or 8).
+        store_bits: bits of the keys and values in chunk caches (4, 8, or 16 for the model's dtype).
+        prefix_bytes: memory for the beginnings of prompts that ``auto`` computed in full, so that
+            the next question about the same documents goes on from there; 0 for none.
 
     One engine may be used from many threads: a lock is held around each pass through the model,
     never while a caller consumes a stream.
@@ -74,25 +82,32 @@ class Engine:
         model: Model,
         store: Store | None = None,
         *,
-        method: str | Method = "samkv-guided",
+        method: str | Method = "auto",
         eviction: str | Eviction | None = None,
         block_size: int | Literal["auto"] = "auto",
         prefix: Prefix = "bos",
         prefix_text: str = "",
-        code_bits: int = 2,
+        store_bits: int = DEFAULT_STORE_BITS,
+        prefix_bytes: int = 2**28,
     ) -> None:
         if prefix not in ("bos", "none"):
             raise InvalidOption(f"prefix={prefix!r}; allowed: bos, none")
         self.model = model
         self.store: Store = MemoryStore() if store is None else store
         self.method = get_method(method)
-        self.eviction = get_eviction(eviction)
+        get_eviction(eviction)  # raises if it is unknown
+        self.eviction = eviction
         bos = model.bos_id if prefix == "bos" else None
         text_ids = model.tokenize(prefix_text, special=True) if prefix_text else []
         self.prefix: tuple[int, ...] = (*(() if bos is None else (bos,)), *text_ids)
         self._lock = threading.RLock()
-        self._code_bits = code_bits
+        EntryFormat(
+            bits=store_bits, n_kv_heads=model.n_kv_heads, head_dim=model.head_dim, dtype=model.dtype
+        )  # raises if the model cannot be kept in so many bits
+        self.store_bits = store_bits
         self._calibrated: tuple[int, ...] | None = None
+        self._costs: CostModel | None = None
+        self.prefixes = PrefixCache(prefix_bytes)
         self._fingerprint: Fingerprint | None = None
         self._known = KnownTexts(self.store, lambda: self.fingerprint, self.key_of)
         if block_size != "auto":
@@ -104,16 +119,18 @@ class Engine:
         name: str,
         store: Store | None = None,
         *,
-        method: str | Method = "samkv-guided",
+        method: str | Method = "auto",
         eviction: str | Eviction | None = None,
         device: str = "auto",
         dtype: str = "auto",
         block_size: int | Literal["auto"] = "auto",
         prefix: Prefix = "bos",
         prefix_text: str = "",
-        code_bits: int = 2,
+        store_bits: int = DEFAULT_STORE_BITS,
+        prefix_bytes: int = 2**28,
     ) -> Engine:
         """An engine on the model called ``name``: a hub id, a local folder, or ``"builtin"``."""
+        check_store_bits(store_bits)  # loading takes its time
         return cls(
             Model.load(name, device=device, dtype=dtype),
             store,
@@ -122,7 +139,8 @@ class Engine:
             block_size=block_size,
             prefix=prefix,
             prefix_text=prefix_text,
-            code_bits=code_bits,
+            store_bits=store_bits,
+            prefix_bytes=prefix_bytes,
         )
 
     # -- identity ---------------------------------------------------------------------------
@@ -158,7 +176,7 @@ class Engine:
             block_size=scheme.size,
             n_init=scheme.n_init,
             n_local=scheme.n_local,
-            code_bits=self._code_bits,
+            store_bits=self.store_bits,
         )
 
     def key_of(self, text: str) -> str:
@@ -305,7 +323,7 @@ class Engine:
         repetition_penalty: float | None = None,
         stop: Sequence[str] = (),
         stop_ids: Collection[int] = (),
-        on_miss: OnMiss = "text",
+        on_miss: OnMiss = "compute",
     ) -> Answer:
         """The answer to ``prompt``.
 
@@ -316,8 +334,9 @@ class Engine:
         context_window: tokens that prompt and answer may have together, if fewer than the model's.
         temperature, top_p, top_k, repetition_penalty, seed: see `Sampling`.
         stop, stop_ids: strings and token ids that end the answer and are no part of it.
-        on_miss: what to do for a chunk without a usable cache: ``text`` (compute it from its text,
-            this once), ``compute`` (cache it first), ``error``.
+        on_miss: what to do for a chunk without a usable cache: ``compute`` (as a chunk, and keep
+            it; with ``auto`` only where that does not take longer than full prefill), ``text``
+            (compute it with the rest of the prompt, keep nothing), ``error``.
 
         Raises:
             PromptTooLong: prompt and answer exceed the context window.
@@ -360,7 +379,7 @@ class Engine:
         repetition_penalty: float | None = None,
         stop: Sequence[str] = (),
         stop_ids: Collection[int] = (),
-        on_miss: OnMiss = "text",
+        on_miss: OnMiss = "compute",
     ) -> AnswerStream:
         """Like `generate`, but yields pieces of text as they are decided.
 
@@ -368,7 +387,6 @@ class Engine:
         """
         began = time.perf_counter()
         chosen = self.method if method is None else get_method(method)
-        rule = self.eviction if eviction is None else get_eviction(eviction)
         sampling = Sampling(
             max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, top_k=top_k,
             repetition_penalty=repetition_penalty, seed=seed,
@@ -377,28 +395,145 @@ class Engine:
         text = TextStream(self.model, stop)
         rendered = prompt if isinstance(prompt, str) else self.model.render_chat(prompt)
         with (
-            self.resolve(rendered, chunks, on_miss=on_miss) as resolved,
+            self.resolve(
+                rendered, chunks, on_miss="text" if on_miss == "compute" else on_miss
+            ) as resolved,
             self._lock,
             torch.inference_mode(),
         ):
-            stable = self._stable_layers() if "statistics" in chosen.reads else ()
-            query = Query(self.model, chosen, resolved, self.fingerprint, self.prefix, stable, rule)
-            logits = query.first_logits(sampling.max_new_tokens, context_window)
-            sampler = self.model.sampler(query.layout.token_ids.tolist(), sampling)
-            first = sampler.next(logits)
-        report = query.report(ttft_s=time.perf_counter() - began)
-        decoder = Decoder(
-            self.model, query.cache, query.layout.n_tokens,
-            attend=chosen.attend, evictor=query.evictor,
-        )  # fmt: skip
+            request = self._request(resolved, chosen, eviction, max_new_tokens, context_window)
+            begun = first_token(self._with_missed(request) if on_miss == "compute" else request)
+            sampler = self.model.sampler(begun.layout.token_ids.tolist(), sampling)
+            first = sampler.next(begun.logits)
+        report = replace(begun.report, ttft_s=time.perf_counter() - began)
+        decoder = Decoder(self.model, begun.cache, begun.layout.n_tokens)
 
         def step(token: int) -> int:
             with self._lock, torch.inference_mode():
                 return sampler.next(decoder.step(token))
 
         return AnswerStream(
-            first, step, end_ids, sampling.max_new_tokens, text, report, query.cache
+            first, step, end_ids, sampling.max_new_tokens, text, report, begun.cache
         )
+
+    def logits(
+        self,
+        prompt: Prompt,
+        chunks: Sequence[str] | None = None,
+        *,
+        follow: Sequence[int] = (),
+        method: str | Method | None = None,
+        eviction: str | Eviction | None = None,
+    ) -> torch.Tensor:
+        """Logits of the answer's first token, and after each token of ``follow``.
+
+        Returns (1 + len(follow), vocabulary) float32 on the CPU. Other arguments and errors are
+        those of `generate`.
+        """
+        chosen = self.method if method is None else get_method(method)
+        rendered = prompt if isinstance(prompt, str) else self.model.render_chat(prompt)
+        with self.resolve(rendered, chunks) as resolved, self._lock, torch.inference_mode():
+            request = self._request(resolved, chosen, eviction, max(1, len(follow)), None)
+            begun = first_token(request)
+            decoder = Decoder(self.model, begun.cache, begun.layout.n_tokens)
+            rows = [begun.logits, *map(decoder.step, follow)]
+            return torch.stack(rows).float().cpu()
+
+    def _request(
+        self,
+        resolved: Resolved,
+        method: Method,
+        eviction: str | Eviction | None,
+        capacity: int,
+        context_window: int | None,
+    ) -> Request:
+        rule = self.eviction if eviction is None else eviction
+        return Request(
+            model=self.model,
+            method=method,
+            resolved=resolved,
+            fingerprint=self.fingerprint,
+            prefix=self.prefix,
+            capacity=capacity,
+            stable_layers=self._stable_layers() if "statistics" in method.needs else (),
+            eviction=get_eviction(rule),
+            own_eviction=rule is None,
+            context_window=context_window,
+            costs=self.costs if method.whole_if_faster else None,
+            prefixes=self.prefixes,
+        )
+
+    def _with_missed(self, request: Request) -> Request:
+        """The request with its missed chunks computed as chunks, which are kept.
+
+        ``auto`` leaves them to full prefill where that is faster, and ``recompute`` always. What
+        the store cannot take, or no cache can hold, does not fail the request.
+        """
+        texts = request.resolved.missed_texts
+        if not texts or not request.method.recompute.uses_caches:
+            return request
+        layout = check_length(request)
+        if held_prefix(request, layout) is not None:
+            return request
+        if request.method.whole_if_faster and not self._is_worth_computing(request, layout):
+            return request
+        if self._fingerprint is None:
+            self._settle_block_size(list(texts))
+        made = self._compute(
+            [
+                NewChunk(key=self.store.key(self.fingerprint, ids), text=text, token_ids=ids)
+                for ids, text in texts.items()
+            ]
+        )
+        request.resolved.add_computed(made)
+        return replace(request, fingerprint=self.fingerprint)
+
+    def _compute(
+        self, chunks: Sequence[NewChunk]
+    ) -> dict[tuple[int, ...], Callable[[], StoredChunk]]:
+        """Caches of chunks by their token ids, each opened from memory; kept if possible."""
+        made: dict[tuple[int, ...], Callable[[], StoredChunk]] = {}
+        for batch in batches(chunks):
+            try:
+                caches = prefill(self.model, batch, self.fingerprint, self.prefix)
+            except InvalidChunk:
+                continue
+            for chunk, cache in zip(batch, caches, strict=True):
+                made[chunk.token_ids] = partial(MemoryChunk, cache, self.fingerprint)
+                with suppress(StoreError):
+                    self.store.put(cache)
+        self._calibrated = None
+        return made
+
+    def _is_worth_computing(self, request: Request, layout: Layout) -> bool:
+        """Whether missed chunks and two passes take no longer than full prefill."""
+        missed = [len(ids) for ids in request.resolved.missed_texts]
+        n_tokens, n_context = layout.n_tokens, layout.n_context + sum(missed)
+        select, recompute = request.method.select, request.method.recompute
+        n_probed = int(select.probe_tokens(layout).sum())
+        costs = self.costs
+        ratio = recompute.most_ratio(n_context, layout.n_chunks + len(missed))
+        two_passes = costs.two_passes_s(n_tokens, n_context, n_probed, ratio)
+        return costs.chunks_s(missed) + two_passes <= costs.full_prefill_s(n_tokens)
+
+    @property
+    def costs(self) -> CostModel:
+        """What passes cost here: as `calibrate` measured, else as assumed."""
+        if self._costs is None:
+            text = self.store.note(costs_name(self.model))
+            measured = None if text is None else CostModel.from_json(text)
+            self._costs = measured or CostModel.assumed(self.model)
+        return self._costs
+
+    def calibrate(self) -> CostModel:
+        """Measure what passes cost on this machine, and keep it beside the caches; seconds.
+
+        Raises StoreError if the store cannot be written.
+        """
+        with self._lock:
+            self._costs = measure(self.model, self.fingerprint.entry_format)
+        self.store.put_note(costs_name(self.model), self._costs.to_json())
+        return self._costs
 
     def resolve(
         self, prompt: str, chunks: Sequence[str] | None = None, *, on_miss: OnMiss = "text"

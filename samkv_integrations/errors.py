@@ -26,7 +26,7 @@ class PromptTooLong(SamkvError):
 
 
 class InvalidChunk(SamkvError):
-    """A text that cannot be cached: empty, or longer than the context window."""
+    """A text that cannot be cached: empty, longer than the context window, or beyond store_bits."""
 
 
 class HandleError(SamkvError):

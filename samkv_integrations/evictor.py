@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from samkv_integrations.blend import WorkingCache
-from samkv_integrations.eviction import Eviction
-from samkv_integrations.eviction.parts import Seen
+from samkv_integrations.eviction.parts import DroppingEviction, Seen
+from samkv_integrations.working_cache import DenseCache
 
 
 class Evictor:
@@ -23,7 +22,9 @@ class Evictor:
         capacity: rows that the answer may add.
     """
 
-    def __init__(self, rule: Eviction, *, n_tokens: int, n_layers: int, capacity: int) -> None:
+    def __init__(
+        self, rule: DroppingEviction, *, n_tokens: int, n_layers: int, capacity: int
+    ) -> None:
         self._slides = rule.slides
         self._capacity = capacity
         self._keepers = [
@@ -31,7 +32,7 @@ class Evictor:
         ]
 
     def after_prompt(
-        self, cache: WorkingCache, layer: int, query: Tensor, slots: Tensor, scaling: float
+        self, cache: DenseCache, layer: int, query: Tensor, slots: Tensor, scaling: float
     ) -> None:
         """Shrink a layer to what the rule keeps, and make room for the answer.
 
@@ -46,7 +47,7 @@ class Evictor:
             room = max(n_kept, min(room, keeper.budget + 1))
         cache.keep(layer, kept, room)
 
-    def after_step(self, cache: WorkingCache, layer: int, query: Tensor, scaling: float) -> None:
+    def after_step(self, cache: DenseCache, layer: int, query: Tensor, scaling: float) -> None:
         """Let the rule give up a row for the one that has just come. query: (H, 1, D)."""
         if not self._slides:
             return

@@ -20,8 +20,6 @@ from torch import Tensor
 from samkv_integrations.chunk import FORMAT_VERSION, ChunkCache, Fingerprint
 from samkv_integrations.layout import ChunkBlocks
 
-KINDS = ("keys", "values")
-PARTS = ("anchor", "middle")
 INDEX = (
     "token_ids",
     "block_max",
@@ -31,9 +29,7 @@ INDEX = (
     "local_query",
     "summary_codes",
     "summary_scale",
-    "key_codes",
-    "key_code_scale",
-    "key_code_offset",
+    "key_range",
 )
 _DTYPE_NAMES = {
     torch.uint8: "U8",
@@ -78,11 +74,9 @@ class FileLayout:
         made_by, blocks, n_blocks = self.fingerprint, self.blocks, self.blocks.n_blocks
         n_middle = blocks.middle_blocks.stop - blocks.middle_blocks.start
         n_layers, n_groups, dim = made_by.n_layers, made_by.n_kv_heads, made_by.head_dim
-        anchor = (made_by.torch_dtype, (n_layers, blocks.n_anchor, n_groups, dim))
-        middle = (made_by.torch_dtype, (n_layers, blocks.n_middle, n_groups, dim))
-        code_bytes = dim * made_by.code_bits // 8
+        entries = made_by.entry_format
         table = {
-            "checksums": (torch.uint32, (1 + len(INDEX) + n_layers * n_blocks * len(KINDS),)),
+            "checksums": (torch.uint32, (1 + len(INDEX) + n_layers * n_blocks,)),
             "token_ids": (torch.int32, (self.n_tokens,)),
             "block_max": (torch.int32, (n_layers,)),
             "block_min": (torch.int32, (n_layers,)),
@@ -91,13 +85,8 @@ class FileLayout:
             "local_query": (made_by.torch_dtype, (n_layers, made_by.n_heads, dim)),
             "summary_codes": (torch.int8, (n_layers, n_middle, n_groups, dim)),
             "summary_scale": (torch.float16, (n_layers, n_middle, n_groups)),
-            "key_codes": (torch.uint8, (n_layers, self.n_tokens, n_groups, code_bytes)),
-            "key_code_scale": (torch.float16, (n_layers, n_groups, dim)),
-            "key_code_offset": (torch.float16, (n_layers, n_groups, dim)),
-            "anchor_keys": anchor,
-            "anchor_values": anchor,
-            "middle_keys": middle,
-            "middle_values": middle,
+            "key_range": (torch.float32, (n_layers, *entries.range_shape)),
+            "entries": (torch.uint8, (n_layers, self.n_tokens, entries.n_bytes)),
         }
         places, start = {}, 0
         for name, (dtype, shape) in table.items():
@@ -109,33 +98,24 @@ class FileLayout:
     @property
     def size(self) -> int:
         """Bytes of all tensors together, the header not counted."""
-        return self.tensors["middle_values"].stop
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of the keys (or the values) of one token at one layer."""
-        made_by = self.fingerprint
-        return made_by.n_kv_heads * made_by.head_dim * made_by.torch_dtype.itemsize
+        return self.tensors["entries"].stop
 
     @cached_property
-    def block_places(self) -> list[tuple[int, int, int]]:
-        """Of each block: which of `PARTS`, first byte within one layer of that part, bytes."""
-        blocks, row, places = self.blocks, self.row_bytes, []
-        for block in range(blocks.n_blocks):
-            first, last = blocks.span(block)
-            part = int(block in blocks.middle_blocks)
-            if part:
-                start = first - blocks.middle_start
-            else:
-                start = first if first < blocks.middle_stop else first - blocks.n_middle
-            places.append((part, start * row, (last - first) * row))
-        return places
+    def layer_bytes(self) -> int:
+        """Bytes of the entries of one layer."""
+        return self.n_tokens * self.fingerprint.entry_format.n_bytes
 
-    def block_range(self, layer: int, block: int, kind: str) -> tuple[int, int]:
-        """First byte, and the one after the last, of one block's keys or values at one layer."""
-        part, start, n_bytes = self.block_places[block]
-        place = self.tensors[f"{PARTS[part]}_{kind}"]
-        start += place.start + layer * place.shape[1] * self.row_bytes
+    @cached_property
+    def block_places(self) -> list[tuple[int, int]]:
+        """Of each block: its first byte within the entries of a layer, and its bytes."""
+        n_bytes = self.fingerprint.entry_format.n_bytes
+        spans = map(self.blocks.span, range(self.blocks.n_blocks))
+        return [(first * n_bytes, (last - first) * n_bytes) for first, last in spans]
+
+    def block_range(self, layer: int, block: int) -> tuple[int, int]:
+        """First byte, and the one after the last, of one block's entries at one layer."""
+        first, n_bytes = self.block_places[block]
+        start = self.tensors["entries"].start + layer * self.layer_bytes + first
         return start, start + n_bytes
 
     def header(self, key: str) -> bytes:
@@ -162,11 +142,9 @@ class FileLayout:
 
 
 def encode(chunk: ChunkCache) -> Iterator[bytes | memoryview]:
-    """The bytes of the chunk's file, in order and in pieces, without copying keys or values."""
+    """The bytes of the chunk's file, in order and in pieces, without copying the entries."""
     layout = FileLayout(fingerprint=chunk.fingerprint, n_tokens=chunk.n_tokens)
-    blocks, row = layout.blocks, layout.row_bytes
-    layers = range(chunk.fingerprint.n_layers)
-    index = {
+    tensors = {
         "token_ids": chunk.token_ids,
         "block_max": chunk.statistics.block_max,
         "block_min": chunk.statistics.block_min,
@@ -175,38 +153,25 @@ def encode(chunk: ChunkCache) -> Iterator[bytes | memoryview]:
         "local_query": chunk.local_query,
         "summary_codes": chunk.summaries.codes,
         "summary_scale": chunk.summaries.scale,
-        "key_codes": chunk.codes.codes,
-        "key_code_scale": chunk.codes.scale,
-        "key_code_offset": chunk.codes.offset,
+        "key_range": chunk.key_range,
+        "entries": chunk.entries,
     }
-    for name, tensor in index.items():
+    for name, tensor in tensors.items():
         place = layout.tensors[name]
         assert (tensor.dtype, tuple(tensor.shape)) == (place.dtype, place.shape), name
-    anchor = layout.tensors["anchor_keys"]
-    shape = (anchor.shape[0], chunk.n_tokens, *anchor.shape[2:])
-    for tensor in (chunk.keys, chunk.values):
-        assert (tensor.dtype, tuple(tensor.shape)) == (anchor.dtype, shape), "keys or values"
 
     header = layout.header(chunk.key)
-    index_bytes = [byte_view(index[name].detach().contiguous()) for name in INDEX]
-    kinds = [byte_view(tensor.detach().contiguous()) for tensor in (chunk.keys, chunk.values)]
-
-    def rows(kind: memoryview, layer: int, first: int, last: int) -> memoryview:
-        start = layer * chunk.n_tokens
-        return kind[(start + first) * row : (start + last) * row]
-
-    checksums = [crc32(header), *map(crc32, index_bytes)]
-    for layer in layers:
-        for block in range(blocks.n_blocks):
-            checksums += [crc32(rows(kind, layer, *blocks.span(block))) for kind in kinds]
+    *index, entries = (byte_view(tensor.detach().contiguous()) for tensor in tensors.values())
+    checksums = [crc32(header), *map(crc32, index)]
+    for start in range(0, len(entries), layout.layer_bytes):
+        checksums += [
+            crc32(entries[start + first : start + first + n_bytes])
+            for first, n_bytes in layout.block_places
+        ]
     yield header
     yield struct.pack(f"<{len(checksums)}I", *checksums)
-    yield from index_bytes
-    anchors = [(0, blocks.middle_start), (blocks.middle_stop, chunk.n_tokens)]
-    for spans in (anchors, [(blocks.middle_start, blocks.middle_stop)]):
-        for kind in kinds:
-            for layer in layers:
-                yield from (rows(kind, layer, *span) for span in spans)
+    yield from index
+    yield entries
 
 
 def byte_view(tensor: Tensor) -> memoryview:

@@ -12,7 +12,6 @@ from samkv_integrations.analysis import (
     LayerStatistics,
     chunk_statistics,
     layer_statistics,
-    quantise_keys,
     summarise,
 )
 from samkv_integrations.chunk import ChunkCache, Fingerprint
@@ -113,15 +112,18 @@ class _Capture:
     def cache_of(self, index: int) -> ChunkCache:
         chunk, keys = self._chunks[index], self._keys[index]
         blocks = self._fingerprint.scheme.of(len(chunk.token_ids))
+        form, values = self._fingerprint.entry_format, self._values[index]
+        # Layer by layer: float32 copies of all keys would be the largest tensors of the ingest.
+        key_range = torch.stack([form.key_range(of_layer) for of_layer in keys])
+        entries = torch.stack(list(map(form.encode, keys, values, key_range)))
         return ChunkCache(
             key=chunk.key,
             fingerprint=self._fingerprint,
             text=chunk.text,
             token_ids=torch.tensor(chunk.token_ids, dtype=torch.int32),
-            keys=keys,
-            values=self._values[index],
+            entries=entries,
+            key_range=key_range,
             local_query=self._local_query[index],
             statistics=chunk_statistics(self._statistics[index], blocks),
             summaries=summarise(keys, blocks),
-            codes=quantise_keys(keys, self._fingerprint.code_bits),
         )

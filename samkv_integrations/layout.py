@@ -252,6 +252,21 @@ class Layout:
             - torch.tensor(self.chunk_starts, dtype=torch.long)[self.chunk_of_token]
         )
 
+    def place_in_chunks(self, device: torch.device) -> Tensor:
+        """(Tctx,) place of each context token in a table of chunks by offsets, row after row.
+
+        The table is as wide as the longest chunk. Moved to ``device`` once, as each move waits.
+        """
+        if device not in self._moved:
+            longest = max(blocks.n_tokens for blocks in self.chunk_blocks)
+            place = self.chunk_of_token * longest + self.offset_in_chunk
+            self._moved[device] = place.to(device)
+        return self._moved[device]
+
+    @cached_property
+    def _moved(self) -> dict[torch.device, Tensor]:
+        return {}
+
     @cached_property
     def prefilled_positions(self) -> Tensor:
         """(Tctx,) position at which each context token was prefilled."""
@@ -279,14 +294,12 @@ class Selection:
     """What a method keeps of the context.
 
     keep: (L, Nb) bool, CPU, blocks kept at each layer.
-    token_scores: (L, Tctx) how much the question asks for each context token, if it was computed.
-    chunk_scores: (L, Tctx) how much the question asks for each context token among those of its own
-        chunk, if it was computed.
+    token_scores: (Tctx,) how much the question attends to each context token, if it was computed;
+        on the model's device.
     """
 
     keep: Tensor
     token_scores: Tensor | None = None
-    chunk_scores: Tensor | None = None
 
     def tokens(self, layout: Layout) -> Tensor:
         """(L, Tctx) bool, tokens kept at each layer."""

@@ -260,6 +260,11 @@ class Model:
         frequencies = self.hf.model.rotary_emb.inv_freq.float().cpu().numpy().tobytes()
         return hashlib.blake2b(parameters + frequencies, digest_size=16).hexdigest()
 
+    @cached_property
+    def layer_parameters(self) -> int:
+        """Numbers in the weights of one layer."""
+        return sum(weight.numel() for weight in self.hf.model.layers[0].parameters())
+
     @property
     def dtype_name(self) -> str:
         return str(self.dtype).removeprefix("torch.")
@@ -499,11 +504,13 @@ def random_model(
     """A model with random weights and the reference model's tokenizer, for timings.
 
     shape: fields of a transformers config, ``model_type`` among them. Nothing is downloaded.
+
+    Raises InvalidOption for a device that this machine lacks, before anything is built.
     """
-    fields = dict(shape)
+    place, fields = _device(device), dict(shape)
     config = AutoConfig.for_model(fields.pop("model_type"), **fields)
     torch.manual_seed(seed)
-    with torch.device(device):
+    with place:
         auto: Any = AutoModelForCausalLM
         hf = auto.from_config(config, dtype=getattr(torch, dtype))
     return Model(hf, AutoTokenizer.from_pretrained(str(builtin_path())), name)

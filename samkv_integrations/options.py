@@ -33,8 +33,10 @@ def configured(names: Sequence[str], settings: Sequence[str] = ()) -> list[Metho
     return methods
 
 
-def configured_eviction(name: str, budget_ratio: float | None = None) -> Eviction | None:
-    """The rule called ``name``, with another budget if one is given; None for ``"none"``.
+def configured_eviction(
+    name: str | None, budget_ratio: float | None = None
+) -> Eviction | str | None:
+    """The rule called ``name``, with another budget if one is given; None and "none" as they are.
 
     Raises:
         UnknownOption: there is no such rule.
@@ -42,7 +44,7 @@ def configured_eviction(name: str, budget_ratio: float | None = None) -> Evictio
     """
     rule = get_eviction(name)
     if budget_ratio is None:
-        return rule
+        return rule or name
     if rule is None:
         raise InvalidOption(
             f"an eviction budget of {budget_ratio} without an eviction; name one, or leave the "

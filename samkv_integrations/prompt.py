@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Literal, Self, get_args
 
@@ -147,12 +147,30 @@ def _shorten(text: str, limit: int = 60) -> str:
 class Resolved:
     """Segments of a prompt and the open caches of those that are cached chunks, in order.
 
-    misses: reason -> number of chunks without a usable cache. Closes the caches on exit.
+    misses: reason -> number of chunks without a usable cache. missed_texts: theirs, by token ids.
+    computed: tokens of each missed chunk that was then computed as a chunk. Closes the caches on
+    exit.
     """
 
     segments: list[Segment] = field(default_factory=list)
     opened: list[StoredChunk] = field(default_factory=list)
     misses: Counter[str] = field(default_factory=Counter)
+    missed_texts: dict[tuple[int, ...], str] = field(default_factory=dict)
+    computed: list[int] = field(default_factory=list)
+
+    def add_computed(self, chunks: Mapping[tuple[int, ...], Callable[[], StoredChunk]]) -> None:
+        """Answer missed chunks from caches that have just been made, by token ids."""
+        opened, before = self.opened, iter(self.opened)
+        self.opened = []
+        for at, segment in enumerate(self.segments):
+            if segment.blocks is not None:
+                self.opened.append(next(before))
+            elif segment.is_context and segment.token_ids in chunks:
+                stored = chunks[segment.token_ids]()
+                self.opened.append(stored)
+                self.computed.append(stored.n_tokens)
+                self.segments[at] = replace(segment, blocks=stored.blocks)
+        assert len(opened) + len(self.computed) == len(self.opened)
 
     def lose(self, index: int, reason: str) -> None:
         """Make cached chunk ``index`` a chunk that is computed from its tokens."""
@@ -253,10 +271,15 @@ class Resolver:
                     "on_miss='text' or 'compute'"
                 ) from miss
             resolved.misses[miss.reason] += 1
+            if (text := self._text_of(piece)) is not None:
+                resolved.missed_texts[ids] = text
             resolved.segments.append(Segment(token_ids=ids, is_context=True))
             return
         resolved.opened.append(stored)
         resolved.segments.append(Segment(token_ids=ids, blocks=stored.blocks, is_context=True))
+
+    def _text_of(self, piece: ChunkText | ChunkHandle) -> str | None:
+        return piece.text if isinstance(piece, ChunkText) else self._store.text(piece.key)
 
     def _ids_behind(self, key: str) -> tuple[int, ...]:
         """Token ids that a handle stands for: of its text, else of its cache.

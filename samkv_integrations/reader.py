@@ -18,19 +18,19 @@ from samkv_integrations.chunk import (
     ChunkCache,
     ChunkStatistics,
     Fingerprint,
-    KeyCodes,
     Summaries,
 )
 from samkv_integrations.errors import CacheMiss
-from samkv_integrations.format import INDEX, KINDS, PARTS, FileLayout, byte_view
+from samkv_integrations.format import INDEX, FileLayout, byte_view
 from samkv_integrations.layout import ChunkBlocks
 
 # Tensors that are read together, in file order.
 _STATISTICS = ("block_max", "block_min", "stable", "outliers")
 _LOCAL_QUERY = ("local_query",)
 _SUMMARIES = ("summary_codes", "summary_scale")
-_CODES = ("key_codes", "key_code_scale", "key_code_offset")
+_KEY_RANGE = ("key_range",)
 _MAX_HEADER_BYTES = 1 << 20
+_MAX_VIEWS = 1024  # of one read: IOV_MAX of Linux and macOS
 
 
 class StoredChunk(Protocol):
@@ -61,17 +61,25 @@ class StoredChunk(Protocol):
     def summaries(self) -> Summaries:
         """The block summaries. Read once."""
 
-    def codes(self) -> KeyCodes:
-        """The key codes. Read once."""
+    def key_range(self) -> Tensor:
+        """(L, 2, G, D) float32, scale and offset of each channel; (L, 0, G, D) with 16 bits.
 
-    def read_blocks(
-        self, layer: int, blocks: Sequence[int], keys_out: Tensor, values_out: Tensor
-    ) -> None:
-        """Reads the rows of ``blocks`` at ``layer``, and no others, in the order given.
+        Read once, by `read_all` if that comes first.
+        """
+
+    def read_all(self, out: Sequence[Tensor]) -> None:
+        """Reads the entries of all tokens at all layers, and the key range if it is not known yet.
+
+        ``out`` is written: a contiguous CPU tensor (T, E) uint8 for each layer, which may be a part
+        of a larger one. After a `CacheMiss` its content is undefined.
+        """
+
+    def read_blocks(self, layer: int, blocks: Sequence[int], out: Tensor) -> None:
+        """Reads the entries of ``blocks`` at ``layer``, and no others, in the order given.
 
         Blocks that are neighbours in the file are read at once, so ascending order is the fastest.
-        ``keys_out`` and ``values_out`` are written: contiguous CPU tensors (S, G, D) in the model's
-        dtype, S the sum of the blocks' lengths. After a `CacheMiss` their content is undefined.
+        ``out`` is written: a contiguous CPU tensor (S, E) uint8, S the sum of the blocks' lengths.
+        After a `CacheMiss` its content is undefined.
         """
 
     def verify(self) -> None:
@@ -122,25 +130,35 @@ class MemoryChunk:
         self._count("summaries", found.codes, found.scale)
         return found
 
-    def codes(self) -> KeyCodes:
-        found = self._open_chunk().codes
-        self._count("codes", found.codes, found.scale, found.offset)
+    def key_range(self) -> Tensor:
+        found = self._open_chunk().key_range
+        self._count("key_range", found)
+        if not _is_sound(found):
+            raise CacheMiss("corrupt", f"{self.key}: key_range")
         return found
 
-    def read_blocks(
-        self, layer: int, blocks: Sequence[int], keys_out: Tensor, values_out: Tensor
-    ) -> None:
-        chunk = self._open_chunk()
+    def read_all(self, out: Sequence[Tensor]) -> None:
+        entries = self._open_chunk().entries
+        assert len(out) == len(entries)
+        self.key_range()
+        for layer, found in zip(out, entries, strict=True):
+            assert (layer.dtype, layer.shape) == (found.dtype, found.shape)
+            assert layer.is_contiguous()
+            layer.copy_(found)
+        self.bytes_read += entries.nbytes
+
+    def read_blocks(self, layer: int, blocks: Sequence[int], out: Tensor) -> None:
+        entries = self._open_chunk().entries
         assert layer >= 0 and min(blocks, default=0) >= 0
         rows = [token for block in blocks for token in range(*self.blocks.span(block))]
-        for source, out in ((chunk.keys, keys_out), (chunk.values, values_out)):
-            found = source[layer, rows]
-            assert (out.dtype, out.shape) == (found.dtype, found.shape)
-            out.copy_(found)
-            self.bytes_read += found.nbytes
+        found = entries[layer, rows]
+        assert (out.dtype, out.shape) == (found.dtype, found.shape)
+        out.copy_(found)
+        self.bytes_read += found.nbytes
 
     def verify(self) -> None:
         self._open_chunk()
+        self.key_range()
 
     def close(self) -> None:
         self._chunk = None
@@ -188,12 +206,7 @@ class ChunkFile:
         self._checksums = memoryview(checksums).cast("I")
         self._check(header, 0, "header")
         self.token_ids, *self._groups[_STATISTICS] = self._read_index(("token_ids", *_STATISTICS))
-        places = layout.tensors
-        self._dtype = places["anchor_keys"].dtype
-        self._bases = [
-            [self._data_start + places[f"{part}_{kind}"].start for part in PARTS] for kind in KINDS
-        ]
-        self._strides = [places[f"{part}_keys"].shape[1] * layout.row_bytes for part in PARTS]
+        self._entries_start = self._data_start + layout.tensors["entries"].start
 
     def _read_header(self) -> tuple[bytes, FileLayout]:
         size = os.fstat(self._fd).st_size
@@ -229,14 +242,23 @@ class ChunkFile:
         return CacheMiss("corrupt", f"{self._path}: {what}")
 
     def _read(self, offset: int, *views: memoryview) -> None:
+        """Fills the views with what follows each other from ``offset`` on."""
         assert self._fd >= 0, "closed"
-        try:
-            got = os.preadv(self._fd, views, offset)
-        except OSError as error:
-            raise CacheMiss("io", f"{self._path}: {error}") from error
-        self.bytes_read += got
-        if got != sum(map(len, views)):
-            raise self._corrupt("too short")
+        left = [view for view in views if len(view)]
+        while left:
+            try:
+                got = os.preadv(self._fd, left[:_MAX_VIEWS], offset)
+            except OSError as error:
+                raise CacheMiss("io", f"{self._path}: {error}") from error
+            if not got:
+                raise self._corrupt("too short")
+            self.bytes_read += got
+            offset += got
+            # All of it, but for more than 2 GiB, or more views than one read takes.
+            while got and got >= len(left[0]):
+                got -= len(left.pop(0))
+            if got:
+                left[0] = left[0][got:]
 
     def _check(self, data: bytes | memoryview, position: int, what: str) -> None:
         if crc32(data) != self._checksums[position]:
@@ -273,48 +295,72 @@ class ChunkFile:
         codes, scale = self._group(_SUMMARIES)
         return Summaries(codes=codes, scale=scale)
 
-    def codes(self) -> KeyCodes:
-        codes, scale, offset = self._group(_CODES)
-        return KeyCodes(codes=codes, scale=scale, offset=offset)
+    def key_range(self) -> Tensor:
+        if _KEY_RANGE not in self._groups:
+            self._keep_range(self._read_index(_KEY_RANGE)[0])
+        return self._groups[_KEY_RANGE][0]
 
-    def read_blocks(
-        self, layer: int, blocks: Sequence[int], keys_out: Tensor, values_out: Tensor
-    ) -> None:
+    def _keep_range(self, found: Tensor) -> None:
+        if not _is_sound(found):
+            raise self._corrupt("key_range")
+        self._groups[_KEY_RANGE] = [found]
+
+    def read_all(self, out: Sequence[Tensor]) -> None:
+        layout = self._layout
+        n_layers, *shape = layout.tensors["entries"].shape
+        assert len(out) == n_layers
+        assert all((o.dtype, list(o.shape)) == (torch.uint8, shape) for o in out)
+        assert all(o.is_contiguous() for o in out)
+        layers = [byte_view(layer) for layer in out]
+        if _KEY_RANGE in self._groups:
+            self._read(self._entries_start, *layers)
+        else:  # It lies right before the entries, so one read takes both.
+            place = layout.tensors["key_range"]
+            found = torch.empty(place.shape, dtype=place.dtype)
+            view = byte_view(found)
+            self._read(self._data_start + place.start, view, *layers)
+            self._check(view, 1 + INDEX.index("key_range"), "key_range")
+            self._keep_range(found)
+        position = 1 + len(INDEX)
+        for of_layer in layers:
+            for start, n_bytes in layout.block_places:
+                self._check(of_layer[start : start + n_bytes], position, "block")
+                position += 1
+
+    def read_blocks(self, layer: int, blocks: Sequence[int], out: Tensor) -> None:
         # The hot path of a request: thousands of calls, so no tensor operation in any loop.
         layout = self._layout
         assert 0 <= layer < layout.fingerprint.n_layers and min(blocks, default=0) >= 0
-        places, n_blocks = layout.block_places, len(layout.block_places)
-        for kind, out in enumerate((keys_out, values_out)):
-            assert out.dtype == self._dtype
-            view = byte_view(out)
-            bases = [b + layer * n for b, n in zip(self._bases[kind], self._strides, strict=True)]
-            runs: list[list[int]] = []  # adjacent in the file: its offset, and a range of `view`
-            done = end = 0
-            for block in blocks:
-                part, start, n_bytes = places[block]
-                if bases[part] + start != end:
-                    end = bases[part] + start
-                    runs.append([end, done, done])
-                end += n_bytes
-                done += n_bytes
-                runs[-1][2] = done
-            assert done == len(view), "the tensors must hold exactly the rows of the blocks"
-            for offset, first, last in runs:
-                self._read(offset, view[first:last])
-            first_checksum = 1 + len(INDEX) + layer * n_blocks * len(KINDS) + kind
-            done = 0
-            for block in blocks:
-                end = done + places[block][2]
-                self._check(view[done:end], first_checksum + block * len(KINDS), "block")
-                done = end
+        assert out.dtype == torch.uint8
+        places, view = layout.block_places, byte_view(out)
+        base = self._entries_start + layer * layout.layer_bytes
+        runs: list[list[int]] = []  # adjacent in the file: its offset, and a range of `view`
+        done = end = 0
+        for block in blocks:
+            start, n_bytes = places[block]
+            if base + start != end:
+                end = base + start
+                runs.append([end, done, done])
+            end += n_bytes
+            done += n_bytes
+            runs[-1][2] = done
+        assert done == len(view), "the tensor must hold exactly the entries of the blocks"
+        for offset, first, last in runs:
+            self._read(offset, view[first:last])
+        first_checksum = 1 + len(INDEX) + layer * len(places)
+        done = 0
+        for block in blocks:
+            end = done + places[block][1]
+            self._check(view[done:end], first_checksum + block, "block")
+            done = end
 
     def verify(self) -> None:
-        for names in (("token_ids", *_STATISTICS), _LOCAL_QUERY, _SUMMARIES, _CODES):
-            self._read_index(names)
-        place = self._layout.tensors["anchor_keys"]
-        keys = torch.empty((self.n_tokens, *place.shape[2:]), dtype=place.dtype)
-        for layer in range(place.shape[0]):
-            self.read_blocks(layer, range(self.blocks.n_blocks), keys, torch.empty_like(keys))
+        *_, key_range = self._read_index(INDEX)
+        self._keep_range(key_range)
+        n_layers, *shape = self._layout.tensors["entries"].shape
+        entries = torch.empty(shape, dtype=torch.uint8)
+        for layer in range(n_layers):
+            self.read_blocks(layer, range(self.blocks.n_blocks), entries)
 
     def close(self) -> None:
         self._file.close()
@@ -325,3 +371,8 @@ class ChunkFile:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+
+def _is_sound(key_range: Tensor) -> bool:
+    """Whether every key decodes to a number, as a checksum of what was written cannot tell."""
+    return bool(key_range.isfinite().all())

@@ -11,13 +11,18 @@ from typing import Any
 class Report:
     """Figures of one answer.
 
-    method, eviction: names; None without eviction.
+    method, eviction: names; None without eviction. ran: what the method came to: its own name,
+        ``recompute`` where it computed everything, ``prefix`` where it went on from a prompt with
+        the same beginning.
     prompt_tokens: logical prompt, chunks at full size. context_tokens: those of chunks.
-    kept_ratio: context tokens kept, mean over layers, over all context tokens.
+        prefix_tokens: held in memory from an earlier prompt.
+    kept_ratio: context tokens that a step of the answer attends to, mean over layers, over all
+        context tokens.
     recompute_ratio: context rows computed at query time, mean over layers, likewise. Chunks without
         a usable cache count as kept and computed whole.
     fresh_tokens: tokens outside chunks, always computed.
-    chunk_hits: chunks answered from their cache. chunk_misses: reason -> count.
+    chunk_hits: chunks answered from their cache. chunk_misses: reason -> count. chunks_computed:
+        the missed ones that were computed as chunks, which later prompts find.
     bytes_read: bytes read from chunk caches, headers and scoring data included.
     kv_bytes: working cache that the first token read, before any eviction; full_kv_bytes: what
         full prefill would hold.
@@ -29,15 +34,18 @@ class Report:
     """
 
     method: str
+    ran: str
     eviction: str | None
     model: str
     prompt_tokens: int
     context_tokens: int
+    prefix_tokens: int
     kept_ratio: float
     recompute_ratio: float
     fresh_tokens: int
     chunk_hits: int
     chunk_misses: Mapping[str, int]
+    chunks_computed: int
     bytes_read: int
     kv_bytes: int
     full_kv_bytes: int

@@ -11,19 +11,23 @@ import torch
 from torch import Tensor
 
 
-def _rotate_half(x: Tensor) -> Tensor:
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((-second, first), dim=-1)
-
-
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate ``x`` (..., T, heads, D) to the positions of ``cos`` and ``sin`` (T, D).
 
     Same dtype as ``x``. Paper of the rotation: RoFormer, arXiv 2104.09864, equation 34.
     """
-    cos, sin = cos.float().unsqueeze(-2), sin.float().unsqueeze(-2)
-    wide = x.float()
-    return (wide * cos + _rotate_half(wide) * sin).to(x.dtype)
+    return _turn(x.float(), cos.float().unsqueeze(-2), sin.float().unsqueeze(-2)).to(x.dtype)
+
+
+def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """``x * cos + rotate_half(x) * sin``, half by half, without a copy of ``x``."""
+    turned, half = torch.empty_like(x), x.shape[-1] // 2
+    first, second = x[..., :half], x[..., half:]
+    torch.mul(first, cos[..., :half], out=turned[..., :half])
+    turned[..., :half].addcmul_(second, sin[..., :half], value=-1)
+    torch.mul(second, cos[..., half:], out=turned[..., half:])
+    turned[..., half:].addcmul_(first, sin[..., half:])
+    return turned
 
 
 def unrotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -33,6 +37,5 @@ def unrotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     divides by that sum; without it every stored key would be off by up to 0.5 %.
     """
     cos, sin = cos.float().unsqueeze(-2), sin.float().unsqueeze(-2)
-    wide = x.float()
     norm = cos.square() + sin.square()
-    return ((wide * cos - _rotate_half(wide) * sin) / norm).to(x.dtype)
+    return (_turn(x.float(), cos, -sin) / norm).to(x.dtype)

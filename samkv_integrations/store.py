@@ -15,9 +15,9 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
-from samkv_integrations.chunk import FORMAT_VERSION, ChunkCache, Fingerprint, chunk_key
+from samkv_integrations.chunk import FORMAT_VERSION, ChunkCache, Fingerprint, chunk_key, digest_of
 from samkv_integrations.errors import CacheMiss, FingerprintMismatch, StoreError
 from samkv_integrations.format import FileLayout, encode
 from samkv_integrations.reader import ChunkFile, MemoryChunk
@@ -26,17 +26,26 @@ from samkv_integrations.reader import StoredChunk as StoredChunk
 _SECRET_BYTES = 32
 # Longer than the coarsest clock of a file system ticks: within a tick two changes look like one.
 _SETTLED_NS = 2_000_000_000
+# What an older cache shares with one that would be made now, if it is of the same model and text.
+_MODEL_FIELDS = ("weights", "tokenizer", "dtype", "rope", "prefix")
+# Those that an engine takes from the store, beside the one that it is given.
+_LAYOUT_FIELDS = ("block_size", "store_bits")
 _HEX_NAME = re.compile("[0-9a-f]{32}")
 _OWN_NAME = re.compile(r"(store\.json|secret)(\..*\.tmp)?")
 
 
 @dataclass(frozen=True, kw_only=True)
 class FingerprintStats:
-    """What a store holds of one fingerprint; ``bytes`` counts chunk files, texts left out."""
+    """What a store holds of one fingerprint; ``bytes`` counts chunk files, texts left out.
+
+    Chunks of an older ``format_version`` take room and are of no use any more.
+    """
 
     model: str
     dtype: str
+    store_bits: int
     block_size: int
+    format_version: int
     chunks: int
     bytes: int
 
@@ -73,8 +82,9 @@ class Store(Protocol):
     ) -> StoredChunk:
         """Opens a chunk and verifies its identity.
 
-        Raises `CacheMiss`: "absent", "corrupt", "format" (another format version), "fingerprint"
-        (computed by another model), "tokens" (another chunk, or not ``token_ids``), "io".
+        Raises `CacheMiss`: "absent", "corrupt", "format" (there is one of ``token_ids`` in an older
+        format version only), "fingerprint" (computed by another model), "tokens" (another chunk, or
+        not ``token_ids``), "io".
         """
 
     def contains(self, key: str, fingerprint: Fingerprint) -> bool:
@@ -93,7 +103,7 @@ class Store(Protocol):
         """The text of a chunk of any fingerprint, None if it is unknown or unreadable."""
 
     def prefetch(self, key: str, fingerprint: Fingerprint, n_tokens: int) -> None:
-        """Begins to read what every request reads of a chunk of ``n_tokens``, without waiting.
+        """Begins to read a chunk of ``n_tokens``, all of it, without waiting.
 
         Nothing but a hint: whatever goes wrong, `open` will say.
         """
@@ -116,6 +126,12 @@ class Store(Protocol):
         So processes that fill an empty store together agree.
         """
 
+    def note(self, name: str) -> str | None:
+        """What `put_note` kept under ``name``, None if there is nothing that can be read."""
+
+    def put_note(self, name: str, text: str) -> None:
+        """Keeps a short text beside the caches, such as a measurement. ``name`` is a file name."""
+
     def fingerprints(self) -> list[Fingerprint]:
         """The fingerprints of which there is a chunk, sorted by digest."""
 
@@ -137,6 +153,7 @@ class MemoryStore:
         self._n_changes = 0
         self._block_sizes: dict[str, int] = {}
         self._put_at: dict[tuple[str, str], float] = {}
+        self._notes: dict[str, str] = {}
 
     def key(self, fingerprint: Fingerprint, token_ids: Sequence[int]) -> str:
         return chunk_key(self._secret, self._namespace, fingerprint.digest, token_ids)
@@ -189,6 +206,12 @@ class MemoryStore:
     def settle_block_size(self, fingerprint: Fingerprint, size: int) -> int:
         return self._block_sizes.setdefault(_without_block_size(fingerprint), size)
 
+    def note(self, name: str) -> str | None:
+        return self._notes.get(name)
+
+    def put_note(self, name: str, text: str) -> None:
+        self._notes[name] = text
+
     def fingerprints(self) -> list[Fingerprint]:
         held = {digest: chunk.fingerprint for (digest, _), chunk in list(self._chunks.items())}
         return [held[digest] for digest in sorted(held)]
@@ -199,7 +222,7 @@ class MemoryStore:
         for (digest, key), chunk in list(self._chunks.items()):
             layout = FileLayout(fingerprint=chunk.fingerprint, n_tokens=chunk.n_tokens)
             sizes.setdefault(digest, []).append(len(layout.header(key)) + layout.size)
-        return _stats(self.fingerprints(), sizes)
+        return _stats({held.digest: asdict(held) for held in self.fingerprints()}, sizes)
 
     def require(self, fingerprint: Fingerprint) -> None:
         _require(fingerprint, self.fingerprints(), "the memory store")
@@ -211,22 +234,27 @@ class ChunkStore:
     Files (docs/format.md): ``<fingerprint>/<key[:2]>/<key>.safetensors`` and, written before it,
     the chunk's text in ``<key>.txt``. All are readable by their owner only. Nothing but the
     store's secret is kept in memory, so what another process did is seen at once.
+
+    A folder of an older format version is opened too. Its chunks are misses ("format"), which are
+    computed again by the next ingest; nothing of it is deleted. The first `put` makes it a folder
+    of this version, which older releases refuse.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, namespace: str = "") -> None:
         """Opens the store in folder ``path``, which is made if it is absent or empty.
 
-        Raises `StoreError` if it is something else, of another format version, or not usable.
+        Raises `StoreError` if it is something else, of a newer format version, or not usable.
         """
         self.path = Path(path)
         self._namespace = namespace
         try:
-            self._claim_folder()
+            self._is_older = self._claim_folder() < FORMAT_VERSION
             self._secret = self._read_secret()
         except OSError as error:
             raise _cannot("open a store in", self.path, error) from error
 
-    def _claim_folder(self) -> None:
+    def _claim_folder(self) -> int:
+        """The format version of the folder, which is this release's if it had none."""
         if self.path.exists() and not self.path.is_dir():
             raise StoreError(f"{self.path} is not a folder; next step: name a new or empty folder")
         self.path.mkdir(parents=True, exist_ok=True)
@@ -239,16 +267,23 @@ class ChunkStore:
                     f"{self.path} is not a store: it has no store.json and holds {strangers[0]!r}; "
                     "next step: name a new or empty folder"
                 )
-            _write(marker, [json.dumps({"format_version": FORMAT_VERSION}).encode()])
+            self._write_marker()
         try:
             version = json.loads(marker.read_bytes())["format_version"]
+            if not isinstance(version, int):
+                raise TypeError(version)
         except (ValueError, LookupError, TypeError) as error:
             raise StoreError(f"{marker} is broken; next step: ingest into a new folder") from error
-        if version != FORMAT_VERSION:
+        if version > FORMAT_VERSION:
             raise StoreError(
                 f"{self.path} has format version {version}, this release uses {FORMAT_VERSION}; "
                 "next step: ingest again into a new folder, or use the release that made this one"
             )
+        return version
+
+    def _write_marker(self) -> None:
+        marker = {"format_version": FORMAT_VERSION}
+        _write(self.path / "store.json", [json.dumps(marker).encode()])
 
     def _read_secret(self) -> bytes:
         file = self.path / "secret"
@@ -279,13 +314,28 @@ class ChunkStore:
             if _HEX_NAME.fullmatch(file.stem) and file.stem.startswith(file.parent.name):
                 yield file
 
-    def _fingerprint(self, digest: str) -> Fingerprint | None:
+    def _fields(self, digest: str) -> dict[str, Any]:
+        """The fields of a fingerprint of this release or an older one, empty if unknown."""
         try:
             fields = json.loads((self.path / digest / "fingerprint.json").read_bytes())
-            fingerprint = Fingerprint(**fields)
-        except (OSError, ValueError, TypeError):
-            return None
-        return fingerprint if fingerprint.digest == digest else None
+        except (OSError, ValueError):
+            return {}
+        is_known = isinstance(fields, dict) and "model" in fields and digest_of(fields) == digest
+        return fields if is_known else {}
+
+    def _older_version(self, fingerprint: Fingerprint, token_ids: Sequence[int]) -> int | None:
+        """The older format version in which there is a cache of the same tokens and model."""
+        with suppress(StoreError):
+            for digest in self._digests():
+                fields = self._fields(digest)
+                version = fields.get("format_version", FORMAT_VERSION)
+                if version < FORMAT_VERSION and all(
+                    fields.get(name) == getattr(fingerprint, name) for name in _MODEL_FIELDS
+                ):
+                    key = chunk_key(self._secret, self._namespace, digest, token_ids)
+                    if self._file(key, digest).is_file():
+                        return int(version)
+        return None
 
     def key(self, fingerprint: Fingerprint, token_ids: Sequence[int]) -> str:
         return chunk_key(self._secret, self._namespace, fingerprint.digest, token_ids)
@@ -295,10 +345,13 @@ class ChunkStore:
         digest = chunk.fingerprint.digest
         file = self._file(chunk.key, digest)
         try:
+            if self._is_older:
+                self._write_marker()
+                self._is_older = False
             # One by one: the store's own folder is not made again if someone removed it.
             file.parents[1].mkdir(exist_ok=True)
             file.parent.mkdir(exist_ok=True)
-            if self._fingerprint(digest) is None:
+            if not self._fields(digest):
                 fields = json.dumps(asdict(chunk.fingerprint), indent=2)
                 _write(file.parents[1] / "fingerprint.json", [fields.encode()])
             _write(file.with_suffix(".txt"), [chunk.text.encode(errors="surrogatepass")])
@@ -311,8 +364,19 @@ class ChunkStore:
     ) -> StoredChunk:
         if not _HEX_NAME.fullmatch(key):
             raise CacheMiss("absent", repr(key))
-        file = self._file(key, fingerprint.digest)
-        return _expect(ChunkFile(file, key, fingerprint), token_ids)
+        try:
+            found = ChunkFile(self._file(key, fingerprint.digest), key, fingerprint)
+        except CacheMiss as miss:
+            if miss.reason != "absent" or token_ids is None:
+                raise
+            if (version := self._older_version(fingerprint, token_ids)) is None:
+                raise
+            raise CacheMiss(
+                "format",
+                f"{self.path} holds this chunk in format version {version} only, this release uses "
+                f"{FORMAT_VERSION}; next step: ingest again",
+            ) from miss
+        return _expect(found, token_ids)
 
     def contains(self, key: str, fingerprint: Fingerprint) -> bool:
         file = self._file(key, fingerprint.digest)
@@ -343,12 +407,10 @@ class ChunkStore:
         return None
 
     def prefetch(self, key: str, fingerprint: Fingerprint, n_tokens: int) -> None:
-        layout = FileLayout(fingerprint=fingerprint, n_tokens=n_tokens)
-        n_bytes = len(layout.header(key)) + layout.tensors["anchor_values"].stop
         if not hasattr(os, "posix_fadvise"):  # macOS
             return
         with suppress(OSError), self._file(key, fingerprint.digest).open("rb") as file:
-            os.posix_fadvise(file.fileno(), 0, n_bytes, os.POSIX_FADV_WILLNEED)
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)  # 0: to its end
 
     def delete(self, key: str) -> bool:
         found = False
@@ -389,19 +451,35 @@ class ChunkStore:
             raise StoreError(f"{file} cannot be used ({error}); next step: delete it") from error
         return settled
 
+    def note(self, name: str) -> str | None:
+        try:
+            return (self.path / f"{name}.json").read_text("utf-8")
+        except (OSError, UnicodeDecodeError):
+            return None
+
+    def put_note(self, name: str, text: str) -> None:
+        file = self.path / f"{name}.json"
+        try:
+            _write(file, [text.encode()])
+        except OSError as error:
+            raise _cannot("write", file, error) from error
+
     def fingerprints(self) -> list[Fingerprint]:
-        """Those of which there is a chunk; a folder with a broken fingerprint.json is left out."""
-        held = (digest for digest in self._digests() if any(self._files(digest)))
-        return [fingerprint for fingerprint in map(self._fingerprint, held) if fingerprint]
+        """Those of which there is a chunk.
+
+        Left out: folders of an older format version, or with a broken fingerprint.json.
+        """
+        known = map(self._fields, (n for n in self._digests() if any(self._files(n))))
+        return [Fingerprint(**fields) for fields in known if _is_current(fields)]
 
     def stats(self) -> StoreStats:
-        """Counts every chunk file; ``rows`` leaves out what `fingerprints` leaves out."""
+        """Counts every chunk file; ``rows`` leaves out those with a broken fingerprint.json."""
         sizes: dict[str, list[int]] = {digest: [] for digest in self._digests()}
         for digest, found in sizes.items():
             for file in self._files(digest):
                 with suppress(FileNotFoundError):  # deleted by another process since it was listed
                     found.append(file.stat().st_size)
-        return _stats(self.fingerprints(), sizes)
+        return _stats({digest: self._fields(digest) for digest in sizes}, sizes)
 
     def require(self, fingerprint: Fingerprint) -> None:
         _require(fingerprint, self.fingerprints(), str(self.path))
@@ -449,18 +527,25 @@ def _expect(chunk: StoredChunk, token_ids: Sequence[int] | None) -> StoredChunk:
     return chunk
 
 
-def _stats(held: Iterable[Fingerprint], sizes: Mapping[str, list[int]]) -> StoreStats:
-    """Sums of the sizes of chunk files, by fingerprint digest."""
+def _is_current(fields: Mapping[str, object]) -> bool:
+    return fields.get("format_version") == FORMAT_VERSION
+
+
+def _stats(known: Mapping[str, Mapping[str, Any]], sizes: Mapping[str, list[int]]) -> StoreStats:
+    """Sums of the sizes of chunk files, by fingerprint digest; ``known`` has its fields."""
     rows = tuple(
         FingerprintStats(
-            model=fingerprint.model,
-            dtype=fingerprint.dtype,
-            block_size=fingerprint.block_size,
-            chunks=len(sizes[fingerprint.digest]),
-            bytes=sum(sizes[fingerprint.digest]),
+            model=fields["model"],
+            dtype=fields["dtype"],
+            # Version 1 had no choice: it kept the model's own dtype, as 16 bits do.
+            store_bits=fields.get("store_bits", 16),
+            block_size=fields["block_size"],
+            format_version=fields["format_version"],
+            chunks=len(sizes[digest]),
+            bytes=sum(sizes[digest]),
         )
-        for fingerprint in held
-        if fingerprint.digest in sizes
+        for digest, fields in known.items()
+        if fields and sizes.get(digest)
     )
     everything = [size for of_one in sizes.values() for size in of_one]
     return StoreStats(n_chunks=len(everything), bytes=sum(everything), rows=rows)
@@ -479,8 +564,12 @@ def _require(wanted: Fingerprint, held: Sequence[Fingerprint], where: str) -> No
         f"{name} is {mine[name]!r} here and {value!r} there"
         for name, value in differing[closest].items()
     )
+    next_step = (
+        "ingest again with the loaded model, or open the store with the one it was filled with"
+    )
+    if "store_bits" in differing[closest] and differing[closest].keys() <= {*_LAYOUT_FIELDS}:
+        next_step = f"give store_bits={held[closest].store_bits}, or ingest again"
     raise FingerprintMismatch(
         f"{where} holds no cache of the loaded model {wanted.model!r}; the closest it holds is of "
-        f"{held[closest].model!r}: {fields}; next step: ingest again with the loaded model, or "
-        f"open the store with the one it was filled with"
+        f"{held[closest].model!r}: {fields}; next step: {next_step}"
     )

@@ -126,7 +126,8 @@ class Summary:
 
     n_right: exact matches among the n_known questions whose answer is known. same_share: questions
     answered as by `recompute`. bytes_read: a question, mean; bytes_share: of what `reuse` reads.
-    ttft_s: median; ttft_ratio: to the median of `recompute`. None where the other did not run.
+    ttft_s: median; ttft_ratio: median of the ratios to `recompute` at each question. None where the
+    other did not run.
     """
 
     method: str
@@ -158,6 +159,7 @@ def summarise(rows: Sequence[Row]) -> list[Summary]:
         bytes_read, ttft_s = mean(r["bytes_read"] for r in mine), median(r["ttft_s"] for r in mine)
         all_bytes = mean(r["bytes_read"] for r in reused) if reused else 0
         same = [a["answer"] == b["answer"] for a, b in zip(mine, truth or [], strict=False)]
+        paired = [a["ttft_s"] / b["ttft_s"] for a, b in zip(mine, truth or [], strict=False)]
         summaries.append(
             Summary(
                 method=name,
@@ -170,7 +172,7 @@ def summarise(rows: Sequence[Row]) -> list[Summary]:
                 bytes_read=bytes_read,
                 bytes_share=bytes_read / all_bytes if all_bytes else None,
                 ttft_s=ttft_s,
-                ttft_ratio=ttft_s / median(r["ttft_s"] for r in truth) if truth else None,
+                ttft_ratio=median(paired) if paired else None,
             )
         )
     return summaries
@@ -238,7 +240,9 @@ def report_lines(row: Row) -> list[str]:
     """What one answer cost, for a person."""
     missed = sum(row["chunk_misses"].values())
     reasons = ", ".join(f"{count} {reason}" for reason, count in row["chunk_misses"].items())
-    misses = f", {missed} from their text ({reasons})" if missed else ""
+    cached = f", {row['chunks_computed']} of them cached now" if row["chunks_computed"] else ""
+    misses = f", {missed} from their text ({reasons}){cached}" if missed else ""
+    came_to = f" (which did {row['ran']})" if row["ran"] != row["method"] else ""
     evicted = (
         f"; {size(row['kv_bytes'])} of working cache, {size(row['decode_kv_bytes'])} at the end "
         f"with {row['eviction']}"
@@ -246,7 +250,7 @@ def report_lines(row: Row) -> list[str]:
         else ""
     )
     return [
-        f"{row['method']} on {row['model']}: {row['prompt_tokens']} prompt tokens, "
+        f"{row['method']}{came_to} on {row['model']}: {row['prompt_tokens']} prompt tokens, "
         f"{row['chunk_hits']} chunks from their caches{misses}",
         f"kept {percent(row['kept_ratio'])} of the chunks' tokens, recomputed "
         f"{percent(row['recompute_ratio'])}, read {size(row['bytes_read'])}, "

@@ -9,7 +9,6 @@ from samkv_integrations.chunk import (
     ChunkCache,
     ChunkStatistics,
     Fingerprint,
-    KeyCodes,
     Summaries,
 )
 
@@ -26,7 +25,7 @@ def tiny_fingerprint(
     block_size: int = 4,
     n_init: int = 1,
     n_local: int = 2,
-    code_bits: int = 2,
+    store_bits: int = 4,
 ) -> Fingerprint:
     """A fingerprint of a model that needs a few bytes a token."""
     return Fingerprint(
@@ -43,7 +42,7 @@ def tiny_fingerprint(
         block_size=block_size,
         n_init=n_init,
         n_local=n_local,
-        code_bits=code_bits,
+        store_bits=store_bits,
     )
 
 
@@ -57,8 +56,9 @@ def random_chunk(
 ) -> ChunkCache:
     """A chunk cache with the shapes that ``fingerprint`` (default: a tiny one) asks for.
 
-    Its content is random, so summaries and codes are not those of its keys. Without ``key`` it gets
-    one that follows from the seed and belongs to no store's secret.
+    Its content is random: entries of normal keys and values, and summaries that are not those of
+    its keys. Without ``key`` it gets one that follows from the seed and belongs to no store's
+    secret.
     """
     made_by = fingerprint or tiny_fingerprint()
     blocks = made_by.scheme.of(n_tokens)
@@ -80,16 +80,18 @@ def random_chunk(
     outliers = integer(0, 2, n_layers, n_tokens, of=torch.uint8).bool()
     outliers[:, : blocks.middle_start] = False
     outliers[:, blocks.middle_stop :] = False
-    code_bytes = dim * made_by.code_bits // 8
     token_ids = integer(0, 32_000, n_tokens, of=torch.int32)
     n_middle = len(blocks.middle_blocks)
+    form = made_by.entry_format
+    keys, values = (normal(n_layers, n_tokens, n_groups, dim) for _ in range(2))
+    key_range = torch.stack(list(map(form.key_range, keys)))
     return ChunkCache(
         key=key or f"{seed:032x}",
         fingerprint=made_by,
         text=text if text is not None else f"Chunk {seed}, {n_tokens} tokens: é ∑.\nSecond line.",
         token_ids=token_ids,
-        keys=normal(n_layers, n_tokens, n_groups, dim),
-        values=normal(n_layers, n_tokens, n_groups, dim),
+        entries=torch.stack(list(map(form.encode, keys, values, key_range))),
+        key_range=key_range,
         local_query=normal(n_layers, made_by.n_heads, dim),
         statistics=ChunkStatistics(
             block_max=middle_block(),
@@ -101,9 +103,12 @@ def random_chunk(
             codes=integer(-127, 128, n_layers, n_middle, n_groups, dim, of=torch.int8),
             scale=normal(n_layers, n_middle, n_groups, of=torch.float16).abs(),
         ),
-        codes=KeyCodes(
-            codes=integer(0, 256, n_layers, n_tokens, n_groups, code_bytes, of=torch.uint8),
-            scale=normal(n_layers, n_groups, dim, of=torch.float16).abs(),
-            offset=normal(n_layers, n_groups, dim, of=torch.float16),
-        ),
     )
+
+
+def decoded(chunk: ChunkCache) -> tuple[Tensor, Tensor]:
+    """(L, T, G, D) each: the un-rotated keys and the values that a chunk's entries stand for."""
+    form = chunk.fingerprint.entry_format
+    layers = list(zip(chunk.entries, chunk.key_range, strict=True))
+    keys = torch.stack([form.keys(entries, key_range) for entries, key_range in layers])
+    return keys, torch.stack([form.values(entries) for entries, _ in layers])

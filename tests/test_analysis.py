@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -23,14 +23,10 @@ from samkv_integrations.analysis import (
     LayerStatistics,
     block_means,
     chunk_statistics,
-    dequantise_keys,
     layer_statistics,
-    quantise_keys,
     stable_layers,
     summarise,
 )
-from samkv_integrations.chunk import KeyCodes
-from samkv_integrations.errors import InvalidOption
 from samkv_integrations.layout import BlockScheme, ChunkBlocks
 
 NAN, INF = math.nan, math.inf
@@ -395,111 +391,6 @@ def test_stable_layers_follow_their_rule(seed: int, n_layers: int, share: float)
     ]
     expected = chosen or range(n_layers - max(1, n_layers // 8), n_layers)
     assert stable_layers(n_layers, votes) == tuple(expected)
-
-
-# --- codes -------------------------------------------------------------------------------------
-
-
-def oracle_unpack(codes: KeyCodes, bits: int) -> Tensor:
-    """(L, T, G, D) keys, channel by channel from the definition of the packing."""
-    n_layers, n_tokens, n_kv_heads, _ = codes.codes.shape
-    dim, per_byte = codes.scale.shape[-1], 8 // bits
-    keys = torch.empty(n_layers, n_tokens, n_kv_heads, dim)
-    packed, scale, offset = codes.codes.tolist(), codes.scale.tolist(), codes.offset.tolist()
-    for n in range(n_layers):
-        for t in range(n_tokens):
-            for g in range(n_kv_heads):
-                for d in range(dim):
-                    byte = packed[n][t][g][d // per_byte]
-                    code = byte // 2 ** (bits * (d % per_byte)) % 2**bits
-                    keys[n, t, g, d] = code * scale[n][g][d] + offset[n][g][d]
-    return keys
-
-
-@settings(deadline=None, max_examples=150)
-@given(
-    seed=st.integers(0, 10_000),
-    bits=st.sampled_from([2, 4, 8]),
-    n_tokens=st.integers(1, 6),
-    dim=st.sampled_from([4, 8, 12]),
-    bias=st.sampled_from([0.0, 1e-6, 0.3, -40.0, 900.0, -60_000.0]),
-    spread=st.sampled_from([0.0, 1e-7, 1e-3, 1.0, 300.0]),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
-)
-def test_dequantised_keys_are_within_half_a_step(
-    seed: int,
-    bits: int,
-    n_tokens: int,
-    dim: int,
-    bias: float,
-    spread: float,
-    dtype: torch.dtype,
-) -> None:
-    keys = (bias + spread * normal(seed, 2, n_tokens, 3, dim)).to(dtype)
-    codes = quantise_keys(keys, bits)
-    assert codes.codes.shape == (2, n_tokens, 3, dim * bits // 8)
-    assert codes.codes.dtype == torch.uint8
-    assert codes.scale.dtype == codes.offset.dtype == torch.float16
-    assert codes.scale.shape == codes.offset.shape == (2, 3, dim)
-    back = dequantise_keys(codes, bits)
-    torch.testing.assert_close(back, oracle_unpack(codes, bits), rtol=1e-6, atol=1e-9)
-
-    keys, scale = keys.float(), codes.scale.float()[:, None]
-    rounding = 1e-6 * keys.abs()  # of the float32 arithmetic
-    assert ((back - keys).abs() <= scale / 2 + rounding).all()
-    # The step is no wider than the range asks for, but for the rounding of offset and scale.
-    low, high = keys.amin(1, keepdim=True), keys.amax(1, keepdim=True)
-    wide = (high - low + 2e-3 * low.abs() + 2**-22) / (2**bits - 1) * 1.001 + 2**-22
-    assert (scale <= wide).all()
-
-
-@pytest.mark.parametrize("bits", [2, 4, 8])
-def test_codes_use_the_whole_range_and_pack_little_end_first(bits: int) -> None:
-    """Tokens 0 ... 2^bits - 1 have that code in the first channel and its mirror in the last."""
-    levels = torch.arange(2**bits, dtype=torch.float32)
-    keys = torch.zeros(1, 2**bits, 1, 8)
-    keys[0, :, 0, 0] = levels
-    keys[0, :, 0, 7] = -levels
-    codes = quantise_keys(keys, bits)
-    first, last = codes.codes[0, :, 0, 0].int(), codes.codes[0, :, 0, -1].int()
-    assert (first % 2**bits).tolist() == list(range(2**bits))
-    assert (last // 2 ** (8 - bits)).tolist() == list(range(2**bits))[::-1]
-
-
-def test_more_bits_are_closer() -> None:
-    keys = normal(0, 2, 50, 2, 16)
-    errors = [float((dequantise_keys(quantise_keys(keys, b), b) - keys).norm()) for b in (2, 4, 8)]
-    assert errors[0] > 3 * errors[1] > 9 * errors[2]
-
-
-def test_channels_have_their_own_scale() -> None:
-    """An outlier channel costs its neighbours nothing."""
-    keys = normal(1, 1, 50, 2, 8)
-    alone = dequantise_keys(quantise_keys(keys, 4), 4)
-    keys[..., 3] *= 1000
-    beside = dequantise_keys(quantise_keys(keys, 4), 4)
-    rest = [0, 1, 2, 4, 5, 6, 7]
-    assert torch.equal(beside[..., rest], alone[..., rest])
-
-
-def test_keys_beyond_float16_are_clamped_and_stay_finite() -> None:
-    keys = torch.tensor([-3e6, 0.0, 3e6]).view(1, 3, 1, 1).expand(1, 3, 1, 4)
-    back = dequantise_keys(quantise_keys(keys, 2), 2)
-    assert back.isfinite().all()
-    assert back[0, 0, 0, 0] == -65504
-    assert back[0, 2, 0, 0] == 2 * 65504
-
-
-def test_dequantised_dtype_is_the_one_asked_for() -> None:
-    codes = quantise_keys(normal(0, 1, 5, 1, 8), 4)
-    half = dequantise_keys(codes, 4, torch.bfloat16)
-    assert torch.equal(half, dequantise_keys(codes, 4).bfloat16())
-
-
-@pytest.mark.parametrize(("bits", "dim", "named"), [(3, 8, "3"), (16, 8, "16"), (2, 6, "4, 8")])
-def test_bits_that_cannot_be_packed_are_refused(bits: int, dim: int, named: str) -> None:
-    with pytest.raises(InvalidOption, match=named):
-        quantise_keys(torch.zeros(1, 2, 1, dim), bits)
 
 
 # --- summaries ---------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 
@@ -12,6 +13,7 @@ from reference_model.questions import main as write_questions
 from samkv_integrations.bench import data, scoring
 from samkv_integrations.errors import EmptyInput, InvalidOption, SamkvError, UnknownOption
 from samkv_integrations.prompt import rag_prompt, split_prompt
+from tests.records import builtin
 
 RECORDED = Path(__file__).parent / "data" / "longbench_scoring_cases.json"
 CASES = json.loads(RECORDED.read_text(encoding="utf-8"))["cases"]
@@ -103,11 +105,48 @@ def test_the_shipped_questions_are_what_the_recipe_writes(tmp_path: Path) -> Non
     assert path.read_bytes() == (data.ASSETS / "questions.jsonl").read_bytes()
 
 
-@pytest.mark.parametrize(("n", "each"), [(9, 1), (90, 10), (360, 40)])
-def test_the_first_shipped_questions_are_balanced(n: int, each: int) -> None:
-    cells = Counter((q.kind, len(q.documents)) for q in data.load()[:n])
+def test_the_shipped_long_questions_are_what_the_recipe_writes(tmp_path: Path) -> None:
+    """The command is the one that samkv_integrations/assets/README.md names."""
+    path = tmp_path / "questions-long.jsonl"
+    kinds, numbers = ["single-hop", "two-hop", "reference"], ["4", "6", "8"]
+    write_questions(
+        ["--length", "long", "--kind", *kinds, "--documents", *numbers, "--questions", "144",
+         "--seed", "2", "--output", str(path)]
+    )  # fmt: skip
+    assert path.read_bytes() == (data.ASSETS / "questions-long.jsonl").read_bytes()
+    assert path.stat().st_size < 1_500_000
+
+
+@pytest.mark.parametrize(
+    ("builtin_set", "n", "each"),
+    [("short", 9, 1), ("short", 90, 10), ("short", 360, 40), ("long", 9, 1), ("long", 144, 16)],
+)
+def test_the_first_shipped_questions_are_balanced(builtin_set: str, n: int, each: int) -> None:
+    cells = Counter((q.kind, len(q.documents)) for q in data.load(builtin_set=builtin_set)[:n])
     assert len(cells) == 9
     assert set(cells.values()) == {each}
+
+
+def test_the_shipped_long_questions_are_long() -> None:
+    """Tokens of the built-in model; the card's window is 4,096."""
+    model = builtin()
+    questions = data.load(builtin_set="long")
+    prompts = [len(model.tokenize(str(q.prompt()), special=False)) + 1 for q in questions]
+    assert min(prompts) >= 1_200 and max(prompts) <= 3_500
+    assert 1_900 < fmean(prompts) < 2_100
+    documents = {document for q in questions for document in q.documents}
+    lengths = [len(model.tokenize(document, special=False)) for document in documents]
+    assert min(lengths) >= 250 and max(lengths) <= 640
+
+
+def test_a_set_is_one_of_those_that_come_with_the_package(tmp_path: Path) -> None:
+    short, long = data.load(), data.load(builtin_set="long")
+    assert data.load(builtin_set="short") == short
+    assert not {q.id for q in short} & {q.id for q in long}
+    mixed = data.load([data.BUILTIN, written(tmp_path, RECORD)], builtin_set="long")
+    assert [q.id for q in mixed[:3]] == [long[0].id, "q0", long[1].id]
+    with pytest.raises(UnknownOption, match="built-in questions 'huge'; known: long, short"):
+        data.load(builtin_set="huge")
 
 
 def test_records_become_questions(tmp_path: Path) -> None:
@@ -121,6 +160,9 @@ def test_records_become_questions(tmp_path: Path) -> None:
     assert [q.max_new_tokens for q in data.load([path], max_new_tokens=5)] == [5, 5]
     del (unnamed := dict(RECORD))["dataset"]
     assert data.load([written(tmp_path, unnamed, name="my-town.jsonl")])[0].dataset == "my-town"
+    places = [{"supporting": value, "id": f"q{value}"} for value in ([1, 0], [], None)]
+    found = data.load([written(tmp_path, RECORD, *(RECORD | place for place in places))])
+    assert [q.supporting for q in found] == [(), (1, 0), (), ()]
 
 
 def test_numbers_of_documents_are_picked() -> None:
@@ -189,6 +231,8 @@ def test_longbench_s_own_files_keep_their_text(tmp_path: Path) -> None:
         ({"contexts": ["x"]}, "each of contexts must have a title and a text"),
         ({"contexts": [{"title": "x", "text": ""}]}, "text is ''"),
         ({"id": None}, "id is None"),
+        ({"supporting": [2]}, "supporting is \\[2\\]; it must be a list of places in contexts"),
+        ({"supporting": 1}, "supporting is 1"),
     ],
 )
 def test_a_broken_record_is_named(tmp_path: Path, change: dict[str, object], message: str) -> None:

@@ -89,20 +89,28 @@ def lasting(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def test_methods_meet_every_budget_and_eviction() -> None:
     made = variants.combine(
-        ["recompute", "samkv-guided"], [0.1, 0.2], evictions=[f"{EVICTION}@0.3", EVICTION]
+        ["recompute", "samkv-fusion"], [0.1, 0.2], evictions=[f"{EVICTION}@0.3", EVICTION]
     )
     assert list(made) == [
         "recompute",  # plain, to compare with
         f"recompute + {EVICTION}@0.3",
         f"recompute + {EVICTION}",
-        *(f"samkv-guided + {EVICTION}{at} @ {b}" for at in ("@0.3", "") for b in (0.1, 0.2)),
+        *(f"samkv-fusion + {EVICTION}{at} @ {b}" for at in ("@0.3", "") for b in (0.1, 0.2)),
     ]
-    one = made[f"samkv-guided + {EVICTION}@0.3 @ 0.1"]
+    one = made[f"samkv-fusion + {EVICTION}@0.3 @ 0.1"]
     assert one.method.select.max_kept_ratio == 0.1  # type: ignore[attr-defined]
     assert one.eviction is not None and one.eviction.budget_ratio == 0.3
     assert made[f"recompute + {EVICTION}"].eviction is EVICTIONS[EVICTION]
     assert made["recompute"].eviction is None
     assert list(variants.combine(["reuse", "reuse"], evictions=["none"])) == ["reuse"]
+
+
+def test_without_evictions_a_method_has_its_own_and_with_none_it_has_none() -> None:
+    ours = METHODS["samkv-guided"]
+    assert variants.combine(["samkv-guided"])["samkv-guided"].eviction is ours.eviction is not None
+    made = variants.combine(["samkv-guided"], evictions=["none", "snapkv"])
+    assert list(made) == ["samkv-guided + none", "samkv-guided + snapkv"]
+    assert made["samkv-guided + none"].eviction is None
 
 
 def test_recompute_ratios_reach_what_recomputes_a_share(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,7 +126,7 @@ def test_a_variant_is_described_the_same_in_every_process() -> None:
     texts = [variant.describe() for variant in variants.knobs().values()]
     texts += [v.describe() for v in variants.combine(list(METHODS), evictions=EVICTIONS).values()]
     assert not [text for text in texts if " at 0x" in text]
-    assert len(set(variants.combine(["samkv-guided"], [0.1, 0.2]))) == 2
+    assert len(set(variants.combine(["samkv-fusion"], [0.1, 0.2]))) == 2
 
 
 def test_the_grid_is_the_paper_s_table_4() -> None:
@@ -134,10 +142,9 @@ def test_the_grid_is_the_paper_s_table_4() -> None:
     assert variants.combine(["samkv-fusion"], [0.3])["samkv-fusion @ 0.3"].method == whole
 
 
-def test_the_knobs_are_a_path_from_the_paper_to_the_default() -> None:
+def test_every_knob_changes_one_thing_of_the_default() -> None:
     path = variants.knobs()
-    assert path["samkv-fusion"].method.name == "samkv-fusion"
-    assert path["10 % recomputed (samkv-guided)"].method == METHODS["samkv-guided"]
+    assert path["samkv-guided"] == variants.Variant.of(METHODS["samkv-guided"])
     assert len({v.describe() for v in path.values()}) == len(path), (
         "every row must change something"
     )
@@ -147,7 +154,7 @@ def test_the_knobs_are_a_path_from_the_paper_to_the_default() -> None:
 
 
 def test_rows_and_their_summary(file: Path, tmp_path: Path) -> None:
-    made = variants.combine(["recompute", "reuse", "samkv-guided"], [0.3, 1.0])
+    made = variants.combine(["recompute", "reuse", "multi-infllm"], [0.3, 1.0])
     plan = quality.Plan(questions=data.load([str(file)]), variants=made)
     rows = answered(plan, builtin(), tmp_path / "run").rows
     assert [(row["id"], row["label"]) for row in rows] == [
@@ -168,10 +175,10 @@ def test_rows_and_their_summary(file: Path, tmp_path: Path) -> None:
     assert full["f1_low"] <= full["f1"] <= full["f1_high"]
     assert (full["same_as_recompute"], full["ttft_ratio"], full["kept_ratio"]) == (1, 1, 1)
     assert full["kv_bytes"] == full["full_kv_bytes"]
-    assert totals["samkv-guided @ 1"]["kept_ratio"] == 1
-    assert totals["samkv-guided @ 0.3"]["kept_ratio"] <= 0.3
-    assert totals["samkv-guided @ 0.3"]["bytes_read"] < totals["reuse"]["bytes_read"]
-    assert totals["samkv-guided @ 0.3"]["kv_bytes"] < totals["reuse"]["kv_bytes"]
+    assert totals["multi-infllm @ 1"]["kept_ratio"] == 1
+    assert totals["multi-infllm @ 0.3"]["kept_ratio"] < 0.5  # anchors are kept anyway
+    assert totals["multi-infllm @ 0.3"]["bytes_read"] < totals["reuse"]["bytes_read"]
+    assert totals["multi-infllm @ 0.3"]["kv_bytes"] < totals["reuse"]["kv_bytes"]
     assert {row["exact_match"] for row in summary if row["label"] == "recompute"
             and row["kind"] == "odd"} == {1}  # fmt: skip
     alone = quality.summarise([row for row in rows if row["label"] == "reuse"])
@@ -333,7 +340,7 @@ def test_a_folder_belongs_to_one_run(tmp_path: Path) -> None:
 
 def test_the_command_writes_everything(file: Path, tmp_path: Path) -> None:
     out, picture, folder = tmp_path / "out.json", tmp_path / "out.png", tmp_path / "run"
-    done = command("--data", file, "--questions", "2", "--methods", "recompute,samkv-guided",
+    done = command("--data", file, "--questions", "2", "--methods", "recompute,samkv-fusion",
                    "--budgets", "0.2,0.5", "--eviction", f"none,{EVICTION}@0.9", "--output", folder,
                    "--json", out, "--plot", picture)  # fmt: skip
     assert done.exit_code == 0, done.stderr
@@ -344,8 +351,8 @@ def test_the_command_writes_everything(file: Path, tmp_path: Path) -> None:
     assert found["left_out"] == {"too_long": 0, "not_answered": 0}
     rows = [row for row in found["rows"] if (row["kind"], row["documents"]) == ("all", None)]
     assert [row["label"] for row in rows] == [
-        "recompute", f"recompute + {EVICTION}@0.9", "samkv-guided @ 0.2", "samkv-guided @ 0.5",
-        f"samkv-guided + {EVICTION}@0.9 @ 0.2", f"samkv-guided + {EVICTION}@0.9 @ 0.5",
+        "recompute", f"recompute + {EVICTION}@0.9", "samkv-fusion @ 0.2", "samkv-fusion @ 0.5",
+        f"samkv-fusion + {EVICTION}@0.9 @ 0.2", f"samkv-fusion + {EVICTION}@0.9 @ 0.5",
     ]  # fmt: skip
     assert [row["eviction"] for row in rows[:2]] == [None, EVICTION]
     assert rows[0]["exact_match"] == 1
@@ -389,6 +396,21 @@ def test_shipped_questions_are_asked_by_default(tmp_path: Path) -> None:
     assert {row["dataset"] for row in found} == {"builtin"}
 
 
+def test_the_long_questions_are_asked_when_their_set_is_named(tmp_path: Path) -> None:
+    done = command("--set", "long", "--questions", "1", "--methods", "recompute",
+                   "--output", tmp_path / "run")  # fmt: skip
+    assert done.exit_code == 0, done.output
+    (row,) = map(json.loads, (tmp_path / "run" / "rows.jsonl").read_text("utf-8").splitlines())
+    assert row["id"].startswith("builtin-long-")
+
+
+def test_a_set_that_does_not_exist_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Model, "load", None)
+    done = command("--set", "huge")
+    assert done.exit_code == 2
+    assert "unknown set of built-in questions 'huge'; known: long, short" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
@@ -404,6 +426,8 @@ def test_shipped_questions_are_asked_by_default(tmp_path: Path) -> None:
         (["--prompt", "longbench"], "unknown data set of LongBench 'questions'"),
         (["--prompt", "alpaca"], "allowed: auto, rag, longbench"),
         (["--data", "hotpot"], "unknown data 'hotpot'"),
+        (["--set", "long"], "add --data builtin, or leave --set out"),
+        (["--set", "huge", "--data", "builtin"], "unknown set of built-in questions 'huge'"),
         (["--budgets", "a,b"], "give numbers"),
         (["--budgets", "2"], "budgets: 2; each must be between 0 and 1"),
         (["--budgets", "nan"], "budgets: nan"),
@@ -417,8 +441,8 @@ def test_shipped_questions_are_asked_by_default(tmp_path: Path) -> None:
         (["--ablation", "--knobs"], "at most one"),
         (["--table1", "--table3"], "at most one"),
         (["--ablation", "--methods", "reuse"], "bring their own methods"),
-        (["--knobs", "--budgets", "0.1,0.2"], "give one budget"),
-        (["--knobs", "--budgets", "7"], "budgets: 7"),
+        (["--knobs", "--budgets", "0.1,0.2"], "--knobs with --budgets 0.1,0.2; leave"),
+        (["--methods", "samkv-fusion", "--budgets", "7"], "budgets: 7"),
         (["--answerable", "--methods", "reuse"], "need 'recompute'"),
         (["--plot", "x.png", "--methods", "reuse"], "--plot shows shares of 'recompute'"),
         (["--plot", "x.gif"], "it must end in .png or .svg"),

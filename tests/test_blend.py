@@ -2,8 +2,9 @@
 
 The reference runs the model's own submodules layer by layer. For every layer it writes down which
 entries (position, key, value) there are, and every row attends, by a softmax written out here, to
-those at its own and earlier positions. Nothing of it is shared with the package: not the rotation,
-not the attention, not the row sets.
+those at its own and earlier positions. Nothing of it is shared with the package but the
+way back from stored bytes (`tests/test_quantise.py`): not the rotation, not the attention, not the
+row sets. Both sides take the same numbers from the caches, so nothing depends on their bits.
 
 Everything is float32. The two sides add up the same numbers in another order, which moves the
 logits and keys of these models (of up to 6) by about 2e-5 after four layers; one wrong row,
@@ -16,22 +17,32 @@ import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from functools import cached_property
+from typing import Literal
 
 import pytest
 import torch
 from torch import Tensor
 
-from samkv_integrations.blend import Blend, LayerView, WorkingCache
+from samkv_integrations.blend import Blend
 from samkv_integrations.chunk import ChunkCache, Fingerprint
-from samkv_integrations.context import Context
 from samkv_integrations.decode import Decoder
 from samkv_integrations.layout import BlockScheme, Layout, Segment
+from samkv_integrations.loader import Context
 from samkv_integrations.methods.ape import ApeAttention
-from samkv_integrations.methods.parts import Checked, Fusion, Positions, Update, overwrite
+from samkv_integrations.methods.parts import (
+    Checked,
+    Fusion,
+    Positions,
+    ProbedLayer,
+    Update,
+    overwrite,
+)
 from samkv_integrations.model import Model
+from samkv_integrations.plan import PassPlan, plan_pass
 from samkv_integrations.reader import MemoryChunk
-from tests.chunks import random_chunk, tiny_fingerprint
+from samkv_integrations.working_cache import DenseCache
+from tests.chunks import decoded, random_chunk, tiny_fingerprint
 from tests.models import FAMILIES, tiny_model
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-4}
@@ -50,10 +61,19 @@ class Piece:
     ids: tuple[int, ...]
     cache: ChunkCache | None = None
 
+    @cached_property
+    def decoded(self) -> tuple[Tensor, Tensor]:
+        """(L, T, G, D) un-rotated keys, and values, of its entries."""
+        assert self.cache is not None
+        return decoded(self.cache)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One request: what is kept and what is recomputed, by context token."""
+    """One request: what is kept and what is recomputed, by context token.
+
+    waiting: uncached tokens that the pass leaves out.
+    """
 
     pieces: tuple[Piece, ...]
     prefix: tuple[int, ...]
@@ -61,6 +81,7 @@ class Case:
     recompute: Tensor  # (L, Tctx), kept rows alone
     layout: Layout
     fingerprint: Fingerprint
+    waiting: frozenset[int] = frozenset()
 
     @property
     def ids(self) -> list[int]:
@@ -69,11 +90,14 @@ class Case:
     def context(self) -> Context:
         caches = [piece.cache for piece in self.pieces if piece.cache is not None]
         opened = [MemoryChunk(cache, self.fingerprint) for cache in caches]
-        return Context(self.layout, opened, self.fingerprint)
+        return Context(self.layout, opened, self.fingerprint, torch.device("cpu"))
 
 
-def fingerprint() -> Fingerprint:
-    return tiny_fingerprint(n_layers=LAYERS, n_heads=4, n_kv_heads=2, head_dim=16, block_size=BLOCK)
+def fingerprint(store_bits: int) -> Fingerprint:
+    return tiny_fingerprint(
+        n_layers=LAYERS, n_heads=4, n_kv_heads=2, head_dim=16, block_size=BLOCK,
+        store_bits=store_bits,
+    )  # fmt: skip
 
 
 def case_of(
@@ -85,9 +109,12 @@ def case_of(
     stale: float = 0.4,
     ends_with_chunk: bool = False,
 ) -> Case:
-    """Random chunk caches, different blocks kept at every layer, any kept row recomputed."""
+    """Random chunk caches, different blocks kept at every layer, any kept row recomputed.
+
+    Entries have 4, 8 and 16 bits in turn.
+    """
     rng = random.Random(seed)
-    made_by = fingerprint()
+    made_by = fingerprint((4, 8, 16)[seed % 3])
 
     def tokens(n: int) -> tuple[int, ...]:
         return tuple(rng.randrange(6, 262) for _ in range(n))
@@ -245,25 +272,22 @@ def reference(
     weight: float | None | str = "overwrite",
     positions: Positions = "global",
     passing: Literal["fresh", "cached", "hidden"] = "fresh",
-    settled: Tensor | None = None,
     ape: ApeAttention | None = None,
 ) -> Reference:
     """The whole request.
 
     weight: of fusion (None: the cosine), or ``overwrite``. passing: what other rows see of a row
-    that is carried through a layer where its block is not kept. settled: (L, Nb), blocks that the
-    answer goes on with, where that is not what the pass reads (``case.keep``): a row that the pass
-    had there stays as it was, the others come from the cache.
+    that is carried through a layer where its block is not kept.
     """
     ids = case.ids
-    # the context: position, chunk cache, row in it, block, position of its prefill
-    context: list[tuple[int, ChunkCache, int, int, int]] = []
+    # the context: position, keys and values of its chunk, row there, block, position of its prefill
+    context: list[tuple[int, tuple[Tensor, Tensor], int, int, int]] = []
     start = first_block = 0
     for piece in case.pieces:
         if piece.cache is not None:
             for row in range(len(piece.ids)):
                 at, block = start + row, first_block + row // BLOCK
-                context.append((at, piece.cache, row, block, len(case.prefix) + row))
+                context.append((at, piece.decoded, row, block, len(case.prefix) + row))
             first_block += math.ceil(len(piece.ids) / BLOCK)
         start += len(piece.ids)
     n_tokens = len(ids)
@@ -278,7 +302,8 @@ def reference(
     out = Reference(model, [], [], [], [], torch.empty(0), n_tokens, apart=apart)
     for layer in range(LAYERS):
         needed = set().union(*stale[layer:])
-        rows = [at for at in range(n_tokens) if at not in of_chunk or at in needed]
+        waiting = of_chunk | case.waiting
+        rows = [at for at in range(n_tokens) if at not in waiting or at in needed]
         fresh = {}
         queries, raw = {}, {}
         for at in rows:
@@ -287,12 +312,12 @@ def reference(
             queries[at], raw[at] = query, key
         entries: list[Entry] = []
         kept = set()
-        for at, cache, row, block, prefilled in context:
+        for at, (keys, values), row, block, prefilled in context:
             if at not in of_chunk or not bool(case.keep[layer, block]):
                 continue
             kept.add(at)
             where = at if positions == "global" else prefilled
-            key, value = turned(cache.keys[layer, row], where, model), cache.values[layer, row]
+            key, value = turned(keys[layer, row], where, model), values[layer, row]
             if at in stale[layer]:
                 new_key, new_value = fresh[at]
                 if weight == "overwrite":
@@ -310,8 +335,8 @@ def reference(
             entries += [(at, *fresh[at]) for at in passed]
         if passing == "cached":
             entries += [
-                (at, turned(cache.keys[layer, row], at, model), cache.values[layer, row])
-                for at, cache, row, *_ in context
+                (at, turned(keys[layer, row], at, model), values[layer, row])
+                for at, (keys, values), row, *_ in context
                 if at in passed
             ]
         entries.sort(key=lambda entry: entry[0])
@@ -320,18 +345,7 @@ def reference(
             for at in rows
         }
         out.n_only_carried += len(passed)
-        if settled is None:
-            entries = [entry for entry in entries if entry[0] not in passed]
-        else:
-            had = {at: (key, value) for at, key, value in entries}
-            entries = [(at, *had[at]) for at in rows if at not in of_chunk]
-            for at, cache, row, block, prefilled in context:
-                if at not in of_chunk or not bool(settled[layer, block]):
-                    continue
-                where = at if positions == "global" else prefilled
-                key, value = cache.keys[layer, row], cache.values[layer, row]
-                entries.append((at, *had.get(at, (turned(key, where, model), value))))
-            entries.sort(key=lambda entry: entry[0])
+        entries = [entry for entry in entries if entry[0] not in passed]
         out.entries.append(entries)
         out.queries.append(queries)
         out.keys.append(raw)
@@ -343,14 +357,66 @@ def reference(
 # --- comparison --------------------------------------------------------------------------------
 
 
-def blended(model: Model, case: Case, **options: Any) -> tuple[Blend, Tensor]:
-    options = {"recompute": case.recompute, "keep": case.keep} | options
-    blend = Blend(model, case.layout, case.context(), options.pop("keep"), **options)
+@dataclass(frozen=True, kw_only=True)
+class Blended:
+    """A pass that has run. plan: what its last layers did. probed: its layers, where they were
+    observed instead of kept."""
+
+    logits: Tensor
+    cache: DenseCache
+    plan: PassPlan
+    context: Context
+    probed: list[ProbedLayer]
+
+
+def blended(
+    model: Model,
+    case: Case,
+    *,
+    recompute: Tensor | None = None,
+    update: Update = overwrite,
+    positions: Positions = "global",
+    attend: ApeAttention | None = None,
+    capacity: int = 0,
+    check: tuple[int, Callable[[Checked], Tensor]] | None = None,
+    probes: bool = False,
+) -> Blended:
+    """The pass of a case. check: a layer, and what gives the rows of all later ones there."""
+    layout, rows = case.layout, case.recompute if recompute is None else recompute
+    uncached = layout.fresh.clone()
+    uncached[list(case.waiting)] = False
+    plans: list[PassPlan] = []
+
+    def plan_of(of_rows: Tensor) -> PassPlan:
+        plan = plan_pass(
+            layout, case.keep, of_rows, device=torch.device("cpu"), uncached=uncached,
+            mixes=update is not overwrite, weighs=attend is not None,
+        )  # fmt: skip
+        plans.append(plan)
+        return plan
+
+    def decide(checked: Checked) -> PassPlan:
+        after = rows.clone()
+        after[check[0] + 1 :] = check[1](checked)
+        return plan_of(after)
+
+    context = case.context()
+    plan = plan_of(rows)
+    context.load(plan.blocks if check is None else case.keep)
+    cos, sin = model.cos_sin(torch.arange(layout.n_tokens))
+    at = layout.context_positions if positions == "global" else layout.prefilled_positions
+    cache, probed = DenseCache(LAYERS, capacity, weigh=attend), []
+    blend = Blend(
+        model=model, layout=layout, context=context, cos=cos, sin=sin, cached_cos=cos[at],
+        cached_sin=sin[at], update=update, weigh=attend, cache=None if probes else cache,
+        observe=probed.append if probes else None, check=check and (check[0], decide),
+    )  # fmt: skip
     with torch.inference_mode():
-        return blend, blend.run()
+        logits = blend.run(plan)
+    return Blended(logits=logits, cache=cache, plan=plans[-1], context=context, probed=probed)
 
 
-def assert_rows(cache: WorkingCache, entries: list[list[Entry]]) -> None:
+def assert_rows(cache: DenseCache, entries: list[list[Entry]]) -> None:
     """Every layer holds exactly the reference's entries, in the order of their positions."""
     assert cache.lengths == [len(of_layer) for of_layer in entries]
     for layer, of_layer in enumerate(entries):
@@ -362,10 +428,10 @@ def assert_rows(cache: WorkingCache, entries: list[list[Entry]]) -> None:
         torch.testing.assert_close(cache.values[layer][:n], values, **CLOSE)
 
 
-def assert_equal(blend: Blend, logits: Tensor, expected: Reference, case: Case) -> None:
-    torch.testing.assert_close(logits, expected.logits, **CLOSE)
-    assert torch.equal(blend.kept, case.keep)
-    assert_rows(blend.cache, expected.entries)
+def assert_equal(done: Blended, expected: Reference, case: Case) -> None:
+    torch.testing.assert_close(done.logits, expected.logits, **CLOSE)
+    assert torch.equal(done.plan.kept, case.keep)
+    assert_rows(done.cache, expected.entries)
 
 
 UPDATES: list[tuple[Update, float | None | str]] = [
@@ -384,11 +450,11 @@ def test_any_selection_and_any_rows_equal_the_dense_reference(
     only_carried = 0
     for seed in range(2):
         case = case_of(seed, prefix=(1,) if seed else ())
-        blend, logits = blended(model, case, update=update)
+        done = blended(model, case, update=update)
         expected = reference(model, case, weight=weight)
-        assert_equal(blend, logits, expected, case)
+        assert_equal(done, expected, case)
         only_carried += expected.n_only_carried
-        assert len(set(blend.cache.lengths)) > 1, "layers should hold different numbers of rows"
+        assert len(set(done.cache.lengths)) > 1, "layers should hold different numbers of rows"
     assert only_carried > 10, "no row passed through a layer where its block is not kept"
 
 
@@ -398,8 +464,8 @@ def test_any_lengths_and_shares(lengths: tuple[int, ...], kept: float, stale: fl
     model = tiny_model("llama")
     for seed in (5, 6):
         case = case_of(seed, lengths=lengths, kept=kept, stale=stale)
-        blend, logits = blended(model, case)
-        assert_equal(blend, logits, reference(model, case), case)
+        done = blended(model, case)
+        assert_equal(done, reference(model, case), case)
 
 
 @pytest.mark.parametrize("stale", [0.0, 0.5])
@@ -407,26 +473,18 @@ def test_a_prompt_that_ends_with_a_chunk_computes_its_last_row(stale: float) -> 
     model = tiny_model("llama")
     for seed in range(3):
         case = case_of(seed, ends_with_chunk=True, stale=stale)
-        blend, logits = blended(model, case)
-        assert_equal(blend, logits, reference(model, case), case)
+        done = blended(model, case)
+        assert_equal(done, reference(model, case), case)
 
 
 def test_keys_stay_where_they_were_prefilled_with_local_positions() -> None:
     model = tiny_model("llama")
     for seed, prefix in enumerate([(1,), (), (1, 40, 41)]):
         case = case_of(seed, prefix=prefix, stale=0.0)
-        blend, logits = blended(model, case, positions="local")
-        assert_equal(blend, logits, reference(model, case, positions="local"), case)
+        done = blended(model, case, positions="local")
+        assert_equal(done, reference(model, case, positions="local"), case)
         elsewhere = reference(model, case).logits
-        assert float((logits - elsewhere).abs().max()) > 0.05
-
-
-def test_nothing_to_recompute_is_the_same_as_none() -> None:
-    model, case = tiny_model("llama"), case_of(0, stale=0.0)
-    assert not bool(case.recompute.any())
-    blend, logits = blended(model, case, recompute=None)
-    assert_equal(blend, logits, reference(model, case), case)
-    assert blend.computed_context_rows == 0
+        assert float((done.logits - elsewhere).abs().max()) > 0.05
 
 
 # --- rules 1 and 2 of section 3.3 --------------------------------------------------------------
@@ -461,19 +519,19 @@ def one_row(at_layers: tuple[int, ...], kept_at: tuple[int, ...]) -> tuple[Case,
 def test_one_row(at_layers: tuple[int, ...], kept_at: tuple[int, ...]) -> None:
     model = tiny_model("qwen3")
     case, _, position = one_row(at_layers, kept_at)
-    blend, logits = blended(model, case)
+    done = blended(model, case)
     expected = reference(model, case)
-    assert_equal(blend, logits, expected, case)
+    assert_equal(done, expected, case)
     # rule 1: computed at every layer up to the last where it is needed, and at none above
-    assert blend.computed_context_rows == (max(at_layers) + 1 if at_layers else 0)
+    assert int(done.plan.computed.sum()) == (max(at_layers) + 1 if at_layers else 0)
     # rule 2: where it is not recomputed, the cached entry stays to the bit, if it is kept at all
-    untouched, _ = blended(model, replace(case, recompute=torch.zeros_like(case.recompute)))
+    untouched = blended(model, replace(case, recompute=torch.zeros_like(case.recompute)))
     for layer in range(LAYERS):
         places = [at for at, *_ in expected.entries[layer]]
         assert (position in places) == (layer in kept_at)
         if layer in kept_at:
             row = places.index(position)
-            same = torch.equal(blend.cache.keys[layer][row], untouched.cache.keys[layer][row])
+            same = torch.equal(done.cache.keys[layer][row], untouched.cache.keys[layer][row])
             assert same == (layer not in at_layers)
 
 
@@ -482,12 +540,12 @@ def test_a_carried_row_is_seen_by_later_rows_of_its_layer_alone() -> None:
     the working cache, so that answer tokens never see it there."""
     model = tiny_model("llama")
     case, token, position = one_row((3,), (3,))
-    blend, logits = blended(model, case)
+    done = blended(model, case)
     expected = reference(model, case)
     for layer in range(3):
         assert position not in [at for at, *_ in expected.entries[layer]]
     bare = replace(case, recompute=torch.zeros_like(case.recompute))
-    assert float((logits - reference(model, bare).logits).abs().max()) > 1e-3
+    assert float((done.logits - reference(model, bare).logits).abs().max()) > 1e-3
 
 
 def test_rows_to_recompute_that_are_not_kept_are_ignored() -> None:
@@ -497,12 +555,12 @@ def test_rows_to_recompute_that_are_not_kept_are_ignored() -> None:
     anywhere = torch.rand(case.recompute.shape, generator=torch.Generator().manual_seed(9)) < 0.4
     of_kept = anywhere & case.keep[:, case.layout.block_of_token]
     assert int(anywhere.sum()) > int(of_kept.sum())
-    blend, logits = blended(model, case, recompute=anywhere)
+    done = blended(model, case, recompute=anywhere)
     masked = replace(case, recompute=of_kept)
-    assert_equal(blend, logits, reference(model, masked), masked)
+    assert_equal(done, reference(model, masked), masked)
 
 
-# --- queries, and choosing on the way ----------------------------------------------------------
+# --- probes --------------------------------------------------------------------------------------
 
 
 def of_rows(by_position: list[dict[int, Tensor]], layer: int, rows: list[int]) -> Tensor:
@@ -510,146 +568,56 @@ def of_rows(by_position: list[dict[int, Tensor]], layer: int, rows: list[int]) -
     return torch.stack([by_position[layer][at] for at in rows], dim=1)
 
 
-@pytest.mark.parametrize("family", ["llama3-rope", "qwen3"])
+def waits_at_first(case: Case, n_last: int) -> Case:
+    """The same case without the uncached tokens before the last ones."""
+    uncached = case.layout.fresh.nonzero()[:, 0].tolist()
+    return replace(case, waiting=frozenset(uncached[1:-n_last]))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("ends_with_chunk", [False, True])
-def test_queries_are_those_of_the_question_before_rope(family: str, ends_with_chunk: bool) -> None:
-    """All rows of the last plain segment; the last row alone if the prompt ends with a chunk."""
-    model, case = tiny_model(family), case_of(2, ends_with_chunk=ends_with_chunk)
-    blend, _ = blended(model, case, asking=True)
-    expected = reference(model, case)
-    rows = list(range(len(case.ids) - (1 if ends_with_chunk else 5), len(case.ids)))
-    assert len(blend.queries) == LAYERS
-    for layer, queries in enumerate(blend.queries):
-        assert queries.shape == (model.n_heads, len(rows), model.head_dim)
-        torch.testing.assert_close(queries, of_rows(expected.queries, layer, rows), **CLOSE)
-    unasked, _ = blended(model, case)
-    assert unasked.queries == []
-
-
-@pytest.mark.parametrize("asking", [True, False])
-def test_reading_on_the_way_equals_choosing_before(asking: bool) -> None:
-    """A pass that settles on what it has read; every layer shows its rows before it is read."""
-    model, case = tiny_model("llama"), case_of(4, stale=0.3)
-    seen: list[LayerView] = []
-
-    def read(view: LayerView) -> Tensor:
-        seen.append(view)
-        return case.keep[view.layer]
-
-    blend, logits = blended(model, case, keep=read, asking=asking)
-    assert not bool(blend.kept.any()), "nothing is kept before it is settled"
-    blend.settle(case.keep)
-    expected = reference(model, case)
-    assert_equal(blend, logits, expected, case)
-    assert [view.layer for view in seen] == list(range(LAYERS))
-    question = list(range(len(case.ids) - 5, len(case.ids))) if asking else []
-    for view in seen:
-        assert view.queries.shape == (model.n_heads, len(question), model.head_dim)
-        if asking:
-            own = of_rows(expected.queries, view.layer, question)
-            torch.testing.assert_close(view.queries, own, **CLOSE)
-        tokens = case.recompute[view.layer].nonzero()[:, 0]
-        assert torch.equal(view.stale, tokens) and len(tokens)
-        at = case.layout.context_positions[tokens].tolist()
-        own = of_rows(expected.queries, view.layer, at)
-        torch.testing.assert_close(view.stale_queries, own, **CLOSE)
-        own = of_rows(expected.keys, view.layer, at).transpose(0, 1)
-        torch.testing.assert_close(view.stale_keys, own, **CLOSE)
-
-
-# --- reading more, less or other than what is kept ---------------------------------------------
-
-
-def elsewhere(case: Case, seed: int, share: float = 0.5) -> Tensor:
-    """(L, Nb): blocks to settle on, drawn apart from those that are read."""
-    return torch.rand(case.keep.shape, generator=torch.Generator().manual_seed(seed)) < share
+def test_a_probe_shows_its_queries_and_the_keys_that_they_saw(
+    family: str, ends_with_chunk: bool
+) -> None:
+    """Queries of every token that it computed, keys of the blocks that it is over, both rotated."""
+    model = tiny_model(family)
+    for n_last in (1, 3, 99):
+        case = case_of(2, ends_with_chunk=ends_with_chunk, stale=0.0)
+        case = waits_at_first(case, n_last)
+        done, expected = blended(model, case, probes=True), reference(model, case)
+        torch.testing.assert_close(done.logits, expected.logits, **CLOSE)
+        assert done.cache.lengths == [0] * LAYERS, "a probe keeps nothing"
+        uncached = case.layout.fresh.nonzero()[:, 0].tolist()
+        rows = [at for at in uncached if at not in case.waiting]
+        stored = set(case.layout.context_positions.tolist()) - set(uncached)
+        assert [probed.layer for probed in done.probed] == list(range(LAYERS))
+        for probed in done.probed:
+            assert probed.n_layers == LAYERS
+            assert probed.scaling == pytest.approx(model.head_dim**-0.5)
+            asking = of_rows(expected.queries, probed.layer, rows)
+            own = [turned(asking[:, i], at, model) for i, at in enumerate(rows)]
+            torch.testing.assert_close(probed.queries, torch.stack(own, dim=1), **CLOSE)
+            cos, sin = model.cos_sin(torch.tensor(rows))
+            assert torch.equal(probed.cos, cos) and torch.equal(probed.sin, sin)
+            keys = [key for at, key, _ in expected.entries[probed.layer] if at in stored]
+            torch.testing.assert_close(probed.keys, torch.stack(keys), **CLOSE)
 
 
 @pytest.mark.parametrize("stale", [0.0, 0.4])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_settling_equals_the_dense_reference(family: str, stale: float) -> None:
-    """Blocks read and dropped, kept but never read, rows computed again in all four kinds."""
-    model = tiny_model(family)
-    for seed in range(2):
-        case = case_of(seed, prefix=(1,) if seed else (), stale=0.0)
-        rows = torch.rand(case.recompute.shape[1], generator=torch.Generator().manual_seed(seed))
-        rows = (rows < stale).repeat(LAYERS, 1)
-        case = replace(case, recompute=rows)
-        settled = elsewhere(case, 50 + seed)
-        blend, logits = blended(
-            model, case, keep=lambda view, c=case: c.keep[view.layer], capacity=4
-        )
-        with torch.inference_mode():
-            blend.settle(settled)
-        expected = reference(model, case, settled=settled)
-        torch.testing.assert_close(logits, expected.logits, **CLOSE)
-        assert torch.equal(blend.kept, settled)
-        assert_rows(blend.cache, expected.entries)
-        assert blend.kv_bytes == blend.cache.kv_bytes
-        in_read, in_settled = (m[:, case.layout.block_of_token] for m in (case.keep, settled))
-        kinds = [
-            int((rows == again)[(in_read == read) & (in_settled == kept)].sum())
-            for read in (True, False)
-            for kept in (True, False)
-            for again in ((True, False) if stale else (False,))
-        ]
-        assert min(kinds) > 0, "a kind of row did not occur"
-        decoder = Decoder(model, blend.cache, case.layout.n_tokens)
-        with torch.inference_mode():
-            for token in (70, 9, 201, 33):
-                torch.testing.assert_close(decoder.step(token), expected.step(token), **CLOSE)
-
-
-@pytest.mark.parametrize("read", [0.0, 1.0])
-@pytest.mark.parametrize("kept", [0.0, 1.0])
-def test_settling_at_the_ends(read: float, kept: float) -> None:
-    model = tiny_model("llama")
-    for ends_with_chunk in (False, True):
-        case = case_of(8, kept=read, stale=0.5, ends_with_chunk=ends_with_chunk)
-        settled = torch.full_like(case.keep, bool(kept))
-        blend, logits = blended(model, case, keep=lambda view, c=case: c.keep[view.layer])
-        with torch.inference_mode():
-            blend.settle(settled)
-        expected = reference(model, case, settled=settled)
-        torch.testing.assert_close(logits, expected.logits, **CLOSE)
-        assert_rows(blend.cache, expected.entries)
-
-
-def test_settling_with_fusion_keeps_the_mix() -> None:
-    model, case = tiny_model("llama"), case_of(6)
-    settled = case.keep & elsewhere(case, 60, 0.7)
-    assert not torch.equal(settled, case.keep)
-    blend, logits = blended(model, case, keep=lambda view: case.keep[view.layer], update=Fusion())
-    with torch.inference_mode():
-        blend.settle(settled)
-    expected = reference(model, case, weight=None, settled=settled)
-    torch.testing.assert_close(logits, expected.logits, **CLOSE)
-    assert_rows(blend.cache, expected.entries)
-
-
-def test_settling_with_local_positions_loads_rows_where_they_were_prefilled() -> None:
-    model, case = tiny_model("llama"), case_of(9, stale=0.0, prefix=(1, 40))
-    settled = elsewhere(case, 61)
-    blend, _ = blended(
-        model, case, keep=lambda view: case.keep[view.layer], positions="local", recompute=None
-    )
-    with torch.inference_mode():
-        blend.settle(settled)
-    assert_rows(blend.cache, reference(model, case, positions="local", settled=settled).entries)
-
-
-def test_what_is_settled_on_is_read_once_and_only_where_it_is_missing() -> None:
-    model, case = tiny_model("llama"), case_of(1, stale=0.0)
-    context, settled = case.context(), elsewhere(case, 62)
-    before = context.bytes_read
-    blend = Blend(model, case.layout, context, lambda view: case.keep[view.layer])
-    row_bytes, lengths = 2 * 2 * 16 * 4, case.layout.block_lengths
-    with torch.inference_mode():
-        blend.run()
-        assert context.bytes_read - before == int((case.keep * lengths).sum()) * row_bytes
-        blend.settle(settled)
-    either = case.keep | settled
-    assert context.bytes_read - before == int((either * lengths).sum()) * row_bytes
+@pytest.mark.parametrize("ends_with_chunk", [False, True])
+def test_tokens_that_wait_are_as_if_they_were_not_there(
+    stale: float, ends_with_chunk: bool
+) -> None:
+    """All others keep their positions."""
+    model = tiny_model("qwen3")
+    for seed in range(3):
+        whole = case_of(seed, stale=stale, ends_with_chunk=ends_with_chunk)
+        case = waits_at_first(whole, 2)
+        if not case.waiting:
+            continue
+        done = blended(model, case, capacity=2)
+        assert_equal(done, reference(model, case), case)
+        assert float((done.logits - reference(model, whole).logits).abs().max()) > 1e-3
 
 
 # --- deciding in mid-pass ----------------------------------------------------------------------
@@ -672,18 +640,19 @@ def test_a_check_layer_equals_the_dense_reference(family: str, at_layer: int, ke
         chosen[of_layer[::3]] = True
 
         def check(checked: Checked, shown: list[Checked] = shown, chosen: Tensor = chosen):  # noqa: ANN202
-            shown.append(checked)
+            cached = checked.cached()  # the entries are freed when the pass is done with the layer
+            shown.append(replace(checked, cached=lambda: cached))
             return chosen
 
-        blend, logits = blended(model, case, recompute=rows, check=(at_layer, check), capacity=3)
+        done = blended(model, case, recompute=rows, check=(at_layer, check), capacity=3)
         after = rows.clone()
-        after[at_layer + 1 :] = chosen
+        after[at_layer + 1 :] = chosen & case.keep[at_layer + 1 :, case.layout.block_of_token]
         dense = replace(case, recompute=after)
         expected = reference(model, dense)
-        assert_equal(blend, logits, expected, case)
+        assert_equal(done, expected, case)
         # a row that is needed at a layer is computed at all before it
         needed = after.flip(0).cummax(0).values.flip(0)
-        assert blend.computed_context_rows == int(needed.sum())
+        assert int(done.plan.computed.sum()) == int(needed.sum())
         (checked,) = shown
         assert torch.equal(checked.tokens, of_layer)
         at = case.layout.context_positions[checked.tokens].tolist()
@@ -698,7 +667,7 @@ def test_a_check_layer_equals_the_dense_reference(family: str, at_layer: int, ke
             query = turned(expected.queries[at_layer][position], position, model)
             torch.testing.assert_close(checked.queries[:, place], query, **CLOSE)
         assert_cached(model, case, at_layer, checked)
-        decoder = Decoder(model, blend.cache, case.layout.n_tokens)
+        decoder = Decoder(model, done.cache, case.layout.n_tokens)
         with torch.inference_mode():
             for token in (70, 9, 201):
                 torch.testing.assert_close(decoder.step(token), expected.step(token), **CLOSE)
@@ -707,7 +676,7 @@ def test_a_check_layer_equals_the_dense_reference(family: str, at_layer: int, ke
 def assert_cached(model: Model, case: Case, layer: int, checked: Checked) -> None:
     """The cached entries that a check is given are those of the chunk caches."""
     cached = [
-        (piece.cache, row)
+        (piece.decoded, row)
         for piece in case.pieces
         if piece.cache is not None
         for row in range(len(piece.ids))
@@ -715,29 +684,12 @@ def assert_cached(model: Model, case: Case, layer: int, checked: Checked) -> Non
     with torch.inference_mode():
         keys, values = checked.cached()
     for place, token in enumerate(checked.tokens.tolist()):
-        cache, row = cached[token]
+        (stored_keys, stored_values), row = cached[token]
         position = int(case.layout.context_positions[token])
         torch.testing.assert_close(
-            keys[place], turned(cache.keys[layer, row], position, model), **CLOSE
+            keys[place], turned(stored_keys[layer, row], position, model), **CLOSE
         )
-        assert torch.equal(values[place], cache.values[layer, row])
-
-
-def test_a_check_that_finds_nothing_reads_no_cached_entry_unasked() -> None:
-    model, case = tiny_model("llama"), case_of(1, kept=1.0, stale=0.0)
-    rows = torch.zeros_like(case.recompute)
-    rows[:2] = True
-    context = case.context()
-    before = context.bytes_read
-    nothing = torch.zeros_like(rows[0])
-    blend = Blend(
-        model, case.layout, context, case.keep, recompute=rows, check=(1, lambda _: nothing)
-    )
-    with torch.inference_mode():
-        blend.run()
-    # layers 0 and 1 were computed whole: only those above are read
-    row_bytes = 2 * 2 * 16 * 4
-    assert context.bytes_read - before == 2 * rows.shape[1] * row_bytes
+        assert torch.equal(values[place], stored_values[layer, row])
 
 
 # --- attention that treats the context apart ---------------------------------------------------
@@ -752,77 +704,19 @@ def test_attention_in_two_parts_equals_the_dense_reference(
     """Also of answer tokens, which are none of the context."""
     model, case = tiny_model(family), case_of(4, stale=0.0)
     attend = ApeAttention(temperature=temperature, scale=scale)
-    blend, logits = blended(
-        model, case, recompute=None, positions=positions, attend=attend, capacity=4
-    )
+    done = blended(model, case, positions=positions, attend=attend, capacity=4)
     expected = reference(model, case, positions=positions, ape=attend)
-    assert_equal(blend, logits, expected, case)
+    assert_equal(done, expected, case)
     plain = reference(model, case, positions=positions)
-    assert float((logits - plain.logits).abs().max()) > 100 * CLOSE["atol"]
-    decoder = Decoder(model, blend.cache, case.layout.n_tokens, attend=attend)
+    assert float((done.logits - plain.logits).abs().max()) > 100 * CLOSE["atol"]
+    decoder = Decoder(model, done.cache, case.layout.n_tokens)
     with torch.inference_mode():
         for token in (70, 9, 201, 33):
             torch.testing.assert_close(decoder.step(token), expected.step(token), **CLOSE)
     of_context = set(case.layout.context_positions.tolist())
     for layer, entries in enumerate(expected.entries):
         flags = [at in of_context for at, *_ in entries]
-        assert blend.cache.is_context(layer).tolist() == [flags] * model.n_kv_heads
-
-
-def test_attention_in_two_parts_after_settling() -> None:
-    model, case = tiny_model("llama"), case_of(5)
-    attend, settled = ApeAttention(temperature=0.5, scale=1.2), elsewhere(case, 63)
-    blend, logits = blended(
-        model, case, keep=lambda view: case.keep[view.layer], attend=attend, capacity=3
-    )
-    with torch.inference_mode():
-        blend.settle(settled)
-    expected = reference(model, case, settled=settled, ape=attend)
-    torch.testing.assert_close(logits, expected.logits, **CLOSE)
-    assert_rows(blend.cache, expected.entries)
-    decoder = Decoder(model, blend.cache, case.layout.n_tokens, attend=attend)
-    with torch.inference_mode():
-        for token in (70, 9, 201):
-            torch.testing.assert_close(decoder.step(token), expected.step(token), **CLOSE)
-
-
-# --- what is read from the caches --------------------------------------------------------------
-
-
-def test_only_what_is_reused_is_read() -> None:
-    """Blocks that are not kept, or recomputed whole and overwritten, are never read."""
-    model, case = tiny_model("llama"), case_of(1, stale=0.0)
-    row_bytes = 2 * 2 * 16 * 4
-    for update, stays in ((overwrite, False), (Fusion(), True)):
-        whole = replace(case, recompute=case.keep[:, case.layout.block_of_token])
-        for of, reused in ((case, True), (whole, stays)):
-            context = of.context()
-            before = context.bytes_read
-            blend = Blend(model, of.layout, context, of.keep, recompute=of.recompute, update=update)
-            with torch.inference_mode():
-                blend.run()
-            kept_rows = int((of.keep * of.layout.block_lengths).sum())
-            assert context.bytes_read - before == reused * kept_rows * row_bytes
-
-
-def test_no_block_is_read_twice() -> None:
-    """A probe and the blend after it share one context."""
-    model, case = tiny_model("llama"), case_of(1, stale=0.0)
-    context = case.context()
-    before = context.bytes_read
-    some = case.keep.clone()
-    some[:, ::2] = False
-    assert bool(some.any()) and not torch.equal(some, case.keep)
-    with torch.inference_mode():
-        Blend(model, case.layout, context, some).run()
-        after_probe = context.bytes_read
-        blend = Blend(model, case.layout, context, case.keep)
-        logits = blend.run()
-    row_bytes = 2 * 2 * 16 * 4
-    lengths = case.layout.block_lengths
-    assert after_probe - before == int((some * lengths).sum()) * row_bytes
-    assert context.bytes_read - before == int((case.keep * lengths).sum()) * row_bytes
-    assert_equal(blend, logits, reference(model, case), case)
+        assert done.cache.is_context(layer).tolist() == [flags] * model.n_kv_heads
 
 
 # --- decoding ----------------------------------------------------------------------------------
@@ -835,23 +729,28 @@ def test_answer_tokens_continue_the_whole_prompt(
 ) -> None:
     """Their positions count rows that are missing, and count no row twice."""
     model, case = tiny_model(family), case_of(7, kept=0.4)
-    blend, logits = blended(model, case, update=update, capacity=6)
+    done = blended(model, case, update=update, capacity=6)
     expected = reference(model, case, weight=weight)
-    lengths = list(blend.cache.lengths)
+    lengths = list(done.cache.lengths)
     assert len(set(lengths)) > 1 and max(lengths) < case.layout.n_tokens
-    decoder = Decoder(model, blend.cache, case.layout.n_tokens)
+    decoder = Decoder(model, done.cache, case.layout.n_tokens)
     with torch.inference_mode():
         for count, token in enumerate((70, 9, 9, 201, 33, 8), start=1):
             torch.testing.assert_close(decoder.step(token), expected.step(token), **CLOSE)
-            assert blend.cache.lengths == [n + count for n in lengths]
-    assert_rows(blend.cache, expected.entries)
+            assert done.cache.lengths == [n + count for n in lengths]
+    assert_rows(done.cache, expected.entries)
     assert decoder.position == case.layout.n_tokens + 6
 
 
 def test_kv_bytes_count_the_rows_that_are_held() -> None:
     model, case = tiny_model("llama"), case_of(7)
-    blend, _ = blended(model, case, capacity=100)
-    assert blend.cache.kv_bytes == sum(blend.cache.lengths) * 2 * 2 * 16 * 4
+    done = blended(model, case, capacity=100)
+    held = sum(done.cache.lengths) * 2 * 2 * 16 * 4
+    assert done.cache.kv_bytes == done.cache.prompt_bytes == held
+    with torch.inference_mode():
+        Decoder(model, done.cache, case.layout.n_tokens).step(70)
+    assert done.cache.kv_bytes == held + LAYERS * 2 * 2 * 16 * 4
+    assert done.cache.prompt_bytes == held
 
 
 # --- the reference itself ----------------------------------------------------------------------

@@ -20,9 +20,13 @@ from typer.testing import CliRunner, Result
 from samkv_integrations import EVICTIONS, METHODS, tables
 from samkv_integrations.chroma import open_collection
 from samkv_integrations.cli import COMPARED, app
+from samkv_integrations.costs import name_of
 from samkv_integrations.doctor import Check
+from samkv_integrations.model import Model
 from samkv_integrations.report import Report
+from samkv_integrations.store import ChunkStore
 from tests.models import SHAPE, byte_tokenizer, hf_model
+from tests.old_store import old_store
 from tests.records import RECORDS, TEXTS
 
 REPORT_FIELDS = set(Report.__dataclass_fields__)
@@ -219,7 +223,8 @@ def test_ask_answers_and_names_its_sources(town: Path) -> None:
     (row,) = rows_of("ask", record.question, "--top-k", "4")
     assert REPORT_FIELDS | {"question", "answer", "sources"} == set(row)
     assert len(row["sources"]) == 4 and row["sources"][0].endswith("/krasplex-systems.txt")
-    assert (row["method"], row["chunk_hits"], row["chunk_misses"]) == ("samkv-guided", 4, {})
+    assert (row["method"], row["chunk_hits"], row["chunk_misses"]) == ("auto", 4, {})
+    assert row["ran"] in ("recompute", "samkv-guided")
 
 
 def test_ask_evicts_rows_while_it_answers(town: Path) -> None:
@@ -227,6 +232,9 @@ def test_ask_evicts_rows_while_it_answers(town: Path) -> None:
     ask = ("ask", RECORDS[1].question)
     (row,) = rows_of(*ask, "--method", "recompute")
     assert row["eviction"] is None and row["decode_kv_bytes"] >= row["kv_bytes"]
+    guided = (*ask, "--method", "samkv-guided")
+    assert rows_of(*guided)[0]["eviction"] == "quest"  # the method's own
+    assert rows_of(*guided, "--eviction", "none")[0]["eviction"] is None
     evicting = (*ask, "--method", "recompute", "--eviction", "h2o", "--eviction-budget", "0.5")
     (row,) = rows_of(*evicting)
     assert row["eviction"] == "h2o"
@@ -292,11 +300,16 @@ def test_ask_with_the_chat_template(town: Path, tiny: str) -> None:
 
 def test_an_option_of_a_method_changes_it(town: Path) -> None:
     ran("ingest", str(town))
-    kept = [
-        rows_of("ask", RECORDS[0].question, "--set", f"select.max_kept_ratio={ratio}")[0]
-        for ratio in (0.2, 1)
-    ]
-    assert kept[0]["kept_ratio"] < 0.5 and kept[1]["kept_ratio"] == 1.0
+    ask = ("ask", RECORDS[0].question, "--method", "samkv-guided", "--set")
+    none, some = (rows_of(*ask, f"recompute.ratio={ratio}")[0] for ratio in (0, 0.1))
+    assert none["recompute_ratio"] == 0 < some["recompute_ratio"]
+
+
+def test_an_answer_goes_on_with_the_method_s_own_rule_unless_told_otherwise(town: Path) -> None:
+    ran("ingest", str(town))
+    for flags, rule in (((), "quest"), (("--eviction", "none"), None)):
+        (row,) = rows_of("ask", RECORDS[0].question, "--method", "samkv-guided", *flags)
+        assert row["eviction"] == rule
 
 
 def test_doctor_exits_with_1_if_a_check_fails(monkeypatch: pytest.MonkeyPatch, tiny: str) -> None:
@@ -304,7 +317,7 @@ def test_doctor_exits_with_1_if_a_check_fails(monkeypatch: pytest.MonkeyPatch, t
     assert all(set(row) == {"check", "ok", "detail"} and row["ok"] for row in rows)
     assert "can be served exactly" in ran("doctor", "--model", tiny, "--dtype", "bfloat16")
     checks = [Check(name="rotation", ok=False, detail="off by 3")]
-    monkeypatch.setattr("samkv_integrations.doctor.examine", lambda model: iter(checks))
+    monkeypatch.setattr("samkv_integrations.doctor.examine", lambda model, store: iter(checks))
     result = run("doctor", "--model", tiny)
     assert result.exit_code == 1
     assert "FAILED: rotation" in result.stdout
@@ -319,18 +332,20 @@ def test_quickstart_compares_every_method_and_prefills_once(town: Path) -> None:
     assert "6 prefilled now, 0 already cached" in shown
     assert RECORDS[0].question in shown and "breltech-shipping.txt" in shown
     assert all(f"\n{name} " in shown for name in COMPARED)
+    assert "auto, the default, ran " in shown and "samkv bench quality" in shown
     result = run("quickstart", "--documents", str(town), "--json")
     assert "0 prefilled now, 6 already cached" in result.stderr
     rows = json.loads(result.stdout)["rows"]
     assert len(rows) == len(RECORDS) * len(COMPARED)
     for row in rows:
         assert set(row) > REPORT_FIELDS | {"question", "answer", "expected", "ttft_ratio"}
-        assert (row["chunk_hits"], row["chunk_misses"]) == (4, {})
-    full, reuse = (
+        prefix = row["ran"] == "prefix"  # the same five chunks as for another question
+        assert prefix or (row["chunk_hits"], row["chunk_misses"]) == (5, {})
+    full, auto = (
         sum(row["exact_match"] for row in rows if row["method"] == name)
-        for name in ("recompute", "reuse")
+        for name in ("recompute", "auto")
     )
-    assert full >= 5 and reuse >= 5
+    assert full >= 5 and auto >= 5
 
 
 def test_quickstart_follows_the_documents(town: Path) -> None:
@@ -366,18 +381,20 @@ def test_summary_of_many_answers() -> None:
     assert (full.method, full.n_right, full.n_known, full.same_share) == ("recompute", 2, 2, 1.0)
     assert (reuse.n_right, reuse.same_share, reuse.kept_ratio) == (1, 0.5, 0.75)
     assert (reuse.bytes_read, reuse.bytes_share, full.bytes_share) == (2000, 1.0, 0.05)
-    assert (reuse.ttft_s, reuse.ttft_ratio) == (0.5, 0.25)
+    assert reuse.ttft_s == 0.5
+    assert reuse.ttft_ratio == pytest.approx((0.5 / 1.0 + 0.5 / 3.0) / 2)  # paired by question
     (alone,) = tables.summarise(rows[1::2])
     assert (alone.same_share, alone.ttft_ratio) == (None, None)
 
 
 def test_the_summary_fits_into_a_terminal() -> None:
     figures = {"ttft_s": 0.555, "bytes_read": 777_777, "kept_ratio": 1.0, "recompute_ratio": 1.0}
-    rows = [_row(name, str(n), "x", right=True, **figures) for name in COMPARED for n in range(100)]
+    names = ("recompute", "reuse", "samkv-overwrite")
+    rows = [_row(name, str(n), "x", right=True, **figures) for name in names for n in range(100)]
     out = Console(file=io.StringIO(), width=80)
     out.print(tables.summary_table(rows))
     shown = out.file.getvalue()  # type: ignore[attr-defined]
-    assert len(shown.splitlines()) == 2 + len(COMPARED), shown
+    assert len(shown.splitlines()) == 2 + len(names), shown
     assert "samkv-overwrite 100 of 100" in shown and "777.8 kB" in shown
 
 
@@ -456,15 +473,16 @@ def test_a_model_that_is_not_there(working_folder: Path) -> None:
         (("ask", "--questions", "missing.jsonl"), "missing.jsonl does not exist"),
         (("ask", "--questions", "hollow/none.jsonl"), "holds no question"),
         (("ask", "--questions", "town/breltech-shipping.txt"), "breltech-shipping.txt, line 1"),
-        (("ask", "Who?", "--method", "magic"), "'magic'; known: a3, ape, cacheblend"),
+        (("ask", "Who?", "--method", "magic"), "'magic'; known: a3, ape, auto, cacheblend"),
         (("ask", "Who?", "--compare", "reuse,magic"), "unknown method 'magic'"),
         (("ask", "Who?", "--set", "select.top=3"), "known: recompute.after"),
         (("ask", "Who?", "--set", "select.window=many"), "'many' is not a whole number"),
-        (("ask", "Who?", "--set", "select.probe=never"), "is not one of none, probe, layerwise"),
+        (("ask", "Who?", "--method", "samkv-fusion", "--set", "select.bias=so"), "not True or"),
         (("ask", "Who?", "--set", "select.window=0"), "it must be at least 1"),
+        (("ingest", "town", "--store-bits", "3"), "store_bits=3; allowed: 4, 8, 16"),
         (("store", "stats", "--dir", "nowhere"), "nowhere/kv does not exist"),
         (("store", "sync", "--dir", "nowhere"), "nowhere/chroma holds no Chroma database"),
-        (("quickstart",), "examples/town_records is not a folder"),
+        (("quickstart",), "examples/town_archive is not a folder"),
         (("quickstart", "--documents", "hollow"), "no document"),
         (("quickstart", "--documents", "blank"), "blank/questions.jsonl does not exist"),
     ],
@@ -504,7 +522,37 @@ def test_a_store_of_another_model_or_dtype(town: Path, tiny: str, working_folder
     assert "dtype is 'bfloat16' here and 'float32' there" in line
 
 
-def test_a_store_of_another_format_version(town: Path, tiny: str) -> None:
+def test_a_store_of_other_bits(town: Path, tiny: str) -> None:
+    wide = ("--model", tiny, "--store-bits", "16")
+    ran("ingest", str(town), *wide)
+    assert [row["store_bits"] for row in rows_of("store", "stats")] == [16]
+    for command in (("ask", "Who?"), ("store", "sync")):
+        line = error_of(*command, "--model", tiny)
+        assert "store_bits is 4 here and 16 there; next step: give store_bits=16" in line
+    (row,) = rows_of("ask", "Who?", *wide, "--max-new-tokens", "1")
+    assert (row["chunk_hits"], row["chunk_misses"]) == (4, {})
+    assert rows_of("store", "sync", *wide)[0]["n_cached"] == 0
+
+
+def test_the_doctor_keeps_what_passes_cost_where_ask_looks(town: Path) -> None:
+    torch.set_num_threads(2)  # times are kept by the number of threads
+    rows = rows_of("doctor", "--dir", "kept")
+    assert rows[-1]["check"] == "speed" and rows[-1]["detail"].endswith("/kept/kv")
+    torch.set_num_threads(2)
+    ran("ingest", str(town), "--dir", "kept")
+    assert ChunkStore(Path("kept/kv")).note(name_of(Model.load("builtin"))) is not None
+
+
+def test_stats_name_the_chunks_of_an_older_format(working_folder: Path) -> None:
+    old_store(working_folder / ".samkv/kv")
+    (held,) = rows_of("store", "stats")
+    assert (held["format_version"], held["chunks"], held["store_bits"]) == (1, 2, 16)
+    assert "2 chunks are of an older format and not used; ingest them again" in ran(
+        "store", "stats"
+    )
+
+
+def test_a_store_of_a_newer_format_version(town: Path, tiny: str) -> None:
     ran("ingest", str(town), "--model", tiny)
     Path(".samkv/kv/store.json").write_text('{"format_version": 99}')
     for command in (("ask", "Who?"), ("ingest", str(town))):

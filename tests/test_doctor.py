@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from pathlib import Path
 
 import pytest
@@ -12,12 +14,17 @@ from transformers import GPT2Config, LlamaConfig, PreTrainedTokenizerFast
 
 from samkv_integrations import blend, ingest
 from samkv_integrations import doctor as doctor_module
-from samkv_integrations.doctor import CHUNKS, Check, examine
+from samkv_integrations.costs import CostModel, name_of
+from samkv_integrations.doctor import CHUNK_TOKENS, CHUNKS, QUESTION_TOKENS, Check, examine
+from samkv_integrations.engine import Engine
 from samkv_integrations.errors import UnsupportedModel
 from samkv_integrations.model import Model, Sampler
+from samkv_integrations.quantise import EntryFormat
+from samkv_integrations.store import ChunkStore, MemoryStore
 from tests.models import FAMILIES, SHAPE, byte_tokenizer, hf_model, tiny_model
 
 EXACT = ("full prefill", "prefix reuse", "key rotation", "greedy decoding")
+ADVICE = ("store_bits=8", "store_bits=4", "store_bits", "speed")
 
 
 def examined(model: Model) -> dict[str, Check]:
@@ -29,14 +36,20 @@ def examined(model: Model) -> dict[str, Check]:
 def test_every_supported_family_passes(family: str, dtype: torch.dtype) -> None:
     checks = examined(tiny_model(family, dtype))
     assert [name for name, check in checks.items() if not check.ok] == []
-    assert set(EXACT) < set(checks)
-    assert not any(check.is_warning for check in checks.values())
+    assert set(EXACT) < set(checks) and tuple(checks)[-len(ADVICE) :] == ADVICE
+    # models of random weights are not made for 4 bits
+    assert not any(check.is_warning for name, check in checks.items() if name not in ADVICE)
+    assert not checks["store_bits=8"].is_warning
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_built_in_model_passes(dtype: str) -> None:
     checks = examined(Model.load("builtin", dtype=dtype))
-    assert all(check.ok and not check.is_warning for check in checks.values()), checks
+    assert all(check.ok for check in checks.values()), checks
+    warned = {name for name, check in checks.items() if check.is_warning}
+    assert warned <= {"store_bits=4", "store_bits"}, checks  # 4 bits change the likeliest token
+    assert "store_bits=8" in checks["store_bits"].detail
+    assert not checks["store_bits=8"].is_warning
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -128,6 +141,120 @@ def test_tokens_that_merge_across_a_boundary_are_a_warning() -> None:
     assert check.ok and check.is_warning
     assert str(check.to_row()["detail"]).startswith("warning: ")
     assert CHUNKS[0][-1] == "."
+
+
+def biased(size: float) -> Model:
+    """A Qwen2 whose keys hold a constant of about ``size``, as those of Qwen2.5 do."""
+    hf = hf_model("qwen2", initializer_range=0.1)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for layer in hf.model.layers:
+            layer.self_attn.k_proj.bias.normal_(std=size)
+    return Model(hf, byte_tokenizer(bos=False), "biased")
+
+
+def test_a_large_constant_in_keys_is_fine_in_4_bits() -> None:
+    checks = examined(biased(20.0))
+    assert not checks["store_bits=4"].is_warning
+    assert checks["store_bits"].detail == "take 4, the default: what it changes is negligible"
+
+
+def test_it_would_notice_if_the_constant_took_the_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Codes on both sides of 0: nearly all of them go to numbers that no key has."""
+
+    ranges = EntryFormat.key_range
+
+    def around_zero(form: EntryFormat, keys: Tensor) -> Tensor:
+        if not form.is_quantised:
+            return ranges(form, keys)
+        reach = keys.float().abs().amax(0)
+        return torch.stack((2 * reach / (2**form.bits - 1), -reach))
+
+    monkeypatch.setattr(EntryFormat, "key_range", around_zero)
+    checks = examined(biased(20.0))
+    assert checks["store_bits=4"].ok and checks["store_bits=4"].is_warning
+
+
+def test_a_change_that_is_not_negligible_is_a_warning() -> None:
+    model = tiny_model("qwen2")
+    four = examined(model)["store_bits=4"]
+    assert four.ok and four.is_warning and "of 5 prompts" in four.detail
+    assert str(four.to_row()["detail"]).startswith("warning: ")
+
+
+@pytest.mark.parametrize(
+    ("limit", "advised", "warns"), [(1e9, 4, False), (1e-2, 8, True), (0.0, 16, True)]
+)
+def test_the_fewest_bits_that_change_little_are_advised(
+    monkeypatch: pytest.MonkeyPatch, limit: float, advised: int, warns: bool
+) -> None:
+    monkeypatch.setattr(doctor_module, "NEGLIGIBLE_KL", limit)
+    check = examined(tiny_model("qwen2"))["store_bits"]
+    assert check.ok and check.is_warning == warns
+    assert re.search(rf"take (store_bits=)?{advised}\b", check.detail)
+
+
+def test_values_that_no_scale_holds_are_a_warning() -> None:
+    hf = hf_model("llama")
+    with torch.no_grad():
+        hf.model.layers[0].self_attn.v_proj.weight.mul_(1e6)
+    checks = examined(Model(hf, byte_tokenizer(bos=True), "large"))
+    for bits in (4, 8):
+        assert checks[f"store_bits={bits}"].ok and checks[f"store_bits={bits}"].is_warning
+        assert "give store_bits=16" in checks[f"store_bits={bits}"].detail
+    assert "take store_bits=16" in checks["store_bits"].detail
+
+
+def test_the_divergence_is_that_of_its_formula() -> None:
+    full, other = torch.tensor([0.5, -1.0, 3.0]), torch.tensor([0.0, 0.0, 1.0])
+    p, q = full.softmax(0).tolist(), other.softmax(0).tolist()
+    slow = sum(a * math.log(a / b) for a, b in zip(p, q, strict=True))
+    assert doctor_module._kl(full, other) == pytest.approx(slow, rel=1e-5)
+    assert doctor_module._kl(full, full) == 0.0
+
+
+def a_cost(**changes: float) -> CostModel:
+    costs = {"layer_s": 1e-4, "token_s": 1e-5, "pair_s": 1e-9, "entry_s": 1e-7, "read_s": 0.0}
+    return CostModel(**(costs | changes))
+
+
+@pytest.mark.parametrize("layer_s", [1e-4, 3e-3, 2e-2])
+def test_the_smallest_context_of_two_passes_is_what_auto_does(
+    monkeypatch: pytest.MonkeyPatch, layer_s: float
+) -> None:
+    model, costs = tiny_model("qwen2"), a_cost(layer_s=layer_s)
+    monkeypatch.setattr(Engine, "calibrate", lambda engine: costs)
+    detail = examined(model)["speed"].detail
+    found = re.search(r"below contexts of (\d+) tokens", detail)
+    assert found is not None, detail
+    smallest = int(found[1])
+    store = MemoryStore()
+    store.put_note(name_of(model), costs.to_json())
+    engine = Engine(model, store, prefix_bytes=0)
+    for n_context, ran in ((smallest, "samkv-guided"), (smallest - 1, "recompute")):
+        letters = "".join(chr(ord("a") + i % 26) for i in range(n_context))
+        chunks = [letters[i : i + CHUNK_TOKENS] for i in range(0, n_context, CHUNK_TOKENS)]
+        chunks = [f"{chr(ord('A') + i)}{chunk[1:]}" for i, chunk in enumerate(chunks)]
+        engine.cache_chunks(chunks)
+        prompt = "".join(chunks) + "?" * QUESTION_TOKENS
+        report = engine.generate(prompt, chunks, max_new_tokens=1).report
+        assert (report.context_tokens, report.ran) == (n_context, ran)
+
+
+def test_full_prefill_may_always_be_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Engine, "calibrate", lambda engine: a_cost(entry_s=1.0))
+    assert "faster up to contexts of 4064 tokens" in examined(tiny_model())["speed"].detail
+
+
+def test_what_passes_cost_is_kept_where_it_is_told_to(tmp_path: Path) -> None:
+    model, store = tiny_model(), ChunkStore(tmp_path / "kv")
+    (speed,) = (check for check in examine(model, store) if check.name == "speed")
+    assert speed.detail.endswith(f"kept in {tmp_path / 'kv'}")
+    kept = store.note(name_of(model))
+    assert kept is not None
+    assert Engine(model, ChunkStore(tmp_path / "kv")).costs == CostModel.from_json(kept)
+    assert store.stats().n_chunks == 0
+    assert examined(model)["speed"].detail.endswith("not kept: give --dir for that")
 
 
 def _save(folder: Path, config: GPT2Config | LlamaConfig) -> str:

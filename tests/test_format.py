@@ -17,10 +17,11 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from samkv_integrations.chunk import ChunkCache
+from samkv_integrations.chunk import ChunkCache, ChunkStatistics, Summaries
 from samkv_integrations.errors import CacheMiss
-from samkv_integrations.format import INDEX, KINDS, FileLayout, encode
-from samkv_integrations.reader import ChunkFile, StoredChunk
+from samkv_integrations.format import INDEX, FileLayout, encode
+from samkv_integrations.layout import BlockScheme
+from samkv_integrations.reader import ChunkFile, MemoryChunk, StoredChunk
 from tests.chunks import random_chunk, tiny_fingerprint
 
 # As small as they get: 5 blocks, of which 1 and 2 are the middle and 4 is short.
@@ -45,16 +46,19 @@ def file_by_hand(chunk: ChunkCache) -> bytes:
     spans = [(i, min(i + size, n_tokens)) for i in range(0, n_tokens, size)]
     n_blocks = len(spans)
     middle = list(range(n_init, n_blocks - n_local)) if n_blocks > n_init + n_local else []
-    in_middle = [token for block in middle for token in range(*spans[block])]
-    anchors = [token for token in range(n_tokens) if token not in in_middle]
 
     name, code = {
         "float32": ("F32", "f"),
         "float16": ("F16", "e"),
         "bfloat16": ("BF16", "bfloat16"),
     }[fields["dtype"]]
-    bits = n_tokens, groups, dim * fields["code_bits"] // 8
+    bits = fields["store_bits"]
+    if bits == 16:
+        entry_bytes = 2 * groups * dim * {"F32": 4, "F16": 2, "BF16": 2}[name]
+    else:  # codes of keys and values, then scale and offset of each head's values
+        entry_bytes = 2 * groups * dim * bits // 8 + 2 * groups * 2
     rows = groups, dim
+    entries = n_layers, n_tokens, entry_bytes
     table = [
         ("token_ids", "I32", [n_tokens], pack(chunk.token_ids, "i")),
         ("block_max", "I32", [n_layers], pack(chunk.statistics.block_max, "i")),
@@ -64,27 +68,21 @@ def file_by_hand(chunk: ChunkCache) -> bytes:
         ("local_query", name, [n_layers, heads, dim], pack(chunk.local_query, code)),
         ("summary_codes", "I8", [n_layers, len(middle), *rows], pack(chunk.summaries.codes, "b")),
         ("summary_scale", "F16", [n_layers, len(middle), groups], pack(chunk.summaries.scale, "e")),
-        ("key_codes", "U8", [n_layers, *bits], pack(chunk.codes.codes, "B")),
-        ("key_code_scale", "F16", [n_layers, *rows], pack(chunk.codes.scale, "e")),
-        ("key_code_offset", "F16", [n_layers, *rows], pack(chunk.codes.offset, "e")),
+        ("key_range", "F32", [n_layers, 2 * (bits < 16), *rows], pack(chunk.key_range, "f")),
     ]
-    n_checksums = 1 + len(table) + 2 * n_layers * n_blocks
+    n_checksums = 1 + len(table) + n_layers * n_blocks
     crcs = [zlib.crc32(data) for *_, data in table]
     for layer in range(n_layers):
         for first, stop in spans:
-            for kind in (chunk.keys, chunk.values):
-                crcs.append(zlib.crc32(pack(kind[layer, first:stop], code)))
-    for part, tokens in (("anchor", anchors), ("middle", in_middle)):
-        for kind, tensor in (("keys", chunk.keys), ("values", chunk.values)):
-            shape = [n_layers, len(tokens), *rows]
-            table.append((f"{part}_{kind}", name, shape, pack(tensor[:, tokens], code)))
+            crcs.append(zlib.crc32(pack(chunk.entries[layer, first:stop], "B")))
+    table.append(("entries", "U8", list(entries), pack(chunk.entries, "B")))
 
     labelled = {k: v for k, v in fields.items() if k != "model"}
     digest = hashlib.blake2b(json.dumps(labelled, sort_keys=True).encode(), digest_size=16)
     compact = (",", ":")
     header: dict[str, object] = {
         "__metadata__": {
-            "format_version": "1",
+            "format_version": "2",
             "fingerprint": digest.hexdigest(),
             "fingerprint_fields": json.dumps(fields, sort_keys=True, separators=compact),
             "key": chunk.key,
@@ -128,14 +126,18 @@ def reason_of(path: Path, chunk: ChunkCache) -> str:
     return caught.value.reason
 
 
-def read_block(stored: StoredChunk, layer: int, block: int) -> tuple[Tensor, Tensor]:
+def read_block(stored: StoredChunk, layer: int, block: int) -> Tensor:
     first, stop = stored.blocks.span(block)
-    made_by = stored.fingerprint
-    shape = (stop - first, made_by.n_kv_heads, made_by.head_dim)
-    keys = torch.empty(shape, dtype=made_by.torch_dtype)
-    values = torch.empty_like(keys)
-    stored.read_blocks(layer, [block], keys, values)
-    return keys, values
+    entries = torch.empty(stop - first, stored.fingerprint.entry_format.n_bytes, dtype=torch.uint8)
+    stored.read_blocks(layer, [block], entries)
+    return entries
+
+
+def read_all(stored: StoredChunk) -> Tensor:
+    form, n_layers = stored.fingerprint.entry_format, stored.fingerprint.n_layers
+    entries = torch.empty(n_layers, stored.n_tokens, form.n_bytes, dtype=torch.uint8)
+    stored.read_all(entries)
+    return entries
 
 
 @pytest.fixture
@@ -151,38 +153,65 @@ def path(tmp_path: Path, chunk: ChunkCache) -> Path:
 
 
 CASES = [
-    ("float32", 1, 1, 2),
-    ("float32", 2, 1, 2),
-    ("float32", 6, 1, 2),  # exactly the anchors: no middle
-    ("float32", 7, 1, 2),
-    ("float32", 9, 1, 2),
-    ("float32", 17, 2, 1),
-    ("float32", 17, 0, 0),  # no anchors
-    ("bfloat16", 9, 1, 2),
-    ("float16", 9, 0, 1),
+    # dtype, bits, tokens, n_init, n_local
+    ("float32", 4, 1, 1, 2),
+    ("float32", 8, 2, 1, 2),
+    ("float32", 16, 6, 1, 2),  # no middle
+    ("float32", 4, 7, 1, 2),
+    ("float32", 16, 9, 1, 2),
+    ("float32", 8, 17, 2, 1),
+    ("float32", 4, 17, 0, 0),  # no anchors
+    ("bfloat16", 4, 9, 1, 2),
+    ("bfloat16", 16, 9, 1, 2),
+    ("float16", 8, 9, 0, 1),
+    ("float16", 16, 9, 0, 1),
 ]
 
 
-@pytest.mark.parametrize(("dtype", "n_tokens", "n_init", "n_local"), CASES)
-def test_bytes_are_those_of_the_specification(
-    dtype: str, n_tokens: int, n_init: int, n_local: int
-) -> None:
-    fingerprint = replace(SMALL, dtype=dtype, n_init=n_init, n_local=n_local, model='é "x"')
-    chunk = random_chunk(n_tokens, n_tokens, fingerprint)
+def case(dtype: str, bits: int, n_tokens: int, n_init: int, n_local: int) -> ChunkCache:
+    fingerprint = replace(SMALL, dtype=dtype, store_bits=bits, n_init=n_init, n_local=n_local)
+    return random_chunk(n_tokens, n_tokens, replace(fingerprint, model='é "x"'))
+
+
+@pytest.mark.parametrize("sizes", CASES, ids=str)
+def test_bytes_are_those_of_the_specification(sizes: tuple[str, int, int, int, int]) -> None:
+    chunk = case(*sizes)
     assert b"".join(encode(chunk)) == file_by_hand(chunk)
 
 
-@pytest.mark.parametrize(("dtype", "n_tokens", "n_init", "n_local"), CASES)
+def counted(tensor: Tensor) -> Tensor:
+    """0, 1, 2, ... in the shape and dtype of a tensor."""
+    return (torch.arange(tensor.numel()) % 120).to(tensor.dtype).view_as(tensor)
+
+
+def test_the_bytes_of_one_file_never_change() -> None:
+    """`file_by_hand` takes the fingerprint's fields from the package; this sum knows them too."""
+    chunk = random_chunk(7, N_TOKENS, replace(SMALL, dtype="bfloat16"))
+    of_statistics, of_summaries = vars(chunk.statistics), vars(chunk.summaries)
+    whole = replace(
+        chunk,
+        statistics=ChunkStatistics(**{name: counted(t) for name, t in of_statistics.items()}),
+        summaries=Summaries(**{name: counted(t) for name, t in of_summaries.items()}),
+        **{
+            name: counted(getattr(chunk, name))
+            for name in ("token_ids", "entries", "key_range", "local_query")
+        },
+    )
+    data = b"".join(encode(whole))
+    assert data == file_by_hand(whole)
+    assert len(data) == 1600
+    assert hashlib.sha256(data).hexdigest() == (
+        "eb359dc0b900f7c40a2ad22559d4ff50b1cc353c08bac72a43085abe7dd23832"
+    )
+
+
+@pytest.mark.parametrize("sizes", CASES, ids=str)
 def test_safetensors_reads_what_we_wrote(
-    tmp_path: Path, dtype: str, n_tokens: int, n_init: int, n_local: int
+    tmp_path: Path, sizes: tuple[str, int, int, int, int]
 ) -> None:
-    fingerprint = replace(SMALL, dtype=dtype, n_init=n_init, n_local=n_local)
-    chunk = random_chunk(n_tokens, n_tokens, fingerprint)
+    chunk = case(*sizes)
     path = tmp_path / "chunk.safetensors"
     path.write_bytes(b"".join(encode(chunk)))
-    blocks = chunk.blocks
-    is_anchor = torch.ones(n_tokens, dtype=torch.bool)
-    is_anchor[blocks.middle_start : blocks.middle_stop] = False
     expected = {
         "token_ids": chunk.token_ids,
         "block_max": chunk.statistics.block_max,
@@ -192,13 +221,8 @@ def test_safetensors_reads_what_we_wrote(
         "local_query": chunk.local_query,
         "summary_codes": chunk.summaries.codes,
         "summary_scale": chunk.summaries.scale,
-        "key_codes": chunk.codes.codes,
-        "key_code_scale": chunk.codes.scale,
-        "key_code_offset": chunk.codes.offset,
-        "anchor_keys": chunk.keys[:, is_anchor],
-        "anchor_values": chunk.values[:, is_anchor],
-        "middle_keys": chunk.keys[:, ~is_anchor],
-        "middle_values": chunk.values[:, ~is_anchor],
+        "key_range": chunk.key_range,
+        "entries": chunk.entries,
     }
     with safe_open(path, "pt") as file:
         assert set(file.keys()) == {"checksums", *expected}
@@ -212,26 +236,40 @@ def test_layout_knows_where_each_block_is(path: Path, chunk: ChunkCache) -> None
     data = path.read_bytes()
     layout = FileLayout(fingerprint=SMALL, n_tokens=N_TOKENS)
     after_header = len(data) - layout.size
-    for kind in KINDS:
-        for layer in range(SMALL.n_layers):
-            for block in range(chunk.blocks.n_blocks):
-                start, stop = layout.block_range(layer, block, kind)
-                first, last = chunk.blocks.span(block)
-                rows = getattr(chunk, kind)[layer, first:last]
-                assert data[after_header + start : after_header + stop] == pack(rows, "f")
+    for layer in range(SMALL.n_layers):
+        for block in range(chunk.blocks.n_blocks):
+            start, stop = layout.block_range(layer, block)
+            rows = chunk.entries[layer, slice(*chunk.blocks.span(block))]
+            assert data[after_header + start : after_header + stop] == pack(rows, "B")
+
+
+def test_a_chunk_in_four_bits_takes_less_than_a_third_of_its_entries_in_bfloat16() -> None:
+    """Everything counted: statistics, summaries, checksums, header. Of Qwen2.5-0.5B's shape."""
+    sizes = {}
+    for bits in (4, 8, 16):
+        fingerprint = replace(
+            SMALL, dtype="bfloat16", n_layers=24, n_heads=14, n_kv_heads=2, head_dim=64,
+            block_size=BlockScheme.auto(512).size, store_bits=bits,
+        )  # fmt: skip
+        layout = FileLayout(fingerprint=fingerprint, n_tokens=512)
+        sizes[bits] = len(layout.header("0" * 32)) + layout.size
+    entries = 24 * 512 * 2 * 2 * 64 * 2
+    assert sizes[4] <= 0.32 * entries
+    assert sizes[8] <= 0.57 * entries
+    assert entries < sizes[16] <= 1.03 * entries
 
 
 def test_tensors_need_not_be_contiguous(chunk: ChunkCache) -> None:
     turned = replace(
         chunk,
-        keys=chunk.keys.transpose(0, 1).contiguous().transpose(0, 1),
-        values=chunk.values.clone().requires_grad_(),
+        entries=chunk.entries.transpose(0, 1).contiguous().transpose(0, 1),
+        local_query=chunk.local_query.clone().requires_grad_(),
     )
-    assert not turned.keys.is_contiguous()
+    assert not turned.entries.is_contiguous()
     assert b"".join(encode(turned)) == b"".join(encode(chunk))
 
 
-@pytest.mark.parametrize("field", ["keys", "values", "local_query", "token_ids"])
+@pytest.mark.parametrize("field", ["entries", "key_range", "local_query", "token_ids"])
 def test_a_chunk_of_wrong_shape_or_dtype_is_not_written(chunk: ChunkCache, field: str) -> None:
     tensor = getattr(chunk, field)
     for wrong in (tensor[:-1], tensor.double()):
@@ -258,7 +296,7 @@ def test_every_flipped_byte_is_noticed(path: Path, chunk: ChunkCache) -> None:
 READS: dict[str, Callable[[StoredChunk], object]] = {
     "local_query": lambda stored: stored.local_query(),
     "summary": lambda stored: stored.summaries(),
-    "key_code": lambda stored: stored.codes(),
+    "key_range": lambda stored: stored.key_range(),
 }
 
 
@@ -288,13 +326,31 @@ def test_a_read_notices_damage_to_its_own_bytes_only(
             assert name in str(caught.value)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_damaged_block_spoils_no_other(path: Path, chunk: ChunkCache, kind: str) -> None:
+def test_reading_all_notices_a_damaged_key_range_and_every_damaged_entry(
+    path: Path, chunk: ChunkCache
+) -> None:
+    layout = FileLayout(fingerprint=SMALL, n_tokens=N_TOKENS)
+    data = path.read_bytes()
+    after_header = len(data) - layout.size
+    with path.open("r+b", buffering=0) as file:
+        for offset in range(after_header + layout.tensors["key_range"].start, len(data)):
+            os.pwrite(file.fileno(), bytes([data[offset] ^ 4]), offset)
+            with ChunkFile(path, chunk.key, SMALL) as stored:
+                stored.local_query()
+                stored.summaries()
+                with pytest.raises(CacheMiss, match="corrupt"):
+                    read_all(stored)
+            os.pwrite(file.fileno(), data[offset : offset + 1], offset)
+    with ChunkFile(path, chunk.key, SMALL) as stored:
+        assert torch.equal(read_all(stored), chunk.entries)
+
+
+def test_a_damaged_block_spoils_no_other(path: Path, chunk: ChunkCache) -> None:
     layout = FileLayout(fingerprint=SMALL, n_tokens=N_TOKENS)
     data = path.read_bytes()
     places = [(layer, block) for layer in range(2) for block in range(chunk.blocks.n_blocks)]
     for place in places:
-        start, stop = layout.block_range(*place, kind)
+        start, stop = layout.block_range(*place)
         for position in (start, stop - 1):
             damaged = bytearray(data)
             damaged[len(data) - layout.size + position] ^= 0x80
@@ -305,6 +361,28 @@ def test_a_damaged_block_spoils_no_other(path: Path, chunk: ChunkCache, kind: st
                         read_block(stored, *other)
                 with pytest.raises(CacheMiss, match="corrupt"):
                     read_block(stored, *place)
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_key_range_that_is_no_number_is_corrupt_whatever_its_checksum_says(
+    path: Path, chunk: ChunkCache, place: int, wrong: float
+) -> None:
+    key_range = chunk.key_range.clone()
+    key_range[-1, place, 0, 2] = wrong
+    broken = replace(chunk, key_range=key_range)
+    path.write_bytes(b"".join(encode(broken)))
+    uses: tuple[Callable[[StoredChunk], object], ...] = (
+        lambda stored: stored.key_range(),
+        read_all,
+        lambda stored: stored.verify(),
+    )
+    for use in uses:
+        for opened in (ChunkFile(path, chunk.key, SMALL), MemoryChunk(broken, SMALL)):
+            for _ in range(2):  # It is not handed out the second time either.
+                with pytest.raises(CacheMiss, match="corrupt: .*key_range"):
+                    use(opened)
+            opened.close()
 
 
 def test_a_file_of_any_other_length_is_corrupt(path: Path, chunk: ChunkCache) -> None:
@@ -322,7 +400,9 @@ def test_a_file_that_shrinks_while_open_is_corrupt(path: Path, chunk: ChunkCache
         last_middle = chunk.blocks.middle_blocks[-1]
         read_block(stored, 0, last_middle)
         with pytest.raises(CacheMiss, match="corrupt: .*too short"):
-            read_block(stored, SMALL.n_layers - 1, last_middle)
+            read_block(stored, SMALL.n_layers - 1, chunk.blocks.n_blocks - 1)
+        with pytest.raises(CacheMiss, match="corrupt: .*too short"):
+            read_all(stored)
 
 
 def test_no_file_is_absent(tmp_path: Path, chunk: ChunkCache) -> None:
@@ -343,11 +423,14 @@ def test_failures_of_the_operating_system_are_io(
         monkeypatch.setattr(os, "preadv", broken_disk)
         with pytest.raises(CacheMiss, match="io: .*Input/output error"):
             read_block(stored, 0, 0)
+        with pytest.raises(CacheMiss, match="io: .*Input/output error"):
+            read_all(stored)
 
 
-def test_another_format_version_is_named(path: Path, chunk: ChunkCache) -> None:
-    data = with_header(path.read_bytes(), lambda h: h["__metadata__"].update(format_version="2"))
-    path.write_bytes(data)
+@pytest.mark.parametrize("version", ["1", "3", "", "2.0"])
+def test_another_format_version_is_named(path: Path, chunk: ChunkCache, version: str) -> None:
+    data = path.read_bytes()
+    path.write_bytes(with_header(data, lambda h: h["__metadata__"].update(format_version=version)))
     assert reason_of(path, chunk) == "format"
 
 
@@ -370,7 +453,7 @@ def test_the_label_of_the_model_does_not_matter(path: Path, chunk: ChunkCache) -
         lambda h: h.pop("__metadata__"),
         lambda h: h.update(__metadata__=[]),
         lambda h: h["stable"].update(dtype="I8"),
-        lambda h: h["middle_keys"].update(shape=h["middle_keys"]["shape"][::-1]),
+        lambda h: h["entries"].update(shape=h["entries"]["shape"][::-1]),
         lambda h: h.update(block_max=h["block_min"], block_min=h["block_max"]),
         lambda h: h["__metadata__"].update(n_tokens="8"),
         lambda h: h["__metadata__"].update(n_tokens="0"),
@@ -439,46 +522,96 @@ def test_exactly_the_bytes_of_the_blocks_are_read(
     path = tmp_path / "chunk.safetensors"
     data = b"".join(encode(chunk))
     path.write_bytes(data)
-    row = 2 * 8 * 2
-    n_middle, n_anchor, layer = 28 * row, 10 * row, 1
-    middle_values = len(data) - 3 * n_middle + layer * n_middle
-    middle_keys = middle_values - 3 * n_middle
-    anchor_values = len(data) - 6 * n_middle - 3 * n_anchor + layer * n_anchor
-    anchor_keys = anchor_values - 3 * n_anchor
+    entry, layer = 2 * 2 * 8 // 2 + 8, 1  # bytes: 4 bits of 2 x 2 x 8 numbers, and 2 x 2 scales
+    of_layer = len(data) - (3 - layer) * 38 * entry
 
-    def middle(first: int, n_blocks: int) -> list[tuple[int, int]]:
-        """The middle blocks from the first + 1st on."""
-        return [
-            (start + first * 4 * row, n_blocks * 4 * row) for start in (middle_keys, middle_values)
-        ]
+    def tokens(first: int, stop: int) -> tuple[int, int]:
+        return of_layer + first * entry, (stop - first) * entry
 
     expected = {
-        (3,): middle(2, 1),
-        (1, 2, 3): middle(0, 3),
-        (1, 4, 5): [middle(0, 1)[0], middle(3, 2)[0], middle(0, 1)[1], middle(3, 2)[1]],
-        (0,): [(anchor_keys, 4 * row), (anchor_values, 4 * row)],
-        (9,): [(anchor_keys + 8 * row, 2 * row), (anchor_values + 8 * row, 2 * row)],
-        (0, 8, 9): [(anchor_keys, n_anchor), (anchor_values, n_anchor)],
-        (0, 1): [
-            (anchor_keys, 4 * row),
-            middle(0, 1)[0],
-            (anchor_values, 4 * row),
-            middle(0, 1)[1],
-        ],
+        (3,): [tokens(12, 16)],
+        (1, 2, 3): [tokens(4, 16)],
+        (1, 4, 5): [tokens(4, 8), tokens(16, 24)],
+        (0,): [tokens(0, 4)],
+        (9,): [tokens(36, 38)],
+        (0, 8, 9): [tokens(0, 4), tokens(32, 38)],
+        (0, 1): [tokens(0, 8)],
+        (8, 1, 2): [tokens(32, 36), tokens(4, 12)],
+        tuple(range(10)): [tokens(0, 38)],
         (): [],
     }
     with ChunkFile(path, chunk.key, fingerprint) as stored:
         for blocks, ranges in expected.items():
-            tokens = [token for block in blocks for token in range(*chunk.blocks.span(block))]
-            keys = torch.empty(len(tokens), 2, 8, dtype=torch.bfloat16)
-            values = torch.empty_like(keys)
+            rows = [token for block in blocks for token in range(*chunk.blocks.span(block))]
+            entries = torch.empty(len(rows), entry, dtype=torch.uint8)
             reads.clear()
             before = stored.bytes_read
-            stored.read_blocks(layer, blocks, keys, values)
+            stored.read_blocks(layer, blocks, entries)
             assert reads == ranges, blocks
             assert stored.bytes_read - before == sum(length for _, length in ranges)
-            assert torch.equal(keys, chunk.keys[layer, tokens])
-            assert torch.equal(values, chunk.values[layer, tokens])
+            assert torch.equal(entries, chunk.entries[layer, rows])
+
+
+@pytest.mark.parametrize("bits", [4, 8, 16])
+@pytest.mark.parametrize("is_range_first", [False, True])
+def test_a_whole_chunk_is_one_read_and_no_byte_is_read_twice(
+    tmp_path: Path, reads: list[tuple[int, int]], bits: int, is_range_first: bool
+) -> None:
+    fingerprint = replace(SMALL, store_bits=bits)
+    chunk = random_chunk(7, N_TOKENS, fingerprint)
+    path = tmp_path / "chunk.safetensors"
+    path.write_bytes(b"".join(encode(chunk)))
+    layout = FileLayout(fingerprint=fingerprint, n_tokens=N_TOKENS)
+    header, size = path.stat().st_size - layout.size, path.stat().st_size
+    entries = header + layout.tensors["entries"].start
+    key_range = header + layout.tensors["key_range"].start
+    with ChunkFile(path, chunk.key, fingerprint) as stored:
+        before = stored.bytes_read
+        reads.clear()
+        if is_range_first:
+            assert torch.equal(stored.key_range(), chunk.key_range)
+        assert torch.equal(read_all(stored), chunk.entries)
+        assert torch.equal(stored.key_range(), chunk.key_range)
+        assert stored.bytes_read - before == size - key_range
+        if is_range_first and bits < 16:
+            assert reads == [(key_range, entries - key_range), (entries, size - entries)]
+        else:
+            assert reads == [(key_range, size - key_range)]
+        reads.clear()
+        read_all(stored)  # again: of the entries only
+        assert reads == [(entries, size - entries)]
+        assert stored.bytes_read - before == size - key_range + size - entries
+
+
+@pytest.mark.parametrize("most", [1, 7, 100, 10_000])
+def test_a_read_that_is_cut_short_goes_on(
+    path: Path, chunk: ChunkCache, monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    """As the system cuts one of more than 2 GiB."""
+    preadv = os.preadv
+
+    def short(fd: int, buffers: list[memoryview], offset: int) -> int:
+        return preadv(fd, [buffers[0][:most]], offset)
+
+    monkeypatch.setattr(os, "preadv", short)
+    with ChunkFile(path, chunk.key, SMALL) as stored:
+        assert torch.equal(read_all(stored), chunk.entries)
+        assert torch.equal(stored.key_range(), chunk.key_range)
+        assert stored.bytes_read == path.stat().st_size - sum(
+            stored._layout.tensors[name].stop - stored._layout.tensors[name].start
+            for name in ("local_query", "summary_codes", "summary_scale")
+        )
+        stored.verify()
+
+
+def test_more_layers_than_one_read_takes(tmp_path: Path) -> None:
+    fingerprint = replace(SMALL, n_layers=1500, n_heads=1, head_dim=2, n_init=0, n_local=0)
+    chunk = random_chunk(1, 3, fingerprint)
+    path = tmp_path / "chunk.safetensors"
+    path.write_bytes(b"".join(encode(chunk)))
+    with ChunkFile(path, chunk.key, fingerprint) as stored:
+        assert torch.equal(read_all(stored), chunk.entries)
+        stored.verify()
 
 
 def test_opening_reads_the_small_part_and_each_index_part_is_one_read(
@@ -493,14 +626,14 @@ def test_opening_reads_the_small_part_and_each_index_part_is_one_read(
         for read, first, last in (
             (stored.local_query, "local_query", "local_query"),
             (stored.summaries, "summary_codes", "summary_scale"),
-            (stored.codes, "key_codes", "key_code_offset"),
+            (stored.key_range, "key_range", "key_range"),
         ):
             reads.clear()
             read()
             read()
             start, stop = places[first].start, places[last].stop
             assert reads == [(header + start, stop - start)]
-        assert stored.bytes_read == header + places["key_code_offset"].stop
+        assert stored.bytes_read == header + places["key_range"].stop
         reads.clear()
         stored.verify()
         assert sum(length for _, length in reads) == layout.size - places["checksums"].stop

@@ -6,7 +6,7 @@ import math
 import re
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from samkv_integrations import engine as engine_module
-from samkv_integrations.analysis import block_means, dequantise_keys
+from samkv_integrations.analysis import block_means
 from samkv_integrations.chunk import ChunkCache, Fingerprint
 from samkv_integrations.engine import Engine
 from samkv_integrations.ingest import NewChunk, batches, prefill
@@ -49,15 +49,27 @@ def new_chunk(n_tokens: int, seed: int = 0) -> NewChunk:
     return NewChunk(key=f"{n_tokens}-{seed}", text="text", token_ids=random_ids(n_tokens, seed))
 
 
-def fingerprint_of(model: Model, block_size: int = BLOCK) -> Fingerprint:
-    return Engine(model, block_size=block_size).fingerprint
+def fingerprint_of(model: Model, block_size: int = BLOCK, bits: int = 16) -> Fingerprint:
+    return replace(Engine(model, block_size=block_size).fingerprint, store_bits=bits)
 
 
 def caches_of(
-    model: Model, chunks: Sequence[NewChunk], prefix: tuple[int, ...], block_size: int = BLOCK
+    model: Model,
+    chunks: Sequence[NewChunk],
+    prefix: tuple[int, ...],
+    block_size: int = BLOCK,
+    bits: int = 16,
 ) -> list[ChunkCache]:
+    """With 16 bits, unless said otherwise: what was captured, to the bit."""
     with torch.inference_mode():
-        return prefill(model, chunks, fingerprint_of(model, block_size), prefix)
+        return prefill(model, chunks, fingerprint_of(model, block_size, bits), prefix)
+
+
+def rows_of(cached: ChunkCache) -> tuple[Tensor, Tensor]:
+    """Un-rotated keys and values (L, T, G, D) of a cache's entries."""
+    form, layers = cached.fingerprint.entry_format, cached.entries
+    keys = torch.stack(list(map(form.keys, layers, cached.key_range)))
+    return keys, torch.stack(list(map(form.values, layers)))
 
 
 @dataclass(frozen=True)
@@ -96,8 +108,9 @@ def own(model: Model, ids: tuple[int, ...], prefix: tuple[int, ...]) -> Own:
 
 
 def assert_caches_equal(one: ChunkCache, other: ChunkCache) -> None:
-    for name in ("keys", "values", "local_query"):
-        torch.testing.assert_close(getattr(one, name), getattr(other, name), **BATCHED)
+    for found, expected in zip(rows_of(one), rows_of(other), strict=True):
+        torch.testing.assert_close(found, expected, **BATCHED)
+    torch.testing.assert_close(one.local_query, other.local_query, **BATCHED)
     assert torch.equal(one.token_ids, other.token_ids)
     for name in ("block_max", "block_min", "outliers", "stable"):
         assert torch.equal(getattr(one.statistics, name), getattr(other.statistics, name)), name
@@ -117,13 +130,14 @@ def test_captured_rows_are_those_of_transformers_own_cache(
         (cached,) = caches_of(model, [chunk], prefix)
         expected = own(model, chunk.token_ids, prefix)
         shape = (model.n_layers, n_tokens, model.n_kv_heads, model.head_dim)
-        assert cached.keys.shape == cached.values.shape == shape
+        keys, values = rows_of(cached)
+        assert keys.shape == values.shape == shape
         assert cached.token_ids.tolist() == list(chunk.token_ids)
         assert (cached.key, cached.text) == (chunk.key, chunk.text)
         where = torch.arange(len(prefix), len(prefix) + n_tokens)
         cos, sin = model.hf.model.rotary_emb(torch.empty(0), where[None])
-        torch.testing.assert_close(rotate(cached.keys, cos[0], sin[0]), expected.keys, **CLOSE)
-        torch.testing.assert_close(cached.values, expected.values, **CLOSE)
+        torch.testing.assert_close(rotate(keys, cos[0], sin[0]), expected.keys, **CLOSE)
+        torch.testing.assert_close(values, expected.values, **CLOSE)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -148,10 +162,11 @@ def test_bfloat16_is_captured_as_it_is(family: str) -> None:
     chunk = new_chunk(40)
     (cached,) = caches_of(model, [chunk], prefix)
     expected = own(model, chunk.token_ids, prefix)
-    assert cached.keys.dtype == cached.values.dtype == cached.local_query.dtype == torch.bfloat16
-    assert torch.equal(cached.values, expected.values)
-    cos, sin = model.hf.model.rotary_emb(cached.keys[:0], torch.arange(1, 41)[None])
-    error = (rotate(cached.keys, cos[0], sin[0]).float() - expected.keys.float()).abs()
+    keys, values = rows_of(cached)
+    assert keys.dtype == values.dtype == cached.local_query.dtype == torch.bfloat16
+    assert torch.equal(values, expected.values)
+    cos, sin = model.hf.model.rotary_emb(keys[:0], torch.arange(1, 41)[None])
+    error = (rotate(keys, cos[0], sin[0]).float() - expected.keys.float()).abs()
     first, second = expected.keys.float().chunk(2, dim=-1)
     length = (first.square() + second.square()).sqrt()
     assert bool((error <= 2.02 * 2.0**-8 * torch.cat((length, length), -1)).all())
@@ -182,26 +197,31 @@ def test_a_chunk_sees_its_prefix_and_itself_alone() -> None:
     beside, _ = caches_of(model, [first, second], (1,))
     assert_caches_equal(alone, beside)
     (bare,) = caches_of(model, [first], ())
-    assert float((bare.values[1:] - alone.values[1:]).abs().max()) > 0.1, "the prefix is seen"
-    torch.testing.assert_close(bare.keys[0], alone.keys[0], **CLOSE)  # position-free
+    (bare_keys, bare_values), (keys, values) = rows_of(bare), rows_of(alone)
+    assert float((bare_values[1:] - values[1:]).abs().max()) > 0.1, "the prefix is seen"
+    torch.testing.assert_close(bare_keys[0], keys[0], **CLOSE)  # position-free
 
 
-@pytest.mark.parametrize("bits", [2, 4, 8])
-def test_summaries_and_codes_are_of_the_captured_keys(bits: int) -> None:
+@pytest.mark.parametrize("bits", [4, 8])
+def test_entries_and_summaries_are_of_the_captured_rows(bits: int) -> None:
     model = tiny_model("llama")
-    fingerprint = Engine(model, block_size=BLOCK, code_bits=bits).fingerprint
     for n_tokens in LENGTHS:
         chunk = new_chunk(n_tokens)
-        with torch.inference_mode():
-            (cached,) = prefill(model, [chunk], fingerprint, (1,))
-        half_step = cached.codes.scale.float()[:, None] / 2
-        error = (dequantise_keys(cached.codes, bits) - cached.keys).abs()
-        assert bool((error <= half_step * 1.001 + 1e-6).all())
+        (cached,), (exact,) = (caches_of(model, [chunk], (1,), bits=b) for b in (bits, 16))
+        (keys, values), (true_keys, true_values) = rows_of(cached), rows_of(exact)
+        half_step = cached.key_range[:, :1] / 2
+        assert bool(((keys - true_keys).abs() <= half_step * 1.001 + 1e-6).all())
+        span = true_values.amax(-1, keepdim=True) - true_values.amin(-1, keepdim=True)
+        half_step = (span + 2.0**-10 * true_values.abs().amax()) / (2**bits - 1) / 2
+        assert bool(((values - true_values).abs() <= half_step * 1.01 + 1e-6).all())
+        for name in ("codes", "scale"):  # Not made of keys of few bits.
+            found, expected = (getattr(c.summaries, name) for c in (cached, exact))
+            assert torch.equal(found, expected)
         n_blocks = math.ceil(n_tokens / BLOCK)
         middle = range(1, n_blocks - 2)
         assert cached.summaries.codes.shape[1] == len(middle)
         for place, block in enumerate(middle):
-            mean = cached.keys[:, block * BLOCK : (block + 1) * BLOCK].mean(1)
+            mean = true_keys[:, block * BLOCK : (block + 1) * BLOCK].mean(1)
             error = (block_means(cached.summaries)[:, place] - mean).abs()
             half_step = cached.summaries.scale[:, place].float()[..., None] / 2
             assert bool((error <= half_step * 1.001 + 1e-6).all())
@@ -350,13 +370,13 @@ def test_no_chunks_are_no_work(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_engine_prefills_after_its_prefix(family: str, prefix: str) -> None:
     """Qwen has no BOS, so both policies are the same there."""
     model, store = tiny_model(family), MemoryStore()
-    engine = Engine(model, store, block_size=BLOCK, prefix=prefix)
+    engine = Engine(model, store, block_size=BLOCK, prefix=prefix, store_bits=16)
     key = engine.cache_chunk(TEXTS[0])
     before = (1,) if prefix == "bos" and family == "llama" else ()
     assert engine.prefix == before
     cached = store._chunks[engine.fingerprint.digest, key]
     ids = tuple(model.tokenize(TEXTS[0].strip(), special=False))
-    torch.testing.assert_close(cached.values, own(model, ids, before).values, **CLOSE)
+    torch.testing.assert_close(rows_of(cached)[1], own(model, ids, before).values, **CLOSE)
 
 
 def test_progress_goes_to_standard_error_alone(capfd: pytest.CaptureFixture[str]) -> None:
@@ -439,10 +459,11 @@ def test_the_meter_sees_a_whole_attention_matrix_and_its_end() -> None:
 
 def test_prefill_never_holds_an_attention_matrix() -> None:
     """A chunk of T tokens: no tensor of H x T x T, in no layer, and all that is alive at once stays
-    below one. What may be alive: the rows to store (keys, values, and float32 levels and codes made
-    of the keys), a few (T, hidden or intermediate) activations, and a few tiles of H x 64 x T."""
+    below one. What may be alive: the rows (keys and values, and less than as much again for
+    what is stored of them), a few (T, hidden or intermediate) activations, and a few tiles of
+    H x 64 x T."""
     model, n_tokens = tiny_model("llama"), 1536
-    fingerprint = fingerprint_of(model)
+    fingerprint = fingerprint_of(model, bits=4)
     chunk = new_chunk(n_tokens)
     matrix = model.n_heads * n_tokens * n_tokens
     tile = model.n_heads * 64 * (n_tokens + 1)
@@ -460,7 +481,7 @@ def test_a_batch_holds_tiles_of_one_chunk_at_a_time() -> None:
     model, n_tokens, n_chunks = tiny_model("llama"), 256, 6
     chunks = [new_chunk(n_tokens, seed) for seed in range(n_chunks)]
     with torch.inference_mode(), Memory() as memory:
-        prefill(model, chunks, fingerprint_of(model), (1,))
+        prefill(model, chunks, fingerprint_of(model, bits=4), (1,))
     activation = n_chunks * (n_tokens + 1) * model.config.intermediate_size
     tile = model.n_heads * 64 * (n_tokens + 1)
     assert memory.largest <= max(activation, tile)

@@ -55,7 +55,9 @@ def known(store: Store) -> KnownTexts:
 
 @pytest.fixture
 def engine(tmp_path: Path) -> Engine:
-    engine = Engine(tiny_model("llama"), ChunkStore(tmp_path / "kv"), block_size=8)
+    """Its method is one that always answers from caches; the default is in test_auto."""
+    store = ChunkStore(tmp_path / "kv")
+    engine = Engine(tiny_model("llama"), store, method="samkv-guided", block_size=8)
     engine.cache_chunks(TEXTS)
     return engine
 
@@ -90,12 +92,16 @@ class TestAnswers:
         assert isinstance(engine.store, ChunkStore)
         (file,) = engine.store.path.rglob(f"{engine.key_of(TEXTS[1])}.safetensors")
         file.write_bytes(file.read_bytes()[:-9])
-        answer = engine.generate(PROMPT, method="recompute", max_new_tokens=6)
-        assert answer.text == expected
-        assert (answer.report.chunk_hits, answer.report.chunk_misses) == (2, {"corrupt": 1})
         with pytest.raises(ChunkNotCached):
             engine.generate(PROMPT, on_miss="error")
-        assert engine.generate(PROMPT, on_miss="compute", max_new_tokens=1).report.chunk_hits == 3
+        for on_miss, computed in (("text", 0), ("compute", 1)):
+            options = {"method": "recompute", "max_new_tokens": 6, "on_miss": on_miss}
+            answer = engine.generate(PROMPT, **options)
+            assert answer.text == expected
+            assert (answer.report.chunk_hits, answer.report.chunk_misses) == (2, {"corrupt": 1})
+            assert answer.report.chunks_computed == computed
+        report = engine.generate(PROMPT, max_new_tokens=1).report
+        assert (report.chunk_hits, report.chunk_misses) == (3, {})
 
     def test_another_namespace_is_not_found(self, engine: Engine, tmp_path: Path) -> None:
         store = ChunkStore(tmp_path / "kv", namespace="another tenant")
@@ -126,11 +132,14 @@ class TestExpected:
         before = engine.generate(prompt, max_new_tokens=4)
         assert before.report.chunk_misses == {}
         engine.expect([f"  {new}\n", "", " \n"])
-        after = engine.generate(prompt, max_new_tokens=4)
-        assert (after.report.chunk_hits, after.report.chunk_misses) == (3, {"absent": 1})
         with pytest.raises(ChunkNotCached):
             engine.generate(prompt, on_miss="error")
-        assert engine.generate(prompt, on_miss="compute", max_new_tokens=1).report.chunk_hits == 4
+        for on_miss, computed in (("text", 0), ("compute", 1)):
+            after = engine.generate(prompt, max_new_tokens=4, on_miss=on_miss).report
+            assert (after.chunk_hits, after.chunk_misses) == (3, {"absent": 1})
+            assert after.chunks_computed == computed
+        kept = engine.generate(prompt, max_new_tokens=4).report
+        assert (kept.chunk_hits, kept.chunk_misses, kept.chunks_computed) == (4, {}, 0)
 
     def test_only_the_latest_are_remembered(
         self, store: Store, monkeypatch: pytest.MonkeyPatch

@@ -479,6 +479,8 @@ class TestArguments:
             ({"on_miss": "skip"}, "on_miss='skip'"),
             ({"method": "magic"}, "method 'magic'"),
             ({"eviction": "magic"}, "eviction 'magic'"),
+            ({"store_bits": 3}, "store_bits=3; allowed: 4, 8, 16"),
+            ({"store_bits": 8}, "store_bits=8.* that was given has 4"),
             ({"stopping_ids": [10**6]}, "stop id 1000000 is no token"),
             ({"model": "other"}, "model_name='other'.*'builtin'"),
             ({"kv_dir": "elsewhere"}, "kv_dir='elsewhere'"),
@@ -495,6 +497,23 @@ class TestArguments:
     ) -> None:
         with pytest.raises(SamkvError, match=message):
             kind(**{"engine": engine, **options})
+
+    def test_store_bits(self, engine: Engine) -> None:
+        assert ChatSamKV(engine=engine).store_bits == engine.store_bits == 4
+        chat = ChatSamKV.from_model_id("builtin", store_bits=16)
+        assert chat.store_bits == chat.engine.store_bits == 16
+        assert chat.model_copy().store_bits == 16
+        with pytest.raises(InvalidOption, match="store_bits=3"):  # nothing is loaded for it
+            SamKV(model="nowhere/to-be-found", store_bits=3)
+
+    def test_misses_are_computed_as_chunks_by_default(self) -> None:
+        for kind in KINDS:
+            engine = Engine(builtin(), method="samkv-guided")
+            llm = kind(engine=engine, max_tokens=1)
+            engine.expect([ASKED.text])
+            llm.invoke(f"Documents:\n\n{ASKED.text}\n\nQuestion: Who?")
+            assert (llm.on_miss, llm.last_report.chunks_computed) == ("compute", 1)
+            assert engine.is_cached(ASKED.text)
 
     def test_what_cannot_be_loaded(self) -> None:
         with pytest.raises(ModelNotFound, match="nowhere/to-be-found"):
@@ -718,6 +737,7 @@ class TestCachedAnswers:
             {"eviction": H2O(budget_ratio=0.5)},
             {"prefix": "none"},
             {"block_size": 16},
+            {"store_bits": 8},
         ],
     )
     @pytest.mark.parametrize("kind", KINDS)

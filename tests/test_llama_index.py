@@ -48,7 +48,7 @@ class TestQueryEngine:
     def test_answers_from_caches_as_full_prefill_does(
         self, corpus: Corpus, is_chat_model: bool
     ) -> None:
-        llm = corpus.llm(is_chat_model=is_chat_model)
+        llm = corpus.llm(is_chat_model=is_chat_model, method="samkv-guided")
         full = corpus.llm(is_chat_model=is_chat_model, method="recompute")
         for record in RECORDS:
             answer = str(corpus.query_engine(llm).query(record.question)).strip()

@@ -351,6 +351,8 @@ class TestConfiguration:
             ({"context_window": 12}, "max_new_tokens=12 leaves no room"),
             ({"model_name": "other"}, "model_name='other'.*'builtin'"),
             ({"kv_dir": "elsewhere"}, "kv_dir='elsewhere'"),
+            ({"store_bits": 3}, "store_bits=3; allowed: 4, 8, 16"),
+            ({"store_bits": 8}, "store_bits=8.* that was given has 4"),
             ({"device_map": "cuda"}, "device_map='cuda'.*'cpu'"),
             ({"dtype": "float32"}, "dtype='float32'.*'bfloat16'"),
         ):
@@ -366,6 +368,22 @@ class TestConfiguration:
             corpus.llm().complete("Hello", max_tokens=1, max_new_tokens=1)
         with pytest.raises(InvalidOption, match="max_new_tokens=0"):
             corpus.llm().complete("Hello", max_tokens=0)
+
+    def test_store_bits_are_those_of_the_engine(self, corpus: Corpus) -> None:
+        assert corpus.llm().store_bits == corpus.engine.store_bits == 4
+        llm = SamKVLLM(model_name="builtin", store_bits=16)
+        assert llm.store_bits == llm.engine.store_bits == 16
+        assert SamKVLLM.from_dict(llm.to_dict()).engine.store_bits == 16
+        with pytest.raises(InvalidOption, match="store_bits=3"):  # nothing is loaded for it
+            SamKVLLM(model_name="nowhere/to-be-found", store_bits=3)
+
+    def test_misses_are_computed_as_chunks_by_default(self) -> None:
+        engine = Engine(builtin(), method="samkv-guided")
+        llm = SamKVLLM(engine=engine, max_new_tokens=1)
+        engine.expect([ASKED.text])
+        llm.complete(f"Documents:\n\n{ASKED.text}\n\nQuestion: Who?")
+        assert (llm.on_miss, llm.last_report.chunks_computed) == ("compute", 1)
+        assert engine.is_cached(ASKED.text)
 
     def test_metadata_comes_from_the_model(self, corpus: Corpus) -> None:
         metadata = SamKVLLM.from_engine(corpus.engine).metadata

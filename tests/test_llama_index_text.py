@@ -113,8 +113,8 @@ class TestOnlyTheLlmIsSwapped:
 
     def test_contradictions(self, corpus: Corpus) -> None:
         assert corpus.llm(cache_retrieved=True).on_miss == "compute"
-        assert corpus.llm().on_miss == "text"
-        for options in ({"on_miss": "error"}, {"match_text": False}):
+        assert corpus.llm().on_miss == "compute"
+        for options in ({"on_miss": "error"}, {"on_miss": "text"}, {"match_text": False}):
             with pytest.raises(InvalidOption, match="cache_retrieved=True"):
                 corpus.llm(cache_retrieved=True, **options)
 

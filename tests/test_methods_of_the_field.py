@@ -32,19 +32,19 @@ from samkv_integrations.methods.guided import GuidedRecompute, GuidedSelect
 from samkv_integrations.methods.multi_infllm import MultiInfllmSelect
 from samkv_integrations.methods.parts import (
     Checked,
-    Evidence,
     Fusion,
     RecomputeAll,
     RecomputeNone,
     SelectAll,
+    SelectionInputs,
     overwrite,
 )
 from samkv_integrations.methods.samkv import SamkvRecompute, SamkvSelect
 from samkv_integrations.model import Model
-from samkv_integrations.query import Query
 from samkv_integrations.store import MemoryStore
-from tests.evidence import Request, Shape, request_of, shapes
+from tests.chunks import decoded
 from tests.models import FAMILIES, tiny_model
+from tests.selection_inputs import Request, Shape, request_of, shapes
 from tests.test_blend import turned
 from tests.test_limit_laws import CHUNKS, FROM_THE_START, PROMPT, changed, first_logits
 
@@ -62,7 +62,7 @@ def sets(mask: Tensor) -> list[set[int]]:
 
 @cache
 def engine_of(family: str) -> Engine:
-    engine = Engine(tiny_model(family), block_size=8)
+    engine = Engine(tiny_model(family), block_size=8, store_bits=16)
     engine.cache_chunks(CHUNKS)
     return engine
 
@@ -100,9 +100,9 @@ def cached_rows(engine: Engine, layout: Layout, texts: list[str]) -> tuple[Tenso
     store = engine.store
     assert isinstance(store, MemoryStore)
     caches = [store._chunks[engine.fingerprint.digest, engine.key_of(t)] for t in texts]
-    keys = torch.cat([c.keys for c in caches], dim=1)
+    keys, values = (torch.cat(side, dim=1) for side in zip(*map(decoded, caches), strict=True))
     assert keys.shape[1] == layout.n_context
-    return keys, torch.cat([c.values for c in caches], dim=1)
+    return keys, values
 
 
 def not_exact(layout: Layout) -> list[int]:
@@ -144,11 +144,11 @@ def test_cacheblend_computes_where_values_deviate_most(
     assert len(after) == count < len(up_to)
     n_layers = engine.model.n_layers
     expected = [up_to if n <= layer else after for n in range(n_layers)]
-    assert sets(query._blend._recompute) == expected
-    assert query.report(1.0).recompute_ratio == pytest.approx(
+    assert sets(query.recomputed) == expected
+    assert query.report.recompute_ratio == pytest.approx(
         sum(map(len, expected)) / n_layers / layout.n_context
     )
-    assert query.report(1.0).kept_ratio == 1.0
+    assert query.report.kept_ratio == 1.0
 
 
 # --- A3 ----------------------------------------------------------------------------------------
@@ -182,8 +182,8 @@ def test_a3_computes_what_the_question_attends_to(family: str, layer: int, promp
     expected = [
         set(tokens) if n <= layer else best(attention, count) for n in range(model.n_layers)
     ]
-    assert sets(query._blend._recompute) == expected
-    assert query.report(1.0).recompute_ratio == pytest.approx(
+    assert sets(query.recomputed) == expected
+    assert query.report.recompute_ratio == pytest.approx(
         sum(map(len, expected)) / model.n_layers / layout.n_context
     )
 
@@ -264,7 +264,7 @@ def test_rows_before_the_check_are_all_that_are_not_exact(part: type) -> None:
     layout = layout_of((10, 7))
     keep = torch.ones(4, layout.n_blocks, dtype=torch.bool)
     keep[0, -1] = False  # the last block: tokens 14 to 16
-    rows = part(layer=2).rows(Selection(keep=keep), Evidence(n_layers=4), layout)
+    rows = part(layer=2).rows(Selection(keep=keep), SelectionInputs(n_layers=4), layout)
     second = set(range(10, 17))
     assert sets(rows) == [second - {14, 15, 16}, second, second, set()]
     assert part(layer=2).check_layer == 2 and part().check_layer == 1
@@ -301,10 +301,10 @@ def test_epic_takes_the_ends_of_chunks(
     layout = layout_of(lengths, before=before)
     part = EpicRecompute(first=first, last=last, ratio=ratio)
     keep = torch.ones(3, layout.n_blocks, dtype=torch.bool)
-    rows = part.rows(Selection(keep=keep), Evidence(n_layers=3), layout)
+    rows = part.rows(Selection(keep=keep), SelectionInputs(n_layers=3), layout)
     assert rows.dtype == torch.bool
     assert sets(rows) == [slow_epic(layout, lengths, part)] * 3
-    assert part.check_layer is None and part.reads == frozenset()
+    assert part.check_layer is None and part.needs == frozenset()
 
 
 def test_epic_by_hand() -> None:
@@ -313,7 +313,9 @@ def test_epic_by_hand() -> None:
     keep = torch.ones(1, layout.n_blocks, dtype=torch.bool)
 
     def rows(**options: Any) -> set[int]:
-        found = EpicRecompute(**options).rows(Selection(keep=keep), Evidence(n_layers=1), layout)
+        found = EpicRecompute(**options).rows(
+            Selection(keep=keep), SelectionInputs(n_layers=1), layout
+        )
         return sets(found)[0]
 
     assert rows(first=2) == {5, 6, 11, 12}
@@ -331,7 +333,7 @@ def test_epic_reports_what_it_computes(prompt: str) -> None:
         method = changed("epic", first=first, last=last)
         _, query = first_logits(engine, PROMPTS[prompt], CHUNKS, method)
         count = sum(min(len(t), first + last) for t in CHUNKS[int(exact) :])
-        report = query.report(1.0)
+        report = query.report
         assert report.recompute_ratio == pytest.approx(count / query.layout.n_context)
         assert report.kept_ratio == 1.0 and report.probe_s == 0.0
 
@@ -344,8 +346,8 @@ def slow_infllm(request: Request, ratio: float) -> list[set[int]]:
     shape = request.shape
     keep = []
     for layer in range(shape.n_layers):
-        queries, means = request.queries[layer].tolist(), request.evidence.summaries[layer].tolist()
-        mean_query = [[sum(x) / len(x) for x in zip(*rows, strict=True)] for rows in queries]
+        mean_query = request.mean_query[layer].tolist()
+        means = request.inputs.summaries[layer].tolist()
         kept = {b.index for b in request.blocks if b.anchor}
         for chunk, length in enumerate(shape.lengths):
             room = ratio * length
@@ -372,7 +374,7 @@ def slow_infllm(request: Request, ratio: float) -> list[set[int]]:
 def test_multi_infllm_fills_each_chunk_by_itself(shape: Shape, ratio: float) -> None:
     request = request_of(shape)
     select = MultiInfllmSelect(max_kept_ratio=ratio)
-    chosen = select.choose(request.queries, request.evidence, request.layout)
+    chosen = select.choose(request.mean_query, request.inputs, request.layout)
     assert chosen.keep.dtype == torch.bool and chosen.keep.device.type == "cpu"
     assert sets(chosen.keep) == slow_infllm(request, ratio)
 
@@ -381,14 +383,14 @@ def test_chunks_do_not_compete_in_multi_infllm() -> None:
     """A chunk whose blocks all score higher gets no room of another's."""
     request = request_of(Shape(seed=20, lengths=(40, 40, 40)))
     select = MultiInfllmSelect(max_kept_ratio=0.5)
-    before = select.choose(request.queries, request.evidence, request.layout).keep
-    scaled = request.evidence.summaries.clone()
+    before = select.choose(request.mean_query, request.inputs, request.layout).keep
+    scaled = request.inputs.summaries.clone()
     scaled[:, request.layout.block_chunk == 1] *= 100
-    evidence = replace(request.evidence, summaries=scaled)
-    assert torch.equal(select.choose(request.queries, evidence, request.layout).keep, before)
+    inputs = replace(request.inputs, summaries=scaled)
+    assert torch.equal(select.choose(request.mean_query, inputs, request.layout).keep, before)
     of_chunk = [before[:, request.layout.block_chunk == c].sum(1).tolist() for c in range(3)]
     assert of_chunk == [[5, 5]] * 3  # blocks of 4: half of 40 tokens, 3 of them anchors
-    assert select.probe == "probe" and select.reads == {"summaries"}
+    assert select.probes and select.needs == {"summaries"}
     assert torch.equal(select.probe_blocks(request.layout), request.layout.is_anchor)
 
 
@@ -584,28 +586,9 @@ selections = st.one_of(
     ),
     st.builds(
         GuidedSelect,
-        max_kept_ratio=share,
-        min_tokens=st.integers(0, 30),
-        window=st.none() | st.integers(1, 9),
-        probe=st.just("probe"),
-        probe_over=st.sampled_from(("none", "initial", "anchors")),
-        always=st.sampled_from(("none", "initial", "anchors")),
-        score=st.sampled_from(("keys", "summaries")),
-        after=st.integers(0, 9),
-        bias=st.booleans(),
-        rotated=st.booleans(),
-        shared=st.booleans(),
-    ),
-    st.builds(
-        GuidedSelect,
-        max_kept_ratio=share,
-        min_tokens=st.integers(0, 30),
-        window=st.none() | st.integers(1, 9),
-        always=st.sampled_from(("none", "initial", "anchors")),
-        score=st.sampled_from(("keys", "summaries")),
-        bias=st.booleans(),
-        shared=st.booleans(),
-        reads_ratio=st.floats(1e-6, 1),
+        window=st.integers(1, 70),
+        sinks=st.integers(0, 5),
+        compete=st.booleans(),
     ),
 )
 recomputations = st.one_of(
@@ -649,10 +632,6 @@ def most_kept(method: Method, layout: Layout) -> float:
     if isinstance(select, SamkvSelect):
         cap = 1.0 if select.max_kept_ratio is None else select.max_kept_ratio
         return max(cap * n_context if select.middle else 0, sum(anchors))
-    if isinstance(select, GuidedSelect):
-        initial = int(layout.block_lengths[layout.is_initial].sum())
-        always = {"none": 0, "initial": initial, "anchors": sum(anchors)}[select.always]
-        return max(select.max_kept_ratio * n_context, select.min_tokens, always)
     return n_context
 
 
@@ -662,22 +641,31 @@ def most_kept(method: Method, layout: Layout) -> float:
     st.sampled_from(["", "Read: "]),
     st.sampled_from(["", "?", "\n\nWhy was it so?"]),
     methods,
-    st.none() | st.sampled_from(sorted(EVICTIONS)),
+    st.sampled_from(["none", *sorted(EVICTIONS)]),
+    st.sampled_from((4, 8, 16)),
 )
 def test_any_method_answers_and_keeps_to_its_budget(
-    texts: list[str], before: str, question: str, method: Method, eviction: str | None
+    texts: list[str],
+    before: str,
+    question: str,
+    method: Method,
+    eviction: str,
+    store_bits: int,
 ) -> None:
     assume(all(text.strip() for text in texts))
     method = guided_pair(method)
-    engine = Engine(tiny_model("llama"), block_size=4)
+    engine = Engine(tiny_model("llama"), block_size=4, store_bits=store_bits)
     engine.cache_chunks(texts)
     prompt = before + "\n".join(text.strip() for text in texts) + question
     chunks = sorted({text.strip() for text in texts})
     logits, query = first_logits(engine, prompt, chunks, method)
     assert bool(logits.isfinite().all())
-    layout, report = query.layout, query.report(1.0)
+    layout, report = query.layout, query.report
     assert layout.n_chunks >= 1 and report.chunk_misses == {}
-    kept = query._blend.kept[:, layout.block_of_token].sum(1)
+    kept = query.kept[:, layout.block_of_token].sum(1)
+    if isinstance(method.recompute, GuidedRecompute) and len(query.planned) == 2:
+        computed = query.planned[-1].plan.computed.sum() / len(kept)
+        assert float(computed) <= method.recompute.ratio * layout.n_context + 1e-2
     limit = most_kept(method, layout)
     assert float(kept.max()) <= limit + 1e-6
     assert 0 <= report.kept_ratio <= min(1.0, limit / layout.n_context + 1e-9)
@@ -685,20 +673,20 @@ def test_any_method_answers_and_keeps_to_its_budget(
     again, _ = first_logits(engine, prompt, chunks, method)
     torch.testing.assert_close(again, logits)
     answer = engine.generate(prompt, chunks, method=method, eviction=eviction, max_new_tokens=3)
-    assert answer.report.kept_ratio == report.kept_ratio
+    # a step of Quest attends to 64 tokens at least, which is more than these prompts have
+    assert answer.report.kept_ratio == report.kept_ratio or eviction == "quest"
+    assert answer.report.kept_ratio <= report.kept_ratio
     assert answer.report.recompute_ratio == report.recompute_ratio
 
 
 def guided_pair(method: Method) -> Method:
     """Guided recomputation goes by scores that only the guided selection makes."""
-    if isinstance(method.select, GuidedSelect) and method.select.after % 2:
+    if isinstance(method.select, GuidedSelect) and method.select.window % 2:
+        window, sinks = method.select.window, method.select.sinks
         recompute = GuidedRecompute(
-            ratio=method.select.max_kept_ratio,
-            before=method.select.min_tokens,
-            after=method.select.after,
-            small_context=method.select.min_tokens,
-            compete=method.select.shared,
-        )
+            ratio=window / 70, before=sinks, after=window % 4, lead_layers=sinks / 5,
+            small_context=window % 30,
+        )  # fmt: skip
         return replace(method, recompute=recompute)
     return method
 
@@ -724,7 +712,6 @@ def test_the_helper_that_reads_a_layer_is_not_blind() -> None:
     engine = engine_of("qwen3")
     _, query = first_logits(engine, PROMPT, CHUNKS, "recompute")
     made = projected(engine.model, 2, query.layout.token_ids)
-    assert isinstance(query, Query)
     for place in (0, 50, 120):
         key = turned(made["k"][place], place, engine.model)
         torch.testing.assert_close(query.cache.keys[2][place], key, rtol=1e-4, atol=1e-4)

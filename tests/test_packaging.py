@@ -36,8 +36,11 @@ BUILTIN = (
 )
 ASSETS = (
     "README.md",
+    "fidelity/README.md",
+    "fidelity/questions.jsonl",
     "longbench/LICENSE",
     "longbench/prompts.json",
+    "questions-long.jsonl",
     "questions.jsonl",
     *(f"builtin/{name}" for name in BUILTIN),
 )

@@ -39,6 +39,9 @@ def count(text: str) -> int:
         *((evaluate.two_hop(n), n, {n // 2, n}) for n in (4, 6, 8)),
         *((evaluate.reference(n), n, {n // 2}) for n in (4, 8, 12)),
         *((evaluate.comparison(n), n, {2}) for n in (2, 4, 8)),
+        *((evaluate.long("single-hop", n), n, {n}) for n in (4, 6, 8)),
+        *((evaluate.long("two-hop", n), n, {n // 2, n}) for n in (4, 6, 8)),
+        *((evaluate.long("reference", n), n, {n // 2}) for n in (4, 6, 8)),
     ],
     ids=lambda value: f"{value.name} {value.case}" if isinstance(value, Cell) else "",
 )

@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 
-from reference_model.questions import STYLES, main
+from reference_model.questions import LONG_IDLE, LONG_STYLES, STYLES, main
 from reference_model.world import World, is_held_out
+from samkv_integrations.prompt import rag_prompt
+from tests.records import builtin
 
 WORLD = World.load()
 FIELDS = {"id", "dataset", "kind", "k", "question", "answers", "contexts", "supporting"}
@@ -42,11 +44,16 @@ def holds(text: str, answer: str) -> bool:
     return re.search(rf"(?<!\w){re.escape(answer)}(?!\w)", text) is not None
 
 
-@pytest.fixture(params=list(STYLES), scope="module")
+@pytest.fixture(
+    params=[*((kind, "short") for kind in STYLES), *((kind, "long") for kind in LONG_STYLES)],
+    ids=" ".join,
+    scope="module",
+)
 def rows(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """30 questions of a kind over 6 documents."""
+    kind, length = request.param
     path = tmp_path_factory.mktemp("questions") / "rows.jsonl"
-    return written(path, "--kind", request.param, "--questions", "30")
+    return written(path, "--kind", kind, "--length", length, "--questions", "30")
 
 
 def test_a_row_has_its_fields(rows: list[dict[str, Any]]) -> None:
@@ -65,10 +72,12 @@ def test_k_is_how_many_state_what_is_asked_for(rows: list[dict[str, Any]]) -> No
     (kind,) = {row["kind"] for row in rows}
     assert {row["k"] for row in rows} == STATING[kind]
     for row in rows:
-        if kind == "single-hop":
-            # Values never repeat: that of each of the k stands in one document only.
+        titles = [context["title"] for context in row["contexts"]]
+        if kind == "single-hop" and row["answers"][0] not in titles:
+            # Values never repeat: that of each of the k stands in one document only. But some are
+            # entities that have a document of their own, and an idle sentence ends in "music".
             (at,) = row["supporting"]
-            texts = [context["text"] for context in row["contexts"]]
+            texts = [re.sub(r"the \w+ music\.", "", c["text"]) for c in row["contexts"]]
             assert [holds(text, row["answers"][0]) for text in texts] == [i == at for i in range(6)]
         if kind == "comparison":
             named = [c["title"] for c in row["contexts"] if holds(row["question"], c["title"])]
@@ -105,9 +114,11 @@ def test_no_name_is_one_that_training_draws(rows: list[dict[str, Any]]) -> None:
         assert not everything & (DRAWN - HELD_OUT - {"Boris"})  # who has it for a first name
 
 
-def test_the_same_seed_gives_the_same_bytes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("length", ["short", "long"])
+def test_the_same_seed_gives_the_same_bytes(tmp_path: Path, length: str) -> None:
+    common = ("--kind", "two-hop", "--questions", "5", "--length", length)
     for name, seed in (("one", "3"), ("again", "3"), ("other", "4")):
-        written(tmp_path / name, "--kind", "two-hop", "--questions", "5", "--seed", seed)
+        written(tmp_path / name, *common, "--seed", seed)
     found = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     assert found["one"] == found["again"] != found["other"]
     assert found["one"].count(b"\n") == 5 and b"\r" not in found["one"]
@@ -122,9 +133,46 @@ def test_any_number_of_documents_that_is_allowed_is_found(
         assert len(row["contexts"]) == documents
 
 
+@pytest.mark.parametrize(("kind", "documents"), [*itertools.product(LONG_STYLES, (4, 6, 8))])
+def test_long_documents_and_their_prompts_are_as_long_as_is_said(
+    tmp_path: Path, kind: str, documents: int
+) -> None:
+    """Tokens of the built-in model; what is asked for stands early and late in a document."""
+    model = builtin()
+    options = ["--length", "long", "--kind", kind, "--documents", str(documents)]
+    depths = []
+    for row in written(tmp_path / "rows", *options, "--questions", "12", "--seed", "5"):
+        bodies = [f"[{c['title']}]\n{c['text']}" for c in row["contexts"]]
+        lengths = [len(model.tokenize(body, special=False)) for body in bodies]
+        assert min(lengths) >= 250 and max(lengths) <= 640
+        prompt = str(rag_prompt(row["question"], bodies))
+        assert 1_200 <= len(model.tokenize(prompt, special=False)) <= 3_500
+        answer = row["answers"][0]
+        told = [body for at, body in enumerate(bodies) if at in row["supporting"]]
+        depths += [body.rindex(answer) / len(body) for body in told if answer in body]
+    assert min(depths) < 0.35 and max(depths) > 0.65
+
+
+def test_a_number_of_long_documents_that_is_allowed_is_found(tmp_path: Path) -> None:
+    for documents in LONG_IDLE:
+        options = ["--length", "long", "--kind", "two-hop", "--documents", str(documents)]
+        (row,) = written(tmp_path / "rows", *options, "--questions", "1")
+        assert len(row["contexts"]) == documents
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["--length", "long", "--documents", "9"], "--documents 9: possible are 4 to 8"),
+        (
+            ["--length", "long", "--kind", "reference", "--documents", "5"],
+            "--documents 5: possible are even numbers from 4 to 8",
+        ),
+        (
+            ["--length", "long", "--kind", "comparison"],
+            "--kind comparison: --length long has single-hop, two-hop, reference",
+        ),
+        (["--length", "middling"], "'middling' (choose from"),
         (["--documents", "1"], "--documents 1: possible are 2 to 12"),
         (["--documents", "13"], "--documents 13: possible are 2 to 12"),
         (

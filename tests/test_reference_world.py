@@ -18,13 +18,17 @@ from llama_index.core.chat_engine.context import DEFAULT_CONTEXT_TEMPLATE
 from llama_index.core.prompts import chat_prompts, default_prompts
 from tokenizers import Tokenizer
 
+from reference_model.packing import encode
 from reference_model.prompts import BOS, EOS, PromptForms, draw_prompt, join_documents
-from reference_model.scenes import Document, Question, Scene, draw_scene, tell
+from reference_model.scenes import Document, Question, Scene, SceneStyle, draw_scene, tell
 from reference_model.stages import (
     COMPARED,
     CONTINUED,
     FILLER,
     LINKED,
+    LONG,
+    LONG_CONTINUED,
+    LONG_LINKED,
     LONG_RECORDS,
     RECORDS,
     SENTENCES,
@@ -36,7 +40,8 @@ from samkv_integrations.prompt import rag_prompt
 
 WORLD = World.load()
 FORMS = PromptForms.load()
-STYLES = (SENTENCES, RECORDS, CONTINUED, LINKED, LONG_RECORDS, FILLER, COMPARED)
+LONG_STYLES = (LONG, LONG_LINKED, LONG_CONTINUED)
+STYLES = (SENTENCES, RECORDS, CONTINUED, LINKED, LONG_RECORDS, FILLER, COMPARED, *LONG_STYLES)
 MODES = [
     pytest.param(form, chat, id=f"{form.name}{', chat' if chat else ''}")
     for form in FORMS.forms
@@ -417,6 +422,30 @@ def test_a_document_has_the_same_tokens_alone_and_in_a_prompt(
             before, body, after = text[:start], text[start:end], text[end:]
             apart = [tokens(tokenizer, part) for part in (before, body, after)]
             assert tokens(tokenizer, text) == sum(apart, [])
+
+
+def test_every_stage_but_the_last_has_an_end() -> None:
+    """One without gates is left after its first steps."""
+    assert all(stage.gates for stage in STAGES[:-1])
+    assert not STAGES[-1].gates
+
+
+@pytest.mark.parametrize("style", LONG_STYLES, ids=["facts", "linked", "continued"])
+def test_the_longest_documents_of_training_fit_into_the_window(
+    tokenizer: Tokenizer, style: SceneStyle
+) -> None:
+    """A prompt that does not ends the training."""
+    most = replace(
+        style,
+        documents=(style.documents[1],) * 2,
+        facts=(style.facts[1],) * 2,
+        idle=(style.idle[1],) * 2,
+    )
+    rng = random.Random(4)
+    for _ in range(20):
+        scene = draw_scene(WORLD, most, rng)
+        prompt = draw_prompt(FORMS, scene, rng, n_questions=8, various=True)
+        assert encode(tokenizer, prompt).longest < 4096
 
 
 def start_of(text: str, fmt: str, document: Document, end: int) -> int:

@@ -1,7 +1,7 @@
 """SamKV's selection, recomputation and fusion against loops over plain Python numbers.
 
 The loops follow the equations of the paper one number at a time and share no code with the package.
-Evidence is float64 on both sides: then a different order of summation moves a score by about 1e-15,
+Inputs are float64 on both sides: then a different order of summation moves a score by about 1e-15,
 far less than two random scores ever differ, and every choice must be the same block for block.
 """
 
@@ -21,6 +21,7 @@ from torch import Tensor
 from samkv_integrations.chunk import ChunkCache
 from samkv_integrations.engine import Engine
 from samkv_integrations.errors import InvalidOption
+from samkv_integrations.eviction import Quest
 from samkv_integrations.layout import BlockScheme, Layout, Segment, Selection
 from samkv_integrations.methods import METHODS
 from samkv_integrations.methods.a3 import A3Recompute
@@ -30,12 +31,12 @@ from samkv_integrations.methods.epic import EpicRecompute
 from samkv_integrations.methods.guided import GuidedRecompute, GuidedSelect
 from samkv_integrations.methods.multi_infllm import MultiInfllmSelect
 from samkv_integrations.methods.parts import (
-    Evidence,
     Fusion,
     Method,
     RecomputeAll,
     RecomputeNone,
     SelectAll,
+    SelectionInputs,
     fill_budget,
     group_heads,
     overwrite,
@@ -49,10 +50,11 @@ from samkv_integrations.methods.samkv import (
     selected_share,
     top_share,
 )
-from samkv_integrations.query import Query
 from samkv_integrations.store import MemoryStore
-from tests.evidence import Block, Request, Shape, as_stored, request_of, shapes
+from tests.asking import Asked, ask
+from tests.chunks import decoded
 from tests.models import tiny_model
+from tests.selection_inputs import Block, Request, Shape, as_stored, request_of, shapes
 
 MANY = settings(max_examples=120, deadline=None)
 FEW = settings(max_examples=40, deadline=None)
@@ -64,13 +66,6 @@ def dot(a: Vector, b: Vector) -> float:
 
 
 # --- the paper in loops ------------------------------------------------------------------------
-
-
-def loop_query(queries: list[list[Vector]]) -> list[Vector]:
-    """Q_que (H, D): mean over the question's rows."""
-    return [
-        [sum(row[d] for row in head) / len(head) for d in range(len(head[0]))] for head in queries
-    ]
 
 
 def loop_personal(query: list[Vector], local: list[list[Vector]], chunk: int) -> list[Vector]:
@@ -111,16 +106,16 @@ class Loops:
 
 
 def loop_choice(request: Request, select: SamkvSelect) -> Loops:
-    evidence, blocks = request.evidence, request.blocks
+    inputs, blocks = request.inputs, request.blocks
     chunks = range(len(request.shape.lengths))
-    queries, summaries = request.queries.tolist(), evidence.summaries.tolist()
-    anchor_mean = evidence.anchor_mean.tolist()
+    queries, summaries = request.mean_query.tolist(), inputs.summaries.tolist()
+    anchor_mean = inputs.anchor_mean.tolist()
     scores: list[Vector] = []
     of_layer: list[Vector] = []  # P(n) of each chunk
     for layer in range(request.shape.n_layers):
-        query = loop_query(queries[layer])
+        query = queries[layer]
         personal = [
-            loop_personal(query, evidence.local_query[layer].tolist(), c) if select.bias else query
+            loop_personal(query, inputs.local_query[layer].tolist(), c) if select.bias else query
             for c in chunks
         ]
         scores.append([loop_score(personal[b.chunk], summaries[layer][b.index]) for b in blocks])
@@ -128,13 +123,13 @@ def loop_choice(request: Request, select: SamkvSelect) -> Loops:
         for c in chunks:
             share = 0.0
             if request.middle(c):
-                top = scores[-1][int(evidence.block_max[layer, c])]
-                low = scores[-1][int(evidence.block_min[layer, c])]
+                top = scores[-1][int(inputs.block_max[layer, c])]
+                low = scores[-1][int(inputs.block_min[layer, c])]
                 anchor = loop_score(personal[c], anchor_mean[layer][c])
                 if low < anchor <= top:
                     share = (top - anchor) / (top - low)
             of_layer[-1].append(share)
-    stable = evidence.stable_layers
+    stable = inputs.stable_layers
     share = [sum(of_layer[n][c] for n in stable) / len(stable) for c in chunks]
 
     anchors = {b.index for b in blocks if b.anchor}
@@ -184,7 +179,7 @@ def sets(mask: Tensor) -> list[set[int]]:
 def test_the_choice_is_that_of_the_loops(shape: Shape, cap: float | None, bias: bool) -> None:
     request = request_of(shape)
     select = SamkvSelect(max_kept_ratio=cap, bias=bias)
-    chosen = select.choose(request.queries, request.evidence, request.layout)
+    chosen = select.choose(request.mean_query, request.inputs, request.layout)
     assert chosen.keep.shape == (shape.n_layers, len(request.blocks))
     assert chosen.keep.device.type == "cpu"
     assert sets(chosen.keep) == loop_choice(request, select).keep
@@ -195,11 +190,11 @@ def test_the_choice_is_that_of_the_loops(shape: Shape, cap: float | None, bias: 
 def test_each_step_is_that_of_the_loops(shape: Shape) -> None:
     request = request_of(shape)
     loops = loop_choice(request, SamkvSelect())
-    evidence, layout = request.evidence, request.layout
-    personal = group_heads(personalise(request.queries.mean(2), evidence.local_query), shape.groups)
-    scores = block_scores(personal, evidence.summaries, layout)
+    inputs, layout = request.inputs, request.layout
+    personal = group_heads(personalise(request.mean_query, inputs.local_query), shape.groups)
+    scores = block_scores(personal, inputs.summaries, layout)
     torch.testing.assert_close(scores, torch.tensor(loops.scores, dtype=torch.float64))
-    share = selected_share(personal, scores, evidence)
+    share = selected_share(personal, scores, inputs)
     torch.testing.assert_close(share, torch.tensor(loops.share, dtype=torch.float64))
     candidates = top_share(scores, share, layout)
     assert sets(candidates) == loops.candidates
@@ -214,7 +209,7 @@ def test_each_step_is_that_of_the_loops(shape: Shape) -> None:
 @given(shapes())
 def test_equation_1_biases_each_chunk_by_the_others(shape: Shape) -> None:
     request = request_of(shape)
-    query, local = request.queries.mean(2), request.evidence.local_query
+    query, local = request.mean_query, request.inputs.local_query
     expected = [
         [
             loop_personal(query[layer].tolist(), local[layer].tolist(), chunk)
@@ -228,13 +223,13 @@ def test_equation_1_biases_each_chunk_by_the_others(shape: Shape) -> None:
 
 def test_one_chunk_has_no_bias() -> None:
     request = request_of(Shape(seed=1, lengths=(30,)))
-    query = request.queries.mean(2)
-    assert torch.equal(personalise(query, request.evidence.local_query)[:, 0], query)
+    query = request.mean_query
+    assert torch.equal(personalise(query, request.inputs.local_query)[:, 0], query)
 
 
 def test_a_chunk_is_not_biased_by_itself() -> None:
     request = request_of(Shape(seed=2, lengths=(30, 20, 25)))
-    query, local = request.queries.mean(2), request.evidence.local_query
+    query, local = request.mean_query, request.inputs.local_query
     before = personalise(query, local)
     changed = local.clone()
     changed[:, 1] *= -3
@@ -253,14 +248,14 @@ def scored(tops: list[float], anchors: list[float], lows: list[float], stable: t
     """P of one chunk from its s_max, s_anc and s_min at each layer."""
     n_layers = len(tops)
     scores = torch.tensor([[low, top] for low, top in zip(lows, tops, strict=True)])
-    evidence = Evidence(
+    inputs = SelectionInputs(
         n_layers=n_layers,
         anchor_mean=torch.tensor(anchors)[:, None, None, None],
         block_max=torch.ones(n_layers, 1, dtype=torch.long),
         block_min=torch.zeros(n_layers, 1, dtype=torch.long),
         stable_layers=stable,
     )
-    return float(selected_share(torch.ones(n_layers, 1, 1, 1), scores, evidence))
+    return float(selected_share(torch.ones(n_layers, 1, 1, 1), scores, inputs))
 
 
 @pytest.mark.parametrize(
@@ -347,7 +342,7 @@ def test_anchors_are_kept_and_the_cap_holds(shape: Shape, cap: float) -> None:
     request = as_stored(request)
     keep = (
         SamkvSelect(max_kept_ratio=cap)
-        .choose(request.queries, request.evidence, request.layout)
+        .choose(request.mean_query, request.inputs, request.layout)
         .keep
     )
     sizes = torch.tensor([b.stop - b.start for b in request.blocks])
@@ -363,16 +358,16 @@ def test_the_choice_is_pure(shape: Shape) -> None:
     request = request_of(shape)
     before = {
         name: value.clone()
-        for name, value in vars(request.evidence).items()
+        for name, value in vars(request.inputs).items()
         if isinstance(value, Tensor)
     }
-    queries = request.queries.clone()
+    query = request.mean_query.clone()
     select = SamkvSelect(max_kept_ratio=0.5)
-    once = select.choose(request.queries, request.evidence, request.layout).keep.clone()
-    again = select.choose(request.queries, request.evidence, request.layout).keep
-    assert torch.equal(once, again) and torch.equal(queries, request.queries)
+    once = select.choose(request.mean_query, request.inputs, request.layout).keep.clone()
+    again = select.choose(request.mean_query, request.inputs, request.layout).keep
+    assert torch.equal(once, again) and torch.equal(query, request.mean_query)
     for name, value in before.items():
-        assert torch.equal(value, getattr(request.evidence, name)), name
+        assert torch.equal(value, getattr(request.inputs, name)), name
 
 
 # --- section 3.3 -------------------------------------------------------------------------------
@@ -391,7 +386,7 @@ def test_recomputed_rows_are_those_of_the_loops(
     request = request_of(shape)
     keep = random_keep(request)
     rows = SamkvRecompute(anchors=anchors, outliers=outliers).rows(
-        Selection(keep=keep), request.evidence, request.layout
+        Selection(keep=keep), request.inputs, request.layout
     )
     for layer in range(shape.n_layers):
         expected = {
@@ -402,7 +397,7 @@ def test_recomputed_rows_are_those_of_the_loops(
             and not request.exact[block.chunk]
             and (
                 (anchors and block.anchor)
-                or (outliers and bool(request.evidence.outliers[layer, token]))
+                or (outliers and bool(request.inputs.outliers[layer, token]))
             )
         }
         assert set(rows[layer].nonzero()[:, 0].tolist()) == expected
@@ -426,7 +421,7 @@ def test_a_chunk_is_exact_right_after_its_own_prefix(
     layout = Layout.of([Segment(token_ids=first), chunk, chunk, Segment(token_ids=(5,))], prefix)
     assert layout.exact.tolist() == [exact, False]
     selection = Selection(keep=torch.ones(1, 10, dtype=torch.bool))
-    rows = SamkvRecompute(outliers=False).rows(selection, Evidence(n_layers=1), layout)
+    rows = SamkvRecompute(outliers=False).rows(selection, SelectionInputs(n_layers=1), layout)
     anchors = [True] * 4 + [False] * 8 + [True] * 8
     assert rows[0, 20:].tolist() == anchors
     assert rows[0, :20].tolist() == ([False] * 20 if exact else anchors)
@@ -482,10 +477,10 @@ def test_keys_and_values_have_a_theta_of_their_own_and_so_has_every_row() -> Non
 
 def test_without_middle_only_anchors_stay_and_nothing_is_read() -> None:
     method = replace(METHODS["samkv-fusion"], select=SamkvSelect(middle=False))
-    assert method.select.probe == "none"
-    assert method.select.reads == frozenset()
+    assert not method.select.probes
+    assert method.select.needs == frozenset()
     request = request_of(Shape(seed=4, lengths=(40, 7, 30)))
-    keep = method.select.choose(None, Evidence(n_layers=2), request.layout).keep
+    keep = method.select.choose(None, SelectionInputs(n_layers=2), request.layout).keep
     anchors = {b.index for b in request.blocks if b.anchor}
     assert sets(keep) == [anchors, anchors]
 
@@ -493,11 +488,11 @@ def test_without_middle_only_anchors_stay_and_nothing_is_read() -> None:
 def test_without_bias_no_local_query_is_read_or_used() -> None:
     select = replace(METHODS["samkv-overwrite"], select=SamkvSelect(bias=False)).select
     assert isinstance(select, SamkvSelect)
-    assert "local_query" not in select.reads
-    assert SamkvSelect().reads - select.reads == {"local_query"}
+    assert "local_query" not in select.needs
+    assert SamkvSelect().needs - select.needs == {"local_query"}
     request = request_of(Shape(seed=5, lengths=(40, 30, 45), scale=0.3))
-    bare = replace(request.evidence, local_query=None)
-    chosen = select.choose(request.queries, bare, request.layout)
+    bare = replace(request.inputs, local_query=None)
+    chosen = select.choose(request.mean_query, bare, request.layout)
     assert sets(chosen.keep) == loop_choice(request, select).keep
 
 
@@ -508,7 +503,7 @@ def test_bias_matters_to_the_choice() -> None:
         request = request_of(Shape(seed=seed, lengths=(40, 30, 45), scale=0.3))
         keeps = [
             SamkvSelect(max_kept_ratio=None, bias=bias)
-            .choose(request.queries, request.evidence, request.layout)
+            .choose(request.mean_query, request.inputs, request.layout)
             .keep
             for bias in (False, True)
         ]
@@ -520,17 +515,13 @@ CHUNKS = ["abcdefgh " * 9, "one two three\n" * 5, "short", "x y z w " * 6]
 PROMPT = "Read:\n" + "\n--\n".join(text.strip() for text in CHUNKS) + "\nWhy?"
 
 
-def run(engine: Engine, method: Method) -> Query:
-    stable = engine._stable_layers() if "statistics" in method.reads else ()
-    with torch.inference_mode(), engine.resolve(PROMPT, CHUNKS) as resolved:
-        query = Query(engine.model, method, resolved, engine.fingerprint, engine.prefix, stable)
-        query.first_logits(1)
-        return query
+def run(engine: Engine, method: Method) -> Asked:
+    return ask(engine, PROMPT, CHUNKS, method)
 
 
-@pytest.fixture(scope="module")
-def engine() -> Engine:
-    engine = Engine(tiny_model("llama"), block_size=4)
+@pytest.fixture(scope="module", params=[4, 16])
+def engine(request: pytest.FixtureRequest) -> Engine:
+    engine = Engine(tiny_model("llama"), block_size=4, store_bits=request.param)
     engine.cache_chunks(CHUNKS)
     return engine
 
@@ -540,18 +531,54 @@ def test_each_ablation_runs(engine: Engine, name: str) -> None:
     paper = METHODS[name]
     only_anchors = run(engine, replace(paper, select=SamkvSelect(middle=False)))
     layout = only_anchors.layout
-    assert torch.equal(only_anchors._blend.kept, layout.is_anchor.repeat(4, 1))
+    assert torch.equal(only_anchors.kept, layout.is_anchor.repeat(4, 1))
     n_anchor = int(layout.block_lengths[layout.is_anchor].sum())
-    report = only_anchors.report(1.0)
+    report = only_anchors.report
     assert report.kept_ratio == report.recompute_ratio == n_anchor / layout.n_context
-    nothing = run(engine, replace(paper, recompute=RecomputeNone())).report(1.0)
+    nothing = run(engine, replace(paper, recompute=RecomputeNone())).report
     assert nothing.recompute_ratio == 0
-    assert run(engine, replace(paper, select=SamkvSelect(bias=False))).report(1.0).kept_ratio > 0
+    assert run(engine, replace(paper, select=SamkvSelect(bias=False))).report.kept_ratio > 0
     whole = run(engine, replace(paper, select=SamkvSelect(max_kept_ratio=None)))
-    assert whole.report(1.0).kept_ratio >= n_anchor / layout.n_context
+    assert whole.report.kept_ratio >= n_anchor / layout.n_context
 
 
-# --- the evidence of a real request ------------------------------------------------------------
+# --- the question's query ----------------------------------------------------------------------
+
+
+@FEW
+@given(shapes())
+def test_the_query_is_the_mean_of_the_question_s_before_rotation(shape: Shape) -> None:
+    """Of the last plain text alone, whatever else the probe has computed before it.
+
+    In float32: a rotation is two products of numbers of at most 12, rounded to 6e-8 of them each.
+    """
+    request = request_of(shape)
+    for part in (SamkvSelect(), MultiInfllmSelect()):
+        for layer in range(shape.n_layers):
+            probed = request.probed(layer)
+            expected = []
+            for head in probed.queries.tolist():
+                rows = []
+                for row in range(len(head) - shape.window, len(head)):
+                    cos, sin = request.cos[row].tolist(), request.sin[row].tolist()
+                    half, x = shape.dim // 2, head[row]
+                    first = [x[i] * cos[i] + x[i + half] * sin[i] for i in range(half)]
+                    second = [x[i + half] * cos[i] - x[i] * sin[i] for i in range(half)]
+                    rows.append(first + second)
+                expected.append([sum(x) / shape.window for x in zip(*rows, strict=True)])
+            found = part.score(probed, request.layout)
+            assert found.dtype == torch.float32
+            torch.testing.assert_close(found, torch.tensor(expected), rtol=1e-5, atol=1e-5)
+
+
+def test_the_probe_is_over_the_anchors() -> None:
+    layout = request_of(Shape(seed=6, lengths=(40, 7, 30))).layout
+    assert SamkvSelect().probes
+    assert torch.equal(SamkvSelect().probe_blocks(layout), layout.is_anchor)
+    assert torch.equal(SamkvSelect().probe_tokens(layout), layout.fresh)
+
+
+# --- the inputs of a real request --------------------------------------------------------------
 
 
 def stored(engine: Engine, text: str) -> ChunkCache:
@@ -563,50 +590,76 @@ def stored(engine: Engine, text: str) -> ChunkCache:
 class Watching(SamkvSelect):
     """SamKV's choice, which notes down what it was given."""
 
-    def choose(self, queries: Tensor | None, evidence: Evidence, layout: Layout) -> Selection:
-        SEEN.append((queries, evidence))
-        return super().choose(queries, evidence, layout)
+    def choose(self, scores: Tensor | None, inputs: SelectionInputs, layout: Layout) -> Selection:
+        SEEN.append((scores, inputs))
+        return super().choose(scores, inputs, layout)
 
 
-SEEN: list[tuple[Any, Evidence]] = []
+SEEN: list[tuple[Any, SelectionInputs]] = []
 
 
-def test_the_evidence_of_a_request_is_that_of_its_chunk_caches(engine: Engine) -> None:
+def test_the_inputs_of_a_request_are_those_of_its_chunk_caches(engine: Engine) -> None:
+    """Anchor means are those of the keys as they are stored; summaries were made at ingest, of the
+    keys as they were, which the entries of 16 bits still hold."""
     SEEN.clear()
-    query = run(engine, replace(METHODS["samkv-overwrite"], select=Watching()))
-    ((queries, evidence),) = SEEN
-    model, layout = engine.model, query.layout
-    assert queries.shape == (4, model.n_heads, len("\nWhy?"), model.head_dim)
-    assert evidence.stable_layers == engine._stable_layers()
+    whole = Engine(engine.model, block_size=4, store_bits=16)
+    whole.cache_chunks(CHUNKS)
+    layout = run(engine, replace(METHODS["samkv-overwrite"], select=Watching())).layout
+    ((scores, inputs),) = SEEN
+    assert scores.shape == (4, engine.model.n_heads, engine.model.head_dim)
+    assert inputs.stable_layers == engine._stable_layers()
     first_block = first_token = 0
     for index, text in enumerate(CHUNKS):
         cache = stored(engine, text)
         blocks = cache.blocks
-        assert torch.equal(evidence.local_query[:, index], cache.local_query)
-        span = range(blocks.n_tokens)
+        (keys, _), (exact, _) = decoded(cache), decoded(stored(whole, text))
+        assert torch.equal(inputs.local_query[:, index], cache.local_query)
         middle = [t for b in blocks.middle_blocks for t in range(*blocks.span(b))]
-        anchors = [t for t in span if t not in middle]
+        anchors = [t for t in range(blocks.n_tokens) if t not in middle]
         # means of 12 or fewer float32 values of about 1
         torch.testing.assert_close(
-            evidence.anchor_mean[:, index], cache.keys[:, anchors].mean(1), rtol=1e-5, atol=1e-6
+            inputs.anchor_mean[:, index], keys[:, anchors].mean(1), rtol=1e-5, atol=1e-6
         )
-        for block in blocks.middle_blocks:
+        for block in range(blocks.n_blocks):
+            summary = inputs.summaries[:, first_block + block]
+            if block not in blocks.middle_blocks:
+                assert not bool(summary.any())
+                continue
             start, stop = blocks.span(block)
-            mean = cache.keys[:, start:stop].mean(1)
+            mean = exact[:, start:stop].mean(1)
             # 8 bits: half a step of a range of +-127 steps, scale rounded to float16 (2^-11)
-            error = (evidence.summaries[:, first_block + block] - mean).abs()
+            error = (summary - mean).abs()
             assert bool((error <= mean.abs().amax(-1, keepdim=True) * (0.5 / 127 + 2**-10)).all())
         for name in ("block_max", "block_min"):
             of_chunk = getattr(cache.statistics, name).long()
             expected = of_chunk + first_block if blocks.middle_blocks else of_chunk
-            assert torch.equal(getattr(evidence, name)[:, index], expected)
+            assert torch.equal(getattr(inputs, name)[:, index], expected)
             if not blocks.middle_blocks:
                 assert bool((of_chunk == -1).all())
         tokens = slice(first_token, first_token + blocks.n_tokens)
-        assert torch.equal(evidence.outliers[:, tokens], cache.statistics.outliers)
+        assert torch.equal(inputs.outliers[:, tokens], cache.statistics.outliers)
         first_block += blocks.n_blocks
         first_token += blocks.n_tokens
     assert first_token == layout.n_context and first_block == layout.n_blocks
+
+
+def test_no_more_is_read_than_the_method_needs(engine: Engine) -> None:
+    """What a part does not name is not there, and is not counted as read."""
+    SEEN.clear()
+    run(engine, replace(METHODS["samkv-overwrite"], select=Watching(bias=False)))
+    assert SEEN[0][1].local_query is None and SEEN[0][1].anchor_mean is not None
+    SEEN.clear()
+    nothing = replace(METHODS["samkv-overwrite"], select=Watching(middle=False),
+                      recompute=SamkvRecompute(outliers=False))  # fmt: skip
+    asked = run(engine, nothing)
+    ((scores, inputs),) = SEEN
+    given = {name: value for name, value in vars(inputs).items() if isinstance(value, Tensor)}
+    assert scores is None and given == {}
+    # token ids, key ranges, and the anchors' entries but those that are all computed again
+    caches = [stored(engine, text) for text in CHUNKS]
+    assert bool(asked.layout.is_anchor.any())
+    ids = sum(cache.token_ids.nbytes for cache in caches)
+    assert asked.report.bytes_read == ids
 
 
 # --- parts -------------------------------------------------------------------------------------
@@ -622,6 +675,7 @@ PARTS = [
     EpicRecompute(),
     ApeAttention(),
     Fusion(),
+    Quest(budget_ratio=0.1),
     SelectAll(),
     RecomputeAll(),
     RecomputeNone(),
@@ -647,8 +701,8 @@ def test_parts_are_data(part: Any) -> None:
         (SamkvSelect, "section 3.1"),
         (SamkvRecompute, "section 3.3"),
         (Fusion, "equation 4"),
-        (GuidedSelect, "SamKV"),
-        (GuidedRecompute, "A3"),
+        (GuidedSelect, "A3"),
+        (Quest, "section 3.3"),
         (MultiInfllmSelect, "section 3.2"),
         (CacheblendRecompute, "section 4.3"),
         (A3Recompute, "section 3.2"),
@@ -664,8 +718,8 @@ def test_a_part_of_a_paper_names_its_source(part: type, source: str) -> None:
 @pytest.mark.parametrize(
     "part",
     [
-        SamkvSelect, SamkvRecompute, GuidedSelect, MultiInfllmSelect, CacheblendRecompute,
-        A3Recompute, EpicRecompute, ApeAttention,
+        SamkvSelect, SamkvRecompute, MultiInfllmSelect, CacheblendRecompute, A3Recompute,
+        EpicRecompute, ApeAttention, Quest,
     ],
 )  # fmt: skip
 def test_a_part_that_deviates_from_its_paper_says_so(part: type) -> None:
@@ -681,8 +735,8 @@ def test_the_paper_s_methods_are_made_of_the_paper_s_parts() -> None:
         assert method.paper == "arXiv 2508.11661"
         assert method.select == SamkvSelect() and method.recompute == SamkvRecompute()
         assert method.update == update and method.positions == "global"
-        assert method.reads == {"summaries", "anchor_mean", "statistics", "local_query"}
-    assert SamkvRecompute(outliers=False).reads == frozenset()
+        assert method.needs == {"summaries", "anchor_mean", "statistics", "local_query"}
+    assert SamkvRecompute(outliers=False).needs == frozenset()
 
 
 @pytest.mark.parametrize("value", [-0.01, 1.01, math.nan, math.inf])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import multiprocessing
 import os
@@ -27,9 +28,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from samkv_integrations.errors import CacheMiss, StoreError
-from samkv_integrations.store import ChunkStore, MemoryStore, Store
+from samkv_integrations.store import ChunkStore, FingerprintStats, MemoryStore, Store
 from tests.chunks import random_chunk, tiny_fingerprint
-from tests.contracts.store_contract import TINY, StoreContract, chunk_for, read, reason
+from tests.contracts.store_contract import (
+    TINY,
+    StoreContract,
+    chunk_for,
+    read,
+    read_all,
+    reason,
+)
+from tests.old_store import OLD_DIGEST, old_file, old_store
 
 
 class TestMemoryStore(StoreContract):
@@ -55,7 +64,7 @@ def test_disk_gives_the_tensors_of_memory(data: st.DataObject) -> None:
         block_size=data.draw(st.integers(1, 7)),
         n_init=data.draw(st.integers(0, 3)),
         n_local=data.draw(st.integers(0, 3)),
-        code_bits=data.draw(st.sampled_from([1, 2, 4, 8])),
+        store_bits=data.draw(st.sampled_from([4, 8, 16])),
     )
     n_tokens = data.draw(st.integers(1, 60))
     n_blocks = fingerprint.scheme.of(n_tokens).n_blocks
@@ -77,11 +86,14 @@ def test_disk_gives_the_tensors_of_memory(data: st.DataObject) -> None:
         with disk.open(chunk.key, fingerprint) as one, memory.open(chunk.key, fingerprint) as other:
             for layer, blocks in requests:
                 before = one.bytes_read, other.bytes_read
-                for found, expected in zip(
-                    read(one, layer, blocks), read(other, layer, blocks), strict=True
-                ):
-                    assert torch.equal(found, expected)
+                assert torch.equal(read(one, layer, blocks), read(other, layer, blocks))
                 assert one.bytes_read - before[0] == other.bytes_read - before[1]
+            before = one.bytes_read, other.bytes_read
+            if data.draw(st.booleans()):
+                assert torch.equal(one.key_range(), other.key_range())
+            assert torch.equal(read_all(one), read_all(other))
+            assert torch.equal(one.key_range(), other.key_range())
+            assert one.bytes_read - before[0] == other.bytes_read - before[1]
             one.verify()
 
 
@@ -113,7 +125,7 @@ def test_files_are_where_the_specification_has_them(store: ChunkStore, folder: P
         f"{name}.txt",
         f"{name}.safetensors",
     }
-    assert json.loads((folder / "store.json").read_text()) == {"format_version": 1}
+    assert json.loads((folder / "store.json").read_text()) == {"format_version": 2}
     assert json.loads((folder / TINY.digest / "fingerprint.json").read_text()) == asdict(TINY)
     assert (folder / f"{name}.txt").read_text(encoding="utf-8") == chunk.text
     assert len((folder / "secret").read_bytes()) == 32
@@ -176,13 +188,16 @@ def test_a_store_made_by_another_process_meanwhile_is_taken_for_one(
     assert ChunkStore(folder).keys() == others[0].keys() != []
 
 
-def test_another_format_version_is_refused(store: ChunkStore, folder: Path) -> None:
-    (folder / "store.json").write_text('{"format_version": 7}')
-    with pytest.raises(StoreError, match="version 7, this release uses 1; next step"):
+@pytest.mark.parametrize("version", [3, 7])
+def test_a_newer_format_version_is_refused(store: ChunkStore, folder: Path, version: int) -> None:
+    (folder / "store.json").write_text(json.dumps({"format_version": version}))
+    with pytest.raises(StoreError, match=f"version {version}, this release uses 2; next step"):
         ChunkStore(folder)
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", "{}", "null", "\xff"])
+@pytest.mark.parametrize(
+    "content", ["", "{", "[]", "{}", "null", "\xff", '{"format_version": "2"}']
+)
 def test_a_broken_marker_is_refused(store: ChunkStore, folder: Path, content: str) -> None:
     (folder / "store.json").write_text(content, encoding="latin-1")
     with pytest.raises(StoreError, match=r"store\.json is broken; next step"):
@@ -279,6 +294,118 @@ def test_a_file_copied_from_another_fingerprint_or_key_misses(
         assert reason(lambda: store.open(one.key, TINY)) == expected
 
 
+# -- folders of format version 1 -----------------------------------------------------------------
+
+
+@pytest.fixture
+def old(folder: Path) -> dict[str, list[int]]:
+    """Makes ``folder`` a store of version 1 with two chunks; their token ids by key."""
+    return old_store(folder)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {name: (folder / name).read_bytes() for name in files(folder)}
+
+
+def test_a_folder_of_version_1_is_opened_and_its_chunks_are_counted_misses(
+    folder: Path, old: dict[str, list[int]]
+) -> None:
+    before = contents(folder)
+    store, larger = ChunkStore(folder), replace(TINY, block_size=16, n_init=2, store_bits=8)
+    for fingerprint, ids in itertools.product((TINY, larger), old.values()):
+        key = store.key(fingerprint, ids)
+        assert not store.contains(key, fingerprint)
+        with pytest.raises(CacheMiss, match="version 1 only.*next step: ingest again") as miss:
+            store.open(key, fingerprint, ids)
+        assert miss.value.reason == "format"
+    assert contents(folder) == before, "reading leaves the folder to the release that made it"
+
+
+def test_what_is_not_in_a_folder_of_version_1_is_absent(
+    folder: Path, old: dict[str, list[int]]
+) -> None:
+    store, tenant = ChunkStore(folder), ChunkStore(folder, namespace="tenant")
+    ids = next(iter(old.values()))
+    for asked, fingerprint, token_ids in (
+        (store, TINY, [1, 2, 3]),
+        (store, TINY, None),
+        (store, replace(TINY, weights="w1"), ids),
+        (store, replace(TINY, prefix="1"), ids),
+        (tenant, TINY, ids),
+    ):
+        key = asked.key(fingerprint, token_ids or ids)
+        found = reason(lambda a=asked, k=key, f=fingerprint, i=token_ids: a.open(k, f, i))
+        assert found == "absent"
+
+
+def test_stats_name_the_chunks_of_version_1(folder: Path, old: dict[str, list[int]]) -> None:
+    store = ChunkStore(folder)
+    n_bytes = sum(path.stat().st_size for path in folder.rglob("*.safetensors"))
+    stats = store.stats()
+    assert (stats.n_chunks, stats.bytes) == (2, n_bytes)
+    assert stats.rows == (
+        FingerprintStats(
+            model="tiny",
+            dtype="float32",
+            store_bits=16,
+            block_size=4,
+            format_version=1,
+            chunks=2,
+            bytes=n_bytes,
+        ),
+    )
+    assert store.fingerprints() == [] and store.keys(TINY) == []
+    store.require(TINY)
+    store.require(replace(TINY, weights="w1"))
+
+
+def test_chunks_of_version_1_are_computed_again_and_nothing_is_lost(
+    folder: Path, old: dict[str, list[int]]
+) -> None:
+    before = contents(folder)
+    store = ChunkStore(folder)
+    again, other = old.values()
+    chunk = replace(random_chunk(1, len(again)), token_ids=torch.tensor(again, dtype=torch.int32))
+    chunk = replace(chunk, key=store.key(TINY, again))
+    store.put(chunk)
+    assert json.loads((folder / "store.json").read_text()) == {"format_version": 2}
+    for one in (store, ChunkStore(folder)):
+        with one.open(chunk.key, TINY, again) as stored:
+            stored.verify()
+        assert reason(lambda one=one: one.open(one.key(TINY, other), TINY, other)) == "format"
+        assert one.fingerprints() == [TINY] and one.keys(TINY) == [chunk.key]
+        assert sorted(row.format_version for row in one.stats().rows) == [1, 2]
+        assert one.keys() == sorted([chunk.key, *old])
+    after = contents(folder)
+    assert {name for name in before if after[name] != before[name]} == {"store.json"}
+    for key in old:
+        assert store.text(key) == "Old text."
+        assert store.delete(key)
+    assert store.stats().n_chunks == 1
+
+
+def test_an_older_cache_that_lies_in_the_place_of_a_new_one_misses(
+    folder: Path, old: dict[str, list[int]]
+) -> None:
+    store = ChunkStore(folder)
+    chunk = chunk_for(store, 1)
+    store.put(chunk)
+    place = folder / TINY.digest / chunk.key[:2] / f"{chunk.key}.safetensors"
+    place.write_bytes(old_file(chunk.key, chunk.n_tokens))
+    assert reason(lambda: store.open(chunk.key, TINY)) == "format"
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"format_version": 1}', "null"])
+def test_a_broken_fingerprint_file_of_version_1_is_overlooked(
+    folder: Path, old: dict[str, list[int]], content: str
+) -> None:
+    (folder / OLD_DIGEST / "fingerprint.json").write_text(content)
+    store, ids = ChunkStore(folder), next(iter(old.values()))
+    assert reason(lambda: store.open(store.key(TINY, ids), TINY, ids)) == "absent"
+    assert (store.stats().n_chunks, store.stats().rows) == (2, ())
+    assert store.fingerprints() == []
+
+
 # -- writing fails -------------------------------------------------------------------------------
 
 
@@ -310,13 +437,13 @@ def test_a_disk_that_is_full_halfway_keeps_the_older_cache(store: ChunkStore, fo
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
     try:
         with pytest.raises(StoreError, match="File too large; next step"):
-            store.put(replace(chunk, values=chunk.values + 1))
+            store.put(replace(chunk, entries=chunk.entries ^ 1))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert files(folder) == before
     with store.open(chunk.key, TINY) as stored:
         stored.verify()
-        assert torch.equal(read(stored, 0, [0])[1], chunk.values[0, :4])
+        assert torch.equal(read(stored, 0, [0]), chunk.entries[0, :4])
 
 
 def test_an_interrupted_write_leaves_no_temporary_file(
@@ -504,7 +631,7 @@ def test_readers_among_writers_see_whole_chunks_only(
             try:
                 with store.open(chunk.key, TINY, chunk.token_ids.tolist()) as stored:
                     stored.verify()
-                    assert torch.equal(read(stored, 1, [2])[0], chunk.keys[1, 8:12])
+                    assert torch.equal(read(stored, 1, [2]), chunk.entries[1, 8:12])
             except CacheMiss as miss:
                 misses.add(miss.reason)
     assert [process.exitcode for process in writers] == [0, 0]

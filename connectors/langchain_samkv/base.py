@@ -31,15 +31,15 @@ from samkv_integrations.calls import (
 )
 from samkv_integrations.connecting import (
     EngineRef,
+    check_choices,
     check_fits,
-    check_names,
     engine_of,
     folder_of,
 )
 from samkv_integrations.decode import AnswerStream
 from samkv_integrations.engine import Engine, Prompt
 from samkv_integrations.errors import InvalidOption, TimedOut, UnknownOption
-from samkv_integrations.eviction import Eviction, get_eviction
+from samkv_integrations.eviction import Eviction
 from samkv_integrations.methods import Method, get_method
 from samkv_integrations.prompt import OnMiss
 from samkv_integrations.report import Report
@@ -103,13 +103,16 @@ class LocalModel(BaseLanguageModel[Any]):
         model_kwargs, tokenizer_kwargs: passed on to ``from_pretrained``, and not kept:
             ``revision``, ``token``, ``cache_dir``, ``local_files_only`` and so on.
         kv_dir: folder of the chunk caches; None keeps them in memory.
+        store_bits: bits of the numbers in chunk caches: 4, 8, or 16 for the model's dtype; None for
+            the engine's, which are 4 by default.
         engine: an engine to share, in place of loading ``model`` over ``kv_dir``.
         method: how to answer, a name out of ``METHODS``; None for the engine's.
         eviction: which rows an answer goes on with after its first token, a name out of
             ``EVICTIONS`` or ``"none"`` for all; None for the engine's.
         match_text: whether texts of cached chunks are found in prompts; else handles alone are.
-        on_miss: for a chunk without a usable cache: ``"text"`` (compute its text, this once),
-            ``"compute"`` (cache it anew) or ``"error"``.
+        on_miss: for a chunk without a usable cache: ``"compute"`` (as a chunk, and keep it; with
+            ``auto`` only where that does not take longer than full prefill), ``"text"`` (compute
+            its text, this once) or ``"error"``.
 
     And those of every LangChain model: ``cache``, ``callbacks``, ``tags``, ``metadata``, ... Every
     call takes how tokens are drawn, max_tokens, stop and timeout again; they win.
@@ -142,11 +145,12 @@ class LocalModel(BaseLanguageModel[Any]):
     model_kwargs: dict[str, Any] = Field(default_factory=dict, exclude=True, repr=False)
     tokenizer_kwargs: dict[str, Any] = Field(default_factory=dict, exclude=True, repr=False)
     kv_dir: str | Path | None = None
+    store_bits: int | None = None
     engine: Engine = Field(default=None, exclude=True, repr=False)  # type: ignore[assignment]
     method: str | None = None
     eviction: str | None = None
     match_text: bool = True
-    on_miss: OnMiss = "text"
+    on_miss: OnMiss = "compute"
 
     _last_report: Report | None = PrivateAttr(default=None)
 
@@ -183,7 +187,7 @@ class LocalModel(BaseLanguageModel[Any]):
             self.max_tokens = MAX_TOKENS
         checked_generate_kwargs(self._always, self._most_tokens)
         _check_timeout(self.timeout)
-        check_names(self.method, self.eviction)
+        check_choices(self.method, self.eviction, self.store_bits)
         if not self.model_name and self.engine is None:
             raise InvalidOption("give model (a hub id, a folder or 'builtin'), or engine")
 
@@ -200,11 +204,12 @@ class LocalModel(BaseLanguageModel[Any]):
             model_kwargs=self.model_kwargs,
             tokenizer_kwargs=self.tokenizer_kwargs,
             kv_dir=self.kv_dir,
+            store_bits=self.store_bits,
         )
         # LangChain makes an LLM again from its fields, and has an engine then: what only loading
         # needs would contradict it. Nor shall a token be kept.
         self.tokenizer_name, self.model_kwargs, self.tokenizer_kwargs = None, {}, {}
-        self.kv_dir = folder_of(self.engine)
+        self.kv_dir, self.store_bits = folder_of(self.engine), self.engine.store_bits
         model = self.engine.model
         self.model_name = model.name
         check_fits(model, model.context_window, self.stopping_ids, max_tokens=self._most_tokens)
@@ -302,9 +307,7 @@ class LocalModel(BaseLanguageModel[Any]):
             "chat_template": hashlib.blake2b(template, digest_size=16).hexdigest(),
             # a name alone would not say how it was configured
             "method": _written(engine.method if self.method is None else get_method(self.method)),
-            "eviction": _written(
-                engine.eviction if self.eviction is None else get_eviction(self.eviction)
-            ),
+            "eviction": _written(engine.eviction if self.eviction is None else self.eviction),
             "match_text": self.match_text,
             "on_miss": self.on_miss,
             "max_tokens": self._most_tokens,
@@ -372,7 +375,7 @@ class LocalModel(BaseLanguageModel[Any]):
         )
 
 
-def _written(part: Method | Eviction | None) -> str:
+def _written(part: str | Method | Eviction | None) -> str:
     """What `repr` says, without where functions lie in memory: that is new in every process.
 
     One that has no name of its own, such as a lambda, is known by nothing else, and keeps it.

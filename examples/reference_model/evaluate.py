@@ -35,6 +35,7 @@ from reference_model.prompts import (
     draw_prompt,
     join_documents,
 )
+from reference_model.questions import style_of
 from reference_model.scenes import Kind, Question, Scene, SceneStyle, draw_scene
 from reference_model.stages import COMPARED, CONTINUED, LINKED, LONG_RECORDS, NEEDLE, RECORDS
 from reference_model.world import World
@@ -53,6 +54,7 @@ PREFIXES: tuple[tuple[Prefix, str], ...] = (("none", ""), ("bos", ""), ("bos", "
 FORMAT = "[{title}]\n{text}"
 PER_SCENE = 4  # questions of a kind
 TRIES = 5_000  # scenes drawn in a row without one that fits
+LONG_KINDS: tuple[Kind, ...] = ("single-hop", "two-hop", "reference")
 NEEDLE_TOKENS = (500, 1000, 2000, 4000)
 TOLERANCE = 0.1  # of a prompt's length, where a cell has one
 ANSWER_TOKENS, QUESTION_TOKENS = 16, 48  # most new tokens of an answer, of a condensed question
@@ -167,6 +169,12 @@ def needle(tokens: int) -> Cell:
     style = replace(NEEDLE, documents=(5, 8))
     case = f"about {tokens} tokens"
     return Cell(name="needle", case=case, kind="needle", style=style, prompt_tokens=tokens)
+
+
+def long(kind: Kind, n: int) -> Cell:
+    """Documents of 250 to 640 tokens, as those of ``reference_model.questions --length long``."""
+    case = f"{kind}, {n} documents"
+    return Cell(name="long", case=case, kind=kind, style=style_of(kind, n, "long"))
 
 
 def comparison(n: int) -> Cell:
@@ -327,7 +335,8 @@ def answers(
     total = len(items) * len(variants)
     with tqdm(total=total, desc=what, leave=False, mininterval=1.0) as bar:
         for (prefix, text), group in groupby(variants, lambda v: (v.prefix, v.prefix_text)):
-            engine = Engine(model, prefix=prefix or "bos", prefix_text=text)
+            # in the model's dtype: what is measured is prefilling alone, not keeping in few bits
+            engine = Engine(model, prefix=prefix or "bos", prefix_text=text, store_bits=16)
             same_prefix = list(group)
             for item in items:
                 if prefix:
@@ -461,6 +470,7 @@ MEASURES: dict[str, Callable[[Run], Iterator[list[Row]]]] = {
     "two-hop": lambda run: run.cells(two_hop(4), two_hop(6), two_hop(8)),
     "reference": lambda run: run.cells(reference(4), reference(8), reference(12)),
     "needle": lambda run: run.cells(*map(needle, NEEDLE_TOKENS)),
+    "long": lambda run: run.cells(*(long(kind, n) for kind in LONG_KINDS for n in (4, 6, 8))),
     "comparison": lambda run: run.cells(comparison(2), comparison(4), comparison(8)),
     "prompt-forms": Run.prompt_forms,
     "controls": Run.controls,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from reference_model.prompts import Prompt, PromptForms, draw_prompt
 from reference_model.scenes import SceneStyle, draw_scene
@@ -77,6 +77,11 @@ NEEDLE = SceneStyle(
     documents=(4, 8), facts=(1, 3), idle=(14, 28), apart=True, pronouns=0.2, kind_of_fact="needle"
 )
 COMPARED = SceneStyle(documents=(2, 6), facts=(1, 2), pronouns=0.2, idle=(0, 1), comparisons=1.0)
+# Documents of 100 to 500 tokens, prompts of 600 to 3,400: what is learnt on the short ones of them
+# reaches into the long ones.
+LONG = SceneStyle(documents=(4, 8), facts=(3, 4), pronouns=0.2, idle=(6, 40), apart=True)
+LONG_LINKED = replace(LONG, facts=(2, 4), linked=1.0, continued=0.1)
+LONG_CONTINUED = replace(LONG, facts=(3, 5), continued=1.0)
 
 STAGES = (
     Stage(
@@ -121,6 +126,23 @@ STAGES = (
             Part(share=0.5, style=COMPARED, n_questions=12, various=0.4),
             Part(share=1, style=FILLER, n_questions=10, various=0.4),
             Part(share=1.5, style=NEEDLE, n_questions=14, various=0.3),
+        ),
+        gates={"single-hop": 0.95, "two-hop": 0.9, "reference": 0.9, "needle": 0.92},
+    ),
+    Stage(
+        name="long",
+        parts=(
+            Part(share=1, style=RECORDS, n_questions=18, various=0.6),
+            Part(share=1, style=CONTINUED, n_questions=20, various=0.4),
+            Part(share=0.5, style=LINKED_FIRST, n_questions=20, various=0.2),
+            Part(share=2, style=LINKED, n_questions=24, various=0.5),
+            Part(share=1, style=LONG_RECORDS, n_questions=24, various=0.6),
+            Part(share=0.3, style=COMPARED, n_questions=12, various=0.4),
+            Part(share=0.3, style=FILLER, n_questions=10, various=0.4),
+            Part(share=0.5, style=NEEDLE, n_questions=14, various=0.3),
+            Part(share=0.3, style=LONG, n_questions=32, various=0.3),
+            Part(share=1.5, style=LONG_LINKED, n_questions=32, various=0.3),
+            Part(share=2, style=LONG_CONTINUED, n_questions=32, various=0.3),
         ),
         gates={},
     ),

@@ -20,7 +20,14 @@ from samkv_integrations.prompt import rag_prompt
 PromptStyle = Literal["auto", "rag", "longbench"]
 
 BUILTIN = "builtin"
+SHORT = "short"
 ASSETS = Path(__file__).parents[1] / "assets"
+SETS: Mapping[str, Path] = {
+    SHORT: ASSETS / "questions.jsonl",
+    "long": ASSETS / "questions-long.jsonl",
+}
+"""The sets of questions that `BUILTIN` may stand for: documents of less than 100 tokens, of 250 and
+more."""
 ANSWER_TOKENS = 16
 """Longest answer to a question that is not LongBench's."""
 
@@ -55,6 +62,7 @@ class Question:
     kind: of the question; the data set where it has no kinds.
     documents: bodies of the chunks, in order. context: the text that holds them, if the prompt is
         LongBench's; None for the prompt of the command line.
+    supporting: places in ``documents`` of those that the answer takes, as far as the data say.
     """
 
     id: str
@@ -66,6 +74,7 @@ class Question:
     context: str | None = None
     language: Language = "en"
     max_new_tokens: int = ANSWER_TOKENS
+    supporting: tuple[int, ...] = ()
 
     def prompt(self, *, chat: bool = False) -> str | list[dict[str, str]]:
         """The whole prompt. chat: as one user message, for a chat template."""
@@ -79,6 +88,7 @@ class Question:
 def load(
     sources: Sequence[str] = (BUILTIN,),
     *,
+    builtin_set: str = SHORT,
     prompt: PromptStyle = "auto",
     kinds: Sequence[str] = (),
     documents: Sequence[int] = (),
@@ -87,22 +97,27 @@ def load(
     """The questions of all ``sources``, which take turns.
 
     sources: ``builtin`` or JSON Lines files of either form:
-        id, question, answers, contexts (each with title and text), and maybe dataset, kind or set;
+        id, question, answers, contexts (each with title and text), and maybe dataset, kind, set,
+            or supporting (places in contexts);
         or LongBench's own: _id, input, context, answers, dataset.
+    builtin_set: which of `SETS` ``builtin`` is.
     prompt: ``auto`` asks LongBench's data sets as LongBench does, all others as ``rag`` does.
     kinds, documents: keep only these kinds, or values of ``set``, and numbers of documents; empty
         for all. max_new_tokens: of the answers; None for LongBench's, and 16 for others.
 
     Raises:
         InvalidOption: a file is missing or broken (with its line), or an option is wrong.
-        UnknownOption: a kind or data set that is not there.
+        UnknownOption: a kind, a built-in set or a data set that is not there.
         EmptyInput: no question is left.
     """
     if prompt not in get_args(PromptStyle):
         raise InvalidOption(f"prompt {prompt!r}; allowed: {', '.join(get_args(PromptStyle))}")
     if max_new_tokens is not None and max_new_tokens < 1:
         raise InvalidOption(f"max_new_tokens={max_new_tokens}; it must be at least 1")
-    files = [_read(source, prompt, max_new_tokens) for source in dict.fromkeys(sources)]
+    if builtin_set not in SETS:
+        raise UnknownOption.among("set of built-in questions", builtin_set, SETS)
+    paths = {s: SETS[builtin_set] if s == BUILTIN else Path(s) for s in sources}
+    files = [_read(path, prompt, max_new_tokens) for path in paths.values()]
     turns = [found for found in chain(*zip_longest(*files)) if found is not None]
     _refuse_repeats(question for question, _ in turns)
     known = set().union(*(names for _, names in turns)) if turns else set()
@@ -135,13 +150,12 @@ def _refuse_repeats(questions: Iterable[Question]) -> None:
 
 
 def _read(
-    source: str, prompt: PromptStyle, max_new_tokens: int | None
+    path: Path, prompt: PromptStyle, max_new_tokens: int | None
 ) -> list[tuple[Question, set[str]]]:
-    """Questions of a source, each with the names by which `load` may be asked for it."""
-    path = ASSETS / "questions.jsonl" if source == BUILTIN else Path(source)
-    if source != BUILTIN and not path.exists():
+    """Questions of a file, each with the names by which `load` may be asked for it."""
+    if not path.exists():
         raise InvalidOption(
-            f"unknown data {source!r}; give {BUILTIN!r} or an existing JSON Lines file"
+            f"unknown data {str(path)!r}; give {BUILTIN!r} or an existing JSON Lines file"
         )
     found = []
     for number, line in enumerate(read_text(path).split("\n"), start=1):
@@ -227,7 +241,15 @@ def _of_record(
         context="\n".join(bodies) if as_longbench else None,
         language=language,
         max_new_tokens=max_new_tokens or (known.max_new_tokens if known else ANSWER_TOKENS),
+        supporting=_supporting(record, len(bodies)),
     )
+
+
+def _supporting(record: Mapping[str, Any], n_documents: int) -> tuple[int, ...]:
+    value = record.get("supporting") or []
+    if not isinstance(value, list) or any(place not in range(n_documents) for place in value):
+        raise TypeError(f"supporting is {value!r}; it must be a list of places in contexts")
+    return tuple(value)
 
 
 def _as_passage(number: int, title: str, text: str, language: Language) -> str:

@@ -1,133 +1,266 @@
-"""Time to first token and bytes read, at the shape of a model that people use, random weights."""
+"""Time to first token, bytes and memory of every method, and the floors under its time."""
 
 from __future__ import annotations
 
 import random
 import statistics
 import tempfile
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from samkv_integrations.bench import disk
+from samkv_integrations.bench.grid import Cell, LatencyConfig
+from samkv_integrations.bench.memory import Peak, peak_of
+from samkv_integrations.bench.shapes import Words, device_name
+from samkv_integrations.bench.variants import TRUTH
 from samkv_integrations.engine import Engine
-from samkv_integrations.errors import UnknownOption
+from samkv_integrations.errors import PromptTooLong
 from samkv_integrations.methods import Method
-from samkv_integrations.model import Model, random_model
+from samkv_integrations.model import Model
 from samkv_integrations.prompt import rag_prompt
 from samkv_integrations.store import ChunkStore
 
-SHAPES: Mapping[str, Mapping[str, Any]] = {
-    "qwen2.5-0.5b": {
-        "model_type": "qwen2",
-        "vocab_size": 151_936,
-        "hidden_size": 896,
-        "intermediate_size": 4_864,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 14,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 32_768,
-        "rms_norm_eps": 1e-6,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
-        "tie_word_embeddings": True,
-    },
-    "llama-3.1-8b": {
-        "model_type": "llama",
-        "vocab_size": 128_256,
-        "hidden_size": 4_096,
-        "intermediate_size": 14_336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 131_072,
-        "rms_norm_eps": 1e-5,
-        "rope_parameters": {
-            "rope_type": "llama3",
-            "rope_theta": 500_000.0,
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8_192,
-        },
-        "tie_word_embeddings": False,
-    },
-}
+_QUESTIONS = ("What is the name of the river?", "What is the name of the road?")
+_BF16_BYTES = 2
+
+Row = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
-class LatencyConfig:
-    """What to time. Texts and weights are random with ``seed``; answers mean nothing here."""
+class Measured:
+    """What the rounds of one method and question gave.
 
-    shape: str = "qwen2.5-0.5b"
-    dtype: str = "bfloat16"
-    device: str = "cpu"
-    n_chunks: int = 8
-    chunk_tokens: int = 512
-    repeats: int = 5
-    seed: int = 0
+    reports: of the rounds that count, in order. stored_shares: of the chunks in the prompt, those
+    that were in the store when the question came, in the same rounds. peaks: of the round that
+    measured memory, if one did.
+    """
 
-    def model(self) -> Model:
-        """The model of this shape, random weights."""
-        if self.shape not in SHAPES:
-            raise UnknownOption.among("shape", self.shape, SHAPES)
-        return random_model(
-            SHAPES[self.shape], name=f"{self.shape} (random weights)", dtype=self.dtype,
-            device=self.device, seed=self.seed,
-        )  # fmt: skip
+    reports: list[Row] = field(default_factory=list)
+    stored_shares: list[float] = field(default_factory=list)
+    peaks: list[Peak] = field(default_factory=list)
 
 
-def random_chunk(model: Model, n_tokens: int, rng: random.Random) -> str:
-    """Random words of ``n_tokens`` tokens (a word's last pieces may add a few)."""
-    words: list[str] = []
-    count = 0
-    while count < n_tokens:
-        word = "".join(rng.choice("abcdefghijklmnoprstuvw") for _ in range(rng.randint(2, 9)))
-        words.append(word)
-        count += len(model.tokenize(" " + word, special=False))
-    return " ".join(words)
+@dataclass(frozen=True, kw_only=True)
+class Texts:
+    """What is asked about, for all cells with chunks of one length. uncached: by its tokens."""
+
+    chunks: Sequence[str]
+    uncached: Mapping[int, str]
+
+    @classmethod
+    def of(cls, config: LatencyConfig, words: Words, chunk_tokens: int) -> Texts:
+        """Random texts."""
+        chunks = [words.text(chunk_tokens) for _ in range(max(config.n_chunks))]
+        uncached = {n: words.text(n) if n else "" for n in config.uncached_tokens}
+        return cls(chunks=chunks, uncached=uncached)
+
+    def prompt(self, cell: Cell, question: str) -> str:
+        """The prompt of a cell; text of no chunk stands after the chunks, before the question."""
+        uncached = self.uncached[cell.uncached_tokens]
+        documents = [*self.chunks[: cell.n_chunks], *([uncached] if uncached else [])]
+        prompt = rag_prompt(question, documents)
+        assert isinstance(prompt, str)
+        return prompt
 
 
-def run(
-    config: LatencyConfig, methods: Mapping[str, Method], kv_dir: Path | None = None
-) -> Iterator[dict[str, Any]]:
-    """A row a method: medians over repeats, the methods taking turns in one process.
+def run(config: LatencyConfig, methods: Mapping[str, Method]) -> Iterator[Row]:
+    """A row for each cell, question and method, cell after cell as they are measured.
 
-    ``ttft_ratio`` is the median over repeats of the ratio to ``recompute`` in the same round.
+    In every round the methods take turns in one process, so that a ratio is to `recompute` of the
+    same round. One more round before them warms up, one after them measures memory.
+
+    Raises:
+        PromptTooLong: a prompt of the grid exceeds the context window; nothing is measured then.
     """
     model = config.model()
-    rng = random.Random(config.seed)
-    chunks = [random_chunk(model, config.chunk_tokens, rng) for _ in range(config.n_chunks)]
-    prompt = rag_prompt("What is the name of the river?", chunks)
-    assert isinstance(prompt, str)
-    with tempfile.TemporaryDirectory() as folder:
-        engine = Engine(model, ChunkStore(kv_dir or Path(folder) / "kv"))
-        engine.cache_chunks(chunks)
-        reports: dict[str, list[dict[str, Any]]] = {label: [] for label in methods}
-        for round_ in range(config.repeats + 1):
+    words = Words(model, config.seed)
+    texts = {length: Texts.of(config, words, length) for length in config.chunk_tokens}
+    for length, of_length in texts.items():
+        for cell in config.cells(length):
+            _check_length(model, cell, of_length.prompt(cell, _QUESTIONS[0]), config.new_tokens)
+    for length, of_length in texts.items():
+        with tempfile.TemporaryDirectory(dir=config.folder) as folder:
+            store = ChunkStore(Path(folder) / "kv")
+            engine = Engine(model, store)
+            engine.cache_chunks(of_length.chunks)
+            per_token = _bf16_bytes_per_token(model)
+            disk_ratio = store.stats().bytes / (sum(map(words.count, of_length.chunks)) * per_token)
+            for cell in config.cells(length):
+                bench = CellBench(engine, store, cell, of_length, config)
+                measured = bench.measure(methods)
+                for row in rows_of(measured, per_token, bench.disk_bytes_per_s):
+                    yield {**row, **_settings(config, model, cell), "disk_ratio": disk_ratio}
+
+
+class CellBench:
+    """Asks the questions of one cell, each time from the same store."""
+
+    def __init__(
+        self, engine: Engine, store: ChunkStore, cell: Cell, texts: Texts, config: LatencyConfig
+    ) -> None:
+        self._engine = engine
+        self._store = store
+        self._cell = cell
+        self._config = config
+        self._chunks = list(texts.chunks[: cell.n_chunks])
+        self._prompts = [texts.prompt(cell, text) for text in _QUESTIONS[: cell.questions]]
+        engine.cache_chunks(self._chunks)
+        self.disk_bytes_per_s = disk.read_bytes_per_s(
+            disk.chunk_files(store), cold=cell.page_cache == "cold", repeats=config.repeats
+        )
+        picked = random.Random(config.seed).sample(self._chunks, cell.n_cached)
+        for text in set(self._chunks) - set(picked):
+            store.delete(engine.key_of(text))
+        self._keys = set(store.keys())
+
+    def measure(self, methods: Mapping[str, Method]) -> dict[tuple[str, int], Measured]:
+        """What every method took for each question, under (label, number of the question)."""
+        numbers = range(1, self._cell.questions + 1)
+        measured = {(label, n): Measured() for label in methods for n in numbers}
+        last = self._config.repeats + 1
+        for round_ in range(last + self._config.memory):
             for label, method in methods.items():
-                answer = engine.generate(prompt, chunks, method=method, max_new_tokens=1)
-                if round_:  # the first round warms caches and allocators
-                    reports[label].append(answer.report.to_dict())
-    base = [r["ttft_s"] for r in reports.get("recompute", [])]
-    for label, rows in reports.items():
-        medians = {
-            name: statistics.median(row[name] for row in rows)
-            for name in rows[0]
-            if name.endswith("_s")
-        }
-        ratios = [row["ttft_s"] / full for row, full in zip(rows, base, strict=False)]
+                self._restore()
+                for number in numbers:
+                    self._ask(method, number, measured[label, number], round_, last)
+        return measured
+
+    def _ask(self, method: Method, number: int, into: Measured, round_: int, last: int) -> None:
+        """Ask one question; the first round is not kept, one after the ``last`` is for memory."""
+        engine = self._engine
+        held = sum(engine.handle_of(text) is not None for text in self._chunks)
+        if self._cell.page_cache == "cold":
+            disk.drop(disk.chunk_files(self._store))
+
+        def answer() -> Row:
+            return engine.generate(
+                self._prompts[number - 1], self._chunks, method=method,
+                max_new_tokens=self._config.new_tokens,
+            ).report.to_dict()  # fmt: skip
+
+        if round_ == last:
+            into.peaks.append(peak_of(answer, engine.model.device))
+            return
+        report = answer()
+        if round_:
+            into.reports.append(report)
+            into.stored_shares.append(held / len(self._chunks))
+
+    def _restore(self) -> None:
+        """Take out of the store what a question has left there."""
+        for key in set(self._store.keys()) - self._keys:
+            self._store.delete(key)
+
+
+def rows_of(
+    measured: Mapping[tuple[str, int], Measured],
+    bf16_bytes_per_token: int,
+    disk_bytes_per_s: float | None,
+) -> Iterator[Row]:
+    """A row for each label and question of a cell: medians, ratios and floors.
+
+    ``bytes_ratio`` is bytes read over the whole prompt's KV in bfloat16, ``kv_ratio`` the working
+    cache over that of full prefill, whatever the dtype. Any other ratio is the median over rounds
+    of those to `recompute` in the same round and for the same question, None without it.
+    """
+    for (label, number), mine in measured.items():
+        truth = measured.get((TRUTH, number))
+        row = dict(mine.reports[-1])
+        for name in row:
+            if name.endswith("_s"):
+                row[name] = statistics.median(report[name] for report in mine.reports)
         yield {
-            **rows[-1],
-            **medians,
             "label": label,
-            "shape": config.shape,
-            "dtype": config.dtype,
-            "device": config.device,
-            "n_chunks": config.n_chunks,
-            "chunk_tokens": config.chunk_tokens,
-            "repeats": config.repeats,
-            "threads": torch.get_num_threads(),
-            "ttft_ratio": statistics.median(ratios) if ratios else None,
+            "question": number,
+            "stored_share": statistics.fmean(mine.stored_shares),
+            **row,
+            "bytes_ratio": row["bytes_read"] / (row["prompt_tokens"] * bf16_bytes_per_token),
+            "kv_ratio": row["kv_bytes"] / row["full_kv_bytes"],
+            "ttft_ratio": _median_ratio(mine, truth, "ttft_s"),
+            "decode_ratio": _median_ratio(mine, truth, "decode_tokens_per_s"),
+            **_memory(mine, truth),
+            **floors(row, _median_of(truth, "ttft_s"), disk_bytes_per_s),
         }
+
+
+def floors(row: Row, truth_s: float | None, disk_bytes_per_s: float | None) -> Row:
+    """The least that a method's own figures cost on this machine, and its time over their sum.
+
+    computed_tokens: tokens x layers that it computes, over the layers. arithmetic_floor_s: those
+    at the seconds that full prefill takes a token of the same prompt (``truth_s`` for all of it).
+    disk_floor_s: the bytes that it reads at the speed of reading whole files. None where unknown.
+    """
+    computed = row["recompute_ratio"] * row["context_tokens"] + row["fresh_tokens"]
+    arithmetic = None if truth_s is None else computed * truth_s / row["prompt_tokens"]
+    if row["bytes_read"] == 0:
+        reading: float | None = 0.0
+    else:
+        reading = row["bytes_read"] / disk_bytes_per_s if disk_bytes_per_s else None
+    floor = None if arithmetic is None or reading is None else arithmetic + reading
+    return {
+        "computed_tokens": computed,
+        "disk_bytes_per_s": disk_bytes_per_s,
+        "arithmetic_floor_s": arithmetic,
+        "disk_floor_s": reading,
+        "floor_ratio": row["ttft_s"] / floor if floor else None,
+    }
+
+
+def _memory(mine: Measured, truth: Measured | None) -> Row:
+    """Peaks of the round that measured them, None without one."""
+    peak = mine.peaks[-1] if mine.peaks else None
+    full = truth.peaks[-1].tensor_bytes if truth and truth.peaks else None
+    return {
+        "peak_bytes": peak.tensor_bytes if peak else None,
+        "peak_ratio": peak.tensor_bytes / full if peak and full else None,
+        "peak_python_bytes": peak.python_bytes if peak else None,
+    }
+
+
+def _median_of(measured: Measured | None, name: str) -> float | None:
+    return statistics.median(r[name] for r in measured.reports) if measured else None
+
+
+def _median_ratio(mine: Measured, truth: Measured | None, name: str) -> float | None:
+    pairs = [(a[name], b[name]) for a, b in zip(mine.reports, truth.reports if truth else [],
+                                                strict=False)]  # fmt: skip
+    ratios = [own / full for own, full in pairs if full]
+    return statistics.median(ratios) if ratios else None
+
+
+def _settings(config: LatencyConfig, model: Model, cell: Cell) -> Row:
+    """The columns that say what was measured."""
+    return {
+        "shape": config.shape,
+        "layers": model.n_layers,
+        "dtype": model.dtype_name,
+        "device": device_name(model),
+        "threads": torch.get_num_threads(),
+        "repeats": config.repeats,
+        "n_chunks": cell.n_chunks,
+        "chunk_tokens": cell.chunk_tokens,
+        "uncached_tokens": cell.uncached_tokens,
+        "cached_share": cell.cached_share,
+        "page_cache": cell.page_cache,
+        "new_tokens": config.new_tokens,
+    }
+
+
+def _bf16_bytes_per_token(model: Model) -> int:
+    """Keys and values of one token in bfloat16."""
+    return 2 * model.n_layers * model.n_kv_heads * model.head_dim * _BF16_BYTES
+
+
+def _check_length(model: Model, cell: Cell, prompt: str, new_tokens: int) -> None:
+    # Each chunk is tokenised alone in a prompt, which may add a token at either end.
+    n_tokens = len(model.tokenize(prompt, special=False)) + 2 * cell.n_chunks + new_tokens
+    if n_tokens > model.context_window:
+        raise PromptTooLong(
+            f"chunks={cell.n_chunks} of chunk_tokens={cell.chunk_tokens} make a prompt of about "
+            f"{n_tokens} tokens, and the context window of {model.name!r} is "
+            f"{model.context_window}; give fewer or shorter chunks, or another shape"
+        )

@@ -1,4 +1,4 @@
-"""Tables of a quality run, ready for docs/results.md."""
+"""Tables of runs over questions, ready for docs/results.md."""
 
 from __future__ import annotations
 
@@ -36,6 +36,25 @@ _NEEDS = {
 }
 
 
+_FIDELITY: Mapping[str, Callable[[Row], str]] = {
+    "label": lambda row: str(row["label"]),
+    "first KL": lambda row: _within(row, "first_kl"),
+    "median": lambda row: f"{row['first_kl_median']:.4f}",
+    "first top-1": lambda row: _within(row, "first_top1"),
+    "KL": lambda row: _within(row, "kl"),
+    "median KL": lambda row: f"{row['kl_median']:.4f}",
+    "top-1": lambda row: _within(row, "top1"),
+    "answer LLR": lambda row: _within(row, "answer_llr"),
+    "first KL, of reuse": lambda row: _of_reuse(row, "first_kl"),
+    "KL, of reuse": lambda row: _of_reuse(row, "kl"),
+    "first top-1, of reuse": lambda row: _of_reuse(row, "first_top1"),
+    "top-1, of reuse": lambda row: _of_reuse(row, "top1"),
+    "tokens": lambda row: f"{row['tokens']:.1f}",
+    "questions": lambda row: str(row["questions"]),
+}
+_OF_REUSE = ", of reuse"
+
+
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1) -> str:
     """A markdown table; the first ``left`` columns hold words, the others figures."""
     rule = ["---"] * left + ["---:"] * (len(columns) - left)
@@ -64,6 +83,36 @@ def quality(rows: Sequence[Row]) -> str:
 def _one(rows: Sequence[Row]) -> str:
     columns = [c for c in _COLUMNS if c not in _NEEDS or all(_NEEDS[c] in row for row in rows)]
     return table(columns, [[_COLUMNS[c](row) for c in columns] for row in rows])
+
+
+def fidelity(rows: Sequence[Row]) -> str:
+    """Tables of the summary rows of `divergence.summarise`: all questions, each data set."""
+    kinds = list(dict.fromkeys(row["kind"] for row in rows))
+    parts = []
+    for kind in kinds if len(kinds) > 2 else [ALL]:
+        chosen = [row for row in rows if row["kind"] == kind]
+        has_reuse = all("kl_of_reuse" in row for row in chosen)
+        columns = [c for c in _FIDELITY if has_reuse or not c.endswith(_OF_REUSE)]
+        cells = [[_FIDELITY[c](row) for c in columns] for row in chosen]
+        title = "All questions" if kind == ALL else kind
+        parts.append(f"## {title}\n\n{table(columns, cells)}")
+    return "\n\n".join(parts)
+
+
+def _within(row: Row, name: str) -> str:
+    """A mean and its interval."""
+    digits = 4 if name.endswith("kl") else 3
+    low, high = row[f"{name}_low"], row[f"{name}_high"]
+    return f"{row[name]:.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]"
+
+
+def _of_reuse(row: Row, name: str) -> str:
+    """A multiple of what reuse has, and its interval where there is one."""
+    ratio = f"{name}_of_reuse"
+    if row[ratio] is None:
+        return "-"
+    low, high = (row.get(f"{ratio}_{end}") for end in ("low", "high"))
+    return f"{row[ratio]:.2f}" + ("" if low is None else f" [{low:.2f}, {high:.2f}]")
 
 
 def table1(rows: Sequence[Row]) -> str:

@@ -20,10 +20,10 @@ SUFFIXES = (".png", ".svg")
 FULL_AREA = 900
 """Area of a circle that holds as much as full prefill, in square points."""
 
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 """Okabe and Ito's, told apart by colour-blind readers; yellow is left out, too faint on white."""
 
-_MARKERS = "os^Dvp*X"
+MARKERS = "os^Dvp*X"
 
 Row = Mapping[str, Any]
 
@@ -56,7 +56,7 @@ def draw(rows: Sequence[Row], path: Path, title: str = "") -> None:
         series.setdefault(_series(row), []).append(row)
     style = {
         name: (colour, marker)
-        for name, (marker, colour) in zip(series, cycle(product(_MARKERS, _COLOURS)), strict=False)
+        for name, (marker, colour) in zip(series, cycle(product(MARKERS, COLOURS)), strict=False)
     }
     labels, circles = [], []
     for name, group in series.items():

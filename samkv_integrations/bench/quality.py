@@ -8,6 +8,7 @@ import os
 import platform
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -72,12 +73,8 @@ class Plan:
 
     def settings(self, model: Model) -> dict[str, Any]:
         """Everything that the rows of a run depend on, as JSON-able values."""
-        questions = json.dumps([asdict(q) for q in self.questions], ensure_ascii=False)
         return {
-            "model": model.name,
-            "weights": model.weights_digest,
-            "tokenizer": model.tokenizer_digest,
-            "data": hashlib.sha256(questions.encode()).hexdigest(),
+            **common_settings(model, self.questions, self.variants),
             "data_sets": sorted({q.dataset for q in self.questions}),
             "prompts": sorted(
                 {"rag" if q.context is None else "longbench" for q in self.questions}
@@ -87,11 +84,24 @@ class Plan:
             "max_tokens": self.max_tokens,
             "answerable": self.answerable,
             "block_size": self.block_size,
-            "variants": {label: v.describe() for label, v in self.variants.items()},
-            "version": version(),
-            "commit": commit(),
-            "hardware": hardware(model),
         }
+
+
+def common_settings(
+    model: Model, questions: Sequence[Question], variants: Mapping[str, Variant]
+) -> dict[str, Any]:
+    """What every run over questions depends on, as JSON-able values."""
+    text = json.dumps([asdict(q) for q in questions], ensure_ascii=False)
+    return {
+        "model": model.name,
+        "weights": model.weights_digest,
+        "tokenizer": model.tokenizer_digest,
+        "data": hashlib.sha256(text.encode()).hexdigest(),
+        "variants": {label: v.describe() for label, v in variants.items()},
+        "version": version(),
+        "commit": commit(),
+        "hardware": hardware(model),
+    }
 
 
 def hardware(model: Model) -> dict[str, Any]:
@@ -256,23 +266,61 @@ def _fitting(plan: Plan, model: Model, result: Result) -> Iterator[Question]:
 
 def prompt_tokens(model: Model, question: Question, *, chat: bool = False) -> int:
     """Tokens of a question's prompt, its documents counted as the chunks that they are."""
+    return len(prompt_ids(model, question, chat=chat))
+
+
+def prompt_ids(model: Model, question: Question, *, chat: bool = False) -> list[int]:
+    """Token ids of a question's prompt, its documents tokenised as the chunks that they are."""
     prompt = question.prompt(chat=chat)
     text = prompt if isinstance(prompt, str) else model.render_chat(prompt)
     ids: list[int] = []
     for piece in split_prompt(text, question.documents):
         assert not isinstance(piece, ChunkHandle)
         ids += model.tokenize(piece.text, special=isinstance(piece, PlainText))
-    return len(ids) + (model.bos_id is not None and ids[:1] != [model.bos_id])
+    bos = model.bos_id
+    return ids if bos is None or ids[:1] == [bos] else [bos, *ids]
 
 
-class _Asking:
-    """Answers questions so that none depends on which ones the same process has answered before.
+class Shelf:
+    """Chunk caches of one question at a time: no answer depends on what was asked before.
 
     A run that is gone on with would differ otherwise: in bfloat16 a chunk's cache depends a little
     on the chunks that it was prefilled with, and the stable layers on all chunks of the store. So
     the store holds, besides a question's own chunks, the first `MIN_CHUNKS` chunks of all (only if
     stable layers are wanted), and no more.
     """
+
+    def __init__(
+        self,
+        model: Model,
+        questions: Sequence[Question],
+        variants: Mapping[str, Variant],
+        block_size: int | None = None,
+    ) -> None:
+        self._model = model
+        self._store = MemoryStore()
+        chunks = list(dict.fromkeys(chunk for q in questions for chunk in q.documents))
+        lengths = sorted(len(model.tokenize(c, special=False)) for c in chunks[:MIN_CHUNKS])
+        self._block_size = block_size or BlockScheme.auto(lengths[len(lengths) // 2]).size
+        self._calibration = (
+            chunks[:MIN_CHUNKS]
+            if any("statistics" in v.method.needs for v in variants.values())
+            else []
+        )
+
+    @contextmanager
+    def engine(self, question: Question) -> Iterator[Engine]:
+        """An engine that holds the chunks of ``question``."""
+        engine = Engine(self._model, self._store, block_size=self._block_size)
+        shared = engine.cache_chunks(self._calibration)
+        own = engine.cache_chunks(question.documents)
+        yield engine
+        for key in set(own) - set(shared):
+            self._store.delete(key)
+
+
+class _Asking:
+    """Answers questions, each over its own chunks."""
 
     def __init__(
         self,
@@ -283,35 +331,23 @@ class _Asking:
         bar: tqdm[Any],
     ) -> None:
         self.questions = questions
-        self._plan, self._model, self._journal, self._bar = plan, model, journal, bar
-        self._store = MemoryStore()
-        chunks = list(dict.fromkeys(chunk for q in questions for chunk in q.documents))
-        lengths = sorted(len(model.tokenize(c, special=False)) for c in chunks[:MIN_CHUNKS])
-        self._block_size = plan.block_size or BlockScheme.auto(lengths[len(lengths) // 2]).size
-        self._calibration = (
-            chunks[:MIN_CHUNKS]
-            if any("statistics" in v.method.reads for v in plan.variants.values())
-            else []
-        )
+        self._plan, self._journal, self._bar = plan, journal, bar
+        self._shelf = Shelf(model, questions, plan.variants, plan.block_size)
         self._is_warm = False
 
     def answer(self, question: Question, labels: Sequence[str]) -> list[Row]:
         """A row for each label, out of the journal or new."""
         missing = [name for name in labels if (question.id, name) not in self._journal.rows]
         if missing:
-            engine = Engine(self._model, self._store, block_size=self._block_size)
-            shared = engine.cache_chunks(self._calibration)
-            own = engine.cache_chunks(question.documents)
-            if not self._is_warm:  # a process's first pass through anything is slower
-                for label in self._plan.variants:
-                    self._ask(engine, question, label, 1)
-                self._is_warm = True
-            for label in missing:
-                self._bar.set_postfix_str(label, refresh=False)
-                self._journal.add(self._ask(engine, question, label, question.max_new_tokens))
-                self._bar.update()
-            for key in set(own) - set(shared):
-                self._store.delete(key)
+            with self._shelf.engine(question) as engine:
+                if not self._is_warm:  # a process's first pass through anything is slower
+                    for label in self._plan.variants:
+                        self._ask(engine, question, label, 1)
+                    self._is_warm = True
+                for label in missing:
+                    self._bar.set_postfix_str(label, refresh=False)
+                    self._journal.add(self._ask(engine, question, label, question.max_new_tokens))
+                    self._bar.update()
         return [self._journal.rows[question.id, label] for label in labels]
 
     def _ask(self, engine: Engine, question: Question, label: str, n_tokens: int) -> Row:
@@ -320,7 +356,7 @@ class _Asking:
             question.prompt(chat=self._plan.chat),
             question.documents,
             method=variant.method,
-            eviction=variant.eviction,
+            eviction=variant.eviction or "none",
             max_new_tokens=n_tokens,
         )
         text = answer.text.strip()

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from samkv_integrations.errors import InvalidOption
-from samkv_integrations.eviction import Eviction, get_eviction
+from samkv_integrations.eviction import Eviction, Quest, get_eviction
 from samkv_integrations.methods import METHODS, Method, get_method
 from samkv_integrations.methods.guided import GuidedRecompute, GuidedSelect
-from samkv_integrations.methods.parts import Fusion, RecomputeNone, Select, overwrite
+from samkv_integrations.methods.parts import Fusion, RecomputeNone, overwrite
 
 TRUTH = "recompute"
 """Label of full prefill, which everything else is measured against."""
@@ -21,10 +21,15 @@ AT = " @ "
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """One way of answering. eviction: what thins the cache while decoding, None for nothing."""
+    """One way of answering. eviction: what the answer goes on with, None for everything."""
 
     method: Method
     eviction: Eviction | None = None
+
+    @classmethod
+    def of(cls, method: Method) -> Variant:
+        """The method with its own rule."""
+        return cls(method=method, eviction=method.eviction)
 
     def describe(self) -> str:
         """Every setting, the same text in every process."""
@@ -45,7 +50,8 @@ def combine(
     """Label -> variant, for every method and all that can be set of it.
 
     budgets: kept ratios for the methods that select. recompute_ratios: for those that recompute a
-    share. evictions: ``NAME``, ``NAME@RATIO`` or ``none``. An empty list leaves a method as it is.
+    share. evictions: ``NAME``, ``NAME@RATIO`` or ``none``. An empty list leaves a method as it is,
+    with its own eviction; ``none`` is in the label of a method that has one.
     Full prefill without eviction stays among the variants if ``recompute`` is among the names.
 
     Raises:
@@ -63,16 +69,20 @@ def combine(
         raise InvalidOption(
             f"recompute ratios do nothing: none of {', '.join(names)} recomputes a share"
         )
-    chosen = {text: _eviction(text) for text in evictions or ("none",)}
+    chosen = {text: _eviction(text) for text in evictions}
     variants: dict[str, Variant] = {}
-    if TRUTH in names and "none" not in chosen:
+    if TRUTH in names and chosen and "none" not in chosen:
         variants[TRUTH] = Variant(method=METHODS[TRUTH])
     for method in methods:
         for recomputed, label in _at_ratios(method, recompute_ratios):
             for text, eviction in chosen.items():
-                with_eviction = label if eviction is None else f"{label} + {text}"
+                is_plain = eviction is None and method.eviction is None
+                with_eviction = label if is_plain else f"{label} + {text}"
                 for kept, suffix in _at_budgets(recomputed, budgets):
                     variants[with_eviction + suffix] = Variant(method=kept, eviction=eviction)
+            if not chosen:
+                for kept, suffix in _at_budgets(recomputed, budgets):
+                    variants[label + suffix] = Variant.of(kept)
     return variants
 
 
@@ -156,7 +166,7 @@ def table4(budgets: Sequence[float] = ()) -> tuple[dict[str, Variant], dict[str,
                      (("middle", middle), ("bias", bias), ("recompute", again)) if on]  # fmt: skip
             label = f"{name if again else 'samkv'}: {', '.join(words) or 'anchors only'}"
             for kept, suffix in _at_budgets(method if again else without(method), budgets):
-                variants[label + suffix] = Variant(method=kept)
+                variants[label + suffix] = Variant.of(kept)
                 rows[label + suffix] = Row4(
                     method=name if again else "samkv", selection=middle, bias=bias, recompute=again
                 )
@@ -168,60 +178,33 @@ def without(method: Method) -> Method:
     return replace(method, recompute=RecomputeNone(), update=overwrite)
 
 
-def knobs(budget: float = GuidedSelect().max_kept_ratio) -> dict[str, Variant]:
-    """From the paper's row to the default, one knob after the other, at one kept ratio.
-
-    Each label names what changed against the row before it; the last rows change one knob of the
-    default.
-    """
-    check_shares("budgets", [budget])
+def knobs() -> dict[str, Variant]:
+    """What each decision in the default method is worth: one of them changed in every row."""
     ours = METHODS["samkv-guided"]
-    (fusion, _), *_ = _at_budgets(METHODS["samkv-fusion"], [budget])
-    scored = GuidedSelect(
-        max_kept_ratio=budget, window=None, probe="probe", probe_over="anchors",
-        always="anchors", score="summaries", after=0, bias=True, rotated=False, shared=False,
-    )  # fmt: skip
-    chain: dict[str, Select] = {"budget filled per head, no share P": scored}
-    chain["no personalised bias"] = scored = replace(scored, bias=False)
-    chain["the last token asks"] = scored = replace(scored, window=1)
-    chain["keys in 2 bits, best token"] = scored = replace(scored, score="keys")
-    chain["anchors compete"] = scored = replace(scored, always="none")
-    chain["4 tokens after a hit"] = scored = replace(scored, after=4)
-    chain["scores at true positions"] = scored = replace(scored, rotated=True)
-    chain["one choice for all layers"] = scored = replace(scored, shared=True)
-    chain["rows read what they ask for"] = scored = replace(
-        scored, probe="layerwise", probe_over="none"
-    )
-    changes: dict[str, Select] = {
-        "guided, a choice for every layer": replace(scored, shared=False),
-        "guided, reads 20 %": replace(scored, reads_ratio=0.2),
-        "guided, reads 60 %": replace(scored, reads_ratio=0.6),
-        "guided, reads all": replace(scored, reads_ratio=1.0),
-        "guided, last 4 tokens ask": replace(scored, window=4),
-        "guided, initial blocks always": replace(scored, always="initial"),
-        "guided, personalised bias": replace(scored, bias=True),
-        "guided, no tokens after a hit": replace(scored, after=0),
-        "guided, position-free scores": replace(scored, rotated=False),
+    select, again = GuidedSelect(), GuidedRecompute()
+    selects = {
+        "the probe sees all uncached text": replace(select, window=1_000_000),
+        "the probe sees the last 16 tokens": replace(select, window=16),
+        "the probe has no sinks": replace(select, sinks=0),
+        "chunks compete": replace(select, compete=True),
     }
-    guided = replace(ours, select=scored)
     recomputed = {
-        "guided, 5 % recomputed": GuidedRecompute(ratio=0.05),
-        "guided, 20 % recomputed": GuidedRecompute(ratio=0.2),
-        "guided, 4 tokens before a hit": GuidedRecompute(before=4),
-        "guided, tokens before in all layers": GuidedRecompute(lead_layers=1.0),
-        "guided, recomputed unless sure (0.998)": GuidedRecompute(sure=0.998),
-        "guided, hits alone recomputed": GuidedRecompute(before=0, after=0),
-        "guided, chunks compete for recomputation": GuidedRecompute(compete=True),
+        "hits alone recomputed": replace(again, before=0, after=0),
+        "4 tokens before a hit": replace(again, before=4),
+        "tokens before a hit in all layers": replace(again, lead_layers=1.0),
+        "2 % recomputed": replace(again, ratio=0.02),
+        "5 % recomputed": replace(again, ratio=0.05),
+        "20 % recomputed": replace(again, ratio=0.2),
     }
     methods = {
         TRUTH: METHODS[TRUTH],
-        "samkv-fusion": fusion,
-        "samkv-overwrite": replace(fusion, update=overwrite),
-        "nothing recomputed": without(fusion),
-        **{label: without(replace(ours, select=select)) for label, select in chain.items()},
-        "10 % recomputed (samkv-guided)": guided,
-        **{label: replace(ours, select=select) for label, select in changes.items()},
-        **{label: replace(guided, recompute=part) for label, part in recomputed.items()},
-        "guided, fusion": replace(guided, update=Fusion()),
+        "samkv-guided": ours,
+        "nothing recomputed": replace(ours, recompute=RecomputeNone()),
+        **{label: replace(ours, select=part) for label, part in selects.items()},
+        **{label: replace(ours, recompute=part) for label, part in recomputed.items()},
+        "fusion": replace(ours, update=Fusion()),
+        "a step attends to 5 %": replace(ours, eviction=Quest(budget_ratio=0.05)),
+        "a step attends to 20 %": replace(ours, eviction=Quest(budget_ratio=0.2)),
+        "a step attends to everything": replace(ours, eviction=None),
     }
-    return {label: Variant(method=method) for label, method in methods.items()}
+    return {label: Variant.of(method) for label, method in methods.items()}

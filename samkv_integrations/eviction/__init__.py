@@ -9,11 +9,12 @@ from samkv_integrations.errors import UnknownOption
 from samkv_integrations.eviction.h2o import H2O
 from samkv_integrations.eviction.parts import Eviction
 from samkv_integrations.eviction.pyramidkv import PyramidKV
+from samkv_integrations.eviction.quest import Quest
 from samkv_integrations.eviction.sage_kv import SageKV
 from samkv_integrations.eviction.snapkv import SnapKV
 from samkv_integrations.eviction.streaming_llm import StreamingLLM
 
-__all__ = ["EVICTIONS", "Eviction", "get_eviction"]
+__all__ = ["EVICTIONS", "Eviction", "Quest", "get_eviction"]
 
 NO_EVICTION = "none"
 
@@ -26,6 +27,7 @@ EVICTIONS: Mapping[str, Eviction] = MappingProxyType(
             SnapKV(budget_ratio=0.2),
             PyramidKV(budget_ratio=0.2),
             SageKV(budget_ratio=0.2),
+            Quest(budget_ratio=0.1),
         )
     }
 )

@@ -12,11 +12,17 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from samkv_integrations.eviction.parts import Eviction, Keeper, Seen, best_of_heads, with_ends
+from samkv_integrations.eviction.parts import (
+    DroppingEviction,
+    Keeper,
+    Seen,
+    best_of_heads,
+    with_ends,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
-class H2O(Eviction):
+class H2O(DroppingEviction):
     """Half recent rows, half those that got most attention so far (arXiv 2306.14048, section 4).
 
     Per key-value head, and again with every token of the answer: the row outside the recent half

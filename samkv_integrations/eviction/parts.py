@@ -132,8 +132,6 @@ class Eviction(ABC):
     name: ClassVar[str]
     paper: ClassVar[str]
     summary: ClassVar[str]
-    slides: ClassVar[bool]
-    """Whether it evicts during the answer too, and so never holds more than its budget."""
 
     def __post_init__(self) -> None:
         tokens, ratio = self.budget_tokens, self.budget_ratio
@@ -158,14 +156,6 @@ class Eviction(ABC):
     def min_tokens(self) -> int:
         """The smallest budget that leaves room for what it must keep."""
 
-    @abstractmethod
-    def keeper(self, budget: int) -> Keeper:
-        """A keeper of one layer for one answer."""
-
-    def layer_budget(self, n_tokens: int, layer: int, n_layers: int) -> int:
-        """Rows that ``layer`` may keep of a logical prompt of ``n_tokens``."""
-        return self.budget(n_tokens)
-
     def budget(self, n_tokens: int) -> int:
         """Rows a layer, mean over the layers."""
         if self.budget_tokens is not None:
@@ -179,6 +169,22 @@ class Eviction(ABC):
             raise InvalidOption(
                 f"{option}={value!r} of {self.name!r}; it must be a whole number from {least} on"
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DroppingEviction(Eviction):
+    """A rule that drops rows for good."""
+
+    slides: ClassVar[bool]
+    """Whether it evicts during the answer too, and so never holds more than its budget."""
+
+    @abstractmethod
+    def keeper(self, budget: int) -> Keeper:
+        """A keeper of one layer for one answer."""
+
+    def layer_budget(self, n_tokens: int, layer: int, n_layers: int) -> int:
+        """Rows that ``layer`` may keep of a logical prompt of ``n_tokens``."""
+        return self.budget(n_tokens)
 
 
 def best_of_heads(scores: Tensor, count: int) -> Tensor:

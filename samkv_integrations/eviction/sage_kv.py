@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from samkv_integrations.eviction.parts import (
-    Eviction,
+    DroppingEviction,
     Keeper,
     Seen,
     Sliding,
@@ -23,7 +23,7 @@ from samkv_integrations.eviction.parts import (
 
 
 @dataclass(frozen=True, kw_only=True)
-class SageKV(Eviction):
+class SageKV(DroppingEviction):
     """Sinks, what the last prompt token attends to, and a recent window (section 2).
 
     Of a budget of B rows B/4 are the first ones, B/4 the most recent ones, and every query head

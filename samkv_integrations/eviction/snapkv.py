@@ -14,7 +14,7 @@ from torch import Tensor
 
 from samkv_integrations.errors import InvalidOption
 from samkv_integrations.eviction.parts import (
-    Eviction,
+    DroppingEviction,
     Keeper,
     Once,
     Seen,
@@ -26,7 +26,7 @@ Pooling = Literal["max", "average"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class SnapKV(Eviction):
+class SnapKV(DroppingEviction):
     """The rows that the prompt's last rows attend to, and those last rows (section 3 and 4).
 
     Once after the prompt; the answer's rows come on top of the budget. Attention is summed over

@@ -10,11 +10,11 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from samkv_integrations.eviction.parts import Eviction, Keeper, Seen, Sliding, with_ends
+from samkv_integrations.eviction.parts import DroppingEviction, Keeper, Seen, Sliding, with_ends
 
 
 @dataclass(frozen=True, kw_only=True)
-class StreamingLLM(Eviction):
+class StreamingLLM(DroppingEviction):
     """The first rows and the most recent ones (arXiv 2309.17453, section 3.2).
 
     sinks: rows at the beginning that always stay (the paper's 4).

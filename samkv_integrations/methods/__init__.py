@@ -11,7 +11,7 @@ from samkv_integrations.methods.ape import ape
 from samkv_integrations.methods.baselines import recompute, reuse, reuse_local
 from samkv_integrations.methods.cacheblend import cacheblend
 from samkv_integrations.methods.epic import epic
-from samkv_integrations.methods.guided import samkv_guided
+from samkv_integrations.methods.guided import auto, samkv_guided
 from samkv_integrations.methods.multi_infllm import multi_infllm
 from samkv_integrations.methods.parts import Method
 from samkv_integrations.methods.samkv import samkv_fusion, samkv_overwrite
@@ -33,6 +33,7 @@ METHODS: Mapping[str, Method] = MappingProxyType(
             samkv_overwrite(),
             samkv_fusion(),
             samkv_guided(),
+            auto(),
         )
     }
 )

@@ -13,10 +13,10 @@ from torch import Tensor
 from samkv_integrations.errors import InvalidOption
 from samkv_integrations.layout import Layout, Selection
 from samkv_integrations.methods.parts import (
-    Evidence,
     Method,
     Recompute,
     SelectAll,
+    SelectionInputs,
     check_ratio,
     token_budget,
 )
@@ -49,7 +49,7 @@ class EpicRecompute(Recompute):
         if self.ratio is not None:
             check_ratio("ratio", self.ratio)
 
-    def rows(self, selection: Selection, evidence: Evidence, layout: Layout) -> Tensor:
+    def rows(self, selection: Selection, inputs: SelectionInputs, layout: Layout) -> Tensor:
         chunk, offset = layout.chunk_of_token, layout.offset_in_chunk
         length = torch.bincount(chunk, minlength=layout.n_chunks)[chunk]
         if self.ratio is None:

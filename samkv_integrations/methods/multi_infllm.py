@@ -14,14 +14,15 @@ from torch import Tensor
 
 from samkv_integrations.layout import Layout, Selection
 from samkv_integrations.methods.parts import (
-    Evidence,
     Method,
-    Probe,
+    ProbedLayer,
     RecomputeNone,
     Select,
+    SelectionInputs,
     check_ratio,
     fill_budget,
     group_heads,
+    mean_query,
 )
 
 
@@ -47,24 +48,27 @@ class MultiInfllmSelect(Select):
         check_ratio("max_kept_ratio", self.max_kept_ratio)
 
     @property
-    def reads(self) -> frozenset[str]:
+    def needs(self) -> frozenset[str]:
         return frozenset(("summaries",))
 
     @property
-    def probe(self) -> Probe:
-        return "probe"
+    def probes(self) -> bool:
+        return True
 
     def probe_blocks(self, layout: Layout) -> Tensor:
         return layout.is_anchor
 
-    def choose(self, queries: Tensor | None, evidence: Evidence, layout: Layout) -> Selection:
-        assert queries is not None and evidence.summaries is not None
-        query = group_heads(queries.mean(2), evidence.summaries.shape[2])  # (L, G, D)
-        scores = torch.einsum("lgd,lbgd->lb", query, evidence.summaries)
-        middle = layout.middle_of_chunk.to(scores.device)
-        order = scores[:, None].masked_fill(~middle, -math.inf)  # (L, C, Nb)
+    def score(self, probed: ProbedLayer, layout: Layout) -> Tensor:
+        return mean_query(probed, len(layout.question))
+
+    def choose(self, scores: Tensor | None, inputs: SelectionInputs, layout: Layout) -> Selection:
+        assert scores is not None and inputs.summaries is not None
+        query = group_heads(scores, inputs.summaries.shape[2])  # (L, G, D)
+        of_blocks = torch.einsum("lgd,lbgd->lb", query, inputs.summaries)
+        middle = layout.middle_of_chunk.to(of_blocks.device)
+        order = of_blocks[:, None].masked_fill(~middle, -math.inf)  # (L, C, Nb)
         room = [self.max_kept_ratio * b.n_tokens - b.n_anchor for b in layout.chunk_blocks]
-        budget = torch.tensor(room, dtype=torch.float64).repeat(evidence.n_layers)[:, None]
+        budget = torch.tensor(room, dtype=torch.float64).repeat(inputs.n_layers)[:, None]
         chosen = fill_budget(order.flatten(0, 1), layout, budget).view_as(order).any(1)
         return Selection(keep=chosen.cpu() | layout.is_anchor)
 

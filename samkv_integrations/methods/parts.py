@@ -10,66 +10,47 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from samkv_integrations.errors import InvalidOption
+from samkv_integrations.eviction.parts import Eviction
 from samkv_integrations.layout import Layout, Selection
+from samkv_integrations.rope import unrotate
 
-Probe = Literal["none", "probe", "layerwise"]
 Update = Callable[[Tensor, Tensor], Tensor]
 Positions = Literal["global", "local"]
+NEEDED = frozenset(("summaries", "local_query", "anchor_mean", "statistics"))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Evidence:
-    """What is known of the context before any of its rows is loaded; only what a part `reads`.
+class SelectionInputs:
+    """What was computed at ingest, of all chunks of a request; only what a part `needs`.
 
-    Layer first, so that `layer` can slice. Blocks and tokens are numbered as in the layout.
+    Blocks and tokens are numbered as in the layout.
 
-    summaries: (L, Nb, G, D) float32, mean un-rotated key of each middle block; 0 for anchor blocks
-        unless ``anchor_summaries`` was read as well.
-    keys: (L, Tctx, G, D) float32, un-rotated keys from their codes.
+    summaries: (L, Nb, G, D) float32, mean un-rotated key of each middle block; 0 for anchor blocks.
     local_query: (L, C, H, D) float32, mean un-rotated query of each chunk's local tokens.
-    anchor_mean: (L, C, G, D) float32, mean un-rotated key of each chunk's anchor rows.
+    anchor_mean: (L, C, G, D) float32, mean un-rotated key of each chunk's anchor tokens.
     block_max, block_min: (L, C) most and least important middle block, -1 without a middle.
     outliers: (L, Tctx) bool, middle tokens of outstanding attention.
     stable_layers: indices of the layers N* (paper: Appendix A.2).
-    context_cos, context_sin: (Tctx, D); question_cos, question_sin: (W, D), for rotated scoring.
     """
 
     n_layers: int
     summaries: Tensor | None = None
-    keys: Tensor | None = None
     local_query: Tensor | None = None
     anchor_mean: Tensor | None = None
     block_max: Tensor | None = None
     block_min: Tensor | None = None
     outliers: Tensor | None = None
     stable_layers: tuple[int, ...] = ()
-    context_cos: Tensor | None = None
-    context_sin: Tensor | None = None
-    question_cos: Tensor | None = None
-    question_sin: Tensor | None = None
 
-    PER_LAYER: ClassVar[tuple[str, ...]] = (
-        "summaries", "keys", "local_query", "anchor_mean", "block_max", "block_min", "outliers",
-    )  # fmt: skip
-
-    def layer(self, index: int) -> Evidence:
-        """The evidence of one layer, as evidence of a model with one layer."""
-        sliced: dict[str, Any] = {
-            name: tensor[index : index + 1]
-            for name in self.PER_LAYER
-            if (tensor := getattr(self, name)) is not None
-        }
-        return replace(self, n_layers=1, **sliced)
-
-    def to(self, device: torch.device) -> Evidence:
-        """The same evidence on ``device``."""
+    def to(self, device: torch.device) -> SelectionInputs:
+        """The same inputs on ``device``."""
         moved: dict[str, Any] = {
             field.name: value.to(device)
             for field in fields(self)
@@ -78,53 +59,58 @@ class Evidence:
         return replace(self, **moved)
 
 
-READABLE = frozenset(
-    ("summaries", "anchor_summaries", "keys", "local_query", "anchor_mean", "statistics")
-)
+@dataclass(frozen=True, kw_only=True)
+class ProbedLayer:
+    """One layer of a probe: the queries of the tokens that it computed, and the keys they saw.
+
+    queries: (H, R, D), rotated, of the computed tokens in prompt order. cos, sin: (R, D) of them.
+    keys: (n, G, D), rotated, of the context tokens in `Select.probe_blocks`; a last token of the
+        prompt is none of them, being computed.
+    scaling: of the attention's logits.
+    """
+
+    layer: int
+    n_layers: int
+    queries: Tensor
+    cos: Tensor
+    sin: Tensor
+    keys: Tensor
+    scaling: float
 
 
 class Select(ABC):
     """Which blocks of the context to keep at each layer.
 
-    reads: names out of `READABLE`, the evidence wanted. Everything read counts as bytes.
-    probe: ``none`` (no queries wanted), ``probe`` (queries from a pass of the fresh rows over
-        `probe_blocks`; another pass reads what was chosen and answers), ``layerwise`` (a pass whose
-        rows say at every layer what to `read`; it answers, and what is chosen is what the answer
-        goes on with).
-    window: how many of the question's last rows `choose` is given; None for all of them.
+    needs: names out of `NEEDED`. Everything needed counts as bytes.
+    probes: whether a pass over `probe_blocks` comes first, that `score` looks at layer by layer.
     """
 
     @property
-    def reads(self) -> frozenset[str]:
+    def needs(self) -> frozenset[str]:
         return frozenset()
 
     @property
-    def probe(self) -> Probe:
-        return "none"
-
-    @property
-    def window(self) -> int | None:
-        return None
+    def probes(self) -> bool:
+        return False
 
     def probe_blocks(self, layout: Layout) -> Tensor:
         """(Nb,) bool, blocks that the probe attends to."""
         return torch.zeros(layout.n_blocks, dtype=torch.bool)
 
+    def probe_tokens(self, layout: Layout) -> Tensor:
+        """(T,) bool, uncached tokens that the probe computes, the last one among them."""
+        return layout.fresh
+
+    def score(self, probed: ProbedLayer, layout: Layout) -> Tensor | None:
+        """What `choose` is given of a layer; None for nothing. Stays on the device. Pure."""
+        return None
+
     @abstractmethod
-    def choose(self, queries: Tensor | None, evidence: Evidence, layout: Layout) -> Selection:
+    def choose(self, scores: Tensor | None, inputs: SelectionInputs, layout: Layout) -> Selection:
         """The selection.
 
-        queries: (L, H, W, D) float32 un-rotated; None when ``probe`` is none. Pure.
+        scores: what `score` made of the layers, stacked; None without a probe. Pure.
         """
-
-    def read(self, queries: Tensor, seen: Tensor, evidence: Evidence, layout: Layout) -> Tensor:
-        """(Nb,) bool, CPU: blocks that the rows of a pass read at a layer.
-
-        queries: (H, n, D) float32 un-rotated, of the question's rows and of those computed again.
-        seen: (n,) context tokens before and at each row. evidence: of the layer, with
-        ``question_cos`` and ``question_sin`` of the rows. Pure; only with ``layerwise``.
-        """
-        raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,13 +135,11 @@ class Recompute(ABC):
 
     check_layer: the rows of all later layers are decided when the pass is there; None: all rows are
         known before.
-    unless_sure: after a ``layerwise`` pass without recomputation, a first token of at least this
-        probability is taken as the answer's; None: never.
     whole_tokens: contexts of at most this many tokens are kept and computed as a whole.
     """
 
     @property
-    def reads(self) -> frozenset[str]:
+    def needs(self) -> frozenset[str]:
         return frozenset()
 
     @property
@@ -163,15 +147,20 @@ class Recompute(ABC):
         return None
 
     @property
-    def unless_sure(self) -> float | None:
-        return None
-
-    @property
     def whole_tokens(self) -> int:
         return 0
 
+    @property
+    def uses_caches(self) -> bool:
+        """Whether any stored entry is ever used."""
+        return True
+
+    def most_ratio(self, n_context: int, n_chunks: int) -> float:
+        """Recomputed tokens as a share of the context, mean over layers, at most."""
+        return 1.0
+
     @abstractmethod
-    def rows(self, selection: Selection, evidence: Evidence, layout: Layout) -> Tensor:
+    def rows(self, selection: Selection, inputs: SelectionInputs, layout: Layout) -> Tensor:
         """(L, Tctx) bool, CPU; rows that are not kept at a layer are ignored there. Pure."""
 
     def rows_after(self, checked: Checked, layout: Layout) -> Tensor:
@@ -202,15 +191,19 @@ class ContextAttention(Protocol):
 class SelectAll(Select):
     """Keep every block at every layer."""
 
-    def choose(self, queries: Tensor | None, evidence: Evidence, layout: Layout) -> Selection:
-        return Selection(keep=torch.ones(evidence.n_layers, layout.n_blocks, dtype=torch.bool))
+    def choose(self, scores: Tensor | None, inputs: SelectionInputs, layout: Layout) -> Selection:
+        return Selection(keep=torch.ones(inputs.n_layers, layout.n_blocks, dtype=torch.bool))
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecomputeAll(Recompute):
     """Compute every row again: ordinary prefill."""
 
-    def rows(self, selection: Selection, evidence: Evidence, layout: Layout) -> Tensor:
+    @property
+    def uses_caches(self) -> bool:
+        return False
+
+    def rows(self, selection: Selection, inputs: SelectionInputs, layout: Layout) -> Tensor:
         return selection.tokens(layout)
 
 
@@ -218,7 +211,7 @@ class RecomputeAll(Recompute):
 class RecomputeInexact(Recompute):
     """Compute every row again that may differ from ordinary prefill's."""
 
-    def rows(self, selection: Selection, evidence: Evidence, layout: Layout) -> Tensor:
+    def rows(self, selection: Selection, inputs: SelectionInputs, layout: Layout) -> Tensor:
         return selection.tokens(layout) & ~layout.exact[layout.chunk_of_token]
 
 
@@ -226,7 +219,7 @@ class RecomputeInexact(Recompute):
 class RecomputeNone(Recompute):
     """Use the caches as they are."""
 
-    def rows(self, selection: Selection, evidence: Evidence, layout: Layout) -> Tensor:
+    def rows(self, selection: Selection, inputs: SelectionInputs, layout: Layout) -> Tensor:
         return torch.zeros(len(selection.keep), layout.n_context, dtype=torch.bool)
 
 
@@ -250,7 +243,7 @@ class RecomputeFrom(Recompute):
     def check_layer(self) -> int | None:
         return self.layer
 
-    def rows(self, selection: Selection, evidence: Evidence, layout: Layout) -> Tensor:
+    def rows(self, selection: Selection, inputs: SelectionInputs, layout: Layout) -> Tensor:
         rows = selection.tokens(layout) & ~layout.exact[layout.chunk_of_token]
         rows[self.layer + 1 :] = False
         return rows
@@ -306,7 +299,9 @@ class Method:
 
     positions: ``global`` (cached keys are rotated to their true positions) or ``local`` (they stay
         where they were prefilled, the papers' Reuse baseline).
-    attend: how fresh rows weigh the context against the rest; None as the model does.
+    attend: how computed tokens weigh the context against the rest; None as the model does.
+    eviction: what the answer's later tokens go on with, unless a call says otherwise; None for all.
+    whole_if_faster: compute the whole context where that is estimated to be faster.
     """
 
     name: str
@@ -317,17 +312,25 @@ class Method:
     update: Update = overwrite
     positions: Positions = "global"
     attend: ContextAttention | None = None
+    eviction: Eviction | None = None
+    whole_if_faster: bool = False
 
     def __post_init__(self) -> None:
-        unknown = (self.select.reads | self.recompute.reads) - READABLE
+        unknown = (self.select.needs | self.recompute.needs) - NEEDED
         if unknown:
-            raise InvalidOption(f"method {self.name!r} reads {sorted(unknown)}; known: {READABLE}")
+            raise InvalidOption(f"method {self.name!r} needs {sorted(unknown)}; known: {NEEDED}")
         if self.positions not in ("global", "local"):
             raise InvalidOption(f"positions={self.positions!r}; allowed: global, local")
 
     @property
-    def reads(self) -> frozenset[str]:
-        return self.select.reads | self.recompute.reads
+    def needs(self) -> frozenset[str]:
+        return self.select.needs | self.recompute.needs
+
+
+def mean_query(probed: ProbedLayer, n_last: int) -> Tensor:
+    """(H, D) float32: mean un-rotated query of the probe's ``n_last`` last tokens."""
+    queries = probed.queries[:, -n_last:].transpose(0, 1).float()
+    return unrotate(queries, probed.cos[-n_last:], probed.sin[-n_last:]).mean(0)
 
 
 def group_heads(queries: Tensor, n_kv_heads: int) -> Tensor:

@@ -13,16 +13,17 @@ from torch import Tensor
 
 from samkv_integrations.layout import Layout, Selection
 from samkv_integrations.methods.parts import (
-    Evidence,
     Fusion,
     Method,
-    Probe,
+    ProbedLayer,
     Recompute,
     Select,
+    SelectionInputs,
     Update,
     check_ratio,
     fill_budget,
     group_heads,
+    mean_query,
     overwrite,
     personalise,
 )
@@ -52,36 +53,38 @@ class SamkvSelect(Select):
             check_ratio("max_kept_ratio", self.max_kept_ratio)
 
     @property
-    def reads(self) -> frozenset[str]:
+    def needs(self) -> frozenset[str]:
         if not self.middle:
             return frozenset()
         bias = ("local_query",) if self.bias else ()
         return frozenset(("summaries", "anchor_mean", "statistics", *bias))
 
     @property
-    def probe(self) -> Probe:
-        return "probe" if self.middle else "none"
+    def probes(self) -> bool:
+        return self.middle
 
     def probe_blocks(self, layout: Layout) -> Tensor:
         return layout.is_anchor
 
-    def choose(self, queries: Tensor | None, evidence: Evidence, layout: Layout) -> Selection:
-        anchors = layout.is_anchor.expand(evidence.n_layers, -1)
+    def score(self, probed: ProbedLayer, layout: Layout) -> Tensor:
+        return mean_query(probed, len(layout.question))
+
+    def choose(self, scores: Tensor | None, inputs: SelectionInputs, layout: Layout) -> Selection:
+        anchors = layout.is_anchor.expand(inputs.n_layers, -1)
         if not self.middle:
             return Selection(keep=anchors)
-        assert queries is not None and evidence.summaries is not None
-        n_kv_heads = evidence.summaries.shape[2]
-        query = queries.mean(dim=2)  # (L, H, D), Q_que
+        assert scores is not None and inputs.summaries is not None  # scores (L, H, D) are Q_que
+        n_kv_heads = inputs.summaries.shape[2]
         if self.bias:
-            assert evidence.local_query is not None
-            personal = personalise(query, evidence.local_query)
+            assert inputs.local_query is not None
+            personal = personalise(scores, inputs.local_query)
         else:
-            personal = query[:, None].expand(-1, layout.n_chunks, -1, -1)
+            personal = scores[:, None].expand(-1, layout.n_chunks, -1, -1)
         personal = group_heads(personal, n_kv_heads)  # (L, C, G, D)
-        scores = block_scores(personal, evidence.summaries, layout)  # (L, Nb)
-        share = selected_share(personal, scores, evidence)  # (C,)
-        candidates = top_share(scores, share, layout)
-        ranked = rank_across(scores, candidates, layout)
+        of_blocks = block_scores(personal, inputs.summaries, layout)  # (L, Nb)
+        share = selected_share(personal, of_blocks, inputs)  # (C,)
+        candidates = top_share(of_blocks, share, layout)
+        ranked = rank_across(of_blocks, candidates, layout)
         n_anchor = int(layout.block_lengths[layout.is_anchor].sum())
         cap = 1.0 if self.max_kept_ratio is None else self.max_kept_ratio
         chosen = fill_budget(ranked, layout, cap * layout.n_context - n_anchor)
@@ -97,16 +100,16 @@ def block_scores(personal: Tensor, summaries: Tensor, layout: Layout) -> Tensor:
     return (own * summaries).sum(-1).mean(-1)
 
 
-def selected_share(personal: Tensor, scores: Tensor, evidence: Evidence) -> Tensor:
+def selected_share(personal: Tensor, scores: Tensor, inputs: SelectionInputs) -> Tensor:
     """(C,) share P of each chunk's middle blocks to select: equation 2 averaged as equation 3."""
-    assert evidence.anchor_mean is not None
-    assert evidence.block_max is not None and evidence.block_min is not None
-    anchor = (personal * evidence.anchor_mean).sum(-1).mean(-1)  # (L, C)
-    top = scores.gather(1, evidence.block_max.clamp(min=0))
-    low = scores.gather(1, evidence.block_min.clamp(min=0))
-    inside = (low < anchor) & (anchor <= top) & (evidence.block_max >= 0)
+    assert inputs.anchor_mean is not None
+    assert inputs.block_max is not None and inputs.block_min is not None
+    anchor = (personal * inputs.anchor_mean).sum(-1).mean(-1)  # (L, C)
+    top = scores.gather(1, inputs.block_max.clamp(min=0))
+    low = scores.gather(1, inputs.block_min.clamp(min=0))
+    inside = (low < anchor) & (anchor <= top) & (inputs.block_max >= 0)
     share = torch.where(inside, (top - anchor) / (top - low), 0.0).clamp(0, 1)
-    return share[list(evidence.stable_layers)].mean(0)
+    return share[list(inputs.stable_layers)].mean(0)
 
 
 def top_share(scores: Tensor, share: Tensor, layout: Layout) -> Tensor:
@@ -151,18 +154,18 @@ class SamkvRecompute(Recompute):
     outliers: bool = True
 
     @property
-    def reads(self) -> frozenset[str]:
+    def needs(self) -> frozenset[str]:
         return frozenset(("statistics",) if self.outliers else ())
 
-    def rows(self, selection: Selection, evidence: Evidence, layout: Layout) -> Tensor:
+    def rows(self, selection: Selection, inputs: SelectionInputs, layout: Layout) -> Tensor:
         kept = selection.tokens(layout)
         wanted = torch.zeros_like(kept)
         anchor = layout.is_anchor[layout.block_of_token]
         if self.anchors:
             wanted |= anchor
         if self.outliers:
-            assert evidence.outliers is not None
-            wanted |= evidence.outliers.cpu() & ~anchor
+            assert inputs.outliers is not None
+            wanted |= inputs.outliers.cpu() & ~anchor
         return kept & wanted & ~layout.exact[layout.chunk_of_token]
 
 

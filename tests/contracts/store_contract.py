@@ -30,16 +30,24 @@ def chunk_for(
     return replace(chunk, key=store.key(fingerprint, chunk.token_ids.tolist()))
 
 
-def read(stored: StoredChunk, layer: int, blocks: list[int]) -> tuple[Tensor, Tensor]:
-    """Keys and values (S, G, D) of the blocks, in the middle of tensors full of canaries."""
-    made_by = stored.fingerprint
+def read(stored: StoredChunk, layer: int, blocks: list[int]) -> Tensor:
+    """Entries (S, E) of the blocks, in the middle of a tensor full of canaries."""
     n_rows = int(stored.blocks.lengths[blocks].sum())
-    shape = (n_rows + 2, made_by.n_kv_heads, made_by.head_dim)
-    keys, values = (torch.full(shape, 777.0, dtype=made_by.torch_dtype) for _ in range(2))
-    stored.read_blocks(layer, blocks, keys[1:-1], values[1:-1])
-    for tensor in (keys, values):
-        assert (tensor[0] == 777).all() and (tensor[-1] == 777).all()
-    return keys[1:-1], values[1:-1]
+    form = stored.fingerprint.entry_format
+    entries = torch.full((n_rows + 2, form.n_bytes), 77, dtype=torch.uint8)
+    stored.read_blocks(layer, blocks, entries[1:-1])
+    assert (entries[0] == 77).all() and (entries[-1] == 77).all()
+    return entries[1:-1]
+
+
+def read_all(stored: StoredChunk) -> Tensor:
+    """All entries (L, T, E), as a part of a larger tensor full of canaries."""
+    made_by, n_tokens = stored.fingerprint, stored.n_tokens
+    shape = (made_by.n_layers, n_tokens + 5, made_by.entry_format.n_bytes)
+    whole = torch.full(shape, 77, dtype=torch.uint8)
+    stored.read_all(whole[:, 2 : 2 + n_tokens])
+    assert (whole[:, :2] == 77).all() and (whole[:, 2 + n_tokens :] == 77).all()
+    return whole[:, 2 : 2 + n_tokens]
 
 
 def assert_same(found: object, expected: object) -> None:
@@ -67,10 +75,13 @@ class StoreContract:
     def store(self, make: Callable[..., Store]) -> Store:
         return make()
 
+    @pytest.mark.parametrize("bits", [4, 8, 16])
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
     @pytest.mark.parametrize("n_tokens", SIZES)
-    def test_gives_back_what_was_put(self, store: Store, n_tokens: int, dtype: str) -> None:
-        chunk = chunk_for(store, 1, n_tokens, replace(TINY, dtype=dtype))
+    def test_gives_back_what_was_put(
+        self, store: Store, n_tokens: int, dtype: str, bits: int
+    ) -> None:
+        chunk = chunk_for(store, 1, n_tokens, replace(TINY, dtype=dtype, store_bits=bits))
         store.put(chunk)
         with store.open(chunk.key, chunk.fingerprint, chunk.token_ids.tolist()) as stored:
             assert (stored.key, stored.fingerprint) == (chunk.key, chunk.fingerprint)
@@ -79,13 +90,14 @@ class StoreContract:
             assert torch.equal(stored.token_ids, chunk.token_ids)
             assert_same(stored.statistics(), chunk.statistics)
             assert_same(stored.summaries(), chunk.summaries)
-            assert_same(stored.codes(), chunk.codes)
+            assert torch.equal(stored.key_range(), chunk.key_range)
+            assert stored.key_range().dtype == torch.float32
             assert torch.equal(stored.local_query(), chunk.local_query)
             assert stored.local_query().dtype == chunk.local_query.dtype
             for layer in range(TINY.n_layers):
-                keys, values = read(stored, layer, list(range(chunk.blocks.n_blocks)))
-                assert torch.equal(keys, chunk.keys[layer])
-                assert torch.equal(values, chunk.values[layer])
+                found = read(stored, layer, list(range(chunk.blocks.n_blocks)))
+                assert torch.equal(found, chunk.entries[layer])
+            assert torch.equal(read_all(stored), chunk.entries)
             stored.verify()
 
     def test_reads_blocks_in_the_order_given(self, store: Store) -> None:
@@ -94,9 +106,7 @@ class StoreContract:
         with store.open(chunk.key, TINY) as stored:
             for blocks in ([0], [2], [7], [0, 6, 7], [1, 2, 5], [5, 1], []):
                 tokens = [token for b in blocks for token in range(*chunk.blocks.span(b))]
-                keys, values = read(stored, 1, blocks)
-                assert torch.equal(keys, chunk.keys[1, tokens])
-                assert torch.equal(values, chunk.values[1, tokens])
+                assert torch.equal(read(stored, 1, blocks), chunk.entries[1, tokens])
 
     def test_stamp_tells_what_changed(self, store: Store) -> None:
         stamps = [store.stamp(TINY)]
@@ -121,15 +131,20 @@ class StoreContract:
     def test_refuses_tensors_that_do_not_fit(self, store: Store) -> None:
         chunk = chunk_for(store, 2, 30)
         store.put(chunk)
-        good = torch.empty(4, TINY.n_kv_heads, TINY.head_dim)
-        bad = [good[:3], torch.empty(5, *good.shape[1:]), good.int(), good.half()]
+        n_bytes = TINY.entry_format.n_bytes
+        good = torch.empty(4, n_bytes, dtype=torch.uint8)
+        bad = [good[:3], torch.empty(5, n_bytes, dtype=torch.uint8), good.int(), good.bool()]
+        whole = torch.empty_like(chunk.entries)
         with store.open(chunk.key, TINY) as stored:
-            stored.read_blocks(0, [1], good, good.clone())
+            stored.read_blocks(0, [1], good)
             for wrong in bad:
                 with pytest.raises(AssertionError):
-                    stored.read_blocks(0, [1], wrong, good)
+                    stored.read_blocks(0, [1], wrong)
+            stored.read_all(whole)
+            turned = whole.transpose(1, 2).contiguous().transpose(1, 2)
+            for wrong in (whole[:1], whole[:, 1:], whole[..., 1:], whole.int(), turned):
                 with pytest.raises(AssertionError):
-                    stored.read_blocks(0, [1], good, wrong)
+                    stored.read_all(wrong)
 
     @pytest.mark.parametrize(("layer", "block"), [(-1, 1), (2, 1), (0, -1), (0, 8)])
     def test_refuses_layers_and_blocks_that_are_not_there(
@@ -137,34 +152,36 @@ class StoreContract:
     ) -> None:
         chunk = chunk_for(store, 2, 30)
         store.put(chunk)
-        out = torch.empty(4, TINY.n_kv_heads, TINY.head_dim)
+        out = torch.empty(4, TINY.entry_format.n_bytes, dtype=torch.uint8)
         with store.open(chunk.key, TINY) as stored:
             with pytest.raises((AssertionError, IndexError)):
-                stored.read_blocks(layer, [block], out, out.clone())
+                stored.read_blocks(layer, [block], out)
 
-    def test_counts_the_bytes_of_blocks_every_time_and_of_parts_once(self, store: Store) -> None:
+    def test_counts_the_bytes_of_entries_every_time_and_of_parts_once(self, store: Store) -> None:
         chunk = chunk_for(store, 3, 30)
         store.put(chunk)
-        row = TINY.n_kv_heads * TINY.head_dim * 4
         with store.open(chunk.key, TINY) as stored:
             for _ in range(2):
                 before = stored.bytes_read
                 read(stored, 0, [0, 3, 7])
-                assert stored.bytes_read - before == 2 * (4 + 4 + 2) * row
+                assert stored.bytes_read - before == (4 + 4 + 2) * TINY.entry_format.n_bytes
             for part, n_bytes in (
                 (stored.local_query, chunk.local_query.nbytes),
                 (stored.summaries, chunk.summaries.codes.nbytes + chunk.summaries.scale.nbytes),
-                (
-                    stored.codes,
-                    sum(
-                        t.nbytes for t in (chunk.codes.codes, chunk.codes.scale, chunk.codes.offset)
-                    ),
-                ),
+                (stored.key_range, chunk.key_range.nbytes),
             ):
                 before = stored.bytes_read
                 part()
                 part()
                 assert stored.bytes_read - before == n_bytes
+            before = stored.bytes_read
+            read_all(stored)
+            assert stored.bytes_read - before == chunk.entries.nbytes
+        with store.open(chunk.key, TINY) as stored:
+            before = stored.bytes_read
+            read_all(stored)
+            stored.key_range()
+            assert stored.bytes_read - before == chunk.entries.nbytes + chunk.key_range.nbytes
             stored.statistics()
             before = stored.bytes_read
             stored.statistics()
@@ -178,6 +195,10 @@ class StoreContract:
         store.open(chunk.key, TINY, tuple(ids)).close()
         other = replace(TINY, weights="w1")
         assert reason(lambda: store.open(chunk.key, other)) == "absent"
+        for unlike in (replace(TINY, store_bits=8), replace(TINY, block_size=8)):
+            key = store.key(unlike, ids)
+            missed = reason(lambda key=key, unlike=unlike: store.open(key, unlike, ids))
+            assert missed == "absent", "the same text, cached in another way"
         for wrong in ([], ids[:-1], [*ids, 0], [ids[0] + 1, *ids[1:]]):
             assert reason(lambda wrong=wrong: store.open(chunk.key, TINY, wrong)) == "tokens"
 
@@ -208,23 +229,23 @@ class StoreContract:
         stats = store.stats()
         store.put(chunk)
         assert store.stats() == stats
-        store.put(replace(chunk, values=chunk.values + 1, text="another"))
+        store.put(replace(chunk, entries=chunk.entries ^ 1, text="another"))
         assert store.stats() == stats
         assert store.text(chunk.key) == "another"
         with store.open(chunk.key, TINY) as stored:
-            assert torch.equal(read(stored, 0, [0])[1], chunk.values[0, :4] + 1)
+            assert torch.equal(read(stored, 0, [0]), chunk.entries[0, :4] ^ 1)
 
     def test_an_open_chunk_outlives_its_place_in_the_store(self, store: Store) -> None:
         chunk = chunk_for(store, 7)
         store.put(chunk)
         with store.open(chunk.key, TINY) as replaced:
-            store.put(replace(chunk, keys=chunk.keys + 1))
-            assert torch.equal(read(replaced, 1, [3])[0], chunk.keys[1, 12:16])
+            store.put(replace(chunk, entries=chunk.entries ^ 1))
+            assert torch.equal(read(replaced, 1, [3]), chunk.entries[1, 12:16])
         store.put(chunk)
         with store.open(chunk.key, TINY) as deleted:
             assert store.delete(chunk.key)
             deleted.verify()
-            assert torch.equal(read(deleted, 1, [3])[0], chunk.keys[1, 12:16])
+            assert torch.equal(read(deleted, 1, [3]), chunk.entries[1, 12:16])
 
     def test_a_closed_chunk_is_not_read(self, store: Store) -> None:
         chunk = chunk_for(store, 8)
@@ -232,7 +253,14 @@ class StoreContract:
         stored = store.open(chunk.key, TINY)
         stored.close()
         stored.close()
-        for use in (stored.verify, stored.summaries, lambda: read(stored, 0, [0])):
+        uses = (
+            stored.verify,
+            stored.summaries,
+            stored.key_range,
+            lambda: read(stored, 0, [0]),
+            lambda: read_all(stored),
+        )
+        for use in uses:
             with pytest.raises(AssertionError, match="closed"):
                 use()
 
@@ -326,7 +354,7 @@ class StoreContract:
         assert store.fingerprints() == [other]
 
     def test_stats_count_chunks_and_bytes(self, store: Store) -> None:
-        other = replace(TINY, model="large", dtype="bfloat16", block_size=8)
+        other = replace(TINY, model="large", dtype="bfloat16", block_size=8, store_bits=8)
         assert (store.stats().n_chunks, store.stats().bytes, store.stats().rows) == (0, 0, ())
         expected = {TINY.digest: 0, other.digest: 0}
         for fingerprint, n_chunks in ((TINY, 3), (other, 1)):
@@ -339,12 +367,20 @@ class StoreContract:
         assert (stats.n_chunks, stats.bytes) == (4, sum(expected.values()))
         assert set(stats.rows) == {
             FingerprintStats(
-                model="tiny", dtype="float32", block_size=4, chunks=3, bytes=expected[TINY.digest]
+                model="tiny",
+                dtype="float32",
+                store_bits=4,
+                block_size=4,
+                format_version=2,
+                chunks=3,
+                bytes=expected[TINY.digest],
             ),
             FingerprintStats(
                 model="large",
                 dtype="bfloat16",
+                store_bits=8,
                 block_size=8,
+                format_version=2,
                 chunks=1,
                 bytes=expected[other.digest],
             ),
@@ -353,7 +389,7 @@ class StoreContract:
     def test_require_names_every_difference_to_the_closest(self, store: Store) -> None:
         store.require(TINY)  # empty: nothing to be wrong about
         far = replace(TINY, model="far", weights="w9", rope="linear", n_layers=1, block_size=8)
-        near = replace(TINY, model="near", weights="w2", block_size=16)
+        near = replace(TINY, model="near", weights="w2", store_bits=16)
         store.put(chunk_for(store, 1, fingerprint=far))
         store.put(chunk_for(store, 1, fingerprint=near))
         with pytest.raises(FingerprintMismatch) as caught:
@@ -361,7 +397,7 @@ class StoreContract:
         message = str(caught.value)
         for part in ("'tiny'", "'near'", "weights is 'w0' here and 'w2' there", "next step"):
             assert part in message
-        assert "block_size is 4 here and 16 there" in message
+        assert "store_bits is 4 here and 16 there" in message
         assert "rope" not in message and "far" not in message
         store.put(chunk_for(store, 1))
         store.require(TINY)

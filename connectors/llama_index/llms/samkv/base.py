@@ -46,8 +46,8 @@ from samkv_integrations.calls import checked_generate_kwargs, count_tokens, off_
 from samkv_integrations.connecting import (
     MADE_BY,
     EngineRef,
+    check_choices,
     check_fits,
-    check_names,
     engine_of,
     folder_of,
 )
@@ -86,6 +86,8 @@ class SamKVLLM(CustomLLM):
         is_chat_model: whether LlamaIndex shall prompt with messages; None if there is a template,
             and neither query_wrapper_prompt nor completion_to_prompt to prompt otherwise.
         kv_dir: folder of the chunk caches; None keeps them in memory.
+        store_bits: bits of the numbers in chunk caches: 4, 8, or 16 for the model's dtype; None for
+            the engine's, which are 4 by default.
         engine: an engine to share, in place of loading ``model_name`` over ``kv_dir``.
         method: how to answer, a name out of ``METHODS``; None for the engine's.
         eviction: which rows an answer goes on with after its first token, a name out of
@@ -93,9 +95,9 @@ class SamKVLLM(CustomLLM):
         match_text: whether texts of cached chunks are found in prompts; else handles alone are.
         cache_retrieved: whether nodes that any retriever of this process finds are cached when a
             prompt first holds them; for an index that was made without `SamKVCacheTransform`.
-        on_miss: for a chunk without a usable cache: ``"text"`` (compute its text, this once),
-            ``"compute"`` (cache it anew) or ``"error"``; None for ``"compute"`` with
-            cache_retrieved, else ``"text"``.
+        on_miss: for a chunk without a usable cache: ``"compute"`` (as a chunk, and keep it; with
+            ``auto`` only where that does not take longer than full prefill), ``"text"`` (compute
+            its text, this once) or ``"error"``.
 
     Every call takes what generate_kwargs may hold, and max_tokens (or max_new_tokens).
     ``raw["samkv"]`` of a response, or `last_report`, says what the answer cost.
@@ -118,6 +120,7 @@ class SamKVLLM(CustomLLM):
     query_wrapper_prompt: PromptTemplate | None = Field(description="Around every completion.")
     is_chat_model: bool = Field(description="Whether LlamaIndex prompts with messages.")
     kv_dir: str | None = Field(description="Folder of the chunk caches, None for memory.")
+    store_bits: int = Field(description="Bits of the numbers in chunk caches.")
     method: str | None = Field(description="How to answer, None for the engine's method.")
     eviction: str | None = Field(description="Rows to evict, None for the engine's choice.")
     match_text: bool = Field(description="Whether texts of cached chunks are found in prompts.")
@@ -153,19 +156,18 @@ class SamKVLLM(CustomLLM):
         output_parser: BaseOutputParser | None = None,
         pydantic_program_mode: PydanticProgramMode = PydanticProgramMode.DEFAULT,
         kv_dir: str | Path | None = None,
+        store_bits: int | None = None,
         engine: Engine | None = None,
         method: str | None = None,
         eviction: str | None = None,
         match_text: bool = True,
         cache_retrieved: bool = False,
-        on_miss: OnMiss | None = None,
+        on_miss: OnMiss = "compute",
     ) -> None:
         # what can be wrong without a model first: loading one takes its time
         options = checked_generate_kwargs(generate_kwargs or {}, max_new_tokens)
         wrapper = to_wrapper(query_wrapper_prompt)
         check_outputs_to_remove(tokenizer_outputs_to_remove or ())
-        if on_miss is None:
-            on_miss = "compute" if cache_retrieved else "text"
         if on_miss not in get_args(OnMiss):
             raise InvalidOption(f"on_miss={on_miss!r}; allowed: {', '.join(get_args(OnMiss))}")
         if cache_retrieved and (on_miss != "compute" or not match_text):
@@ -173,7 +175,7 @@ class SamKVLLM(CustomLLM):
                 f"cache_retrieved=True with on_miss={on_miss!r} and match_text={match_text}; it "
                 "finds nodes by their text and computes what is missing, so leave both out"
             )
-        check_names(method, eviction)
+        check_choices(method, eviction, store_bits)
         engine = engine_of(
             engine=engine,
             model=model,
@@ -185,6 +187,7 @@ class SamKVLLM(CustomLLM):
             model_kwargs=model_kwargs or {},
             tokenizer_kwargs=tokenizer_kwargs or {},
             kv_dir=kv_dir,
+            store_bits=store_bits,
         )
         name, window = engine.model.name, engine.model.context_window
         if context_window is None:
@@ -218,6 +221,7 @@ class SamKVLLM(CustomLLM):
             output_parser=output_parser,
             pydantic_program_mode=pydantic_program_mode,
             kv_dir=folder_of(engine),
+            store_bits=engine.store_bits,
             method=method,
             eviction=eviction,
             match_text=match_text,
@@ -426,6 +430,10 @@ class SamKVLLM(CustomLLM):
 
     def _run(self, prompt: Prompt, given: dict[str, Any]) -> AnswerStream:
         options = to_options(given, self.generate_kwargs, self.max_new_tokens)
+        if self.cache_retrieved:  # for later prompts, even where `auto` computes this one in full
+            text = prompt if isinstance(prompt, str) else self.engine.model.render_chat(prompt)
+            with self.engine.resolve(text, on_miss="compute"):
+                pass
         try:
             return self.engine.stream(
                 prompt,

@@ -28,7 +28,7 @@ from samkv_integrations.records import IngestResult
 from samkv_integrations.report import Report
 from samkv_integrations.store import ChunkStore
 
-TOP_K = 4
+TOP_K = 5
 MAX_NEW_TOKENS = 16
 
 

@@ -1,4 +1,4 @@
-"""Random requests with random evidence, and their blocks worked out without `Layout`."""
+"""Random requests with random selection inputs, their blocks worked out without `Layout`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from samkv_integrations.layout import BlockScheme, Layout, Segment
-from samkv_integrations.methods.parts import Evidence
+from samkv_integrations.methods.parts import ProbedLayer, SelectionInputs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +30,8 @@ class Shape:
     """What a random request is made of.
 
     lengths: tokens of each chunk. before: plain tokens in front of the first chunk, besides the
-    prefix, which is one token where ``prefix`` is set. heads: query heads a group.
+    prefix, which is one token where ``prefix`` is set. heads: query heads a group. window: tokens
+    of the question; with 0 the prompt ends with a chunk.
     scale: spread of the queries; large ones make every softmax one-sided.
     """
 
@@ -71,18 +72,35 @@ def shapes(**fixed: object) -> st.SearchStrategy[Shape]:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """A layout, evidence for it and queries, all of them in float64.
+    """A layout, selection inputs for it and what a probe shows, all of them in float64.
 
-    blocks: all blocks in prompt order. exact: for each chunk, whether it begins right after the
-    prefix that it was prefilled with.
+    queries: (L, H, R, D), rotated by cos and sin (R, D), of the R uncached tokens. keys: (L, n, G,
+    D), rotated, of the context tokens. mean_query: (L, H, D). blocks: all blocks in prompt order.
+    exact: for each chunk, whether it begins right after the prefix that it was prefilled with.
     """
 
     shape: Shape
     layout: Layout
-    evidence: Evidence
+    inputs: SelectionInputs
     queries: Tensor
+    cos: Tensor
+    sin: Tensor
+    keys: Tensor
+    mean_query: Tensor
     blocks: list[Block]
     exact: list[bool]
+
+    def probed(self, layer: int) -> ProbedLayer:
+        """What a probe over everything shows of ``layer``."""
+        return ProbedLayer(
+            layer=layer,
+            n_layers=self.shape.n_layers,
+            queries=self.queries[layer],
+            cos=self.cos,
+            sin=self.sin,
+            keys=self.keys[layer],
+            scaling=self.shape.dim**-0.5,
+        )
 
     @property
     def n_context(self) -> int:
@@ -133,7 +151,8 @@ def request_of(shape: Shape) -> Request:
         if chunk and rng.random() < 0.5:
             segments.append(Segment(token_ids=(8,) * rng.randint(1, 3)))
         segments.append(Segment(token_ids=(9,) * length, blocks=scheme.of(length), is_context=True))
-    segments.append(Segment(token_ids=(5,) * shape.window))
+    if shape.window:
+        segments.append(Segment(token_ids=(5,) * shape.window))
     layout = Layout.of(segments, prefix)
     blocks = blocks_of(shape)
     n_chunks, n_blocks, n_context = len(shape.lengths), len(blocks), sum(shape.lengths)
@@ -159,29 +178,30 @@ def request_of(shape: Shape) -> Request:
                 for token in range(block.start, block.stop):
                     outliers[layer, token] = rng.random() < 0.2
     stable = sorted(rng.sample(range(n_layers), rng.randint(1, n_layers)))
-    turns = normal(n_context + shape.window, dim // 2)
-    angle = torch.cat((turns, turns), dim=1)  # both halves turn alike, as in every rotary model
-    evidence = Evidence(
+    inputs = SelectionInputs(
         n_layers=n_layers,
         summaries=summaries,
-        keys=normal(n_layers, n_context, shape.groups, dim),
         local_query=normal(n_layers, n_chunks, n_heads, dim),
         anchor_mean=anchor_mean,
         block_max=block_max,
         block_min=block_min,
         outliers=outliers,
         stable_layers=tuple(stable),
-        context_cos=angle[:n_context].cos(),
-        context_sin=angle[:n_context].sin(),
-        question_cos=angle[n_context:].cos(),
-        question_sin=angle[n_context:].sin(),
     )
+    n_uncached = int(layout.fresh.sum())
+    turns = normal(n_uncached, dim // 2)
+    angle = torch.cat((turns, turns), dim=1)  # both halves turn alike, as in every rotary model
+    n_stored = n_context - (not shape.window)
     first_is_exact = shape.before == 0
     return Request(
         shape=shape,
         layout=layout,
-        evidence=evidence,
-        queries=shape.scale * normal(n_layers, n_heads, shape.window, dim),
+        inputs=inputs,
+        queries=shape.scale * normal(n_layers, n_heads, n_uncached, dim),
+        cos=angle.cos(),
+        sin=angle.sin(),
+        keys=normal(n_layers, n_stored, shape.groups, dim),
+        mean_query=shape.scale * normal(n_layers, n_heads, dim),
         blocks=blocks,
         exact=[first_is_exact and chunk == 0 for chunk in range(n_chunks)],
     )
@@ -189,10 +209,13 @@ def request_of(shape: Shape) -> Request:
 
 def as_stored(request: Request) -> Request:
     """The same request in float32, as a real one comes."""
-    evidence = request.evidence
-    narrow = {
-        name: value.float()
-        for name, value in vars(evidence).items()
-        if isinstance(value, Tensor) and value.dtype == torch.float64
-    }
-    return replace(request, evidence=replace(evidence, **narrow), queries=request.queries.float())
+
+    def narrow(of: object) -> dict[str, Tensor]:
+        return {
+            name: value.float()
+            for name, value in vars(of).items()
+            if isinstance(value, Tensor) and value.dtype == torch.float64
+        }
+
+    inputs = replace(request.inputs, **narrow(request.inputs))
+    return replace(request, inputs=inputs, **narrow(request))

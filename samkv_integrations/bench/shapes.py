@@ -1,0 +1,131 @@
+"""Models to time: the shape of one that people use with random weights, or the built-in one."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from samkv_integrations.errors import InvalidOption, UnknownOption
+from samkv_integrations.model import SUPPORTED_DTYPES, Model, random_model
+
+BUILTIN = "builtin"
+"""The shape that is the built-in model itself, its trained weights included."""
+
+SHAPES: Mapping[str, Mapping[str, Any]] = {
+    "qwen2.5-0.5b": {
+        "model_type": "qwen2",
+        "vocab_size": 151_936,
+        "hidden_size": 896,
+        "intermediate_size": 4_864,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 32_768,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
+        "tie_word_embeddings": True,
+    },
+    "llama-3.1-8b": {
+        "model_type": "llama",
+        "vocab_size": 128_256,
+        "hidden_size": 4_096,
+        "intermediate_size": 14_336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131_072,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 500_000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8_192,
+        },
+        "tie_word_embeddings": False,
+    },
+}
+
+
+def shape_names() -> list[str]:
+    """What ``--shape`` takes."""
+    return [*SHAPES, BUILTIN]
+
+
+def check(shape: str, layers: int | None, dtype: str) -> None:
+    """Raise UnknownOption or InvalidOption if there is no such model."""
+    if shape not in shape_names():
+        raise UnknownOption.among("shape", shape, shape_names())
+    if dtype not in SUPPORTED_DTYPES:
+        raise InvalidOption(f"dtype={dtype!r}; allowed: {', '.join(SUPPORTED_DTYPES)}")
+    if layers is None:
+        return
+    if shape == BUILTIN:
+        raise InvalidOption(
+            f"layers={layers} with shape={BUILTIN!r}, whose trained layers belong together; leave "
+            f"layers out, or give one of {', '.join(SHAPES)}"
+        )
+    most = SHAPES[shape]["num_hidden_layers"]
+    if not 1 <= layers <= most:
+        raise InvalidOption(f"layers={layers}; shape {shape!r} takes 1 to {most}")
+
+
+def build(
+    shape: str, *, layers: int | None, dtype: str, device: str, seed: int, window: int
+) -> Model:
+    """The model of this shape, which no token ends an answer of.
+
+    layers: how many it has; None for all. window: tokens that it must take. Random weights know no
+    longest prompt, so theirs is widened where the shape's own is too short; the built-in model's
+    is as it was trained.
+    """
+    check(shape, layers, dtype)
+    if shape == BUILTIN:
+        model = Model.load(BUILTIN, device=device, dtype=dtype)
+    else:
+        fields = dict(SHAPES[shape])
+        fields["max_position_embeddings"] = max(fields["max_position_embeddings"], window)
+        name = f"{shape} (random weights)"
+        if layers is not None and layers != fields["num_hidden_layers"]:
+            name = f"{shape}, {layers} of {fields['num_hidden_layers']} layers (random weights)"
+            fields["num_hidden_layers"] = layers
+        model = random_model(fields, name=name, dtype=dtype, device=device, seed=seed)
+    # Tokens per second are measured over as many tokens for every method, whatever they say.
+    model.eos_ids = frozenset()
+    return model
+
+
+def device_name(model: Model) -> str:
+    """What computes: ``cpu``, or the name of the GPU."""
+    on_gpu = model.device.type == "cuda"
+    return torch.cuda.get_device_name(model.device) if on_gpu else str(model.device)
+
+
+class Words:
+    """Texts of a given length, made of random words that are one token of ``model`` each."""
+
+    def __init__(self, model: Model, seed: int) -> None:
+        self._model = model
+        self._rng = random.Random(seed)
+        pieces = sorted(model.tokenizer.get_vocab())
+        words = [model.tokenizer.convert_tokens_to_string([piece]) for piece in pieces]
+        known = [
+            word[1:] for word in words
+            if word.startswith(" ") and len(word) > 2 and word[1:].isalpha() and word.islower()
+        ]  # fmt: skip
+        self._known = [word for word in known if self.count(" " + word) == 1]
+        self._first = [word for word in self._known if self.count(word) == 1]
+        assert self._first, "the tokenizer has no words"
+
+    def text(self, n_tokens: int) -> str:
+        """Words of ``n_tokens`` tokens in all."""
+        others = self._rng.choices(self._known, k=n_tokens - 1)
+        return " ".join([self._rng.choice(self._first), *others])
+
+    def count(self, text: str) -> int:
+        """Tokens of ``text``."""
+        return len(self._model.tokenize(text, special=False))

@@ -1,0 +1,358 @@
+"""The query path of one prompt, from its segments to the logits of the answer's first token."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from samkv_integrations.blend import Blend
+from samkv_integrations.chunk import Fingerprint
+from samkv_integrations.costs import MARGIN, CostModel
+from samkv_integrations.errors import PromptTooLong
+from samkv_integrations.eviction import Eviction, Quest
+from samkv_integrations.eviction.parts import DroppingEviction
+from samkv_integrations.evictor import Evictor
+from samkv_integrations.layout import BlockScheme, Layout, Segment
+from samkv_integrations.loader import ChunkLost, Context
+from samkv_integrations.methods.parts import (
+    Checked,
+    Method,
+    ProbedLayer,
+    RecomputeInexact,
+    SelectAll,
+    overwrite,
+)
+from samkv_integrations.model import Model
+from samkv_integrations.plan import PassPlan, plan_pass
+from samkv_integrations.prefix_cache import Prefix, PrefixCache
+from samkv_integrations.prompt import Resolved
+from samkv_integrations.report import Report
+from samkv_integrations.sparse_cache import SparseCache
+from samkv_integrations.working_cache import DenseCache, WorkingCache
+
+
+@dataclass(frozen=True, kw_only=True)
+class FirstToken:
+    """What an answer begins with.
+
+    logits: (vocabulary,) of its first token. cache: what its later tokens go on with. report: the
+    figures so far, ``ttft_s`` and those of decoding left at 0.
+    """
+
+    logits: Tensor
+    cache: WorkingCache
+    layout: Layout
+    report: Report
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """One prompt and how to answer it.
+
+    resolved: the prompt's segments, and the open caches of its chunks. prefix: what chunks were
+    prefilled after. stable_layers: N*, for methods that need statistics. capacity: most tokens of
+    the answer. context_window: most of prompt and answer, if fewer than the model's. own_eviction:
+    take the method's eviction in place of ``eviction``. costs, prefixes: for a method that computes
+    everything where that is faster.
+    """
+
+    model: Model
+    method: Method
+    resolved: Resolved
+    fingerprint: Fingerprint
+    prefix: tuple[int, ...]
+    capacity: int
+    stable_layers: tuple[int, ...] = ()
+    eviction: Eviction | None = None
+    own_eviction: bool = False
+    context_window: int | None = None
+    costs: CostModel | None = None
+    prefixes: PrefixCache | None = None
+
+
+def first_token(request: Request) -> FirstToken:
+    """Lay out, probe, select, load and blend. Nothing computed here is ever written to the store.
+
+    A cache that turns out broken on the way becomes a chunk computed from its tokens, and the way
+    begins again.
+
+    Raises:
+        PromptTooLong: prompt and answer exceed the context window.
+    """
+    clock = Stopwatch()
+    resolved = request.resolved
+    while True:
+        layout = check_length(request)
+        try:
+            return _answer(request, layout, clock)
+        except ChunkLost as lost:
+            clock.bytes_lost += resolved.opened[lost.index].bytes_read
+            resolved.lose(lost.index, lost.reason)
+
+
+def _answer(request: Request, layout: Layout, clock: Stopwatch) -> FirstToken:
+    model, method = request.model, request.method
+    if (prefix := held_prefix(request, layout)) is not None:
+        return _after_prefix(request, layout, prefix, clock)
+    if is_whole(method, request.costs, layout):
+        method = replace(
+            method,
+            select=SelectAll(),
+            recompute=RecomputeInexact(),
+            update=overwrite,
+            eviction=None,
+        )
+    context = Context(layout, request.resolved.opened, request.fingerprint, model.device)
+    blend = _blend(request, method, layout, context)
+    with clock("load"):
+        inputs = context.inputs(method.needs, request.stable_layers)
+    scores = None
+    if method.select.probes:
+        probe = _probe_plan(model, method, layout)
+        with clock("load"):
+            context.load(probe.blocks)
+        with clock("probe"):
+            scores = _probe(blend, method, probe)
+    with clock("select"):
+        selection = method.select.choose(scores, inputs, layout)
+        recompute = method.recompute.rows(selection, inputs, layout)
+        plan = _plan(model, method, layout, selection.keep, recompute)
+    check = method.recompute.check_layer
+    with clock("load"):  # what a check leaves out is not known yet
+        context.load(plan.blocks if check is None else selection.keep)
+    cache = _working_cache(request, method, layout, blend)
+    plans = [plan]
+
+    def decide(checked: Checked) -> PassPlan:
+        assert check is not None
+        later = recompute.clone()
+        later[check + 1 :] = method.recompute.rows_after(checked, layout)
+        plans.append(_plan(model, method, layout, selection.keep, later))
+        return plans[-1]
+
+    with clock("blend"):
+        checks = None if check is None else (check, decide)
+        logits = replace(blend, cache=cache, check=checks).run(plan)
+    if method is not request.method and method.whole_if_faster:
+        _keep_prefix(request, layout, cache)
+    kept = plan.kept[:, layout.block_of_token].sum(1)
+    report = _report(
+        request, layout, cache, clock, ran=_ran(request, method),
+        eviction=_eviction(request, method), kept=kept, computed=plans[-1].computed.sum(1),
+        n_read=context.bytes_read,
+    )  # fmt: skip
+    return FirstToken(logits=logits, cache=cache, layout=layout, report=report)
+
+
+def held_prefix(request: Request, layout: Layout) -> Prefix | None:
+    """KV entries of an earlier prompt that began so, for a method that takes the fastest way."""
+    if not request.method.whole_if_faster or request.prefixes is None:
+        return None
+    return request.prefixes.find(layout.token_ids.tolist())
+
+
+def is_whole(method: Method, costs: CostModel | None, layout: Layout) -> bool:
+    """Whether a method computes the context as a whole, which is full prefill."""
+    if layout.n_context <= method.recompute.whole_tokens or not method.whole_if_faster:
+        return layout.n_context <= method.recompute.whole_tokens
+    assert costs is not None
+    n_probed = int(method.select.probe_tokens(layout).sum())
+    ratio = method.recompute.most_ratio(layout.n_context, layout.n_chunks)
+    two_passes = costs.two_passes_s(layout.n_tokens, layout.n_context, n_probed, ratio)
+    return two_passes > MARGIN * costs.full_prefill_s(layout.n_tokens)
+
+
+def _after_prefix(request: Request, layout: Layout, prefix: Prefix, clock: Stopwatch) -> FirstToken:
+    """Go on from KV entries that full prefill left a moment ago; exact."""
+    model, length = request.model, len(prefix.token_ids)
+    ids = layout.token_ids.tolist()
+    held = Segment(token_ids=tuple(ids[:length]), blocks=BlockScheme().of(length))
+    of_rest = Layout.of([held, Segment(token_ids=tuple(ids[length:]))], ())
+    cos, sin = model.cos_sin(torch.arange(len(ids)))
+    cache = DenseCache(model.n_layers, request.capacity, evictor=_evictor(request, None, layout))
+    keep = torch.ones(model.n_layers, of_rest.n_blocks, dtype=torch.bool)
+    nothing = torch.zeros(model.n_layers, length, dtype=torch.bool)
+    with clock("blend"):
+        blend = Blend(
+            model=model, layout=of_rest, context=prefix, cos=cos, sin=sin,
+            cached_cos=cos[:length], cached_sin=sin[:length], cache=cache,
+        )  # fmt: skip
+        logits = blend.run(plan_pass(of_rest, keep, nothing, device=model.device))
+    everything = torch.full((model.n_layers,), layout.n_context)
+    report = _report(
+        request, layout, cache, clock, ran="prefix", eviction=None, kept=everything,
+        computed=torch.zeros_like(everything), n_read=0, prefix_tokens=length,
+    )  # fmt: skip
+    return FirstToken(logits=logits, cache=cache, layout=layout, report=report)
+
+
+def _keep_prefix(request: Request, layout: Layout, cache: WorkingCache) -> None:
+    """Remember what full prefill computed, up to the end of the last chunk."""
+    end = stop = 0
+    for segment in request.resolved.segments:
+        stop += len(segment.token_ids)
+        end = stop if segment.is_context else end
+    if request.prefixes is None or not isinstance(cache, DenseCache):
+        return
+    if cache.room and end < layout.n_tokens:
+        request.prefixes.keep(layout.token_ids[:end].tolist(), cache.keys, cache.values)
+
+
+def _ran(request: Request, method: Method) -> str:
+    """What a request came to: the method's own way, or full prefill."""
+    if method is not request.method:
+        return "recompute"
+    return "samkv-guided" if method.whole_if_faster else method.name
+
+
+def _blend(request: Request, method: Method, layout: Layout, context: Context) -> Blend:
+    cos, sin = request.model.cos_sin(torch.arange(layout.n_tokens))
+    is_global = method.positions == "global"
+    at = layout.context_positions if is_global else layout.prefilled_positions
+    at = at.to(cos.device)
+    return Blend(
+        model=request.model, layout=layout, context=context, cos=cos, sin=sin,
+        cached_cos=cos[at].float(), cached_sin=sin[at].float(), update=method.update,
+        weigh=method.attend,
+    )  # fmt: skip
+
+
+def _plan(
+    model: Model, method: Method, layout: Layout, keep: Tensor, recompute: Tensor
+) -> PassPlan:
+    return plan_pass(
+        layout, keep, recompute, device=model.device, mixes=method.update is not overwrite,
+        weighs=method.attend is not None,
+    )  # fmt: skip
+
+
+def _probe_plan(model: Model, method: Method, layout: Layout) -> PassPlan:
+    blocks = method.select.probe_blocks(layout).expand(model.n_layers, -1)
+    nothing = torch.zeros(model.n_layers, layout.n_context, dtype=torch.bool)
+    uncached = method.select.probe_tokens(layout)
+    return plan_pass(layout, blocks, nothing, device=model.device, uncached=uncached,
+                     weighs=method.attend is not None)  # fmt: skip
+
+
+def _probe(blend: Blend, method: Method, plan: PassPlan) -> Tensor:
+    """What the method's selection makes of every layer, stacked."""
+    scores: list[Tensor] = []
+
+    def observe(probed: ProbedLayer) -> None:
+        score = method.select.score(probed, blend.layout)
+        if score is not None:
+            scores.append(score)
+
+    replace(blend, observe=observe).run(plan)
+    return torch.stack(scores)
+
+
+def _eviction(request: Request, method: Method) -> Eviction | None:
+    return method.eviction if request.own_eviction else request.eviction
+
+
+def _evictor(request: Request, own: Eviction | None, layout: Layout) -> Evictor | None:
+    rule = own if request.own_eviction else request.eviction
+    if not isinstance(rule, DroppingEviction):
+        return None
+    return Evictor(
+        rule, n_tokens=layout.n_tokens, n_layers=request.model.n_layers, capacity=request.capacity
+    )
+
+
+def _working_cache(request: Request, method: Method, layout: Layout, blend: Blend) -> WorkingCache:
+    rule, n_layers = _eviction(request, method), request.model.n_layers
+    if isinstance(rule, Quest):
+        form, cos, sin = request.fingerprint.entry_format, blend.cached_cos, blend.cached_sin
+        return SparseCache(n_layers, form, cos, sin, rule, request.capacity, method.attend)
+    evictor = _evictor(request, method.eviction, layout)
+    return DenseCache(n_layers, request.capacity, evictor=evictor, weigh=method.attend)
+
+
+def check_length(request: Request) -> Layout:
+    """The layout of a request. Raises PromptTooLong as `first_token` does."""
+    model, layout = request.model, Layout.of(request.resolved.segments, request.prefix)
+    window = min(request.context_window or sys.maxsize, model.context_window)
+    if layout.n_tokens + request.capacity > window:
+        raise PromptTooLong(
+            f"prompt of {layout.n_tokens} tokens (chunks at full size) and {request.capacity} new "
+            f"tokens exceed the context window of {window} of {model.name!r}; retrieve fewer "
+            "chunks or ask for fewer tokens"
+        )
+    return layout
+
+
+class Stopwatch:
+    """Seconds spent in each stage of a request, which do not overlap.
+
+    On a GPU a stage counts until its work is launched; the first one that waits for the device
+    counts what came before.
+    """
+
+    def __init__(self) -> None:
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self.bytes_lost = 0
+
+    @contextmanager
+    def __call__(self, stage: str) -> Iterator[None]:
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[stage] += time.perf_counter() - began
+
+
+def _report(
+    request: Request,
+    layout: Layout,
+    cache: WorkingCache,
+    clock: Stopwatch,
+    *,
+    ran: str,
+    eviction: Eviction | None,
+    kept: Tensor,
+    computed: Tensor,
+    n_read: int,
+    prefix_tokens: int = 0,
+) -> Report:
+    """The figures so far. kept, computed: (L,) context tokens kept and computed at each layer."""
+    model, spent, resolved = request.model, clock.seconds, request.resolved
+    n_context = layout.n_context + layout.n_uncached
+    n_kept = sum(map(cache.attended, kept.tolist())) / model.n_layers + layout.n_uncached
+    n_new = sum(resolved.computed)
+    n_uncached = 0 if prefix_tokens else layout.n_uncached
+    n_computed = int(computed.sum()) / model.n_layers + n_uncached + n_new
+    entry_bytes = 2 * model.n_kv_heads * model.head_dim * model.dtype.itemsize
+    return Report(
+        method=request.method.name,
+        ran=ran,
+        eviction=None if eviction is None else eviction.name,
+        model=model.name,
+        prompt_tokens=layout.n_tokens,
+        context_tokens=n_context,
+        prefix_tokens=prefix_tokens,
+        kept_ratio=n_kept / n_context if n_context else 1.0,
+        recompute_ratio=min(1.0, n_computed / n_context) if n_context else 0.0,
+        fresh_tokens=layout.n_tokens - n_context,
+        chunk_hits=layout.n_chunks - len(resolved.computed),
+        chunk_misses=dict(resolved.misses),
+        chunks_computed=len(resolved.computed),
+        bytes_read=clock.bytes_lost + n_read,
+        kv_bytes=cache.prompt_bytes,
+        full_kv_bytes=model.n_layers * layout.n_tokens * entry_bytes,
+        decode_kv_bytes=cache.kv_bytes,
+        probe_s=spent["probe"],
+        select_s=spent["select"],
+        load_s=spent["load"],
+        blend_s=spent["blend"],
+        ttft_s=0.0,
+        completion_tokens=0,
+        decode_tokens_per_s=0.0,
+    )

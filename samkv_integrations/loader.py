@@ -1,0 +1,185 @@
+"""What a request reads of its cached chunks: KV entries, and what a selection looks at."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from samkv_integrations.analysis import block_means, mean_of_blocks
+from samkv_integrations.chunk import Fingerprint
+from samkv_integrations.errors import CacheMiss
+from samkv_integrations.layout import Layout
+from samkv_integrations.methods.parts import SelectionInputs
+from samkv_integrations.store import StoredChunk
+
+
+class ChunkLost(Exception):
+    """A chunk cache failed while it was read; ``index`` counts the request's cached chunks."""
+
+    def __init__(self, index: int, miss: CacheMiss) -> None:
+        super().__init__(str(miss))
+        self.index = index
+        self.reason = miss.reason
+
+
+class Context:
+    """The cached KV entries of one request, as they are stored, on the model's device.
+
+    No entry is read while a pass runs. One is read twice only where few blocks of its chunk were
+    loaded first and most of the chunk after that, as one read.
+
+    entries: (Tctx, E) uint8 of each layer. They span the whole context, but the operating system
+        commits only the pages of what was really read.
+    key_range: (L, C, 2, G, D) float32, see `EntryFormat`; empty until something is loaded.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        chunks: Sequence[StoredChunk],
+        fingerprint: Fingerprint,
+        device: torch.device,
+    ) -> None:
+        self.layout = layout
+        self.chunks = chunks
+        self.device = device
+        self.form = fingerprint.entry_format
+        self.n_layers = fingerprint.n_layers
+        shape = (layout.n_context, self.form.n_bytes)
+        self._read = [torch.empty(shape, dtype=torch.uint8) for _ in range(self.n_layers)]
+        self.entries = self._read
+        self.key_range = torch.empty(0)
+        self.chunk_of_token = layout.chunk_of_token.to(device)
+        self._loaded = torch.zeros(self.n_layers, layout.n_blocks, dtype=torch.bool)
+
+    @property
+    def bytes_read(self) -> int:
+        return sum(chunk.bytes_read for chunk in self.chunks)
+
+    def load(self, blocks: Tensor) -> None:
+        """Read ``blocks`` (L, Nb) bool, those not read before. Raises ChunkLost.
+
+        A chunk of which most is missing is read at once, from its first byte to its last.
+        """
+        missing = blocks & ~self._loaded
+        stop = 0
+        for index, (chunk, first) in enumerate(
+            zip(self.chunks, self.layout.first_block.tolist(), strict=True)
+        ):
+            start, stop = stop, stop + chunk.n_tokens
+            wanted = missing[:, first : first + chunk.blocks.n_blocks]
+            try:
+                if 2 * int(wanted.sum()) > wanted.numel():  # one read of all beats many of most
+                    chunk.read_all([of_layer[start:stop] for of_layer in self._read])
+                    wanted |= True
+                elif bool(wanted.any()):
+                    self._load_some(chunk, wanted, start)
+            except CacheMiss as miss:
+                raise ChunkLost(index, miss) from miss
+        if bool(missing.any()):
+            self._loaded |= missing
+            self.entries = [of_layer.to(self.device) for of_layer in self._read]
+            self.key_range = self._key_range()
+
+    def _load_some(self, chunk: StoredChunk, wanted: Tensor, start: int) -> None:
+        for layer, of_layer in enumerate(wanted):
+            for first, last in _runs(of_layer.nonzero()[:, 0].tolist()):
+                begin, end = chunk.blocks.span(first)[0], chunk.blocks.span(last)[1]
+                out = self._read[layer][start + begin : start + end]
+                chunk.read_blocks(layer, range(first, last + 1), out)
+
+    def _key_range(self) -> Tensor:
+        ranges = []
+        for index, chunk in enumerate(self.chunks):
+            try:
+                ranges.append(chunk.key_range())
+            except CacheMiss as miss:
+                raise ChunkLost(index, miss) from miss
+        return torch.stack(ranges, dim=1).to(self.device)
+
+    def keys_and_values(
+        self, layer: int, tokens: Tensor, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Keys and values (n, G, D) of context tokens (n,) that have been loaded.
+
+        tokens: in order, on the model's device. cos, sin: (Tctx, D) float32, where keys sit.
+        """
+        if not len(tokens):  # maybe nothing was ever loaded
+            shape = (0, *self.form.range_shape[1:])
+            empty = torch.empty(shape, dtype=self.form.dtype, device=self.device)
+            return empty, empty
+        entries, chunk = self.entries[layer], self.chunk_of_token
+        if len(tokens) < len(chunk):
+            entries, chunk, cos, sin = entries[tokens], chunk[tokens], cos[tokens], sin[tokens]
+        keys = self.form.rotated_keys(entries, self.key_range[layer], chunk, cos, sin)
+        return keys, self.form.values(entries)
+
+    def release(self, layer: int) -> None:
+        """Free the entries of a layer: the request is done with it."""
+        self.entries[layer] = self._read[layer] = torch.empty(0, dtype=torch.uint8)
+
+    def inputs(self, needs: frozenset[str], stable_layers: tuple[int, ...]) -> SelectionInputs:
+        """The inputs named in ``needs``, for all chunks of the request. Raises ChunkLost."""
+        parts: dict[str, list[Tensor]] = {}
+        for index, (chunk, first) in enumerate(
+            zip(self.chunks, self.layout.first_block.tolist(), strict=True)
+        ):
+            try:
+                for name, tensor in _of_chunk(chunk, first, needs).items():
+                    parts.setdefault(name, []).append(tensor)
+            except CacheMiss as miss:
+                raise ChunkLost(index, miss) from miss
+        per_chunk = {"local_query", "block_max", "block_min"}
+        tensors = {
+            name: torch.stack(values, dim=1) if name in per_chunk else torch.cat(values, dim=1)
+            for name, values in parts.items()
+        }
+        if "anchor_mean" in needs:
+            tensors["anchor_mean"] = self._anchor_mean()
+        inputs = SelectionInputs(n_layers=self.n_layers, stable_layers=stable_layers, **tensors)
+        return inputs.to(self.device)
+
+    def _anchor_mean(self) -> Tensor:
+        """(L, C, G, D) float32: mean un-rotated key of each chunk's anchor tokens."""
+        layout = self.layout
+        self.load(layout.is_anchor.expand(self.n_layers, -1))
+        anchor = layout.is_anchor[layout.block_of_token]
+        counts = torch.bincount(layout.chunk_of_token[anchor], minlength=layout.n_chunks)
+        tokens = anchor.nonzero()[:, 0].to(self.device)
+        ranges = self.key_range[:, self.chunk_of_token[tokens]]
+        keys = [
+            self.form.keys(entries[tokens], of_layer)
+            for entries, of_layer in zip(self.entries, ranges, strict=True)
+        ]
+        return mean_of_blocks(torch.stack(keys), counts)
+
+
+def _of_chunk(chunk: StoredChunk, first_block: int, needs: frozenset[str]) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    if "summaries" in needs:
+        of_middle, blocks = block_means(chunk.summaries()), chunk.blocks.middle_blocks
+        around = (0, 0, 0, 0, blocks.start, chunk.blocks.n_blocks - blocks.stop)
+        found["summaries"] = F.pad(of_middle, around)
+    if "local_query" in needs:
+        found["local_query"] = chunk.local_query().float()
+    if "statistics" in needs:
+        statistics = chunk.statistics()
+        for name in ("block_max", "block_min"):
+            block = getattr(statistics, name).long()
+            found[name] = torch.where(block < 0, block, block + first_block)
+        found["outliers"] = statistics.outliers
+    return found
+
+
+def _runs(blocks: list[int]) -> list[tuple[int, int]]:
+    """Ascending block indices as runs of neighbours, first and last of each."""
+    runs: list[tuple[int, int]] = []
+    for block in blocks:
+        if runs and runs[-1][1] == block - 1:
+            runs[-1] = (runs[-1][0], block)
+        else:
+            runs.append((block, block))
+    return runs

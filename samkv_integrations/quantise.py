@@ -1,0 +1,224 @@
+"""KV entries in few bits: what is stored of a token at a layer, and the way back.
+
+Keys are quantised per channel, because their outliers sit in channels, and values per token and
+head (KIVI, arXiv 2402.02750, section 3). Both are asymmetric: a channel that a bias has moved far
+from zero, as in Qwen2.5, costs nothing. Keys must be un-rotated, or their channels mix.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from samkv_integrations.errors import InvalidChunk, InvalidOption
+from samkv_integrations.rope import rotate
+
+STORE_BITS = (4, 8, 16)
+"""Bits of a stored number; 16 stands for the model's own dtype, bfloat16 or float32."""
+
+DEFAULT_STORE_BITS = 4
+
+_HALF_MAX = torch.finfo(torch.float16).max
+_HALF_STEP = 2.0**-24  # the smallest positive float16
+_HALF_MARGIN = 2.0**-11  # the relative error of rounding to float16
+
+
+@dataclass(frozen=True, kw_only=True)
+class EntryFormat:
+    """How the KV entry of one token at one layer lies in E bytes.
+
+    With 4 or 8 bits: key codes (G, D * bits / 8), value codes likewise, then scale and offset of
+    the values, (G,) float16 each. With 4 bits a byte holds channel d in its lower half and channel
+    d + D / 2 in its upper half. With 16 bits: keys and values, (G, D) each, in ``dtype``.
+
+    Raises InvalidOption if ``bits`` is not one of `STORE_BITS`, or fills no whole bytes.
+    """
+
+    bits: int
+    n_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+    def __post_init__(self) -> None:
+        check_store_bits(self.bits)
+        if self.bits == 4 and self.head_dim % 2:
+            raise InvalidOption(
+                f"store_bits=4 with a head size of {self.head_dim} fills no whole bytes; "
+                "give store_bits=8 or 16"
+            )
+
+    @property
+    def is_quantised(self) -> bool:
+        return self.bits < 16
+
+    @cached_property
+    def _side(self) -> int:
+        """Bytes of the keys, or of the values, scales not counted."""
+        bits = self.bits if self.is_quantised else 8 * self.dtype.itemsize
+        return self.n_kv_heads * self.head_dim * bits // 8
+
+    @cached_property
+    def n_bytes(self) -> int:
+        """E, bytes of an entry."""
+        return 2 * self._side + (4 * self.n_kv_heads if self.is_quantised else 0)
+
+    @property
+    def range_shape(self) -> tuple[int, int, int]:
+        """Shape of a layer's key range: (2, G, D), or (0, G, D) if nothing is quantised."""
+        return (2 if self.is_quantised else 0, self.n_kv_heads, self.head_dim)
+
+    def key_range(self, keys: Tensor) -> Tensor:
+        """(2, G, D) float32, scale and offset of each channel of un-rotated keys (T, G, D).
+
+        Float32, so that no key that the model can hold is out of range.
+        """
+        if not self.is_quantised:
+            return torch.empty(self.range_shape, device=keys.device)
+        wide = keys.float()
+        low, high = wide.amin(0), wide.amax(0)
+        step = high / self._levels - low / self._levels  # each alone: the difference may overflow
+        return torch.stack((torch.where(step > 0, step, 1.0), low))
+
+    def encode(self, keys: Tensor, values: Tensor, key_range: Tensor) -> Tensor:
+        """(T, E) uint8 from un-rotated keys and values (T, G, D).
+
+        key_range: of `key_range`, or (T, 2, G, D), one for each token. A key outside of it gets the
+        nearest code.
+
+        Raises InvalidChunk if a key or value is not finite, or a value does not fit the float16 of
+        its scale. It looks at numbers on the host; `encode_within` does not.
+        """
+        if not bool(keys.isfinite().all() & values.isfinite().all()):
+            raise InvalidChunk(
+                "the model computed keys or values that are not finite numbers for this chunk; "
+                "leave it out, or load the model in float32"
+            )
+        if self.is_quantised and (top := float(values.abs().max())) > _HALF_MAX:
+            raise InvalidChunk(
+                f"values reach {top:.3g}, beyond {_HALF_MAX:.0f}, the largest half-precision "
+                "number, which their scales are kept in; give store_bits=16"
+            )
+        return self.encode_within(keys, values, key_range)
+
+    def encode_within(self, keys: Tensor, values: Tensor, key_range: Tensor) -> Tensor:
+        """`encode` without its checks, and so without looking at a number on the host."""
+        if not self.is_quantised:
+            sides = (side.to(self.dtype).contiguous().view(torch.uint8) for side in (keys, values))
+            return torch.cat([side.flatten(1) for side in sides], dim=1)
+        scale, offset = key_range[..., 0, :, :], key_range[..., 1, :, :]
+        wide = values.float()
+        low, high = wide.amin(-1), wide.amax(-1)
+        # Down, so that no value lies below code 0 (by more than half the smallest scale).
+        value_offset = _half(low - low.abs() * _HALF_MARGIN)
+        value_scale = _half((high - value_offset.float()) / self._levels + _HALF_STEP)
+        parts = (
+            self._pack(keys.float().sub(offset).div_(scale)),
+            self._pack(
+                wide.sub(value_offset.float()[..., None]).div_(value_scale.float()[..., None])
+            ),
+            torch.stack((value_scale, value_offset), dim=1).view(torch.uint8).flatten(1),
+        )
+        return torch.cat(parts, dim=1)
+
+    def keys(self, entries: Tensor, key_range: Tensor) -> Tensor:
+        """(T, G, D) un-rotated keys of entries (T, E): float32, or ``dtype`` with 16 bits.
+
+        key_range: (2, G, D), or (T, 2, G, D), one for each token.
+        """
+        if not self.is_quantised:
+            return self._raw(entries[:, : self._side])
+        scale, offset = key_range[..., 0, :, :], key_range[..., 1, :, :]
+        return self._unpack(entries[:, : self._side]).mul_(scale).add_(offset)
+
+    def rotated_keys(
+        self, entries: Tensor, key_range: Tensor, chunk: Tensor, cos: Tensor, sin: Tensor
+    ) -> Tensor:
+        """(T, G, D) keys of entries (T, E) in ``dtype``, rotated to the positions of cos and sin.
+
+        The same as `keys` and then `rope.rotate`, in half the time: this is most of what a pass
+        does for a context token. key_range: (C, 2, G, D) of the chunks. chunk: (T,) of each token.
+        cos, sin: (T, D) float32.
+        """
+        if not self.is_quantised:
+            return rotate(self.keys(entries, key_range), cos, sin)
+        scale, offset = key_range[:, 0], key_range[:, 1]
+        out = torch.empty(
+            (len(entries), self.n_kv_heads, self.head_dim), dtype=self.dtype, device=entries.device
+        )
+        half = self.head_dim // 2
+        halves = self._halves(entries[:, : self._side])
+        first, second = (
+            torch.addcmul(
+                offset[..., part].contiguous()[chunk], codes, scale[..., part].contiguous()[chunk]
+            )
+            for part, codes in zip((slice(half), slice(half, None)), halves, strict=True)
+        )
+        cos, sin = cos[:, None], sin[:, None]
+        out[..., :half] = (first * cos[..., :half]).addcmul_(second, sin[..., :half], value=-1)
+        out[..., half:] = second.mul_(cos[..., half:]).addcmul_(first, sin[..., half:])
+        return out
+
+    def key_products(self, entries: Tensor, queries: Tensor) -> Tensor:
+        """(G, n, T) float32 products of queries (G, n, D) with the key codes of entries (T, E)."""
+        half = self.head_dim // 2
+        lower, upper = (codes.permute(1, 2, 0) for codes in self._halves(entries[:, : self._side]))
+        return torch.baddbmm(queries[..., :half] @ lower, queries[..., half:], upper)
+
+    def values(self, entries: Tensor) -> Tensor:
+        """(T, G, D) values of entries (T, E) in ``dtype``."""
+        side = entries[:, self._side : 2 * self._side]
+        if not self.is_quantised:
+            return self._raw(side)
+        ranges = entries[:, 2 * self._side :].contiguous().view(torch.float16).float()
+        scale, offset = ranges.view(len(entries), 2, self.n_kv_heads, 1).unbind(1)
+        half = self.head_dim // 2
+        out = torch.empty(
+            (len(entries), self.n_kv_heads, self.head_dim), dtype=self.dtype, device=entries.device
+        )
+        lower, upper = self._halves(side)
+        out[..., :half] = torch.addcmul(offset, lower, scale)
+        out[..., half:] = torch.addcmul(offset, upper, scale)
+        return out
+
+    @property
+    def _levels(self) -> int:
+        return (1 << self.bits) - 1
+
+    def _raw(self, side: Tensor) -> Tensor:
+        numbers = side.contiguous().view(self.dtype)
+        return numbers.view(len(side), self.n_kv_heads, self.head_dim)
+
+    def _pack(self, codes: Tensor) -> Tensor:
+        """(T, G, D) float codes -> (T, bytes)."""
+        whole = codes.round_().clamp_(0, self._levels).to(torch.uint8)
+        if self.bits == 4:
+            lower, upper = whole.chunk(2, dim=-1)
+            whole = lower | (upper << 4)
+        return whole.flatten(1)
+
+    def _halves(self, side: Tensor) -> tuple[Tensor, Tensor]:
+        """(T, bytes) -> the codes of the first half of the channels and of the rest, float32."""
+        codes = side.reshape(len(side), self.n_kv_heads, -1)
+        if self.bits == 8:
+            half = self.head_dim // 2
+            return codes[..., :half].float(), codes[..., half:].float()
+        return (codes & 15).float(), (codes >> 4).float()
+
+    def _unpack(self, side: Tensor) -> Tensor:
+        """(T, bytes) -> (T, G, D) float32 codes."""
+        return torch.cat(self._halves(side), dim=-1)
+
+
+def check_store_bits(bits: int) -> None:
+    """Raises InvalidOption if ``bits`` is not one of `STORE_BITS`."""
+    if type(bits) is not int or bits not in STORE_BITS:
+        allowed = ", ".join(map(str, STORE_BITS))
+        raise InvalidOption(f"store_bits={bits!r}; allowed: {allowed}")
+
+
+def _half(values: Tensor) -> Tensor:
+    """The nearest float16, overflow clamped to the largest finite one."""
+    return values.clamp(-_HALF_MAX, _HALF_MAX).to(torch.float16)

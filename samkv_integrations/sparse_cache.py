@@ -1,0 +1,161 @@
+"""The context in few bits, of which every step of an answer attends to a few tokens (Quest)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from samkv_integrations.eviction.quest import Quest
+from samkv_integrations.methods.parts import ContextAttention
+from samkv_integrations.model import attention
+from samkv_integrations.quantise import EntryFormat
+from samkv_integrations.rope import unrotate
+from samkv_integrations.working_cache import LayerEntries, WorkingCache, as_heads
+
+SAMPLE = 64
+"""Tokens whose mean key is taken out of all keys of a layer."""
+
+
+class SparseCache(WorkingCache):
+    """Context tokens in few bits, at their positions, beside all other tokens as they are.
+
+    A step scores every context token by its quantised key, and de-quantises the best alone. Keys
+    are rotated here, so that scoring is one product with the codes. What a bias adds to all keys of
+    a channel would spread over the range of two channels when it is rotated (Qwen2.5: hundreds,
+    where the keys differ by a few), so the mean un-rotated key of a layer is taken out before, and
+    its part of a logit computed apart, exactly.
+
+    Args:
+        form: how entries are held.
+        cos, sin: (Tctx, D) float32, where cached keys sit.
+        rule: how much a step attends to.
+        capacity: tokens that the answer may add.
+        weigh: how a step weighs the context against the rest, None as the model does.
+    """
+
+    def __init__(
+        self,
+        n_layers: int,
+        form: EntryFormat,
+        cos: Tensor,
+        sin: Tensor,
+        rule: Quest,
+        capacity: int,
+        weigh: ContextAttention | None = None,
+    ) -> None:
+        self._n_layers, self._form, self._cos, self._sin = n_layers, form, cos, sin
+        self._budget = rule.budget(len(cos))
+        self._capacity, self._weigh = capacity, weigh
+        self._context: list[_LayerContext | None] = [None] * n_layers
+        self._keys: list[Tensor] = [torch.empty(0)] * n_layers  # (S + capacity, G, D), the rest
+        self._values: list[Tensor] = [torch.empty(0)] * n_layers
+        self._lengths = [0] * n_layers
+
+    @property
+    def kv_bytes(self) -> int:
+        rest = 2 * sum(self._lengths) * self._keys[0][:1].nbytes
+        return rest + sum(held.n_bytes for held in self._context if held is not None)
+
+    def attended(self, n_kept: int) -> int:
+        return min(self._budget, n_kept)
+
+    def take(self, layer: int, entries: LayerEntries) -> None:
+        keys = entries.keys[entries.other_slots]
+        room = (0, 0, 0, 0, 0, self._capacity)
+        self._keys[layer] = pad(keys, room)
+        self._values[layer] = pad(entries.values[entries.other_slots], room)
+        self._lengths[layer] = len(keys)
+        if len(entries.context):
+            tokens, at = entries.context, entries.context_slots
+            self._context[layer] = _LayerContext(
+                self._form, entries.keys[at], entries.values[at], self._cos[tokens],
+                self._sin[tokens],
+            )  # fmt: skip
+        if layer == self._n_layers - 1:
+            self.prompt_bytes = self.kv_bytes
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float
+    ) -> Tensor:
+        length, context = self._lengths[layer], self._context[layer]
+        self._keys[layer][length], self._values[layer][length] = key[0, :, 0], value[0, :, 0]
+        self._lengths[layer] = length + 1
+        keys, values = self._keys[layer][: length + 1], self._values[layer][: length + 1]
+        n_context = 0
+        if context is not None:
+            best_keys, best_values = context.best(query[0, :, 0], scaling, self._budget)
+            n_context = len(best_keys)
+            keys, values = torch.cat((best_keys, keys)), torch.cat((best_values, values))
+        keys, values = as_heads(keys), as_heads(values)
+        if self._weigh is None:
+            return attention(query, keys, values, scaling, None, False)
+        is_context = torch.arange(keys.shape[2], device=keys.device) < n_context
+        return self._weigh(query, keys, values, scaling, None, is_context)
+
+
+class _LayerContext:
+    """The context tokens that a layer holds: entries (n, E), at positions of cos and sin (n, D)."""
+
+    def __init__(
+        self, form: EntryFormat, keys: Tensor, values: Tensor, cos: Tensor, sin: Tensor
+    ) -> None:
+        """keys, values: (n, G, D), rotated."""
+        self._form, self._cos, self._sin = form, cos, sin
+        wide = keys.float()
+        if form.is_quantised:
+            # Any vector near the mean does, as it is added again: that of some tokens is enough.
+            some = torch.linspace(0, len(wide) - 1, min(SAMPLE, len(wide)), device=wide.device)
+            some = some.long()
+            self._mean = unrotate(wide[some], cos[some], sin[some]).mean(0)  # (G, D)
+            self._add_mean(wide, cos, sin, -1)
+        self._range = form.key_range(wide)
+        self._entries = form.encode_within(wide, values, self._range)
+
+    @property
+    def n_bytes(self) -> int:
+        return self._entries.nbytes + self._range.nbytes
+
+    def _add_mean(self, keys: Tensor, cos: Tensor, sin: Tensor, sign: int) -> None:
+        """Add the mean, rotated to each position, to keys (n, G, D); sign -1 takes it out."""
+        keys.addcmul_(cos[:, None], self._mean, value=sign)
+        keys.addcmul_(sin[:, None], self._turned, value=sign)
+
+    @property
+    def _turned(self) -> Tensor:
+        half = self._form.head_dim // 2
+        return torch.cat((-self._mean[:, half:], self._mean[:, :half]), dim=-1)
+
+    def best(self, query: Tensor, scaling: float, count: int) -> tuple[Tensor, Tensor]:
+        """Keys and values (count, G, D) of the tokens that a query (H, D) attends to most.
+
+        One choice for all heads, by the sum of their softmax over the context; in prompt order.
+        """
+        form, entries = self._form, self._entries
+        if count < len(entries):
+            weights = (self._logits(query) * scaling).softmax(-1).sum((0, 1))
+            best = weights.topk(count).indices.sort().values
+            entries, cos, sin = entries[best], self._cos[best], self._sin[best]
+        else:
+            cos, sin = self._cos, self._sin
+        keys = form.keys(entries, self._range)
+        if form.is_quantised:
+            self._add_mean(keys, cos, sin, 1)
+        return keys.to(form.dtype), form.values(entries)
+
+    def _logits(self, query: Tensor) -> Tensor:
+        """(G, H/G, n) float32 products of a query (H, D) with all keys."""
+        form, entries = self._form, self._entries
+        grouped = query.float().view(form.n_kv_heads, -1, form.head_dim)
+        if not form.is_quantised:
+            return grouped @ form.keys(entries, self._range).float().permute(1, 2, 0)
+        scale, offset = self._range[:, :, None]  # (G, 1, D) each
+        logits = form.key_products(entries, grouped * scale)
+        logits += (grouped * offset).sum(-1, keepdim=True)
+        # The mean's part: q . R k = cos . (q1 k1 + q2 k2 | ...) + sin . (q2 k1 - q1 k2 | ...).
+        return logits + self._mean_products(grouped)
+
+    def _mean_products(self, grouped: Tensor) -> Tensor:
+        """(G, H/G, n) products of queries (G, H/G, D) with the mean key at each position."""
+        along, across = grouped * self._mean[:, None], grouped * self._turned[:, None]
+        return along @ self._cos.T + across @ self._sin.T

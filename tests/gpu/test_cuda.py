@@ -1,0 +1,200 @@
+"""What a GPU must compute as a CPU does, and the limit laws there in bfloat16.
+
+Run with ``pytest -m gpu tests/gpu`` where there is a CUDA device. `tests/test_device.py` rehearses
+without one that no tensors of two devices meet.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor
+
+from samkv_integrations.engine import Engine
+from samkv_integrations.eviction import EVICTIONS, Eviction, Quest
+from samkv_integrations.methods import METHODS, Method
+from samkv_integrations.methods.ape import ApeAttention
+from samkv_integrations.methods.guided import GuidedRecompute
+from samkv_integrations.methods.multi_infllm import MultiInfllmSelect
+from samkv_integrations.methods.parts import Fusion, RecomputeNone
+from samkv_integrations.model import Model
+from samkv_integrations.quantise import STORE_BITS
+from tests.models import FAMILIES, byte_tokenizer, hf_model, tiny_model
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
+]
+
+CHUNKS = [f"the {name} of number {name} is at the {name}, " * 6 for name in ("mill", "inn", "quay")]
+PROMPT = f"A guide: {' and '.join(CHUNKS)} Where is the inn?"
+FOLLOW = (40, 50, 60, 70)
+# As transformers on both: float32 in another order, and logits of these models reach 100.
+TIGHT = {"rtol": 1e-4, "atol": 1e-3}
+
+
+@cache
+def on_gpu(family: str, dtype: torch.dtype) -> Model:
+    model = hf_model(family).to(dtype).to("cuda")
+    return Model(model, byte_tokenizer(bos=not family.startswith("qwen")), f"tiny-{family}")
+
+
+@cache
+def filled(family: str, dtype: torch.dtype, store_bits: int, device: str) -> Engine:
+    """An engine with the chunks in its store. Both devices accept each other's caches."""
+    model = tiny_model(family, dtype) if device == "cpu" else on_gpu(family, dtype)
+    made = Engine(model, block_size=8, store_bits=store_bits)
+    made.cache_chunks(CHUNKS)
+    return made
+
+
+def with_caches_of(engine: Engine, model: Model) -> Engine:
+    bits = engine.fingerprint.store_bits
+    return Engine(model, engine.store, block_size=8, store_bits=bits)
+
+
+def rms(difference: Tensor) -> float:
+    return float(difference.square().mean().sqrt())
+
+
+# -- against the CPU ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rule", ["none", "quest"])
+@pytest.mark.parametrize("method", ["reuse", "recompute", "samkv-guided"])
+@pytest.mark.parametrize("store_bits", STORE_BITS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_in_float32_are_those_of_the_cpu(
+    family: str, store_bits: int, method: str, rule: str
+):
+    """The first token's, and those of four steps."""
+    on_cpu = filled(family, torch.float32, store_bits, "cpu")
+    there = with_caches_of(on_cpu, on_gpu(family, torch.float32))
+    assert there.fingerprint.digest == on_cpu.fingerprint.digest
+    asked = {"follow": FOLLOW, "method": method, "eviction": rule}
+    expected = on_cpu.logits(PROMPT, CHUNKS, **asked)
+    torch.testing.assert_close(there.logits(PROMPT, CHUNKS, **asked), expected, **TIGHT)
+
+
+@pytest.mark.parametrize("rule", [None, "none", *EVICTIONS])
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_and_rule_runs(method: str, rule: str | None):
+    on_cpu = filled("llama", torch.float32, 4, "cpu")
+    there = with_caches_of(on_cpu, on_gpu("llama", torch.float32))
+    asked = {"follow": FOLLOW, "method": method, "eviction": rule}
+    expected = on_cpu.logits(PROMPT, CHUNKS, **asked)
+    torch.testing.assert_close(there.logits(PROMPT, CHUNKS, **asked), expected, **TIGHT)
+
+
+@pytest.mark.parametrize("rule", ["none", "quest"])
+@pytest.mark.parametrize("method", ["reuse", "recompute", "samkv-guided"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_in_bfloat16_are_no_further_from_float32_than_the_cpu_s(
+    family: str, method: str, rule: str
+):
+    """Rounding to bfloat16 is the only difference: twice what it costs the CPU is allowed."""
+    asked = {"follow": FOLLOW, "method": method, "eviction": rule}
+    exact, on_cpu, there = (
+        filled(family, dtype, 16, device).logits(PROMPT, CHUNKS, **asked)
+        for dtype, device in (
+            (torch.float32, "cpu"),
+            (torch.bfloat16, "cpu"),
+            (torch.bfloat16, "cuda"),
+        )
+    )
+    assert rms(there - exact) <= 2 * rms(on_cpu - exact)
+
+
+def test_an_answer_is_the_cpu_s_and_sampling_repeats_itself():
+    on_cpu = filled("llama", torch.float32, 16, "cpu")
+    there = with_caches_of(on_cpu, on_gpu("llama", torch.float32))
+    greedy = [engine.generate(PROMPT, CHUNKS, max_new_tokens=16) for engine in (on_cpu, there)]
+    assert greedy[0].text == greedy[1].text
+    drawn = [
+        there.generate(PROMPT, CHUNKS, max_new_tokens=16, temperature=1.0, seed=7) for _ in range(2)
+    ]
+    assert drawn[0].text == drawn[1].text
+
+
+# -- the limit laws, in bfloat16 ------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Law:
+    """A method that equals another one, with the rules that the answer goes on with."""
+
+    method: Method
+    equals: str
+    rule: str | Eviction = "none"
+
+    def __str__(self) -> str:
+        method, name = self.method, self.rule if isinstance(self.rule, str) else self.rule.name
+        return f"{method.name} {method.recompute} {method.select} {name} is {self.equals}"
+
+
+def changed(name: str, **options: float) -> Method:
+    method = METHODS[name]
+    return replace(method, recompute=replace(method.recompute, **options))
+
+
+ALL_HITS = GuidedRecompute(ratio=1.0, lead_layers=1.0, small_context=0)
+LAWS = [
+    Law(method=changed("samkv-guided", ratio=0.0), equals="reuse"),
+    Law(method=replace(METHODS["samkv-guided"], recompute=RecomputeNone()), equals="reuse"),
+    Law(method=replace(METHODS["samkv-guided"], recompute=ALL_HITS), equals="recompute"),
+    Law(method=changed("samkv-guided", small_context=10_000), equals="recompute"),
+    Law(method=changed("epic", first=0), equals="reuse"),
+    Law(method=changed("epic", ratio=1.0), equals="recompute"),
+    Law(method=changed("cacheblend", ratio=1.0), equals="recompute"),
+    Law(method=changed("a3", ratio=1.0), equals="recompute"),
+    Law(
+        method=replace(METHODS["multi-infllm"], select=MultiInfllmSelect(max_kept_ratio=1.0)),
+        equals="reuse",
+    ),
+    Law(
+        method=replace(METHODS["ape"], attend=ApeAttention(temperature=1.0, scale=1.0)),
+        equals="reuse-local",
+    ),
+    Law(method=replace(METHODS["recompute"], update=Fusion(weight=1.0)), equals="recompute"),
+    Law(method=replace(METHODS["recompute"], update=Fusion(weight=0.0)), equals="reuse"),
+    Law(method=METHODS["reuse"], equals="reuse", rule=Quest(budget_ratio=1.0)),
+]
+
+
+@pytest.mark.parametrize("law", LAWS, ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_limit_laws_hold_in_bfloat16(family: str, law: Law):
+    """Both sides are one computation, apart by no more than bfloat16 is from float32 in it."""
+    there = filled(family, torch.bfloat16, 16, "cuda")
+    exact = filled(family, torch.float32, 16, "cpu")
+    asked = {"follow": FOLLOW, "eviction": "none"}
+    expected = there.logits(PROMPT, CHUNKS, method=law.equals, **asked)
+    found = there.logits(PROMPT, CHUNKS, method=law.method, follow=FOLLOW, eviction=law.rule)
+    rounding = rms(expected - exact.logits(PROMPT, CHUNKS, method=law.equals, **asked))
+    assert rms(found - expected) <= 2 * rounding
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_recompute_in_bfloat16_is_the_plain_forward(family: str):
+    there = filled(family, torch.bfloat16, 16, "cuda")
+    exact = filled(family, torch.float32, 16, "cpu")
+    with there.resolve(PROMPT, CHUNKS) as resolved:
+        ids = torch.tensor([[t for segment in resolved.segments for t in segment.token_ids]])
+    with torch.inference_mode():
+        plain = there.model.hf(ids.cuda()).logits[0, -1].float().cpu()
+        true = exact.model.hf(ids).logits[0, -1]
+    ours = there.logits(PROMPT, CHUNKS, method="recompute")[0]
+    assert rms(ours - plain) <= 2 * rms(plain - true)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_chunk_after_its_prefix_is_exact_in_bfloat16(family: str):
+    there = filled(family, torch.bfloat16, 16, "cuda")
+    exact = filled(family, torch.float32, 16, "cpu")
+    prompt = CHUNKS[0].strip() + " Where is the inn?"
+    reused, full = (there.logits(prompt, CHUNKS[:1], method=m) for m in ("reuse", "recompute"))
+    true = exact.logits(prompt, CHUNKS[:1], method="recompute")
+    assert rms(reused - full) <= 2 * rms(full - true)

@@ -1,0 +1,355 @@
+"""Entries of few bits against their definition in plain Python, and how far they may be off."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from samkv_integrations.errors import InvalidChunk, InvalidOption
+from samkv_integrations.quantise import EntryFormat
+
+FORM = EntryFormat(bits=4, n_kv_heads=2, head_dim=8, dtype=torch.float32)
+QUANTISED = (4, 8)
+
+
+def normal(seed: int, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def of(bits: int, dtype: torch.dtype = torch.float32, n_kv_heads: int = 2, head_dim: int = 8):
+    return replace(FORM, bits=bits, dtype=dtype, n_kv_heads=n_kv_heads, head_dim=head_dim)
+
+
+def there_and_back(form: EntryFormat, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    key_range = form.key_range(keys)
+    entries = form.encode(keys, values, key_range)
+    assert (entries.dtype, entries.shape) == (torch.uint8, (len(keys), form.n_bytes))
+    return form.keys(entries, key_range), form.values(entries)
+
+
+def value_scales(form: EntryFormat, entries: Tensor) -> Tensor:
+    """(T, G) scales of the values, the first of the float16 numbers at the entry's end."""
+    n_bytes = 2 * form.n_kv_heads
+    start = form.n_bytes - 2 * n_bytes
+    return entries[:, start : start + n_bytes].contiguous().view(torch.float16).float()
+
+
+def decoded_by_hand(
+    form: EntryFormat, entry: bytes, key_range: Tensor
+) -> tuple[list[list[float]], list[list[float]]]:
+    """Keys and values (G, D) of one entry, number by number from the definition."""
+    n_heads, dim, half = form.n_kv_heads, form.head_dim, form.head_dim // 2
+    per_head = dim * form.bits // 8
+    side = n_heads * per_head
+    ranges = struct.unpack(f"<{2 * n_heads}e", entry[2 * side :])
+
+    def code(start: int, head: int, d: int) -> int:
+        row = entry[start + head * per_head : start + (head + 1) * per_head]
+        if form.bits == 8:
+            return row[d]
+        return row[d] % 16 if d < half else row[d - half] // 16
+
+    scale, offset = key_range.tolist()
+    keys = [
+        [code(0, g, d) * scale[g][d] + offset[g][d] for d in range(dim)] for g in range(n_heads)
+    ]
+    values = [
+        [code(side, g, d) * ranges[g] + ranges[n_heads + g] for d in range(dim)]
+        for g in range(n_heads)
+    ]
+    return keys, values
+
+
+# --- bytes -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("bits", "dtype", "n_kv_heads", "head_dim", "n_bytes"),
+    [
+        (4, torch.float32, 2, 8, 8 + 8 + 8),
+        (8, torch.float32, 2, 8, 16 + 16 + 8),
+        (16, torch.float32, 2, 8, 64 + 64),
+        (16, torch.bfloat16, 2, 8, 32 + 32),
+        (4, torch.bfloat16, 2, 64, 64 + 64 + 8),  # Qwen2.5-0.5B: 136 bytes instead of 512
+        (8, torch.bfloat16, 2, 64, 128 + 128 + 8),
+        (8, torch.float16, 3, 5, 15 + 15 + 12),
+        (4, torch.float16, 1, 2, 1 + 1 + 4),
+    ],
+)
+def test_bytes_of_an_entry(
+    bits: int, dtype: torch.dtype, n_kv_heads: int, head_dim: int, n_bytes: int
+) -> None:
+    form = of(bits, dtype, n_kv_heads, head_dim)
+    assert form.n_bytes == n_bytes
+    assert form.is_quantised == (bits < 16)
+    keys = normal(0, 3, n_kv_heads, head_dim).to(dtype)
+    key_range = form.key_range(keys)
+    assert key_range.shape == form.range_shape == (2 * (bits < 16), n_kv_heads, head_dim)
+    assert key_range.dtype == torch.float32
+    assert form.encode(keys, keys, key_range).shape == (3, n_bytes)
+
+
+def test_an_entry_written_by_hand() -> None:
+    """Four channels of one head: keys 0 to 15 by their code, values 0, 1, 2, 15."""
+    form = of(4, n_kv_heads=1, head_dim=4)
+    keys = torch.tensor([[[0.0, 15.0, 3.0, 7.0]], [[15.0, 0.0, 18.0, -8.0]]])
+    values = torch.tensor([[[0.0, 1.0, 2.0, 15.0]], [[0.0, 0.0, 0.0, 0.0]]])
+    key_range = form.key_range(keys)
+    assert key_range.tolist() == [[[1.0, 1.0, 1.0, 1.0]], [[0.0, 0.0, 3.0, -8.0]]]
+    first, second = form.encode(keys, values, key_range)
+    one, tiny = struct.pack("<e", 1.0), struct.pack("<e", 2**-24)  # tiny: never a scale of 0
+    assert bytes(first.tolist()) == bytes([0 + 16 * 0, 15 + 16 * 15, 0 + 16 * 2, 1 + 16 * 15]) + (
+        one + struct.pack("<e", 0.0)
+    )
+    assert bytes(second.tolist()) == bytes([15 + 16 * 15, 0, 0, 0]) + tiny + bytes(2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_16_bits_keep_every_bit(dtype: torch.dtype) -> None:
+    form = of(16, dtype)
+    keys, values = normal(1, 7, 2, 8).to(dtype) * 1000, normal(2, 7, 2, 8).to(dtype)
+    back_keys, back_values = there_and_back(form, keys, values)
+    assert back_keys.dtype == back_values.dtype == dtype
+    assert torch.equal(back_keys, keys) and torch.equal(back_values, values)
+    entries = form.encode(keys, values, form.key_range(keys))
+    for t in range(7):
+        raw = bytes(keys[t].reshape(-1).view(torch.uint8).tolist())
+        raw += bytes(values[t].reshape(-1).view(torch.uint8).tolist())
+        assert bytes(entries[t].tolist()) == raw
+
+
+@pytest.mark.parametrize("bits", [4, 8, 16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_of_a_larger_tensor_decode_as_they_do_alone(bits: int, dtype: torch.dtype) -> None:
+    form = of(bits, dtype)
+    keys = normal(3, 9, 2, 8).to(dtype)
+    key_range = form.key_range(keys)
+    entries = form.encode(keys, keys, key_range)
+    whole = torch.stack((entries, entries.flip(0)), dim=1)  # of two layers, token by token
+    for t in range(9):
+        row = whole[t : t + 1, 0]
+        assert torch.equal(form.keys(row, key_range), form.keys(entries, key_range)[t : t + 1])
+        assert torch.equal(form.values(row), form.values(entries)[t : t + 1])
+    assert torch.equal(form.values(whole[:, 1]), form.values(entries).flip(0))
+
+
+# --- errors ------------------------------------------------------------------------------------
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    seed=st.integers(0, 10_000),
+    bits=st.sampled_from(QUANTISED),
+    n_tokens=st.integers(1, 6),
+    head_dim=st.sampled_from([2, 4, 12]),
+    bias=st.sampled_from([0.0, 1e-6, 0.3, -40.0, 900.0, -60_000.0]),
+    spread=st.sampled_from([0.0, 1e-7, 1e-3, 1.0, 300.0]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+)
+def test_what_comes_back_is_within_half_a_step(
+    seed: int,
+    bits: int,
+    n_tokens: int,
+    head_dim: int,
+    bias: float,
+    spread: float,
+    dtype: torch.dtype,
+) -> None:
+    """Of its channel for a key, of its token and head for a value; and no step is too wide."""
+    form = of(bits, dtype, 3, head_dim)
+    keys, values = (bias + spread * normal(seed, 2, n_tokens, 3, head_dim)).to(dtype)
+    key_range = form.key_range(keys)
+    entries = form.encode(keys, values, key_range)
+    back_keys, back_values = form.keys(entries, key_range), form.values(entries)
+    assert (back_keys.dtype, back_values.dtype) == (torch.float32, dtype)
+    rounded = 1e-6 * float(max(keys.abs().max(), values.abs().max())) + 1e-9  # sums may cancel
+    for t, entry in enumerate(entries.tolist()):
+        by_hand = decoded_by_hand(form, bytes(entry), key_range)
+        for found, expected in zip((back_keys, back_values), by_hand, strict=True):
+            torch.testing.assert_close(
+                found[t].float(), torch.tensor(expected).to(found.dtype).float(),
+                rtol=torch.finfo(found.dtype).eps, atol=rounded,
+            )  # fmt: skip
+
+    levels, keys, values = 2**bits - 1, keys.float(), values.float()
+    step, rounding = key_range[0], 1e-6 * keys.abs().amax(0)  # of the float32 arithmetic
+    assert ((back_keys - keys).abs() <= step / 2 + rounding).all()
+    spans = keys.amax(0) - keys.amin(0)
+    assert (step <= torch.where(spans > 0, spans / levels * 1.001 + rounding, 1.0)).all()
+
+    step = value_scales(form, entries)[..., None]
+    largest = values.abs().amax(-1, keepdim=True)
+    rounding = (1e-6 + torch.finfo(dtype).eps / 2) * largest + 2.0**-25
+    assert ((back_values.float() - values).abs() <= step / 2 + rounding).all()
+    low = values.amin(-1, keepdim=True)
+    span = values.amax(-1, keepdim=True) - low + 2.0**-10 * low.abs()  # offsets are float16
+    assert (step <= span / levels * 1.001 + 2.0**-22).all()
+
+
+@pytest.mark.parametrize("bits", QUANTISED)
+@pytest.mark.parametrize("offset", [300.0, -700.0, 1000.0])
+def test_a_channel_that_a_bias_moved_is_as_exact_as_without(bits: int, offset: float) -> None:
+    """As in Qwen2.5, whose keys have channels of hundreds that vary by 1 to 3.
+
+    Half a float32 step at 1000 is 3e-5, which keys, offsets and results are each rounded by.
+    """
+    form, keys = of(bits), normal(4, 200, 2, 8) * torch.linspace(0.3, 1, 8)
+    moved = keys.clone()
+    moved[..., ::3] += offset
+    values = torch.zeros_like(keys)
+    here, there = (there_and_back(form, k, values)[0] - k for k in (keys, moved))
+    largest = keys.amax(0) - keys.amin(0)
+    assert bool((there.abs() <= largest / (2**bits - 1) / 2 + 2e-4).all())
+    assert abs(float(there.square().mean().sqrt() - here.square().mean().sqrt())) <= 1e-4
+    assert torch.equal(there[..., 1::3], here[..., 1::3])
+
+
+def test_more_bits_are_closer() -> None:
+    keys, values = normal(0, 50, 2, 16), normal(1, 50, 2, 16)
+    errors = [
+        [float((back - true).norm()) for back, true in zip(
+            there_and_back(of(bits, head_dim=16), keys, values), (keys, values), strict=True)]
+        for bits in (4, 8, 16)
+    ]  # fmt: skip
+    for four, eight, sixteen in zip(*errors, strict=True):
+        assert four > 10 * eight > 0 == sixteen
+
+
+def test_channels_have_their_own_scale_and_tokens_theirs() -> None:
+    """An outlier channel costs other channels' keys nothing; an outlying value, other tokens'."""
+    form, keys, values = of(4), normal(1, 50, 2, 8), normal(2, 50, 2, 8)
+    alone = there_and_back(form, keys, values)
+    keys[..., 3] *= 1000
+    values[7, 1, 2] = 1000
+    beside = there_and_back(form, keys, values)
+    rest = [0, 1, 2, 4, 5, 6, 7]
+    assert torch.equal(beside[0][..., rest], alone[0][..., rest])
+    same = torch.ones(50, 2, dtype=torch.bool)
+    same[7, 1] = False
+    assert torch.equal(beside[1][same], alone[1][same])
+    assert not torch.equal(beside[1][7, 1], alone[1][7, 1])
+
+
+@pytest.mark.parametrize("bits", QUANTISED)
+def test_a_constant_channel_and_a_single_token_are_exact(bits: int) -> None:
+    form = of(bits)
+    keys = normal(5, 1, 2, 8) * 100
+    back, _ = there_and_back(form, keys, keys)
+    assert torch.equal(back, keys)
+    keys = normal(5, 30, 2, 8)
+    keys[..., 2] = -123.456
+    assert form.key_range(keys)[:, :, 2].tolist() == [[1.0] * 2, keys[0, :, 2].tolist()]
+    back, _ = there_and_back(form, keys, keys)
+    assert (back[..., 2] == keys[..., 2]).all()
+
+
+@pytest.mark.parametrize("bits", QUANTISED)
+def test_zeros_come_back_as_zeros(bits: int) -> None:
+    zeros = torch.zeros(3, 2, 8)
+    for back in there_and_back(of(bits), zeros, zeros):
+        assert torch.equal(back, zeros)
+
+
+@pytest.mark.parametrize("bits", QUANTISED)
+@pytest.mark.parametrize("largest", [70_000.0, 3e6, 1e30])
+def test_keys_beyond_float16_are_right(bits: int, largest: float) -> None:
+    keys = (normal(6, 20, 2, 8) * largest).bfloat16()
+    form = of(bits, torch.bfloat16)
+    back, _ = there_and_back(form, keys, torch.zeros_like(keys))
+    step = form.key_range(keys)[0]
+    assert back.isfinite().all() and float(back.abs().max()) > 65504
+    assert ((back - keys.float()).abs() <= step / 2 + 1e-6 * keys.float().abs()).all()
+
+
+def test_keys_out_of_the_range_get_the_nearest_code() -> None:
+    form, keys = of(4), normal(7, 20, 2, 8)
+    key_range = form.key_range(keys)
+    entries = form.encode(torch.cat((keys - 100, keys + 100)), torch.zeros(40, 2, 8), key_range)
+    low, high = form.keys(entries, key_range).split(20)
+    assert (low == key_range[1]).all()
+    torch.testing.assert_close(high, (key_range[1] + 15 * key_range[0]).expand(20, 2, 8))
+
+
+# --- a range for each token --------------------------------------------------------------------
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    seed=st.integers(0, 10_000),
+    bits=st.sampled_from([4, 8, 16]),
+    n_tokens=st.lists(st.integers(1, 9), min_size=1, max_size=4),
+)
+def test_ranges_of_tokens_give_what_the_common_one_of_each_chunk_gives(
+    seed: int, bits: int, n_tokens: list[int]
+) -> None:
+    form = of(bits)
+    chunks = [(normal(seed + i, n, 2, 8) + 10 * i, normal(seed - i, n, 2, 8))
+              for i, n in enumerate(n_tokens)]  # fmt: skip
+    keys, values = (torch.cat(side) for side in zip(*chunks, strict=True))
+    ranges = [form.key_range(own_keys) for own_keys, _ in chunks]
+    of_tokens = torch.cat(
+        [own.expand(n, *own.shape) for own, n in zip(ranges, n_tokens, strict=True)]
+    )
+    together = form.encode_within(keys, values, of_tokens)
+    alone = [form.encode(*chunk, own) for chunk, own in zip(chunks, ranges, strict=True)]
+    assert torch.equal(together, torch.cat(alone))
+    decoded = [form.keys(entries, own) for entries, own in zip(alone, ranges, strict=True)]
+    assert torch.equal(form.keys(together, of_tokens), torch.cat(decoded))
+    assert torch.equal(form.values(together), torch.cat([form.values(own) for own in alone]))
+
+
+# --- what is refused ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bits", [4, 8, 16])
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("side", [0, 1])
+def test_what_is_not_finite_is_refused(bits: int, wrong: float, side: int) -> None:
+    form, sides = of(bits), [normal(8, 5, 2, 8), normal(9, 5, 2, 8)]
+    key_range = form.key_range(sides[0])
+    sides[side][3, 1, 5] = wrong
+    with pytest.raises(InvalidChunk, match="not finite numbers.*; leave it out, or load"):
+        form.encode(sides[0], sides[1], key_range)
+
+
+@pytest.mark.parametrize("bits", QUANTISED)
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_values_beyond_half_precision_are_refused_by_name(bits: int, sign: float) -> None:
+    keys, values = normal(8, 5, 2, 8).bfloat16(), normal(9, 5, 2, 8).bfloat16()
+    form = of(bits, torch.bfloat16)
+    key_range = form.key_range(keys)
+    values[3, 1, 5] = sign * 70_000
+    with pytest.raises(InvalidChunk, match=r"values reach 7.*e\+04.*65504.*; give store_bits=16"):
+        form.encode(keys, values, key_range)
+    exact = of(16, torch.bfloat16)
+    assert torch.equal(exact.values(exact.encode(keys, values, exact.key_range(keys))), values)
+
+
+@pytest.mark.parametrize("bits", QUANTISED)
+def test_the_largest_half_precision_values_are_kept(bits: int) -> None:
+    values = torch.tensor([-65504.0, 65504.0, 0.0, 1.0]).view(1, 1, 4)
+    form = of(bits, n_kv_heads=1, head_dim=4)
+    _, back = there_and_back(form, values, values)
+    step = 2 * 65504 / (2**bits - 1)
+    assert back.isfinite().all()
+    assert float((back - values).abs().max()) <= step / 2 * 1.001
+
+
+@pytest.mark.parametrize("bits", [0, 1, 2, 3, 5, 32, -4])
+def test_other_bits_are_refused(bits: int) -> None:
+    with pytest.raises(InvalidOption, match=f"store_bits={bits}; allowed: 4, 8, 16"):
+        of(bits)
+
+
+def test_4_bits_of_an_odd_head_size_are_refused() -> None:
+    with pytest.raises(InvalidOption, match="head size of 5 fills no whole bytes; give store_b"):
+        of(4, head_dim=5)
+    for bits in (8, 16):
+        keys = normal(0, 2, 2, 5)
+        there_and_back(of(bits, head_dim=5), keys, keys)
