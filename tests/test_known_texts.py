@@ -94,10 +94,13 @@ class TestAnswers:
         file.write_bytes(file.read_bytes()[:-9])
         with pytest.raises(ChunkNotCached):
             engine.generate(PROMPT, on_miss="error")
-        for on_miss, computed in (("text", 0), ("compute", 1)):
-            options = {"method": "recompute", "max_new_tokens": 6, "on_miss": on_miss}
-            answer = engine.generate(PROMPT, **options)
-            assert answer.text == expected
+        for on_miss, method, computed in (
+            ("text", "recompute", 0),
+            ("compute", "recompute", 0),  # full prefill wants no caches
+            ("compute", "reuse", 1),
+        ):
+            answer = engine.generate(PROMPT, method=method, max_new_tokens=6, on_miss=on_miss)
+            assert method == "reuse" or answer.text == expected
             assert (answer.report.chunk_hits, answer.report.chunk_misses) == (2, {"corrupt": 1})
             assert answer.report.chunks_computed == computed
         report = engine.generate(PROMPT, max_new_tokens=1).report
