@@ -40,6 +40,7 @@ from samkv_integrations.errors import InvalidOption, ModelNotFound, UnsupportedM
 
 SUPPORTED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 SUPPORTED_DTYPES = ("float32", "bfloat16")
+DTYPES = ("auto", *SUPPORTED_DTYPES)
 SUPPORTED_ROPE = ("default", "linear", "llama3")
 
 # Arguments of from_pretrained that are decided here -> what to do instead.
@@ -213,13 +214,14 @@ class Model:
         """Load by hub id, local folder, or ``"builtin"`` (the reference model in this package).
 
         device: ``auto`` (CUDA if there is one), ``cpu``, ``cuda`` or ``cuda:N``.
-        dtype: ``auto`` (the checkpoint's), ``float32`` or ``bfloat16``.
+        dtype: ``float32``, ``bfloat16``, or ``auto`` for the checkpoint's; where that is bfloat16
+            and this processor computes it slowly, float32 (see `bfloat16_is_slow`).
         tokenizer: a loaded one in place of the model's own.
         model_kwargs, tokenizer_kwargs: passed on to ``from_pretrained``, such as ``revision``,
             ``token``, ``cache_dir``, ``local_files_only``.
         """
-        if dtype not in ("auto", *SUPPORTED_DTYPES):
-            raise InvalidOption(f"dtype={dtype!r}; allowed: auto, {', '.join(SUPPORTED_DTYPES)}")
+        if dtype not in DTYPES:
+            raise InvalidOption(f"dtype={dtype!r}; allowed: {', '.join(DTYPES)}")
         place, further = _device(device), dict(model_kwargs or {})
         for decided in _DECIDED.keys() & further.keys():
             raise InvalidOption(f"model_kwargs holds {decided!r}: {_DECIDED[decided]}")
@@ -230,7 +232,10 @@ class Model:
                 "a hub id, or 'builtin'"
             )
         with _loading("model", name, further), _quiet(name == "builtin"):
-            _refuse_unsupported(AutoConfig.from_pretrained(source, **further))
+            config = AutoConfig.from_pretrained(source, **further)
+            _refuse_unsupported(config)
+            if dtype == "auto" and config.dtype == torch.bfloat16 and bfloat16_is_slow(place):
+                dtype = "float32"
             hf: Any = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **further)
         if tokenizer is None:
             tokenizer = load_tokenizer(name, tokenizer_kwargs)
@@ -471,6 +476,15 @@ def load_tokenizer(name: str, options: Mapping[str, Any] | None = None) -> Any: 
         return AutoTokenizer.from_pretrained(_source(name), **further)
 
 
+def bfloat16_is_slow(device: torch.device) -> bool:
+    """Whether products in bfloat16 run without vector instructions on this device.
+
+    So they do on processors without AVX-512 or Arm's bfloat16: 60 times slower than float32 was
+    measured (docs/decisions.md), where float32 takes twice the memory.
+    """
+    return device.type == "cpu" and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
 def _device(name: str) -> torch.device:
     """The device called ``name``, if it is one of this machine."""
     if name == "auto":
@@ -504,11 +518,14 @@ def random_model(
     """A model with random weights and the reference model's tokenizer, for timings.
 
     shape: fields of a transformers config, ``model_type`` among them. Nothing is downloaded.
+    dtype: ``float32``, ``bfloat16``, or ``auto`` as in `Model.load`, bfloat16 where it is fast.
 
     Raises InvalidOption for a device that this machine lacks, before anything is built.
     """
     place, fields = _device(device), dict(shape)
     config = AutoConfig.for_model(fields.pop("model_type"), **fields)
+    if dtype == "auto":
+        dtype = "float32" if bfloat16_is_slow(place) else "bfloat16"
     torch.manual_seed(seed)
     with place:
         auto: Any = AutoModelForCausalLM

@@ -63,6 +63,9 @@ TEXTS = [record.text for record in RECORDS]
 
 @cache
 def builtin() -> Model:
-    """The built-in model, loaded once. It is so small that a second thread only costs time."""
+    """The built-in model, loaded once, the same on every machine.
+
+    It is so small that a second thread only costs time.
+    """
     torch.set_num_threads(1)
-    return Model.load("builtin", device="cpu")
+    return Model.load("builtin", device="cpu", dtype="float32")

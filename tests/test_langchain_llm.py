@@ -485,7 +485,7 @@ class TestArguments:
             ({"model": "other"}, "model_name='other'.*'builtin'"),
             ({"kv_dir": "elsewhere"}, "kv_dir='elsewhere'"),
             ({"device_map": "cuda"}, "device_map='cuda'.*'cpu'"),
-            ({"dtype": "float32"}, "dtype='float32'.*'bfloat16'"),
+            ({"dtype": "bfloat16"}, "dtype='bfloat16'.*'float32'"),
             ({"tokenizer_name": "builtin"}, "tokenizer_name is for loading"),
             ({"model_kwargs": {"revision": "x"}}, "model_kwargs is for loading"),
             ({"engine": "builtin"}, "engine='builtin'"),

@@ -354,7 +354,7 @@ class TestConfiguration:
             ({"store_bits": 3}, "store_bits=3; allowed: 4, 8, 16"),
             ({"store_bits": 8}, "store_bits=8.* that was given has 4"),
             ({"device_map": "cuda"}, "device_map='cuda'.*'cpu'"),
-            ({"dtype": "float32"}, "dtype='float32'.*'bfloat16'"),
+            ({"dtype": "bfloat16"}, "dtype='bfloat16'.*'float32'"),
         ):
             with pytest.raises(InvalidOption, match=message):
                 corpus.llm(**options)

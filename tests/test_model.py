@@ -12,7 +12,7 @@ import torch
 
 from samkv_integrations import Engine
 from samkv_integrations.errors import InvalidOption, ModelNotFound, UnsupportedModel
-from samkv_integrations.model import Model, Sampling, load_tokenizer
+from samkv_integrations.model import Model, Sampling, load_tokenizer, random_model
 from tests.models import byte_tokenizer, hf_model, tiny_model
 
 PROMPT = "Once upon a time"
@@ -69,6 +69,23 @@ class TestLoading:
         with pytest.raises(UnsupportedModel, match="yarn"):  # checked as it will be loaded
             rope = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 2.0}
             Model.load(str(folder / "model"), model_kwargs={"rope_parameters": rope})
+
+    @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
+    @pytest.mark.parametrize("is_slow", [True, False])
+    def test_auto_takes_float32_where_bfloat16_is_slow(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stored: torch.dtype, is_slow: bool
+    ) -> None:
+        hf_model("llama").to(stored).save_pretrained(tmp_path)
+        byte_tokenizer(bos=True).save_pretrained(tmp_path)
+        monkeypatch.setattr("samkv_integrations.model.bfloat16_is_slow", lambda device: is_slow)
+        expected = torch.float32 if is_slow else stored
+        assert Model.load(str(tmp_path), device="cpu").dtype == expected
+        asked = Model.load(str(tmp_path), device="cpu", dtype="bfloat16")
+        assert asked.dtype == torch.bfloat16  # who says so gets it
+        shape = {"model_type": "llama", "num_hidden_layers": 1, "hidden_size": 16,
+                 "num_attention_heads": 2, "intermediate_size": 16}  # fmt: skip
+        made = random_model(shape, name="r", dtype="auto", device="cpu", seed=0)
+        assert made.dtype == (torch.float32 if is_slow else torch.bfloat16)
 
     @pytest.mark.parametrize(
         ("name", "instead"),

@@ -99,7 +99,8 @@ class LocalModel(BaseLanguageModel[Any]):
         api_key: accepted: nothing here needs one.
         tokenizer_name: hub id or folder of the tokenizer, if it is not the model's own.
         device_map: ``"auto"``, ``"cpu"``, ``"cuda"`` or ``"cuda:N"``; None for ``"cpu"``.
-        dtype: ``"auto"`` (the checkpoint's), ``"float32"`` or ``"bfloat16"``.
+        dtype: ``"float32"``, ``"bfloat16"``, or ``"auto"`` for the checkpoint's; float32 where this
+            processor computes bfloat16 slowly.
         model_kwargs, tokenizer_kwargs: passed on to ``from_pretrained``, and not kept:
             ``revision``, ``token``, ``cache_dir``, ``local_files_only`` and so on.
         kv_dir: folder of the chunk caches; None keeps them in memory.

@@ -39,7 +39,7 @@ class IngestConfig:
 
     shape: str = "qwen2.5-0.5b"
     layers: int | None = None
-    dtype: str = "bfloat16"
+    dtype: str = "auto"
     device: str = "cpu"
     n_chunks: tuple[int, ...] = (8,)
     chunk_tokens: tuple[int, ...] = (512,)

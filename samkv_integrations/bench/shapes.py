@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from samkv_integrations.errors import InvalidOption, UnknownOption
-from samkv_integrations.model import SUPPORTED_DTYPES, Model, random_model
+from samkv_integrations.model import DTYPES, Model, random_model
 
 BUILTIN = "builtin"
 """The shape that is the built-in model itself, its trained weights included."""
@@ -60,8 +60,8 @@ def check(shape: str, layers: int | None, dtype: str) -> None:
     """Raise UnknownOption or InvalidOption if there is no such model."""
     if shape not in shape_names():
         raise UnknownOption.among("shape", shape, shape_names())
-    if dtype not in SUPPORTED_DTYPES:
-        raise InvalidOption(f"dtype={dtype!r}; allowed: {', '.join(SUPPORTED_DTYPES)}")
+    if dtype not in DTYPES:
+        raise InvalidOption(f"dtype={dtype!r}; allowed: {', '.join(DTYPES)}")
     if layers is None:
         return
     if shape == BUILTIN:

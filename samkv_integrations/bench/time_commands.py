@@ -19,7 +19,7 @@ Row = Mapping[str, Any]
 
 Shape = Annotated[str, typer.Option(help=f"One of {', '.join(shapes.shape_names())}.")]
 Layers = Annotated[int | None, typer.Option(help="So many of the shape's layers; else all.")]
-Dtype = Annotated[str, typer.Option(help="float32 or bfloat16.")]
+Dtype = Annotated[str, typer.Option(help="auto, float32 or bfloat16.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")]
 Chunks = Annotated[str, typer.Option(help="Chunks in the prompt: 1,4,8,...")]
 ChunkTokens = Annotated[str, typer.Option(help="Tokens in a chunk: 256,512,...")]
@@ -44,7 +44,7 @@ _INGEST_COLUMNS = (
 
 
 def latency(
-    shape: Shape = "qwen2.5-0.5b", layers: Layers = None, dtype: Dtype = "bfloat16",
+    shape: Shape = "qwen2.5-0.5b", layers: Layers = None, dtype: Dtype = "auto",
     device: Device = "cpu", chunks: Chunks = "8", chunk_tokens: ChunkTokens = "512",
     uncached: Annotated[
         str, typer.Option(help="Tokens of text that is of no chunk, after them: 0,150,...")
@@ -91,7 +91,7 @@ def latency(
 
 
 def ingest(
-    shape: Shape = "qwen2.5-0.5b", layers: Layers = None, dtype: Dtype = "bfloat16",
+    shape: Shape = "qwen2.5-0.5b", layers: Layers = None, dtype: Dtype = "auto",
     device: Device = "cpu", chunks: Chunks = "8", chunk_tokens: ChunkTokens = "512",
     repeats: Repeats = 3, folder: Folder = None, as_json: Json = False,
 ) -> None:  # fmt: skip

@@ -72,7 +72,8 @@ class SamKVLLM(CustomLLM):
         context_window: most tokens of a prompt and its answer; None for the model's.
         max_new_tokens: most tokens of an answer.
         device_map: ``"auto"``, ``"cpu"``, ``"cuda"`` or ``"cuda:N"``; None for ``"cpu"``.
-        dtype: ``"auto"`` (the checkpoint's), ``"float32"`` or ``"bfloat16"``.
+        dtype: ``"float32"``, ``"bfloat16"``, or ``"auto"`` for the checkpoint's; float32 where this
+            processor computes bfloat16 slowly.
         model_kwargs, tokenizer_kwargs: passed on to ``from_pretrained``: ``revision``, ``token``,
             ``cache_dir``, ``local_files_only`` and so on.
         tokenizer_outputs_to_remove: accepted as it is: a model is given token ids alone.
