@@ -31,10 +31,12 @@ Check = Callable[[Checked], PassPlan]
 class Stored(Protocol):
     """Where a pass finds the entries that it does not compute."""
 
-    def keys_and_values(
-        self, layer: int, tokens: Tensor, cos: Tensor, sin: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """(n, G, D) each, of context tokens (n,), keys where cos and sin (Tctx, D) say."""
+    def keys_and_values(self, layer: int, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys at their positions, and values, (n, G, D) each, of context tokens (n,)."""
+        ...
+
+    def value_bytes(self, layer: int, tokens: Tensor) -> Tensor:
+        """The values of context tokens (n,) as they are stored."""
         ...
 
     def release(self, layer: int) -> None:
@@ -46,8 +48,7 @@ class Stored(Protocol):
 class Blend:
     """A pass of one request; `run` it once.
 
-    cos, sin: (T, D) of all positions. cached_cos, cached_sin: (Tctx, D) float32, where
-    cached keys sit.
+    cos, sin: (T, D) of all positions.
     update: how a recomputed entry and the stored one combine. weigh: how computed tokens weigh the
     context against the rest, None as the model does.
     cache: takes what the pass leaves at a layer. observe: looks at each layer instead.
@@ -59,8 +60,6 @@ class Blend:
     context: Stored
     cos: Tensor
     sin: Tensor
-    cached_cos: Tensor
-    cached_sin: Tensor
     update: Update = overwrite
     weigh: ContextAttention | None = None
     cache: WorkingCache | None = None
@@ -81,7 +80,7 @@ class Blend:
         hidden = self.model.embed(self.layout.token_ids.to(self.cos.device)[positions])[None]
         for layer in range(self.model.n_layers):
             if (narrow := layers[layer].narrow) is not None:
-                hidden = hidden[:, narrow]
+                hidden = hidden.index_select(1, narrow)
             at = layers[layer].positions
             hidden = self.model.layer(layer, hidden, self.cos[at], self.sin[at], attend)
         return self.model.logits(hidden[0, -1:])[0]
@@ -89,7 +88,7 @@ class Blend:
     def _layer(
         self, layer: int, plan: LayerPlan, query: Tensor, key: Tensor, value: Tensor, scaling: float
     ) -> Tensor:
-        stored = self._stored(layer, plan.cached)
+        stored = self.context.keys_and_values(layer, plan.cached)
         keys, values = (
             self._assemble(plan, old, new[0].transpose(0, 1))
             for old, new in zip(stored, (key, value), strict=True)
@@ -108,20 +107,17 @@ class Blend:
             causal = plan.mask is None and plan.n_entries > 1
             output = attention(query, *as_rows, scaling, plan.mask, causal)
         if self.cache is not None:
+            self.cache.take(layer, self._entries(layer, plan, keys, values, query[0], scaling))
             self.context.release(layer)
-            self.cache.take(layer, _entries(plan, keys, values, query[0], scaling))
         return output
-
-    def _stored(self, layer: int, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys at their positions, and values, (n, G, D) each, of context tokens (n,)."""
-        return self.context.keys_and_values(layer, tokens, self.cached_cos, self.cached_sin)
 
     def _assemble(self, plan: LayerPlan, stored: Tensor, computed: Tensor) -> Tensor:
         """(S + room, G, D) from what was stored (n, G, D) and what was computed (R, G, D)."""
         room = 0 if self.cache is None else self.cache.room
         entries = computed.new_empty(plan.n_entries + room, *computed.shape[1:])
-        entries[plan.cached_slots] = stored
-        entries[plan.placed_slots] = computed[plan.placed]
+        torch.index_select(
+            torch.cat((stored, computed)), 0, plan.source, out=entries[: plan.n_entries]
+        )
         if len(plan.mixed):
             entries[plan.mixed_slots] = self.update(entries[plan.mixed_slots], computed[plan.mixed])
         return entries
@@ -136,22 +132,29 @@ class Blend:
             keys=key[0].transpose(0, 1)[plan.carried_rows],
             values=value[0].transpose(0, 1)[plan.carried_rows],
             scaling=scaling,
-            cached=lambda: self._stored(layer, plan.carried.to(key.device)),
+            cached=lambda: self.context.keys_and_values(layer, plan.carried.to(key.device)),
         )
 
-
-def _entries(
-    plan: LayerPlan, keys: Tensor, values: Tensor, queries: Tensor, scaling: float
-) -> LayerEntries:
-    """What stays of a layer."""
-    n_entries = plan.n_entries
-    if plan.staying is not None:
-        room = torch.arange(n_entries, len(keys), device=keys.device)
-        staying = torch.cat((plan.staying, room))
-        keys, values, n_entries = keys[staying], values[staying], len(plan.staying)
-    is_context = plan.is_context if plan.staying is None else plan.is_context[plan.staying]
-    return LayerEntries(
-        keys=keys, values=values, n_entries=n_entries, is_context=is_context, context=plan.context,
-        context_slots=plan.context_slots, other_slots=plan.other_slots,
-        queries=queries[:, plan.query_rows], query_slots=plan.query_slots, scaling=scaling,
-    )  # fmt: skip
+    def _entries(
+        self,
+        layer: int,
+        plan: LayerPlan,
+        keys: Tensor,
+        values: Tensor,
+        queries: Tensor,
+        scaling: float,
+    ) -> LayerEntries:
+        """What stays of a layer."""
+        n_entries, is_context = plan.n_entries, plan.is_context
+        if plan.staying is not None:
+            room = torch.arange(n_entries, len(keys), device=keys.device)
+            staying = torch.cat((plan.staying, room))
+            keys, values = keys.index_select(0, staying), values.index_select(0, staying)
+            n_entries, is_context = len(plan.staying), is_context[plan.staying]
+        return LayerEntries(
+            keys=keys, values=values, n_entries=n_entries, is_context=is_context,
+            context=plan.context, context_slots=plan.context_slots, changed=plan.changed,
+            other_slots=plan.other_slots, queries=queries[:, plan.query_rows],
+            query_slots=plan.query_slots, scaling=scaling,
+            value_bytes=lambda: self.context.value_bytes(layer, plan.context),
+        )  # fmt: skip

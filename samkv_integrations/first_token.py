@@ -109,8 +109,16 @@ def _answer(request: Request, layout: Layout, clock: Stopwatch) -> FirstToken:
             update=overwrite,
             eviction=None,
         )
-    context = Context(layout, request.resolved.opened, request.fingerprint, model.device)
-    blend = _blend(request, method, layout, context)
+    cos, sin = model.cos_sin(torch.arange(layout.n_tokens))
+    cached_at = cached_positions(method, layout).to(model.device)
+    context = Context(
+        layout, request.resolved.opened, request.fingerprint,
+        cos[cached_at].float(), sin[cached_at].float(),
+    )  # fmt: skip
+    blend = Blend(
+        model=model, layout=layout, context=context, cos=cos, sin=sin, update=method.update,
+        weigh=method.attend,
+    )  # fmt: skip
     with clock("load"):
         inputs = context.inputs(method.needs, request.stable_layers)
     scores = None
@@ -127,7 +135,7 @@ def _answer(request: Request, layout: Layout, clock: Stopwatch) -> FirstToken:
     check = method.recompute.check_layer
     with clock("load"):  # what a check leaves out is not known yet
         context.load(plan.blocks if check is None else selection.keep)
-    cache = _working_cache(request, method, layout, blend)
+    cache = _working_cache(request, method, layout, context)
     plans = [plan]
 
     def decide(checked: Checked) -> PassPlan:
@@ -181,10 +189,10 @@ def _after_prefix(request: Request, layout: Layout, prefix: Prefix, clock: Stopw
     nothing = torch.zeros(model.n_layers, length, dtype=torch.bool)
     with clock("blend"):
         blend = Blend(
-            model=model, layout=of_rest, context=prefix, cos=cos, sin=sin,
-            cached_cos=cos[:length], cached_sin=sin[:length], cache=cache,
+            model=model, layout=of_rest, context=prefix, cos=cos, sin=sin, cache=cache,
         )  # fmt: skip
-        logits = blend.run(plan_pass(of_rest, keep, nothing, device=model.device))
+        plan = plan_pass(of_rest, keep, nothing, device=model.device, dtype=model.dtype)
+        logits = blend.run(plan)
     everything = torch.full((model.n_layers,), layout.n_context)
     report = _report(
         request, layout, cache, clock, ran="prefix", eviction=None, kept=everything,
@@ -212,24 +220,18 @@ def _ran(request: Request, method: Method) -> str:
     return "samkv-guided" if method.whole_if_faster else method.name
 
 
-def _blend(request: Request, method: Method, layout: Layout, context: Context) -> Blend:
-    cos, sin = request.model.cos_sin(torch.arange(layout.n_tokens))
+def cached_positions(method: Method, layout: Layout) -> Tensor:
+    """(Tctx,) the positions at which a method attends to stored keys."""
     is_global = method.positions == "global"
-    at = layout.context_positions if is_global else layout.prefilled_positions
-    at = at.to(cos.device)
-    return Blend(
-        model=request.model, layout=layout, context=context, cos=cos, sin=sin,
-        cached_cos=cos[at].float(), cached_sin=sin[at].float(), update=method.update,
-        weigh=method.attend,
-    )  # fmt: skip
+    return layout.context_positions if is_global else layout.prefilled_positions
 
 
 def _plan(
     model: Model, method: Method, layout: Layout, keep: Tensor, recompute: Tensor
 ) -> PassPlan:
     return plan_pass(
-        layout, keep, recompute, device=model.device, mixes=method.update is not overwrite,
-        weighs=method.attend is not None,
+        layout, keep, recompute, device=model.device, dtype=model.dtype,
+        mixes=method.update is not overwrite, weighs=method.attend is not None,
     )  # fmt: skip
 
 
@@ -237,8 +239,10 @@ def _probe_plan(model: Model, method: Method, layout: Layout) -> PassPlan:
     blocks = method.select.probe_blocks(layout).expand(model.n_layers, -1)
     nothing = torch.zeros(model.n_layers, layout.n_context, dtype=torch.bool)
     uncached = method.select.probe_tokens(layout)
-    return plan_pass(layout, blocks, nothing, device=model.device, uncached=uncached,
-                     weighs=method.attend is not None)  # fmt: skip
+    return plan_pass(
+        layout, blocks, nothing, device=model.device, dtype=model.dtype, uncached=uncached,
+        weighs=method.attend is not None,
+    )  # fmt: skip
 
 
 def _probe(blend: Blend, method: Method, plan: PassPlan) -> Tensor:
@@ -267,11 +271,14 @@ def _evictor(request: Request, own: Eviction | None, layout: Layout) -> Evictor 
     )
 
 
-def _working_cache(request: Request, method: Method, layout: Layout, blend: Blend) -> WorkingCache:
+def _working_cache(
+    request: Request, method: Method, layout: Layout, context: Context
+) -> WorkingCache:
     rule, n_layers = _eviction(request, method), request.model.n_layers
     if isinstance(rule, Quest):
-        form, cos, sin = request.fingerprint.entry_format, blend.cached_cos, blend.cached_sin
-        return SparseCache(n_layers, form, cos, sin, rule, request.capacity, method.attend)
+        return SparseCache(
+            n_layers, context.form, context.cos, context.sin, rule, request.capacity, method.attend
+        )
     evictor = _evictor(request, method.eviction, layout)
     return DenseCache(n_layers, request.capacity, evictor=evictor, weigh=method.attend)
 

@@ -34,6 +34,7 @@ class Context:
     entries: (Tctx, E) uint8 of each layer. They span the whole context, but the operating system
         commits only the pages of what was really read.
     key_range: (L, C, 2, G, D) float32, see `EntryFormat`; empty until something is loaded.
+    cos, sin: (Tctx, D) float32 on the model's device, where cached keys sit.
     """
 
     def __init__(
@@ -41,18 +42,24 @@ class Context:
         layout: Layout,
         chunks: Sequence[StoredChunk],
         fingerprint: Fingerprint,
-        device: torch.device,
+        cos: Tensor,
+        sin: Tensor,
     ) -> None:
         self.layout = layout
         self.chunks = chunks
-        self.device = device
+        self.cos, self.sin, self.device = cos, sin, cos.device
         self.form = fingerprint.entry_format
         self.n_layers = fingerprint.n_layers
         shape = (layout.n_context, self.form.n_bytes)
         self._read = [torch.empty(shape, dtype=torch.uint8) for _ in range(self.n_layers)]
         self.entries = self._read
         self.key_range = torch.empty(0)
-        self.chunk_of_token = layout.chunk_of_token.to(device)
+        self.chunk_of_token = layout.chunk_of_token.to(self.device)
+        heads, half = self.form.n_kv_heads, self.form.head_dim // 2
+        # of each channel pair and head, see `rotated_keys`
+        self._turns = [
+            side[:, None, :half].expand(-1, heads, -1).contiguous() for side in (cos, sin)
+        ]
         self._loaded = torch.zeros(self.n_layers, layout.n_blocks, dtype=torch.bool)
 
     @property
@@ -100,22 +107,25 @@ class Context:
                 raise ChunkLost(index, miss) from miss
         return torch.stack(ranges, dim=1).to(self.device)
 
-    def keys_and_values(
-        self, layer: int, tokens: Tensor, cos: Tensor, sin: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Keys and values (n, G, D) of context tokens (n,) that have been loaded.
+    def keys_and_values(self, layer: int, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys at their positions, and values, (n, G, D) each, of context tokens (n,).
 
-        tokens: in order, on the model's device. cos, sin: (Tctx, D) float32, where keys sit.
+        tokens: loaded before, in order, on the model's device.
         """
         if not len(tokens):  # maybe nothing was ever loaded
             shape = (0, *self.form.range_shape[1:])
             empty = torch.empty(shape, dtype=self.form.dtype, device=self.device)
             return empty, empty
-        entries, chunk = self.entries[layer], self.chunk_of_token
-        if len(tokens) < len(chunk):
-            entries, chunk, cos, sin = entries[tokens], chunk[tokens], cos[tokens], sin[tokens]
+        rows = [self.entries[layer], self.chunk_of_token, *self._turns]
+        if len(tokens) < len(rows[0]):
+            rows = [side.index_select(0, tokens) for side in rows]
+        entries, chunk, cos, sin = rows
         keys = self.form.rotated_keys(entries, self.key_range[layer], chunk, cos, sin)
         return keys, self.form.values(entries)
+
+    def value_bytes(self, layer: int, tokens: Tensor) -> Tensor:
+        """The values of context tokens (n,) as they are stored, see `EntryFormat.value_bytes`."""
+        return self.form.value_bytes(self.entries[layer]).index_select(0, tokens)
 
     def release(self, layer: int) -> None:
         """Free the entries of a layer: the request is done with it."""
@@ -151,7 +161,7 @@ class Context:
         tokens = anchor.nonzero()[:, 0].to(self.device)
         ranges = self.key_range[:, self.chunk_of_token[tokens]]
         keys = [
-            self.form.keys(entries[tokens], of_layer)
+            self.form.keys(entries.index_select(0, tokens), of_layer)
             for entries, of_layer in zip(self.entries, ranges, strict=True)
         ]
         return mean_of_blocks(torch.stack(keys), counts)

@@ -18,19 +18,21 @@ class LayerPlan:
 
     positions: (R,) of the tokens that the layer computes. narrow: (R,) where they are among those
         of the layer before, None if they are the same.
-    cached: (n,) context tokens whose stored entries are used, cached_slots: (n,) their places.
-    placed: (m,) which computed tokens bring a new entry, placed_slots: (m,) their places.
+    cached: (n,) context tokens whose stored entries are used.
+    source: (S,) where each entry comes from: below n one of those, else n plus the computed token.
     mixed: (k,) which computed tokens update a stored entry, mixed_slots: (k,) their places.
     carried: (c,) computed context tokens, on the CPU, carried_rows: (c,) which computed tokens
         they are.
-    mask: (R, S) bool, None if every token was computed, so that attention is simply causal.
+    mask: (R, S), 0 where a token sees an entry, else -inf, in the model's dtype; bool for a method
+        that weighs the context in its own way; None if every token is computed and sees those
+        before it.
     is_context: (S,) bool, entries of context tokens.
 
     The rest says what an answer goes on with, counted among the S' of the entries that stay:
 
     staying: (S',) places of the entries that stay, None for all.
-    context: (c,) context tokens that stay, context_slots: (c,) their places; other_slots: those of
-        all other tokens.
+    context: (c,) context tokens that stay, context_slots: (c,) their places; changed: (d,) which of
+        them do not stay as they are stored; other_slots: the places of all other tokens.
     query_rows: computed tokens that stay, and query_slots: their places, on the CPU.
     """
 
@@ -38,9 +40,7 @@ class LayerPlan:
     positions: Tensor
     narrow: Tensor | None
     cached: Tensor
-    cached_slots: Tensor
-    placed: Tensor
-    placed_slots: Tensor
+    source: Tensor
     mixed: Tensor
     mixed_slots: Tensor
     carried: Tensor
@@ -50,6 +50,7 @@ class LayerPlan:
     staying: Tensor | None
     context: Tensor
     context_slots: Tensor
+    changed: Tensor
     other_slots: Tensor
     query_rows: Tensor
     query_slots: Tensor
@@ -76,6 +77,7 @@ def plan_pass(
     recompute: Tensor,
     *,
     device: torch.device,
+    dtype: torch.dtype,
     uncached: Tensor | None = None,
     mixes: bool = False,
     weighs: bool = False,
@@ -87,6 +89,7 @@ def plan_pass(
     where its block is not kept, it takes part with what it computes, and does not stay.
 
     keep: (L, Nb) bool. recompute: (L, Tctx) bool, ignored where the block is not kept.
+    device, dtype: the model's.
     uncached: (T,) bool, other tokens to compute, all uncached ones if None.
     mixes: whether a recomputed entry needs the stored one. weighs: whether the method weighs the
         context in its own way, so that a mask is always wanted.
@@ -104,7 +107,7 @@ def plan_pass(
         if differs:
             plan, before = _plan_layer(
                 layout, held[layer], recompute[layer], carried[layer], uncached, before,
-                mixes=mixes, weighs=weighs, device=device,
+                mixes=mixes, weighs=weighs, device=device, dtype=dtype,
             )  # fmt: skip
         elif layers[-1].narrow is not None:
             plan = replace(layers[-1], narrow=None)
@@ -124,6 +127,7 @@ def _plan_layer(
     mixes: bool,
     weighs: bool,
     device: torch.device,
+    dtype: torch.dtype,
 ) -> tuple[LayerPlan, Tensor]:
     """The plan of a layer from (Tctx,) masks, and the (T,) mask of what it computes."""
     at = layout.context_positions
@@ -141,32 +145,37 @@ def _plan_layer(
     entries = present.nonzero()[:, 0]
     used = held if mixes else held & ~recompute
     cached = used.nonzero()[:, 0]
-    brings = ~is_held[positions] | (is_again[positions] & (not mixes))
-    placed = brings.nonzero()[:, 0]
+    source = torch.empty(len(entries), dtype=torch.long)
+    brings = (~is_held[positions] | (is_again[positions] & (not mixes))).nonzero()[:, 0]
+    source[slot[positions[brings]]] = len(cached) + brings
+    source[slot[at[cached]]] = torch.arange(len(cached))
     mixed = (is_again[positions] & mixes).nonzero()[:, 0]
     context = held.nonzero()[:, 0]
     query_rows = stays[positions].nonzero()[:, 0]
     narrow = None
     if before is not None and not torch.equal(before, is_computed):
         narrow = is_computed[before].nonzero()[:, 0].to(device)
-    causal = len(positions) == len(entries) and not weighs
+    mask = None
+    if len(positions) < len(entries) or weighs:
+        mask = entries.to(device)[None] <= positions.to(device)[:, None]
+        # attention would turn a bool mask into this one at every layer
+        mask = mask if weighs else torch.where(mask, 0.0, -torch.inf).to(dtype)
     plan = LayerPlan(
         n_entries=len(entries),
         positions=positions.to(device),
         narrow=narrow,
         cached=cached.to(device),
-        cached_slots=slot[at[cached]].to(device),
-        placed=placed.to(device),
-        placed_slots=slot[positions[placed]].to(device),
+        source=source.to(device),
         mixed=mixed.to(device),
         mixed_slots=slot[positions[mixed]].to(device),
         carried=carried.nonzero()[:, 0],
         carried_rows=torch.searchsorted(positions, at[carried]).to(device),
-        mask=None if causal else entries.to(device)[None] <= positions.to(device)[:, None],
+        mask=mask,
         is_context=~layout.fresh[entries].to(device),
         staying=None if torch.equal(stays, present) else slot[stays].to(device),
         context=context.to(device),
         context_slots=final[at[context]].to(device),
+        changed=recompute[context].nonzero()[:, 0].to(device),
         other_slots=final[stays & ~is_held].to(device),
         query_rows=query_rows.to(device),
         query_slots=final[positions[query_rows]],

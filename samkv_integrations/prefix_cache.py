@@ -26,11 +26,14 @@ class Prefix:
     def n_bytes(self) -> int:
         return sum(side.nbytes for side in (*self.keys, *self.values))
 
-    def keys_and_values(
-        self, layer: int, tokens: Tensor, cos: Tensor, sin: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def keys_and_values(self, layer: int, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Entries (n, G, D) of tokens (n,), which are at their positions already."""
-        return self.keys[layer][tokens], self.values[layer][tokens]
+        keys, values = self.keys[layer], self.values[layer]
+        return keys.index_select(0, tokens), values.index_select(0, tokens)
+
+    def value_bytes(self, layer: int, tokens: Tensor) -> Tensor:
+        """Nobody asks: what goes on from here keeps the values as they are."""
+        raise NotImplementedError
 
     def release(self, layer: int) -> None:
         """Nothing: the next prompt may begin so too."""

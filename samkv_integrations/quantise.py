@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from samkv_integrations.errors import InvalidChunk, InvalidOption
-from samkv_integrations.rope import rotate
 
 STORE_BITS = (4, 8, 16)
 """Bits of a stored number; 16 stands for the model's own dtype, bfloat16 or float32."""
@@ -89,7 +88,7 @@ class EntryFormat:
         nearest code.
 
         Raises InvalidChunk if a key or value is not finite, or a value does not fit the float16 of
-        its scale. It looks at numbers on the host; `encode_within` does not.
+        its scale. It looks at numbers on the host; `encode_keys` and `encode_values` do not.
         """
         if not bool(keys.isfinite().all() & values.isfinite().all()):
             raise InvalidChunk(
@@ -101,27 +100,31 @@ class EntryFormat:
                 f"values reach {top:.3g}, beyond {_HALF_MAX:.0f}, the largest half-precision "
                 "number, which their scales are kept in; give store_bits=16"
             )
-        return self.encode_within(keys, values, key_range)
+        return torch.cat((self.encode_keys(keys, key_range), self.encode_values(values)), dim=1)
 
-    def encode_within(self, keys: Tensor, values: Tensor, key_range: Tensor) -> Tensor:
-        """`encode` without its checks, and so without looking at a number on the host."""
+    def encode_keys(self, keys: Tensor, key_range: Tensor) -> Tensor:
+        """The first bytes of entries, from keys (T, G, D); see `encode`."""
         if not self.is_quantised:
-            sides = (side.to(self.dtype).contiguous().view(torch.uint8) for side in (keys, values))
-            return torch.cat([side.flatten(1) for side in sides], dim=1)
+            return self._as_bytes(keys)
         scale, offset = key_range[..., 0, :, :], key_range[..., 1, :, :]
+        return self._pack(keys.float().sub(offset).div_(scale))
+
+    def encode_values(self, values: Tensor) -> Tensor:
+        """The bytes of entries behind those of the keys, from values (T, G, D); see `encode`."""
+        if not self.is_quantised:
+            return self._as_bytes(values)
         wide = values.float()
         low, high = wide.amin(-1), wide.amax(-1)
         # Down, so that no value lies below code 0 (by more than half the smallest scale).
-        value_offset = _half(low - low.abs() * _HALF_MARGIN)
-        value_scale = _half((high - value_offset.float()) / self._levels + _HALF_STEP)
-        parts = (
-            self._pack(keys.float().sub(offset).div_(scale)),
-            self._pack(
-                wide.sub(value_offset.float()[..., None]).div_(value_scale.float()[..., None])
-            ),
-            torch.stack((value_scale, value_offset), dim=1).view(torch.uint8).flatten(1),
-        )
-        return torch.cat(parts, dim=1)
+        offset = _half(low - low.abs() * _HALF_MARGIN)
+        scale = _half((high - offset.float()) / self._levels + _HALF_STEP)
+        codes = wide.sub(offset.float()[..., None]).div_(scale.float()[..., None])
+        ranges = torch.stack((scale, offset), dim=1).view(torch.uint8).flatten(1)
+        return torch.cat((self._pack(codes), ranges), dim=1)
+
+    def value_bytes(self, entries: Tensor) -> Tensor:
+        """What `encode_values` made of the entries (T, E)."""
+        return entries[:, self._side :]
 
     def keys(self, entries: Tensor, key_range: Tensor) -> Tensor:
         """(T, G, D) un-rotated keys of entries (T, E): float32, or ``dtype`` with 16 bits.
@@ -138,33 +141,41 @@ class EntryFormat:
     ) -> Tensor:
         """(T, G, D) keys of entries (T, E) in ``dtype``, rotated to the positions of cos and sin.
 
-        The same as `keys` and then `rope.rotate`, in half the time: this is most of what a pass
+        The same as `keys` and then `rope.rotate`, several times sooner: this is most of what a pass
         does for a context token. key_range: (C, 2, G, D) of the chunks. chunk: (T,) of each token.
-        cos, sin: (T, D) float32.
+        cos, sin: (T, G, D / 2) float32, contiguous: a product that broadcasts takes twice as long.
         """
-        if not self.is_quantised:
-            return rotate(self.keys(entries, key_range), cos, sin)
-        scale, offset = key_range[:, 0], key_range[:, 1]
-        out = torch.empty(
-            (len(entries), self.n_kv_heads, self.head_dim), dtype=self.dtype, device=entries.device
-        )
         half = self.head_dim // 2
-        halves = self._halves(entries[:, : self._side])
-        first, second = (
-            torch.addcmul(
-                offset[..., part].contiguous()[chunk], codes, scale[..., part].contiguous()[chunk]
+        side = entries[:, : self._side]
+        if self.is_quantised:
+            # index_select copies whole rows, several times sooner than an index does
+            first, second = (
+                torch.addcmul(
+                    key_range[:, 1, :, part].contiguous().index_select(0, chunk),
+                    codes,
+                    key_range[:, 0, :, part].contiguous().index_select(0, chunk),
+                )
+                for part, codes in zip(
+                    (slice(half), slice(half, None)), self._halves(side), strict=True
+                )
             )
-            for part, codes in zip((slice(half), slice(half, None)), halves, strict=True)
-        )
-        cos, sin = cos[:, None], sin[:, None]
-        out[..., :half] = (first * cos[..., :half]).addcmul_(second, sin[..., :half], value=-1)
-        out[..., half:] = second.mul_(cos[..., half:]).addcmul_(first, sin[..., half:])
-        return out
+        else:
+            first, second = self._raw(side).float().chunk(2, dim=-1)
+        out = entries.new_empty((len(entries), *self.range_shape[1:]), dtype=torch.float32)
+        for part, one, other, sign in (
+            (out[..., :half], first, second, -1),
+            (out[..., half:], second, first, 1),
+        ):
+            torch.mul(one, cos, out=part)
+            part.addcmul_(other, sin, value=sign)
+        return out.to(self.dtype)
 
     def key_products(self, entries: Tensor, queries: Tensor) -> Tensor:
         """(G, n, T) float32 products of queries (G, n, D) with the key codes of entries (T, E)."""
         half = self.head_dim // 2
-        lower, upper = (codes.permute(1, 2, 0) for codes in self._halves(entries[:, : self._side]))
+        lower, upper = (
+            codes.float().permute(1, 2, 0) for codes in self._halves(entries[:, : self._side])
+        )
         return torch.baddbmm(queries[..., :half] @ lower, queries[..., half:], upper)
 
     def values(self, entries: Tensor) -> Tensor:
@@ -175,17 +186,19 @@ class EntryFormat:
         ranges = entries[:, 2 * self._side :].contiguous().view(torch.float16).float()
         scale, offset = ranges.view(len(entries), 2, self.n_kv_heads, 1).unbind(1)
         half = self.head_dim // 2
-        out = torch.empty(
-            (len(entries), self.n_kv_heads, self.head_dim), dtype=self.dtype, device=entries.device
-        )
+        out = entries.new_empty((len(entries), *self.range_shape[1:]), dtype=torch.float32)
         lower, upper = self._halves(side)
-        out[..., :half] = torch.addcmul(offset, lower, scale)
-        out[..., half:] = torch.addcmul(offset, upper, scale)
-        return out
+        torch.mul(lower, scale, out=out[..., :half])
+        torch.mul(upper, scale, out=out[..., half:])
+        return out.add_(offset).to(self.dtype)
 
     @property
     def _levels(self) -> int:
         return (1 << self.bits) - 1
+
+    def _as_bytes(self, numbers: Tensor) -> Tensor:
+        """(T, G, D) -> (T, bytes)."""
+        return numbers.to(self.dtype).contiguous().view(torch.uint8).flatten(1)
 
     def _raw(self, side: Tensor) -> Tensor:
         numbers = side.contiguous().view(self.dtype)
@@ -200,16 +213,16 @@ class EntryFormat:
         return whole.flatten(1)
 
     def _halves(self, side: Tensor) -> tuple[Tensor, Tensor]:
-        """(T, bytes) -> the codes of the first half of the channels and of the rest, float32."""
+        """(T, bytes) -> the codes of the first half of the channels and of the rest, uint8."""
         codes = side.reshape(len(side), self.n_kv_heads, -1)
         if self.bits == 8:
             half = self.head_dim // 2
-            return codes[..., :half].float(), codes[..., half:].float()
-        return (codes & 15).float(), (codes >> 4).float()
+            return codes[..., :half], codes[..., half:]
+        return codes & 15, codes >> 4
 
     def _unpack(self, side: Tensor) -> Tensor:
         """(T, bytes) -> (T, G, D) float32 codes."""
-        return torch.cat(self._halves(side), dim=-1)
+        return torch.cat(self._halves(side), dim=-1).float()
 
 
 def check_store_bits(bits: int) -> None:

@@ -61,17 +61,13 @@ class SparseCache(WorkingCache):
         return min(self._budget, n_kept)
 
     def take(self, layer: int, entries: LayerEntries) -> None:
-        keys = entries.keys[entries.other_slots]
+        others = entries.other_slots
         room = (0, 0, 0, 0, 0, self._capacity)
-        self._keys[layer] = pad(keys, room)
-        self._values[layer] = pad(entries.values[entries.other_slots], room)
-        self._lengths[layer] = len(keys)
+        self._keys[layer] = pad(entries.keys.index_select(0, others), room)
+        self._values[layer] = pad(entries.values.index_select(0, others), room)
+        self._lengths[layer] = len(others)
         if len(entries.context):
-            tokens, at = entries.context, entries.context_slots
-            self._context[layer] = _LayerContext(
-                self._form, entries.keys[at], entries.values[at], self._cos[tokens],
-                self._sin[tokens],
-            )  # fmt: skip
+            self._context[layer] = _LayerContext(self._form, entries, self._cos, self._sin)
         if layer == self._n_layers - 1:
             self.prompt_bytes = self.kv_bytes
 
@@ -97,12 +93,12 @@ class SparseCache(WorkingCache):
 class _LayerContext:
     """The context tokens that a layer holds: entries (n, E), at positions of cos and sin (n, D)."""
 
-    def __init__(
-        self, form: EntryFormat, keys: Tensor, values: Tensor, cos: Tensor, sin: Tensor
-    ) -> None:
-        """keys, values: (n, G, D), rotated."""
+    def __init__(self, form: EntryFormat, entries: LayerEntries, cos: Tensor, sin: Tensor) -> None:
+        """cos, sin: (Tctx, D)."""
+        if (tokens := entries.context).shape[0] < len(cos):
+            cos, sin = cos.index_select(0, tokens), sin.index_select(0, tokens)
         self._form, self._cos, self._sin = form, cos, sin
-        wide = keys.float()
+        wide = entries.keys.index_select(0, entries.context_slots).float()
         if form.is_quantised:
             # Any vector near the mean does, as it is added again: that of some tokens is enough.
             some = torch.linspace(0, len(wide) - 1, min(SAMPLE, len(wide)), device=wide.device)
@@ -110,7 +106,9 @@ class _LayerContext:
             self._mean = unrotate(wide[some], cos[some], sin[some]).mean(0)  # (G, D)
             self._add_mean(wide, cos, sin, -1)
         self._range = form.key_range(wide)
-        self._entries = form.encode_within(wide, values, self._range)
+        self._entries = torch.cat(
+            (form.encode_keys(wide, self._range), _value_bytes(form, entries)), dim=1
+        )
 
     @property
     def n_bytes(self) -> int:
@@ -135,7 +133,9 @@ class _LayerContext:
         if count < len(entries):
             weights = (self._logits(query) * scaling).softmax(-1).sum((0, 1))
             best = weights.topk(count).indices.sort().values
-            entries, cos, sin = entries[best], self._cos[best], self._sin[best]
+            entries, cos, sin = (
+                side.index_select(0, best) for side in (entries, self._cos, self._sin)
+            )
         else:
             cos, sin = self._cos, self._sin
         keys = form.keys(entries, self._range)
@@ -159,3 +159,14 @@ class _LayerContext:
         """(G, H/G, n) products of queries (G, H/G, D) with the mean key at each position."""
         along, across = grouped * self._mean[:, None], grouped * self._turned[:, None]
         return along @ self._cos.T + across @ self._sin.T
+
+
+def _value_bytes(form: EntryFormat, entries: LayerEntries) -> Tensor:
+    """Values of the context tokens that stay: as they are stored, where nothing computed them."""
+    changed = entries.changed
+    if not len(changed):
+        return entries.value_bytes()
+    computed = entries.values.index_select(0, entries.context_slots[changed])
+    if len(changed) == len(entries.context):  # maybe nothing was ever loaded
+        return form.encode_values(computed)
+    return entries.value_bytes().index_copy(0, changed, form.encode_values(computed))

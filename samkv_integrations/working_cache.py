@@ -7,6 +7,7 @@ of its own, holds the context in few bits, and each step attends to a few tokens
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -25,6 +26,9 @@ class LayerEntries:
     is_context: (S,) bool, which of them are context tokens with a cache.
     context: (n,) context tokens that those are.
     context_slots, other_slots: where context tokens and all others lie among the S entries.
+    changed: (d,) which of the context tokens do not stay as they are stored.
+    value_bytes: the values of all context tokens that stay, as they are stored; until the layer is
+        taken.
     queries: (H, R, D), rotated, of computed tokens that stay, and query_slots: (R,) theirs, CPU.
     """
 
@@ -34,10 +38,12 @@ class LayerEntries:
     is_context: Tensor
     context: Tensor
     context_slots: Tensor
+    changed: Tensor
     other_slots: Tensor
     queries: Tensor
     query_slots: Tensor
     scaling: float
+    value_bytes: Callable[[], Tensor]
 
 
 class WorkingCache(ABC):

@@ -87,10 +87,10 @@ class Case:
     def ids(self) -> list[int]:
         return [token for piece in self.pieces for token in piece.ids]
 
-    def context(self) -> Context:
+    def context(self, cos: Tensor, sin: Tensor) -> Context:
         caches = [piece.cache for piece in self.pieces if piece.cache is not None]
         opened = [MemoryChunk(cache, self.fingerprint) for cache in caches]
-        return Context(self.layout, opened, self.fingerprint, torch.device("cpu"))
+        return Context(self.layout, opened, self.fingerprint, cos.float(), sin.float())
 
 
 def fingerprint(store_bits: int) -> Fingerprint:
@@ -389,7 +389,7 @@ def blended(
 
     def plan_of(of_rows: Tensor) -> PassPlan:
         plan = plan_pass(
-            layout, case.keep, of_rows, device=torch.device("cpu"), uncached=uncached,
+            layout, case.keep, of_rows, device=model.device, dtype=model.dtype, uncached=uncached,
             mixes=update is not overwrite, weighs=attend is not None,
         )  # fmt: skip
         plans.append(plan)
@@ -400,15 +400,14 @@ def blended(
         after[check[0] + 1 :] = check[1](checked)
         return plan_of(after)
 
-    context = case.context()
-    plan = plan_of(rows)
-    context.load(plan.blocks if check is None else case.keep)
     cos, sin = model.cos_sin(torch.arange(layout.n_tokens))
     at = layout.context_positions if positions == "global" else layout.prefilled_positions
+    context = case.context(cos[at], sin[at])
+    plan = plan_of(rows)
+    context.load(plan.blocks if check is None else case.keep)
     cache, probed = DenseCache(LAYERS, capacity, weigh=attend), []
     blend = Blend(
-        model=model, layout=layout, context=context, cos=cos, sin=sin, cached_cos=cos[at],
-        cached_sin=sin[at], update=update, weigh=attend, cache=None if probes else cache,
+        model=model, layout=layout, context=context, cos=cos, sin=sin, update=update, weigh=attend, cache=None if probes else cache,
         observe=probed.append if probes else None, check=check and (check[0], decide),
     )  # fmt: skip
     with torch.inference_mode():

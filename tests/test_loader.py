@@ -16,7 +16,6 @@ from samkv_integrations.reader import MemoryChunk
 from tests.chunks import decoded, random_chunk, tiny_fingerprint
 
 LENGTHS = (22, 5, 17)
-CPU = torch.device("cpu")
 
 
 class Case:
@@ -34,7 +33,8 @@ class Case:
         segments.append(Segment(token_ids=(5, 6)))
         self.layout = Layout.of(segments, (1,))
         self.opened = [MemoryChunk(cache, self.made_by) for cache in self.caches]
-        self.context = Context(self.layout, self.opened, self.made_by, CPU)
+        cos = torch.ones(self.layout.n_context, self.made_by.head_dim)  # at no position
+        self.context = Context(self.layout, self.opened, self.made_by, cos, 0 * cos)
         self.ids_bytes = sum(cache.token_ids.nbytes for cache in self.caches)
 
     @property
@@ -69,8 +69,7 @@ def test_what_was_asked_for_is_there_and_is_that_of_the_chunks(
         so_far |= blocks
         for layer in range(2):
             tokens = so_far[layer, case.layout.block_of_token].nonzero()[:, 0]
-            cos = torch.ones(case.layout.n_context, keys.shape[-1])  # at no position
-            found_keys, found_values = case.context.keys_and_values(layer, tokens, cos, 0 * cos)
+            found_keys, found_values = case.context.keys_and_values(layer, tokens)
             # one rounding where the plain way has two
             torch.testing.assert_close(found_keys, keys[layer, tokens], rtol=1e-6, atol=1e-6)
             torch.testing.assert_close(found_values, values[layer, tokens], rtol=1e-6, atol=1e-6)
@@ -108,8 +107,7 @@ def test_nothing_asked_for_is_nothing_read() -> None:
     case = Case(4)
     case.context.load(torch.zeros(2, 13, dtype=torch.bool))
     assert case.context.bytes_read == case.ids_bytes
-    nowhere = torch.ones(case.layout.n_context, 8)
-    keys, values = case.context.keys_and_values(0, torch.empty(0).long(), nowhere, nowhere)
+    keys, values = case.context.keys_and_values(0, torch.empty(0).long())
     assert keys.shape == values.shape == (0, 2, 8)
 
 

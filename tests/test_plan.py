@@ -11,7 +11,7 @@ from samkv_integrations.plan import LayerPlan, plan_pass
 from tests.selection_inputs import Request, Shape, request_of, shapes
 
 MANY = settings(max_examples=120, deadline=None)
-CPU = torch.device("cpu")
+MODEL = {"device": torch.device("cpu"), "dtype": torch.bfloat16}
 
 
 def positions_of(request: Request) -> list[int]:
@@ -71,29 +71,31 @@ def assert_layer(plan: LayerPlan, sets: Sets, request: Request, mixes: bool, wei
     assert plan.positions.tolist() == computed
     used = sorted(sets.held if mixes else sets.held - sets.again)
     assert [at[t] for t in plan.cached.tolist()] == used
-    assert plan.cached_slots.tolist() == places(entries, used)
     mixed = sorted(sets.again) if mixes else []
-    placed = sorted((sets.computed - sets.held) | (set() if mixes else sets.again))
-    assert plan.placed.tolist() == places(computed, placed)
-    assert plan.placed_slots.tolist() == places(entries, placed)
+    brought = (sets.computed - sets.held) | (set() if mixes else sets.again)
+    assert plan.source.tolist() == [
+        len(used) + computed.index(entry) if entry in brought else used.index(entry)
+        for entry in entries
+    ]
     assert plan.mixed.tolist() == places(computed, mixed)
     assert plan.mixed_slots.tolist() == places(entries, mixed)
-    # every place is filled, once by what is taken or by what is computed
-    assert sorted(plan.cached_slots.tolist() + plan.placed_slots.tolist()) == list(
-        range(len(entries))
-    )
     assert [at[t] for t in plan.carried.tolist()] == sorted(sets.carried)
     assert plan.carried_rows.tolist() == places(computed, sorted(sets.carried))
+    seen = [[e <= row for e in entries] for row in computed]
     if plan.mask is None:
         assert computed == entries and not weighs
+    elif weighs:
+        assert plan.mask.tolist() == seen
     else:
-        assert plan.mask.tolist() == [[e <= row for e in entries] for row in computed]
+        assert plan.mask.dtype == torch.bfloat16
+        assert plan.mask.exp().tolist() == seen
     of_context = set(at) - {request.layout.n_tokens - 1}
     assert plan.is_context.tolist() == [e in of_context for e in entries]
     staying = entries if plan.staying is None else [entries[i] for i in plan.staying.tolist()]
     assert staying == sets.staying
     assert [at[t] for t in plan.context.tolist()] == sorted(sets.held)
     assert plan.context_slots.tolist() == places(staying, sorted(sets.held))
+    assert [at[t] for t in plan.context[plan.changed].tolist()] == sorted(sets.again)
     others = [position for position in staying if position not in sets.held]
     assert plan.other_slots.tolist() == places(staying, others)
     asking = [position for position in computed if position in set(staying)]
@@ -128,7 +130,7 @@ def test_every_layer_is_that_of_the_sets(
     mask = torch.zeros(layout.n_tokens, dtype=torch.bool)
     mask[list(uncached)] = True
     plan = plan_pass(
-        layout, keep, rows, device=CPU, uncached=mask if some_wait else None, mixes=mixes,
+        layout, keep, rows, **MODEL, uncached=mask if some_wait else None, mixes=mixes,
         weighs=weighs,
     )  # fmt: skip
     assert len(plan.layers) == shape.n_layers and torch.equal(plan.kept, keep)
@@ -155,7 +157,7 @@ def test_layers_that_do_the_same_share_their_plan() -> None:
     request = request_of(Shape(seed=1, lengths=(30, 20), n_layers=4))
     keep, rows = random_masks(request, 0.6, 0.5, alike=True)
     rows[2:] = False
-    first, second, third, fourth = plan_pass(request.layout, keep, rows, device=CPU).layers
+    first, second, third, fourth = plan_pass(request.layout, keep, rows, **MODEL).layers
     assert first is second and third is not second
     assert third.narrow is not None and fourth.narrow is None
     assert fourth.cached is third.cached
@@ -166,6 +168,6 @@ def test_a_plan_changes_nothing_that_it_is_given() -> None:
     keep, rows = random_masks(request, 0.6, 0.5, alike=False)
     uncached = request.layout.fresh.clone()
     given_now = [keep.clone(), rows.clone(), uncached.clone(), request.layout.fresh.clone()]
-    plan_pass(request.layout, keep, rows, device=CPU, uncached=uncached)
+    plan_pass(request.layout, keep, rows, **MODEL, uncached=uncached)
     for before, after in zip(given_now, (keep, rows, uncached, request.layout.fresh), strict=True):
         assert torch.equal(before, after)

@@ -296,7 +296,7 @@ def test_ranges_of_tokens_give_what_the_common_one_of_each_chunk_gives(
     of_tokens = torch.cat(
         [own.expand(n, *own.shape) for own, n in zip(ranges, n_tokens, strict=True)]
     )
-    together = form.encode_within(keys, values, of_tokens)
+    together = torch.cat((form.encode_keys(keys, of_tokens), form.encode_values(values)), dim=1)
     alone = [form.encode(*chunk, own) for chunk, own in zip(chunks, ranges, strict=True)]
     assert torch.equal(together, torch.cat(alone))
     decoded = [form.keys(entries, own) for entries, own in zip(alone, ranges, strict=True)]

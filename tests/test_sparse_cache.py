@@ -37,15 +37,21 @@ def places(n: int) -> tuple[Tensor, Tensor]:
     return angle.cos(), angle.sin()
 
 
-def entries_of(seed: int, is_context: Tensor, tokens: Tensor) -> LayerEntries:
-    """Random entries of a layer: ``tokens`` of the context at the true places, others around."""
+def entries_of(seed: int, is_context: Tensor, tokens: Tensor, form: EntryFormat) -> LayerEntries:
+    """Random entries of a layer: ``tokens`` of the context at the true places, others around.
+
+    Every third context token was computed: what is stored of it is not its value.
+    """
     n = len(is_context)
     at, other = is_context.nonzero()[:, 0], (~is_context).nonzero()[:, 0]
     assert len(at) == len(tokens)
+    values, changed = normal(seed + 1, n, GROUPS, DIM), torch.arange(0, len(tokens), 3)
+    stored = form.encode_values(values[at])
+    stored[changed] = 255
     return LayerEntries(
-        keys=2 * normal(seed, n, GROUPS, DIM), values=normal(seed + 1, n, GROUPS, DIM),
+        keys=2 * normal(seed, n, GROUPS, DIM), values=values, value_bytes=stored.clone,
         n_entries=n, is_context=is_context, context=tokens, context_slots=at, other_slots=other,
-        queries=torch.empty(HEADS, 0, DIM), query_slots=torch.empty(0).long(), scaling=SCALING,
+        changed=changed, queries=torch.empty(HEADS, 0, DIM), query_slots=torch.empty(0).long(), scaling=SCALING,
     )  # fmt: skip
 
 
@@ -70,9 +76,9 @@ class Case:
         shuffled = torch.randperm(len(is_context), generator=generator)
         is_context[shuffled[: len(self.tokens)]] = True
         self.cos, self.sin = places(100)
-        self.given = entries_of(seed, is_context, self.tokens)
-        rule = Quest(budget_tokens=budget)
         self.form = form_of(bits)
+        self.given = entries_of(seed, is_context, self.tokens, self.form)
+        rule = Quest(budget_tokens=budget)
         self.cache = SparseCache(1, self.form, self.cos, self.sin, rule, 5, weigh)
         self.cache.take(0, self.given)
 
@@ -192,7 +198,8 @@ def test_a_method_s_own_attention_is_told_what_is_context() -> None:
 def test_a_layer_without_context_attends_to_the_rest() -> None:
     cos, sin = places(100)
     cache = SparseCache(1, form_of(4), cos, sin, Quest(budget_tokens=64), 3)
-    given = entries_of(0, torch.zeros(6, dtype=torch.bool), torch.empty(0).long())
+    none = torch.empty(0).long()
+    given = entries_of(0, torch.zeros(6, dtype=torch.bool), none, form_of(4))
     cache.take(0, given)
     query, new = normal(1, HEADS, DIM), normal(2, 2, GROUPS, DIM)
     output = cache.attend(
