@@ -407,8 +407,9 @@ def blended(
     context.load(plan.blocks if check is None else case.keep)
     cache, probed = DenseCache(LAYERS, capacity, weigh=attend), []
     blend = Blend(
-        model=model, layout=layout, context=context, cos=cos, sin=sin, update=update, weigh=attend, cache=None if probes else cache,
-        observe=probed.append if probes else None, check=check and (check[0], decide),
+        model=model, layout=layout, context=context, cos=cos, sin=sin, update=update,
+        weigh=attend, cache=None if probes else cache, observe=probed.append if probes else None,
+        check=check and (check[0], decide),
     )  # fmt: skip
     with torch.inference_mode():
         logits = blend.run(plan)

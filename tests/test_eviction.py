@@ -147,8 +147,9 @@ class Case:
             keys=self.keys[: self.n_rows].clone(),
             values=names[: self.n_rows].clone(),  # an entry's value says which one it is
             n_entries=self.n_rows, is_context=is_context, context=torch.arange(is_context.sum()),
-            context_slots=is_context.nonzero()[:, 0], changed=torch.arange(0), other_slots=(~is_context).nonzero()[:, 0],
-            queries=self.query[:, at], query_slots=at, scaling=8**-0.5,
+            context_slots=is_context.nonzero()[:, 0], changed=torch.arange(0),
+            other_slots=(~is_context).nonzero()[:, 0], queries=self.query[:, at],
+            query_slots=at, scaling=8**-0.5,
             value_bytes=lambda: pytest.fail("it keeps them as they are"),
         )  # fmt: skip
         cache.take(0, taken)

@@ -51,7 +51,8 @@ def entries_of(seed: int, is_context: Tensor, tokens: Tensor, form: EntryFormat)
     return LayerEntries(
         keys=2 * normal(seed, n, GROUPS, DIM), values=values, value_bytes=stored.clone,
         n_entries=n, is_context=is_context, context=tokens, context_slots=at, other_slots=other,
-        changed=changed, queries=torch.empty(HEADS, 0, DIM), query_slots=torch.empty(0).long(), scaling=SCALING,
+        changed=changed, queries=torch.empty(HEADS, 0, DIM), query_slots=torch.empty(0).long(),
+        scaling=SCALING,
     )  # fmt: skip
 
 

@@ -25,7 +25,8 @@ def entries_of(n: int, room: int, seed: int = 0) -> LayerEntries:
     return LayerEntries(
         keys=normal(seed, n + room, GROUPS, DIM), values=normal(seed + 1, n + room, GROUPS, DIM),
         n_entries=n, is_context=is_context, context=torch.arange(n - 2),
-        context_slots=torch.arange(1, n - 1), changed=torch.arange(0), other_slots=torch.tensor([0, n - 1]),
+        context_slots=torch.arange(1, n - 1), changed=torch.arange(0),
+        other_slots=torch.tensor([0, n - 1]),
         queries=normal(seed + 2, HEADS, 1, DIM), query_slots=torch.tensor([n - 1]), scaling=0.3,
         value_bytes=lambda: pytest.fail("it keeps them as they are"),
     )  # fmt: skip
