@@ -46,7 +46,7 @@ class Stored(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Blend:
-    """A pass of one request; `run` it once.
+    """A pass of one request; `run` it once, or go `through_layers` where no token is wanted.
 
     cos, sin: (T, D) of all positions.
     update: how a recomputed entry and the stored one combine. weigh: how computed tokens weigh the
@@ -68,6 +68,10 @@ class Blend:
 
     def run(self, plan: PassPlan) -> Tensor:
         """Logits (vocabulary,) of the last token. Its stored entries must have been loaded."""
+        return self.model.logits(self.through_layers(plan)[0, -1:])[0]
+
+    def through_layers(self, plan: PassPlan) -> Tensor:
+        """(1, R, hidden size) what the last layer makes of the tokens that it computes."""
         layers = list(plan.layers)
 
         def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
@@ -83,7 +87,7 @@ class Blend:
                 hidden = hidden.index_select(1, narrow)
             at = layers[layer].positions
             hidden = self.model.layer(layer, hidden, self.cos[at], self.sin[at], attend)
-        return self.model.logits(hidden[0, -1:])[0]
+        return hidden
 
     def _layer(
         self, layer: int, plan: LayerPlan, query: Tensor, key: Tensor, value: Tensor, scaling: float

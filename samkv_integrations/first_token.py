@@ -254,7 +254,7 @@ def _probe(blend: Blend, method: Method, plan: PassPlan) -> Tensor:
         if score is not None:
             scores.append(score)
 
-    replace(blend, observe=observe).run(plan)
+    replace(blend, observe=observe).through_layers(plan)
     return torch.stack(scores)
 
 
