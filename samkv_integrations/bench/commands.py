@@ -19,6 +19,11 @@ from samkv_integrations.bench.data import BUILTIN, SETS, SHORT, PromptStyle, loa
 from samkv_integrations.errors import InvalidOption
 from samkv_integrations.methods import METHODS
 from samkv_integrations.model import Model
+from samkv_integrations.quantise import DEFAULT_STORE_BITS
+
+StoreBits = Annotated[
+    int, typer.Option(help="Bits of the numbers in caches: 4, 8, or 16 for the model's own.")
+]
 
 app = typer.Typer(help="Measure answers and time.", no_args_is_help=True)
 
@@ -36,6 +41,7 @@ def quality(
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto",
     block_size: Annotated[int | None, typer.Option(help="Tokens a block; else automatic.")] = None,
+    store_bits: StoreBits = DEFAULT_STORE_BITS,
     data: Annotated[
         list[str] | None,
         typer.Option(help="'builtin' or a JSON Lines file, LongBench's too; may be repeated."),
@@ -137,6 +143,7 @@ def quality(
         max_tokens=max_tokens,
         answerable=answerable,
         block_size=block_size,
+        store_bits=store_bits,
     )
     plan.require_extras()
     loaded = _load(model, device, dtype)
@@ -176,6 +183,7 @@ def fidelity(
     part: Annotated[
         str, typer.Option(help="choose (to choose settings on), report (for figures) or all.")
     ] = "report",
+    store_bits: StoreBits = DEFAULT_STORE_BITS,
     questions: Annotated[int | None, typer.Option(help="How many to ask; else all.")] = None,
     documents: Annotated[int, typer.Option(help="Most documents a question.")] = 10,
     tokens: Annotated[
@@ -218,6 +226,7 @@ def fidelity(
         past_end=past_end,
         chat=chat,
         most=questions,
+        store_bits=store_bits,
     )
     plan.require_extras()
     loaded = _load(model, device, dtype)

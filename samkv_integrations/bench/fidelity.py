@@ -25,6 +25,7 @@ from samkv_integrations.bench.variants import TRUTH, Variant
 from samkv_integrations.engine import Engine
 from samkv_integrations.errors import EmptyInput, InvalidOption, UnknownOption
 from samkv_integrations.model import Model
+from samkv_integrations.quantise import DEFAULT_STORE_BITS, check_store_bits
 
 Part = Literal["choose", "report", "all"]
 
@@ -79,11 +80,13 @@ class Plan:
     past_end: bool = False
     chat: bool = False
     most: int | None = None
+    store_bits: int = DEFAULT_STORE_BITS
 
     def __post_init__(self) -> None:
         for name in ("tokens", "most"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise InvalidOption(f"{name}={value}; it must be at least 1")
+        check_store_bits(self.store_bits)
         if TRUTH not in self.variants:
             raise InvalidOption(f"figures are distances from {TRUTH!r}; it must be a variant")
 
@@ -99,6 +102,7 @@ class Plan:
             "past_end": self.past_end,
             "chat": self.chat,
             "questions": self.most,
+            "store_bits": self.store_bits,
         }
 
     def expected(self, model: Model, question: Question) -> list[int]:
@@ -127,7 +131,7 @@ def run(plan: Plan, model: Model, journal: Journal) -> Result:
             f"no question is left: all {len(plan.questions)} are too long for the context window "
             f"of {model.name!r}; allow fewer documents"
         )
-    shelf = Shelf(model, fitting, plan.variants)
+    shelf = Shelf(model, fitting, plan.variants, store_bits=plan.store_bits)
     total = len(fitting) * len(plan.variants)
     with tqdm(total=total, initial=len(journal.rows), desc="measuring", unit="row") as bar:
         for question in fitting:

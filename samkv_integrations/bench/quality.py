@@ -29,6 +29,7 @@ from samkv_integrations.errors import EmptyInput, InvalidOption, MissingExtra
 from samkv_integrations.layout import BlockScheme
 from samkv_integrations.model import Model
 from samkv_integrations.prompt import ChunkHandle, PlainText, split_prompt
+from samkv_integrations.quantise import DEFAULT_STORE_BITS, check_store_bits
 from samkv_integrations.store import MemoryStore
 from samkv_integrations.tables import commit, version
 
@@ -57,11 +58,13 @@ class Plan:
     max_tokens: int | None = None
     answerable: bool = False
     block_size: int | None = None
+    store_bits: int = DEFAULT_STORE_BITS
 
     def __post_init__(self) -> None:
         for name in ("most", "max_tokens", "block_size"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise InvalidOption(f"{name}={value}; it must be at least 1")
+        check_store_bits(self.store_bits)
         if self.answerable and TRUTH not in self.variants:
             raise InvalidOption(f"answerable questions need {TRUTH!r} among the methods")
 
@@ -84,6 +87,7 @@ class Plan:
             "max_tokens": self.max_tokens,
             "answerable": self.answerable,
             "block_size": self.block_size,
+            "store_bits": self.store_bits,
         }
 
 
@@ -296,8 +300,9 @@ class Shelf:
         questions: Sequence[Question],
         variants: Mapping[str, Variant],
         block_size: int | None = None,
+        store_bits: int = DEFAULT_STORE_BITS,
     ) -> None:
-        self._model = model
+        self._model, self._store_bits = model, store_bits
         self._store = MemoryStore()
         chunks = list(dict.fromkeys(chunk for q in questions for chunk in q.documents))
         lengths = sorted(len(model.tokenize(c, special=False)) for c in chunks[:MIN_CHUNKS])
@@ -311,7 +316,9 @@ class Shelf:
     @contextmanager
     def engine(self, question: Question) -> Iterator[Engine]:
         """An engine that holds the chunks of ``question``."""
-        engine = Engine(self._model, self._store, block_size=self._block_size)
+        engine = Engine(
+            self._model, self._store, block_size=self._block_size, store_bits=self._store_bits
+        )
         shared = engine.cache_chunks(self._calibration)
         own = engine.cache_chunks(question.documents)
         yield engine
@@ -332,7 +339,7 @@ class _Asking:
     ) -> None:
         self.questions = questions
         self._plan, self._journal, self._bar = plan, journal, bar
-        self._shelf = Shelf(model, questions, plan.variants, plan.block_size)
+        self._shelf = Shelf(model, questions, plan.variants, plan.block_size, plan.store_bits)
         self._is_warm = False
 
     def answer(self, question: Question, labels: Sequence[str]) -> list[Row]:
