@@ -201,7 +201,7 @@ class Engine:
         """Begin to read the caches of these chunks into the system's memory, without waiting."""
         for text in texts:
             ids = self.model.tokenize(normalise(text), special=False)
-            self.store.prefetch(self.store.key(self.fingerprint, ids), self.fingerprint, len(ids))
+            self.store.prefetch(self.store.key(self.fingerprint, ids), self.fingerprint)
 
     def count_tokens(self, text: str) -> int:
         """Tokens of ``text``, handles counted at the length of their chunks."""
@@ -335,8 +335,8 @@ class Engine:
         temperature, top_p, top_k, repetition_penalty, seed: see `Sampling`.
         stop, stop_ids: strings and token ids that end the answer and are no part of it.
         on_miss: what to do for a chunk without a usable cache: ``compute`` (as a chunk, and keep
-            it; with ``auto`` only where that does not take longer than full prefill), ``text``
-            (compute it with the rest of the prompt, keep nothing), ``error``.
+            it; ``auto`` only where that does not take longer than full prefill, ``recompute``
+            never), ``text`` (compute it with the rest of the prompt, keep nothing), ``error``.
 
         Raises:
             PromptTooLong: prompt and answer exceed the context window.

@@ -102,8 +102,8 @@ class Store(Protocol):
     def text(self, key: str) -> str | None:
         """The text of a chunk of any fingerprint, None if it is unknown or unreadable."""
 
-    def prefetch(self, key: str, fingerprint: Fingerprint, n_tokens: int) -> None:
-        """Begins to read a chunk of ``n_tokens``, all of it, without waiting.
+    def prefetch(self, key: str, fingerprint: Fingerprint) -> None:
+        """Begins to read a chunk, all of it, without waiting.
 
         Nothing but a hint: whatever goes wrong, `open` will say.
         """
@@ -186,7 +186,7 @@ class MemoryStore:
     def text(self, key: str) -> str | None:
         return self._texts.get(key)
 
-    def prefetch(self, key: str, fingerprint: Fingerprint, n_tokens: int) -> None:
+    def prefetch(self, key: str, fingerprint: Fingerprint) -> None:
         """There is nothing to read from."""
 
     def delete(self, key: str) -> bool:
@@ -406,7 +406,7 @@ class ChunkStore:
                 continue
         return None
 
-    def prefetch(self, key: str, fingerprint: Fingerprint, n_tokens: int) -> None:
+    def prefetch(self, key: str, fingerprint: Fingerprint) -> None:
         if not hasattr(os, "posix_fadvise"):  # macOS
             return
         with suppress(OSError), self._file(key, fingerprint.digest).open("rb") as file:

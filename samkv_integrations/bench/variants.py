@@ -116,8 +116,9 @@ def _at_ratios(method: Method, ratios: Sequence[float]) -> Iterator[tuple[Method
         return
     for ratio in ratios:
         part: Any = method.recompute
+        no_other_limit = {"hits": None} if hasattr(part, "hits") else {}
         label = f"{method.name}, {100 * ratio:g} % recomputed"
-        yield replace(method, recompute=replace(part, ratio=ratio)), label
+        yield replace(method, recompute=replace(part, ratio=ratio, **no_other_limit)), label
 
 
 def _eviction(text: str) -> Eviction | None:

@@ -120,11 +120,10 @@ class StoreContract:
 
     def test_prefetch_changes_nothing(self, store: Store) -> None:
         chunk = chunk_for(store, 2, 30)
-        store.prefetch(chunk.key, TINY, 30)  # absent
+        store.prefetch(chunk.key, TINY)  # absent
         assert store.keys() == []
         store.put(chunk)
-        for n_tokens in (30, 3, 3000):
-            store.prefetch(chunk.key, TINY, n_tokens)
+        store.prefetch(chunk.key, TINY)
         with store.open(chunk.key, TINY) as stored:
             stored.verify()
 
