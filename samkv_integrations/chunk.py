@@ -136,8 +136,8 @@ class ChunkCache:
 
     token_ids: (T,) int32.
     entries: (L, T, E) uint8, the KV entries as `EntryFormat` lays them out, keys un-rotated.
-    key_range: (L, 2, G, D) float32, scale and offset of each channel of the chunk's keys;
-        (L, 0, G, D) with 16 bits.
+    key_range: (L, N, 2, G, D) float16, scale and offset of each channel of the keys of N groups of
+        tokens, see `EntryFormat`; N is 0 with 16 bits.
     local_query: (L, H, D) in the model's dtype, mean un-rotated query of the local blocks' tokens.
     """
 

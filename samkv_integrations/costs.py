@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from samkv_integrations.model import Model, attention
-from samkv_integrations.quantise import EntryFormat
-from samkv_integrations.rope import rotate
+from samkv_integrations.quantise import EntryFormat, groups
 
 MARGIN = 0.95
 """Two passes must be estimated below this share of full prefill to be worth their approximation."""
@@ -161,10 +160,11 @@ def _plain_pass(model: Model, n_tokens: int, n_attended: int) -> None:
 
 def _dequantise(model: Model, form: EntryFormat, n_tokens: int) -> None:
     """What one layer of a pass does for stored entries."""
-    cos, sin = model.cos_sin(torch.arange(n_tokens))
-    entries = torch.zeros(n_tokens, form.n_bytes, dtype=torch.uint8, device=model.device)
-    key_range = torch.ones(n_tokens, *form.range_shape, device=model.device)
-    keys = rotate(form.keys(entries, key_range), cos, sin).to(form.dtype)
-    out = torch.empty_like(keys)
-    out[torch.arange(n_tokens, device=keys.device)] = keys
-    form.values(entries)
+    device, shape = model.device, (n_tokens, form.n_kv_heads, form.head_dim // 2)
+    turns = torch.ones(shape, device=device)
+    entries = torch.zeros(n_tokens, form.n_bytes, dtype=torch.uint8, device=device)
+    key_range = torch.ones(form.range_shape(n_tokens), dtype=torch.float16, device=device)
+    order = torch.arange(n_tokens, device=device)
+    keys = form.rotated_keys(entries, key_range, groups(n_tokens, device), turns, turns)
+    for side in (keys, form.values(entries)):
+        side.index_select(0, order)

@@ -85,7 +85,7 @@ class FileLayout:
             "local_query": (made_by.torch_dtype, (n_layers, made_by.n_heads, dim)),
             "summary_codes": (torch.int8, (n_layers, n_middle, n_groups, dim)),
             "summary_scale": (torch.float16, (n_layers, n_middle, n_groups)),
-            "key_range": (torch.float32, (n_layers, *entries.range_shape)),
+            "key_range": (torch.float16, (n_layers, *entries.range_shape(self.n_tokens))),
             "entries": (torch.uint8, (n_layers, self.n_tokens, entries.n_bytes)),
         }
         places, start = {}, 0

@@ -13,6 +13,7 @@ from samkv_integrations.chunk import Fingerprint
 from samkv_integrations.errors import CacheMiss
 from samkv_integrations.layout import Layout
 from samkv_integrations.methods.parts import SelectionInputs
+from samkv_integrations.quantise import groups
 from samkv_integrations.store import StoredChunk
 
 
@@ -33,7 +34,8 @@ class Context:
 
     entries: (Tctx, E) uint8 of each layer. They span the whole context, but the operating system
         commits only the pages of what was really read.
-    key_range: (L, C, 2, G, D) float32, see `EntryFormat`; empty until something is loaded.
+    key_range: (L, N, 2, G, D) float16 of all groups of the context, see `EntryFormat`; empty until
+        something is loaded.
     cos, sin: (Tctx, D) float32 on the model's device, where cached keys sit.
     """
 
@@ -54,7 +56,12 @@ class Context:
         self._read = [torch.empty(shape, dtype=torch.uint8) for _ in range(self.n_layers)]
         self.entries = self._read
         self.key_range = torch.empty(0)
-        self.chunk_of_token = layout.chunk_of_token.to(self.device)
+        first_group, of_chunks = 0, [torch.empty(0, dtype=torch.long)]
+        for chunk in chunks:
+            of_chunk = groups(chunk.n_tokens, torch.device("cpu"))
+            of_chunks.append(first_group + of_chunk)
+            first_group += int(of_chunk[-1]) + 1
+        self.group_of_token = torch.cat(of_chunks).to(self.device)
         heads, half = self.form.n_kv_heads, self.form.head_dim // 2
         # of each channel pair and head, see `rotated_keys`
         self._turns = [
@@ -105,7 +112,7 @@ class Context:
                 ranges.append(chunk.key_range())
             except CacheMiss as miss:
                 raise ChunkLost(index, miss) from miss
-        return torch.stack(ranges, dim=1).to(self.device)
+        return torch.cat(ranges, dim=1).to(self.device)
 
     def keys_and_values(self, layer: int, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Keys at their positions, and values, (n, G, D) each, of context tokens (n,).
@@ -113,14 +120,14 @@ class Context:
         tokens: loaded before, in order, on the model's device.
         """
         if not len(tokens):  # maybe nothing was ever loaded
-            shape = (0, *self.form.range_shape[1:])
+            shape = (0, self.form.n_kv_heads, self.form.head_dim)
             empty = torch.empty(shape, dtype=self.form.dtype, device=self.device)
             return empty, empty
-        rows = [self.entries[layer], self.chunk_of_token, *self._turns]
+        rows = [self.entries[layer], self.group_of_token, *self._turns]
         if len(tokens) < len(rows[0]):
             rows = [side.index_select(0, tokens) for side in rows]
-        entries, chunk, cos, sin = rows
-        keys = self.form.rotated_keys(entries, self.key_range[layer], chunk, cos, sin)
+        entries, group, cos, sin = rows
+        keys = self.form.rotated_keys(entries, self.key_range[layer], group, cos, sin)
         return keys, self.form.values(entries)
 
     def value_bytes(self, layer: int, tokens: Tensor) -> Tensor:
@@ -159,10 +166,10 @@ class Context:
         anchor = layout.is_anchor[layout.block_of_token]
         counts = torch.bincount(layout.chunk_of_token[anchor], minlength=layout.n_chunks)
         tokens = anchor.nonzero()[:, 0].to(self.device)
-        ranges = self.key_range[:, self.chunk_of_token[tokens]]
+        group = self.group_of_token[tokens]
         keys = [
-            self.form.keys(entries.index_select(0, tokens), of_layer)
-            for entries, of_layer in zip(self.entries, ranges, strict=True)
+            self.form.keys(entries.index_select(0, tokens), of_layer, group)
+            for entries, of_layer in zip(self.entries, self.key_range, strict=True)
         ]
         return mean_of_blocks(torch.stack(keys), counts)
 

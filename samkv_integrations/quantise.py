@@ -1,8 +1,9 @@
 """KV entries in few bits: what is stored of a token at a layer, and the way back.
 
-Keys are quantised per channel, because their outliers sit in channels, and values per token and
-head (KIVI, arXiv 2402.02750, section 3). Both are asymmetric: a channel that a bias has moved far
-from zero, as in Qwen2.5, costs nothing. Keys must be un-rotated, or their channels mix.
+Keys are quantised per channel over groups of tokens, because their outliers sit in channels, and
+values per token and head (KIVI, arXiv 2402.02750, section 3). Both are asymmetric: a channel that a
+bias has moved far from zero, as in Qwen2.5, costs little. Keys must be un-rotated, or their
+channels mix.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ STORE_BITS = (4, 8, 16)
 """Bits of a stored number; 16 stands for the model's own dtype, bfloat16 or float32."""
 
 DEFAULT_STORE_BITS = 4
+
+GROUP_TOKENS = 64
+"""Tokens that share a scale and an offset a channel of their keys (docs/decisions.md)."""
 
 _HALF_MAX = torch.finfo(torch.float16).max
 _HALF_STEP = 2.0**-24  # the smallest positive float16
@@ -64,41 +68,43 @@ class EntryFormat:
         """E, bytes of an entry."""
         return 2 * self._side + (4 * self.n_kv_heads if self.is_quantised else 0)
 
-    @property
-    def range_shape(self) -> tuple[int, int, int]:
-        """Shape of a layer's key range: (2, G, D), or (0, G, D) if nothing is quantised."""
-        return (2 if self.is_quantised else 0, self.n_kv_heads, self.head_dim)
+    def range_shape(self, n_tokens: int) -> tuple[int, int, int, int]:
+        """Shape of the key ranges of a layer: (N, 2, G, D), N being 0 if nothing is quantised."""
+        n_groups = -(-n_tokens // GROUP_TOKENS) if self.is_quantised else 0
+        return (n_groups, 2, self.n_kv_heads, self.head_dim)
 
     def key_range(self, keys: Tensor) -> Tensor:
-        """(2, G, D) float32, scale and offset of each channel of un-rotated keys (T, G, D).
+        """(N, 2, G, D) float16, scale and offset of each channel of each group of keys (T, G, D).
 
-        Float32, so that no key that the model can hold is out of range.
+        A group is `GROUP_TOKENS` tokens, the last one of a chunk maybe fewer; see `groups`.
         """
         if not self.is_quantised:
-            return torch.empty(self.range_shape, device=keys.device)
-        wide = keys.float()
-        low, high = wide.amin(0), wide.amax(0)
-        step = high / self._levels - low / self._levels  # each alone: the difference may overflow
-        return torch.stack((torch.where(step > 0, step, 1.0), low))
+            return keys.new_empty(self.range_shape(len(keys)), dtype=torch.float16)
+        n_whole = len(keys) // GROUP_TOKENS * GROUP_TOKENS
+        whole, rest = _in_groups(keys[:n_whole]), keys[None, n_whole:]
+        found = [
+            self._range(part.amin(1).float(), part.amax(1).float())
+            for part in (whole, rest)
+            if part.numel()
+        ]
+        return torch.cat(found, dim=1).transpose(0, 1).contiguous()
 
     def encode(self, keys: Tensor, values: Tensor, key_range: Tensor) -> Tensor:
-        """(T, E) uint8 from un-rotated keys and values (T, G, D).
+        """(T, E) uint8 from un-rotated keys and values (T, G, D), and `key_range` of the keys.
 
-        key_range: of `key_range`, or (T, 2, G, D), one for each token. A key outside of it gets the
-        nearest code.
-
-        Raises InvalidChunk if a key or value is not finite, or a value does not fit the float16 of
-        its scale. It looks at numbers on the host; `encode_keys` and `encode_values` do not.
+        Raises InvalidChunk if a key or value is not finite, or does not fit the float16 of its
+        scale. It looks at numbers on the host; `encode_keys` and `encode_values` do not.
         """
         if not bool(keys.isfinite().all() & values.isfinite().all()):
             raise InvalidChunk(
                 "the model computed keys or values that are not finite numbers for this chunk; "
                 "leave it out, or load the model in float32"
             )
-        if self.is_quantised and (top := float(values.abs().max())) > _HALF_MAX:
+        top = max(float(side.abs().max()) for side in (keys, values))
+        if self.is_quantised and top > _HALF_MAX:
             raise InvalidChunk(
-                f"values reach {top:.3g}, beyond {_HALF_MAX:.0f}, the largest half-precision "
-                "number, which their scales are kept in; give store_bits=16"
+                f"keys or values reach {top:.3g}, beyond {_HALF_MAX:.0f}, the largest "
+                "half-precision number, which their scales are kept in; give store_bits=16"
             )
         return torch.cat((self.encode_keys(keys, key_range), self.encode_values(values)), dim=1)
 
@@ -106,7 +112,7 @@ class EntryFormat:
         """The first bytes of entries, from keys (T, G, D); see `encode`."""
         if not self.is_quantised:
             return self._as_bytes(keys)
-        scale, offset = key_range[..., 0, :, :], key_range[..., 1, :, :]
+        scale, offset = self._of_tokens(key_range, groups(len(keys), keys.device))
         return self._pack(keys.float().sub(offset).div_(scale))
 
     def encode_values(self, values: Tensor) -> Tensor:
@@ -114,54 +120,52 @@ class EntryFormat:
         if not self.is_quantised:
             return self._as_bytes(values)
         wide = values.float()
-        low, high = wide.amin(-1), wide.amax(-1)
-        # Down, so that no value lies below code 0 (by more than half the smallest scale).
-        offset = _half(low - low.abs() * _HALF_MARGIN)
-        scale = _half((high - offset.float()) / self._levels + _HALF_STEP)
-        codes = wide.sub(offset.float()[..., None]).div_(scale.float()[..., None])
-        ranges = torch.stack((scale, offset), dim=1).view(torch.uint8).flatten(1)
-        return torch.cat((self._pack(codes), ranges), dim=1)
+        ranges = self._range(wide.amin(-1), wide.amax(-1))
+        scale, offset = ranges.float()[..., None]
+        codes = self._pack(wide.sub(offset).div_(scale))
+        return torch.cat(
+            (codes, ranges.transpose(0, 1).contiguous().view(torch.uint8).flatten(1)), 1
+        )
 
     def value_bytes(self, entries: Tensor) -> Tensor:
         """What `encode_values` made of the entries (T, E)."""
         return entries[:, self._side :]
 
-    def keys(self, entries: Tensor, key_range: Tensor) -> Tensor:
+    def keys(self, entries: Tensor, key_range: Tensor, group: Tensor) -> Tensor:
         """(T, G, D) un-rotated keys of entries (T, E): float32, or ``dtype`` with 16 bits.
 
-        key_range: (2, G, D), or (T, 2, G, D), one for each token.
+        key_range: (N, 2, G, D) of some groups. group: (T,) which of them is each token's.
         """
         if not self.is_quantised:
             return self._raw(entries[:, : self._side])
-        scale, offset = key_range[..., 0, :, :], key_range[..., 1, :, :]
+        scale, offset = self._of_tokens(key_range, group)
         return self._unpack(entries[:, : self._side]).mul_(scale).add_(offset)
 
     def rotated_keys(
-        self, entries: Tensor, key_range: Tensor, chunk: Tensor, cos: Tensor, sin: Tensor
+        self, entries: Tensor, key_range: Tensor, group: Tensor, cos: Tensor, sin: Tensor
     ) -> Tensor:
         """(T, G, D) keys of entries (T, E) in ``dtype``, rotated to the positions of cos and sin.
 
         The same as `keys` and then `rope.rotate`, several times sooner: this is most of what a pass
-        does for a context token. key_range: (C, 2, G, D) of the chunks. chunk: (T,) of each token.
-        cos, sin: (T, G, D / 2) float32, contiguous: a product that broadcasts takes twice as long.
+        does for a context token.
+
+        key_range, group: see `keys`. cos, sin: (T, G, D / 2) float32, contiguous: a product that
+            broadcasts takes twice as long.
         """
         half = self.head_dim // 2
         side = entries[:, : self._side]
         if self.is_quantised:
-            # index_select copies whole rows, several times sooner than an index does
             first, second = (
-                torch.addcmul(
-                    key_range[:, 1, :, part].contiguous().index_select(0, chunk),
-                    codes,
-                    key_range[:, 0, :, part].contiguous().index_select(0, chunk),
-                )
-                for part, codes in zip(
-                    (slice(half), slice(half, None)), self._halves(side), strict=True
+                torch.addcmul(offset, codes, scale)
+                for codes, (scale, offset) in zip(
+                    self._halves(side),
+                    (self._of_tokens(part, group) for part in key_range.chunk(2, dim=-1)),
+                    strict=True,
                 )
             )
         else:
             first, second = self._raw(side).float().chunk(2, dim=-1)
-        out = entries.new_empty((len(entries), *self.range_shape[1:]), dtype=torch.float32)
+        out = self._empty(entries)
         for part, one, other, sign in (
             (out[..., :half], first, second, -1),
             (out[..., half:], second, first, 1),
@@ -170,13 +174,26 @@ class EntryFormat:
             part.addcmul_(other, sin, value=sign)
         return out.to(self.dtype)
 
-    def key_products(self, entries: Tensor, queries: Tensor) -> Tensor:
-        """(G, n, T) float32 products of queries (G, n, D) with the key codes of entries (T, E)."""
+    def key_products(self, entries: Tensor, key_range: Tensor, queries: Tensor) -> Tensor:
+        """(G, n, T) float32 products of queries (G, n, D) with the keys of entries (T, E).
+
+        T: N * `GROUP_TOKENS`, whole groups. key_range: (N, 2, G, D). No key is ever
+        de-quantised: the queries are multiplied with the scales, and then with the codes.
+        """
+        if not self.is_quantised:
+            keys = self._raw(entries[:, : self._side]).float()
+            return queries @ keys.permute(1, 2, 0)
         half = self.head_dim // 2
+        scale, offset = key_range.float().unbind(1)  # (N, G, D) each
+        scaled = queries * scale[:, :, None]  # (N, G, n, D)
         lower, upper = (
-            codes.float().permute(1, 2, 0) for codes in self._halves(entries[:, : self._side])
+            _in_groups(codes.float()).permute(0, 2, 3, 1)
+            for codes in self._halves(entries[:, : self._side])
         )
-        return torch.baddbmm(queries[..., :half] @ lower, queries[..., half:], upper)
+        products: Tensor = scaled[..., :half] @ lower
+        products += scaled[..., half:] @ upper
+        products += (queries * offset[:, :, None]).sum(-1, keepdim=True)
+        return products.permute(1, 2, 0, 3).flatten(2)
 
     def values(self, entries: Tensor) -> Tensor:
         """(T, G, D) values of entries (T, E) in ``dtype``."""
@@ -186,7 +203,7 @@ class EntryFormat:
         ranges = entries[:, 2 * self._side :].contiguous().view(torch.float16).float()
         scale, offset = ranges.view(len(entries), 2, self.n_kv_heads, 1).unbind(1)
         half = self.head_dim // 2
-        out = entries.new_empty((len(entries), *self.range_shape[1:]), dtype=torch.float32)
+        out = self._empty(entries)
         lower, upper = self._halves(side)
         torch.mul(lower, scale, out=out[..., :half])
         torch.mul(upper, scale, out=out[..., half:])
@@ -195,6 +212,26 @@ class EntryFormat:
     @property
     def _levels(self) -> int:
         return (1 << self.bits) - 1
+
+    def _range(self, low: Tensor, high: Tensor) -> Tensor:
+        """(2, ...) float16 scale and offset of numbers between low and high, float32."""
+        # Down, so that no number lies below code 0 (by more than half the smallest scale).
+        offset = _half(low - low.abs() * _HALF_MARGIN)
+        scale = _half((high - offset.float()) / self._levels + _HALF_STEP)
+        return torch.stack((scale, offset))
+
+    def _of_tokens(self, key_range: Tensor, group: Tensor) -> tuple[Tensor, Tensor]:
+        """Scale and offset (T, G, channels) float32 of each token, from (N, 2, G, channels)."""
+        # index_select copies whole rows, several times sooner than an index does
+        scale, offset = (
+            side.float().contiguous().index_select(0, group) for side in key_range.unbind(1)
+        )
+        return scale, offset
+
+    def _empty(self, entries: Tensor) -> Tensor:
+        """Room for the keys, or the values, of entries: (T, G, D) float32."""
+        shape = (len(entries), self.n_kv_heads, self.head_dim)
+        return entries.new_empty(shape, dtype=torch.float32)
 
     def _as_bytes(self, numbers: Tensor) -> Tensor:
         """(T, G, D) -> (T, bytes)."""
@@ -230,6 +267,16 @@ def check_store_bits(bits: int) -> None:
     if type(bits) is not int or bits not in STORE_BITS:
         allowed = ", ".join(map(str, STORE_BITS))
         raise InvalidOption(f"store_bits={bits!r}; allowed: {allowed}")
+
+
+def groups(n_tokens: int, device: torch.device) -> Tensor:
+    """(T,) the group of each token of a chunk."""
+    return torch.arange(n_tokens, device=device) // GROUP_TOKENS
+
+
+def _in_groups(rows: Tensor) -> Tensor:
+    """(N * `GROUP_TOKENS`, ...) -> (N, `GROUP_TOKENS`, ...)."""
+    return rows.reshape(-1, GROUP_TOKENS, *rows.shape[1:])
 
 
 def _half(values: Tensor) -> Tensor:

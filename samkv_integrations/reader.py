@@ -62,7 +62,7 @@ class StoredChunk(Protocol):
         """The block summaries. Read once."""
 
     def key_range(self) -> Tensor:
-        """(L, 2, G, D) float32, scale and offset of each channel; (L, 0, G, D) with 16 bits.
+        """(L, N, 2, G, D) float16, see `ChunkCache`.
 
         Read once, by `read_all` if that comes first.
         """

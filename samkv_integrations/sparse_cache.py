@@ -9,7 +9,7 @@ from torch.nn.functional import pad
 from samkv_integrations.eviction.quest import Quest
 from samkv_integrations.methods.parts import ContextAttention
 from samkv_integrations.model import attention
-from samkv_integrations.quantise import EntryFormat
+from samkv_integrations.quantise import GROUP_TOKENS, EntryFormat, groups
 from samkv_integrations.rope import unrotate
 from samkv_integrations.working_cache import LayerEntries, WorkingCache, as_heads
 
@@ -105,10 +105,10 @@ class _LayerContext:
             some = some.long()
             self._mean = unrotate(wide[some], cos[some], sin[some]).mean(0)  # (G, D)
             self._add_mean(wide, cos, sin, -1)
+        self._group = groups(len(wide), wide.device)
         self._range = form.key_range(wide)
-        self._entries = torch.cat(
-            (form.encode_keys(wide, self._range), _value_bytes(form, entries)), dim=1
-        )
+        held = torch.cat((form.encode_keys(wide, self._range), _value_bytes(form, entries)), dim=1)
+        self._entries = pad(held, (0, 0, 0, -len(held) % GROUP_TOKENS))  # whole groups
 
     @property
     def n_bytes(self) -> int:
@@ -129,29 +129,25 @@ class _LayerContext:
 
         One choice for all heads, by the sum of their softmax over the context; in prompt order.
         """
-        form, entries = self._form, self._entries
-        if count < len(entries):
+        form = self._form
+        rows = [self._entries[: len(self._group)], self._group, self._cos, self._sin]
+        if count < len(self._group):
             weights = (self._logits(query) * scaling).softmax(-1).sum((0, 1))
             best = weights.topk(count).indices.sort().values
-            entries, cos, sin = (
-                side.index_select(0, best) for side in (entries, self._cos, self._sin)
-            )
-        else:
-            cos, sin = self._cos, self._sin
-        keys = form.keys(entries, self._range)
+            rows = [side.index_select(0, best) for side in rows]
+        entries, group, cos, sin = rows
+        keys = form.keys(entries, self._range, group)
         if form.is_quantised:
             self._add_mean(keys, cos, sin, 1)
         return keys.to(form.dtype), form.values(entries)
 
     def _logits(self, query: Tensor) -> Tensor:
         """(G, H/G, n) float32 products of a query (H, D) with all keys."""
-        form, entries = self._form, self._entries
+        form = self._form
         grouped = query.float().view(form.n_kv_heads, -1, form.head_dim)
+        logits = form.key_products(self._entries, self._range, grouped)[..., : len(self._group)]
         if not form.is_quantised:
-            return grouped @ form.keys(entries, self._range).float().permute(1, 2, 0)
-        scale, offset = self._range[:, :, None]  # (G, 1, D) each
-        logits = form.key_products(entries, grouped * scale)
-        logits += (grouped * offset).sum(-1, keepdim=True)
+            return logits
         # The mean's part: q . R k = cos . (q1 k1 + q2 k2 | ...) + sin . (q2 k1 - q1 k2 | ...).
         return logits + self._mean_products(grouped)
 

@@ -11,6 +11,7 @@ from samkv_integrations.chunk import (
     Fingerprint,
     Summaries,
 )
+from samkv_integrations.quantise import groups
 
 
 def tiny_fingerprint(
@@ -110,5 +111,11 @@ def decoded(chunk: ChunkCache) -> tuple[Tensor, Tensor]:
     """(L, T, G, D) each: the un-rotated keys and the values that a chunk's entries stand for."""
     form = chunk.fingerprint.entry_format
     layers = list(zip(chunk.entries, chunk.key_range, strict=True))
-    keys = torch.stack([form.keys(entries, key_range) for entries, key_range in layers])
+    group = groups(chunk.n_tokens, chunk.entries.device)
+    keys = torch.stack([form.keys(entries, key_range, group) for entries, key_range in layers])
     return keys, torch.stack([form.values(entries) for entries, _ in layers])
+
+
+def key_steps(chunk: ChunkCache) -> Tensor:
+    """(L, T, G, D): how far apart the keys are that a token may have."""
+    return chunk.key_range[:, groups(chunk.n_tokens, chunk.entries.device), 0].float()

@@ -55,7 +55,8 @@ class Waits:
     def __init__(self, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
         self.passes: list[dict[str, int]] = []
         self.steps: list[dict[str, int]] = []
-        monkeypatch.setattr(Blend, "run", self._counting(device, Blend.run, self.passes))
+        through = self._counting(device, Blend.through_layers, self.passes)
+        monkeypatch.setattr(Blend, "through_layers", through)
         monkeypatch.setattr(Decoder, "step", self._counting(device, Decoder.step, self.steps))
 
     def _counting(

@@ -167,8 +167,10 @@ def test_it_would_notice_if_the_constant_took_the_bits(monkeypatch: pytest.Monke
     def around_zero(form: EntryFormat, keys: Tensor) -> Tensor:
         if not form.is_quantised:
             return ranges(form, keys)
+        n_groups, *_ = form.range_shape(len(keys))
         reach = keys.float().abs().amax(0)
-        return torch.stack((2 * reach / (2**form.bits - 1), -reach))
+        of_all = torch.stack((2 * reach / (2**form.bits - 1), -reach)).half()
+        return of_all.expand(n_groups, *of_all.shape)
 
     monkeypatch.setattr(EntryFormat, "key_range", around_zero)
     checks = examined(biased(20.0))

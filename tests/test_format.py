@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import math
 import os
 import struct
 import zlib
@@ -58,6 +59,7 @@ def file_by_hand(chunk: ChunkCache) -> bytes:
     else:  # codes of keys and values, then scale and offset of each head's values
         entry_bytes = 2 * groups * dim * bits // 8 + 2 * groups * 2
     rows = groups, dim
+    n_ranges = math.ceil(n_tokens / 64) if bits < 16 else 0
     entries = n_layers, n_tokens, entry_bytes
     table = [
         ("token_ids", "I32", [n_tokens], pack(chunk.token_ids, "i")),
@@ -68,7 +70,7 @@ def file_by_hand(chunk: ChunkCache) -> bytes:
         ("local_query", name, [n_layers, heads, dim], pack(chunk.local_query, code)),
         ("summary_codes", "I8", [n_layers, len(middle), *rows], pack(chunk.summaries.codes, "b")),
         ("summary_scale", "F16", [n_layers, len(middle), groups], pack(chunk.summaries.scale, "e")),
-        ("key_range", "F32", [n_layers, 2 * (bits < 16), *rows], pack(chunk.key_range, "f")),
+        ("key_range", "F16", [n_layers, n_ranges, 2, *rows], pack(chunk.key_range, "e")),
     ]
     n_checksums = 1 + len(table) + n_layers * n_blocks
     crcs = [zlib.crc32(data) for *_, data in table]
@@ -199,9 +201,9 @@ def test_the_bytes_of_one_file_never_change() -> None:
     )
     data = b"".join(encode(whole))
     assert data == file_by_hand(whole)
-    assert len(data) == 1600
+    assert len(data) == 1568
     assert hashlib.sha256(data).hexdigest() == (
-        "eb359dc0b900f7c40a2ad22559d4ff50b1cc353c08bac72a43085abe7dd23832"
+        "26c1f01a39b8efdc4b00b5742b04a3a70ca0706236233652c207f582559d29dc"
     )
 
 
@@ -369,7 +371,7 @@ def test_a_key_range_that_is_no_number_is_corrupt_whatever_its_checksum_says(
     path: Path, chunk: ChunkCache, place: int, wrong: float
 ) -> None:
     key_range = chunk.key_range.clone()
-    key_range[-1, place, 0, 2] = wrong
+    key_range[-1, -1, place, 0, 2] = wrong
     broken = replace(chunk, key_range=key_range)
     path.write_bytes(b"".join(encode(broken)))
     uses: tuple[Callable[[StoredChunk], object], ...] = (

@@ -26,6 +26,7 @@ from samkv_integrations.ingest import NewChunk, batches, prefill
 from samkv_integrations.model import Model
 from samkv_integrations.rope import rotate
 from samkv_integrations.store import MemoryStore
+from tests.chunks import decoded, key_steps
 from tests.models import FAMILIES, hf_model, tiny_model
 
 BLOCK = 8
@@ -67,9 +68,7 @@ def caches_of(
 
 def rows_of(cached: ChunkCache) -> tuple[Tensor, Tensor]:
     """Un-rotated keys and values (L, T, G, D) of a cache's entries."""
-    form, layers = cached.fingerprint.entry_format, cached.entries
-    keys = torch.stack(list(map(form.keys, layers, cached.key_range)))
-    return keys, torch.stack(list(map(form.values, layers)))
+    return decoded(cached)
 
 
 @dataclass(frozen=True)
@@ -209,7 +208,7 @@ def test_entries_and_summaries_are_of_the_captured_rows(bits: int) -> None:
         chunk = new_chunk(n_tokens)
         (cached,), (exact,) = (caches_of(model, [chunk], (1,), bits=b) for b in (bits, 16))
         (keys, values), (true_keys, true_values) = rows_of(cached), rows_of(exact)
-        half_step = cached.key_range[:, :1] / 2
+        half_step = key_steps(cached) / 2
         assert bool(((keys - true_keys).abs() <= half_step * 1.001 + 1e-6).all())
         span = true_values.amax(-1, keepdim=True) - true_values.amin(-1, keepdim=True)
         half_step = (span + 2.0**-10 * true_values.abs().amax()) / (2**bits - 1) / 2

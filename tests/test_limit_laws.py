@@ -50,7 +50,7 @@ from samkv_integrations.methods.samkv import SamkvSelect
 from samkv_integrations.model import Model, attention
 from samkv_integrations.store import MemoryStore
 from tests.asking import Asked, ask
-from tests.chunks import decoded
+from tests.chunks import decoded, key_steps
 from tests.models import FAMILIES, tiny_model
 
 TOLERANCE = {"rtol": 2e-4, "atol": 2e-4}
@@ -571,10 +571,10 @@ def one_by_one(family: str, store_bits: int) -> Engine:
 
 
 def steps(coarse: ChunkCache) -> tuple[Tensor, Tensor]:
-    """(L, 1, G, D) steps of a chunk's keys, and (L, T, G, 1) of its values, from its bytes."""
+    """(L, T, G, D) steps of a chunk's keys, and (L, T, G, 1) of its values, from its bytes."""
     n_heads = coarse.fingerprint.n_kv_heads
     ranges = coarse.entries[..., -4 * n_heads :].contiguous().view(torch.float16).float()
-    return coarse.key_range[:, :1], ranges[..., :n_heads, None]
+    return key_steps(coarse), ranges[..., :n_heads, None]
 
 
 @cache

@@ -91,7 +91,7 @@ class StoreContract:
             assert_same(stored.statistics(), chunk.statistics)
             assert_same(stored.summaries(), chunk.summaries)
             assert torch.equal(stored.key_range(), chunk.key_range)
-            assert stored.key_range().dtype == torch.float32
+            assert stored.key_range().dtype == torch.float16
             assert torch.equal(stored.local_query(), chunk.local_query)
             assert stored.local_query().dtype == chunk.local_query.dtype
             for layer in range(TINY.n_layers):
