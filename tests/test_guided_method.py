@@ -272,7 +272,7 @@ def test_what_leads_up_to_a_hit_is_computed_in_the_lower_layers_only() -> None:
     """Worked out by hand: a hit at token 45; of four layers, one before it costs half a row."""
     request = request_of(Shape(seed=17, lengths=(30, 30, 30), n_layers=4, before=1))
     # two rows and four halves
-    rows = rows_of(request, {45: 0.9}, ratio=4 / 90, before=4, after=1)
+    rows = rows_of(request, {45: 0.9}, ratio=4 / 90, before=4, after=1, lead_layers=0.5)
     assert rows == [set(range(41, 47))] * 2 + [{45, 46}] * 2
 
 
@@ -324,7 +324,7 @@ def test_small_contexts_are_computed_whole_only_where_anything_is() -> None:
 def test_a_tenth_is_recomputed_and_a_tenth_attended_to_by_default() -> None:
     method = METHODS["samkv-guided"]
     assert method.recompute == GuidedRecompute(
-        hits=3.0, ratio=0.1, before=8, after=2, lead_layers=0.5, small_context=128
+        hits=2.0, ratio=0.1, before=8, after=2, lead_layers=0.75, small_context=128
     )
     assert method.select == GuidedSelect(window=64, sinks=4, compete=False)
     assert method.update is overwrite and method.positions == "global" and method.attend is None

@@ -119,17 +119,16 @@ class GuidedRecompute(Recompute):
         what a hit needs around it does not grow with its document. None for no such limit.
     before, after: tokens around a hit that are recomputed with it: the words before it say whom it
         is about, and an answer goes on behind its beginning.
-    lead_layers: share of the layers, from the first, in which those before a hit are recomputed. By
-        then they have said it.
+    lead_layers: share of the layers, from the first, in which those before a hit are recomputed.
     small_context: contexts of at most this many tokens are computed as a whole, which is full
         prefill: one pass over all tokens takes no longer than two over few.
     """
 
     ratio: float = 0.1
-    hits: float | None = 3.0
+    hits: float | None = 2.0
     before: int = 8
     after: int = 2
-    lead_layers: float = 0.5
+    lead_layers: float = 0.75
     small_context: int = 128
 
     def __post_init__(self) -> None:
