@@ -264,8 +264,8 @@ def test_the_tokens_around_a_hit_are_computed_again_with_it_in_its_own_chunk() -
     assert rows_of(request, ends, ratio=7 / 90 + 1e-9, **around)[0] == {60, 61, 62, 86, 87, 88, 89}
     assert rows_of(request, ends, ratio=3 / 90 + 1e-9, **around)[0] == {60, 61, 62}
     assert rows_of(request, middle, ratio=1 / 90 + 1e-9, before=0, after=0)[0] == {45}
-    eleven = rows_of(request, middle, ratio=11 / 90 + 1e-9)[0]
-    assert eleven == set(range(37, 48))  # eight before, two after
+    ten = rows_of(request, middle, ratio=10 / 90 + 1e-9)[0]
+    assert ten == set(range(37, 47))  # eight before, one after
 
 
 def test_what_leads_up_to_a_hit_is_computed_in_the_lower_layers_only() -> None:
@@ -324,7 +324,7 @@ def test_small_contexts_are_computed_whole_only_where_anything_is() -> None:
 def test_a_tenth_is_recomputed_and_a_tenth_attended_to_by_default() -> None:
     method = METHODS["samkv-guided"]
     assert method.recompute == GuidedRecompute(
-        hits=2.0, ratio=0.1, before=8, after=2, lead_layers=0.75, small_context=128
+        hits=2.5, ratio=0.1, before=8, after=1, lead_layers=0.75, small_context=128
     )
     assert method.select == GuidedSelect(window=64, sinks=4, compete=False)
     assert method.update is overwrite and method.positions == "global" and method.attend is None

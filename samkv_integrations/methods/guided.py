@@ -125,9 +125,9 @@ class GuidedRecompute(Recompute):
     """
 
     ratio: float = 0.1
-    hits: float | None = 2.0
+    hits: float | None = 2.5
     before: int = 8
-    after: int = 2
+    after: int = 1
     lead_layers: float = 0.75
     small_context: int = 128
 
