@@ -34,6 +34,7 @@ from samkv_integrations.prompt import (
     PlainText,
     Resolved,
     Resolver,
+    bodies_of,
     handle_of,
     split_prompt,
 )
@@ -222,7 +223,7 @@ class Engine:
             InvalidChunk: a text is empty, or longer than the context window.
             StoreError: the store cannot be written; what was cached before stays.
         """
-        bodies = [normalise(text) for text in texts]
+        bodies = bodies_of(texts)
         token_ids = [self._chunk_ids(body) for body in bodies]
         if self._fingerprint is None and token_ids:
             self._settle_block_size(token_ids)
@@ -336,7 +337,8 @@ class Engine:
         stop, stop_ids: strings and token ids that end the answer and are no part of it.
         on_miss: what to do for a chunk without a usable cache: ``compute`` (as a chunk, and keep
             it; ``auto`` only where that does not take longer than full prefill, ``recompute``
-            never), ``text`` (compute it with the rest of the prompt, keep nothing), ``error``.
+            never), ``text`` (compute it with the rest of the prompt, keep nothing), ``error``. What
+            turns out damaged only while it is read is computed as ``text`` by both of them.
 
         Raises:
             PromptTooLong: prompt and answer exceed the context window.
@@ -430,6 +432,12 @@ class Engine:
         Returns (1 + len(follow), vocabulary) float32 on the CPU. Other arguments and errors are
         those of `generate`.
         """
+        n_known = self.model.config.vocab_size
+        if unknown := [token for token in follow if not 0 <= token < n_known]:
+            raise InvalidOption(
+                f"follow holds {unknown[0]}, which is no token; {self.model.name!r} has "
+                f"{n_known}, counted from 0"
+            )
         chosen = self.method if method is None else get_method(method)
         rendered = prompt if isinstance(prompt, str) else self.model.render_chat(prompt)
         with self.resolve(rendered, chunks) as resolved, self._lock, torch.inference_mode():
@@ -448,6 +456,10 @@ class Engine:
         context_window: int | None,
     ) -> Request:
         rule = self.eviction if eviction is None else eviction
+        if context_window is not None and (type(context_window) is not int or context_window < 1):
+            raise InvalidOption(
+                f"context_window={context_window!r}; it must be a whole number of at least 1"
+            )
         return Request(
             model=self.model,
             method=method,

@@ -94,7 +94,7 @@ def first_token(request: Request) -> FirstToken:
             return _answer(request, layout, clock)
         except ChunkLost as lost:
             clock.bytes_lost += resolved.opened[lost.index].bytes_read
-            resolved.lose(lost.index, lost.reason)
+            resolved.lose(lost.index, lost.miss)
 
 
 def _answer(request: Request, layout: Layout, clock: Stopwatch) -> FirstToken:
@@ -160,8 +160,11 @@ def _answer(request: Request, layout: Layout, clock: Stopwatch) -> FirstToken:
 
 
 def held_prefix(request: Request, layout: Layout) -> Prefix | None:
-    """KV entries of an earlier prompt that began so, for a method that takes the fastest way."""
-    if not request.method.whole_if_faster or request.prefixes is None:
+    """KV entries of an earlier prompt that began so, for a method that takes the fastest way.
+
+    Not where an eviction is asked for: it goes by the queries of the whole prompt.
+    """
+    if not request.method.whole_if_faster or request.prefixes is None or request.eviction:
         return None
     return request.prefixes.find(layout.token_ids.tolist())
 
@@ -184,7 +187,7 @@ def _after_prefix(request: Request, layout: Layout, prefix: Prefix, clock: Stopw
     held = Segment(token_ids=tuple(ids[:length]), blocks=BlockScheme().of(length))
     of_rest = Layout.of([held, Segment(token_ids=tuple(ids[length:]))], ())
     cos, sin = model.cos_sin(torch.arange(len(ids)))
-    cache = DenseCache(model.n_layers, request.capacity, evictor=_evictor(request, None, layout))
+    cache = DenseCache(model.n_layers, request.capacity)
     keep = torch.ones(model.n_layers, of_rest.n_blocks, dtype=torch.bool)
     nothing = torch.zeros(model.n_layers, length, dtype=torch.bool)
     with clock("blend"):

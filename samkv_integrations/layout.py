@@ -29,6 +29,8 @@ class BlockScheme:
     n_local: int = 2
 
     def __post_init__(self) -> None:
+        if type(self.size) is not int:
+            raise InvalidOption(f"block_size={self.size!r}; it must be a whole number, or 'auto'")
         if self.size < 1 or self.n_init < 0 or self.n_local < 0:
             raise InvalidOption(
                 f"block scheme {self}: size must be at least 1, n_init and n_local at least 0"

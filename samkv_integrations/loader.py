@@ -23,7 +23,7 @@ class ChunkLost(Exception):
     def __init__(self, index: int, miss: CacheMiss) -> None:
         super().__init__(str(miss))
         self.index = index
-        self.reason = miss.reason
+        self.miss = miss
 
 
 class Context:

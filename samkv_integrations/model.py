@@ -41,6 +41,8 @@ from samkv_integrations.errors import InvalidOption, ModelNotFound, UnsupportedM
 SUPPORTED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 SUPPORTED_DTYPES = ("float32", "bfloat16")
 DTYPES = ("auto", *SUPPORTED_DTYPES)
+SMALLEST = 1e-5
+"""The smallest number that logits may be divided by: none becomes infinite."""
 SUPPORTED_ROPE = ("default", "linear", "llama3")
 
 # Arguments of from_pretrained that are decided here -> what to do instead.
@@ -129,17 +131,20 @@ class Sampling:
                 raise InvalidOption(f"{name}={value!r}; it must be {words}")
         if self.max_new_tokens < 1:
             raise InvalidOption(f"max_new_tokens={self.max_new_tokens}; it must be at least 1")
-        if not self.temperature >= 0:
-            raise InvalidOption(f"temperature={self.temperature}; it must be 0 (greedy) or more")
+        if self.temperature != 0 and not self.temperature >= SMALLEST:
+            raise InvalidOption(
+                f"temperature={self.temperature}; it must be 0 (greedy), or {SMALLEST} or more"
+            )
         if self.seed is not None and not -(2**63) <= self.seed < 2**64:
             raise InvalidOption(f"seed={self.seed}; it must fit into 64 bits")
         if not 0 < self.top_p <= 1:
             raise InvalidOption(f"top_p={self.top_p}; it must be above 0 and at most 1")
         if self.top_k < 0:
             raise InvalidOption(f"top_k={self.top_k}; it must be 0 (all tokens) or more")
-        if self.repetition_penalty is not None and not self.repetition_penalty > 0:
+        if self.repetition_penalty is not None and not self.repetition_penalty >= SMALLEST:
             raise InvalidOption(
-                f"repetition_penalty={self.repetition_penalty}; it must be above 0 (1 for none)"
+                f"repetition_penalty={self.repetition_penalty}; it must be {SMALLEST} or more "
+                "(1 for none)"
             )
 
 
@@ -415,7 +420,7 @@ class Sampler:
         if penalty not in (None, 1.0):
             self._processors.append(RepetitionPenaltyLogitsProcessor(float(penalty)))
         if not self._greedy:
-            self._processors.append(TemperatureLogitsWarper(sampling.temperature))
+            self._processors.append(TemperatureLogitsWarper(float(sampling.temperature)))
             if sampling.top_k:
                 self._processors.append(TopKLogitsWarper(sampling.top_k))
             if sampling.top_p < 1:

@@ -72,6 +72,16 @@ class ChunkHandle:
 Piece = PlainText | ChunkText | ChunkHandle
 
 
+def bodies_of(texts: Sequence[str]) -> list[str]:
+    """The bodies of chunks, see `normalise`. Raises InvalidOption for what are no texts."""
+    if isinstance(texts, str):
+        raise InvalidOption(f"one text was given for chunks ({texts[:40]!r}); put it into a list")
+    for text in texts:
+        if not isinstance(text, str):
+            raise InvalidOption(f"chunk {text!r} is no text; chunks must be strings")
+    return [normalise(text) for text in texts]
+
+
 def split_prompt(
     prompt: str,
     chunks: Sequence[str] = (),
@@ -90,7 +100,7 @@ def split_prompt(
         InvalidOption: a chunk is empty or does not occur in the prompt.
         HandleError: the plain text holds a piece of a handle that something cut in two.
     """
-    bodies = dict.fromkeys(normalise(chunk) for chunk in chunks)
+    bodies = dict.fromkeys(bodies_of(chunks))
     if "" in bodies:
         raise InvalidOption("an empty chunk was given; chunks must hold text")
     forms = {**(known or {}), **{body: body for body in bodies}}
@@ -147,11 +157,13 @@ def _shorten(text: str, limit: int = 60) -> str:
 class Resolved:
     """Segments of a prompt and the open caches of those that are cached chunks, in order.
 
-    misses: reason -> number of chunks without a usable cache. missed_texts: theirs, by token ids.
+    on_miss: see `Resolver.resolve`. misses: reason -> number of chunks without a usable cache.
+    missed_texts: theirs, by token ids.
     computed: tokens of each missed chunk that was then computed as a chunk. Closes the caches on
     exit.
     """
 
+    on_miss: OnMiss = "text"
     segments: list[Segment] = field(default_factory=list)
     opened: list[StoredChunk] = field(default_factory=list)
     misses: Counter[str] = field(default_factory=Counter)
@@ -172,13 +184,18 @@ class Resolved:
                 self.segments[at] = replace(segment, blocks=stored.blocks)
         assert len(opened) + len(self.computed) == len(self.opened)
 
-    def lose(self, index: int, reason: str) -> None:
-        """Make cached chunk ``index`` a chunk that is computed from its tokens."""
+    def lose(self, index: int, miss: CacheMiss) -> None:
+        """Make cached chunk ``index`` a chunk that is computed from its tokens.
+
+        Raises ChunkNotCached if ``on_miss`` is ``error``.
+        """
+        if self.on_miss == "error":
+            raise not_cached(self.opened[index].key, miss) from miss
         cached = [i for i, segment in enumerate(self.segments) if segment.blocks is not None]
         at = cached[index]
         self.segments[at] = Segment(token_ids=self.segments[at].token_ids, is_context=True)
         self.opened.pop(index).close()
-        self.misses[reason] += 1
+        self.misses[miss.reason] += 1
 
     def __enter__(self) -> Self:
         return self
@@ -191,6 +208,14 @@ class Resolved:
     ) -> None:
         for chunk in self.opened:
             chunk.close()
+
+
+def not_cached(key: str, miss: CacheMiss) -> ChunkNotCached:
+    """What is raised for a chunk without a usable cache where it must have one."""
+    return ChunkNotCached(
+        f"chunk {key} has no usable cache ({miss}); ingest it again, or pass on_miss='text' or "
+        "'compute'"
+    )
 
 
 class Resolver:
@@ -210,7 +235,7 @@ class Resolver:
         """
         if on_miss not in get_args(OnMiss):
             raise InvalidOption(f"on_miss={on_miss!r}; allowed: {', '.join(get_args(OnMiss))}")
-        resolved = Resolved()
+        resolved = Resolved(on_miss=on_miss)
         try:
             for piece in pieces:
                 if isinstance(piece, PlainText):
@@ -266,10 +291,7 @@ class Resolver:
             stored = self._store.open(key, self._fingerprint, ids)
         except CacheMiss as miss:
             if on_miss == "error":
-                raise ChunkNotCached(
-                    f"chunk {key} has no usable cache ({miss}); ingest it again, or pass "
-                    "on_miss='text' or 'compute'"
-                ) from miss
+                raise not_cached(key, miss) from miss
             resolved.misses[miss.reason] += 1
             if (text := self._text_of(piece)) is not None:
                 resolved.missed_texts[ids] = text

@@ -272,7 +272,7 @@ class ChunkStore:
             version = json.loads(marker.read_bytes())["format_version"]
             if not isinstance(version, int):
                 raise TypeError(version)
-        except (ValueError, LookupError, TypeError) as error:
+        except (ValueError, LookupError, TypeError, RecursionError) as error:
             raise StoreError(f"{marker} is broken; next step: ingest into a new folder") from error
         if version > FORMAT_VERSION:
             raise StoreError(
@@ -318,7 +318,7 @@ class ChunkStore:
         """The fields of a fingerprint of this release or an older one, empty if unknown."""
         try:
             fields = json.loads((self.path / digest / "fingerprint.json").read_bytes())
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             return {}
         is_known = isinstance(fields, dict) and "model" in fields and digest_of(fields) == digest
         return fields if is_known else {}
@@ -447,7 +447,9 @@ class ChunkStore:
             with suppress(FileExistsError):
                 _write(file, [json.dumps(size).encode()], exclusive=True)
             settled: int = json.loads(file.read_bytes())
-        except (OSError, ValueError) as error:
+            if type(settled) is not int or settled < 1:
+                raise ValueError(f"{settled!r} is no block size")
+        except (OSError, ValueError, RecursionError) as error:
             raise StoreError(f"{file} cannot be used ({error}); next step: delete it") from error
         return settled
 

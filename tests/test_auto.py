@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from samkv_integrations import METHODS, ChunkStore, Engine
 from samkv_integrations.costs import CostModel, measure
 from samkv_integrations.errors import StoreError
+from samkv_integrations.eviction import EVICTIONS
 from samkv_integrations.model import Model
 from samkv_integrations.prefix_cache import PrefixCache
 from samkv_integrations.store import MemoryStore
@@ -194,6 +195,19 @@ def test_a_prefix_is_neither_kept_nor_used_by_other_methods_or_with_an_eviction(
     assert engine.generate(prompt(chunks), chunks, max_new_tokens=1).report.ran == "recompute"
     report = engine.generate(prompt(chunks), chunks, max_new_tokens=1, method="recompute").report
     assert (report.ran, report.prefix_tokens) == ("recompute", 0)
+
+
+@pytest.mark.parametrize("eviction", EVICTIONS)
+def test_an_eviction_sees_the_whole_prompt_whatever_was_asked_before(eviction: str) -> None:
+    """A rule that goes by the prompt's queries would see those of the end alone."""
+    chunks, other = texts(3, 60), "Something else?"
+    cold, warm = engine_with(ONE_PASS), engine_with(ONE_PASS)
+    warm.generate(prompt(chunks), chunks, max_new_tokens=1)
+    asked = {"eviction": eviction, "follow": [9, 8, 7]}
+    expected = cold.logits(prompt(chunks, question=other), chunks, **asked)
+    assert torch.equal(warm.logits(prompt(chunks, question=other), chunks, **asked), expected)
+    report = warm.generate(prompt(chunks), chunks, eviction=eviction, max_new_tokens=1).report
+    assert (report.ran, report.eviction) == ("recompute", eviction)
 
 
 def test_prefixes_stay_within_their_budget_and_the_oldest_goes_first() -> None:

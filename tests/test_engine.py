@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import threading
 from collections.abc import Iterator
@@ -26,6 +27,7 @@ from samkv_integrations.errors import (
 from samkv_integrations.eviction import Quest
 from samkv_integrations.methods.guided import GuidedRecompute
 from samkv_integrations.prompt import handle_of, split_prompt
+from samkv_integrations.quantise import GROUP_TOKENS
 from tests.models import tiny_model
 from tests.old_store import old_store
 
@@ -276,6 +278,54 @@ def test_on_miss(engine: Engine) -> None:
         engine.generate(prompt, [new], on_miss="guess")  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("method", ["reuse", "samkv-guided", "samkv-fusion"])
+def test_damage_that_shows_while_it_is_read_is_an_error_too(engine: Engine, method: str) -> None:
+    file = chunk_file(engine, TEXTS[1])
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(ChunkNotCached, match=f"{engine.key_of(TEXTS[1])} has no usable cache"):
+        engine.generate(PROMPT, TEXTS, method=method, on_miss="error")
+    expected = engine.generate(PROMPT, TEXTS, method="recompute", max_new_tokens=4).text
+    for on_miss in ("text", "compute"):
+        answer = engine.generate(PROMPT, TEXTS, method=method, on_miss=on_miss, max_new_tokens=4)
+        assert answer.report.chunk_misses == {"corrupt": 1}
+    engine.cache_chunks(TEXTS)
+    whole = engine.generate(PROMPT, TEXTS, method="recompute", max_new_tokens=4)
+    assert (whole.text, whole.report.chunk_misses) == (expected, {})
+
+
+def test_chunks_are_texts_in_a_list(engine: Engine) -> None:
+    for use in (engine.cache_chunks, lambda chunks: engine.generate("abc", chunks)):
+        with pytest.raises(InvalidOption, match="one text was given for chunks .'abc'.; put it"):
+            use("abc")
+        with pytest.raises(InvalidOption, match="chunk None is no text"):
+            use([None])
+
+
+def test_what_follows_are_tokens(engine: Engine) -> None:
+    for token in (-1, 10**6):
+        with pytest.raises(InvalidOption, match=f"follow holds {token}, which is no token"):
+            engine.logits(PROMPT, TEXTS, follow=[1, token])
+
+
+@pytest.mark.parametrize("size", [1.5, "8", None, True])
+def test_block_sizes_that_are_no_numbers_are_named(size: object) -> None:
+    with pytest.raises(InvalidOption, match=f"block_size={size!r}; it must be a whole number"):
+        Engine(tiny_model("llama"), block_size=size)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("content", ["null", "[]", "16.0", "1e400", "true", "0", "-1", "", '"8"'])
+def test_a_damaged_block_size_is_named(tmp_path: Path, content: str) -> None:
+    engine = Engine(tiny_model("llama"), ChunkStore(tmp_path))
+    size = engine.store.settle_block_size(engine.fingerprint, 8)
+    assert size == 8
+    (file,) = tmp_path.glob("block-size-*.json")
+    file.write_text(content)
+    with pytest.raises(StoreError, match=f"{file.name} cannot be used .*next step: delete it"):
+        engine.cache_chunk(TEXTS[0])
+
+
 def test_a_handle_without_cache_and_text_is_an_error(engine: Engine) -> None:
     with pytest.raises(HandleError, match="names no chunk of this store"):
         engine.generate(handle_of("0" * 32) + " Q?", max_new_tokens=1)
@@ -415,8 +465,11 @@ def test_a_step_s_share_is_reported_and_few_bits_held(engine: Engine) -> None:
     assert report.kept_ratio == pytest.approx(rule.budget(n_context) / n_context)
     row = report.full_kv_bytes / report.prompt_tokens  # in float32
     entry = 2 * (2 * 16 * 4 // 8) + 2 * 4  # of 2 heads of 16 channels, and ranges of the values
-    held = report.fresh_tokens * row + n_context * engine.model.n_layers * entry
-    ranges = engine.model.n_layers * 2 * 2 * 16 * 4  # of the keys' channels
+    n_groups = math.ceil(n_context / GROUP_TOKENS)
+    assert n_groups > 1
+    held = report.fresh_tokens * row
+    held += n_groups * GROUP_TOKENS * engine.model.n_layers * entry  # whole groups
+    ranges = engine.model.n_layers * n_groups * 2 * 2 * 16 * 2  # of the keys' channels
     assert report.kv_bytes == held + ranges
 
 
@@ -537,6 +590,9 @@ def test_the_prompt_must_fit_with_the_answer(engine: Engine) -> None:
         engine.generate(PROMPT, TEXTS, max_new_tokens=4000)
     with pytest.raises(PromptTooLong, match=rf"prompt of {size} tokens .* 9 new .* window of 50 "):
         engine.generate(PROMPT, TEXTS, max_new_tokens=9, context_window=50)
+    for window in (0, -1, 10.5, "9", True):
+        with pytest.raises(InvalidOption, match=f"context_window={window!r}; it must be a whole"):
+            engine.generate(PROMPT, TEXTS, context_window=window)
     longest = engine.generate(PROMPT, TEXTS, max_new_tokens=9, context_window=size + 9)
     assert longest.report.prompt_tokens == size
 
@@ -546,6 +602,10 @@ def test_unknown_names_list_the_known_ones(engine: Engine) -> None:
         engine.generate(PROMPT, TEXTS, method="sam-kv")
     with pytest.raises(InvalidOption, match="does not occur in the prompt"):
         engine.generate("Q?", ["some chunk"])
+    with pytest.raises(UnknownOption, match="unknown method 3"):
+        engine.generate(PROMPT, TEXTS, method=3)  # type: ignore[arg-type]
+    with pytest.raises(UnknownOption, match="unknown eviction 3"):
+        engine.generate(PROMPT, TEXTS, eviction=3)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="temprature"):
         engine.generate(PROMPT, TEXTS, temprature=1)  # type: ignore[call-arg]
 

@@ -130,4 +130,4 @@ def test_a_chunk_that_fails_is_named_by_its_place(
             case.context.inputs(frozenset(("local_query",)), ())
         else:
             case.context.load(blocks)
-    assert (lost.value.index, lost.value.reason) == (1, "io")
+    assert (lost.value.index, lost.value.miss.reason) == (1, "io")

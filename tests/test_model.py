@@ -188,11 +188,23 @@ class TestSampling:
         assert set(drawn(top_k=3, top_p=0.3)) == {261}  # both count, top_k first
 
     @pytest.mark.parametrize(
+        "options",
+        [{"temperature": 1}, {"temperature": 1e-5}, {"temperature": 1e-5, "repetition_penalty": 1}],
+    )
+    def test_the_ends_of_what_is_allowed(self, options: dict[str, Any]) -> None:
+        model = tiny_model()
+        logits = torch.linspace(-20, 20, model.config.vocab_size)
+        token = model.sampler([1], Sampling(seed=0, **options)).next(logits)
+        assert token == len(logits) - 1 or options["temperature"] == 1
+
+    @pytest.mark.parametrize(
         ("option", "message"),
         [
             ({"top_k": -1}, "top_k=-1; it must be 0"),
             ({"top_k": 2.5}, "top_k=2.5; it must be a whole number"),
-            ({"repetition_penalty": 0}, "repetition_penalty=0; it must be above 0"),
+            ({"repetition_penalty": 0}, "repetition_penalty=0; it must be 1e-05 or more"),
+            ({"repetition_penalty": 1e-46}, "repetition_penalty=1e-46; it must be 1e-05 or more"),
+            ({"temperature": 1e-46}, "temperature=1e-46; it must be 0 .greedy., or 1e-05 or more"),
             ({"temperature": "hot"}, "temperature='hot'; it must be a number"),
             ({"max_new_tokens": True}, "max_new_tokens=True; it must be a whole number"),
         ],

@@ -40,8 +40,8 @@ def get_eviction(name: str | Eviction | None) -> Eviction | None:
     """
     if name is None or name == NO_EVICTION:
         return None
-    if not isinstance(name, str):
+    if isinstance(name, Eviction):
         return name
-    if name not in EVICTIONS:
+    if not isinstance(name, str) or name not in EVICTIONS:
         raise UnknownOption.among("eviction", name, (*EVICTIONS, NO_EVICTION))
     return EVICTIONS[name]

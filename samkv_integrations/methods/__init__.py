@@ -41,8 +41,8 @@ METHODS: Mapping[str, Method] = MappingProxyType(
 
 def get_method(name: str | Method) -> Method:
     """The method called ``name``; a `Method` passes through. Else UnknownOption with the names."""
-    if not isinstance(name, str):
+    if isinstance(name, Method):
         return name
-    if name not in METHODS:
+    if not isinstance(name, str) or name not in METHODS:
         raise UnknownOption.among("method", name, METHODS)
     return METHODS[name]
