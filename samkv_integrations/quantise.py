@@ -187,7 +187,8 @@ class EntryFormat:
         scale, offset = key_range.float().unbind(1)  # (N, G, D) each
         scaled = queries * scale[:, :, None]  # (N, G, n, D)
         lower, upper = (
-            _in_groups(codes.float()).permute(0, 2, 3, 1)
+            # turned while they are bytes: the product would copy four times as much
+            _in_groups(codes).transpose(1, 2).contiguous().float().transpose(2, 3)
             for codes in self._halves(entries[:, : self._side])
         )
         products: Tensor = scaled[..., :half] @ lower
