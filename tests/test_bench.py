@@ -279,7 +279,7 @@ def test_ingest_is_a_command(tmp_path: Path) -> None:
         (("--layers", "25"), "layers=25; shape 'qwen2.5-0.5b' takes 1 to 24"),
         (("--layers", "0"), "layers=0; shape 'qwen2.5-0.5b' takes 1 to 24"),
         (("--shape", "builtin", "--layers", "2"), "layers=2 with shape='builtin'"),
-        (("--dtype", "int8"), "dtype='int8'; allowed: float32, bfloat16"),
+        (("--dtype", "int8"), "dtype='int8'; allowed: auto, float32, bfloat16"),
         (("--chunks", "4,0"), "chunks=0; it must be at least 1"),
         (("--chunks", "x"), "--chunks 'x'; give whole numbers, as in 4,8"),
         (("--chunks", ""), "chunks is empty; give one whole number or more"),

@@ -119,7 +119,8 @@ def test_recompute_ratios_reach_what_recomputes_a_share(monkeypatch: pytest.Monk
     monkeypatch.setattr(variants, "get_method", {**METHODS, "partial": partial}.__getitem__)
     made = variants.combine(["reuse", "partial"], recompute_ratios=[0.05, 0.1])
     assert list(made) == ["reuse", "partial, 5 % recomputed", "partial, 10 % recomputed"]
-    assert made["partial, 10 % recomputed"].method.recompute == GuidedRecompute(ratio=0.1)
+    alone = GuidedRecompute(ratio=0.1, hits=None)  # no other limit
+    assert made["partial, 10 % recomputed"].method.recompute == alone
 
 
 def test_a_variant_is_described_the_same_in_every_process() -> None:
