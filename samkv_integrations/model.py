@@ -231,6 +231,11 @@ class Model:
         for decided in _DECIDED.keys() & further.keys():
             raise InvalidOption(f"model_kwargs holds {decided!r}: {_DECIDED[decided]}")
         source = _source(name)
+        if name.startswith((".", "/", "~")) and not Path(source).is_dir():  # no hub id begins so
+            raise ModelNotFound(
+                f"the folder {name!r} does not exist; give one saved with save_pretrained, a hub "
+                "id, or 'builtin'"
+            )
         if Path(source).is_dir() and not (Path(source) / "config.json").is_file():
             raise ModelNotFound(
                 f"{source!r} holds no config.json; give a folder saved with save_pretrained, "

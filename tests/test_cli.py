@@ -452,7 +452,7 @@ def test_a_model_with_yarn_is_refused(working_folder: Path) -> None:
 
 def test_a_model_that_is_not_there(working_folder: Path) -> None:
     missing = "/nowhere/at/all"  # no hub id: nothing is asked of the network
-    assert f"{missing!r} could not be loaded" in error_of("doctor", "--model", missing)
+    assert f"the folder {missing!r} does not exist" in error_of("doctor", "--model", missing)
     (working_folder / "empty").mkdir()
     assert "holds no config.json" in error_of("doctor", "--model", "empty")
 

@@ -115,6 +115,13 @@ class TestLoading:
         with pytest.raises(InvalidOption, match="device='cuda:99', but torch finds"):
             Model.load("builtin", device="cuda:99")
 
+    @pytest.mark.parametrize("name", ["./nowhere", "/no/where", "~/nowhere", ".."])
+    def test_a_folder_that_is_not_there_is_named(self, name: str, folder: Path) -> None:
+        if name == "..":
+            name = str(folder / "nowhere")
+        with pytest.raises(ModelNotFound, match=rf"the folder '{name}' does not exist; give one"):
+            Model.load(name, device="cpu")
+
     def test_what_is_no_loaded_model(self) -> None:
         tokenizer = byte_tokenizer(bos=True)
         with pytest.raises(UnsupportedModel, match="a Linear is no transformers model"):
