@@ -265,15 +265,6 @@ def _eviction(request: Request, method: Method) -> Eviction | None:
     return method.eviction if request.own_eviction else request.eviction
 
 
-def _evictor(request: Request, own: Eviction | None, layout: Layout) -> Evictor | None:
-    rule = own if request.own_eviction else request.eviction
-    if not isinstance(rule, DroppingEviction):
-        return None
-    return Evictor(
-        rule, n_tokens=layout.n_tokens, n_layers=request.model.n_layers, capacity=request.capacity
-    )
-
-
 def _working_cache(
     request: Request, method: Method, layout: Layout, context: Context
 ) -> WorkingCache:
@@ -282,7 +273,11 @@ def _working_cache(
         return SparseCache(
             n_layers, context.form, context.cos, context.sin, rule, request.capacity, method.attend
         )
-    evictor = _evictor(request, method.eviction, layout)
+    evictor = None
+    if isinstance(rule, DroppingEviction):
+        evictor = Evictor(
+            rule, n_tokens=layout.n_tokens, n_layers=n_layers, capacity=request.capacity
+        )
     return DenseCache(n_layers, request.capacity, evictor=evictor, weigh=method.attend)
 
 
