@@ -279,7 +279,7 @@ def test_variants_get_the_caches_of_their_prefix(monkeypatch: pytest.MonkeyPatch
     ("arguments", "message"),
     [
         (["--methods", "reuze"], "reuze"),
-        (["--model", "/nowhere/at/all"], "could not be loaded"),
+        (["--model", "/nowhere/at/all"], "does not exist"),
         (["--questions", "0"], None),
         (["--only", "nonsense"], None),
     ],
