@@ -14,7 +14,7 @@ from torch import Tensor
 from samkv_integrations.layout import BlockScheme, ChunkBlocks
 from samkv_integrations.quantise import EntryFormat
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -45,6 +46,9 @@ from samkv_integrations.store import MemoryStore, Store, StoredChunk
 
 Prefix = Literal["bos", "none"]
 Prompt = str | Sequence[dict[str, str]]
+
+_WRITERS = 4
+"""Threads that write chunk caches: most of the time each waits for its disk."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,13 +240,19 @@ class Engine:
         for key in set(keys) - missing.keys():
             # Whoever caches a chunk again is about to need it: it must not be old enough to prune.
             self.store.touch(key, self.fingerprint)
-        with tqdm(total=len(missing), desc="caching chunks", disable=not progress) as bar:
+        with (
+            tqdm(total=len(missing), desc="caching chunks", disable=not progress) as bar,
+            ThreadPoolExecutor(_WRITERS) as writers,
+        ):
+            written: Iterator[None] = iter(())
             for batch in batches(list(missing.values())):
                 with self._lock, torch.inference_mode():
                     caches = prefill(self.model, batch, self.fingerprint, self.prefix)
-                for cache in caches:
-                    self.store.put(cache)
+                for _ in written:  # of the batch before, while this one was computed
                     bar.update()
+                written = writers.map(self.store.put, caches)
+            for _ in written:
+                bar.update()
         if missing:
             self._calibrated = None
         return keys

@@ -114,8 +114,7 @@ class _Capture:
         blocks = self._fingerprint.scheme.of(len(chunk.token_ids))
         form, values = self._fingerprint.entry_format, self._values[index]
         # Layer by layer: float32 copies of all keys would be the largest tensors of the ingest.
-        key_range = torch.stack([form.key_range(of_layer) for of_layer in keys])
-        entries = torch.stack(list(map(form.encode, keys, values, key_range)))
+        entries, key_range = map(torch.stack, zip(*map(form.encode, keys, values), strict=True))
         return ChunkCache(
             key=chunk.key,
             fingerprint=self._fingerprint,

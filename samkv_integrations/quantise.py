@@ -3,13 +3,17 @@
 Keys are quantised per channel over groups of tokens, because their outliers sit in channels, and
 values per token and head (KIVI, arXiv 2402.02750, section 3). Both are asymmetric: a channel that a
 bias has moved far from zero, as in Qwen2.5, costs little. Keys must be un-rotated, or their
-channels mix.
+channels mix by position.
+
+What is quantised of a key is its Hadamard transform, within each half of a head (QuaRot, arXiv
+2404.00456, over whole heads). It spreads what is lost evenly over the channels: a channel of a wide
+range would lose more than others, and queries look at it most.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
@@ -73,24 +77,11 @@ class EntryFormat:
         n_groups = -(-n_tokens // GROUP_TOKENS) if self.is_quantised else 0
         return (n_groups, 2, self.n_kv_heads, self.head_dim)
 
-    def key_range(self, keys: Tensor) -> Tensor:
-        """(N, 2, G, D) float16, scale and offset of each channel of each group of keys (T, G, D).
+    def encode(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Entries (T, E) uint8 of un-rotated keys and values (T, G, D), and the keys' range.
 
-        A group is `GROUP_TOKENS` tokens, the last one of a chunk maybe fewer; see `groups`.
-        """
-        if not self.is_quantised:
-            return keys.new_empty(self.range_shape(len(keys)), dtype=torch.float16)
-        n_whole = len(keys) // GROUP_TOKENS * GROUP_TOKENS
-        whole, rest = _in_groups(keys[:n_whole]), keys[None, n_whole:]
-        found = [
-            self._range(part.amin(1).float(), part.amax(1).float())
-            for part in (whole, rest)
-            if part.numel()
-        ]
-        return torch.cat(found, dim=1).transpose(0, 1).contiguous()
-
-    def encode(self, keys: Tensor, values: Tensor, key_range: Tensor) -> Tensor:
-        """(T, E) uint8 from un-rotated keys and values (T, G, D), and `key_range` of the keys.
+        The range is (N, 2, G, D) float16, scale and offset of each channel of each group. A group
+        is `GROUP_TOKENS` tokens, the last one of a chunk maybe fewer; see `groups`.
 
         Raises InvalidChunk if a key or value is not finite, or does not fit the float16 of its
         scale. It looks at numbers on the host; `encode_keys` and `encode_values` do not.
@@ -100,20 +91,33 @@ class EntryFormat:
                 "the model computed keys or values that are not finite numbers for this chunk; "
                 "leave it out, or load the model in float32"
             )
-        top = max(float(side.abs().max()) for side in (keys, values))
+        mixed = self._mixed(keys)
+        top = max(float(side.abs().max()) for side in (mixed, values))
         if self.is_quantised and top > _HALF_MAX:
             raise InvalidChunk(
                 f"keys or values reach {top:.3g}, beyond {_HALF_MAX:.0f}, the largest "
                 "half-precision number, which their scales are kept in; give store_bits=16"
             )
-        return torch.cat((self.encode_keys(keys, key_range), self.encode_values(values)), dim=1)
+        codes, key_range = self._encode_mixed(mixed)
+        return torch.cat((codes, self.encode_values(values)), dim=1), key_range
 
-    def encode_keys(self, keys: Tensor, key_range: Tensor) -> Tensor:
-        """The first bytes of entries, from keys (T, G, D); see `encode`."""
+    def encode_keys(self, keys: Tensor) -> tuple[Tensor, Tensor]:
+        """The first bytes of entries, from keys (T, G, D), and their range; see `encode`."""
+        return self._encode_mixed(self._mixed(keys))
+
+    def _encode_mixed(self, mixed: Tensor) -> tuple[Tensor, Tensor]:
         if not self.is_quantised:
-            return self._as_bytes(keys)
-        scale, offset = self._of_tokens(key_range, groups(len(keys), keys.device))
-        return self._pack(keys.float().sub(offset).div_(scale))
+            nothing = mixed.new_empty(self.range_shape(len(mixed)), dtype=torch.float16)
+            return self._as_bytes(mixed), nothing
+        n_whole = len(mixed) // GROUP_TOKENS * GROUP_TOKENS
+        found = [
+            self._range(part.amin(1), part.amax(1))
+            for part in (_in_groups(mixed[:n_whole]), mixed[None, n_whole:])
+            if part.numel()
+        ]
+        key_range = torch.cat(found, dim=1).transpose(0, 1).contiguous()
+        scale, offset = self._of_tokens(key_range, groups(len(mixed), mixed.device))
+        return self._pack(mixed.sub(offset).div_(scale)), key_range
 
     def encode_values(self, values: Tensor) -> Tensor:
         """The bytes of entries behind those of the keys, from values (T, G, D); see `encode`."""
@@ -139,7 +143,7 @@ class EntryFormat:
         if not self.is_quantised:
             return self._raw(entries[:, : self._side])
         scale, offset = self._of_tokens(key_range, group)
-        return self._unpack(entries[:, : self._side]).mul_(scale).add_(offset)
+        return self._mix(self._unpack(entries[:, : self._side]).mul_(scale).add_(offset))
 
     def rotated_keys(
         self, entries: Tensor, key_range: Tensor, group: Tensor, cos: Tensor, sin: Tensor
@@ -156,7 +160,7 @@ class EntryFormat:
         side = entries[:, : self._side]
         if self.is_quantised:
             first, second = (
-                torch.addcmul(offset, codes, scale)
+                self._mix(torch.addcmul(offset, codes, scale))
                 for codes, (scale, offset) in zip(
                     self._halves(side),
                     (self._of_tokens(part, group) for part in key_range.chunk(2, dim=-1)),
@@ -185,6 +189,7 @@ class EntryFormat:
             return queries @ keys.permute(1, 2, 0)
         half = self.head_dim // 2
         scale, offset = key_range.float().unbind(1)  # (N, G, D) each
+        queries = self._mix(queries)  # the transform is orthogonal: products stay what they are
         scaled = queries * scale[:, :, None]  # (N, G, n, D)
         lower, upper = (
             # turned while they are bytes: the product would copy four times as much
@@ -209,6 +214,21 @@ class EntryFormat:
         torch.mul(lower, scale, out=out[..., :half])
         torch.mul(upper, scale, out=out[..., half:])
         return out.add_(offset).to(self.dtype)
+
+    @cached_property
+    def _mixed_channels(self) -> int:
+        """Channels that the Hadamard transform mixes: as many of a half as are a power of two."""
+        half = 1 if self.head_dim % 2 else self.head_dim // 2
+        return half & -half
+
+    def _mixed(self, keys: Tensor) -> Tensor:
+        """What is quantised of keys; the keys themselves with 16 bits."""
+        return self._mix(keys.float()) if self.is_quantised else keys
+
+    def _mix(self, channels: Tensor) -> Tensor:
+        """The Hadamard transform of float32 channels (..., D or D / 2), its own inverse."""
+        size = self._mixed_channels
+        return (channels.reshape(-1, size) @ _hadamard(size, channels.device)).view_as(channels)
 
     @property
     def _levels(self) -> int:
@@ -268,6 +288,15 @@ def check_store_bits(bits: int) -> None:
     if type(bits) is not int or bits not in STORE_BITS:
         allowed = ", ".join(map(str, STORE_BITS))
         raise InvalidOption(f"store_bits={bits!r}; allowed: {allowed}")
+
+
+@lru_cache(maxsize=16)
+def _hadamard(size: int, device: torch.device) -> Tensor:
+    """(size, size) float32, orthogonal and symmetric; ``size`` is a power of two (Sylvester)."""
+    matrix = torch.ones(1, 1, device=device)
+    while len(matrix) < size:
+        matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
+    return matrix.div(size**0.5)
 
 
 def groups(n_tokens: int, device: torch.device) -> Tensor:

@@ -106,8 +106,8 @@ class _LayerContext:
             self._mean = unrotate(wide[some], cos[some], sin[some]).mean(0)  # (G, D)
             self._add_mean(wide, cos, sin, -1)
         self._group = groups(len(wide), wide.device)
-        self._range = form.key_range(wide)
-        held = torch.cat((form.encode_keys(wide, self._range), _value_bytes(form, entries)), dim=1)
+        codes, self._range = form.encode_keys(wide)
+        held = torch.cat((codes, _value_bytes(form, entries)), dim=1)
         self._entries = pad(held, (0, 0, 0, -len(held) % GROUP_TOKENS))  # whole groups
 
     @property

@@ -10,6 +10,7 @@ import os
 import re
 import secrets
 import tempfile
+import threading
 import time
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -75,6 +76,7 @@ class Store(Protocol):
 
         Atomic: others see the whole chunk or what was there before. If the store cannot be written
         the text may have been kept all the same. ``chunk`` must not be modified afterwards.
+        Several threads may put chunks at a time.
         """
 
     def open(
@@ -151,6 +153,7 @@ class MemoryStore:
         self._chunks: dict[tuple[str, str], ChunkCache] = {}
         self._texts: dict[str, str] = {}
         self._n_changes = 0
+        self._changing = threading.Lock()
         self._block_sizes: dict[str, int] = {}
         self._put_at: dict[tuple[str, str], float] = {}
         self._notes: dict[str, str] = {}
@@ -159,10 +162,11 @@ class MemoryStore:
         return chunk_key(self._secret, self._namespace, fingerprint.digest, token_ids)
 
     def put(self, chunk: ChunkCache) -> None:
-        self._chunks[chunk.fingerprint.digest, chunk.key] = chunk
-        self._texts[chunk.key] = chunk.text
-        self._n_changes += 1
-        self._put_at[chunk.fingerprint.digest, chunk.key] = time.time()
+        with self._changing:
+            self._chunks[chunk.fingerprint.digest, chunk.key] = chunk
+            self._texts[chunk.key] = chunk.text
+            self._n_changes += 1
+            self._put_at[chunk.fingerprint.digest, chunk.key] = time.time()
 
     def open(
         self, key: str, fingerprint: Fingerprint, token_ids: Sequence[int] | None = None
@@ -190,11 +194,11 @@ class MemoryStore:
         """There is nothing to read from."""
 
     def delete(self, key: str) -> bool:
-        found = [name for name in list(self._chunks) if name[1] == key]
-        for name in found:
-            del self._chunks[name], self._put_at[name]
-        self._n_changes += 1
-        return self._texts.pop(key, None) is not None
+        with self._changing:
+            for name in [name for name in self._chunks if name[1] == key]:
+                del self._chunks[name], self._put_at[name]
+            self._n_changes += 1
+            return self._texts.pop(key, None) is not None
 
     def keys(self, fingerprint: Fingerprint | None = None) -> list[str]:
         wanted = fingerprint.digest if fingerprint else None

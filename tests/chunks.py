@@ -85,13 +85,13 @@ def random_chunk(
     n_middle = len(blocks.middle_blocks)
     form = made_by.entry_format
     keys, values = (normal(n_layers, n_tokens, n_groups, dim) for _ in range(2))
-    key_range = torch.stack(list(map(form.key_range, keys)))
+    entries, key_range = map(torch.stack, zip(*map(form.encode, keys, values), strict=True))
     return ChunkCache(
         key=key or f"{seed:032x}",
         fingerprint=made_by,
         text=text if text is not None else f"Chunk {seed}, {n_tokens} tokens: é ∑.\nSecond line.",
         token_ids=token_ids,
-        entries=torch.stack(list(map(form.encode, keys, values, key_range))),
+        entries=entries,
         key_range=key_range,
         local_query=normal(n_layers, made_by.n_heads, dim),
         statistics=ChunkStatistics(
@@ -117,5 +117,20 @@ def decoded(chunk: ChunkCache) -> tuple[Tensor, Tensor]:
 
 
 def key_steps(chunk: ChunkCache) -> Tensor:
-    """(L, T, G, D): how far apart the keys are that a token may have."""
+    """(L, T, G, D): how far apart the transformed keys are that a token may have."""
     return chunk.key_range[:, groups(chunk.n_tokens, chunk.entries.device), 0].float()
+
+
+def transformed(channels: Tensor) -> Tensor:
+    """The Hadamard transform (..., D), each run of 2^k channels that divides a half, by its sums.
+
+    Of channels in double precision: entry (i, j) of the matrix is -1 to the number of common bits.
+    """
+    dim = channels.shape[-1]
+    size = next(
+        s for s in (64, 32, 16, 8, 4, 2, 1) if s == 1 or (dim % 2 == 0 and dim // 2 % s == 0)
+    )
+    signs = [[(-1.0) ** (i & j).bit_count() for j in range(size)] for i in range(size)]
+    matrix = torch.tensor(signs, dtype=torch.float64) / size**0.5
+    runs = [run @ matrix for run in channels.double().split(size, dim=-1)]
+    return torch.cat(runs, dim=-1)

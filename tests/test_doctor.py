@@ -47,8 +47,9 @@ def test_the_built_in_model_passes(dtype: str) -> None:
     checks = examined(Model.load("builtin", dtype=dtype))
     assert all(check.ok for check in checks.values()), checks
     warned = {name for name, check in checks.items() if check.is_warning}
-    assert warned <= {"store_bits=4", "store_bits"}, checks  # 4 bits change the likeliest token
-    assert "store_bits=8" in checks["store_bits"].detail
+    assert warned <= {"store_bits=4", "store_bits"}, checks  # 4 bits may change the likeliest token
+    advice = "store_bits=8" if "store_bits=4" in warned else "take 4, the default"
+    assert advice in checks["store_bits"].detail
     assert not checks["store_bits=8"].is_warning
 
 
@@ -162,17 +163,11 @@ def test_a_large_constant_in_keys_is_fine_in_4_bits() -> None:
 def test_it_would_notice_if_the_constant_took_the_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Codes on both sides of 0: nearly all of them go to numbers that no key has."""
 
-    ranges = EntryFormat.key_range
+    def around_zero(form: EntryFormat, low: Tensor, high: Tensor) -> Tensor:
+        reach = torch.maximum(-low, high)
+        return torch.stack((2 * reach / (2**form.bits - 1), -reach)).half()
 
-    def around_zero(form: EntryFormat, keys: Tensor) -> Tensor:
-        if not form.is_quantised:
-            return ranges(form, keys)
-        n_groups, *_ = form.range_shape(len(keys))
-        reach = keys.float().abs().amax(0)
-        of_all = torch.stack((2 * reach / (2**form.bits - 1), -reach)).half()
-        return of_all.expand(n_groups, *of_all.shape)
-
-    monkeypatch.setattr(EntryFormat, "key_range", around_zero)
+    monkeypatch.setattr(EntryFormat, "_range", around_zero)
     checks = examined(biased(20.0))
     assert checks["store_bits=4"].ok and checks["store_bits=4"].is_warning
 

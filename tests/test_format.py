@@ -84,7 +84,7 @@ def file_by_hand(chunk: ChunkCache) -> bytes:
     compact = (",", ":")
     header: dict[str, object] = {
         "__metadata__": {
-            "format_version": "2",
+            "format_version": "3",
             "fingerprint": digest.hexdigest(),
             "fingerprint_fields": json.dumps(fields, sort_keys=True, separators=compact),
             "key": chunk.key,
@@ -203,7 +203,7 @@ def test_the_bytes_of_one_file_never_change() -> None:
     assert data == file_by_hand(whole)
     assert len(data) == 1568
     assert hashlib.sha256(data).hexdigest() == (
-        "26c1f01a39b8efdc4b00b5742b04a3a70ca0706236233652c207f582559d29dc"
+        "2bc6a6c3aaec2f873ad66d85980b33765b24f673f5a81b856da9bcb669e2db6e"
     )
 
 
@@ -429,7 +429,7 @@ def test_failures_of_the_operating_system_are_io(
             read_all(stored)
 
 
-@pytest.mark.parametrize("version", ["1", "3", "", "2.0"])
+@pytest.mark.parametrize("version", ["1", "2", "4", "", "3.0"])
 def test_another_format_version_is_named(path: Path, chunk: ChunkCache, version: str) -> None:
     data = path.read_bytes()
     path.write_bytes(with_header(data, lambda h: h["__metadata__"].update(format_version=version)))

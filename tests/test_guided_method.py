@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -199,6 +200,9 @@ def loop_rows(request: Request, hits: Vector, part: GuidedRecompute) -> list[set
         hits[-1] = -math.inf
     claims = loop_dilate(request, hits, part.before, part.after)
     behind = loop_dilate(request, hits, 0, part.after)
+    for of_chunk in spans(request):
+        for t in of_chunk[: min(part.first, len(of_chunk) // module.TOKENS_A_FIRST)]:
+            claims[t] = behind[t] = math.inf
     lower = math.ceil(part.lead_layers * n_layers)
     rows: list[set[int]] = [set() for _ in range(n_layers)]
     room = part.ratio * request.n_context + 1e-3
@@ -220,21 +224,24 @@ def loop_rows(request: Request, hits: Vector, part: GuidedRecompute) -> list[set
     st.integers(0, 15),
     st.integers(0, 15),
     st.sampled_from((0.0, 0.25, 0.5, 1.0)),
+    st.integers(0, 5),
 )
 def test_recomputed_rows_are_those_of_the_greedy_loop(
-    shape: Shape, ratio: float, before: int, after: int, lead_layers: float
+    shape: Shape, ratio: float, before: int, after: int, lead_layers: float, first: int
 ) -> None:
     request = request_of(shape)
     generator = torch.Generator().manual_seed(shape.seed + 1)
     hits = torch.rand(request.n_context, generator=generator, dtype=torch.float64)
     keep = torch.ones(shape.n_layers, len(request.blocks), dtype=torch.bool)
     part = GuidedRecompute(
-        ratio=ratio, hits=None, before=before, after=after, lead_layers=lead_layers
+        ratio=ratio, hits=None, before=before, after=after, lead_layers=lead_layers, first=first
     )
-    rows = part.rows(Selection(keep=keep, token_scores=hits), request.inputs, request.layout)
+    selection = Selection(keep=keep, token_scores=hits)
+    with patch.object(module, "TOKENS_A_FIRST", 8):  # chunks here have at most 45 tokens
+        rows = part.rows(selection, request.inputs, request.layout)
+        assert sets(rows) == loop_rows(request, hits.tolist(), part)
     assert rows.dtype == torch.bool and rows.device.type == "cpu"
     assert rows.shape == (shape.n_layers, request.n_context)
-    assert sets(rows) == loop_rows(request, hits.tolist(), part)
     # the budget is a mean over layers; what rounding of floats adds is below a thousandth
     assert float(rows.double().sum(1).mean()) <= ratio * request.n_context + 2e-3
     # a pass carries a token through all layers below: rows never grow with depth
@@ -242,15 +249,14 @@ def test_recomputed_rows_are_those_of_the_greedy_loop(
 
 
 def rows_of(request: Request, scores: dict[int, float], **options: Any) -> list[set[int]]:
-    """Rows where these tokens alone have a score."""
+    """Rows where these tokens alone have a score, and no chunk's first tokens if not asked for."""
     found = torch.zeros(request.n_context)
     for token, score in scores.items():
         found[token] = score
     keep = torch.ones(request.shape.n_layers, len(request.blocks), dtype=torch.bool)
     selection = Selection(keep=keep, token_scores=found)
-    return sets(
-        GuidedRecompute(hits=None, **options).rows(selection, request.inputs, request.layout)
-    )
+    part = GuidedRecompute(hits=None, **({"first": 0} | options))
+    return sets(part.rows(selection, request.inputs, request.layout))
 
 
 def test_the_tokens_around_a_hit_are_computed_again_with_it_in_its_own_chunk() -> None:
@@ -274,6 +280,21 @@ def test_what_leads_up_to_a_hit_is_computed_in_the_lower_layers_only() -> None:
     # two rows and four halves
     rows = rows_of(request, {45: 0.9}, ratio=4 / 90, before=4, after=1, lead_layers=0.5)
     assert rows == [set(range(41, 47))] * 2 + [{45, 46}] * 2
+
+
+def test_the_first_tokens_of_chunks_come_before_any_hit_and_bring_nobody_along() -> None:
+    """Worked out by hand: chunks of 128, 127 and 60 tokens, one first token for every 64."""
+    request = request_of(Shape(seed=17, lengths=(128, 127, 60), n_layers=2, before=1))
+    begins = {0, 1, 128}
+    around = {"first": 3, "before": 4, "after": 2, "lead_layers": 0.5}
+    assert rows_of(request, {200: 0.9}, ratio=3 / 315, **around) == [begins] * 2
+    assert rows_of(request, {200: 0.9}, ratio=2 / 315, **around) == [{0, 1}] * 2
+    assert rows_of(request, {200: 0.9}, ratio=2 / 315, **{**around, "first": 1}) == [{0, 128}] * 2
+    # a hit beside them: what is around it is computed with it, and lies in all layers behind it
+    assert rows_of(request, {129: 0.9}, ratio=6 / 315, **around) == [begins | {129, 130, 131}] * 2
+    request = request_of(Shape(seed=16, lengths=(64, 64), n_layers=4))
+    assert request.exact == [True, False]
+    assert rows_of(request, {}, ratio=0.01, first=2)[0] == {64}
 
 
 def test_nothing_is_recomputed_of_what_is_exact_however_much_the_question_looks_there() -> None:
@@ -308,7 +329,7 @@ def test_chunks_do_not_compete_for_recomputation_unless_asked_to() -> None:
             assert float(chosen.token_scores[47]) < 1e-4
         else:
             assert float(chosen.token_scores[47]) > 0.99
-        part = GuidedRecompute(ratio=ratio, hits=None, before=0, after=0)
+        part = GuidedRecompute(ratio=ratio, hits=None, before=0, after=0, first=0)
         assert sets(part.rows(chosen, request.inputs, request.layout)) == [expected, expected]
 
 
@@ -324,7 +345,7 @@ def test_small_contexts_are_computed_whole_only_where_anything_is() -> None:
 def test_a_tenth_is_recomputed_and_a_tenth_attended_to_by_default() -> None:
     method = METHODS["samkv-guided"]
     assert method.recompute == GuidedRecompute(
-        hits=2.5, ratio=0.1, before=8, after=1, lead_layers=0.75, small_context=128
+        hits=2.5, ratio=0.1, before=8, after=1, lead_layers=0.75, first=4, small_context=128
     )
     assert method.select == GuidedSelect(window=64, sinks=4, compete=False)
     assert method.update is overwrite and method.positions == "global" and method.attend is None
@@ -352,6 +373,7 @@ def test_the_papers_that_it_takes_from_are_named(paper: str) -> None:
         (GuidedRecompute, "ratio", math.nan, "between 0 and 1"),
         (GuidedRecompute, "before", -1, "0 or more"),
         (GuidedRecompute, "after", -2, "0 or more"),
+        (GuidedRecompute, "first", -3, "0 or more"),
         (GuidedRecompute, "small_context", -1, "0 or more"),
         (GuidedRecompute, "lead_layers", 1.5, "between 0 and 1"),
         (GuidedRecompute, "lead_layers", math.nan, "between 0 and 1"),

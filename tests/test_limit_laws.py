@@ -50,7 +50,7 @@ from samkv_integrations.methods.samkv import SamkvSelect
 from samkv_integrations.model import Model, attention
 from samkv_integrations.store import MemoryStore
 from tests.asking import Asked, ask
-from tests.chunks import decoded, key_steps
+from tests.chunks import decoded, key_steps, transformed
 from tests.models import FAMILIES, tiny_model
 
 TOLERANCE = {"rtol": 2e-4, "atol": 2e-4}
@@ -577,6 +577,12 @@ def steps(coarse: ChunkCache) -> tuple[Tensor, Tensor]:
     return key_steps(coarse), ranges[..., :n_heads, None]
 
 
+def what_is_quantised(chunk: ChunkCache) -> tuple[Tensor, Tensor]:
+    """(L, T, G, D) each: the transform of a chunk's keys, and its values."""
+    keys, values = decoded(chunk)
+    return transformed(keys), values
+
+
 @cache
 def noisy(exact: Engine, coarse: Engine, seed: int) -> Engine:
     """An engine whose caches hold the exact entries, each with uniform noise of half a step.
@@ -590,15 +596,17 @@ def noisy(exact: Engine, coarse: Engine, seed: int) -> Engine:
         engine.cache_chunk(text)
         chunk, form = stored(engine, text), engine.fingerprint.entry_format
         sides = []
-        ways = zip(decoded(stored(exact, text)), steps(stored(coarse, text)), strict=True)
+        ways = zip(what_is_quantised(stored(exact, text)), steps(stored(coarse, text)), strict=True)
         for side, step in ways:
             n_layers, _, *size_of_one = side.shape
             size_of_all = (n_layers, engine.model.config.vocab_size, *size_of_one)
             noise = torch.rand(size_of_all, generator=generator) - 0.5
             sides.append(side + step * noise[:, chunk.token_ids])
-        layers = zip(*sides, chunk.key_range, strict=True)
+        keys, values = transformed(sides[0]).float(), sides[1]
         with torch.inference_mode():
-            chunk.entries.copy_(torch.stack([form.encode(*layer) for layer in layers]))
+            chunk.entries.copy_(
+                torch.stack([form.encode(*of)[0] for of in zip(keys, values, strict=True)])
+            )
     return engine
 
 
@@ -610,11 +618,12 @@ def size(logits: Tensor) -> float:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("store_bits", [4, 8])
 def test_entries_of_few_bits_are_within_half_a_step(family: str, store_bits: int) -> None:
-    """Of its channel for a key, of its token and head for a value; 1e-5 for float32 rounding."""
+    """Of its channel of the transform for a key, of its token and head for a value; 1e-5 for
+    float32 rounding."""
     exact, coarse = one_by_one(family, 16), one_by_one(family, store_bits)
     for text in CHUNKS:
         ways = zip(
-            decoded(stored(exact, text)), decoded(stored(coarse, text)),
+            what_is_quantised(stored(exact, text)), what_is_quantised(stored(coarse, text)),
             steps(stored(coarse, text)), strict=True,
         )  # fmt: skip
         for true, found, step in ways:

@@ -28,6 +28,10 @@ from samkv_integrations.methods.parts import (
     overwrite,
 )
 
+TOKENS_A_FIRST = 64
+"""Tokens of a chunk for each of its first ones that is recomputed: in short chunks they would take
+the room of the hits (docs/decisions.md)."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class GuidedSelect(Select):
@@ -112,7 +116,7 @@ def dilate(scores: Tensor, layout: Layout, *, before: int = 0, after: int = 0) -
 
 @dataclass(frozen=True, kw_only=True)
 class GuidedRecompute(Recompute):
-    """Recomputes the context tokens of the highest scores, with the words around each.
+    """Recomputes each chunk's first tokens, and those of the highest scores with the words around.
 
     ratio: most recomputed tokens as a share of the context, mean over layers; 0 for none.
     hits: so many hits a chunk, on average over the chunks, with the words around each, are enough:
@@ -120,6 +124,9 @@ class GuidedRecompute(Recompute):
     before, after: tokens around a hit that are recomputed with it: the words before it say whom it
         is about, and an answer goes on behind its beginning.
     lead_layers: share of the layers, from the first, in which those before a hit are recomputed.
+    first: first tokens of each chunk that are recomputed, at most one for every 64 of its tokens:
+        later ones rest their attention on them, and they were cached as if nothing stood before
+        them (EPIC, arXiv 2410.15332).
     small_context: contexts of at most this many tokens are computed as a whole, which is full
         prefill: one pass over all tokens takes no longer than two over few.
     """
@@ -129,6 +136,7 @@ class GuidedRecompute(Recompute):
     before: int = 8
     after: int = 1
     lead_layers: float = 0.75
+    first: int = 4
     small_context: int = 128
 
     def __post_init__(self) -> None:
@@ -136,7 +144,7 @@ class GuidedRecompute(Recompute):
         check_ratio("lead_layers", self.lead_layers)
         if self.hits is not None and not self.hits > 0:
             raise InvalidOption(f"hits={self.hits}; it must be above 0, or None for no limit")
-        for name in ("before", "after", "small_context"):
+        for name in ("before", "after", "first", "small_context"):
             if (count := getattr(self, name)) < 0:
                 raise InvalidOption(f"{name}={count}; it must be 0 or more")
 
@@ -148,7 +156,8 @@ class GuidedRecompute(Recompute):
         if self.hits is None:
             return self.ratio
         of_a_hit = self.before * self.lead_layers + 1 + self.after
-        return min(self.ratio, self.hits * of_a_hit * n_chunks / max(1, n_context))
+        of_a_chunk = self.first + self.hits * of_a_hit
+        return min(self.ratio, of_a_chunk * n_chunks / max(1, n_context))
 
     def rows(self, selection: Selection, inputs: SelectionInputs, layout: Layout) -> Tensor:
         n_layers = inputs.n_layers
@@ -159,8 +168,13 @@ class GuidedRecompute(Recompute):
         hits = selection.token_scores.cpu()  # the one time that a request waits for its device
         given = layout.exact[layout.chunk_of_token] | layout.fresh[layout.context_positions]
         hits = hits.masked_fill(given, -math.inf)
-        answering = dilate(hits, layout, after=self.after)
-        wanted = dilate(hits, layout, before=self.before, after=self.after)
+        lengths = torch.bincount(layout.chunk_of_token)
+        n_first = (lengths // TOKENS_A_FIRST).clamp(max=self.first)
+        begins = layout.offset_in_chunk < n_first[layout.chunk_of_token]
+        answering, wanted = (
+            dilate(hits, layout, before=before, after=self.after).masked_fill(begins, math.inf)
+            for before in (0, self.before)
+        )
         wanted = wanted.masked_fill(given, -math.inf)
         leads_up = wanted > answering
         lower = math.ceil(self.lead_layers * n_layers)
