@@ -16,6 +16,7 @@ from torch.nn.functional import pad
 
 from samkv_integrations.chunk import ChunkStatistics, Summaries
 from samkv_integrations.layout import ChunkBlocks
+from samkv_integrations.quantise import HALF_STEP, as_half
 
 MIN_LATER = 8
 """Later tokens that a token needs before a power law is fitted to its column."""
@@ -38,9 +39,6 @@ PUBLISHED_STABLE_LAYERS: Mapping[tuple[str, int, int, int], tuple[int, ...]] = {
 }
 """Stable layers that the paper reports (Appendix A.2), counted from 0, under (model type, layers,
 hidden size, key-value heads). The paper counts them from 1."""
-
-_HALF_MAX = torch.finfo(torch.float16).max
-_HALF_STEP = 2.0**-24  # the smallest positive float16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,15 +226,10 @@ def block_means(summaries: Summaries) -> Tensor:
     return summaries.codes.float() * summaries.scale.float()[..., None]
 
 
-def _half(values: Tensor) -> Tensor:
-    """The nearest float16, overflow clamped to the largest finite one."""
-    return values.clamp(-_HALF_MAX, _HALF_MAX).to(torch.float16)
-
-
 def _scale(step: Tensor) -> Tensor:
     """A float16 scale for a ``step`` of at least 0, never 0 itself.
 
     Rounding a normal float16 down costs the outermost code at most 255 * 2^-11 of a step, which is
     less than the half that it is off anyway; a subnormal one could fall short by more.
     """
-    return _half(step + _HALF_STEP)
+    return as_half(step + HALF_STEP)

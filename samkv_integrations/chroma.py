@@ -274,6 +274,8 @@ class ChromaLink:
             asked = sorted(unreferenced)
             for part in self._slices(len(asked)):
                 unreferenced -= self._referenced(collection, asked[part])
+        if unreferenced:  # what they were must not be held in memory either
+            self.engine.prefixes.clear()
         return sum(self.engine.store.delete(key) for key in sorted(unreferenced))
 
     def _referenced(self, collection: Collection, keys: list[str]) -> set[str]:

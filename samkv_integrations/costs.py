@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
 from statistics import median
 
@@ -75,7 +75,12 @@ class CostModel:
         second = self._pass_s(n_again, n_again * n_tokens)
         return probe + second + n_context * (2 * self.entry_s + self.read_s)
 
-    def chunks_s(self, lengths: list[int]) -> float:
+    def after_prefix_s(self, n_tokens: int, n_held: int) -> float:
+        """A layer's share of computing what follows the first ``n_held`` of ``n_tokens`` tokens."""
+        n_rest = n_tokens - n_held
+        return self._pass_s(n_rest, n_rest * (n_held + n_tokens + 1) / 2)
+
+    def chunks_s(self, lengths: Sequence[int]) -> float:
         """A layer's share of computing chunks of these lengths as chunks, kept for later."""
         pairs = sum(length * (length + 1) / 2 for length in lengths)
         return self._pass_s(sum(lengths), pairs) + 2 * self.entry_s * sum(lengths)
@@ -112,14 +117,14 @@ def measure(model: Model, form: EntryFormat) -> CostModel:
     system's page cache.
     """
     short, long = 8, min(512, model.context_window)
-    layer = _seconds(lambda: _plain_pass(model, short, short)) / model.n_layers
-    whole = _seconds(lambda: _plain_pass(model, long, long)) / model.n_layers
+    layer = _seconds(model, lambda: _plain_pass(model, short, short)) / model.n_layers
+    whole = _seconds(model, lambda: _plain_pass(model, long, long)) / model.n_layers
     far = min(2048, model.context_window)
-    wide = _seconds(lambda: _plain_pass(model, short, far)) / model.n_layers
+    wide = _seconds(model, lambda: _plain_pass(model, short, far)) / model.n_layers
     pair_s = max(0.0, (wide - layer) / (short * (far - short)))
     pairs = long * (long + 1) / 2 - short * (short + 1) / 2
     token_s = max(0.0, (whole - layer - pairs * pair_s) / (long - short))
-    entry_s = _seconds(lambda: _dequantise(model, form, far)) / far
+    entry_s = _seconds(model, lambda: _dequantise(model, form, far)) / far
     assumed = CostModel.assumed(model)
     return CostModel(
         layer_s=max(0.0, layer - short * token_s), token_s=token_s, pair_s=pair_s,
@@ -127,14 +132,14 @@ def measure(model: Model, form: EntryFormat) -> CostModel:
     )  # fmt: skip
 
 
-def _seconds(work: Callable[[], object], repeats: int = 5) -> float:
+def _seconds(model: Model, work: Callable[[], object], repeats: int = 5) -> float:
     work()  # the first time is slower
     spent = []
     for _ in range(repeats):
         began = time.perf_counter()
         work()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+        if model.device.type == "cuda":
+            torch.cuda.synchronize(model.device)
         spent.append(time.perf_counter() - began)
     return median(spent)
 

@@ -18,7 +18,7 @@ from torch.nn.functional import kl_div
 from samkv_integrations.costs import CostModel
 from samkv_integrations.engine import Engine
 from samkv_integrations.errors import InvalidChunk, InvalidOption
-from samkv_integrations.first_token import is_whole
+from samkv_integrations.first_token import is_whole, two_passes_s
 from samkv_integrations.layout import BlockScheme, Layout, Segment
 from samkv_integrations.methods import METHODS
 from samkv_integrations.model import Model, attention
@@ -316,7 +316,7 @@ def _speed(engine: Engine) -> Check:
     shown = _layout(min(2048, longest) if smallest is None else smallest)
     n_context, n_tokens = shown.n_context, shown.n_tokens
     full = costs.full_prefill_s(n_tokens) * model.n_layers
-    partial = _two_passes_s(costs, shown) * model.n_layers
+    partial = two_passes_s(METHODS["auto"], costs, shown) * model.n_layers
     if smallest is None:
         verdict = f"full prefill is faster up to contexts of {longest} tokens, which auto then does"
     else:
@@ -346,15 +346,6 @@ def _layout(n_context: int) -> Layout:
     lengths += [n_context % CHUNK_TOKENS] if n_context % CHUNK_TOKENS else []
     chunks = [Segment(token_ids=(0,) * n, blocks=BlockScheme().of(n)) for n in lengths]
     return Layout.of([*chunks, Segment(token_ids=(0,) * QUESTION_TOKENS)], ())
-
-
-def _two_passes_s(costs: CostModel, layout: Layout) -> float:
-    """A layer's share of what ``auto`` does where that is not full prefill."""
-    method = METHODS["auto"]
-    return costs.two_passes_s(
-        layout.n_tokens, layout.n_context, int(method.select.probe_tokens(layout).sum()),
-        method.recompute.most_ratio(layout.n_context, layout.n_chunks),
-    )  # fmt: skip
 
 
 _CHECKS: tuple[Callable[[Engine], Check], ...] = (

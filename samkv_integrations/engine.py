@@ -21,7 +21,14 @@ from samkv_integrations.costs import name_of as costs_name
 from samkv_integrations.decode import AnswerStream, Decoder, TextStream
 from samkv_integrations.errors import CacheMiss, InvalidChunk, InvalidOption, StoreError
 from samkv_integrations.eviction import Eviction, get_eviction
-from samkv_integrations.first_token import Request, check_length, first_token, held_prefix
+from samkv_integrations.first_token import (
+    Request,
+    check_length,
+    first_token,
+    held_prefix,
+    is_whole,
+    two_passes_s,
+)
 from samkv_integrations.ingest import NewChunk, batches, prefill
 from samkv_integrations.known_texts import KnownTexts
 from samkv_integrations.layout import BlockScheme, Layout
@@ -495,12 +502,16 @@ class Engine:
         if not texts or not request.method.recompute.uses_caches:
             return request
         layout = check_length(request)
-        if held_prefix(request, layout) is not None:
+        missed = [len(ids) for ids in texts]
+        if held_prefix(request, layout, missed) is not None:
             return request
-        if request.method.whole_if_faster and not self._is_worth_computing(request, layout):
+        if not self._is_worth_computing(request.method, layout, missed):
             return request
         if self._fingerprint is None:
-            self._settle_block_size(list(texts))
+            try:
+                self._settle_block_size(list(texts))
+            except StoreError:
+                return request
         made = self._compute(
             [
                 NewChunk(key=self.store.key(self.fingerprint, ids), text=text, token_ids=ids)
@@ -518,7 +529,9 @@ class Engine:
         for batch in batches(chunks):
             try:
                 caches = prefill(self.model, batch, self.fingerprint, self.prefix)
-            except InvalidChunk:
+            except InvalidChunk:  # one of them: the others are none the worse for it
+                for chunk in batch if len(batch) > 1 else ():
+                    made |= self._compute([chunk])
                 continue
             for chunk, cache in zip(batch, caches, strict=True):
                 made[chunk.token_ids] = partial(MemoryChunk, cache, self.fingerprint)
@@ -527,16 +540,18 @@ class Engine:
         self._calibrated = None
         return made
 
-    def _is_worth_computing(self, request: Request, layout: Layout) -> bool:
-        """Whether missed chunks and two passes take no longer than full prefill."""
-        missed = [len(ids) for ids in request.resolved.missed_texts]
-        n_tokens, n_context = layout.n_tokens, layout.n_context + sum(missed)
-        select, recompute = request.method.select, request.method.recompute
-        n_probed = int(select.probe_tokens(layout).sum())
+    def _is_worth_computing(self, method: Method, layout: Layout, missed: Sequence[int]) -> bool:
+        """Whether chunks of ``missed`` tokens and two passes take no longer than full prefill.
+
+        A method that does not go by time always computes them.
+        """
+        if not method.whole_if_faster:
+            return True
         costs = self.costs
-        ratio = recompute.most_ratio(n_context, layout.n_chunks + len(missed))
-        two_passes = costs.two_passes_s(n_tokens, n_context, n_probed, ratio)
-        return costs.chunks_s(missed) + two_passes <= costs.full_prefill_s(n_tokens)
+        if is_whole(method, costs, layout, missed):
+            return False
+        both = costs.chunks_s(missed) + two_passes_s(method, costs, layout, missed)
+        return both <= costs.full_prefill_s(layout.n_tokens)
 
     @property
     def costs(self) -> CostModel:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -25,7 +25,7 @@ from samkv_integrations.methods.parts import (
     Checked,
     Method,
     ProbedLayer,
-    RecomputeInexact,
+    RecomputeAll,
     SelectAll,
     overwrite,
 )
@@ -105,7 +105,7 @@ def _answer(request: Request, layout: Layout, clock: Stopwatch) -> FirstToken:
         method = replace(
             method,
             select=SelectAll(),
-            recompute=RecomputeInexact(),
+            recompute=RecomputeAll(),
             update=overwrite,
             eviction=None,
         )
@@ -159,25 +159,49 @@ def _answer(request: Request, layout: Layout, clock: Stopwatch) -> FirstToken:
     return FirstToken(logits=logits, cache=cache, layout=layout, report=report)
 
 
-def held_prefix(request: Request, layout: Layout) -> Prefix | None:
-    """KV entries of an earlier prompt that began so, for a method that takes the fastest way.
+def held_prefix(request: Request, layout: Layout, missed: Sequence[int] = ()) -> Prefix | None:
+    """KV entries of an earlier prompt that began so, where going on from there is the fastest way.
 
     Not where an eviction is asked for: it goes by the queries of the whole prompt.
+
+    missed: tokens of the uncached chunks that would be computed as chunks.
     """
-    if not request.method.whole_if_faster or request.prefixes is None or request.eviction:
+    method, costs = request.method, request.costs
+    if not method.whole_if_faster or request.prefixes is None or request.eviction:
         return None
-    return request.prefixes.find(layout.token_ids.tolist())
-
-
-def is_whole(method: Method, costs: CostModel | None, layout: Layout) -> bool:
-    """Whether a method computes the context as a whole, which is full prefill."""
-    if layout.n_context <= method.recompute.whole_tokens or not method.whole_if_faster:
-        return layout.n_context <= method.recompute.whole_tokens
+    prefix = request.prefixes.find(layout.token_ids.tolist())
+    if prefix is None or is_whole(method, costs, layout, missed):
+        return prefix
     assert costs is not None
-    n_probed = int(method.select.probe_tokens(layout).sum())
-    ratio = method.recompute.most_ratio(layout.n_context, layout.n_chunks)
-    two_passes = costs.two_passes_s(layout.n_tokens, layout.n_context, n_probed, ratio)
+    going_on = costs.after_prefix_s(layout.n_tokens, len(prefix.token_ids))
+    otherwise = costs.chunks_s(missed) + two_passes_s(method, costs, layout, missed)
+    return prefix if going_on <= otherwise else None
+
+
+def is_whole(
+    method: Method, costs: CostModel | None, layout: Layout, missed: Sequence[int] = ()
+) -> bool:
+    """Whether a method computes the context as a whole, which is full prefill.
+
+    missed: tokens of each uncached chunk that counts as a cached one.
+    """
+    if layout.n_context + sum(missed) <= method.recompute.whole_tokens:
+        return True
+    if not method.whole_if_faster:
+        return False
+    assert costs is not None
+    two_passes = two_passes_s(method, costs, layout, missed)
     return two_passes > MARGIN * costs.full_prefill_s(layout.n_tokens)
+
+
+def two_passes_s(
+    method: Method, costs: CostModel, layout: Layout, missed: Sequence[int] = ()
+) -> float:
+    """A layer's share of a request that is not computed as a whole; ``missed`` as in `is_whole`."""
+    n_context, n_chunks = layout.n_context + sum(missed), layout.n_chunks + len(missed)
+    n_probed = int(method.select.probe_tokens(layout).sum())
+    ratio = method.recompute.most_ratio(n_context, n_chunks)
+    return costs.two_passes_s(layout.n_tokens, n_context, n_probed, ratio)
 
 
 def _after_prefix(request: Request, layout: Layout, prefix: Prefix, clock: Stopwatch) -> FirstToken:
@@ -196,6 +220,7 @@ def _after_prefix(request: Request, layout: Layout, prefix: Prefix, clock: Stopw
         )  # fmt: skip
         plan = plan_pass(of_rest, keep, nothing, device=model.device, dtype=model.dtype)
         logits = blend.run(plan)
+    _keep_prefix(request, layout, cache, beyond=length)
     everything = torch.full((model.n_layers,), layout.n_context)
     report = _report(
         request, layout, cache, clock, ran="prefix", eviction=None, kept=everything,
@@ -204,15 +229,15 @@ def _after_prefix(request: Request, layout: Layout, prefix: Prefix, clock: Stopw
     return FirstToken(logits=logits, cache=cache, layout=layout, report=report)
 
 
-def _keep_prefix(request: Request, layout: Layout, cache: WorkingCache) -> None:
-    """Remember what full prefill computed, up to the end of the last chunk."""
+def _keep_prefix(request: Request, layout: Layout, cache: WorkingCache, beyond: int = 0) -> None:
+    """Remember what full prefill computed, up to the end of the last chunk if that lies beyond."""
     end = stop = 0
     for segment in request.resolved.segments:
         stop += len(segment.token_ids)
         end = stop if segment.is_context else end
     if request.prefixes is None or not isinstance(cache, DenseCache):
         return
-    if cache.room and end < layout.n_tokens:
+    if cache.room and beyond < end < layout.n_tokens:
         request.prefixes.keep(layout.token_ids[:end].tolist(), cache.keys, cache.values)
 
 

@@ -144,7 +144,6 @@ class Layout:
     block_of_token: (Tctx,) block of each context token.
     block_lengths, block_chunk: (Nb,) tokens in each block, and the chunk it belongs to.
     is_anchor: (Nb,) bool, initial and local blocks.
-    is_initial: (Nb,) bool, initial blocks alone.
     exact: (C,) bool, chunks that begin right after the prefix that they were prefilled with, so
         that their cache already equals full prefill.
     question: (W,) positions of the last plain segment's rows; the last row alone if the prompt does
@@ -159,7 +158,6 @@ class Layout:
     block_lengths: Tensor
     block_chunk: Tensor
     is_anchor: Tensor
-    is_initial: Tensor
     exact: Tensor
     question: Tensor
     chunk_starts: tuple[int, ...]
@@ -193,12 +191,11 @@ class Layout:
         first_block = [0]
         for chunk in blocks:
             first_block.append(first_block[-1] + chunk.n_blocks)
-        anchor, initial = [], []
+        anchor = []
         for chunk in blocks:
             index = torch.arange(chunk.n_blocks)
             middle = chunk.middle_blocks
             anchor.append((index < middle.start) | (index >= middle.stop))
-            initial.append(index < chunk.scheme.n_init)
         empty = torch.empty(0, dtype=torch.long)
         return cls(
             token_ids=torch.tensor(ids),
@@ -213,7 +210,6 @@ class Layout:
             block_lengths=_cat(lengths, empty),
             block_chunk=_cat([torch.full((b.n_blocks,), c) for c, b in enumerate(blocks)], empty),
             is_anchor=_cat(anchor, empty.bool()),
-            is_initial=_cat(initial, empty.bool()),
             exact=torch.tensor(
                 [s == len(prefix) and tuple(ids[:s]) == prefix for s in starts], dtype=torch.bool
             ),
@@ -260,10 +256,14 @@ class Layout:
         The table is as wide as the longest chunk. Moved to ``device`` once, as each move waits.
         """
         if device not in self._moved:
-            longest = max(blocks.n_tokens for blocks in self.chunk_blocks)
-            place = self.chunk_of_token * longest + self.offset_in_chunk
+            place = self.chunk_of_token * self.longest_chunk + self.offset_in_chunk
             self._moved[device] = place.to(device)
         return self._moved[device]
+
+    @cached_property
+    def longest_chunk(self) -> int:
+        """Tokens of it."""
+        return max(blocks.n_tokens for blocks in self.chunk_blocks)
 
     @cached_property
     def _moved(self) -> dict[torch.device, Tensor]:

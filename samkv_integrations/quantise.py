@@ -29,7 +29,8 @@ GROUP_TOKENS = 64
 """Tokens that share a scale and an offset a channel of their keys (docs/decisions.md)."""
 
 _HALF_MAX = torch.finfo(torch.float16).max
-_HALF_STEP = 2.0**-24  # the smallest positive float16
+HALF_STEP = 2.0**-24
+"""The smallest positive float16."""
 _HALF_MARGIN = 2.0**-11  # the relative error of rounding to float16
 
 
@@ -92,12 +93,14 @@ class EntryFormat:
                 "leave it out, or load the model in float32"
             )
         mixed = self._mixed(keys)
-        top = max(float(side.abs().max()) for side in (mixed, values))
-        if self.is_quantised and top > _HALF_MAX:
-            raise InvalidChunk(
-                f"keys or values reach {top:.3g}, beyond {_HALF_MAX:.0f}, the largest "
-                "half-precision number, which their scales are kept in; give store_bits=16"
-            )
+        if self.is_quantised:
+            top = max(float(side.abs().max()) for side in (mixed, values))
+            if top > _HALF_MAX:
+                raise InvalidChunk(
+                    f"transformed keys or values reach {top:.3g}, beyond {_HALF_MAX:.0f}, the "
+                    "largest half-precision number, which their scales are kept in; "
+                    "give store_bits=16"
+                )
         codes, key_range = self._encode_mixed(mixed)
         return torch.cat((codes, self.encode_values(values)), dim=1), key_range
 
@@ -237,8 +240,8 @@ class EntryFormat:
     def _range(self, low: Tensor, high: Tensor) -> Tensor:
         """(2, ...) float16 scale and offset of numbers between low and high, float32."""
         # Down, so that no number lies below code 0 (by more than half the smallest scale).
-        offset = _half(low - low.abs() * _HALF_MARGIN)
-        scale = _half((high - offset.float()) / self._levels + _HALF_STEP)
+        offset = as_half(low - low.abs() * _HALF_MARGIN)
+        scale = as_half((high - offset.float()) / self._levels + HALF_STEP)
         return torch.stack((scale, offset))
 
     def _of_tokens(self, key_range: Tensor, group: Tensor) -> tuple[Tensor, Tensor]:
@@ -293,7 +296,7 @@ def check_store_bits(bits: int) -> None:
 @lru_cache(maxsize=16)
 def _hadamard(size: int, device: torch.device) -> Tensor:
     """(size, size) float32, orthogonal and symmetric; ``size`` is a power of two (Sylvester)."""
-    matrix = torch.ones(1, 1, device=device)
+    matrix = torch.ones(1, 1, dtype=torch.float32, device=device)
     while len(matrix) < size:
         matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
     return matrix.div(size**0.5)
@@ -309,6 +312,6 @@ def _in_groups(rows: Tensor) -> Tensor:
     return rows.reshape(-1, GROUP_TOKENS, *rows.shape[1:])
 
 
-def _half(values: Tensor) -> Tensor:
+def as_half(values: Tensor) -> Tensor:
     """The nearest float16, overflow clamped to the largest finite one."""
     return values.clamp(-_HALF_MAX, _HALF_MAX).to(torch.float16)

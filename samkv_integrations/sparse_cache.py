@@ -51,6 +51,7 @@ class SparseCache(WorkingCache):
         self._keys: list[Tensor] = [torch.empty(0)] * n_layers  # (S + capacity, G, D), the rest
         self._values: list[Tensor] = [torch.empty(0)] * n_layers
         self._lengths = [0] * n_layers
+        self._staying = torch.empty(0), cos, sin  # of the layer taken last
 
     @property
     def kv_bytes(self) -> int:
@@ -67,9 +68,19 @@ class SparseCache(WorkingCache):
         self._values[layer] = pad(entries.values.index_select(0, others), room)
         self._lengths[layer] = len(others)
         if len(entries.context):
-            self._context[layer] = _LayerContext(self._form, entries, self._cos, self._sin)
+            cos, sin = self._cos_sin(entries.context)
+            self._context[layer] = _LayerContext(self._form, entries, cos, sin)
         if layer == self._n_layers - 1:
             self.prompt_bytes = self.kv_bytes
+
+    def _cos_sin(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """(n, D) of the context tokens (n,) that stay; layers with the same ones share them."""
+        if len(tokens) == len(self._cos):
+            return self._cos, self._sin
+        if tokens is not self._staying[0]:
+            cos, sin = self._cos.index_select(0, tokens), self._sin.index_select(0, tokens)
+            self._staying = tokens, cos, sin
+        return self._staying[1:]
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float
@@ -94,9 +105,6 @@ class _LayerContext:
     """The context tokens that a layer holds: entries (n, E), at positions of cos and sin (n, D)."""
 
     def __init__(self, form: EntryFormat, entries: LayerEntries, cos: Tensor, sin: Tensor) -> None:
-        """cos, sin: (Tctx, D)."""
-        if (tokens := entries.context).shape[0] < len(cos):
-            cos, sin = cos.index_select(0, tokens), sin.index_select(0, tokens)
         self._form, self._cos, self._sin = form, cos, sin
         wide = entries.keys.index_select(0, entries.context_slots).float()
         if form.is_quantised:

@@ -63,9 +63,9 @@ class StoreStats:
 class Store(Protocol):
     """Chunk caches by key. Whatever cannot be read is a `CacheMiss`, never a wrong tensor.
 
-    Only `put`, `touch` and `delete` modify a store, and what any process did is seen at once by
-    all. Methods other than `key`, `open`, `contains`, `age_s` and `touch` raise `StoreError` if the
-    store itself is not usable.
+    Only `put`, `touch` and `delete` modify the chunks of a store, and what any process did is seen
+    at once by all. Methods other than `key`, `open`, `contains`, `age_s` and `touch` raise
+    `StoreError` if the store itself is not usable.
     """
 
     def key(self, fingerprint: Fingerprint, token_ids: Sequence[int]) -> str:
@@ -448,8 +448,9 @@ class ChunkStore:
     def settle_block_size(self, fingerprint: Fingerprint, size: int) -> int:
         file = self.path / f"block-size-{_without_block_size(fingerprint)}.json"
         try:
-            with suppress(FileExistsError):
-                _write(file, [json.dumps(size).encode()], exclusive=True)
+            if not file.exists():  # a store that cannot be written may have one
+                with suppress(FileExistsError):
+                    _write(file, [json.dumps(size).encode()], exclusive=True)
             settled: int = json.loads(file.read_bytes())
             if type(settled) is not int or settled < 1:
                 raise ValueError(f"{settled!r} is no block size")

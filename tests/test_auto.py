@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -165,6 +166,59 @@ def test_the_next_question_about_the_same_documents_goes_on_exactly(cached: bool
     found = engine.logits(other, chunks, method="auto")
     # two ways of adding the same numbers in float32
     assert torch.allclose(found, expected, atol=2e-4 * float(expected.abs().max()))
+
+
+def test_a_short_prefix_does_not_keep_many_cached_documents_from_two_passes() -> None:
+    first, *others = texts(1, 100) + texts(5, 200, seed=1)
+    engine = engine_with(TOKENS_ONLY)
+    engine.cache_chunks([first, *others])
+    assert engine.generate(prompt([first]), [first], max_new_tokens=1).report.ran == "recompute"
+    asked = prompt([first, *others])
+    assert engine.generate(asked, [first, *others], max_new_tokens=1).report.ran == "samkv-guided"
+    again = engine.generate(prompt([first], question="And?"), [first], max_new_tokens=1)
+    assert again.report.ran == "prefix"
+
+
+@pytest.mark.parametrize("on_miss", ["compute", "text"])
+def test_missed_documents_behind_a_short_prefix_are_cached_for_later(on_miss: Any) -> None:
+    """Going on from the prefix computes them all; as chunks they are computed once and kept."""
+    first, *others = texts(1, 100) + texts(5, 200, seed=1)
+    costs = replace(TOKENS_ONLY, pair_s=0.01)  # chunks are cheaper than what attends to them all
+    engine = engine_with(costs)
+    engine.generate(prompt([first]), [first], max_new_tokens=1)
+    asked = prompt([first, *others])
+    report = engine.generate(asked, [first, *others], max_new_tokens=1, on_miss=on_miss).report
+    if on_miss == "text":
+        assert report.ran == "prefix" and not report.chunks_computed
+    else:
+        assert report.ran == "samkv-guided" and report.chunks_computed == 6
+
+
+def test_a_prefix_grows_with_the_documents_behind_it() -> None:
+    chunks = texts(3, 60)
+    engine = engine_with(ONE_PASS)
+    engine.generate(prompt(chunks[:2]), chunks[:2], max_new_tokens=1)
+    reports = [
+        engine.generate(prompt(chunks, question=q), chunks, max_new_tokens=1).report
+        for q in ("Q?", "And?")
+    ]
+    assert [report.ran for report in reports] == ["prefix", "prefix"]
+    assert reports[1].prefix_tokens >= reports[0].prefix_tokens + 60
+    found = engine.logits(prompt(chunks), chunks, method="auto")
+    expected = engine.logits(prompt(chunks), chunks, method="recompute", eviction="none")
+    assert torch.allclose(found, expected, atol=2e-4 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("method", ["auto", "samkv-guided"])
+def test_full_prefill_reads_no_entry_of_few_bits(method: str) -> None:
+    """Not even of a chunk that stands where it was cached, right behind BOS."""
+    chunks = texts(2, 60)
+    engine = Engine(tiny_model("llama"), MemoryStore(), block_size=8, store_bits=4)
+    engine._costs = ONE_PASS
+    engine.cache_chunks(chunks)
+    asked = "\n".join([*chunks, "Q?"])
+    found = engine.logits(asked, chunks, method=method)
+    assert torch.equal(found, engine.logits(asked, chunks, method="recompute", eviction="none"))
 
 
 @pytest.mark.parametrize(

@@ -255,7 +255,7 @@ def test_ingest_rows(monkeypatch: pytest.MonkeyPatch) -> None:
         assert row["tokens_per_s"] > 0 and row["forward_tokens_per_s"] > 0
         total = row["speed_ratio"] + row["analysis_share"] + row["write_share"]
         assert total == pytest.approx(1, abs=0.5)  # medians are taken one by one
-        assert "store.put" in row["stages"]
+        assert "quantise.encode" in row["stages"]
         assert all(0 < share <= 1 for share in row["stages"].values())
 
 

@@ -325,6 +325,14 @@ class TestRelease:
         add(link, {"a": TEXTS[3], "b": TEXTS[2]})  # they change places
         assert cached(link) == keys_of(link, TEXTS[1], TEXTS[2], TEXTS[3])
 
+    def test_a_deleted_text_is_not_held_in_memory_either(self, link: ChromaLink) -> None:
+        add(link, {"a": TEXTS[0], "b": TEXTS[1]})
+        engine, asked = link.engine, [f"{TEXTS[0]}\n\n{question}" for question in ("Q?", "Why?")]
+        ran = [engine.generate(a, TEXTS[:1], max_new_tokens=1).report.ran for a in asked]
+        assert ran == ["recompute", "prefix"]
+        link.delete(["b"])
+        assert engine.generate(asked[1], TEXTS[:1], max_new_tokens=1).report.ran == "recompute"
+
     def test_replacing_a_record_replaces_its_metadata(self, link: ChromaLink) -> None:
         # Chroma's own upsert merges, so that a field would outlive the record it belonged to
         link.add(["a"], TEXTS[:1], [VECTOR], [{"source": "x", "page": 1}])

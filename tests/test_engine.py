@@ -5,15 +5,16 @@ from __future__ import annotations
 import math
 import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from samkv_integrations import METHODS, ChunkStore, Engine
-from samkv_integrations.chunk import Fingerprint
+from samkv_integrations import METHODS, ChunkStore, Engine, ingest
+from samkv_integrations.chunk import ChunkCache, Fingerprint
 from samkv_integrations.errors import (
     ChunkNotCached,
     FingerprintMismatch,
@@ -25,7 +26,9 @@ from samkv_integrations.errors import (
     UnknownOption,
 )
 from samkv_integrations.eviction import Quest
+from samkv_integrations.ingest import NewChunk
 from samkv_integrations.methods.guided import GuidedRecompute
+from samkv_integrations.model import Model
 from samkv_integrations.prompt import handle_of, split_prompt
 from samkv_integrations.quantise import GROUP_TOKENS
 from tests.models import tiny_model
@@ -407,6 +410,40 @@ def test_a_full_disk_does_not_fail_a_request(
         assert answer.report.chunks_computed == 1
     with pytest.raises(StoreError, match="No space left"):
         engine.cache_chunk(new)
+
+
+def test_a_new_store_that_cannot_be_written_fails_no_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not even where the size of its blocks cannot be kept."""
+    engine = Engine(tiny_model("llama"), ChunkStore(tmp_path))
+    expected = engine.generate(PROMPT, TEXTS, max_new_tokens=4, on_miss="text").text
+
+    def full(*arguments: object, **options: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("samkv_integrations.store._write", full)
+    answer = engine.generate(PROMPT, TEXTS, max_new_tokens=4, method="reuse")
+    assert answer.text == expected
+    assert answer.report.chunk_misses == {"absent": len(TEXTS)}
+
+
+def test_a_chunk_that_no_cache_can_hold_costs_the_others_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = Engine(tiny_model("llama"), method="reuse", block_size=8)
+    prefill, bad = ingest.prefill, len(engine.model.tokenize(TEXTS[0], special=False))
+
+    def refusing(model: Model, chunks: Sequence[NewChunk], *rest: Any) -> list[ChunkCache]:
+        if any(len(chunk.token_ids) == bad for chunk in chunks):
+            raise InvalidChunk("not finite")
+        return prefill(model, chunks, *rest)
+
+    monkeypatch.setattr("samkv_integrations.engine.prefill", refusing)
+    report = engine.generate(PROMPT, TEXTS, max_new_tokens=1).report
+    assert report.chunks_computed == len(TEXTS) - 1
+    again = engine.generate(PROMPT, TEXTS, max_new_tokens=1).report
+    assert (again.chunk_hits, again.chunk_misses) == (len(TEXTS) - 1, {"absent": 1})
 
 
 def test_engines_that_fill_an_empty_store_together_agree_on_blocks(tmp_path: Path) -> None:

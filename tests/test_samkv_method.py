@@ -759,6 +759,5 @@ def test_blocks_of_the_loops_are_those_of_the_layout() -> None:
     assert request.blocks == expected
     layout = request.layout
     assert layout.is_anchor.tolist() == [b.anchor for b in expected]
-    assert layout.is_initial.tolist() == [b.initial for b in expected]
     assert layout.block_chunk.tolist() == [b.chunk for b in expected]
     assert layout.block_lengths.tolist() == [b.stop - b.start for b in expected]

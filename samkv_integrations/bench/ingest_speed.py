@@ -177,7 +177,7 @@ def stages_of(call: Callable[[], object]) -> dict[str, float]:
 
     A stage is a function that a pass calls in another module, counted with all that it calls; so
     stages may lie in one another (writing encodes). Taken with Python's profiler in a run of its
-    own, on this thread; stages below a hundredth are left out.
+    own, on this thread: files are written by others; stages below a hundredth are left out.
     """
     profiler = cProfile.Profile()
     began = time.perf_counter()

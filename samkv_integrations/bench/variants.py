@@ -190,7 +190,8 @@ def knobs() -> dict[str, Variant]:
         "chunks compete": replace(select, compete=True),
     }
     recomputed = {
-        "hits alone recomputed": replace(again, before=0, after=0),
+        "hits alone recomputed": replace(again, before=0, after=0, first=0),
+        "no first tokens of chunks": replace(again, first=0),
         "4 tokens before a hit": replace(again, before=4),
         "tokens before a hit in all layers": replace(again, lead_layers=1.0),
         "2 % recomputed": replace(again, ratio=0.02),

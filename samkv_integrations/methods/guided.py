@@ -92,7 +92,7 @@ class GuidedSelect(Select):
 
 def softmax_by_chunk(logits: Tensor, layout: Layout) -> Tensor:
     """Softmax of (H, Tctx) within each chunk, as if it were alone."""
-    longest = max(blocks.n_tokens for blocks in layout.chunk_blocks)
+    longest = layout.longest_chunk
     place = layout.place_in_chunks(logits.device)
     padded = logits.new_full((len(logits), layout.n_chunks * longest), -math.inf)
     padded[:, place] = logits
@@ -156,7 +156,8 @@ class GuidedRecompute(Recompute):
         if self.hits is None:
             return self.ratio
         of_a_hit = self.before * self.lead_layers + 1 + self.after
-        of_a_chunk = self.first + self.hits * of_a_hit
+        n_first = min(self.first, n_context // (TOKENS_A_FIRST * max(1, n_chunks)))
+        of_a_chunk = n_first + self.hits * of_a_hit
         return min(self.ratio, of_a_chunk * n_chunks / max(1, n_context))
 
     def rows(self, selection: Selection, inputs: SelectionInputs, layout: Layout) -> Tensor:
