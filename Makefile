@@ -9,11 +9,12 @@ export PYTHONDONTWRITEBYTECODE =
 PIP = $(VENV)/bin/python -m pip install -qq --disable-pip-version-check --no-compile -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test check bench clean
+.PHONY: help quickstart test test-all check bench clean
 
 help:
 	@echo "make quickstart   install, and see it work on the built-in model"
 	@echo "make test         check, and run the tests"
+	@echo "make test-all     the slow ones as well"
 	@echo "make check        lint, formatting, types"
 	@echo "make bench        time to first token of every method, random weights"
 	@echo "make clean        remove the environment and what was built"
@@ -23,6 +24,9 @@ quickstart: $(VENV)/installed
 
 test: check
 	$(VENV)/bin/python -m pytest -n auto --dist loadscope
+
+test-all: check
+	$(VENV)/bin/python -m pytest -n auto --dist loadscope -m "not gpu"
 
 check: $(VENV)/installed-dev
 	$(VENV)/bin/ruff check

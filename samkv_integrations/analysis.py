@@ -88,7 +88,9 @@ def layer_statistics(
         # Heads of one group are consecutive, so they stack as rows over their common key head.
         tile_query = (query[:, start:stop].float() * scaling).reshape(n_kv_heads, -1, dim)
         logits = (tile_query @ tile_key.mT).view(n_heads, *distance.shape)
-        attention = logits.masked_fill_(distance < 0, -torch.inf).softmax(-1).mean(0)
+        own = n_prefix + start  # what stands before the tile is seen by all its queries
+        logits[..., own:].masked_fill_(distance[:, own:] < 0, -torch.inf)
+        attention = logits.softmax(-1).mean(0)
         attention, distance = attention[:, n_prefix:], distance[:, n_prefix:]
         later = distance > 0
         received[:stop] += attention.where(later, 0).sum(0)
