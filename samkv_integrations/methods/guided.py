@@ -194,7 +194,7 @@ def samkv_guided() -> Method:
     return Method(
         name="samkv-guided",
         paper="ours, after arXiv 2508.11661",
-        summary="everything read in few bits; each chunk's most attended tokens recomputed",
+        summary="all read in few bits; each chunk's first and most attended tokens recomputed",
         select=GuidedSelect(),
         recompute=GuidedRecompute(),
         update=overwrite,
