@@ -252,14 +252,18 @@ class Engine:
             ThreadPoolExecutor(_WRITERS) as writers,
         ):
             written: Iterator[None] = iter(())
-            for batch in batches(list(missing.values())):
-                with self._lock, torch.inference_mode():
-                    caches = prefill(self.model, batch, self.fingerprint, self.prefix)
-                for _ in written:  # of the batch before, while this one was computed
+            try:
+                for batch in batches(list(missing.values())):
+                    with self._lock, torch.inference_mode():
+                        caches = prefill(self.model, batch, self.fingerprint, self.prefix)
+                    for _ in written:  # of the batch before, while this one was computed
+                        bar.update()
+                    written = writers.map(self.store.put, caches)
+                for _ in written:
                     bar.update()
-                written = writers.map(self.store.put, caches)
-            for _ in written:
-                bar.update()
+            except BaseException:  # who interrupts does not want to wait for a whole batch
+                writers.shutdown(cancel_futures=True)
+                raise
         if missing:
             self._calibrated = None
         return keys

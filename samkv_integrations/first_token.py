@@ -224,9 +224,19 @@ def _after_prefix(request: Request, layout: Layout, prefix: Prefix, clock: Stopw
     everything = torch.full((model.n_layers,), layout.n_context)
     report = _report(
         request, layout, cache, clock, ran="prefix", eviction=None, kept=everything,
-        computed=torch.zeros_like(everything), n_read=0, prefix_tokens=length,
+        computed=torch.full_like(everything, _context_behind(request, length)),
+        n_read=sum(chunk.bytes_read for chunk in request.resolved.opened), prefix_tokens=length,
     )  # fmt: skip
     return FirstToken(logits=logits, cache=cache, layout=layout, report=report)
+
+
+def _context_behind(request: Request, start: int) -> int:
+    """Context tokens of a prompt from position ``start`` on, with or without a cache."""
+    found = stop = 0
+    for segment in request.resolved.segments:
+        begin, stop = stop, stop + len(segment.token_ids)
+        found += max(0, stop - max(begin, start)) if segment.is_context else 0
+    return found
 
 
 def _keep_prefix(request: Request, layout: Layout, cache: WorkingCache, beyond: int = 0) -> None:
@@ -357,7 +367,7 @@ def _report(
     n_context = layout.n_context + layout.n_uncached
     n_kept = sum(map(cache.attended, kept.tolist())) / model.n_layers + layout.n_uncached
     n_new = sum(resolved.computed)
-    n_uncached = 0 if prefix_tokens else layout.n_uncached
+    n_uncached = 0 if prefix_tokens else layout.n_uncached  # ``computed`` has those behind it
     n_computed = int(computed.sum()) / model.n_layers + n_uncached + n_new
     entry_bytes = 2 * model.n_kv_heads * model.head_dim * model.dtype.itemsize
     return Report(

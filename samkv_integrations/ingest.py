@@ -19,6 +19,8 @@ from samkv_integrations.model import Model, attention
 from samkv_integrations.rope import unrotate
 
 BATCH_TOKENS = 4096
+PADDING = 1.1
+"""Most tokens of a batch, padding included, over those of its chunks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,12 +33,20 @@ class NewChunk:
 
 
 def batches(chunks: Sequence[NewChunk], budget_tokens: int = BATCH_TOKENS) -> list[list[NewChunk]]:
-    """Chunks of similar length together, at most ``budget_tokens`` padded tokens a batch."""
+    """Chunks of similar length together, at most ``budget_tokens`` padded tokens a batch.
+
+    Not more than `PADDING` allows: what is computed for nothing is in no estimate of `costs`.
+    """
     grouped: list[list[NewChunk]] = []
+    n_tokens = 0
     for chunk in sorted(chunks, key=lambda c: len(c.token_ids), reverse=True):
-        if not grouped or (len(grouped[-1]) + 1) * len(grouped[-1][0].token_ids) > budget_tokens:
+        length = len(chunk.token_ids)
+        padded = (len(grouped[-1]) + 1) * len(grouped[-1][0].token_ids) if grouped else 0
+        if not grouped or padded > min(budget_tokens, PADDING * (n_tokens + length)):
             grouped.append([])
+            n_tokens = 0
         grouped[-1].append(chunk)
+        n_tokens += length
     return grouped
 
 

@@ -61,6 +61,24 @@ def counting(model: Model) -> Iterator[list[int]]:
         del model.layer  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize(
+    "missed", [[400, *[20] * 9], [1000, 10, 10, 10], [300, 200, 150, 100]], ids=str
+)
+def test_never_computes_more_than_full_prefill_where_missed_chunks_differ_in_length(
+    missed: list[int],
+) -> None:
+    """What pads them to one length is bounded; see `ingest.PADDING`."""
+    cached = texts(4, 400)
+    chunks = [*cached, *(texts(1, n, seed=n + i)[0] for i, n in enumerate(missed))]
+    engine = engine_with(TOKENS_ONLY, prefix_bytes=0)
+    engine.cache_chunks(cached)
+    with counting(engine.model) as full:
+        engine.generate(prompt(chunks), chunks, method="recompute", max_new_tokens=1)
+    with counting(engine.model) as ours:
+        report = engine.generate(prompt(chunks), chunks, max_new_tokens=1).report
+    assert ours[0] <= full[0], report
+
+
 @pytest.mark.parametrize("n_chunks", [1, 4, 16])
 @pytest.mark.parametrize("n_tokens", [32, 96, 200])
 @pytest.mark.parametrize("uncached", [20, 400])
@@ -203,6 +221,8 @@ def test_a_prefix_grows_with_the_documents_behind_it() -> None:
         for q in ("Q?", "And?")
     ]
     assert [report.ran for report in reports] == ["prefix", "prefix"]
+    assert reports[0].recompute_ratio == pytest.approx(60 / reports[0].context_tokens)
+    assert reports[1].recompute_ratio == 0
     assert reports[1].prefix_tokens >= reports[0].prefix_tokens + 60
     found = engine.logits(prompt(chunks), chunks, method="auto")
     expected = engine.logits(prompt(chunks), chunks, method="recompute", eviction="none")

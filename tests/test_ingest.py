@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from samkv_integrations import engine as engine_module
 from samkv_integrations.analysis import block_means
 from samkv_integrations.chunk import ChunkCache, Fingerprint
 from samkv_integrations.engine import Engine
-from samkv_integrations.ingest import NewChunk, batches, prefill
+from samkv_integrations.ingest import PADDING, NewChunk, batches, prefill
 from samkv_integrations.model import Model
 from samkv_integrations.rope import rotate
 from samkv_integrations.store import MemoryStore
@@ -400,11 +401,14 @@ def test_batches_hold_every_chunk_once_and_keep_to_the_budget(
     ]
     grouped = batches(chunks, budget)
     assert sorted(c.key for batch in grouped for c in batch) == sorted(c.key for c in chunks)
-    for batch in grouped:
-        padded = len(batch) * max(len(chunk.token_ids) for chunk in batch)
-        assert batch and (padded <= budget or len(batch) == 1)
-    for batch in grouped[:-1]:  # a batch is closed only when one chunk more would not fit
-        assert (len(batch) + 1) * max(len(c.token_ids) for c in batch) > budget
+    sizes = [[len(chunk.token_ids) for chunk in batch] for batch in grouped]
+    for batch in sizes:
+        padded = len(batch) * max(batch)
+        assert padded <= budget or len(batch) == 1
+        assert padded <= PADDING * sum(batch)
+    for batch, later in pairwise(sizes):  # it is closed only when one chunk more would not fit
+        padded = (len(batch) + 1) * max(batch)
+        assert padded > budget or padded > PADDING * (sum(batch) + later[0])
 
 
 # --- memory ------------------------------------------------------------------------------------
