@@ -26,6 +26,7 @@ from samkv_integrations.methods.parts import (
     Method,
     ProbedLayer,
     RecomputeAll,
+    RecomputeInexact,
     SelectAll,
     overwrite,
 )
@@ -102,12 +103,11 @@ def _answer(request: Request, layout: Layout, clock: Stopwatch) -> FirstToken:
     if (prefix := held_prefix(request, layout)) is not None:
         return _after_prefix(request, layout, prefix, clock)
     if is_whole(method, request.costs, layout):
+        # entries of few bits are never exact, wherever their chunk stands
+        is_rounded = request.fingerprint.entry_format.is_quantised
+        everything = RecomputeAll() if is_rounded else RecomputeInexact()
         method = replace(
-            method,
-            select=SelectAll(),
-            recompute=RecomputeAll(),
-            update=overwrite,
-            eviction=None,
+            method, select=SelectAll(), recompute=everything, update=overwrite, eviction=None
         )
     cos, sin = model.cos_sin(torch.arange(layout.n_tokens))
     cached_at = cached_positions(method, layout).to(model.device)

@@ -251,7 +251,7 @@ def report_lines(row: Row) -> list[str]:
     )
     return [
         f"{row['method']}{came_to} on {row['model']}: {row['prompt_tokens']} prompt tokens, "
-        f"{row['chunk_hits']} chunks from their caches{misses}",
+        f"{row['chunk_hits']} of {row['chunk_hits'] + missed} chunks from their caches{misses}",
         f"kept {percent(row['kept_ratio'])} of the chunks' tokens, recomputed "
         f"{percent(row['recompute_ratio'])}, read {size(row['bytes_read'])}, "
         f"first token after {seconds(row['ttft_s'])}{evicted}",

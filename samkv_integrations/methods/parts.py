@@ -208,6 +208,14 @@ class RecomputeAll(Recompute):
 
 
 @dataclass(frozen=True, kw_only=True)
+class RecomputeInexact(Recompute):
+    """Compute every row again that may differ from ordinary prefill's."""
+
+    def rows(self, selection: Selection, inputs: SelectionInputs, layout: Layout) -> Tensor:
+        return selection.tokens(layout) & ~layout.exact[layout.chunk_of_token]
+
+
+@dataclass(frozen=True, kw_only=True)
 class RecomputeNone(Recompute):
     """Use the caches as they are."""
 
