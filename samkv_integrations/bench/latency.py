@@ -151,7 +151,8 @@ class CellBench:
             into.stored_shares.append(held / len(self._chunks))
 
     def _restore(self) -> None:
-        """Take out of the store what a question has left there."""
+        """Take out of the store, and of memory, what a question has left there."""
+        self._engine.prefixes.clear()
         for key in set(self._store.keys()) - self._keys:
             self._store.delete(key)
 
