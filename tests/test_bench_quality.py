@@ -279,6 +279,7 @@ app(["bench", "quality", *sys.argv[3:]])
 """
 
 
+@pytest.mark.slow  # three processes, 45 s; the fidelity bench stops and goes on in every run
 def test_a_killed_run_goes_on_to_the_same_table(file: Path, tmp_path: Path) -> None:
     """Killed before its first answer, between answers, and in the middle of a line."""
     folder, out = tmp_path / "run", tmp_path / "out.json"
