@@ -13,7 +13,7 @@ from samkv_integrations.chunk import Fingerprint
 from samkv_integrations.errors import CacheMiss
 from samkv_integrations.layout import Layout
 from samkv_integrations.methods.parts import SelectionInputs
-from samkv_integrations.quantise import groups
+from samkv_integrations.quantise import GROUP_TOKENS
 from samkv_integrations.store import StoredChunk
 
 
@@ -56,12 +56,9 @@ class Context:
         self._read = [torch.empty(shape, dtype=torch.uint8) for _ in range(self.n_layers)]
         self.entries = self._read
         self.key_range = torch.empty(0)
-        first_group, of_chunks = 0, [torch.empty(0, dtype=torch.long)]
-        for chunk in chunks:
-            of_chunk = groups(chunk.n_tokens, torch.device("cpu"))
-            of_chunks.append(first_group + of_chunk)
-            first_group += int(of_chunk[-1]) + 1
-        self.group_of_token = torch.cat(of_chunks).to(self.device)
+        # a group begins wherever a token is the first of one in its chunk
+        self.group_of_token = (layout.offset_in_chunk % GROUP_TOKENS == 0).cumsum(0) - 1
+        self.group_of_token = self.group_of_token.to(self.device)
         heads, half = self.form.n_kv_heads, self.form.head_dim // 2
         # of each channel pair and head, see `rotated_keys`
         self._turns = [

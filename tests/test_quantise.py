@@ -282,8 +282,8 @@ def test_keys_that_do_not_vary_are_next_to_exact(bits: int, n_tokens: int) -> No
 
 
 @pytest.mark.parametrize("dim", [2, 4, 5, 6, 8, 24, 64, 80, 96, 128])
-def test_the_transform_is_orthogonal_within_the_halves_of_a_head(dim: int) -> None:
-    """8 bits of random keys are the same error in all channels, and of the size that steps have."""
+def test_an_outlying_channel_is_spread_over_its_run_of_channels_alone(dim: int) -> None:
+    """What it costs is about the same in all channels of its run, and less in all others."""
     form, keys = of(8, n_kv_heads=1, head_dim=dim), normal(6, 64, 1, dim)
     keys[..., 0] *= 30
     back, _ = there_and_back(form, keys, keys)
