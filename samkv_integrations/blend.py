@@ -35,10 +35,6 @@ class Stored(Protocol):
         """Keys at their positions, and values, (n, G, D) each, of context tokens (n,)."""
         ...
 
-    def value_bytes(self, layer: int, tokens: Tensor) -> Tensor:
-        """The values of context tokens (n,) as they are stored."""
-        ...
-
     def release(self, layer: int) -> None:
         """The request is done with a layer."""
         ...
@@ -160,5 +156,4 @@ class Blend:
             context=plan.context, context_slots=plan.context_slots, changed=plan.changed,
             other_slots=plan.other_slots, queries=queries[:, plan.query_rows],
             query_slots=plan.query_slots, scaling=scaling,
-            value_bytes=lambda: self.context.value_bytes(layer, plan.context),
         )  # fmt: skip

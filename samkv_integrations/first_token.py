@@ -222,29 +222,18 @@ def _after_prefix(request: Request, layout: Layout, prefix: Prefix, clock: Stopw
         logits = blend.run(plan)
     _keep_prefix(request, layout, cache, beyond=length)
     everything = torch.full((model.n_layers,), layout.n_context)
+    behind = sum(place >= length for span in request.resolved.context_spans for place in span)
     report = _report(
         request, layout, cache, clock, ran="prefix", eviction=None, kept=everything,
-        computed=torch.full_like(everything, _context_behind(request, length)),
+        computed=torch.full_like(everything, behind),
         n_read=sum(chunk.bytes_read for chunk in request.resolved.opened), prefix_tokens=length,
     )  # fmt: skip
     return FirstToken(logits=logits, cache=cache, layout=layout, report=report)
 
 
-def _context_behind(request: Request, start: int) -> int:
-    """Context tokens of a prompt from position ``start`` on, with or without a cache."""
-    found = stop = 0
-    for segment in request.resolved.segments:
-        begin, stop = stop, stop + len(segment.token_ids)
-        found += max(0, stop - max(begin, start)) if segment.is_context else 0
-    return found
-
-
 def _keep_prefix(request: Request, layout: Layout, cache: WorkingCache, beyond: int = 0) -> None:
     """Remember what full prefill computed, up to the end of the last chunk if that lies beyond."""
-    end = stop = 0
-    for segment in request.resolved.segments:
-        stop += len(segment.token_ids)
-        end = stop if segment.is_context else end
+    end = max((span.stop for span in request.resolved.context_spans), default=0)
     if request.prefixes is None or not isinstance(cache, DenseCache):
         return
     if cache.room and beyond < end < layout.n_tokens:
@@ -305,9 +294,8 @@ def _working_cache(
 ) -> WorkingCache:
     rule, n_layers = _eviction(request, method), request.model.n_layers
     if isinstance(rule, Quest):
-        return SparseCache(
-            n_layers, context.form, context.cos, context.sin, rule, request.capacity, method.attend
-        )
+        budget = rule.budget(layout.n_context)
+        return SparseCache(n_layers, context, budget, request.capacity, method.attend)
     evictor = None
     if isinstance(rule, DroppingEviction):
         evictor = Evictor(

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from samkv_integrations.analysis import block_means, mean_of_blocks
 from samkv_integrations.chunk import Fingerprint
+from samkv_integrations.entries import Entries
 from samkv_integrations.errors import CacheMiss
 from samkv_integrations.layout import Layout
 from samkv_integrations.methods.parts import SelectionInputs
@@ -32,10 +33,10 @@ class Context:
     No entry is read while a pass runs. One is read twice only where few blocks of its chunk were
     loaded first and most of the chunk after that, as one read.
 
-    entries: (Tctx, E) uint8 of each layer. They span the whole context, but the operating system
+    codes: (Tctx, E) uint8 of each layer. They span the whole context, but the operating system
         commits only the pages of what was really read.
-    key_range: (L, N, 2, G, D) float16 of all groups of the context, see `EntryFormat`; empty until
-        something is loaded.
+    key_range: (L, N, 2, G, D) float16 of all groups of the context, see `EntryFormat`; N is 0
+        until something is loaded.
     cos, sin: (Tctx, D) float32 on the model's device, where cached keys sit.
     """
 
@@ -54,8 +55,9 @@ class Context:
         self.n_layers = fingerprint.n_layers
         shape = (layout.n_context, self.form.n_bytes)
         self._read = [torch.empty(shape, dtype=torch.uint8) for _ in range(self.n_layers)]
-        self.entries = self._read
-        self.key_range = torch.empty(0)
+        self.codes = self._read
+        no_range = (self.n_layers, *self.form.range_shape(0))
+        self.key_range = torch.empty(no_range, dtype=torch.float16, device=self.device)
         # a group begins wherever a token is the first of one in its chunk
         self.group_of_token = (layout.offset_in_chunk % GROUP_TOKENS == 0).cumsum(0) - 1
         self.group_of_token = self.group_of_token.to(self.device)
@@ -92,7 +94,7 @@ class Context:
                 raise ChunkLost(index, miss) from miss
         if bool(missing.any()):
             self._loaded |= missing
-            self.entries = [of_layer.to(self.device) for of_layer in self._read]
+            self.codes = [of_layer.to(self.device) for of_layer in self._read]
             self.key_range = self._key_range()
 
     def _load_some(self, chunk: StoredChunk, wanted: Tensor, start: int) -> None:
@@ -111,29 +113,35 @@ class Context:
                 raise ChunkLost(index, miss) from miss
         return torch.cat(ranges, dim=1).to(self.device)
 
+    def entries(self, layer: int, tokens: Tensor) -> Entries:
+        """Those of context tokens (n,), which are in order and on the model's device.
+
+        Where nothing was loaded, they hold nothing yet.
+        """
+        codes, (cos, sin) = self.codes[layer], self._turns
+        if not self._loaded.any():
+            codes = torch.empty_like(codes, device=self.device)
+        entries = Entries(
+            form=self.form, codes=codes, key_range=self.key_range[layer],
+            group=self.group_of_token, cos=cos, sin=sin,
+        )  # fmt: skip
+        return entries if len(tokens) == len(entries) else entries.select(tokens)
+
     def keys_and_values(self, layer: int, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Keys at their positions, and values, (n, G, D) each, of context tokens (n,).
 
         tokens: loaded before, in order, on the model's device.
         """
-        if not len(tokens):  # maybe nothing was ever loaded
+        if not len(tokens):
             shape = (0, self.form.n_kv_heads, self.form.head_dim)
             empty = torch.empty(shape, dtype=self.form.dtype, device=self.device)
             return empty, empty
-        rows = [self.entries[layer], self.group_of_token, *self._turns]
-        if len(tokens) < len(rows[0]):
-            rows = [side.index_select(0, tokens) for side in rows]
-        entries, group, cos, sin = rows
-        keys = self.form.rotated_keys(entries, self.key_range[layer], group, cos, sin)
-        return keys, self.form.values(entries)
-
-    def value_bytes(self, layer: int, tokens: Tensor) -> Tensor:
-        """The values of context tokens (n,) as they are stored, see `EntryFormat.value_bytes`."""
-        return self.form.value_bytes(self.entries[layer]).index_select(0, tokens)
+        entries = self.entries(layer, tokens)
+        return entries.keys(), entries.values()
 
     def release(self, layer: int) -> None:
         """Free the entries of a layer: the request is done with it."""
-        self.entries[layer] = self._read[layer] = torch.empty(0, dtype=torch.uint8)
+        self.codes[layer] = self._read[layer] = torch.empty(0, dtype=torch.uint8)
 
     def inputs(self, needs: frozenset[str], stable_layers: tuple[int, ...]) -> SelectionInputs:
         """The inputs named in ``needs``, for all chunks of the request. Raises ChunkLost."""
@@ -165,8 +173,8 @@ class Context:
         tokens = anchor.nonzero()[:, 0].to(self.device)
         group = self.group_of_token[tokens]
         keys = [
-            self.form.keys(entries.index_select(0, tokens), of_layer, group)
-            for entries, of_layer in zip(self.entries, self.key_range, strict=True)
+            self.form.keys(codes.index_select(0, tokens), of_layer, group)
+            for codes, of_layer in zip(self.codes, self.key_range, strict=True)
         ]
         return mean_of_blocks(torch.stack(keys), counts)
 

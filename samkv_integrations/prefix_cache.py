@@ -31,10 +31,6 @@ class Prefix:
         keys, values = self.keys[layer], self.values[layer]
         return keys.index_select(0, tokens), values.index_select(0, tokens)
 
-    def value_bytes(self, layer: int, tokens: Tensor) -> Tensor:
-        """Nobody asks: what goes on from here keeps the values as they are."""
-        raise NotImplementedError
-
     def release(self, layer: int) -> None:
         """Nothing: the next prompt may begin so too."""
 

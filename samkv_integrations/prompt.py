@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from types import TracebackType
 from typing import Literal, Self, get_args
 
@@ -183,6 +184,16 @@ class Resolved:
                 self.computed.append(stored.n_tokens)
                 self.segments[at] = replace(segment, blocks=stored.blocks)
         assert len(opened) + len(self.computed) == len(self.opened)
+
+    @property
+    def context_spans(self) -> list[range]:
+        """Positions of each chunk's tokens in the prompt, with or without a cache."""
+        ends = list(accumulate(len(segment.token_ids) for segment in self.segments))
+        return [
+            range(end - len(segment.token_ids), end)
+            for segment, end in zip(self.segments, ends, strict=True)
+            if segment.is_context
+        ]
 
     def lose(self, index: int, miss: CacheMiss) -> None:
         """Make cached chunk ``index`` a chunk that is computed from its tokens.

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from samkv_integrations.errors import InvalidChunk, InvalidOption
+from samkv_integrations.rounding import round_with_feedback
 
 STORE_BITS = (4, 8, 16)
 """Bits of a stored number; 16 stands for the model's own dtype, bfloat16 or float32."""
@@ -78,19 +79,25 @@ class EntryFormat:
         n_groups = -(-n_tokens // GROUP_TOKENS) if self.is_quantised else 0
         return (n_groups, 2, self.n_kv_heads, self.head_dim)
 
-    def encode(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    def encode(
+        self, keys: Tensor, values: Tensor, hessians: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Entries (T, E) uint8 of un-rotated keys and values (T, G, D), and the keys' range.
 
         The range is (N, 2, G, D) float16, scale and offset of each channel of each group. A group
         is `GROUP_TOKENS` tokens, the last one of a chunk maybe fewer; see `groups`.
 
-        Raises InvalidChunk if a key or value is not finite, or does not fit the float16 of its
-        scale. It looks at numbers on the host; `encode_keys` and `encode_values` do not.
+        hessians: (2, G, D, D) float32, of keys and of values, how much an error weighs in each
+            direction, see `round_with_feedback`; None rounds each number to the nearest.
+
+        Raises InvalidChunk if a number is not finite, or does not fit the float16 of its scale. It
+        looks at numbers on the host; `encode_computed` does not.
         """
-        if not bool(keys.isfinite().all() & values.isfinite().all()):
+        given = (keys, values) if hessians is None else (keys, values, hessians)
+        if not all(bool(side.isfinite().all()) for side in given):
             raise InvalidChunk(
-                "the model computed keys or values that are not finite numbers for this chunk; "
-                "leave it out, or load the model in float32"
+                "the model computed keys, values or queries that are not finite numbers for this "
+                "chunk; leave it out, or load the model in float32"
             )
         mixed = self._mixed(keys)
         if self.is_quantised:
@@ -101,42 +108,45 @@ class EntryFormat:
                     "largest half-precision number, which their scales are kept in; "
                     "give store_bits=16"
                 )
-        codes, key_range = self._encode_mixed(mixed)
-        return torch.cat((codes, self.encode_values(values)), dim=1), key_range
+        return self._encode(mixed, values, hessians)
 
-    def encode_keys(self, keys: Tensor) -> tuple[Tensor, Tensor]:
-        """The first bytes of entries, from keys (T, G, D), and their range; see `encode`."""
-        return self._encode_mixed(self._mixed(keys))
+    def encode_computed(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Entries and range of what a request computed, as `encode` makes them of a chunk."""
+        return self._encode(self._mixed(keys), values, None)
 
-    def _encode_mixed(self, mixed: Tensor) -> tuple[Tensor, Tensor]:
+    def _encode(
+        self, mixed: Tensor, values: Tensor, hessians: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         if not self.is_quantised:
             nothing = mixed.new_empty(self.range_shape(len(mixed)), dtype=torch.float16)
-            return self._as_bytes(mixed), nothing
+            return torch.cat((self._as_bytes(mixed), self._as_bytes(values)), dim=1), nothing
+        key_range, wide = self._key_range(mixed), values.float()
+        value_range = self._range(wide.amin(-1), wide.amax(-1))  # (2, T, G)
+        numbers = torch.cat((mixed, wide), 1)
+        scale, offset = (
+            torch.cat((of_keys, of_values[..., None].expand_as(wide)), 1)
+            for of_keys, of_values in zip(
+                self._of_tokens(key_range, groups(len(mixed), mixed.device)),
+                value_range.float(), strict=True,
+            )
+        )  # fmt: skip
+        if hessians is None:
+            codes = numbers.sub(offset).div_(scale).round_().clamp_(0, self._levels)
+        else:
+            of_keys = self._mix(self._mix(hessians[0]).mT)  # the queries are transformed as well
+            hessian = torch.cat((of_keys, hessians[1]))
+            codes = round_with_feedback(numbers, scale, offset, hessian, self._levels)
+        of_tokens = value_range.transpose(0, 1).contiguous().view(torch.uint8).flatten(1)
+        return torch.cat((self._pack(codes), of_tokens), 1), key_range
+
+    def _key_range(self, mixed: Tensor) -> Tensor:
         n_whole = len(mixed) // GROUP_TOKENS * GROUP_TOKENS
         found = [
             self._range(part.amin(1), part.amax(1))
             for part in (_in_groups(mixed[:n_whole]), mixed[None, n_whole:])
             if part.numel()
         ]
-        key_range = torch.cat(found, dim=1).transpose(0, 1).contiguous()
-        scale, offset = self._of_tokens(key_range, groups(len(mixed), mixed.device))
-        return self._pack(mixed.sub(offset).div_(scale)), key_range
-
-    def encode_values(self, values: Tensor) -> Tensor:
-        """The bytes of entries behind those of the keys, from values (T, G, D); see `encode`."""
-        if not self.is_quantised:
-            return self._as_bytes(values)
-        wide = values.float()
-        ranges = self._range(wide.amin(-1), wide.amax(-1))
-        scale, offset = ranges.float()[..., None]
-        codes = self._pack(wide.sub(offset).div_(scale))
-        return torch.cat(
-            (codes, ranges.transpose(0, 1).contiguous().view(torch.uint8).flatten(1)), 1
-        )
-
-    def value_bytes(self, entries: Tensor) -> Tensor:
-        """What `encode_values` made of the entries (T, E)."""
-        return entries[:, self._side :]
+        return torch.cat(found, dim=1).transpose(0, 1).contiguous()
 
     def keys(self, entries: Tensor, key_range: Tensor, group: Tensor) -> Tensor:
         """(T, G, D) un-rotated keys of entries (T, E): float32, or ``dtype`` with 16 bits.
@@ -180,29 +190,6 @@ class EntryFormat:
             torch.mul(one, cos, out=part)
             part.addcmul_(other, sin, value=sign)
         return out.to(self.dtype)
-
-    def key_products(self, entries: Tensor, key_range: Tensor, queries: Tensor) -> Tensor:
-        """(G, n, T) float32 products of queries (G, n, D) with the keys of entries (T, E).
-
-        T: N * `GROUP_TOKENS`, whole groups. key_range: (N, 2, G, D). No key is ever
-        de-quantised: the queries are multiplied with the scales, and then with the codes.
-        """
-        if not self.is_quantised:
-            keys = self._raw(entries[:, : self._side]).float()
-            return queries @ keys.permute(1, 2, 0)
-        half = self.head_dim // 2
-        scale, offset = key_range.float().unbind(1)  # (N, G, D) each
-        queries = self._mix(queries)  # the transform is orthogonal: products stay what they are
-        scaled = queries * scale[:, :, None]  # (N, G, n, D)
-        lower, upper = (
-            # turned while they are bytes: the product would copy four times as much
-            _in_groups(codes).transpose(1, 2).contiguous().float().transpose(2, 3)
-            for codes in self._halves(entries[:, : self._side])
-        )
-        products: Tensor = scaled[..., :half] @ lower
-        products += scaled[..., half:] @ upper
-        products += (queries * offset[:, :, None]).sum(-1, keepdim=True)
-        return products.permute(1, 2, 0, 3).flatten(2)
 
     def values(self, entries: Tensor) -> Tensor:
         """(T, G, D) values of entries (T, E) in ``dtype``."""
@@ -267,7 +254,7 @@ class EntryFormat:
 
     def _pack(self, codes: Tensor) -> Tensor:
         """(T, G, D) float codes -> (T, bytes)."""
-        whole = codes.round_().clamp_(0, self._levels).to(torch.uint8)
+        whole = codes.to(torch.uint8)
         if self.bits == 4:
             lower, upper = whole.chunk(2, dim=-1)
             whole = lower | (upper << 4)
@@ -275,7 +262,7 @@ class EntryFormat:
 
     def _halves(self, side: Tensor) -> tuple[Tensor, Tensor]:
         """(T, bytes) -> the codes of the first half of the channels and of the rest, uint8."""
-        codes = side.reshape(len(side), self.n_kv_heads, -1)
+        codes = side.reshape(len(side), self.n_kv_heads, side.shape[1] // self.n_kv_heads)
         if self.bits == 8:
             half = self.head_dim // 2
             return codes[..., :half], codes[..., half:]

@@ -7,7 +7,6 @@ of its own, holds the context in few bits, and each step attends to a few tokens
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -27,8 +26,6 @@ class LayerEntries:
     context: (n,) context tokens that those are.
     context_slots, other_slots: where context tokens and all others lie among the S entries.
     changed: (d,) which of the context tokens do not stay as they are stored.
-    value_bytes: the values of all context tokens that stay, as they are stored; until the layer is
-        taken.
     queries: (H, R, D), rotated, of computed tokens that stay, and query_slots: (R,) theirs, CPU.
     """
 
@@ -43,7 +40,6 @@ class LayerEntries:
     queries: Tensor
     query_slots: Tensor
     scaling: float
-    value_bytes: Callable[[], Tensor]
 
 
 class WorkingCache(ABC):

@@ -16,8 +16,11 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def chroma_port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
-    """Port of a Chroma server that all tests share; each makes its own collections."""
+    """Port of a Chroma server that the tests of a module share; each makes its own collections.
+
+    Not those of others: `sync` asks all collections of a database what they reference.
+    """
     with chroma_server(tmp_path_factory.mktemp("server") / "chroma") as port:
         yield port

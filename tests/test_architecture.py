@@ -27,9 +27,9 @@ METHOD_FILES = (
 # its place here on purpose.
 TIERS = (
     {"errors"},
-    {"layout", "records", "report", "rope"},
+    {"layout", "records", "report", "rope", "rounding"},
     {"quantise"},
-    {"chunk", "eviction.parts"},
+    {"chunk", "entries", "eviction.parts"},
     {"analysis", "format"}
     | {"eviction.h2o", "eviction.quest", "eviction.sage_kv", "eviction.snapkv"}
     | {"eviction.streaming_llm"},

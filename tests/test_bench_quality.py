@@ -344,7 +344,7 @@ def test_the_command_writes_everything(file: Path, tmp_path: Path) -> None:
     out, picture, folder = tmp_path / "out.json", tmp_path / "out.png", tmp_path / "run"
     done = command("--data", file, "--questions", "2", "--methods", "recompute,samkv-fusion",
                    "--budgets", "0.2,0.5", "--eviction", f"none,{EVICTION}@0.9", "--output", folder,
-                   "--json", out, "--plot", picture)  # fmt: skip
+                   "--json", out, "--plot", picture, "--dtype", "float32")  # fmt: skip
     assert done.exit_code == 0, done.stderr
     found = json.loads(out.read_text("utf-8"))
     assert (found["command"], found["model"]) == ("bench quality", "builtin")

@@ -181,8 +181,8 @@ def test_entries_left_on_the_host_fail(monkeypatch: pytest.MonkeyPatch):
 
     def load_to_host(context: Context, blocks: Tensor) -> None:
         load(context, blocks)
-        assert all(isinstance(of_layer, OnDevice) for of_layer in context.entries)
-        context.entries = [of_layer.held for of_layer in context.entries]
+        assert all(isinstance(of_layer, OnDevice) for of_layer in context.codes)
+        context.codes = [of_layer.held for of_layer in context.codes]
 
     monkeypatch.setattr(Context, "load", load_to_host)
     with pretend_device():

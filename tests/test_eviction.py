@@ -150,7 +150,6 @@ class Case:
             context_slots=is_context.nonzero()[:, 0], changed=torch.arange(0),
             other_slots=(~is_context).nonzero()[:, 0], queries=self.query[:, at],
             query_slots=at, scaling=8**-0.5,
-            value_bytes=lambda: pytest.fail("it keeps them as they are"),
         )  # fmt: skip
         cache.take(0, taken)
         history = [held(cache, self.n_rows)]

@@ -130,6 +130,7 @@ def test_nothing_is_left_behind_after_sync(indexer: Callable[..., Indexer], tmp_
     assert files(run.store) == keys_of(run.store, A, B, C)
 
     command = ["store", "sync", "--dir", str(tmp_path), "--grace", "0", "--device", "cpu"]
+    command += ["--dtype", "float32"]  # as of the engine
     done = CliRunner().invoke(app, [*command, "--json"])
     assert done.exit_code == 0, done.output
     rows = json.loads(done.stdout)["rows"]

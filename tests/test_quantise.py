@@ -331,17 +331,6 @@ def test_chunks_decode_together_as_they_do_alone(seed: int, bits: int, n_tokens:
     assert torch.equal(form.values(together), torch.cat([form.values(own) for own in alone]))
 
 
-@pytest.mark.parametrize("bits", [4, 8, 16])
-def test_products_are_those_with_the_decoded_keys(bits: int) -> None:
-    """Sums of 8 products of at most 200 in float32: 1e-3 is plenty."""
-    form, keys = of(bits), 10 * normal(1, 2 * GROUP_TOKENS, 2, 8)
-    (entries, key_range), queries = form.encode(keys, keys), normal(2, 2, 3, 8)
-    decoded = form.keys(entries, key_range, groups(len(keys), keys.device))
-    expected = torch.einsum("gnd,tgd->gnt", queries, decoded)
-    found = form.key_products(entries, key_range, queries)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-3)
-
-
 # --- what is refused ---------------------------------------------------------------------------
 
 

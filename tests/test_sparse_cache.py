@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from samkv_integrations import sparse_cache
 from samkv_integrations.engine import Engine
+from samkv_integrations.entries import Entries
 from samkv_integrations.eviction import Quest
 from samkv_integrations.methods.parts import ContextAttention
 from samkv_integrations.model import Model
-from samkv_integrations.quantise import GROUP_TOKENS, EntryFormat
-from samkv_integrations.rope import rotate, unrotate
-from samkv_integrations.sparse_cache import SAMPLE, SparseCache
+from samkv_integrations.quantise import GROUP_TOKENS, EntryFormat, groups
+from samkv_integrations.rope import unrotate
+from samkv_integrations.sparse_cache import SparseCache
 from samkv_integrations.working_cache import LayerEntries
 from tests.asking import ask
 from tests.chunks import transformed
@@ -24,6 +24,7 @@ from tests.models import byte_tokenizer, hf_model, tiny_model
 from tests.test_limit_laws import CHUNKS, FOLLOW, PROMPT
 
 GROUPS, HEADS, DIM, SCALING = 2, 6, 8, 0.4
+CONTEXT = 100
 BITS = (4, 8, 16)
 
 
@@ -38,27 +39,51 @@ def places(n: int) -> tuple[Tensor, Tensor]:
     return angle.cos(), angle.sin()
 
 
-def entries_of(seed: int, is_context: Tensor, tokens: Tensor, form: EntryFormat) -> LayerEntries:
-    """Random entries of a layer: ``tokens`` of the context at the true places, others around.
+def form_of(bits: int) -> EntryFormat:
+    return EntryFormat(bits=bits, n_kv_heads=GROUPS, head_dim=DIM, dtype=torch.float32)
 
-    Every third context token was computed: what is stored of it is not its value.
+
+class Stored:
+    """A context of 100 tokens as a request has read it."""
+
+    def __init__(self, seed: int, bits: int) -> None:
+        self.form = form_of(bits)
+        codes, key_range = self.form.encode(
+            2 * normal(seed, CONTEXT, GROUPS, DIM), normal(seed + 1, CONTEXT, GROUPS, DIM)
+        )
+        cos, sin = (
+            side[:, None, : DIM // 2].expand(-1, GROUPS, -1).contiguous()
+            for side in places(CONTEXT)
+        )
+        self.all = Entries(
+            form=self.form, codes=codes, key_range=key_range,
+            group=groups(CONTEXT, codes.device), cos=cos, sin=sin,
+        )  # fmt: skip
+
+    def entries(self, layer: int, tokens: Tensor) -> Entries:
+        assert layer == 0
+        return self.all if len(tokens) == CONTEXT else self.all.select(tokens)
+
+
+def entries_of(seed: int, is_context: Tensor, tokens: Tensor, stored: Stored) -> LayerEntries:
+    """What a pass leaves of a layer: ``tokens`` of the context at the true places, others around.
+
+    Every third context token was computed: its entry is not what is stored of it.
     """
     n = len(is_context)
     at, other = is_context.nonzero()[:, 0], (~is_context).nonzero()[:, 0]
     assert len(at) == len(tokens)
-    values, changed = normal(seed + 1, n, GROUPS, DIM), torch.arange(0, len(tokens), 3)
-    stored = form.encode_values(values[at])
-    stored[changed] = 255
+    keys, values = 2 * normal(seed + 2, n, GROUPS, DIM), normal(seed + 3, n, GROUPS, DIM)
+    changed = torch.arange(0, len(tokens), 3)
+    read = torch.ones(len(tokens), dtype=torch.bool)
+    read[changed] = False
+    keys[at[read]] = stored.all.keys()[tokens[read]]
+    values[at[read]] = stored.all.values()[tokens[read]]
     return LayerEntries(
-        keys=2 * normal(seed, n, GROUPS, DIM), values=values, value_bytes=stored.clone,
-        n_entries=n, is_context=is_context, context=tokens, context_slots=at, other_slots=other,
-        changed=changed, queries=torch.empty(HEADS, 0, DIM), query_slots=torch.empty(0).long(),
-        scaling=SCALING,
+        keys=keys, values=values, n_entries=n, is_context=is_context, context=tokens,
+        context_slots=at, other_slots=other, changed=changed,
+        queries=torch.empty(HEADS, 0, DIM), query_slots=torch.empty(0).long(), scaling=SCALING,
     )  # fmt: skip
-
-
-def form_of(bits: int) -> EntryFormat:
-    return EntryFormat(bits=bits, n_kv_heads=GROUPS, head_dim=DIM, dtype=torch.float32)
 
 
 class Case:
@@ -73,36 +98,45 @@ class Case:
         weigh: ContextAttention | None = None,
     ) -> None:
         generator = torch.Generator().manual_seed(seed)
-        self.tokens = (torch.rand(100, generator=generator) < held).nonzero()[:, 0]
+        self.tokens = (torch.rand(CONTEXT, generator=generator) < held).nonzero()[:, 0]
         is_context = torch.zeros(len(self.tokens) + 12, dtype=torch.bool)
         shuffled = torch.randperm(len(is_context), generator=generator)
         is_context[shuffled[: len(self.tokens)]] = True
-        self.cos, self.sin = places(100)
-        self.form = form_of(bits)
-        self.given = entries_of(seed, is_context, self.tokens, self.form)
-        rule = Quest(budget_tokens=budget)
-        self.cache = SparseCache(1, self.form, self.cos, self.sin, rule, 5, weigh)
+        self.cos, self.sin = places(CONTEXT)
+        self.stored = Stored(seed, bits)
+        self.given = entries_of(seed, is_context, self.tokens, self.stored)
+        self.cache = SparseCache(1, self.stored, budget, 5, weigh)
         self.cache.take(0, self.given)
 
     def held(self) -> tuple[Tensor, Tensor]:
-        """(n, G, D) keys and values of all context tokens, as the cache gives them back."""
+        """(n, G, D) keys and values of all context tokens, as the cache has them."""
         context = self.cache._context[0]
-        return context.best(torch.zeros(HEADS, DIM), SCALING, len(self.tokens))
+        return context.keys(), context.values()
 
     def others(self) -> tuple[Tensor, Tensor]:
         at = self.given.other_slots
         return self.given.keys[at], self.given.values[at]
 
+    def mean_value(self) -> Tensor:
+        """(G, D) of the context."""
+        values = self.given.values[self.given.context_slots].double()
+        return (values.sum(0) / len(values)).float()
+
+
+def logits_of_head(query: Tensor, keys: Tensor, head: int) -> list[float]:
+    """Of the keys (n, G, D), number by number."""
+    group = head * GROUPS // HEADS
+    return [
+        SCALING * sum(a * b for a, b in zip(query[head].tolist(), key[group], strict=True))
+        for key in keys.tolist()
+    ]
+
 
 def loop_weights(query: Tensor, keys: Tensor) -> list[float]:
-    """[token]: its softmax over the context, summed over heads, number by number."""
+    """[token]: its softmax over the context, summed over heads."""
     total = [0.0] * len(keys)
     for head in range(HEADS):
-        group = head * GROUPS // HEADS
-        logits = [
-            SCALING * sum(a * b for a, b in zip(query[head].tolist(), key[group], strict=True))
-            for key in keys.tolist()
-        ]
+        logits = logits_of_head(query, keys, head)
         top = max(logits)
         weights = [math.exp(x - top) for x in logits]
         for token, weight in enumerate(weights):
@@ -110,13 +144,24 @@ def loop_weights(query: Tensor, keys: Tensor) -> list[float]:
     return total
 
 
-def slow_attention(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """(H, D) over (n, G, D)."""
+def slow_attention(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    left_out: Tensor | None = None,
+    mean_value: Tensor | None = None,
+) -> Tensor:
+    """(H, D) over (n, G, D); keys ``left_out`` take their weights, and all have one value."""
     heads = []
     for head in range(HEADS):
         group = head * GROUPS // HEADS
-        weights = (SCALING * keys[:, group] @ query[head]).softmax(0)
-        heads.append(weights @ values[:, group])
+        weights = [math.exp(x) for x in logits_of_head(query, keys, head)]
+        total = sum(w * value for w, value in zip(weights, values[:, group], strict=True))
+        share = sum(weights)
+        if left_out is not None:
+            rest = sum(math.exp(x) for x in logits_of_head(query, left_out, head))
+            total, share = total + rest * mean_value[group], share + rest
+        heads.append(total / share)
     return torch.stack(heads)
 
 
@@ -126,7 +171,7 @@ def slow_attention(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("budget", [64, 70])
 def test_a_step_attends_to_the_tokens_of_the_largest_summed_softmax(bits: int, budget: int) -> None:
-    """Of all heads together, by the keys as they are held; and to all that is no context.
+    """Of all heads together; to all that is no context; and to the rest as one.
 
     The scores of the loop and of the cache differ by rounding, 1e-6 of a score of at most 6; the
     order of two tokens nearer than that is not looked at.
@@ -139,10 +184,7 @@ def test_a_step_attends_to_the_tokens_of_the_largest_summed_softmax(bits: int, b
         scores = loop_weights(query, keys)
         ranked = sorted(range(len(scores)), key=lambda t: -scores[t])
         assert scores[ranked[budget - 1]] - scores[ranked[budget]] > 1e-6
-        chosen = sorted(ranked[:budget])
-        found_keys, found_values = case.cache._context[0].best(query, SCALING, budget)
-        assert torch.equal(found_keys, keys[chosen])
-        assert torch.equal(found_values, values[chosen])
+        chosen, left_out = sorted(ranked[:budget]), ranked[budget:]
         new_key, new_value = normal(seed + 8, GROUPS, DIM), normal(seed + 9, GROUPS, DIM)
         output = case.cache.attend(
             0, query[None, :, None], new_key[None, :, None], new_value[None, :, None], SCALING
@@ -152,6 +194,8 @@ def test_a_step_attends_to_the_tokens_of_the_largest_summed_softmax(bits: int, b
             query,
             torch.cat((keys[chosen], other_keys, new_key[None])),
             torch.cat((values[chosen], other_values, new_value[None])),
+            keys[left_out],
+            case.mean_value(),
         )
         torch.testing.assert_close(output[0, :, 0], expected, rtol=1e-5, atol=1e-5)
 
@@ -166,7 +210,8 @@ def test_every_step_chooses_anew_and_sees_the_steps_before(bits: int) -> None:
         query, key, value = (normal(20 + 3 * step + i, n, DIM) for i, n in
                              enumerate((HEADS, GROUPS, GROUPS)))  # fmt: skip
         scores = loop_weights(query, keys)
-        chosen = sorted(sorted(range(len(scores)), key=lambda t: -scores[t])[:64])
+        ranked = sorted(range(len(scores)), key=lambda t: -scores[t])
+        chosen, left_out = sorted(ranked[:64]), ranked[64:]
         choices.add(tuple(chosen))
         rest_keys = torch.cat((rest_keys, key[None]))
         rest_values = torch.cat((rest_values, value[None]))
@@ -174,10 +219,47 @@ def test_every_step_chooses_anew_and_sees_the_steps_before(bits: int) -> None:
             0, query[None, :, None], key[None, :, None], value[None, :, None], SCALING
         )
         expected = slow_attention(
-            query, torch.cat((keys[chosen], rest_keys)), torch.cat((values[chosen], rest_values))
-        )
+            query, torch.cat((keys[chosen], rest_keys)), torch.cat((values[chosen], rest_values)),
+            keys[left_out], case.mean_value(),
+        )  # fmt: skip
         torch.testing.assert_close(output[0, :, 0], expected, rtol=1e-5, atol=1e-5)
     assert len(choices) == 4
+
+
+def test_a_step_with_room_for_all_leaves_nothing_out() -> None:
+    for budget in (len(Case(4, 8, 64).tokens), 1000):
+        case = Case(4, 8, budget)
+        query, new = normal(1, HEADS, DIM), normal(2, 2, GROUPS, DIM)
+        output = case.cache.attend(
+            0, query[None, :, None], new[0][None, :, None], new[1][None, :, None], SCALING
+        )
+        (keys, values), (other_keys, other_values) = case.held(), case.others()
+        expected = slow_attention(
+            query,
+            torch.cat((keys, other_keys, new[:1])),
+            torch.cat((values, other_values, new[1:])),
+        )
+        torch.testing.assert_close(output[0, :, 0], expected, rtol=1e-5, atol=1e-5)
+
+
+def test_where_all_values_are_one_leaving_tokens_out_changes_nothing() -> None:
+    """The rest has the weight that its tokens have: what they would bring is their mean."""
+    few, all_of_it = Case(6, 16, 64), Case(6, 16, 1000)
+    for case in (few, all_of_it):
+        held = case.cache._context[0]
+        values = torch.ones_like(held.values())
+        codes, _ = held.form.encode(held.form.keys(held.codes, held.key_range, held.group), values)
+        held.codes.copy_(codes)
+        case.cache._mean_value[0] = torch.ones(1, GROUPS, DIM)
+        assert case.cache._context[0].values().eq(1).all()
+    query, new = normal(1, HEADS, DIM), normal(2, 2, GROUPS, DIM)
+    outputs = [
+        case.cache.attend(
+            0, query[None, :, None], new[0][None, :, None], new[1][None, :, None], SCALING
+        )
+        for case in (few, all_of_it)
+    ]
+    torch.testing.assert_close(*outputs, rtol=1e-5, atol=1e-6)
 
 
 def test_a_method_s_own_attention_is_told_what_is_context() -> None:
@@ -198,10 +280,9 @@ def test_a_method_s_own_attention_is_told_what_is_context() -> None:
 
 
 def test_a_layer_without_context_attends_to_the_rest() -> None:
-    cos, sin = places(100)
-    cache = SparseCache(1, form_of(4), cos, sin, Quest(budget_tokens=64), 3)
-    none = torch.empty(0).long()
-    given = entries_of(0, torch.zeros(6, dtype=torch.bool), none, form_of(4))
+    stored, none = Stored(0, 4), torch.empty(0).long()
+    cache = SparseCache(1, stored, 64, 3)
+    given = entries_of(0, torch.zeros(6, dtype=torch.bool), none, stored)
     cache.take(0, given)
     query, new = normal(1, HEADS, DIM), normal(2, 2, GROUPS, DIM)
     output = cache.attend(
@@ -219,23 +300,29 @@ def test_a_layer_without_context_attends_to_the_rest() -> None:
 
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("held", [0.3, 1.0])
-def test_entries_come_back_within_half_a_step(bits: int, held: float) -> None:
-    """At their positions, of the range that a channel of the transform has once the mean key is
-    taken out; a step is 1/15 or 1/255 of that range. 1e-5 for what rounding to float32 does to keys
-    of about 10."""
+def test_what_was_read_is_held_as_it_is_and_what_was_computed_within_half_a_step(
+    bits: int, held: float
+) -> None:
+    """Of the range that a channel of its transform has among 64 computed tokens, un-rotated; a step
+    is 1/15 or 1/255 of that. 1e-5 for what rounding to float32 does to keys of about 10."""
     case = Case(11, bits, 64, held)
-    at = case.given.context_slots
+    at, changed = case.given.context_slots, case.given.changed
     true_keys, true_values = case.given.keys[at], case.given.values[at]
     keys, values = case.held()
+    read = torch.ones(len(at), dtype=torch.bool)
+    read[changed] = False
+    assert 0 < len(changed) < len(at)
+    assert torch.equal(keys[read], true_keys[read])
+    assert torch.equal(values[read], true_values[read])
+    cos, sin = case.cos[case.tokens[changed]], case.sin[case.tokens[changed]]
+    true_keys, keys = (unrotate(side[changed], cos, sin) for side in (true_keys, keys))
+    true_values, values = true_values[changed], values[changed]
     if bits == 16:
-        assert torch.equal(keys, true_keys) and torch.equal(values, true_values)
+        torch.testing.assert_close(keys, true_keys, rtol=0, atol=1e-5)
+        assert torch.equal(values, true_values)
         return
-    cos, sin = case.cos[case.tokens], case.sin[case.tokens]
-    some = torch.linspace(0, len(at) - 1, min(SAMPLE, len(at))).long()
-    mean = unrotate(true_keys[some], cos[some], sin[some]).mean(0)
-    without = true_keys - rotate(mean.expand(len(at), -1, -1), cos, sin)
-    for rows in torch.arange(len(at)).split(GROUP_TOKENS):
-        low, high = transformed(without[rows]).aminmax(dim=0)
+    for rows in torch.arange(len(changed)).split(GROUP_TOKENS):
+        low, high = transformed(true_keys[rows]).aminmax(dim=0)
         step = (high - low + 2.0**-10 * low.abs()) / (2**bits - 1) * 1.001
         error = transformed((keys - true_keys)[rows]).abs()
         assert bool((error <= step / 2 + 1e-5).all())
@@ -244,29 +331,15 @@ def test_entries_come_back_within_half_a_step(bits: int, held: float) -> None:
     assert bool(((values - true_values).abs() <= span / (2**bits - 1) / 2 * 1.01 + 0.004).all())
 
 
-@pytest.mark.parametrize("bits", BITS)
-def test_logits_are_the_products_with_the_keys_that_come_back(bits: int) -> None:
-    """Computed from codes, with the mean's part apart; keys of hundreds, products of thousands."""
-    case = Case(12, bits, 64)
-    case.given.keys[..., 1] += 300
-    case.cache.take(0, case.given)
-    keys, _ = case.held()
-    query = normal(13, HEADS, DIM)
-    logits = case.cache._context[0]._logits(query)
-    expected = torch.einsum("grd,tgd->grt", query.double().view(GROUPS, -1, DIM), keys.double())
-    # float32 sums of eight products of up to 1000, rounded to 6e-8 of them each, several times
-    torch.testing.assert_close(logits.double(), expected, rtol=1e-5, atol=2e-3)
-
-
 @pytest.mark.parametrize(("bits", "n_bytes"), [(4, 24), (8, 40), (16, 128)])
 def test_bytes_are_those_of_the_entries_the_ranges_and_the_rest(bits: int, n_bytes: int) -> None:
     case = Case(2, bits, 64)
-    n_groups = math.ceil(len(case.tokens) / GROUP_TOKENS)
-    assert n_groups == 2
+    assert len(case.tokens) > GROUP_TOKENS and len(case.given.changed) < GROUP_TOKENS
+    n_groups = 2 + 1  # of all that was stored, and of what was computed
     ranges = n_groups * 2 * GROUPS * DIM * 2 if bits < 16 else 0
-    rest = len(case.given.other_slots)
+    mean, rest = GROUPS * DIM * 4, len(case.given.other_slots)
     row = 2 * GROUPS * DIM * 4
-    expected = n_groups * GROUP_TOKENS * n_bytes + ranges + rest * row
+    expected = len(case.tokens) * n_bytes + ranges + mean + rest * row
     assert case.cache.kv_bytes == case.cache.prompt_bytes == expected
     one = torch.ones(1, GROUPS, 1, DIM)
     case.cache.attend(0, torch.ones(1, HEADS, 1, DIM), one, one, SCALING)
@@ -312,57 +385,46 @@ def logits_of(bits: int, eviction: Quest | str, strength: float = 1.0) -> Tensor
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_keys_with_a_large_constant_a_channel_lose_nothing(
-    bits: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Neither the first token, by the chunks' entries, nor eight after it, by the answer's own.
+def test_keys_with_a_large_constant_a_channel_lose_nothing(bits: int) -> None:
+    """Neither the first token, nor eight after it, by either cache.
 
     The first one is as near to 16 bits as in the same model without these constants, within twice
-    the error for another draw of rounding, which is four times the divergence. For later ones every
-    entry is rounded twice instead of once (as it is in the dense cache), by steps of the same size,
-    which doubles the divergence at most; and moves it less than the first rounding did. Where the
-    constants are rotated before the range is taken, it is nowhere near.
+    the error for another draw of rounding, which is four times the divergence. Later ones see the
+    entries that it saw, so the two caches agree to float32 sums in another order.
     """
     everything = Quest(budget_ratio=1.0)
     exact, dense = logits_of(16, "none"), logits_of(bits, "none")
     plain = [logits_of(b, "none", strength=0.0)[:1] for b in (16, bits)]
-    assert divergence(exact[:1], dense[:1]) < 4 * divergence(*plain)
-    sparse, off = logits_of(bits, everything), divergence(exact[1:], dense[1:])
+    assert 0 < divergence(exact[:1], dense[:1]) < 4 * divergence(*plain)
+    sparse = logits_of(bits, everything)
     assert torch.equal(sparse[0], dense[0]), "the first token never sees this cache"
-    assert divergence(exact[1:], sparse[1:]) < 2 * off
-    assert divergence(dense[1:], sparse[1:]) < off
-    monkeypatch.setattr(sparse_cache, "unrotate", lambda x, cos, sin: torch.zeros_like(x))
-    spoilt = logits_of(bits, everything)
-    assert divergence(exact[1:], spoilt[1:]) > 5 * off
+    torch.testing.assert_close(sparse, dense, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 @pytest.mark.parametrize("bits", [4, 8])
-def test_room_for_all_is_no_eviction_within_half_a_step(family: str, bits: int) -> None:
-    """Against the dense cache after the same pass: what differs is one rounding of each entry.
+def test_room_for_all_is_no_eviction_but_for_what_was_computed(family: str, bits: int) -> None:
+    """Against the dense cache after the same pass, which keeps computed entries as they are.
 
-    Derived: noise, uniform within half a step of the rotated keys and of the values, is added to
-    what the dense cache holds of the context, and moves the logits as far, within twice for another
-    draw (of noise: equal keys at other positions are unequal here, so every entry has its own).
+    With nothing recomputed both hold the same, to the bit. With all of it, as near as the entries
+    of a store, which were rounded as well: within twice, for another draw of rounding.
     """
     engine = Engine(tiny_model(family), block_size=8, store_bits=bits)
     engine.cache_chunks(CHUNKS)
-    true = ask(engine, PROMPT, CHUNKS, "reuse").follow(FOLLOW)
-    sparse = ask(engine, PROMPT, CHUNKS, "reuse", eviction=Quest(budget_ratio=1.0))
-    by_noise = []
-    for seed in range(4):
-        asked = ask(engine, PROMPT, CHUNKS, "reuse")
-        generator = torch.Generator().manual_seed(seed)
-        at = asked.layout.context_positions
-        with torch.inference_mode():
-            for layer, held in enumerate(sparse.cache._context):
-                step = held._range[held._group, 0].float()
-                noise = torch.rand(step.shape, generator=generator) - 0.5
-                asked.cache.keys[layer][at] += step * noise
-                values = asked.cache.values[layer][at]
-                span = values.amax(-1, keepdim=True) - values.amin(-1, keepdim=True)
-                noise = torch.rand(values.shape, generator=generator) - 0.5
-                asked.cache.values[layer][at] += span / (2**bits - 1) * noise
-        by_noise.append(asked.follow(FOLLOW) - true)
-    off = (sparse.follow(FOLLOW) - true).square().mean().sqrt()
-    assert 0 < off < 2 * torch.stack(by_noise).square().mean().sqrt()
+    everything = Quest(budget_ratio=1.0)
+    sparse, dense = (
+        ask(engine, PROMPT, CHUNKS, "reuse", eviction=rule).follow(FOLLOW)
+        for rule in (everything, "none")
+    )
+    torch.testing.assert_close(sparse, dense, rtol=1e-5, atol=1e-5)
+    computed, true = (
+        ask(engine, PROMPT, CHUNKS, "recompute", eviction=rule).follow(FOLLOW)
+        for rule in (everything, "none")
+    )
+    exact = Engine(tiny_model(family), block_size=8, store_bits=16)
+    exact.cache_chunks(CHUNKS)
+    as_stored = ask(exact, PROMPT, CHUNKS, "reuse", eviction="none").follow(FOLLOW)
+    off, by_store = (
+        float((a - b).square().mean().sqrt()) for a, b in ((computed, true), (dense, as_stored))
+    )
+    assert 0 < off < 2 * by_store

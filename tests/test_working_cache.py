@@ -28,7 +28,6 @@ def entries_of(n: int, room: int, seed: int = 0) -> LayerEntries:
         context_slots=torch.arange(1, n - 1), changed=torch.arange(0),
         other_slots=torch.tensor([0, n - 1]),
         queries=normal(seed + 2, HEADS, 1, DIM), query_slots=torch.tensor([n - 1]), scaling=0.3,
-        value_bytes=lambda: pytest.fail("it keeps them as they are"),
     )  # fmt: skip
 
 
