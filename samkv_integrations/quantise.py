@@ -131,7 +131,7 @@ class EntryFormat:
             )
         )  # fmt: skip
         if hessians is None:
-            codes = numbers.sub(offset).div_(scale).round_().clamp_(0, self._levels)
+            codes = numbers.sub(offset).div_(scale).round_().clamp_(0, self._levels).to(torch.uint8)
         else:
             of_keys = self._mix(self._mix(hessians[0]).mT)  # the queries are transformed as well
             hessian = torch.cat((of_keys, hessians[1]))
@@ -253,12 +253,11 @@ class EntryFormat:
         return numbers.view(len(side), self.n_kv_heads, self.head_dim)
 
     def _pack(self, codes: Tensor) -> Tensor:
-        """(T, G, D) float codes -> (T, bytes)."""
-        whole = codes.to(torch.uint8)
+        """(T, G, D) uint8 codes -> (T, bytes)."""
         if self.bits == 4:
-            lower, upper = whole.chunk(2, dim=-1)
-            whole = lower | (upper << 4)
-        return whole.flatten(1)
+            lower, upper = codes.chunk(2, dim=-1)
+            codes = lower | (upper << 4)
+        return codes.flatten(1)
 
     def _halves(self, side: Tensor) -> tuple[Tensor, Tensor]:
         """(T, bytes) -> the codes of the first half of the channels and of the rest, uint8."""

@@ -22,7 +22,7 @@ _BLOCK = 16
 def round_with_feedback(
     numbers: Tensor, scale: Tensor, offset: Tensor, hessian: Tensor, top: int
 ) -> Tensor:
-    """Codes (T, G, D) float32, whole numbers from 0 to ``top``.
+    """Codes (T, G, D) uint8, from 0 to ``top``.
 
     With each head's error e, of ``code * scale + offset``, e' H e is kept small: the sum of its
     squared products with the queries that H is made of. Rounding to the nearest keeps e' e small.
@@ -34,23 +34,22 @@ def round_with_feedback(
     # e' H e is the squared length of R' e, whose channel j sees the errors up to j: R as rows
     feedback = -factor / factor.diagonal(dim1=-2, dim2=-1)[:, None]  # (G, D, D)
     of_channel = feedback.permute(1, 2, 0).contiguous()[..., None]  # (D, D, G, 1)
-    # Channel by channel, (D, G, T), so that every step works on whole rows.
-    wanted = (numbers - offset).permute(2, 1, 0).contiguous()
-    minus_true, step = -wanted, scale.permute(2, 1, 0).contiguous()
-    per_step, n_channels = step.reciprocal(), len(wanted)
-    codes, error = torch.empty_like(wanted), torch.empty_like(wanted)
+    # Channel by channel, (D, G, T), so that every step works on whole rows; numbers become codes in
+    # place, and what stands against them errors.
+    codes = (numbers - offset).permute(2, 1, 0).contiguous()
+    errors, step = -codes, scale.permute(2, 1, 0).contiguous()
+    n_channels = len(codes)
     for begin in range(0, n_channels, _BLOCK):
         end = min(begin + _BLOCK, n_channels)
         for channel in range(begin, end):
-            code = torch.mul(wanted[channel], per_step[channel], out=codes[channel])
-            code.round_().clamp_(0, top)
-            lost = torch.addcmul(minus_true[channel], code, step[channel], out=error[channel])
+            code = codes[channel].div_(step[channel]).round_().clamp_(0, top)
+            error = errors[channel].addcmul_(code, step[channel])
             after = slice(channel + 1, end)
-            wanted[after].addcmul_(of_channel[channel, after], lost)
+            codes[after].addcmul_(of_channel[channel, after], error)
         if end < n_channels:
             behind = feedback[:, begin:end, end:].mT  # (G, channels to come, block)
-            wanted[end:].transpose(0, 1).baddbmm_(behind, error[begin:end].transpose(0, 1))
-    return codes.permute(2, 1, 0)
+            codes[end:].transpose(0, 1).baddbmm_(behind, errors[begin:end].transpose(0, 1))
+    return codes.to(torch.uint8).permute(2, 1, 0).contiguous()
 
 
 def _triangular(hessian: Tensor) -> Tensor:
