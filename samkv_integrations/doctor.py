@@ -280,12 +280,17 @@ def _fewer_bits(model: Model) -> Iterator[tuple[int, Check]]:
 
 
 def _sample_logits(model: Model, bits: int) -> list[Tensor]:
-    """(vocabulary,) of the first token of each sample, by reusing chunks stored in ``bits``."""
+    """(vocabulary,) of the first token of each sample, by reusing chunks stored in ``bits``.
+
+    Each question over its chunks in every turned order: single prompts differ by far.
+    """
     engine = Engine(model, method="reuse", store_bits=bits)
     found = []
     for question, chunks in SAMPLES:
         engine.cache_chunks(chunks)
-        found.append(engine.logits(rag_prompt(question, chunks), chunks, eviction="none")[0])
+        for first in range(len(chunks)):
+            order = (*chunks[first:], *chunks[:first])
+            found.append(engine.logits(rag_prompt(question, order), order, eviction="none")[0])
     return found
 
 

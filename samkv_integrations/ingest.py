@@ -67,7 +67,7 @@ def prefill(
 
 
 class _Capture:
-    """Takes entries, local queries and attention statistics out of each layer as it runs.
+    """Takes keys, values, local queries and attention statistics out of each layer as it runs.
 
     Padding stands at the end, where causal attention never lets a real token see it.
     """
@@ -91,10 +91,6 @@ class _Capture:
         ]
         self._keys = [torch.empty(shape, dtype=model.dtype) for shape in rows]
         self._values = [torch.empty(shape, dtype=model.dtype) for shape in rows]
-        self._rounds = fingerprint.entry_format.is_quantised
-        if self._rounds:
-            self._value_hessians = model.value_hessians
-            self._key_hessians = [torch.empty_like(self._value_hessians) for _ in chunks]
         queries = (model.n_layers, model.n_heads, model.head_dim)
         self._local_query = [torch.empty(queries, dtype=model.dtype) for _ in chunks]
         self._statistics: list[list[LayerStatistics]] = [[] for _ in chunks]
@@ -109,9 +105,6 @@ class _Capture:
             rows = key[index, :, start:stop].transpose(0, 1)  # (T, G, D)
             self._keys[index][layer] = unrotate(rows, cos, sin)
             self._values[index][layer] = value[index, :, start:stop].transpose(0, 1)
-            if self._rounds:  # queries are rotated, keys not: asked from all distances up to T
-                asked = query[index, :, start:stop].float().reshape(len(key[0]), -1, rows.shape[-1])
-                self._key_hessians[index][layer] = asked.mT @ asked
             local = self._fingerprint.scheme.of(len(chunk.token_ids)).local_start
             asking = query[index, :, start + local : stop].transpose(0, 1).float()
             self._local_query[index][layer] = unrotate(asking, cos[local:], sin[local:]).mean(0)
@@ -131,10 +124,7 @@ class _Capture:
         blocks = self._fingerprint.scheme.of(len(chunk.token_ids))
         form, values = self._fingerprint.entry_format, self._values[index]
         # Layer by layer: float32 copies of all keys would be the largest tensors of the ingest.
-        sides: list[Tensor] = [keys, values]
-        if self._rounds:
-            sides += [torch.stack((self._key_hessians[index], self._value_hessians), dim=1)]
-        entries, key_range = map(torch.stack, zip(*map(form.encode, *sides), strict=True))
+        entries, key_range = map(torch.stack, zip(*map(form.encode, keys, values), strict=True))
         return ChunkCache(
             key=chunk.key,
             fingerprint=self._fingerprint,

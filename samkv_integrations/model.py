@@ -251,20 +251,6 @@ class Model:
             tokenizer = load_tokenizer(name, tokenizer_kwargs)
         return cls(hf.to(place), tokenizer, name)
 
-    @cached_property
-    def value_hessians(self) -> Tensor:
-        """(L, G, D, D) float32, CPU: how much an error of a value weighs in each direction.
-
-        That is W' W, W being the layer's output projection, which multiplies what a head has
-        attended to; added up over the heads that share their values.
-        """
-        found = []
-        for layer in self.hf.model.layers:
-            weight = layer.self_attn.o_proj.weight.detach().float()  # (hidden size, H * D)
-            heads = weight.view(len(weight), self.n_kv_heads, -1, self.head_dim).permute(1, 2, 0, 3)
-            found.append((heads.mT @ heads).sum(1).cpu())
-        return torch.stack(found)
-
     # -- identity ---------------------------------------------------------------------------
 
     @cached_property

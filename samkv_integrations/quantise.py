@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from samkv_integrations.errors import InvalidChunk, InvalidOption
-from samkv_integrations.rounding import round_with_feedback
 
 STORE_BITS = (4, 8, 16)
 """Bits of a stored number; 16 stands for the model's own dtype, bfloat16 or float32."""
@@ -79,25 +78,19 @@ class EntryFormat:
         n_groups = -(-n_tokens // GROUP_TOKENS) if self.is_quantised else 0
         return (n_groups, 2, self.n_kv_heads, self.head_dim)
 
-    def encode(
-        self, keys: Tensor, values: Tensor, hessians: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def encode(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Entries (T, E) uint8 of un-rotated keys and values (T, G, D), and the keys' range.
 
         The range is (N, 2, G, D) float16, scale and offset of each channel of each group. A group
         is `GROUP_TOKENS` tokens, the last one of a chunk maybe fewer; see `groups`.
 
-        hessians: (2, G, D, D) float32, of keys and of values, how much an error weighs in each
-            direction, see `round_with_feedback`; None rounds each number to the nearest.
-
-        Raises InvalidChunk if a number is not finite, or does not fit the float16 of its scale. It
-        looks at numbers on the host; `encode_computed` does not.
+        Raises InvalidChunk if a key or value is not finite, or does not fit the float16 of its
+        scale. It looks at numbers on the host; `encode_computed` does not.
         """
-        given = (keys, values) if hessians is None else (keys, values, hessians)
-        if not all(bool(side.isfinite().all()) for side in given):
+        if not bool(keys.isfinite().all() & values.isfinite().all()):
             raise InvalidChunk(
-                "the model computed keys, values or queries that are not finite numbers for this "
-                "chunk; leave it out, or load the model in float32"
+                "the model computed keys or values that are not finite numbers for this chunk; "
+                "leave it out, or load the model in float32"
             )
         mixed = self._mixed(keys)
         if self.is_quantised:
@@ -108,36 +101,25 @@ class EntryFormat:
                     "largest half-precision number, which their scales are kept in; "
                     "give store_bits=16"
                 )
-        return self._encode(mixed, values, hessians)
+        return self._encode(mixed, values)
 
     def encode_computed(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Entries and range of what a request computed, as `encode` makes them of a chunk."""
-        return self._encode(self._mixed(keys), values, None)
+        return self._encode(self._mixed(keys), values)
 
-    def _encode(
-        self, mixed: Tensor, values: Tensor, hessians: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+    def _encode(self, mixed: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         if not self.is_quantised:
             nothing = mixed.new_empty(self.range_shape(len(mixed)), dtype=torch.float16)
             return torch.cat((self._as_bytes(mixed), self._as_bytes(values)), dim=1), nothing
-        key_range, wide = self._key_range(mixed), values.float()
+        key_range = self._key_range(mixed)
+        scale, offset = self._of_tokens(key_range, groups(len(mixed), mixed.device))
+        of_keys = self._pack(mixed.sub(offset).div_(scale))
+        wide = values.float()
         value_range = self._range(wide.amin(-1), wide.amax(-1))  # (2, T, G)
-        numbers = torch.cat((mixed, wide), 1)
-        scale, offset = (
-            torch.cat((of_keys, of_values[..., None].expand_as(wide)), 1)
-            for of_keys, of_values in zip(
-                self._of_tokens(key_range, groups(len(mixed), mixed.device)),
-                value_range.float(), strict=True,
-            )
-        )  # fmt: skip
-        if hessians is None:
-            codes = numbers.sub(offset).div_(scale).round_().clamp_(0, self._levels).to(torch.uint8)
-        else:
-            of_keys = self._mix(self._mix(hessians[0]).mT)  # the queries are transformed as well
-            hessian = torch.cat((of_keys, hessians[1]))
-            codes = round_with_feedback(numbers, scale, offset, hessian, self._levels)
+        scale, offset = value_range.float()[..., None]
+        of_values = self._pack(wide.sub(offset).div_(scale))
         of_tokens = value_range.transpose(0, 1).contiguous().view(torch.uint8).flatten(1)
-        return torch.cat((self._pack(codes), of_tokens), 1), key_range
+        return torch.cat((of_keys, of_values, of_tokens), dim=1), key_range
 
     def _key_range(self, mixed: Tensor) -> Tensor:
         n_whole = len(mixed) // GROUP_TOKENS * GROUP_TOKENS
@@ -253,11 +235,12 @@ class EntryFormat:
         return numbers.view(len(side), self.n_kv_heads, self.head_dim)
 
     def _pack(self, codes: Tensor) -> Tensor:
-        """(T, G, D) uint8 codes -> (T, bytes)."""
+        """(T, G, D) float codes -> (T, bytes)."""
+        whole = codes.round_().clamp_(0, self._levels).to(torch.uint8)
         if self.bits == 4:
-            lower, upper = codes.chunk(2, dim=-1)
-            codes = lower | (upper << 4)
-        return codes.flatten(1)
+            lower, upper = whole.chunk(2, dim=-1)
+            whole = lower | (upper << 4)
+        return whole.flatten(1)
 
     def _halves(self, side: Tensor) -> tuple[Tensor, Tensor]:
         """(T, bytes) -> the codes of the first half of the channels and of the rest, uint8."""

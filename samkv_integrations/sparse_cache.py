@@ -30,6 +30,8 @@ class SparseCache(WorkingCache):
     as one, whose weight is the sum of theirs and whose value is the context's mean (SparQ
     Attention, arXiv 2312.04985, section 3); not where a method weighs the context in its own way.
 
+    ``kv_bytes`` leaves out the cos and sin of the context's positions, which all layers share.
+
     Args:
         context: asked for the entries of a layer when that is taken.
         budget: context tokens that a step attends to.
@@ -94,11 +96,13 @@ class SparseCache(WorkingCache):
             keys = torch.cat((best_keys, keys))
             values = torch.cat((context.select(best).values(), values))
             if weight_of_rest is not None:
-                # A key of zeros has a logit of 0 with every query, to which the mask adds.
+                # A key of zeros has a logit of 0 with every query, to which the mask adds. All
+                # logits are moved alike, or the dtype's rounding would be of so large a number.
                 keys = torch.cat((keys, keys.new_zeros(1, *keys.shape[1:])))
                 values = torch.cat((values, self._mean_value[layer]))
-                mask = query.new_zeros(1, query.shape[1], 1, len(keys))
-                mask[0, :, 0, -1] = weight_of_rest
+                moved = weight_of_rest.to(query.dtype)
+                mask = -moved[None, :, None, None].repeat(1, 1, 1, len(keys))
+                mask[0, :, 0, -1] = weight_of_rest - moved.float()
         keys, values = as_heads(keys), as_heads(values)
         if self._weigh is None:
             return attention(query, keys, values, scaling, mask, False)

@@ -27,7 +27,7 @@ METHOD_FILES = (
 # its place here on purpose.
 TIERS = (
     {"errors"},
-    {"layout", "records", "report", "rope", "rounding"},
+    {"layout", "records", "report", "rope"},
     {"quantise"},
     {"chunk", "entries", "eviction.parts"},
     {"analysis", "format"}

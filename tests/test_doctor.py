@@ -175,7 +175,7 @@ def test_it_would_notice_if_the_constant_took_the_bits(monkeypatch: pytest.Monke
 def test_a_change_that_is_not_negligible_is_a_warning() -> None:
     model = tiny_model("qwen2")
     four = examined(model)["store_bits=4"]
-    assert four.ok and four.is_warning and "of 5 prompts" in four.detail
+    assert four.ok and four.is_warning and "of 12 prompts" in four.detail
     assert str(four.to_row()["detail"]).startswith("warning: ")
 
 

@@ -25,7 +25,6 @@ from samkv_integrations.chunk import ChunkCache, Fingerprint
 from samkv_integrations.engine import Engine
 from samkv_integrations.ingest import PADDING, NewChunk, batches, prefill
 from samkv_integrations.model import Model
-from samkv_integrations.quantise import EntryFormat, groups
 from samkv_integrations.rope import rotate
 from samkv_integrations.store import MemoryStore
 from tests.chunks import decoded, key_steps, transformed
@@ -204,12 +203,7 @@ def test_a_chunk_sees_its_prefix_and_itself_alone() -> None:
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_entries_and_summaries_are_of_the_captured_rows(
-    bits: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    encode = EntryFormat.encode
-    # errors that weigh the same in all directions: each number is rounded to the nearest
-    monkeypatch.setattr(EntryFormat, "encode", lambda form, *sides: encode(form, *sides[:2]))
+def test_entries_and_summaries_are_of_the_captured_rows(bits: int) -> None:
     model = tiny_model("llama")
     for n_tokens in LENGTHS:
         chunk = new_chunk(n_tokens)
@@ -494,104 +488,3 @@ def test_a_batch_holds_tiles_of_one_chunk_at_a_time() -> None:
     activation = n_chunks * (n_tokens + 1) * model.config.intermediate_size
     tile = model.n_heads * 64 * (n_tokens + 1)
     assert memory.largest <= max(activation, tile)
-
-
-# --- what rounding may lose ----------------------------------------------------------------------
-
-
-@dataclass
-class Encoded:
-    """What one layer of a chunk was encoded from, and to."""
-
-    keys: Tensor
-    values: Tensor
-    hessians: Tensor
-    entries: Tensor
-    key_range: Tensor
-
-
-def encoded_layers(
-    model: Model, chunk: NewChunk, bits: int, monkeypatch: pytest.MonkeyPatch
-) -> list[Encoded]:
-    found, encode = [], EntryFormat.encode
-
-    def spy(form: EntryFormat, *sides: Tensor) -> tuple[Tensor, Tensor]:
-        found.append(Encoded(*sides, *encode(form, *sides)))
-        return found[-1].entries, found[-1].key_range
-
-    monkeypatch.setattr(EntryFormat, "encode", spy)
-    caches_of(model, [chunk], (1,), bits=bits)
-    monkeypatch.setattr(EntryFormat, "encode", encode)
-    return found
-
-
-def test_errors_of_keys_weigh_what_the_chunk_s_queries_see_of_them(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Queries by transformers' own modules, without the prefix's; its own rotation; loops."""
-    model, chunk = tiny_model("llama"), new_chunk(LENGTHS[-1])
-    queries: list[Tensor] = []
-    hooks = [
-        layer.self_attn.q_proj.register_forward_hook(lambda _, __, out: queries.append(out[0]))
-        for layer in model.hf.model.layers
-    ]
-    layers = encoded_layers(model, chunk, 4, monkeypatch)
-    for hook in hooks:
-        hook.remove()
-    cos, sin = model.cos_sin(torch.arange(1 + len(chunk.token_ids)))
-    assert len(layers) == len(queries) == model.n_layers
-    per_group = model.n_heads // model.n_kv_heads
-    for layer, asked in zip(layers, queries, strict=True):
-        rotated = rotate(asked.view(-1, model.n_heads, model.head_dim), cos, sin)[1:]
-        for group in range(model.n_kv_heads):
-            expected = torch.zeros(model.head_dim, model.head_dim)
-            for head in range(group * per_group, (group + 1) * per_group):
-                for query in rotated[:, head]:
-                    expected += query[:, None] * query
-            torch.testing.assert_close(layer.hessians[0, group], expected, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_errors_of_values_weigh_what_the_output_projection_makes_of_them(
-    family: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A value that is off by e in a head moves the layer's output by W e, of length e' W' W e."""
-    model = tiny_model(family)
-    layers = encoded_layers(model, new_chunk(20), 4, monkeypatch)
-    per_group = model.n_heads // model.n_kv_heads
-    for index, layer in enumerate(layers):
-        project = model.hf.model.layers[index].self_attn.o_proj
-        for group in range(model.n_kv_heads):
-            error = torch.randn(model.head_dim, generator=torch.Generator().manual_seed(group))
-            moved = 0.0
-            for head in range(group * per_group, (group + 1) * per_group):
-                attended = torch.zeros(model.n_heads, model.head_dim)
-                attended[head] = error
-                with torch.inference_mode():
-                    off = project(attended.flatten()) - project(torch.zeros(attended.numel()))
-                moved += float(off.square().sum())
-            weighed = float(error @ layer.hessians[1, group] @ error)
-            assert weighed == pytest.approx(moved, rel=1e-4)
-
-
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_queries_see_less_of_the_errors_than_of_those_of_the_nearest(
-    family: str, bits: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """At every layer, for keys and for values, as sums over a chunk of the squared products."""
-    model = tiny_model(family)
-    for layer in encoded_layers(model, new_chunk(150), bits, monkeypatch):
-        form = EntryFormat(
-            bits=bits, n_kv_heads=model.n_kv_heads, head_dim=model.head_dim, dtype=torch.float32
-        )
-        group = groups(150, layer.keys.device)
-        nearest, same_range = form.encode(layer.keys, layer.values)
-        assert torch.equal(layer.key_range, same_range)
-        for side, true in enumerate((layer.keys, layer.values)):
-            seen = []
-            for entries in (layer.entries, nearest):
-                keys = form.keys(entries, layer.key_range, group)
-                error = (form.values(entries) if side else keys) - true
-                seen.append(torch.einsum("tgd,gde,tge->", error, layer.hessians[side], error))
-            assert 0 < seen[0] < seen[1]

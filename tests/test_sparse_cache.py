@@ -262,6 +262,51 @@ def test_where_all_values_are_one_leaving_tokens_out_changes_nothing() -> None:
     torch.testing.assert_close(*outputs, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("height", [1.0, 60.0, 1000.0])
+def test_large_logits_do_not_round_the_weight_of_the_rest(height: float) -> None:
+    """In bfloat16, whose numbers near 1000 are 4 apart: biases of queries and keys go that far.
+
+    Against double precision on the same keys and values; 2^-8 is bfloat16's relative error, of
+    weights and of the output.
+    """
+    form = EntryFormat(bits=16, n_kv_heads=GROUPS, head_dim=DIM, dtype=torch.bfloat16)
+    keys, values = normal(0, CONTEXT, GROUPS, DIM), normal(1, CONTEXT, GROUPS, DIM)
+    keys[..., 0] = 8
+    codes, key_range = form.encode(keys.bfloat16(), values.bfloat16())
+    nowhere = torch.ones(CONTEXT, GROUPS, DIM // 2)
+    stored = Stored(0, 16)
+    stored.all = Entries(
+        form=form, codes=codes, key_range=key_range, group=groups(CONTEXT, codes.device),
+        cos=nowhere, sin=torch.zeros_like(nowhere),
+    )  # fmt: skip
+    at = torch.arange(CONTEXT)
+    cache = SparseCache(1, stored, 64, 1)
+    cache.take(
+        0,
+        LayerEntries(
+            keys=stored.all.keys(), values=stored.all.values(), n_entries=CONTEXT,
+            is_context=torch.ones(CONTEXT, dtype=torch.bool), context=at, context_slots=at,
+            other_slots=at[:0], changed=at[:0], queries=torch.empty(HEADS, 0, DIM),
+            query_slots=at[:0], scaling=SCALING,
+        ),
+    )  # fmt: skip
+    query = normal(2, HEADS, DIM)
+    query[:, 0] = height / 8 / SCALING
+    query = query.bfloat16()
+    key, value = keys[:1].bfloat16(), values[:1].bfloat16()
+    output = cache.attend(
+        0, query[None, :, None], key[0][None, :, None], value[0][None, :, None], SCALING
+    )
+    held = torch.cat((stored.all.keys(), key)).double()
+    grouped = query.double().view(GROUPS, -1, DIM)
+    logits = torch.einsum("grd,tgd->grt", grouped, held) * SCALING
+    best = logits[..., :-1].softmax(-1).sum((0, 1)).topk(64).indices
+    by_value = stored.all.values().double().mean(0, keepdim=True).repeat(CONTEXT + 1, 1, 1)
+    by_value[best], by_value[-1] = stored.all.values().double()[best], value[0].double()
+    expected = torch.einsum("grt,tgd->grd", logits.softmax(-1), by_value).flatten(0, 1)
+    torch.testing.assert_close(output[0, :, 0].double(), expected, rtol=0.02, atol=0.02)
+
+
 def test_a_method_s_own_attention_is_told_what_is_context() -> None:
     seen: list[Tensor] = []
 
