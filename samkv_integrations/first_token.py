@@ -222,7 +222,8 @@ def _after_prefix(request: Request, layout: Layout, prefix: Prefix, clock: Stopw
         logits = blend.run(plan)
     _keep_prefix(request, layout, cache, beyond=length)
     everything = torch.full((model.n_layers,), layout.n_context)
-    behind = sum(place >= length for span in request.resolved.context_spans for place in span)
+    spans = request.resolved.context_spans
+    behind = sum(max(0, span.stop - max(span.start, length)) for span in spans)
     report = _report(
         request, layout, cache, clock, ran="prefix", eviction=None, kept=everything,
         computed=torch.full_like(everything, behind),

@@ -50,7 +50,7 @@ class Context:
     ) -> None:
         self.layout = layout
         self.chunks = chunks
-        self.cos, self.sin, self.device = cos, sin, cos.device
+        self.device = cos.device
         self.form = fingerprint.entry_format
         self.n_layers = fingerprint.n_layers
         shape = (layout.n_context, self.form.n_bytes)

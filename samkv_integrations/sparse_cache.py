@@ -91,18 +91,18 @@ class SparseCache(WorkingCache):
         keys, values = self._keys[layer][: length + 1], self._values[layer][: length + 1]
         n_context, mask = 0, None
         if context is not None:
-            best, best_keys, weight_of_rest = self._choose(context, query[0, :, 0], scaling)
+            best, best_keys, rest_logit = self._choose(context, query[0, :, 0], scaling)
             n_context = len(best)
             keys = torch.cat((best_keys, keys))
             values = torch.cat((context.select(best).values(), values))
-            if weight_of_rest is not None:
+            if rest_logit is not None:
                 # A key of zeros has a logit of 0 with every query, to which the mask adds. All
                 # logits are moved alike, or the dtype's rounding would be of so large a number.
                 keys = torch.cat((keys, keys.new_zeros(1, *keys.shape[1:])))
                 values = torch.cat((values, self._mean_value[layer]))
-                moved = weight_of_rest.to(query.dtype)
+                moved = rest_logit.to(query.dtype)
                 mask = -moved[None, :, None, None].repeat(1, 1, 1, len(keys))
-                mask[0, :, 0, -1] = weight_of_rest - moved.float()
+                mask[0, :, 0, -1] = rest_logit - moved.float()
         keys, values = as_heads(keys), as_heads(values)
         if self._weigh is None:
             return attention(query, keys, values, scaling, mask, False)
