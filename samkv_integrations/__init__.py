@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from samkv_integrations.decode import AnswerStream
-from samkv_integrations.engine import Answer, Engine
+from samkv_integrations.cache.disk import ChunkStore
+from samkv_integrations.cache.memory import MemoryStore
+from samkv_integrations.engine.engine import Answer, Engine
+from samkv_integrations.engine.report import Report
+from samkv_integrations.engine.stream import AnswerStream
 from samkv_integrations.errors import SamkvError
 from samkv_integrations.eviction import EVICTIONS, Eviction
 from samkv_integrations.methods import METHODS, Method
-from samkv_integrations.report import Report
-from samkv_integrations.store import ChunkStore, MemoryStore
 
 __all__ = [
     "EVICTIONS",

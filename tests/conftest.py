@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.chroma_server import chroma_server
+from tests.support.chroma_server import chroma_server
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -22,27 +22,27 @@ from pydantic import (
 )
 
 from langchain_samkv.conversion import PROVIDER
-from samkv_integrations.calls import (
+from samkv_integrations.engine.engine import Engine, Prompt
+from samkv_integrations.engine.report import Report
+from samkv_integrations.engine.stream import AnswerStream
+from samkv_integrations.errors import InvalidOption, TimedOut, UnknownOption
+from samkv_integrations.eviction import Eviction
+from samkv_integrations.frameworks.call_options import (
     CALL_KWARGS,
     GENERATE_KWARGS,
     checked_generate_kwargs,
-    count_tokens,
     to_options,
 )
-from samkv_integrations.connecting import (
-    EngineRef,
+from samkv_integrations.frameworks.chat import count_tokens
+from samkv_integrations.frameworks.engine_args import (
     check_choices,
     check_fits,
     engine_of,
     folder_of,
 )
-from samkv_integrations.decode import AnswerStream
-from samkv_integrations.engine import Engine, Prompt
-from samkv_integrations.errors import InvalidOption, TimedOut, UnknownOption
-from samkv_integrations.eviction import Eviction
+from samkv_integrations.frameworks.engine_ref import EngineRef
 from samkv_integrations.methods import Method, get_method
-from samkv_integrations.prompt import OnMiss
-from samkv_integrations.report import Report
+from samkv_integrations.prompt.resolve import OnMiss
 
 MAX_TOKENS = 256
 

@@ -15,8 +15,8 @@ from langchain_core.tools import BaseTool
 
 from langchain_samkv.base import LocalModel, TimedAnswer
 from langchain_samkv.conversion import metadata_of, to_turns, usage_of
-from samkv_integrations.calls import off_loop
 from samkv_integrations.errors import InvalidOption
+from samkv_integrations.frameworks.pieces import off_loop
 
 
 class ChatSamKV(LocalModel, BaseChatModel):

@@ -14,10 +14,10 @@ from langchain_core.messages import (
 )
 from langchain_core.messages.ai import UsageMetadata
 
-from samkv_integrations.calls import merged
-from samkv_integrations.decode import AnswerStream
+from samkv_integrations.engine.report import Report
+from samkv_integrations.engine.stream import AnswerStream
 from samkv_integrations.errors import InvalidOption
-from samkv_integrations.report import Report
+from samkv_integrations.frameworks.chat import merged
 
 PROVIDER = "samkv"
 

@@ -10,11 +10,13 @@ from langchain_core.documents import BaseDocumentCompressor, BaseDocumentTransfo
 from langchain_core.language_models import BaseLanguageModel
 from pydantic import Field, PrivateAttr
 
-from samkv_integrations.chunk import normalise
-from samkv_integrations.connecting import EngineRef, announce
-from samkv_integrations.engine import Engine
+from samkv_integrations.cache.chunk import normalise
+from samkv_integrations.engine.engine import Engine
 from samkv_integrations.errors import InvalidOption
-from samkv_integrations.prompt import OnMiss, handle_of
+from samkv_integrations.frameworks.engine_ref import EngineRef
+from samkv_integrations.frameworks.retrieved import announce
+from samkv_integrations.prompt.resolve import OnMiss
+from samkv_integrations.prompt.split import handle_of
 
 Mode = Literal["text", "metadata", "replace"]
 

@@ -14,7 +14,7 @@ from langchain_core.runnables import Runnable
 
 from langchain_samkv.base import LocalModel, TimedAnswer
 from langchain_samkv.conversion import metadata_of
-from samkv_integrations.calls import off_loop
+from samkv_integrations.frameworks.pieces import off_loop
 
 
 class SamKV(LocalModel, BaseLLM):

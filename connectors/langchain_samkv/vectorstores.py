@@ -16,11 +16,13 @@ from langchain_core.documents import Document
 from langchain_core.embeddings import Embeddings
 from langchain_core.language_models import BaseLanguageModel
 
-from samkv_integrations.chroma import KEY_FIELD, ChromaLink, chroma_errors
-from samkv_integrations.chunk import normalise
-from samkv_integrations.connecting import EngineRef
-from samkv_integrations.engine import Engine
+from samkv_integrations.cache.chunk import normalise
+from samkv_integrations.chroma.client import chroma_errors
+from samkv_integrations.chroma.link import ChromaLink
+from samkv_integrations.chroma.results import KEY_FIELD
+from samkv_integrations.engine.engine import Engine
 from samkv_integrations.errors import InvalidChunk, InvalidOption
+from samkv_integrations.frameworks.engine_ref import EngineRef
 
 if TYPE_CHECKING:
     from chromadb import Search, WhereDocument

@@ -41,12 +41,13 @@ from reference_model.stages import COMPARED, CONTINUED, LINKED, LONG_RECORDS, NE
 from reference_model.world import World
 from samkv_integrations.bench.quality import interval
 from samkv_integrations.bench.scoring import exact_match
-from samkv_integrations.engine import Engine, Prefix
+from samkv_integrations.engine.engine import Engine, Prefix
 from samkv_integrations.errors import SamkvError
+from samkv_integrations.figures import commit
 from samkv_integrations.methods import get_method
-from samkv_integrations.model import Model
-from samkv_integrations.prompt import rag_prompt
-from samkv_integrations.tables import commit
+from samkv_integrations.model.loading import load_model
+from samkv_integrations.model.model import Model
+from samkv_integrations.prompt.template import rag_prompt
 
 RECOMPUTE = "recompute"
 METHODS = (RECOMPUTE, "reuse", "reuse-local")
@@ -534,7 +535,7 @@ def main(arguments: Sequence[str]) -> None:
     try:
         for method in options.methods:
             get_method(method)
-        model = Model.load(options.model, device=options.device, dtype=options.dtype)
+        model = load_model(options.model, device=options.device, dtype=options.dtype)
         run = Run(
             model=model,
             world=World.load(),

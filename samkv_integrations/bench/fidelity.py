@@ -22,10 +22,10 @@ from samkv_integrations.bench.quality import (
     prompt_ids,
 )
 from samkv_integrations.bench.variants import TRUTH, Variant
-from samkv_integrations.engine import Engine
+from samkv_integrations.cache.quantise import DEFAULT_STORE_BITS, check_store_bits
+from samkv_integrations.engine.engine import Engine
 from samkv_integrations.errors import EmptyInput, InvalidOption, UnknownOption
-from samkv_integrations.model import Model
-from samkv_integrations.quantise import DEFAULT_STORE_BITS, check_store_bits
+from samkv_integrations.model.model import Model
 
 Part = Literal["choose", "report", "all"]
 

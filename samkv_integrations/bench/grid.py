@@ -12,7 +12,7 @@ from typing import Literal
 from samkv_integrations.bench import shapes
 from samkv_integrations.bench.disk import require_cold
 from samkv_integrations.errors import InvalidOption
-from samkv_integrations.model import Model
+from samkv_integrations.model.model import Model
 
 PageCache = Literal["warm", "cold"]
 

@@ -19,12 +19,13 @@ from torch import Tensor
 
 from samkv_integrations.bench import shapes
 from samkv_integrations.bench.grid import check_counts, check_folder
-from samkv_integrations.engine import Engine
-from samkv_integrations.model import Model
-from samkv_integrations.store import ChunkStore, MemoryStore
+from samkv_integrations.cache.disk import ChunkStore
+from samkv_integrations.cache.memory import MemoryStore
+from samkv_integrations.engine.engine import Engine
+from samkv_integrations.model.model import Model
 
-_PACKAGE = "samkv_integrations"
-_PASSES = frozenset({"engine", "ingest", "model"})
+_PACKAGE = Path(__file__).parents[1]
+_PASSES = frozenset({"engine.engine", "engine.prefill", "model.attention", "model.model"})
 """Modules that run the pass itself: what they call is a stage, they are none."""
 
 _LEAST_SHARE = 0.01
@@ -201,4 +202,6 @@ def stages_of(call: Callable[[], object]) -> dict[str, float]:
 def _module(file: str) -> str | None:
     """Name of the module of this package in ``file``, None if it is of another."""
     path = Path(file)
-    return path.stem if path.parent.name == _PACKAGE else None
+    if not path.is_relative_to(_PACKAGE):
+        return None
+    return ".".join(path.relative_to(_PACKAGE).with_suffix("").parts)

@@ -17,12 +17,12 @@ from samkv_integrations.bench.grid import Cell, LatencyConfig
 from samkv_integrations.bench.memory import Peak, peak_of
 from samkv_integrations.bench.shapes import Words, device_name
 from samkv_integrations.bench.variants import TRUTH
-from samkv_integrations.engine import Engine
+from samkv_integrations.cache.disk import ChunkStore
+from samkv_integrations.engine.engine import Engine
 from samkv_integrations.errors import PromptTooLong
 from samkv_integrations.methods import Method
-from samkv_integrations.model import Model
-from samkv_integrations.prompt import rag_prompt
-from samkv_integrations.store import ChunkStore
+from samkv_integrations.model.model import Model
+from samkv_integrations.prompt.template import rag_prompt
 
 _QUESTIONS = ("What is the name of the river?", "What is the name of the road?")
 _BF16_BYTES = 2

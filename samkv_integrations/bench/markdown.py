@@ -8,7 +8,7 @@ from typing import Any
 
 from samkv_integrations.bench.quality import ALL
 from samkv_integrations.bench.variants import Row4
-from samkv_integrations.tables import size
+from samkv_integrations.figures import size
 
 Row = Mapping[str, Any]
 

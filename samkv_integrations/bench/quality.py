@@ -20,18 +20,18 @@ import numpy as np
 import torch
 from tqdm.auto import tqdm
 
-from samkv_integrations.analysis import MIN_CHUNKS
 from samkv_integrations.bench.data import Question
 from samkv_integrations.bench.scoring import require_extras, scores
 from samkv_integrations.bench.variants import TRUTH, Variant
-from samkv_integrations.engine import Engine
+from samkv_integrations.cache.attention_stats import MIN_CHUNKS
+from samkv_integrations.cache.blocks import BlockScheme
+from samkv_integrations.cache.memory import MemoryStore
+from samkv_integrations.cache.quantise import DEFAULT_STORE_BITS, check_store_bits
+from samkv_integrations.engine.engine import Engine
 from samkv_integrations.errors import EmptyInput, InvalidOption, MissingExtra
-from samkv_integrations.layout import BlockScheme
-from samkv_integrations.model import Model
-from samkv_integrations.prompt import ChunkHandle, PlainText, split_prompt
-from samkv_integrations.quantise import DEFAULT_STORE_BITS, check_store_bits
-from samkv_integrations.store import MemoryStore
-from samkv_integrations.tables import commit, version
+from samkv_integrations.figures import commit, version
+from samkv_integrations.model.model import Model
+from samkv_integrations.prompt.split import ChunkHandle, PlainText, split_prompt
 
 ALL = "all"
 """The ``kind`` of a row over every kind."""

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from samkv_integrations.errors import InvalidOption, UnknownOption
-from samkv_integrations.model import DTYPES, Model, random_model
+from samkv_integrations.model.loading import DTYPES, load_model, random_model
+from samkv_integrations.model.model import Model
 
 BUILTIN = "builtin"
 """The shape that is the built-in model itself, its trained weights included."""
@@ -85,7 +86,7 @@ def build(
     """
     check(shape, layers, dtype)
     if shape == BUILTIN:
-        model = Model.load(BUILTIN, device=device, dtype=dtype)
+        model = load_model(BUILTIN, device=device, dtype=dtype)
     else:
         fields = dict(SHAPES[shape])
         fields["max_position_embeddings"] = max(fields["max_position_embeddings"], window)

@@ -9,8 +9,9 @@ from typing import Any
 from samkv_integrations.errors import InvalidOption
 from samkv_integrations.eviction import Eviction, Quest, get_eviction
 from samkv_integrations.methods import METHODS, Method, get_method
+from samkv_integrations.methods.base import overwrite
 from samkv_integrations.methods.guided import GuidedRecompute, GuidedSelect
-from samkv_integrations.methods.parts import Fusion, RecomputeNone, overwrite
+from samkv_integrations.methods.parts import Fusion, RecomputeNone
 
 TRUTH = "recompute"
 """Label of full prefill, which everything else is measured against."""

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from samkv_integrations.errors import UnknownOption
+from samkv_integrations.eviction.base import Eviction
 from samkv_integrations.eviction.h2o import H2O
-from samkv_integrations.eviction.parts import Eviction
 from samkv_integrations.eviction.pyramidkv import PyramidKV
 from samkv_integrations.eviction.quest import Quest
 from samkv_integrations.eviction.sage_kv import SageKV

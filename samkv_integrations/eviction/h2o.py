@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from samkv_integrations.eviction.parts import (
+from samkv_integrations.eviction.base import (
     DroppingEviction,
     Keeper,
     Seen,

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from samkv_integrations.eviction.parts import Eviction
+from samkv_integrations.eviction.base import Eviction
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from samkv_integrations.errors import InvalidOption
-from samkv_integrations.eviction.parts import (
+from samkv_integrations.eviction.base import (
     DroppingEviction,
     Keeper,
     Once,

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from samkv_integrations.eviction.parts import DroppingEviction, Keeper, Seen, Sliding, with_ends
+from samkv_integrations.eviction.base import DroppingEviction, Keeper, Seen, Sliding, with_ends
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from samkv_integrations.errors import InvalidOption
-from samkv_integrations.methods.parts import Method, RecomputeNone, SelectAll
+from samkv_integrations.methods.base import Method
+from samkv_integrations.methods.parts import RecomputeNone, SelectAll
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from samkv_integrations.methods.parts import Method, RecomputeAll, RecomputeNone, SelectAll
+from samkv_integrations.methods.base import Method
+from samkv_integrations.methods.parts import RecomputeAll, RecomputeNone, SelectAll
 
 
 def recompute() -> Method:

@@ -9,14 +9,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from samkv_integrations.layout import Layout
-from samkv_integrations.methods.parts import (
-    Checked,
-    Method,
-    RecomputeFrom,
-    SelectAll,
-    top_tokens,
-)
+from samkv_integrations.methods.base import Checked, Method
+from samkv_integrations.methods.parts import RecomputeFrom, SelectAll
+from samkv_integrations.methods.scoring import top_tokens
+from samkv_integrations.prompt.layout import Layout
 
 
 @dataclass(frozen=True, kw_only=True)

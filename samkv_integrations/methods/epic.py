@@ -11,15 +11,16 @@ import torch
 from torch import Tensor
 
 from samkv_integrations.errors import InvalidOption
-from samkv_integrations.layout import Layout, Selection
-from samkv_integrations.methods.parts import (
+from samkv_integrations.methods.base import (
     Method,
     Recompute,
-    SelectAll,
+    Selection,
     SelectionInputs,
     check_ratio,
-    token_budget,
 )
+from samkv_integrations.methods.parts import SelectAll
+from samkv_integrations.methods.scoring import token_budget
+from samkv_integrations.prompt.layout import Layout
 
 
 @dataclass(frozen=True, kw_only=True)

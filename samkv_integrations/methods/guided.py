@@ -12,21 +12,23 @@ import math
 from dataclasses import dataclass, replace
 
 import torch
-import torch.nn.functional as F  # noqa: N812
+import torch.nn.functional as F
 from torch import Tensor
 
 from samkv_integrations.errors import InvalidOption
 from samkv_integrations.eviction.quest import Quest
-from samkv_integrations.layout import Layout, Selection
-from samkv_integrations.methods.parts import (
+from samkv_integrations.methods.base import (
     Method,
     ProbedLayer,
     Recompute,
     Select,
+    Selection,
     SelectionInputs,
     check_ratio,
     overwrite,
 )
+from samkv_integrations.methods.scoring import dilate, softmax_by_chunk
+from samkv_integrations.prompt.layout import Layout
 
 TOKENS_A_FIRST = 64
 """Tokens of a chunk for each of its first ones that is recomputed: in short chunks they would take
@@ -88,30 +90,6 @@ class GuidedSelect(Select):
         assert scores is not None
         keep = torch.ones(inputs.n_layers, layout.n_blocks, dtype=torch.bool)
         return Selection(keep=keep, token_scores=scores.amax(0))
-
-
-def softmax_by_chunk(logits: Tensor, layout: Layout) -> Tensor:
-    """Softmax of (H, Tctx) within each chunk, as if it were alone."""
-    longest = layout.longest_chunk
-    place = layout.place_in_chunks(logits.device)
-    padded = logits.new_full((len(logits), layout.n_chunks * longest), -math.inf)
-    padded[:, place] = logits
-    shares = padded.view(len(logits), layout.n_chunks, longest).softmax(-1)
-    return shares.flatten(1)[:, place]
-
-
-def dilate(scores: Tensor, layout: Layout, *, before: int = 0, after: int = 0) -> Tensor:
-    """(Tctx,) scores shared with the ``before`` and ``after`` tokens around, within the chunk."""
-    chunk, best = layout.chunk_of_token, scores
-    for shift in range(1, min(max(before, after), layout.n_context - 1) + 1):
-        same = chunk[shift:] == chunk[:-shift]
-        if shift <= after:
-            moved = scores[:-shift].where(same, -math.inf)
-            best = torch.cat((best[:shift], best[shift:].maximum(moved)))
-        if shift <= before:
-            moved = scores[shift:].where(same, -math.inf)
-            best = torch.cat((best[:-shift].maximum(moved), best[-shift:]))
-    return best
 
 
 @dataclass(frozen=True, kw_only=True)

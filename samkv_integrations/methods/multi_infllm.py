@@ -12,18 +12,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from samkv_integrations.layout import Layout, Selection
-from samkv_integrations.methods.parts import (
+from samkv_integrations.methods.base import (
     Method,
     ProbedLayer,
-    RecomputeNone,
     Select,
+    Selection,
     SelectionInputs,
     check_ratio,
-    fill_budget,
-    group_heads,
-    mean_query,
 )
+from samkv_integrations.methods.parts import RecomputeNone
+from samkv_integrations.methods.scoring import fill_budget, group_heads, mean_query
+from samkv_integrations.prompt.layout import Layout
 
 
 @dataclass(frozen=True, kw_only=True)

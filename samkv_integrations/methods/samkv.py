@@ -11,22 +11,20 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from samkv_integrations.layout import Layout, Selection
-from samkv_integrations.methods.parts import (
-    Fusion,
+from samkv_integrations.methods.base import (
     Method,
     ProbedLayer,
     Recompute,
     Select,
+    Selection,
     SelectionInputs,
     Update,
     check_ratio,
-    fill_budget,
-    group_heads,
-    mean_query,
     overwrite,
-    personalise,
 )
+from samkv_integrations.methods.parts import Fusion
+from samkv_integrations.methods.scoring import fill_budget, group_heads, mean_query, personalise
+from samkv_integrations.prompt.layout import Layout
 
 PAPER = "arXiv 2508.11661"
 

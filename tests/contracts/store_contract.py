@@ -10,12 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-import samkv_integrations.store
-from samkv_integrations.chunk import ChunkCache, Fingerprint
+from samkv_integrations.cache.base import Store, StoredChunk
+from samkv_integrations.cache.chunk import ChunkCache
+from samkv_integrations.cache.file_format import FileLayout
+from samkv_integrations.cache.fingerprint import Fingerprint
+from samkv_integrations.cache.stats import FingerprintStats
 from samkv_integrations.errors import CacheMiss, FingerprintMismatch
-from samkv_integrations.format import FileLayout
-from samkv_integrations.store import FingerprintStats, Store, StoredChunk
-from tests.chunks import random_chunk, tiny_fingerprint
+from tests.support.chunks import random_chunk, tiny_fingerprint
 
 TINY = tiny_fingerprint()
 # One token, shorter than a block, exactly the anchors, one more, many with a short last block.
@@ -291,7 +292,7 @@ class StoreContract:
         began = time.time()
 
         def age_after(seconds: float) -> float:
-            monkeypatch.setattr(samkv_integrations.store.time, "time", lambda: began + seconds)
+            monkeypatch.setattr(time, "time", lambda: began + seconds)
             age = store.age_s(chunk.key, TINY)
             assert age is not None
             return age

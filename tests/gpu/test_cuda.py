@@ -1,7 +1,7 @@
 """What a GPU must compute as a CPU does, and the limit laws there in bfloat16.
 
-Run with ``pytest -m gpu tests/gpu`` where there is a CUDA device. `tests/test_device.py` rehearses
-without one that no tensors of two devices meet.
+Run with ``pytest -m gpu tests/gpu`` where there is a CUDA device. `tests/laws/test_device.py`
+rehearses without one that no tensors of two devices meet.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from samkv_integrations.engine import Engine
+from samkv_integrations.cache.quantise import STORE_BITS
+from samkv_integrations.engine.engine import Engine
 from samkv_integrations.eviction import EVICTIONS, Eviction, Quest
 from samkv_integrations.methods import METHODS, Method
 from samkv_integrations.methods.ape import ApeAttention
 from samkv_integrations.methods.guided import GuidedRecompute
 from samkv_integrations.methods.multi_infllm import MultiInfllmSelect
 from samkv_integrations.methods.parts import Fusion, RecomputeNone
-from samkv_integrations.model import Model
-from samkv_integrations.quantise import STORE_BITS
-from tests.models import FAMILIES, byte_tokenizer, hf_model, tiny_model
+from samkv_integrations.model.model import Model
+from tests.support.models import FAMILIES, byte_tokenizer, hf_model, tiny_model
 
 pytestmark = [
     pytest.mark.gpu,

@@ -42,20 +42,22 @@ from llama_index.llms.samkv.conversion import (
     with_system_prompt,
 )
 from llama_index.llms.samkv.retrievals import expect_retrieved
-from samkv_integrations.calls import checked_generate_kwargs, count_tokens, off_loop, to_options
-from samkv_integrations.connecting import (
+from samkv_integrations.engine.engine import Engine, Prompt
+from samkv_integrations.engine.report import Report
+from samkv_integrations.engine.stream import AnswerStream
+from samkv_integrations.errors import InvalidOption, PromptTooLong
+from samkv_integrations.frameworks.call_options import checked_generate_kwargs, to_options
+from samkv_integrations.frameworks.chat import count_tokens
+from samkv_integrations.frameworks.engine_args import (
     MADE_BY,
-    EngineRef,
     check_choices,
     check_fits,
     engine_of,
     folder_of,
 )
-from samkv_integrations.decode import AnswerStream
-from samkv_integrations.engine import Engine, Prompt
-from samkv_integrations.errors import InvalidOption, PromptTooLong
-from samkv_integrations.prompt import OnMiss
-from samkv_integrations.report import Report
+from samkv_integrations.frameworks.engine_ref import EngineRef
+from samkv_integrations.frameworks.pieces import off_loop
+from samkv_integrations.prompt.resolve import OnMiss
 
 
 class SamKVLLM(CustomLLM):

@@ -15,9 +15,9 @@ from llama_index.core.base.llms.types import (
 )
 from llama_index.core.prompts import PromptTemplate
 
-from samkv_integrations.calls import merged
+from samkv_integrations.engine.report import Report
 from samkv_integrations.errors import InvalidOption
-from samkv_integrations.report import Report
+from samkv_integrations.frameworks.chat import merged
 
 _ROLES = {
     MessageRole.SYSTEM: "system",

@@ -18,15 +18,15 @@ from llama_index.core.node_parser import SentenceSplitter
 from llama_index.llms.samkv.base import SamKVLLM
 from llama_index.postprocessor.samkv import SamKVPostprocessor
 from llama_index.vector_stores.samkv import SamKVChromaVectorStore
-from samkv_integrations.chroma import open_collection
-from samkv_integrations.chunk import normalise
+from samkv_integrations.cache.chunk import normalise
+from samkv_integrations.cache.disk import ChunkStore
+from samkv_integrations.chroma.client import open_collection
+from samkv_integrations.chroma.results import IngestResult
 from samkv_integrations.documents import read_text
 from samkv_integrations.embedding import HashingEmbedding
-from samkv_integrations.engine import Engine
+from samkv_integrations.engine.engine import Engine
+from samkv_integrations.engine.report import Report
 from samkv_integrations.errors import EmptyInput
-from samkv_integrations.records import IngestResult
-from samkv_integrations.report import Report
-from samkv_integrations.store import ChunkStore
 
 TOP_K = 5
 MAX_NEW_TOKENS = 16

@@ -12,7 +12,7 @@ from llama_index.core.instrumentation.events import BaseEvent
 from llama_index.core.instrumentation.events.retrieval import RetrievalEndEvent
 
 from llama_index.llms.samkv.transform import body_of
-from samkv_integrations.engine import Engine
+from samkv_integrations.engine.engine import Engine
 
 
 def expect_retrieved(engine: Engine) -> None:

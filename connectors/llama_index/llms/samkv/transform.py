@@ -10,10 +10,10 @@ from llama_index.core.bridge.pydantic import Field, PrivateAttr
 from llama_index.core.llms import LLM
 from llama_index.core.schema import BaseNode, ImageNode, MetadataMode, TransformComponent
 
-from samkv_integrations.chroma import KEY_FIELD
-from samkv_integrations.chunk import normalise
-from samkv_integrations.connecting import EngineRef
-from samkv_integrations.engine import Engine
+from samkv_integrations.cache.chunk import normalise
+from samkv_integrations.chroma.results import KEY_FIELD
+from samkv_integrations.engine.engine import Engine
+from samkv_integrations.frameworks.engine_ref import EngineRef
 
 
 class SamKVCacheTransform(TransformComponent):

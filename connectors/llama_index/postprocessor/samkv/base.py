@@ -20,12 +20,14 @@ from llama_index.core.schema import (
 )
 
 from llama_index.llms.samkv.transform import body_of
-from samkv_integrations.chroma import KEY_FIELD
-from samkv_integrations.chunk import normalise
-from samkv_integrations.connecting import EngineRef, announce, not_cached
-from samkv_integrations.engine import Engine
+from samkv_integrations.cache.chunk import normalise
+from samkv_integrations.chroma.results import KEY_FIELD
+from samkv_integrations.engine.engine import Engine
 from samkv_integrations.errors import InvalidOption
-from samkv_integrations.prompt import OnMiss, handle_of
+from samkv_integrations.frameworks.engine_ref import EngineRef
+from samkv_integrations.frameworks.retrieved import announce, not_cached
+from samkv_integrations.prompt.resolve import OnMiss
+from samkv_integrations.prompt.split import handle_of
 
 Mode = Literal["text", "handle"]
 

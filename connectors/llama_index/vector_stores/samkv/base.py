@@ -20,17 +20,13 @@ from llama_index.core.vector_stores.utils import node_to_metadata_dict
 from llama_index.vector_stores.chroma import ChromaVectorStore
 from llama_index.vector_stores.chroma.base import _to_chroma_filter
 
-from samkv_integrations.chroma import (
-    KEY_FIELD,
-    ChromaLink,
-    chroma_errors,
-    connect_collection,
-    open_collection,
-)
-from samkv_integrations.chunk import normalise
-from samkv_integrations.connecting import EngineRef
-from samkv_integrations.engine import Engine
+from samkv_integrations.cache.chunk import normalise
+from samkv_integrations.chroma.client import chroma_errors, connect_collection, open_collection
+from samkv_integrations.chroma.link import ChromaLink
+from samkv_integrations.chroma.results import KEY_FIELD
+from samkv_integrations.engine.engine import Engine
 from samkv_integrations.errors import InvalidOption
+from samkv_integrations.frameworks.engine_ref import EngineRef
 
 
 class SamKVChromaVectorStore(ChromaVectorStore):

@@ -1,0 +1,1 @@
+"""Measurements over the frameworks' pipelines."""

@@ -1,0 +1,244 @@
+"""What tables of pipelines share, whatever the framework: questions, counting, rows."""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+from unittest import mock
+
+import numpy as np
+
+from samkv_integrations import Engine
+from samkv_integrations.bench.data import Question, load
+from samkv_integrations.bench.markdown import table
+from samkv_integrations.bench.scoring import f1_words
+from samkv_integrations.embedding import HashingEmbedding
+from samkv_integrations.figures import to_json
+
+TOP_K = 4
+TURNS = 3
+"""Questions a chat."""
+N_QUESTIONS = 50
+BAR = 0.9
+"""Share of questions that must be answered as full prefill answers them."""
+
+HANDLE = re.compile(r"\[\[samkv:[0-9a-f]{32}\]\]")
+_PIECE_OF_HANDLE = "samkv:"
+
+ASPECTS = ("same", "hits", "handles")
+"""What every pipeline must reach: the same answers as full prefill on a `BAR` of the questions; a
+hit for every chunk that went into a prompt; no handle where a user or a program looks."""
+
+
+def title_of(body: str) -> str:
+    """What a document of the questions is about."""
+    return body.split("\n")[0][1:-1]
+
+
+def questions(number: int = N_QUESTIONS) -> list[Question]:
+    """Held-out questions whose documents can share an index: no name is part of another.
+
+    Single facts only, and only where the document asked about is among the `TOP_K` that the
+    offline embedding finds nearest among all: what a model makes up when it is not given the fact
+    says nothing about a pipeline.
+    """
+    apart: list[Question] = []
+    taken: list[str] = []
+    for question in load(kinds=["single-hop"]):
+        titles = [title_of(body) for body in question.documents]
+        if not any(a in b or b in a for a in titles for b in taken):
+            apart.append(question)
+            taken += titles
+    bodies = [body for question in apart for body in question.documents]
+    embedding = HashingEmbedding()
+    asked = np.array(embedding.embed([question.question for question in apart]))
+    nearest = np.argsort(-asked @ np.array(embedding.embed(bodies)).T)[:, :TOP_K]
+    served = [
+        question
+        for question, places in zip(apart, nearest, strict=True)
+        if any(title_of(bodies[place]) in question.question for place in places)
+    ]
+    if len(served) < number:
+        raise ValueError(f"{number} questions; there are {len(served)} that fit together")
+    return served[:number]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """One call of the engine: its prompt, and its chunks with and without a usable cache."""
+
+    prompt: str
+    hits: int
+    misses: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """One answer.
+
+    retrieved: bodies of the chunks that the pipeline answers from. shown: what a user or a
+    program may see besides the answer: sources, memory. calls: of the engine, if it is in another
+    process; `recorded` has them otherwise.
+    """
+
+    answer: str
+    retrieved: tuple[str, ...]
+    shown: tuple[str, ...]
+    calls: tuple[Call, ...] = ()
+
+
+Ask = Callable[[str], Asked]
+
+
+@contextmanager
+def recorded() -> Iterator[list[Callable[[], Call]]]:
+    """Calls of all engines; each is to be called when its answer is complete."""
+    calls: list[Callable[[], Call]] = []
+    stream = Engine.stream
+
+    def spied(self: Engine, prompt: Any, *rest: Any, **options: Any) -> Any:
+        answer = stream(self, prompt, *rest, **options)
+        turns = [prompt] if isinstance(prompt, str) else [turn["content"] for turn in prompt]
+
+        def call() -> Call:
+            report = answer.report
+            return Call(
+                prompt="\n".join(turns),
+                hits=report.chunk_hits,
+                misses=sum(report.chunk_misses.values()),
+            )
+
+        calls.append(call)
+        return answer
+
+    with mock.patch.object(Engine, "stream", spied):
+        yield calls
+
+
+def bodies_in(prompt: str, bodies: Sequence[str]) -> int:
+    """Chunks in a prompt, as handles or as whole texts; a text within a longer one is not one."""
+    longest_first = sorted(set(bodies), key=len, reverse=True)
+    return len(re.findall("|".join([*map(re.escape, longest_first), HANDLE.pattern]), prompt))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """One answer, the chunks that went into its prompts, and handles that could be seen.
+
+    given: counted without the reports. A chunk that was retrieved, but stands in no prompt (because
+    something cut it), is given too: it should have been there.
+    """
+
+    answer: str
+    given: int
+    hits: int
+    misses: int
+    handles: int
+    prompts: tuple[str, ...]
+    seconds: float
+
+
+def outcome(ask: Ask, question: str) -> Outcome:
+    """Ask and count."""
+    with recorded() as made:
+        began = time.perf_counter()
+        asked = ask(question)
+        seconds = time.perf_counter() - began
+        calls = asked.calls or tuple(call() for call in made)
+    found = sum(bodies_in(call.prompt, asked.retrieved) for call in calls)
+    return Outcome(
+        answer=asked.answer.strip(),
+        given=max(found, len(asked.retrieved)) if calls else 0,
+        hits=sum(call.hits for call in calls),
+        misses=sum(call.misses for call in calls),
+        handles=sum(text.count(_PIECE_OF_HANDLE) for text in (asked.answer, *asked.shown)),
+        prompts=tuple(call.prompt for call in calls),
+        seconds=seconds,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """What came of one pipeline.
+
+    same: answers that equal full prefill's. right: those that hold an expected answer. given:
+    chunks that went into prompts; hits, misses: those with and without a usable cache, by the
+    reports. handles: seen in answers, sources and memories. seconds: a question.
+    """
+
+    pipeline: str
+    way: str
+    questions: int
+    same: int
+    right: int
+    given: int
+    hits: int
+    misses: int
+    handles: int
+    seconds: float
+
+    def passes(self, aspect: str) -> bool:
+        """Whether the row reaches the bar in one of `ASPECTS`."""
+        if aspect == "same":
+            return self.same >= math.floor(BAR * self.questions)
+        if aspect == "hits":
+            return self.hits == self.given and not self.misses
+        return not self.handles
+
+
+def holds(answer: str, expected: Sequence[str]) -> bool:
+    """Whether the words of an expected answer follow each other in ``answer``."""
+    words = f" {' '.join(f1_words(answer))} "
+    return any(f" {' '.join(f1_words(text))} " in words for text in expected)
+
+
+def compared(
+    pipeline: str,
+    way: str,
+    asked: Sequence[Question],
+    found: Sequence[Outcome],
+    full: Sequence[Outcome],
+) -> Row:
+    """A row, of what a pipeline answers from caches and with full prefill."""
+    return Row(
+        pipeline=pipeline,
+        way=way,
+        questions=len(found),
+        same=sum(a.answer == b.answer for a, b in zip(found, full, strict=True)),
+        right=sum(
+            holds(one.answer, question.answers) for one, question in zip(found, asked, strict=True)
+        ),
+        given=sum(one.given for one in found),
+        hits=sum(one.hits for one in found),
+        misses=sum(one.misses for one in found),
+        handles=sum(one.handles for one in found),
+        seconds=fmean(one.seconds for one in found),
+    )
+
+
+def as_markdown(rows: Sequence[Row]) -> str:
+    """The table for docs/results.md."""
+    figures = ("questions", "same", "right", "given", "hits", "misses", "handles")
+    return table(
+        ("pipeline", "way", *figures),
+        [[row.pipeline, row.way, *(str(getattr(row, name)) for name in figures)] for row in rows],
+        left=2,
+    )
+
+
+def write(command: str, rows: Sequence[Row], json: Path | None, markdown: Path | None) -> None:
+    """The table, on standard output and in the files that were asked for."""
+    if json:
+        text = to_json(command, "builtin", [asdict(row) for row in rows])
+        json.write_text(text + "\n", encoding="utf-8")
+    if markdown:
+        markdown.write_text(as_markdown(rows) + "\n", encoding="utf-8")
+    sys.stdout.write(as_markdown(rows) + "\n")

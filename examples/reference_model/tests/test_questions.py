@@ -1,0 +1,223 @@
+"""The recipe's questions for the benchmarks: what a line holds, and what the command refuses."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from reference_model.questions import LONG_IDLE, LONG_STYLES, STYLES, main
+from reference_model.world import World, is_held_out
+from samkv_integrations.prompt.template import rag_prompt
+from tests.support.records import builtin
+
+WORLD = World.load()
+FIELDS = {"id", "dataset", "kind", "k", "question", "answers", "contexts", "supporting"}
+FOLLOW_UPS = WORLD.follow_up["titles"]
+STATING = {"single-hop": {6}, "two-hop": {3, 6}, "reference": {3}, "comparison": {2}}  # of 6
+HELD_OUT, DRAWN = (
+    {
+        stem + ending
+        for endings in WORLD.endings.values()
+        for s, stem in enumerate(WORLD.stems)
+        for e, ending in enumerate(endings)
+        if is_held_out(s, e) == held_out
+    }
+    for held_out in (True, False)
+)
+
+
+def written(path: Path, *arguments: str) -> list[dict[str, Any]]:
+    main([*arguments, "--output", str(path)])
+    return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+
+
+def words(text: str) -> set[str]:
+    return set(re.findall(r"\w+", text))
+
+
+def holds(text: str, answer: str) -> bool:
+    return re.search(rf"(?<!\w){re.escape(answer)}(?!\w)", text) is not None
+
+
+@pytest.fixture(
+    params=[*((kind, "short") for kind in STYLES), *((kind, "long") for kind in LONG_STYLES)],
+    ids=" ".join,
+    scope="module",
+)
+def rows(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """30 questions of a kind over 6 documents."""
+    kind, length = request.param
+    path = tmp_path_factory.mktemp("questions") / "rows.jsonl"
+    return written(path, "--kind", kind, "--length", length, "--questions", "30")
+
+
+def test_a_row_has_its_fields(rows: list[dict[str, Any]]) -> None:
+    assert len(rows) == 30 == len({row["id"] for row in rows})
+    assert len({row["question"] for row in rows}) == 30
+    for row in rows:
+        assert set(row) == FIELDS
+        assert row["dataset"] == "builtin" and row["kind"] in row["id"]
+        assert row["question"].endswith("?") and len(row["answers"]) == 1
+        assert len(row["contexts"]) == 6
+        assert all(set(context) == {"title", "text"} for context in row["contexts"])
+
+
+def test_k_is_how_many_state_what_is_asked_for(rows: list[dict[str, Any]]) -> None:
+    """Of the answer's kind: all six documents, every second one, or the two that are named."""
+    (kind,) = {row["kind"] for row in rows}
+    assert {row["k"] for row in rows} == STATING[kind]
+    for row in rows:
+        titles = [context["title"] for context in row["contexts"]]
+        if kind == "single-hop" and row["answers"][0] not in titles:
+            # Values never repeat: that of each of the k stands in one document only. But some are
+            # entities that have a document of their own, and an idle sentence ends in "music".
+            (at,) = row["supporting"]
+            texts = [re.sub(r"the \w+ music\.", "", c["text"]) for c in row["contexts"]]
+            assert [holds(text, row["answers"][0]) for text in texts] == [i == at for i in range(6)]
+        if kind == "comparison":
+            named = [c["title"] for c in row["contexts"] if holds(row["question"], c["title"])]
+            assert len(named) == 2 and row["answers"][0] in named
+
+
+def test_supporting_documents_hold_the_answer(rows: list[dict[str, Any]]) -> None:
+    for row in rows:
+        (answer,) = row["answers"]
+        assert row["supporting"] == sorted(set(row["supporting"]))
+        assert len(row["supporting"]) == (1 if row["kind"] == "single-hop" else 2)
+        found = [row["contexts"][at] for at in row["supporting"]]
+        assert any(holds(f"{c['title']}\n{c['text']}", answer) for c in found)
+        if row["kind"] == "reference":
+            first, second = found
+            assert row["supporting"][1] == row["supporting"][0] + 1
+            assert second["title"] in FOLLOW_UPS and holds(second["text"], answer)
+            assert not holds(second["text"], first["title"])  # it does not say who it is about
+            assert holds(row["question"].lower(), first["title"].lower())
+        if row["kind"] == "two-hop":
+            asked = [holds(row["question"].lower(), c["title"].lower()) for c in found]
+            assert sorted(asked) == [False, True]
+            one, other = found if asked[0] else found[::-1]
+            assert holds(one["text"].lower(), other["title"].lower())
+            assert holds(other["text"], answer)
+
+
+def test_no_name_is_one_that_training_draws(rows: list[dict[str, Any]]) -> None:
+    for row in rows:
+        titles = [c["title"] for c in row["contexts"] if c["title"] not in FOLLOW_UPS]
+        assert len(titles) == (3 if row["kind"] == "reference" else 6)
+        assert all(words(title) & HELD_OUT for title in titles)
+        everything = words(json.dumps([row["contexts"], row["question"], row["answers"]]))
+        assert not everything & (DRAWN - HELD_OUT - {"Boris"})  # who has it for a first name
+
+
+@pytest.mark.parametrize("length", ["short", "long"])
+def test_the_same_seed_gives_the_same_bytes(tmp_path: Path, length: str) -> None:
+    common = ("--kind", "two-hop", "--questions", "5", "--length", length)
+    for name, seed in (("one", "3"), ("again", "3"), ("other", "4")):
+        written(tmp_path / name, *common, "--seed", seed)
+    found = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    assert found["one"] == found["again"] != found["other"]
+    assert found["one"].count(b"\n") == 5 and b"\r" not in found["one"]
+
+
+@pytest.mark.parametrize(("kind", "documents"), [*itertools.product(STYLES, (4, 12))])
+def test_any_number_of_documents_that_is_allowed_is_found(
+    tmp_path: Path, kind: str, documents: int
+) -> None:
+    options = ["--kind", kind, "--documents", str(documents), "--questions", "2"]
+    for row in written(tmp_path / "rows", *options):
+        assert len(row["contexts"]) == documents
+
+
+@pytest.mark.parametrize(("kind", "documents"), [*itertools.product(LONG_STYLES, (4, 6, 8))])
+def test_long_documents_and_their_prompts_are_as_long_as_is_said(
+    tmp_path: Path, kind: str, documents: int
+) -> None:
+    """Tokens of the built-in model; what is asked for stands early and late in a document."""
+    model = builtin()
+    options = ["--length", "long", "--kind", kind, "--documents", str(documents)]
+    depths = []
+    for row in written(tmp_path / "rows", *options, "--questions", "12", "--seed", "5"):
+        bodies = [f"[{c['title']}]\n{c['text']}" for c in row["contexts"]]
+        lengths = [len(model.tokenize(body, special=False)) for body in bodies]
+        assert min(lengths) >= 250 and max(lengths) <= 640
+        prompt = str(rag_prompt(row["question"], bodies))
+        assert 1_200 <= len(model.tokenize(prompt, special=False)) <= 3_500
+        answer = row["answers"][0]
+        told = [body for at, body in enumerate(bodies) if at in row["supporting"]]
+        depths += [body.rindex(answer) / len(body) for body in told if answer in body]
+    assert min(depths) < 0.35 and max(depths) > 0.65
+
+
+def test_a_number_of_long_documents_that_is_allowed_is_found(tmp_path: Path) -> None:
+    for documents in LONG_IDLE:
+        options = ["--length", "long", "--kind", "two-hop", "--documents", str(documents)]
+        (row,) = written(tmp_path / "rows", *options, "--questions", "1")
+        assert len(row["contexts"]) == documents
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--length", "long", "--documents", "9"], "--documents 9: possible are 4 to 8"),
+        (
+            ["--length", "long", "--kind", "reference", "--documents", "5"],
+            "--documents 5: possible are even numbers from 4 to 8",
+        ),
+        (
+            ["--length", "long", "--kind", "comparison"],
+            "--kind comparison: --length long has single-hop, two-hop, reference",
+        ),
+        (["--length", "middling"], "'middling' (choose from"),
+        (["--documents", "1"], "--documents 1: possible are 2 to 12"),
+        (["--documents", "13"], "--documents 13: possible are 2 to 12"),
+        (
+            ["--kind", "reference", "--documents", "5"],
+            "--documents 5: possible are even numbers from 4 to 12",
+        ),
+        (
+            ["--kind", "reference", "--documents", "2"],
+            "--documents 2: possible are even numbers from 4 to 12",
+        ),
+        (
+            ["--kind", "two-hop", "reference", "--documents", "4", "5"],
+            "--documents 5: possible are even numbers from 4 to 12",
+        ),
+        (["--questions", "0"], "--questions 0: at least 1"),
+        (["--questions", "many"], "'many'"),
+        (["--kind", "needle"], "'needle' (choose from"),
+    ],
+)
+def test_what_cannot_be_is_refused(
+    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as raised:
+        main([*arguments, "--output", str(tmp_path / "rows")])
+    assert raised.value.code == 2
+    assert message in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_kinds_and_numbers_of_documents_take_turns(tmp_path: Path) -> None:
+    mixed = written(
+        tmp_path / "mixed", "--kind", "two-hop", "reference", "--documents", "4", "6",
+        "--questions", "10",
+    )  # fmt: skip
+    cells = [("two-hop", 4), ("two-hop", 6), ("reference", 4), ("reference", 6)]
+    assert [(r["kind"], len(r["contexts"])) for r in mixed] == [*cells, *cells, *cells[:2]]
+    alone = written(tmp_path / "alone", "--kind", "two-hop", "--documents", "6", "--questions", "3")
+    assert mixed[1::4] == alone
+
+
+def test_a_folder_that_is_not_there_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "nowhere" / "rows"
+    with pytest.raises(SystemExit) as raised:
+        main(["--output", str(path)])
+    assert raised.value.code == 2
+    assert f"--output {path}: the folder {path.parent} is not there" in capsys.readouterr().err

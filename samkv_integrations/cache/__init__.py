@@ -1,0 +1,1 @@
+"""What one chunk leaves behind, and where it is kept."""

@@ -1,0 +1,206 @@
+"""What the attention of a chunk on itself says about its tokens and blocks.
+
+Everything here is computed once, at ingest, from one prefill of the chunk alone, on the device of
+its inputs. Shapes follow the legend in docs/architecture.md; P is the number of tokens of the
+prefix policy in front of the chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from samkv_integrations.cache.blocks import ChunkBlocks
+from samkv_integrations.cache.chunk import ChunkStatistics
+
+MIN_LATER = 8
+"""Later tokens that a token needs before a power law is fitted to its column."""
+
+
+ATTENTION_FLOOR = 1e-8
+"""Attention below this counts as this much in the fit: the softmax underflows to zero, whose
+logarithm would decide the whole column, and so little attention carries no value anyway."""
+
+
+MIN_PAUTA = 11
+"""Values that a 3-sigma test needs: among n values none is further than sqrt(n - 1) population
+standard deviations from the mean, so ten or fewer cannot hold one beyond three."""
+
+
+MIN_CHUNKS = 32
+"""Chunks that have to vote before their votes decide a model's stable layers."""
+
+
+PUBLISHED_STABLE_LAYERS: Mapping[tuple[str, int, int, int], tuple[int, ...]] = {
+    ("qwen2", 36, 2048, 2): tuple(range(31, 36)),  # Qwen2.5-3B-Instruct
+    ("mistral", 32, 4096, 8): tuple(range(27, 32)),  # Mistral-7B-Instruct
+    ("llama", 32, 4096, 8): tuple(range(28, 32)),  # Llama-3.1-8B-Instruct
+}
+"""Stable layers that the paper reports (Appendix A.2), counted from 0, under (model type, layers,
+hidden size, key-value heads). The paper counts them from 1."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerStatistics:
+    """How the attention that each token of a chunk receives develops with distance, in one layer.
+
+    alpha: (T,) float32, exponent of the power law a ~ x^-alpha fitted to the attention that the
+    token receives from the token x = 1, 2, ... places later; small means lasting attention. nan
+    where fewer than `MIN_LATER` tokens follow.
+    sustained: (T,) float32, mean attention received from all later tokens, nan for the last token.
+    """
+
+    alpha: Tensor
+    sustained: Tensor
+
+
+@torch.no_grad()
+def layer_statistics(
+    query: Tensor, key: Tensor, scaling: float, *, n_prefix: int = 0, tile: int = 256
+) -> LayerStatistics:
+    """Statistics of the head-mean causal attention of a chunk on itself (paper: Appendix A.1).
+
+    query: (H, T, D), key: (G, P + T, D), both rotated as in the prefill; consecutive query heads
+    share a key-value head. The first ``n_prefix`` keys take their share of the softmax and get no
+    statistics. ``scaling`` multiplies the logits.
+
+    The softmax runs in float32 over ``tile`` queries at a time, so that no tensor but the inputs
+    has more than H * tile * (P + T) elements (given D at most P + T). One pass is enough because
+    the least-squares slope of a column is linear in its logarithms: with u = log x,
+    slope = sum((u - mean u) log a) / sum((u - mean u)^2), and both moments of u depend only on how
+    many tokens follow.
+    """
+    n_heads, n_tokens, dim = query.shape
+    n_kv_heads = key.shape[0]
+    assert key.shape == (n_kv_heads, n_prefix + n_tokens, dim) and n_heads % n_kv_heads == 0
+    device = query.device
+    key = key.float()
+    positions = torch.arange(-n_prefix, n_tokens, device=device)
+    n_later, mean_u, spread_u = (m.to(device, torch.float32) for m in _log_distances(n_tokens))
+    received = torch.zeros(n_tokens, device=device)
+    slope = torch.zeros(n_tokens, device=device)
+    for start in range(0, n_tokens, tile):
+        stop = min(start + tile, n_tokens)
+        # Keys after the tile are masked for all its queries: leaving them out halves the work.
+        columns, tile_key = positions[: n_prefix + stop], key[:, : n_prefix + stop]
+        distance = torch.arange(start, stop, device=device)[:, None] - columns
+        # Heads of one group are consecutive, so they stack as rows over their common key head.
+        tile_query = (query[:, start:stop].float() * scaling).reshape(n_kv_heads, -1, dim)
+        logits = (tile_query @ tile_key.mT).view(n_heads, *distance.shape)
+        own = n_prefix + start  # what stands before the tile is seen by all its queries
+        logits[..., own:].masked_fill_(distance[:, own:] < 0, -torch.inf)
+        attention = logits.softmax(-1).mean(0)
+        attention, distance = attention[:, n_prefix:], distance[:, n_prefix:]
+        later = distance > 0
+        received[:stop] += attention.where(later, 0).sum(0)
+        centred_u = distance.clamp(min=1).log() - mean_u[:stop]
+        log_attention = attention.clamp(min=ATTENTION_FLOOR).log()
+        slope[:stop] += (centred_u * log_attention).where(later, 0).sum(0)
+    # Neither quotient needs a case for short columns: spread_u is nan there, and 0 / 0 is nan.
+    return LayerStatistics(alpha=-slope / spread_u, sustained=received / n_later)
+
+
+def _log_distances(n_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+    """What the fit needs to know of u = log x before it sees any attention.
+
+    Per token (T,) float64: n, how many tokens follow it; the mean of u over x = 1 ... n; the sum of
+    squared deviations from that mean, nan where n is below `MIN_LATER`.
+    """
+    count = torch.arange(n_tokens, dtype=torch.float64)
+    u = count.clamp(min=1).log()
+    mean = u.cumsum(0) / count.clamp(min=1)
+    spread = u.square().cumsum(0) - count * mean.square()
+    spread[:MIN_LATER] = torch.nan
+    return count.flip(0), mean.flip(0), spread.flip(0)
+
+
+def chunk_statistics(layers: Sequence[LayerStatistics], blocks: ChunkBlocks) -> ChunkStatistics:
+    """Leading and trailing blocks, outlier tokens and stable layers of a chunk, on the CPU.
+
+    Importance of a block (Appendix A.1): the smallest alpha among its tokens, smallest first.
+    Unimportance: the highest sustained attention among its tokens, lowest first. A block in which
+    no token has the value comes last in both orders; the lowest index wins a tie.
+    Outlier tokens: alpha below mean - 3 sigma over all alphas of the layer (PauTa criterion).
+    Stable layers (Appendix A.2): blocks that have an alpha, anchors included, are ranked by
+    importance in each layer; the block with the best mean rank leads the chunk, and a layer is
+    stable if the leading block's alpha is below mean - 3 sigma over that layer's blocks. A chunk
+    of fewer than `MIN_PAUTA` such blocks has no stable layer, whatever its attention is.
+    """
+    alpha = torch.stack([layer.alpha for layer in layers]).cpu()  # (L, T)
+    sustained = torch.stack([layer.sustained for layer in layers]).cpu()
+    assert alpha.shape[1] == blocks.n_tokens
+    importance = _by_block(alpha.nan_to_num(nan=torch.inf), blocks, torch.inf).amin(2)  # (L, N)
+    prominence = _by_block(sustained.nan_to_num(nan=-torch.inf), blocks, -torch.inf).amax(2)
+    prominence = prominence.masked_fill(prominence == -torch.inf, torch.inf)
+    middle = slice(blocks.middle_start, blocks.middle_stop)
+    outliers = torch.zeros_like(alpha, dtype=torch.bool)
+    outliers[:, middle] = alpha[:, middle] < _pauta_limit(alpha)
+    return ChunkStatistics(
+        block_max=_lowest_middle(importance, blocks),
+        block_min=_lowest_middle(prominence, blocks),
+        outliers=outliers,
+        stable=_stable(importance),
+    )
+
+
+def _by_block(values: Tensor, blocks: ChunkBlocks, fill: float) -> Tensor:
+    """(L, T) values as (L, N, B), the short last block filled up with ``fill``."""
+    n_blocks, size = blocks.n_blocks, blocks.scheme.size
+    padded = pad(values, (0, n_blocks * size - blocks.n_tokens), value=fill)
+    return padded.view(-1, n_blocks, size)
+
+
+def _lowest_middle(values: Tensor, blocks: ChunkBlocks) -> Tensor:
+    """(L,) int32 index of the middle block of the lowest of the (L, N) values, -1 without one."""
+    middle = blocks.middle_blocks
+    if not middle:
+        return torch.full((values.shape[0],), -1, dtype=torch.int32)
+    lowest = values[:, middle.start : middle.stop].argmin(1)  # argmin returns the first of a tie
+    return (lowest + middle.start).to(torch.int32)
+
+
+def _pauta_limit(values: Tensor) -> Tensor:
+    """(L, 1) float64 mean - 3 population sigma of the (L, n) values, nan ignored.
+
+    nan, which nothing is below, with fewer than `MIN_PAUTA` values: rounding could otherwise put
+    a value beyond a limit that it can at most touch.
+    """
+    values = values.double()
+    mean = values.nanmean(1, keepdim=True)
+    sigma = (values - mean).square().nanmean(1, keepdim=True).sqrt()
+    enough = values.isfinite().sum(1, keepdim=True) >= MIN_PAUTA
+    return (mean - 3 * sigma).where(enough, torch.nan)
+
+
+def _stable(importance: Tensor) -> Tensor:
+    """(L,) bool from the (L, N) importance of all blocks, inf where a block has no alpha."""
+    ranked = importance[:, importance.isfinite().all(0)]
+    if ranked.shape[1] < MIN_PAUTA:
+        return torch.zeros(ranked.shape[0], dtype=torch.bool)
+    ranks = ranked.argsort(dim=1, stable=True).argsort(dim=1)
+    leading = ranks.sum(0).argmin()
+    return ranked[:, leading] < _pauta_limit(ranked)[:, 0]
+
+
+def stable_layers(n_layers: int, votes: Tensor | None) -> tuple[int, ...]:
+    """The stable layers N* of a model without published ones, counted from 0 (Appendix A.2).
+
+    votes: (number of chunks, L) bool, the ``stable`` rows of the model's chunks; None if there are
+    none. From `MIN_CHUNKS` chunks on: the layers of the last quarter whose votes are at least the
+    mean over all layers and not zero, because the paper finds stability in the last few layers of
+    every model. If no layer qualifies, or with fewer chunks: the last eighth of the layers.
+    """
+    if votes is not None and votes.shape[0] >= MIN_CHUNKS:
+        assert votes.shape[1] == n_layers
+        counts: list[int] = votes.sum(0).tolist()
+        total = sum(counts)
+        tail = range(n_layers - max(1, n_layers // 4), n_layers)
+        # Whole numbers on both sides: equal shares of votes must compare as equal.
+        chosen = tuple(n for n in tail if counts[n] > 0 and counts[n] * n_layers >= total)
+        if chosen:
+            return chosen
+    return tuple(range(n_layers - max(1, n_layers // 8), n_layers))

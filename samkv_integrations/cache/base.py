@@ -1,0 +1,166 @@
+"""The contracts of a store of chunk caches, and of an opened chunk cache."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from samkv_integrations.cache.blocks import ChunkBlocks
+from samkv_integrations.cache.chunk import ChunkCache, ChunkStatistics, Summaries
+from samkv_integrations.cache.fingerprint import Fingerprint
+from samkv_integrations.cache.stats import StoreStats
+from samkv_integrations.errors import CacheMiss
+
+
+class StoredChunk(Protocol):
+    """One chunk cache opened for reading; a context manager.
+
+    Stays readable after its chunk was deleted or replaced in the store. Every method that reads
+    raises `CacheMiss`: "corrupt" if bytes are missing or fail their checksum, "io" if the operating
+    system fails. Tensors handed out are the store's own: do not modify them. One thread at a time.
+
+    token_ids: (T,) int32.
+    bytes_read: bytes read so far; for a chunk on disk those of every read issued, the header and
+    checksums included.
+    """
+
+    key: str
+    fingerprint: Fingerprint
+    n_tokens: int
+    blocks: ChunkBlocks
+    token_ids: Tensor
+    bytes_read: int
+
+    def statistics(self) -> ChunkStatistics:
+        """The attention statistics. Read once."""
+
+    def local_query(self) -> Tensor:
+        """(L, H, D) in the model's dtype. Read once."""
+
+    def summaries(self) -> Summaries:
+        """The block summaries. Read once."""
+
+    def key_range(self) -> Tensor:
+        """(L, N, 2, G, D) float16, see `ChunkCache`.
+
+        Read once, by `read_all` if that comes first.
+        """
+
+    def read_all(self, out: Sequence[Tensor]) -> None:
+        """Reads the entries of all tokens at all layers, and the key range if it is not known yet.
+
+        ``out`` is written: a contiguous CPU tensor (T, E) uint8 for each layer, which may be a part
+        of a larger one. After a `CacheMiss` its content is undefined.
+        """
+
+    def read_blocks(self, layer: int, blocks: Sequence[int], out: Tensor) -> None:
+        """Reads the entries of ``blocks`` at ``layer``, and no others, in the order given.
+
+        Blocks that are neighbours in the file are read at once, so ascending order is the fastest.
+        ``out`` is written: a contiguous CPU tensor (S, E) uint8, S the sum of the blocks' lengths.
+        After a `CacheMiss` its content is undefined.
+        """
+
+    def verify(self) -> None:
+        """Reads everything and checks every checksum."""
+
+    def close(self) -> None:
+        """Frees what it holds; reading afterwards is a mistake. May be called again."""
+
+    def __enter__(self) -> StoredChunk: ...
+
+    def __exit__(self, *error: object) -> None: ...
+
+
+class Store(Protocol):
+    """Chunk caches by key. Whatever cannot be read is a `CacheMiss`, never a wrong tensor.
+
+    Only `put`, `touch` and `delete` modify the chunks of a store, and what any process did is seen
+    at once by all. Methods other than `key`, `open`, `contains`, `age_s` and `touch` raise
+    `StoreError` if the store itself is not usable.
+    """
+
+    def key(self, fingerprint: Fingerprint, token_ids: Sequence[int]) -> str:
+        """The key of the chunk with these tokens, in this store and namespace."""
+
+    def put(self, chunk: ChunkCache) -> None:
+        """Keeps a chunk, in place of one with the same key and fingerprint.
+
+        Atomic: others see the whole chunk or what was there before. If the store cannot be written
+        the text may have been kept all the same. ``chunk`` must not be modified afterwards.
+        Several threads may put chunks at a time.
+        """
+
+    def open(
+        self, key: str, fingerprint: Fingerprint, token_ids: Sequence[int] | None = None
+    ) -> StoredChunk:
+        """Opens a chunk and verifies its identity.
+
+        Raises `CacheMiss`: "absent", "corrupt", "format" (there is one of ``token_ids`` in an older
+        format version only), "fingerprint" (computed by another model), "tokens" (another chunk, or
+        not ``token_ids``), "io".
+        """
+
+    def contains(self, key: str, fingerprint: Fingerprint) -> bool:
+        """Whether a chunk is there. Cheap: nothing is read, so opening it may still miss."""
+
+    def age_s(self, key: str, fingerprint: Fingerprint) -> float | None:
+        """Seconds since a chunk was put or touched, None if it is not there."""
+
+    def touch(self, key: str, fingerprint: Fingerprint) -> None:
+        """Makes a chunk as young as one that is put now. A chunk that is not there stays away.
+
+        Best effort: a folder that can only be read keeps its ages, and all its chunks.
+        """
+
+    def text(self, key: str) -> str | None:
+        """The text of a chunk of any fingerprint, None if it is unknown or unreadable."""
+
+    def prefetch(self, key: str, fingerprint: Fingerprint) -> None:
+        """Begins to read a chunk, all of it, without waiting.
+
+        Nothing but a hint: whatever goes wrong, `open` will say.
+        """
+
+    def delete(self, key: str) -> bool:
+        """Removes a chunk and its text under all fingerprints; whether there was anything."""
+
+    def keys(self, fingerprint: Fingerprint | None = None) -> list[str]:
+        """Sorted keys of the chunks of one fingerprint, or of all."""
+
+    def stamp(self, fingerprint: Fingerprint) -> Hashable | None:
+        """A value that differs when `keys` of the fingerprint may; None if that is uncertain.
+
+        Much cheaper than `keys`.
+        """
+
+    def settle_block_size(self, fingerprint: Fingerprint, size: int) -> int:
+        """The block size for chunks that are like ``fingerprint`` in all else: the first one asked.
+
+        So processes that fill an empty store together agree.
+        """
+
+    def note(self, name: str) -> str | None:
+        """What `put_note` kept under ``name``, None if there is nothing that can be read."""
+
+    def put_note(self, name: str, text: str) -> None:
+        """Keeps a short text beside the caches, such as a measurement. ``name`` is a file name."""
+
+    def fingerprints(self) -> list[Fingerprint]:
+        """The fingerprints of which there is a chunk, sorted by digest."""
+
+    def stats(self) -> StoreStats:
+        """What the store holds at this moment."""
+
+    def require(self, fingerprint: Fingerprint) -> None:
+        """Raises `FingerprintMismatch` if there are chunks, and none of this fingerprint."""
+
+
+def _expect(chunk: StoredChunk, token_ids: Sequence[int] | None) -> StoredChunk:
+    """The chunk, if it holds ``token_ids`` or any will do."""
+    if token_ids is not None and chunk.token_ids.tolist() != list(token_ids):
+        chunk.close()
+        raise CacheMiss("tokens", f"chunk {chunk.key} holds {chunk.n_tokens} other tokens")
+    return chunk

@@ -1,0 +1,44 @@
+"""The mean un-rotated key of each middle block of a chunk, in 8 bits."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from samkv_integrations.cache.blocks import ChunkBlocks
+from samkv_integrations.cache.chunk import Summaries
+from samkv_integrations.cache.quantise import HALF_STEP, as_half
+
+
+def summarise(keys: Tensor, blocks: ChunkBlocks) -> Summaries:
+    """Mean un-rotated key (of L, T, G, D) of each middle block, int8 per layer, block and head.
+
+    A mean beyond 127 * 65504 would be clamped; real keys are far below.
+    """
+    assert keys.shape[1] == blocks.n_tokens
+    means = mean_of_blocks(keys, blocks.lengths)[:, list(blocks.middle_blocks)]
+    scale = _scale(means.abs().amax(-1) / 127)
+    codes = (means / scale.float()[..., None]).round_().clamp_(-127, 127).to(torch.int8)
+    return Summaries(codes=codes, scale=scale)
+
+
+def mean_of_blocks(rows: Tensor, lengths: Tensor) -> Tensor:
+    """(L, N, G, D) float32 mean of rows (L, T, G, D) over blocks of ``lengths`` (N,) tokens."""
+    n_layers, _, *shape = rows.shape
+    block = torch.arange(len(lengths)).repeat_interleave(lengths).to(rows.device)
+    total = torch.zeros(n_layers, len(lengths), *shape, device=rows.device)
+    return total.index_add_(1, block, rows.float()) / lengths.to(rows.device)[:, None, None]
+
+
+def block_means(summaries: Summaries) -> Tensor:
+    """(L, Nm, G, D) float32 mean un-rotated key of each middle block."""
+    return summaries.codes.float() * summaries.scale.float()[..., None]
+
+
+def _scale(step: Tensor) -> Tensor:
+    """A float16 scale for a ``step`` of at least 0, never 0 itself.
+
+    Rounding a normal float16 down costs the outermost code at most 255 * 2^-11 of a step, which is
+    less than the half that it is off anyway; a subnormal one could fall short by more.
+    """
+    return as_half(step + HALF_STEP)

@@ -1,0 +1,81 @@
+"""KV entries of some context tokens at one layer, in the bytes that they are stored in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from samkv_integrations.cache.quantise import EntryFormat, groups
+from samkv_integrations.cache.rope import unrotate
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entries:
+    """Entries of n tokens, and where their keys sit.
+
+    codes: (n, E) uint8, see `EntryFormat`. key_range: (N, 2, G, D) float16, of some groups. group:
+    (n,) which of them is each token's.
+    cos, sin: (Tctx, G, D / 2) float32, contiguous, of the positions of all context tokens, as the
+    model rotates them. tokens: (n,) which of those these are, None for all.
+    """
+
+    form: EntryFormat
+    codes: Tensor
+    key_range: Tensor
+    group: Tensor
+    cos: Tensor
+    sin: Tensor
+    tokens: Tensor | None = None
+
+    def __len__(self) -> int:
+        return len(self.codes)
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of what is stored."""
+        return self.codes.nbytes + self.key_range.nbytes
+
+    def keys(self) -> Tensor:
+        """(n, G, D) at their positions, in the model's dtype."""
+        cos, sin = self.cos, self.sin
+        if self.tokens is not None:
+            cos, sin = cos.index_select(0, self.tokens), sin.index_select(0, self.tokens)
+        return self.form.rotated_keys(self.codes, self.key_range, self.group, cos, sin)
+
+    def values(self) -> Tensor:
+        """(n, G, D) in the model's dtype."""
+        return self.form.values(self.codes)
+
+    def select(self, rows: Tensor) -> Entries:
+        """Those of rows (k,)."""
+        # index_select copies whole rows, several times sooner than an index does
+        return replace(
+            self,
+            codes=self.codes.index_select(0, rows),
+            group=self.group.index_select(0, rows),
+            tokens=rows if self.tokens is None else self.tokens.index_select(0, rows),
+        )
+
+    def with_computed(self, rows: Tensor, keys: Tensor, values: Tensor) -> Entries:
+        """With other keys, at their positions, and values (k, G, D) at rows (k,).
+
+        They are quantised here, in groups of their own: the ranges of those that they were in may
+        not hold them.
+        """
+        if not len(rows):
+            return self
+        tokens = rows if self.tokens is None else self.tokens[rows]
+        cos, sin = (
+            torch.cat((side, side), -1) for side in (self.cos[tokens, 0], self.sin[tokens, 0])
+        )
+        unrotated = unrotate(keys.float(), cos, sin).to(self.form.dtype)
+        codes, key_range = self.form.encode_computed(unrotated, values)
+        group = len(self.key_range) + groups(len(rows), rows.device)
+        return replace(
+            self,
+            codes=self.codes.index_copy(0, rows, codes),
+            key_range=torch.cat((self.key_range, key_range)),
+            group=self.group.index_copy(0, rows, group),
+        )

@@ -1,0 +1,194 @@
+"""Chunk caches in this process's memory."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections.abc import Hashable, Sequence
+from dataclasses import asdict
+
+from torch import Tensor
+
+from samkv_integrations.cache.base import StoredChunk, _expect
+from samkv_integrations.cache.chunk import (
+    SECRET_BYTES,
+    ChunkCache,
+    ChunkStatistics,
+    Summaries,
+    chunk_key,
+)
+from samkv_integrations.cache.file_format import FileLayout
+from samkv_integrations.cache.fingerprint import (
+    Fingerprint,
+    _require,
+    _without_block_size,
+)
+from samkv_integrations.cache.quantise import is_sound
+from samkv_integrations.cache.stats import StoreStats, _stats
+from samkv_integrations.errors import CacheMiss
+
+
+class MemoryChunk:
+    """A chunk of a `MemoryStore`; counts each group of tensors when first handed out."""
+
+    def __init__(self, chunk: ChunkCache, fingerprint: Fingerprint) -> None:
+        self.key = chunk.key
+        self.fingerprint = fingerprint
+        self.n_tokens = chunk.n_tokens
+        self.blocks = chunk.blocks
+        self.token_ids = chunk.token_ids
+        self.bytes_read = chunk.token_ids.nbytes
+        self._chunk: ChunkCache | None = chunk
+        self._counted: set[str] = set()
+
+    def _count(self, group: str, *tensors: Tensor) -> None:
+        if group not in self._counted:
+            self._counted.add(group)
+            self.bytes_read += sum(tensor.nbytes for tensor in tensors)
+
+    def _open_chunk(self) -> ChunkCache:
+        assert self._chunk is not None, "closed"
+        return self._chunk
+
+    def statistics(self) -> ChunkStatistics:
+        found = self._open_chunk().statistics
+        self._count("statistics", found.block_max, found.block_min, found.outliers, found.stable)
+        return found
+
+    def local_query(self) -> Tensor:
+        found = self._open_chunk().local_query
+        self._count("local_query", found)
+        return found
+
+    def summaries(self) -> Summaries:
+        found = self._open_chunk().summaries
+        self._count("summaries", found.codes, found.scale)
+        return found
+
+    def key_range(self) -> Tensor:
+        found = self._open_chunk().key_range
+        self._count("key_range", found)
+        if not is_sound(found):
+            raise CacheMiss("corrupt", f"{self.key}: key_range")
+        return found
+
+    def read_all(self, out: Sequence[Tensor]) -> None:
+        entries = self._open_chunk().entries
+        assert len(out) == len(entries)
+        self.key_range()
+        for layer, found in zip(out, entries, strict=True):
+            assert (layer.dtype, layer.shape) == (found.dtype, found.shape)
+            assert layer.is_contiguous()
+            layer.copy_(found)
+        self.bytes_read += entries.nbytes
+
+    def read_blocks(self, layer: int, blocks: Sequence[int], out: Tensor) -> None:
+        entries = self._open_chunk().entries
+        assert layer >= 0 and min(blocks, default=0) >= 0
+        rows = [token for block in blocks for token in range(*self.blocks.span(block))]
+        found = entries[layer, rows]
+        assert (out.dtype, out.shape) == (found.dtype, found.shape)
+        out.copy_(found)
+        self.bytes_read += found.nbytes
+
+    def verify(self) -> None:
+        self._open_chunk()
+        self.key_range()
+
+    def close(self) -> None:
+        self._chunk = None
+
+    def __enter__(self) -> MemoryChunk:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+class MemoryStore:
+    """Chunk caches in this process's memory, as they came. The oracle for `ChunkStore`."""
+
+    def __init__(self, *, namespace: str = "") -> None:
+        self._namespace = namespace
+        self._secret = secrets.token_bytes(SECRET_BYTES)
+        self._chunks: dict[tuple[str, str], ChunkCache] = {}
+        self._texts: dict[str, str] = {}
+        self._n_changes = 0
+        self._changing = threading.Lock()
+        self._block_sizes: dict[str, int] = {}
+        self._put_at: dict[tuple[str, str], float] = {}
+        self._notes: dict[str, str] = {}
+
+    def key(self, fingerprint: Fingerprint, token_ids: Sequence[int]) -> str:
+        return chunk_key(self._secret, self._namespace, fingerprint.digest, token_ids)
+
+    def put(self, chunk: ChunkCache) -> None:
+        with self._changing:
+            self._chunks[chunk.fingerprint.digest, chunk.key] = chunk
+            self._texts[chunk.key] = chunk.text
+            self._n_changes += 1
+            self._put_at[chunk.fingerprint.digest, chunk.key] = time.time()
+
+    def open(
+        self, key: str, fingerprint: Fingerprint, token_ids: Sequence[int] | None = None
+    ) -> StoredChunk:
+        chunk = self._chunks.get((fingerprint.digest, key))
+        if chunk is None:
+            raise CacheMiss("absent", key)
+        return _expect(MemoryChunk(chunk, fingerprint), token_ids)
+
+    def contains(self, key: str, fingerprint: Fingerprint) -> bool:
+        return (fingerprint.digest, key) in self._chunks
+
+    def age_s(self, key: str, fingerprint: Fingerprint) -> float | None:
+        put_at = self._put_at.get((fingerprint.digest, key))
+        return None if put_at is None else max(0.0, time.time() - put_at)
+
+    def touch(self, key: str, fingerprint: Fingerprint) -> None:
+        if (fingerprint.digest, key) in self._put_at:
+            self._put_at[fingerprint.digest, key] = time.time()
+
+    def text(self, key: str) -> str | None:
+        return self._texts.get(key)
+
+    def prefetch(self, key: str, fingerprint: Fingerprint) -> None:
+        """There is nothing to read from."""
+
+    def delete(self, key: str) -> bool:
+        with self._changing:
+            for name in [name for name in self._chunks if name[1] == key]:
+                del self._chunks[name], self._put_at[name]
+            self._n_changes += 1
+            return self._texts.pop(key, None) is not None
+
+    def keys(self, fingerprint: Fingerprint | None = None) -> list[str]:
+        wanted = fingerprint.digest if fingerprint else None
+        return sorted({key for digest, key in list(self._chunks) if wanted in (None, digest)})
+
+    def stamp(self, fingerprint: Fingerprint) -> Hashable | None:
+        return self._n_changes
+
+    def settle_block_size(self, fingerprint: Fingerprint, size: int) -> int:
+        return self._block_sizes.setdefault(_without_block_size(fingerprint), size)
+
+    def note(self, name: str) -> str | None:
+        return self._notes.get(name)
+
+    def put_note(self, name: str, text: str) -> None:
+        self._notes[name] = text
+
+    def fingerprints(self) -> list[Fingerprint]:
+        held = {digest: chunk.fingerprint for (digest, _), chunk in list(self._chunks.items())}
+        return [held[digest] for digest in sorted(held)]
+
+    def stats(self) -> StoreStats:
+        """``bytes`` is what the chunks' files would take."""
+        sizes: dict[str, list[int]] = {}
+        for (digest, key), chunk in list(self._chunks.items()):
+            layout = FileLayout(fingerprint=chunk.fingerprint, n_tokens=chunk.n_tokens)
+            sizes.setdefault(digest, []).append(len(layout.header(key)) + layout.size)
+        return _stats({held.digest: asdict(held) for held in self.fingerprints()}, sizes)
+
+    def require(self, fingerprint: Fingerprint) -> None:
+        _require(fingerprint, self.fingerprints(), "the memory store")

@@ -1,0 +1,298 @@
+"""KV entries in few bits: what is stored of a token at a layer, and the way back.
+
+Keys are quantised per channel over groups of tokens, because their outliers sit in channels, and
+values per token and head (KIVI, arXiv 2402.02750, section 3). Both are asymmetric: a channel that a
+bias has moved far from zero, as in Qwen2.5, costs little. Keys must be un-rotated, or their
+channels mix by position.
+
+What is quantised of a key is its Hadamard transform, within each half of a head (QuaRot, arXiv
+2404.00456, over whole heads). It spreads what is lost evenly over the channels: a channel of a wide
+range would lose more than others, and queries look at it most.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import torch
+from torch import Tensor
+
+from samkv_integrations.errors import InvalidChunk, InvalidOption
+
+STORE_BITS = (4, 8, 16)
+"""Bits of a stored number; 16 stands for the model's own dtype, bfloat16 or float32."""
+
+
+DEFAULT_STORE_BITS = 4
+
+
+GROUP_TOKENS = 64
+"""Tokens that share a scale and an offset a channel of their keys (docs/decisions.md)."""
+
+
+_HALF_MAX = torch.finfo(torch.float16).max
+
+
+HALF_STEP = 2.0**-24
+"""The smallest positive float16."""
+
+
+_HALF_MARGIN = 2.0**-11  # the relative error of rounding to float16
+
+
+@dataclass(frozen=True, kw_only=True)
+class EntryFormat:
+    """How the KV entry of one token at one layer lies in E bytes.
+
+    With 4 or 8 bits: key codes (G, D * bits / 8), value codes likewise, then scale and offset of
+    the values, (G,) float16 each. With 4 bits a byte holds channel d in its lower half and channel
+    d + D / 2 in its upper half. With 16 bits: keys and values, (G, D) each, in ``dtype``.
+
+    Raises InvalidOption if ``bits`` is not one of `STORE_BITS`, or fills no whole bytes.
+    """
+
+    bits: int
+    n_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+    def __post_init__(self) -> None:
+        check_store_bits(self.bits)
+        if self.bits == 4 and self.head_dim % 2:
+            raise InvalidOption(
+                f"store_bits=4 with a head size of {self.head_dim} fills no whole bytes; "
+                "give store_bits=8 or 16"
+            )
+
+    @property
+    def is_quantised(self) -> bool:
+        return self.bits < 16
+
+    @cached_property
+    def _side(self) -> int:
+        """Bytes of the keys, or of the values, scales not counted."""
+        bits = self.bits if self.is_quantised else 8 * self.dtype.itemsize
+        return self.n_kv_heads * self.head_dim * bits // 8
+
+    @cached_property
+    def n_bytes(self) -> int:
+        """E, bytes of an entry."""
+        return 2 * self._side + (4 * self.n_kv_heads if self.is_quantised else 0)
+
+    def range_shape(self, n_tokens: int) -> tuple[int, int, int, int]:
+        """Shape of the key ranges of a layer: (N, 2, G, D), N being 0 if nothing is quantised."""
+        n_groups = -(-n_tokens // GROUP_TOKENS) if self.is_quantised else 0
+        return (n_groups, 2, self.n_kv_heads, self.head_dim)
+
+    def encode(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Entries (T, E) uint8 of un-rotated keys and values (T, G, D), and the keys' range.
+
+        The range is (N, 2, G, D) float16, scale and offset of each channel of each group. A group
+        is `GROUP_TOKENS` tokens, the last one of a chunk maybe fewer; see `groups`.
+
+        Raises InvalidChunk if a key or value is not finite, or does not fit the float16 of its
+        scale. It looks at numbers on the host; `encode_computed` does not.
+        """
+        if not bool(keys.isfinite().all() & values.isfinite().all()):
+            raise InvalidChunk(
+                "the model computed keys or values that are not finite numbers for this chunk; "
+                "leave it out, or load the model in float32"
+            )
+        mixed = self._mixed(keys)
+        if self.is_quantised:
+            top = max(float(side.abs().max()) for side in (mixed, values))
+            if top > _HALF_MAX:
+                raise InvalidChunk(
+                    f"transformed keys or values reach {top:.3g}, beyond {_HALF_MAX:.0f}, the "
+                    "largest half-precision number, which their scales are kept in; "
+                    "give store_bits=16"
+                )
+        return self._encode(mixed, values)
+
+    def encode_computed(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Entries and range of what a request computed, as `encode` makes them of a chunk."""
+        return self._encode(self._mixed(keys), values)
+
+    def _encode(self, mixed: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        if not self.is_quantised:
+            nothing = mixed.new_empty(self.range_shape(len(mixed)), dtype=torch.float16)
+            return torch.cat((self._as_bytes(mixed), self._as_bytes(values)), dim=1), nothing
+        key_range = self._key_range(mixed)
+        scale, offset = self._of_tokens(key_range, groups(len(mixed), mixed.device))
+        of_keys = self._pack(mixed.sub(offset).div_(scale))
+        wide = values.float()
+        value_range = self._range(wide.amin(-1), wide.amax(-1))  # (2, T, G)
+        scale, offset = value_range.float()[..., None]
+        of_values = self._pack(wide.sub(offset).div_(scale))
+        of_tokens = value_range.transpose(0, 1).contiguous().view(torch.uint8).flatten(1)
+        return torch.cat((of_keys, of_values, of_tokens), dim=1), key_range
+
+    def _key_range(self, mixed: Tensor) -> Tensor:
+        n_whole = len(mixed) // GROUP_TOKENS * GROUP_TOKENS
+        found = [
+            self._range(part.amin(1), part.amax(1))
+            for part in (_in_groups(mixed[:n_whole]), mixed[None, n_whole:])
+            if part.numel()
+        ]
+        return torch.cat(found, dim=1).transpose(0, 1).contiguous()
+
+    def keys(self, entries: Tensor, key_range: Tensor, group: Tensor) -> Tensor:
+        """(T, G, D) un-rotated keys of entries (T, E): float32, or ``dtype`` with 16 bits.
+
+        key_range: (N, 2, G, D) of some groups. group: (T,) which of them is each token's.
+        """
+        if not self.is_quantised:
+            return self._raw(entries[:, : self._side])
+        scale, offset = self._of_tokens(key_range, group)
+        return self._mix(self._unpack(entries[:, : self._side]).mul_(scale).add_(offset))
+
+    def rotated_keys(
+        self, entries: Tensor, key_range: Tensor, group: Tensor, cos: Tensor, sin: Tensor
+    ) -> Tensor:
+        """(T, G, D) keys of entries (T, E) in ``dtype``, rotated to the positions of cos and sin.
+
+        The same as `keys` and then `rope.rotate`, several times sooner: this is most of what a pass
+        does for a context token.
+
+        key_range, group: see `keys`. cos, sin: (T, G, D / 2) float32, contiguous: a product that
+            broadcasts takes twice as long.
+        """
+        half = self.head_dim // 2
+        side = entries[:, : self._side]
+        if self.is_quantised:
+            first, second = (
+                self._mix(torch.addcmul(offset, codes, scale))
+                for codes, (scale, offset) in zip(
+                    self._halves(side),
+                    (self._of_tokens(part, group) for part in key_range.chunk(2, dim=-1)),
+                    strict=True,
+                )
+            )
+        else:
+            first, second = self._raw(side).float().chunk(2, dim=-1)
+        out = self._empty(entries)
+        for part, one, other, sign in (
+            (out[..., :half], first, second, -1),
+            (out[..., half:], second, first, 1),
+        ):
+            torch.mul(one, cos, out=part)
+            part.addcmul_(other, sin, value=sign)
+        return out.to(self.dtype)
+
+    def values(self, entries: Tensor) -> Tensor:
+        """(T, G, D) values of entries (T, E) in ``dtype``."""
+        side = entries[:, self._side : 2 * self._side]
+        if not self.is_quantised:
+            return self._raw(side)
+        ranges = entries[:, 2 * self._side :].contiguous().view(torch.float16).float()
+        scale, offset = ranges.view(len(entries), 2, self.n_kv_heads, 1).unbind(1)
+        half = self.head_dim // 2
+        out = self._empty(entries)
+        lower, upper = self._halves(side)
+        torch.mul(lower, scale, out=out[..., :half])
+        torch.mul(upper, scale, out=out[..., half:])
+        return out.add_(offset).to(self.dtype)
+
+    @cached_property
+    def _mixed_channels(self) -> int:
+        """Channels that the Hadamard transform mixes: as many of a half as are a power of two."""
+        half = 1 if self.head_dim % 2 else self.head_dim // 2
+        return half & -half
+
+    def _mixed(self, keys: Tensor) -> Tensor:
+        """What is quantised of keys; the keys themselves with 16 bits."""
+        return self._mix(keys.float()) if self.is_quantised else keys
+
+    def _mix(self, channels: Tensor) -> Tensor:
+        """The Hadamard transform of float32 channels (..., D or D / 2), its own inverse."""
+        size = self._mixed_channels
+        return (channels.reshape(-1, size) @ _hadamard(size, channels.device)).view_as(channels)
+
+    @property
+    def _levels(self) -> int:
+        return (1 << self.bits) - 1
+
+    def _range(self, low: Tensor, high: Tensor) -> Tensor:
+        """(2, ...) float16 scale and offset of numbers between low and high, float32."""
+        # Down, so that no number lies below code 0 (by more than half the smallest scale).
+        offset = as_half(low - low.abs() * _HALF_MARGIN)
+        scale = as_half((high - offset.float()) / self._levels + HALF_STEP)
+        return torch.stack((scale, offset))
+
+    def _of_tokens(self, key_range: Tensor, group: Tensor) -> tuple[Tensor, Tensor]:
+        """Scale and offset (T, G, channels) float32 of each token, from (N, 2, G, channels)."""
+        # index_select copies whole rows, several times sooner than an index does
+        scale, offset = (
+            side.float().contiguous().index_select(0, group) for side in key_range.unbind(1)
+        )
+        return scale, offset
+
+    def _empty(self, entries: Tensor) -> Tensor:
+        """Room for the keys, or the values, of entries: (T, G, D) float32."""
+        shape = (len(entries), self.n_kv_heads, self.head_dim)
+        return entries.new_empty(shape, dtype=torch.float32)
+
+    def _as_bytes(self, numbers: Tensor) -> Tensor:
+        """(T, G, D) -> (T, bytes)."""
+        return numbers.to(self.dtype).contiguous().view(torch.uint8).flatten(1)
+
+    def _raw(self, side: Tensor) -> Tensor:
+        numbers = side.contiguous().view(self.dtype)
+        return numbers.view(len(side), self.n_kv_heads, self.head_dim)
+
+    def _pack(self, codes: Tensor) -> Tensor:
+        """(T, G, D) float codes -> (T, bytes)."""
+        whole = codes.round_().clamp_(0, self._levels).to(torch.uint8)
+        if self.bits == 4:
+            lower, upper = whole.chunk(2, dim=-1)
+            whole = lower | (upper << 4)
+        return whole.flatten(1)
+
+    def _halves(self, side: Tensor) -> tuple[Tensor, Tensor]:
+        """(T, bytes) -> the codes of the first half of the channels and of the rest, uint8."""
+        codes = side.reshape(len(side), self.n_kv_heads, side.shape[1] // self.n_kv_heads)
+        if self.bits == 8:
+            half = self.head_dim // 2
+            return codes[..., :half], codes[..., half:]
+        return codes & 15, codes >> 4
+
+    def _unpack(self, side: Tensor) -> Tensor:
+        """(T, bytes) -> (T, G, D) float32 codes."""
+        return torch.cat(self._halves(side), dim=-1).float()
+
+
+def check_store_bits(bits: int) -> None:
+    """Raises InvalidOption if ``bits`` is not one of `STORE_BITS`."""
+    if type(bits) is not int or bits not in STORE_BITS:
+        allowed = ", ".join(map(str, STORE_BITS))
+        raise InvalidOption(f"store_bits={bits!r}; allowed: {allowed}")
+
+
+@lru_cache(maxsize=16)
+def _hadamard(size: int, device: torch.device) -> Tensor:
+    """(size, size) float32, orthogonal and symmetric; ``size`` is a power of two (Sylvester)."""
+    matrix = torch.ones(1, 1, dtype=torch.float32, device=device)
+    while len(matrix) < size:
+        matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
+    return matrix.div(size**0.5)
+
+
+def groups(n_tokens: int, device: torch.device) -> Tensor:
+    """(T,) the group of each token of a chunk."""
+    return torch.arange(n_tokens, device=device) // GROUP_TOKENS
+
+
+def _in_groups(rows: Tensor) -> Tensor:
+    """(N * `GROUP_TOKENS`, ...) -> (N, `GROUP_TOKENS`, ...)."""
+    return rows.reshape(-1, GROUP_TOKENS, *rows.shape[1:])
+
+
+def as_half(values: Tensor) -> Tensor:
+    """The nearest float16, overflow clamped to the largest finite one."""
+    return values.clamp(-_HALF_MAX, _HALF_MAX).to(torch.float16)
+
+
+def is_sound(key_range: Tensor) -> bool:
+    """Whether every key decodes to a number, as a checksum of what was written cannot tell."""
+    return bool(key_range.isfinite().all())

@@ -1,0 +1,116 @@
+"""Collections of a Chroma database, in a folder or on a server."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from samkv_integrations.errors import (
+    InvalidOption,
+    MissingExtra,
+    UnknownOption,
+)
+
+if TYPE_CHECKING:
+    from chromadb.api import ClientAPI
+    from chromadb.api.models.Collection import Collection
+
+
+def open_collection(path: str | os.PathLike[str], name: str, create: bool) -> Collection:
+    """The collection called ``name`` of the Chroma database in folder ``path``.
+
+    Chroma sends no telemetry and gets no embedding function: embeddings are always given to it.
+    One process must not open a folder in another way too, with ``chromadb.PersistentClient`` and
+    other settings: Chroma refuses that.
+
+    create: whether to make what is missing of the folder and the collection.
+
+    Raises:
+        UnknownOption: there is no such collection; lists those that exist.
+        InvalidOption: there is no database, it cannot be opened, or Chroma refuses the name.
+    """
+    return _collection(_client_of(Path(path), create=create), name, create)
+
+
+def connect_collection(
+    host: str,
+    port: int,
+    name: str,
+    create: bool,
+    *,
+    ssl: bool = False,
+    headers: Mapping[str, str] | None = None,
+) -> Collection:
+    """The collection called ``name`` of a Chroma server, as `open_collection` gives one.
+
+    Several processes may share a server (``chroma run``), but not a database folder. The folder of
+    chunk caches must be one that this process can reach: the server knows nothing of it.
+
+    Raises:
+        UnknownOption: there is no such collection; lists those that exist.
+        InvalidOption: the server does not answer, or Chroma refuses the name.
+    """
+    try:
+        from chromadb import HttpClient
+        from chromadb.config import Settings
+    except ImportError as error:
+        raise MissingExtra.of("chromadb", "chroma") from error
+    with chroma_errors(f"Chroma at {host}:{port} cannot be reached"):
+        client = HttpClient(
+            host=host,
+            port=port,
+            ssl=ssl,
+            headers=dict(headers or {}),
+            settings=Settings(anonymized_telemetry=False),
+        )
+    return _collection(client, name, create)
+
+
+def collection_names(path: str | os.PathLike[str]) -> list[str]:
+    """Sorted names of the collections in the Chroma database in folder ``path``.
+
+    Raises InvalidOption as `open_collection` does.
+    """
+    client = _client_of(Path(path), create=False)
+    with chroma_errors("Chroma cannot list its collections"):
+        return sorted(collection.name for collection in client.list_collections())
+
+
+def _client_of(folder: Path, *, create: bool) -> ClientAPI:
+    try:
+        from chromadb import PersistentClient
+        from chromadb.config import Settings
+    except ImportError as error:
+        raise MissingExtra.of("chromadb", "chroma") from error
+    if not create and not (folder / "chroma.sqlite3").is_file():
+        raise InvalidOption(f"{folder} holds no Chroma database; ingest documents into it first")
+    with chroma_errors(f"Chroma cannot open {folder}"):
+        return PersistentClient(folder, settings=Settings(anonymized_telemetry=False))
+
+
+def _collection(client: ClientAPI, name: str, create: bool) -> Collection:
+    from chromadb.errors import NotFoundError
+
+    with chroma_errors(f"Chroma cannot open collection {name!r}"):
+        if create:
+            return client.get_or_create_collection(name, embedding_function=None)
+        try:
+            return client.get_collection(name, embedding_function=None)
+        except NotFoundError as error:
+            known = [collection.name for collection in client.list_collections()]
+            raise UnknownOption.among("collection", name, known or ["none"]) from error
+
+
+@contextmanager
+def chroma_errors(what: str) -> Iterator[None]:
+    """Chroma's complaints about its arguments, and about a server that is gone, as ours."""
+    from chromadb.errors import ChromaError
+    from httpx import TransportError
+
+    try:
+        yield
+    except (ChromaError, TransportError, ValueError, TypeError) as error:
+        raise InvalidOption(f"{what}: {error}") from error

@@ -1,0 +1,63 @@
+"""What a link between records and chunk caches tells of its work."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    pass
+
+Metadata = Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class IngestResult:
+    """What one `ChromaLink.add` did.
+
+    n_cached: chunks that were read by the model, those with a broken cache among them. n_hit:
+    records whose chunk was cached before, or stood in the same call already. Records without a
+    cache are in neither. bytes_on_disk: bytes added to the store, before what replaced records had
+    was released.
+    """
+
+    n_records: int
+    n_cached: int
+    n_hit: int
+    seconds: float
+    bytes_on_disk: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyncResult:
+    """What one `ChromaLink.sync` did.
+
+    n_records: records of the collection. n_cached: chunks that were read by the model. n_linked:
+    records whose key was absent or wrong, and was set. n_skipped: records without a text, or with
+    one that can be no chunk, such as one longer than the context window. n_pruned: chunk caches
+    that nothing referenced, deleted. n_in_grace: the same, kept because they are young.
+    bytes_freed: what the store shrank by while it was pruned.
+    """
+
+    n_records: int
+    n_cached: int
+    n_linked: int
+    n_skipped: int
+    n_pruned: int
+    n_in_grace: int
+    bytes_freed: int
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Retrieved:
+    """One record that a query found; ``text`` is what was added, to the letter."""
+
+    id: str
+    text: str
+    metadata: Metadata
+    distance: float
+
+
+KEY_FIELD = "samkv_key"

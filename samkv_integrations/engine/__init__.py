@@ -1,0 +1,1 @@
+"""From chunks to caches, and from prompts to answers."""

@@ -1,0 +1,176 @@
+"""What a pass costs on this machine, roughly: enough to say whether full prefill is faster.
+
+A pass over few tokens of a small model is mostly overhead, so two short passes can take longer than
+one over everything. ``samkv doctor`` measures the figures for the model and device at hand.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, fields
+from statistics import median
+
+import torch
+from torch import Tensor
+
+from samkv_integrations.cache.quantise import EntryFormat, groups
+from samkv_integrations.model.attention import attention
+from samkv_integrations.model.model import Model
+
+MARGIN = 0.95
+"""Two passes must be estimated below this share of full prefill to be worth their approximation."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CostModel:
+    """Seconds of a pass as a sum of its parts, all for one layer.
+
+    layer_s: whatever a layer computes. token_s: each computed token. pair_s: each pair of a
+    computed token and one that it attends to. entry_s: de-quantising the entry of a context token,
+    and all else that a pass does for it. read_s: reading and checking it, for all layers together
+    divided by their number.
+    """
+
+    layer_s: float
+    token_s: float
+    pair_s: float
+    entry_s: float
+    read_s: float
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not isinstance(value, float | int) or not 0 <= value < 1e6:
+                raise ValueError(f"{field.name}={value!r} is no time in seconds")
+
+    @classmethod
+    def assumed(cls, model: Model) -> CostModel:
+        """What a machine of today does, where nothing was measured."""
+        on_gpu = model.device.type == "cuda"
+        flops = 60e12 if on_gpu else 60e9
+        return cls(
+            layer_s=4e-4 if on_gpu else 3e-4,
+            token_s=2 * model.layer_parameters / flops,
+            pair_s=4 * model.n_heads * model.head_dim / flops,
+            entry_s=(1e-11 if on_gpu else 4e-9) * model.n_kv_heads * model.head_dim,
+            read_s=1e-9 * model.n_kv_heads * model.head_dim,
+        )
+
+    def full_prefill_s(self, n_tokens: int) -> float:
+        """A layer's share of computing ``n_tokens`` tokens, causally."""
+        return self._pass_s(n_tokens, n_tokens * (n_tokens + 1) / 2)
+
+    def two_passes_s(
+        self, n_tokens: int, n_context: int, n_probed: int, recomputed_ratio: float
+    ) -> float:
+        """A layer's share of a probe of ``n_probed`` tokens and a pass of all that is uncached.
+
+        n_context: tokens with a cache. recomputed_ratio: the share of them that is computed again,
+        mean over layers.
+        """
+        n_again = n_tokens - n_context + recomputed_ratio * n_context
+        probe = self._pass_s(n_probed, n_probed * n_tokens)
+        second = self._pass_s(n_again, n_again * n_tokens)
+        return probe + second + n_context * (2 * self.entry_s + self.read_s)
+
+    def after_prefix_s(self, n_tokens: int, n_held: int) -> float:
+        """A layer's share of computing what follows the first ``n_held`` of ``n_tokens`` tokens."""
+        n_rest = n_tokens - n_held
+        return self._pass_s(n_rest, n_rest * (n_held + n_tokens + 1) / 2)
+
+    def chunks_s(self, lengths: Sequence[int]) -> float:
+        """A layer's share of computing chunks of these lengths as chunks, kept for later."""
+        pairs = sum(length * (length + 1) / 2 for length in lengths)
+        return self._pass_s(sum(lengths), pairs) + 2 * self.entry_s * sum(lengths)
+
+    def _pass_s(self, n_tokens: float, n_pairs: float) -> float:
+        return self.layer_s + n_tokens * self.token_s + n_pairs * self.pair_s
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> CostModel | None:
+        """None if the text is not one that `to_json` wrote."""
+        try:
+            return cls(**json.loads(text))
+        except (ValueError, TypeError):
+            return None
+
+
+def name_of(model: Model) -> str:
+    """What the costs of a model on its device are kept under."""
+    if model.device.type == "cuda" and torch.cuda.is_available():
+        device = re.sub(r"\W+", "-", torch.cuda.get_device_name(model.device))
+    else:
+        device = f"{model.device.type}-{torch.get_num_threads()}-threads"
+    return f"costs-{model.weights_digest}-{device}"
+
+
+@torch.inference_mode()
+def measure(model: Model, form: EntryFormat) -> CostModel:
+    """The costs on this machine, from passes of the model over made-up tokens; a few seconds.
+
+    Medians of repeated runs. What disks do is not measured: entries are assumed to be read from the
+    system's page cache.
+    """
+    short, long = 8, min(512, model.context_window)
+    layer = _seconds(model, lambda: _plain_pass(model, short, short)) / model.n_layers
+    whole = _seconds(model, lambda: _plain_pass(model, long, long)) / model.n_layers
+    far = min(2048, model.context_window)
+    wide = _seconds(model, lambda: _plain_pass(model, short, far)) / model.n_layers
+    pair_s = max(0.0, (wide - layer) / (short * (far - short)))
+    pairs = long * (long + 1) / 2 - short * (short + 1) / 2
+    token_s = max(0.0, (whole - layer - pairs * pair_s) / (long - short))
+    entry_s = _seconds(model, lambda: _dequantise(model, form, far)) / far
+    assumed = CostModel.assumed(model)
+    return CostModel(
+        layer_s=max(0.0, layer - short * token_s), token_s=token_s, pair_s=pair_s,
+        entry_s=entry_s, read_s=assumed.read_s,
+    )  # fmt: skip
+
+
+def _seconds(model: Model, work: Callable[[], object], repeats: int = 5) -> float:
+    work()  # the first time is slower
+    spent = []
+    for _ in range(repeats):
+        began = time.perf_counter()
+        work()
+        if model.device.type == "cuda":
+            torch.cuda.synchronize(model.device)
+        spent.append(time.perf_counter() - began)
+    return median(spent)
+
+
+def _plain_pass(model: Model, n_tokens: int, n_attended: int) -> None:
+    """The last ``n_tokens`` of ``n_attended`` through all layers, the others being zeros."""
+    positions = torch.arange(n_attended - n_tokens, n_attended)
+    cos, sin = model.cos_sin(positions)
+    shape = (1, model.n_kv_heads, n_attended - n_tokens, model.head_dim)
+    before = torch.zeros(shape, dtype=model.dtype, device=model.device)
+    mask = None
+    if n_attended > n_tokens:
+        mask = (torch.arange(n_attended)[None] <= positions[:, None]).to(model.device)
+
+    def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        keys, values = (torch.cat((before, new), dim=2) for new in (key, value))
+        return attention(query, keys, values, scaling, mask, mask is None)
+
+    hidden = model.embed(torch.zeros(1, n_tokens, dtype=torch.long))
+    for layer in range(model.n_layers):
+        hidden = model.layer(layer, hidden, cos, sin, attend)
+
+
+def _dequantise(model: Model, form: EntryFormat, n_tokens: int) -> None:
+    """What one layer of a pass does for stored entries."""
+    device, shape = model.device, (n_tokens, form.n_kv_heads, form.head_dim // 2)
+    turns = torch.ones(shape, device=device)
+    entries = torch.zeros(n_tokens, form.n_bytes, dtype=torch.uint8, device=device)
+    key_range = torch.ones(form.range_shape(n_tokens), dtype=torch.float16, device=device)
+    order = torch.arange(n_tokens, device=device)
+    keys = form.rotated_keys(entries, key_range, groups(n_tokens, device), turns, turns)
+    for side in (keys, form.values(entries)):
+        side.index_select(0, order)

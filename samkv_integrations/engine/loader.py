@@ -1,0 +1,207 @@
+"""What a request reads of its cached chunks: KV entries, and what a selection looks at."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from samkv_integrations.cache.base import StoredChunk
+from samkv_integrations.cache.block_means import block_means, mean_of_blocks
+from samkv_integrations.cache.entries import Entries
+from samkv_integrations.cache.fingerprint import Fingerprint
+from samkv_integrations.cache.quantise import GROUP_TOKENS
+from samkv_integrations.errors import CacheMiss
+from samkv_integrations.methods.base import SelectionInputs
+from samkv_integrations.prompt.layout import Layout
+
+
+class ChunkLost(Exception):
+    """A chunk cache failed while it was read; ``index`` counts the request's cached chunks."""
+
+    def __init__(self, index: int, miss: CacheMiss) -> None:
+        super().__init__(str(miss))
+        self.index = index
+        self.miss = miss
+
+
+class Context:
+    """The cached KV entries of one request, as they are stored, on the model's device.
+
+    No entry is read while a pass runs. One is read twice only where few blocks of its chunk were
+    loaded first and most of the chunk after that, as one read.
+
+    codes: (Tctx, E) uint8 of each layer. They span the whole context, but the operating system
+        commits only the pages of what was really read.
+    key_range: (L, N, 2, G, D) float16 of all groups of the context, see `EntryFormat`; N is 0
+        until something is loaded.
+    cos, sin: (Tctx, D) float32 on the model's device, where cached keys sit.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        chunks: Sequence[StoredChunk],
+        fingerprint: Fingerprint,
+        cos: Tensor,
+        sin: Tensor,
+    ) -> None:
+        self.layout = layout
+        self.chunks = chunks
+        self.device = cos.device
+        self.form = fingerprint.entry_format
+        self.n_layers = fingerprint.n_layers
+        shape = (layout.n_context, self.form.n_bytes)
+        self._read = [torch.empty(shape, dtype=torch.uint8) for _ in range(self.n_layers)]
+        self.codes = self._read
+        no_range = (self.n_layers, *self.form.range_shape(0))
+        self.key_range = torch.empty(no_range, dtype=torch.float16, device=self.device)
+        # a group begins wherever a token is the first of one in its chunk
+        self.group_of_token = (layout.offset_in_chunk % GROUP_TOKENS == 0).cumsum(0) - 1
+        self.group_of_token = self.group_of_token.to(self.device)
+        heads, half = self.form.n_kv_heads, self.form.head_dim // 2
+        # of each channel pair and head, see `rotated_keys`
+        self._turns = [
+            side[:, None, :half].expand(-1, heads, -1).contiguous() for side in (cos, sin)
+        ]
+        self._loaded = torch.zeros(self.n_layers, layout.n_blocks, dtype=torch.bool)
+
+    @property
+    def bytes_read(self) -> int:
+        return sum(chunk.bytes_read for chunk in self.chunks)
+
+    def load(self, blocks: Tensor) -> None:
+        """Read ``blocks`` (L, Nb) bool, those not read before. Raises ChunkLost.
+
+        A chunk of which most is missing is read at once, from its first byte to its last.
+        """
+        missing = blocks & ~self._loaded
+        stop = 0
+        for index, (chunk, first) in enumerate(
+            zip(self.chunks, self.layout.first_block.tolist(), strict=True)
+        ):
+            start, stop = stop, stop + chunk.n_tokens
+            wanted = missing[:, first : first + chunk.blocks.n_blocks]
+            try:
+                if 2 * int(wanted.sum()) > wanted.numel():  # one read of all beats many of most
+                    chunk.read_all([of_layer[start:stop] for of_layer in self._read])
+                    wanted |= True
+                elif bool(wanted.any()):
+                    self._load_some(chunk, wanted, start)
+            except CacheMiss as miss:
+                raise ChunkLost(index, miss) from miss
+        if bool(missing.any()):
+            self._loaded |= missing
+            self.codes = [of_layer.to(self.device) for of_layer in self._read]
+            self.key_range = self._key_range()
+
+    def _load_some(self, chunk: StoredChunk, wanted: Tensor, start: int) -> None:
+        for layer, of_layer in enumerate(wanted):
+            for first, last in _runs(of_layer.nonzero()[:, 0].tolist()):
+                begin, end = chunk.blocks.span(first)[0], chunk.blocks.span(last)[1]
+                out = self._read[layer][start + begin : start + end]
+                chunk.read_blocks(layer, range(first, last + 1), out)
+
+    def _key_range(self) -> Tensor:
+        ranges = []
+        for index, chunk in enumerate(self.chunks):
+            try:
+                ranges.append(chunk.key_range())
+            except CacheMiss as miss:
+                raise ChunkLost(index, miss) from miss
+        return torch.cat(ranges, dim=1).to(self.device)
+
+    def entries(self, layer: int, tokens: Tensor) -> Entries:
+        """Those of context tokens (n,), which are in order and on the model's device.
+
+        Where nothing was loaded, they hold nothing yet.
+        """
+        codes, (cos, sin) = self.codes[layer], self._turns
+        if not self._loaded.any():
+            codes = torch.empty_like(codes, device=self.device)
+        entries = Entries(
+            form=self.form, codes=codes, key_range=self.key_range[layer],
+            group=self.group_of_token, cos=cos, sin=sin,
+        )  # fmt: skip
+        return entries if len(tokens) == len(entries) else entries.select(tokens)
+
+    def keys_and_values(self, layer: int, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys at their positions, and values, (n, G, D) each, of context tokens (n,).
+
+        tokens: loaded before, in order, on the model's device.
+        """
+        if not len(tokens):
+            shape = (0, self.form.n_kv_heads, self.form.head_dim)
+            empty = torch.empty(shape, dtype=self.form.dtype, device=self.device)
+            return empty, empty
+        entries = self.entries(layer, tokens)
+        return entries.keys(), entries.values()
+
+    def release(self, layer: int) -> None:
+        """Free the entries of a layer: the request is done with it."""
+        self.codes[layer] = self._read[layer] = torch.empty(0, dtype=torch.uint8)
+
+    def inputs(self, needs: frozenset[str], stable_layers: tuple[int, ...]) -> SelectionInputs:
+        """The inputs named in ``needs``, for all chunks of the request. Raises ChunkLost."""
+        parts: dict[str, list[Tensor]] = {}
+        for index, (chunk, first) in enumerate(
+            zip(self.chunks, self.layout.first_block.tolist(), strict=True)
+        ):
+            try:
+                for name, tensor in _of_chunk(chunk, first, needs).items():
+                    parts.setdefault(name, []).append(tensor)
+            except CacheMiss as miss:
+                raise ChunkLost(index, miss) from miss
+        per_chunk = {"local_query", "block_max", "block_min"}
+        tensors = {
+            name: torch.stack(values, dim=1) if name in per_chunk else torch.cat(values, dim=1)
+            for name, values in parts.items()
+        }
+        if "anchor_mean" in needs:
+            tensors["anchor_mean"] = self._anchor_mean()
+        inputs = SelectionInputs(n_layers=self.n_layers, stable_layers=stable_layers, **tensors)
+        return inputs.to(self.device)
+
+    def _anchor_mean(self) -> Tensor:
+        """(L, C, G, D) float32: mean un-rotated key of each chunk's anchor tokens."""
+        layout = self.layout
+        self.load(layout.is_anchor.expand(self.n_layers, -1))
+        anchor = layout.is_anchor[layout.block_of_token]
+        counts = torch.bincount(layout.chunk_of_token[anchor], minlength=layout.n_chunks)
+        tokens = anchor.nonzero()[:, 0].to(self.device)
+        group = self.group_of_token[tokens]
+        keys = [
+            self.form.keys(codes.index_select(0, tokens), of_layer, group)
+            for codes, of_layer in zip(self.codes, self.key_range, strict=True)
+        ]
+        return mean_of_blocks(torch.stack(keys), counts)
+
+
+def _of_chunk(chunk: StoredChunk, first_block: int, needs: frozenset[str]) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    if "summaries" in needs:
+        of_middle, blocks = block_means(chunk.summaries()), chunk.blocks.middle_blocks
+        around = (0, 0, 0, 0, blocks.start, chunk.blocks.n_blocks - blocks.stop)
+        found["summaries"] = F.pad(of_middle, around)
+    if "local_query" in needs:
+        found["local_query"] = chunk.local_query().float()
+    if "statistics" in needs:
+        statistics = chunk.statistics()
+        for name in ("block_max", "block_min"):
+            block = getattr(statistics, name).long()
+            found[name] = torch.where(block < 0, block, block + first_block)
+        found["outliers"] = statistics.outliers
+    return found
+
+
+def _runs(blocks: list[int]) -> list[tuple[int, int]]:
+    """Ascending block indices as runs of neighbours, first and last of each."""
+    runs: list[tuple[int, int]] = []
+    for block in blocks:
+        if runs and runs[-1][1] == block - 1:
+            runs[-1] = (runs[-1][0], block)
+        else:
+            runs.append((block, block))
+    return runs

@@ -1,0 +1,183 @@
+"""What a pass computes and what it takes from caches, layer by layer, decided before it runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from samkv_integrations.prompt.layout import Layout
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerPlan:
+    """One layer of a pass. Places are those of the S entries that the layer attends to.
+
+    Entries are in prompt order; tensors are on the model's device unless said otherwise.
+
+    positions: (R,) of the tokens that the layer computes. narrow: (R,) where they are among those
+        of the layer before, None if they are the same.
+    cached: (n,) context tokens whose stored entries are used.
+    source: (S,) where each entry comes from: below n one of those, else n plus the computed token.
+    mixed: (k,) which computed tokens update a stored entry, mixed_slots: (k,) their places.
+    carried: (c,) computed context tokens, on the CPU, carried_rows: (c,) which computed tokens
+        they are.
+    mask: (R, S), 0 where a token sees an entry, else -inf, in the model's dtype; bool for a method
+        that weighs the context in its own way; None if every token is computed and sees those
+        before it.
+    is_context: (S,) bool, entries of context tokens.
+
+    The rest says what an answer goes on with, counted among the S' of the entries that stay:
+
+    staying: (S',) places of the entries that stay, None for all.
+    context: (c,) context tokens that stay, context_slots: (c,) their places; changed: (d,) which of
+        them do not stay as they are stored; other_slots: the places of all other tokens.
+    query_rows: computed tokens that stay, and query_slots: their places, on the CPU.
+    """
+
+    n_entries: int
+    positions: Tensor
+    narrow: Tensor | None
+    cached: Tensor
+    source: Tensor
+    mixed: Tensor
+    mixed_slots: Tensor
+    carried: Tensor
+    carried_rows: Tensor
+    mask: Tensor | None
+    is_context: Tensor
+    staying: Tensor | None
+    context: Tensor
+    context_slots: Tensor
+    changed: Tensor
+    other_slots: Tensor
+    query_rows: Tensor
+    query_slots: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class PassPlan:
+    """A pass. Neighbouring layers that do the same share a `LayerPlan`.
+
+    blocks: (L, Nb) bool, blocks of which a stored entry is used.
+    kept: (L, Nb) bool, blocks that stay.
+    computed: (L, Tctx) bool, context tokens that take part in the computation.
+    """
+
+    layers: tuple[LayerPlan, ...]
+    blocks: Tensor
+    kept: Tensor
+    computed: Tensor
+
+
+def plan_pass(
+    layout: Layout,
+    keep: Tensor,
+    recompute: Tensor,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    uncached: Tensor | None = None,
+    mixes: bool = False,
+    weighs: bool = False,
+) -> PassPlan:
+    """The plan of a pass.
+
+    A token that a layer needs is carried through all layers below it (paper: section 3.3, rules 1
+    and 2). Where it is not itself recomputed, the stored entry stays and the token only attends;
+    where its block is not kept, it takes part with what it computes, and does not stay.
+
+    keep: (L, Nb) bool. recompute: (L, Tctx) bool, ignored where the block is not kept.
+    device, dtype: the model's.
+    uncached: (T,) bool, other tokens to compute, all uncached ones if None.
+    mixes: whether a recomputed entry needs the stored one. weighs: whether the method weighs the
+        context in its own way, so that a mask is always wanted.
+    """
+    uncached = layout.fresh if uncached is None else uncached
+    held = keep[:, layout.block_of_token] & ~layout.fresh[layout.context_positions]
+    recompute = recompute & held
+    carried = recompute.flip(0).cummax(0).values.flip(0)
+    used = held if mixes else held & ~recompute
+    masks = torch.stack((held, recompute, carried))
+    is_new = [True, *(masks[:, 1:] != masks[:, :-1]).flatten(2).any(2).any(0).tolist()]
+    layers: list[LayerPlan] = []
+    before: Tensor | None = None
+    for layer, differs in enumerate(is_new):
+        if differs:
+            plan, before = _plan_layer(
+                layout, held[layer], recompute[layer], carried[layer], uncached, before,
+                mixes=mixes, weighs=weighs, device=device, dtype=dtype,
+            )  # fmt: skip
+        elif layers[-1].narrow is not None:
+            plan = replace(layers[-1], narrow=None)
+        layers.append(plan)
+    blocks = torch.zeros_like(keep).index_add_(1, layout.block_of_token, used)
+    return PassPlan(layers=tuple(layers), blocks=blocks, kept=keep, computed=carried)
+
+
+def _plan_layer(
+    layout: Layout,
+    held: Tensor,
+    recompute: Tensor,
+    carried: Tensor,
+    uncached: Tensor,
+    before: Tensor | None,
+    *,
+    mixes: bool,
+    weighs: bool,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> tuple[LayerPlan, Tensor]:
+    """The plan of a layer from (Tctx,) masks, and the (T,) mask of what it computes."""
+    at = layout.context_positions
+    is_computed = uncached.clone()
+    is_computed[at] |= carried
+    is_held = torch.zeros_like(uncached)
+    is_held[at] = held
+    is_again = torch.zeros_like(uncached)
+    is_again[at] = recompute
+    present = is_computed | is_held
+    slot = present.cumsum(0) - 1
+    stays = uncached | is_held
+    final = stays.cumsum(0) - 1
+    positions = is_computed.nonzero()[:, 0]
+    entries = present.nonzero()[:, 0]
+    used = held if mixes else held & ~recompute
+    cached = used.nonzero()[:, 0]
+    source = torch.empty(len(entries), dtype=torch.long)
+    brings = (~is_held[positions] | (is_again[positions] & (not mixes))).nonzero()[:, 0]
+    source[slot[positions[brings]]] = len(cached) + brings
+    source[slot[at[cached]]] = torch.arange(len(cached))
+    mixed = (is_again[positions] & mixes).nonzero()[:, 0]
+    context = held.nonzero()[:, 0]
+    query_rows = stays[positions].nonzero()[:, 0]
+    narrow = None
+    if before is not None and not torch.equal(before, is_computed):
+        narrow = is_computed[before].nonzero()[:, 0].to(device)
+    mask = None
+    if len(positions) < len(entries) or weighs:
+        mask = entries.to(device)[None] <= positions.to(device)[:, None]
+        # attention would turn a bool mask into this one at every layer
+        mask = mask if weighs else torch.where(mask, 0.0, -torch.inf).to(dtype)
+    plan = LayerPlan(
+        n_entries=len(entries),
+        positions=positions.to(device),
+        narrow=narrow,
+        cached=cached.to(device),
+        source=source.to(device),
+        mixed=mixed.to(device),
+        mixed_slots=slot[positions[mixed]].to(device),
+        carried=carried.nonzero()[:, 0],
+        carried_rows=torch.searchsorted(positions, at[carried]).to(device),
+        mask=mask,
+        is_context=~layout.fresh[entries].to(device),
+        staying=None if torch.equal(stays, present) else slot[stays].to(device),
+        context=context.to(device),
+        context_slots=final[at[context]].to(device),
+        changed=recompute[context].nonzero()[:, 0].to(device),
+        other_slots=final[stays & ~is_held].to(device),
+        query_rows=query_rows.to(device),
+        query_slots=final[positions[query_rows]],
+    )
+    return plan, is_computed

@@ -1,0 +1,142 @@
+"""One ordinary prefill of chunks, each alone, captured into chunk caches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from samkv_integrations.cache.attention_stats import (
+    LayerStatistics,
+    chunk_statistics,
+    layer_statistics,
+)
+from samkv_integrations.cache.block_means import summarise
+from samkv_integrations.cache.chunk import ChunkCache
+from samkv_integrations.cache.fingerprint import Fingerprint
+from samkv_integrations.cache.rope import unrotate
+from samkv_integrations.model.attention import attention
+from samkv_integrations.model.model import Model
+
+BATCH_TOKENS = 4096
+
+
+PADDING = 1.1
+"""Most tokens of a batch, padding included, over those of its chunks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NewChunk:
+    """A chunk about to be cached."""
+
+    key: str
+    text: str
+    token_ids: tuple[int, ...]
+
+
+def batches(chunks: Sequence[NewChunk], budget_tokens: int = BATCH_TOKENS) -> list[list[NewChunk]]:
+    """Chunks of similar length together, at most ``budget_tokens`` padded tokens a batch.
+
+    Not more than `PADDING` allows: what is computed for nothing is in no estimate of `costs`.
+    """
+    grouped: list[list[NewChunk]] = []
+    n_tokens = 0
+    for chunk in sorted(chunks, key=lambda c: len(c.token_ids), reverse=True):
+        length = len(chunk.token_ids)
+        padded = (len(grouped[-1]) + 1) * len(grouped[-1][0].token_ids) if grouped else 0
+        if not grouped or padded > min(budget_tokens, PADDING * (n_tokens + length)):
+            grouped.append([])
+            n_tokens = 0
+        grouped[-1].append(chunk)
+        n_tokens += length
+    return grouped
+
+
+def prefill(
+    model: Model, chunks: Sequence[NewChunk], fingerprint: Fingerprint, prefix: tuple[int, ...]
+) -> list[ChunkCache]:
+    """Caches of ``chunks``, from one padded pass in which each sees the prefix and itself alone."""
+    capture = _Capture(model, chunks, fingerprint, len(prefix))
+    length = len(prefix) + max(len(chunk.token_ids) for chunk in chunks)
+    ids = torch.zeros(len(chunks), length, dtype=torch.long)
+    for row, chunk in zip(ids, chunks, strict=True):
+        row[: len(prefix) + len(chunk.token_ids)] = torch.tensor(prefix + chunk.token_ids)
+    capture.cos, capture.sin = model.cos_sin(torch.arange(length))
+    hidden = model.embed(ids)
+    for layer in range(model.n_layers):
+        hidden = model.layer(layer, hidden, capture.cos, capture.sin, capture)
+    return [capture.cache_of(index) for index in range(len(chunks))]
+
+
+class _Capture:
+    """Takes keys, values, local queries and attention statistics out of each layer as it runs.
+
+    Padding stands at the end, where causal attention never lets a real token see it.
+    """
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(
+        self,
+        model: Model,
+        chunks: Sequence[NewChunk],
+        fingerprint: Fingerprint,
+        n_prefix: int,
+    ) -> None:
+        self._chunks = chunks
+        self._fingerprint = fingerprint
+        self._prefix = n_prefix
+        rows = [
+            (model.n_layers, len(chunk.token_ids), model.n_kv_heads, model.head_dim)
+            for chunk in chunks
+        ]
+        self._keys = [torch.empty(shape, dtype=model.dtype) for shape in rows]
+        self._values = [torch.empty(shape, dtype=model.dtype) for shape in rows]
+        queries = (model.n_layers, model.n_heads, model.head_dim)
+        self._local_query = [torch.empty(queries, dtype=model.dtype) for _ in chunks]
+        self._statistics: list[list[LayerStatistics]] = [[] for _ in chunks]
+
+    def __call__(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float
+    ) -> Tensor:
+        start = self._prefix
+        for index, chunk in enumerate(self._chunks):
+            stop = start + len(chunk.token_ids)
+            cos, sin = self.cos[start:stop], self.sin[start:stop]
+            rows = key[index, :, start:stop].transpose(0, 1)  # (T, G, D)
+            self._keys[index][layer] = unrotate(rows, cos, sin)
+            self._values[index][layer] = value[index, :, start:stop].transpose(0, 1)
+            local = self._fingerprint.scheme.of(len(chunk.token_ids)).local_start
+            asking = query[index, :, start + local : stop].transpose(0, 1).float()
+            self._local_query[index][layer] = unrotate(asking, cos[local:], sin[local:]).mean(0)
+            self._statistics[index].append(
+                layer_statistics(
+                    query[index, :, start:stop],
+                    key[index, :, :stop],
+                    scaling,
+                    n_prefix=start,
+                    tile=256 if query.is_cuda else 64,  # a CPU's cache holds the smaller tile
+                )
+            )
+        return attention(query, key, value, scaling, None, True)
+
+    def cache_of(self, index: int) -> ChunkCache:
+        chunk, keys = self._chunks[index], self._keys[index]
+        blocks = self._fingerprint.scheme.of(len(chunk.token_ids))
+        form, values = self._fingerprint.entry_format, self._values[index]
+        # Layer by layer: float32 copies of all keys would be the largest tensors of the ingest.
+        entries, key_range = map(torch.stack, zip(*map(form.encode, keys, values), strict=True))
+        return ChunkCache(
+            key=chunk.key,
+            fingerprint=self._fingerprint,
+            text=chunk.text,
+            token_ids=torch.tensor(chunk.token_ids, dtype=torch.int32),
+            entries=entries,
+            key_range=key_range,
+            local_query=self._local_query[index],
+            statistics=chunk_statistics(self._statistics[index], blocks),
+            summaries=summarise(keys, blocks),
+        )

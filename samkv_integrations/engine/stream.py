@@ -1,0 +1,138 @@
+"""An answer, piece by piece, as text."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from dataclasses import replace
+from typing import Literal
+
+from samkv_integrations.engine.report import Report
+from samkv_integrations.engine.working_cache import WorkingCache
+from samkv_integrations.errors import InvalidOption
+from samkv_integrations.model.model import Model
+
+
+def check_stop(stop: Collection[object]) -> None:
+    """Raises InvalidOption if these are no stop strings: an empty one would end every answer."""
+    is_list = isinstance(stop, Collection) and not isinstance(stop, str)
+    if not is_list or any(not isinstance(text, str) or not text for text in stop):
+        raise InvalidOption(f"stop={stop!r}; it must be a list of non-empty strings")
+
+
+class TextStream:
+    """Tokens in, pieces of text out; ends at a stop string, which is never part of the text.
+
+    A piece is held back while it ends in half a character, or in what may become a stop string.
+    """
+
+    def __init__(self, model: Model, stop: Sequence[str] = ()) -> None:
+        check_stop(stop)
+        self._model = model
+        self._stop = tuple(stop)
+        self._ids: list[int] = []
+        self._sent = 0
+        self.stopped = False
+
+    def push(self, token: int) -> str:
+        """The text that ``token`` settles; empty while undecided."""
+        self._ids.append(token)
+        text = self._model.detokenize(self._ids)
+        cuts = [at for s in self._stop if (at := text.find(s, max(0, self._sent - len(s)))) >= 0]
+        if cuts:
+            self.stopped = True
+            return self._emit(text[: min(cuts)])
+        settled = len(text.rstrip("\N{REPLACEMENT CHARACTER}"))
+        return self._emit(text[: settled - self._undecided(text[:settled])])
+
+    def flush(self) -> str:
+        """What was held back, when no token follows."""
+        return "" if self.stopped else self._emit(self._model.detokenize(self._ids))
+
+    def _emit(self, text: str) -> str:
+        piece = text[self._sent :]
+        self._sent = max(self._sent, len(text))
+        return piece
+
+    def _undecided(self, text: str) -> int:
+        """Length of the longest end of ``text`` that begins a stop string."""
+        return max(
+            (n for s in self._stop for n in range(1, len(s)) if text.endswith(s[:n])), default=0
+        )
+
+
+class AnswerStream:
+    """Iterator over the pieces of one answer; ``report`` is complete once it is exhausted.
+
+    Closing it, or dropping it, frees the working cache.
+    """
+
+    def __init__(
+        self,
+        first: int,
+        step: Callable[[int], int],
+        end_ids: frozenset[int],
+        max_new_tokens: int,
+        text: TextStream,
+        report: Report,
+        cache: WorkingCache,
+    ) -> None:
+        self._report = report
+        self._count = 0
+        self._decode_s = 0.0
+        self._kv_bytes = cache.kv_bytes
+        self._finish_reason: Literal["stop", "length"] | None = None
+        self._pieces = self._decode(first, step, end_ids, max_new_tokens, text, cache)
+
+    def __iter__(self) -> Iterator[str]:
+        return self
+
+    def __next__(self) -> str:
+        return next(self._pieces)
+
+    def close(self) -> None:
+        """Stop decoding and free what this answer holds."""
+        self._pieces.close()
+
+    @property
+    def report(self) -> Report:
+        """Figures of the answer so far."""
+        rate = (self._count - 1) / self._decode_s if self._decode_s else 0.0
+        return replace(
+            self._report,
+            completion_tokens=self._count,
+            decode_tokens_per_s=rate,
+            decode_kv_bytes=self._kv_bytes,
+        )
+
+    @property
+    def finish_reason(self) -> Literal["stop", "length"] | None:
+        """How it ended: with an end token or stop string, or at max_new_tokens; None until then."""
+        return self._finish_reason
+
+    def _decode(
+        self,
+        token: int,
+        step: Callable[[int], int],
+        end_ids: frozenset[int],
+        max_new_tokens: int,
+        text: TextStream,
+        cache: WorkingCache,
+    ) -> Generator[str]:
+        reason: Literal["stop", "length"] = "stop"
+        while token not in end_ids:
+            self._count += 1
+            if piece := text.push(token):
+                yield piece
+            if text.stopped:
+                break
+            if self._count == max_new_tokens:
+                reason = "length"
+                break
+            began = time.perf_counter()
+            token = step(token)
+            self._decode_s += time.perf_counter() - began
+            self._kv_bytes = cache.kv_bytes
+        if tail := text.flush():
+            yield tail
+        self._finish_reason = reason

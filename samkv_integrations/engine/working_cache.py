@@ -1,0 +1,68 @@
+"""The contract of what an answer goes on with: the KV entries that later tokens attend to."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerEntries:
+    """The KV entries that a pass leaves at a layer, in prompt order, and who computed some of them.
+
+    keys, values: (S + room, G, D), rotated; the first S are the prompt's.
+    is_context: (S,) bool, which of them are context tokens with a cache.
+    context: (n,) context tokens that those are.
+    context_slots, other_slots: where context tokens and all others lie among the S entries.
+    changed: (d,) which of the context tokens do not stay as they are stored.
+    queries: (H, R, D), rotated, of computed tokens that stay, and query_slots: (R,) theirs, CPU.
+    """
+
+    keys: Tensor
+    values: Tensor
+    n_entries: int
+    is_context: Tensor
+    context: Tensor
+    context_slots: Tensor
+    changed: Tensor
+    other_slots: Tensor
+    queries: Tensor
+    query_slots: Tensor
+    scaling: float
+
+
+class WorkingCache(ABC):
+    """KV entries of one answer, layer by layer.
+
+    room: entries that a pass leaves free behind those that it hands over.
+    prompt_bytes: bytes that the prompt's pass handed over, before any eviction.
+    """
+
+    room: int = 0
+    prompt_bytes: int = 0
+
+    @property
+    @abstractmethod
+    def kv_bytes(self) -> int:
+        """Bytes held, room not counted."""
+
+    def attended(self, n_kept: int) -> int:
+        """Context tokens that a step attends to, of ``n_kept`` at a layer."""
+        return n_kept
+
+    @abstractmethod
+    def take(self, layer: int, entries: LayerEntries) -> None:
+        """Keep what the prompt's pass leaves at a layer."""
+
+    @abstractmethod
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float
+    ) -> Tensor:
+        """Add a token, key and value (1, G, 1, D), and attend: query and result (1, H, 1, D)."""
+
+
+def as_heads(entries: Tensor) -> Tensor:
+    """(S, heads, D) -> (1, heads, S, D), without a copy."""
+    return entries.transpose(0, 1)[None]

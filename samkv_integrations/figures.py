@@ -1,0 +1,76 @@
+"""Figures as text and as JSON, and what they were measured with."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Iterable, Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+Row = Mapping[str, Any]
+
+
+def version() -> str:
+    """The release, ``"unknown"`` for a source tree that was never installed."""
+    try:
+        return metadata.version("samkv-integrations")
+    except metadata.PackageNotFoundError:
+        return "unknown"
+
+
+def commit() -> str | None:
+    """The git commit of the source tree that runs; None if this is not a checkout."""
+    folder = Path(__file__).parent
+    tracked = ["git", "ls-files", "--error-unmatch", Path(__file__).name]
+    head = ["git", "rev-parse", "HEAD"]
+    try:
+        # an installed copy may lie inside another project's repository, which does not track it
+        for command in (tracked, head):
+            found = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return found.stdout.strip()
+
+
+def to_json(
+    command: str, model: str | None, rows: Iterable[Row], more: Mapping[str, Any] | None = None
+) -> str:
+    """The one object that ``--json`` writes. model: None without one. more: other fields."""
+    return json.dumps(
+        {
+            "command": command,
+            "version": version(),
+            "commit": commit(),
+            "model": model,
+            **(more or {}),
+            "rows": [dict(row) for row in rows],
+        },
+        ensure_ascii=False,
+        indent=2,
+    )
+
+
+def percent(value: float | None) -> str:
+    """A share, or a dash."""
+    return "-" if value is None else f"{100 * value:.0f} %"
+
+
+def ratio(value: float | None) -> str:
+    """A ratio, or a dash."""
+    return "-" if value is None else f"{value:.2f}"
+
+
+def seconds(value: float) -> str:
+    """A time in the unit that suits it."""
+    return f"{1000 * value:.0f} ms" if value < 1 else f"{value:.1f} s"
+
+
+def size(n_bytes: float) -> str:
+    """Bytes in the decimal unit that suits them."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if n_bytes < 1000:
+            return f"{n_bytes:.0f} {unit}" if unit == "B" else f"{n_bytes:.1f} {unit}"
+        n_bytes /= 1000
+    return f"{n_bytes:.1f} TB"

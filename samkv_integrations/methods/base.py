@@ -1,0 +1,265 @@
+"""The contract of a method, and what its parts see.
+
+Parts are pure: they see tensors and a layout, never the model, the store or the engine. `select`
+says which blocks of which layer to keep, `recompute` which of the kept tokens to compute again,
+`update` how a recomputed entry and the cached one combine, `positions` where cached keys sit.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from samkv_integrations.errors import InvalidOption
+from samkv_integrations.eviction.base import Eviction
+from samkv_integrations.prompt.layout import Layout
+
+
+@dataclass(frozen=True, kw_only=True)
+class Selection:
+    """What a method keeps of the context.
+
+    keep: (L, Nb) bool, CPU, blocks kept at each layer.
+    token_scores: (Tctx,) how much the question attends to each context token, if it was computed;
+        on the model's device.
+    """
+
+    keep: Tensor
+    token_scores: Tensor | None = None
+
+    def tokens(self, layout: Layout) -> Tensor:
+        """(L, Tctx) bool, tokens kept at each layer."""
+        return self.keep[:, layout.block_of_token]
+
+
+Update = Callable[[Tensor, Tensor], Tensor]
+
+
+Positions = Literal["global", "local"]
+
+
+NEEDED = frozenset(("summaries", "local_query", "anchor_mean", "statistics"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SelectionInputs:
+    """What was computed at ingest, of all chunks of a request; only what a part `needs`.
+
+    Blocks and tokens are numbered as in the layout.
+
+    summaries: (L, Nb, G, D) float32, mean un-rotated key of each middle block; 0 for anchor blocks.
+    local_query: (L, C, H, D) float32, mean un-rotated query of each chunk's local tokens.
+    anchor_mean: (L, C, G, D) float32, mean un-rotated key of each chunk's anchor tokens.
+    block_max, block_min: (L, C) most and least important middle block, -1 without a middle.
+    outliers: (L, Tctx) bool, middle tokens of outstanding attention.
+    stable_layers: indices of the layers N* (paper: Appendix A.2).
+    """
+
+    n_layers: int
+    summaries: Tensor | None = None
+    local_query: Tensor | None = None
+    anchor_mean: Tensor | None = None
+    block_max: Tensor | None = None
+    block_min: Tensor | None = None
+    outliers: Tensor | None = None
+    stable_layers: tuple[int, ...] = ()
+
+    def to(self, device: torch.device) -> SelectionInputs:
+        """The same inputs on ``device``."""
+        moved: dict[str, Any] = {
+            field.name: value.to(device)
+            for field in fields(self)
+            if isinstance(value := getattr(self, field.name), Tensor)
+        }
+        return replace(self, **moved)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProbedLayer:
+    """One layer of a probe: the queries of the tokens that it computed, and the keys they saw.
+
+    queries: (H, R, D), rotated, of the computed tokens in prompt order. cos, sin: (R, D) of them.
+    keys: (n, G, D), rotated, of the context tokens in `Select.probe_blocks`; a last token of the
+        prompt is none of them, being computed.
+    scaling: of the attention's logits.
+    """
+
+    layer: int
+    n_layers: int
+    queries: Tensor
+    cos: Tensor
+    sin: Tensor
+    keys: Tensor
+    scaling: float
+
+
+class Select(ABC):
+    """Which blocks of the context to keep at each layer.
+
+    needs: names out of `NEEDED`. Everything needed counts as bytes.
+    probes: whether a pass over `probe_blocks` comes first, that `score` looks at layer by layer.
+    """
+
+    @property
+    def needs(self) -> frozenset[str]:
+        return frozenset()
+
+    @property
+    def probes(self) -> bool:
+        return False
+
+    def probe_blocks(self, layout: Layout) -> Tensor:
+        """(Nb,) bool, blocks that the probe attends to."""
+        return torch.zeros(layout.n_blocks, dtype=torch.bool)
+
+    def probe_tokens(self, layout: Layout) -> Tensor:
+        """(T,) bool, uncached tokens that the probe computes, the last one among them."""
+        return layout.fresh
+
+    def score(self, probed: ProbedLayer, layout: Layout) -> Tensor | None:
+        """What `choose` is given of a layer; None for nothing. Stays on the device. Pure."""
+        return None
+
+    @abstractmethod
+    def choose(self, scores: Tensor | None, inputs: SelectionInputs, layout: Layout) -> Selection:
+        """The selection.
+
+        scores: what `score` made of the layers, stacked; None without a probe. Pure.
+        """
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checked:
+    """What a layer made of the context rows that were computed up to it, all rotated.
+
+    tokens: (n,) context tokens. keys, values: (n, G, D) as computed. queries: (H, W, D) of the
+    question's rows. scaling: of the attention's logits.
+    cached: reads their cached keys, at the positions in use, and values, (n, G, D) each.
+    """
+
+    tokens: Tensor
+    queries: Tensor
+    keys: Tensor
+    values: Tensor
+    scaling: float
+    cached: Callable[[], tuple[Tensor, Tensor]]
+
+
+class Recompute(ABC):
+    """Which kept rows to compute again.
+
+    check_layer: the rows of all later layers are decided when the pass is there; None: all rows are
+        known before.
+    whole_tokens: contexts of at most this many tokens are kept and computed as a whole.
+    """
+
+    @property
+    def needs(self) -> frozenset[str]:
+        return frozenset()
+
+    @property
+    def check_layer(self) -> int | None:
+        return None
+
+    @property
+    def whole_tokens(self) -> int:
+        return 0
+
+    @property
+    def uses_caches(self) -> bool:
+        """Whether any stored entry is ever used."""
+        return True
+
+    def most_ratio(self, n_context: int, n_chunks: int) -> float:
+        """Recomputed tokens as a share of the context, mean over layers, at most."""
+        return 1.0
+
+    @abstractmethod
+    def rows(self, selection: Selection, inputs: SelectionInputs, layout: Layout) -> Tensor:
+        """(L, Tctx) bool, CPU; rows that are not kept at a layer are ignored there. Pure."""
+
+    def rows_after(self, checked: Checked, layout: Layout) -> Tensor:
+        """(Tctx,) bool, CPU: rows of the layers after ``check_layer``. Pure."""
+        raise NotImplementedError
+
+
+class ContextAttention(Protocol):
+    """Attention of fresh rows that treats the context's rows in its own way."""
+
+    def __call__(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        scaling: float,
+        mask: Tensor | None,
+        is_context: Tensor,
+    ) -> Tensor:
+        """(1, H, R, D) from query (1, H, R, D), keys and values (1, G, S, D).
+
+        mask: (R, S) bool, what a row may see; None for all. is_context: (S,) or (G, S) bool.
+        """
+        ...
+
+
+def overwrite(cached: Tensor, fresh: Tensor) -> Tensor:
+    """The recomputed entry replaces the cached one. Both (R, G, D)."""
+    return fresh
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """One way of answering from chunk caches.
+
+    A row of the table `METHODS`, or an ablation of one made with ``dataclasses.replace``.
+
+    positions: ``global`` (cached keys are rotated to their true positions) or ``local`` (they stay
+        where they were prefilled, the papers' Reuse baseline).
+    attend: how computed tokens weigh the context against the rest; None as the model does.
+    eviction: what the answer's later tokens go on with, unless a call says otherwise; None for all.
+    whole_if_faster: compute the whole context where that is estimated to be faster.
+    """
+
+    name: str
+    paper: str
+    summary: str
+    select: Select
+    recompute: Recompute
+    update: Update = overwrite
+    positions: Positions = "global"
+    attend: ContextAttention | None = None
+    eviction: Eviction | None = None
+    whole_if_faster: bool = False
+
+    def __post_init__(self) -> None:
+        unknown = (self.select.needs | self.recompute.needs) - NEEDED
+        if unknown:
+            raise InvalidOption(f"method {self.name!r} needs {sorted(unknown)}; known: {NEEDED}")
+        if self.positions not in ("global", "local"):
+            raise InvalidOption(f"positions={self.positions!r}; allowed: global, local")
+
+    @property
+    def needs(self) -> frozenset[str]:
+        return self.select.needs | self.recompute.needs
+
+
+def check_ratio(name: str, value: float | None) -> None:
+    """Raise InvalidOption unless ``value`` is a share between 0 and 1."""
+    if value is None or not 0 <= value <= 1:
+        raise InvalidOption(f"{name}={value}; it must be between 0 and 1")
+
+
+def option_names(method: Method) -> tuple[str, ...]:
+    """The knobs of a method's parts, ``select.x``, ``recompute.y`` and ``attend.z``."""
+    parts = (("select", method.select), ("recompute", method.recompute), ("attend", method.attend))
+    return tuple(
+        f"{name}.{field.name}"
+        for name, part in parts
+        if part is not None
+        for field in fields(part)  # type: ignore[arg-type]
+    )

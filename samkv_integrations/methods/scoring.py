@@ -1,0 +1,97 @@
+"""What methods score and choose tokens with: queries, budgets, shares within a chunk."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from samkv_integrations.cache.rope import unrotate
+from samkv_integrations.methods.base import (
+    ProbedLayer,
+)
+from samkv_integrations.prompt.layout import Layout
+
+
+def token_budget(ratio: float, n_tokens: Tensor) -> Tensor:
+    """``ratio`` of ``n_tokens``, rounded up; what rounding of floats adds does not count."""
+    return (ratio * n_tokens.double() - 1e-6).ceil().clamp(min=0).long()
+
+
+def top_tokens(scores: Tensor, tokens: Tensor, ratio: float, layout: Layout) -> Tensor:
+    """(Tctx,) bool, CPU: the best of ``tokens`` (n,) by scores (n,), ``ratio`` of the context."""
+    rows = torch.zeros(layout.n_context, dtype=torch.bool)
+    count = min(len(tokens), int(token_budget(ratio, torch.tensor(layout.n_context))))
+    rows[tokens[scores.topk(count).indices.cpu()]] = True
+    return rows
+
+
+def mean_query(probed: ProbedLayer, n_last: int) -> Tensor:
+    """(H, D) float32: mean un-rotated query of the probe's ``n_last`` last tokens."""
+    queries = probed.queries[:, -n_last:].transpose(0, 1).float()
+    return unrotate(queries, probed.cos[-n_last:], probed.sin[-n_last:]).mean(0)
+
+
+def group_heads(queries: Tensor, n_kv_heads: int) -> Tensor:
+    """(..., H, D) -> (..., G, D): mean over the query heads that share a key-value head.
+
+    Consecutive query heads share one, as in transformers' ``repeat_kv``.
+    """
+    *lead, heads, dim = queries.shape
+    return queries.reshape(*lead, n_kv_heads, heads // n_kv_heads, dim).mean(dim=-2)
+
+
+def personalise(query: Tensor, local_query: Tensor) -> Tensor:
+    """A query of its own for every chunk (SamKV equation 1).
+
+    query (L, H, D), local_query (L, C, H, D) -> (L, C, H, D): the query plus, for each chunk, the
+    mean of the other chunks' local queries, each weighted with its absolute cosine to the query
+    over the whole (H, D) vector. With one chunk there is no bias.
+    """
+    n_chunks = local_query.shape[1]
+    spread = query[:, None].expand_as(local_query)
+    if n_chunks == 1:
+        return spread
+    cosine = F.cosine_similarity(spread.flatten(2), local_query.flatten(2), dim=-1)
+    weighted = cosine.abs()[..., None, None] * local_query
+    return spread + (weighted.sum(1, keepdim=True) - weighted) / (n_chunks - 1)
+
+
+def fill_budget(order: Tensor, layout: Layout, budget_tokens: float | Tensor) -> Tensor:
+    """(L, Nb) bool: the best blocks of each layer that fit into ``budget_tokens``.
+
+    order: (L, Nb), higher first, -inf never. Filling ends at the first block that does not fit.
+    budget_tokens: the same for all layers, or (L, 1).
+    """
+    ranking = order.argsort(dim=1, descending=True, stable=True)
+    lengths = layout.block_lengths.to(order.device)[ranking]
+    lengths = lengths.masked_fill(order.gather(1, ranking).isneginf(), 0)
+    whole = torch.as_tensor(budget_tokens, dtype=torch.float64).floor().long().to(order.device)
+    fits = (lengths.cumsum(1) <= whole) & (lengths > 0)
+    return torch.zeros_like(fits).scatter(1, ranking, fits)
+
+
+def softmax_by_chunk(logits: Tensor, layout: Layout) -> Tensor:
+    """Softmax of (H, Tctx) within each chunk, as if it were alone."""
+    longest = layout.longest_chunk
+    place = layout.place_in_chunks(logits.device)
+    padded = logits.new_full((len(logits), layout.n_chunks * longest), -math.inf)
+    padded[:, place] = logits
+    shares = padded.view(len(logits), layout.n_chunks, longest).softmax(-1)
+    return shares.flatten(1)[:, place]
+
+
+def dilate(scores: Tensor, layout: Layout, *, before: int = 0, after: int = 0) -> Tensor:
+    """(Tctx,) scores shared with the ``before`` and ``after`` tokens around, within the chunk."""
+    chunk, best = layout.chunk_of_token, scores
+    for shift in range(1, min(max(before, after), layout.n_context - 1) + 1):
+        same = chunk[shift:] == chunk[:-shift]
+        if shift <= after:
+            moved = scores[:-shift].where(same, -math.inf)
+            best = torch.cat((best[:shift], best[shift:].maximum(moved)))
+        if shift <= before:
+            moved = scores[shift:].where(same, -math.inf)
+            best = torch.cat((best[:-shift].maximum(moved), best[-shift:]))
+    return best

@@ -1,0 +1,63 @@
+"""The attention function that decoder layers call, and what a pass puts in its place.
+
+No model code is patched. An attention function is registered under the name ``samkv``; a decoder
+layer hands it the layer's queries, keys and values after RoPE, together with the ``attend``
+callable of the pass in progress (prefill, probe, blend or decode), which travels as a keyword
+argument.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+
+class Attend(Protocol):
+    """What a pass does inside one attention layer."""
+
+    def __call__(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float
+    ) -> Tensor:
+        """Attention output for the rows being computed.
+
+        query (batch, H, R, D), key and value (batch, G, R, D), after RoPE, of these rows only;
+        returns (batch, H, R, D).
+        """
+        ...
+
+
+def _samkv_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    attend: Attend | None = None,
+    **kwargs: Any,  # noqa: ANN401  (transformers' interface; passed on as it came)
+) -> tuple[Tensor, Tensor | None]:
+    if attend is None:  # the user calls the model directly: behave as transformers does
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, scaling=scaling, **kwargs
+        )
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return attend(layer, query, key, value, scaling).transpose(1, 2), None
+
+
+def attention(
+    query: Tensor, key: Tensor, value: Tensor, scaling: float, mask: Tensor | None, causal: bool
+) -> Tensor:
+    """Scaled dot-product attention of (batch, H, R, D) over (batch, G, S, D), grouped heads."""
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1 and mask is not None and query.is_cuda:
+        # with a mask, CUDA's grouped-head path falls back to the slow math kernel
+        key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
+        groups = 1
+    return F.scaled_dot_product_attention(
+        query, key, value, mask, is_causal=causal, scale=scaling, enable_gqa=groups > 1
+    )

@@ -1,0 +1,178 @@
+"""Models and tokenizers by hub id, from a folder, built in, or with random weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as transformers_logging
+
+from samkv_integrations.errors import InvalidOption, ModelNotFound
+from samkv_integrations.model.model import Model
+from samkv_integrations.model.support import SUPPORTED_DTYPES, refuse_unsupported
+
+DTYPES = ("auto", *SUPPORTED_DTYPES)
+
+
+# Arguments of from_pretrained that are decided here -> what to do instead.
+_DECIDED = {
+    "dtype": "give dtype as an argument of its own",
+    "torch_dtype": "give dtype as an argument of its own",
+    "device_map": "the whole model goes to one device, which is an argument of its own",
+    "attn_implementation": "attention to chunk caches is computed by this package; leave it out",
+    **dict.fromkeys(
+        ("quantization_config", "load_in_4bit", "load_in_8bit"),
+        "quantised weights are not supported; leave it out",
+    ),
+}
+
+
+def load_model(
+    name: str,
+    *,
+    device: str = "auto",
+    dtype: str = "auto",
+    tokenizer: Any = None,  # noqa: ANN401
+    model_kwargs: Mapping[str, Any] | None = None,
+    tokenizer_kwargs: Mapping[str, Any] | None = None,
+) -> Model:
+    """Load by hub id, local folder, or ``"builtin"`` (the reference model in this package).
+
+    device: ``auto`` (CUDA if there is one), ``cpu``, ``cuda`` or ``cuda:N``.
+    dtype: ``float32``, ``bfloat16``, or ``auto`` for the checkpoint's; where that is bfloat16
+        and this processor computes it slowly, float32 (see `bfloat16_is_slow`).
+    tokenizer: a loaded one in place of the model's own.
+    model_kwargs, tokenizer_kwargs: passed on to ``from_pretrained``, such as ``revision``,
+        ``token``, ``cache_dir``, ``local_files_only``.
+    """
+    if dtype not in DTYPES:
+        raise InvalidOption(f"dtype={dtype!r}; allowed: {', '.join(DTYPES)}")
+    place, further = _device(device), dict(model_kwargs or {})
+    for decided in _DECIDED.keys() & further.keys():
+        raise InvalidOption(f"model_kwargs holds {decided!r}: {_DECIDED[decided]}")
+    source = _source(name)
+    if name.startswith((".", "/", "~")) and not Path(source).is_dir():  # no hub id begins so
+        raise ModelNotFound(
+            f"the folder {name!r} does not exist; give one saved with save_pretrained, a hub "
+            "id, or 'builtin'"
+        )
+    if Path(source).is_dir() and not (Path(source) / "config.json").is_file():
+        raise ModelNotFound(
+            f"{source!r} holds no config.json; give a folder saved with save_pretrained, "
+            "a hub id, or 'builtin'"
+        )
+    with _loading("model", name, further), _quiet(name == "builtin"):
+        config = AutoConfig.from_pretrained(source, **further)
+        refuse_unsupported(config)
+        if dtype == "auto" and config.dtype == torch.bfloat16 and bfloat16_is_slow(place):
+            dtype = "float32"
+        hf: Any = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **further)
+    if tokenizer is None:
+        tokenizer = load_tokenizer(name, tokenizer_kwargs)
+    return Model(hf.to(place), tokenizer, name)
+
+
+@contextmanager
+def _quiet(wanted: bool) -> Iterator[None]:
+    """Without transformers' progress bar, which is noise for a model that loads in no time."""
+    progress: Any = transformers_logging
+    hide = wanted and progress.is_progress_bar_enabled()
+    if hide:
+        progress.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if hide:
+            progress.enable_progress_bar()
+
+
+@contextmanager
+def _loading(kind: str, name: str, further: Mapping[str, Any]) -> Iterator[None]:
+    """Turns what transformers raises for a ``kind`` that it cannot load into errors of ours."""
+    try:
+        yield
+    except TypeError as error:
+        if not further:
+            raise
+        raise InvalidOption(
+            f"{kind} {name!r} could not be loaded with {kind}_kwargs={sorted(further)} ({error}); "
+            "leave out what from_pretrained does not know"
+        ) from error
+    except (OSError, ValueError, RuntimeError) as error:
+        first_line = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+        raise ModelNotFound(
+            f"{kind} {name!r} could not be loaded ({first_line}); give a local folder, a hub id "
+            "that this machine can reach, or 'builtin'"
+        ) from error
+
+
+def load_tokenizer(name: str, options: Mapping[str, Any] | None = None) -> Any:  # noqa: ANN401
+    """The tokenizer of a hub id, a local folder, or ``"builtin"``.
+
+    options: passed on to ``from_pretrained``.
+    """
+    further = dict(options or {})
+    with _loading("tokenizer", name, further):
+        return AutoTokenizer.from_pretrained(_source(name), **further)
+
+
+def bfloat16_is_slow(device: torch.device) -> bool:
+    """Whether products in bfloat16 run without vector instructions on this device.
+
+    So they do on processors without AVX-512 or Arm's bfloat16: 60 times slower than float32 was
+    measured (docs/decisions.md), where float32 takes twice the memory.
+    """
+    return device.type == "cpu" and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+def _device(name: str) -> torch.device:
+    """The device called ``name``, if it is one of this machine."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except (RuntimeError, TypeError):
+        device = torch.device("meta")
+    if device.type not in ("cpu", "cuda"):
+        raise InvalidOption(f"device={name!r}; allowed: auto, cpu, cuda, cuda:N")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise InvalidOption(
+            f"device={name!r}, but torch finds {torch.cuda.device_count()} CUDA devices here; "
+            "give 'auto' or 'cpu'"
+        )
+    return device
+
+
+def _source(name: str) -> str:
+    return str(builtin_path()) if name == "builtin" else name
+
+
+def builtin_path() -> Path:
+    """Folder of the reference model shipped with the package."""
+    return Path(str(resources.files("samkv_integrations"))) / "assets" / "builtin"
+
+
+def random_model(
+    shape: Mapping[str, Any], *, name: str, dtype: str, device: str, seed: int
+) -> Model:
+    """A model with random weights and the reference model's tokenizer, for timings.
+
+    shape: fields of a transformers config, ``model_type`` among them. Nothing is downloaded.
+    dtype: ``float32``, ``bfloat16``, or ``auto`` as in `Model.load`, bfloat16 where it is fast.
+
+    Raises InvalidOption for a device that this machine lacks, before anything is built.
+    """
+    place, fields = _device(device), dict(shape)
+    config = AutoConfig.for_model(fields.pop("model_type"), **fields)
+    if dtype == "auto":
+        dtype = "float32" if bfloat16_is_slow(place) else "bfloat16"
+    torch.manual_seed(seed)
+    with place:
+        auto: Any = AutoModelForCausalLM
+        hf = auto.from_config(config, dtype=getattr(torch, dtype))
+    return Model(hf, AutoTokenizer.from_pretrained(str(builtin_path())), name)

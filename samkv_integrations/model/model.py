@@ -1,0 +1,221 @@
+"""A transformers model that is stepped through layer by layer.
+
+Every pass is a loop over the model's own decoder layers.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import threading
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers.modeling_utils import AttentionInterface
+
+from samkv_integrations.errors import InvalidOption, UnsupportedModel
+from samkv_integrations.model.attention import Attend, _samkv_attention
+from samkv_integrations.model.support import refuse_unsupported
+
+
+class Model:
+    """A causal language model that can be stepped through layer by layer.
+
+    Args:
+        hf: a loaded transformers model of a supported family. It goes on working, in evaluation
+            mode and with SDPA attention.
+        tokenizer: its fast tokenizer, which is copied.
+        name: what a report calls it.
+
+    Raises:
+        UnsupportedModel: something about the model could not be served exactly; says what.
+    """
+
+    def __init__(self, hf: PreTrainedModel, tokenizer: Any, name: str) -> None:  # noqa: ANN401
+        if not isinstance(hf, PreTrainedModel):
+            raise UnsupportedModel(
+                f"a {type(hf).__name__} is no transformers model; give what "
+                "AutoModelForCausalLM.from_pretrained returns, adapters merged into it"
+            )
+        refuse_unsupported(hf.config)
+        if len(places := set(getattr(hf, "hf_device_map", {}).values())) > 1:
+            raise UnsupportedModel(
+                f"{name!r} is spread over {', '.join(sorted(map(str, places)))}; load it onto one "
+                "device"
+            )
+        if not getattr(tokenizer, "is_fast", False):
+            raise UnsupportedModel(
+                f"{name!r} has no fast tokenizer; chunk boundaries need one (tokenizer.json)"
+            )
+        AttentionInterface.register("samkv", _samkv_attention)
+        AttentionMaskInterface.register("samkv", sdpa_mask)
+        hf.set_attn_implementation("samkv")
+        self.hf = hf.train(False)
+        # A copy: for each text it is told anew whether special tokens count, under our lock.
+        self.tokenizer = copy.deepcopy(tokenizer)
+        self.name = name
+        self.config = hf.config
+        self.n_layers: int = self.config.num_hidden_layers
+        self.n_heads: int = self.config.num_attention_heads
+        self.n_kv_heads: int = self.config.num_key_value_heads
+        self.head_dim: int = (
+            getattr(self.config, "head_dim", None) or self.config.hidden_size // self.n_heads
+        )
+        self.dtype: torch.dtype = hf.dtype
+        self.device: torch.device = hf.device
+        self._tokenizing = threading.Lock()
+
+    # -- identity ---------------------------------------------------------------------------
+
+    @cached_property
+    def weights_digest(self) -> str:
+        """Hash over every parameter's name, shape and up to 65,536 evenly spread values."""
+        digest = hashlib.blake2b(digest_size=16)
+        for name, parameter in sorted(self.hf.state_dict().items()):
+            flat = parameter.detach().reshape(-1)
+            step = max(1, flat.numel() // 65_536)
+            sample = flat[::step].contiguous().cpu().view(torch.uint8)
+            digest.update(f"{name}{tuple(parameter.shape)}".encode() + sample.numpy().tobytes())
+        return digest.hexdigest()
+
+    @cached_property
+    def tokenizer_digest(self) -> str:
+        text = self.tokenizer.backend_tokenizer.to_str()
+        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+    @cached_property
+    def rope_digest(self) -> str:
+        parameters = json.dumps(self.config.rope_parameters, sort_keys=True, default=str).encode()
+        frequencies = self.hf.model.rotary_emb.inv_freq.float().cpu().numpy().tobytes()
+        return hashlib.blake2b(parameters + frequencies, digest_size=16).hexdigest()
+
+    @cached_property
+    def layer_parameters(self) -> int:
+        """Numbers in the weights of one layer."""
+        return sum(weight.numel() for weight in self.hf.model.layers[0].parameters())
+
+    @property
+    def dtype_name(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
+
+    @property
+    def context_window(self) -> int:
+        """Most tokens of prompt and answer together."""
+        window = getattr(self.config, "sliding_window", None)
+        if window and getattr(self.config, "use_sliding_window", True):
+            return int(min(self.config.max_position_embeddings, window))
+        return int(self.config.max_position_embeddings)
+
+    # -- text -------------------------------------------------------------------------------
+
+    def tokenize(self, text: str, *, special: bool) -> list[int]:
+        """Token ids of ``text`` alone, nothing added.
+
+        special: whether ``<|names|>`` of special tokens in the text count as such. True for a
+        rendered chat template; False for a chunk, whose words must not steer the conversation.
+        """
+        with self._tokenizing:  # split_special_tokens is a state of the one shared tokenizer
+            try:
+                ids = self.tokenizer(
+                    text,
+                    add_special_tokens=False,
+                    split_special_tokens=not special,
+                    verbose=False,  # whether a text is too long is for the caller to say
+                )
+            except TypeError as error:  # of the tokenizers library, without the text
+                raise InvalidOption(
+                    f"the text that begins {text[:40]!r} holds half a character (a lone "
+                    "surrogate); clean it with text.encode(errors='replace').decode()"
+                ) from error
+        return list(ids["input_ids"])
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        """Text of ``ids`` without special tokens."""
+        text = self.tokenizer.decode(
+            list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        assert isinstance(text, str)
+        return text
+
+    @property
+    def bos_id(self) -> int | None:
+        token: int | None = self.tokenizer.bos_token_id
+        return token
+
+    @cached_property
+    def eos_ids(self) -> frozenset[int]:
+        """Every token that ends an answer: of the generation config, config and tokenizer."""
+        found: set[int] = set()
+        sources = (self.hf.generation_config, self.config, self.tokenizer)
+        for value in (getattr(source, "eos_token_id", None) for source in sources):
+            found.update([value] if isinstance(value, int) else value or [])
+        return frozenset(found)
+
+    def end_ids(self, more: Iterable[int]) -> frozenset[int]:
+        """`eos_ids` and ``more``. Raises InvalidOption if one of ``more`` is no token."""
+        ids, size = list(more), self.config.vocab_size
+        for found in ids:
+            if isinstance(found, bool) or not isinstance(found, int) or not 0 <= found < size:
+                raise InvalidOption(
+                    f"stop id {found!r} is no token of {self.name!r}, whose ids are 0 to "
+                    f"{size - 1}; tokenizer.convert_tokens_to_ids knows the id of a token"
+                )
+        return self.eos_ids | frozenset(ids)
+
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(self.tokenizer.chat_template)
+
+    def render_chat(self, messages: Sequence[dict[str, str]]) -> str:
+        """The prompt string of ``messages`` (``role``, ``content``), ready for an answer."""
+        if not self.has_chat_template:
+            raise InvalidOption(
+                f"{self.name!r} has no chat template; pass a plain prompt string instead"
+            )
+        try:
+            text = self.tokenizer.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=True
+            )
+        except Exception as error:  # templates raise whatever their author chose
+            raise InvalidOption(f"the chat template of {self.name!r} refused: {error}") from error
+        assert isinstance(text, str)
+        return text
+
+    # -- one pass ---------------------------------------------------------------------------
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """(..., R) token ids -> (..., R, hidden)."""
+        hidden: Tensor = self.hf.model.embed_tokens(ids.to(self.device))
+        return hidden
+
+    def cos_sin(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """The model's own cos and sin, (R, D) each in its dtype, for ``positions`` (R,)."""
+        probe = torch.empty(0, dtype=self.dtype, device=self.device)
+        cos, sin = self.hf.model.rotary_emb(probe, positions.to(self.device)[None])
+        return cos[0], sin[0]
+
+    def layer(self, index: int, hidden: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        """Run decoder layer ``index`` on rows ``hidden`` (batch, R, hidden).
+
+        cos, sin: (R, D) of the rows' positions. Keys and values go to ``attend``.
+        """
+        output: Tensor = self.hf.model.layers[index](
+            hidden,
+            attention_mask=None,
+            position_ids=None,
+            past_key_values=None,
+            position_embeddings=(cos[None], sin[None]),
+            attend=attend,
+        )
+        return output
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """(R, hidden) after the last layer -> (R, vocabulary)."""
+        scores: Tensor = self.hf.lm_head(self.hf.model.norm(hidden))
+        return scores

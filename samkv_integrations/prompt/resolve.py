@@ -1,0 +1,207 @@
+"""A split prompt becomes segments with token ids, and chunks become open caches."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from types import TracebackType
+from typing import Literal, Self, get_args
+
+from samkv_integrations.cache.base import Store, StoredChunk
+from samkv_integrations.cache.fingerprint import Fingerprint
+from samkv_integrations.errors import CacheMiss, ChunkNotCached, HandleError, InvalidOption
+from samkv_integrations.model.model import Model
+from samkv_integrations.prompt.layout import Segment
+from samkv_integrations.prompt.split import (
+    ChunkHandle,
+    ChunkText,
+    Piece,
+    PlainText,
+    handle_of,
+    split_prompt,
+)
+
+OnMiss = Literal["text", "compute", "error"]
+
+
+@dataclass
+class Resolved:
+    """Segments of a prompt and the open caches of those that are cached chunks, in order.
+
+    on_miss: see `Resolver.resolve`. misses: reason -> number of chunks without a usable cache.
+    missed_texts: theirs, by token ids.
+    computed: tokens of each missed chunk that was then computed as a chunk. Closes the caches on
+    exit.
+    """
+
+    on_miss: OnMiss = "text"
+    segments: list[Segment] = field(default_factory=list)
+    opened: list[StoredChunk] = field(default_factory=list)
+    misses: Counter[str] = field(default_factory=Counter)
+    missed_texts: dict[tuple[int, ...], str] = field(default_factory=dict)
+    computed: list[int] = field(default_factory=list)
+
+    def add_computed(self, chunks: Mapping[tuple[int, ...], Callable[[], StoredChunk]]) -> None:
+        """Answer missed chunks from caches that have just been made, by token ids."""
+        opened, before = self.opened, iter(self.opened)
+        self.opened = []
+        for at, segment in enumerate(self.segments):
+            if segment.blocks is not None:
+                self.opened.append(next(before))
+            elif segment.is_context and segment.token_ids in chunks:
+                stored = chunks[segment.token_ids]()
+                self.opened.append(stored)
+                self.computed.append(stored.n_tokens)
+                self.segments[at] = replace(segment, blocks=stored.blocks)
+        assert len(opened) + len(self.computed) == len(self.opened)
+
+    @property
+    def context_spans(self) -> list[range]:
+        """Positions of each chunk's tokens in the prompt, with or without a cache."""
+        ends = list(accumulate(len(segment.token_ids) for segment in self.segments))
+        return [
+            range(end - len(segment.token_ids), end)
+            for segment, end in zip(self.segments, ends, strict=True)
+            if segment.is_context
+        ]
+
+    def lose(self, index: int, miss: CacheMiss) -> None:
+        """Make cached chunk ``index`` a chunk that is computed from its tokens.
+
+        Raises ChunkNotCached if ``on_miss`` is ``error``.
+        """
+        if self.on_miss == "error":
+            raise not_cached(self.opened[index].key, miss) from miss
+        cached = [i for i, segment in enumerate(self.segments) if segment.blocks is not None]
+        at = cached[index]
+        self.segments[at] = Segment(token_ids=self.segments[at].token_ids, is_context=True)
+        self.opened.pop(index).close()
+        self.misses[miss.reason] += 1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        for chunk in self.opened:
+            chunk.close()
+
+
+def not_cached(key: str, miss: CacheMiss) -> ChunkNotCached:
+    """What is raised for a chunk without a usable cache where it must have one."""
+    return ChunkNotCached(
+        f"chunk {key} has no usable cache ({miss}); ingest it again, or pass on_miss='text' or "
+        "'compute'"
+    )
+
+
+class Resolver:
+    """Turns a prompt string into segments with token ids, and chunks into open caches."""
+
+    def __init__(self, model: Model, store: Store, fingerprint: Fingerprint) -> None:
+        self._model = model
+        self._store = store
+        self._fingerprint = fingerprint
+
+    def resolve(self, pieces: Sequence[Piece], *, on_miss: OnMiss = "text") -> Resolved:
+        """Segments of a split prompt, which begin with BOS exactly once if the model has one.
+
+        Raises:
+            HandleError: a handle names no chunk whose text is known.
+            ChunkNotCached: ``on_miss`` is ``error`` and a chunk has no usable cache.
+        """
+        if on_miss not in get_args(OnMiss):
+            raise InvalidOption(f"on_miss={on_miss!r}; allowed: {', '.join(get_args(OnMiss))}")
+        resolved = Resolved(on_miss=on_miss)
+        try:
+            for piece in pieces:
+                if isinstance(piece, PlainText):
+                    ids = tuple(self._model.tokenize(piece.text, special=True))
+                    resolved.segments.append(Segment(token_ids=ids))
+                else:
+                    self._add_chunk(resolved, piece, on_miss)
+        except BaseException:
+            resolved.__exit__(None, None, None)
+            raise
+        self._begin_with_bos(resolved)
+        return resolved
+
+    def count_tokens(self, prompt: str) -> int:
+        """Tokens of ``prompt``, handles at the length of their chunks; no cache is opened."""
+        counted = Resolved()
+        for piece in split_prompt(prompt, ends_a_key=self.ends_a_key):
+            ids = (
+                self._ids_behind(piece.key)
+                if isinstance(piece, ChunkHandle)
+                else tuple(self._model.tokenize(piece.text, special=True))
+            )
+            counted.segments.append(
+                Segment(token_ids=ids, is_context=isinstance(piece, ChunkHandle))
+            )
+        self._begin_with_bos(counted)
+        return sum(len(segment.token_ids) for segment in counted.segments)
+
+    def ends_a_key(self, digits: str) -> bool:
+        """Whether the key of a stored chunk ends with these hex digits."""
+        return any(key.endswith(digits) for key in self._store.keys(self._fingerprint))
+
+    def _begin_with_bos(self, resolved: Resolved) -> None:
+        bos, segments = self._model.bos_id, resolved.segments
+        first = segments[0] if segments else None
+        if bos is None:
+            if not any(segment.token_ids for segment in segments):
+                raise InvalidOption("the prompt is empty; it must hold at least one token")
+        elif first is None or first.is_context:
+            segments.insert(0, Segment(token_ids=(bos,)))
+        elif first.token_ids[:1] != (bos,):
+            segments[0] = Segment(token_ids=(bos, *first.token_ids))
+
+    def _add_chunk(
+        self, resolved: Resolved, piece: ChunkText | ChunkHandle, on_miss: OnMiss
+    ) -> None:
+        if isinstance(piece, ChunkHandle):
+            key, ids = piece.key, self._ids_behind(piece.key)
+        else:
+            ids = tuple(self._model.tokenize(piece.text, special=False))
+            key = self._store.key(self._fingerprint, ids)
+        try:
+            stored = self._store.open(key, self._fingerprint, ids)
+        except CacheMiss as miss:
+            if on_miss == "error":
+                raise not_cached(key, miss) from miss
+            resolved.misses[miss.reason] += 1
+            if (text := self._text_of(piece)) is not None:
+                resolved.missed_texts[ids] = text
+            resolved.segments.append(Segment(token_ids=ids, is_context=True))
+            return
+        resolved.opened.append(stored)
+        resolved.segments.append(Segment(token_ids=ids, blocks=stored.blocks, is_context=True))
+
+    def _text_of(self, piece: ChunkText | ChunkHandle) -> str | None:
+        return piece.text if isinstance(piece, ChunkText) else self._store.text(piece.key)
+
+    def _ids_behind(self, key: str) -> tuple[int, ...]:
+        """Token ids that a handle stands for: of its text, else of its cache.
+
+        Either must hash to the key in this namespace and for this model; so a handle of another
+        tenant or a changed text is refused, not read.
+        """
+        if (text := self._store.text(key)) is not None:
+            ids = tuple(self._model.tokenize(text, special=False))
+            if self._store.key(self._fingerprint, ids) == key:
+                return ids
+        with suppress(CacheMiss), self._store.open(key, self._fingerprint) as stored:
+            ids = tuple(stored.token_ids.tolist())
+            if self._store.key(self._fingerprint, ids) == key:
+                return ids
+        raise HandleError(
+            f"handle {handle_of(key)} names no chunk of this store, model and namespace; ingest "
+            "its text again, or pass the text instead of the handle"
+        )

@@ -1,0 +1,25 @@
+"""The prompt that the command line and the benchmarks ask with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+_CHAT_TEMPLATE = "Documents:\n\n{context}\n\nQuestion: {question}"
+
+
+_RAG_TEMPLATE = f"{_CHAT_TEMPLATE}\nAnswer:"
+
+
+def rag_prompt(
+    question: str, documents: Sequence[str], *, chat: bool = False
+) -> str | list[dict[str, str]]:
+    """The prompt that the command line and the benchmarks ask with.
+
+    documents: bodies or handles of chunks. chat: as one user message, for a chat template; it ends
+    with the question, because there the answer is the assistant's turn.
+    """
+    context = "\n\n".join(documents)
+    if chat:
+        content = _CHAT_TEMPLATE.format(context=context, question=question)
+        return [{"role": "user", "content": content}]
+    return _RAG_TEMPLATE.format(context=context, question=question)

@@ -1,0 +1,283 @@
+"""Questions and prompts of the quality bench, and LongBench's scores."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from statistics import fmean
+
+import pytest
+
+from reference_model.questions import main as write_questions
+from samkv_integrations.bench import data, scoring
+from samkv_integrations.errors import EmptyInput, InvalidOption, SamkvError, UnknownOption
+from samkv_integrations.prompt.split import split_prompt
+from samkv_integrations.prompt.template import rag_prompt
+from tests.support.records import builtin
+
+RECORDED = Path(__file__).parent / "data" / "longbench_scoring_cases.json"
+CASES = json.loads(RECORDED.read_text(encoding="utf-8"))["cases"]
+RECORD = {
+    "id": "q0",
+    "dataset": "town",
+    "question": "Who?",
+    "answers": ["Ada"],
+    "contexts": [{"title": "One", "text": "It was Ada."}, {"title": "Two", "text": "No."}],
+}
+THEIRS = {
+    "_id": "l0",
+    "dataset": "hotpotqa",
+    "input": "Who {x}?",
+    "answers": ["Ada"],
+    "context": "Passage 1:\nOne\nIt was {Ada}. See Passage 7:\n\nPassage 2:\nTwo\nNo.\n",
+    "length": 9,
+}
+
+
+def written(folder: Path, *records: object, name: str = "asked.jsonl") -> str:
+    path = folder / name
+    lines = [r if isinstance(r, str) else json.dumps(r, ensure_ascii=False) for r in records]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    "case", CASES["qa_f1_score"], ids=lambda c: f"{c['prediction']}|{c['reference']}"
+)
+def test_english_scores_are_longbench_s(case: dict[str, object]) -> None:
+    found = scoring.qa_f1_score(str(case["prediction"]), str(case["reference"]))
+    assert found == pytest.approx(case["score"], abs=1e-6)
+
+
+@pytest.mark.parametrize("name", ["qa_f1_zh_score", "rouge_zh_score"])
+def test_chinese_scores_are_longbench_s(name: str) -> None:
+    pytest.importorskip("jieba", reason="of the extra 'bench'")
+    pytest.importorskip("rouge", reason="of the extra 'bench'")
+    score = getattr(scoring, name)
+    assert CASES[name]
+    for case in CASES[name]:
+        found = score(case["prediction"], case["reference"])
+        assert found == pytest.approx(case["score"], abs=1e-6), case
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected", "exact", "f1"),
+    [
+        ("The  Red Lion!", ["red lion"], 1, 1),
+        ("red", ["red lion"], 0, 2 / 3),
+        ("well-known", ["wellknown"], 1, 1),
+        ("a cat sat", ["dog", "cat sat down"], 0, 4 / 5),
+        ("", ["x"], 0, 0),
+        ("x x", ["x"], 0, 2 / 3),
+    ],
+)
+def test_the_best_of_the_expected_answers_counts(
+    answer: str, expected: list[str], exact: int, f1: float
+) -> None:
+    """Worked out by hand."""
+    assert scoring.scores(answer, expected, "en") == {"exact_match": exact, "f1": pytest.approx(f1)}
+
+
+def test_chinese_answers_have_both_scores() -> None:
+    pytest.importorskip("jieba", reason="of the extra 'bench'")
+    pytest.importorskip("rouge", reason="of the extra 'bench'")
+    found = scoring.scores("北京。", ["上海", "北京"], "zh")
+    assert found["exact_match"] == found["f1"] == 1
+    assert 0 < found["rouge_l"] < 1  # it counts the punctuation
+
+
+def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for package in ("jieba", "rouge"):
+        with monkeypatch.context() as patch:
+            patch.setitem(__import__("sys").modules, package, None)
+            with pytest.raises(SamkvError, match=rf"'{package}' is not installed.*\[bench\]"):
+                scoring.require_extras("zh")
+    scoring.require_extras("en")
+
+
+def test_the_shipped_questions_are_what_the_recipe_writes(tmp_path: Path) -> None:
+    """The command is the one that samkv_integrations/assets/README.md names."""
+    path = tmp_path / "questions.jsonl"
+    kinds, numbers = ["single-hop", "two-hop", "reference"], ["4", "8", "12"]
+    write_questions(
+        ["--kind", *kinds, "--documents", *numbers, "--questions", "360", "--output", str(path)]
+    )
+    assert path.read_bytes() == (data.ASSETS / "questions.jsonl").read_bytes()
+
+
+def test_the_shipped_long_questions_are_what_the_recipe_writes(tmp_path: Path) -> None:
+    """The command is the one that samkv_integrations/assets/README.md names."""
+    path = tmp_path / "questions-long.jsonl"
+    kinds, numbers = ["single-hop", "two-hop", "reference"], ["4", "6", "8"]
+    write_questions(
+        ["--length", "long", "--kind", *kinds, "--documents", *numbers, "--questions", "144",
+         "--seed", "2", "--output", str(path)]
+    )  # fmt: skip
+    assert path.read_bytes() == (data.ASSETS / "questions-long.jsonl").read_bytes()
+    assert path.stat().st_size < 1_500_000
+
+
+@pytest.mark.parametrize(
+    ("builtin_set", "n", "each"),
+    [("short", 9, 1), ("short", 90, 10), ("short", 360, 40), ("long", 9, 1), ("long", 144, 16)],
+)
+def test_the_first_shipped_questions_are_balanced(builtin_set: str, n: int, each: int) -> None:
+    cells = Counter((q.kind, len(q.documents)) for q in data.load(builtin_set=builtin_set)[:n])
+    assert len(cells) == 9
+    assert set(cells.values()) == {each}
+
+
+def test_the_shipped_long_questions_are_long() -> None:
+    """Tokens of the built-in model; the card's window is 4,096."""
+    model = builtin()
+    questions = data.load(builtin_set="long")
+    prompts = [len(model.tokenize(str(q.prompt()), special=False)) + 1 for q in questions]
+    assert min(prompts) >= 1_200 and max(prompts) <= 3_500
+    assert 1_900 < fmean(prompts) < 2_100
+    documents = {document for q in questions for document in q.documents}
+    lengths = [len(model.tokenize(document, special=False)) for document in documents]
+    assert min(lengths) >= 250 and max(lengths) <= 640
+
+
+def test_a_set_is_one_of_those_that_come_with_the_package(tmp_path: Path) -> None:
+    short, long = data.load(), data.load(builtin_set="long")
+    assert data.load(builtin_set="short") == short
+    assert not {q.id for q in short} & {q.id for q in long}
+    mixed = data.load([data.BUILTIN, written(tmp_path, RECORD)], builtin_set="long")
+    assert [q.id for q in mixed[:3]] == [long[0].id, "q0", long[1].id]
+    with pytest.raises(UnknownOption, match="built-in questions 'huge'; known: long, short"):
+        data.load(builtin_set="huge")
+
+
+def test_records_become_questions(tmp_path: Path) -> None:
+    path = written(tmp_path, RECORD, "", RECORD | {"id": "q1", "set": "odd", "kind": "two-hop"})
+    first, second = data.load([path])
+    assert first.documents == ("[One]\nIt was Ada.", "[Two]\nNo.")
+    assert first.prompt() == rag_prompt("Who?", first.documents)
+    assert (first.kind, second.kind, first.max_new_tokens) == ("town", "odd", 16)
+    assert [q.id for q in data.load([path], kinds=["odd"])] == ["q1"]
+    assert [q.id for q in data.load([path], kinds=["two-hop"])] == ["q1"]
+    assert [q.max_new_tokens for q in data.load([path], max_new_tokens=5)] == [5, 5]
+    del (unnamed := dict(RECORD))["dataset"]
+    assert data.load([written(tmp_path, unnamed, name="my-town.jsonl")])[0].dataset == "my-town"
+    places = [{"supporting": value, "id": f"q{value}"} for value in ([1, 0], [], None)]
+    found = data.load([written(tmp_path, RECORD, *(RECORD | place for place in places))])
+    assert [q.supporting for q in found] == [(), (1, 0), (), ()]
+
+
+def test_numbers_of_documents_are_picked() -> None:
+    assert {len(q.documents) for q in data.load(documents=[4, 12])} == {4, 12}
+    with pytest.raises(InvalidOption, match="no question has 5 documents.*4, 8, 12"):
+        data.load(documents=[5])
+
+
+def test_files_take_turns(tmp_path: Path) -> None:
+    one = written(tmp_path, RECORD, RECORD | {"id": "q1"}, RECORD | {"id": "q2"}, name="one")
+    two = written(tmp_path, RECORD | {"id": "p0"}, name="two")
+    assert [q.id for q in data.load([one, two])] == ["q0", "p0", "q1", "q2"]
+    with pytest.raises(InvalidOption, match="two questions have the id 'q0'"):
+        data.load([one, written(tmp_path, RECORD, name="three")])
+
+
+@pytest.mark.parametrize("dataset", ["hotpotqa", "2wikimqa", "musique"])
+def test_longbench_s_sets_are_asked_as_longbench_asks(tmp_path: Path, dataset: str) -> None:
+    (asked,) = data.load([written(tmp_path, RECORD | {"dataset": dataset})])
+    assert asked.prompt() == (
+        "Answer the question based on the given passages. Only give me the answer and do not "
+        "output any other words.\n\nThe following are given passages.\nPassage 1:\nOne\nIt was "
+        "Ada.\nPassage 2:\nTwo\nNo.\n\nAnswer the question based on the given passages. Only give "
+        "me the answer and do not output any other words.\n\nQuestion: Who?\nAnswer:"
+    )
+    assert asked.documents == ("Passage 1:\nOne\nIt was Ada.", "Passage 2:\nTwo\nNo.")
+    assert asked.max_new_tokens == 32
+    assert asked.prompt(chat=True) == [{"role": "user", "content": asked.prompt()}]
+    (plain,) = data.load([written(tmp_path, RECORD | {"dataset": dataset})], prompt="rag")
+    assert plain.prompt() == rag_prompt("Who?", ("[One]\nIt was Ada.", "[Two]\nNo."))
+    assert plain.max_new_tokens == 32
+
+
+def test_dureader_is_asked_in_chinese(tmp_path: Path) -> None:
+    (asked,) = data.load([written(tmp_path, RECORD | {"dataset": "dureader"})])
+    assert asked.documents[1] == "文章2\n标题：Two\nNo."
+    assert isinstance(asked.prompt(), str) and "问题：Who?\n回答：" in asked.prompt()
+    assert (asked.language, asked.max_new_tokens) == ("zh", 128)
+
+
+def test_longbench_s_own_files_keep_their_text(tmp_path: Path) -> None:
+    chinese = THEIRS | {"_id": "l1", "dataset": "dureader", "input": "谁？",
+                        "context": "文章1\n标题：一\n是她。\n文章2\n标题：二\n不是。"}  # fmt: skip
+    english, zh = data.load([written(tmp_path, THEIRS, chinese)])
+    assert english.documents == (
+        "Passage 1:\nOne\nIt was {Ada}. See Passage 7:", "Passage 2:\nTwo\nNo."
+    )  # fmt: skip
+    assert zh.documents == ("文章1\n标题：一\n是她。", "文章2\n标题：二\n不是。")
+    for question, context in ((english, THEIRS["context"]), (zh, chinese["context"])):
+        prompt = question.prompt()
+        assert isinstance(prompt, str) and str(context) in prompt
+        pieces = [getattr(piece, "text", "") for piece in split_prompt(prompt, question.documents)]
+        assert "".join(pieces) == prompt
+        assert [p for p in pieces if p in question.documents] == list(question.documents)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"answers": []}, "answers is \\[\\]; it must be a list of one text or more"),
+        ({"answers": "Ada"}, "answers is 'Ada'"),
+        ({"question": " "}, "question is ' '; it must be a text"),
+        ({"question": 3}, "question is 3"),
+        ({"contexts": []}, "contexts must be a list of one document or more"),
+        ({"contexts": [{"title": "x"}]}, "the field 'text' is missing"),
+        ({"contexts": ["x"]}, "each of contexts must have a title and a text"),
+        ({"contexts": [{"title": "x", "text": ""}]}, "text is ''"),
+        ({"id": None}, "id is None"),
+        ({"supporting": [2]}, "supporting is \\[2\\]; it must be a list of places in contexts"),
+        ({"supporting": 1}, "supporting is 1"),
+    ],
+)
+def test_a_broken_record_is_named(tmp_path: Path, change: dict[str, object], message: str) -> None:
+    with pytest.raises(InvalidOption, match=f"asked.jsonl, line 2: {message}"):
+        data.load([written(tmp_path, RECORD, RECORD | {"id": "q1"} | change)])
+
+
+@pytest.mark.parametrize("field", ["id", "question", "answers", "contexts"])
+def test_a_missing_field_is_named(tmp_path: Path, field: str) -> None:
+    record = {name: value for name, value in RECORD.items() if name != field}
+    with pytest.raises(InvalidOption, match=f"line 1: the field '{field}' is missing"):
+        data.load([written(tmp_path, record)])
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"id": ', "line 2: .*Expecting value"),
+        ("[1]", "line 2: a line must be a JSON object"),
+        (json.dumps(THEIRS | {"dataset": "narrativeqa"}), "line 2: .*'narrativeqa'.*2wikimqa"),
+        (json.dumps(THEIRS | {"context": "no header"}), "line 2: no document begins in context"),
+        (json.dumps(THEIRS | {"answers": []}), "line 2: answers is"),
+    ],
+)
+def test_a_broken_line_is_named(tmp_path: Path, line: str, message: str) -> None:
+    with pytest.raises(SamkvError, match=message):
+        data.load([written(tmp_path, RECORD, line)])
+
+
+def test_what_is_not_there_is_refused(tmp_path: Path) -> None:
+    path = written(tmp_path, RECORD)
+    with pytest.raises(InvalidOption, match="unknown data 'nothing'; give 'builtin' or an"):
+        data.load(["nothing"])
+    with pytest.raises(UnknownOption, match="unknown kind 'odd'; known: town"):
+        data.load([path], kinds=["odd"])
+    with pytest.raises(UnknownOption, match="'town'; known: 2wikimqa, dureader, hotpotqa, musique"):
+        data.load([path], prompt="longbench")
+    with pytest.raises(InvalidOption, match="prompt 'alpaca'; allowed: auto, rag, longbench"):
+        data.load([path], prompt="alpaca")  # type: ignore[arg-type]
+    with pytest.raises(InvalidOption, match="max_new_tokens=0"):
+        data.load([path], max_new_tokens=0)
+    with pytest.raises(EmptyInput, match="holds no question"):
+        data.load([written(tmp_path, "")])
+    two = written(tmp_path, RECORD | {"kind": "a"}, RECORD | {"id": "q1", "kind": "b", "contexts":
+                  [{"title": "x", "text": "y"}]})  # fmt: skip
+    with pytest.raises(EmptyInput, match="asked for: b, 2 documents"):
+        data.load([two], kinds=["b"], documents=[2])

@@ -1,0 +1,643 @@
+"""The chunk file: its bytes as docs/format.md has them, and that no damage to it goes unnoticed."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import math
+import os
+import struct
+import zlib
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from samkv_integrations.cache.base import StoredChunk
+from samkv_integrations.cache.blocks import BlockScheme
+from samkv_integrations.cache.chunk import ChunkCache, ChunkStatistics, Summaries
+from samkv_integrations.cache.chunk_file import ChunkFile
+from samkv_integrations.cache.file_format import INDEX, FileLayout, encode
+from samkv_integrations.cache.memory import MemoryChunk
+from samkv_integrations.errors import CacheMiss
+from tests.support.chunks import random_chunk, tiny_fingerprint
+
+# As small as they get: 5 blocks, of which 1 and 2 are the middle and 4 is short.
+SMALL = tiny_fingerprint(n_heads=2, n_kv_heads=1, head_dim=4, block_size=2)
+N_TOKENS = 9
+
+
+def pack(tensor: Tensor, code: str) -> bytes:
+    """The numbers of a tensor, one after the other."""
+    numbers = tensor.flatten().tolist()
+    if code == "bfloat16":  # the upper half of a float32
+        return b"".join(struct.pack("<f", number)[2:] for number in numbers)
+    return struct.pack(f"<{len(numbers)}{code}", *numbers)
+
+
+def file_by_hand(chunk: ChunkCache) -> bytes:
+    """The file of ``chunk`` after docs/format.md, with nothing from the package."""
+    fields = {name: getattr(chunk.fingerprint, name) for name in chunk.fingerprint.__annotations__}
+    n_layers, n_tokens = fields["n_layers"], len(chunk.token_ids)
+    size, n_init, n_local = fields["block_size"], fields["n_init"], fields["n_local"]
+    heads, groups, dim = fields["n_heads"], fields["n_kv_heads"], fields["head_dim"]
+    spans = [(i, min(i + size, n_tokens)) for i in range(0, n_tokens, size)]
+    n_blocks = len(spans)
+    middle = list(range(n_init, n_blocks - n_local)) if n_blocks > n_init + n_local else []
+
+    name, code = {
+        "float32": ("F32", "f"),
+        "float16": ("F16", "e"),
+        "bfloat16": ("BF16", "bfloat16"),
+    }[fields["dtype"]]
+    bits = fields["store_bits"]
+    if bits == 16:
+        entry_bytes = 2 * groups * dim * {"F32": 4, "F16": 2, "BF16": 2}[name]
+    else:  # codes of keys and values, then scale and offset of each head's values
+        entry_bytes = 2 * groups * dim * bits // 8 + 2 * groups * 2
+    rows = groups, dim
+    n_ranges = math.ceil(n_tokens / 64) if bits < 16 else 0
+    entries = n_layers, n_tokens, entry_bytes
+    table = [
+        ("token_ids", "I32", [n_tokens], pack(chunk.token_ids, "i")),
+        ("block_max", "I32", [n_layers], pack(chunk.statistics.block_max, "i")),
+        ("block_min", "I32", [n_layers], pack(chunk.statistics.block_min, "i")),
+        ("stable", "U8", [n_layers], pack(chunk.statistics.stable, "B")),
+        ("outliers", "U8", [n_layers, n_tokens], pack(chunk.statistics.outliers, "B")),
+        ("local_query", name, [n_layers, heads, dim], pack(chunk.local_query, code)),
+        ("summary_codes", "I8", [n_layers, len(middle), *rows], pack(chunk.summaries.codes, "b")),
+        ("summary_scale", "F16", [n_layers, len(middle), groups], pack(chunk.summaries.scale, "e")),
+        ("key_range", "F16", [n_layers, n_ranges, 2, *rows], pack(chunk.key_range, "e")),
+    ]
+    n_checksums = 1 + len(table) + n_layers * n_blocks
+    crcs = [zlib.crc32(data) for *_, data in table]
+    for layer in range(n_layers):
+        for first, stop in spans:
+            crcs.append(zlib.crc32(pack(chunk.entries[layer, first:stop], "B")))
+    table.append(("entries", "U8", list(entries), pack(chunk.entries, "B")))
+
+    labelled = {k: v for k, v in fields.items() if k != "model"}
+    digest = hashlib.blake2b(json.dumps(labelled, sort_keys=True).encode(), digest_size=16)
+    compact = (",", ":")
+    header: dict[str, object] = {
+        "__metadata__": {
+            "format_version": "3",
+            "fingerprint": digest.hexdigest(),
+            "fingerprint_fields": json.dumps(fields, sort_keys=True, separators=compact),
+            "key": chunk.key,
+            "n_tokens": str(n_tokens),
+        }
+    }
+    start = 0
+    for name, dtype, shape, data in [
+        ("checksums", "U32", [n_checksums], b"1234" * n_checksums),
+        *table,
+    ]:
+        stop = start + len(data)
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, stop]}
+        start = stop
+    text = json.dumps(header, separators=compact)
+    text += " " * (-len(text) % 8)
+    before = struct.pack("<Q", len(text)) + text.encode("ascii")
+    crcs.insert(0, zlib.crc32(before))
+    return before + struct.pack(f"<{n_checksums}I", *crcs) + b"".join(row[-1] for row in table)
+
+
+def with_header(data: bytes, edit: Callable[[dict[str, object]], object]) -> bytes:
+    """A file whose JSON was edited and whose header checksum is right again."""
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    edit(header)
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    before = struct.pack("<Q", len(text)) + text
+    return before + struct.pack("<I", zlib.crc32(before)) + data[8 + length + 4 :]
+
+
+def read_everything(path: Path, chunk: ChunkCache) -> None:
+    with ChunkFile(path, chunk.key, chunk.fingerprint) as stored:
+        stored.verify()
+
+
+def reason_of(path: Path, chunk: ChunkCache) -> str:
+    with pytest.raises(CacheMiss) as caught:
+        read_everything(path, chunk)
+    return caught.value.reason
+
+
+def read_block(stored: StoredChunk, layer: int, block: int) -> Tensor:
+    first, stop = stored.blocks.span(block)
+    entries = torch.empty(stop - first, stored.fingerprint.entry_format.n_bytes, dtype=torch.uint8)
+    stored.read_blocks(layer, [block], entries)
+    return entries
+
+
+def read_all(stored: StoredChunk) -> Tensor:
+    form, n_layers = stored.fingerprint.entry_format, stored.fingerprint.n_layers
+    entries = torch.empty(n_layers, stored.n_tokens, form.n_bytes, dtype=torch.uint8)
+    stored.read_all(entries)
+    return entries
+
+
+@pytest.fixture
+def chunk() -> ChunkCache:
+    return random_chunk(7, N_TOKENS, SMALL)
+
+
+@pytest.fixture
+def path(tmp_path: Path, chunk: ChunkCache) -> Path:
+    path = tmp_path / "chunk.safetensors"
+    path.write_bytes(b"".join(encode(chunk)))
+    return path
+
+
+CASES = [
+    # dtype, bits, tokens, n_init, n_local
+    ("float32", 4, 1, 1, 2),
+    ("float32", 8, 2, 1, 2),
+    ("float32", 16, 6, 1, 2),  # no middle
+    ("float32", 4, 7, 1, 2),
+    ("float32", 16, 9, 1, 2),
+    ("float32", 8, 17, 2, 1),
+    ("float32", 4, 17, 0, 0),  # no anchors
+    ("bfloat16", 4, 9, 1, 2),
+    ("bfloat16", 16, 9, 1, 2),
+    ("float16", 8, 9, 0, 1),
+    ("float16", 16, 9, 0, 1),
+]
+
+
+def case(dtype: str, bits: int, n_tokens: int, n_init: int, n_local: int) -> ChunkCache:
+    fingerprint = replace(SMALL, dtype=dtype, store_bits=bits, n_init=n_init, n_local=n_local)
+    return random_chunk(n_tokens, n_tokens, replace(fingerprint, model='é "x"'))
+
+
+@pytest.mark.parametrize("sizes", CASES, ids=str)
+def test_bytes_are_those_of_the_specification(sizes: tuple[str, int, int, int, int]) -> None:
+    chunk = case(*sizes)
+    assert b"".join(encode(chunk)) == file_by_hand(chunk)
+
+
+def counted(tensor: Tensor) -> Tensor:
+    """0, 1, 2, ... in the shape and dtype of a tensor."""
+    return (torch.arange(tensor.numel()) % 120).to(tensor.dtype).view_as(tensor)
+
+
+def test_the_bytes_of_one_file_never_change() -> None:
+    """`file_by_hand` takes the fingerprint's fields from the package; this sum knows them too."""
+    chunk = random_chunk(7, N_TOKENS, replace(SMALL, dtype="bfloat16"))
+    of_statistics, of_summaries = vars(chunk.statistics), vars(chunk.summaries)
+    whole = replace(
+        chunk,
+        statistics=ChunkStatistics(**{name: counted(t) for name, t in of_statistics.items()}),
+        summaries=Summaries(**{name: counted(t) for name, t in of_summaries.items()}),
+        **{
+            name: counted(getattr(chunk, name))
+            for name in ("token_ids", "entries", "key_range", "local_query")
+        },
+    )
+    data = b"".join(encode(whole))
+    assert data == file_by_hand(whole)
+    assert len(data) == 1568
+    assert hashlib.sha256(data).hexdigest() == (
+        "2bc6a6c3aaec2f873ad66d85980b33765b24f673f5a81b856da9bcb669e2db6e"
+    )
+
+
+@pytest.mark.parametrize("sizes", CASES, ids=str)
+def test_safetensors_reads_what_we_wrote(
+    tmp_path: Path, sizes: tuple[str, int, int, int, int]
+) -> None:
+    chunk = case(*sizes)
+    path = tmp_path / "chunk.safetensors"
+    path.write_bytes(b"".join(encode(chunk)))
+    expected = {
+        "token_ids": chunk.token_ids,
+        "block_max": chunk.statistics.block_max,
+        "block_min": chunk.statistics.block_min,
+        "stable": chunk.statistics.stable.to(torch.uint8),
+        "outliers": chunk.statistics.outliers.to(torch.uint8),
+        "local_query": chunk.local_query,
+        "summary_codes": chunk.summaries.codes,
+        "summary_scale": chunk.summaries.scale,
+        "key_range": chunk.key_range,
+        "entries": chunk.entries,
+    }
+    with safe_open(path, "pt") as file:
+        assert set(file.keys()) == {"checksums", *expected}
+        assert file.metadata()["key"] == chunk.key
+        for name, tensor in expected.items():
+            found = file.get_tensor(name)
+            assert found.dtype == tensor.dtype and torch.equal(found, tensor), name
+
+
+def test_layout_knows_where_each_block_is(path: Path, chunk: ChunkCache) -> None:
+    data = path.read_bytes()
+    layout = FileLayout(fingerprint=SMALL, n_tokens=N_TOKENS)
+    after_header = len(data) - layout.size
+    for layer in range(SMALL.n_layers):
+        for block in range(chunk.blocks.n_blocks):
+            start, stop = layout.block_range(layer, block)
+            rows = chunk.entries[layer, slice(*chunk.blocks.span(block))]
+            assert data[after_header + start : after_header + stop] == pack(rows, "B")
+
+
+def test_a_chunk_in_four_bits_takes_less_than_a_third_of_its_entries_in_bfloat16() -> None:
+    """Everything counted: statistics, summaries, checksums, header. Of Qwen2.5-0.5B's shape."""
+    sizes = {}
+    for bits in (4, 8, 16):
+        fingerprint = replace(
+            SMALL, dtype="bfloat16", n_layers=24, n_heads=14, n_kv_heads=2, head_dim=64,
+            block_size=BlockScheme.auto(512).size, store_bits=bits,
+        )  # fmt: skip
+        layout = FileLayout(fingerprint=fingerprint, n_tokens=512)
+        sizes[bits] = len(layout.header("0" * 32)) + layout.size
+    entries = 24 * 512 * 2 * 2 * 64 * 2
+    assert sizes[4] <= 0.32 * entries
+    assert sizes[8] <= 0.57 * entries
+    assert entries < sizes[16] <= 1.03 * entries
+
+
+def test_tensors_need_not_be_contiguous(chunk: ChunkCache) -> None:
+    turned = replace(
+        chunk,
+        entries=chunk.entries.transpose(0, 1).contiguous().transpose(0, 1),
+        local_query=chunk.local_query.clone().requires_grad_(),
+    )
+    assert not turned.entries.is_contiguous()
+    assert b"".join(encode(turned)) == b"".join(encode(chunk))
+
+
+@pytest.mark.parametrize("field", ["entries", "key_range", "local_query", "token_ids"])
+def test_a_chunk_of_wrong_shape_or_dtype_is_not_written(chunk: ChunkCache, field: str) -> None:
+    tensor = getattr(chunk, field)
+    for wrong in (tensor[:-1], tensor.double()):
+        with pytest.raises(AssertionError):
+            list(encode(replace(chunk, **{field: wrong})))
+
+
+# -- damage --------------------------------------------------------------------------------------
+
+
+def test_every_flipped_byte_is_noticed(path: Path, chunk: ChunkCache) -> None:
+    read_everything(path, chunk)
+    data = path.read_bytes()
+    with path.open("r+b", buffering=0) as file:
+        for offset, byte in enumerate(data):
+            for flipped in (byte ^ 1 << offset % 8, byte ^ 0xFF):
+                os.pwrite(file.fileno(), bytes([flipped]), offset)
+                with pytest.raises(CacheMiss):
+                    read_everything(path, chunk)
+            os.pwrite(file.fileno(), bytes([byte]), offset)
+    read_everything(path, chunk)
+
+
+READS: dict[str, Callable[[StoredChunk], object]] = {
+    "local_query": lambda stored: stored.local_query(),
+    "summary": lambda stored: stored.summaries(),
+    "key_range": lambda stored: stored.key_range(),
+}
+
+
+@pytest.mark.parametrize("name", INDEX)
+def test_a_read_notices_damage_to_its_own_bytes_only(
+    path: Path, chunk: ChunkCache, name: str
+) -> None:
+    layout = FileLayout(fingerprint=SMALL, n_tokens=N_TOKENS)
+    data = bytearray(path.read_bytes())
+    after_header = len(data) - layout.size
+    for position in (layout.tensors[name].start, layout.tensors[name].stop - 1):
+        damaged = data.copy()
+        damaged[after_header + position] ^= 0x10
+        path.write_bytes(damaged)
+        reads = [prefix for prefix in READS if name.startswith(prefix)]
+        if not reads:  # token ids and statistics are checked when the file is opened
+            assert reason_of(path, chunk) == "corrupt"
+            continue
+        with ChunkFile(path, chunk.key, SMALL) as stored:
+            for prefix, read in READS.items():
+                if prefix not in reads:
+                    read(stored)
+            for block in range(stored.blocks.n_blocks):
+                read_block(stored, 0, block)
+            with pytest.raises(CacheMiss, match="corrupt") as caught:
+                READS[reads[0]](stored)
+            assert name in str(caught.value)
+
+
+def test_reading_all_notices_a_damaged_key_range_and_every_damaged_entry(
+    path: Path, chunk: ChunkCache
+) -> None:
+    layout = FileLayout(fingerprint=SMALL, n_tokens=N_TOKENS)
+    data = path.read_bytes()
+    after_header = len(data) - layout.size
+    with path.open("r+b", buffering=0) as file:
+        for offset in range(after_header + layout.tensors["key_range"].start, len(data)):
+            os.pwrite(file.fileno(), bytes([data[offset] ^ 4]), offset)
+            with ChunkFile(path, chunk.key, SMALL) as stored:
+                stored.local_query()
+                stored.summaries()
+                with pytest.raises(CacheMiss, match="corrupt"):
+                    read_all(stored)
+            os.pwrite(file.fileno(), data[offset : offset + 1], offset)
+    with ChunkFile(path, chunk.key, SMALL) as stored:
+        assert torch.equal(read_all(stored), chunk.entries)
+
+
+def test_a_damaged_block_spoils_no_other(path: Path, chunk: ChunkCache) -> None:
+    layout = FileLayout(fingerprint=SMALL, n_tokens=N_TOKENS)
+    data = path.read_bytes()
+    places = [(layer, block) for layer in range(2) for block in range(chunk.blocks.n_blocks)]
+    for place in places:
+        start, stop = layout.block_range(*place)
+        for position in (start, stop - 1):
+            damaged = bytearray(data)
+            damaged[len(data) - layout.size + position] ^= 0x80
+            path.write_bytes(damaged)
+            with ChunkFile(path, chunk.key, SMALL) as stored:
+                for other in places:
+                    if other != place:
+                        read_block(stored, *other)
+                with pytest.raises(CacheMiss, match="corrupt"):
+                    read_block(stored, *place)
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_key_range_that_is_no_number_is_corrupt_whatever_its_checksum_says(
+    path: Path, chunk: ChunkCache, place: int, wrong: float
+) -> None:
+    key_range = chunk.key_range.clone()
+    key_range[-1, -1, place, 0, 2] = wrong
+    broken = replace(chunk, key_range=key_range)
+    path.write_bytes(b"".join(encode(broken)))
+    uses: tuple[Callable[[StoredChunk], object], ...] = (
+        lambda stored: stored.key_range(),
+        read_all,
+        lambda stored: stored.verify(),
+    )
+    for use in uses:
+        for opened in (ChunkFile(path, chunk.key, SMALL), MemoryChunk(broken, SMALL)):
+            for _ in range(2):  # It is not handed out the second time either.
+                with pytest.raises(CacheMiss, match="corrupt: .*key_range"):
+                    use(opened)
+            opened.close()
+
+
+def test_a_file_of_any_other_length_is_corrupt(path: Path, chunk: ChunkCache) -> None:
+    data = path.read_bytes()
+    for length in range(len(data)):
+        path.write_bytes(data[:length])
+        assert reason_of(path, chunk) == "corrupt"
+    path.write_bytes(data + b"\0")
+    assert reason_of(path, chunk) == "corrupt"
+
+
+def test_a_file_that_shrinks_while_open_is_corrupt(path: Path, chunk: ChunkCache) -> None:
+    with ChunkFile(path, chunk.key, SMALL) as stored:
+        os.truncate(path, path.stat().st_size - 1)
+        last_middle = chunk.blocks.middle_blocks[-1]
+        read_block(stored, 0, last_middle)
+        with pytest.raises(CacheMiss, match="corrupt: .*too short"):
+            read_block(stored, SMALL.n_layers - 1, chunk.blocks.n_blocks - 1)
+        with pytest.raises(CacheMiss, match="corrupt: .*too short"):
+            read_all(stored)
+
+
+def test_no_file_is_absent(tmp_path: Path, chunk: ChunkCache) -> None:
+    assert reason_of(tmp_path / "none.safetensors", chunk) == "absent"
+    (tmp_path / "file").touch()
+    assert reason_of(tmp_path / "file" / "none.safetensors", chunk) == "absent"
+
+
+def test_failures_of_the_operating_system_are_io(
+    path: Path, chunk: ChunkCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert reason_of(path.parent, chunk) == "io"  # a folder
+
+    def broken_disk(*_: object) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with ChunkFile(path, chunk.key, SMALL) as stored:
+        monkeypatch.setattr(os, "preadv", broken_disk)
+        with pytest.raises(CacheMiss, match="io: .*Input/output error"):
+            read_block(stored, 0, 0)
+        with pytest.raises(CacheMiss, match="io: .*Input/output error"):
+            read_all(stored)
+
+
+@pytest.mark.parametrize("version", ["1", "2", "4", "", "3.0"])
+def test_another_format_version_is_named(path: Path, chunk: ChunkCache, version: str) -> None:
+    data = path.read_bytes()
+    path.write_bytes(with_header(data, lambda h: h["__metadata__"].update(format_version=version)))
+    assert reason_of(path, chunk) == "format"
+
+
+def test_a_file_of_another_fingerprint_or_chunk(path: Path, chunk: ChunkCache) -> None:
+    assert (
+        reason_of(path, replace(chunk, fingerprint=replace(SMALL, weights="w1"))) == "fingerprint"
+    )
+    assert reason_of(path, replace(chunk, key="0" * 32)) == "tokens"
+
+
+def test_the_label_of_the_model_does_not_matter(path: Path, chunk: ChunkCache) -> None:
+    read_everything(path, replace(chunk, fingerprint=replace(SMALL, model="a longer label")))
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda h: h.update(more={"dtype": "U8", "shape": [0], "data_offsets": [0, 0]}),
+        lambda h: h.pop("stable"),
+        lambda h: h.pop("__metadata__"),
+        lambda h: h.update(__metadata__=[]),
+        lambda h: h["stable"].update(dtype="I8"),
+        lambda h: h["entries"].update(shape=h["entries"]["shape"][::-1]),
+        lambda h: h.update(block_max=h["block_min"], block_min=h["block_max"]),
+        lambda h: h["__metadata__"].update(n_tokens="8"),
+        lambda h: h["__metadata__"].update(n_tokens="0"),
+        lambda h: h["__metadata__"].update(n_tokens="-9"),
+        lambda h: h["__metadata__"].update(n_tokens=9),
+        lambda h: h["__metadata__"].update(n_tokens=float("inf")),
+        lambda h: h["__metadata__"].update(n_tokens="9" * 100),
+        lambda h: h["__metadata__"].update(fingerprint_fields="{}"),
+        lambda h: h["__metadata__"].update(fingerprint_fields="[1"),
+        lambda h: h["__metadata__"].update(comment="x"),
+    ],
+)
+def test_a_header_that_is_not_the_expected_one_is_corrupt(
+    path: Path, chunk: ChunkCache, edit: Callable[[dict[str, object]], object]
+) -> None:
+    """Although its own checksum is right."""
+    data = path.read_bytes()
+    path.write_bytes(with_header(data, lambda header: None))
+    read_everything(path, chunk)
+    path.write_bytes(with_header(data, edit))
+    assert reason_of(path, chunk) == "corrupt"
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        struct.pack("<Q", 2**63) + bytes(100),
+        struct.pack("<Q", 2**21) + bytes(2**21),
+        struct.pack("<Q", 100_000) + b"[" * 100_000,
+        struct.pack("<Q", 4) + b"null" + bytes(100),
+        struct.pack("<Q", 0) + bytes(100),
+    ],
+)
+def test_a_hostile_header_is_corrupt(path: Path, chunk: ChunkCache, data: bytes) -> None:
+    path.write_bytes(data)
+    assert reason_of(path, chunk) == "corrupt"
+
+
+# -- which bytes are read ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Offset and length of every read that is issued."""
+    seen: list[tuple[int, int]] = []
+    preadv, pread = os.preadv, os.pread
+
+    def spy_preadv(fd: int, buffers: list[memoryview], offset: int) -> int:
+        seen.append((offset, sum(len(buffer) for buffer in buffers)))
+        return preadv(fd, buffers, offset)
+
+    def spy_pread(fd: int, length: int, offset: int) -> bytes:
+        seen.append((offset, length))
+        return pread(fd, length, offset)
+
+    monkeypatch.setattr(os, "preadv", spy_preadv)
+    monkeypatch.setattr(os, "pread", spy_pread)
+    return seen
+
+
+def test_exactly_the_bytes_of_the_blocks_are_read(
+    tmp_path: Path, reads: list[tuple[int, int]]
+) -> None:
+    fingerprint = tiny_fingerprint(dtype="bfloat16", n_layers=3, block_size=4)
+    chunk = random_chunk(3, 38, fingerprint)  # blocks 0 | 1 to 7 | 8 and 9, the last of 2 tokens
+    path = tmp_path / "chunk.safetensors"
+    data = b"".join(encode(chunk))
+    path.write_bytes(data)
+    entry, layer = 2 * 2 * 8 // 2 + 8, 1  # bytes: 4 bits of 2 x 2 x 8 numbers, and 2 x 2 scales
+    of_layer = len(data) - (3 - layer) * 38 * entry
+
+    def tokens(first: int, stop: int) -> tuple[int, int]:
+        return of_layer + first * entry, (stop - first) * entry
+
+    expected = {
+        (3,): [tokens(12, 16)],
+        (1, 2, 3): [tokens(4, 16)],
+        (1, 4, 5): [tokens(4, 8), tokens(16, 24)],
+        (0,): [tokens(0, 4)],
+        (9,): [tokens(36, 38)],
+        (0, 8, 9): [tokens(0, 4), tokens(32, 38)],
+        (0, 1): [tokens(0, 8)],
+        (8, 1, 2): [tokens(32, 36), tokens(4, 12)],
+        tuple(range(10)): [tokens(0, 38)],
+        (): [],
+    }
+    with ChunkFile(path, chunk.key, fingerprint) as stored:
+        for blocks, ranges in expected.items():
+            rows = [token for block in blocks for token in range(*chunk.blocks.span(block))]
+            entries = torch.empty(len(rows), entry, dtype=torch.uint8)
+            reads.clear()
+            before = stored.bytes_read
+            stored.read_blocks(layer, blocks, entries)
+            assert reads == ranges, blocks
+            assert stored.bytes_read - before == sum(length for _, length in ranges)
+            assert torch.equal(entries, chunk.entries[layer, rows])
+
+
+@pytest.mark.parametrize("bits", [4, 8, 16])
+@pytest.mark.parametrize("is_range_first", [False, True])
+def test_a_whole_chunk_is_one_read_and_no_byte_is_read_twice(
+    tmp_path: Path, reads: list[tuple[int, int]], bits: int, is_range_first: bool
+) -> None:
+    fingerprint = replace(SMALL, store_bits=bits)
+    chunk = random_chunk(7, N_TOKENS, fingerprint)
+    path = tmp_path / "chunk.safetensors"
+    path.write_bytes(b"".join(encode(chunk)))
+    layout = FileLayout(fingerprint=fingerprint, n_tokens=N_TOKENS)
+    header, size = path.stat().st_size - layout.size, path.stat().st_size
+    entries = header + layout.tensors["entries"].start
+    key_range = header + layout.tensors["key_range"].start
+    with ChunkFile(path, chunk.key, fingerprint) as stored:
+        before = stored.bytes_read
+        reads.clear()
+        if is_range_first:
+            assert torch.equal(stored.key_range(), chunk.key_range)
+        assert torch.equal(read_all(stored), chunk.entries)
+        assert torch.equal(stored.key_range(), chunk.key_range)
+        assert stored.bytes_read - before == size - key_range
+        if is_range_first and bits < 16:
+            assert reads == [(key_range, entries - key_range), (entries, size - entries)]
+        else:
+            assert reads == [(key_range, size - key_range)]
+        reads.clear()
+        read_all(stored)  # again: of the entries only
+        assert reads == [(entries, size - entries)]
+        assert stored.bytes_read - before == size - key_range + size - entries
+
+
+@pytest.mark.parametrize("most", [1, 7, 100, 10_000])
+def test_a_read_that_is_cut_short_goes_on(
+    path: Path, chunk: ChunkCache, monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    """As the system cuts one of more than 2 GiB."""
+    preadv = os.preadv
+
+    def short(fd: int, buffers: list[memoryview], offset: int) -> int:
+        return preadv(fd, [buffers[0][:most]], offset)
+
+    monkeypatch.setattr(os, "preadv", short)
+    with ChunkFile(path, chunk.key, SMALL) as stored:
+        assert torch.equal(read_all(stored), chunk.entries)
+        assert torch.equal(stored.key_range(), chunk.key_range)
+        assert stored.bytes_read == path.stat().st_size - sum(
+            stored._layout.tensors[name].stop - stored._layout.tensors[name].start
+            for name in ("local_query", "summary_codes", "summary_scale")
+        )
+        stored.verify()
+
+
+def test_more_layers_than_one_read_takes(tmp_path: Path) -> None:
+    fingerprint = replace(SMALL, n_layers=1500, n_heads=1, head_dim=2, n_init=0, n_local=0)
+    chunk = random_chunk(1, 3, fingerprint)
+    path = tmp_path / "chunk.safetensors"
+    path.write_bytes(b"".join(encode(chunk)))
+    with ChunkFile(path, chunk.key, fingerprint) as stored:
+        assert torch.equal(read_all(stored), chunk.entries)
+        stored.verify()
+
+
+def test_opening_reads_the_small_part_and_each_index_part_is_one_read(
+    path: Path, chunk: ChunkCache, reads: list[tuple[int, int]]
+) -> None:
+    layout = FileLayout(fingerprint=SMALL, n_tokens=N_TOKENS)
+    header = path.stat().st_size - layout.size
+    places = layout.tensors
+    with ChunkFile(path, chunk.key, SMALL) as stored:
+        stored.statistics()
+        assert sum(length for _, length in reads) == header + places["outliers"].stop
+        for read, first, last in (
+            (stored.local_query, "local_query", "local_query"),
+            (stored.summaries, "summary_codes", "summary_scale"),
+            (stored.key_range, "key_range", "key_range"),
+        ):
+            reads.clear()
+            read()
+            read()
+            start, stop = places[first].start, places[last].stop
+            assert reads == [(header + start, stop - start)]
+        assert stored.bytes_read == header + places["key_range"].stop
+        reads.clear()
+        stored.verify()
+        assert sum(length for _, length in reads) == layout.size - places["checksums"].stop

@@ -1,0 +1,385 @@
+"""Entries of few bits against their definition in plain Python, and how far they may be off."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from samkv_integrations.cache.quantise import GROUP_TOKENS, EntryFormat, groups
+from samkv_integrations.cache.rope import rotate
+from samkv_integrations.errors import InvalidChunk, InvalidOption
+from tests.support.chunks import transformed
+
+FORM = EntryFormat(bits=4, n_kv_heads=2, head_dim=8, dtype=torch.float32)
+QUANTISED = (4, 8)
+
+
+def normal(seed: int, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def of(bits: int, dtype: torch.dtype = torch.float32, n_kv_heads: int = 2, head_dim: int = 8):
+    return replace(FORM, bits=bits, dtype=dtype, n_kv_heads=n_kv_heads, head_dim=head_dim)
+
+
+def there_and_back(form: EntryFormat, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    entries, key_range = form.encode(keys, values)
+    assert (entries.dtype, entries.shape) == (torch.uint8, (len(keys), form.n_bytes))
+    group = groups(len(keys), keys.device)
+    return form.keys(entries, key_range, group), form.values(entries)
+
+
+def value_scales(form: EntryFormat, entries: Tensor) -> Tensor:
+    """(T, G) scales of the values, the first of the float16 numbers at the entry's end."""
+    n_bytes = 2 * form.n_kv_heads
+    start = form.n_bytes - 2 * n_bytes
+    return entries[:, start : start + n_bytes].contiguous().view(torch.float16).float()
+
+
+def decoded_by_hand(
+    form: EntryFormat, entry: bytes, key_range: Tensor
+) -> tuple[list[list[float]], list[list[float]]]:
+    """Transformed keys, and values, (G, D) of one entry, number by number from the definition.
+
+    key_range: (2, G, D) of its group.
+    """
+    n_heads, dim, half = form.n_kv_heads, form.head_dim, form.head_dim // 2
+    per_head = dim * form.bits // 8
+    side = n_heads * per_head
+    ranges = struct.unpack(f"<{2 * n_heads}e", entry[2 * side :])
+
+    def code(start: int, head: int, d: int) -> int:
+        row = entry[start + head * per_head : start + (head + 1) * per_head]
+        if form.bits == 8:
+            return row[d]
+        return row[d] % 16 if d < half else row[d - half] // 16
+
+    scale, offset = key_range.tolist()
+    keys = [
+        [code(0, g, d) * scale[g][d] + offset[g][d] for d in range(dim)] for g in range(n_heads)
+    ]
+    values = [
+        [code(side, g, d) * ranges[g] + ranges[n_heads + g] for d in range(dim)]
+        for g in range(n_heads)
+    ]
+    return keys, values
+
+
+# --- bytes -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("bits", "dtype", "n_kv_heads", "head_dim", "n_bytes"),
+    [
+        (4, torch.float32, 2, 8, 8 + 8 + 8),
+        (8, torch.float32, 2, 8, 16 + 16 + 8),
+        (16, torch.float32, 2, 8, 64 + 64),
+        (16, torch.bfloat16, 2, 8, 32 + 32),
+        (4, torch.bfloat16, 2, 64, 64 + 64 + 8),  # Qwen2.5-0.5B: 136 bytes instead of 512
+        (8, torch.bfloat16, 2, 64, 128 + 128 + 8),
+        (8, torch.float16, 3, 5, 15 + 15 + 12),
+        (4, torch.float16, 1, 2, 1 + 1 + 4),
+    ],
+)
+def test_bytes_of_an_entry(
+    bits: int, dtype: torch.dtype, n_kv_heads: int, head_dim: int, n_bytes: int
+) -> None:
+    form = of(bits, dtype, n_kv_heads, head_dim)
+    assert form.n_bytes == n_bytes
+    assert form.is_quantised == (bits < 16)
+    keys = normal(0, 3, n_kv_heads, head_dim).to(dtype)
+    entries, key_range = form.encode(keys, keys)
+    assert entries.shape == (3, n_bytes)
+    assert key_range.shape == form.range_shape(3) == (bits < 16, 2, n_kv_heads, head_dim)
+    assert form.range_shape(64) == form.range_shape(1) == key_range.shape
+    assert form.range_shape(65) == (2 * (bits < 16), 2, n_kv_heads, head_dim)
+    assert key_range.dtype == torch.float16
+
+
+def test_an_entry_written_by_hand() -> None:
+    """Eight channels of one head: keys whose transform is told by its codes, and values too."""
+    form = of(4, n_kv_heads=1, head_dim=8)
+    first = [0.0, 15.0, 3.0, 7.0, 1.0, 2.0, 4.0, 0.0]
+    second = [15.0, 0.0, 18.0, -8.0, 16.0, 17.0, 19.0, 15.0]
+    # its own inverse, and exact: half the sums and differences of four whole numbers
+    keys = transformed(torch.tensor([[first], [second]])).float()
+    assert keys[0, 0, :4].tolist() == [12.5, -9.5, 2.5, -5.5]
+    values = torch.tensor([[[0.0, 1.0, 2.0, 15.0, 3.0, 4.0, 5.0, 6.0]], [[0.0] * 8]])
+    entries, key_range = form.encode(keys, values)
+    # offsets: 3 (1 - 2^-11) rounded to even among steps of 2^-9; -8 (1 + 2^-11) among those of 2^-7
+    offsets = [0.0, 0.0, 3 - 2**-9, -8.0, 1 - 2**-11, 2 - 2**-10, 4 - 2**-9, 0.0]
+    assert key_range.tolist() == [[[[1.0] * 8], [offsets]]]
+    found = [bytes(entry.tolist()) for entry in entries]
+    one, tiny = struct.pack("<e", 1.0), struct.pack("<e", 2**-24)  # tiny: never a scale of 0
+    codes = [0 + 16 * 0, 15 + 16 * 0, 0 + 16 * 0, 15 + 16 * 0]
+    values_of_first = [0 + 16 * 3, 1 + 16 * 4, 2 + 16 * 5, 15 + 16 * 6]
+    assert found[0] == bytes(codes + values_of_first) + one + struct.pack("<e", 0.0)
+    codes = [15 + 16 * 15, 0 + 16 * 15, 15 + 16 * 15, 0 + 16 * 15]
+    assert found[1] == bytes(codes + [0, 0, 0, 0]) + tiny + bytes(2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_16_bits_keep_every_bit(dtype: torch.dtype) -> None:
+    form = of(16, dtype)
+    keys, values = normal(1, 7, 2, 8).to(dtype) * 1000, normal(2, 7, 2, 8).to(dtype)
+    back_keys, back_values = there_and_back(form, keys, values)
+    assert back_keys.dtype == back_values.dtype == dtype
+    assert torch.equal(back_keys, keys) and torch.equal(back_values, values)
+    entries, _ = form.encode(keys, values)
+    for t in range(7):
+        raw = bytes(keys[t].reshape(-1).view(torch.uint8).tolist())
+        raw += bytes(values[t].reshape(-1).view(torch.uint8).tolist())
+        assert bytes(entries[t].tolist()) == raw
+
+
+@pytest.mark.parametrize("bits", [4, 8, 16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_of_a_larger_tensor_decode_as_they_do_alone(bits: int, dtype: torch.dtype) -> None:
+    form = of(bits, dtype)
+    keys = normal(3, 9, 2, 8).to(dtype)
+    entries, key_range = form.encode(keys, keys)
+    whole = torch.stack((entries, entries.flip(0)), dim=1)  # of two layers, token by token
+    back = form.keys(entries, key_range, torch.zeros(9).long())
+    for t in range(9):
+        row = whole[t : t + 1, 0]
+        assert torch.equal(form.keys(row, key_range, torch.tensor([0])), back[t : t + 1])
+        assert torch.equal(form.values(row), form.values(entries)[t : t + 1])
+    assert torch.equal(form.values(whole[:, 1]), form.values(entries).flip(0))
+
+
+# --- errors ------------------------------------------------------------------------------------
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    seed=st.integers(0, 10_000),
+    bits=st.sampled_from(QUANTISED),
+    n_tokens=st.integers(1, 6),
+    head_dim=st.sampled_from([2, 4, 12]),
+    bias=st.sampled_from([0.0, 1e-6, 0.3, -40.0, 900.0, -30_000.0]),
+    spread=st.sampled_from([0.0, 1e-7, 1e-3, 1.0, 300.0]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+)
+def test_what_comes_back_is_within_half_a_step(
+    seed: int,
+    bits: int,
+    n_tokens: int,
+    head_dim: int,
+    bias: float,
+    spread: float,
+    dtype: torch.dtype,
+) -> None:
+    """Of its channel of the transform for a key, of its token and head for a value; and no step is
+    too wide."""
+    form = of(bits, dtype, 3, head_dim)
+    keys, values = (bias + spread * normal(seed, 2, n_tokens, 3, head_dim)).to(dtype)
+    entries, key_range = form.encode(keys, values)
+    (key_range,) = key_range  # of the one group
+    back_keys, back_values = there_and_back(form, keys, values)
+    assert (back_keys.dtype, back_values.dtype) == (torch.float32, dtype)
+    rounded = 1e-6 * float(max(keys.abs().max(), values.abs().max())) + 1e-9  # sums may cancel
+    for t, entry in enumerate(entries.tolist()):
+        mixed, plain = map(torch.tensor, decoded_by_hand(form, bytes(entry), key_range))
+        for found, expected in ((back_keys[t], transformed(mixed)), (back_values[t], plain)):
+            torch.testing.assert_close(
+                found.float(), expected.to(found.dtype).float(),
+                rtol=torch.finfo(found.dtype).eps, atol=rounded,
+            )  # fmt: skip
+
+    levels, keys, values = 2**bits - 1, transformed(keys), values.float()
+    # of the arithmetic, a sum of up to 2 products a channel
+    step, rounding = key_range[0].float(), 1e-6 * keys.abs().amax() + 2.0**-24
+    assert ((transformed(back_keys) - keys).abs() <= step / 2 + rounding).all()
+    low = keys.amin(0)
+    span = keys.amax(0) - low + 2.0**-10 * low.abs() + 2 * rounding  # offsets are float16
+    assert (step <= span / levels * 1.001 + 2.0**-22).all()
+
+    step = value_scales(form, entries)[..., None]
+    largest = values.abs().amax(-1, keepdim=True)
+    rounding = (1e-6 + torch.finfo(dtype).eps / 2) * largest + 2.0**-25
+    assert ((back_values.float() - values).abs() <= step / 2 + rounding).all()
+    low = values.amin(-1, keepdim=True)
+    span = values.amax(-1, keepdim=True) - low + 2.0**-10 * low.abs()  # offsets are float16
+    assert (step <= span / levels * 1.001 + 2.0**-22).all()
+
+
+@pytest.mark.parametrize("bits", QUANTISED)
+@pytest.mark.parametrize("offset", [100.0, -300.0, 700.0])
+def test_a_channel_that_a_bias_moved_is_nearly_as_exact_as_without(
+    bits: int, offset: float
+) -> None:
+    """As in Qwen2.5, whose keys have channels of hundreds that vary by 1 to 3.
+
+    A float16 offset is up to 2^-10 of the bias below the smallest key, and the range as much wider.
+    """
+    form, keys = of(bits), normal(4, 200, 2, 8) * torch.linspace(0.3, 1, 8)
+    moved = keys.clone()
+    moved[..., 1:3] += offset  # half of it, twice, is what a channel of the transform moves by
+    values = torch.zeros_like(keys)
+    here, there = (there_and_back(form, k, values)[0] - k for k in (keys, moved))
+    error, mixed = transformed(there).abs(), transformed(keys)
+    for group in range(4):
+        rows = slice(64 * group, 64 * group + 64)
+        span = mixed[rows].amax(0) - mixed[rows].amin(0) + 2.0**-10 * (abs(offset) + 4)
+        step = span / (2**bits - 1) * 1.001 + 4e-4  # half a float32 step at 700 is 3e-5
+        assert bool((error[rows] <= step / 2).all())
+    assert torch.equal(there[..., 4:], here[..., 4:])
+
+
+def test_more_bits_are_closer() -> None:
+    keys, values = normal(0, 50, 2, 16), normal(1, 50, 2, 16)
+    errors = [
+        [float((back - true).norm()) for back, true in zip(
+            there_and_back(of(bits, head_dim=16), keys, values), (keys, values), strict=True)]
+        for bits in (4, 8, 16)
+    ]  # fmt: skip
+    for four, eight, sixteen in zip(*errors, strict=True):
+        assert four > 10 * eight > 0 == sixteen
+
+
+def test_an_outlier_token_costs_its_group_alone() -> None:
+    form, keys = of(4), normal(3, 200, 2, 8)
+    alone, _ = there_and_back(form, keys, keys)
+    keys[70] *= 100
+    beside, _ = there_and_back(form, keys, keys)
+    others = (groups(200, keys.device) != 1).nonzero()[:, 0]
+    assert len(others) == 200 - GROUP_TOKENS
+    assert torch.equal(beside[others], alone[others])
+    assert not torch.equal(beside[71], alone[71])
+
+
+def test_halves_of_heads_have_their_own_scales_and_tokens_theirs() -> None:
+    """An outlier channel costs other halves of keys nothing; an outlying value, other tokens'."""
+    form, keys, values = of(4), normal(1, 50, 2, 8), normal(2, 50, 2, 8)
+    alone = there_and_back(form, keys, values)
+    keys[..., 3] *= 1000
+    values[7, 1, 2] = 1000
+    beside = there_and_back(form, keys, values)
+    assert torch.equal(beside[0][..., 4:], alone[0][..., 4:])
+    assert not torch.equal(beside[0][..., :3], alone[0][..., :3])
+    same = torch.ones(50, 2, dtype=torch.bool)
+    same[7, 1] = False
+    assert torch.equal(beside[1][same], alone[1][same])
+    assert not torch.equal(beside[1][7, 1], alone[1][7, 1])
+
+
+@pytest.mark.parametrize("bits", QUANTISED)
+@pytest.mark.parametrize("n_tokens", [1, 30])
+def test_keys_that_do_not_vary_are_next_to_exact(bits: int, n_tokens: int) -> None:
+    """The range is what the offset is below them, 2^-10 of a number at most."""
+    keys = (normal(5, 1, 2, 8) * 100).expand(n_tokens, -1, -1)
+    back, _ = there_and_back(of(bits), keys, keys)
+    mixed = transformed(keys)
+    rounding = 1e-6 * float(mixed.abs().max())
+    limit = mixed.abs() * 2.0**-11 / (2**bits - 1) * 1.01 + 2.0**-22 + rounding
+    assert ((transformed(back) - mixed).abs() <= limit).all()
+
+
+@pytest.mark.parametrize("dim", [2, 4, 5, 6, 8, 24, 64, 80, 96, 128])
+def test_an_outlying_channel_is_spread_over_its_run_of_channels_alone(dim: int) -> None:
+    """What it costs is about the same in all channels of its run, and less in all others."""
+    form, keys = of(8, n_kv_heads=1, head_dim=dim), normal(6, 64, 1, dim)
+    keys[..., 0] *= 30
+    back, _ = there_and_back(form, keys, keys)
+    by_channel = (back - keys).square().mean((0, 1)).sqrt()
+    size = next(s for s in (64, 32, 16, 8, 4, 2, 1) if dim % 2 == 0 and dim // 2 % s == 0 or s == 1)
+    assert float(by_channel[:size].max()) < 2.5 * float(by_channel[:size].min())
+    assert dim == size or float(by_channel[:size].min()) > 2 * float(by_channel[size:].max())
+
+
+@pytest.mark.parametrize("bits", QUANTISED)
+def test_zeros_come_back_as_zeros(bits: int) -> None:
+    zeros = torch.zeros(3, 2, 8)
+    for back in there_and_back(of(bits), zeros, zeros):
+        assert torch.equal(back, zeros)
+
+
+# --- groups ------------------------------------------------------------------------------------
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    seed=st.integers(0, 10_000),
+    bits=st.sampled_from([4, 8, 16]),
+    n_tokens=st.lists(st.sampled_from([1, 9, 64, 65, 130]), min_size=1, max_size=4),
+)
+def test_chunks_decode_together_as_they_do_alone(seed: int, bits: int, n_tokens: list[int]) -> None:
+    """With the groups of all of them counted on."""
+    form = of(bits)
+    chunks = [(normal(seed + i, n, 2, 8) + 10 * i, normal(seed - i, n, 2, 8))
+              for i, n in enumerate(n_tokens)]  # fmt: skip
+    keys, values = (torch.cat(side) for side in zip(*chunks, strict=True))
+    alone, ranges = zip(*(form.encode(*chunk) for chunk in chunks), strict=True)
+    of_chunk = [groups(n, keys.device) for n in n_tokens]
+    decoded = [form.keys(*parts) for parts in zip(alone, ranges, of_chunk, strict=True)]
+    first = torch.tensor([0, *(len(own) for own in ranges)]).cumsum(0).tolist()
+    group = torch.cat([start + own for start, own in zip(first, of_chunk, strict=False)])
+    together, of_all = torch.cat(alone), torch.cat(ranges)
+    assert torch.equal(form.keys(together, of_all, group), torch.cat(decoded))
+    turns = [normal(seed + 5, len(keys), 2, 4), normal(seed + 6, len(keys), 2, 4)]
+    cos, sin = (torch.cat((turn[:, 0], turn[:, 0]), dim=-1) for turn in turns)
+    rotated = form.rotated_keys(
+        together, of_all, group, *(turn[:, :1].expand(-1, 2, -1).contiguous() for turn in turns)
+    )
+    torch.testing.assert_close(rotated, rotate(torch.cat(decoded), cos, sin))
+    assert torch.equal(form.values(together), torch.cat([form.values(own) for own in alone]))
+
+
+# --- what is refused ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bits", [4, 8, 16])
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("side", [0, 1])
+def test_what_is_not_finite_is_refused(bits: int, wrong: float, side: int) -> None:
+    form, sides = of(bits), [normal(8, 5, 2, 8), normal(9, 5, 2, 8)]
+    sides[side][3, 1, 5] = wrong
+    with pytest.raises(InvalidChunk, match="not finite numbers.*; leave it out, or load"):
+        form.encode(*sides)
+
+
+@pytest.mark.parametrize("bits", QUANTISED)
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+@pytest.mark.parametrize("side", [0, 1])
+def test_what_is_beyond_half_precision_is_refused_by_name(
+    bits: int, sign: float, side: int
+) -> None:
+    sides = keys, values = normal(8, 5, 2, 8).bfloat16(), normal(9, 5, 2, 8).bfloat16()
+    form = of(bits, torch.bfloat16)
+    sides[side][3, 1, 5] = sign * 140_000  # half of it, in four channels, of a key
+    with pytest.raises(
+        InvalidChunk, match=r"values reach (7.01|1.4)e\+0.*65504.*; give store_bits=16"
+    ):
+        form.encode(keys, values)
+    exact = of(16, torch.bfloat16)
+    assert torch.equal(exact.values(exact.encode(keys, values)[0]), values)
+
+
+@pytest.mark.parametrize("bits", QUANTISED)
+def test_the_largest_half_precision_values_are_kept(bits: int) -> None:
+    values = torch.tensor([-65504.0, 65504.0, 0.0, 1.0]).view(1, 1, 4)
+    form = of(bits, n_kv_heads=1, head_dim=4)
+    _, back = there_and_back(form, torch.zeros_like(values), values)
+    step = 2 * 65504 / (2**bits - 1)
+    assert back.isfinite().all()
+    assert float((back - values).abs().max()) <= step / 2 * 1.001
+
+
+@pytest.mark.parametrize("bits", [0, 1, 2, 3, 5, 32, -4])
+def test_other_bits_are_refused(bits: int) -> None:
+    with pytest.raises(InvalidOption, match=f"store_bits={bits}; allowed: 4, 8, 16"):
+        of(bits)
+
+
+def test_4_bits_of_an_odd_head_size_are_refused() -> None:
+    with pytest.raises(InvalidOption, match="head size of 5 fills no whole bytes; give store_b"):
+        of(4, head_dim=5)
+    for bits in (8, 16):
+        keys = normal(0, 2, 2, 5)
+        there_and_back(of(bits, head_dim=5), keys, keys)

@@ -1,0 +1,219 @@
+"""Rotating and un-rotating against the models themselves, on two paths that share nothing.
+
+(a) A key as the model caches it, un-rotated, is the output of the key projection (after the key
+norm where the family has one). (b) A key cached at p, moved to q, is the key that the model itself
+caches at q.
+
+Tolerances are relative to r, the length of the two coordinates that turn together, because a turn
+mixes only these two. With u the unit roundoff of the dtype, a rotation in that dtype rounds each of
+two products and their sum: at most 2.5 u r a coordinate, 3.5 u r for the pair; a rotation in
+float32 rounds only its result, u r for the pair. So at worst (a) is off by 3.5 + 1 = 4.5 u r, and
+(b) by 3.5 + 1 + 1 on one side and 3.5 on the other, 9 u r. In float32 the roundings of the float32
+arithmetic itself count as well: 3.5 u r more for each step.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from samkv_integrations.cache.rope import rotate, unrotate
+from samkv_integrations.model.model import Model
+from tests.support.models import FAMILIES, byte_tokenizer, hf_model
+
+DTYPES = (torch.float32, torch.bfloat16)
+UNIT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}
+WORST = {torch.float32: (8.0, 16.0), torch.bfloat16: (4.5, 9.0)}  # (a), (b), in u r
+TOKENS = 48
+
+
+@cache
+def model_of(family: str, dtype: torch.dtype) -> Model:
+    """As transformers loads it: weights in ``dtype``, frequencies of RoPE in float32."""
+    original = hf_model(family)
+    hf = AutoModelForCausalLM.from_config(original.config, dtype=dtype)
+    hf.load_state_dict(original.state_dict())
+    assert hf.model.rotary_emb.inv_freq.dtype == torch.float32
+    return Model(hf, byte_tokenizer(bos=True), family)
+
+
+def own_keys(model: Model, ids: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """What transformers computes by itself, both (L, batch, T, G, D): keys before RoPE, as they
+    leave the last module before it, and keys as they stand in its own cache."""
+    before: list[Tensor] = []
+
+    def note(module: Any, args: Any, output: Tensor) -> None:
+        before.append(output.view(*ids.shape, model.n_kv_heads, model.head_dim))
+
+    last = [getattr(b.self_attn, "k_norm", b.self_attn.k_proj) for b in model.hf.model.layers]
+    hooks = [module.register_forward_hook(note) for module in last]
+    try:
+        with torch.inference_mode():
+            cached = model.hf(ids, position_ids=positions, use_cache=True).past_key_values
+    finally:
+        for hook in hooks:
+            hook.remove()
+    rotated = torch.stack([layer.keys.transpose(1, 2) for layer in cached.layers])
+    return torch.stack(before), rotated
+
+
+def pair_length(x: Tensor) -> Tensor:
+    """Length of the two coordinates that turn together, at both of their places."""
+    first, second = x.double().chunk(2, dim=-1)
+    length = (first.square() + second.square()).sqrt()
+    return torch.cat((length, length), dim=-1)
+
+
+def assert_turned(actual: Tensor, expected: Tensor, steps: float) -> None:
+    """Every pair of coordinates is within ``steps`` u of its own length."""
+    assert actual.dtype == expected.dtype and actual.shape == expected.shape
+    error = pair_length(actual.double() - expected.double())
+    limit = steps * UNIT[actual.dtype] * pair_length(expected)
+    worst = float((error / limit.clamp(min=1e-30)).max())
+    assert worst <= 1, f"{worst:.2f} times the limit of {steps} units"
+
+
+def random_ids(*shape: int) -> Tensor:
+    return torch.randint(6, 262, shape, generator=torch.Generator().manual_seed(1))
+
+
+def test_pairs_are_coordinates_half_a_head_apart() -> None:
+    assert pair_length(torch.tensor([3.0, 0.0, 4.0, 2.0])).tolist() == [5.0, 2.0, 5.0, 2.0]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_unrotated_key_is_the_key_before_rope(family: str, dtype: torch.dtype) -> None:
+    model = model_of(family, dtype)
+    # near the start, where every angle is small, and far from it
+    for start in (0, 1, 700, 4096 - TOKENS):
+        positions = torch.arange(start, start + TOKENS)
+        before, rotated = own_keys(model, random_ids(1, TOKENS), positions[None])
+        cos, sin = model.cos_sin(positions)
+        assert cos.dtype == dtype
+        for layer in range(model.n_layers):
+            plain = unrotate(rotated[layer, 0], cos, sin)
+            assert_turned(plain, before[layer, 0], WORST[dtype][0])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_key_moved_to_another_position_is_the_model_s_own_there(
+    family: str, dtype: torch.dtype
+) -> None:
+    """Each token is a prompt of its own: it attends to itself alone, so nothing but the rotation of
+    its keys depends on its position, in any layer."""
+    model = model_of(family, dtype)
+    ids = random_ids(TOKENS, 1)
+    generator = torch.Generator().manual_seed(2)
+    start = torch.randint(0, 4096, (TOKENS,), generator=generator)
+    goal = torch.randint(0, 4096, (TOKENS,), generator=generator)
+    start[0], goal[0], start[1], goal[1] = 0, 4095, 4095, 0
+    _, at_start = own_keys(model, ids, start[:, None])
+    _, at_goal = own_keys(model, ids, goal[:, None])
+    from_cos, from_sin = model.cos_sin(start)
+    to_cos, to_sin = model.cos_sin(goal)
+    for layer in range(model.n_layers):
+        moved = rotate(unrotate(at_start[layer, :, 0], from_cos, from_sin), to_cos, to_sin)
+        assert_turned(moved, at_goal[layer, :, 0], WORST[dtype][1])
+    apart = pair_length(at_start[0, :, 0].double() - at_goal[0, :, 0].double())
+    assert float((apart / pair_length(at_goal[0, :, 0])).median()) > 0.1, "the positions differ"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_cos_and_sin_are_those_that_the_layers_get(family: str, dtype: torch.dtype) -> None:
+    model = model_of(family, dtype)
+    seen: list[tuple[Tensor, Tensor]] = []
+    hook = model.hf.model.layers[-1].register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append(kwargs["position_embeddings"]), with_kwargs=True
+    )
+    positions = torch.tensor([0, 5, 3, 4095])  # in any order, with gaps
+    try:
+        with torch.inference_mode():
+            model.hf(random_ids(1, 4), position_ids=positions[None])
+    finally:
+        hook.remove()
+    ((cos, sin),) = seen
+    mine = model.cos_sin(positions)
+    assert torch.equal(mine[0], cos[0]) and torch.equal(mine[1], sin[0])
+    assert mine[0].dtype == mine[1].dtype == dtype and mine[0].shape == (4, model.head_dim)
+
+
+def test_llama3_frequencies_are_not_the_default_ones() -> None:
+    """Otherwise the family would test nothing of its own."""
+    position = torch.tensor([900])
+    scaled, default = (model_of(f, torch.float32).cos_sin(position)[0] for f in FAMILIES[1::-1])
+    assert not torch.allclose(scaled, default, atol=0.05)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.sampled_from(FAMILIES),
+    st.lists(st.integers(0, 4095), min_size=1, max_size=8),
+    st.integers(0, 2**32 - 1),
+    st.integers(1, 3),
+)
+def test_round_trip_in_float32(family: str, positions: list[int], seed: int, heads: int) -> None:
+    """Both ways round with the cos and sin of each dtype. Those of bfloat16 are off by up to 2^-8
+    of themselves, so that cos^2 + sin^2 is not 1: an inverse that takes it for 1 is off by up to
+    2^-7, thousands of times the limit. Two float32 rotations are 2 * 3.5 units; the sum of squares
+    and the division by it are the rest."""
+    vectors = torch.randn(len(positions), heads, 16, generator=torch.Generator().manual_seed(seed))
+    for dtype in DTYPES:
+        cos, sin = model_of(family, dtype).cos_sin(torch.tensor(positions))
+        assert_turned(unrotate(rotate(vectors, cos, sin), cos, sin), vectors, 12)
+        assert_turned(rotate(unrotate(vectors, cos, sin), cos, sin), vectors, 12)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(0, 4095), min_size=1, max_size=8), st.integers(0, 2**32 - 1))
+def test_bfloat16_is_rounded_once(positions: list[int], seed: int) -> None:
+    """The arithmetic is float32: the result is the nearest bfloat16 of the float32 result."""
+    vectors = torch.randn(
+        len(positions), 2, 16, generator=torch.Generator().manual_seed(seed)
+    ).bfloat16()
+    cos, sin = model_of("llama", torch.bfloat16).cos_sin(torch.tensor(positions))
+    for turn in (rotate, unrotate):
+        assert torch.equal(turn(vectors, cos, sin), turn(vectors.float(), cos, sin).bfloat16())
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(0, 4095),
+    st.integers(0, 4095),
+    st.integers(0, 2**32 - 1),
+)
+def test_rotation_is_a_multiplication_of_complex_numbers(p: int, q: int, seed: int) -> None:
+    """Coordinates i and i + D/2 are one complex number, turned by position times frequency."""
+    vectors = torch.randn(2, 3, 16, generator=torch.Generator().manual_seed(seed))
+    frequency = 10_000.0 ** (-torch.arange(8, dtype=torch.float64) / 8)
+    angle = torch.tensor([p, q], dtype=torch.float64)[:, None] * frequency
+    first, second = vectors.double().chunk(2, dim=-1)
+    turned = torch.complex(first, second) * torch.exp(1j * angle)[:, None]
+    cos, sin = model_of("llama", torch.float32).cos_sin(torch.tensor([p, q]))
+    # an angle of up to 4095 is rounded to float32 by transformers: off by up to 2^-12 of a radian
+    torch.testing.assert_close(
+        rotate(vectors, cos, sin).double(),
+        torch.cat((turned.real, turned.imag), dim=-1),
+        rtol=0,
+        atol=5 * 2.0**-12,
+    )
+
+
+def test_leading_dimensions_and_inputs_are_left_alone() -> None:
+    """(L, T, G, D) as the methods use it equals layer by layer."""
+    vectors = torch.randn(3, 5, 2, 16, generator=torch.Generator().manual_seed(3))
+    before = vectors.clone()
+    cos, sin = model_of("qwen3", torch.float32).cos_sin(torch.arange(7, 12))
+    for turn in (rotate, unrotate):
+        together = turn(vectors, cos, sin)
+        assert torch.equal(together, torch.stack([turn(layer, cos, sin) for layer in vectors]))
+    assert torch.equal(vectors, before)

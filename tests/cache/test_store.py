@@ -1,0 +1,643 @@
+"""The two stores: one contract, equal tensors, and what only a folder on disk has to survive."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import json
+import multiprocessing
+import os
+import random
+import resource
+import signal
+import stat
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from itertools import count
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext
+from multiprocessing.synchronize import Barrier
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from samkv_integrations.cache.base import Store
+from samkv_integrations.cache.disk import ChunkStore
+from samkv_integrations.cache.memory import MemoryStore
+from samkv_integrations.cache.stats import FingerprintStats
+from samkv_integrations.errors import CacheMiss, StoreError
+from tests.contracts.store_contract import (
+    TINY,
+    StoreContract,
+    chunk_for,
+    read,
+    read_all,
+    reason,
+)
+from tests.support.chunks import random_chunk, tiny_fingerprint
+from tests.support.old_store import OLD_DIGEST, old_file, old_store
+
+
+class TestMemoryStore(StoreContract):
+    @pytest.fixture
+    def make(self) -> Callable[..., Store]:
+        return MemoryStore
+
+
+class TestChunkStore(StoreContract):
+    @pytest.fixture
+    def make(self, tmp_path: Path) -> Callable[..., Store]:
+        numbers = count()
+        return lambda **options: ChunkStore(tmp_path / f"store{next(numbers)}", **options)
+
+
+@settings(deadline=None, max_examples=40)
+@given(data=st.data())
+def test_disk_gives_the_tensors_of_memory(data: st.DataObject) -> None:
+    """Any sizes, any blocks, any order, with repetitions."""
+    fingerprint = tiny_fingerprint(
+        dtype=data.draw(st.sampled_from(["float32", "bfloat16"])),
+        n_layers=data.draw(st.integers(1, 3)),
+        block_size=data.draw(st.integers(1, 7)),
+        n_init=data.draw(st.integers(0, 3)),
+        n_local=data.draw(st.integers(0, 3)),
+        store_bits=data.draw(st.sampled_from([4, 8, 16])),
+    )
+    n_tokens = data.draw(st.integers(1, 60))
+    n_blocks = fingerprint.scheme.of(n_tokens).n_blocks
+    chunk = random_chunk(data.draw(st.integers(0, 2**31)), n_tokens, fingerprint)
+    requests = data.draw(
+        st.lists(
+            st.tuples(
+                st.integers(0, fingerprint.n_layers - 1),
+                st.lists(st.integers(0, n_blocks - 1), max_size=2 * n_blocks),
+            ),
+            max_size=8,
+        )
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        disk, memory = ChunkStore(folder), MemoryStore()
+        for store in (disk, memory):
+            store.put(chunk)
+        assert disk.stats() == memory.stats()
+        with disk.open(chunk.key, fingerprint) as one, memory.open(chunk.key, fingerprint) as other:
+            for layer, blocks in requests:
+                before = one.bytes_read, other.bytes_read
+                assert torch.equal(read(one, layer, blocks), read(other, layer, blocks))
+                assert one.bytes_read - before[0] == other.bytes_read - before[1]
+            before = one.bytes_read, other.bytes_read
+            if data.draw(st.booleans()):
+                assert torch.equal(one.key_range(), other.key_range())
+            assert torch.equal(read_all(one), read_all(other))
+            assert torch.equal(one.key_range(), other.key_range())
+            assert one.bytes_read - before[0] == other.bytes_read - before[1]
+            one.verify()
+
+
+# -- the folder ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "store"
+
+
+@pytest.fixture
+def store(folder: Path) -> ChunkStore:
+    return ChunkStore(folder)
+
+
+def files(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+
+def test_files_are_where_the_specification_has_them(store: ChunkStore, folder: Path) -> None:
+    chunk = chunk_for(store, 1)
+    store.put(chunk)
+    name = f"{TINY.digest}/{chunk.key[:2]}/{chunk.key}"
+    assert files(folder) == {
+        "store.json",
+        "secret",
+        f"{TINY.digest}/fingerprint.json",
+        f"{name}.txt",
+        f"{name}.safetensors",
+    }
+    assert json.loads((folder / "store.json").read_text()) == {"format_version": 3}
+    assert json.loads((folder / TINY.digest / "fingerprint.json").read_text()) == asdict(TINY)
+    assert (folder / f"{name}.txt").read_text(encoding="utf-8") == chunk.text
+    assert len((folder / "secret").read_bytes()) == 32
+    for path in files(folder):
+        assert stat.S_IMODE((folder / path).stat().st_mode) == 0o600
+
+
+def test_a_store_is_found_again(folder: Path) -> None:
+    first = ChunkStore(str(folder))
+    chunk = chunk_for(first, 1)
+    first.put(chunk)
+    again = ChunkStore(folder)
+    assert again.key(TINY, chunk.token_ids.tolist()) == chunk.key
+    assert again.fingerprints() == [TINY]
+    with again.open(chunk.key, TINY, chunk.token_ids.tolist()) as stored:
+        stored.verify()
+    tenant = ChunkStore(folder, namespace="tenant")
+    assert tenant.key(TINY, chunk.token_ids.tolist()) != chunk.key
+
+
+def test_what_another_process_does_is_seen_at_once(store: ChunkStore, folder: Path) -> None:
+    other, chunk = ChunkStore(folder), chunk_for(store, 1)
+    assert not store.contains(chunk.key, TINY)
+    other.put(chunk)
+    assert store.contains(chunk.key, TINY) and store.keys() == [chunk.key]
+    assert store.text(chunk.key) == chunk.text and store.fingerprints() == [TINY]
+    other.delete(chunk.key)
+    assert not store.contains(chunk.key, TINY) and store.keys() == []
+    assert store.text(chunk.key) is None and store.fingerprints() == []
+
+
+def test_folders_that_are_no_store_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "cat.jpg").touch()
+    for path, message in (
+        ("file", "is not a folder"),
+        ("file/below", "Not a directory"),
+        ("photos", "holds 'cat.jpg'"),
+    ):
+        with pytest.raises(StoreError, match=message) as caught:
+            ChunkStore(tmp_path / path)
+        assert str(tmp_path / path) in str(caught.value) and "next step" in str(caught.value)
+    assert files(tmp_path) == {"file", "photos/cat.jpg"}
+
+
+def test_a_store_made_by_another_process_meanwhile_is_taken_for_one(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its files appear between our look for a marker and our look for anything else."""
+    others = []
+
+    def slow_listdir(path: Path) -> list[str]:
+        monkeypatch.undo()
+        others.append(ChunkStore(folder))
+        others[0].put(chunk_for(others[0], 1))
+        return os.listdir(path)
+
+    monkeypatch.setattr(os, "listdir", slow_listdir)
+    assert ChunkStore(folder).keys() == others[0].keys() != []
+
+
+@pytest.mark.parametrize("version", [4, 7])
+def test_a_newer_format_version_is_refused(store: ChunkStore, folder: Path, version: int) -> None:
+    (folder / "store.json").write_text(json.dumps({"format_version": version}))
+    with pytest.raises(StoreError, match=f"version {version}, this release uses 3; next step"):
+        ChunkStore(folder)
+
+
+@pytest.mark.parametrize(
+    "content", ["", "{", "[]", "{}", "null", "\xff", '{"format_version": "2"}']
+)
+def test_a_broken_marker_is_refused(store: ChunkStore, folder: Path, content: str) -> None:
+    (folder / "store.json").write_text(content, encoding="latin-1")
+    with pytest.raises(StoreError, match=r"store\.json is broken; next step"):
+        ChunkStore(folder)
+
+
+def test_a_broken_secret_is_refused(store: ChunkStore, folder: Path) -> None:
+    (folder / "secret").write_bytes(b"short")
+    with pytest.raises(StoreError, match="5 bytes instead of 32; next step"):
+        ChunkStore(folder)
+
+
+@pytest.mark.parametrize("leftover", ["store.json.x1_2.tmp", "secret.abc.tmp", "secret"])
+def test_a_beginning_that_was_cut_short_is_finished(folder: Path, leftover: str) -> None:
+    folder.mkdir()
+    (folder / leftover).write_bytes(bytes(32))
+    store = ChunkStore(folder)
+    chunk = chunk_for(store, 1)
+    store.put(chunk)
+    assert ChunkStore(folder).keys() == [chunk.key]
+
+
+def test_strange_files_in_a_store_are_overlooked(store: ChunkStore, folder: Path) -> None:
+    chunk = chunk_for(store, 1)
+    store.put(chunk)
+    place = folder / TINY.digest / chunk.key[:2]
+    for name in ("notes.safetensors", f"{'f' * 32}.safetensors", f"{chunk.key}.safetensors.a.tmp"):
+        (place / name).touch()
+    (folder / "notes").mkdir()
+    (folder / ("0" * 32)).touch()
+    assert ChunkStore(folder).keys() == [chunk.key]
+    assert store.stats().n_chunks == 1
+    assert store.fingerprints() == [TINY]
+    assert store.text("f" * 32) is None
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"model": "x"}', None])
+def test_a_broken_fingerprint_file_loses_no_chunk(
+    store: ChunkStore, folder: Path, content: str | None
+) -> None:
+    chunk = chunk_for(store, 1)
+    store.put(chunk)
+    file = folder / TINY.digest / "fingerprint.json"
+    file.write_text(content if content is not None else json.dumps(asdict(TINY) | {"rope": "x"}))
+    assert store.fingerprints() == []
+    assert (store.stats().n_chunks, store.stats().rows) == (1, ())
+    store.open(chunk.key, TINY).close()
+    store.put(chunk)
+    assert store.fingerprints() == [TINY]
+
+
+def test_text_survives_the_loss_of_the_cache(store: ChunkStore, folder: Path) -> None:
+    lost, broken = chunk_for(store, 1), chunk_for(store, 2)
+    for chunk in (lost, broken):
+        store.put(chunk)
+    file, broken_file = (
+        folder / TINY.digest / chunk.key[:2] / f"{chunk.key}.safetensors"
+        for chunk in (lost, broken)
+    )
+    file.unlink()
+    broken_file.write_bytes(b"")
+    assert reason(lambda: store.open(lost.key, TINY)) == "absent"
+    assert reason(lambda: store.open(broken.key, TINY)) == "corrupt"
+    assert not store.contains(lost.key, TINY)
+    assert store.keys() == [broken.key]
+    for chunk in (lost, broken):
+        assert store.text(chunk.key) == chunk.text
+        assert store.delete(chunk.key)
+        assert store.text(chunk.key) is None
+
+
+def test_an_unreadable_text_is_none(store: ChunkStore, folder: Path) -> None:
+    chunk = chunk_for(store, 1)
+    store.put(chunk)
+    (folder / TINY.digest / chunk.key[:2] / f"{chunk.key}.txt").write_bytes(b"\xff\xfe")
+    assert store.text(chunk.key) is None
+
+
+def test_a_file_copied_from_another_fingerprint_or_key_misses(
+    store: ChunkStore, folder: Path
+) -> None:
+    other = replace(TINY, rope="linear")
+    one, two, three = (
+        chunk_for(store, 1),
+        chunk_for(store, 1, fingerprint=other),
+        chunk_for(store, 2),
+    )
+    for chunk in (one, two, three):
+        store.put(chunk)
+    target = folder / TINY.digest / one.key[:2] / f"{one.key}.safetensors"
+    for source, expected in ((two, "fingerprint"), (three, "tokens")):
+        place = folder / source.fingerprint.digest / source.key[:2]
+        target.write_bytes((place / f"{source.key}.safetensors").read_bytes())
+        assert reason(lambda: store.open(one.key, TINY)) == expected
+
+
+# -- folders of format version 1 -----------------------------------------------------------------
+
+
+@pytest.fixture
+def old(folder: Path) -> dict[str, list[int]]:
+    """Makes ``folder`` a store of version 1 with two chunks; their token ids by key."""
+    return old_store(folder)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {name: (folder / name).read_bytes() for name in files(folder)}
+
+
+def test_a_folder_of_version_1_is_opened_and_its_chunks_are_counted_misses(
+    folder: Path, old: dict[str, list[int]]
+) -> None:
+    before = contents(folder)
+    store, larger = ChunkStore(folder), replace(TINY, block_size=16, n_init=2, store_bits=8)
+    for fingerprint, ids in itertools.product((TINY, larger), old.values()):
+        key = store.key(fingerprint, ids)
+        assert not store.contains(key, fingerprint)
+        with pytest.raises(CacheMiss, match="version 1 only.*next step: ingest again") as miss:
+            store.open(key, fingerprint, ids)
+        assert miss.value.reason == "format"
+    assert contents(folder) == before, "reading leaves the folder to the release that made it"
+
+
+def test_what_is_not_in_a_folder_of_version_1_is_absent(
+    folder: Path, old: dict[str, list[int]]
+) -> None:
+    store, tenant = ChunkStore(folder), ChunkStore(folder, namespace="tenant")
+    ids = next(iter(old.values()))
+    for asked, fingerprint, token_ids in (
+        (store, TINY, [1, 2, 3]),
+        (store, TINY, None),
+        (store, replace(TINY, weights="w1"), ids),
+        (store, replace(TINY, prefix="1"), ids),
+        (tenant, TINY, ids),
+    ):
+        key = asked.key(fingerprint, token_ids or ids)
+        found = reason(lambda a=asked, k=key, f=fingerprint, i=token_ids: a.open(k, f, i))
+        assert found == "absent"
+
+
+def test_stats_name_the_chunks_of_version_1(folder: Path, old: dict[str, list[int]]) -> None:
+    store = ChunkStore(folder)
+    n_bytes = sum(path.stat().st_size for path in folder.rglob("*.safetensors"))
+    stats = store.stats()
+    assert (stats.n_chunks, stats.bytes) == (2, n_bytes)
+    assert stats.rows == (
+        FingerprintStats(
+            model="tiny",
+            dtype="float32",
+            store_bits=16,
+            block_size=4,
+            format_version=1,
+            chunks=2,
+            bytes=n_bytes,
+        ),
+    )
+    assert store.fingerprints() == [] and store.keys(TINY) == []
+    store.require(TINY)
+    store.require(replace(TINY, weights="w1"))
+
+
+def test_chunks_of_version_1_are_computed_again_and_nothing_is_lost(
+    folder: Path, old: dict[str, list[int]]
+) -> None:
+    before = contents(folder)
+    store = ChunkStore(folder)
+    again, other = old.values()
+    chunk = replace(random_chunk(1, len(again)), token_ids=torch.tensor(again, dtype=torch.int32))
+    chunk = replace(chunk, key=store.key(TINY, again))
+    store.put(chunk)
+    assert json.loads((folder / "store.json").read_text()) == {"format_version": 3}
+    for one in (store, ChunkStore(folder)):
+        with one.open(chunk.key, TINY, again) as stored:
+            stored.verify()
+        assert reason(lambda one=one: one.open(one.key(TINY, other), TINY, other)) == "format"
+        assert one.fingerprints() == [TINY] and one.keys(TINY) == [chunk.key]
+        assert sorted(row.format_version for row in one.stats().rows) == [1, 3]
+        assert one.keys() == sorted([chunk.key, *old])
+    after = contents(folder)
+    assert {name for name in before if after[name] != before[name]} == {"store.json"}
+    for key in old:
+        assert store.text(key) == "Old text."
+        assert store.delete(key)
+    assert store.stats().n_chunks == 1
+
+
+def test_an_older_cache_that_lies_in_the_place_of_a_new_one_misses(
+    folder: Path, old: dict[str, list[int]]
+) -> None:
+    store = ChunkStore(folder)
+    chunk = chunk_for(store, 1)
+    store.put(chunk)
+    place = folder / TINY.digest / chunk.key[:2] / f"{chunk.key}.safetensors"
+    place.write_bytes(old_file(chunk.key, chunk.n_tokens))
+    assert reason(lambda: store.open(chunk.key, TINY)) == "format"
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"format_version": 1}', "null"])
+def test_a_broken_fingerprint_file_of_version_1_is_overlooked(
+    folder: Path, old: dict[str, list[int]], content: str
+) -> None:
+    (folder / OLD_DIGEST / "fingerprint.json").write_text(content)
+    store, ids = ChunkStore(folder), next(iter(old.values()))
+    assert reason(lambda: store.open(store.key(TINY, ids), TINY, ids)) == "absent"
+    assert (store.stats().n_chunks, store.stats().rows) == (2, ())
+    assert store.fingerprints() == []
+
+
+# -- writing fails -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("step", ["fsync", "replace", "mkdir"])
+def test_a_failing_write_is_named_and_leaves_nothing(
+    store: ChunkStore, folder: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    before = files(folder)
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    chunk = chunk_for(store, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, step, full)
+        with pytest.raises(StoreError, match="No space left on device; next step") as caught:
+            store.put(chunk)
+    assert str(folder) in str(caught.value)
+    assert files(folder) == before
+    store.put(chunk)
+    store.open(chunk.key, TINY).close()
+
+
+def test_a_disk_that_is_full_halfway_keeps_the_older_cache(store: ChunkStore, folder: Path) -> None:
+    chunk = chunk_for(store, 1, 2000)
+    store.put(chunk)
+    before = files(folder)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    try:
+        with pytest.raises(StoreError, match="File too large; next step"):
+            store.put(replace(chunk, entries=chunk.entries ^ 1))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert files(folder) == before
+    with store.open(chunk.key, TINY) as stored:
+        stored.verify()
+        assert torch.equal(read(stored, 0, [0]), chunk.entries[0, :4])
+
+
+def test_an_interrupted_write_leaves_no_temporary_file(
+    store: ChunkStore, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = files(folder)
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "fsync", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        store.put(chunk_for(store, 1))
+    assert files(folder) == before
+
+
+def test_obstacles_are_named(store: ChunkStore, folder: Path) -> None:
+    chunk = chunk_for(store, 1)
+    (folder / TINY.digest).touch()
+    with pytest.raises(StoreError, match="File exists; next step"):
+        store.put(chunk)
+    assert store.text(chunk.key) is None and store.keys() == [] and store.stats().n_chunks == 0
+    assert reason(lambda: store.open(chunk.key, TINY)) == "absent"
+    (folder / TINY.digest).unlink()
+    file = folder / TINY.digest / chunk.key[:2] / f"{chunk.key}.safetensors"
+    file.mkdir(parents=True)
+    with pytest.raises(StoreError, match="directory; next step"):
+        store.put(chunk)
+    with pytest.raises(StoreError, match=f"cannot delete {file}"):
+        store.delete(chunk.key)
+    assert reason(lambda: store.open(chunk.key, TINY)) == "io"
+    assert not store.contains(chunk.key, TINY)
+
+
+def test_a_store_that_was_removed_is_not_made_again(store: ChunkStore, folder: Path) -> None:
+    """A half of a store (no marker, no secret) would be refused by everyone who opens it later."""
+    chunk = chunk_for(store, 1)
+    folder.rename(folder.with_name("moved"))
+    with pytest.raises(StoreError, match="No such file or directory; next step"):
+        store.put(chunk)
+    with pytest.raises(StoreError, match="cannot read"):
+        store.keys()
+    assert reason(lambda: store.open(chunk.key, TINY)) == "absent"
+    assert not folder.exists()
+
+
+# -- many processes ------------------------------------------------------------------------------
+
+
+def assert_sound(folder: Path) -> ChunkStore:
+    """The store opens, all that is visible verifies and has its text, and ingest goes on."""
+    store = ChunkStore(folder)
+    for key in store.keys():
+        with store.open(key, TINY) as stored:
+            stored.verify()
+        assert store.text(key)
+    chunk = chunk_for(store, 1000)
+    store.put(chunk)
+    store.open(chunk.key, TINY, chunk.token_ids.tolist()).close()
+    assert store.delete(chunk.key)
+    return store
+
+
+@pytest.fixture(scope="module")
+def processes() -> ForkServerContext:
+    """Children are forked from a server that runs nothing else: they inherit no lock from here."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    with pytest.MonkeyPatch.context() as patch:
+        # The server imports this module once, and then each child starts within milliseconds.
+        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+        forkserver.ensure_running()
+    return context
+
+
+def make_stores(folder: Path, start: Barrier, pipe: Connection) -> None:
+    keys = []
+    for number in range(20):
+        start.wait(timeout=60)
+        keys.append(ChunkStore(folder / str(number)).key(TINY, [1, 2, 3]))
+    pipe.send(keys)
+
+
+def test_processes_that_make_a_store_at_once_share_its_secret(
+    tmp_path: Path, processes: ForkServerContext
+) -> None:
+    start = processes.Barrier(3)
+    pipes = [processes.Pipe(duplex=False) for _ in range(3)]
+    makers = [
+        processes.Process(target=make_stores, args=(tmp_path, start, child)) for _, child in pipes
+    ]
+    for process in makers:
+        process.start()
+    for process in makers:
+        process.join()
+    assert [process.exitcode for process in makers] == [0, 0, 0]
+    found = [parent.recv() for parent, _ in pipes]
+    assert len(found[0]) == 20 and found[0] == found[1] == found[2]
+    for number in range(20):
+        assert files(tmp_path / str(number)) == {"store.json", "secret"}
+
+
+def put_and_die(folder: Path, step: int) -> None:
+    """Makes a store and puts a chunk; is killed before the given system call."""
+    steps = count()
+
+    def dying(call: Callable[..., object]) -> Callable[..., object]:
+        def wrapped(*args: object, **options: object) -> object:
+            if next(steps) == step:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return call(*args, **options)
+
+        return wrapped
+
+    for name in ("mkdir", "open", "fsync", "link", "replace", "unlink"):
+        setattr(os, name, dying(getattr(os, name)))
+    store = ChunkStore(folder)
+    store.put(chunk_for(store, 1))
+
+
+def test_a_writer_may_be_killed_at_every_step(tmp_path: Path, processes: ForkServerContext) -> None:
+    for step in count():
+        folder = tmp_path / str(step)
+        process = processes.Process(target=put_and_die, args=(folder, step))
+        process.start()
+        process.join()
+        assert sum(name.endswith(".tmp") for name in files(folder)) <= 1
+        store = assert_sound(folder)
+        if process.exitcode == 0:
+            break
+        assert process.exitcode == -signal.SIGKILL
+    assert store.contains(chunk_for(store, 1).key, TINY)
+    # store.json, secret, fingerprint.json, text, cache: six of the calls each.
+    assert step >= 5 * 6
+
+
+def put_forever(folder: Path, pipe: Connection) -> None:
+    store = ChunkStore(folder)
+    chunks = [chunk_for(store, seed, 200) for seed in range(10)]
+    pipe.send("ready")
+    while True:
+        for chunk in chunks:
+            store.put(chunk)
+            store.delete(chunk.key)
+            store.put(chunk)
+
+
+def test_a_writer_may_be_killed_at_any_moment(folder: Path, processes: ForkServerContext) -> None:
+    moments = random.Random(5)
+    for _ in range(8):
+        parent, child = processes.Pipe(duplex=False)
+        process = processes.Process(target=put_forever, args=(folder, child))
+        process.start()
+        child.close()  # so that `recv` ends if the process does
+        assert parent.recv() == "ready"
+        process.join(timeout=moments.uniform(0.0, 0.1))
+        process.kill()
+        process.join()
+        assert process.exitcode == -signal.SIGKILL
+        assert_sound(folder)
+
+
+def put_often(folder: Path, start: Barrier) -> None:
+    store = ChunkStore(folder)
+    chunks = [chunk_for(store, seed, 60) for seed in range(4)]
+    start.wait(timeout=60)
+    for _ in range(10):
+        for chunk in chunks:
+            store.put(chunk)
+
+
+def test_readers_among_writers_see_whole_chunks_only(
+    folder: Path, processes: ForkServerContext
+) -> None:
+    start = processes.Barrier(3)
+    writers = [processes.Process(target=put_often, args=(folder, start)) for _ in range(2)]
+    for process in writers:
+        process.start()
+    start.wait(timeout=60)
+    store = ChunkStore(folder)
+    chunks = [chunk_for(store, seed, 60) for seed in range(4)]
+    misses = set()
+    while any(process.is_alive() for process in writers):
+        for chunk in chunks:
+            try:
+                with store.open(chunk.key, TINY, chunk.token_ids.tolist()) as stored:
+                    stored.verify()
+                    assert torch.equal(read(stored, 1, [2]), chunk.entries[1, 8:12])
+            except CacheMiss as miss:
+                misses.add(miss.reason)
+    assert [process.exitcode for process in writers] == [0, 0]
+    assert misses <= {"absent"}
+    assert store.keys() == sorted(chunk.key for chunk in chunks)
+    assert len(files(folder)) == 3 + 2 * len(chunks)

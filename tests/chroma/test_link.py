@@ -1,0 +1,271 @@
+"""The Chroma link: records and chunk caches go in together, and come out as they went in."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import samkv_integrations.engine.engine
+from samkv_integrations import ChunkStore, Engine, MemoryStore
+from samkv_integrations.chroma.client import open_collection
+from samkv_integrations.chroma.link import ChromaLink
+from samkv_integrations.chroma.results import KEY_FIELD, Retrieved
+from samkv_integrations.embedding import HashingEmbedding
+from samkv_integrations.errors import (
+    EmptyInput,
+    InvalidChunk,
+    InvalidOption,
+    MissingExtra,
+    UnknownOption,
+)
+from tests.support.records import COMPLETION_TEMPLATE, RECORDS, TEXTS, builtin
+
+IDS = [record.name for record in RECORDS]
+
+
+@pytest.fixture
+def link(tmp_path: Path) -> ChromaLink:
+    engine = Engine(builtin(), ChunkStore(tmp_path / "kv"))
+    return ChromaLink(open_collection(tmp_path / "chroma", "town", create=True), engine)
+
+
+@pytest.fixture(scope="module")
+def embedding() -> HashingEmbedding:
+    return HashingEmbedding()
+
+
+def records(link: ChromaLink) -> dict[str, tuple[str, dict[str, Any]]]:
+    """id -> (document, metadata) of everything in the collection, as Chroma has it."""
+    rows = link.collection.get(include=["documents", "metadatas"])
+    return {
+        id_: (document, metadata)
+        for id_, document, metadata in zip(
+            rows["ids"], rows["documents"], rows["metadatas"], strict=True
+        )
+    }
+
+
+class TestAdd:
+    def test_records_hold_the_given_text_the_given_metadata_and_the_key(
+        self, link: ChromaLink, embedding: HashingEmbedding
+    ) -> None:
+        texts = [f"\n {TEXTS[0]} \n", TEXTS[1]]  # the first with white space that is no body
+        rows = [{"source": "a.txt", "page": 3}, None]
+        link.add(IDS[:2], texts, embedding.embed(texts), rows)
+        keys = [link.engine.key_of(text) for text in texts]
+        assert records(link) == {
+            IDS[0]: (texts[0], {"source": "a.txt", "page": 3, KEY_FIELD: keys[0]}),
+            IDS[1]: (texts[1], {KEY_FIELD: keys[1]}),
+        }
+        assert link.engine.store.keys(link.engine.fingerprint) == sorted(keys)
+
+    def test_result_counts_what_was_computed(
+        self, link: ChromaLink, embedding: HashingEmbedding
+    ) -> None:
+        first = link.add(IDS[:3], TEXTS[:3], embedding.embed(TEXTS[:3]))
+        assert (first.n_records, first.n_cached, first.n_hit) == (3, 3, 0)
+        assert first.bytes_on_disk == link.engine.store.stats().bytes > 0
+        assert first.seconds > 0
+        texts = [TEXTS[2], TEXTS[3], f" {TEXTS[3]} "]  # one known, one new, the new one again
+        second = link.add(["x", "y", "z"], texts, embedding.embed(texts))
+        assert (second.n_records, second.n_cached, second.n_hit) == (3, 1, 2)
+        assert 0 < second.bytes_on_disk < first.bytes_on_disk
+
+    def test_again_computes_nothing(
+        self, link: ChromaLink, embedding: HashingEmbedding, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        vectors = embedding.embed(TEXTS)
+        link.add(IDS, TEXTS, vectors)
+        before = records(link)
+        monkeypatch.setattr(samkv_integrations.engine, "prefill", _not_called)
+        again = link.add(IDS, TEXTS, vectors)
+        assert (again.n_cached, again.n_hit, again.bytes_on_disk) == (0, len(TEXTS), 0)
+        assert records(link) == before
+
+    def test_known_id_is_replaced(self, link: ChromaLink, embedding: HashingEmbedding) -> None:
+        # Collection.add would silently keep the old text
+        link.add(["a"], TEXTS[:1], embedding.embed(TEXTS[:1]))
+        link.add(["a"], TEXTS[1:2], embedding.embed(TEXTS[1:2]))
+        assert records(link) == {"a": (TEXTS[1], {KEY_FIELD: link.engine.key_of(TEXTS[1])})}
+
+    def test_no_more_records_at_once_than_chroma_takes(
+        self, link: ChromaLink, embedding: HashingEmbedding, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(link._client, "get_max_batch_size", lambda: 4)
+        sizes, upsert = [], link.collection.upsert
+
+        def counted(*, ids: list[str], **rest: Any) -> None:
+            sizes.append(len(ids))
+            upsert(ids=ids, **rest)
+
+        monkeypatch.setattr(link.collection, "upsert", counted)
+        link.add(IDS, TEXTS, embedding.embed(TEXTS))
+        assert sizes == [4, 2]
+        assert {id_: text for id_, (text, _) in records(link).items()} == dict(
+            zip(IDS, TEXTS, strict=True)
+        )
+
+    def test_nothing_is_nothing(self, link: ChromaLink) -> None:
+        result = link.add([], [], [])
+        assert (result.n_records, result.n_cached, result.n_hit, result.bytes_on_disk) == (0,) * 4
+
+    def test_mistakes(self, link: ChromaLink, embedding: HashingEmbedding) -> None:
+        two = embedding.embed(TEXTS[:2])
+        with pytest.raises(InvalidOption, match="2 ids, 1 texts, 2 embeddings and 2 metadatas"):
+            link.add(["a", "b"], TEXTS[:1], two)
+        with pytest.raises(InvalidOption, match="'b' occurs twice"):
+            link.add(["a", "b", "b"], TEXTS[:3], embedding.embed(TEXTS[:3]))
+        with pytest.raises(InvalidChunk, match="no text"):
+            link.add(["a", "b"], [TEXTS[0], " "], two)
+        assert link.collection.count() == 0
+        with pytest.raises(InvalidOption, match="'town' refused the records.*dict"):
+            link.add(["a"], TEXTS[:1], two[:1], [{"nested": {}}])
+        link.add(["a"], TEXTS[:1], two[:1])
+        with pytest.raises(InvalidOption, match="dimension"):
+            link.add(["b"], TEXTS[1:2], [[1.0, 0.0]])
+
+
+class TestQuery:
+    def test_nearest_first(self, link: ChromaLink, embedding: HashingEmbedding) -> None:
+        rows = [{"place": place} for place in range(len(TEXTS))]
+        link.add(IDS, TEXTS, embedding.embed(TEXTS), rows)
+        for place, record in enumerate(RECORDS):
+            found = link.query(embedding.embed([record.question])[0], 3)
+            metadata = {"place": place, KEY_FIELD: link.engine.key_of(record.text)}
+            assert found[0] == Retrieved(
+                id=record.name, text=record.text, metadata=metadata, distance=found[0].distance
+            )
+            distances = [hit.distance for hit in found]
+            assert len(found) == 3 and distances == sorted(distances)
+
+    def test_more_than_there_are(self, link: ChromaLink, embedding: HashingEmbedding) -> None:
+        link.add(IDS[:2], TEXTS[:2], embedding.embed(TEXTS[:2]))
+        assert len(link.query(embedding.embed(["workers"])[0], 9)) == 2
+
+    def test_mistakes(self, link: ChromaLink, embedding: HashingEmbedding) -> None:
+        vector = embedding.embed(["workers"])[0]
+        with pytest.raises(EmptyInput, match="'town' is empty; ingest"):
+            link.query(vector, 3)
+        link.add(IDS[:1], TEXTS[:1], embedding.embed(TEXTS[:1]))
+        with pytest.raises(InvalidOption, match="k=0"):
+            link.query(vector, 0)
+        with pytest.raises(InvalidOption, match="'town' refused the query.*dimension"):
+            link.query([1.0], 3)
+        link.collection.add(ids=["bare"], embeddings=[vector])
+        with pytest.raises(InvalidOption, match="'bare' of collection 'town' has no text"):
+            link.query(vector, 3)
+
+
+def test_from_question_to_answer(link: ChromaLink, embedding: HashingEmbedding) -> None:
+    link.add(IDS, TEXTS, embedding.embed(TEXTS))
+    for record in RECORDS:
+        texts = [hit.text for hit in link.query(embedding.embed([record.question])[0], 4)]
+        prompt = COMPLETION_TEMPLATE.format(
+            context_str="\n\n".join(texts), query_str=record.question
+        )
+        answer = link.engine.generate(prompt, texts, max_new_tokens=8)
+        assert answer.text.strip() == record.workers
+        assert (answer.report.chunk_hits, answer.report.chunk_misses) == (4, {})
+
+
+class TestOpenCollection:
+    def test_opens_what_was_made(self, tmp_path: Path) -> None:
+        made = open_collection(tmp_path, "town", create=True)
+        made.upsert(ids=["a"], documents=["text"], embeddings=[[1.0, 0.0]])
+        for create in (False, True):
+            opened = open_collection(tmp_path, "town", create=create)
+            assert (opened.id, opened.count()) == (made.id, 1)
+
+    def test_chroma_gets_no_embedding_function_and_sends_no_telemetry(self, tmp_path: Path) -> None:
+        collection = open_collection(tmp_path, "town", create=True)
+        assert collection._embedding_function is None
+        assert not collection._client.get_settings().anonymized_telemetry
+
+    def test_unknown_collection_lists_the_known(self, tmp_path: Path) -> None:
+        open_collection(tmp_path, "town", create=True)
+        open_collection(tmp_path, "country", create=True)
+        with pytest.raises(UnknownOption, match="collection 'twon'; known: country, town"):
+            open_collection(tmp_path, "twon", create=False)
+
+    def test_asking_creates_nothing(self, tmp_path: Path) -> None:
+        with pytest.raises(InvalidOption, match="no Chroma database; ingest"):
+            open_collection(tmp_path / "chroma", "town", create=False)
+        assert not list(tmp_path.iterdir())
+
+    def test_mistakes(self, tmp_path: Path) -> None:
+        with pytest.raises(InvalidOption, match="cannot open collection 'a b'.*3-512 characters"):
+            open_collection(tmp_path / "chroma", "a b", create=True)
+        (tmp_path / "file").write_text("not a folder")
+        with pytest.raises(InvalidOption, match="cannot open .*file"):
+            open_collection(tmp_path / "file", "town", create=True)
+
+
+def test_caches_inside_chromas_folder_are_refused(tmp_path: Path) -> None:
+    collection = open_collection(tmp_path / "chroma", "town", create=True)
+    inside = Engine(builtin(), ChunkStore(tmp_path / "chroma" / "kv"))
+    with pytest.raises(InvalidOption, match=r"lie inside Chroma's folder.*chroma-kv"):
+        ChromaLink(collection, inside)
+    beside = ChunkStore(tmp_path / "chroma-kv")  # shares the beginning of its name, and is fine
+    for store in (beside, MemoryStore()):
+        assert ChromaLink(collection, Engine(builtin(), store)).collection is collection
+
+
+class TestHashingEmbedding:
+    def test_unit_vectors_that_depend_on_words_alone(self, embedding: HashingEmbedding) -> None:
+        one, shouted, other = embedding.embed(["The pale brook", "THE pale, brook!", "iron"])
+        assert one == shouted != other
+        assert len(one) == 1024 and math.isclose(math.hypot(*one), 1, rel_tol=1e-9)
+
+    def test_pairs_of_words_count(self, embedding: HashingEmbedding) -> None:
+        asked, same_order, other_order = embedding.embed(
+            ["brook mill", "brook mill race", "race mill brook"]
+        )
+        assert _dot(asked, same_order) > _dot(asked, other_order) > 0
+
+    def test_same_as_ever(self) -> None:
+        # Vectors of a collection must fit the questions of later processes and releases.
+        vector = [0.4472135954999579, 0.0, 0.0, 0.0, 0.0, -0.8944271909999159, 0.0, 0.0]
+        assert HashingEmbedding(8).embed(["pale brook mill"]) == [pytest.approx(vector)]
+
+    def test_edges(self, embedding: HashingEmbedding) -> None:
+        assert embedding.embed([]) == []
+        assert not any(embedding.embed(["?!"])[0])
+        with pytest.raises(InvalidOption, match="n_dims=0"):
+            HashingEmbedding(0)
+
+
+@pytest.mark.parametrize(
+    ("module", "use"),
+    [
+        ("chromadb", lambda: open_collection("nowhere", "town", create=True)),
+        ("sklearn.feature_extraction.text", HashingEmbedding),
+    ],
+)
+def test_missing_package_names_the_extra(
+    module: str, use: Callable[[], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)  # what import does if it is not installed
+    with pytest.raises(MissingExtra, match=r"pip install 'samkv-integrations\[chroma\]'"):
+        use()
+
+
+def test_importing_the_link_imports_no_chroma() -> None:
+    code = (
+        "import sys, samkv_integrations.chroma\n"
+        "sys.exit(any(name.split('.')[0] in ('chromadb', 'sklearn') for name in sys.modules))"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
+
+
+def _not_called(*arguments: object) -> None:
+    raise AssertionError("nothing should have been computed")
+
+
+def _dot(a: list[float], b: list[float]) -> float:
+    return sum(x * y for x, y in zip(a, b, strict=True))

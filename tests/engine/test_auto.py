@@ -1,0 +1,398 @@
+"""`auto`: full prefill where it is faster, prefixes that are held, missed chunks that are kept."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from samkv_integrations import METHODS, ChunkStore, Engine
+from samkv_integrations.cache.memory import MemoryStore
+from samkv_integrations.engine.costs import CostModel, measure
+from samkv_integrations.engine.prefix_cache import PrefixCache
+from samkv_integrations.errors import StoreError
+from samkv_integrations.eviction import EVICTIONS
+from samkv_integrations.model.model import Model
+from tests.support.models import tiny_model
+
+# Only computed tokens cost anything, so that what the model computes can be held against it.
+TOKENS_ONLY = CostModel(layer_s=0, token_s=1, pair_s=0, entry_s=0, read_s=0)
+# A pass as such costs so much that two can never win, or nothing at all.
+ONE_PASS = CostModel(layer_s=1e5, token_s=1, pair_s=0, entry_s=0, read_s=0)
+
+
+def texts(n_chunks: int, n_tokens: int, seed: int = 0) -> list[str]:
+    """Chunks of so many tokens of the tiny tokenizer, whose tokens are bytes."""
+    rng = random.Random(seed)
+    return ["".join(rng.choices("abcdefghijklm", k=n_tokens)) for _ in range(n_chunks)]
+
+
+def prompt(chunks: list[str], *, before: int = 8, after: int = 12, question: str = "Q?") -> str:
+    return "\n".join(["b" * before, *chunks, "q" * after + question])
+
+
+def engine_with(costs: CostModel, **options: Any) -> Engine:
+    engine = Engine(tiny_model("llama"), MemoryStore(), block_size=8, store_bits=16, **options)
+    engine._costs = costs
+    return engine
+
+
+@contextmanager
+def counting(model: Model) -> Iterator[list[int]]:
+    """Tokens times layers that the model computes meanwhile, as a list of one number."""
+    counted, layer = [0], model.layer
+
+    def count(index: int, hidden: torch.Tensor, *rest: Any) -> torch.Tensor:
+        counted[0] += hidden.shape[0] * hidden.shape[1]
+        return layer(index, hidden, *rest)
+
+    model.layer = count  # type: ignore[method-assign]
+    try:
+        yield counted
+    finally:
+        del model.layer  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    "missed", [[400, *[20] * 9], [1000, 10, 10, 10], [300, 200, 150, 100]], ids=str
+)
+def test_never_computes_more_than_full_prefill_where_missed_chunks_differ_in_length(
+    missed: list[int],
+) -> None:
+    """What pads them to one length is bounded; see `ingest.PADDING`."""
+    cached = texts(4, 400)
+    chunks = [*cached, *(texts(1, n, seed=n + i)[0] for i, n in enumerate(missed))]
+    engine = engine_with(TOKENS_ONLY, prefix_bytes=0)
+    engine.cache_chunks(cached)
+    with counting(engine.model) as full:
+        engine.generate(prompt(chunks), chunks, method="recompute", max_new_tokens=1)
+    with counting(engine.model) as ours:
+        report = engine.generate(prompt(chunks), chunks, max_new_tokens=1).report
+    assert ours[0] <= full[0], report
+
+
+@pytest.mark.parametrize("n_chunks", [1, 4, 16])
+@pytest.mark.parametrize("n_tokens", [32, 96, 200])
+@pytest.mark.parametrize("uncached", [20, 400])
+@pytest.mark.parametrize("cached", [0.0, 0.5, 1.0])
+def test_never_computes_more_than_full_prefill(
+    n_chunks: int, n_tokens: int, uncached: int, cached: float
+) -> None:
+    """What the costs promise holds for what is computed, missed chunks included."""
+    chunks = texts(n_chunks, n_tokens)
+    asked = prompt(chunks, before=uncached // 2, after=uncached // 2)
+    engine = engine_with(TOKENS_ONLY)
+    engine.cache_chunks(chunks[: round(cached * n_chunks)])
+    with counting(engine.model) as full:
+        engine.generate(asked, chunks, method="recompute", max_new_tokens=1, on_miss="text")
+    for _ in range(2):
+        with counting(engine.model) as ours:
+            report = engine.generate(asked, chunks, max_new_tokens=1).report
+        assert ours[0] <= full[0], report
+
+
+def test_runs_two_passes_where_they_compute_less_and_full_prefill_where_not() -> None:
+    chunks = texts(4, 200)
+    engine = engine_with(TOKENS_ONLY, prefix_bytes=0)
+    engine.cache_chunks(chunks)
+    guided = engine.generate(prompt(chunks), chunks, max_new_tokens=4)
+    assert guided.report.ran == "samkv-guided" and guided.report.recompute_ratio < 0.2
+    engine._costs = ONE_PASS
+    whole = engine.generate(prompt(chunks), chunks, max_new_tokens=4)
+    assert (whole.report.ran, whole.report.recompute_ratio) == ("recompute", 1.0)
+    assert whole.report.method == "auto" and whole.report.eviction is None
+    expected = engine.generate(prompt(chunks), chunks, max_new_tokens=4, method="recompute")
+    assert whole.text == expected.text
+
+
+@given(
+    n_context=st.integers(0, 50_000), n_rest=st.integers(1, 5_000), ratio=st.floats(0, 1),
+    costs=st.tuples(*[st.floats(0, 1e-2)] * 5),
+)  # fmt: skip
+def test_more_to_compute_never_costs_less(
+    n_context: int, n_rest: int, ratio: float, costs: tuple[float, ...]
+) -> None:
+    names = ("layer_s", "token_s", "pair_s", "entry_s", "read_s")
+    model = CostModel(**dict(zip(names, costs, strict=True)))
+    n_tokens = n_context + n_rest
+    assert model.full_prefill_s(n_tokens) <= model.full_prefill_s(n_tokens + 1)
+    two = model.two_passes_s(n_tokens, n_context, 64, ratio)
+    assert two <= model.two_passes_s(n_tokens + 1, n_context, 64, ratio)
+    assert two >= 2 * model.layer_s
+
+
+def test_measured_costs_are_kept_beside_the_caches_and_found_again(tmp_path: Path) -> None:
+    store = ChunkStore(tmp_path / "kv")
+    engine = Engine(tiny_model("llama"), store, block_size=8)
+    assert engine.costs == CostModel.assumed(engine.model)
+    measured = engine.calibrate()
+    assert measured != CostModel.assumed(engine.model)
+    assert Engine(tiny_model("llama"), store, block_size=8).costs == measured
+    assert Engine(tiny_model("qwen2"), store, block_size=8).costs != measured
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"layer_s": 1}', "not json", "\x00"])
+def test_broken_costs_are_as_good_as_none(tmp_path: Path, text: str) -> None:
+    store = ChunkStore(tmp_path / "kv")
+    engine = Engine(tiny_model("llama"), store, block_size=8)
+    engine.calibrate()
+    (file,) = store.path.glob("costs-*.json")
+    file.write_text(text)
+    again = Engine(tiny_model("llama"), store, block_size=8)
+    assert again.costs == CostModel.assumed(again.model)
+
+
+@pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf"), "1", None])
+def test_costs_that_are_no_seconds_are_refused(value: Any) -> None:
+    with pytest.raises(ValueError, match="no time in seconds"):
+        CostModel(layer_s=value, token_s=0, pair_s=0, entry_s=0, read_s=0)
+
+
+def test_measuring_gives_usable_figures() -> None:
+    model = tiny_model("qwen2")
+    costs = measure(model, Engine(model, store_bits=4).fingerprint.entry_format)
+    assert costs.layer_s > 0 and costs.entry_s > 0
+    assert CostModel.from_json(costs.to_json()) == costs
+
+
+# -- prefixes ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_the_next_question_about_the_same_documents_goes_on_exactly(cached: bool) -> None:
+    chunks = texts(3, 60)
+    engine = engine_with(ONE_PASS)
+    if cached:
+        engine.cache_chunks(chunks)
+    engine.generate(prompt(chunks), chunks, max_new_tokens=2)
+    other = prompt(chunks, question="Something else?")
+    with counting(engine.model) as ours:
+        answer = engine.generate(other, chunks, max_new_tokens=1)
+    assert answer.report.ran == "prefix" and answer.report.recompute_ratio == 0.0
+    assert answer.report.prefix_tokens >= 180
+    length = answer.report.prompt_tokens - answer.report.prefix_tokens
+    assert ours[0] == length * engine.model.n_layers
+    expected = engine.logits(other, chunks, method="recompute", eviction="none")
+    found = engine.logits(other, chunks, method="auto")
+    # two ways of adding the same numbers in float32
+    assert torch.allclose(found, expected, atol=2e-4 * float(expected.abs().max()))
+
+
+def test_a_short_prefix_does_not_keep_many_cached_documents_from_two_passes() -> None:
+    first, *others = texts(1, 100) + texts(5, 200, seed=1)
+    engine = engine_with(TOKENS_ONLY)
+    engine.cache_chunks([first, *others])
+    assert engine.generate(prompt([first]), [first], max_new_tokens=1).report.ran == "recompute"
+    asked = prompt([first, *others])
+    assert engine.generate(asked, [first, *others], max_new_tokens=1).report.ran == "samkv-guided"
+    again = engine.generate(prompt([first], question="And?"), [first], max_new_tokens=1)
+    assert again.report.ran == "prefix"
+
+
+@pytest.mark.parametrize("on_miss", ["compute", "text"])
+def test_missed_documents_behind_a_short_prefix_are_cached_for_later(on_miss: Any) -> None:
+    """Going on from the prefix computes them all; as chunks they are computed once and kept."""
+    first, *others = texts(1, 100) + texts(5, 200, seed=1)
+    costs = replace(TOKENS_ONLY, pair_s=0.01)  # chunks are cheaper than what attends to them all
+    engine = engine_with(costs)
+    engine.generate(prompt([first]), [first], max_new_tokens=1)
+    asked = prompt([first, *others])
+    report = engine.generate(asked, [first, *others], max_new_tokens=1, on_miss=on_miss).report
+    if on_miss == "text":
+        assert report.ran == "prefix" and not report.chunks_computed
+    else:
+        assert report.ran == "samkv-guided" and report.chunks_computed == 6
+
+
+def test_a_prefix_grows_with_the_documents_behind_it() -> None:
+    chunks = texts(3, 60)
+    engine = engine_with(ONE_PASS)
+    engine.generate(prompt(chunks[:2]), chunks[:2], max_new_tokens=1)
+    reports = [
+        engine.generate(prompt(chunks, question=q), chunks, max_new_tokens=1).report
+        for q in ("Q?", "And?")
+    ]
+    assert [report.ran for report in reports] == ["prefix", "prefix"]
+    assert reports[0].recompute_ratio == pytest.approx(60 / reports[0].context_tokens)
+    assert reports[1].recompute_ratio == 0
+    assert reports[1].prefix_tokens >= reports[0].prefix_tokens + 60
+    found = engine.logits(prompt(chunks), chunks, method="auto")
+    expected = engine.logits(prompt(chunks), chunks, method="recompute", eviction="none")
+    assert torch.allclose(found, expected, atol=2e-4 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("method", ["auto", "samkv-guided"])
+def test_full_prefill_reads_no_entry_of_few_bits(method: str) -> None:
+    """Not even of a chunk that stands where it was cached, right behind BOS."""
+    chunks = texts(2, 60)
+    engine = Engine(tiny_model("llama"), MemoryStore(), block_size=8, store_bits=4)
+    engine._costs = ONE_PASS
+    engine.cache_chunks(chunks)
+    asked = "\n".join([*chunks, "Q?"])
+    found = engine.logits(asked, chunks, method=method)
+    assert torch.equal(found, engine.logits(asked, chunks, method="recompute", eviction="none"))
+
+
+@pytest.mark.parametrize(
+    "change", ["order", "one document less", "the text before", "another document"]
+)
+def test_another_beginning_is_no_prefix(change: str) -> None:
+    chunks = texts(3, 60)
+    engine = engine_with(ONE_PASS)
+    engine.generate(prompt(chunks), chunks, max_new_tokens=1)
+    before = 8
+    if change == "order":
+        chunks = chunks[::-1]
+    elif change == "one document less":
+        chunks = chunks[:2]
+    elif change == "the text before":
+        before = 9
+    else:
+        chunks = [*chunks[:2], texts(1, 60, seed=7)[0]]
+    other = prompt(chunks, before=before)
+    assert engine.generate(other, chunks, max_new_tokens=1).report.ran == "recompute"
+
+
+def test_a_prefix_is_neither_kept_nor_used_by_other_methods_or_with_an_eviction() -> None:
+    chunks = texts(3, 60)
+    engine = engine_with(ONE_PASS)
+    engine.generate(prompt(chunks), chunks, max_new_tokens=1, method="recompute")
+    engine.generate(prompt(chunks), chunks, max_new_tokens=1, eviction="snapkv")
+    assert engine.generate(prompt(chunks), chunks, max_new_tokens=1).report.ran == "recompute"
+    report = engine.generate(prompt(chunks), chunks, max_new_tokens=1, method="recompute").report
+    assert (report.ran, report.prefix_tokens) == ("recompute", 0)
+
+
+@pytest.mark.parametrize("eviction", EVICTIONS)
+def test_an_eviction_sees_the_whole_prompt_whatever_was_asked_before(eviction: str) -> None:
+    """A rule that goes by the prompt's queries would see those of the end alone."""
+    chunks, other = texts(3, 60), "Something else?"
+    cold, warm = engine_with(ONE_PASS), engine_with(ONE_PASS)
+    warm.generate(prompt(chunks), chunks, max_new_tokens=1)
+    asked = {"eviction": eviction, "follow": [9, 8, 7]}
+    expected = cold.logits(prompt(chunks, question=other), chunks, **asked)
+    assert torch.equal(warm.logits(prompt(chunks, question=other), chunks, **asked), expected)
+    report = warm.generate(prompt(chunks), chunks, eviction=eviction, max_new_tokens=1).report
+    assert (report.ran, report.eviction) == ("recompute", eviction)
+
+
+def test_prefixes_stay_within_their_budget_and_the_oldest_goes_first() -> None:
+    side = torch.zeros(4, 2, 8)  # 256 bytes, so a prefix of one layer has 512
+    cache = PrefixCache(max_bytes=1100)
+    for first in (1, 2):
+        cache.keep([first, 0, 0, 0], [side + first], [side])
+    assert cache.find([1, 0, 0, 0, 5]) is not None  # used: 2 is the oldest now
+    cache.keep([3, 0, 0, 0], [side], [side])
+    assert cache.find([2, 0, 0, 0, 5]) is None
+    found = cache.find([1, 0, 0, 0, 5])
+    assert found is not None and bool((found.keys[0] == 1).all())
+    cache.keep([4] * 12, [torch.zeros(12, 2, 8)], [torch.zeros(12, 2, 8)])  # 1,536 bytes
+    assert cache.find([4] * 13) is None
+    assert cache.find([1, 0, 0, 0]) is None  # nothing would be left to compute
+    cache.clear()
+    assert cache.find([1, 0, 0, 0, 5]) is None
+
+
+def test_the_longest_of_several_prefixes_is_taken() -> None:
+    cache = PrefixCache(max_bytes=10_000)
+    cache.keep([1], [torch.zeros(1, 1, 2)], [torch.zeros(1, 1, 2)])
+    cache.keep([1, 2], [torch.zeros(2, 1, 2)], [torch.zeros(2, 1, 2)])
+    found = cache.find([1, 2, 3])
+    assert found is not None and found.token_ids == (1, 2)
+
+
+# -- missed chunks ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["samkv-guided", "reuse", "epic", "samkv-fusion"])
+def test_missed_chunks_are_computed_once_and_answer_as_if_they_had_been_ingested(
+    method: str,
+) -> None:
+    chunks = texts(4, 90)
+    warm = engine_with(TOKENS_ONLY)
+    warm.cache_chunks(chunks)
+    expected = warm.generate(prompt(chunks), chunks, method=method, max_new_tokens=6)
+    engine = engine_with(TOKENS_ONLY)
+    engine.cache_chunks(chunks[:1])
+    first = engine.generate(prompt(chunks), chunks, method=method, max_new_tokens=6)
+    second = engine.generate(prompt(chunks), chunks, method=method, max_new_tokens=6)
+    assert first.text == second.text == expected.text
+    report = first.report
+    assert (report.chunk_hits, report.chunk_misses) == (1, {"absent": 3})
+    assert report.chunks_computed == 3 and report.recompute_ratio >= 0.75
+    assert (second.report.chunk_hits, second.report.chunk_misses) == (4, {})
+    assert second.report.chunks_computed == 0
+
+
+def test_a_missed_chunk_that_stands_twice_in_a_prompt_is_computed_once() -> None:
+    (chunk,) = texts(1, 90)
+    engine = engine_with(TOKENS_ONLY)
+    asked = prompt([chunk, chunk])
+    with counting(engine.model) as ours:
+        report = engine.generate(asked, [chunk], method="reuse", max_new_tokens=1).report
+    assert report.chunks_computed == 2 and report.chunk_hits == 0
+    n_rest = report.prompt_tokens - 180
+    assert ours[0] == (90 + 1 + n_rest) * engine.model.n_layers  # the chunk after its BOS, once
+
+
+def test_a_store_that_cannot_be_written_does_not_fail_the_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    chunks = texts(2, 90)
+    engine = engine_with(TOKENS_ONLY)
+    expected = engine.generate(prompt(chunks), chunks, method="samkv-guided", max_new_tokens=6)
+
+    def refuse(chunk: object) -> None:
+        raise StoreError("the disk is full")
+
+    broken = engine_with(TOKENS_ONLY)
+    monkeypatch.setattr(broken.store, "put", refuse)
+    for _ in range(2):
+        answer = broken.generate(prompt(chunks), chunks, method="samkv-guided", max_new_tokens=6)
+        assert answer.text == expected.text and answer.report.chunks_computed == 2
+
+
+def test_full_prefill_computes_no_chunk_apart() -> None:
+    """A baseline that also paid for filling the store would flatter what it is compared with."""
+    chunks = texts(2, 90)
+    engine = engine_with(TOKENS_ONLY)
+    with counting(engine.model) as ours:
+        report = engine.generate(
+            prompt(chunks), chunks, method="recompute", max_new_tokens=1
+        ).report
+    assert report.chunks_computed == 0 and not engine.is_cached(chunks[0])
+    assert ours[0] == report.prompt_tokens * engine.model.n_layers
+
+
+def test_text_on_a_miss_keeps_nothing() -> None:
+    chunks = texts(2, 90)
+    engine = engine_with(TOKENS_ONLY)
+    report = engine.generate(
+        prompt(chunks), chunks, method="reuse", max_new_tokens=1, on_miss="text"
+    ).report
+    assert report.chunks_computed == 0 and not engine.is_cached(chunks[0])
+
+
+def test_auto_leaves_an_empty_store_to_full_prefill() -> None:
+    chunks = texts(4, 90)
+    engine = engine_with(TOKENS_ONLY, prefix_bytes=0)
+    report = engine.generate(prompt(chunks), chunks, max_new_tokens=1).report
+    assert (report.ran, report.chunks_computed) == ("recompute", 0)
+    assert not any(engine.is_cached(chunk) for chunk in chunks)
+
+
+def test_every_method_of_the_table_takes_part(tmp_path: Path) -> None:
+    chunks = texts(3, 60)
+    for name in METHODS:
+        engine = engine_with(TOKENS_ONLY)
+        first = engine.generate(prompt(chunks), chunks, method=name, max_new_tokens=2)
+        again = engine.generate(prompt(chunks), chunks, method=name, max_new_tokens=2)
+        assert first.text == again.text, name

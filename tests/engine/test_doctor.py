@@ -1,0 +1,280 @@
+"""The doctor passes every supported family, and notices each kind of mistake that it is for."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import Tensor
+from transformers import GPT2Config, LlamaConfig, PreTrainedTokenizerFast
+
+from samkv_integrations.cache.disk import ChunkStore
+from samkv_integrations.cache.memory import MemoryStore
+from samkv_integrations.cache.quantise import EntryFormat
+from samkv_integrations.engine import blend
+from samkv_integrations.engine import doctor as doctor_module
+from samkv_integrations.engine import prefill as ingest
+from samkv_integrations.engine.costs import CostModel, name_of
+from samkv_integrations.engine.doctor import CHUNK_TOKENS, CHUNKS, QUESTION_TOKENS, Check, examine
+from samkv_integrations.engine.engine import Engine
+from samkv_integrations.errors import UnsupportedModel
+from samkv_integrations.model.loading import load_model
+from samkv_integrations.model.model import Model
+from samkv_integrations.model.sampling import Sampler
+from tests.support.models import FAMILIES, SHAPE, byte_tokenizer, hf_model, tiny_model
+
+EXACT = ("full prefill", "prefix reuse", "key rotation", "greedy decoding")
+ADVICE = ("store_bits=8", "store_bits=4", "store_bits", "speed")
+
+
+def examined(model: Model) -> dict[str, Check]:
+    return {check.name: check for check in examine(model)}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_supported_family_passes(family: str, dtype: torch.dtype) -> None:
+    checks = examined(tiny_model(family, dtype))
+    assert [name for name, check in checks.items() if not check.ok] == []
+    assert set(EXACT) < set(checks) and tuple(checks)[-len(ADVICE) :] == ADVICE
+    # models of random weights are not made for 4 bits
+    assert not any(check.is_warning for name, check in checks.items() if name not in ADVICE)
+    assert not checks["store_bits=8"].is_warning
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_built_in_model_passes(dtype: str) -> None:
+    checks = examined(load_model("builtin", dtype=dtype))
+    assert all(check.ok for check in checks.values()), checks
+    warned = {name for name, check in checks.items() if check.is_warning}
+    assert warned <= {"store_bits=4", "store_bits"}, checks  # 4 bits may change the likeliest token
+    advice = "store_bits=8" if "store_bits=4" in warned else "take 4, the default"
+    assert advice in checks["store_bits"].detail
+    assert not checks["store_bits=8"].is_warning
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_keys_stored_at_a_position_are_noticed(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    monkeypatch.setattr(ingest, "unrotate", lambda x, cos, sin: x)
+    checks = examined(tiny_model("llama", dtype))
+    assert not checks["prefix reuse"].ok
+    assert checks["full prefill"].ok  # it reads no cached key: the check above is the one needed
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_wrong_pairing_of_rotated_channels_is_noticed(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    def neighbours(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Rotates channels (0, 1), (2, 3), ... together, as some models do."""
+        turned = torch.stack((-x[..., 1::2], x[..., 0::2]), dim=-1).flatten(-2)
+        return (x * cos[:, None] + turned * sin[:, None]).to(x.dtype)
+
+    monkeypatch.setattr(doctor_module, "rotate", neighbours)
+    assert not examined(tiny_model("llama", dtype))["key rotation"].ok
+
+
+def test_a_wrong_mask_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = blend.attention
+    monkeypatch.setattr(
+        blend,
+        "attention",
+        lambda query, key, value, scaling, mask, causal: original(
+            query, key, value, scaling, mask, causal=False
+        ),
+    )
+    checks = examined(tiny_model())
+    assert not checks["full prefill"].ok and not checks["greedy decoding"].ok
+
+
+@pytest.mark.parametrize("is_tie", [True, False])
+def test_another_greedy_token_is_a_warning_only_in_a_tie(
+    monkeypatch: pytest.MonkeyPatch, is_tie: bool
+) -> None:
+    hf, tokenizer = hf_model("llama"), byte_tokenizer(bos=True)
+    right, other = tokenizer.convert_tokens_to_ids(["a", "b"])
+    with torch.no_grad():  # `right` wins at every step, and `other` is as good or clearly worse
+        hf.lm_head.weight[[right, other]] = 0.0
+        hf.lm_head.bias = torch.nn.Parameter(torch.zeros(SHAPE["vocab_size"]))
+        hf.lm_head.bias[right] = 100.0
+        hf.lm_head.bias[other] = 100.0 if is_tie else 50.0
+    monkeypatch.setattr(Sampler, "next", lambda self, logits: other)
+    check = examined(Model(hf, tokenizer, "tied"))["greedy decoding"]
+    assert (check.ok, check.is_warning) == (is_tie, is_tie)
+    assert "after 0 tokens" in check.detail
+
+
+def test_a_template_with_two_bos_fails() -> None:
+    tokenizer = byte_tokenizer(bos=True)
+    tokenizer.chat_template = "{{ bos_token }}" + tokenizer.chat_template
+    check = examined(Model(hf_model("llama"), tokenizer, "two-bos"))["chat template"]
+    assert not check.ok and "BOS twice" in check.detail
+
+
+def test_a_template_without_bos_passes_because_the_engine_adds_it() -> None:
+    tokenizer = byte_tokenizer(bos=True)
+    tokenizer.chat_template = tokenizer.chat_template.removeprefix("{{ bos_token }}")
+    check = examined(Model(hf_model("llama"), tokenizer, "no-bos"))["chat template"]
+    assert check.ok and "the engine adds it" in check.detail
+
+
+def test_a_tokenizer_without_template_passes() -> None:
+    tokenizer = byte_tokenizer(bos=True)
+    tokenizer.chat_template = None
+    check = examined(Model(hf_model("llama"), tokenizer, "plain"))["chat template"]
+    assert check.ok and "plain prompts only" in check.detail
+
+
+def test_tokens_that_merge_across_a_boundary_are_a_warning() -> None:
+    """A full stop that ends a chunk and the line break after it become one token."""
+    plain = byte_tokenizer(bos=True)
+    vocabulary = plain.get_vocab() | {".Ċ": len(plain.get_vocab())}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[(".", "Ċ")]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = plain.backend_tokenizer.decoder
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<|bos|>", eos_token="<|end|>"
+    )
+    hf = hf_model("llama", vocab_size=len(vocabulary) + 1)
+    check = examined(Model(hf, tokenizer, "merging"))["token boundaries"]
+    assert check.ok and check.is_warning
+    assert str(check.to_row()["detail"]).startswith("warning: ")
+    assert CHUNKS[0][-1] == "."
+
+
+def biased(size: float) -> Model:
+    """A Qwen2 whose keys hold a constant of about ``size``, as those of Qwen2.5 do."""
+    hf = hf_model("qwen2", initializer_range=0.1)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for layer in hf.model.layers:
+            layer.self_attn.k_proj.bias.normal_(std=size)
+    return Model(hf, byte_tokenizer(bos=False), "biased")
+
+
+def test_a_large_constant_in_keys_is_fine_in_4_bits() -> None:
+    checks = examined(biased(20.0))
+    assert not checks["store_bits=4"].is_warning
+    assert checks["store_bits"].detail == "take 4, the default: what it changes is negligible"
+
+
+def test_it_would_notice_if_the_constant_took_the_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Codes on both sides of 0: nearly all of them go to numbers that no key has."""
+
+    def around_zero(form: EntryFormat, low: Tensor, high: Tensor) -> Tensor:
+        reach = torch.maximum(-low, high)
+        return torch.stack((2 * reach / (2**form.bits - 1), -reach)).half()
+
+    monkeypatch.setattr(EntryFormat, "_range", around_zero)
+    checks = examined(biased(20.0))
+    assert checks["store_bits=4"].ok and checks["store_bits=4"].is_warning
+
+
+def test_a_change_that_is_not_negligible_is_a_warning() -> None:
+    model = tiny_model("qwen2")
+    four = examined(model)["store_bits=4"]
+    assert four.ok and four.is_warning and "of 12 prompts" in four.detail
+    assert str(four.to_row()["detail"]).startswith("warning: ")
+
+
+@pytest.mark.parametrize(
+    ("limit", "advised", "warns"), [(1e9, 4, False), (1e-2, 8, True), (0.0, 16, True)]
+)
+def test_the_fewest_bits_that_change_little_are_advised(
+    monkeypatch: pytest.MonkeyPatch, limit: float, advised: int, warns: bool
+) -> None:
+    monkeypatch.setattr(doctor_module, "NEGLIGIBLE_KL", limit)
+    check = examined(tiny_model("qwen2"))["store_bits"]
+    assert check.ok and check.is_warning == warns
+    assert re.search(rf"take (store_bits=)?{advised}\b", check.detail)
+
+
+def test_values_that_no_scale_holds_are_a_warning() -> None:
+    hf = hf_model("llama")
+    with torch.no_grad():
+        hf.model.layers[0].self_attn.v_proj.weight.mul_(1e6)
+    checks = examined(Model(hf, byte_tokenizer(bos=True), "large"))
+    for bits in (4, 8):
+        assert checks[f"store_bits={bits}"].ok and checks[f"store_bits={bits}"].is_warning
+        assert "give store_bits=16" in checks[f"store_bits={bits}"].detail
+    assert "take store_bits=16" in checks["store_bits"].detail
+
+
+def test_the_divergence_is_that_of_its_formula() -> None:
+    full, other = torch.tensor([0.5, -1.0, 3.0]), torch.tensor([0.0, 0.0, 1.0])
+    p, q = full.softmax(0).tolist(), other.softmax(0).tolist()
+    slow = sum(a * math.log(a / b) for a, b in zip(p, q, strict=True))
+    assert doctor_module._kl(full, other) == pytest.approx(slow, rel=1e-5)
+    assert doctor_module._kl(full, full) == 0.0
+
+
+def a_cost(**changes: float) -> CostModel:
+    costs = {"layer_s": 1e-4, "token_s": 1e-5, "pair_s": 1e-9, "entry_s": 1e-7, "read_s": 0.0}
+    return CostModel(**(costs | changes))
+
+
+@pytest.mark.parametrize("layer_s", [1e-4, 3e-3, 2e-2])
+def test_the_smallest_context_of_two_passes_is_what_auto_does(
+    monkeypatch: pytest.MonkeyPatch, layer_s: float
+) -> None:
+    model, costs = tiny_model("qwen2"), a_cost(layer_s=layer_s)
+    monkeypatch.setattr(Engine, "calibrate", lambda engine: costs)
+    detail = examined(model)["speed"].detail
+    found = re.search(r"below contexts of (\d+) tokens", detail)
+    assert found is not None, detail
+    smallest = int(found[1])
+    store = MemoryStore()
+    store.put_note(name_of(model), costs.to_json())
+    engine = Engine(model, store, prefix_bytes=0)
+    for n_context, ran in ((smallest, "samkv-guided"), (smallest - 1, "recompute")):
+        letters = "".join(chr(ord("a") + i % 26) for i in range(n_context))
+        chunks = [letters[i : i + CHUNK_TOKENS] for i in range(0, n_context, CHUNK_TOKENS)]
+        chunks = [f"{chr(ord('A') + i)}{chunk[1:]}" for i, chunk in enumerate(chunks)]
+        engine.cache_chunks(chunks)
+        prompt = "".join(chunks) + "?" * QUESTION_TOKENS
+        report = engine.generate(prompt, chunks, max_new_tokens=1).report
+        assert (report.context_tokens, report.ran) == (n_context, ran)
+
+
+def test_full_prefill_may_always_be_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Engine, "calibrate", lambda engine: a_cost(entry_s=1.0))
+    assert "faster up to contexts of 4064 tokens" in examined(tiny_model())["speed"].detail
+
+
+def test_what_passes_cost_is_kept_where_it_is_told_to(tmp_path: Path) -> None:
+    model, store = tiny_model(), ChunkStore(tmp_path / "kv")
+    (speed,) = (check for check in examine(model, store) if check.name == "speed")
+    assert speed.detail.endswith(f"kept in {tmp_path / 'kv'}")
+    kept = store.note(name_of(model))
+    assert kept is not None
+    assert Engine(model, ChunkStore(tmp_path / "kv")).costs == CostModel.from_json(kept)
+    assert store.stats().n_chunks == 0
+    assert examined(model)["speed"].detail.endswith("not kept: give --dir for that")
+
+
+def _save(folder: Path, config: GPT2Config | LlamaConfig) -> str:
+    config.save_pretrained(folder)
+    return str(folder)
+
+
+def test_other_families_are_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModel, match="'gpt2'.*supported: llama"):
+        load_model(_save(tmp_path, GPT2Config()))
+
+
+def test_yarn_is_refused_with_the_reason(tmp_path: Path) -> None:
+    rope = {
+        "rope_type": "yarn",
+        "rope_theta": 10_000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 1024,
+    }
+    config = LlamaConfig(rope_parameters=rope, **SHAPE)
+    with pytest.raises(UnsupportedModel, match="'yarn'.*scales attention"):
+        load_model(_save(tmp_path, config))

@@ -1,0 +1,789 @@
+"""The engine on tiny models: what goes in, what comes out, and what happens when caches fail."""
+
+from __future__ import annotations
+
+import math
+import random
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from samkv_integrations import METHODS, ChunkStore, Engine
+from samkv_integrations.cache.chunk import ChunkCache
+from samkv_integrations.cache.fingerprint import Fingerprint
+from samkv_integrations.cache.quantise import GROUP_TOKENS
+from samkv_integrations.engine import prefill as ingest
+from samkv_integrations.engine.prefill import NewChunk
+from samkv_integrations.errors import (
+    ChunkNotCached,
+    FingerprintMismatch,
+    HandleError,
+    InvalidChunk,
+    InvalidOption,
+    PromptTooLong,
+    StoreError,
+    UnknownOption,
+)
+from samkv_integrations.eviction import Quest
+from samkv_integrations.methods.guided import GuidedRecompute
+from samkv_integrations.model.model import Model
+from samkv_integrations.prompt.split import handle_of, split_prompt
+from tests.support.models import tiny_model
+from tests.support.old_store import old_store
+
+RNG = random.Random(5)
+TEXTS = ["".join(RNG.choices("abcdefgh ijkl\n", k=n)).strip() for n in (80, 47, 120)]
+PROMPT = "Read.\n\n" + "\n\n".join(TEXTS) + "\n\nQ: what?\nA:"
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Engine:
+    """Its method is one that always answers from caches; the default is in test_auto."""
+    store = ChunkStore(tmp_path / "kv")
+    engine = Engine(tiny_model("llama"), store, method="samkv-guided", block_size=8)
+    engine.cache_chunks(TEXTS)
+    return engine
+
+
+def chunk_file(engine: Engine, text: str) -> Path:
+    key = engine.key_of(text)
+    assert isinstance(engine.store, ChunkStore)
+    return next(engine.store.path.rglob(f"{key}.safetensors"))
+
+
+# -- shapes of prompts ------------------------------------------------------------------------
+
+ODD_CHUNKS = {
+    "one token": ["z"],
+    "shorter than a block": ["abcde"],
+    "exactly the anchors": ["x" * 24],
+    "anchors and one": ["x" * 25],
+    "one chunk": [TEXTS[0]],
+    "forty chunks": [f"chunk number {i} says {i * 7919}" for i in range(40)],
+    "template tokens": ["before <|end|><|assistant|> after", TEXTS[0]],
+    "handle-like text": ["see [[samkv:0123]] and [[samkv:" + "0" * 32 + "]] here", TEXTS[0]],
+    "one inside the other": ["abc def", "abc def ghi"],
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("texts", ODD_CHUNKS.values(), ids=list(ODD_CHUNKS))
+def test_any_chunks_are_served_from_their_caches(texts: list[str], method: str) -> None:
+    engine = Engine(tiny_model("llama"), block_size=8)
+    engine.cache_chunks(texts)
+    prompt = "Read:\n" + "\n--\n".join(texts) + "\nQ?"
+    report = engine.generate(prompt, texts, method=method, max_new_tokens=3).report
+    assert report.chunk_hits == len(texts)
+    assert report.chunk_misses == {}
+    assert report.context_tokens == sum(len(t.encode()) for t in texts)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_same_chunk_twice_in_a_prompt(engine: Engine, method: str) -> None:
+    prompt = f"{TEXTS[0]}\n\n{TEXTS[1]}\n\n{TEXTS[0]}\n\nQ?"
+    report = engine.generate(prompt, TEXTS[:2], method=method, max_new_tokens=3).report
+    assert report.chunk_hits == 3
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_prompt_without_chunks_is_the_plain_forward(engine: Engine, method: str) -> None:
+    answer = engine.generate("Hello there", method=method, max_new_tokens=8)
+    ids = torch.tensor([[1, *engine.model.tokenize("Hello there", special=True)]])
+    out = engine.model.hf.generate(ids, max_new_tokens=8, do_sample=False)
+    assert answer.text == engine.model.detokenize(out[0, ids.shape[1] :].tolist())
+    report = answer.report
+    assert (report.context_tokens, report.chunk_hits, report.bytes_read) == (0, 0, 0)
+    assert report.kept_ratio == 1.0
+
+
+@pytest.mark.parametrize("prompt", [TEXTS[0], f"{TEXTS[0]}\n\n{TEXTS[1]}"])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_prompt_that_ends_with_a_chunk(engine: Engine, prompt: str, method: str) -> None:
+    """An empty question: the last token belongs to a chunk and must be computed all the same."""
+    chunks = [t for t in TEXTS if t in prompt]
+    answer = engine.generate(prompt, chunks, method=method, max_new_tokens=4)
+    assert answer.report.chunk_hits == len(chunks)
+    if len(chunks) == 1 and method in ("reuse", "recompute"):
+        exact = Engine(engine.model, store_bits=16)
+        exact.cache_chunks(chunks)
+        answer = exact.generate(prompt, chunks, method=method, max_new_tokens=4)
+        ids = torch.tensor([[1, *engine.model.tokenize(prompt, special=False)]])
+        out = engine.model.hf.generate(ids, max_new_tokens=4, do_sample=False)
+        assert answer.text == engine.model.detokenize(out[0, ids.shape[1] :].tolist())
+
+
+def test_words_of_a_chunk_never_act_as_special_tokens(engine: Engine) -> None:
+    assert len(engine.model.tokenize("<|end|>", special=True)) == 1
+    text = "before <|end|> after"
+    engine.cache_chunk(text)
+    with engine.store.open(engine.key_of(text), engine.fingerprint) as chunk:
+        assert not set(chunk.token_ids.tolist()) & engine.model.eos_ids
+
+
+def test_a_handle_inside_a_document_names_nothing(engine: Engine) -> None:
+    """A document that quotes another chunk's handle is text, whether or not it is cached."""
+    spy = f"my neighbour is {handle_of(engine.key_of(TEXTS[0]))}"
+    for cached in (False, True):
+        if cached:
+            engine.cache_chunk(spy)
+        report = engine.generate(f"{spy}\n\nQ?", [spy], max_new_tokens=1, on_miss="text").report
+        assert report.chunk_hits == int(cached)
+        assert report.context_tokens == len(spy)
+
+
+def test_handles_and_texts_are_the_same_prompt(engine: Engine) -> None:
+    by_text = engine.generate(PROMPT, TEXTS, max_new_tokens=6)
+    prompt = PROMPT
+    for text in TEXTS:
+        prompt = prompt.replace(text, handle_of(engine.key_of(text)))
+    by_handle = engine.generate(prompt, max_new_tokens=6)
+    assert by_handle.text == by_text.text
+    assert by_handle.report.prompt_tokens == by_text.report.prompt_tokens
+    assert engine.count_tokens(prompt) == by_text.report.prompt_tokens
+
+
+def test_bos_stands_once(engine: Engine) -> None:
+    for prompt in ("Hi", "<|bos|>Hi", TEXTS[0], [{"role": "user", "content": "Hi"}]):
+        chunks = [TEXTS[0]] if prompt == TEXTS[0] else []
+        stream = engine.stream(prompt, chunks, max_new_tokens=1)
+        chat = len("Hi") + 3  # <|user|>, <|end|>, <|assistant|>
+        body = {"Hi": 2, "<|bos|>Hi": 2, TEXTS[0]: len(TEXTS[0])}.get(str(prompt), chat)
+        assert stream.report.prompt_tokens == 1 + body
+
+
+# -- block sizes and ingest --------------------------------------------------------------------
+
+
+def test_block_size_follows_the_first_chunks_and_then_the_store(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    first = Engine(model, ChunkStore(tmp_path))
+    first.cache_chunk("w" * 512)
+    assert first.fingerprint.block_size == 16
+    second = Engine(model, ChunkStore(tmp_path))
+    second.cache_chunk("short")
+    assert second.fingerprint == first.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("tokens", "size"), [(20, 8), (256, 8), (512, 16), (1024, 32), (1280, 64), (4000, 64)]
+)
+def test_auto_block_size_keeps_anchors_at_about_a_tenth(tokens: int, size: int) -> None:
+    engine = Engine(tiny_model("llama"))
+    engine.cache_chunk("y" * tokens)
+    assert engine.fingerprint.block_size == size
+
+
+def test_chunks_that_cannot_be_cached(engine: Engine) -> None:
+    with pytest.raises(InvalidChunk, match="holds no text"):
+        engine.cache_chunk("  \n ")
+    with pytest.raises(InvalidChunk, match=r"5000 tokens is longer than the 4095"):
+        engine.cache_chunk("a" * 5000)
+
+
+# -- caches that fail --------------------------------------------------------------------------
+
+
+def delete(path: Path) -> None:
+    path.unlink()
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-7])
+
+
+def flip_first(path: Path) -> None:
+    flip(path, 0)
+
+
+def flip_header(path: Path) -> None:
+    flip(path, 40)
+
+
+def flip_rows(path: Path) -> None:
+    """Every byte of the file's last 60 %: rows of anchors and of the middle alike."""
+    content = bytearray(path.read_bytes())
+    for at in range(len(content) * 2 // 5, len(content)):
+        content[at] ^= 1
+    path.write_bytes(bytes(content))
+
+
+def flip(path: Path, at: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1
+    path.write_bytes(bytes(content))
+
+
+@pytest.mark.parametrize("by_handle", [False, True])
+@pytest.mark.parametrize("method", ["reuse", "samkv-fusion", "samkv-guided"])
+@pytest.mark.parametrize("damage", [delete, truncate, flip_first, flip_header, flip_rows])
+def test_a_damaged_cache_is_a_counted_miss(engine: Engine, damage, method, by_handle) -> None:  # noqa: ANN001
+    """Its chunk is computed from its text, exactly as if it had never been cached."""
+    fresh = Engine(engine.model, block_size=8)
+    fresh.cache_chunks([TEXTS[0], TEXTS[2]])
+    whole = replace(METHODS[method], name=method)
+    options = {"method": whole, "max_new_tokens": 6, "on_miss": "text"}
+    expected = fresh.generate(PROMPT, TEXTS, **options)
+    damage(chunk_file(engine, TEXTS[1]))
+    prompt = PROMPT
+    if by_handle:
+        prompt = prompt.replace(TEXTS[1], handle_of(engine.key_of(TEXTS[1])))
+    chunks = [t for t in TEXTS if t in prompt]
+    answer = engine.generate(prompt, chunks, **options)
+    assert answer.text == expected.text
+    assert sum(answer.report.chunk_misses.values()) == 1
+    reason = "absent" if damage is delete else "corrupt"
+    assert answer.report.chunk_misses == {reason: 1}
+    assert answer.report.chunk_hits == 2
+
+
+def test_every_flipped_byte_gives_the_same_answer_or_a_miss(engine: Engine) -> None:
+    path = chunk_file(engine, TEXTS[1])
+    sound = path.read_bytes()
+    options = {"method": "reuse", "max_new_tokens": 4, "on_miss": "text"}
+    expected = engine.generate(PROMPT, TEXTS, **options)
+    recomputed = Engine(engine.model, block_size=8)
+    recomputed.cache_chunks([TEXTS[0], TEXTS[2]])
+    fallback = recomputed.generate(PROMPT, TEXTS, **options)
+    for at in random.Random(1).sample(range(len(sound)), 60):
+        path.write_bytes(sound)
+        flip(path, at)
+        answer = engine.generate(PROMPT, TEXTS, **options)
+        missed = bool(answer.report.chunk_misses)
+        assert answer.text == (fallback if missed else expected).text, at
+
+
+def test_ingest_repairs_a_damaged_cache(engine: Engine) -> None:
+    flip_rows(chunk_file(engine, TEXTS[1]))
+    engine.cache_chunks(TEXTS)
+    report = engine.generate(PROMPT, TEXTS, method="reuse", max_new_tokens=1).report
+    assert report.chunk_misses == {}
+
+
+def test_on_miss(engine: Engine) -> None:
+    new = "a chunk that nobody cached"
+    prompt = f"{new}\n\nQ?"
+    for _ in range(2):  # nothing is kept
+        report = engine.generate(prompt, [new], max_new_tokens=1, on_miss="text").report
+        assert (report.chunk_hits, report.chunk_misses) == (0, {"absent": 1})
+        assert report.chunks_computed == 0
+    with pytest.raises(ChunkNotCached, match="on_miss='text'"):
+        engine.generate(prompt, [new], max_new_tokens=1, on_miss="error")
+    report = engine.generate(prompt, [new], max_new_tokens=1).report
+    assert (report.chunk_hits, report.chunk_misses) == (0, {"absent": 1})
+    assert report.chunks_computed == 1
+    report = engine.generate(prompt, [new], max_new_tokens=1).report
+    assert (report.chunk_hits, report.chunk_misses) == (1, {})
+    assert report.chunks_computed == 0
+    with pytest.raises(InvalidOption, match="allowed: text, compute, error"):
+        engine.generate(prompt, [new], on_miss="guess")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("method", ["reuse", "samkv-guided", "samkv-fusion"])
+def test_damage_that_shows_while_it_is_read_is_an_error_too(engine: Engine, method: str) -> None:
+    file = chunk_file(engine, TEXTS[1])
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(ChunkNotCached, match=f"{engine.key_of(TEXTS[1])} has no usable cache"):
+        engine.generate(PROMPT, TEXTS, method=method, on_miss="error")
+    expected = engine.generate(PROMPT, TEXTS, method="recompute", max_new_tokens=4).text
+    for on_miss in ("text", "compute"):
+        answer = engine.generate(PROMPT, TEXTS, method=method, on_miss=on_miss, max_new_tokens=4)
+        assert answer.report.chunk_misses == {"corrupt": 1}
+    engine.cache_chunks(TEXTS)
+    whole = engine.generate(PROMPT, TEXTS, method="recompute", max_new_tokens=4)
+    assert (whole.text, whole.report.chunk_misses) == (expected, {})
+
+
+def test_chunks_are_texts_in_a_list(engine: Engine) -> None:
+    for use in (engine.cache_chunks, lambda chunks: engine.generate("abc", chunks)):
+        with pytest.raises(InvalidOption, match="one text was given for chunks .'abc'.; put it"):
+            use("abc")
+        with pytest.raises(InvalidOption, match="chunk None is no text"):
+            use([None])
+
+
+def test_what_follows_are_tokens(engine: Engine) -> None:
+    for token in (-1, 10**6):
+        with pytest.raises(InvalidOption, match=f"follow holds {token}, which is no token"):
+            engine.logits(PROMPT, TEXTS, follow=[1, token])
+
+
+@pytest.mark.parametrize("size", [1.5, "8", None, True])
+def test_block_sizes_that_are_no_numbers_are_named(size: object) -> None:
+    with pytest.raises(InvalidOption, match=f"block_size={size!r}; it must be a whole number"):
+        Engine(tiny_model("llama"), block_size=size)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("content", ["null", "[]", "16.0", "1e400", "true", "0", "-1", "", '"8"'])
+def test_a_damaged_block_size_is_named(tmp_path: Path, content: str) -> None:
+    engine = Engine(tiny_model("llama"), ChunkStore(tmp_path))
+    size = engine.store.settle_block_size(engine.fingerprint, 8)
+    assert size == 8
+    (file,) = tmp_path.glob("block-size-*.json")
+    file.write_text(content)
+    with pytest.raises(StoreError, match=f"{file.name} cannot be used .*next step: delete it"):
+        engine.cache_chunk(TEXTS[0])
+
+
+def test_a_handle_without_cache_and_text_is_an_error(engine: Engine) -> None:
+    with pytest.raises(HandleError, match="names no chunk of this store"):
+        engine.generate(handle_of("0" * 32) + " Q?", max_new_tokens=1)
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        "[[samkv:" + "a" * 31 + "]]",
+        "[[samkv:",
+        "[[samk",
+        "xx samkv:abc]] yy",
+        "[[samkv:" + "A" * 32 + "]]",
+    ],
+)
+def test_a_broken_handle_is_an_error(engine: Engine, broken: str) -> None:
+    with pytest.raises(HandleError, match="broken handle"):
+        engine.generate(f"Read {broken} Q?", max_new_tokens=1)
+
+
+def test_the_end_of_a_handle_is_an_error(engine: Engine) -> None:
+    handle = handle_of(engine.key_of(TEXTS[0]))
+    for n_left in (11, 20, 34):
+        with pytest.raises(HandleError, match="broken handle"):
+            engine.generate(f"Read {handle[-n_left:]} Q?", max_new_tokens=1)
+        with pytest.raises(HandleError, match="broken handle"):
+            engine.count_tokens(f"\n{handle[-n_left:]}\n")
+
+
+@pytest.mark.parametrize(
+    "text", ["[[13.38, 52.51], [13.39, 52.52940812]]", "[[1, 20240101]]", "see [[commit deadbeef]]"]
+)
+def test_brackets_in_ordinary_text_are_text(engine: Engine, text: str) -> None:
+    prompt = f"{text}\n\n{TEXTS[0]}\n\nQ?"
+    assert engine.generate(prompt, max_new_tokens=1).report.chunk_hits == 1
+    assert engine.count_tokens(prompt) == 1 + len(prompt)
+
+
+def test_computing_what_is_missing_takes_nothing_from_another_namespace(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    ours, theirs = (
+        Engine(model, ChunkStore(tmp_path, namespace=name), block_size=8) for name in "ab"
+    )
+    key = theirs.cache_chunk(TEXTS[0])
+    with pytest.raises(HandleError, match="namespace"):
+        ours.generate(f"{handle_of(key)} Q?", on_miss="compute", max_new_tokens=1)
+    assert ours.handle_of(TEXTS[0]) is None
+    assert ours.store.keys() == [key]
+
+
+def test_computing_what_is_missing_reads_no_whole_cache(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: object) -> None:
+        raise AssertionError("read as a whole")
+
+    monkeypatch.setattr("samkv_integrations.cache.chunk_file.ChunkFile.verify", refuse)
+    report = engine.generate(PROMPT, TEXTS, on_miss="compute", max_new_tokens=1).report
+    assert (report.chunk_hits, report.chunk_misses) == (len(TEXTS), {})
+
+
+def test_a_full_disk_does_not_fail_a_request(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    new = "a chunk that nobody cached"
+    prompt = f"{TEXTS[0]}\n\n{new}\n\nQ?"
+    kept = Engine(engine.model, method=engine.method, block_size=8)
+    kept.cache_chunks([TEXTS[0], new])
+    expected = kept.generate(prompt, [TEXTS[0], new], max_new_tokens=4)
+
+    def full(*arguments: object, **options: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("samkv_integrations.cache.disk._write", full)
+    for _ in range(2):  # computed again each time, as it cannot be kept
+        answer = engine.generate(prompt, [TEXTS[0], new], on_miss="compute", max_new_tokens=4)
+        assert answer.text == expected.text
+        assert (answer.report.chunk_hits, answer.report.chunk_misses) == (1, {"absent": 1})
+        assert answer.report.chunks_computed == 1
+    with pytest.raises(StoreError, match="No space left"):
+        engine.cache_chunk(new)
+
+
+def test_a_new_store_that_cannot_be_written_fails_no_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not even where the size of its blocks cannot be kept."""
+    engine = Engine(tiny_model("llama"), ChunkStore(tmp_path))
+    expected = engine.generate(PROMPT, TEXTS, max_new_tokens=4, on_miss="text").text
+
+    def full(*arguments: object, **options: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("samkv_integrations.cache.disk._write", full)
+    answer = engine.generate(PROMPT, TEXTS, max_new_tokens=4, method="reuse")
+    assert answer.text == expected
+    assert answer.report.chunk_misses == {"absent": len(TEXTS)}
+
+
+def test_a_chunk_that_no_cache_can_hold_costs_the_others_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = Engine(tiny_model("llama"), method="reuse", block_size=8)
+    prefill, bad = ingest.prefill, len(engine.model.tokenize(TEXTS[0], special=False))
+
+    def refusing(model: Model, chunks: Sequence[NewChunk], *rest: Any) -> list[ChunkCache]:
+        if any(len(chunk.token_ids) == bad for chunk in chunks):
+            raise InvalidChunk("not finite")
+        return prefill(model, chunks, *rest)
+
+    monkeypatch.setattr("samkv_integrations.engine.engine.prefill", refusing)
+    report = engine.generate(PROMPT, TEXTS, max_new_tokens=1).report
+    assert report.chunks_computed == len(TEXTS) - 1
+    again = engine.generate(PROMPT, TEXTS, max_new_tokens=1).report
+    assert (again.chunk_hits, again.chunk_misses) == (len(TEXTS) - 1, {"absent": 1})
+
+
+def test_engines_that_fill_an_empty_store_together_agree_on_blocks(tmp_path: Path) -> None:
+    first, second = (Engine(tiny_model("llama"), ChunkStore(tmp_path)) for _ in range(2))
+    first._settle_block_size([tuple(range(100))])  # chosen, and nothing stored yet
+    second.cache_chunk("x" * 2000)
+    first.cache_chunk("y" * 100)
+    assert first.fingerprint.digest == second.fingerprint.digest
+    third = Engine(tiny_model("llama"), ChunkStore(tmp_path))
+    assert len(third.store.keys(third.fingerprint)) == 2
+
+
+def test_caches_of_another_fingerprint_are_never_used(engine: Engine, tmp_path: Path) -> None:
+    other = Engine(tiny_model("llama", seed=1), ChunkStore(tmp_path / "kv"), block_size=8)
+    assert other.fingerprint.digest != engine.fingerprint.digest
+    report = other.generate(PROMPT, TEXTS, max_new_tokens=1, on_miss="text").report
+    assert report.chunk_misses == {"absent": 3}
+    mine, theirs = chunk_file(engine, TEXTS[0]), other.key_of(TEXTS[0])
+    forged = tmp_path / "kv" / other.fingerprint.digest / theirs[:2] / f"{theirs}.safetensors"
+    forged.parent.mkdir(parents=True)
+    forged.write_bytes(mine.read_bytes())
+    for on_miss in ("text", "compute"):
+        report = other.generate(PROMPT, TEXTS, max_new_tokens=1, on_miss=on_miss).report
+        assert report.chunk_misses == {"fingerprint": 1, "absent": 2}
+        assert report.chunk_hits == 0
+
+
+# -- answers -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_reports_add_up(engine: Engine, method: str) -> None:
+    asked = {"method": method, "eviction": "none", "max_new_tokens": 5}
+    report = engine.generate(PROMPT, TEXTS, **asked).report
+    assert report.method == method
+    assert report.prompt_tokens == report.context_tokens + report.fresh_tokens
+    assert 0 < report.kept_ratio <= 1
+    assert 0 <= report.recompute_ratio <= 1
+    row = report.full_kv_bytes / report.prompt_tokens
+    kept_rows = report.kept_ratio * report.context_tokens + report.fresh_tokens
+    assert report.kv_bytes == pytest.approx(row * kept_rows, rel=1e-6)
+    assert report.bytes_read > 0
+    assert report.ttft_s >= report.probe_s + report.select_s + report.load_s + report.blend_s
+    assert report.completion_tokens <= 5
+    for name, value in report.to_dict().items():
+        assert value is None or isinstance(value, str | int | float | dict), name
+
+
+def test_a_step_s_share_is_reported_and_few_bits_held(engine: Engine) -> None:
+    """With the default's rule: what a step attends to is kept, and the context held in 4 bits."""
+    report = engine.generate(PROMPT, TEXTS, max_new_tokens=5).report
+    rule = METHODS["samkv-guided"].eviction
+    assert isinstance(rule, Quest)
+    n_context = report.context_tokens
+    assert 0 < rule.budget(n_context) < n_context
+    assert report.kept_ratio == pytest.approx(rule.budget(n_context) / n_context)
+    row = report.full_kv_bytes / report.prompt_tokens  # in float32
+    entry = 2 * (2 * 16 * 4 // 8) + 2 * 4  # of 2 heads of 16 channels, and ranges of the values
+    held = report.fresh_tokens * row + n_context * engine.model.n_layers * entry
+    channels, n_layers = 2 * 16, engine.model.n_layers
+    mean = n_layers * channels * 4  # of the values, in float32
+    of_chunks = sum(math.ceil(length / GROUP_TOKENS) for length in map(engine.count_tokens, TEXTS))
+    # scale and offset of the keys' channels; what is recomputed of a layer is a group or two more
+    ranges = n_layers * 2 * channels * 2
+    n_groups = (report.kv_bytes - held - mean) / ranges
+    assert of_chunks < n_groups <= of_chunks + 2
+
+
+def test_what_is_read_follows_the_method(engine: Engine) -> None:
+    reports = {
+        m: engine.generate(PROMPT, TEXTS, method=m, max_new_tokens=1).report for m in METHODS
+    }
+    full = reports["reuse"].bytes_read
+    assert reports["samkv-guided"].bytes_read == full, "nothing is read twice"
+    assert reports["multi-infllm"].bytes_read < full
+    assert reports["samkv-fusion"].bytes_read < full
+    assert reports["recompute"].bytes_read < full / 5  # headers and token ids
+
+
+def test_fewer_bits_are_fewer_bytes_read(engine: Engine) -> None:
+    read = []
+    for bits in (4, 8, 16):
+        other = Engine(engine.model, method="samkv-guided", store_bits=bits)
+        other.cache_chunks(TEXTS)
+        read.append(other.generate(PROMPT, TEXTS, max_new_tokens=1).report.bytes_read)
+    assert read[0] < 0.7 * read[1] and read[1] < 0.5 * read[2]  # 16 stands for float32 here
+
+
+@pytest.mark.parametrize("bits", [3, 0, 32, "4", 4.5, None, True])
+def test_bits_of_the_store_that_there_are_not_are_named(bits: object) -> None:
+    with pytest.raises(InvalidOption, match=f"store_bits={bits!r}; allowed: 4, 8, 16"):
+        Engine(tiny_model("llama"), store_bits=bits)
+
+
+def test_a_store_of_other_bits_is_named(engine: Engine) -> None:
+    other = Engine(engine.model, engine.store, block_size=8, store_bits=8)
+    with pytest.raises(FingerprintMismatch, match="store_bits is 8 here and 4 there; next step"):
+        engine.store.require(other.fingerprint)
+    report = other.generate(PROMPT, TEXTS, max_new_tokens=1).report
+    assert report.chunk_hits == 0 and set(report.chunk_misses) == {"absent"}
+
+
+def test_chunks_of_format_version_1_are_counted_misses(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    plain = Engine(model, block_size=8)
+    old = [tuple(model.tokenize(text, special=False)) for text in TEXTS]
+    old_store(tmp_path / "old", plain.fingerprint, old)
+    engine = Engine(model, ChunkStore(tmp_path / "old"), method="reuse", block_size=8)
+    report = engine.generate(PROMPT, TEXTS, max_new_tokens=1).report
+    assert report.chunk_misses == {"format": len(TEXTS)}
+    assert report.chunk_hits == 0
+    report = engine.generate(PROMPT, TEXTS, max_new_tokens=1).report
+    assert (report.chunk_hits, report.chunk_misses) == (len(TEXTS), {})
+
+
+def test_a_device_that_is_not_there_is_named() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a CUDA device")
+    with pytest.raises(InvalidOption, match="device='cuda', but torch finds 0 CUDA devices here"):
+        Engine.from_pretrained("builtin", device="cuda")
+
+
+def test_streaming_is_incremental_and_equals_generate(engine: Engine) -> None:
+    stream = engine.stream(PROMPT, TEXTS, max_new_tokens=24)
+    pieces = [next(stream)]
+    assert stream.report.completion_tokens < 24
+    pieces += list(stream)
+    assert len(pieces) > 3
+    answer = engine.generate(PROMPT, TEXTS, max_new_tokens=24)
+    assert "".join(pieces) == answer.text
+    assert stream.report.completion_tokens == answer.report.completion_tokens
+
+
+def test_a_closed_stream_ends(engine: Engine) -> None:
+    stream = engine.stream(PROMPT, TEXTS, max_new_tokens=12)
+    next(stream)
+    stream.close()
+    assert list(stream) == []
+
+
+def test_stop_strings_across_token_borders(engine: Engine) -> None:
+    """One token is one byte here, so any longer stop string crosses borders."""
+    whole = engine.generate(PROMPT, TEXTS, max_new_tokens=24).text
+    assert len(whole) > 10
+    for start, length in ((3, 3), (5, 4), (0, 2)):
+        stop = whole[start : start + length]
+        stream = engine.stream(PROMPT, TEXTS, max_new_tokens=24, stop=[stop, "never"])
+        pieces = list(stream)
+        assert "".join(pieces) == whole[: whole.find(stop)]
+    for bad in ("text", [""]):
+        with pytest.raises(InvalidOption, match="stop="):
+            engine.generate(PROMPT, TEXTS, stop=bad)
+
+
+def test_sampling_repeats_with_a_seed(engine: Engine) -> None:
+    def sample(seed: int) -> str:
+        options = {"temperature": 1.5, "top_p": 0.95, "seed": seed, "max_new_tokens": 16}
+        return engine.generate(PROMPT, TEXTS, **options).text
+
+    assert sample(1) == sample(1)
+    assert len({sample(seed) for seed in range(4)}) > 1
+    for option in ({"temperature": -1.0}, {"top_p": 0.0}, {"max_new_tokens": 0}):
+        with pytest.raises(InvalidOption, match=next(iter(option))):
+            engine.generate(PROMPT, TEXTS, **option)
+
+
+@pytest.mark.parametrize("seed", [2**64, -(2**63) - 1])
+def test_a_seed_has_64_bits(engine: Engine, seed: int) -> None:
+    with pytest.raises(InvalidOption, match="must fit into 64 bits"):
+        engine.generate(PROMPT, TEXTS, temperature=1.0, seed=seed)
+
+
+def test_half_a_character_is_named(engine: Engine) -> None:
+    text = "caf\udce9 and more"
+    for use in (engine.cache_chunk, engine.generate, engine.count_tokens):
+        with pytest.raises(InvalidOption, match="lone surrogate"):
+            use(text)
+
+
+def test_the_prompt_must_fit_with_the_answer(engine: Engine) -> None:
+    size = 1 + len(PROMPT)
+    with pytest.raises(PromptTooLong, match=rf"prompt of {size} tokens .* 4000 new .* 4096"):
+        engine.generate(PROMPT, TEXTS, max_new_tokens=4000)
+    with pytest.raises(PromptTooLong, match=rf"prompt of {size} tokens .* 9 new .* window of 50 "):
+        engine.generate(PROMPT, TEXTS, max_new_tokens=9, context_window=50)
+    for window in (0, -1, 10.5, "9", True):
+        with pytest.raises(InvalidOption, match=f"context_window={window!r}; it must be a whole"):
+            engine.generate(PROMPT, TEXTS, context_window=window)
+    longest = engine.generate(PROMPT, TEXTS, max_new_tokens=9, context_window=size + 9)
+    assert longest.report.prompt_tokens == size
+
+
+def test_unknown_names_list_the_known_ones(engine: Engine) -> None:
+    with pytest.raises(UnknownOption, match="samkv-guided"):
+        engine.generate(PROMPT, TEXTS, method="sam-kv")
+    with pytest.raises(InvalidOption, match="does not occur in the prompt"):
+        engine.generate("Q?", ["some chunk"])
+    with pytest.raises(UnknownOption, match="unknown method 3"):
+        engine.generate(PROMPT, TEXTS, method=3)  # type: ignore[arg-type]
+    with pytest.raises(UnknownOption, match="unknown eviction 3"):
+        engine.generate(PROMPT, TEXTS, eviction=3)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="temprature"):
+        engine.generate(PROMPT, TEXTS, temprature=1)  # type: ignore[call-arg]
+
+
+def test_messages_go_through_the_chat_template(engine: Engine) -> None:
+    messages = [{"role": "user", "content": PROMPT}]
+    answer = engine.generate(messages, TEXTS, method="recompute", max_new_tokens=6)
+    ids = engine.model.tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )["input_ids"]
+    assert answer.report.prompt_tokens == ids.shape[1]
+    out = engine.model.hf.generate(ids, max_new_tokens=6, do_sample=False)
+    assert answer.text == engine.model.detokenize(out[0, ids.shape[1] :].tolist())
+
+
+def test_nothing_is_written_by_a_query(engine: Engine) -> None:
+    def state() -> dict[Path, bytes]:
+        assert isinstance(engine.store, ChunkStore)
+        return {p: p.read_bytes() for p in engine.store.path.rglob("*") if p.is_file()}
+
+    before = state()
+    for method in METHODS:
+        engine.generate(PROMPT, TEXTS, method=method, max_new_tokens=2)
+    assert state() == before
+
+
+def test_threads_get_their_own_answers(engine: Engine) -> None:
+    prompts = [f"{TEXTS[i % 3]}\n\nQ{i}?" for i in range(6)]
+    chunks = [[TEXTS[i % 3]] for i in range(6)]
+    expected = [
+        engine.generate(p, c, max_new_tokens=8).text for p, c in zip(prompts, chunks, strict=True)
+    ]
+    found: dict[int, str] = {}
+
+    def ask(i: int) -> None:
+        found[i] = "".join(engine.stream(prompts[i], chunks[i], max_new_tokens=8))
+
+    threads = [threading.Thread(target=ask, args=(i,)) for i in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [found[i] for i in range(6)] == expected
+
+
+def test_interleaved_streams_do_not_mix(engine: Engine) -> None:
+    streams = [engine.stream(PROMPT, TEXTS, method=m, max_new_tokens=8) for m in METHODS]
+    texts = ["".join(pieces) for pieces in zip_pieces(streams)]
+    alone = [engine.generate(PROMPT, TEXTS, method=m, max_new_tokens=8).text for m in METHODS]
+    assert texts == alone
+
+
+def zip_pieces(streams: list[Iterator[str]]) -> list[list[str]]:
+    """Take one piece from each stream in turn until all are exhausted."""
+    pieces: list[list[str]] = [[] for _ in streams]
+    running = set(range(len(streams)))
+    while running:
+        for index in sorted(running):
+            piece = next(streams[index], None)
+            if piece is None:
+                running.discard(index)
+            else:
+                pieces[index].append(piece)
+    return pieces
+
+
+def test_recomputation_in_guided_is_a_constructor_call(engine: Engine) -> None:
+    method = replace(METHODS["samkv-guided"], recompute=GuidedRecompute(ratio=0.1))
+    report = engine.generate(PROMPT, TEXTS, method=method, max_new_tokens=1).report
+    assert 0 < report.recompute_ratio <= 0.1
+
+
+@pytest.mark.parametrize("field", ["weights", "tokenizer", "dtype", "rope", "prefix", "n_init"])
+def test_every_field_of_the_fingerprint_counts(engine: Engine, field: str) -> None:
+    mine = engine.fingerprint
+    other: Fingerprint = replace(mine, **{field: 2 if field == "n_init" else "other"})
+    assert other.digest != mine.digest
+    assert replace(mine, model="another label").digest == mine.digest
+
+
+def test_bodies_are_found_longest_first_and_left_to_right() -> None:
+    pieces = split_prompt("xx abc def ghi abc def yy", ["abc def", " abc def ghi\n"])
+    assert [getattr(p, "text", None) for p in pieces] == [
+        "xx ", "abc def ghi", " ", "abc def", " yy",
+    ]  # fmt: skip
+
+
+def test_a_handle_of_another_namespace_is_refused(tmp_path: Path) -> None:
+    """A leaked handle must not open one tenant's documents to another."""
+    model = tiny_model("llama")
+    mine = Engine(model, ChunkStore(tmp_path, namespace="a"), block_size=8)
+    theirs = Engine(model, ChunkStore(tmp_path, namespace="b"), block_size=8)
+    handle = handle_of(mine.cache_chunk(TEXTS[0]))
+    assert mine.generate(f"{handle} Q?", max_new_tokens=1).report.chunk_hits == 1
+    with pytest.raises(HandleError, match="namespace"):
+        theirs.generate(f"{handle} Q?", max_new_tokens=1)
+
+
+def test_a_changed_text_behind_a_handle_is_refused(engine: Engine) -> None:
+    path = chunk_file(engine, TEXTS[0])
+    handle = handle_of(engine.key_of(TEXTS[0]))
+    path.with_suffix(".txt").write_text("something else")
+    assert engine.generate(f"{handle} Q?", max_new_tokens=1).report.chunk_hits == 1
+    path.unlink()
+    with pytest.raises(HandleError, match="names no chunk of this store"):
+        engine.generate(f"{handle} Q?", max_new_tokens=1)
+
+
+def test_on_miss_compute_makes_what_a_handle_stands_for_anew(engine: Engine) -> None:
+    handle = handle_of(engine.key_of(TEXTS[0]))
+    delete(chunk_file(engine, TEXTS[0]))
+    for hits, misses, computed in ((0, {"absent": 1}, 1), (1, {}, 0)):
+        report = engine.generate(f"{handle} Q?", max_new_tokens=1, on_miss="compute").report
+        assert (report.chunk_hits, report.chunk_misses) == (hits, misses)
+        assert report.chunks_computed == computed
+    assert chunk_file(engine, TEXTS[0]).is_file()
+
+
+@pytest.mark.parametrize("text", ["[[deadbeef]]", "a[b[0]]", "[[link]]", "if [[ -f x ]]; then"])
+def test_brackets_alone_are_no_handle(engine: Engine, text: str) -> None:
+    assert engine.generate(f"{text} Q?", max_new_tokens=1).report.fresh_tokens == len(text) + 4
+
+
+def test_threads_do_not_mix_how_special_tokens_are_read(engine: Engine) -> None:
+    """The tokenizer keeps that choice as a state of its own; it once leaked between threads."""
+    text = "a <|end|> b " * 20
+    expected = {s: engine.model.tokenize(text, special=s) for s in (True, False)}
+    wrong: list[bool] = []
+
+    def work(special: bool) -> None:
+        for _ in range(300):
+            if engine.model.tokenize(text, special=special) != expected[special]:
+                wrong.append(special)
+
+    threads = [threading.Thread(target=work, args=(s,)) for s in (True, False, True, False)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong

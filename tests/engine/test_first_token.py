@@ -1,0 +1,298 @@
+"""The query path of one prompt: what is computed, what is read, and what a broken cache costs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from samkv_integrations.cache.chunk_file import ChunkFile
+from samkv_integrations.cache.disk import ChunkStore
+from samkv_integrations.cache.memory import MemoryChunk
+from samkv_integrations.engine.dense_cache import DenseCache
+from samkv_integrations.engine.engine import Engine
+from samkv_integrations.engine.first_token import first_token
+from samkv_integrations.engine.sparse_cache import SparseCache
+from samkv_integrations.errors import CacheMiss, PromptTooLong
+from samkv_integrations.eviction import Quest
+from samkv_integrations.methods import METHODS
+from samkv_integrations.methods.guided import GuidedRecompute, GuidedSelect
+from tests.laws.test_limit_laws import CHUNKS, FOLLOW, PROMPT, plain_logits
+from tests.support.asking import ask, request_of
+from tests.support.models import tiny_model
+
+GUIDED = METHODS["samkv-guided"]
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    engine = Engine(tiny_model("llama"), block_size=8)
+    engine.cache_chunks(CHUNKS)
+    return engine
+
+
+@pytest.fixture
+def on_disk(tmp_path: Path) -> Engine:
+    engine = Engine(tiny_model("llama"), ChunkStore(tmp_path), block_size=8)
+    engine.cache_chunks(CHUNKS)
+    return engine
+
+
+def file_of(engine: Engine, tmp_path: Path, text: str) -> Path:
+    (file,) = tmp_path.rglob(f"{engine.key_of(text)}.safetensors")
+    return file
+
+
+def spoil(file: Path, at: int) -> None:
+    content = bytearray(file.read_bytes())
+    content[at] ^= 255
+    file.write_bytes(content)
+
+
+# --- a value -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_first_token_is_a_value(engine: Engine, method: str) -> None:
+    """Asked twice of the same open caches: the same to the bit, and the first one still goes on."""
+    with torch.inference_mode(), engine.resolve(PROMPT, CHUNKS) as resolved:
+        request = request_of(engine, resolved, method, eviction=None)
+        one = first_token(request)
+        kept = one.logits.clone()
+        two = first_token(request)
+        assert torch.equal(one.logits, kept) and torch.equal(two.logits, kept)
+        assert one.cache is not two.cache and one.report.method == method
+    asked = [ask(engine, PROMPT, CHUNKS, method, eviction=None) for _ in range(2)]
+    alone = asked[0].follow(FOLLOW[:4])
+    later = [a.decoder() for a in (asked[1], ask(engine, PROMPT, CHUNKS, method, eviction=None))]
+    with torch.inference_mode():  # two answers in turns, neither of which sees the other
+        steps = [[d.step(token) for d in later] for token in FOLLOW[:4]]
+    for expected, of_both in zip(alone, steps, strict=True):
+        for found in of_both:
+            assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_prompt_that_ends_with_a_chunk_is_answered(engine: Engine, method: str) -> None:
+    """Its last token is computed, and so has no stored key; the probe of the default fell over."""
+    prompt = PROMPT[: PROMPT.index("\n\nQuestion")]
+    asked = ask(engine, prompt, CHUNKS, method)
+    assert bool(asked.first.logits.isfinite().all())
+    assert not bool(asked.recomputed[:, -1].any())
+    if method == "recompute":
+        expected = plain_logits(engine.model, asked.layout)
+        torch.testing.assert_close(asked.first.logits, expected, rtol=2e-4, atol=2e-4)
+
+
+def test_what_an_answer_goes_on_with_is_the_method_s_rule_unless_a_call_says_so(
+    engine: Engine,
+) -> None:
+    kinds = {
+        (method, str(rule)): type(ask(engine, PROMPT, CHUNKS, method, eviction=rule).first.cache)
+        for method in ("samkv-guided", "reuse")
+        for rule in (None, "none", "quest", "h2o")
+    }
+    for (method, rule), kind in kinds.items():
+        sparse = rule == "quest" or (rule == "None" and method == "samkv-guided")
+        assert kind is (SparseCache if sparse else DenseCache), (method, rule)
+    budget = Quest(budget_tokens=70)
+    report = ask(engine, PROMPT, CHUNKS, "reuse", eviction=budget).report
+    assert report.kept_ratio == pytest.approx(70 / report.context_tokens)
+    assert report.eviction == "quest"
+
+
+@pytest.mark.parametrize("room", [0, 1])
+def test_a_prompt_and_answer_beyond_the_window_are_refused(engine: Engine, room: int) -> None:
+    with torch.inference_mode(), engine.resolve(PROMPT, CHUNKS) as resolved:
+        request = request_of(engine, resolved, "reuse", capacity=8)
+        n_tokens = sum(len(segment.token_ids) for segment in resolved.segments)
+        request = replace(request, context_window=n_tokens + 8 - room)
+        if room:
+            with pytest.raises(PromptTooLong, match=f"prompt of {n_tokens} tokens"):
+                first_token(request)
+        else:
+            assert first_token(request).layout.n_tokens == n_tokens
+
+
+# --- what is computed --------------------------------------------------------------------------
+
+
+@contextmanager
+def counted_rows(engine: Engine) -> Iterator[list[int]]:
+    """Tokens of every call of a layer."""
+    model, rows = engine.model, []
+    layer = model.layer
+
+    def counting(index: int, hidden: Tensor, *rest: Any) -> Tensor:
+        rows.append(hidden.shape[1])
+        return layer(index, hidden, *rest)
+
+    model.layer = counting  # type: ignore[method-assign]
+    try:
+        yield rows
+    finally:
+        del model.layer
+
+
+@pytest.mark.parametrize(("window", "sinks"), [(1, 0), (5, 2), (24, 4), (30, 0), (9999, 0)])
+def test_the_probe_computes_nothing_but_its_window_and_sinks(
+    engine: Engine, window: int, sinks: int
+) -> None:
+    """And the answer's pass what was chosen, with all uncached text."""
+    method = replace(GUIDED, select=GuidedSelect(window=window, sinks=sinks))
+    with counted_rows(engine) as rows:
+        asked = ask(engine, PROMPT, CHUNKS, method)
+    layout, n_layers = asked.layout, engine.model.n_layers
+    uncached = layout.fresh.nonzero()[:, 0].tolist()
+    near = [at for at in uncached if at < sinks or at >= layout.n_tokens - window]
+    assert rows[:n_layers] == [len(near)] * n_layers
+    computed = asked.planned[-1].plan.computed.sum(1).tolist()
+    assert rows[n_layers:] == [len(uncached) + n for n in computed]
+    assert 0 < sum(computed) <= 0.1 * n_layers * layout.n_context + 1e-2
+    n_context = layout.n_context
+    assert asked.report.recompute_ratio == pytest.approx(sum(computed) / n_layers / n_context)
+
+
+def test_methods_without_a_probe_run_one_pass(engine: Engine) -> None:
+    for name, method in METHODS.items():
+        if method.whole_if_faster:  # one or two
+            continue
+        with counted_rows(engine) as rows:
+            asked = ask(engine, PROMPT, CHUNKS, method)
+        passes = 2 if method.select.probes else 1
+        assert len(rows) == passes * engine.model.n_layers, name
+        assert (asked.report.probe_s > 0) == method.select.probes
+
+
+def test_a_window_over_all_uncached_text_is_the_probe_of_all(engine: Engine) -> None:
+    layout = ask(engine, PROMPT, CHUNKS, "reuse").layout
+    seen: dict[int, Tensor] = {}
+    for window in (layout.n_tokens - int(layout.fresh.nonzero()[0]), 10_000):
+        asked = ask(engine, PROMPT, CHUNKS, replace(GUIDED, select=GuidedSelect(window=window)))
+        assert bool((asked.planned[0].uncached == layout.fresh).all())
+        seen[window] = torch.cat((asked.recomputed.float().flatten(), asked.first.logits))
+    one, two = seen.values()
+    assert torch.equal(one, two)
+    shorter = ask(engine, PROMPT, CHUNKS, replace(GUIDED, select=GuidedSelect(window=1, sinks=0)))
+    assert not torch.equal(shorter.recomputed.float().flatten(), one[: shorter.recomputed.numel()])
+
+
+# --- what is read ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [MemoryChunk, ChunkFile], ids=["memory", "file"])
+def test_each_chunk_is_read_once_from_its_first_entry_to_its_last(
+    kind: type, on_disk: Engine, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For the probe and the pass together, by one call a chunk, and no block by itself."""
+    asked_of = on_disk if kind is ChunkFile else engine
+    calls: Counter[str] = Counter()
+    whole = kind.read_all
+
+    def read_all(chunk: Any, out: Tensor) -> None:
+        calls[chunk.key] += 1
+        whole(chunk, out)
+
+    def read_blocks(*_: Any) -> None:
+        raise AssertionError("a block was read by itself")
+
+    monkeypatch.setattr(kind, "read_all", read_all)
+    monkeypatch.setattr(kind, "read_blocks", read_blocks)
+    ask(asked_of, PROMPT, CHUNKS, "samkv-guided")
+    assert calls == {asked_of.key_of(text): 1 for text in CHUNKS}
+
+
+def test_bytes_read_are_those_of_the_files_without_what_is_not_needed(
+    on_disk: Engine, tmp_path: Path
+) -> None:
+    """Local queries and summaries, which only some methods need, lie in the files unread."""
+    report = ask(on_disk, PROMPT, CHUNKS, "samkv-guided").report
+    unread = total = 0
+    for text in CHUNKS:
+        total += file_of(on_disk, tmp_path, text).stat().st_size
+        with on_disk.store.open(on_disk.key_of(text), on_disk.fingerprint) as chunk:
+            assert isinstance(chunk, ChunkFile)
+            places = chunk._layout.tensors
+            first, last = places["local_query"], places["key_range"]
+            names = ("local_query", "summary_codes", "summary_scale")
+            unread += sum(places[name].stop - places[name].start for name in names)
+            assert first.start < last.stop
+    assert total - unread - 64 * len(CHUNKS) <= report.bytes_read <= total - unread
+
+
+def test_full_prefill_reads_no_entry(engine: Engine) -> None:
+    report = ask(engine, PROMPT, CHUNKS, "recompute").report
+    assert report.bytes_read == 4 * sum(map(len, CHUNKS))  # the token ids, on opening
+
+
+# --- broken caches -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["samkv-guided", "reuse", "samkv-fusion", "cacheblend"])
+@pytest.mark.parametrize("broken", [[0], [3], [1, 4]], ids=str)
+def test_a_chunk_lost_on_the_way_is_computed_from_its_text(
+    on_disk: Engine, tmp_path: Path, method: str, broken: list[int]
+) -> None:
+    """The answer is that of a store without it, and what was read of it counts as read."""
+    for index in broken:
+        spoil(file_of(on_disk, tmp_path, CHUNKS[index]), -1)  # the last layer's last entry
+    lost = ask(on_disk, PROMPT, CHUNKS, method, eviction=None)
+    assert lost.report.chunk_misses == {"corrupt": len(broken)}
+    assert lost.report.chunk_hits == len(CHUNKS) - len(broken)
+    without = Engine(on_disk.model, block_size=8)
+    without.cache_chunks(CHUNKS)
+    for index in broken:
+        without.store.delete(without.key_of(CHUNKS[index]))
+    expected = ask(without, PROMPT, CHUNKS, method, eviction=None)
+    # prefilled in the same batches, so that entries are the same to the bit
+    assert torch.equal(lost.first.logits, expected.first.logits)
+    assert torch.equal(lost.follow(FOLLOW), expected.follow(FOLLOW))
+    for name in ("kept_ratio", "recompute_ratio", "context_tokens", "kv_bytes"):
+        assert getattr(lost.report, name) == getattr(expected.report, name)
+
+
+def test_bytes_of_a_lost_chunk_count(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three chunks the second fails after its entries were read: it counts once, the others
+    twice, because the way begins again, and the first one had been read by then."""
+    chunks = [CHUNKS[0], CHUNKS[1], CHUNKS[3]]
+    prompt = "Read:\n" + "\n".join(chunks) + "\nWhy?"
+    bad, whole = engine.key_of(chunks[1]), MemoryChunk.read_all
+    sizes: dict[str, int] = {}
+
+    def read_all(chunk: MemoryChunk, out: Tensor) -> None:
+        before = chunk.bytes_read
+        whole(chunk, out)
+        sizes.setdefault(chunk.key, chunk.bytes_read - before)
+        if chunk.key == bad:
+            raise CacheMiss("io", "unplugged")
+
+    monkeypatch.setattr(MemoryChunk, "read_all", read_all)
+    report = ask(engine, prompt, chunks, "reuse").report
+    assert report.chunk_misses == {"io": 1} and report.chunk_hits == 2
+    first, second, third = (engine.key_of(text) for text in chunks)
+    ids = 4 * sum(map(len, chunks))
+    again = sizes[first] - n_range_bytes(engine)  # the key range is known by then
+    assert report.bytes_read == ids + sum(sizes.values()) + again
+    assert {first, second, third} == set(sizes)
+
+
+def n_range_bytes(engine: Engine) -> int:
+    made_by = engine.fingerprint
+    return 4 * made_by.n_layers * 2 * made_by.n_kv_heads * made_by.head_dim
+
+
+def test_every_chunk_lost_is_full_prefill(on_disk: Engine, tmp_path: Path) -> None:
+    for text in CHUNKS:
+        spoil(file_of(on_disk, tmp_path, text), -1)
+    asked = ask(on_disk, PROMPT, CHUNKS, replace(GUIDED, recompute=GuidedRecompute(ratio=0.0)))
+    assert asked.report.chunk_misses == {"corrupt": len(CHUNKS)} and asked.report.chunk_hits == 0
+    expected = plain_logits(on_disk.model, asked.layout)
+    torch.testing.assert_close(asked.first.logits, expected, rtol=2e-4, atol=2e-4)
+    assert asked.report.recompute_ratio == asked.report.kept_ratio == 1.0

@@ -1,0 +1,491 @@
+"""Ingest against transformers' own prefill: what is stored must be what the model computed."""
+
+from __future__ import annotations
+
+import math
+import re
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from samkv_integrations.cache.block_means import block_means
+from samkv_integrations.cache.chunk import ChunkCache
+from samkv_integrations.cache.fingerprint import Fingerprint
+from samkv_integrations.cache.memory import MemoryStore
+from samkv_integrations.cache.rope import rotate
+from samkv_integrations.engine import engine as engine_module
+from samkv_integrations.engine.engine import Engine
+from samkv_integrations.engine.prefill import PADDING, NewChunk, batches, prefill
+from samkv_integrations.model.model import Model
+from tests.support.chunks import decoded, key_steps, transformed
+from tests.support.models import FAMILIES, hf_model, tiny_model
+
+BLOCK = 8
+ANCHORS = 3 * BLOCK  # one initial and two local blocks
+LENGTHS = (1, 2, BLOCK, 2 * BLOCK + 3, ANCHORS - 1, ANCHORS, ANCHORS + 1, 61)
+
+# Entries are sums of 64 float32 products, of up to 8 in all. On the same rows they are the same to
+# the bit, but for keys: un-rotating and rotating them rounds twice (6e-8 of 8). Another batch shape
+# changes the order of summation in every layer, so there a hundred roundings may add up. What a
+# wrong row, position or mask changes is in the tenths.
+CLOSE = {"rtol": 2e-6, "atol": 4e-6}
+BATCHED = {"rtol": 1e-4, "atol": 1e-4}
+
+
+def random_ids(n_tokens: int, seed: int = 0) -> tuple[int, ...]:
+    generator = torch.Generator().manual_seed(1000 * n_tokens + seed)
+    return tuple(torch.randint(6, 262, (n_tokens,), generator=generator).tolist())
+
+
+def new_chunk(n_tokens: int, seed: int = 0) -> NewChunk:
+    return NewChunk(key=f"{n_tokens}-{seed}", text="text", token_ids=random_ids(n_tokens, seed))
+
+
+def fingerprint_of(model: Model, block_size: int = BLOCK, bits: int = 16) -> Fingerprint:
+    return replace(Engine(model, block_size=block_size).fingerprint, store_bits=bits)
+
+
+def caches_of(
+    model: Model,
+    chunks: Sequence[NewChunk],
+    prefix: tuple[int, ...],
+    block_size: int = BLOCK,
+    bits: int = 16,
+) -> list[ChunkCache]:
+    """With 16 bits, unless said otherwise: what was captured, to the bit."""
+    with torch.inference_mode():
+        return prefill(model, chunks, fingerprint_of(model, block_size, bits), prefix)
+
+
+def rows_of(cached: ChunkCache) -> tuple[Tensor, Tensor]:
+    """Un-rotated keys and values (L, T, G, D) of a cache's entries."""
+    return decoded(cached)
+
+
+@dataclass(frozen=True)
+class Own:
+    """What transformers computes for prefix and chunk by itself, rows of the chunk alone.
+
+    keys: (L, T, G, D) rotated, from its cache; values the same; queries: (L, T, H, D) before RoPE,
+    as they leave the last module before it.
+    """
+
+    keys: Tensor
+    values: Tensor
+    queries: Tensor
+
+
+def own(model: Model, ids: tuple[int, ...], prefix: tuple[int, ...]) -> Own:
+    queries: list[Tensor] = []
+
+    def note(module: Any, args: Any, output: Tensor) -> None:
+        queries.append(output.view(-1, model.n_heads, model.head_dim)[len(prefix) :])
+
+    last = [getattr(b.self_attn, "q_norm", b.self_attn.q_proj) for b in model.hf.model.layers]
+    hooks = [module.register_forward_hook(note) for module in last]
+    try:
+        with torch.inference_mode():
+            out = model.hf(torch.tensor([prefix + ids]), use_cache=True)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    layers = out.past_key_values.layers
+    return Own(
+        keys=torch.stack([layer.keys[0].transpose(0, 1)[len(prefix) :] for layer in layers]),
+        values=torch.stack([layer.values[0].transpose(0, 1)[len(prefix) :] for layer in layers]),
+        queries=torch.stack(queries),
+    )
+
+
+def assert_caches_equal(one: ChunkCache, other: ChunkCache) -> None:
+    for found, expected in zip(rows_of(one), rows_of(other), strict=True):
+        torch.testing.assert_close(found, expected, **BATCHED)
+    torch.testing.assert_close(one.local_query, other.local_query, **BATCHED)
+    assert torch.equal(one.token_ids, other.token_ids)
+    for name in ("block_max", "block_min", "outliers", "stable"):
+        assert torch.equal(getattr(one.statistics, name), getattr(other.statistics, name)), name
+
+
+# --- keys, values, local queries ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("prefix", [(), (1,), (1, 50, 60)], ids=["none", "bos", "longer"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_captured_rows_are_those_of_transformers_own_cache(
+    family: str, prefix: tuple[int, ...]
+) -> None:
+    model = tiny_model(family)
+    for n_tokens in LENGTHS:
+        chunk = new_chunk(n_tokens)
+        (cached,) = caches_of(model, [chunk], prefix)
+        expected = own(model, chunk.token_ids, prefix)
+        shape = (model.n_layers, n_tokens, model.n_kv_heads, model.head_dim)
+        keys, values = rows_of(cached)
+        assert keys.shape == values.shape == shape
+        assert cached.token_ids.tolist() == list(chunk.token_ids)
+        assert (cached.key, cached.text) == (chunk.key, chunk.text)
+        where = torch.arange(len(prefix), len(prefix) + n_tokens)
+        cos, sin = model.hf.model.rotary_emb(torch.empty(0), where[None])
+        torch.testing.assert_close(rotate(keys, cos[0], sin[0]), expected.keys, **CLOSE)
+        torch.testing.assert_close(values, expected.values, **CLOSE)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_local_query_is_the_mean_of_the_local_blocks_queries_before_rope(family: str) -> None:
+    model, prefix = tiny_model(family), (1,)
+    for n_tokens in LENGTHS:
+        chunk = new_chunk(n_tokens)
+        (cached,) = caches_of(model, [chunk], prefix)
+        n_blocks = math.ceil(n_tokens / BLOCK)
+        local = range(max(0, n_blocks - 2) * BLOCK, n_tokens)
+        queries = own(model, chunk.token_ids, prefix).queries
+        expected = sum(queries[:, t] for t in local) / len(local)
+        assert cached.local_query.shape == (model.n_layers, model.n_heads, model.head_dim)
+        torch.testing.assert_close(cached.local_query, expected, **CLOSE)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_bfloat16_is_captured_as_it_is(family: str) -> None:
+    """Values are stored to the bit; keys lose one rounding to being un-rotated: u = 2^-8 of the two
+    coordinates that turn together, and as much again when they are rotated to compare."""
+    model, prefix = tiny_model(family, torch.bfloat16), (1,)
+    chunk = new_chunk(40)
+    (cached,) = caches_of(model, [chunk], prefix)
+    expected = own(model, chunk.token_ids, prefix)
+    keys, values = rows_of(cached)
+    assert keys.dtype == values.dtype == cached.local_query.dtype == torch.bfloat16
+    assert torch.equal(values, expected.values)
+    cos, sin = model.hf.model.rotary_emb(keys[:0], torch.arange(1, 41)[None])
+    error = (rotate(keys, cos[0], sin[0]).float() - expected.keys.float()).abs()
+    first, second = expected.keys.float().chunk(2, dim=-1)
+    length = (first.square() + second.square()).sqrt()
+    assert bool((error <= 2.02 * 2.0**-8 * torch.cat((length, length), -1)).all())
+    # the mean over two blocks of queries that RoPE in bfloat16 moved by at most 3.5 u each, rounded
+    mean = expected.queries[:, 24:].float().mean(1)
+    error = (cached.local_query.float() - mean).abs().max()
+    assert float(error) <= 4.5 * 2.0**-8 * float(expected.queries[:, 24:].abs().max())
+
+
+@pytest.mark.parametrize("prefix", [(), (1,)], ids=["none", "bos"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_batch_of_different_lengths_equals_one_by_one(
+    family: str, prefix: tuple[int, ...]
+) -> None:
+    model = tiny_model(family)
+    chunks = [new_chunk(n, seed) for seed, n in enumerate((61, 1, ANCHORS, 40, 61, 7))]
+    together = caches_of(model, chunks, prefix)
+    for chunk, cached in zip(chunks, together, strict=True):
+        (alone,) = caches_of(model, [chunk], prefix)
+        assert cached.key == chunk.key
+        assert_caches_equal(cached, alone)
+
+
+def test_a_chunk_sees_its_prefix_and_itself_alone() -> None:
+    model = tiny_model("llama")
+    first, second = new_chunk(40, 1), new_chunk(40, 2)
+    (alone,) = caches_of(model, [first], (1,))
+    beside, _ = caches_of(model, [first, second], (1,))
+    assert_caches_equal(alone, beside)
+    (bare,) = caches_of(model, [first], ())
+    (bare_keys, bare_values), (keys, values) = rows_of(bare), rows_of(alone)
+    assert float((bare_values[1:] - values[1:]).abs().max()) > 0.1, "the prefix is seen"
+    torch.testing.assert_close(bare_keys[0], keys[0], **CLOSE)  # position-free
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_entries_and_summaries_are_of_the_captured_rows(bits: int) -> None:
+    model = tiny_model("llama")
+    for n_tokens in LENGTHS:
+        chunk = new_chunk(n_tokens)
+        (cached,), (exact,) = (caches_of(model, [chunk], (1,), bits=b) for b in (bits, 16))
+        (keys, values), (true_keys, true_values) = rows_of(cached), rows_of(exact)
+        half_step = key_steps(cached) / 2
+        assert bool((transformed(keys - true_keys).abs() <= half_step * 1.001 + 1e-6).all())
+        span = true_values.amax(-1, keepdim=True) - true_values.amin(-1, keepdim=True)
+        half_step = (span + 2.0**-10 * true_values.abs().amax()) / (2**bits - 1) / 2
+        assert bool(((values - true_values).abs() <= half_step * 1.01 + 1e-6).all())
+        for name in ("codes", "scale"):  # Not made of keys of few bits.
+            found, expected = (getattr(c.summaries, name) for c in (cached, exact))
+            assert torch.equal(found, expected)
+        n_blocks = math.ceil(n_tokens / BLOCK)
+        middle = range(1, n_blocks - 2)
+        assert cached.summaries.codes.shape[1] == len(middle)
+        for place, block in enumerate(middle):
+            mean = true_keys[:, block * BLOCK : (block + 1) * BLOCK].mean(1)
+            error = (block_means(cached.summaries)[:, place] - mean).abs()
+            half_step = cached.summaries.scale[:, place].float()[..., None] / 2
+            assert bool((error <= half_step * 1.001 + 1e-6).all())
+
+
+# --- attention statistics ----------------------------------------------------------------------
+
+
+@cache
+def eager_model(family: str) -> Any:
+    """The same weights in a model that hands out its attention."""
+    hf = hf_model(family).train(False)
+    hf.set_attn_implementation("eager")
+    return hf
+
+
+def slope(values: list[float]) -> float:
+    """Of log(values) over log(1, 2, ...), least squares; attention below 1e-8 counts as 1e-8."""
+    u = [math.log(x) for x in range(1, len(values) + 1)]
+    v = [math.log(max(a, 1e-8)) for a in values]
+    mean_u, mean_v = sum(u) / len(u), sum(v) / len(v)
+    above = sum((a - mean_u) * (b - mean_v) for a, b in zip(u, v, strict=True))
+    return above / sum((a - mean_u) ** 2 for a in u)
+
+
+@dataclass
+class Expected:
+    """Statistics of one layer, from its attention probabilities."""
+
+    alpha: list[float | None]
+    block_max: int
+    block_min: int
+    outliers: set[int]
+
+
+def expected_of(attention: Tensor, block: int, n_prefix: int) -> Expected:
+    """Appendix A.1 from (H, P + T, P + T) probabilities, for a chunk that has a middle."""
+    mean = attention.double().mean(0)[n_prefix:, n_prefix:].tolist()
+    n_tokens = len(mean)
+    columns = [[mean[row][t] for row in range(t + 1, n_tokens)] for t in range(n_tokens)]
+    alpha = [-slope(column) if len(column) >= 8 else None for column in columns]
+    n_blocks = math.ceil(n_tokens / block)
+    importance, prominence = {}, {}
+    for b in range(1, n_blocks - 2):
+        tokens = range(b * block, (b + 1) * block)
+        importance[b] = min(a for t in tokens if (a := alpha[t]) is not None)
+        prominence[b] = max(sum(columns[t]) / len(columns[t]) for t in tokens)
+    fitted = [a for a in alpha if a is not None]
+    centre = sum(fitted) / len(fitted)
+    sigma = math.sqrt(sum((a - centre) ** 2 for a in fitted) / len(fitted))
+    middle = range(block, (n_blocks - 2) * block)
+    return Expected(
+        alpha=alpha,
+        block_max=min(importance, key=lambda b: importance[b]),
+        block_min=min(prominence, key=lambda b: prominence[b]),
+        outliers={t for t in middle if (a := alpha[t]) is not None and a < centre - 3 * sigma},
+    )
+
+
+@pytest.mark.parametrize("prefix", [(), (1,)], ids=["none", "bos"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_statistics_are_those_of_the_eager_attention(family: str, prefix: tuple[int, ...]) -> None:
+    model, block, n_tokens = tiny_model(family), 4, 150
+    n_outliers = 0
+    for seed in range(2):
+        chunk = new_chunk(n_tokens, seed)
+        (cached,) = caches_of(model, [chunk], prefix, block)
+        with torch.inference_mode():
+            out = eager_model(family)(
+                torch.tensor([prefix + chunk.token_ids]), output_attentions=True
+            )
+        for layer, attention in enumerate(out.attentions):
+            expected = expected_of(attention[0], block, len(prefix))
+            statistics = cached.statistics
+            assert int(statistics.block_max[layer]) == expected.block_max
+            assert int(statistics.block_min[layer]) == expected.block_min
+            outliers = set(statistics.outliers[layer].nonzero()[:, 0].tolist())
+            assert outliers == expected.outliers
+            n_outliers += len(outliers)
+    assert n_outliers > 0, "nothing stands out: the comparison of outliers is empty"
+
+
+@pytest.mark.parametrize("n_tokens", [1, BLOCK, ANCHORS - 1, ANCHORS])
+def test_a_chunk_of_anchors_alone_has_no_middle_block_and_no_outlier(n_tokens: int) -> None:
+    (cached,) = caches_of(tiny_model("llama"), [new_chunk(n_tokens)], (1,))
+    assert cached.statistics.block_max.tolist() == [-1] * 4
+    assert cached.statistics.block_min.tolist() == [-1] * 4
+    assert cached.statistics.outliers.shape == (4, n_tokens)
+    assert not bool(cached.statistics.outliers.any())
+    assert bool(cached.local_query.isfinite().all())
+
+
+def test_one_token_more_is_a_middle_of_one_block() -> None:
+    (cached,) = caches_of(tiny_model("llama"), [new_chunk(ANCHORS + 1)], (1,))
+    assert cached.statistics.block_max.tolist() == [1] * 4
+    assert cached.statistics.block_min.tolist() == [1] * 4
+
+
+# --- the engine's side -------------------------------------------------------------------------
+
+TEXTS = ["first chunk of words " * 4, "second", "a third one, longer than the others " * 6]
+
+
+class Counting:
+    """Stands for `prefill` and counts what passes through it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.chunks: list[str] = []
+        monkeypatch.setattr(engine_module, "prefill", self)
+
+    def __call__(self, model: Model, chunks: Sequence[NewChunk], *rest: Any) -> list[ChunkCache]:
+        self.chunks += [chunk.text for chunk in chunks]
+        return prefill(model, chunks, *rest)
+
+
+def test_what_is_cached_is_not_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    counting = Counting(monkeypatch)
+    engine = Engine(tiny_model("llama"), block_size=BLOCK)
+    keys = engine.cache_chunks(TEXTS)
+    assert sorted(counting.chunks) == sorted(text.strip() for text in TEXTS)
+    counting.chunks.clear()
+    assert engine.cache_chunks(TEXTS) == keys
+    assert engine.cache_chunk(f"  {TEXTS[1]}\n") == keys[1], "white space around is no difference"
+    assert counting.chunks == []
+    assert engine.cache_chunks([*TEXTS, "a fourth"])[:3] == keys
+    assert counting.chunks == ["a fourth"]
+
+
+def test_duplicates_in_one_call_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    counting = Counting(monkeypatch)
+    engine = Engine(tiny_model("llama"), block_size=BLOCK)
+    texts = [TEXTS[0], TEXTS[1], TEXTS[0] + "\n", TEXTS[1], TEXTS[0]]
+    keys = engine.cache_chunks(texts)
+    assert sorted(counting.chunks) == sorted({text.strip() for text in texts})
+    assert keys == [keys[0], keys[1], keys[0], keys[1], keys[0]] and keys[0] != keys[1]
+
+
+def test_no_chunks_are_no_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    counting = Counting(monkeypatch)
+    assert Engine(tiny_model("llama")).cache_chunks([]) == []
+    assert counting.chunks == []
+
+
+@pytest.mark.parametrize("prefix", ["bos", "none"])
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_the_engine_prefills_after_its_prefix(family: str, prefix: str) -> None:
+    """Qwen has no BOS, so both policies are the same there."""
+    model, store = tiny_model(family), MemoryStore()
+    engine = Engine(model, store, block_size=BLOCK, prefix=prefix, store_bits=16)
+    key = engine.cache_chunk(TEXTS[0])
+    before = (1,) if prefix == "bos" and family == "llama" else ()
+    assert engine.prefix == before
+    cached = store._chunks[engine.fingerprint.digest, key]
+    ids = tuple(model.tokenize(TEXTS[0].strip(), special=False))
+    torch.testing.assert_close(rows_of(cached)[1], own(model, ids, before).values, **CLOSE)
+
+
+def test_progress_goes_to_standard_error_alone(capfd: pytest.CaptureFixture[str]) -> None:
+    engine = Engine(tiny_model("llama"), block_size=BLOCK)
+    engine.cache_chunks(TEXTS[:2])
+    quiet = capfd.readouterr()
+    assert (quiet.out, quiet.err) == ("", "")
+    engine.cache_chunks([*TEXTS, "a fourth"], progress=True)
+    shown = capfd.readouterr()
+    assert shown.out == ""
+    assert re.search(r"\b2/2\b", shown.err), "only what is computed counts"
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(1, 90), max_size=20), st.integers(1, 200))
+def test_batches_hold_every_chunk_once_and_keep_to_the_budget(
+    lengths: list[int], budget: int
+) -> None:
+    chunks = [
+        NewChunk(key=str(index), text="", token_ids=(0,) * length)
+        for index, length in enumerate(lengths)
+    ]
+    grouped = batches(chunks, budget)
+    assert sorted(c.key for batch in grouped for c in batch) == sorted(c.key for c in chunks)
+    sizes = [[len(chunk.token_ids) for chunk in batch] for batch in grouped]
+    for batch in sizes:
+        padded = len(batch) * max(batch)
+        assert padded <= budget or len(batch) == 1
+        assert padded <= PADDING * sum(batch)
+    for batch, later in pairwise(sizes):  # it is closed only when one chunk more would not fit
+        padded = (len(batch) + 1) * max(batch)
+        assert padded > budget or padded > PADDING * (sum(batch) + later[0])
+
+
+# --- memory ------------------------------------------------------------------------------------
+
+
+class Memory(TorchDispatchMode):
+    """Elements of the largest tensor that any operation returns, and the most bytes alive at once
+    in storages made while the mode is on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest = 0
+        self.live = self.peak = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        inputs = {
+            x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)
+        }
+        out = func(*args, **(kwargs or {}))
+        for x in tree_leaves(out):
+            if not isinstance(x, Tensor):
+                continue
+            self.largest = max(self.largest, x.numel())
+            storage = x.untyped_storage()
+            if storage._cdata in inputs or storage._cdata in self._known:
+                continue
+            self._known.add(storage._cdata)
+            self.live += storage.nbytes()
+            self.peak = max(self.peak, self.live)
+            weakref.finalize(storage, self._forget, storage._cdata, storage.nbytes())
+        return out
+
+    def _forget(self, name: int, n_bytes: int) -> None:
+        self._known.discard(name)
+        self.live -= n_bytes
+
+
+def test_the_meter_sees_a_whole_attention_matrix_and_its_end() -> None:
+    query = torch.ones(1, 4, 300, 16)
+    with Memory() as memory:
+        held = (query @ query.mT).softmax(-1)
+        assert memory.largest == 4 * 300 * 300
+        del held
+        small = query + 1
+    assert memory.peak >= 2 * 4 * 4 * 300 * 300
+    assert memory.live <= 2 * small.nbytes
+
+
+def test_prefill_never_holds_an_attention_matrix() -> None:
+    """A chunk of T tokens: no tensor of H x T x T, in no layer, and all that is alive at once stays
+    below one. What may be alive: the rows (keys and values, and less than as much again for
+    what is stored of them), a few (T, hidden or intermediate) activations, and a few tiles of
+    H x 64 x T."""
+    model, n_tokens = tiny_model("llama"), 1536
+    fingerprint = fingerprint_of(model, bits=4)
+    chunk = new_chunk(n_tokens)
+    matrix = model.n_heads * n_tokens * n_tokens
+    tile = model.n_heads * 64 * (n_tokens + 1)
+    rows = model.n_layers * n_tokens * model.n_kv_heads * model.head_dim
+    with torch.inference_mode(), Memory() as memory:
+        prefill(model, [chunk], fingerprint, (1,))
+    assert memory.largest <= max(tile, rows)
+    activation = (n_tokens + 1) * model.config.intermediate_size
+    assert memory.peak <= 4 * (3 * rows + 8 * activation + 6 * tile)
+    assert memory.peak < 4 * matrix / 2
+
+
+def test_a_batch_holds_tiles_of_one_chunk_at_a_time() -> None:
+    """Statistics are taken chunk by chunk, so that the tiles of a batch never pile up."""
+    model, n_tokens, n_chunks = tiny_model("llama"), 256, 6
+    chunks = [new_chunk(n_tokens, seed) for seed in range(n_chunks)]
+    with torch.inference_mode(), Memory() as memory:
+        prefill(model, chunks, fingerprint_of(model, bits=4), (1,))
+    activation = n_chunks * (n_tokens + 1) * model.config.intermediate_size
+    tile = model.n_heads * 64 * (n_tokens + 1)
+    assert memory.largest <= max(activation, tile)

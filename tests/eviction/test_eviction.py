@@ -1,0 +1,776 @@
+"""Eviction: every rule's choice against a slow version with loops, and what answers see of it."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from dataclasses import FrozenInstanceError, dataclass, fields, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from samkv_integrations import EVICTIONS, METHODS, ChunkStore, Engine, Eviction, Method
+from samkv_integrations.engine.costs import CostModel
+from samkv_integrations.engine.decode import Decoder
+from samkv_integrations.engine.dense_cache import DenseCache
+from samkv_integrations.engine.evictor import Evictor
+from samkv_integrations.engine.first_token import FirstToken, Request, _plan, first_token
+from samkv_integrations.engine.plan import PassPlan
+from samkv_integrations.engine.working_cache import LayerEntries
+from samkv_integrations.errors import InvalidOption, UnknownOption
+from samkv_integrations.eviction import get_eviction
+from samkv_integrations.eviction.base import DroppingEviction, Keeper, Once, Seen, best_of_heads
+from samkv_integrations.eviction.h2o import H2O
+from samkv_integrations.eviction.pyramidkv import PyramidKV
+from samkv_integrations.eviction.sage_kv import SageKV
+from samkv_integrations.eviction.snapkv import SnapKV
+from samkv_integrations.eviction.streaming_llm import StreamingLLM
+from samkv_integrations.methods import get_method
+from samkv_integrations.methods.base import Select, Selection, SelectionInputs
+from samkv_integrations.methods.parts import RecomputeAll
+from samkv_integrations.model.attention import attention
+from samkv_integrations.prompt.layout import Layout
+from tests.support.models import FAMILIES, tiny_model
+
+# Far below what one wrong row changes, above the rounding of another summation order.
+TOLERANCE = {"rtol": 2e-4, "atol": 2e-4}
+
+
+def words(seed: int, n: int) -> str:
+    rng = random.Random(seed)
+    return "".join(rng.choice("abcdefghij klmnop\nqrs") for _ in range(n)).strip() or "x"
+
+
+CHUNKS = [words(seed, n) for seed, n in enumerate((90, 41, 7, 66, 24))]
+PROMPT = "Read:\n\n" + "\n\n-- more\n".join(CHUNKS) + "\n\nQuestion: why?\nAnswer:"
+
+ANSWER = 24
+CLASSES = {"streaming-llm": StreamingLLM, "h2o": H2O, "snapkv": SnapKV,
+           "pyramidkv": PyramidKV, "sage-kv": SageKV}  # fmt: skip
+SLIDING = ("streaming-llm", "h2o", "sage-kv")
+FREE = CostModel(layer_s=0, token_s=0, pair_s=0, entry_s=0, read_s=0)
+"""With these `auto` has no reason for full prefill: what it evicts from is what it read."""
+SMALL = {"snapkv": {"window": 8}, "pyramidkv": {"window": 8}}
+"""Options with which a rule can keep to the few rows that tests have."""
+
+
+def rule_of(name: str, budget_tokens: int, **options: Any) -> DroppingEviction:
+    rule: DroppingEviction = CLASSES[name](
+        budget_tokens=budget_tokens, **SMALL.get(name, {}), **options
+    )
+    return rule
+
+
+@pytest.fixture(scope="module")
+def engines() -> Callable[[str], Engine]:
+    made: dict[str, Engine] = {}
+
+    def engine_of(family: str) -> Engine:
+        if family not in made:
+            made[family] = Engine(tiny_model(family), block_size=8)
+            made[family].cache_chunks(CHUNKS)
+        return made[family]
+
+    return engine_of
+
+
+def asked(
+    engine: Engine, method: str | Method, rule: Eviction | None, capacity: int = ANSWER
+) -> FirstToken:
+    """The first token of an answer, whose cache the rule has thinned out."""
+    chosen = get_method(method)
+    with torch.inference_mode(), engine.resolve(PROMPT, CHUNKS) as resolved:
+        request = Request(
+            model=engine.model, method=chosen, resolved=resolved, fingerprint=engine.fingerprint,
+            prefix=engine.prefix, capacity=capacity, eviction=rule,
+            stable_layers=engine._stable_layers() if "statistics" in chosen.needs else (),
+            costs=FREE,
+        )  # fmt: skip
+        return first_token(request)
+
+
+def decoder_of(engine: Engine, first: FirstToken) -> Decoder:
+    return Decoder(engine.model, first.cache, first.layout.n_tokens)
+
+
+# -- the slow version ---------------------------------------------------------------------------
+
+
+@dataclass
+class Case:
+    """Random rows of one layer: the prompt's, of which some were computed, and the answer's."""
+
+    query: Tensor  # (H, T, D)
+    keys: Tensor  # (T, G, D)
+    computed: list[int]
+    n_rows: int  # of the prompt; the other T - n_rows are the answer's
+
+    @classmethod
+    def of(cls, seed: int, n_rows: int, n_steps: int, heads: tuple[int, int], share: float) -> Case:
+        random = torch.Generator().manual_seed(seed)
+        n_heads, n_kv_heads = heads
+        total = n_rows + n_steps
+        query = torch.randn(n_heads, total, 8, generator=random)
+        keys = torch.randn(total, n_kv_heads, 8, generator=random)
+        chosen = (torch.rand(n_rows, generator=random) < share).nonzero()[:, 0].tolist()
+        return cls(query, keys, sorted({*chosen, n_rows - 1}), n_rows)
+
+    def attention(self, head: int, row: int, rows: list[int]) -> dict[int, float]:
+        """Weights that query ``head`` of ``row`` gives to ``rows``."""
+        group = self.query.shape[0] // self.keys.shape[1]
+        keys = self.keys[rows, head // group].double()
+        logits = keys @ self.query[head, row].double() * 8**-0.5
+        return dict(zip(rows, logits.softmax(0).tolist(), strict=True))
+
+    def evicted(self, rule: DroppingEviction, budget: int) -> list[list[set[int]]]:
+        """What each key-value head holds after the prompt and after every step, by the code."""
+        n_steps, n_kv_heads = len(self.keys) - self.n_rows, self.keys.shape[1]
+        names = torch.arange(len(self.keys)).float()[:, None, None].expand(-1, n_kv_heads, 8)
+        is_context = torch.arange(self.n_rows) % 3 < 2
+        evictor = Evictor(
+            replace(rule, budget_tokens=budget), n_tokens=self.n_rows, n_layers=1, capacity=n_steps
+        )
+        cache = DenseCache(1, n_steps, evictor=evictor, weigh=METHODS["ape"].attend)
+        at = torch.tensor(self.computed)
+        taken = LayerEntries(
+            keys=self.keys[: self.n_rows].clone(),
+            values=names[: self.n_rows].clone(),  # an entry's value says which one it is
+            n_entries=self.n_rows, is_context=is_context, context=torch.arange(is_context.sum()),
+            context_slots=is_context.nonzero()[:, 0], changed=torch.arange(0),
+            other_slots=(~is_context).nonzero()[:, 0], queries=self.query[:, at],
+            query_slots=at, scaling=8**-0.5,
+        )  # fmt: skip
+        cache.take(0, taken)
+        history = [held(cache, self.n_rows)]
+        for row in range(self.n_rows, len(self.keys)):
+            cache.append(0, self.keys[row], names[row])
+            evictor.after_step(cache, 0, self.query[:, row : row + 1], 8**-0.5)
+            history.append(held(cache, self.n_rows))
+        return history
+
+
+def held(cache: DenseCache, n_prompt: int) -> list[set[int]]:
+    """Names of the rows of each key-value head; all that is kept of a row must stay together."""
+    rows = cache.values[0][: cache.lengths[0], :, 0].T.int().tolist()
+    assert all(len(set(names)) == len(names) for names in rows), "a row is held twice"
+    flags = [[name < n_prompt and name % 3 < 2 for name in names] for names in rows]
+    assert cache.is_context(0).tolist() == flags, "a row has another one's flag"
+    return [set(names) for names in rows]
+
+
+def union_of_best(scores: list[dict[int, float]], count: int) -> set[int]:
+    """The best of every head while that fits, then the next ones, of the largest sum first."""
+    ranked = [sorted(given, key=lambda row: (-given[row], row)) for given in scores]
+    kept: set[int] = set()
+    for rank in range(len(ranked[0])):
+        new = {rows[rank] for rows in ranked} - kept
+        by_sum = sorted(new, key=lambda row: (-sum(given[row] for given in scores), row))
+        kept |= set(by_sum[: count - len(kept)])
+    assert len(kept) == min(count, len(ranked[0]))
+    return kept
+
+
+def slow(case: Case, rule: Eviction, budget: int) -> list[list[set[int]]]:
+    """What each key-value head must hold after the prompt and after every step."""
+    n_kv_heads = case.keys.shape[1]
+    group = case.query.shape[0] // n_kv_heads
+    heads = [range(g * group, (g + 1) * group) for g in range(n_kv_heads)]
+    per_head = [slow_head(case, rule, budget, of_head) for of_head in heads]
+    return [list(step) for step in zip(*per_head, strict=True)]
+
+
+def slow_head(case: Case, rule: Eviction, budget: int, heads: range) -> list[set[int]]:
+    n = case.n_rows
+    scores = dict.fromkeys(range(n), 0.0)
+    for row in case.computed:
+        for head in heads:
+            for name, weight in case.attention(head, row, list(range(row + 1))).items():
+                scores[name] += weight
+    kept = slow_prompt(case, rule, budget, heads, scores) if n > budget else set(range(n))
+    history = [set(kept)]
+    for row in range(n, len(case.keys)):
+        kept.add(row)
+        scores[row] = 0.0
+        for head in heads:
+            for name, weight in case.attention(head, row, sorted(kept)).items():
+                scores[name] += weight
+        if len(kept) > budget and rule.name in SLIDING:
+            newest_last = sorted(kept)
+            if rule.name == "h2o":
+                older = newest_last[: len(kept) - budget // 2]
+                kept.remove(min(older, key=lambda name: scores[name]))
+            else:
+                recent = budget // 4 if rule.name == "sage-kv" else budget - rule.sinks  # type: ignore[attr-defined]
+                kept.remove(newest_last[-recent - 1])
+        history.append(set(kept))
+    return history
+
+
+def slow_prompt(
+    case: Case, rule: Eviction, budget: int, heads: range, scores: dict[int, float]
+) -> set[int]:
+    n = case.n_rows
+    if isinstance(rule, StreamingLLM):
+        return {*range(rule.sinks), *range(n - (budget - rule.sinks), n)}
+    if isinstance(rule, H2O):
+        older = {row: scores[row] for row in range(n - budget // 2)}
+        return union_of_best([older], budget - budget // 2) | set(range(n - budget // 2, n))
+    if isinstance(rule, SageKV):
+        end = budget // 4
+        middle = range(end, n - end)
+        asked_for = [case.attention(head, n - 1, list(range(n))) for head in heads]
+        best = union_of_best([{r: a[r] for r in middle} for a in asked_for], budget - 2 * end)
+        return {*range(end), *best, *range(n - end, n)}
+    assert isinstance(rule, SnapKV)
+    before = n - rule.window
+    pooled = []
+    for head in heads:
+        looks = [case.attention(head, r, list(range(r + 1))) for r in case.computed if r >= before]
+        given = [sum(look[row] for look in looks) for row in range(before)]
+        reach = rule.kernel // 2
+        near = [given[max(0, row - reach) : row + reach + 1] for row in range(before)]
+        pool = {"max": max, "average": lambda values, k=rule.kernel: sum(values) / k}[rule.pooling]
+        pooled.append({row: pool(values) for row, values in enumerate(near)})
+    return union_of_best(pooled, budget - rule.window) | set(range(before, n))
+
+
+RULES = {
+    "streaming-llm": StreamingLLM(budget_tokens=12),
+    "streaming-llm without sinks": StreamingLLM(budget_tokens=12, sinks=0),
+    "h2o": H2O(budget_tokens=12),
+    "snapkv": SnapKV(budget_tokens=12, window=4),
+    "snapkv average": SnapKV(budget_tokens=12, window=4, kernel=3, pooling="average"),
+    "snapkv unpooled": SnapKV(budget_tokens=12, window=3, kernel=1),
+    "pyramidkv": PyramidKV(budget_tokens=12, window=4),
+    "sage-kv": SageKV(budget_tokens=12),
+}
+
+
+@pytest.mark.parametrize("share", [1.0, 0.3], ids=["all computed", "some computed"])
+@pytest.mark.parametrize("heads", [(4, 2), (6, 1), (3, 3)])
+@pytest.mark.parametrize("name", RULES)
+def test_the_choice_is_that_of_the_slow_version(
+    name: str, heads: tuple[int, int], share: float
+) -> None:
+    rule = RULES[name]
+    for seed, (n_rows, budget) in enumerate([(40, 12), (13, 12), (9, 15), (30, 13)]):
+        case = Case.of(seed, n_rows, 20, heads, share)
+        assert case.evicted(rule, budget) == slow(case, rule, budget)
+
+
+@pytest.mark.parametrize("name", SLIDING)
+def test_the_smallest_budget_works(name: str) -> None:
+    rule = RULES[name]
+    case = Case.of(3, 20, 12, (4, 2), 1.0)
+    assert case.evicted(rule, rule.min_tokens) == slow(case, rule, rule.min_tokens)
+
+
+def test_heads_that_share_get_the_union_and_then_the_next_best() -> None:
+    # both heads want row 0 most; of those that come second row 2 has the larger sum, of those that
+    # come third row 5
+    scores = torch.tensor([[[9.0, 8, 1, 0, 2, 7.5], [9, 0, 8.5, 1, 7, 2]]])
+    for count, expected in ((1, [0]), (2, [0, 2]), (3, [0, 1, 2]), (4, [0, 1, 2, 5])):
+        assert best_of_heads(scores, count).tolist() == [expected]
+    assert best_of_heads(scores, 6).tolist() == [[0, 1, 2, 3, 4, 5]]
+
+
+def test_attention_is_the_same_in_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case.of(0, 30, 0, (4, 2), 0.6)
+    at = torch.tensor(case.computed)
+    seen = Seen(query=case.query[:, at], slots=at, keys=case.keys, scaling=0.3)
+    (whole,) = seen.weights(5)
+    monkeypatch.setattr("samkv_integrations.eviction.base.TILE", 4 * 30 * 3)
+    tiles = list(seen.weights(5))
+    assert len(tiles) > 2 and max(tile.shape[2] for tile in tiles) == 3
+    torch.testing.assert_close(torch.cat(tiles, dim=2), whole)
+
+
+# -- budgets ------------------------------------------------------------------------------------
+
+
+def test_a_share_is_one_of_the_logical_prompt_and_never_too_small() -> None:
+    assert H2O(budget_ratio=0.25).budget(1000) == 250
+    assert SnapKV(budget_ratio=0.2, window=32).budget(100) == 33
+    assert StreamingLLM(budget_ratio=1.0).budget(77) == 77
+
+
+def test_the_pyramid_falls_in_equal_steps_around_its_budget() -> None:
+    rule = PyramidKV(budget_tokens=132, window=32)  # 100 a layer on average
+    budgets = [rule.layer_budget(4000, layer, 20) - 32 for layer in range(20)]
+    assert (budgets[0], budgets[-1]) == (195, 5)  # 2 * 100 - 5, 100 // 20
+    steps = [a - b for a, b in pairwise(budgets)]
+    assert set(steps) == {10}
+    assert sum(budgets) == 2000
+    # the lowest layer cannot keep more than there is: 210 - 32
+    budgets = [rule.layer_budget(210, layer, 20) - 32 for layer in range(20)]
+    assert (budgets[0], budgets[-1]) == (178, 22)
+    assert {rule.layer_budget(190, layer, 20) for layer in range(20)} == {132}
+    assert rule.layer_budget(4000, 0, 1) == 132
+
+
+@given(
+    budget=st.integers(9, 400),
+    n_tokens=st.integers(1, 1000),
+    n_layers=st.integers(1, 40),
+    beta=st.integers(1, 50),
+)
+def test_the_pyramid_is_never_above_its_budget(
+    budget: int, n_tokens: int, n_layers: int, beta: int
+) -> None:
+    rule = PyramidKV(budget_tokens=budget, window=8, beta=beta)
+    budgets = [rule.layer_budget(n_tokens, layer, n_layers) for layer in range(n_layers)]
+    assert n_layers * (budget - 1) < sum(budgets) <= n_layers * budget
+    assert min(budgets) >= rule.window
+    if n_tokens > budget:
+        assert budgets == sorted(budgets, reverse=True)
+    else:
+        assert set(budgets) == {budget}
+
+
+# -- answers ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_budget_for_all_rows_changes_nothing(
+    engines: Callable[[str], Engine], family: str
+) -> None:
+    engine = engines(family)
+    for method in ("recompute", "samkv-guided"):
+        plain = decoder_of(engine, asked(engine, method, None))
+        n_tokens, lengths = plain.position, list(plain.cache.lengths)
+        tokens = (70, 9, 201, 33)
+        with torch.inference_mode():
+            expected = [plain.step(token) for token in tokens]
+        for name in CLASSES:
+            # the smallest that is enough: a rule that slides counts the answer's rows as well
+            budget = n_tokens + (ANSWER if name in SLIDING else 0)
+            evicting = decoder_of(engine, asked(engine, method, rule_of(name, budget)))
+            assert evicting.cache.lengths == lengths
+            with torch.inference_mode():
+                for token, logits in zip(tokens, expected, strict=True):
+                    assert torch.equal(evicting.step(token), logits)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_are_those_without_eviction(engines: Callable[[str], Engine], family: str) -> None:
+    engine = engines(family)
+    whole = engine.generate(PROMPT, CHUNKS, eviction="none", max_new_tokens=ANSWER)
+    for name in CLASSES:
+        rule = rule_of(name, whole.report.prompt_tokens + ANSWER)
+        answer = engine.generate(PROMPT, CHUNKS, eviction=rule, max_new_tokens=ANSWER)
+        assert answer.text == whole.text
+        assert answer.report.decode_kv_bytes == whole.report.decode_kv_bytes
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_method_with_every_rule(
+    engines: Callable[[str], Engine], family: str, method: str
+) -> None:
+    engine, tokens = engines(family), range(60, 68)
+    whole = asked(engine, method, None)
+    lengths, kv_bytes = list(whole.cache.lengths), whole.cache.kv_bytes
+    other = decoder_of(engine, whole)
+    with torch.inference_mode():
+        unlike = [other.step(token) for token in tokens][-1]
+    for name in CLASSES:
+        rule = rule_of(name, 40)
+        first = asked(engine, method, rule)
+        n_layers, n_tokens = engine.model.n_layers, first.layout.n_tokens
+        budgets = [rule.layer_budget(n_tokens, layer, n_layers) for layer in range(n_layers)]
+        rows = [min(b, n) for b, n in zip(budgets, lengths, strict=True)]
+        assert first.cache.lengths == rows
+        report = first.report
+        assert (report.method, report.eviction) == (method, name)
+        assert report.kv_bytes == kv_bytes
+        assert report.decode_kv_bytes == first.cache.kv_bytes < report.kv_bytes
+        decoder = decoder_of(engine, first)
+        with torch.inference_mode():
+            for token in tokens:
+                logits = decoder.step(token)
+                assert bool(logits.isfinite().all())
+        assert float((logits - unlike).abs().max()) > 0.01, "nothing of value was evicted"
+        added = 0 if name in SLIDING else 8
+        assert first.cache.lengths == [n + added for n in rows]
+        assert decoder.position == n_tokens + 8
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_method_answers_with_every_rule(
+    engines: Callable[[str], Engine], family: str, method: str
+) -> None:
+    """A prompt smaller than some budgets, through the front door."""
+    prompt, chunks = "\n\n".join(CHUNKS[1:3]) + "\nWhy?", CHUNKS[1:3]
+    engine = engines(family)
+    plain = engine.generate(prompt, chunks, method=method, eviction="none", max_new_tokens=4)
+    for name in CLASSES:
+        rule = rule_of(name, 16)
+        answer = engine.generate(prompt, chunks, method=method, eviction=rule, max_new_tokens=4)
+        again = engine.generate(prompt, chunks, method=method, eviction=rule, max_new_tokens=4)
+        assert answer.text == again.text
+        first = engine.logits(prompt, chunks, method=method, eviction=rule)
+        assert torch.equal(first, engine.logits(prompt, chunks, method=method, eviction="none"))
+        assert 1 <= answer.report.completion_tokens <= 4
+        assert answer.report.chunk_hits == 2
+        assert answer.report.kv_bytes == plain.report.kv_bytes
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_the_first_token_has_read_everything(engines: Callable[[str], Engine], name: str) -> None:
+    engine = engines("llama")
+    for method in METHODS:
+        options = {"method": method, "max_new_tokens": 1}
+        whole = engine.generate(PROMPT, CHUNKS, eviction="none", **options)
+        answer = engine.generate(PROMPT, CHUNKS, eviction=rule_of(name, 12), **options)
+        assert answer.text == whole.text
+
+
+@pytest.fixture
+def looks(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Seen, Tensor]]:
+    """What an evictor is shown of each layer, with the layer's values; nothing is evicted."""
+    shown: list[tuple[Seen, Tensor]] = []
+
+    def look(
+        evictor: Evictor, cache: DenseCache, layer: int, query: Tensor, slots: Tensor,
+        scaling: float,
+    ) -> None:  # fmt: skip
+        n = cache.lengths[layer]
+        seen = Seen(query=query, slots=slots, keys=cache.keys[layer][:n], scaling=scaling)
+        shown.append((seen, cache.values[layer][:n]))
+
+    monkeypatch.setattr(Evictor, "after_prompt", look)
+    return shown
+
+
+@pytest.fixture
+def plans(monkeypatch: pytest.MonkeyPatch) -> list[PassPlan]:
+    """Plans of the answers' passes; the last one says what every layer did."""
+    made: list[PassPlan] = []
+
+    def recorded(*arguments: Any) -> PassPlan:
+        made.append(_plan(*arguments))
+        return made[-1]
+
+    monkeypatch.setattr("samkv_integrations.engine.first_token._plan", recorded)
+    return made
+
+
+@pytest.mark.parametrize("method", ["recompute", "reuse", "reuse-local", "samkv-guided"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_rule_sees_the_attention_of_the_model(
+    engines: Callable[[str], Engine],
+    looks: list[tuple[Seen, Tensor]],
+    monkeypatch: pytest.MonkeyPatch,
+    family: str,
+    method: str,
+) -> None:
+    """The weights that it is shown, times the values, are what the layer computed."""
+    outputs = []
+
+    def recorded(*arguments: Any) -> Tensor:
+        outputs.append(attention(*arguments))
+        return outputs[-1]
+
+    monkeypatch.setattr("samkv_integrations.engine.blend.attention", recorded)
+    engine = engines(family)
+    asked(engine, method, EVICTIONS["h2o"])
+    assert len(looks) == engine.model.n_layers
+    for (seen, values), output in zip(looks, outputs[-len(looks) :], strict=True):
+        (weights,) = seen.weights()  # (G, H/G, R, S)
+        expected = (weights @ values.transpose(0, 1)[:, None]).flatten(0, 1)
+        torch.testing.assert_close(output[0], expected, **TOLERANCE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alternating(Select):
+    """Layers keep different blocks, so that tokens pass through layers which do not keep them."""
+
+    def choose(self, scores: Tensor | None, inputs: SelectionInputs, layout: Layout) -> Selection:
+        layer = torch.arange(inputs.n_layers)[:, None]
+        return Selection(keep=(torch.arange(layout.n_blocks) + layer) % 2 == 0)
+
+
+CARRYING = Method(
+    name="carrying", paper="-", summary="-", select=Alternating(), recompute=RecomputeAll()
+)
+
+
+@pytest.mark.parametrize("method", [*METHODS.values(), CARRYING], ids=[*METHODS, "carrying"])
+def test_computed_rows_are_found_among_those_held(
+    engines: Callable[[str], Engine],
+    looks: list[tuple[Seen, Tensor]],
+    plans: list[PassPlan],
+    method: Method,
+) -> None:
+    """Rows that were only carried through a layer are gone: they look no more."""
+    engine = engines("llama")
+    layout = asked(engine, method, EVICTIONS["h2o"]).layout
+    n_looking = []
+    for layer, (seen, _) in enumerate(looks[-engine.model.n_layers :]):
+        kept = {
+            int(position)
+            for position, block in zip(layout.context_positions, layout.block_of_token, strict=True)
+            if plans[-1].kept[layer, block]
+        }
+        fresh = layout.fresh.nonzero()[:, 0].tolist()
+        rows = sorted(kept | set(fresh))
+        of_layer = plans[-1].layers[layer].positions.tolist()
+        computed = [row for row in of_layer if row in set(rows)]
+        assert seen.n_rows == len(rows)
+        assert seen.slots.tolist() == [rows.index(row) for row in computed]
+        assert seen.query.shape[1] == len(computed)
+        n_looking.append((len(computed), len(of_layer)))
+    if method is CARRYING:
+        assert any(a < b for a, b in n_looking), "no row was only carried: nothing was tested"
+
+
+@dataclass(frozen=True, kw_only=True)
+class AllBut(DroppingEviction):
+    """Gives up one row of every layer and head."""
+
+    slot: int
+
+    name: ClassVar[str] = "all-but"
+    paper: ClassVar[str] = "-"
+    summary: ClassVar[str] = "all but one row"
+    slides: ClassVar[bool] = False
+
+    @property
+    def min_tokens(self) -> int:
+        return 1
+
+    def keeper(self, budget: int) -> Keeper:
+        def choose(seen: Seen) -> Tensor:
+            slots = torch.arange(seen.n_rows)
+            return slots[slots != self.slot][:, None].expand(-1, seen.keys.shape[1])
+
+        return Once(budget, choose)
+
+
+def masked_logits(engine: Engine, ids: list[int], visible: Tensor) -> Tensor:
+    """(T, vocabulary) of transformers' own forward, rows attending where (T, T) ``visible``."""
+    mask = torch.zeros(visible.shape).masked_fill(~visible, -math.inf)[None, None]
+    with torch.inference_mode():
+        logits: Tensor = engine.model.hf(torch.tensor([ids]), attention_mask=mask).logits[0]
+    return logits
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_row_given_up_is_a_row_masked(engines: Callable[[str], Engine], family: str) -> None:
+    """And all others are where they were: the next token's position is the logical one."""
+    engine = engines(family)
+    tokens = [70, 9, 201, 33, 8]
+    for slot in (0, 57):
+        first = asked(engine, "recompute", None)
+        n = first.layout.n_tokens
+        first = asked(engine, "recompute", AllBut(budget_tokens=n - 1, slot=slot))
+        visible = torch.ones(n + len(tokens), n + len(tokens), dtype=torch.bool).tril()
+        visible[n:, slot] = False
+        expected = masked_logits(engine, [*first.layout.token_ids.tolist(), *tokens], visible)
+        decoder = decoder_of(engine, first)
+        with torch.inference_mode():
+            for row, token in enumerate(tokens, start=n):
+                torch.testing.assert_close(decoder.step(token), expected[row], **TOLERANCE)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_sliding_window_is_a_banded_mask(engines: Callable[[str], Engine], family: str) -> None:
+    """More steps than the window has rows, so that each of its slots is used again."""
+    engine = engines(family)
+    sinks, budget, steps = 4, 16, 30
+    rule = StreamingLLM(budget_tokens=budget, sinks=sinks)
+    first = asked(engine, "recompute", rule, steps)
+    n, tokens = first.layout.n_tokens, [(7 * i) % 200 + 6 for i in range(steps)]
+    distance = torch.arange(n + steps)[:, None] - torch.arange(n + steps)
+    visible = distance >= 0
+    band = (distance <= budget - sinks) | (torch.arange(n + steps) < sinks)
+    visible[n:] &= band[n:]
+    expected = masked_logits(engine, [*first.layout.token_ids.tolist(), *tokens], visible)
+    decoder = decoder_of(engine, first)
+    with torch.inference_mode():
+        for row, token in enumerate(tokens, start=n):
+            torch.testing.assert_close(decoder.step(token), expected[row], **TOLERANCE)
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_memory_is_freed_and_stays_so(engines: Callable[[str], Engine], name: str) -> None:
+    engine = engines("llama")
+    steps, budget, row_bytes = 100, 40, 2 * 16 * 4
+    first = asked(engine, "recompute", rule_of(name, budget), steps)
+    decoder = decoder_of(engine, first)
+    most = 4 * (budget + (1 if name in SLIDING else steps))
+
+    def allocated() -> int:
+        sides = (*first.cache.keys, *first.cache.values)
+        return sum(rows.untyped_storage().nbytes() for rows in sides)
+
+    assert allocated() <= most * 2 * row_bytes < 4 * first.layout.n_tokens * 2 * row_bytes
+    before = allocated()
+    with torch.inference_mode():
+        for token in range(steps):
+            decoder.step(token + 6)
+    assert allocated() == before
+    assert first.cache.kv_bytes <= most * 2 * row_bytes
+    if name in SLIDING:
+        assert first.cache.lengths == [budget] * 4
+
+
+def test_the_report_follows_the_answer(engines: Callable[[str], Engine]) -> None:
+    engine = engines("llama")
+    stream = engine.stream(PROMPT, CHUNKS, method="reuse", eviction="none", max_new_tokens=9)
+    row = 4 * 2 * 2 * 16 * 4
+    n_tokens = stream.report.prompt_tokens
+    assert stream.report.decode_kv_bytes == stream.report.kv_bytes == n_tokens * row
+    list(stream)
+    # the last token is never read
+    assert stream.report.completion_tokens == 9
+    assert stream.report.decode_kv_bytes == (n_tokens + 8) * row
+    stream = engine.stream(PROMPT, CHUNKS, method="reuse", eviction="h2o", max_new_tokens=9)
+    list(stream)
+    assert stream.report.kv_bytes == n_tokens * row
+    assert stream.report.decode_kv_bytes == int(0.2 * n_tokens) * row
+
+
+def test_the_engine_s_rule_and_that_of_a_call() -> None:
+    engine = Engine(tiny_model("llama"), eviction="h2o")
+    assert engine.generate("Why?" * 20, max_new_tokens=2).report.eviction == "h2o"
+    mine = SageKV(budget_tokens=9)
+    for eviction, name in (("none", None), ("sage-kv", "sage-kv"), (mine, "sage-kv")):
+        answer = engine.generate("Why?" * 20, eviction=eviction, max_new_tokens=2)
+        assert answer.report.eviction == name
+
+
+def test_without_a_rule_an_answer_goes_on_with_the_method_s_own() -> None:
+    """And with "none" it attends to everything, whatever the method has."""
+    engine = Engine(tiny_model("llama"), block_size=8)
+    engine.cache_chunks(CHUNKS)
+    dropping = replace(METHODS["reuse"], eviction=H2O(budget_tokens=9))
+    for method, own in (("samkv-guided", "quest"), ("reuse", None), (dropping, "h2o")):
+        for rule, name in ((None, own), ("none", None), ("snapkv", "snapkv")):
+            for asks in (engine, Engine(engine.model, engine.store, eviction=rule)):
+                said = {"eviction": rule} if asks is engine else {}
+                answer = asks.generate(PROMPT, CHUNKS, method=method, max_new_tokens=2, **said)
+                assert answer.report.eviction == name
+    always = Engine(engine.model, engine.store, eviction="none")
+    assert always.generate(PROMPT, CHUNKS, max_new_tokens=2).report.eviction is None
+
+
+def test_none_attends_to_more_than_the_method_s_own_rule() -> None:
+    engine = Engine(tiny_model("llama"), method="samkv-guided", block_size=8)
+    engine.cache_chunks(CHUNKS)
+    first, *steps = engine.logits(PROMPT, CHUNKS, follow=(40, 50))
+    whole, *others = engine.logits(PROMPT, CHUNKS, follow=(40, 50), eviction="none")
+    assert torch.equal(first, whole), "the first token has read everything"
+    assert all(float((a - b).abs().max()) > 0.01 for a, b in zip(steps, others, strict=True))
+
+
+def test_a_broken_cache_begins_the_eviction_anew(tmp_path: Path) -> None:
+    """The pass that found it has evicted from the layers before: none of that may stay."""
+    engine = Engine(tiny_model("llama"), ChunkStore(tmp_path), block_size=8)
+    keys = engine.cache_chunks(CHUNKS)
+    file = next(tmp_path.rglob(f"{keys[0]}.safetensors"))
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 255  # the last layer's rows, which are read last
+    file.write_bytes(content)
+    options = {"method": "reuse", "max_new_tokens": 12, "eviction": "h2o", "on_miss": "text"}
+    answer = engine.generate(PROMPT, CHUNKS, **options)
+    assert answer.report.chunk_misses == {"corrupt": 1}
+    other = Engine(engine.model, block_size=8)
+    other.cache_chunks(CHUNKS[1:])
+    expected = other.generate(PROMPT, CHUNKS, **options)
+    assert answer.text == expected.text
+    assert answer.report.decode_kv_bytes == expected.report.decode_kv_bytes
+
+
+# -- mistakes -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: H2O(), "budget_tokens=None and budget_ratio=None of 'h2o'; give exactly one"),
+        (lambda: H2O(budget_tokens=9, budget_ratio=0.5), "give exactly one"),
+        (lambda: replace(EVICTIONS["h2o"], budget_tokens=9), "set the other one to None"),
+        (lambda: H2O(budget_ratio=0.0), "budget_ratio=0.0 of 'h2o'; it must be above 0"),
+        (lambda: H2O(budget_ratio=1.5), "at most 1"),
+        (lambda: H2O(budget_tokens=1), "budget_tokens=1 of 'h2o'.* whole number from 2 on"),
+        (lambda: H2O(budget_tokens=9.5), "budget_tokens=9.5"),
+        (lambda: StreamingLLM(budget_tokens=4), "at least 5 rows"),
+        (lambda: StreamingLLM(budget_tokens=9, sinks=-1), "sinks=-1 of 'streaming-llm'"),
+        (lambda: SnapKV(budget_tokens=32), "at least 33 rows"),
+        (lambda: SnapKV(budget_ratio=0.2, window=0), "window=0 of 'snapkv'.* from 1 on"),
+        (lambda: SnapKV(budget_ratio=0.2, kernel=0), "kernel=0 of 'snapkv'"),
+        (lambda: SnapKV(budget_ratio=0.2, kernel=4), "must be odd.* give 3 or 5"),
+        (lambda: SnapKV(budget_ratio=0.2, pooling="mean"), "'mean' .*allowed: max, average"),
+        (lambda: PyramidKV(budget_ratio=0.2, beta=0), "beta=0 of 'pyramidkv'"),
+        (lambda: PyramidKV(budget_tokens=32), "of 'pyramidkv'.* at least 33"),
+        (lambda: SageKV(budget_tokens=3), "at least 4 rows"),
+    ],
+)
+def test_wrong_options_are_named(make: Callable[[], Eviction], message: str) -> None:
+    with pytest.raises(InvalidOption, match=message):
+        make()
+
+
+def test_unknown_rules_list_the_known_ones(engines: Callable[[str], Engine]) -> None:
+    known = "known: h2o, none, pyramidkv, quest, sage-kv, snapkv, streaming-llm"
+    for wrong in (
+        lambda: get_eviction("magic"),
+        lambda: Engine(tiny_model("llama"), eviction="magic"),
+        lambda: engines("llama").generate("Why?", eviction="magic"),
+    ):
+        with pytest.raises(UnknownOption, match=known):
+            wrong()
+    assert get_eviction(None) is None and get_eviction("none") is None
+
+
+@pytest.mark.parametrize("name", EVICTIONS)
+def test_rules_are_data(name: str) -> None:
+    rule = EVICTIONS[name]
+    assert rule.name == name and rule.budget_ratio == (0.1 if name == "quest" else 0.2)
+    if isinstance(rule, DroppingEviction):
+        assert rule.slides == (name in SLIDING)
+    assert rule.paper in (type(rule).__doc__ or "") and "Deviations" in (type(rule).__doc__ or "")
+    assert rule.summary
+    assert hash(rule) == hash(replace(rule))
+    with pytest.raises(FrozenInstanceError):
+        rule.budget_tokens = 3  # type: ignore[misc]
+    assert all(field.kw_only for field in fields(rule))
+
+
+# -- anything -----------------------------------------------------------------------------------
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_any_rule_keeps_to_its_budget(data: st.DataObject) -> None:
+    draw = data.draw
+    name = draw(st.sampled_from(sorted(CLASSES)))
+    options: dict[str, Any] = {}
+    if name == "streaming-llm":
+        options["sinks"] = draw(st.integers(0, 6))
+    if name in ("snapkv", "pyramidkv"):
+        options["window"] = draw(st.integers(1, 8))
+        options["kernel"] = draw(st.sampled_from([1, 3, 7, 15]))
+        options["pooling"] = draw(st.sampled_from(["max", "average"]))
+    smallest = CLASSES[name](budget_ratio=0.5, **options).min_tokens
+    rule = CLASSES[name](budget_tokens=draw(st.integers(smallest, 40)), **options)
+    heads = draw(st.sampled_from([(1, 1), (4, 2), (3, 1)]))
+    n_rows, n_steps = draw(st.integers(1, 50)), draw(st.integers(0, 12))
+    share = draw(st.sampled_from([0.0, 0.5, 1.0]))
+    case = Case.of(draw(st.integers(0, 99)), n_rows, n_steps, heads, share)
+    budget = rule.budget_tokens
+    assert budget is not None
+    for step, kept in enumerate(case.evicted(rule, budget)):
+        count = n_rows + step if name in SLIDING else n_rows
+        added = 0 if name in SLIDING else step
+        assert {len(rows) for rows in kept} == {min(budget, count) + added}
+        assert all(n_rows + step - 1 in rows for rows in kept), "the newest row is always kept"

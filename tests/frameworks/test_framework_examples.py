@@ -1,0 +1,83 @@
+"""The script and the notebook of each framework, run as a user would run them."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+FRAMEWORKS = ("llama_index", "langchain")
+
+
+def printed(notebook: Any) -> list[str]:
+    """What each cell of code wrote to standard output."""
+    return [
+        "".join(o.text for o in cell.outputs if o.output_type == "stream" and o.name == "stdout")
+        for cell in notebook.cells
+        if cell.cell_type == "code"
+    ]
+
+
+@cache
+def kept_and_executed(framework: str) -> tuple[list[str], list[str]]:
+    """What the notebook's cells printed when it was kept, and what they print now."""
+    notebook = nbformat.read(EXAMPLES / f"{framework}.ipynb", as_version=4)
+    kept = printed(notebook)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        NotebookClient(
+            notebook, timeout=240, resources={"metadata": {"path": str(EXAMPLES)}}
+        ).execute()
+    return kept, printed(notebook)
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_script(framework: str) -> None:
+    done = subprocess.run(
+        [sys.executable, EXAMPLES / f"{framework}_quickstart.py"],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    out = " ".join(done.stdout.split())  # an answer begins with a space of its own
+    assert out.count("Where was Ingrid Delumb born? Trulhaven") == 3  # asked, streamed, in a chat
+    assert "Where was Ingrid Delumb born? Borminster" in out  # after the document changed
+    assert "Who does Thea Nilman work for? Kruktech Works" in out
+    assert "4 chunks from caches" in out
+    assert out.count("40 chunks cached in") == 2  # the old text's cache is gone
+    assert "samkv:" not in out
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_notebook_answers(framework: str) -> None:
+    _, (_, ingested, asked, full, streamed, several, deleted) = kept_and_executed(framework)
+    assert "40 chunks cached" in ingested
+    assert "Kruktech Works" in asked and "\n4 {}" in asked
+    assert "Kruktech Works" in full and "100% kept, 100% recomputed" in full
+    assert streamed.strip() == "Trulhaven"
+    assert "Trulhaven" in several and "Theo Homvek" in several
+    assert "39 chunks cached" in deleted and "n_pruned=0" in deleted
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_notebook_holds_what_it_prints(framework: str) -> None:
+    """If this fails, execute the notebook again and keep its outputs.
+
+    But for times, and for sizes, which depend on the dtype that the machine computes in.
+    """
+    kept, executed = (
+        [re.sub(r"[\d.]+ MiB", "MiB", text.split("seconds=")[0]) for text in texts]
+        for texts in kept_and_executed(framework)
+    )
+    assert kept == executed

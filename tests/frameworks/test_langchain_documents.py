@@ -1,0 +1,329 @@
+"""Documents before they are indexed and after they were retrieved: cached, announced, shown."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import pickle
+import threading
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from langchain_classic.chains.combine_documents import create_stuff_documents_chain
+from langchain_classic.retrievers import ContextualCompressionRetriever
+from langchain_classic.retrievers.document_compressors import DocumentCompressorPipeline
+from langchain_core.documents import Document
+from langchain_core.language_models import FakeListLLM
+from langchain_core.prompts import PromptTemplate
+from langchain_core.runnables import Runnable, RunnableLambda, RunnablePassthrough
+from langchain_core.tools import create_retriever_tool
+from langchain_core.vectorstores import InMemoryVectorStore, VectorStoreRetriever
+from langchain_text_splitters import RecursiveCharacterTextSplitter
+
+import samkv_integrations.engine.engine
+from langchain_samkv import (
+    OfflineEmbeddings,
+    SamKVDocumentCompressor,
+    SamKVDocumentTransformer,
+    format_docs,
+)
+from samkv_integrations import ChunkStore, Engine, Report
+from samkv_integrations.errors import ChunkNotCached, InvalidChunk, InvalidOption
+from samkv_integrations.prompt.split import handle_of
+from tests.support.records import RECORDS, TEXTS, builtin
+
+QUESTION = RECORDS[0].question
+PROMPT = PromptTemplate.from_template("Documents:\n\n{context}\n\nQuestion: {question}\nAnswer:")
+MODES = ("text", "metadata", "replace")
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Engine:
+    return Engine(builtin(), ChunkStore(tmp_path / "kv"), block_size=8)
+
+
+def files(engine: Engine) -> set[str]:
+    assert isinstance(engine.store, ChunkStore)
+    return {file.stem for file in engine.store.path.glob("*/*/*.safetensors")}
+
+
+def documents(*texts: str) -> list[Document]:
+    return [
+        Document(id=f"d{n}", page_content=text, metadata={"page": n, "tags": ["x"]})
+        for n, text in enumerate(texts)
+    ]
+
+
+def handles_of(engine: Engine, *texts: str) -> list[str]:
+    return [handle_of(engine.key_of(text)) for text in texts]
+
+
+def retriever_of(found: Sequence[Document], k: int = 2) -> VectorStoreRetriever:
+    """The documents in a vector store that knows nothing of caches."""
+    store = InMemoryVectorStore(OfflineEmbeddings())
+    store.add_documents(list(found))
+    return store.as_retriever(search_kwargs={"k": k})
+
+
+class Answers:
+    """The engine at the end of a chain, as `ChatSamKV` is; keeps prompts and reports."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.prompts: list[str] = []
+        self.reports: list[Report] = []
+
+    def __call__(self, prompt: Any) -> str:
+        self.prompts.append(prompt.to_string())
+        answer = self.engine.generate(self.prompts[-1], max_new_tokens=8)
+        self.reports.append(answer.report)
+        return answer.text
+
+    def chain(self, retrieved: Runnable[str, str]) -> Runnable[str, str]:
+        inputs = {"context": retrieved, "question": RunnablePassthrough()}
+        return inputs | PROMPT | RunnableLambda(self)
+
+
+class TestTransformer:
+    @pytest.mark.parametrize("is_async", [False, True])
+    def test_caches_for_any_vector_store(self, engine: Engine, is_async: bool) -> None:
+        given = documents(*TEXTS[:4])
+        transformer = SamKVDocumentTransformer(engine=engine)
+        if is_async:
+            cached = asyncio.run(transformer.atransform_documents(given))
+        else:
+            cached = transformer.transform_documents(given)
+        assert list(cached) == documents(*TEXTS[:4])
+        assert files(engine) == {engine.key_of(text) for text in TEXTS[:4]}
+        answers = Answers(engine)
+        answer = answers.chain(retriever_of(cached) | format_docs).invoke(QUESTION)
+        assert RECORDS[0].workers in answer
+        assert answers.reports[0].chunk_hits == 2 and not answers.reports[0].chunk_misses
+
+    def test_twice_computes_nothing_twice(
+        self, engine: Engine, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        transformer = SamKVDocumentTransformer(engine=engine, add_handles=True)
+        once = transformer.transform_documents(documents(*TEXTS[:2], TEXTS[0]))
+        monkeypatch.setattr(samkv_integrations.engine, "prefill", _not_called)
+        assert transformer.transform_documents(once) == once
+        assert len(files(engine)) == 2
+
+    def test_documents_are_not_changed(self, engine: Engine) -> None:
+        given = documents(TEXTS[0], "", " \n")
+        before = copy.deepcopy(given)
+        handled = SamKVDocumentTransformer(engine=engine, add_handles=True).transform_documents(
+            given
+        )
+        assert given == before
+        (handle,) = handles_of(engine, TEXTS[0])
+        assert handled[0].metadata == {**before[0].metadata, "samkv": handle}
+        assert (handled[0].id, handled[0].page_content) == ("d0", TEXTS[0])
+        assert list(handled[1:]) == before[1:]
+        assert format_docs(handled[:1], handles=True) == handle
+        assert SamKVDocumentTransformer(engine=engine).transform_documents([]) == []
+
+    def test_after_a_splitter(self, engine: Engine) -> None:
+        splitter = RecursiveCharacterTextSplitter(chunk_size=200, chunk_overlap=0)
+        pieces = splitter.split_documents(documents("\n\n".join(TEXTS[:2])))
+        assert len(pieces) > 2
+        SamKVDocumentTransformer(engine=engine).transform_documents(pieces)
+        assert files(engine) == {engine.key_of(piece.page_content) for piece in pieces}
+
+    def test_shows_progress(self, engine: Engine, capsys: pytest.CaptureFixture[str]) -> None:
+        SamKVDocumentTransformer(engine=engine).transform_documents(documents(TEXTS[0]))
+        assert not capsys.readouterr().err
+        shown = SamKVDocumentTransformer(engine=engine, show_progress=True)
+        shown.transform_documents(documents(TEXTS[1]))
+        assert "caching chunks: 100%" in capsys.readouterr().err
+
+    def test_mistakes(self, engine: Engine) -> None:
+        with pytest.raises(InvalidChunk, match="split it"):
+            SamKVDocumentTransformer(engine=engine).transform_documents(
+                documents(TEXTS[0], "word " * 5000)
+            )
+        assert not files(engine)
+        with pytest.raises(InvalidOption, match="either llm .* or engine"):
+            SamKVDocumentTransformer()
+        with pytest.raises(InvalidOption, match="FakeListLLM has no engine"):
+            SamKVDocumentTransformer(llm=FakeListLLM(responses=[""]))
+        with pytest.raises(TypeError, match="add_handle"):
+            SamKVDocumentTransformer(engine=engine, add_handle=True)  # type: ignore[call-arg]
+
+
+class TestCompressor:
+    @pytest.mark.parametrize("mode", MODES)
+    @pytest.mark.parametrize("is_async", [False, True])
+    def test_what_becomes_of_documents(self, engine: Engine, mode: Any, is_async: bool) -> None:
+        engine.cache_chunks(TEXTS[:1])
+        given = documents(TEXTS[0], TEXTS[1], "")  # cached, not cached, nothing to cache
+        before = copy.deepcopy(given)
+        compressor = SamKVDocumentCompressor(engine=engine, mode=mode)
+        if is_async:
+            found = asyncio.run(compressor.acompress_documents(given, QUESTION))
+        else:
+            found = compressor.compress_documents(given, QUESTION)
+        assert given == before and files(engine) == {engine.key_of(TEXTS[0])}
+        (handle,) = handles_of(engine, TEXTS[0])
+        expected = copy.deepcopy(before)
+        if mode == "metadata":
+            for each, shown in zip(expected, (handle, TEXTS[1], ""), strict=True):
+                each.metadata["samkv"] = shown
+        if mode == "replace":
+            expected[0].page_content = handle
+            expected[0].metadata["samkv_text"] = TEXTS[0]
+        assert list(found) == expected
+        assert list(compressor.compress_documents(found)) == expected  # twice is once
+
+    @pytest.mark.parametrize("mode", MODES)
+    def test_in_a_chain(self, engine: Engine, mode: Any) -> None:
+        engine.cache_chunks(TEXTS)
+        compressor = SamKVDocumentCompressor(engine=engine, mode=mode)
+        answers = Answers(engine)
+        chain = answers.chain(
+            retriever_of(documents(*TEXTS))
+            | compressor.compress_documents
+            | partial(format_docs, handles=mode == "metadata")
+        )
+        assert RECORDS[0].workers in chain.invoke(QUESTION)
+        assert RECORDS[0].workers in asyncio.run(chain.ainvoke(QUESTION))
+        for prompt, report in zip(answers.prompts, answers.reports, strict=True):
+            assert (TEXTS[0] in prompt) == (mode == "text")
+            assert report.chunk_hits == 2 and not report.chunk_misses
+
+    def test_a_document_without_a_cache_is_a_counted_miss(self, engine: Engine) -> None:
+        engine.cache_chunks(TEXTS[:1])
+        compressor = SamKVDocumentCompressor(engine=engine)
+        answers = Answers(engine)
+        retriever = retriever_of(documents(*TEXTS[:2]))
+        answers.chain(retriever | format_docs).invoke(QUESTION)
+        answers.chain(retriever | compressor.compress_documents | format_docs).invoke(QUESTION)
+        silent, counted = answers.reports
+        assert (silent.chunk_hits, silent.chunk_misses) == (1, {})
+        assert (counted.chunk_hits, counted.chunk_misses) == (1, {"absent": 1})
+
+    def test_on_miss(self, engine: Engine) -> None:
+        engine.cache_chunks(TEXTS[:1])
+        given = documents(*TEXTS[:2], "")
+        raises = SamKVDocumentCompressor(engine=engine, on_miss="error")
+        assert len(raises.compress_documents(given[::2])) == 2
+        with pytest.raises(ChunkNotCached, match=r"document 'd1' .*Krasplex.* not cached; index"):
+            raises.compress_documents(given)
+        assert files(engine) == {engine.key_of(TEXTS[0])}
+        computes = SamKVDocumentCompressor(engine=engine, on_miss="compute", mode="replace")
+        found = computes.compress_documents(given)
+        assert [each.page_content for each in found] == [*handles_of(engine, *TEXTS[:2]), ""]
+        assert computes.compress_documents(found) == raises.compress_documents(found) == found
+        assert files(engine) == {engine.key_of(text) for text in TEXTS[:2]}
+        with pytest.raises(InvalidChunk, match="split it"):
+            computes.compress_documents(documents("word " * 5000))
+
+    def test_caches_begin_to_be_read(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+        engine.cache_chunks(TEXTS[:2])
+        fetched: list[str] = []
+        monkeypatch.setattr(engine.store, "prefetch", lambda key, *rest: fetched.append(key))
+        given = documents(TEXTS[1], "", TEXTS[0])
+        SamKVDocumentCompressor(engine=engine).compress_documents(given)
+        assert fetched == [engine.key_of(TEXTS[1]), engine.key_of(TEXTS[0])]
+
+    def test_a_stale_handle_is_written_anew(self, engine: Engine) -> None:
+        (old,) = SamKVDocumentTransformer(engine=engine, add_handles=True).transform_documents(
+            documents(TEXTS[0])
+        )
+        split = Document(page_content=TEXTS[1], metadata=old.metadata)
+        compressor = SamKVDocumentCompressor(engine=engine, mode="metadata")
+        (found,) = compressor.compress_documents([split])
+        assert found.metadata["samkv"] == TEXTS[1]
+        engine.cache_chunk(TEXTS[1])
+        (found,) = compressor.compress_documents([found])
+        assert [found.metadata["samkv"]] == handles_of(engine, TEXTS[1])
+
+    def test_in_the_places_of_langchain(self, engine: Engine) -> None:
+        engine.cache_chunks(TEXTS)
+        retriever = retriever_of(documents(*TEXTS))
+        pipeline = DocumentCompressorPipeline(
+            transformers=[
+                SamKVDocumentTransformer(engine=engine),
+                SamKVDocumentCompressor(engine=engine, mode="metadata"),
+            ]
+        )
+        compressed = ContextualCompressionRetriever(
+            base_retriever=retriever, base_compressor=pipeline
+        )
+        found = compressed.invoke(QUESTION)
+        assert found[0].page_content == TEXTS[0]
+        shown = [each.metadata["samkv"] for each in found]
+        assert shown == handles_of(engine, *(each.page_content for each in found))
+
+        answers = Answers(engine)
+        by_handle = PromptTemplate.from_template("{samkv}")
+        stuff = create_stuff_documents_chain(
+            RunnableLambda(answers), PROMPT, document_prompt=by_handle
+        )
+        answer = stuff.invoke({"context": found, "question": QUESTION})
+        assert RECORDS[0].workers in answer and answers.reports[0].chunk_hits == 2
+        assert TEXTS[0] not in answers.prompts[0]
+
+        tool = create_retriever_tool(compressed, "search", "Searches.", document_prompt=by_handle)
+        assert tool.invoke(QUESTION) == "\n\n".join(shown)
+
+    def test_the_event_loop_is_free(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+        threads: list[threading.Thread] = []
+        monkeypatch.setattr(
+            engine, "expect", lambda texts: threads.append(threading.current_thread())
+        )
+        compressor = SamKVDocumentCompressor(engine=engine)
+        asyncio.run(compressor.acompress_documents(documents(TEXTS[0]), QUESTION))
+        assert threads and threading.main_thread() not in threads
+
+    def test_copies_share_and_pickles_leave(self, engine: Engine) -> None:
+        compressor = SamKVDocumentCompressor(engine=engine, mode="replace")
+        transformer = SamKVDocumentTransformer(engine=engine)
+        for part in (compressor, transformer):
+            assert copy.deepcopy(part)._engine.engine is engine
+        sent, there = pickle.loads(pickle.dumps((compressor, transformer)))
+        assert sent.mode == "replace"
+        for use in (sent.compress_documents, there.transform_documents):
+            with pytest.raises(InvalidOption, match="came from another process"):
+                use(documents(TEXTS[0]))
+
+    def test_mistakes(self, engine: Engine) -> None:
+        with pytest.raises(InvalidOption, match="mode='handle'; allowed: text, metadata, replace"):
+            SamKVDocumentCompressor(engine=engine, mode="handle")  # type: ignore[arg-type]
+        with pytest.raises(InvalidOption, match="on_miss='no'; allowed: text, compute, error"):
+            SamKVDocumentCompressor(engine=engine, on_miss="no")  # type: ignore[arg-type]
+        with pytest.raises(InvalidOption, match="either llm .* or engine"):
+            SamKVDocumentCompressor()
+        with pytest.raises(TypeError, match="modus"):
+            SamKVDocumentCompressor(engine=engine, modus="text")  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("content", [None, 7, b"bytes", ["a", "b"]])
+def test_what_is_no_text(engine: Engine, content: Any) -> None:
+    given = documents(TEXTS[0], TEXTS[1])
+    given[1].page_content = content
+    compressor = SamKVDocumentCompressor(engine=engine, mode="replace")
+    for use in (
+        SamKVDocumentTransformer(engine=engine).transform_documents,
+        compressor.compress_documents,
+        format_docs,
+        partial(format_docs, handles=True),
+    ):
+        with pytest.raises(InvalidOption, match=r"page_content of document 'd1' .*no text; give"):
+            use(given)
+    assert not files(engine)
+
+
+def test_format_docs() -> None:
+    given = documents("one", "two")
+    given[1].metadata["samkv"] = "[[samkv:...]]"
+    assert format_docs(given) == "one\n\ntwo"
+    assert format_docs(given, handles=True) == "one\n\n[[samkv:...]]"
+    assert format_docs([]) == ""
+
+
+def _not_called(*arguments: object) -> None:
+    raise AssertionError("nothing should have been computed")

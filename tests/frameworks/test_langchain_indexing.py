@@ -1,0 +1,156 @@
+"""LangChain's indexing API: what it adds, skips and deletes is cached, kept and released."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+from langchain_core.documents import Document
+from langchain_core.indexing import InMemoryRecordManager, aindex, index
+from typer.testing import CliRunner
+
+import samkv_integrations.engine.engine
+from langchain_samkv import SamKVChroma
+from samkv_integrations import ChunkStore, Engine
+from samkv_integrations.cli.app import app
+from samkv_integrations.errors import InvalidChunk
+from tests.support.langchain_store import Letters, files, in_step, keys_of, records
+from tests.support.records import TEXTS, builtin
+
+Cleanup = Literal["incremental", "full", "scoped_full"] | None
+
+
+class Indexer:
+    """Documents of a few sources, and how `index` was called; `read` counts chunks computed."""
+
+    def __init__(self, store: SamKVChroma, cleanup: Cleanup, is_async: bool) -> None:
+        self.store = store
+        self.read = 0
+        self._manager = InMemoryRecordManager(namespace="town")
+        self._manager.create_schema()
+        self._options: dict[str, Any] = {
+            "cleanup": cleanup, "source_id_key": "source", "key_encoder": "sha256", "batch_size": 2,
+        }  # fmt: skip
+        self._is_async = is_async
+
+    def __call__(self, *given: tuple[str, str], **options: Any) -> tuple[int, ...]:
+        """(source, text), ...; returns how many were added, updated, skipped and deleted."""
+        docs = [Document(page_content=text, metadata={"source": name}) for name, text in given]
+        options = self._options | options
+        if self._is_async:
+            done = asyncio.run(aindex(docs, self._manager, self.store, **options))
+        else:
+            done = index(docs, self._manager, self.store, **options)
+        return tuple(done[f"num_{what}"] for what in ("added", "updated", "skipped", "deleted"))
+
+
+@pytest.fixture
+def indexer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Indexer]:
+    def make(cleanup: Cleanup, is_async: bool = False) -> Indexer:
+        engine = Engine(builtin(), ChunkStore(tmp_path / "kv"))
+        store = SamKVChroma("town", Letters(), str(tmp_path / "chroma"), engine=engine)
+        made = Indexer(store, cleanup, is_async)
+        prefill = samkv_integrations.engine.engine.prefill
+
+        def counted(model: Any, batch: Any, *rest: Any) -> Any:
+            made.read += len(batch)
+            return prefill(model, batch, *rest)
+
+        monkeypatch.setattr(samkv_integrations.engine, "prefill", counted)
+        return made
+
+    return make
+
+
+A, B, C, D = TEXTS[:4]
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("cleanup", [None, "incremental", "full", "scoped_full"])
+def test_every_cleanup(indexer: Callable[..., Indexer], cleanup: Cleanup, is_async: bool) -> None:
+    run = indexer(cleanup, is_async)
+    first = [("1", A), ("1", B), ("2", C), ("3", B)]  # B stands in two sources
+    assert run(*first) == (4, 0, 0, 0)
+    in_step(run.store, A, B, C, B)
+    assert run.read == 3
+
+    assert run(*first) == (0, 0, 4, 0)
+    assert run.read == 3
+
+    # source 1 lost B and got D, source 2 was not loaded, source 3 still has B
+    added, _, skipped, deleted = run(("1", A), ("1", D), ("3", B))
+    assert (added, skipped) == (1, 2)
+    assert run.read == 4
+    left = {None: [A, B, C, B, D], "full": [A, D, B]}.get(cleanup, [A, C, B, D])
+    assert deleted == 5 - len(left)
+    in_step(run.store, *left)
+
+    # the last record of B goes, and with it the cache, wherever anything is deleted
+    run(("1", A), ("1", D), ("3", A))
+    left = {None: [A, B, C, B, D, A], "full": [A, D, A]}.get(cleanup, [A, C, D, A])
+    in_step(run.store, *left)
+    assert run.read == 4
+    assert run.store.kv_link.sync(grace_s=0).n_pruned == 0
+
+
+def test_forced_updates_compute_nothing(indexer: Callable[..., Indexer]) -> None:
+    run = indexer("full")
+    run(("1", A), ("1", B))
+    assert run(("1", A), ("1", B), force_update=True) == (0, 2, 0, 0)
+    assert run.read == 2
+    in_step(run.store, A, B)
+
+
+def test_a_document_that_cannot_be_cached_is_not_recorded(
+    indexer: Callable[..., Indexer],
+) -> None:
+    run = indexer("incremental")
+    with pytest.raises(InvalidChunk, match="split it"):
+        run(("1", A), ("2", "word " * 5000))
+    assert not records(run.store)
+    assert run(("1", A)) == (1, 0, 0, 0)
+    in_step(run.store, A)
+
+
+def test_nothing_is_left_behind_after_sync(indexer: Callable[..., Indexer], tmp_path: Path) -> None:
+    """By the command, in the layout that it knows: caches beside the database."""
+    run = indexer("full")
+    other = SamKVChroma(
+        "other", Letters(), client=run.store._client, engine=run.store.kv_link.engine
+    )
+    run(("1", A), ("1", B), ("2", C))
+    other.add_texts([B])
+    raw = run.store.kv_link.collection
+    raw.delete(where={"source": "1"})  # past us: A and B lose their records here
+    assert files(run.store) == keys_of(run.store, A, B, C)
+
+    command = ["store", "sync", "--dir", str(tmp_path), "--grace", "0", "--device", "cpu"]
+    command += ["--dtype", "float32"]  # as of the engine
+    done = CliRunner().invoke(app, [*command, "--json"])
+    assert done.exit_code == 0, done.output
+    rows = json.loads(done.stdout)["rows"]
+    assert sum(row["n_pruned"] for row in rows) == 1
+    assert files(run.store) == keys_of(run.store, B, C)  # `other` still has B
+
+    assert run(("2", C)) == (0, 0, 1, 2)  # the record manager hears of it as well
+    other.delete_collection()
+    in_step(run.store, C)
+
+
+def test_caches_that_were_lost_come_back_by_sync(
+    indexer: Callable[..., Indexer], tmp_path: Path
+) -> None:
+    """`index` skips what it knows and looks at no cache; `sync` does."""
+    run = indexer("full")
+    run(("1", A), ("2", B))
+    for folder in (tmp_path / "kv").glob("*/*/"):
+        shutil.rmtree(folder)
+    assert run(("1", A), ("2", B)) == (0, 0, 2, 0)
+    assert not files(run.store)
+    assert run.store.kv_link.sync().n_cached == 2
+    in_step(run.store, A, B)

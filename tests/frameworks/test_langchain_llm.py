@@ -1,0 +1,957 @@
+"""`ChatSamKV` and `SamKV` by themselves: arguments, ways to be called, what they refuse."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import pickle
+import re
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from langchain_core.caches import InMemoryCache
+from langchain_core.callbacks import BaseCallbackHandler, UsageMetadataCallbackHandler
+from langchain_core.messages import (
+    AIMessage,
+    ChatMessage,
+    FunctionMessage,
+    HumanMessage,
+    RemoveMessage,
+    SystemMessage,
+    ToolMessage,
+    trim_messages,
+)
+from langchain_core.rate_limiters import InMemoryRateLimiter
+from langchain_core.runnables import ConfigurableField
+
+import langchain_samkv
+from langchain_samkv import ChatSamKV, SamKV
+from samkv_integrations import ChunkStore, Engine
+from samkv_integrations.engine.decode import Decoder
+from samkv_integrations.errors import (
+    ChunkNotCached,
+    HandleError,
+    InvalidOption,
+    ModelNotFound,
+    PromptTooLong,
+    SamkvError,
+    TimedOut,
+    UnknownOption,
+)
+from samkv_integrations.eviction.h2o import H2O
+from samkv_integrations.frameworks import engine_args
+from samkv_integrations.methods import METHODS
+from samkv_integrations.methods.epic import EpicRecompute
+from samkv_integrations.model.model import Model
+from samkv_integrations.prompt.split import handle_of
+from tests.support.models import byte_tokenizer, hf_model, tiny_model
+from tests.support.records import (
+    CHAT_TEMPLATE,
+    COMPLETION_TEMPLATE,
+    RECORDS,
+    TEXTS,
+    Record,
+    builtin,
+)
+
+ASKED = RECORDS[2]
+ENDLESS = "Documents:\n\n[Dunlux"  # a prompt that the model goes on with for long
+PATIENCE_S = 60
+KINDS = (ChatSamKV, SamKV)
+
+
+def prompt_about(record: Record = ASKED, kind: type = ChatSamKV) -> str:
+    template = CHAT_TEMPLATE if kind is ChatSamKV else COMPLETION_TEMPLATE
+    return template.format(context_str="\n\n".join(TEXTS), query_str=record.question)
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    """The records, cached. For tests that only read it."""
+    engine = Engine(builtin())
+    engine.cache_chunks(TEXTS)
+    return engine
+
+
+@pytest.fixture
+def chat(engine: Engine) -> ChatSamKV:
+    return ChatSamKV(engine=engine, max_tokens=12)
+
+
+@pytest.fixture
+def llm(engine: Engine) -> SamKV:
+    return SamKV(engine=engine, max_tokens=12)
+
+
+@pytest.fixture
+def given(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """Prompts and options that an engine is given."""
+    seen: list[dict[str, Any]] = []
+    stream = Engine.stream
+
+    def spied(self: Engine, prompt: Any, chunks: Any = None, **options: Any) -> Any:
+        seen.append({"prompt": prompt, "chunks": chunks, **options})
+        return stream(self, prompt, chunks, **options)
+
+    monkeypatch.setattr(Engine, "stream", spied)
+    return seen
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> list[Decoder]:
+    """The decoder of every step, and what to do at each."""
+    seen: list[Decoder] = []
+    step = Decoder.step
+
+    def spied(self: Decoder, token: int) -> Any:
+        seen.append(self)
+        return step(self, token)
+
+    monkeypatch.setattr(Decoder, "step", spied)
+    return seen
+
+
+class Tokens(BaseCallbackHandler):
+    """What callbacks hear."""
+
+    def __init__(self) -> None:
+        self.tokens: list[str] = []
+        self.ends = 0
+
+    def on_llm_new_token(self, token: Any, **kwargs: Any) -> None:
+        self.tokens.append(token)
+
+    def on_llm_end(self, response: Any, **kwargs: Any) -> None:
+        self.ends += 1
+
+
+def test_names() -> None:
+    assert {"ChatSamKV", "SamKV"} <= set(langchain_samkv.__all__) <= set(vars(langchain_samkv))
+
+
+class TestChat:
+    def test_invoke(self, chat: ChatSamKV) -> None:
+        message = chat.invoke(prompt_about())
+        assert message.content.strip() == ASKED.workers
+        report = chat.last_report
+        assert report.chunk_hits == len(TEXTS) and not report.chunk_misses
+        assert message.usage_metadata == {
+            "input_tokens": report.prompt_tokens,
+            "output_tokens": report.completion_tokens,
+            "total_tokens": report.prompt_tokens + report.completion_tokens,
+        }
+        assert message.response_metadata == {
+            "model_name": "builtin",
+            "model_provider": "samkv",
+            "finish_reason": "stop",
+            "samkv": report.to_dict(),
+        }
+
+    def test_finish_reasons(self, chat: ChatSamKV) -> None:
+        def reason(prompt: str, **options: Any) -> str:
+            return chat.invoke(prompt, **options).response_metadata["finish_reason"]
+
+        n_tokens = chat.invoke(prompt_about()).usage_metadata["output_tokens"]
+        assert reason(prompt_about(), max_tokens=n_tokens) == "length"  # no room for the end
+        assert reason(prompt_about(), max_tokens=n_tokens + 1) == "stop"
+        assert reason(prompt_about(), stop=[ASKED.workers[1:]]) == "stop"
+        assert reason(prompt_about(), max_tokens=n_tokens, stop=[ASKED.workers[-1]]) == "stop"
+
+    def test_stream(self, chat: ChatSamKV, steps: list[Decoder]) -> None:
+        handler, full, seen_at = Tokens(), None, []
+        for chunk in chat.stream(prompt_about(), {"callbacks": [handler]}):
+            full = chunk if full is None else full + chunk
+            seen_at.append(len(steps))
+        assert seen_at[0] == 0 < seen_at[1]  # decoded while it is consumed
+        whole = chat.invoke(prompt_about())
+        assert full.content == "".join(handler.tokens) == whole.content
+        assert handler.ends == 1
+        assert full.usage_metadata == whole.usage_metadata
+        assert chunk.chunk_position == "last" and chunk.content == ""
+        named = {name: full.response_metadata[name] for name in ("model_name", "finish_reason")}
+        assert named == {"model_name": "builtin", "finish_reason": "stop"}
+        assert full.response_metadata["samkv"]["chunk_hits"] == len(TEXTS)
+
+    def test_every_way_answers_alike_off_the_loop(
+        self, chat: ChatSamKV, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        threads = set()
+        step = Decoder.step
+
+        def spied(self: Decoder, token: int) -> Any:
+            threads.add(threading.current_thread())
+            return step(self, token)
+
+        monkeypatch.setattr(Decoder, "step", spied)
+        prompt = prompt_about()
+
+        async def ask() -> list[str]:
+            handler = Tokens()
+            streamed = [c.content async for c in chat.astream(prompt, {"callbacks": [handler]})]
+            assert streamed == handler.tokens and len(streamed) > 2
+            batched = await chat.abatch([prompt] * 2)
+            events = [
+                event["data"]["chunk"].content
+                async for event in chat.astream_events(prompt, version="v2")
+                if event["event"] == "on_chat_model_stream"
+            ]
+            return [
+                (await chat.ainvoke(prompt)).content,
+                *(message.content for message in batched),
+                "".join(streamed),
+                "".join(events),
+            ]
+
+        assert asyncio.run(ask()) == [f" {ASKED.workers}"] * 5
+        assert threads and threading.main_thread() not in threads
+
+    def test_streaming_as_an_argument(self, engine: Engine) -> None:
+        """LangChain streams ``invoke`` to callbacks if it is True, and never streams on False."""
+        heard = []
+        for streaming in (True, None, False):
+            handler = Tokens()
+            chat = ChatSamKV(engine=engine, max_tokens=12, streaming=streaming)
+            chat.invoke(prompt_about(), {"callbacks": [handler]})
+            assert len(list(chat.stream(prompt_about()))) > 1 or streaming is False
+            heard.append(len(handler.tokens) > 1)
+        assert heard == [True, False, False]
+
+    def test_roles_become_turns(self, chat: ChatSamKV, given: list[dict[str, Any]]) -> None:
+        chat.invoke(
+            [
+                SystemMessage("Be brief."),
+                ChatMessage(role="developer", content="Be kind."),
+                HumanMessage("One.", name="somebody"),
+                HumanMessage([{"type": "text", "text": "Tw"}, "o."]),
+                AIMessage("Yes."),
+                ChatMessage(role="human", content="Three."),
+            ]
+        )
+        assert given[0]["prompt"] == [
+            {"role": "system", "content": "Be brief.\n\nBe kind."},
+            {"role": "user", "content": "One.\n\nTw\no."},
+            {"role": "assistant", "content": "Yes."},
+            {"role": "user", "content": "Three."},
+        ]
+
+    def test_a_document_a_block(self) -> None:
+        texts = ["Denbury is a town on the river Tume", "Its bell tower has 1802 steps"]
+        engine = Engine(builtin())
+        engine.cache_chunks(texts)
+        chat = ChatSamKV(engine=engine, max_tokens=2)
+        chat.invoke([HumanMessage([{"type": "text", "text": text} for text in [*texts, "Where?"]])])
+        assert chat.last_report.chunk_hits == 2
+
+    def test_an_answer_can_be_a_message_again(self, engine: Engine) -> None:
+        for version in ("v0", "v1"):
+            chat = ChatSamKV(engine=engine, max_tokens=4, output_version=version)
+            first = chat.invoke("Hello")
+            chat.invoke([HumanMessage("Hello"), first, HumanMessage("Hello")])
+
+    def test_usage_is_summed_where_langchain_sums_it(self, chat: ChatSamKV) -> None:
+        handler = UsageMetadataCallbackHandler()
+        for _ in range(2):
+            chat.invoke("Hello", {"callbacks": [handler]})
+        n_tokens = chat.last_report.completion_tokens
+        assert handler.usage_metadata["builtin"]["output_tokens"] == 2 * n_tokens
+
+    def test_parameters_for_traces(self, engine: Engine) -> None:
+        chat = ChatSamKV(engine=engine, temperature=0.5, max_new_tokens=7, stop="x")
+        assert chat._get_ls_params() == {
+            "ls_provider": "samkv",
+            "ls_model_name": "builtin",
+            "ls_model_type": "chat",
+            "ls_temperature": 0.5,
+            "ls_max_tokens": 7,
+            "ls_stop": ["x"],
+        }
+        assert chat._get_ls_params(stop=["y"], temperature=0.1)["ls_stop"] == ["y"]
+
+
+class TestStrings:
+    def test_invoke_and_stream(self, llm: SamKV, steps: list[Decoder]) -> None:
+        prompt = prompt_about(kind=SamKV)
+        assert llm.invoke(prompt).strip() == ASKED.workers  # and not the prompt before it
+        assert llm.last_report.chunk_hits == len(TEXTS)
+        steps.clear()
+        handler, seen_at, pieces = Tokens(), [], []
+        for piece in llm.stream(prompt, {"callbacks": [handler]}):
+            pieces.append(piece)
+            seen_at.append(len(steps))
+        assert seen_at[0] == 0 < seen_at[1]
+        assert "".join(pieces) == "".join(handler.tokens) == f" {ASKED.workers}"
+
+    def test_async_and_batches(self, llm: SamKV) -> None:
+        prompts = [prompt_about(record, SamKV) for record in RECORDS]
+        expected = [f" {record.workers}" for record in RECORDS]
+
+        async def ask() -> None:
+            handler = Tokens()
+            pieces = [p async for p in llm.astream(prompts[0], {"callbacks": [handler]})]
+            assert "".join(pieces) == "".join(handler.tokens) == expected[0]
+            assert await llm.ainvoke(prompts[1]) == expected[1]
+            assert await llm.abatch(prompts) == expected
+
+        asyncio.run(ask())
+        assert llm.batch(prompts) == expected
+        assert llm.batch(prompts, {"max_concurrency": 2}) == expected
+
+    def test_an_error_is_of_its_prompt_alone(self, chat: ChatSamKV, llm: SamKV) -> None:
+        prompts = ["Hello", handle_of("0" * 32), "Hello"]
+        for model in (chat, llm):
+            for options in ({}, {"max_concurrency": 2}):
+                found = model.batch(prompts, options, return_exceptions=True)
+                later = asyncio.run(model.abatch(prompts, options, return_exceptions=True))
+                for first, error, last in (found, later):
+                    assert isinstance(error, HandleError)
+                    assert getattr(first, "text", first) == getattr(last, "text", last)
+                    assert not isinstance(first, Exception)
+            with pytest.raises(HandleError):
+                model.batch(prompts)
+            assert model.batch([]) == []
+
+    def test_figures(self, llm: SamKV) -> None:
+        prompts = [prompt_about(record, SamKV) for record in RECORDS[:2]]
+        result = llm.generate(prompts)
+        infos = [generation.generation_info for (generation,) in result.generations]
+        assert [info["finish_reason"] for info in infos] == ["stop"] * 2
+        assert infos[-1]["samkv"] == llm.last_report.to_dict()
+        usage = result.llm_output["token_usage"]
+        assert usage["prompt_tokens"] == sum(info["samkv"]["prompt_tokens"] for info in infos)
+        assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+
+    def test_read_to_the_letter(self, llm: SamKV, given: list[dict[str, Any]]) -> None:
+        llm.invoke("Hello")
+        assert given[0]["prompt"] == "Hello"
+
+    def test_any_model_will_do(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        model = tiny_model("llama")
+        monkeypatch.setattr(model.tokenizer, "chat_template", None)
+        assert isinstance(SamKV(engine=Engine(model), max_tokens=2).invoke("Hi"), str)
+        with pytest.raises(InvalidOption, match="'tiny-llama' has no chat template; use SamKV"):
+            ChatSamKV(engine=Engine(model))
+
+
+class TestArguments:
+    def test_all_of_them_reach_the_engine(
+        self, engine: Engine, given: list[dict[str, Any]]
+    ) -> None:
+        numbers = {"temperature": 0.7, "top_k": 50, "top_p": 0.95, "repetition_penalty": 1.1}
+        how = {"method": "reuse", "eviction": "h2o", "on_miss": "error"}
+        for kind in KINDS:
+            model = kind(engine=engine, seed=1, stopping_ids=[5], max_tokens=2, **numbers, **how)
+            model.invoke("Hello")
+            expected = {**numbers, **how, "seed": 1, "stop_ids": [5], "max_new_tokens": 2}
+            assert expected.items() <= given[-1].items()
+            assert given[-1]["chunks"] is None
+            model.invoke("Hello", top_k=3, max_new_tokens=4, stop_sequences=["x"], do_sample=False)
+            now = {"top_k": 3, "temperature": 0.0, "max_new_tokens": 4, "stop": ["x"]}
+            assert now.items() <= given[-1].items()
+            model.bind(temperature=0.3, stop="y").invoke("Hello")
+            assert {"temperature": 0.3, "stop": ["y"]}.items() <= given[-1].items()
+            kind(engine=engine, match_text=False, max_tokens=2, stop=["z"]).invoke("Hello", seed=3)
+            assert given[-1]["chunks"] == () and given[-1]["stop"] == ["z"]
+
+    def test_standard_ones_and_their_other_names(self, engine: Engine) -> None:
+        first = ChatSamKV(model="builtin", engine=engine, max_tokens=7, stop=["x"])
+        second = ChatSamKV(
+            model_name="builtin", engine=engine, max_new_tokens=7, stop_sequences=["x"]
+        )
+        assert first == second
+        assert (first.model_name, first.max_tokens, first.stop) == ("builtin", 7, ["x"])
+        silent = ChatSamKV(
+            engine=engine, temperature=None, max_tokens=None, stop=None, timeout=None,
+            max_retries=None, model=None, api_key="none",
+        )  # fmt: skip
+        assert silent.max_tokens == 256 and "none" not in repr(silent)
+
+    def test_no_limit_of_ones_own_any_more(
+        self, engine: Engine, given: list[dict[str, Any]]
+    ) -> None:
+        for kind in KINDS:
+            model = kind(engine=engine, max_tokens=2)
+            model.max_tokens = None
+            model.invoke("Hello", stop=["e"])
+            assert given[-1]["max_new_tokens"] == 256
+            assert model._identifying_params["max_tokens"] == 256
+
+    def test_a_folder_is_the_same_however_it_is_written(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+        engine = Engine(builtin(), ChunkStore("kv"))
+        for folder in ("kv", tmp_path / "kv", "./x/../kv"):
+            assert ChatSamKV(engine=engine, kv_dir=folder).kv_dir == "kv"
+        with pytest.raises(InvalidOption, match="kv_dir='other'.*'kv'"):
+            ChatSamKV(engine=engine, kv_dir="other")
+
+    def test_stop_strings(self, chat: ChatSamKV) -> None:
+        whole = chat.invoke(prompt_about()).content
+        for stop in ([whole[2:4]], whole[2:4]):
+            shortened = chat.invoke(prompt_about(), stop=stop)
+            assert shortened.content == whole[:2]
+        pieces = [chunk.content for chunk in chat.stream(prompt_about(), stop=[whole[2:4]])]
+        assert "".join(pieces) == whole[:2]
+
+    def test_loads_by_name(self, tmp_path: Path) -> None:
+        chat = ChatSamKV(model="builtin", device_map=None, kv_dir=tmp_path / "kv", max_tokens=12)
+        assert chat.kv_dir == str(tmp_path / "kv")
+        chat.engine.cache_chunks(TEXTS)
+        assert chat.invoke(prompt_about()).content == f" {ASKED.workers}"
+        assert chat.last_report.chunk_hits == len(TEXTS)
+        again = ChatSamKV(model="builtin", kv_dir=tmp_path / "kv")
+        assert again.engine is not chat.engine
+        assert again.engine.store.keys(again.engine.fingerprint)
+
+    def test_from_model_id(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        hf_model("llama").save_pretrained(tmp_path / "model")
+        byte_tokenizer(bos=True).save_pretrained(tmp_path / "model")
+        asked = []
+        load = engine_args.load_model
+        monkeypatch.setattr(
+            engine_args,
+            "load_model",
+            lambda name, **options: asked.append(options) or load(name, **options),
+        )
+        for kind in KINDS:
+            model = kind.from_model_id(
+                model_id=str(tmp_path / "model"),
+                task="text-generation",
+                device=-1,
+                model_kwargs={"local_files_only": True, "token": "hf_secret"},
+                pipeline_kwargs={"max_new_tokens": 3, "top_k": 5, "return_full_text": False},
+                method="reuse",
+                model=None,  # no opinion
+                top_k=None,
+            )
+            assert (model.max_tokens, model.top_k, model.method) == (3, 5, "reuse")
+            assert model.device_map == "cpu" and model.model_name == str(tmp_path / "model")
+            model.invoke("Hello")
+            assert "hf_secret" not in f"{model!r}{model._identifying_params}{vars(model)}"
+        hub = {"local_files_only": True, "token": "hf_secret"}
+        assert asked[0]["model_kwargs"] == asked[0]["tokenizer_kwargs"] == hub
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"task": "translation"}, "task='translation'; allowed: text-generation"),
+            ({"backend": "openvino"}, "backend='openvino'; allowed: default"),
+            ({"device": 0, "device_map": "cpu"}, "give one"),
+            ({"device": 99}, "device='cuda:99', but torch finds"),
+            ({"pipeline_kwargs": {"return_full_text": True}}, "never repeats its prompt"),
+            (
+                {"pipeline_kwargs": {"num_beams": 2}},
+                "'num_beams'; known: do_sample, max",
+            ),
+            ({"batch_size": 4}, "argument of ChatSamKV 'batch_size'; known: api_key"),
+            ({"model": "other"}, "model='other', which was given as 'builtin' already; give one"),
+            ({"model_name": "builtin"}, "model='builtin', which was given .* give one"),
+            (
+                {"pipeline_kwargs": {"max_new_tokens": 3}, "max_tokens": 4},
+                "max_tokens=4, which was given as 3 already; give one",
+            ),
+            ({"pipeline_kwargs": {"top_k": 3}, "top_k": 4}, "top_k=4, .* give one"),
+            (
+                {"pipeline_kwargs": {"max_tokens": 3, "max_new_tokens": 3}},
+                "same thing; give one",
+            ),
+        ],
+    )
+    def test_what_from_model_id_refuses(self, options: dict[str, Any], message: str) -> None:
+        with pytest.raises(SamkvError, match=message):
+            ChatSamKV.from_model_id("builtin", **options)
+
+    @pytest.mark.parametrize("kind", KINDS)
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"modle": "builtin"}, "argument of .* 'modle'; known: api_key, .*method, model"),
+            ({"model": "builtin", "model_name": "builtin"}, "same thing; give one"),
+            ({"max_tokens": 2, "max_new_tokens": 2}, "same thing; give one"),
+            ({"stop": ["x"], "stop_sequences": ["x"]}, "same thing; give one"),
+            ({"temperature": "hot"}, "temperature='hot'"),
+            ({"temperature": -1}, "temperature=-1"),
+            ({"temperature": 0, "do_sample": True}, "contradict"),
+            ({"top_p": 0}, "top_p=0"),
+            ({"top_k": -1}, "top_k=-1"),
+            ({"repetition_penalty": 0}, "repetition_penalty=0"),
+            ({"max_tokens": 0}, "max_new_tokens=0"),
+            ({"max_tokens": 10**6}, "max_tokens=1000000 leaves no room"),
+            ({"stop": [""]}, r"stop=\[''\]"),
+            ({"stop": ""}, r"stop=\[''\]"),
+            ({"timeout": 0}, "timeout=0"),
+            ({"timeout": -1.5}, "timeout=-1.5"),
+            ({"max_retries": -1}, "max_retries=-1"),
+            ({"on_miss": "skip"}, "on_miss='skip'"),
+            ({"method": "magic"}, "method 'magic'"),
+            ({"eviction": "magic"}, "eviction 'magic'"),
+            ({"store_bits": 3}, "store_bits=3; allowed: 4, 8, 16"),
+            ({"store_bits": 8}, "store_bits=8.* that was given has 4"),
+            ({"stopping_ids": [10**6]}, "stop id 1000000 is no token"),
+            ({"model": "other"}, "model_name='other'.*'builtin'"),
+            ({"kv_dir": "elsewhere"}, "kv_dir='elsewhere'"),
+            ({"device_map": "cuda"}, "device_map='cuda'.*'cpu'"),
+            ({"dtype": "bfloat16"}, "dtype='bfloat16'.*'float32'"),
+            ({"tokenizer_name": "builtin"}, "tokenizer_name is for loading"),
+            ({"model_kwargs": {"revision": "x"}}, "model_kwargs is for loading"),
+            ({"engine": "builtin"}, "engine='builtin'"),
+            ({"engine": None}, "give model"),
+        ],
+    )
+    def test_wrong_ones(
+        self, engine: Engine, kind: type, options: dict[str, Any], message: str
+    ) -> None:
+        with pytest.raises(SamkvError, match=message):
+            kind(**{"engine": engine, **options})
+
+    def test_store_bits(self, engine: Engine) -> None:
+        assert ChatSamKV(engine=engine).store_bits == engine.store_bits == 4
+        chat = ChatSamKV.from_model_id("builtin", store_bits=16)
+        assert chat.store_bits == chat.engine.store_bits == 16
+        assert chat.model_copy().store_bits == 16
+        with pytest.raises(InvalidOption, match="store_bits=3"):  # nothing is loaded for it
+            SamKV(model="nowhere/to-be-found", store_bits=3)
+
+    def test_misses_are_computed_as_chunks_by_default(self) -> None:
+        for kind in KINDS:
+            engine = Engine(builtin(), method="samkv-guided")
+            llm = kind(engine=engine, max_tokens=1)
+            engine.expect([ASKED.text])
+            llm.invoke(f"Documents:\n\n{ASKED.text}\n\nQuestion: Who?")
+            assert (llm.on_miss, llm.last_report.chunks_computed) == ("compute", 1)
+            assert engine.is_cached(ASKED.text)
+
+    def test_what_cannot_be_loaded(self) -> None:
+        with pytest.raises(ModelNotFound, match="nowhere/to-be-found"):
+            ChatSamKV(model="nowhere/to-be-found", model_kwargs={"local_files_only": True})
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"temprature": 1}, "option of a call 'temprature'; known: do_sample"),
+            ({"temperature": "hot"}, "temperature='hot'"),
+            ({"max_tokens": 1, "max_new_tokens": 1}, "same thing"),
+            ({"timeout": -1}, "timeout=-1"),
+            ({"timeout": "soon"}, "timeout='soon'"),
+            ({"model": "other"}, "'model' is no option of a call: an LLM runs one model"),
+            ({"tools": []}, "'tools' is no option of a call: this model calls no tools"),
+            ({"n": 2}, "'n' is no option of a call"),
+            ({"stop": [""]}, "stop="),
+            ({"stop": ["x"], "stop_sequences": ["y"]}, "same thing; give one"),
+        ],
+    )
+    def test_wrong_ones_of_a_call(
+        self, chat: ChatSamKV, llm: SamKV, options: dict[str, Any], message: str
+    ) -> None:
+        for model in (chat, llm):
+            with pytest.raises(SamkvError, match=message):
+                model.invoke("Hello", **options)
+            with pytest.raises(SamkvError, match=message):
+                next(model.stream("Hello", **options))
+
+
+class TestBadInput:
+    @pytest.mark.parametrize(
+        ("messages", "message"),
+        [
+            ([], "the list of messages is empty"),
+            (
+                [HumanMessage([{"type": "image_url", "image_url": {"url": "https://a.b/c.png"}}])],
+                "block of type 'image_url'; this model reads text only",
+            ),
+            (
+                [HumanMessage([{"type": "image", "base64": "AA==", "mime_type": "image/png"}])],
+                "block of type 'image'",
+            ),
+            (
+                [
+                    HumanMessage(
+                        [{"type": "input_audio", "input_audio": {"data": "AA", "format": "wav"}}]
+                    )
+                ],
+                "block of type 'audio'",  # as LangChain rewrites it
+            ),
+            ([ToolMessage("42", tool_call_id="1")], "a ToolMessage is not supported; supported: S"),
+            ([FunctionMessage("42", name="f")], "a FunctionMessage is not supported"),
+            ([RemoveMessage("1")], "a RemoveMessage is not supported"),
+            ([ChatMessage("42", role="critic")], "role 'critic' of a message is not supported"),
+            (
+                [AIMessage("", tool_calls=[{"name": "f", "args": {}, "id": "1"}])],
+                "holds tool calls; this model calls no tools",
+            ),
+            (
+                [AIMessage("", additional_kwargs={"function_call": {"name": "f"}})],
+                "holds tool calls; this model calls no tools",
+            ),
+        ],
+    )  # fmt: skip
+    def test_what_no_text_model_can_read(
+        self, chat: ChatSamKV, messages: list[Any], message: str
+    ) -> None:
+        calls: list[Callable[[], Any]] = [
+            lambda: chat.invoke(messages),
+            lambda: list(chat.stream(messages)),
+            lambda: asyncio.run(chat.ainvoke(messages)),
+        ]
+        for call in calls:
+            with pytest.raises(InvalidOption, match=message):
+                call()
+
+    @pytest.mark.parametrize(
+        ("prompt", "error"),
+        [
+            ("salt " * 5000, PromptTooLong),
+            (handle_of("0" * 32), HandleError),
+            (f"{handle_of('0' * 32)[:20]} and so on", HandleError),
+        ],
+        ids=["too-long", "unknown-handle", "broken-handle"],
+    )
+    def test_prompts(
+        self, chat: ChatSamKV, llm: SamKV, prompt: str, error: type[Exception]
+    ) -> None:
+        async def astream(model: Any) -> None:
+            async for _ in model.astream(prompt):
+                pass
+
+        for model in (chat, llm):
+            for call in (model.invoke, lambda text, model=model: next(model.stream(text))):
+                with pytest.raises(error):
+                    call(prompt)
+            with pytest.raises(error):
+                asyncio.run(model.ainvoke(prompt))
+            with pytest.raises(error):
+                asyncio.run(astream(model))
+        assert chat.last_report is None
+
+    def test_an_empty_prompt(self, llm: SamKV) -> None:
+        assert isinstance(llm.invoke(""), str)  # BOS alone
+
+    def test_caches_that_must_be_there(self, tmp_path: Path) -> None:
+        engine = Engine(builtin(), ChunkStore(tmp_path / "kv"))
+        engine.cache_chunks(TEXTS)
+        for file in tmp_path.glob("kv/*/*/*.safetensors"):
+            file.write_bytes(b"")
+        chat = ChatSamKV(engine=engine, max_tokens=12, on_miss="error")
+        with pytest.raises(ChunkNotCached):
+            chat.invoke(prompt_about())
+
+    def test_tools_and_schemas(self, chat: ChatSamKV) -> None:
+        with pytest.raises(NotImplementedError, match="calls no tools; retrieve in the chain"):
+            chat.bind_tools([])
+        for include_raw in (False, True):
+            with pytest.raises(NotImplementedError, match="does not keep to a schema"):
+                chat.with_structured_output({"title": "x"}, include_raw=include_raw)
+
+
+class TestTokenCounts:
+    def test_handle_counts_as_its_chunk(self, chat: ChatSamKV, llm: SamKV) -> None:
+        handle = chat.engine.handle_of(ASKED.text)
+        n_tokens = len(builtin().tokenize(ASKED.text, special=False))
+        for model in (chat, llm):
+            assert model.get_num_tokens(handle) == n_tokens == model.get_num_tokens(ASKED.text)
+            assert model.get_num_tokens("") == 0
+            assert model.get_token_ids("Hello you") == builtin().tokenize("Hello you", special=True)
+            with pytest.raises(HandleError):
+                model.get_num_tokens(handle[:20])
+
+    def test_ones_own_counter(self, engine: Engine) -> None:
+        chat = ChatSamKV(engine=engine, custom_get_token_ids=lambda text: [0] * len(text))
+        assert chat.get_num_tokens("four") == len(chat.get_token_ids("four")) == 4
+
+    def test_trimming(self, chat: ChatSamKV) -> None:
+        messages = [HumanMessage(TEXTS[0]), AIMessage("Well."), HumanMessage(TEXTS[1])]
+        room = chat.get_num_tokens(TEXTS[1]) + 10
+        kept = trim_messages(messages, max_tokens=room, token_counter=chat, start_on="human")
+        assert kept == messages[-1:]
+
+
+class TestTime:
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_timeout(self, engine: Engine, kind: type, steps: list[Decoder]) -> None:
+        model = kind(engine=engine, max_tokens=100, timeout=1e-9)
+
+        async def astream() -> None:
+            async for _ in model.astream(ENDLESS):
+                pass
+
+        for call in (
+            lambda: model.invoke(ENDLESS),
+            lambda: list(model.stream(ENDLESS)),
+            lambda: asyncio.run(model.ainvoke(ENDLESS)),
+            lambda: asyncio.run(astream()),
+        ):
+            with pytest.raises(TimedOut, match="timeout=1e-09: the answer was not complete"):
+                call()
+        assert len(steps) < 10 and model.last_report is None
+        with pytest.raises(TimeoutError):  # what others catch
+            model.invoke(ENDLESS)
+        assert model.invoke(ENDLESS, timeout=PATIENCE_S)
+
+    def test_rate_limiter(self, engine: Engine) -> None:
+        taken = []
+
+        class Counting(InMemoryRateLimiter):
+            def acquire(self, *, blocking: bool = True) -> bool:
+                taken.append(blocking)
+                return True
+
+        chat = ChatSamKV(engine=engine, max_tokens=2, rate_limiter=Counting())
+        chat.invoke("Hello")
+        list(chat.stream("Hello"))
+        assert len(taken) == 2
+
+
+class TestCachedAnswers:
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_hits_compute_nothing(
+        self, engine: Engine, kind: type, given: list[dict[str, Any]]
+    ) -> None:
+        model = kind(engine=engine, max_tokens=4, cache=InMemoryCache())
+        first = model.invoke("Hello")
+        again = model.invoke("Hello")
+        assert getattr(first, "content", first) == getattr(again, "content", again)
+        assert len(given) == 1
+
+    @pytest.mark.parametrize(
+        "other",
+        [{"temperature": 0.5}, {"method": "reuse"}, {"eviction": "h2o"}, {"stop": ["x"]},
+         {"max_tokens": 5}, {"seed": 3}, {"stopping_ids": [5]}, {"match_text": False}],
+    )  # fmt: skip
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_another_llm_is_another_question(
+        self, engine: Engine, kind: type, other: dict[str, Any], given: list[dict[str, Any]]
+    ) -> None:
+        cache = InMemoryCache()
+        kind(engine=engine, cache=cache, **{"max_tokens": 4}).invoke("Hello")
+        kind(engine=engine, cache=cache, **{"max_tokens": 4, **other}).invoke("Hello")
+        assert len(given) == 2
+
+    def test_options_of_a_call_are_another_question(
+        self, engine: Engine, given: list[dict[str, Any]]
+    ) -> None:
+        """For chat models; LangChain's caches of string LLMs are keyed without them."""
+        chat = ChatSamKV(engine=engine, cache=InMemoryCache(), max_tokens=4)
+        for options in ({}, {"top_k": 1}, {"stop": ["x"]}, {"top_k": 1}):
+            chat.invoke("Hello", **options)
+        assert len(given) == 3
+
+    @pytest.mark.parametrize(
+        "other",
+        [
+            {"method": replace(METHODS["epic"], recompute=EpicRecompute(first=4))},
+            {"method": replace(METHODS["epic"], update=lambda new, old: old)},
+            {"eviction": H2O(budget_ratio=0.5)},
+            {"prefix": "none"},
+            {"block_size": 16},
+            {"store_bits": 8},
+        ],
+    )
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_another_engine_is_another_question(
+        self, kind: type, other: dict[str, Any], given: list[dict[str, Any]]
+    ) -> None:
+        """Names are the same: of model, method and eviction."""
+        cache = InMemoryCache()
+        same = {"method": "epic", "eviction": "h2o", "block_size": 8}
+        for options in (same, same, {**same, **other}):
+            kind(engine=Engine(builtin(), **options), cache=cache, max_tokens=2).invoke("Hello")
+        assert len(given) == 2
+
+    def test_another_chat_template_is_another_question(self, given: list[dict[str, Any]]) -> None:
+        cache = InMemoryCache()
+        for template in ("{{ messages[0].content }}", "{{ messages[0].content }}!"):
+            tokenizer = byte_tokenizer(bos=True)
+            tokenizer.chat_template = template
+            model = Model(hf_model("llama"), tokenizer, "mine")
+            ChatSamKV(engine=Engine(model), cache=cache, max_tokens=2).invoke("Hello")
+        assert len(given) == 2
+
+    def test_another_process_asks_the_same_question(self, chat: ChatSamKV) -> None:
+        """So that a cache of answers on disk serves it: no address of this one is in the key."""
+        assert not re.search("0x[0-9a-f]{6}", str(chat._identifying_params))
+
+    def test_other_weights_of_the_same_name(self, given: list[dict[str, Any]]) -> None:
+        cache = InMemoryCache()
+        for seed in (0, 1):
+            model = Model(hf_model("llama", seed=seed), byte_tokenizer(bos=True), "mine")
+            SamKV(engine=Engine(model), cache=cache, max_tokens=2).invoke("Hello")
+        assert len(given) == 2
+
+
+class TestCopies:
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_they_share_the_engine(self, engine: Engine, kind: type) -> None:
+        model = kind(engine=engine, stop=["x"])
+        for other in (copy.copy(model), copy.deepcopy(model), model.model_copy(deep=True)):
+            assert other.engine is engine
+        other = copy.deepcopy(model)
+        other.stop.append("y")
+        assert model.stop == ["x"]
+
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_pickles_leave_it_behind(self, engine: Engine, kind: type) -> None:
+        model = kind(engine=engine, max_tokens=3)
+        pickled = pickle.dumps(model)
+        assert len(pickled) < 10_000
+        travelled = pickle.loads(pickled)
+        assert travelled.max_tokens == 3
+        for use in (lambda: travelled.invoke("Hello"), lambda: travelled.engine):
+            with pytest.raises(InvalidOption, match="another process"):
+                use()
+        with pytest.raises(AttributeError):
+            _ = travelled.something_else
+        for other in (copy.copy(travelled), copy.deepcopy(travelled)):
+            assert other.max_tokens == 3
+            with pytest.raises(InvalidOption, match="another process"):
+                other.invoke("Hello")
+
+    def test_made_anew_by_langchain(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: list[dict[str, Any]]
+    ) -> None:
+        """`configurable_fields` makes an LLM for every call, out of the fields of the first."""
+        chat = ChatSamKV(
+            model="builtin",
+            model_kwargs={"local_files_only": True},
+            kv_dir=tmp_path / "kv",
+            max_tokens=4,
+        )
+
+        def refuse(*arguments: Any, **options: Any) -> None:
+            raise AssertionError("a model was loaded")
+
+        monkeypatch.setattr(engine_args, "load_model", refuse)
+        runnable = chat.configurable_fields(temperature=ConfigurableField(id="heat"))
+        runnable.invoke("Hello", {"configurable": {"heat": 0.9}})
+        assert given[-1]["temperature"] == 0.9
+        pieces = list(runnable.stream("Hello", {"configurable": {"heat": 0.0}}))
+        assert len(pieces) > 2  # not made with streaming=False
+
+
+class TestManyAtOnce:
+    def test_two_threads(self, engine: Engine) -> None:
+        orders = [RECORDS, RECORDS[::-1]]
+        models = [ChatSamKV(engine=engine, max_tokens=12), SamKV(engine=engine, max_tokens=12)]
+        found: list[list[str]] = [[], []]
+
+        def ask(place: int) -> None:
+            model = models[place]
+            for record in orders[place]:
+                answer = model.invoke(prompt_about(record, type(model)))
+                found[place].append(getattr(answer, "content", answer))
+
+        threads = [threading.Thread(target=ask, args=(place,)) for place in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert found == [[f" {record.workers}" for record in order] for order in orders]
+
+    def test_twenty_tasks(self, chat: ChatSamKV, llm: SamKV) -> None:
+        async def whole(record: Record) -> str:
+            return (await chat.ainvoke(prompt_about(record))).content
+
+        async def streamed(record: Record) -> str:
+            chunks = [chunk.content async for chunk in chat.astream(prompt_about(record))]
+            return "".join(chunks)
+
+        async def string(record: Record) -> str:
+            return await llm.ainvoke(prompt_about(record, SamKV))
+
+        async def string_streamed(record: Record) -> str:
+            return "".join([p async for p in llm.astream(prompt_about(record, SamKV))])
+
+        forms = (whole, streamed, string, string_streamed)
+        asked = [RECORDS[place % len(RECORDS)] for place in range(20)]
+
+        async def all_at_once() -> list[str]:
+            calls = [forms[place % len(forms)](record) for place, record in enumerate(asked)]
+            return await asyncio.gather(*calls)
+
+        assert asyncio.run(all_at_once()) == [f" {record.workers}" for record in asked]
+
+
+class TestCallersThatGoAway:
+    """Nothing is computed for them any more, and nobody else has to wait."""
+
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_closed_stream(self, engine: Engine, kind: type, steps: list[Decoder]) -> None:
+        model = kind(engine=engine, max_tokens=100)
+        stream: Iterator[Any] = model.stream(ENDLESS)
+        next(stream)
+        next(stream)
+        stream.close()
+        n_steps = len(steps)
+        assert list(stream) == [] and model.last_report is None
+        for _ in model.stream(ENDLESS):
+            break
+        assert len(steps) == n_steps
+        assert SamKV(engine=engine, max_tokens=12).invoke(prompt_about(kind=SamKV)).strip()
+
+    @pytest.mark.parametrize("form", ["ainvoke", "astream", "abatch"])
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_cancelled_task(
+        self, engine: Engine, kind: type, form: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        model = kind(engine=engine, max_tokens=200)
+        counts: dict[Decoder, int] = {}
+        step = Decoder.step
+
+        async def call() -> None:
+            if form == "astream":
+                async for _ in model.astream(ENDLESS):
+                    pass
+            elif form == "abatch":
+                await model.abatch([ENDLESS])
+            else:
+                await model.ainvoke(ENDLESS)
+
+        async def cancel_on_the_way() -> None:
+            loop, decoding = asyncio.get_running_loop(), asyncio.Event()
+
+            def counted(self: Decoder, token: int) -> Any:
+                counts[self] = counts.get(self, 0) + 1
+                loop.call_soon_threadsafe(decoding.set)
+                return step(self, token)
+
+            monkeypatch.setattr(Decoder, "step", counted)
+            task = asyncio.create_task(call())
+            await asyncio.wait_for(decoding.wait(), PATIENCE_S)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            (n_steps,) = counts.values()
+            assert n_steps < 20
+            monkeypatch.setattr(Decoder, "step", step)
+            other = SamKV(engine=engine, max_tokens=12)
+            answer = await other.ainvoke(prompt_about(kind=SamKV))
+            assert answer == f" {ASKED.workers}"
+            assert [*counts.values()] == [n_steps]
+            assert asyncio.all_tasks() == {asyncio.current_task()}
+
+        asyncio.run(cancel_on_the_way())
+
+    def test_failure_on_the_way(
+        self, chat: ChatSamKV, llm: SamKV, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def fail(self: Decoder, token: int) -> Any:
+            raise RuntimeError("the device is gone")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Decoder, "step", fail)
+            for model in (chat, llm):
+                pieces = []
+                with pytest.raises(RuntimeError, match="the device is gone"):
+                    for piece in model.stream(ENDLESS):
+                        pieces.append(piece)
+                assert pieces  # what was decided before is not lost
+                with pytest.raises(RuntimeError, match="the device is gone"):
+                    asyncio.run(model.ainvoke(ENDLESS))
+        assert chat.invoke(prompt_about()).content == f" {ASKED.workers}"
+
+
+def test_unknown_option_is_an_error_of_ours() -> None:
+    assert issubclass(UnknownOption, SamkvError) and issubclass(TimedOut, SamkvError)

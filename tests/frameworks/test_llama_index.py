@@ -1,0 +1,391 @@
+"""LlamaIndex: its query and chat engines answer from chunk caches, and notice nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import pickle
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from llama_index.core import Document
+from llama_index.core.ingestion import IngestionPipeline
+from llama_index.core.llms.mock import MockLLM
+from llama_index.core.node_parser import SentenceSplitter
+from llama_index.core.schema import (
+    ImageNode,
+    MetadataMode,
+    NodeWithScore,
+    TextNode,
+)
+
+import samkv_integrations.engine.engine
+from llama_index.llms.samkv import SamKVCacheTransform
+from llama_index.postprocessor.samkv import SamKVPostprocessor
+from samkv_integrations import ChunkStore, Engine
+from samkv_integrations.chroma.results import KEY_FIELD
+from samkv_integrations.embedding import HashingEmbedding
+from samkv_integrations.errors import ChunkNotCached, InvalidChunk, InvalidOption
+from tests.support.llama_index_corpus import ASKED, HANDLE, TOP_K, Corpus, ingest
+from tests.support.records import RECORDS, TEXTS, builtin
+
+pytest_plugins = ("tests.support.llama_index_fixtures",)
+pytestmark = pytest.mark.usefixtures("no_other_model")
+
+
+def not_called(*arguments: object) -> None:
+    raise AssertionError("nothing should have been computed")
+
+
+class TestQueryEngine:
+    @pytest.mark.parametrize("is_chat_model", [True, False])
+    def test_answers_from_caches_as_full_prefill_does(
+        self, corpus: Corpus, is_chat_model: bool
+    ) -> None:
+        llm = corpus.llm(is_chat_model=is_chat_model, method="samkv-guided")
+        full = corpus.llm(is_chat_model=is_chat_model, method="recompute")
+        for record in RECORDS:
+            answer = str(corpus.query_engine(llm).query(record.question)).strip()
+            report = llm.last_report
+            assert (report.method, report.chunk_hits) == ("samkv-guided", TOP_K)
+            assert report.chunk_misses == {} and report.kept_ratio < 0.5
+            expected = str(corpus.query_engine(full).query(record.question)).strip()
+            assert full.last_report.recompute_ratio == 1
+            assert answer == expected == record.workers
+
+    def test_sources_are_the_text_that_was_ingested(self, corpus: Corpus) -> None:
+        plain = corpus.index.as_retriever(similarity_top_k=TOP_K).retrieve(ASKED.question)
+        response = corpus.query_engine(corpus.llm()).query(ASKED.question)
+        assert len(response.source_nodes) == TOP_K
+        for source, expected in zip(response.source_nodes, plain, strict=True):
+            assert source.node.text == source.get_content() == expected.node.text
+            assert source.node.text in TEXTS
+            assert (source.score, source.node_id) == (expected.score, expected.node_id)
+            assert source.node.hash == expected.node.hash
+        assert not HANDLE.search(response.get_formatted_sources(length=1000))
+        assert not HANDLE.search(repr(response.source_nodes))
+
+    def test_no_handle_is_stored(self, corpus: Corpus) -> None:
+        rows = corpus.collection.get(include=["documents", "metadatas"])
+        assert sorted(rows["documents"]) == sorted(TEXTS)
+        assert [row[KEY_FIELD] for row in rows["metadatas"]] == [
+            corpus.engine.key_of(text) for text in rows["documents"]
+        ]
+        assert "[[samkv" not in repr(rows)
+
+    def test_prompt_holds_header_and_handle_alone(self, corpus: Corpus, prompts: list[Any]) -> None:
+        corpus.query_engine(corpus.llm(is_chat_model=False)).query(ASKED.question)
+        (prompt,) = prompts
+        place = RECORDS.index(ASKED)
+        assert f"file: {place}.txt\n\n{corpus.engine.handle_of(ASKED.text)}" in prompt
+        assert len(HANDLE.findall(prompt)) == TOP_K
+        assert KEY_FIELD not in prompt and "workers" not in prompt
+
+    def test_second_process_prefills_nothing(
+        self, own_corpus: Corpus, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(samkv_integrations.engine, "prefill", not_called)
+        again = ingest(own_corpus.folder)
+        assert again.engine.store is not own_corpus.engine.store
+        llm = again.llm()
+        assert str(again.query_engine(llm).query(ASKED.question)).strip() == ASKED.workers
+        assert (llm.last_report.chunk_hits, llm.last_report.chunk_misses) == (TOP_K, {})
+
+    def test_streaming(self, corpus: Corpus) -> None:
+        llm = corpus.llm()
+        expected = str(corpus.query_engine(llm).query(ASKED.question))
+        response = corpus.query_engine(llm, streaming=True).query(ASKED.question)
+        pieces = [piece for piece in response.response_gen if piece]
+        assert len(pieces) > 1 and "".join(pieces) == expected
+        assert llm.last_report.chunk_hits == TOP_K
+
+    def test_async(self, corpus: Corpus) -> None:
+        llm = corpus.llm()
+        response = asyncio.run(corpus.query_engine(llm, use_async=True).aquery(ASKED.question))
+        assert str(response).strip() == ASKED.workers
+        assert llm.last_report.chunk_hits == TOP_K
+
+    @pytest.mark.parametrize("mode", ["compact", "refine", "tree_summarize", "simple_summarize"])
+    def test_handles_survive_every_way_of_composing(
+        self, corpus: Corpus, prompts: list[Any], mode: str
+    ) -> None:
+        corpus.query_engine(corpus.llm(is_chat_model=False), response_mode=mode).query(
+            ASKED.question
+        )
+        assert len(prompts) == (TOP_K if mode == "refine" else 1)
+        handles = [handle for prompt in prompts for handle in HANDLE.findall(prompt)]
+        assert len(set(handles)) == len(handles) == TOP_K
+
+    def test_chat_engine(self, corpus: Corpus, prompts: list[Any]) -> None:
+        llm = corpus.llm()
+        chat = corpus.index.as_chat_engine(
+            chat_mode="context",
+            llm=llm,
+            similarity_top_k=TOP_K,
+            node_postprocessors=[SamKVPostprocessor(llm=llm, mode="handle")],
+        )
+        for record in RECORDS[:2]:
+            response = chat.chat(record.question)
+            assert llm.last_report.chunk_hits == TOP_K
+            assert [s.node.text for s in response.source_nodes][0] == record.text
+        # the second turn knows the first, and holds no handles but its own
+        assert [turn["role"] for turn in prompts[1]] == ["system", "user", "assistant", "user"]
+        assert len(HANDLE.findall(str(prompts[1]))) == TOP_K
+
+
+class TestMisses:
+    def test_lost_cache_is_counted_and_changes_nothing(self, own_corpus: Corpus) -> None:
+        llm = own_corpus.llm()
+        before = str(own_corpus.query_engine(llm).query(ASKED.question))
+        own_corpus.key_file(ASKED.text).unlink()
+        assert str(own_corpus.query_engine(llm).query(ASKED.question)) == before
+        assert llm.last_report.chunk_hits == TOP_K - 1
+        assert llm.last_report.chunk_misses == {"absent": 1}
+
+    def test_broken_cache_is_counted_and_changes_nothing(self, own_corpus: Corpus) -> None:
+        llm = own_corpus.llm()
+        before = str(own_corpus.query_engine(llm).query(ASKED.question))
+        file = own_corpus.key_file(ASKED.text)
+        file.write_bytes(file.read_bytes()[:-100])
+        assert str(own_corpus.query_engine(llm).query(ASKED.question)) == before
+        assert sum(llm.last_report.chunk_misses.values()) == 1
+
+    @pytest.mark.parametrize("beside", [None, b"Another text."])
+    def test_broken_cache_without_its_text_is_text(
+        self, own_corpus: Corpus, prompts: list[Any], beside: bytes | None
+    ) -> None:
+        # a handle could not be answered then
+        file = own_corpus.key_file(ASKED.text)
+        file.write_bytes(b"")
+        if beside is None:
+            file.with_suffix(".txt").unlink()
+        else:
+            file.with_suffix(".txt").write_bytes(beside)
+        llm = own_corpus.llm()
+        response = own_corpus.query_engine(llm).query(ASKED.question)
+        assert str(response).strip() == ASKED.workers
+        assert ASKED.text in prompts[0][-1]["content"]
+        assert llm.last_report.chunk_hits == TOP_K - 1
+
+    def test_chunk_that_the_store_never_knew_is_text(
+        self, own_corpus: Corpus, prompts: list[Any]
+    ) -> None:
+        own_corpus.engine.store.delete(own_corpus.engine.key_of(ASKED.text))
+        llm = own_corpus.llm()
+        response = own_corpus.query_engine(llm).query(ASKED.question)
+        assert str(response).strip() == ASKED.workers
+        assert ASKED.text in str(prompts[0][-1]["content"])
+        assert llm.last_report.chunk_hits == TOP_K - 1
+
+    def test_text_changed_after_ingest_is_text(
+        self, own_corpus: Corpus, prompts: list[Any]
+    ) -> None:
+        (id_,) = own_corpus.collection.get(where_document={"$contains": ASKED.product})["ids"]
+        edited = ASKED.text.replace(ASKED.workers, "2222")
+        own_corpus.collection.update(
+            ids=[id_], documents=[edited], embeddings=HashingEmbedding().embed([edited])
+        )
+        llm = own_corpus.llm()
+        response = own_corpus.query_engine(llm).query(ASKED.question)
+        assert str(response).strip() == "2222"
+        assert edited in prompts[0][-1]["content"]
+        assert response.source_nodes[0].node.text == edited
+
+    def test_compute_caches_what_is_missing_in_one_pass(
+        self, own_corpus: Corpus, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        engine = own_corpus.engine
+        llm = own_corpus.llm()
+        sources = own_corpus.query_engine(llm).query(ASKED.question).source_nodes
+        keys = {engine.key_of(source.node.text) for source in sources[:2]}
+        for key in keys:
+            engine.store.delete(key)
+        passes, prefill = [], samkv_integrations.engine.engine.prefill
+
+        def counted(model: Any, chunks: Any, *rest: Any) -> Any:
+            passes.append({chunk.key for chunk in chunks})
+            return prefill(model, chunks, *rest)
+
+        monkeypatch.setattr(samkv_integrations.engine, "prefill", counted)
+        postprocessor = SamKVPostprocessor(engine=engine, mode="handle", on_miss="compute")
+        query_engine = own_corpus.query_engine(llm, postprocessor=postprocessor)
+        for _ in range(2):  # the second time nothing is missing
+            assert str(query_engine.query(ASKED.question)).strip() == ASKED.workers
+            assert (llm.last_report.chunk_hits, llm.last_report.chunk_misses) == (TOP_K, {})
+            assert passes == [keys]
+
+    def test_compute_follows_a_text_that_changes_later(self, own_corpus: Corpus) -> None:
+        postprocessor = SamKVPostprocessor(
+            engine=own_corpus.engine, mode="handle", on_miss="compute"
+        )
+        (shown,) = postprocessor.postprocess_nodes([NodeWithScore(node=TextNode(text=ASKED.text))])
+        shown.node.set_content("Never seen before.")
+        content = shown.node.get_content(MetadataMode.LLM)
+        assert content == own_corpus.engine.handle_of("Never seen before.")
+
+    def test_error_names_node_and_next_step(self, own_corpus: Corpus) -> None:
+        own_corpus.engine.store.delete(own_corpus.engine.key_of(ASKED.text))
+        postprocessor = SamKVPostprocessor(engine=own_corpus.engine, mode="handle", on_miss="error")
+        query_engine = own_corpus.query_engine(own_corpus.llm(), postprocessor=postprocessor)
+        with pytest.raises(ChunkNotCached, match="is not cached; ingest it again"):
+            query_engine.query(ASKED.question)
+
+    def test_llm_can_refuse_a_lost_cache_too(self, own_corpus: Corpus) -> None:
+        handle = own_corpus.engine.handle_of(ASKED.text)
+        own_corpus.key_file(ASKED.text).unlink()
+        with pytest.raises(ChunkNotCached, match="absent"):
+            own_corpus.llm(on_miss="error").complete(f"Documents:\n\n{handle}")
+
+
+class TestPostprocessor:
+    def test_only_prompts_see_the_handle(self, corpus: Corpus) -> None:
+        node = TextNode(text=f" {ASKED.text}\n", metadata={"file": "2.txt", KEY_FIELD: "0" * 32})
+        before = node.model_copy(deep=True)
+        (shown,) = SamKVPostprocessor(engine=corpus.engine, mode="handle").postprocess_nodes(
+            [NodeWithScore(node=node, score=0.5)]
+        )
+        handle = corpus.engine.handle_of(ASKED.text)
+        assert shown.node.get_content(MetadataMode.LLM) == f"file: 2.txt\n\n{handle}"
+        blocks = shown.node.get_content_blocks(MetadataMode.LLM)
+        assert [block.text for block in blocks] == ["file: 2.txt", handle]
+        for mode in (MetadataMode.NONE, MetadataMode.ALL, MetadataMode.EMBED):
+            assert shown.node.get_content(mode) == node.get_content(mode)
+            assert shown.node.get_content_blocks(mode) == node.get_content_blocks(mode)
+        assert isinstance(shown.node, TextNode) and shown.score == 0.5
+        assert (shown.node_id, shown.node.hash) == (node.node_id, node.hash)
+        # what was retrieved is untouched, and shares nothing that can be changed
+        assert node == before and type(node) is TextNode
+        shown.node.metadata["added"] = "later"
+        assert node == before
+
+    def test_no_header_no_blank_lines(self, corpus: Corpus) -> None:
+        (shown,) = SamKVPostprocessor(engine=corpus.engine, mode="handle").postprocess_nodes(
+            [NodeWithScore(node=TextNode(text=ASKED.text, metadata={KEY_FIELD: "0" * 32}))]
+        )
+        assert shown.node.get_content(MetadataMode.LLM) == corpus.engine.handle_of(ASKED.text)
+
+    def test_follows_the_text_as_it_is(self, corpus: Corpus) -> None:
+        (shown,) = SamKVPostprocessor(engine=corpus.engine, mode="handle").postprocess_nodes(
+            [NodeWithScore(node=TextNode(text=ASKED.text))]
+        )
+        shown.node.set_content(TEXTS[0])  # as MetadataReplacementPostProcessor does
+        assert shown.node.get_content(MetadataMode.LLM) == corpus.engine.handle_of(TEXTS[0])
+        shown.node.set_content("never cached")
+        assert shown.node.get_content(MetadataMode.LLM) == "never cached"
+
+    def test_documents_too(self, corpus: Corpus) -> None:
+        document = Document(text=ASKED.text, metadata={"file": "2.txt"})
+        (shown,) = SamKVPostprocessor(engine=corpus.engine, mode="handle").postprocess_nodes(
+            [NodeWithScore(node=document)]
+        )
+        handle = corpus.engine.handle_of(ASKED.text)
+        assert shown.node.get_content(MetadataMode.LLM) == f"file: 2.txt\n\n{handle}"
+        assert shown.node.text == ASKED.text and shown.node.hash == document.hash
+        assert shown.node.to_dict() == {
+            **document.to_dict(),
+            "excluded_llm_metadata_keys": [KEY_FIELD],
+        }
+
+    def test_others_pass_as_they_are(self, corpus: Corpus) -> None:
+        nodes = [NodeWithScore(node=ImageNode(text=ASKED.text, image="aGk="))]
+        (passed,) = SamKVPostprocessor(engine=corpus.engine, mode="handle").postprocess_nodes(nodes)
+        assert passed.node is nodes[0].node
+        (empty,) = SamKVPostprocessor(
+            engine=corpus.engine, mode="handle", on_miss="error"
+        ).postprocess_nodes([NodeWithScore(node=TextNode(text=" "))])
+        assert empty.node.get_content(MetadataMode.LLM) == " "
+
+    def test_copies_share_the_engine_and_pickles_leave_it(self, corpus: Corpus) -> None:
+        postprocessor = SamKVPostprocessor(engine=corpus.engine, mode="handle")
+        nodes = [NodeWithScore(node=TextNode(text=ASKED.text))]
+        (shown,) = copy.deepcopy(postprocessor).postprocess_nodes(nodes)
+        handle = corpus.engine.handle_of(ASKED.text)
+        assert copy.deepcopy(shown).node.get_content(MetadataMode.LLM) == handle
+        travelled = pickle.loads(pickle.dumps(shown))
+        assert travelled.node.get_content(MetadataMode.LLM) == ASKED.text
+        with pytest.raises(InvalidOption, match="another process"):
+            pickle.loads(pickle.dumps(postprocessor)).postprocess_nodes(nodes)
+
+    def test_mistakes(self, corpus: Corpus) -> None:
+        with pytest.raises(InvalidOption, match="on_miss='skip'; allowed: text, compute, error"):
+            SamKVPostprocessor(engine=corpus.engine, on_miss="skip")
+        with pytest.raises(InvalidOption, match="give either llm"):
+            SamKVPostprocessor()
+        with pytest.raises(InvalidOption, match="MockLLM has no engine; give an LLM of"):
+            SamKVPostprocessor(llm=MockLLM())
+
+
+class TestCacheTransform:
+    def test_writes_hidden_keys(self, corpus: Corpus) -> None:
+        nodes = [TextNode(text=text, metadata={"file": "a.txt"}) for text in TEXTS[:2]]
+        transform = SamKVCacheTransform(llm=corpus.llm())
+        for _ in range(2):  # the second time changes nothing
+            assert transform(nodes) is nodes
+            for node in nodes:
+                key = corpus.engine.key_of(node.text)
+                assert node.metadata == {"file": "a.txt", KEY_FIELD: key}
+                assert node.excluded_llm_metadata_keys == [KEY_FIELD]
+                assert node.excluded_embed_metadata_keys == [KEY_FIELD]
+                assert KEY_FIELD not in node.get_content(MetadataMode.LLM)
+
+    def test_leaves_what_has_no_text(self, corpus: Corpus) -> None:
+        nodes = [TextNode(text=" \n"), ImageNode(text=ASKED.text, image="aGk=")]
+        before = copy.deepcopy(nodes)
+        assert SamKVCacheTransform(engine=corpus.engine)(nodes) == before
+
+    def test_off_the_event_loop(self, corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
+        threads = []
+        cache_chunks = Engine.cache_chunks
+
+        def spied(self: Engine, *arguments: Any, **options: Any) -> list[str]:
+            threads.append(threading.current_thread())
+            return cache_chunks(self, *arguments, **options)
+
+        monkeypatch.setattr(Engine, "cache_chunks", spied)
+        nodes = asyncio.run(SamKVCacheTransform(engine=corpus.engine).acall([TextNode(text="a b")]))
+        assert KEY_FIELD in nodes[0].metadata
+        assert threads and threading.main_thread() not in threads
+
+    def test_progress_bar(self, corpus: Corpus, capsys: pytest.CaptureFixture[str]) -> None:
+        for show in (False, True):
+            nodes = [TextNode(text=f"A new text, and a bar: {show}.")]
+            SamKVCacheTransform(engine=corpus.engine, show_progress=show)(nodes)
+            assert ("caching chunks" in capsys.readouterr().err) == show
+
+    def test_pipeline_cache_does_not_hide_an_empty_store(self, tmp_path: Path) -> None:
+        documents = [Document(text=ASKED.text, doc_id="a")]
+        engines = [Engine(builtin(), ChunkStore(tmp_path / name)) for name in ("one", "two")]
+        pipeline = IngestionPipeline(transformations=[])
+        for engine in engines:
+            pipeline.transformations = [SentenceSplitter(), SamKVCacheTransform(engine=engine)]
+            (node,) = pipeline.run(documents=documents)
+            assert node.metadata[KEY_FIELD] == engine.key_of(ASKED.text)
+            assert engine.handle_of(ASKED.text)
+
+    def test_pickle_leaves_the_engine(self, corpus: Corpus) -> None:
+        transform = SamKVCacheTransform(engine=corpus.engine, show_progress=True)
+        pickled = pickle.dumps(transform)
+        assert len(pickled) < 10_000
+        travelled = pickle.loads(pickled)
+        assert travelled.to_dict() == transform.to_dict()
+        with pytest.raises(InvalidOption, match="use it in the one that it came from"):
+            travelled([TextNode(text=ASKED.text)])
+
+    def test_dict_round_trip(self, corpus: Corpus) -> None:
+        transform = SamKVCacheTransform(engine=corpus.engine)
+        data = transform.to_dict()
+        assert data["class_name"] == "SamKVCacheTransform"
+        again = SamKVCacheTransform.from_dict(data, engine=corpus.engine)
+        assert again.to_dict() == data
+        with pytest.raises(InvalidOption, match="give either llm"):
+            SamKVCacheTransform.from_dict(data)
+
+    def test_too_long_is_said_before_anything_is_computed(
+        self, corpus: Corpus, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(samkv_integrations.engine, "prefill", not_called)
+        nodes = [TextNode(text="Never seen."), TextNode(text="salt " * 5000)]
+        with pytest.raises(InvalidChunk, match="split it"):
+            SamKVCacheTransform(engine=corpus.engine)(nodes)

@@ -1,0 +1,356 @@
+"""Many callers on one engine, callers that go away, and calls that fail on the way."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from itertools import zip_longest
+from typing import Any
+
+import pytest
+from llama_index.core.llms import ChatMessage
+
+from llama_index.llms.samkv import SamKVLLM
+from llama_index.postprocessor.samkv import SamKVPostprocessor
+from samkv_integrations.engine.decode import Decoder
+from samkv_integrations.errors import HandleError, PromptTooLong
+from samkv_integrations.prompt.split import handle_of
+from tests.support.llama_index_corpus import ASKED, TOP_K, Corpus, cached_prompt
+from tests.support.records import RECORDS, Record
+
+pytest_plugins = ("tests.support.llama_index_fixtures",)
+pytestmark = pytest.mark.usefixtures("no_other_model")
+
+ENDLESS = "Documents:\n\n[Dunlux"  # a prompt that the model goes on with for long
+TOO_LONG = "salt " * 5000
+
+
+def _too_long(prompt: str) -> str:
+    """Longer than the window if it holds the question; an LLM measures its own functions too."""
+    return TOO_LONG + prompt if ASKED.question in prompt else prompt
+
+
+PATIENCE_S = 60
+
+
+def user(content: str) -> list[ChatMessage]:
+    return [ChatMessage(role="user", content=content)]
+
+
+class Steps:
+    """Counts the steps of each answer, by its decoder."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.counts: dict[Decoder, int] = {}
+        self.running = 0
+        self.on_step: Callable[[], None] = lambda: None
+        step = Decoder.step
+
+        def counted(decoder: Decoder, token: int) -> Any:
+            self.counts[decoder] = self.counts.get(decoder, 0) + 1
+            self.running += 1
+            try:
+                self.on_step()
+                return step(decoder, token)
+            finally:
+                self.running -= 1
+
+        monkeypatch.setattr(Decoder, "step", counted)
+
+    @property
+    def of_the_first(self) -> int:
+        return next(iter(self.counts.values()))
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> Steps:
+    return Steps(monkeypatch)
+
+
+def answers_in_another_thread(corpus: Corpus, llm: SamKVLLM) -> None:
+    """A lock that somebody kept would let nobody but its own thread in."""
+    found: list[str] = []
+    thread = threading.Thread(
+        target=lambda: found.append(llm.complete(cached_prompt(corpus)).text), daemon=True
+    )
+    thread.start()
+    thread.join(PATIENCE_S)
+    assert found == [f" {ASKED.workers}"]
+
+
+class TestManyAtOnce:
+    def test_two_threads(self, corpus: Corpus) -> None:
+        llm = corpus.llm()
+        orders = [RECORDS, RECORDS[::-1]]
+        found: list[list[str]] = [[], []]
+
+        def ask(place: int) -> None:
+            for record in orders[place]:
+                found[place].append(llm.complete(cached_prompt(corpus, record=record)).text)
+                pieces = list(llm.stream_chat(user(cached_prompt(corpus, record=record))))
+                found[place].append(pieces[-1].message.content)
+
+        threads = [threading.Thread(target=ask, args=(place,)) for place in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        expected = [
+            [f" {record.workers}" for record in order for _ in range(2)] for order in orders
+        ]
+        assert found == expected
+
+    def test_twenty_tasks(self, corpus: Corpus) -> None:
+        llm = corpus.llm()
+
+        async def whole(prompt: str) -> str:
+            return (await llm.acomplete(prompt)).text
+
+        async def chat(prompt: str) -> str:
+            return (await llm.achat(user(prompt))).message.content
+
+        async def stream(prompt: str) -> str:
+            return "".join([piece.delta async for piece in await llm.astream_complete(prompt)])
+
+        async def stream_chat(prompt: str) -> str:
+            return "".join([piece.delta async for piece in await llm.astream_chat(user(prompt))])
+
+        forms = (whole, chat, stream, stream_chat)
+        asked = [RECORDS[place % len(RECORDS)] for place in range(20)]
+        prompts = [cached_prompt(corpus, record=record) for record in asked]
+
+        async def all_at_once() -> list[str]:
+            calls = [forms[place % len(forms)](prompt) for place, prompt in enumerate(prompts)]
+            return await asyncio.gather(*calls)
+
+        one_by_one = [llm.complete(prompt).text for prompt in prompts]
+        assert one_by_one == [f" {record.workers}" for record in asked]
+        assert asyncio.run(all_at_once()) == one_by_one
+
+    def test_interleaved_streams(self, corpus: Corpus) -> None:
+        llm = corpus.llm()
+        prompts = [cached_prompt(corpus, record=record) for record in RECORDS]
+        streams: list[Iterator[Any]] = [llm.stream_complete(prompt) for prompt in prompts[:3]]
+        streams += [llm.stream_chat(user(prompt)) for prompt in prompts[3:]]
+        texts = [""] * len(streams)
+        for pieces in zip_longest(*streams):
+            for place, piece in enumerate(pieces):
+                texts[place] += piece.delta if piece is not None else ""
+        assert texts == [f" {record.workers}" for record in RECORDS]
+
+    def test_query_engines(self, corpus: Corpus) -> None:
+        llm = corpus.llm()
+
+        async def ask(record: Record) -> str:
+            return str(await corpus.query_engine(llm).aquery(record.question)).strip()
+
+        async def ask_all() -> list[str]:
+            return await asyncio.gather(*map(ask, RECORDS))
+
+        assert asyncio.run(ask_all()) == [record.workers for record in RECORDS]
+
+
+class TestCallersThatGoAway:
+    @pytest.mark.parametrize("is_chat", [False, True])
+    def test_closed_stream(self, corpus: Corpus, steps: Steps, is_chat: bool) -> None:
+        llm = corpus.llm()
+        start = (
+            (lambda: llm.stream_chat(user(ENDLESS), max_tokens=100))
+            if is_chat
+            else (lambda: llm.stream_complete(ENDLESS, formatted=True, max_tokens=100))
+        )
+        before = llm.last_report
+        stream = start()
+        next(stream)
+        next(stream)
+        n_steps = steps.of_the_first
+        stream.close()
+        assert list(stream) == []
+        assert llm.last_report is before  # it never became an answer
+        answers_in_another_thread(corpus, llm)
+        assert steps.of_the_first == n_steps
+
+    def test_abandoned_stream(self, corpus: Corpus, steps: Steps) -> None:
+        llm = corpus.llm()
+        for _ in llm.stream_complete(ENDLESS, formatted=True, max_tokens=100):
+            break
+        llm.stream_complete(ENDLESS, formatted=True)  # not even looked at
+        answers_in_another_thread(corpus, llm)
+        assert len(steps.counts) == 1  # the first pieces took no step of a decoder
+
+    def test_break_out_of_an_async_stream(self, corpus: Corpus, steps: Steps) -> None:
+        llm = corpus.llm()
+
+        async def leave_early() -> int:
+            n_pieces = 0
+            async for _ in await llm.astream_complete(ENDLESS, formatted=True, max_tokens=100):
+                n_pieces += 1
+                if n_pieces == 3:
+                    break
+            n_steps = steps.of_the_first
+            await asyncio.to_thread(answers_in_another_thread, corpus, llm)
+            assert steps.of_the_first == n_steps
+            return len(asyncio.all_tasks())
+
+        assert asyncio.run(leave_early()) == 1
+
+    @pytest.mark.parametrize("form", ["acomplete", "achat", "astream_complete", "astream_chat"])
+    def test_cancelled_task(self, corpus: Corpus, steps: Steps, form: str) -> None:
+        llm = corpus.llm()
+        argument: Any = user(ENDLESS) if "chat" in form else ENDLESS
+        options = {"max_tokens": 100} | ({} if "chat" in form else {"formatted": True})
+
+        async def call() -> None:
+            response = await getattr(llm, form)(argument, **options)
+            if isinstance(response, AsyncIterator):
+                async for _ in response:
+                    pass
+
+        async def cancel_on_the_way() -> None:
+            loop, decoding = asyncio.get_running_loop(), asyncio.Event()
+            steps.on_step = lambda: loop.call_soon_threadsafe(decoding.set)
+            task = asyncio.create_task(call())
+            await asyncio.wait_for(decoding.wait(), PATIENCE_S)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            n_steps = steps.of_the_first  # with the task gone no thread is left in this answer
+            assert n_steps < 10
+            await asyncio.to_thread(answers_in_another_thread, corpus, llm)
+            assert steps.of_the_first == n_steps
+            assert asyncio.all_tasks() == {asyncio.current_task()}
+
+        asyncio.run(cancel_on_the_way())
+
+    def test_timeout(self, corpus: Corpus, steps: Steps) -> None:
+        """A step that takes longer than the caller has: the answer ends with that step."""
+        llm = corpus.llm()
+        timed_out = threading.Event()
+
+        async def hurry() -> None:
+            loop, decoding = asyncio.get_running_loop(), asyncio.Event()
+
+            def take_long() -> None:
+                loop.call_soon_threadsafe(decoding.set)
+                timed_out.wait(PATIENCE_S)
+
+            steps.on_step = take_long
+            call = asyncio.create_task(llm.acomplete(ENDLESS, formatted=True, max_tokens=100))
+            await asyncio.wait_for(decoding.wait(), PATIENCE_S)
+            call.cancel()
+            loop.call_soon(timed_out.set)
+            with pytest.raises(asyncio.CancelledError):
+                await call
+            assert steps.running == 0  # whoever waited for the task need not wait for a thread
+
+        asyncio.run(hurry())
+        assert steps.of_the_first == 1
+        steps.on_step = lambda: None
+        answers_in_another_thread(corpus, llm)
+
+
+class TestFailures:
+    """They reach the caller, whoever that is, and a stream's before its first piece."""
+
+    @pytest.mark.parametrize(
+        ("prompt", "error"),
+        [(TOO_LONG, PromptTooLong), (handle_of("0" * 32), HandleError)],
+        ids=["too-long", "unknown-handle"],
+    )
+    def test_at_the_call(self, corpus: Corpus, prompt: str, error: type[Exception]) -> None:
+        llm, messages = corpus.llm(), user(prompt)
+        calls: list[Callable[[], Any]] = [
+            lambda: llm.complete(prompt),
+            lambda: llm.stream_complete(prompt),
+            lambda: llm.chat(messages),
+            lambda: llm.stream_chat(messages),
+            lambda: asyncio.run(llm.acomplete(prompt)),
+            lambda: asyncio.run(llm.astream_complete(prompt)),
+            lambda: asyncio.run(llm.achat(messages)),
+            lambda: asyncio.run(llm.astream_chat(messages)),
+        ]
+        for call in calls:
+            with pytest.raises(error):
+                call()
+        answers_in_another_thread(corpus, llm)
+
+    @pytest.mark.parametrize(
+        "form",
+        # LlamaIndex does not see what these add when it packs a prompt
+        [
+            {"completion_to_prompt": _too_long},
+            {"messages_to_prompt": lambda messages: _too_long(messages[-1].content)},
+        ],
+        ids=["completion", "chat"],
+    )
+    def test_through_a_query_engine(self, corpus: Corpus, form: dict[str, Any]) -> None:
+        llm = corpus.llm(**form)
+        whole = corpus.query_engine(llm, use_async=True)
+        streaming = corpus.query_engine(llm, streaming=True, use_async=True)
+
+        async def first_piece() -> None:
+            response = await streaming.aquery(ASKED.question)
+            await anext(response.async_response_gen())
+
+        with pytest.raises(PromptTooLong):
+            whole.query(ASKED.question)
+        with pytest.raises(PromptTooLong):
+            asyncio.run(whole.aquery(ASKED.question))
+        # LlamaIndex calls a streaming LLM when the first piece is asked for
+        with pytest.raises(PromptTooLong):
+            next(streaming.query(ASKED.question).response_gen)
+        with pytest.raises(PromptTooLong):
+            asyncio.run(first_piece())
+
+    def test_in_the_middle(self, corpus: Corpus, steps: Steps) -> None:
+        llm = corpus.llm()
+
+        def fail() -> None:
+            if list(steps.counts.values())[-1] == 2:
+                raise RuntimeError("the device is gone")
+
+        steps.on_step = fail
+
+        def consume(stream: Iterator[Any]) -> list[str]:
+            pieces = []
+            with pytest.raises(RuntimeError, match="the device is gone"):
+                for piece in stream:
+                    pieces.append(piece.delta)
+            return pieces
+
+        async def aconsume(stream: Any) -> list[str]:
+            pieces = []
+            with pytest.raises(RuntimeError, match="the device is gone"):
+                async for piece in await stream:
+                    pieces.append(piece.delta)
+            return pieces
+
+        messages = user(cached_prompt(corpus))
+        found = [
+            consume(llm.stream_complete(ENDLESS, formatted=True)),
+            consume(llm.stream_chat(messages)),
+            asyncio.run(aconsume(llm.astream_complete(ENDLESS, formatted=True))),
+            asyncio.run(aconsume(llm.astream_chat(messages))),
+        ]
+        assert all(found)  # what was decided before is not lost
+        for call in (llm.complete, lambda prompt, **o: asyncio.run(llm.acomplete(prompt, **o))):
+            with pytest.raises(RuntimeError, match="the device is gone"):
+                call(ENDLESS, formatted=True)
+        assert llm.last_report is None
+        steps.on_step = lambda: None
+        answers_in_another_thread(corpus, llm)
+
+    def test_in_the_middle_of_a_query_engine(self, corpus: Corpus, steps: Steps) -> None:
+        llm = corpus.llm()
+
+        def fail() -> None:
+            raise RuntimeError("the device is gone")
+
+        steps.on_step = fail
+        postprocessor = SamKVPostprocessor(llm=llm)
+        engine = corpus.query_engine(llm, postprocessor=postprocessor, streaming=True)
+        response = engine.query(ASKED.question)
+        assert len(response.source_nodes) == TOP_K
+        with pytest.raises(RuntimeError, match="the device is gone"):
+            list(response.response_gen)

@@ -1,0 +1,378 @@
+"""What a pipeline gives to `HuggingFaceLLM` means the same to `SamKVLLM`, or is refused."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+from llama_index.core import PromptTemplate
+
+from llama_index.llms.samkv import SamKVLLM
+from samkv_integrations import Engine
+from samkv_integrations.errors import InvalidOption, ModelNotFound, UnknownOption, UnsupportedModel
+from samkv_integrations.frameworks import engine_args
+from samkv_integrations.model.model import Model
+from tests.support.llama_index_corpus import ASKED, Corpus, cached_prompt
+from tests.support.models import byte_tokenizer, hf_model
+from tests.support.records import COMPLETION_TEMPLATE
+
+pytest_plugins = ("tests.support.llama_index_fixtures",)
+pytestmark = pytest.mark.usefixtures("no_other_model")
+
+ENDLESS = "Documents:\n\n[Dunlux"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that somebody saved, its tokenizer elsewhere."""
+    path = tmp_path_factory.mktemp("saved")
+    hf_model("llama").save_pretrained(path / "model")
+    byte_tokenizer(bos=True).save_pretrained(path / "tokenizer")
+    return path
+
+
+class TestLoadedModels:
+    def test_model_and_tokenizer(self) -> None:
+        hf, tokenizer = hf_model("llama"), byte_tokenizer(bos=True)
+        llm = SamKVLLM(model=hf, tokenizer=tokenizer, model_name="mine", max_new_tokens=4)
+        assert llm.engine.model.hf is hf
+        assert llm.metadata.model_name == llm.complete("Hello").raw["samkv"]["model"] == "mine"
+        assert llm.context_window == 4096
+        other = SamKVLLM(model=hf_model("llama"), tokenizer=tokenizer, model_name="another label")
+        assert other.engine.fingerprint.digest == llm.engine.fingerprint.digest
+
+    def test_tokenizer_is_not_shared(self) -> None:
+        # one tokenizer object, told by two threads whether special tokens count, would mix them up
+        tokenizer = byte_tokenizer(bos=True)
+        llms = [SamKVLLM(model=hf_model("llama"), tokenizer=tokenizer) for _ in range(2)]
+        ids = {id(llm.engine.model.tokenizer.backend_tokenizer) for llm in llms}
+        assert len(ids | {id(tokenizer.backend_tokenizer)}) == 3
+        assert llms[0].engine.model.tokenizer_digest == llms[1].engine.model.tokenizer_digest
+
+    def test_name_of_a_model_without_one(self, folder: Path) -> None:
+        tokenizer = byte_tokenizer(bos=True)
+        assert SamKVLLM(model=hf_model("llama"), tokenizer=tokenizer).model_name == (
+            "LlamaForCausalLM"
+        )
+        loaded = type(hf_model("llama")).from_pretrained(folder / "model")
+        llm = SamKVLLM(model=loaded, tokenizer_name=str(folder / "tokenizer"))
+        assert llm.model_name == str(folder / "model")
+
+    def test_tokenizer_of_another_place(self, folder: Path) -> None:
+        by_name = SamKVLLM(
+            model_name=str(folder / "model"),
+            tokenizer_name=str(folder / "tokenizer"),
+            model_kwargs={"local_files_only": True},
+            tokenizer_kwargs={"max_length": 2048},  # many pipelines give it; texts are never cut
+            device_map=None,
+            max_new_tokens=4,
+        )
+        text = "A text. " * 300
+        assert by_name.complete(text).raw["usage"]["prompt_tokens"] > len(text)
+        by_object = SamKVLLM(
+            model_name=str(folder / "model"),
+            tokenizer=byte_tokenizer(bos=True),
+            max_new_tokens=4,
+            device_map="cpu",
+        )
+        assert by_object.complete(text).text == by_name.complete(text).text
+        with pytest.raises(ModelNotFound, match="tokenizer 'nowhere/to-be-found'"):
+            SamKVLLM(
+                model_name=str(folder / "model"),
+                tokenizer_name="nowhere/to-be-found",
+                tokenizer_kwargs={"local_files_only": True},
+            )
+
+    def test_options_of_from_pretrained(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        asked = []
+        load = engine_args.load_model
+
+        def spied(name: str, **options: Any) -> Model:
+            asked.append(options)
+            return load(name, **options)
+
+        monkeypatch.setattr(engine_args, "load_model", spied)
+        hub = {"revision": "main", "token": "hf_secret", "cache_dir": str(folder / "cache")}
+        SamKVLLM(model_name="builtin", model_kwargs=hub, tokenizer_kwargs=dict(hub))
+        assert (asked[0]["model_kwargs"], asked[0]["tokenizer_kwargs"]) == (hub, hub)
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"model": True}, "model was given without its tokenizer"),
+            ({"model": True, "tokenizer": True, "model_kwargs": {"revision": "x"}}, "model_kwargs"),
+            ({"tokenizer": True, "tokenizer_kwargs": {"revision": "x"}}, "tokenizer_kwargs"),
+            ({"model": True, "tokenizer": True, "device_map": "cuda"}, "device_map='cuda'"),
+            ({"model": True, "tokenizer": True, "dtype": "bfloat16"}, "dtype='bfloat16'"),
+            ({"model_name": "builtin", "model_kwargs": {"torch_dtype": "auto"}}, "'torch_dtype'"),
+            ({"model_name": "builtin", "tokenizer_outputs_to_remove": ["input_ids"]}, "input_ids"),
+            ({"model_name": "builtin", "tokenizer_outputs_to_remove": "mask"}, "list of names"),
+            ({"model_name": "builtin", "device_map": "balanced"}, "'balanced'; allowed: auto"),
+        ],
+    )  # fmt: skip
+    def test_contradictions(self, options: dict[str, Any], message: str) -> None:
+        live = {"model": lambda: hf_model("llama"), "tokenizer": lambda: byte_tokenizer(bos=True)}
+        given = {n: live[n]() if v is True else v for n, v in options.items()}
+        with pytest.raises(InvalidOption, match=message):
+            SamKVLLM(**given)
+
+    def test_what_belongs_to_an_engine(self, corpus: Corpus) -> None:
+        for name, value in (
+            ("model", hf_model("llama")),
+            ("tokenizer", byte_tokenizer(bos=True)),
+            ("tokenizer_name", "elsewhere"),
+            ("model_kwargs", {"revision": "main"}),
+            ("tokenizer_kwargs", {"revision": "main"}),
+        ):
+            with pytest.raises(InvalidOption, match=f"{name}.*leave out"):
+                corpus.llm(**{name: value})
+
+    def test_what_is_no_model(self) -> None:
+        with pytest.raises(UnsupportedModel, match="a str is no transformers model"):
+            SamKVLLM(model="builtin", tokenizer=byte_tokenizer(bos=True))
+
+    def test_outputs_that_never_come(self, corpus: Corpus) -> None:
+        corpus.llm(tokenizer_outputs_to_remove=["token_type_ids", "attention_mask"])
+
+
+class TestStoppingIds:
+    def test_they_end_an_answer_and_are_no_part_of_it(self, corpus: Corpus) -> None:
+        whole = corpus.llm().complete(ENDLESS, formatted=True).text
+        model = corpus.engine.model
+        ids = model.tokenize(whole, special=False)
+        at = next(i for i in range(2, len(ids)) if ids[i] not in ids[:i])
+        llm = corpus.llm(stopping_ids=[ids[at]])
+        response = llm.complete(ENDLESS, formatted=True)
+        assert response.raw["usage"]["completion_tokens"] == at
+        assert whole.startswith(response.text) and len(response.text) < len(whole)
+        streamed = list(llm.stream_complete(ENDLESS, formatted=True))
+        assert streamed[-1].text == response.text
+        # the model's own still count
+        asked = cached_prompt(corpus)
+        assert llm.complete(asked).text == corpus.llm().complete(asked).text
+
+    @pytest.mark.parametrize("wrong", [None, -1, 10**6, "</s>"])
+    def test_what_is_no_token(self, corpus: Corpus, wrong: Any) -> None:
+        # convert_tokens_to_ids gives None for a token that it does not know
+        with pytest.raises(InvalidOption, match="stop id .* is no token of 'builtin'"):
+            corpus.llm(stopping_ids=[wrong])
+
+
+class TestGenerateKwargs:
+    def spied(self, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+        seen: list[dict[str, Any]] = []
+        stream = Engine.stream
+
+        def spy(engine: Engine, prompt: Any, *rest: Any, **options: Any) -> Any:
+            seen.append(options)
+            return stream(engine, prompt, *rest, **options)
+
+        monkeypatch.setattr(Engine, "stream", spy)
+        return seen
+
+    @pytest.mark.parametrize(
+        ("always", "call", "temperature"),
+        [
+            ({}, {}, None),
+            ({"do_sample": True}, {}, 1.0),
+            ({"do_sample": True, "temperature": 0.7}, {}, 0.7),
+            ({"temperature": 0.7}, {}, 0.7),
+            # in the examples of HuggingFaceLLM; greedy there as well
+            ({"do_sample": False, "temperature": 0.7}, {}, 0.0),
+            ({"do_sample": False, "temperature": 0.7}, {"do_sample": True}, 0.7),
+            ({"do_sample": False}, {"temperature": 0.3}, 0.3),
+            ({"temperature": 0.7}, {"do_sample": False}, 0.0),
+            ({"do_sample": True}, {"temperature": 0.0}, 0.0),
+            ({}, {"do_sample": None, "temperature": None}, None),
+        ],
+    )
+    def test_do_sample(
+        self,
+        corpus: Corpus,
+        monkeypatch: pytest.MonkeyPatch,
+        always: dict[str, Any],
+        call: dict[str, Any],
+        temperature: float | None,
+    ) -> None:
+        seen = self.spied(monkeypatch)
+        corpus.llm(generate_kwargs=always).complete("Hello", **call)
+        assert seen[0].get("temperature") == temperature and "do_sample" not in seen[0]
+
+    def test_all_of_them_reach_the_engine(
+        self, corpus: Corpus, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        seen = self.spied(monkeypatch)
+        numbers = {"temperature": 0.7, "top_k": 50, "top_p": 0.95, "repetition_penalty": 1.1}
+        llm = corpus.llm(generate_kwargs={"do_sample": True, **numbers}, stopping_ids=[5])
+        llm.complete("Hello", seed=1, top_k=3, stop="x", max_tokens=2)
+        expected = {**numbers, "top_k": 3, "seed": 1, "stop": ["x"], "max_new_tokens": 2}
+        assert expected.items() <= seen[0].items() and seen[0]["stop_ids"] == [5]
+
+    def test_they_change_the_answer(self, corpus: Corpus) -> None:
+        greedy = corpus.llm().complete(ENDLESS, formatted=True).text
+        hot = corpus.llm(generate_kwargs={"temperature": 5.0, "seed": 1})
+        assert hot.complete(ENDLESS, formatted=True).text != greedy
+        assert hot.complete(ENDLESS, formatted=True, top_k=1).text == greedy
+        assert hot.complete(ENDLESS, formatted=True, do_sample=False).text == greedy
+        penalised = corpus.llm(generate_kwargs={"repetition_penalty": 5.0})
+        assert penalised.complete(ENDLESS, formatted=True).text != greedy
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"do_sample": True, "temperature": 0}, "do_sample=True and temperature=0 contradict"),
+            ({"do_sample": "yes"}, "do_sample='yes'; it must be True or False"),
+            ({"top_k": -1}, "top_k=-1"),
+            ({"repetition_penalty": 0.0}, "repetition_penalty=0.0"),
+            ({"temperature": "hot"}, "temperature='hot'"),
+            ({"stop": [""]}, r"stop=\[''\]; it must be"),
+            ({"stop": 5}, "stop=5; it must be"),
+        ],
+    )
+    def test_wrong_values(self, corpus: Corpus, options: dict[str, Any], message: str) -> None:
+        with pytest.raises(InvalidOption, match=message):
+            corpus.llm(generate_kwargs=options)
+        with pytest.raises(InvalidOption, match=message):
+            corpus.llm().complete("Hello", **options)
+
+    @pytest.mark.parametrize("name", ["temprature", "num_beams", "typical_p"])
+    def test_unknown_ones(self, corpus: Corpus, name: str) -> None:
+        known = "do_sample, {}repetition_penalty, seed, stop, temperature, top_k, top_p"
+        with pytest.raises(UnknownOption, match=f"'{name}'; known: {known.format('')}"):
+            corpus.llm(generate_kwargs={name: 2})
+        lengths = "max_new_tokens, max_tokens, "
+        with pytest.raises(UnknownOption, match=f"'{name}'; known: {known.format(lengths)}"):
+            corpus.llm().complete("Hello", **{name: 2})
+
+    @pytest.mark.parametrize(
+        ("name", "instead"),
+        [
+            ("eos_token_id", "give stopping_ids"),
+            ("pad_token_id", "leave it out"),
+            ("max_length", "give max_new_tokens"),
+        ],
+    )
+    def test_those_that_are_given_elsewhere(self, corpus: Corpus, name: str, instead: str) -> None:
+        with pytest.raises(UnknownOption, match=f"{name}.*{instead}"):
+            corpus.llm(generate_kwargs={name: 2})
+        with pytest.raises(UnknownOption, match=f"{name}.*{instead}"):
+            corpus.llm().complete("Hello", **{name: 2})
+        with pytest.raises(UnknownOption, match="'max_new_tokens'.*to the LLM, or to a call"):
+            corpus.llm(generate_kwargs={"max_new_tokens": 2})
+
+
+class TestQueryWrapperPrompt:
+    @pytest.mark.parametrize("wrapper", ["Q: {query_str} A:", PromptTemplate("Q: {query_str} A:")])
+    def test_around_completions(self, corpus: Corpus, prompts: list[Any], wrapper: Any) -> None:
+        llm = corpus.llm(query_wrapper_prompt=wrapper)
+        assert not llm.metadata.is_chat_model  # so that query engines prompt with it
+        llm.complete("{Hi}")
+        list(llm.stream_complete("{Hi}"))
+        llm.predict(PromptTemplate("{x}"), x="{Hi}")
+        assert prompts == ["Q: {Hi} A:"] * 3
+
+    def test_around_all_the_rest(self, corpus: Corpus, prompts: list[Any]) -> None:
+        form: dict[str, Any] = {
+            "query_wrapper_prompt": "Q: {query_str} A:",
+            "system_prompt": "Be brief.",
+            "completion_to_prompt": "<{}>".format,
+        }
+        corpus.llm(**form).complete("Hi")
+        corpus.llm(**form).predict(PromptTemplate("Hi"))
+        corpus.llm(**form, is_chat_model=True).complete("Hi")
+        assert prompts == ["Q: Be brief.\n\n<Hi> A:"] * 3
+
+    def test_messages_go_through_the_chat_template(
+        self, corpus: Corpus, prompts: list[Any]
+    ) -> None:
+        llm = corpus.llm(query_wrapper_prompt="Q: {query_str} A:", is_chat_model=True)
+        llm.predict(PromptTemplate("Hi"))
+        assert prompts == [[{"role": "user", "content": "Hi"}]]
+
+    def test_answers_from_caches(self, corpus: Corpus) -> None:
+        llm = corpus.llm(query_wrapper_prompt="{query_str}\nAnswer:")
+        prompt = cached_prompt(corpus, COMPLETION_TEMPLATE.removesuffix("\nAnswer:"))
+        response = llm.complete(prompt)
+        assert response.text.strip() == ASKED.workers
+        assert response.raw["samkv"]["chunk_misses"] == {}
+
+    def test_nothing_around(self, corpus: Corpus) -> None:
+        llm = corpus.llm(query_wrapper_prompt="{query_str}")  # the default of HuggingFaceLLM
+        assert llm.query_wrapper_prompt is None and llm.metadata.is_chat_model
+
+    @pytest.mark.parametrize("wrong", ["no place", "{query_str} {other}", "{query}", 5])
+    def test_without_a_place_for_the_query(self, corpus: Corpus, wrong: Any) -> None:
+        with pytest.raises(InvalidOption, match=r"query_wrapper_prompt=.*\{query_str\} once"):
+            corpus.llm(query_wrapper_prompt=wrong)
+
+
+class TestSerialisation:
+    def test_round_trip_over_the_folder(self, folder: Path, tmp_path: Path) -> None:
+        llm = SamKVLLM(
+            model_name=str(folder / "model"),
+            tokenizer_name=str(folder / "tokenizer"),
+            model_kwargs={"local_files_only": True, "token": "hf_secret"},
+            tokenizer_kwargs={"max_length": 2048, "token": "hf_secret"},
+            tokenizer_outputs_to_remove=["token_type_ids"],
+            stopping_ids=[5, 6],
+            query_wrapper_prompt="Q: {query_str}",
+            generate_kwargs={"do_sample": True, "top_k": 50},
+            kv_dir=tmp_path / "kv",
+            max_new_tokens=4,
+        )
+        assert "hf_secret" not in llm.to_json() + repr(llm)
+        data = json.loads(llm.to_json())
+        again = SamKVLLM.from_dict(data)
+        assert again.to_dict() == llm.to_dict() == data
+        assert again.engine is not llm.engine
+        asked = {"do_sample": False}
+        assert again.complete("Hello", **asked).text == llm.complete("Hello", **asked).text
+        assert again.query_wrapper_prompt.template == "Q: {query_str}"
+        # with something live nothing is loaded, and what would load it is kept for the next
+        for live in (
+            {"engine": llm.engine},
+            {"model": llm.engine.model.hf, "tokenizer": llm.engine.model.tokenizer},
+        ):
+            assert SamKVLLM.from_dict(data, **live).to_dict() == data
+
+    def test_live_objects_stay_behind(self) -> None:
+        hf, tokenizer = hf_model("llama"), byte_tokenizer(bos=True)
+        llm = SamKVLLM(model=hf, tokenizer=tokenizer, model_name="mine")
+        data = json.loads(llm.to_json())
+        assert not {"model", "tokenizer", "engine"} & data.keys()
+        assert SamKVLLM.from_dict(data, model=hf, tokenizer=tokenizer).to_dict() == data
+        with pytest.raises(ModelNotFound, match="'mine'"):
+            SamKVLLM.from_dict(data | {"model_kwargs": {"local_files_only": True}})
+
+    def test_a_pickle_never_loads_a_model(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        llm = SamKVLLM(model=hf_model("llama"), tokenizer_name=str(folder / "tokenizer"))
+        llm.stopping_ids.append(7)
+        pickled = pickle.dumps(llm)
+        assert len(pickled) < 10_000
+
+        def refuse(*arguments: Any, **options: Any) -> None:
+            raise AssertionError("a model was loaded")
+
+        monkeypatch.setattr(Model, "__init__", refuse)
+        monkeypatch.setattr(SamKVLLM, "__init__", refuse)
+        travelled = pickle.loads(pickled)
+        assert travelled.to_dict() == llm.to_dict()
+        with pytest.raises(InvalidOption, match="another process"):
+            travelled.complete("Hello")
+
+    def test_copies_share_the_engine(self) -> None:
+        llm = SamKVLLM(model=hf_model("llama"), tokenizer=byte_tokenizer(bos=True))
+        for other in (copy.deepcopy(llm), copy.copy(llm), llm.model_copy(deep=True)):
+            assert other.engine is llm.engine
+        other = copy.deepcopy(llm)
+        other.stopping_ids.append(5)
+        other.model_kwargs["revision"] = "main"
+        assert llm.stopping_ids == [] and llm.model_kwargs == {}

@@ -1,0 +1,472 @@
+"""`SamKVLLM` by itself: its arguments, its prompts, its nine ways to be called."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import pickle
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from llama_index.core import PromptTemplate
+from llama_index.core.base.llms.base import BaseLLM
+from llama_index.core.base.llms.types import ImageBlock
+from llama_index.core.indices.prompt_helper import PromptHelper
+from llama_index.core.llms import LLM, ChatMessage, MessageRole
+from llama_index.core.postprocessor.types import BaseNodePostprocessor
+from llama_index.core.schema import (
+    TransformComponent,
+)
+
+from llama_index.llms.samkv import SamKVCacheTransform, SamKVLLM
+from llama_index.postprocessor.samkv import SamKVPostprocessor
+from samkv_integrations import Engine
+from samkv_integrations.engine.decode import Decoder
+from samkv_integrations.errors import HandleError, InvalidOption, PromptTooLong, UnknownOption
+from samkv_integrations.prompt.split import handle_of
+from tests.support.llama_index_corpus import ASKED, HANDLE, Corpus, cached_prompt
+from tests.support.models import tiny_model
+from tests.support.records import COMPLETION_TEMPLATE, TEXTS, builtin
+
+pytest_plugins = ("tests.support.llama_index_fixtures",)
+pytestmark = pytest.mark.usefixtures("no_other_model")
+
+
+def user(content: str) -> list[ChatMessage]:
+    return [ChatMessage(role="user", content=content)]
+
+
+async def exhaust(stream: Any) -> list[Any]:
+    return [response async for response in await stream]
+
+
+PATHS: dict[str, Callable[[SamKVLLM, str], Any]] = {
+    "complete": lambda llm, prompt: llm.complete(prompt),
+    "stream_complete": lambda llm, prompt: list(llm.stream_complete(prompt)),
+    "acomplete": lambda llm, prompt: asyncio.run(llm.acomplete(prompt)),
+    "astream_complete": lambda llm, prompt: asyncio.run(exhaust(llm.astream_complete(prompt))),
+    "chat": lambda llm, prompt: llm.chat(user(prompt)),
+    "stream_chat": lambda llm, prompt: list(llm.stream_chat(user(prompt))),
+    "achat": lambda llm, prompt: asyncio.run(llm.achat(user(prompt))),
+    "astream_chat": lambda llm, prompt: asyncio.run(exhaust(llm.astream_chat(user(prompt)))),
+    "predict": lambda llm, prompt: llm.predict(PromptTemplate(prompt)),
+    "stream": lambda llm, prompt: list(llm.stream(PromptTemplate(prompt))),
+    "apredict": lambda llm, prompt: asyncio.run(llm.apredict(PromptTemplate(prompt))),
+    "astream": lambda llm, prompt: asyncio.run(exhaust(llm.astream(PromptTemplate(prompt)))),
+}
+"""Every way from a user's words to the engine."""
+
+
+class TestCalls:
+    """All nine ways to call an LLM."""
+
+    def test_complete(self, corpus: Corpus) -> None:
+        llm = corpus.llm()
+        response = llm.complete(cached_prompt(corpus))
+        assert response.text.strip() == ASKED.workers
+        report = response.raw["samkv"]
+        assert report == llm.last_report.to_dict() == response.additional_kwargs["samkv"]
+        assert report["chunk_hits"] == len(TEXTS)
+        usage = response.raw["usage"]
+        assert usage["prompt_tokens"] == report["prompt_tokens"] > 39 * len(TEXTS)
+        assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+        assert usage.items() <= response.additional_kwargs.items()
+
+    def test_complete_of_a_chat_model_is_a_user_message(
+        self, corpus: Corpus, prompts: list[Any]
+    ) -> None:
+        llm = corpus.llm()
+        llm.complete("Hello")
+        llm.complete("Hello", formatted=True)
+        corpus.llm(is_chat_model=False).complete("Hello")
+        corpus.llm(completion_to_prompt="<{}>".format).complete("Hello")
+        assert prompts == [[{"role": "user", "content": "Hello"}], "Hello", "Hello", "<Hello>"]
+
+    def test_chat(self, corpus: Corpus) -> None:
+        messages = [ChatMessage(role="user", content=cached_prompt(corpus))]
+        response = corpus.llm().chat(messages)
+        assert response.message.role == MessageRole.ASSISTANT
+        assert response.message.content.strip() == ASKED.workers
+        assert response.raw["samkv"]["chunk_hits"] == len(TEXTS)
+        assert response.additional_kwargs["completion_tokens"] > 0
+        # LlamaIndex writes these into the prompts of later turns
+        assert response.message.additional_kwargs == {}
+
+    def test_streams_are_incremental(self, corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
+        steps = []
+        step = Decoder.step
+
+        def counted(self: Decoder, token: int) -> Any:
+            steps.append(token)
+            return step(self, token)
+
+        monkeypatch.setattr(Decoder, "step", counted)
+        llm = corpus.llm()
+        prompt = "Documents:\n\n[Dunlux"  # goes on and on
+        whole = llm.complete(prompt, formatted=True)
+        messages = [ChatMessage(role="user", content=cached_prompt(corpus))]
+        for stream, text_of, expected in (
+            (llm.stream_complete(prompt, formatted=True), lambda r: r.text, whole.text),
+            (llm.stream_chat(messages), lambda r: r.message.content, f" {ASKED.workers}"),
+        ):
+            steps.clear()
+            text, seen_at = "", []
+            for response in stream:
+                text += response.delta
+                assert text_of(response) == text
+                seen_at.append(len(steps))
+            assert text == expected
+            assert seen_at[0] == 0 < seen_at[1] < seen_at[-1]  # decoded while it is consumed
+            assert response.delta == "" and response.raw["samkv"] == llm.last_report.to_dict()
+        assert len(seen_at) > 3 or len(text) < 12
+
+    def test_async_calls_answer_alike_off_the_loop(
+        self, corpus: Corpus, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        threads = set()
+        step = Decoder.step
+
+        def spied(self: Decoder, token: int) -> Any:
+            threads.add(threading.current_thread())
+            return step(self, token)
+
+        monkeypatch.setattr(Decoder, "step", spied)
+        llm, prompt = corpus.llm(), cached_prompt(corpus)
+        messages = [ChatMessage(role="user", content=prompt)]
+
+        async def calls() -> list[str]:
+            streamed = [r async for r in await llm.astream_complete(prompt)]
+            chatted = [r async for r in await llm.astream_chat(messages)]
+            assert len(streamed) > 2 and len(chatted) > 2
+            return [
+                (await llm.acomplete(prompt)).text,
+                (await llm.achat(messages)).message.content,
+                "".join(r.delta for r in streamed),
+                "".join(r.delta for r in chatted),
+                streamed[-1].text,
+                chatted[-1].message.content,
+            ]
+
+        texts = asyncio.run(calls())
+        assert threads and threading.main_thread() not in threads
+        assert texts == [f" {ASKED.workers}"] * 6
+
+
+class TestPrompts:
+    @pytest.mark.parametrize("path", PATHS)
+    def test_system_prompt_in_every_path_once(
+        self, corpus: Corpus, prompts: list[Any], path: str
+    ) -> None:
+        ask = PATHS[path]
+        ask(corpus.llm(system_prompt="Be brief."), "Hi you")
+        turns = [
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": "Hi you"},
+        ]
+        assert prompts.pop() == turns
+        ask(corpus.llm(system_prompt=""), "Hi you")  # what HuggingFaceLLM has without one
+        assert prompts.pop() == turns[1:]
+        ask(corpus.llm(system_prompt="Be brief.", is_chat_model=False), "Hi you")
+        if "chat" in path:  # they are messages, so the model's template is what they need
+            assert prompts.pop() == turns
+        else:
+            assert prompts.pop() == "Be brief.\n\nHi you"
+
+    @pytest.mark.parametrize("path", PATHS)
+    def test_system_prompt_with_forms_of_ones_own(
+        self, corpus: Corpus, prompts: list[Any], path: str
+    ) -> None:
+        def join(messages: Any) -> str:
+            return "|".join(f"{m.role.value}={m.content}" for m in messages)
+
+        PATHS[path](corpus.llm(system_prompt="Be brief.", messages_to_prompt=join), "Hi you")
+        assert prompts.pop() == "system=Be brief.|user=Hi you"
+        form = {"completion_to_prompt": "<{}>".format, "messages_to_prompt": join}
+        PATHS[path](corpus.llm(system_prompt="Be brief.", **form), "Hi you")
+        if "chat" in path:
+            assert prompts == ["system=Be brief.|user=Hi you"]
+        else:
+            assert prompts == ["Be brief.\n\n<Hi you>"]
+
+    def test_formatted_prompts_are_read_to_the_letter(
+        self, corpus: Corpus, prompts: list[Any]
+    ) -> None:
+        llm = corpus.llm(
+            system_prompt="Be brief.",
+            completion_to_prompt="<{}>".format,
+            query_wrapper_prompt="Q: {query_str}",
+        )
+        llm.complete("Hi", formatted=True)
+        list(llm.stream_complete("Hi", formatted=True))
+        asyncio.run(llm.acomplete("Hi", formatted=True))
+        asyncio.run(exhaust(llm.astream_complete("Hi", formatted=True)))
+        assert prompts == ["Hi"] * 4
+
+    @pytest.mark.parametrize(
+        ("first", "expected"),
+        [
+            ("Be brief.", "Be brief."),  # as LlamaIndex's predict puts it there
+            ("Be brief.\nContext: none.", "Be brief.\nContext: none."),  # and its chat engines
+            ("Be kind.", "Be brief.\n\nBe kind."),
+            ("Be brief. Or not.", "Be brief.\n\nBe brief. Or not."),  # another that begins alike
+        ],
+    )
+    def test_system_prompt_before_a_system_message(
+        self, corpus: Corpus, prompts: list[Any], first: str, expected: str
+    ) -> None:
+        messages = [ChatMessage(role="system", content=first), ChatMessage(role="user", content="")]
+        corpus.llm(system_prompt="Be brief.").chat(messages)
+        assert prompts[0][0] == {"role": "system", "content": expected}
+        assert len(prompts[0]) == 2
+
+    def test_roles_become_turns(self, corpus: Corpus, prompts: list[Any]) -> None:
+        corpus.llm(system_prompt="Be brief.").chat(
+            [
+                ChatMessage(role="developer", content="Be kind."),
+                ChatMessage(role="user", content="One."),
+                ChatMessage(role="user", content="Two."),
+                ChatMessage(role="model", content="Yes."),
+                ChatMessage(role="user", content="Three."),
+            ]
+        )
+        assert prompts == [
+            [
+                {"role": "system", "content": "Be brief.\n\nBe kind."},
+                {"role": "user", "content": "One.\n\nTwo."},
+                {"role": "assistant", "content": "Yes."},
+                {"role": "user", "content": "Three."},
+            ]
+        ]
+
+    def test_what_no_text_model_can_read(self, corpus: Corpus) -> None:
+        llm = corpus.llm()
+        with pytest.raises(InvalidOption, match="role 'tool'.*supported: assistant, chatbot"):
+            llm.chat([ChatMessage(role="tool", content="42")])
+        image = ChatMessage(role="user", blocks=[ImageBlock(url="file:///a.png")])
+        with pytest.raises(InvalidOption, match="ImageBlock; this model reads text only"):
+            llm.chat([image])
+
+    def test_messages_to_prompt_wins_over_the_template(
+        self, corpus: Corpus, prompts: list[Any]
+    ) -> None:
+        def to_prompt(messages: Any) -> str:
+            return "|".join(f"{m.role.value}={m.content}" for m in messages)
+
+        user = ChatMessage(role="user", content="Hi")
+        corpus.llm(messages_to_prompt=to_prompt, system_prompt="Be brief.").chat([user])
+        assert prompts == ["system=Be brief.|user=Hi"]
+
+    def test_model_without_template(
+        self, prompts: list[Any], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        model = tiny_model("llama")
+        monkeypatch.setattr(model.tokenizer, "chat_template", None)
+        llm = SamKVLLM(engine=Engine(model), max_new_tokens=2)
+        assert not llm.metadata.is_chat_model
+        llm.chat([ChatMessage(role="user", content="Hi")])
+        assert prompts == ["user: Hi\nassistant: "]
+
+    def test_broken_and_unknown_handles_raise(self, corpus: Corpus) -> None:
+        llm, handle = corpus.llm(), corpus.engine.handle_of(ASKED.text)
+        with pytest.raises(HandleError, match="broken handle"):
+            llm.complete(f"Documents:\n\n{handle[:20]}")
+        with pytest.raises(HandleError, match="broken handle"):
+            llm.chat([ChatMessage(role="user", content=f"{handle[2:]} and so on")])
+        with pytest.raises(HandleError, match="names no chunk of this store"):
+            llm.stream_complete(handle_of("0" * 32))
+
+
+class TestTokenCounter:
+    def test_handle_counts_as_its_chunk(self, corpus: Corpus) -> None:
+        count, handle = corpus.llm().tokenizer_fn, corpus.engine.handle_of(ASKED.text)
+        n_tokens = len(builtin().tokenize(ASKED.text, special=False))
+        assert len(count(handle)) == n_tokens
+        assert len(count("Question: who?")) == len(
+            builtin().tokenize("Question: who?", special=True)
+        )
+        assert count("") == []
+
+    def test_prompt_helper_packs_by_real_length(self, corpus: Corpus) -> None:
+        llm = corpus.llm(context_window=150, is_chat_model=False)
+        handles = [corpus.engine.handle_of(text) for text in TEXTS]
+        template = PromptTemplate(COMPLETION_TEMPLATE)
+        helper = PromptHelper.from_llm_metadata(llm.metadata, tokenizer=llm.tokenizer_fn)
+        packed = helper.repack(template, handles)
+        assert len(packed) > 2
+        assert [handle for text in packed for handle in HANDLE.findall(text)] == handles
+        for text in packed:
+            report = llm.complete(template.format(context_str=text, query_str="?")).raw["samkv"]
+            assert report["prompt_tokens"] + llm.max_new_tokens <= llm.context_window
+
+    def test_cut_handle_is_an_error(self, corpus: Corpus) -> None:
+        llm = corpus.llm(context_window=60)  # less than a chunk beside the template
+        helper = PromptHelper.from_llm_metadata(llm.metadata, tokenizer=llm.tokenizer_fn)
+        handles = [corpus.engine.handle_of(text) for text in TEXTS]
+        pieces = helper.repack(PromptTemplate(COMPLETION_TEMPLATE), handles, padding=0)
+        with pytest.raises(HandleError, match="broken handle"):
+            llm.complete(pieces[0])
+
+
+class TestConfiguration:
+    def test_call_options_win_over_those_of_the_llm(self, corpus: Corpus) -> None:
+        prompt = "Documents:\n\n[Dunlux"
+        llm = corpus.llm(generate_kwargs={"temperature": 2.0, "seed": 1})
+        sampled = llm.complete(prompt, formatted=True).text
+        assert sampled == llm.complete(prompt, formatted=True).text  # the seed
+        assert sampled != llm.complete(prompt, formatted=True, seed=2).text
+        greedy = corpus.llm().complete(prompt, formatted=True).text
+        assert llm.complete(prompt, formatted=True, temperature=0.0).text == greedy
+        assert llm.complete(prompt, formatted=True, temperature=None).text == sampled
+        asked = cached_prompt(corpus)
+        answers = {llm.complete(asked, seed=seed, top_p=1e-6).text for seed in range(3)}
+        assert answers == {f" {ASKED.workers}"}  # the likeliest token alone is left
+
+    def test_length_and_stop(self, corpus: Corpus) -> None:
+        llm, prompt = corpus.llm(), "Documents:\n\n[Dunlux"
+        text = llm.complete(prompt, formatted=True).text
+        for name in ("max_tokens", "max_new_tokens"):
+            response = llm.complete(prompt, formatted=True, **{name: 3})
+            assert response.raw["usage"]["completion_tokens"] == 3
+            assert text.startswith(response.text)
+        stop = text[4:7]
+        for given in (stop, [stop]):
+            shortened = llm.complete(prompt, formatted=True, stop=given).text
+            assert shortened == text[: text.index(stop)]
+        always = corpus.llm(generate_kwargs={"stop": [stop]})
+        assert always.complete(prompt, formatted=True).text == shortened
+
+    def test_values_out_of_range(self, corpus: Corpus) -> None:
+        window = corpus.engine.model.context_window
+        for options, message in (
+            ({"generate_kwargs": {"temperature": -1}}, "temperature=-1"),
+            ({"generate_kwargs": {"top_p": 0}}, "top_p=0"),
+            ({"on_miss": "skip"}, "on_miss='skip'; allowed: text, compute, error"),
+            (
+                {"context_window": window + 1},
+                f"context_window={window + 1}; 'builtin' has {window}",
+            ),
+            ({"context_window": 12}, "max_new_tokens=12 leaves no room"),
+            ({"model_name": "other"}, "model_name='other'.*'builtin'"),
+            ({"kv_dir": "elsewhere"}, "kv_dir='elsewhere'"),
+            ({"store_bits": 3}, "store_bits=3; allowed: 4, 8, 16"),
+            ({"store_bits": 8}, "store_bits=8.* that was given has 4"),
+            ({"device_map": "cuda"}, "device_map='cuda'.*'cpu'"),
+            ({"dtype": "bfloat16"}, "dtype='bfloat16'.*'float32'"),
+        ):
+            with pytest.raises(InvalidOption, match=message):
+                corpus.llm(**options)
+        with pytest.raises(UnknownOption, match="method 'magic'"):
+            corpus.llm(method="magic")
+        with pytest.raises(UnknownOption, match="eviction 'magic'"):
+            corpus.llm(eviction="magic")
+        with pytest.raises(InvalidOption, match="give model_name"):
+            SamKVLLM()
+        with pytest.raises(InvalidOption, match="max_tokens and max_new_tokens"):
+            corpus.llm().complete("Hello", max_tokens=1, max_new_tokens=1)
+        with pytest.raises(InvalidOption, match="max_new_tokens=0"):
+            corpus.llm().complete("Hello", max_tokens=0)
+
+    def test_store_bits_are_those_of_the_engine(self, corpus: Corpus) -> None:
+        assert corpus.llm().store_bits == corpus.engine.store_bits == 4
+        llm = SamKVLLM(model_name="builtin", store_bits=16)
+        assert llm.store_bits == llm.engine.store_bits == 16
+        assert SamKVLLM.from_dict(llm.to_dict()).engine.store_bits == 16
+        with pytest.raises(InvalidOption, match="store_bits=3"):  # nothing is loaded for it
+            SamKVLLM(model_name="nowhere/to-be-found", store_bits=3)
+
+    def test_misses_are_computed_as_chunks_by_default(self) -> None:
+        engine = Engine(builtin(), method="samkv-guided")
+        llm = SamKVLLM(engine=engine, max_new_tokens=1)
+        engine.expect([ASKED.text])
+        llm.complete(f"Documents:\n\n{ASKED.text}\n\nQuestion: Who?")
+        assert (llm.on_miss, llm.last_report.chunks_computed) == ("compute", 1)
+        assert engine.is_cached(ASKED.text)
+
+    def test_metadata_comes_from_the_model(self, corpus: Corpus) -> None:
+        metadata = SamKVLLM.from_engine(corpus.engine).metadata
+        assert metadata.model_name == "builtin"
+        assert (metadata.num_output, metadata.is_chat_model) == (256, True)
+        assert not metadata.is_function_calling_model
+
+    @pytest.mark.parametrize("options", [
+        {}, {"context_window": 600}, {"system_prompt": "Be brief, and polite."},
+        {"is_chat_model": False},
+        {"is_chat_model": False, "completion_to_prompt": lambda text: f"Read this:\n{text}\nOh?"},
+        {"messages_to_prompt": lambda messages: f"Say: {messages[-1].content}!"},
+    ])  # fmt: skip
+    def test_window_is_what_a_prompt_may_fill(self, corpus: Corpus, options: Any) -> None:
+        llm = corpus.llm(**options)
+        room = llm.metadata.context_window - llm.metadata.num_output
+        assert room <= options.get("context_window", builtin().context_window) - 12
+        # as many tokens of text as LlamaIndex may pack, and one more
+        exactly = "salt" + " salt" * (room - 1)
+        while len(llm.tokenizer_fn(exactly)) > room:
+            exactly = exactly.removesuffix(" salt")
+        usage = llm.complete(exactly, max_tokens=1).raw["usage"]
+        assert abs(usage["prompt_tokens"] + 12 - llm.context_window) <= 2  # where pieces meet
+        with pytest.raises(PromptTooLong, match=f"context window of {llm.context_window} "):
+            llm.complete(exactly + " salt" * 4)
+
+    def test_window_without_room(self, corpus: Corpus) -> None:
+        with pytest.raises(InvalidOption, match="system prompt take .* tokens.*shorten"):
+            corpus.llm(context_window=30, system_prompt="Be brief. " * 10)
+
+    def test_evicts_as_it_was_told(self, corpus: Corpus) -> None:
+        report = corpus.llm(eviction="h2o").complete("Hello there, who are you?").raw["samkv"]
+        assert report["eviction"] == "h2o"
+        report = corpus.llm(eviction="none").complete("Hello there, who are you?").raw["samkv"]
+        assert report["eviction"] is None
+
+    def test_loads_by_name_and_folder(self, tmp_path: Path) -> None:
+        llm = SamKVLLM(model_name="builtin", kv_dir=tmp_path / "kv", device_map="cpu")
+        key = llm.engine.cache_chunk(ASKED.text)
+        other = SamKVLLM.from_dict(llm.to_dict())
+        assert other.engine is not llm.engine
+        assert other.engine.store.keys(other.engine.fingerprint) == [key]
+
+    def test_a_folder_is_the_same_however_it_is_written(
+        self, corpus: Corpus, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.chdir(corpus.folder)
+        for folder in ("kv", corpus.folder / "kv"):
+            assert corpus.llm(kv_dir=folder).kv_dir == str(corpus.folder / "kv")
+
+    def test_dict_round_trip(self, corpus: Corpus) -> None:
+        llm = corpus.llm(
+            generate_kwargs={"temperature": 0.5},
+            system_prompt="Be brief.",
+            method="reuse",
+            eviction="h2o",
+        )
+        data = llm.to_dict()
+        assert data["class_name"] == SamKVLLM.class_name() == "SamKV_LLM"
+        assert data["kv_dir"] == str(corpus.folder / "kv") and "engine" not in data
+        again = SamKVLLM.from_dict(data, engine=corpus.engine)
+        assert again.to_dict() == data and again.engine is corpus.engine
+
+    def test_copies_share_the_engine_and_nothing_else(self, corpus: Corpus) -> None:
+        llm = corpus.llm(generate_kwargs={"temperature": 0.5})
+        for other in (copy.deepcopy(llm), llm.model_copy(deep=True)):
+            assert other.engine is llm.engine
+            other.generate_kwargs["temperature"] = 0.9
+            assert llm.generate_kwargs == {"temperature": 0.5}
+        travelled = pickle.loads(pickle.dumps(llm))
+        assert travelled.metadata == llm.metadata
+        with pytest.raises(InvalidOption, match="another process"):
+            travelled.complete("Hello")
+
+    def test_classes_are_what_llama_index_looks_for(self) -> None:
+        assert issubclass(SamKVLLM, BaseLLM) and issubclass(SamKVLLM, LLM)
+        assert issubclass(SamKVPostprocessor, BaseNodePostprocessor)
+        assert issubclass(SamKVCacheTransform, TransformComponent)
+        assert SamKVPostprocessor.class_name() == "SamKVPostprocessor"
+
+    def test_llama_index_stays_a_namespace(self) -> None:
+        # one __init__.py above samkv/ would hide every other LlamaIndex package
+        root = Path(__file__).parents[2] / "connectors" / "llama_index"
+        inits = {path.relative_to(root).as_posix() for path in root.rglob("__init__.py")}
+        parts = ("llms", "postprocessor", "vector_stores")
+        assert inits == {f"{part}/samkv/__init__.py" for part in parts}

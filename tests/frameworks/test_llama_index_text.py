@@ -1,0 +1,260 @@
+"""Pipelines without handles: the LLM finds the texts of cached chunks in ordinary prompts."""
+
+from __future__ import annotations
+
+import gc
+import shutil
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+from llama_index.core import Document, Settings, VectorStoreIndex
+from llama_index.core.callbacks import CallbackManager, LlamaDebugHandler
+from llama_index.core.instrumentation import get_dispatcher
+from llama_index.core.instrumentation.event_handlers import BaseEventHandler
+from llama_index.core.instrumentation.span_handlers import BaseSpanHandler
+from llama_index.core.llms import ChatMessage
+from llama_index.core.schema import ImageNode, NodeWithScore, TextNode
+
+from llama_index.llms.samkv import SamKVLLM
+from llama_index.postprocessor.samkv import SamKVPostprocessor
+from samkv_integrations import ChunkStore, Engine
+from samkv_integrations.chroma.results import KEY_FIELD
+from samkv_integrations.errors import ChunkNotCached, InvalidOption, PromptTooLong, StoreError
+from tests.support.llama_index_corpus import ASKED, HANDLE, TOP_K, Corpus, Lexical
+from tests.support.records import RECORDS, TEXTS, builtin
+
+pytest_plugins = ("tests.support.llama_index_fixtures",)
+pytestmark = pytest.mark.usefixtures("no_other_model")
+
+
+def ask(corpus: Corpus, llm: SamKVLLM, *postprocessors: Any) -> Any:
+    return corpus.index.as_query_engine(
+        llm=llm, similarity_top_k=TOP_K, node_postprocessors=list(postprocessors)
+    ).query(ASKED.question)
+
+
+def drop(corpus: Corpus, text: str) -> None:
+    corpus.engine.store.delete(corpus.engine.key_of(text))
+
+
+@pytest.fixture
+def settings() -> Any:
+    """LlamaIndex's defaults for a test to change."""
+    before = Settings._llm, Settings._embed_model, Settings._transformations
+    yield Settings
+    Settings._llm, Settings._embed_model, Settings._transformations = before
+
+
+class TestOnlyTheLlmIsSwapped:
+    def test_caches_made_at_ingest_are_found(self, corpus: Corpus) -> None:
+        llm = corpus.llm()
+        assert ASKED.workers in str(ask(corpus, llm))
+        assert (llm.last_report.chunk_hits, llm.last_report.chunk_misses) == (TOP_K, {})
+        assert llm.last_report.kept_ratio < 0.5
+
+    def test_nothing_is_looked_for_if_so_asked(self, corpus: Corpus) -> None:
+        llm = corpus.llm(match_text=False)
+        assert ASKED.workers in str(ask(corpus, llm))
+        assert (llm.last_report.chunk_hits, llm.last_report.context_tokens) == (0, 0)
+
+    def test_five_lines_of_llama_index(self, settings: Any, tmp_path: Path) -> None:
+        for record in RECORDS:
+            (tmp_path / f"{record.name}.txt").write_text(record.text)
+        settings.embed_model = Lexical()
+        settings.llm = SamKVLLM(
+            model_name="builtin", kv_dir=tmp_path / "kv", max_new_tokens=12, cache_retrieved=True
+        )
+        # what follows is as in LlamaIndex's starter tutorial
+        from llama_index.core import SimpleDirectoryReader, VectorStoreIndex
+
+        documents = SimpleDirectoryReader(str(tmp_path), required_exts=[".txt"]).load_data()
+        index = VectorStoreIndex.from_documents(documents)
+        query_engine = index.as_query_engine()
+        for record in RECORDS:
+            response = query_engine.query(record.question)
+            assert str(response).strip() == record.workers
+            report = settings.llm.last_report
+            assert (report.chunk_hits, report.chunk_misses) == (len(response.source_nodes), {})
+        # and what was cached at its first use serves an LLM that knows nothing of retrievals
+        settings.llm = SamKVLLM(model_name="builtin", kv_dir=tmp_path / "kv", max_new_tokens=12)
+        index.as_query_engine().query(ASKED.question)
+        assert settings.llm.last_report.chunk_hits == 2
+
+    def test_others_do_not_learn_what_was_retrieved(self, tmp_path: Path) -> None:
+        index = VectorStoreIndex.from_documents(
+            [Document(text=text) for text in TEXTS], embed_model=Lexical()
+        )
+        one, other = (
+            SamKVLLM(
+                engine=Engine(builtin(), ChunkStore(tmp_path / name)),
+                max_new_tokens=12,
+                cache_retrieved=name == "one",
+            )
+            for name in ("one", "other")
+        )
+        for llm in (one, other):
+            index.as_query_engine(llm=llm).query(ASKED.question)
+        assert one.last_report.chunk_hits == 2 == len(one.engine.store.keys())
+        assert other.last_report.chunk_hits == 0 and other.engine.store.keys() == []
+        assert other.last_report.chunk_misses == {}
+
+    def test_listening_keeps_no_engine_alive(self) -> None:
+        n_handlers = len(get_dispatcher().event_handlers)
+        engine = Engine(builtin())
+        alive = weakref.ref(engine)
+        llm = SamKVLLM(engine=engine, cache_retrieved=True)
+        SamKVLLM(engine=engine, cache_retrieved=True)
+        assert len(get_dispatcher().event_handlers) <= n_handlers + 1
+        del llm, engine
+        gc.collect()
+        assert alive() is None
+
+    def test_contradictions(self, corpus: Corpus) -> None:
+        assert corpus.llm(cache_retrieved=True).on_miss == "compute"
+        assert corpus.llm().on_miss == "compute"
+        for options in ({"on_miss": "error"}, {"on_miss": "text"}, {"match_text": False}):
+            with pytest.raises(InvalidOption, match="cache_retrieved=True"):
+                corpus.llm(cache_retrieved=True, **options)
+
+
+class TestTextMode:
+    def test_prompts_sources_and_traces_hold_texts(
+        self, corpus: Corpus, prompts: list[Any]
+    ) -> None:
+        debug = LlamaDebugHandler(print_trace_on_end=False)
+        llm = corpus.llm(callback_manager=CallbackManager([debug]))
+        seen = _Everything()
+        spans = _Spans()
+        dispatcher = get_dispatcher()
+        dispatcher.event_handlers.append(seen)
+        dispatcher.span_handlers.append(spans)
+        try:
+            response = ask(corpus, llm, SamKVPostprocessor(llm=llm))
+        finally:
+            dispatcher.event_handlers.remove(seen)
+            dispatcher.span_handlers.remove(spans)
+        assert ASKED.workers in str(response)
+        assert llm.last_report.chunk_hits == TOP_K
+        assert len(seen.seen) > 5 and len(spans.seen) > 5
+        assert ASKED.text in repr(prompts) or ASKED.text in prompts[0][-1]["content"]
+        events = [event.payload for event in debug.get_events()]
+        for trace in (prompts, events, seen.seen, spans.seen, response, response.source_nodes):
+            assert not HANDLE.search(repr(trace))
+
+    def test_nodes_are_those_that_were_retrieved(self, corpus: Corpus) -> None:
+        nodes = corpus.index.as_retriever(similarity_top_k=TOP_K).retrieve(ASKED.question)
+        shown = SamKVPostprocessor(engine=corpus.engine, mode="text").postprocess_nodes(nodes)
+        assert [node.node for node in shown] == [node.node for node in nodes]
+        assert [type(node.node) for node in shown] == [TextNode] * TOP_K
+
+    def test_the_key_is_hidden_from_prompts(self, corpus: Corpus) -> None:
+        # as in records that no pipeline of LlamaIndex has written
+        node = TextNode(text=ASKED.text, metadata={KEY_FIELD: "0" * 32, "file": "a.txt"})
+        for mode in ("text", "handle"):
+            postprocessor = SamKVPostprocessor(engine=corpus.engine, mode=mode)
+            (shown,) = postprocessor.postprocess_nodes([NodeWithScore(node=node)])
+            content = shown.node.get_content("llm")
+            assert KEY_FIELD not in content and content.startswith("file: a.txt\n\n")
+        assert KEY_FIELD not in node.excluded_llm_metadata_keys  # the retrieved one is as it was
+
+    def test_misses(self, own_corpus: Corpus) -> None:
+        drop(own_corpus, ASKED.text)
+        llm = own_corpus.llm()
+        for on_miss, hits, misses in (("text", TOP_K - 1, {"absent": 1}), ("compute", TOP_K, {})):
+            postprocessor = SamKVPostprocessor(llm=llm, mode="text", on_miss=on_miss)
+            assert ASKED.workers in str(ask(own_corpus, llm, postprocessor))
+            assert (llm.last_report.chunk_hits, llm.last_report.chunk_misses) == (hits, misses)
+        drop(own_corpus, ASKED.text)
+        with pytest.raises(ChunkNotCached, match="SamKVCacheTransform"):
+            ask(own_corpus, llm, SamKVPostprocessor(llm=llm, mode="text", on_miss="error"))
+
+    def test_nothing_to_announce(self, corpus: Corpus) -> None:
+        for mode in ("text", "handle"):
+            postprocessor = SamKVPostprocessor(engine=corpus.engine, mode=mode, on_miss="compute")
+            assert postprocessor.postprocess_nodes([]) == []
+            odd = [TextNode(text=" "), ImageNode(text="a picture"), TextNode(text="")]
+            shown = postprocessor.postprocess_nodes([NodeWithScore(node=node) for node in odd])
+            assert [node.node.get_content("llm") for node in shown] == [" ", "a picture", ""]
+
+    def test_caches_begin_to_be_read(self, corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
+        begun, prefetch = [], ChunkStore.prefetch
+
+        def spied(self: ChunkStore, key: str, *rest: Any) -> None:
+            begun.append(key)
+            prefetch(self, key, *rest)
+
+        monkeypatch.setattr(ChunkStore, "prefetch", spied)
+        for mode in ("text", "handle"):
+            begun.clear()
+            llm = corpus.llm()
+            response = ask(corpus, llm, SamKVPostprocessor(llm=llm, mode=mode))
+            texts = [source.node.text for source in response.source_nodes]
+            assert begun == [corpus.engine.key_of(text) for text in texts]
+
+    def test_unknown_mode(self, corpus: Corpus) -> None:
+        with pytest.raises(InvalidOption, match="mode='both'; allowed: text, handle"):
+            SamKVPostprocessor(engine=corpus.engine, mode="both")
+
+
+class TestWithoutCaches:
+    @pytest.mark.parametrize("mode", ["text", "handle"])
+    def test_the_folder_was_removed(self, own_corpus: Corpus, mode: Any) -> None:
+        llm = own_corpus.llm()
+        postprocessor = SamKVPostprocessor(llm=llm, mode=mode)
+        before = str(ask(own_corpus, llm, postprocessor))
+        assert llm.last_report.chunk_hits == TOP_K
+        shutil.rmtree(own_corpus.folder / "kv")
+        assert str(ask(own_corpus, llm, postprocessor)) == before
+        assert llm.last_report.chunk_hits == 0
+        assert llm.last_report.chunk_misses == {"absent": TOP_K}
+        # nor does a question fail because its chunks cannot be cached
+        computing = SamKVPostprocessor(llm=llm, mode=mode, on_miss="compute")
+        assert str(ask(own_corpus, llm, computing)) == before
+        assert llm.last_report.chunk_misses == {"absent": TOP_K}
+
+    def test_another_folder(self, corpus: Corpus, tmp_path: Path) -> None:
+        llm = SamKVLLM(model_name="builtin", kv_dir=tmp_path / "wrong", max_new_tokens=12)
+        assert ASKED.workers in str(ask(corpus, llm, SamKVPostprocessor(llm=llm)))
+        assert llm.last_report.chunk_misses == {"absent": TOP_K}
+        # and when it has been filled, it is as good as the right one
+        postprocessor = SamKVPostprocessor(llm=llm, on_miss="compute")
+        assert ASKED.workers in str(ask(corpus, llm, postprocessor))
+        assert llm.last_report.chunk_hits == TOP_K
+
+    def test_something_else_than_a_store(self, tmp_path: Path) -> None:
+        (tmp_path / "file").write_text("a file")
+        for folder in (tmp_path, tmp_path / "file"):
+            with pytest.raises(StoreError, match="name a new or empty folder"):
+                SamKVLLM(model_name="builtin", kv_dir=folder)
+
+    def test_the_prompt_does_not_fit(self, corpus: Corpus) -> None:
+        llm = corpus.llm(context_window=150)
+        with pytest.raises(PromptTooLong, match="context window of 150 .*retrieve fewer chunks"):
+            llm.complete("\n\n".join(TEXTS))
+        # LlamaIndex packs by the window, with a tokenizer of its own unless it is told
+        with pytest.raises(PromptTooLong, match="Settings.tokenizer = llm.tokenizer_fn"):
+            llm.chat([ChatMessage(role="user", content="\n\n".join(TEXTS))])
+        small = corpus.llm(context_window=750)
+        ask(corpus, small, SamKVPostprocessor(llm=small))
+
+
+class _Everything(BaseEventHandler):
+    seen: list[Any] = []
+
+    def handle(self, event: Any, **kwargs: Any) -> None:
+        self.seen.append(event)
+
+
+class _Spans(BaseSpanHandler):
+    seen: list[Any] = []
+
+    def new_span(self, id_: str, bound_args: Any, **kwargs: Any) -> None:
+        self.seen.append(bound_args.arguments)
+
+    def prepare_to_exit_span(self, id_: str, bound_args: Any, result: Any = None, **_: Any) -> None:
+        self.seen.append(result)
+
+    def prepare_to_drop_span(self, id_: str, bound_args: Any, err: Any = None, **_: Any) -> None:
+        self.seen.append(err)

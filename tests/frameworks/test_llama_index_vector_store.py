@@ -1,0 +1,473 @@
+"""The vector store: nodes go in and out through LlamaIndex, and the caches follow them."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import pickle
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from llama_index.core import Document, Settings, VectorStoreIndex
+from llama_index.core.base.embeddings.base import BaseEmbedding
+from llama_index.core.ingestion import DocstoreStrategy, IngestionPipeline
+from llama_index.core.llms.mock import MockLLM
+from llama_index.core.node_parser import SentenceSplitter
+from llama_index.core.schema import (
+    ImageNode,
+    MetadataMode,
+    NodeRelationship,
+    RelatedNodeInfo,
+    TextNode,
+)
+from llama_index.core.storage.docstore import SimpleDocumentStore
+from llama_index.core.vector_stores.types import (
+    FilterCondition,
+    MetadataFilter,
+    MetadataFilters,
+    VectorStoreQuery,
+    VectorStoreQueryMode,
+)
+
+import samkv_integrations.engine.engine
+from llama_index.llms.samkv import SamKVCacheTransform, SamKVLLM
+from llama_index.vector_stores.samkv import SamKVChromaVectorStore
+from samkv_integrations import ChunkStore, Engine
+from samkv_integrations.chroma.client import open_collection
+from samkv_integrations.chroma.link import ChromaLink
+from samkv_integrations.chroma.results import KEY_FIELD
+from samkv_integrations.errors import InvalidChunk, InvalidOption, StoreError
+from tests.support.chroma_server import HOST
+from tests.support.records import RECORDS, TEXTS, builtin
+
+VECTOR = [1.0, 0.0, 0.0, 0.0]
+
+
+class Letters(BaseEmbedding):
+    """Four numbers a text, for tests in which it does not matter what is near."""
+
+    def _get_text_embedding(self, text: str) -> list[float]:
+        return [1.0, *(float(text.count(letter)) for letter in "aei")]
+
+    def _get_query_embedding(self, query: str) -> list[float]:
+        return self._get_text_embedding(query)
+
+    async def _aget_query_embedding(self, query: str) -> list[float]:
+        return self._get_text_embedding(query)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_other_model() -> Iterator[None]:
+    """LlamaIndex makes a remote model wherever it was given none: none of that here."""
+    Settings.llm = MockLLM()
+    yield
+    Settings.llm = None
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Engine:
+    return Engine(builtin(), ChunkStore(tmp_path / "kv"), block_size=8)
+
+
+@pytest.fixture(params=["folder", "server"])
+def either(
+    request: pytest.FixtureRequest, engine: Engine, tmp_path: Path
+) -> Iterator[SamKVChromaVectorStore]:
+    """A store on a folder, and one on a server."""
+    if request.param == "folder":
+        yield SamKVChromaVectorStore.from_params(
+            "town", persist_dir=tmp_path / "chroma", engine=engine
+        )
+        return
+    port = request.getfixturevalue("chroma_port")
+    store = SamKVChromaVectorStore.from_params("nodes", HOST, str(port), engine=engine)
+    yield store
+    store.client._client.delete_collection("nodes")
+
+
+@pytest.fixture
+def store(engine: Engine, tmp_path: Path) -> SamKVChromaVectorStore:
+    collection = open_collection(tmp_path / "chroma", "town", create=True)
+    return SamKVChromaVectorStore(collection, engine=engine)
+
+
+def node(id_: str, text: str, doc_id: str | None = None, **metadata: Any) -> TextNode:
+    made = TextNode(id_=id_, text=text, metadata=metadata, embedding=VECTOR)
+    if doc_id:
+        made.relationships[NodeRelationship.SOURCE] = RelatedNodeInfo(node_id=doc_id)
+    return made
+
+
+def files(store: SamKVChromaVectorStore) -> set[str]:
+    """Names of the files of caches, whatever the store says about them."""
+    kv = store.kv_link.engine.store
+    assert isinstance(kv, ChunkStore)
+    return {file.stem for file in kv.path.glob("*/*/*.safetensors")}
+
+
+def keys_of(store: SamKVChromaVectorStore, *texts: str) -> set[str]:
+    return {store.kv_link.engine.key_of(text) for text in texts}
+
+
+def records(store: SamKVChromaVectorStore) -> dict[str, tuple[str | None, str | None]]:
+    """id -> (document, key), as Chroma has them."""
+    rows = store.client.get(include=["documents", "metadatas"])
+    return {
+        id_: (text, (row or {}).get(KEY_FIELD))
+        for id_, text, row in zip(rows["ids"], rows["documents"], rows["metadatas"], strict=True)
+    }
+
+
+def in_step(store: SamKVChromaVectorStore, *texts: str) -> None:
+    """The collection holds exactly these texts, and the folder exactly their caches."""
+    held = records(store)
+    assert sorted(text or "" for text, _ in held.values()) == sorted(texts)
+    key_of = store.kv_link.engine.key_of
+    assert all(key == key_of(text or "") for text, key in held.values())
+    assert files(store) == keys_of(store, *texts)
+
+
+class TestAdd:
+    def test_records_and_caches(self, either: SamKVChromaVectorStore) -> None:
+        nodes = [node("a", TEXTS[0], "doc", page=3), node("b", f" {TEXTS[1]}\n", file=None)]
+        assert either.add(nodes) == ["a", "b"]
+        in_step(either, TEXTS[0], f" {TEXTS[1]}\n")
+        rows = dict(zip(*(either.client.get()[name] for name in ("ids", "metadatas")), strict=True))
+        assert rows["a"]["page"] == 3 and rows["a"]["document_id"] == "doc"
+        assert rows["b"]["file"] == ""  # as upstream writes None
+
+    def test_the_key_reaches_neither_prompts_nor_embeddings(
+        self, store: SamKVChromaVectorStore, engine: Engine
+    ) -> None:
+        bare, handled = node("a", TEXTS[0], page=3), node("b", TEXTS[1], page=3)
+        SamKVCacheTransform(engine=engine)([handled])
+        store.add([bare, handled])
+        ChromaLink(store.client, engine).add(["c"], TEXTS[2:3], [VECTOR])
+        found = store.query(VectorStoreQuery(query_embedding=VECTOR, similarity_top_k=9)).nodes
+        assert found is not None
+        for nodes in (found, store.get_nodes(["a", "b", "c"])):
+            by_id = {n.node_id: n for n in nodes}
+            for n in (bare, handled):
+                for mode in (MetadataMode.LLM, MetadataMode.EMBED, MetadataMode.NONE):
+                    assert by_id[n.node_id].get_content(mode) == n.get_content(mode)
+            foreign = next(n for n in nodes if n.get_content() == TEXTS[2])
+            for mode in (MetadataMode.LLM, MetadataMode.EMBED):
+                assert foreign.get_content(mode) == TEXTS[2]
+
+    def test_nodes_of_the_transform_are_looked_up_and_not_read(
+        self, store: SamKVChromaVectorStore, engine: Engine, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        nodes = [node("a", TEXTS[0]), node("b", TEXTS[1])]
+        SamKVCacheTransform(engine=engine)(nodes)
+        opened = []
+        open_ = engine.store.open
+        monkeypatch.setattr(
+            engine.store, "open", lambda *args: (opened.append(args[0]), open_(*args))[1]
+        )
+        nodes[1].set_content(TEXTS[2])  # its key is that of a former text
+        store.add(nodes)
+        assert set(opened) == keys_of(store, TEXTS[2])
+        assert records(store)["b"] == (TEXTS[2], engine.key_of(TEXTS[2]))
+
+    def test_a_known_id_is_replaced_and_its_old_text_released(
+        self, store: SamKVChromaVectorStore
+    ) -> None:
+        store.add([node("a", TEXTS[0], page=1), node("b", TEXTS[1]), node("c", TEXTS[1])])
+        store.add([node("a", TEXTS[2]), node("b", TEXTS[3])])
+        in_step(store, TEXTS[2], TEXTS[3], TEXTS[1])
+        (row,) = store.client.get(ids=["a"])["metadatas"]
+        assert "page" not in row
+
+    def test_images_and_empty_nodes_have_no_key(self, store: SamKVChromaVectorStore) -> None:
+        image = ImageNode(id_="i", text="a caption", image_url="http://x/y", embedding=VECTOR)
+        image.metadata[KEY_FIELD] = "0" * 32
+        store.add([node("a", TEXTS[0]), node("i", TEXTS[1])])
+        store.add([image, node("e", ""), node("s", " \n")])
+        held = records(store)
+        assert {id_ for id_, (_, key) in held.items() if key} == {"a"}
+        assert held["i"][0] == "a caption"
+        assert files(store) == keys_of(store, TEXTS[0])
+        (back,) = store.get_nodes(["i"])
+        assert isinstance(back, ImageNode) and back.image_url == "http://x/y"
+
+    def test_no_more_at_once_than_chroma_takes(
+        self, store: SamKVChromaVectorStore, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(store.client._client, "get_max_batch_size", lambda: 4)
+        sizes, upsert = [], store.client.upsert
+
+        def counted(*, ids: list[str], **rest: Any) -> None:
+            sizes.append(len(ids))
+            upsert(ids=ids, **rest)
+
+        monkeypatch.setattr(store.client, "upsert", counted)
+        store.add([node(str(n), text) for n, text in enumerate(TEXTS)])
+        assert sizes == [4, 2]
+        in_step(store, *TEXTS)
+        store.clear()
+        in_step(store)
+
+    def test_mistakes_are_said_before_anything_is_computed(
+        self, store: SamKVChromaVectorStore, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        store.add([node("z", TEXTS[5])])
+        monkeypatch.setattr(samkv_integrations.engine, "prefill", _not_called)
+        good, wide, none = (node(id_, TEXTS[0]) for id_ in "gwn")
+        wide.embedding, none.embedding = [*VECTOR, 0.0], None
+        for bad, error, match in (
+            (wide, InvalidOption, "dimension 5 does not fit collection 'town'.* dimension 4"),
+            (none, InvalidOption, "node 'n' has no embedding"),
+            (node("m", TEXTS[1], page=[1]), InvalidOption, "node 'm' cannot be stored.*page"),
+            (node("g", TEXTS[1]), InvalidOption, "id 'g' occurs twice"),
+            (node("l", "words " * 5000), InvalidChunk, "longer than the .* split it"),
+        ):
+            with pytest.raises(error, match=match):
+                store.add([good, bad])
+        in_step(store, TEXTS[5])
+        assert store.add([]) == []
+
+    def test_the_transform_refuses_the_same_nodes(self, engine: Engine) -> None:
+        with pytest.raises(InvalidChunk, match="split it"):
+            SamKVCacheTransform(engine=engine)([node("l", "words " * 5000)])
+
+    def test_a_folder_of_caches_that_was_removed(
+        self, store: SamKVChromaVectorStore, tmp_path: Path
+    ) -> None:
+        (tmp_path / "kv").rename(tmp_path / "away")
+        with pytest.raises(StoreError, match=r"kv.*next step"):
+            store.add([node("a", TEXTS[0])])
+        assert not records(store)
+
+
+class TestDelete:
+    def test_shared_texts_stay_while_someone_needs_them(
+        self, either: SamKVChromaVectorStore, engine: Engine
+    ) -> None:
+        client = either.client._client
+        name = f"{either.client.name}-other"
+        model = client.create_collection(name=name)
+        other = SamKVChromaVectorStore(
+            type(either.client)(client=client, model=model, embedding_function=None), engine=engine
+        )
+        either.add(
+            [node("a", TEXTS[0], "d1"), node("b", TEXTS[1], "d1"), node("c", TEXTS[2], "d2")]
+        )
+        either.add([node("e", TEXTS[2], "d3")])
+        other.add([node("a", TEXTS[1])])
+        either.delete("d1")
+        assert files(either) == keys_of(either, TEXTS[1], TEXTS[2])
+        either.delete_nodes(["c"])
+        assert files(either) == keys_of(either, TEXTS[1], TEXTS[2])
+        either.clear()
+        assert files(either) == keys_of(either, TEXTS[1])
+        other.delete_nodes(filters=MetadataFilters(filters=[_equal("document_id", "None")]))
+        assert not files(either)
+        client.delete_collection(name)
+
+    def test_by_ids_and_filters(self, store: SamKVChromaVectorStore) -> None:
+        kinds = ["x", "y", "x", "y"]
+        store.add([node(k, t, kind=x) for k, t, x in zip("abcd", TEXTS, kinds, strict=False)])
+        is_x = MetadataFilters(filters=[_equal("kind", "x")])
+        store.delete_nodes(["a", "b"], is_x)
+        in_step(store, *TEXTS[1:4])
+        store.delete_nodes(["nobody"])
+        store.delete("nobody")
+        assert [n.node_id for n in store.get_nodes(filters=is_x)] == ["c"]
+        assert {n.node_id for n in store.get_nodes()} == {"b", "c", "d"}
+        both = MetadataFilters(
+            filters=[_equal("kind", "x"), _equal("kind", "y")], condition=FilterCondition.OR
+        )
+        store.delete_nodes(filters=both)
+        in_step(store)
+
+    def test_mistakes(self, store: SamKVChromaVectorStore) -> None:
+        store.add([node("a", TEXTS[0])])
+        for ids, filters in ((None, None), ([], None), ([], MetadataFilters(filters=[]))):
+            with pytest.raises(InvalidOption, match=r"neither .*use clear\(\)"):
+                store.delete_nodes(ids, filters)
+        odd = MetadataFilters(filters=[MetadataFilter(key="k", value="v", operator="text_match")])
+        for use in (store.delete_nodes, store.get_nodes):
+            with pytest.raises(InvalidOption, match="(?i)text_match"):
+                use(filters=odd)
+        in_step(store, TEXTS[0])
+
+
+class TestQuery:
+    def test_mmr_and_metadata_alone(self, store: SamKVChromaVectorStore) -> None:
+        store.add([node("a", TEXTS[0], page=1), node("b", TEXTS[1], page=2)])
+        mmr = VectorStoreQuery(
+            query_embedding=VECTOR, similarity_top_k=2, mode=VectorStoreQueryMode.MMR
+        )
+        assert set(store.query(mmr, mmr_threshold=0.5).ids or ()) == {"a", "b"}
+        page = MetadataFilters(filters=[_equal("page", 2)])
+        assert store.query(VectorStoreQuery(filters=page)).ids == ["b"]
+
+    def test_embedding_of_another_size(self, store: SamKVChromaVectorStore) -> None:
+        store.add([node("a", TEXTS[0])])
+        with pytest.raises(InvalidOption, match="'town' refused the query.*dimension of 4, got 1"):
+            store.query(VectorStoreQuery(query_embedding=[1.0], similarity_top_k=1))
+
+
+def documents(**changes: str) -> list[Document]:
+    """Two documents of one chunk each, which share none, and one of two."""
+    texts = {"one": TEXTS[0], "two": TEXTS[1], "three": TEXTS[2], **changes}
+    return [Document(text=text, doc_id=name) for name, text in texts.items() if text]
+
+
+class TestLlamaIndex:
+    @pytest.fixture
+    def index(self, store: SamKVChromaVectorStore, engine: Engine) -> VectorStoreIndex:
+        return VectorStoreIndex.from_vector_store(
+            store,
+            embed_model=Letters(),
+            transformations=[SentenceSplitter(chunk_size=400), SamKVCacheTransform(engine=engine)],
+        )
+
+    def test_index(self, index: VectorStoreIndex, store: SamKVChromaVectorStore) -> None:
+        for document in documents():
+            index.insert(document)
+        in_step(store, *TEXTS[:3])
+        index.insert(Document(text=TEXTS[0], doc_id="again"))
+        index.delete_ref_doc("one", delete_from_docstore=True)
+        in_step(store, *TEXTS[:3])
+        index.delete_ref_doc("again", delete_from_docstore=True)
+        in_step(store, *TEXTS[1:3])
+        refreshed = index.refresh_ref_docs(documents(one="", two=TEXTS[4]))
+        assert refreshed == [True, False]
+        in_step(store, TEXTS[2], TEXTS[4])
+        ids = [n.node_id for n in store.get_nodes()]
+        index.delete_nodes(ids[:1])
+        assert len(files(store)) == len(records(store)) == 1
+
+    def test_without_the_transform_the_store_caches(self, store: SamKVChromaVectorStore) -> None:
+        index = VectorStoreIndex.from_vector_store(
+            store, embed_model=Letters(), transformations=[SentenceSplitter(chunk_size=400)]
+        )
+        for document in documents():
+            index.insert(document)
+        in_step(store, *TEXTS[:3])
+        llm = SamKVLLM(engine=store.kv_link.engine, max_new_tokens=4)
+        answer = index.as_query_engine(llm=llm, similarity_top_k=3).query(RECORDS[0].question)
+        assert llm.last_report is not None and len(answer.source_nodes) == 3
+        assert {n.node.get_content() for n in answer.source_nodes} == set(TEXTS[:3])
+
+    @pytest.mark.parametrize("is_async", [False, True])
+    @pytest.mark.parametrize("strategy", ["UPSERTS", "UPSERTS_AND_DELETE"])
+    def test_pipeline(
+        self, store: SamKVChromaVectorStore, engine: Engine, strategy: str, is_async: bool
+    ) -> None:
+        pipeline = IngestionPipeline(
+            transformations=[
+                SentenceSplitter(chunk_size=400), SamKVCacheTransform(engine=engine), Letters(),
+            ],
+            vector_store=store,
+            docstore=SimpleDocumentStore(),
+            docstore_strategy=DocstoreStrategy[strategy],
+        )  # fmt: skip
+
+        def ingest(**changes: str) -> None:
+            if is_async:
+                asyncio.run(pipeline.arun(documents=documents(**changes)))
+            else:
+                pipeline.run(documents=documents(**changes))
+
+        ingest()
+        in_step(store, *TEXTS[:3])
+        ingest()
+        in_step(store, *TEXTS[:3])
+        ingest(two=TEXTS[3])
+        in_step(store, TEXTS[0], TEXTS[3], TEXTS[2])
+        ingest(one="", two=TEXTS[3])
+        left = [TEXTS[3], TEXTS[2]] + ([TEXTS[0]] if strategy == "UPSERTS" else [])
+        in_step(store, *left)
+        assert store.kv_link.sync(grace_s=0).n_pruned == 0
+
+
+class TestComponent:
+    def test_async_twins_leave_the_event_loop_free(
+        self, store: SamKVChromaVectorStore, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        threads: dict[str, threading.Thread] = {}
+        for name in ("add", "delete", "delete_nodes", "clear", "get_nodes", "query"):
+            call: Callable[..., Any] = getattr(SamKVChromaVectorStore, name)
+
+            def noted(self: Any, *args: Any, call: Any = call, name: str = name, **kw: Any) -> Any:
+                threads[name] = threading.current_thread()
+                return call(self, *args, **kw)
+
+            monkeypatch.setattr(SamKVChromaVectorStore, name, noted)
+
+        async def use() -> None:
+            await store.async_add([node(k, t, "d") for k, t in zip("abc", TEXTS, strict=False)])
+            assert len(await store.aget_nodes(["a"])) == 1
+            asked = VectorStoreQuery(query_embedding=VECTOR, similarity_top_k=3)
+            assert len((await store.aquery(asked)).ids or ()) == 3
+            await store.adelete_nodes(["a"])
+            await store.adelete("d")
+            assert not files(store)
+            await store.async_add([node("a", TEXTS[0])])
+            await store.aclear()
+
+        asyncio.run(use())
+        in_step(store)
+        assert len(threads) == 6
+        assert threading.main_thread() not in threads.values()
+
+    def test_takes_an_llm(self, engine: Engine, tmp_path: Path) -> None:
+        llm = SamKVLLM(engine=engine)
+        store = SamKVChromaVectorStore.from_params("t-1", persist_dir=tmp_path / "c", llm=llm)
+        assert store.kv_link.engine is engine
+        again = SamKVChromaVectorStore.from_collection(store.client, llm=llm)
+        assert again.kv_link.collection is store.client
+        assert store.client._embedding_function is None
+
+    def test_to_dict_has_no_engine_and_no_headers(self, store: SamKVChromaVectorStore) -> None:
+        written = store.to_dict()
+        assert written["class_name"] == store.class_name() == "SamKVChromaVectorStore"
+        assert written["collection_name"] == "town"
+        assert not {"engine", "llm", "_engine"} & set(written) and written["headers"] is None
+
+    def test_copies_share_and_pickles_leave(self, store: SamKVChromaVectorStore) -> None:
+        twin = copy.deepcopy(store)
+        assert twin is not store and twin.client is store.client
+        twin.add([node("a", TEXTS[0])])
+        in_step(store, TEXTS[0])
+        sent = pickle.loads(pickle.dumps(store))
+        assert sent.collection_name == "town"
+        for use in (sent.clear, lambda: sent.add([node("a", TEXTS[0])]), sent.get_nodes):
+            with pytest.raises(InvalidOption, match="came from another process"):
+                use()
+
+    def test_mistakes(self, engine: Engine, tmp_path: Path) -> None:
+        collection = open_collection(tmp_path / "chroma", "town", create=True)
+        with pytest.raises(InvalidOption, match="either llm .* or engine"):
+            SamKVChromaVectorStore(collection)
+        with pytest.raises(InvalidOption, match="MockLLM has no engine"):
+            SamKVChromaVectorStore(collection, llm=MockLLM())
+        with pytest.raises(TypeError, match="chroma_colection"):
+            SamKVChromaVectorStore(chroma_colection=collection, engine=engine)  # type: ignore[call-arg]
+        folder = str(tmp_path / "chroma")
+        for where in (
+            {},
+            {"host": HOST},
+            {"port": 1},
+            {"host": HOST, "port": 1, "persist_dir": folder},
+        ):
+            with pytest.raises(InvalidOption, match="either persist_dir, or host and port"):
+                SamKVChromaVectorStore.from_params("town", engine=engine, **where)
+        with pytest.raises(InvalidOption, match="port='http'"):
+            SamKVChromaVectorStore.from_params("town", HOST, "http", engine=engine)
+        inside = Engine(builtin(), ChunkStore(tmp_path / "chroma" / "kv"))
+        with pytest.raises(InvalidOption, match="inside Chroma's folder"):
+            SamKVChromaVectorStore(collection, engine=inside)
+
+
+def _equal(key: str, value: str | int) -> MetadataFilter:
+    return MetadataFilter(key=key, value=value)
+
+
+def _not_called(*arguments: object) -> None:
+    raise AssertionError("nothing should have been computed")

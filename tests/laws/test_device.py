@@ -1,0 +1,227 @@
+"""Where a request waits for its device, and that tensors of two devices never meet.
+
+There is no device here: `tests/support/pretend_device.py` holds tensors to a GPU's rules and counts
+waits.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor
+
+from samkv_integrations.cache.memory import MemoryStore
+from samkv_integrations.cache.quantise import STORE_BITS
+from samkv_integrations.engine.blend import Blend
+from samkv_integrations.engine.decode import Decoder
+from samkv_integrations.engine.engine import Engine
+from samkv_integrations.engine.loader import Context
+from samkv_integrations.engine.plan import PassPlan
+from samkv_integrations.eviction import EVICTIONS
+from samkv_integrations.methods import METHODS
+from samkv_integrations.model.model import Model
+from tests.support.models import byte_tokenizer, hf_model
+from tests.support.pretend_device import DEVICE, Device, OnDevice, pretend_device
+
+CHUNKS = [f"the {name} of number {name} is at the {name}, " * 4 for name in ("mill", "inn", "quay")]
+PROMPT = f"A guide: {' and '.join(CHUNKS)} Where is the inn?"
+FOLLOW = (40, 50)
+ONE_COPY = {"to the device": 1}
+# Attention there is the plain computation, here a fused kernel: float32 in another order, and
+# logits of this model reach 100.
+AS_CLOSE = {"rtol": 1e-4, "atol": 1e-3}
+
+
+def engine(store: MemoryStore | None = None, *, n_layers: int = 4, **options: object) -> Engine:
+    hf = hf_model("llama", num_hidden_layers=n_layers)
+    model = Model(hf.to("cpu" if store is None else DEVICE), byte_tokenizer(bos=True), "tiny")
+    return Engine(model, store, block_size=8, **options)
+
+
+@cache
+def filled(*, n_layers: int = 4, store_bits: int = 4) -> Engine:
+    """An engine on the CPU with the chunks in its store."""
+    made = engine(n_layers=n_layers, store_bits=store_bits)
+    made.cache_chunks(CHUNKS)
+    return made
+
+
+class Waits:
+    """How often each pass and each step has waited, by what it waited for."""
+
+    def __init__(self, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.passes: list[dict[str, int]] = []
+        self.steps: list[dict[str, int]] = []
+        through = self._counting(device, Blend.through_layers, self.passes)
+        monkeypatch.setattr(Blend, "through_layers", through)
+        monkeypatch.setattr(Decoder, "step", self._counting(device, Decoder.step, self.steps))
+
+    def _counting(
+        self, device: Device, function: Callable[..., Tensor], into: list[dict[str, int]]
+    ) -> Callable[..., Tensor]:
+        def counting(*args: object) -> Tensor:
+            before = Counter(device.waits)
+            result = function(*args)
+            into.append(dict(device.waits - before))
+            return result
+
+        return counting
+
+
+def waits_of(monkeypatch: pytest.MonkeyPatch, n_layers: int, **asked: object) -> Waits:
+    on_cpu = filled(n_layers=n_layers)
+    with monkeypatch.context() as patch, pretend_device() as device:
+        there = engine(on_cpu.store, n_layers=n_layers)
+        waits = Waits(device, patch)
+        there.logits(PROMPT, CHUNKS, follow=FOLLOW, **asked)
+    return waits
+
+
+# -- the device that is not there -----------------------------------------------------------------
+
+
+def test_a_sum_over_two_devices_fails_as_on_a_gpu():
+    with pretend_device():
+        there = torch.arange(3, device=DEVICE)
+        with pytest.raises(RuntimeError, match="same device"):
+            there + torch.arange(3)
+        assert torch.equal((there + torch.tensor(1)).cpu(), torch.tensor([1, 2, 3]))
+
+
+@pytest.mark.parametrize(
+    ("look", "waits"),
+    [
+        (lambda x: int(x[0]), {"a number": 1}),
+        (lambda x: bool(x.any()), {"a number": 1}),
+        (lambda x: x.tolist(), {"to the host": 1}),
+        (lambda x: torch.argwhere(x), {"nonzero": 1}),
+        (lambda x: x[x > 1], {"a mask as an index": 1}),
+        (lambda x: x.masked_select(x > 1), {"masked_select": 1}),
+        (lambda x: x[torch.tensor([0])], {"indices of the host": 1}),
+        (lambda x: torch.equal(x, x), {"equal": 1}),
+        (lambda x: x.add_(torch.tensor([1]).to(DEVICE)), {"to the device": 1}),
+        (lambda x: torch.zeros_like(x).index_put_((x,), x), {}),
+        (lambda x: x[x].softmax(0, torch.float32).topk(2).values.sort().values, {}),
+    ],
+)
+def test_what_makes_the_host_wait_is_counted(look: Callable[[Tensor], object], waits):
+    with pretend_device() as device:
+        there = torch.arange(3, device=DEVICE)
+        look(there)
+    assert device.waits == waits
+
+
+# -- two devices ----------------------------------------------------------------------------------
+
+
+EVERYTHING = [
+    # auto is full prefill or samkv-guided, and costs differ between devices
+    *((method, None, 4) for method in METHODS if method != "auto"),
+    *(("reuse", rule, 4) for rule in EVICTIONS),
+    *(("samkv-guided", rule, bits) for rule in ("none", "quest") for bits in STORE_BITS),
+]
+
+
+@pytest.mark.parametrize(("method", "rule", "store_bits"), EVERYTHING)
+def test_tensors_of_two_devices_never_meet(method: str, rule: str | None, store_bits: int):
+    """A whole request but for the sampler; its logits are those of the CPU."""
+    on_cpu = filled(store_bits=store_bits)
+    asked = {"follow": FOLLOW, "method": method, "eviction": rule}
+    expected = on_cpu.logits(PROMPT, CHUNKS, **asked)
+    with pretend_device():
+        there = engine(on_cpu.store, store_bits=store_bits)
+        found = there.logits(PROMPT, CHUNKS, **asked)
+    torch.testing.assert_close(found, expected, **AS_CLOSE)
+
+
+def test_chunks_are_cached_from_one_device():
+    """Ingest; 16 bits, where a rounding error does not become another code."""
+    expected = filled(store_bits=16).logits(PROMPT, CHUNKS, method="samkv-guided")
+    with pretend_device():
+        there = engine(MemoryStore(), store_bits=16)
+        there.cache_chunks(CHUNKS)
+        found = there.logits(PROMPT, CHUNKS, method="samkv-guided")
+    torch.testing.assert_close(found, expected, **AS_CLOSE)
+
+
+def test_a_chunk_without_a_cache_is_computed_on_the_device():
+    on_cpu = filled()
+    missing = [*CHUNKS[:2], "a chunk that nobody cached, about the ferry. "]
+    prompt = f"A guide: {' and '.join(missing)} Where is the inn?"
+    expected = on_cpu.logits(prompt, missing)
+    with pretend_device():
+        found = engine(on_cpu.store).logits(prompt, missing)
+    torch.testing.assert_close(found, expected, **AS_CLOSE)
+
+
+@pytest.mark.parametrize("method", ["reuse", "samkv-guided"])
+def test_a_plan_left_on_the_host_fails(monkeypatch: pytest.MonkeyPatch, method: str):
+    """The rehearsal can fail: a plan whose tensors are not on the model's device."""
+    run, on_cpu = Blend.run, filled()
+
+    def run_from_host(blend: Blend, plan: PassPlan) -> Tensor:
+        for layer in plan.layers:
+            for name, value in vars(layer).items():
+                object.__setattr__(layer, name, getattr(value, "held", value))
+        return run(blend, plan)
+
+    monkeypatch.setattr(Blend, "run", run_from_host)
+    with pretend_device() as device:
+        there = engine(on_cpu.store)
+        with pytest.raises(RuntimeError, match="same device"):
+            there.logits(PROMPT, CHUNKS, method=method)
+    assert device.waits
+
+
+def test_entries_left_on_the_host_fail(monkeypatch: pytest.MonkeyPatch):
+    load, on_cpu = Context.load, filled()
+
+    def load_to_host(context: Context, blocks: Tensor) -> None:
+        load(context, blocks)
+        assert all(isinstance(of_layer, OnDevice) for of_layer in context.codes)
+        context.codes = [of_layer.held for of_layer in context.codes]
+
+    monkeypatch.setattr(Context, "load", load_to_host)
+    with pretend_device():
+        there = engine(on_cpu.store)
+        with pytest.raises(RuntimeError, match="same device"):
+            there.logits(PROMPT, CHUNKS, method="reuse")
+
+
+# -- waits ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n_layers", [2, 6])
+def test_reuse_waits_once_a_pass_for_the_tokens(monkeypatch: pytest.MonkeyPatch, n_layers: int):
+    waits = waits_of(monkeypatch, n_layers, method="reuse", eviction="none")
+    assert waits.passes == [ONE_COPY]
+
+
+@pytest.mark.parametrize("n_layers", [2, 6])
+@pytest.mark.parametrize("rule", ["none", "quest"])
+def test_neither_pass_of_samkv_guided_waits_for_a_layer(
+    monkeypatch: pytest.MonkeyPatch, n_layers: int, rule: str
+):
+    """The probe moves where tokens lie in their chunks besides its tokens, the second pass none."""
+    waits = waits_of(monkeypatch, n_layers, method="samkv-guided", eviction=rule)
+    assert waits.passes == [{"to the device": 2}, ONE_COPY]
+
+
+@pytest.mark.parametrize("n_layers", [2, 6])
+@pytest.mark.parametrize("rule", ["none", "quest"])
+def test_a_step_waits_for_its_token_and_its_position_alone(
+    monkeypatch: pytest.MonkeyPatch, n_layers: int, rule: str
+):
+    waits = waits_of(monkeypatch, n_layers, eviction=rule)
+    assert waits.steps == [{"to the device": 2}] * len(FOLLOW)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_no_method_waits_for_a_layer(monkeypatch: pytest.MonkeyPatch, method: str):
+    few, many = (waits_of(monkeypatch, n_layers, method=method) for n_layers in (4, 6))
+    assert few.passes == many.passes and few.steps == many.steps
+    assert few.passes

@@ -1,0 +1,371 @@
+"""Known chunk texts are found in plain prompts, and answered as if they had been named."""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import samkv_integrations.prompt.finder
+from samkv_integrations import ChunkStore, Engine, MemoryStore
+from samkv_integrations.cache.base import Store
+from samkv_integrations.cache.chunk import normalise
+from samkv_integrations.errors import ChunkNotCached
+from samkv_integrations.prompt.finder import ANCHOR, KnownTexts
+from samkv_integrations.prompt.split import ChunkHandle, ChunkText, handle_of, split_prompt
+from tests.support.chunks import random_chunk, tiny_fingerprint
+from tests.support.models import tiny_model
+
+TINY = tiny_fingerprint()
+TEXTS = [
+    "The first document says\nwhat nobody else would say.",
+    'A "second" one; it\'s about rain\tand   about snow, at length.',
+    "The first document says something else, because it can.",
+]
+PROMPT = "Read.\n\n" + "\n\n".join(TEXTS) + "\n\nWhat is it about?"
+
+
+def key_of(body: str) -> str:
+    return f"{abs(hash(body)):032x}"[:32]
+
+
+def keep(store: Store, text: str, key: str | None = None) -> str:
+    """Store a chunk of that text; its tensors do not matter here."""
+    key = key or key_of(normalise(text))
+    store.put(random_chunk(0, 5, TINY, key=key, text=text))
+    return key
+
+
+@pytest.fixture(params=["memory", "folder"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
+    return MemoryStore() if request.param == "memory" else ChunkStore(tmp_path / "kv")
+
+
+def known(store: Store) -> KnownTexts:
+    return KnownTexts(store, lambda: TINY, key_of)
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Engine:
+    """Its method is one that always answers from caches; the default is in test_auto."""
+    store = ChunkStore(tmp_path / "kv")
+    engine = Engine(tiny_model("llama"), store, method="samkv-guided", block_size=8)
+    engine.cache_chunks(TEXTS)
+    return engine
+
+
+class TestAnswers:
+    def test_the_prompt_is_what_it_is_with_its_chunks_named(self, engine: Engine) -> None:
+        with engine.resolve(PROMPT) as found, engine.resolve(PROMPT, TEXTS) as named:
+            assert found.segments == named.segments
+            assert [c.key for c in found.opened] == [engine.key_of(text) for text in TEXTS]
+        answer, expected = (engine.generate(PROMPT, c, max_new_tokens=6) for c in (None, TEXTS))
+        assert answer.text == expected.text
+        assert answer.report.chunk_hits == len(TEXTS)
+        assert answer.report.kept_ratio == expected.report.kept_ratio
+
+    def test_chunks_that_are_named_are_all_there_are(self, engine: Engine) -> None:
+        assert engine.generate(PROMPT, (), max_new_tokens=1).report.chunk_hits == 0
+        assert engine.generate(PROMPT, TEXTS[:1], max_new_tokens=1).report.chunk_hits == 1
+
+    def test_texts_and_handles_go_together(self, engine: Engine) -> None:
+        prompt = PROMPT.replace(TEXTS[1], engine.handle_of(TEXTS[1]) or "")
+        report = engine.generate(prompt, max_new_tokens=1).report
+        assert (report.chunk_hits, report.chunk_misses) == (3, {})
+
+    def test_a_prompt_that_is_nothing_but_a_chunk(self, engine: Engine) -> None:
+        answer = engine.generate(TEXTS[0], method="recompute", max_new_tokens=4)
+        assert answer.report.chunk_hits == 1
+        plain = engine.generate(TEXTS[0], (), method="recompute", max_new_tokens=4)
+        assert answer.text == plain.text
+
+    def test_a_broken_cache_is_a_counted_miss(self, engine: Engine) -> None:
+        expected = engine.generate(PROMPT, (), method="recompute", max_new_tokens=6).text
+        assert isinstance(engine.store, ChunkStore)
+        (file,) = engine.store.path.rglob(f"{engine.key_of(TEXTS[1])}.safetensors")
+        file.write_bytes(file.read_bytes()[:-9])
+        with pytest.raises(ChunkNotCached):
+            engine.generate(PROMPT, on_miss="error")
+        for on_miss, method, computed in (
+            ("text", "recompute", 0),
+            ("compute", "recompute", 0),  # full prefill wants no caches
+            ("compute", "reuse", 1),
+        ):
+            answer = engine.generate(PROMPT, method=method, max_new_tokens=6, on_miss=on_miss)
+            assert method == "reuse" or answer.text == expected
+            assert (answer.report.chunk_hits, answer.report.chunk_misses) == (2, {"corrupt": 1})
+            assert answer.report.chunks_computed == computed
+        report = engine.generate(PROMPT, max_new_tokens=1).report
+        assert (report.chunk_hits, report.chunk_misses) == (3, {})
+
+    def test_another_namespace_is_not_found(self, engine: Engine, tmp_path: Path) -> None:
+        store = ChunkStore(tmp_path / "kv", namespace="another tenant")
+        other = Engine(engine.model, store, block_size=8)
+        report = other.generate(PROMPT, max_new_tokens=1).report
+        # not even counted: that a text is known to somebody is nobody's business
+        assert (report.chunk_hits, report.chunk_misses, report.context_tokens) == (0, {}, 0)
+        other.cache_chunks(TEXTS[:1])
+        for each, hits in ((other, 1), (engine, 3)):
+            assert each.generate(PROMPT, max_new_tokens=1).report.chunk_hits == hits
+
+    def test_another_models_chunks_are_not_found(self, engine: Engine, tmp_path: Path) -> None:
+        other = Engine(tiny_model("llama", seed=1), ChunkStore(tmp_path / "kv"), block_size=8)
+        report = other.generate(PROMPT, max_new_tokens=1).report
+        assert (report.chunk_hits, report.chunk_misses) == (0, {})
+
+    def test_block_size_settles_after_the_first_prompt(self) -> None:
+        engine = Engine(tiny_model("llama"))
+        assert engine.generate(PROMPT, max_new_tokens=1).report.chunk_hits == 0
+        engine.cache_chunks(TEXTS)
+        assert engine.generate(PROMPT, max_new_tokens=1).report.chunk_hits == len(TEXTS)
+
+
+class TestExpected:
+    def test_without_a_cache_it_is_a_counted_miss(self, engine: Engine) -> None:
+        new = "Something that a retriever found\nand nobody has ingested."
+        prompt = f"{PROMPT}\n\n{new}\n\nWell?"
+        before = engine.generate(prompt, max_new_tokens=4)
+        assert before.report.chunk_misses == {}
+        engine.expect([f"  {new}\n", "", " \n"])
+        with pytest.raises(ChunkNotCached):
+            engine.generate(prompt, on_miss="error")
+        for on_miss, computed in (("text", 0), ("compute", 1)):
+            after = engine.generate(prompt, max_new_tokens=4, on_miss=on_miss).report
+            assert (after.chunk_hits, after.chunk_misses) == (3, {"absent": 1})
+            assert after.chunks_computed == computed
+        kept = engine.generate(prompt, max_new_tokens=4).report
+        assert (kept.chunk_hits, kept.chunk_misses, kept.chunks_computed) == (4, {}, 0)
+
+    def test_only_the_latest_are_remembered(
+        self, store: Store, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(samkv_integrations.prompt.finder, "MAX_EXPECTED", 2)
+        texts = known(store)
+        texts.expect([TEXTS[0], TEXTS[1], TEXTS[0], TEXTS[2]])
+        assert set(texts.find(PROMPT).values()) == {TEXTS[0], TEXTS[2]}
+        keep(store, TEXTS[1])
+        texts.expect([TEXTS[1]])
+        texts.expect(["Something else that is long enough", "And something else of the kind"])
+        assert list(texts.find(PROMPT)) == [TEXTS[1]]  # stored, though no longer expected
+
+    def test_of_another_namespace_it_is_as_good_as_absent(
+        self, engine: Engine, tmp_path: Path
+    ) -> None:
+        store = ChunkStore(tmp_path / "kv", namespace="another tenant")
+        other = Engine(engine.model, store, block_size=8)
+        other.expect(TEXTS)
+        report = other.generate(PROMPT, max_new_tokens=1).report
+        assert (report.chunk_hits, report.chunk_misses) == (0, {"absent": 3})
+
+
+class TestFinding:
+    @pytest.mark.parametrize(
+        "write",
+        [
+            lambda text: str([f"Header\n\n{text}\nrest"]),
+            lambda text: str([f"It's\n\n{text}\n'rest'"]),
+            lambda text: str([f"'\"\n{text}"]),
+            lambda text: repr(f"file: a.txt\n\n{text}"),
+        ],
+    )
+    @pytest.mark.parametrize("text", [*TEXTS, "back\\slash and 'one' kind of quotes,\r\n or two"])
+    def test_inside_a_repr(self, store: Store, write: Callable[[str], str], text: str) -> None:
+        keep(store, text)
+        prompt = f"Read {write(text)}. Well?"
+        found = known(store).find(prompt)
+        assert list(found.values()) == [text]
+        (form,) = found
+        assert form in prompt and len(split_prompt(prompt, known=found)) == 3
+
+    def test_as_mustache_writes_it(self, store: Store) -> None:
+        text = 'R&D says "1 < 2" & it\'s right'
+        keep(store, text)
+        written = "R&amp;D says &quot;1 &lt; 2&quot; &amp; it's right"
+        assert known(store).find(f"Read {written}.") == {written: text}
+
+    def test_where_it_stands_in_a_word_it_is_part_of_that(self, store: Store) -> None:
+        text = "words that go on for a while"
+        keep(store, text)
+        prompt = f"{text}\n\nfore{text}s"
+        pieces = split_prompt(prompt, known=known(store).find(prompt))
+        assert [isinstance(piece, ChunkText) for piece in pieces] == [True, False]
+
+    def test_short_texts_are_not_looked_for(self, store: Store) -> None:
+        short, enough = "x" * (ANCHOR - 1), "y" * ANCHOR
+        keep(store, short)
+        keep(store, enough)
+        assert list(known(store).find(f"{short} {enough}")) == [enough]
+
+    @pytest.mark.parametrize(("prompt", "is_found"), [
+        ("{}", True), ("\n{}\n", True), ("({}).", True), ("a {} b", True), ("-{}-", True),
+        ("a{}", False), ("{}s", False), ("9{}", False), ("a{} {}", True), ("ends\\n{}\\n", True),
+    ])  # fmt: skip
+    def test_it_stands_alone(self, store: Store, prompt: str, is_found: bool) -> None:
+        text = "words that go on for a while"
+        keep(store, text)
+        assert bool(known(store).find(prompt.format(text, text))) == is_found
+
+    def test_of_two_in_one_place_the_longer(self, store: Store) -> None:
+        texts = ["begins like the other one does", "begins like the other one does, and goes on"]
+        for text in texts:
+            keep(store, text)
+        found = known(store).find(f"{texts[1]}\n{texts[0]}\n{texts[1]}")
+        assert set(found) == set(texts)
+        pieces = split_prompt(f"{texts[1]}\n{texts[0]}", known=found)
+        assert [p.text for p in pieces if isinstance(p, ChunkText)] == texts[::-1]
+
+    def test_what_stands_inside_a_chunk_is_not_looked_at(self, store: Store) -> None:
+        inner = "an inner text that is stored as well"
+        outer = f"Outer text, {inner}, {handle_of('0' * 32)} and more"
+        keep(store, inner)
+        keep(store, outer)
+        found = known(store).find(f"Read {outer}.")
+        assert list(found) == [outer]
+        assert len(split_prompt(f"Read {outer}.", known=found)) == 3
+
+    def test_what_is_written_as_it_is_wins(self, store: Store) -> None:
+        text = "two lines of a text\nof which one"
+        keep(store, text)
+        literal = text.replace("\n", "\\n")
+        keep(store, literal)
+        assert known(store).find(f"Read {literal}.") == {literal: literal}
+        store.delete(key_of(literal))
+        keep(store, text)
+
+    @given(
+        bodies=st.lists(st.text("ab \n'", min_size=1, max_size=60), max_size=6),
+        order=st.lists(st.tuples(st.integers(0, 5), st.text("ab \n'.", max_size=12)), max_size=8),
+    )
+    @settings(max_examples=200, deadline=None)
+    def test_against_a_plain_search(self, bodies: list[str], order: list[tuple[int, str]]) -> None:
+        with mock.patch.object(samkv_integrations.prompt.finder, "ANCHOR", 3):
+            store = MemoryStore()
+            for body in filter(normalise, bodies):
+                keep(store, body)
+            prompt = "".join(glue + bodies[i % len(bodies)] for i, glue in order if bodies)
+            found = known(store).find(prompt)
+        texts = {body for body in map(normalise, bodies) if len(body) >= 3}
+        expected, at = set(), 0
+        while at < len(prompt):
+            here = [text for text in texts if prompt.startswith(text, at)]
+            for text in list(here):
+                around = prompt[max(at - 1, 0) : at + 1], prompt[at + len(text) - 1 :][:2]
+                if any(re.fullmatch("[ab][ab]", pair) for pair in around):
+                    here.remove(text)
+            longest = max(here, key=len, default="")
+            expected |= {longest} - {""}
+            at += len(longest) or 1
+        assert {form for form, body in found.items() if form == body} == expected
+        pieces = split_prompt(prompt, known=found)
+        written = {body: form for form, body in found.items()}
+        whole = [written.get(p.text, p.text) for p in pieces if not isinstance(p, ChunkHandle)]
+        assert "".join(whole) == prompt
+
+
+class TestChanges:
+    def test_what_is_added_and_deleted_is_noticed(self, store: Store) -> None:
+        texts = known(store)
+        assert texts.find(PROMPT) == {}
+        first, second = keep(store, TEXTS[0]), keep(store, TEXTS[1])
+        assert list(texts.find(PROMPT)) == TEXTS[:2]
+        store.delete(first)
+        assert list(texts.find(PROMPT)) == [TEXTS[1]]
+        store.delete(second)
+        assert texts.find(PROMPT) == {}
+        keep(store, TEXTS[0])
+        assert list(texts.find(PROMPT)) == [TEXTS[0]]
+
+    def test_so_is_what_another_process_did(self, tmp_path: Path) -> None:
+        ours, theirs = ChunkStore(tmp_path), ChunkStore(tmp_path)
+        texts = known(ours)
+        keep(theirs, TEXTS[0])
+        _age(tmp_path)
+        assert list(texts.find(PROMPT)) == [TEXTS[0]]
+        keep(theirs, TEXTS[2])
+        assert list(texts.find(PROMPT)) == [TEXTS[0], TEXTS[2]]
+        theirs.delete(key_of(TEXTS[0]))
+        assert list(texts.find(PROMPT)) == [TEXTS[2]]
+
+    def test_nothing_is_listed_when_nothing_changed(
+        self, store: Store, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        keep(store, TEXTS[0])
+        _age(tmp_path)
+        texts, listed, keys = known(store), [], store.keys
+        monkeypatch.setattr(store, "keys", lambda *a: listed.append(a) or keys(*a))
+        for _ in range(3):
+            assert list(texts.find(PROMPT)) == [TEXTS[0]]
+        assert len(listed) == 1
+
+    def test_one_key_of_two_with_the_same_text(self, store: Store) -> None:
+        texts = known(store)
+        keep(store, TEXTS[0])
+        keep(store, TEXTS[0], key="f" * 32)  # another namespace's
+        assert list(texts.find(PROMPT)) == [TEXTS[0]]
+        store.delete("f" * 32)
+        assert list(texts.find(PROMPT)) == [TEXTS[0]]
+        store.delete(key_of(TEXTS[0]))
+        assert texts.find(PROMPT) == {}
+
+    def test_a_lost_text_and_a_lost_folder(self, tmp_path: Path) -> None:
+        store = ChunkStore(tmp_path / "kv")
+        texts = known(store)
+        keep(store, TEXTS[0])
+        key = keep(store, TEXTS[1])
+        store._file(key, TINY.digest).with_suffix(".txt").unlink()
+        assert list(texts.find(PROMPT)) == [TEXTS[0]]
+        for root, _, names in os.walk(tmp_path / "kv", topdown=False):
+            for name in names:
+                (Path(root) / name).unlink()
+            Path(root).rmdir()
+        assert texts.find(PROMPT) == {}
+
+    def test_many_threads(self) -> None:
+        store = MemoryStore()
+        texts, failures = known(store), []
+        bodies = [f"this is the text of number {i}, which is long" for i in range(40)]
+        prompt = "\n\n".join(bodies)
+
+        def add(part: list[str]) -> None:
+            for body in part:
+                keep(store, body)
+                texts.expect([body + " expected"])
+
+        def look() -> None:
+            for _ in range(50):
+                if not set(texts.find(prompt)) <= set(bodies):
+                    failures.append("found what is not there")
+
+        work = [threading.Thread(target=add, args=(bodies[i::4],)) for i in range(4)]
+        work += [threading.Thread(target=look) for _ in range(4)]
+        for thread in work:
+            thread.start()
+        for thread in work:
+            thread.join()
+        assert failures == []
+        assert list(texts.find(prompt)) == bodies
+
+
+def test_fingerprint_that_changes_changes_what_is_found(store: Store) -> None:
+    current = [TINY]
+    texts = KnownTexts(store, lambda: current[0], key_of)
+    keep(store, TEXTS[0])
+    assert list(texts.find(PROMPT)) == [TEXTS[0]]
+    current[0] = replace(TINY, block_size=8)
+    assert texts.find(PROMPT) == {}
+    current[0] = TINY
+    assert list(texts.find(PROMPT)) == [TEXTS[0]]
+
+
+def _age(folder: Path) -> None:
+    """As if all of it had been written a while ago."""
+    for root, _, _ in os.walk(folder):
+        os.utime(root, (1e9, 1e9))

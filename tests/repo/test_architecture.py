@@ -1,0 +1,337 @@
+"""Who may import whom, and what importing may not do.
+
+The imports are read from the source, so that one inside a function counts like any other.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = "samkv_integrations"
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 50
+
+FLOORS = (
+    {"errors"},
+    {"cache", "documents", "embedding", "eviction", "figures", "model"},
+    {"prompt"},
+    {"methods"},
+    {"engine"},
+    {"bench", "chroma", "frameworks", ""},
+    {"connectors"},
+    {"cli"},
+)
+"""Rooms from the bottom up: one imports from lower floors, and from within itself, only.
+
+A room is a package of the core, or one of the few files beside the packages; "" is the core's
+``__init__``, "connectors" all of those."""
+
+CONNECTORS = (
+    "langchain_samkv",
+    "llama_index.llms.samkv",
+    "llama_index.postprocessor.samkv",
+    "llama_index.vector_stores.samkv",
+)
+
+OWNERS = {
+    "transformers": {"model"},
+    "chromadb": {"chroma", "connectors"},
+    "llama_index": {"connectors"},
+    **dict.fromkeys(("langchain", "langchain_chroma", "langchain_core"), {"connectors"}),
+}
+"""Top-level package -> what alone may import it."""
+
+
+def sources() -> dict[str, Path]:
+    """Dotted name of every module of the wheel, as it is imported -> its file."""
+    found = {}
+    for folder, base in ((ROOT / PACKAGE, ROOT), (ROOT / "connectors", ROOT / "connectors")):
+        for file in sorted(folder.rglob("*.py")):
+            parts = file.relative_to(base).with_suffix("").parts
+            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = file
+    return found
+
+
+SOURCES = sources()
+
+
+def room(module: str) -> str:
+    """What `FLOORS` calls the package, or the file, that a module of ours belongs to."""
+    head, _, rest = module.partition(".")
+    return rest.split(".")[0] if head == PACKAGE else "connectors"
+
+
+@cache
+def tree(module: str) -> ast.Module:
+    return ast.parse(SOURCES[module].read_text(encoding="utf-8"))
+
+
+def imports(module: str) -> Iterator[str]:
+    """Full dotted names that ``module`` imports, ``import_module("...")`` included."""
+    for node in ast.walk(tree(module)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level and node.module, f"{module}: relative import"
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                yield inner if inner in SOURCES else node.module
+        elif isinstance(node, ast.Call) and called(node) in ("import_module", "__import__"):
+            name = node.args[0]
+            assert isinstance(name, ast.Constant), f"{module}: imports a name that it computes"
+            yield str(name.value)
+
+
+def called(node: ast.Call) -> str:
+    return getattr(node.func, "attr", getattr(node.func, "id", ""))
+
+
+def ours(module: str) -> set[str]:
+    """Modules of the wheel that ``module`` imports."""
+    return {name for name in imports(module) if name in SOURCES}
+
+
+def test_every_room_has_a_floor() -> None:
+    placed = [name for floor in FLOORS for name in floor]
+    assert len(placed) == len(set(placed))
+    assert {room(module) for module in SOURCES} == set(placed)
+    assert len(FLOORS) <= 8
+
+
+@pytest.mark.parametrize("module", SOURCES)
+def test_imports_point_down(module: str) -> None:
+    floor_of = {name: number for number, floor in enumerate(FLOORS) for name in floor}
+    here = room(module)
+    for imported in ours(module):
+        there = room(imported)
+        is_within = here == there and "." in imported.removeprefix(PACKAGE).removeprefix(".")
+        assert is_within or floor_of[there] < floor_of[here], f"{module} imports {imported}"
+
+
+def test_no_module_imports_itself_on_a_detour() -> None:
+    order = TopologicalSorter({module: ours(module) for module in SOURCES})
+    assert set(order.static_order()) >= set(SOURCES)  # raises CycleError, which names the modules
+
+
+def test_the_imports_are_seen() -> None:
+    """Guards the tests around it: an import that is not seen breaks no rule."""
+    seen = ours(f"{PACKAGE}.cli.app")
+    assert f"{PACKAGE}.engine.engine" in seen  # from a.b import c, c is no module
+    assert f"{PACKAGE}.cli.tables" in seen  # from a import b, b is a module
+    assert "llama_index.llms.samkv.quickstart" in seen  # import_module
+    assert "chromadb" in imports(f"{PACKAGE}.chroma.client")  # inside a function
+
+
+@pytest.mark.parametrize("module", SOURCES)
+def test_frameworks_stay_in_their_module(module: str) -> None:
+    for imported in imports(module):
+        owners = OWNERS.get(imported.split(".")[0])
+        if owners is not None and imported not in SOURCES:
+            assert room(module) in owners, f"{module} may not import {imported}"
+
+
+SHARED_BY_METHODS = {f"{PACKAGE}.methods.{name}" for name in ("base", "parts", "scoring")}
+PAPERS = {m for m in SOURCES if m.startswith(f"{PACKAGE}.methods.")} - SHARED_BY_METHODS
+
+
+@pytest.mark.parametrize("paper", sorted(PAPERS))
+def test_papers_share_parts_only(paper: str) -> None:
+    assert {m for m in ours(paper) if m.startswith(f"{PACKAGE}.methods")} <= SHARED_BY_METHODS
+
+
+def test_a_method_of_another_paper_is_small() -> None:
+    """Parts carry what methods share, so that one idea is one short file."""
+    papers = PAPERS - {f"{PACKAGE}.methods.baselines"}
+    lines = {
+        paper: len(SOURCES[paper].read_text(encoding="utf-8").splitlines()) for paper in papers
+    }
+    assert min(lines.values()) < 80, lines
+    assert len([name for name, count in lines.items() if count < 80]) >= len(papers) // 2, lines
+
+
+def classes_of(module: str) -> set[str]:
+    return {node.name for node in ast.walk(tree(module)) if isinstance(node, ast.ClassDef)}
+
+
+def names_in(node: ast.AST) -> set[str]:
+    """The last part of every name in an expression."""
+    found = {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
+    return found | {n.attr for n in ast.walk(node) if isinstance(n, ast.Attribute)}
+
+
+def asked_what_they_are(source: ast.AST, parts: set[str]) -> list[int]:
+    """Lines that ask what kind a method, or a part of one, is, or what it is called."""
+    subjects = {"method", "chosen", "select", "recompute", "update", "attend"}
+    lines = []
+    for node in ast.walk(source):
+        if isinstance(node, ast.Call) and called(node) in ("isinstance", "issubclass", "type"):
+            kinds = set().union(*map(names_in, node.args[1:]))
+            if kinds & parts or names_in(node.args[0]) & subjects:
+                lines.append(node.lineno)
+        if isinstance(node, ast.Compare):
+            constants = [n for n in ast.walk(node) if isinstance(n, ast.Constant)]
+            named = [n for n in ast.walk(node) if isinstance(n, ast.Attribute) and n.attr == "name"]
+            is_text = any(isinstance(n.value, str) for n in constants)
+            if is_text and any(names_in(n.value) & subjects for n in named):
+                lines.append(node.lineno)
+    return sorted(lines)
+
+
+METHOD_MODULES = [m for m in SOURCES if m.startswith(f"{PACKAGE}.methods")]
+
+
+@pytest.mark.parametrize("module", [m for m in SOURCES if m not in METHOD_MODULES])
+def test_no_method_is_asked_what_it_is(module: str) -> None:
+    """A new method is a file of its own and a row of the table: nothing else knows it by kind."""
+    parts = set().union(*map(classes_of, METHOD_MODULES))
+    assert not asked_what_they_are(tree(module), parts)
+
+
+def test_asking_a_method_what_it_is_would_be_seen() -> None:
+    parts = set().union(*map(classes_of, METHOD_MODULES))
+    assert {"GuidedSelect", "ApeAttention", "Method", "RecomputeAll"} <= parts
+    source = """
+isinstance(query.method.select, tuple)
+isinstance(found, parts.GuidedSelect)
+isinstance(found, (int, RecomputeAll))
+type(method.recompute) is str
+method.name == "ape"
+query.method.name in ("a3", "epic")
+isinstance(keep, Tensor)
+method.positions == "local"
+method.name == other.name
+"""
+    assert asked_what_they_are(ast.parse(source), parts) == [2, 3, 4, 5, 6, 7]
+
+
+def test_nothing_stands_above_the_connectors() -> None:
+    """``llama_index`` belongs to nobody: one ``__init__.py`` there hides everyone else's part."""
+    outside = [m for m in SOURCES if room(m) == "connectors" and not m.startswith(CONNECTORS)]
+    assert not outside
+    assert not list((ROOT / "connectors").glob("__init__.py"))
+
+
+@pytest.mark.parametrize("module", SOURCES)
+def test_the_library_prints_nothing(module: str) -> None:
+    calls = [n for n in ast.walk(tree(module)) if isinstance(n, ast.Call)]
+    assert not [n.lineno for n in calls if isinstance(n.func, ast.Name) and n.func.id == "print"]
+
+
+@pytest.mark.parametrize("module", SOURCES)
+def test_files_stay_short(module: str) -> None:
+    assert len(SOURCES[module].read_text(encoding="utf-8").splitlines()) <= MAX_FILE_LINES
+
+
+LONG_FUNCTIONS: dict[str, str] = {}
+"""Name -> why it is longer than `MAX_FUNCTION_LINES`; three of them at most."""
+
+
+@pytest.mark.parametrize("module", SOURCES)
+def test_functions_stay_short(module: str) -> None:
+    """Signature and docstring count, decorators do not."""
+    assert len(LONG_FUNCTIONS) <= 3
+    functions = [n for n in ast.walk(tree(module)) if isinstance(n, ast.FunctionDef)]
+    lines = {f"{module}.{n.name}": (n.end_lineno or 0) - n.lineno + 1 for n in functions}
+    long = {name: count for name, count in lines.items() if count > MAX_FUNCTION_LINES}
+    assert not long.keys() - LONG_FUNCTIONS.keys(), long
+
+
+IMPORT_ALL = """
+import importlib, logging, sys
+
+for extra in {extras}:
+    sys.modules[extra] = None  # importing it fails, as if it were not installed
+
+import torch
+import transformers
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+def state():
+    return {{
+        "attention functions": sorted(ALL_ATTENTION_FUNCTIONS),
+        "mask functions": sorted(ALL_MASK_ATTENTION_FUNCTIONS),
+        "verbosity of transformers": transformers.utils.logging.get_verbosity(),
+        "log handlers": list(logging.getLogger().handlers),
+        "default dtype": torch.get_default_dtype(),
+        "threads": torch.get_num_threads(),
+        "seed": torch.random.initial_seed(),
+        "gradients": torch.is_grad_enabled(),
+    }}
+
+before = state()
+for module in {modules}:
+    importlib.import_module(module)
+changed = [name for name, value in state().items() if value != before[name]]
+assert not changed, changed
+assert "samkv" not in ALL_ATTENTION_FUNCTIONS
+"""
+
+
+IMPORT_WITHOUT = """
+import importlib, sys
+
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0].startswith({frameworks}):
+            raise ImportError(name + " is blocked")
+
+sys.meta_path.insert(0, Blocked())
+for framework in {frameworks}:  # the block holds
+    try:
+        importlib.import_module(framework)
+    except ImportError as error:
+        assert "is blocked" in str(error)
+    else:
+        raise AssertionError(framework)
+for module in {modules}:
+    importlib.import_module(module)
+"""
+
+
+@pytest.mark.parametrize(
+    ("frameworks", "modules"),
+    [
+        (("langchain",), [m for m in SOURCES if m.startswith("llama_index.")]),
+        (("llama_index",), [m for m in SOURCES if m.startswith("langchain_samkv")]),
+        (("langchain", "llama_index"), [PACKAGE]),
+    ],
+    ids=["llama-index-alone", "langchain-alone", "none"],
+)
+def test_a_framework_needs_no_other(frameworks: tuple[str, ...], modules: list[str]) -> None:
+    """``langchain`` stands for every package whose name begins so."""
+    assert modules
+    found = subprocess.run(
+        [sys.executable, "-c", IMPORT_WITHOUT.format(frameworks=frameworks, modules=modules)],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert found.returncode == 0, found.stderr
+
+
+def test_importing_needs_no_extra_and_changes_nothing() -> None:
+    """In a process of its own: here other tests have made engines, which do register."""
+    extras = ("llama_index", "langchain_core", "chromadb", "sklearn", "scipy",
+              "semantic_text_splitter", "matplotlib", "jieba", "rouge")  # fmt: skip
+    modules = [m for m in SOURCES if room(m) != "connectors"]
+    found = subprocess.run(
+        [sys.executable, "-c", IMPORT_ALL.format(extras=extras, modules=modules)],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert found.returncode == 0, found.stderr
+    assert not found.stdout

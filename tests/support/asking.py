@@ -1,0 +1,112 @@
+"""A prompt's first token, together with what was planned on the way to it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from samkv_integrations.engine import first_token as module
+from samkv_integrations.engine.decode import Decoder
+from samkv_integrations.engine.engine import Engine
+from samkv_integrations.engine.first_token import FirstToken, Request, first_token
+from samkv_integrations.engine.plan import PassPlan, plan_pass
+from samkv_integrations.engine.report import Report
+from samkv_integrations.engine.working_cache import WorkingCache
+from samkv_integrations.eviction import Eviction
+from samkv_integrations.methods import Method, get_method
+from samkv_integrations.prompt.layout import Layout
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """A plan and what it was made from. keep: (L, Nb). recompute: (L, Tctx)."""
+
+    keep: Tensor
+    recompute: Tensor
+    uncached: Tensor | None
+    plan: PassPlan
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """A first token. planned: the passes, the last of them the one that answered."""
+
+    engine: Engine
+    first: FirstToken
+    planned: tuple[Planned, ...]
+
+    @property
+    def layout(self) -> Layout:
+        return self.first.layout
+
+    @property
+    def cache(self) -> Any:
+        return self.first.cache
+
+    @property
+    def report(self) -> Report:
+        return self.first.report
+
+    @property
+    def kept(self) -> Tensor:
+        """(L, Nb) bool, blocks that the answer goes on with."""
+        return self.planned[-1].keep
+
+    @property
+    def recomputed(self) -> Tensor:
+        """(L, Tctx) bool, stored tokens whose entry was computed anew at a layer."""
+        layout = self.layout
+        stored = ~layout.fresh[layout.context_positions]
+        return self.planned[-1].recompute & self.kept[:, layout.block_of_token] & stored
+
+    def decoder(self) -> Decoder:
+        cache: WorkingCache = self.first.cache
+        return Decoder(self.engine.model, cache, self.layout.n_tokens)
+
+    def follow(self, tokens: Sequence[int]) -> Tensor:
+        """(n, vocabulary) logits after each of ``tokens``, which the cache keeps."""
+        decoder = self.decoder()
+        with torch.inference_mode():
+            return torch.stack([decoder.step(token) for token in tokens])
+
+
+def request_of(
+    engine: Engine,
+    resolved: Any,
+    method: Method | str,
+    eviction: Eviction | str | None = "none",
+    capacity: int = 8,
+) -> Request:
+    return engine._request(resolved, get_method(method), eviction, capacity, None)
+
+
+def ask(
+    engine: Engine,
+    prompt: str,
+    chunks: Sequence[str],
+    method: Method | str,
+    *,
+    eviction: Eviction | str | None = "none",
+    capacity: int = 8,
+) -> Asked:
+    """The first token by ``method``, all entries of the prompt kept unless told otherwise."""
+    planned: list[Planned] = []
+
+    def noted(layout: Layout, keep: Tensor, recompute: Tensor, **options: Any) -> PassPlan:
+        plan = plan_pass(layout, keep, recompute, **options)
+        uncached = options.get("uncached")
+        planned.append(Planned(keep=keep, recompute=recompute, uncached=uncached, plan=plan))
+        return plan
+
+    with (
+        torch.inference_mode(),
+        engine.resolve(prompt, chunks) as resolved,
+        mock.patch.object(module, "plan_pass", noted),
+    ):
+        first = first_token(request_of(engine, resolved, method, eviction, capacity))
+    return Asked(engine=engine, first=first, planned=tuple(planned))

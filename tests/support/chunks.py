@@ -1,0 +1,132 @@
+"""Random chunk caches and fingerprints: the right shapes, any content."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from samkv_integrations.cache.chunk import ChunkCache, ChunkStatistics, Summaries
+from samkv_integrations.cache.fingerprint import Fingerprint
+from samkv_integrations.cache.quantise import groups
+
+
+def tiny_fingerprint(
+    *,
+    model: str = "tiny",
+    weights: str = "w0",
+    dtype: str = "float32",
+    n_layers: int = 2,
+    n_heads: int = 4,
+    n_kv_heads: int = 2,
+    head_dim: int = 8,
+    block_size: int = 4,
+    n_init: int = 1,
+    n_local: int = 2,
+    store_bits: int = 4,
+) -> Fingerprint:
+    """A fingerprint of a model that needs a few bytes a token."""
+    return Fingerprint(
+        model=model,
+        weights=weights,
+        tokenizer="t0",
+        dtype=dtype,
+        rope="default",
+        n_layers=n_layers,
+        n_heads=n_heads,
+        n_kv_heads=n_kv_heads,
+        head_dim=head_dim,
+        prefix="",
+        block_size=block_size,
+        n_init=n_init,
+        n_local=n_local,
+        store_bits=store_bits,
+    )
+
+
+def random_chunk(
+    seed: int,
+    n_tokens: int,
+    fingerprint: Fingerprint | None = None,
+    *,
+    key: str | None = None,
+    text: str | None = None,
+) -> ChunkCache:
+    """A chunk cache with the shapes that ``fingerprint`` (default: a tiny one) asks for.
+
+    Its content is random: entries of normal keys and values, and summaries that are not those of
+    its keys. Without ``key`` it gets one that follows from the seed and belongs to no store's
+    secret.
+    """
+    made_by = fingerprint or tiny_fingerprint()
+    blocks = made_by.scheme.of(n_tokens)
+    dtype, middle = made_by.torch_dtype, blocks.middle_blocks
+    n_layers, n_groups, dim = made_by.n_layers, made_by.n_kv_heads, made_by.head_dim
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int, of: torch.dtype = dtype) -> Tensor:
+        return torch.randn(shape, generator=generator).to(of)
+
+    def integer(low: int, high: int, *shape: int, of: torch.dtype) -> Tensor:
+        return torch.randint(low, high, shape, generator=generator, dtype=of)
+
+    def middle_block() -> Tensor:
+        if not middle:
+            return torch.full((n_layers,), -1, dtype=torch.int32)
+        return integer(middle.start, middle.stop, n_layers, of=torch.int32)
+
+    outliers = integer(0, 2, n_layers, n_tokens, of=torch.uint8).bool()
+    outliers[:, : blocks.middle_start] = False
+    outliers[:, blocks.middle_stop :] = False
+    token_ids = integer(0, 32_000, n_tokens, of=torch.int32)
+    n_middle = len(blocks.middle_blocks)
+    form = made_by.entry_format
+    keys, values = (normal(n_layers, n_tokens, n_groups, dim) for _ in range(2))
+    entries, key_range = map(torch.stack, zip(*map(form.encode, keys, values), strict=True))
+    return ChunkCache(
+        key=key or f"{seed:032x}",
+        fingerprint=made_by,
+        text=text if text is not None else f"Chunk {seed}, {n_tokens} tokens: é ∑.\nSecond line.",
+        token_ids=token_ids,
+        entries=entries,
+        key_range=key_range,
+        local_query=normal(n_layers, made_by.n_heads, dim),
+        statistics=ChunkStatistics(
+            block_max=middle_block(),
+            block_min=middle_block(),
+            outliers=outliers,
+            stable=integer(0, 2, n_layers, of=torch.uint8).bool(),
+        ),
+        summaries=Summaries(
+            codes=integer(-127, 128, n_layers, n_middle, n_groups, dim, of=torch.int8),
+            scale=normal(n_layers, n_middle, n_groups, of=torch.float16).abs(),
+        ),
+    )
+
+
+def decoded(chunk: ChunkCache) -> tuple[Tensor, Tensor]:
+    """(L, T, G, D) each: the un-rotated keys and the values that a chunk's entries stand for."""
+    form = chunk.fingerprint.entry_format
+    layers = list(zip(chunk.entries, chunk.key_range, strict=True))
+    group = groups(chunk.n_tokens, chunk.entries.device)
+    keys = torch.stack([form.keys(entries, key_range, group) for entries, key_range in layers])
+    return keys, torch.stack([form.values(entries) for entries, _ in layers])
+
+
+def key_steps(chunk: ChunkCache) -> Tensor:
+    """(L, T, G, D): how far apart the transformed keys are that a token may have."""
+    return chunk.key_range[:, groups(chunk.n_tokens, chunk.entries.device), 0].float()
+
+
+def transformed(channels: Tensor) -> Tensor:
+    """The Hadamard transform (..., D), each run of 2^k channels that divides a half, by its sums.
+
+    Of channels in double precision: entry (i, j) of the matrix is -1 to the number of common bits.
+    """
+    dim = channels.shape[-1]
+    size = next(
+        s for s in (64, 32, 16, 8, 4, 2, 1) if s == 1 or (dim % 2 == 0 and dim // 2 % s == 0)
+    )
+    signs = [[(-1.0) ** (i & j).bit_count() for j in range(size)] for i in range(size)]
+    matrix = torch.tensor(signs, dtype=torch.float64) / size**0.5
+    runs = [run @ matrix for run in channels.double().split(size, dim=-1)]
+    return torch.cat(runs, dim=-1)

@@ -1,0 +1,48 @@
+"""What tests of LlamaIndex ask for by name; a plugin of pytest, so that each may list it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from llama_index.core import Settings
+from llama_index.core.llms.mock import MockLLM
+
+from samkv_integrations import Engine
+from tests.support.llama_index_corpus import Corpus, ingest
+
+
+@pytest.fixture(scope="module")
+def no_other_model() -> Iterator[None]:
+    """LlamaIndex makes a remote model wherever it was given none: none of that here."""
+    Settings.llm = MockLLM()
+    yield
+    Settings.llm = None
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    """For tests that only read it."""
+    return ingest(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture
+def own_corpus(tmp_path: Path) -> Corpus:
+    """For tests that break it."""
+    return ingest(tmp_path)
+
+
+@pytest.fixture
+def prompts(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Every prompt that an engine is given."""
+    seen: list[Any] = []
+    stream = Engine.stream
+
+    def spied(self: Engine, prompt: Any, *rest: Any, **options: Any) -> Any:
+        seen.append(prompt)
+        return stream(self, prompt, *rest, **options)
+
+    monkeypatch.setattr(Engine, "stream", spied)
+    return seen

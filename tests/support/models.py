@@ -1,0 +1,97 @@
+"""Tiny seeded models of every supported family, built from their config; nothing is downloaded."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from samkv_integrations.model.model import Model
+
+FAMILIES = ("llama", "llama3-rope", "mistral", "qwen2", "qwen3")
+
+TEMPLATE = (
+    "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+SPECIAL = ("<|pad|>", "<|bos|>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>")
+
+
+def byte_tokenizer(*, bos: bool) -> PreTrainedTokenizerFast:
+    """One token a byte, so that no two neighbours ever merge."""
+    vocabulary = {token: index for index, token in enumerate(SPECIAL)}
+    for letter in sorted(pre_tokenizers.ByteLevel.alphabet()):
+        vocabulary[letter] = len(vocabulary)
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token="<|pad|>",
+        eos_token="<|end|>",
+        additional_special_tokens=["<|user|>", "<|assistant|>", "<|system|>"],
+        **({"bos_token": "<|bos|>"} if bos else {}),
+    )
+    tokenizer.chat_template = ("{{ bos_token }}" if bos else "") + TEMPLATE
+    return tokenizer
+
+
+SHAPE = {
+    "vocab_size": 262,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 4096,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    # large enough that attention is far from uniform, so that a wrong row shows
+    "initializer_range": 0.2,
+}
+
+
+def hf_model(family: str, seed: int = 0, **changes: object) -> PreTrainedModel:
+    torch.manual_seed(seed)
+    shape = SHAPE | changes
+    if family == "llama":
+        return LlamaForCausalLM(LlamaConfig(**shape))
+    if family == "llama3-rope":
+        rope = {
+            "rope_type": "llama3",
+            "rope_theta": 10_000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        }
+        return LlamaForCausalLM(LlamaConfig(rope_parameters=rope, **shape))
+    if family == "mistral":
+        return MistralForCausalLM(MistralConfig(sliding_window=None, **shape))
+    if family == "qwen2":
+        return Qwen2ForCausalLM(Qwen2Config(**shape))
+    if family == "qwen3":
+        return Qwen3ForCausalLM(Qwen3Config(**shape))
+    raise ValueError(family)
+
+
+@cache
+def tiny_model(family: str = "llama", dtype: torch.dtype = torch.float32, seed: int = 0) -> Model:
+    """A tiny model; Qwen families have no BOS, as in their real tokenizers."""
+    bos = not family.startswith("qwen")
+    return Model(hf_model(family, seed).to(dtype), byte_tokenizer(bos=bos), f"tiny-{family}")
