@@ -29,13 +29,13 @@ _OVERHEAD = 256
 class Cell:
     """One combination.
 
-    uncached_tokens: text after the chunks that is of none. cached_share: of the chunks, how many
+    text_tokens: text after the chunks that is of none. cached_share: of the chunks, how many
         are in the store when the first question comes.
     """
 
     n_chunks: int
     chunk_tokens: int
-    uncached_tokens: int
+    text_tokens: int
     cached_share: float
     page_cache: PageCache
 
@@ -69,7 +69,7 @@ class LatencyConfig:
     device: str = "cpu"
     n_chunks: tuple[int, ...] = (8,)
     chunk_tokens: tuple[int, ...] = (512,)
-    uncached_tokens: tuple[int, ...] = (0,)
+    text_tokens: tuple[int, ...] = (0,)
     cached_shares: tuple[float, ...] = (1.0,)
     page_caches: tuple[PageCache, ...] = ("warm",)
     new_tokens: int = 1
@@ -82,7 +82,7 @@ class LatencyConfig:
         shapes.check(self.shape, self.layers, self.dtype)
         check_counts("chunks", self.n_chunks, 1)
         check_counts("chunk_tokens", self.chunk_tokens, 1)
-        check_counts("uncached", self.uncached_tokens, 0)
+        check_counts("uncached", self.text_tokens, 0)
         check_counts("new_tokens", [self.new_tokens], 1)
         check_counts("repeats", [self.repeats], 1)
         if not self.cached_shares:
@@ -101,10 +101,10 @@ class LatencyConfig:
     def cells(self, chunk_tokens: int) -> list[Cell]:
         """Those of one length of chunks, in an order that caches few chunks twice."""
         shares = sorted(set(self.cached_shares), reverse=True)
-        grid = product(shares, self.n_chunks, self.uncached_tokens, self.page_caches)
+        grid = product(shares, self.n_chunks, self.text_tokens, self.page_caches)
         return [
             Cell(
-                n_chunks=n, chunk_tokens=chunk_tokens, uncached_tokens=uncached,
+                n_chunks=n, chunk_tokens=chunk_tokens, text_tokens=uncached,
                 cached_share=share, page_cache=page_cache,
             )
             for share, n, uncached, page_cache in grid
@@ -114,7 +114,7 @@ class LatencyConfig:
     def window(self) -> int:
         """Tokens that the longest prompt and its answer may take, with some to spare."""
         chunks = max(self.n_chunks) * (max(self.chunk_tokens) + 8)
-        return chunks + max(self.uncached_tokens) + self.new_tokens + _OVERHEAD
+        return chunks + max(self.text_tokens) + self.new_tokens + _OVERHEAD
 
     def model(self) -> Model:
         """The model of this shape."""

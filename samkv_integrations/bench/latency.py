@@ -55,12 +55,12 @@ class Texts:
     def of(cls, config: LatencyConfig, words: Words, chunk_tokens: int) -> Texts:
         """Random texts."""
         chunks = [words.text(chunk_tokens) for _ in range(max(config.n_chunks))]
-        uncached = {n: words.text(n) if n else "" for n in config.uncached_tokens}
+        uncached = {n: words.text(n) if n else "" for n in config.text_tokens}
         return cls(chunks=chunks, uncached=uncached)
 
     def prompt(self, cell: Cell, question: str) -> str:
         """The prompt of a cell; text of no chunk stands after the chunks, before the question."""
-        uncached = self.uncached[cell.uncached_tokens]
+        uncached = self.uncached[cell.text_tokens]
         documents = [*self.chunks[: cell.n_chunks], *([uncached] if uncached else [])]
         prompt = rag_prompt(question, documents)
         assert isinstance(prompt, str)
@@ -195,7 +195,7 @@ def floors(row: Row, truth_s: float | None, disk_bytes_per_s: float | None) -> R
     at the seconds that full prefill takes a token of the same prompt (``truth_s`` for all of it).
     disk_floor_s: the bytes that it reads at the speed of reading whole files. None where unknown.
     """
-    computed = row["recompute_ratio"] * row["context_tokens"] + row["fresh_tokens"]
+    computed = row["recompute_ratio"] * row["context_tokens"] + row["uncached_tokens"]
     arithmetic = None if truth_s is None else computed * truth_s / row["prompt_tokens"]
     if row["bytes_read"] == 0:
         reading: float | None = 0.0
@@ -244,7 +244,7 @@ def _settings(config: LatencyConfig, model: Model, cell: Cell) -> Row:
         "repeats": config.repeats,
         "n_chunks": cell.n_chunks,
         "chunk_tokens": cell.chunk_tokens,
-        "uncached_tokens": cell.uncached_tokens,
+        "text_tokens": cell.text_tokens,
         "cached_share": cell.cached_share,
         "page_cache": cell.page_cache,
         "new_tokens": config.new_tokens,

@@ -16,7 +16,7 @@ from samkv_integrations.errors import InvalidOption
 _PANELS_IN_A_ROW = 4
 _WORDS = {
     "n_chunks": "{} chunks",
-    "uncached_tokens": "{} uncached tokens",
+    "text_tokens": "{} uncached tokens",
     "cached_share": "{:g} of the chunks cached",
     "page_cache": "{} page cache",
     "question": "question {}",

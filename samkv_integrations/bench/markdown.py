@@ -7,7 +7,7 @@ from statistics import fmean
 from typing import Any
 
 from samkv_integrations.bench.quality import ALL
-from samkv_integrations.bench.variants import Row4
+from samkv_integrations.bench.variants import Table4Row
 from samkv_integrations.figures import size
 
 Row = Mapping[str, Any]
@@ -139,12 +139,12 @@ def table3(answers: Sequence[Row]) -> str:
     return table(["method", *datasets, "avg."], rows)
 
 
-def table4(answers: Sequence[Row], rows4: Mapping[str, Row4]) -> str:
+def table4(answers: Sequence[Row], table4_rows: Mapping[str, Table4Row]) -> str:
     """The paper's Table 4, of single answers: 100 times F1 by data set."""
     datasets, scores = _by_dataset(answers)
     columns = ["label", "method", "selection", "bias", "recompute", *datasets, "avg."]
     rows = []
-    for label, row in rows4.items():
+    for label, row in table4_rows.items():
         marks = ["-" if on is None else "yes" if on else "no"
                  for on in (row.selection, row.bias, row.recompute)]  # fmt: skip
         rows.append([label, row.method, *marks, *_cells(scores[label], datasets)])

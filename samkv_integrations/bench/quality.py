@@ -234,7 +234,7 @@ def run(plan: Plan, model: Model, journal: Journal) -> Result:
         most = min(plan.most or len(fitting), len(fitting))
         total = most * len(plan.variants)
         with tqdm(total=total, initial=len(journal.rows), desc="asking", unit="answer") as bar:
-            _ask_all(plan, _Asking(plan, model, journal, fitting, bar), most, result, bar)
+            _ask_all(plan, _Asker(plan, model, journal, fitting, bar), most, result, bar)
     if not result.rows:
         raise EmptyInput(
             f"no question is left: {result.too_long} of {len(plan.questions)} are too long, "
@@ -243,18 +243,18 @@ def run(plan: Plan, model: Model, journal: Journal) -> Result:
     return result
 
 
-def _ask_all(plan: Plan, asking: _Asking, most: int, result: Result, bar: tqdm[Any]) -> None:
+def _ask_all(plan: Plan, asker: _Asker, most: int, result: Result, bar: tqdm[Any]) -> None:
     n_asked = 0
-    for question in asking.questions:
+    for question in asker.questions:
         if n_asked == most:
             break
         if plan.answerable:
-            (truth,) = asking.answer(question, [TRUTH])
+            (truth,) = asker.answer(question, [TRUTH])
             if not truth["exact_match"]:
                 result.not_answered += 1
                 bar.total += 1
                 continue
-        result.rows += asking.answer(question, list(plan.variants))
+        result.rows += asker.answer(question, list(plan.variants))
         n_asked += 1
 
 
@@ -326,7 +326,7 @@ class Shelf:
             self._store.delete(key)
 
 
-class _Asking:
+class _Asker:
     """Answers questions, each over its own chunks."""
 
     def __init__(

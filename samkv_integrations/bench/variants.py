@@ -138,7 +138,7 @@ def _eviction(text: str) -> Eviction | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row4:
+class Table4Row:
     """A row of the paper's Table 4. None where a column does not apply."""
 
     method: str
@@ -147,14 +147,14 @@ class Row4:
     recompute: bool | None
 
 
-def table4(budgets: Sequence[float] = ()) -> tuple[dict[str, Variant], dict[str, Row4]]:
+def table4(budgets: Sequence[float] = ()) -> tuple[dict[str, Variant], dict[str, Table4Row]]:
     """The grid of the paper's Table 4, for fusion as there and for overwrite: variants and rows.
 
     budgets: kept ratios, each of them a grid; empty for the methods' own. Without recomputation
     both updates are the same, so those rows stand once.
     """
     variants = {TRUTH: Variant(method=METHODS[TRUTH])}
-    rows = {TRUTH: Row4(method=TRUTH, selection=None, bias=None, recompute=None)}
+    rows = {TRUTH: Table4Row(method=TRUTH, selection=None, bias=None, recompute=None)}
     grid = [(middle, bias, again) for again in (False, True)
             for middle, bias in ((False, None), (True, False), (True, True))]  # fmt: skip
     for name in ("samkv-fusion", "samkv-overwrite"):
@@ -169,7 +169,7 @@ def table4(budgets: Sequence[float] = ()) -> tuple[dict[str, Variant], dict[str,
             label = f"{name if again else 'samkv'}: {', '.join(words) or 'anchors only'}"
             for kept, suffix in _at_budgets(method if again else without(method), budgets):
                 variants[label + suffix] = Variant.of(kept)
-                rows[label + suffix] = Row4(
+                rows[label + suffix] = Table4Row(
                     method=name if again else "samkv", selection=middle, bias=bias, recompute=again
                 )
     return variants, rows

@@ -8,7 +8,7 @@ from typing import Protocol
 from torch import Tensor
 
 from samkv_integrations.cache.blocks import ChunkBlocks
-from samkv_integrations.cache.chunk import ChunkCache, ChunkStatistics, Summaries
+from samkv_integrations.cache.chunk import BlockMeans, ChunkCache, ChunkStatistics
 from samkv_integrations.cache.fingerprint import Fingerprint
 from samkv_integrations.cache.stats import StoreStats
 from samkv_integrations.errors import CacheMiss
@@ -39,8 +39,8 @@ class StoredChunk(Protocol):
     def local_query(self) -> Tensor:
         """(L, H, D) in the model's dtype. Read once."""
 
-    def summaries(self) -> Summaries:
-        """The block summaries. Read once."""
+    def block_means(self) -> BlockMeans:
+        """The mean key of each middle block. Read once."""
 
     def key_range(self) -> Tensor:
         """(L, N, 2, G, D) float16, see `ChunkCache`.
@@ -136,7 +136,7 @@ class Store(Protocol):
         Much cheaper than `keys`.
         """
 
-    def settle_block_size(self, fingerprint: Fingerprint, size: int) -> int:
+    def agree_block_size(self, fingerprint: Fingerprint, size: int) -> int:
         """The block size for chunks that are like ``fingerprint`` in all else: the first one asked.
 
         So processes that fill an empty store together agree.

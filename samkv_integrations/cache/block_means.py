@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from samkv_integrations.cache.blocks import ChunkBlocks
-from samkv_integrations.cache.chunk import Summaries
+from samkv_integrations.cache.chunk import BlockMeans
 from samkv_integrations.cache.quantise import HALF_STEP, as_half
 
 
-def summarise(keys: Tensor, blocks: ChunkBlocks) -> Summaries:
+def quantise_means(keys: Tensor, blocks: ChunkBlocks) -> BlockMeans:
     """Mean un-rotated key (of L, T, G, D) of each middle block, int8 per layer, block and head.
 
     A mean beyond 127 * 65504 would be clamped; real keys are far below.
@@ -19,7 +19,7 @@ def summarise(keys: Tensor, blocks: ChunkBlocks) -> Summaries:
     means = mean_of_blocks(keys, blocks.lengths)[:, list(blocks.middle_blocks)]
     scale = _scale(means.abs().amax(-1) / 127)
     codes = (means / scale.float()[..., None]).round_().clamp_(-127, 127).to(torch.int8)
-    return Summaries(codes=codes, scale=scale)
+    return BlockMeans(codes=codes, scale=scale)
 
 
 def mean_of_blocks(rows: Tensor, lengths: Tensor) -> Tensor:
@@ -30,9 +30,9 @@ def mean_of_blocks(rows: Tensor, lengths: Tensor) -> Tensor:
     return total.index_add_(1, block, rows.float()) / lengths.to(rows.device)[:, None, None]
 
 
-def block_means(summaries: Summaries) -> Tensor:
+def decode_means(block_means: BlockMeans) -> Tensor:
     """(L, Nm, G, D) float32 mean un-rotated key of each middle block."""
-    return summaries.codes.float() * summaries.scale.float()[..., None]
+    return block_means.codes.float() * block_means.scale.float()[..., None]
 
 
 def _scale(step: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ class BlockScheme:
     """How chunks are cut into blocks (paper: section 4.1, one initial and two local blocks).
 
     size: tokens in a block (the last block of a chunk may be shorter).
-    n_init, n_local: blocks at the beginning and end of a chunk whose tokens are its anchor rows.
+    n_init, n_local: blocks at the beginning and end of a chunk whose tokens are its anchor tokens.
     """
 
     size: int = 16
@@ -52,8 +52,8 @@ class BlockScheme:
 class ChunkBlocks:
     """The blocks of one chunk.
 
-    Tokens ``[0, middle_start)`` and ``[middle_stop, n_tokens)`` are its anchor rows, those between
-    are its middle. A chunk of at most ``n_init + n_local`` blocks is all anchors.
+    Tokens ``[0, middle_start)`` and ``[middle_stop, n_tokens)`` are its anchor tokens, those
+    between are its middle. A chunk of at most ``n_init + n_local`` blocks is all anchors.
     """
 
     n_tokens: int

@@ -48,11 +48,11 @@ class ChunkStatistics:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Summaries:
+class BlockMeans:
     """Mean un-rotated key of each middle block (Nm of them), in 8 bits per block and head.
 
     codes: (L, Nm, G, D) int8; scale: (L, Nm, G) float16; mean = codes * scale. Those of anchor
-    blocks are not kept: whoever scores anchors has their rows.
+    blocks are not kept: whoever scores anchors has their tokens.
     """
 
     codes: Tensor
@@ -78,7 +78,7 @@ class ChunkCache:
     key_range: Tensor
     local_query: Tensor
     statistics: ChunkStatistics
-    summaries: Summaries
+    block_means: BlockMeans
 
     @property
     def n_tokens(self) -> int:

@@ -12,7 +12,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from samkv_integrations.cache.chunk import ChunkStatistics, Summaries
+from samkv_integrations.cache.chunk import BlockMeans, ChunkStatistics
 from samkv_integrations.cache.file_format import INDEX, FileLayout, byte_view
 from samkv_integrations.cache.fingerprint import FORMAT_VERSION, Fingerprint
 from samkv_integrations.cache.quantise import is_sound
@@ -158,9 +158,9 @@ class ChunkFile:
     def local_query(self) -> Tensor:
         return self._group(_LOCAL_QUERY)[0]
 
-    def summaries(self) -> Summaries:
+    def block_means(self) -> BlockMeans:
         codes, scale = self._group(_SUMMARIES)
-        return Summaries(codes=codes, scale=scale)
+        return BlockMeans(codes=codes, scale=scale)
 
     def key_range(self) -> Tensor:
         if _KEY_RANGE not in self._groups:

@@ -29,7 +29,7 @@ from samkv_integrations.cache.stats import StoreStats, _stats
 from samkv_integrations.errors import CacheMiss, StoreError
 
 # Longer than the coarsest clock of a file system ticks: within a tick two changes look like one.
-_SETTLED_NS = 2_000_000_000
+_CLOCK_TICK_NS = 2_000_000_000
 
 
 # What an older cache shares with one that would be made now, if it is of the same model and text.
@@ -252,21 +252,21 @@ class ChunkStore:
             times = {entry.name: entry.stat().st_mtime_ns for entry in folders}
         except OSError:
             return None
-        is_settled = time.time_ns() - max(times.values(), default=0) > _SETTLED_NS
-        return tuple(sorted(times.items())) if is_settled else None
+        is_certain = time.time_ns() - max(times.values(), default=0) > _CLOCK_TICK_NS
+        return tuple(sorted(times.items())) if is_certain else None
 
-    def settle_block_size(self, fingerprint: Fingerprint, size: int) -> int:
+    def agree_block_size(self, fingerprint: Fingerprint, size: int) -> int:
         file = self.path / f"block-size-{_without_block_size(fingerprint)}.json"
         try:
             if not file.exists():  # a store that cannot be written may have one
                 with suppress(FileExistsError):
                     _write(file, [json.dumps(size).encode()], exclusive=True)
-            settled: int = json.loads(file.read_bytes())
-            if type(settled) is not int or settled < 1:
-                raise ValueError(f"{settled!r} is no block size")
+            agreed: int = json.loads(file.read_bytes())
+            if type(agreed) is not int or agreed < 1:
+                raise ValueError(f"{agreed!r} is no block size")
         except (OSError, ValueError, RecursionError) as error:
             raise StoreError(f"{file} cannot be used ({error}); next step: delete it") from error
-        return settled
+        return agreed
 
     def note(self, name: str) -> str | None:
         try:

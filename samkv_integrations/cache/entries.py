@@ -48,34 +48,34 @@ class Entries:
         """(n, G, D) in the model's dtype."""
         return self.form.values(self.codes)
 
-    def select(self, rows: Tensor) -> Entries:
-        """Those of rows (k,)."""
-        # index_select copies whole rows, several times sooner than an index does
+    def select(self, at: Tensor) -> Entries:
+        """Those of places (k,)."""
+        # index_select copies whole places, several times sooner than an index does
         return replace(
             self,
-            codes=self.codes.index_select(0, rows),
-            group=self.group.index_select(0, rows),
-            tokens=rows if self.tokens is None else self.tokens.index_select(0, rows),
+            codes=self.codes.index_select(0, at),
+            group=self.group.index_select(0, at),
+            tokens=at if self.tokens is None else self.tokens.index_select(0, at),
         )
 
-    def with_computed(self, rows: Tensor, keys: Tensor, values: Tensor) -> Entries:
-        """With other keys, at their positions, and values (k, G, D) at rows (k,).
+    def with_computed(self, at: Tensor, keys: Tensor, values: Tensor) -> Entries:
+        """With other keys, at their positions, and values (k, G, D) at places (k,).
 
         They are quantised here, in groups of their own: the ranges of those that they were in may
         not hold them.
         """
-        if not len(rows):
+        if not len(at):
             return self
-        tokens = rows if self.tokens is None else self.tokens[rows]
+        tokens = at if self.tokens is None else self.tokens[at]
         cos, sin = (
             torch.cat((side, side), -1) for side in (self.cos[tokens, 0], self.sin[tokens, 0])
         )
         unrotated = unrotate(keys.float(), cos, sin).to(self.form.dtype)
         codes, key_range = self.form.encode_computed(unrotated, values)
-        group = len(self.key_range) + groups(len(rows), rows.device)
+        group = len(self.key_range) + groups(len(at), at.device)
         return replace(
             self,
-            codes=self.codes.index_copy(0, rows, codes),
+            codes=self.codes.index_copy(0, at, codes),
             key_range=torch.cat((self.key_range, key_range)),
-            group=self.group.index_copy(0, rows, group),
+            group=self.group.index_copy(0, at, group),
         )

@@ -154,8 +154,8 @@ def encode(chunk: ChunkCache) -> Iterator[bytes | memoryview]:
         "stable": chunk.statistics.stable.view(torch.uint8),
         "outliers": chunk.statistics.outliers.view(torch.uint8),
         "local_query": chunk.local_query,
-        "summary_codes": chunk.summaries.codes,
-        "summary_scale": chunk.summaries.scale,
+        "summary_codes": chunk.block_means.codes,
+        "summary_scale": chunk.block_means.scale,
         "key_range": chunk.key_range,
         "entries": chunk.entries,
     }

@@ -13,9 +13,9 @@ from torch import Tensor
 from samkv_integrations.cache.base import StoredChunk, _expect
 from samkv_integrations.cache.chunk import (
     SECRET_BYTES,
+    BlockMeans,
     ChunkCache,
     ChunkStatistics,
-    Summaries,
     chunk_key,
 )
 from samkv_integrations.cache.file_format import FileLayout
@@ -61,9 +61,9 @@ class MemoryChunk:
         self._count("local_query", found)
         return found
 
-    def summaries(self) -> Summaries:
-        found = self._open_chunk().summaries
-        self._count("summaries", found.codes, found.scale)
+    def block_means(self) -> BlockMeans:
+        found = self._open_chunk().block_means
+        self._count("block_means", found.codes, found.scale)
         return found
 
     def key_range(self) -> Tensor:
@@ -169,7 +169,7 @@ class MemoryStore:
     def stamp(self, fingerprint: Fingerprint) -> Hashable | None:
         return self._n_changes
 
-    def settle_block_size(self, fingerprint: Fingerprint, size: int) -> int:
+    def agree_block_size(self, fingerprint: Fingerprint, size: int) -> int:
         return self._block_sizes.setdefault(_without_block_size(fingerprint), size)
 
     def note(self, name: str) -> str | None:

@@ -109,9 +109,9 @@ def quality(
             "and --eviction out"
         )
     kept = lists.shares("--budgets", budgets)
-    rows4: Mapping[str, variants.Row4] = {}
+    table4_rows: Mapping[str, variants.Table4Row] = {}
     if ablation:
-        chosen, rows4 = variants.table4(kept)
+        chosen, table4_rows = variants.table4(kept)
     elif knobs:
         if kept:
             raise InvalidOption(f"--knobs with --budgets {budgets}; leave --budgets out")
@@ -176,7 +176,7 @@ def quality(
         elif table3:
             typer.echo(markdown.table3(result.rows))
         elif ablation:
-            typer.echo(markdown.table4(result.rows, rows4))
+            typer.echo(markdown.table4(result.rows, table4_rows))
         else:
             typer.echo(markdown.quality(rows))
 

@@ -49,7 +49,7 @@ Folder = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")]
 
 
-_CELL_COLUMNS = ("n_chunks", "chunk_tokens", "uncached_tokens", "cached_share", "page_cache",
+_CELL_COLUMNS = ("n_chunks", "chunk_tokens", "text_tokens", "cached_share", "page_cache",
                  "question")  # fmt: skip
 
 
@@ -93,7 +93,7 @@ def latency(
         shape=shape, layers=layers, dtype=dtype, device=device, new_tokens=new_tokens,
         n_chunks=tuple(lists.counts("--chunks", chunks)),
         chunk_tokens=tuple(lists.counts("--chunk-tokens", chunk_tokens)),
-        uncached_tokens=tuple(lists.counts("--uncached", uncached)),
+        text_tokens=tuple(lists.counts("--uncached", uncached)),
         cached_shares=tuple(lists.shares("--cached", cached)),
         page_caches=grid.page_caches(page_cache),
         repeats=repeats, memory=memory, folder=folder,

@@ -111,7 +111,7 @@ class DenseCache(WorkingCache):
             side[layer] = moved
         self.lengths[layer] = n_kept
 
-    def give_up(self, layer: int, slot: int | Tensor) -> None:
+    def evict(self, layer: int, slot: int | Tensor) -> None:
         """The last entry takes the place of entry ``slot``, or of ``slot[g]`` (G,) of each head."""
         last = self.lengths[layer] - 1
         for entries in (side[layer] for side in self._sides):

@@ -320,7 +320,7 @@ class Engine:
             lengths = sorted(len(ids) for ids in token_ids)
             scheme = BlockScheme.auto(lengths[len(lengths) // 2])
             # Another process may be filling the same empty store: the first one decides.
-            size = self.store.settle_block_size(known, scheme.size)
+            size = self.store.agree_block_size(known, scheme.size)
             self._fingerprint = replace(known, block_size=size)
 
     def _is_sound(self, key: str, ids: Sequence[int]) -> bool:

@@ -12,14 +12,14 @@ from samkv_integrations.eviction.base import DroppingEviction, Seen
 class Evictor:
     """One rule during one answer.
 
-    A layer's rows are evicted as soon as the prompt's pass is done with that layer, so that the
-    working cache is never whole. The first token has read all rows of every layer all the same.
+    A layer's entries are evicted as soon as the prompt's pass is done with that layer, so that the
+    working cache is never whole. The first token has read all entries of every layer all the same.
 
     Args:
         rule: what to keep.
         n_tokens: the logical prompt.
         n_layers: of the model.
-        capacity: rows that the answer may add.
+        capacity: entries that the answer may add.
     """
 
     def __init__(
@@ -38,21 +38,21 @@ class Evictor:
 
         query: (H, R, D) after RoPE, slots: (R,), see `Seen`.
         """
-        n_rows, keeper = cache.lengths[layer], self._keepers[layer]
-        keys = cache.keys[layer][:n_rows]
+        n_entries, keeper = cache.lengths[layer], self._keepers[layer]
+        keys = cache.keys[layer][:n_entries]
         kept = keeper.prompt(Seen(query=query, slots=slots, keys=keys, scaling=scaling))
-        n_kept = n_rows if kept is None else len(kept)
+        n_kept = n_entries if kept is None else len(kept)
         room = n_kept + self._capacity
-        if self._slides:  # one more row, for the token that has come and has not evicted yet
+        if self._slides:  # one more entry, for the token that has come and has not evicted yet
             room = max(n_kept, min(room, keeper.budget + 1))
         cache.keep(layer, kept, room)
 
     def after_step(self, cache: DenseCache, layer: int, query: Tensor, scaling: float) -> None:
-        """Let the rule give up a row for the one that has just come. query: (H, 1, D)."""
+        """Let the rule give up an entry for the one that has just come. query: (H, 1, D)."""
         if not self._slides:
             return
-        n_rows = cache.lengths[layer]
-        keys, slots = cache.keys[layer][:n_rows], torch.tensor([n_rows - 1])
+        n_entries = cache.lengths[layer]
+        keys, slots = cache.keys[layer][:n_entries], torch.tensor([n_entries - 1])
         slot = self._keepers[layer].step(Seen(query=query, slots=slots, keys=keys, scaling=scaling))
         if slot is not None:
-            cache.give_up(layer, slot)
+            cache.evict(layer, slot)

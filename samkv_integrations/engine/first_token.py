@@ -125,7 +125,7 @@ def _answer(request: Request, layout: Layout, clock: Stopwatch) -> FirstToken:
             scores = _probe(blend, method, probe)
     with clock("select"):
         selection = method.select.choose(scores, inputs, layout)
-        recompute = method.recompute.rows(selection, inputs, layout)
+        recompute = method.recompute.choose(selection, inputs, layout)
         plan = _plan(model, method, layout, selection.keep, recompute)
     check = method.recompute.check_layer
     with clock("load"):  # what a check leaves out is not known yet
@@ -136,7 +136,7 @@ def _answer(request: Request, layout: Layout, clock: Stopwatch) -> FirstToken:
     def decide(checked: Checked) -> PassPlan:
         assert check is not None
         later = recompute.clone()
-        later[check + 1 :] = method.recompute.rows_after(checked, layout)
+        later[check + 1 :] = method.recompute.choose_after(checked, layout)
         plans.append(_plan(model, method, layout, selection.keep, later))
         return plans[-1]
 
@@ -348,11 +348,11 @@ def _report(
 ) -> Report:
     """The figures so far. kept, computed: (L,) context tokens kept and computed at each layer."""
     model, spent, resolved = request.model, clock.seconds, request.resolved
-    n_context = layout.n_context + layout.n_uncached
-    n_kept = sum(map(cache.attended, kept.tolist())) / model.n_layers + layout.n_uncached
+    n_context = layout.n_context + layout.n_missed
+    n_kept = sum(map(cache.attended, kept.tolist())) / model.n_layers + layout.n_missed
     n_new = sum(resolved.computed)
-    n_uncached = 0 if prefix_tokens else layout.n_uncached  # ``computed`` has those behind it
-    n_computed = int(computed.sum()) / model.n_layers + n_uncached + n_new
+    n_missed = 0 if prefix_tokens else layout.n_missed  # ``computed`` has those behind it
+    n_computed = int(computed.sum()) / model.n_layers + n_missed + n_new
     entry_bytes = 2 * model.n_kv_heads * model.head_dim * model.dtype.itemsize
     return Report(
         method=request.method.name,
@@ -364,7 +364,7 @@ def _report(
         prefix_tokens=prefix_tokens,
         kept_ratio=n_kept / n_context if n_context else 1.0,
         recompute_ratio=min(1.0, n_computed / n_context) if n_context else 0.0,
-        fresh_tokens=layout.n_tokens - n_context,
+        uncached_tokens=layout.n_tokens - n_context,
         chunk_hits=layout.n_chunks - len(resolved.computed),
         chunk_misses=dict(resolved.misses),
         chunks_computed=len(resolved.computed),

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from samkv_integrations.cache.base import StoredChunk
-from samkv_integrations.cache.block_means import block_means, mean_of_blocks
+from samkv_integrations.cache.block_means import decode_means, mean_of_blocks
 from samkv_integrations.cache.entries import Entries
 from samkv_integrations.cache.fingerprint import Fingerprint
 from samkv_integrations.cache.quantise import GROUP_TOKENS
@@ -181,10 +181,10 @@ class Context:
 
 def _of_chunk(chunk: StoredChunk, first_block: int, needs: frozenset[str]) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
-    if "summaries" in needs:
-        of_middle, blocks = block_means(chunk.summaries()), chunk.blocks.middle_blocks
+    if "block_means" in needs:
+        of_middle, blocks = decode_means(chunk.block_means()), chunk.blocks.middle_blocks
         around = (0, 0, 0, 0, blocks.start, chunk.blocks.n_blocks - blocks.stop)
-        found["summaries"] = F.pad(of_middle, around)
+        found["block_means"] = F.pad(of_middle, around)
     if "local_query" in needs:
         found["local_query"] = chunk.local_query().float()
     if "statistics" in needs:

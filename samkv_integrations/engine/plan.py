@@ -94,8 +94,8 @@ def plan_pass(
     mixes: whether a recomputed entry needs the stored one. weighs: whether the method weighs the
         context in its own way, so that a mask is always wanted.
     """
-    uncached = layout.fresh if uncached is None else uncached
-    held = keep[:, layout.block_of_token] & ~layout.fresh[layout.context_positions]
+    uncached = layout.uncached if uncached is None else uncached
+    held = keep[:, layout.block_of_token] & ~layout.uncached[layout.context_positions]
     recompute = recompute & held
     carried = recompute.flip(0).cummax(0).values.flip(0)
     used = held if mixes else held & ~recompute
@@ -171,7 +171,7 @@ def _plan_layer(
         carried=carried.nonzero()[:, 0],
         carried_rows=torch.searchsorted(positions, at[carried]).to(device),
         mask=mask,
-        is_context=~layout.fresh[entries].to(device),
+        is_context=~layout.uncached[entries].to(device),
         staying=None if torch.equal(stays, present) else slot[stays].to(device),
         context=context.to(device),
         context_slots=final[at[context]].to(device),

@@ -13,7 +13,7 @@ from samkv_integrations.cache.attention_stats import (
     chunk_statistics,
     layer_statistics,
 )
-from samkv_integrations.cache.block_means import summarise
+from samkv_integrations.cache.block_means import quantise_means
 from samkv_integrations.cache.chunk import ChunkCache
 from samkv_integrations.cache.fingerprint import Fingerprint
 from samkv_integrations.cache.rope import unrotate
@@ -110,8 +110,10 @@ class _Capture:
             self._keys[index][layer] = unrotate(rows, cos, sin)
             self._values[index][layer] = value[index, :, start:stop].transpose(0, 1)
             local = self._fingerprint.scheme.of(len(chunk.token_ids)).local_start
-            asking = query[index, :, start + local : stop].transpose(0, 1).float()
-            self._local_query[index][layer] = unrotate(asking, cos[local:], sin[local:]).mean(0)
+            local_queries = query[index, :, start + local : stop].transpose(0, 1).float()
+            self._local_query[index][layer] = unrotate(
+                local_queries, cos[local:], sin[local:]
+            ).mean(0)
             self._statistics[index].append(
                 layer_statistics(
                     query[index, :, start:stop],
@@ -138,5 +140,5 @@ class _Capture:
             key_range=key_range,
             local_query=self._local_query[index],
             statistics=chunk_statistics(self._statistics[index], blocks),
-            summaries=summarise(keys, blocks),
+            block_means=quantise_means(keys, blocks),
         )

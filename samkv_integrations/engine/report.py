@@ -20,7 +20,7 @@ class Report:
         context tokens.
     recompute_ratio: context rows computed at query time, mean over layers, likewise. Chunks without
         a usable cache count as kept and computed whole.
-    fresh_tokens: tokens outside chunks, always computed.
+    uncached_tokens: tokens outside chunks, always computed.
     chunk_hits: chunks answered from their cache. chunk_misses: reason -> count. chunks_computed:
         the missed ones that were computed as chunks, which later prompts find.
     bytes_read: bytes read from chunk caches, headers and scoring data included.
@@ -42,7 +42,7 @@ class Report:
     prefix_tokens: int
     kept_ratio: float
     recompute_ratio: float
-    fresh_tokens: int
+    uncached_tokens: int
     chunk_hits: int
     chunk_misses: Mapping[str, int]
     chunks_computed: int

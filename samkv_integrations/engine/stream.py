@@ -35,15 +35,15 @@ class TextStream:
         self.stopped = False
 
     def push(self, token: int) -> str:
-        """The text that ``token`` settles; empty while undecided."""
+        """The text that ``token`` decides; empty while undecided."""
         self._ids.append(token)
         text = self._model.detokenize(self._ids)
         cuts = [at for s in self._stop if (at := text.find(s, max(0, self._sent - len(s)))) >= 0]
         if cuts:
             self.stopped = True
             return self._emit(text[: min(cuts)])
-        settled = len(text.rstrip("\N{REPLACEMENT CHARACTER}"))
-        return self._emit(text[: settled - self._undecided(text[:settled])])
+        decided = len(text.rstrip("\N{REPLACEMENT CHARACTER}"))
+        return self._emit(text[: decided - self._undecided(text[:decided])])
 
     def flush(self) -> str:
         """What was held back, when no token follows."""

@@ -1,4 +1,4 @@
-"""The eviction rules: which rows of the working cache an answer goes on with. One file a paper."""
+"""The eviction rules: which KV entries an answer goes on with. One file a paper."""
 
 from __future__ import annotations
 

@@ -22,12 +22,12 @@ TILE = 2**23
 
 @dataclass(frozen=True, kw_only=True)
 class Seen:
-    """The attention of one layer, over the rows that it holds now. Row order is position order.
+    """The attention of one layer over the entries that it holds now, in order of position.
 
-    While an answer is decoded only the newest row must be in its place, which is the last one.
+    While an answer is decoded only the newest entry must be in its place, which is the last one.
 
-    query: (H, R, D) after RoPE, of rows that have just been computed.
-    slots: (R,) where those lie among the held rows; a row sees those up to its own.
+    query: (H, R, D) after RoPE, of entries that have just been computed.
+    slots: (R,) where those lie among the held entries; an entry sees those up to its own.
     keys: (S, G, D), rotated. scaling: the model's.
     """
 
@@ -37,31 +37,33 @@ class Seen:
     scaling: float
 
     @property
-    def n_rows(self) -> int:
-        """S, the rows held."""
+    def n_entries(self) -> int:
+        """S, the entries held."""
         return len(self.keys)
 
     def weights(self, since: int = 0) -> Iterator[Tensor]:
-        """(G, H/G, r, S) float32, tile by tile, of the computed rows from slot ``since`` on."""
-        n_rows, n_kv_heads, _ = self.keys.shape
+        """(G, H/G, r, S) float32, tile by tile, of the computed entries from slot ``since`` on."""
+        n_entries, n_kv_heads, _ = self.keys.shape
         n_heads, device = len(self.query), self.keys.device
         keys = self.keys.permute(1, 2, 0).float()  # (G, D, S)
-        columns = torch.arange(n_rows, device=device)
-        asking = (self.slots >= since).nonzero()[:, 0]
-        tile = max(1, TILE // (n_heads * n_rows))
-        for start in range(0, len(asking), tile):
-            rows = asking[start : start + tile]
-            query = self.query[:, rows.to(device)].float() * self.scaling
+        columns = torch.arange(n_entries, device=device)
+        computed = (self.slots >= since).nonzero()[:, 0]
+        tile = max(1, TILE // (n_heads * n_entries))
+        for start in range(0, len(computed), tile):
+            entries = computed[start : start + tile]
+            query = self.query[:, entries.to(device)].float() * self.scaling
             logits = query.reshape(n_kv_heads, -1, query.shape[-1]) @ keys
-            later = columns > self.slots[rows].to(device)[:, None]
-            logits = logits.view(n_kv_heads, -1, len(rows), n_rows).masked_fill(later, -math.inf)
+            later = columns > self.slots[entries].to(device)[:, None]
+            logits = logits.view(n_kv_heads, -1, len(entries), n_entries).masked_fill(
+                later, -math.inf
+            )
             yield logits.softmax(-1)
 
 
 class Keeper(ABC):
-    """What one layer keeps during one answer. It may remember; the rows themselves it never has.
+    """What one layer keeps during one answer. It may remember; the entries themselves it never has.
 
-    budget: most rows that it keeps.
+    budget: most entries that it keeps.
     """
 
     def __init__(self, budget: int) -> None:
@@ -78,14 +80,14 @@ class Keeper(ABC):
     def step(self, seen: Seen) -> int | Tensor | None:
         """The slot to give up now that an answer's token is in; None for none.
 
-        The newest row moves there from the end. One slot, or (G,) one a head.
+        The newest entry moves there from the end. One slot, or (G,) one a head.
         """
 
 
 class Once(Keeper):
-    """Evicts after the prompt, then lets the answer's rows come on top.
+    """Evicts after the prompt, then lets the answer's entries come on top.
 
-    choose: seen -> (budget, G) slots, asked only when there are more than ``budget`` rows.
+    choose: seen -> (budget, G) slots, asked only when there are more than ``budget`` entries.
     """
 
     def __init__(self, budget: int, choose: Callable[[Seen], Tensor]) -> None:
@@ -93,14 +95,14 @@ class Once(Keeper):
         self._choose = choose
 
     def prompt(self, seen: Seen) -> Tensor | None:
-        return self._choose(seen) if seen.n_rows > self.budget else None
+        return self._choose(seen) if seen.n_entries > self.budget else None
 
     def step(self, seen: Seen) -> int | Tensor | None:
         return None
 
 
 class Sliding(Once):
-    """As `Once`, and then every new row takes the place of the oldest of the ``recent`` last."""
+    """As `Once`, and then every new entry takes the place of the oldest of the ``recent`` last."""
 
     def __init__(self, budget: int, choose: Callable[[Seen], Tensor], recent: int) -> None:
         super().__init__(budget, choose)
@@ -108,9 +110,9 @@ class Sliding(Once):
         self._n_evicted = 0
 
     def step(self, seen: Seen) -> int | Tensor | None:
-        if seen.n_rows <= self.budget:
+        if seen.n_entries <= self.budget:
             return None
-        # the recent rows are a ring: what was written longest ago is the oldest
+        # the recent entries are a ring: what was written longest ago is the oldest
         slot = self.budget - self._recent + self._n_evicted % self._recent
         self._n_evicted += 1
         return slot
@@ -118,9 +120,9 @@ class Sliding(Once):
 
 @dataclass(frozen=True, kw_only=True)
 class Eviction(ABC):
-    """A rule that says which rows of the working cache an answer goes on with.
+    """A rule that says which entries of the working cache an answer goes on with.
 
-    budget_tokens, budget_ratio: rows a layer and head, or that as a share of the logical prompt;
+    budget_tokens, budget_ratio: entries a layer and head, or that as a share of the logical prompt;
         exactly one of the two. A share is never taken below `min_tokens`.
 
     Raises InvalidOption for a budget that the rule cannot keep to.
@@ -143,12 +145,12 @@ class Eviction(ABC):
         if ratio is not None and not 0 < ratio <= 1:
             raise InvalidOption(
                 f"budget_ratio={ratio} of {self.name!r}; it must be above 0 and at most 1, a share "
-                "of the prompt (give budget_tokens for a number of rows)"
+                "of the prompt (give budget_tokens for a number of entries)"
             )
         if tokens is not None and not (type(tokens) is int and tokens >= self.min_tokens):
             raise InvalidOption(
                 f"budget_tokens={tokens} of {self.name!r}; with its other options it keeps at "
-                f"least {self.min_tokens} rows, give a whole number from {self.min_tokens} on"
+                f"least {self.min_tokens} entries, give a whole number from {self.min_tokens} on"
             )
 
     @property
@@ -173,7 +175,7 @@ class Eviction(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class DroppingEviction(Eviction):
-    """A rule that drops rows for good."""
+    """A rule that drops entries for good."""
 
     slides: ClassVar[bool]
     """Whether it evicts during the answer too, and so never holds more than its budget."""
@@ -201,7 +203,7 @@ def best_of_heads(scores: Tensor, count: int) -> Tensor:
     return order[:, :count].sort(-1).values
 
 
-def with_ends(chosen: Tensor, n_rows: int, *, first: int = 0, last: int = 0) -> Tensor:
-    """(first + K + last, G) slots: those chosen, (G, K), between the first and the last rows."""
-    slots = torch.arange(n_rows, device=chosen.device).expand(len(chosen), -1)
-    return torch.cat((slots[:, :first], chosen, slots[:, n_rows - last :]), dim=1).T
+def with_ends(chosen: Tensor, n_entries: int, *, first: int = 0, last: int = 0) -> Tensor:
+    """(first + K + last, G) slots: those chosen, (G, K), between the first and the last entries."""
+    slots = torch.arange(n_entries, device=chosen.device).expand(len(chosen), -1)
+    return torch.cat((slots[:, :first], chosen, slots[:, n_entries - last :]), dim=1).T

@@ -15,9 +15,10 @@ from samkv_integrations.eviction.snapkv import SnapKV
 class PyramidKV(SnapKV):
     """`SnapKV` whose budgets fall in equal steps from the lowest layer to the highest one.
 
-    arXiv 2406.02069, section 4.2. With b rows a layer besides the window, the highest layer keeps
-    b / beta of them and the lowest 2 b - b / beta, so that the mean is b; where the lowest one
-    would get more rows than there are, it keeps all, and the highest one gets what that leaves.
+    arXiv 2406.02069, section 4.2. With b entries a layer besides the window, the highest layer
+    keeps b / beta of them and the lowest 2 b - b / beta, so that the mean is b; where the lowest
+    one would get more entries than there are, it keeps all, and the highest one gets what that
+    leaves.
 
     beta: how steep (the paper's 20). window, kernel, pooling: see `SnapKV`.
 
@@ -31,7 +32,7 @@ class PyramidKV(SnapKV):
 
     name: ClassVar[str] = "pyramidkv"
     paper: ClassVar[str] = "arXiv 2406.02069"
-    summary: ClassVar[str] = "snapkv with more rows in lower layers, fewer in higher ones"
+    summary: ClassVar[str] = "snapkv with more entries in lower layers, fewer in higher ones"
 
     def __post_init__(self) -> None:
         self._at_least("beta", 1)

@@ -27,18 +27,19 @@ Pooling = Literal["max", "average"]
 
 @dataclass(frozen=True, kw_only=True)
 class SnapKV(DroppingEviction):
-    """The rows that the prompt's last rows attend to, and those last rows (section 3 and 4).
+    """The prompt's last entries, and those that their tokens attend to (sections 3 and 4).
 
-    Once after the prompt; the answer's rows come on top of the budget. Attention is summed over
-    the window, pooled over neighbouring rows and compared per head (arXiv 2404.14469, listing 1).
+    Once after the prompt; the answer's entries come on top of the budget. Attention is summed over
+    the window, pooled over neighbouring entries and compared per head (arXiv 2404.14469, listing
+    1).
 
-    window: rows at the end that look and always stay. kernel, pooling: of the neighbourhood. The
+    window: entries at the end that look and always stay. kernel, pooling: of the neighbourhood. The
     defaults are those of the paper's LongBench runs.
 
     Deviations: a query head that shares its key-value head with others chooses only its part of
-    the rows (`best_of_heads`); the paper's code stores key-value heads once for every query head.
-    Of the window only rows computed for this question look, which the question's always are.
-    Neighbours are those among the rows that the method kept.
+    the entries (`best_of_heads`); the paper's code stores key-value heads once for every query
+    head. Of the window only entries computed for this question look, which the question's always
+    are. Neighbours are those among the entries that the method kept.
     """
 
     window: int = 32
@@ -47,7 +48,7 @@ class SnapKV(DroppingEviction):
 
     name: ClassVar[str] = "snapkv"
     paper: ClassVar[str] = "arXiv 2404.14469"
-    summary: ClassVar[str] = "rows that the end of the prompt attends to, pooled; once"
+    summary: ClassVar[str] = "entries that the end of the prompt attends to, pooled; once"
     slides: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
@@ -55,8 +56,8 @@ class SnapKV(DroppingEviction):
         self._at_least("kernel", 1)
         if self.kernel % 2 == 0:
             raise InvalidOption(
-                f"kernel={self.kernel} of {self.name!r}; it must be odd, so that a row is in the "
-                f"middle of its neighbourhood: give {self.kernel - 1} or {self.kernel + 1}"
+                f"kernel={self.kernel} of {self.name!r}; it must be odd, so that an entry is in "
+                f"the middle of its neighbourhood: give {self.kernel - 1} or {self.kernel + 1}"
             )
         if self.pooling not in get_args(Pooling):
             raise InvalidOption(
@@ -72,13 +73,13 @@ class SnapKV(DroppingEviction):
     def keeper(self, budget: int) -> Keeper:
         def choose(seen: Seen) -> Tensor:
             chosen = best_of_heads(self._scores(seen), budget - self.window)
-            return with_ends(chosen, seen.n_rows, last=self.window)
+            return with_ends(chosen, seen.n_entries, last=self.window)
 
         return Once(budget, choose)
 
     def _scores(self, seen: Seen) -> Tensor:
-        """(G, H/G, S - window), pooled attention of the window to the rows before it."""
-        before = seen.n_rows - self.window
+        """(G, H/G, S - window), pooled attention of the window to the entries before it."""
+        before = seen.n_entries - self.window
         tiles = [weights[..., :before].sum(2) for weights in seen.weights(before)]
         given = torch.stack(tiles).sum(0)
         if self.pooling == "max":

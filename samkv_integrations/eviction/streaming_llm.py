@@ -15,20 +15,20 @@ from samkv_integrations.eviction.base import DroppingEviction, Keeper, Seen, Sli
 
 @dataclass(frozen=True, kw_only=True)
 class StreamingLLM(DroppingEviction):
-    """The first rows and the most recent ones (arXiv 2309.17453, section 3.2).
+    """The first entries and the most recent ones (arXiv 2309.17453, section 3.2).
 
-    sinks: rows at the beginning that always stay (the paper's 4).
+    sinks: entries at the beginning that always stay (the paper's 4).
 
-    Deviations: rows keep their true positions, where the paper counts positions inside the cache.
-    It does so to go beyond the length a model was trained for, which an engine that checks the
-    context window never does.
+    Deviations: entries keep their true positions, where the paper counts positions inside the
+        cache. It does so to go beyond the length a model was trained for, which an engine that
+        checks the context window never does.
     """
 
     sinks: int = 4
 
     name: ClassVar[str] = "streaming-llm"
     paper: ClassVar[str] = "arXiv 2309.17453"
-    summary: ClassVar[str] = "the first rows and the most recent ones, sliding"
+    summary: ClassVar[str] = "the first entries and the most recent ones, sliding"
     slides: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -44,6 +44,6 @@ class StreamingLLM(DroppingEviction):
 
         def choose(seen: Seen) -> Tensor:
             none = seen.slots.new_empty(seen.keys.shape[1], 0).to(seen.keys.device)
-            return with_ends(none, seen.n_rows, first=self.sinks, last=recent)
+            return with_ends(none, seen.n_entries, first=self.sinks, last=recent)
 
         return Sliding(budget, choose, recent)

@@ -20,8 +20,9 @@ from samkv_integrations.prompt.layout import Layout
 class A3Recompute(RecomputeFrom):
     """The ``ratio`` of tokens with the highest attention of the question (section 3.2, eq. 3).
 
-    All rows are computed up to the check layer. A token's score is the attention that all question
-    rows and heads give to it there, by a softmax over the context's computed tokens alone.
+    All tokens are computed up to the check layer. A token's score is the attention that all
+    question tokens and heads give to it there, by a softmax over the context's computed tokens
+    alone.
 
     ratio: 0.15. The paper leaves its value to the reader.
 
@@ -31,7 +32,7 @@ class A3Recompute(RecomputeFrom):
 
     ratio: float = 0.15
 
-    def rows_after(self, checked: Checked, layout: Layout) -> Tensor:
+    def choose_after(self, checked: Checked, layout: Layout) -> Tensor:
         _, n_rows, dim = checked.queries.shape
         queries = checked.queries.float().reshape(checked.keys.shape[1], -1, n_rows, dim)
         logits = torch.einsum("grwd,ngd->grwn", queries, checked.keys.float()) * checked.scaling

@@ -27,7 +27,7 @@ class ApeAttention:
 
     temperature: 0.9 in the authors' code; must be above 0. scale: 0.9 there.
 
-    Deviations: all rows that are not cached see the context this way, also those between chunks.
+    Deviations: all tokens that are not cached see the context this way, also those between chunks.
     """
 
     temperature: float = 0.9

@@ -43,7 +43,7 @@ Update = Callable[[Tensor, Tensor], Tensor]
 Positions = Literal["global", "local"]
 
 
-NEEDED = frozenset(("summaries", "local_query", "anchor_mean", "statistics"))
+NEEDED = frozenset(("block_means", "local_query", "anchor_mean", "statistics"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +52,8 @@ class SelectionInputs:
 
     Blocks and tokens are numbered as in the layout.
 
-    summaries: (L, Nb, G, D) float32, mean un-rotated key of each middle block; 0 for anchor blocks.
+    block_means: (L, Nb, G, D) float32, mean un-rotated key of each middle block; 0 for anchor
+        blocks.
     local_query: (L, C, H, D) float32, mean un-rotated query of each chunk's local tokens.
     anchor_mean: (L, C, G, D) float32, mean un-rotated key of each chunk's anchor tokens.
     block_max, block_min: (L, C) most and least important middle block, -1 without a middle.
@@ -61,7 +62,7 @@ class SelectionInputs:
     """
 
     n_layers: int
-    summaries: Tensor | None = None
+    block_means: Tensor | None = None
     local_query: Tensor | None = None
     anchor_mean: Tensor | None = None
     block_max: Tensor | None = None
@@ -119,7 +120,7 @@ class Select(ABC):
 
     def probe_tokens(self, layout: Layout) -> Tensor:
         """(T,) bool, uncached tokens that the probe computes, the last one among them."""
-        return layout.fresh
+        return layout.uncached
 
     def score(self, probed: ProbedLayer, layout: Layout) -> Tensor | None:
         """What `choose` is given of a layer; None for nothing. Stays on the device. Pure."""
@@ -135,10 +136,10 @@ class Select(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class Checked:
-    """What a layer made of the context rows that were computed up to it, all rotated.
+    """What a layer made of the context tokens that were computed up to it, all rotated.
 
     tokens: (n,) context tokens. keys, values: (n, G, D) as computed. queries: (H, W, D) of the
-    question's rows. scaling: of the attention's logits.
+    question's tokens. scaling: of the attention's logits.
     cached: reads their cached keys, at the positions in use, and values, (n, G, D) each.
     """
 
@@ -151,10 +152,10 @@ class Checked:
 
 
 class Recompute(ABC):
-    """Which kept rows to compute again.
+    """Which kept tokens to compute again.
 
-    check_layer: the rows of all later layers are decided when the pass is there; None: all rows are
-        known before.
+    check_layer: the tokens of all later layers are decided when the pass is there; None: all tokens
+        are known before.
     whole_tokens: contexts of at most this many tokens are kept and computed as a whole.
     """
 
@@ -180,16 +181,16 @@ class Recompute(ABC):
         return 1.0
 
     @abstractmethod
-    def rows(self, selection: Selection, inputs: SelectionInputs, layout: Layout) -> Tensor:
-        """(L, Tctx) bool, CPU; rows that are not kept at a layer are ignored there. Pure."""
+    def choose(self, selection: Selection, inputs: SelectionInputs, layout: Layout) -> Tensor:
+        """(L, Tctx) bool, CPU; tokens that are not kept at a layer are ignored there. Pure."""
 
-    def rows_after(self, checked: Checked, layout: Layout) -> Tensor:
-        """(Tctx,) bool, CPU: rows of the layers after ``check_layer``. Pure."""
+    def choose_after(self, checked: Checked, layout: Layout) -> Tensor:
+        """(Tctx,) bool, CPU: tokens of the layers after ``check_layer``. Pure."""
         raise NotImplementedError
 
 
 class ContextAttention(Protocol):
-    """Attention of fresh rows that treats the context's rows in its own way."""
+    """Attention of uncached tokens that treats the context's tokens in its own way."""
 
     def __call__(
         self,
@@ -202,14 +203,14 @@ class ContextAttention(Protocol):
     ) -> Tensor:
         """(1, H, R, D) from query (1, H, R, D), keys and values (1, G, S, D).
 
-        mask: (R, S) bool, what a row may see; None for all. is_context: (S,) or (G, S) bool.
+        mask: (R, S) bool, what a token may see; None for all. is_context: (S,) or (G, S) bool.
         """
         ...
 
 
-def overwrite(cached: Tensor, fresh: Tensor) -> Tensor:
+def overwrite(cached: Tensor, computed: Tensor) -> Tensor:
     """The recomputed entry replaces the cached one. Both (R, G, D)."""
-    return fresh
+    return computed
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ def recompute() -> Method:
 
 
 def reuse() -> Method:
-    """Every cached row, rotated to its true position; nothing recomputed."""
+    """Every cached token, rotated to its true position; nothing recomputed."""
     return Method(
         name="reuse",
         paper="-",
@@ -29,7 +29,7 @@ def reuse() -> Method:
 
 
 def reuse_local() -> Method:
-    """Every cached row at the position where it was prefilled (the papers' Reuse)."""
+    """Every cached token at the position where it was prefilled (the papers' Reuse)."""
     return Method(
         name="reuse-local",
         paper="Reuse in arXiv 2508.11661",

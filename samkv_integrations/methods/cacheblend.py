@@ -19,20 +19,20 @@ from samkv_integrations.prompt.layout import Layout
 class CacheblendRecompute(RecomputeFrom):
     """The ``ratio`` of tokens with the highest KV deviation at the check layer (section 4.3).
 
-    All rows are computed up to that layer. Deviation is the squared distance of a token's computed
-    value from its cached one, over all heads.
+    All tokens are computed up to that layer. Deviation is the squared distance of a token's
+    computed value from its cached one, over all heads.
 
     ratio: 0.15, which the paper finds enough; its code has 0.16.
 
     Deviations: the paper narrows the set layer by layer, its code keeps one set, and so does this.
-    Question rows are always computed and never compete with the context; in the code's examples
-    they do. The code computes queries of the chosen rows alone at the check layer; here the whole
+    Question tokens are always computed and never compete with the context; in the code's examples
+    they do. The code computes queries of the chosen tokens alone at the check layer; here the whole
     layer is computed.
     """
 
     ratio: float = 0.15
 
-    def rows_after(self, checked: Checked, layout: Layout) -> Tensor:
+    def choose_after(self, checked: Checked, layout: Layout) -> Tensor:
         _, cached = checked.cached()
         deviation = (checked.values.float() - cached.float()).square().sum((1, 2))
         return top_tokens(deviation, checked.tokens, self.ratio, layout)

@@ -36,7 +36,7 @@ class EpicRecompute(Recompute):
 
     Deviations: the original leaves the first chunk alone, this one every chunk whose cache is
     exact, which is the first chunk right after the prefix. The original keeps a BOS token in front
-    of every chunk; here chunks were prefilled after the engine's prefix, whose rows are not kept.
+    of every chunk; here chunks were prefilled after the engine's prefix, whose tokens are not kept.
     """
 
     first: int = 16
@@ -50,7 +50,7 @@ class EpicRecompute(Recompute):
         if self.ratio is not None:
             check_ratio("ratio", self.ratio)
 
-    def rows(self, selection: Selection, inputs: SelectionInputs, layout: Layout) -> Tensor:
+    def choose(self, selection: Selection, inputs: SelectionInputs, layout: Layout) -> Tensor:
         chunk, offset = layout.chunk_of_token, layout.offset_in_chunk
         length = torch.bincount(chunk, minlength=layout.n_chunks)[chunk]
         if self.ratio is None:

@@ -71,7 +71,7 @@ class GuidedSelect(Select):
     def probe_tokens(self, layout: Layout) -> Tensor:
         position = torch.arange(layout.n_tokens)
         near = (position < self.sinks) | (position >= layout.n_tokens - self.window)
-        return layout.fresh & near
+        return layout.uncached & near
 
     def score(self, probed: ProbedLayer, layout: Layout) -> Tensor | None:
         """(Tctx,) of a layer in the upper half."""
@@ -138,14 +138,14 @@ class GuidedRecompute(Recompute):
         of_a_chunk = n_first + self.hits * of_a_hit
         return min(self.ratio, of_a_chunk * n_chunks / max(1, n_context))
 
-    def rows(self, selection: Selection, inputs: SelectionInputs, layout: Layout) -> Tensor:
+    def choose(self, selection: Selection, inputs: SelectionInputs, layout: Layout) -> Tensor:
         n_layers = inputs.n_layers
-        rows = torch.zeros(n_layers, layout.n_context, dtype=torch.bool)
+        recomputed = torch.zeros(n_layers, layout.n_context, dtype=torch.bool)
         if not self.ratio:
-            return rows
+            return recomputed
         assert selection.token_scores is not None
         hits = selection.token_scores.cpu()  # the one time that a request waits for its device
-        given = layout.exact[layout.chunk_of_token] | layout.fresh[layout.context_positions]
+        given = layout.exact[layout.chunk_of_token] | layout.uncached[layout.context_positions]
         hits = hits.masked_fill(given, -math.inf)
         lengths = torch.bincount(layout.chunk_of_token)
         n_first = (lengths // TOKENS_A_FIRST).clamp(max=self.first)
@@ -162,9 +162,11 @@ class GuidedRecompute(Recompute):
         budget = self.most_ratio(layout.n_context, layout.n_chunks) * layout.n_context
         affordable = cost[order].cumsum(0) <= budget + 1e-3
         affordable &= ~wanted[order].isneginf()
-        rows[:] = torch.zeros(layout.n_context, dtype=torch.bool).scatter(0, order, affordable)
-        rows[lower:] &= ~leads_up
-        return rows
+        recomputed[:] = torch.zeros(layout.n_context, dtype=torch.bool).scatter(
+            0, order, affordable
+        )
+        recomputed[lower:] &= ~leads_up
+        return recomputed
 
 
 def samkv_guided() -> Method:

@@ -29,8 +29,8 @@ from samkv_integrations.prompt.layout import Layout
 class MultiInfllmSelect(Select):
     """Initial and local blocks of each chunk, and its best middle blocks for the question.
 
-    Queries come from a pass of the question over the anchor rows. A block's score is the inner
-    product of its representative with the mean query of the question's rows, summed over heads,
+    Queries come from a pass of the question over the anchor tokens. A block's score is the inner
+    product of its representative with the mean query of the question's tokens, summed over heads,
     both un-rotated, so that all blocks are equally far away (section 3.2).
 
     max_kept_ratio: kept tokens as a share of each chunk, its anchors included, which are never
@@ -48,7 +48,7 @@ class MultiInfllmSelect(Select):
 
     @property
     def needs(self) -> frozenset[str]:
-        return frozenset(("summaries",))
+        return frozenset(("block_means",))
 
     @property
     def probes(self) -> bool:
@@ -61,9 +61,9 @@ class MultiInfllmSelect(Select):
         return mean_query(probed, len(layout.question))
 
     def choose(self, scores: Tensor | None, inputs: SelectionInputs, layout: Layout) -> Selection:
-        assert scores is not None and inputs.summaries is not None
-        query = group_heads(scores, inputs.summaries.shape[2])  # (L, G, D)
-        of_blocks = torch.einsum("lgd,lbgd->lb", query, inputs.summaries)
+        assert scores is not None and inputs.block_means is not None
+        query = group_heads(scores, inputs.block_means.shape[2])  # (L, G, D)
+        of_blocks = torch.einsum("lgd,lbgd->lb", query, inputs.block_means)
         middle = layout.middle_of_chunk.to(of_blocks.device)
         order = of_blocks[:, None].masked_fill(~middle, -math.inf)  # (L, C, Nb)
         room = [self.max_kept_ratio * b.n_tokens - b.n_anchor for b in layout.chunk_blocks]

@@ -29,21 +29,21 @@ class SelectAll(Select):
 
 @dataclass(frozen=True, kw_only=True)
 class RecomputeAll(Recompute):
-    """Compute every row again: ordinary prefill."""
+    """Compute every token again: ordinary prefill."""
 
     @property
     def uses_caches(self) -> bool:
         return False
 
-    def rows(self, selection: Selection, inputs: SelectionInputs, layout: Layout) -> Tensor:
+    def choose(self, selection: Selection, inputs: SelectionInputs, layout: Layout) -> Tensor:
         return selection.tokens(layout)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecomputeInexact(Recompute):
-    """Compute every row again that may differ from ordinary prefill's."""
+    """Compute every token again that may differ from ordinary prefill's."""
 
-    def rows(self, selection: Selection, inputs: SelectionInputs, layout: Layout) -> Tensor:
+    def choose(self, selection: Selection, inputs: SelectionInputs, layout: Layout) -> Tensor:
         return selection.tokens(layout) & ~layout.exact[layout.chunk_of_token]
 
 
@@ -51,15 +51,15 @@ class RecomputeInexact(Recompute):
 class RecomputeNone(Recompute):
     """Use the caches as they are."""
 
-    def rows(self, selection: Selection, inputs: SelectionInputs, layout: Layout) -> Tensor:
+    def choose(self, selection: Selection, inputs: SelectionInputs, layout: Layout) -> Tensor:
         return torch.zeros(len(selection.keep), layout.n_context, dtype=torch.bool)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecomputeFrom(Recompute):
-    """All rows up to a layer, and from there on those that it points out.
+    """All tokens up to a layer, and from there on those that it points out.
 
-    ratio: rows of the later layers as a share of the context. What is exact is never computed.
+    ratio: tokens of the later layers as a share of the context. What is exact is never computed.
     layer: the check layer, counted from 0.
     """
 
@@ -75,10 +75,10 @@ class RecomputeFrom(Recompute):
     def check_layer(self) -> int | None:
         return self.layer
 
-    def rows(self, selection: Selection, inputs: SelectionInputs, layout: Layout) -> Tensor:
-        rows = selection.tokens(layout) & ~layout.exact[layout.chunk_of_token]
-        rows[self.layer + 1 :] = False
-        return rows
+    def choose(self, selection: Selection, inputs: SelectionInputs, layout: Layout) -> Tensor:
+        recomputed = selection.tokens(layout) & ~layout.exact[layout.chunk_of_token]
+        recomputed[self.layer + 1 :] = False
+        return recomputed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,12 +94,12 @@ class Fusion:
         if self.weight is not None:
             check_ratio("weight", self.weight)
 
-    def __call__(self, cached: Tensor, fresh: Tensor) -> Tensor:
-        """Both (R, G, D); keys at the same position. Returns the dtype of ``fresh``."""
-        old, new = cached.float(), fresh.float()
+    def __call__(self, cached: Tensor, computed: Tensor) -> Tensor:
+        """Both (R, G, D); keys at the same position. Returns the dtype of ``computed``."""
+        old, new = cached.float(), computed.float()
         theta: Tensor | float
         if self.weight is None:
             theta = F.cosine_similarity(new.flatten(1), old.flatten(1), dim=1)[:, None, None]
         else:
             theta = self.weight
-        return (theta * new + (1 - theta) * old).to(fresh.dtype)
+        return (theta * new + (1 - theta) * old).to(computed.dtype)

@@ -55,7 +55,7 @@ class SamkvSelect(Select):
         if not self.middle:
             return frozenset()
         bias = ("local_query",) if self.bias else ()
-        return frozenset(("summaries", "anchor_mean", "statistics", *bias))
+        return frozenset(("block_means", "anchor_mean", "statistics", *bias))
 
     @property
     def probes(self) -> bool:
@@ -71,15 +71,15 @@ class SamkvSelect(Select):
         anchors = layout.is_anchor.expand(inputs.n_layers, -1)
         if not self.middle:
             return Selection(keep=anchors)
-        assert scores is not None and inputs.summaries is not None  # scores (L, H, D) are Q_que
-        n_kv_heads = inputs.summaries.shape[2]
+        assert scores is not None and inputs.block_means is not None  # scores (L, H, D) are Q_que
+        n_kv_heads = inputs.block_means.shape[2]
         if self.bias:
             assert inputs.local_query is not None
             personal = personalise(scores, inputs.local_query)
         else:
             personal = scores[:, None].expand(-1, layout.n_chunks, -1, -1)
         personal = group_heads(personal, n_kv_heads)  # (L, C, G, D)
-        of_blocks = block_scores(personal, inputs.summaries, layout)  # (L, Nb)
+        of_blocks = block_scores(personal, inputs.block_means, layout)  # (L, Nb)
         share = selected_share(personal, of_blocks, inputs)  # (C,)
         candidates = top_share(of_blocks, share, layout)
         ranked = rank_across(of_blocks, candidates, layout)
@@ -89,13 +89,13 @@ class SamkvSelect(Select):
         return Selection(keep=chosen.cpu() | anchors)
 
 
-def block_scores(personal: Tensor, summaries: Tensor, layout: Layout) -> Tensor:
+def block_scores(personal: Tensor, block_means: Tensor, layout: Layout) -> Tensor:
     """(L, Nb): inner product of each block's mean key with its chunk's query, mean over groups.
 
-    personal (L, C, G, D), summaries (L, Nb, G, D).
+    personal (L, C, G, D), block_means (L, Nb, G, D).
     """
     own = personal[:, layout.block_chunk.to(personal.device)]
-    return (own * summaries).sum(-1).mean(-1)
+    return (own * block_means).sum(-1).mean(-1)
 
 
 def selected_share(personal: Tensor, scores: Tensor, inputs: SelectionInputs) -> Tensor:
@@ -137,12 +137,12 @@ def rank_across(scores: Tensor, candidates: Tensor, layout: Layout) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class SamkvRecompute(Recompute):
-    """Anchor rows of every chunk that is not exact, and outliers (section 3.3, Appendix A.1).
+    """Anchor tokens of every chunk that is not exact, and outliers (section 3.3, Appendix A.1).
 
     Outliers are tokens of outstanding attention inside chosen middle blocks.
 
-    Deviations: a chunk that is exact already is left alone; a row that is carried through a layer
-    where its block is not kept takes part there with fresh keys and values, not with prefilled
+    Deviations: a chunk that is exact already is left alone; a token that is carried through a layer
+    where its block is not kept takes part there with keys and values computed now, not with prefilled
     ones, which would have to be read for it.
 
     anchors, outliers: switch either off.
@@ -155,7 +155,7 @@ class SamkvRecompute(Recompute):
     def needs(self) -> frozenset[str]:
         return frozenset(("statistics",) if self.outliers else ())
 
-    def rows(self, selection: Selection, inputs: SelectionInputs, layout: Layout) -> Tensor:
+    def choose(self, selection: Selection, inputs: SelectionInputs, layout: Layout) -> Tensor:
         kept = selection.tokens(layout)
         wanted = torch.zeros_like(kept)
         anchor = layout.is_anchor[layout.block_of_token]

@@ -22,10 +22,10 @@ def token_budget(ratio: float, n_tokens: Tensor) -> Tensor:
 
 def top_tokens(scores: Tensor, tokens: Tensor, ratio: float, layout: Layout) -> Tensor:
     """(Tctx,) bool, CPU: the best of ``tokens`` (n,) by scores (n,), ``ratio`` of the context."""
-    rows = torch.zeros(layout.n_context, dtype=torch.bool)
+    recomputed = torch.zeros(layout.n_context, dtype=torch.bool)
     count = min(len(tokens), int(token_budget(ratio, torch.tensor(layout.n_context))))
-    rows[tokens[scores.topk(count).indices.cpu()]] = True
-    return rows
+    recomputed[tokens[scores.topk(count).indices.cpu()]] = True
+    return recomputed
 
 
 def mean_query(probed: ProbedLayer, n_last: int) -> Tensor:

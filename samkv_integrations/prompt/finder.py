@@ -12,7 +12,7 @@ from samkv_integrations.cache.chunk import normalise
 from samkv_integrations.cache.fingerprint import Fingerprint
 from samkv_integrations.prompt.text import is_in_word
 
-ANCHOR = 24
+LOOKUP_CHARS = 24
 """Characters at the beginning of a body by which it is looked up; a shorter body is not found."""
 
 
@@ -75,18 +75,18 @@ class KnownTexts:
         with self._lock:
             self._refresh()
             found: dict[str, str] = {}
-            at, last = 0, len(prompt) - ANCHOR
+            at, last = 0, len(prompt) - LOOKUP_CHARS
             while at <= last:
                 form = self._form_at(prompt, at)
                 if form is None:
                     at += 1
                 else:
-                    found[form] = self._index[form[:ANCHOR]][form]
+                    found[form] = self._index[form[:LOOKUP_CHARS]][form]
                     at += len(form)
             return found
 
     def _form_at(self, prompt: str, at: int) -> str | None:
-        forms = self._index.get(prompt[at : at + ANCHOR])
+        forms = self._index.get(prompt[at : at + LOOKUP_CHARS])
         if forms is None or is_in_word(prompt, at):
             return None
         for form, body in sorted(forms.items(), key=lambda item: len(item[0]), reverse=True):
@@ -123,7 +123,7 @@ class KnownTexts:
         sources.add(source)
         self._ours.discard(body)
         for form in _forms(body):
-            forms = self._index.setdefault(form[:ANCHOR], {})
+            forms = self._index.setdefault(form[:LOOKUP_CHARS], {})
             if form == body or form not in forms:
                 forms[form] = body
 
@@ -135,11 +135,11 @@ class KnownTexts:
             return
         del self._sources[body]
         for form in _forms(body):
-            forms = self._index.get(form[:ANCHOR], {})
+            forms = self._index.get(form[:LOOKUP_CHARS], {})
             if forms.get(form) == body:
                 del forms[form]
             if not forms:
-                self._index.pop(form[:ANCHOR], None)
+                self._index.pop(form[:LOOKUP_CHARS], None)
 
 
 def _forms(body: str) -> list[str]:
@@ -151,4 +151,4 @@ def _forms(body: str) -> list[str]:
     escaped = repr(f'"{body}')[2:-1]  # with both kinds of quotes in it repr escapes the single ones
     html = escape(body, quote=False).replace('"', "&quot;")
     forms = (body, escaped, escaped.replace("\\'", "'"), html)
-    return [form for form in dict.fromkeys(forms) if len(form) >= ANCHOR]
+    return [form for form in dict.fromkeys(forms) if len(form) >= LOOKUP_CHARS]

@@ -38,20 +38,21 @@ class Layout:
     numbered through. All tensors live on the CPU.
 
     token_ids: (T,) the logical prompt, prefix included.
-    fresh: (T,) bool, rows that are always computed. The last row always is: it gives the logits.
+    uncached: (T,) bool, tokens that are always computed. The last token always is: it gives the
+        logits.
     context_positions: (Tctx,) position of each context token.
     block_of_token: (Tctx,) block of each context token.
     block_lengths, block_chunk: (Nb,) tokens in each block, and the chunk it belongs to.
     is_anchor: (Nb,) bool, initial and local blocks.
     exact: (C,) bool, chunks that begin right after the prefix that they were prefilled with, so
         that their cache already equals full prefill.
-    question: (W,) positions of the last plain segment's rows; the last row alone if the prompt does
-        not end with such a segment.
-    n_uncached: tokens of chunks that had no usable cache.
+    question: (W,) positions of the last plain segment's tokens; the last token alone if the prompt
+        does not end with such a segment.
+    n_missed: tokens of chunks that had no usable cache.
     """
 
     token_ids: Tensor
-    fresh: Tensor
+    uncached: Tensor
     context_positions: Tensor
     block_of_token: Tensor
     block_lengths: Tensor
@@ -61,14 +62,14 @@ class Layout:
     question: Tensor
     chunk_starts: tuple[int, ...]
     chunk_blocks: tuple[ChunkBlocks, ...]
-    n_uncached: int
+    n_missed: int
     n_prefix: int
 
     @classmethod
     def of(cls, segments: Sequence[Segment], prefix: tuple[int, ...]) -> Layout:
         """Lay ``segments`` end to end. ``prefix`` is what chunks were prefilled after."""
         ids: list[int] = []
-        fresh: list[Tensor] = []
+        uncached: list[Tensor] = []
         starts: list[int] = []
         blocks: list[ChunkBlocks] = []
         question = torch.empty(0, dtype=torch.long)
@@ -80,10 +81,10 @@ class Layout:
                 blocks.append(segment.blocks)
             elif length and not segment.is_context:
                 question = torch.arange(start, start + length)
-            fresh.append(torch.full((length,), segment.blocks is None))
+            uncached.append(torch.full((length,), segment.blocks is None))
             ids.extend(segment.token_ids)
-        is_fresh = torch.cat(fresh)
-        is_fresh[-1] = True
+        is_uncached = torch.cat(uncached)
+        is_uncached[-1] = True
         if not len(question) or int(question[-1]) != len(ids) - 1:
             question = torch.tensor([len(ids) - 1])
         lengths = [b.lengths for b in blocks]
@@ -98,7 +99,7 @@ class Layout:
         empty = torch.empty(0, dtype=torch.long)
         return cls(
             token_ids=torch.tensor(ids),
-            fresh=is_fresh,
+            uncached=is_uncached,
             context_positions=_cat(
                 [torch.arange(s, s + b.n_tokens) for s, b in zip(starts, blocks, strict=True)],
                 empty,
@@ -115,7 +116,7 @@ class Layout:
             question=question,
             chunk_starts=tuple(starts),
             chunk_blocks=tuple(blocks),
-            n_uncached=sum(len(s.token_ids) for s in segments if s.is_context and s.blocks is None),
+            n_missed=sum(len(s.token_ids) for s in segments if s.is_context and s.blocks is None),
             n_prefix=len(prefix),
         )
 

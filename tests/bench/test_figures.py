@@ -14,7 +14,7 @@ from samkv_integrations.bench import disk, ingest_speed, latency, latency_plot, 
 
 def report(ttft_s: float, **changes: object) -> dict[str, Any]:
     fields = {"ttft_s": ttft_s, "load_s": 0.0, "decode_tokens_per_s": 10.0, "kept_ratio": 0.2,
-              "recompute_ratio": 0.1, "context_tokens": 1000, "fresh_tokens": 60,
+              "recompute_ratio": 0.1, "context_tokens": 1000, "uncached_tokens": 60,
               "prompt_tokens": 1060, "bytes_read": 500, "kv_bytes": 300,
               "full_kv_bytes": 1200}  # fmt: skip
     return {**fields, **changes}
@@ -67,7 +67,7 @@ def test_ingest_figures() -> None:
 
 
 def test_a_panel_is_what_varies_and_a_line_a_method() -> None:
-    cell = {"n_chunks": 2, "uncached_tokens": 0, "cached_share": 0.5, "page_cache": "warm"}
+    cell = {"n_chunks": 2, "text_tokens": 0, "cached_share": 0.5, "page_cache": "warm"}
     rows = [
         {**cell, "question": question, "label": label, "chunk_tokens": length, "ttft_ratio": ratio}
         for question, label, length, ratio in (

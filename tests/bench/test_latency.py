@@ -33,7 +33,7 @@ TINY = {
 }
 NAMES = ("recompute", "samkv-guided")
 METHODS_HERE = {name: METHODS[name] for name in NAMES}
-CELL = {"n_chunks", "chunk_tokens", "uncached_tokens", "cached_share", "page_cache", "question"}
+CELL = {"n_chunks", "chunk_tokens", "text_tokens", "cached_share", "page_cache", "question"}
 SETTINGS = {"label", "shape", "layers", "dtype", "device", "threads", "repeats", "new_tokens"}
 MEASURED = {
     "stored_share", "ttft_ratio", "decode_ratio", "bytes_ratio", "kv_ratio", "disk_ratio",
@@ -75,7 +75,7 @@ def error_of(*arguments: str) -> str:
 
 def test_every_cell_question_and_method_has_a_row_with_all_columns() -> None:
     config = tiny(
-        uncached_tokens=(0, 20), cached_shares=(1.0, 0.5), page_caches=("warm", "cold"),
+        text_tokens=(0, 20), cached_shares=(1.0, 0.5), page_caches=("warm", "cold"),
         n_chunks=(4,), new_tokens=3, memory=True,
     )  # fmt: skip
     rows = list(latency.run(config, METHODS_HERE))
@@ -95,7 +95,7 @@ def test_every_cell_question_and_method_has_a_row_with_all_columns() -> None:
         assert sum(row["chunk_misses"].values()) == n_missed
         assert row["stored_share"] == n_cached / row["n_chunks"]
         assert row["context_tokens"] == row["n_chunks"] * row["chunk_tokens"]
-        assert row["fresh_tokens"] > row["uncached_tokens"]
+        assert row["uncached_tokens"] > row["text_tokens"]
         if row["label"] == "recompute":
             ones = ("ttft_ratio", "decode_ratio", "kv_ratio", "peak_ratio")
             assert [row[name] for name in ones] == [1] * len(ones)
@@ -103,11 +103,9 @@ def test_every_cell_question_and_method_has_a_row_with_all_columns() -> None:
 
 
 def test_a_grid_is_every_combination() -> None:
-    config = tiny(n_chunks=(1, 4), uncached_tokens=(0, 9), cached_shares=(0.5, 1.0))
+    config = tiny(n_chunks=(1, 4), text_tokens=(0, 9), cached_shares=(0.5, 1.0))
     cells = config.cells(30)
-    found = [
-        (c.cached_share, c.n_chunks, c.uncached_tokens, c.n_cached, c.questions) for c in cells
-    ]
+    found = [(c.cached_share, c.n_chunks, c.text_tokens, c.n_cached, c.questions) for c in cells]
     assert found == [
         (1.0, 1, 0, 1, 1), (1.0, 1, 9, 1, 1), (1.0, 4, 0, 4, 1), (1.0, 4, 9, 4, 1),
         (0.5, 1, 0, 0, 2), (0.5, 1, 9, 0, 2), (0.5, 4, 0, 2, 2), (0.5, 4, 9, 2, 2),

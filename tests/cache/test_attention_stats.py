@@ -25,7 +25,7 @@ from samkv_integrations.cache.attention_stats import (
     layer_statistics,
     stable_layers,
 )
-from samkv_integrations.cache.block_means import block_means, summarise
+from samkv_integrations.cache.block_means import decode_means, quantise_means
 from samkv_integrations.cache.blocks import BlockScheme, ChunkBlocks
 
 NAN, INF = math.nan, math.inf
@@ -392,7 +392,7 @@ def test_stable_layers_follow_their_rule(seed: int, n_layers: int, share: float)
     assert stable_layers(n_layers, votes) == tuple(expected)
 
 
-# --- summaries ---------------------------------------------------------------------------------
+# --- block_means ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("n_tokens", [1, 2, 7, 8, 9, 40])
@@ -404,24 +404,24 @@ def test_block_means_are_close_to_the_means(
 ) -> None:
     keys = (normal(n_tokens, 2, n_tokens, 3, 8) + 2).to(dtype)
     blocks = BlockScheme(size=size, n_local=n_local).of(n_tokens)
-    summaries = summarise(keys, blocks)
+    block_means = quantise_means(keys, blocks)
     middle = list(range(1, blocks.n_blocks - n_local)) if blocks.n_blocks > 1 + n_local else []
-    assert summaries.codes.shape == (2, len(middle), 3, 8)
-    assert summaries.scale.shape == (2, len(middle), 3)
-    assert (summaries.codes.dtype, summaries.scale.dtype) == (torch.int8, torch.float16)
-    means = block_means(summaries)
+    assert block_means.codes.shape == (2, len(middle), 3, 8)
+    assert block_means.scale.shape == (2, len(middle), 3)
+    assert (block_means.codes.dtype, block_means.scale.dtype) == (torch.int8, torch.float16)
+    means = decode_means(block_means)
     for layer in range(2):
         for place, block in enumerate(middle):
             first, stop = blocks.span(block)
             for head in range(3):
                 rows = keys[layer, first:stop, head].double().tolist()
                 exact = [statistics.fmean(channel) for channel in zip(*rows, strict=True)]
-                scale = float(summaries.scale[layer, place, head])
+                scale = float(block_means.scale[layer, place, head])
                 assert scale <= 1.001 * max(map(abs, exact)) / 127 + 2**-23
                 for got, want in zip(means[layer, place, head].tolist(), exact, strict=True):
                     assert abs(got - want) <= scale / 2 + 1e-5
 
 
 def test_zero_keys_have_zero_means() -> None:
-    means = block_means(summarise(torch.zeros(1, 9, 2, 4), BlockScheme(size=2).of(9)))
+    means = decode_means(quantise_means(torch.zeros(1, 9, 2, 4), BlockScheme(size=2).of(9)))
     assert torch.equal(means, torch.zeros(1, 2, 2, 4))

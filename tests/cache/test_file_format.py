@@ -20,7 +20,7 @@ from torch import Tensor
 
 from samkv_integrations.cache.base import StoredChunk
 from samkv_integrations.cache.blocks import BlockScheme
-from samkv_integrations.cache.chunk import ChunkCache, ChunkStatistics, Summaries
+from samkv_integrations.cache.chunk import BlockMeans, ChunkCache, ChunkStatistics
 from samkv_integrations.cache.chunk_file import ChunkFile
 from samkv_integrations.cache.file_format import INDEX, FileLayout, encode
 from samkv_integrations.cache.memory import MemoryChunk
@@ -70,8 +70,13 @@ def file_by_hand(chunk: ChunkCache) -> bytes:
         ("stable", "U8", [n_layers], pack(chunk.statistics.stable, "B")),
         ("outliers", "U8", [n_layers, n_tokens], pack(chunk.statistics.outliers, "B")),
         ("local_query", name, [n_layers, heads, dim], pack(chunk.local_query, code)),
-        ("summary_codes", "I8", [n_layers, len(middle), *rows], pack(chunk.summaries.codes, "b")),
-        ("summary_scale", "F16", [n_layers, len(middle), groups], pack(chunk.summaries.scale, "e")),
+        ("summary_codes", "I8", [n_layers, len(middle), *rows], pack(chunk.block_means.codes, "b")),
+        (
+            "summary_scale",
+            "F16",
+            [n_layers, len(middle), groups],
+            pack(chunk.block_means.scale, "e"),
+        ),
         ("key_range", "F16", [n_layers, n_ranges, 2, *rows], pack(chunk.key_range, "e")),
     ]
     n_checksums = 1 + len(table) + n_layers * n_blocks
@@ -191,11 +196,11 @@ def counted(tensor: Tensor) -> Tensor:
 def test_the_bytes_of_one_file_never_change() -> None:
     """`file_by_hand` takes the fingerprint's fields from the package; this sum knows them too."""
     chunk = random_chunk(7, N_TOKENS, replace(SMALL, dtype="bfloat16"))
-    of_statistics, of_summaries = vars(chunk.statistics), vars(chunk.summaries)
+    of_statistics, of_summaries = vars(chunk.statistics), vars(chunk.block_means)
     whole = replace(
         chunk,
         statistics=ChunkStatistics(**{name: counted(t) for name, t in of_statistics.items()}),
-        summaries=Summaries(**{name: counted(t) for name, t in of_summaries.items()}),
+        block_means=BlockMeans(**{name: counted(t) for name, t in of_summaries.items()}),
         **{
             name: counted(getattr(chunk, name))
             for name in ("token_ids", "entries", "key_range", "local_query")
@@ -223,8 +228,8 @@ def test_safetensors_reads_what_we_wrote(
         "stable": chunk.statistics.stable.to(torch.uint8),
         "outliers": chunk.statistics.outliers.to(torch.uint8),
         "local_query": chunk.local_query,
-        "summary_codes": chunk.summaries.codes,
-        "summary_scale": chunk.summaries.scale,
+        "summary_codes": chunk.block_means.codes,
+        "summary_scale": chunk.block_means.scale,
         "key_range": chunk.key_range,
         "entries": chunk.entries,
     }
@@ -248,7 +253,7 @@ def test_layout_knows_where_each_block_is(path: Path, chunk: ChunkCache) -> None
 
 
 def test_a_chunk_in_four_bits_takes_less_than_a_third_of_its_entries_in_bfloat16() -> None:
-    """Everything counted: statistics, summaries, checksums, header. Of Qwen2.5-0.5B's shape."""
+    """Everything counted: statistics, block_means, checksums, header. Of Qwen2.5-0.5B's shape."""
     sizes = {}
     for bits in (4, 8, 16):
         fingerprint = replace(
@@ -299,7 +304,7 @@ def test_every_flipped_byte_is_noticed(path: Path, chunk: ChunkCache) -> None:
 
 READS: dict[str, Callable[[StoredChunk], object]] = {
     "local_query": lambda stored: stored.local_query(),
-    "summary": lambda stored: stored.summaries(),
+    "summary": lambda stored: stored.block_means(),
     "key_range": lambda stored: stored.key_range(),
 }
 
@@ -341,7 +346,7 @@ def test_reading_all_notices_a_damaged_key_range_and_every_damaged_entry(
             os.pwrite(file.fileno(), bytes([data[offset] ^ 4]), offset)
             with ChunkFile(path, chunk.key, SMALL) as stored:
                 stored.local_query()
-                stored.summaries()
+                stored.block_means()
                 with pytest.raises(CacheMiss, match="corrupt"):
                     read_all(stored)
             os.pwrite(file.fileno(), data[offset : offset + 1], offset)
@@ -629,7 +634,7 @@ def test_opening_reads_the_small_part_and_each_index_part_is_one_read(
         assert sum(length for _, length in reads) == header + places["outliers"].stop
         for read, first, last in (
             (stored.local_query, "local_query", "local_query"),
-            (stored.summaries, "summary_codes", "summary_scale"),
+            (stored.block_means, "summary_codes", "summary_scale"),
             (stored.key_range, "key_range", "key_range"),
         ):
             reads.clear()

@@ -227,14 +227,15 @@ def test_strange_files_in_a_store_are_overlooked(store: ChunkStore, folder: Path
     chunk = chunk_for(store, 1)
     store.put(chunk)
     place = folder / TINY.digest / chunk.key[:2]
-    for name in ("notes.safetensors", f"{'f' * 32}.safetensors", f"{chunk.key}.safetensors.a.tmp"):
+    elsewhere = ("0" if chunk.key.startswith("f") else "f") * 32  # belongs into another folder
+    for name in ("notes.safetensors", f"{elsewhere}.safetensors", f"{chunk.key}.safetensors.a.tmp"):
         (place / name).touch()
     (folder / "notes").mkdir()
     (folder / ("0" * 32)).touch()
     assert ChunkStore(folder).keys() == [chunk.key]
     assert store.stats().n_chunks == 1
     assert store.fingerprints() == [TINY]
-    assert store.text("f" * 32) is None
+    assert store.text(elsewhere) is None
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"model": "x"}', None])

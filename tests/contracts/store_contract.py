@@ -90,7 +90,7 @@ class StoreContract:
             assert stored.token_ids.dtype == torch.int32
             assert torch.equal(stored.token_ids, chunk.token_ids)
             assert_same(stored.statistics(), chunk.statistics)
-            assert_same(stored.summaries(), chunk.summaries)
+            assert_same(stored.block_means(), chunk.block_means)
             assert torch.equal(stored.key_range(), chunk.key_range)
             assert stored.key_range().dtype == torch.float16
             assert torch.equal(stored.local_query(), chunk.local_query)
@@ -167,7 +167,10 @@ class StoreContract:
                 assert stored.bytes_read - before == (4 + 4 + 2) * TINY.entry_format.n_bytes
             for part, n_bytes in (
                 (stored.local_query, chunk.local_query.nbytes),
-                (stored.summaries, chunk.summaries.codes.nbytes + chunk.summaries.scale.nbytes),
+                (
+                    stored.block_means,
+                    chunk.block_means.codes.nbytes + chunk.block_means.scale.nbytes,
+                ),
                 (stored.key_range, chunk.key_range.nbytes),
             ):
                 before = stored.bytes_read
@@ -255,7 +258,7 @@ class StoreContract:
         stored.close()
         uses = (
             stored.verify,
-            stored.summaries,
+            stored.block_means,
             stored.key_range,
             lambda: read(stored, 0, [0]),
             lambda: read_all(stored),

@@ -380,7 +380,7 @@ def blended(
 ) -> Blended:
     """The pass of a case. check: a layer, and what gives the rows of all later ones there."""
     layout, rows = case.layout, case.recompute if recompute is None else recompute
-    uncached = layout.fresh.clone()
+    uncached = layout.uncached.clone()
     uncached[list(case.waiting)] = False
     plans: list[PassPlan] = []
 
@@ -567,7 +567,7 @@ def of_rows(by_position: list[dict[int, Tensor]], layer: int, rows: list[int]) -
 
 def waits_at_first(case: Case, n_last: int) -> Case:
     """The same case without the uncached tokens before the last ones."""
-    uncached = case.layout.fresh.nonzero()[:, 0].tolist()
+    uncached = case.layout.uncached.nonzero()[:, 0].tolist()
     return replace(case, waiting=frozenset(uncached[1:-n_last]))
 
 
@@ -584,7 +584,7 @@ def test_a_probe_shows_its_queries_and_the_keys_that_they_saw(
         done, expected = blended(model, case, probes=True), reference(model, case)
         torch.testing.assert_close(done.logits, expected.logits, **CLOSE)
         assert done.cache.lengths == [0] * LAYERS, "a probe keeps nothing"
-        uncached = case.layout.fresh.nonzero()[:, 0].tolist()
+        uncached = case.layout.uncached.nonzero()[:, 0].tolist()
         rows = [at for at in uncached if at not in case.waiting]
         stored = set(case.layout.context_positions.tolist()) - set(uncached)
         assert [probed.layer for probed in done.probed] == list(range(LAYERS))

@@ -102,7 +102,7 @@ def test_kept_entries_move_with_all_that_belongs_to_them(weigh: Any) -> None:
 def test_the_last_entry_takes_the_place_of_one_given_up(slot: Any) -> None:
     cache, given = filled()
     keys = given[0].keys.clone()
-    cache.give_up(0, slot)
+    cache.evict(0, slot)
     assert cache.lengths[0] == 5
     of_heads = [slot] * GROUPS if isinstance(slot, int) else slot.tolist()
     for head, freed in enumerate(of_heads):

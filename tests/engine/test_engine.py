@@ -323,7 +323,7 @@ def test_block_sizes_that_are_no_numbers_are_named(size: object) -> None:
 @pytest.mark.parametrize("content", ["null", "[]", "16.0", "1e400", "true", "0", "-1", "", '"8"'])
 def test_a_damaged_block_size_is_named(tmp_path: Path, content: str) -> None:
     engine = Engine(tiny_model("llama"), ChunkStore(tmp_path))
-    size = engine.store.settle_block_size(engine.fingerprint, 8)
+    size = engine.store.agree_block_size(engine.fingerprint, 8)
     assert size == 8
     (file,) = tmp_path.glob("block-size-*.json")
     file.write_text(content)
@@ -481,11 +481,11 @@ def test_reports_add_up(engine: Engine, method: str) -> None:
     asked = {"method": method, "eviction": "none", "max_new_tokens": 5}
     report = engine.generate(PROMPT, TEXTS, **asked).report
     assert report.method == method
-    assert report.prompt_tokens == report.context_tokens + report.fresh_tokens
+    assert report.prompt_tokens == report.context_tokens + report.uncached_tokens
     assert 0 < report.kept_ratio <= 1
     assert 0 <= report.recompute_ratio <= 1
     row = report.full_kv_bytes / report.prompt_tokens
-    kept_rows = report.kept_ratio * report.context_tokens + report.fresh_tokens
+    kept_rows = report.kept_ratio * report.context_tokens + report.uncached_tokens
     assert report.kv_bytes == pytest.approx(row * kept_rows, rel=1e-6)
     assert report.bytes_read > 0
     assert report.ttft_s >= report.probe_s + report.select_s + report.load_s + report.blend_s
@@ -504,7 +504,7 @@ def test_a_step_s_share_is_reported_and_few_bits_held(engine: Engine) -> None:
     assert report.kept_ratio == pytest.approx(rule.budget(n_context) / n_context)
     row = report.full_kv_bytes / report.prompt_tokens  # in float32
     entry = 2 * (2 * 16 * 4 // 8) + 2 * 4  # of 2 heads of 16 channels, and ranges of the values
-    held = report.fresh_tokens * row + n_context * engine.model.n_layers * entry
+    held = report.uncached_tokens * row + n_context * engine.model.n_layers * entry
     channels, n_layers = 2 * 16, engine.model.n_layers
     mean = n_layers * channels * 4  # of the values, in float32
     of_chunks = sum(math.ceil(length / GROUP_TOKENS) for length in map(engine.count_tokens, TEXTS))
@@ -767,7 +767,7 @@ def test_on_miss_compute_makes_what_a_handle_stands_for_anew(engine: Engine) -> 
 
 @pytest.mark.parametrize("text", ["[[deadbeef]]", "a[b[0]]", "[[link]]", "if [[ -f x ]]; then"])
 def test_brackets_alone_are_no_handle(engine: Engine, text: str) -> None:
-    assert engine.generate(f"{text} Q?", max_new_tokens=1).report.fresh_tokens == len(text) + 4
+    assert engine.generate(f"{text} Q?", max_new_tokens=1).report.uncached_tokens == len(text) + 4
 
 
 def test_threads_do_not_mix_how_special_tokens_are_read(engine: Engine) -> None:

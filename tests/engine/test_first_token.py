@@ -150,7 +150,7 @@ def test_the_probe_computes_nothing_but_its_window_and_sinks(
     with counted_rows(engine) as rows:
         asked = ask(engine, PROMPT, CHUNKS, method)
     layout, n_layers = asked.layout, engine.model.n_layers
-    uncached = layout.fresh.nonzero()[:, 0].tolist()
+    uncached = layout.uncached.nonzero()[:, 0].tolist()
     near = [at for at in uncached if at < sinks or at >= layout.n_tokens - window]
     assert rows[:n_layers] == [len(near)] * n_layers
     computed = asked.planned[-1].plan.computed.sum(1).tolist()
@@ -174,9 +174,9 @@ def test_methods_without_a_probe_run_one_pass(engine: Engine) -> None:
 def test_a_window_over_all_uncached_text_is_the_probe_of_all(engine: Engine) -> None:
     layout = ask(engine, PROMPT, CHUNKS, "reuse").layout
     seen: dict[int, Tensor] = {}
-    for window in (layout.n_tokens - int(layout.fresh.nonzero()[0]), 10_000):
+    for window in (layout.n_tokens - int(layout.uncached.nonzero()[0]), 10_000):
         asked = ask(engine, PROMPT, CHUNKS, replace(GUIDED, select=GuidedSelect(window=window)))
-        assert bool((asked.planned[0].uncached == layout.fresh).all())
+        assert bool((asked.planned[0].uncached == layout.uncached).all())
         seen[window] = torch.cat((asked.recomputed.float().flatten(), asked.first.logits))
     one, two = seen.values()
     assert torch.equal(one, two)
@@ -212,7 +212,7 @@ def test_each_chunk_is_read_once_from_its_first_entry_to_its_last(
 def test_bytes_read_are_those_of_the_files_without_what_is_not_needed(
     on_disk: Engine, tmp_path: Path
 ) -> None:
-    """Local queries and summaries, which only some methods need, lie in the files unread."""
+    """Local queries and block_means, which only some methods need, lie in the files unread."""
     report = ask(on_disk, PROMPT, CHUNKS, "samkv-guided").report
     unread = total = 0
     for text in CHUNKS:

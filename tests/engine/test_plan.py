@@ -125,7 +125,7 @@ def test_every_layer_is_that_of_the_sets(
     request = request_of(shape)
     layout = request.layout
     keep, rows = random_masks(request, kept, stale, alike)
-    fresh = layout.fresh.nonzero()[:, 0].tolist()
+    fresh = layout.uncached.nonzero()[:, 0].tolist()
     uncached = {at for at in fresh if not some_wait or at % 2 or at == fresh[-1]}
     mask = torch.zeros(layout.n_tokens, dtype=torch.bool)
     mask[list(uncached)] = True
@@ -166,8 +166,10 @@ def test_layers_that_do_the_same_share_their_plan() -> None:
 def test_a_plan_changes_nothing_that_it_is_given() -> None:
     request = request_of(Shape(seed=2, lengths=(30, 20), n_layers=3))
     keep, rows = random_masks(request, 0.6, 0.5, alike=False)
-    uncached = request.layout.fresh.clone()
-    given_now = [keep.clone(), rows.clone(), uncached.clone(), request.layout.fresh.clone()]
+    uncached = request.layout.uncached.clone()
+    given_now = [keep.clone(), rows.clone(), uncached.clone(), request.layout.uncached.clone()]
     plan_pass(request.layout, keep, rows, **MODEL, uncached=uncached)
-    for before, after in zip(given_now, (keep, rows, uncached, request.layout.fresh), strict=True):
+    for before, after in zip(
+        given_now, (keep, rows, uncached, request.layout.uncached), strict=True
+    ):
         assert torch.equal(before, after)

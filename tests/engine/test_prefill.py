@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from samkv_integrations.cache.block_means import block_means
+from samkv_integrations.cache.block_means import decode_means
 from samkv_integrations.cache.chunk import ChunkCache
 from samkv_integrations.cache.fingerprint import Fingerprint
 from samkv_integrations.cache.memory import MemoryStore
@@ -216,15 +216,15 @@ def test_entries_and_summaries_are_of_the_captured_rows(bits: int) -> None:
         half_step = (span + 2.0**-10 * true_values.abs().amax()) / (2**bits - 1) / 2
         assert bool(((values - true_values).abs() <= half_step * 1.01 + 1e-6).all())
         for name in ("codes", "scale"):  # Not made of keys of few bits.
-            found, expected = (getattr(c.summaries, name) for c in (cached, exact))
+            found, expected = (getattr(c.block_means, name) for c in (cached, exact))
             assert torch.equal(found, expected)
         n_blocks = math.ceil(n_tokens / BLOCK)
         middle = range(1, n_blocks - 2)
-        assert cached.summaries.codes.shape[1] == len(middle)
+        assert cached.block_means.codes.shape[1] == len(middle)
         for place, block in enumerate(middle):
             mean = true_keys[:, block * BLOCK : (block + 1) * BLOCK].mean(1)
-            error = (block_means(cached.summaries)[:, place] - mean).abs()
-            half_step = cached.summaries.scale[:, place].float()[..., None] / 2
+            error = (decode_means(cached.block_means)[:, place] - mean).abs()
+            half_step = cached.block_means.scale[:, place].float()[..., None] / 2
             assert bool((error <= half_step * 1.001 + 1e-6).all())
 
 

@@ -39,7 +39,7 @@ from samkv_integrations.model.attention import attention
 from samkv_integrations.prompt.layout import Layout
 from tests.support.models import FAMILIES, tiny_model
 
-# Far below what one wrong row changes, above the rounding of another summation order.
+# Far below what one wrong entry changes, above the rounding of another summation order.
 TOLERANCE = {"rtol": 2e-4, "atol": 2e-4}
 
 
@@ -58,7 +58,7 @@ SLIDING = ("streaming-llm", "h2o", "sage-kv")
 FREE = CostModel(layer_s=0, token_s=0, pair_s=0, entry_s=0, read_s=0)
 """With these `auto` has no reason for full prefill: what it evicts from is what it read."""
 SMALL = {"snapkv": {"window": 8}, "pyramidkv": {"window": 8}}
-"""Options with which a rule can keep to the few rows that tests have."""
+"""Options with which a rule can keep to the few entries that tests have."""
 
 
 def rule_of(name: str, budget_tokens: int, **options: Any) -> DroppingEviction:
@@ -105,73 +105,78 @@ def decoder_of(engine: Engine, first: FirstToken) -> Decoder:
 
 @dataclass
 class Case:
-    """Random rows of one layer: the prompt's, of which some were computed, and the answer's."""
+    """Random entries of one layer: the prompt's, of which some were computed, and the answer's."""
 
     query: Tensor  # (H, T, D)
     keys: Tensor  # (T, G, D)
     computed: list[int]
-    n_rows: int  # of the prompt; the other T - n_rows are the answer's
+    n_entries: int  # of the prompt; the other T - n_rows are the answer's
 
     @classmethod
-    def of(cls, seed: int, n_rows: int, n_steps: int, heads: tuple[int, int], share: float) -> Case:
+    def of(
+        cls, seed: int, n_entries: int, n_steps: int, heads: tuple[int, int], share: float
+    ) -> Case:
         random = torch.Generator().manual_seed(seed)
         n_heads, n_kv_heads = heads
-        total = n_rows + n_steps
+        total = n_entries + n_steps
         query = torch.randn(n_heads, total, 8, generator=random)
         keys = torch.randn(total, n_kv_heads, 8, generator=random)
-        chosen = (torch.rand(n_rows, generator=random) < share).nonzero()[:, 0].tolist()
-        return cls(query, keys, sorted({*chosen, n_rows - 1}), n_rows)
+        chosen = (torch.rand(n_entries, generator=random) < share).nonzero()[:, 0].tolist()
+        return cls(query, keys, sorted({*chosen, n_entries - 1}), n_entries)
 
-    def attention(self, head: int, row: int, rows: list[int]) -> dict[int, float]:
-        """Weights that query ``head`` of ``row`` gives to ``rows``."""
+    def attention(self, head: int, entry: int, entries: list[int]) -> dict[int, float]:
+        """Weights that query ``head`` of ``entry`` gives to ``entries``."""
         group = self.query.shape[0] // self.keys.shape[1]
-        keys = self.keys[rows, head // group].double()
-        logits = keys @ self.query[head, row].double() * 8**-0.5
-        return dict(zip(rows, logits.softmax(0).tolist(), strict=True))
+        keys = self.keys[entries, head // group].double()
+        logits = keys @ self.query[head, entry].double() * 8**-0.5
+        return dict(zip(entries, logits.softmax(0).tolist(), strict=True))
 
     def evicted(self, rule: DroppingEviction, budget: int) -> list[list[set[int]]]:
         """What each key-value head holds after the prompt and after every step, by the code."""
-        n_steps, n_kv_heads = len(self.keys) - self.n_rows, self.keys.shape[1]
+        n_steps, n_kv_heads = len(self.keys) - self.n_entries, self.keys.shape[1]
         names = torch.arange(len(self.keys)).float()[:, None, None].expand(-1, n_kv_heads, 8)
-        is_context = torch.arange(self.n_rows) % 3 < 2
+        is_context = torch.arange(self.n_entries) % 3 < 2
         evictor = Evictor(
-            replace(rule, budget_tokens=budget), n_tokens=self.n_rows, n_layers=1, capacity=n_steps
+            replace(rule, budget_tokens=budget),
+            n_tokens=self.n_entries,
+            n_layers=1,
+            capacity=n_steps,
         )
         cache = DenseCache(1, n_steps, evictor=evictor, weigh=METHODS["ape"].attend)
         at = torch.tensor(self.computed)
         taken = LayerEntries(
-            keys=self.keys[: self.n_rows].clone(),
-            values=names[: self.n_rows].clone(),  # an entry's value says which one it is
-            n_entries=self.n_rows, is_context=is_context, context=torch.arange(is_context.sum()),
+            keys=self.keys[: self.n_entries].clone(),
+            values=names[: self.n_entries].clone(),  # an entry's value says which one it is
+            n_entries=self.n_entries, is_context=is_context, context=torch.arange(is_context.sum()),
             context_slots=is_context.nonzero()[:, 0], changed=torch.arange(0),
             other_slots=(~is_context).nonzero()[:, 0], queries=self.query[:, at],
             query_slots=at, scaling=8**-0.5,
         )  # fmt: skip
         cache.take(0, taken)
-        history = [held(cache, self.n_rows)]
-        for row in range(self.n_rows, len(self.keys)):
-            cache.append(0, self.keys[row], names[row])
-            evictor.after_step(cache, 0, self.query[:, row : row + 1], 8**-0.5)
-            history.append(held(cache, self.n_rows))
+        history = [held(cache, self.n_entries)]
+        for entry in range(self.n_entries, len(self.keys)):
+            cache.append(0, self.keys[entry], names[entry])
+            evictor.after_step(cache, 0, self.query[:, entry : entry + 1], 8**-0.5)
+            history.append(held(cache, self.n_entries))
         return history
 
 
 def held(cache: DenseCache, n_prompt: int) -> list[set[int]]:
-    """Names of the rows of each key-value head; all that is kept of a row must stay together."""
-    rows = cache.values[0][: cache.lengths[0], :, 0].T.int().tolist()
-    assert all(len(set(names)) == len(names) for names in rows), "a row is held twice"
-    flags = [[name < n_prompt and name % 3 < 2 for name in names] for names in rows]
-    assert cache.is_context(0).tolist() == flags, "a row has another one's flag"
-    return [set(names) for names in rows]
+    """Names of the entries of each key-value head; all that is kept of one must stay together."""
+    entries = cache.values[0][: cache.lengths[0], :, 0].T.int().tolist()
+    assert all(len(set(names)) == len(names) for names in entries), "an entry is held twice"
+    flags = [[name < n_prompt and name % 3 < 2 for name in names] for names in entries]
+    assert cache.is_context(0).tolist() == flags, "an entry has another one's flag"
+    return [set(names) for names in entries]
 
 
 def union_of_best(scores: list[dict[int, float]], count: int) -> set[int]:
     """The best of every head while that fits, then the next ones, of the largest sum first."""
-    ranked = [sorted(given, key=lambda row: (-given[row], row)) for given in scores]
+    ranked = [sorted(given, key=lambda entry: (-given[entry], entry)) for given in scores]
     kept: set[int] = set()
     for rank in range(len(ranked[0])):
-        new = {rows[rank] for rows in ranked} - kept
-        by_sum = sorted(new, key=lambda row: (-sum(given[row] for given in scores), row))
+        new = {entries[rank] for entries in ranked} - kept
+        by_sum = sorted(new, key=lambda entry: (-sum(given[entry] for given in scores), entry))
         kept |= set(by_sum[: count - len(kept)])
     assert len(kept) == min(count, len(ranked[0]))
     return kept
@@ -187,19 +192,19 @@ def slow(case: Case, rule: Eviction, budget: int) -> list[list[set[int]]]:
 
 
 def slow_head(case: Case, rule: Eviction, budget: int, heads: range) -> list[set[int]]:
-    n = case.n_rows
+    n = case.n_entries
     scores = dict.fromkeys(range(n), 0.0)
-    for row in case.computed:
+    for entry in case.computed:
         for head in heads:
-            for name, weight in case.attention(head, row, list(range(row + 1))).items():
+            for name, weight in case.attention(head, entry, list(range(entry + 1))).items():
                 scores[name] += weight
     kept = slow_prompt(case, rule, budget, heads, scores) if n > budget else set(range(n))
     history = [set(kept)]
-    for row in range(n, len(case.keys)):
-        kept.add(row)
-        scores[row] = 0.0
+    for entry in range(n, len(case.keys)):
+        kept.add(entry)
+        scores[entry] = 0.0
         for head in heads:
-            for name, weight in case.attention(head, row, sorted(kept)).items():
+            for name, weight in case.attention(head, entry, sorted(kept)).items():
                 scores[name] += weight
         if len(kept) > budget and rule.name in SLIDING:
             newest_last = sorted(kept)
@@ -216,11 +221,11 @@ def slow_head(case: Case, rule: Eviction, budget: int, heads: range) -> list[set
 def slow_prompt(
     case: Case, rule: Eviction, budget: int, heads: range, scores: dict[int, float]
 ) -> set[int]:
-    n = case.n_rows
+    n = case.n_entries
     if isinstance(rule, StreamingLLM):
         return {*range(rule.sinks), *range(n - (budget - rule.sinks), n)}
     if isinstance(rule, H2O):
-        older = {row: scores[row] for row in range(n - budget // 2)}
+        older = {entry: scores[entry] for entry in range(n - budget // 2)}
         return union_of_best([older], budget - budget // 2) | set(range(n - budget // 2, n))
     if isinstance(rule, SageKV):
         end = budget // 4
@@ -233,11 +238,11 @@ def slow_prompt(
     pooled = []
     for head in heads:
         looks = [case.attention(head, r, list(range(r + 1))) for r in case.computed if r >= before]
-        given = [sum(look[row] for look in looks) for row in range(before)]
+        given = [sum(look[entry] for look in looks) for entry in range(before)]
         reach = rule.kernel // 2
-        near = [given[max(0, row - reach) : row + reach + 1] for row in range(before)]
+        near = [given[max(0, entry - reach) : entry + reach + 1] for entry in range(before)]
         pool = {"max": max, "average": lambda values, k=rule.kernel: sum(values) / k}[rule.pooling]
-        pooled.append({row: pool(values) for row, values in enumerate(near)})
+        pooled.append({entry: pool(values) for entry, values in enumerate(near)})
     return union_of_best(pooled, budget - rule.window) | set(range(before, n))
 
 
@@ -260,8 +265,8 @@ def test_the_choice_is_that_of_the_slow_version(
     name: str, heads: tuple[int, int], share: float
 ) -> None:
     rule = RULES[name]
-    for seed, (n_rows, budget) in enumerate([(40, 12), (13, 12), (9, 15), (30, 13)]):
-        case = Case.of(seed, n_rows, 20, heads, share)
+    for seed, (n_entries, budget) in enumerate([(40, 12), (13, 12), (9, 15), (30, 13)]):
+        case = Case.of(seed, n_entries, 20, heads, share)
         assert case.evicted(rule, budget) == slow(case, rule, budget)
 
 
@@ -273,8 +278,8 @@ def test_the_smallest_budget_works(name: str) -> None:
 
 
 def test_heads_that_share_get_the_union_and_then_the_next_best() -> None:
-    # both heads want row 0 most; of those that come second row 2 has the larger sum, of those that
-    # come third row 5
+    # both heads want entry 0 most; of those that come second entry 2 has the larger sum, of those
+    # that come third entry 5
     scores = torch.tensor([[[9.0, 8, 1, 0, 2, 7.5], [9, 0, 8.5, 1, 7, 2]]])
     for count, expected in ((1, [0]), (2, [0, 2]), (3, [0, 1, 2]), (4, [0, 1, 2, 5])):
         assert best_of_heads(scores, count).tolist() == [expected]
@@ -349,7 +354,7 @@ def test_a_budget_for_all_rows_changes_nothing(
         with torch.inference_mode():
             expected = [plain.step(token) for token in tokens]
         for name in CLASSES:
-            # the smallest that is enough: a rule that slides counts the answer's rows as well
+            # the smallest that is enough: a rule that slides counts the answer's entries as well
             budget = n_tokens + (ANSWER if name in SLIDING else 0)
             evicting = decoder_of(engine, asked(engine, method, rule_of(name, budget)))
             assert evicting.cache.lengths == lengths
@@ -385,8 +390,8 @@ def test_every_method_with_every_rule(
         first = asked(engine, method, rule)
         n_layers, n_tokens = engine.model.n_layers, first.layout.n_tokens
         budgets = [rule.layer_budget(n_tokens, layer, n_layers) for layer in range(n_layers)]
-        rows = [min(b, n) for b, n in zip(budgets, lengths, strict=True)]
-        assert first.cache.lengths == rows
+        entries = [min(b, n) for b, n in zip(budgets, lengths, strict=True)]
+        assert first.cache.lengths == entries
         report = first.report
         assert (report.method, report.eviction) == (method, name)
         assert report.kv_bytes == kv_bytes
@@ -398,7 +403,7 @@ def test_every_method_with_every_rule(
                 assert bool(logits.isfinite().all())
         assert float((logits - unlike).abs().max()) > 0.01, "nothing of value was evicted"
         added = 0 if name in SLIDING else 8
-        assert first.cache.lengths == [n + added for n in rows]
+        assert first.cache.lengths == [n + added for n in entries]
         assert decoder.position == n_tokens + 8
 
 
@@ -520,27 +525,27 @@ def test_computed_rows_are_found_among_those_held(
             for position, block in zip(layout.context_positions, layout.block_of_token, strict=True)
             if plans[-1].kept[layer, block]
         }
-        fresh = layout.fresh.nonzero()[:, 0].tolist()
-        rows = sorted(kept | set(fresh))
+        fresh = layout.uncached.nonzero()[:, 0].tolist()
+        entries = sorted(kept | set(fresh))
         of_layer = plans[-1].layers[layer].positions.tolist()
-        computed = [row for row in of_layer if row in set(rows)]
-        assert seen.n_rows == len(rows)
-        assert seen.slots.tolist() == [rows.index(row) for row in computed]
+        computed = [entry for entry in of_layer if entry in set(entries)]
+        assert seen.n_entries == len(entries)
+        assert seen.slots.tolist() == [entries.index(entry) for entry in computed]
         assert seen.query.shape[1] == len(computed)
         n_looking.append((len(computed), len(of_layer)))
     if method is CARRYING:
-        assert any(a < b for a, b in n_looking), "no row was only carried: nothing was tested"
+        assert any(a < b for a, b in n_looking), "no entry was only carried: nothing was tested"
 
 
 @dataclass(frozen=True, kw_only=True)
 class AllBut(DroppingEviction):
-    """Gives up one row of every layer and head."""
+    """Gives up one entry of every layer and head."""
 
     slot: int
 
     name: ClassVar[str] = "all-but"
     paper: ClassVar[str] = "-"
-    summary: ClassVar[str] = "all but one row"
+    summary: ClassVar[str] = "all but one entry"
     slides: ClassVar[bool] = False
 
     @property
@@ -549,14 +554,14 @@ class AllBut(DroppingEviction):
 
     def keeper(self, budget: int) -> Keeper:
         def choose(seen: Seen) -> Tensor:
-            slots = torch.arange(seen.n_rows)
+            slots = torch.arange(seen.n_entries)
             return slots[slots != self.slot][:, None].expand(-1, seen.keys.shape[1])
 
         return Once(budget, choose)
 
 
 def masked_logits(engine: Engine, ids: list[int], visible: Tensor) -> Tensor:
-    """(T, vocabulary) of transformers' own forward, rows attending where (T, T) ``visible``."""
+    """(T, vocabulary) of transformers' own forward, entries attending where (T, T) ``visible``."""
     mask = torch.zeros(visible.shape).masked_fill(~visible, -math.inf)[None, None]
     with torch.inference_mode():
         logits: Tensor = engine.model.hf(torch.tensor([ids]), attention_mask=mask).logits[0]
@@ -577,13 +582,13 @@ def test_a_row_given_up_is_a_row_masked(engines: Callable[[str], Engine], family
         expected = masked_logits(engine, [*first.layout.token_ids.tolist(), *tokens], visible)
         decoder = decoder_of(engine, first)
         with torch.inference_mode():
-            for row, token in enumerate(tokens, start=n):
-                torch.testing.assert_close(decoder.step(token), expected[row], **TOLERANCE)
+            for entry, token in enumerate(tokens, start=n):
+                torch.testing.assert_close(decoder.step(token), expected[entry], **TOLERANCE)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_sliding_window_is_a_banded_mask(engines: Callable[[str], Engine], family: str) -> None:
-    """More steps than the window has rows, so that each of its slots is used again."""
+    """More steps than the window has entries, so that each of its slots is used again."""
     engine = engines(family)
     sinks, budget, steps = 4, 16, 30
     rule = StreamingLLM(budget_tokens=budget, sinks=sinks)
@@ -596,8 +601,8 @@ def test_a_sliding_window_is_a_banded_mask(engines: Callable[[str], Engine], fam
     expected = masked_logits(engine, [*first.layout.token_ids.tolist(), *tokens], visible)
     decoder = decoder_of(engine, first)
     with torch.inference_mode():
-        for row, token in enumerate(tokens, start=n):
-            torch.testing.assert_close(decoder.step(token), expected[row], **TOLERANCE)
+        for entry, token in enumerate(tokens, start=n):
+            torch.testing.assert_close(decoder.step(token), expected[entry], **TOLERANCE)
 
 
 @pytest.mark.parametrize("name", CLASSES)
@@ -610,7 +615,7 @@ def test_memory_is_freed_and_stays_so(engines: Callable[[str], Engine], name: st
 
     def allocated() -> int:
         sides = (*first.cache.keys, *first.cache.values)
-        return sum(rows.untyped_storage().nbytes() for rows in sides)
+        return sum(entries.untyped_storage().nbytes() for entries in sides)
 
     assert allocated() <= most * 2 * row_bytes < 4 * first.layout.n_tokens * 2 * row_bytes
     before = allocated()
@@ -626,17 +631,17 @@ def test_memory_is_freed_and_stays_so(engines: Callable[[str], Engine], name: st
 def test_the_report_follows_the_answer(engines: Callable[[str], Engine]) -> None:
     engine = engines("llama")
     stream = engine.stream(PROMPT, CHUNKS, method="reuse", eviction="none", max_new_tokens=9)
-    row = 4 * 2 * 2 * 16 * 4
+    entry = 4 * 2 * 2 * 16 * 4
     n_tokens = stream.report.prompt_tokens
-    assert stream.report.decode_kv_bytes == stream.report.kv_bytes == n_tokens * row
+    assert stream.report.decode_kv_bytes == stream.report.kv_bytes == n_tokens * entry
     list(stream)
     # the last token is never read
     assert stream.report.completion_tokens == 9
-    assert stream.report.decode_kv_bytes == (n_tokens + 8) * row
+    assert stream.report.decode_kv_bytes == (n_tokens + 8) * entry
     stream = engine.stream(PROMPT, CHUNKS, method="reuse", eviction="h2o", max_new_tokens=9)
     list(stream)
-    assert stream.report.kv_bytes == n_tokens * row
-    assert stream.report.decode_kv_bytes == int(0.2 * n_tokens) * row
+    assert stream.report.kv_bytes == n_tokens * entry
+    assert stream.report.decode_kv_bytes == int(0.2 * n_tokens) * entry
 
 
 def test_the_engine_s_rule_and_that_of_a_call() -> None:
@@ -678,7 +683,7 @@ def test_a_broken_cache_begins_the_eviction_anew(tmp_path: Path) -> None:
     keys = engine.cache_chunks(CHUNKS)
     file = next(tmp_path.rglob(f"{keys[0]}.safetensors"))
     content = bytearray(file.read_bytes())
-    content[-1] ^= 255  # the last layer's rows, which are read last
+    content[-1] ^= 255  # the last layer's entries, which are read last
     file.write_bytes(content)
     options = {"method": "reuse", "max_new_tokens": 12, "eviction": "h2o", "on_miss": "text"}
     answer = engine.generate(PROMPT, CHUNKS, **options)
@@ -703,16 +708,16 @@ def test_a_broken_cache_begins_the_eviction_anew(tmp_path: Path) -> None:
         (lambda: H2O(budget_ratio=1.5), "at most 1"),
         (lambda: H2O(budget_tokens=1), "budget_tokens=1 of 'h2o'.* whole number from 2 on"),
         (lambda: H2O(budget_tokens=9.5), "budget_tokens=9.5"),
-        (lambda: StreamingLLM(budget_tokens=4), "at least 5 rows"),
+        (lambda: StreamingLLM(budget_tokens=4), "at least 5 entries"),
         (lambda: StreamingLLM(budget_tokens=9, sinks=-1), "sinks=-1 of 'streaming-llm'"),
-        (lambda: SnapKV(budget_tokens=32), "at least 33 rows"),
+        (lambda: SnapKV(budget_tokens=32), "at least 33 entries"),
         (lambda: SnapKV(budget_ratio=0.2, window=0), "window=0 of 'snapkv'.* from 1 on"),
         (lambda: SnapKV(budget_ratio=0.2, kernel=0), "kernel=0 of 'snapkv'"),
         (lambda: SnapKV(budget_ratio=0.2, kernel=4), "must be odd.* give 3 or 5"),
         (lambda: SnapKV(budget_ratio=0.2, pooling="mean"), "'mean' .*allowed: max, average"),
         (lambda: PyramidKV(budget_ratio=0.2, beta=0), "beta=0 of 'pyramidkv'"),
         (lambda: PyramidKV(budget_tokens=32), "of 'pyramidkv'.* at least 33"),
-        (lambda: SageKV(budget_tokens=3), "at least 4 rows"),
+        (lambda: SageKV(budget_tokens=3), "at least 4 entries"),
     ],
 )
 def test_wrong_options_are_named(make: Callable[[], Eviction], message: str) -> None:
@@ -764,13 +769,15 @@ def test_any_rule_keeps_to_its_budget(data: st.DataObject) -> None:
     smallest = CLASSES[name](budget_ratio=0.5, **options).min_tokens
     rule = CLASSES[name](budget_tokens=draw(st.integers(smallest, 40)), **options)
     heads = draw(st.sampled_from([(1, 1), (4, 2), (3, 1)]))
-    n_rows, n_steps = draw(st.integers(1, 50)), draw(st.integers(0, 12))
+    n_entries, n_steps = draw(st.integers(1, 50)), draw(st.integers(0, 12))
     share = draw(st.sampled_from([0.0, 0.5, 1.0]))
-    case = Case.of(draw(st.integers(0, 99)), n_rows, n_steps, heads, share)
+    case = Case.of(draw(st.integers(0, 99)), n_entries, n_steps, heads, share)
     budget = rule.budget_tokens
     assert budget is not None
     for step, kept in enumerate(case.evicted(rule, budget)):
-        count = n_rows + step if name in SLIDING else n_rows
+        count = n_entries + step if name in SLIDING else n_entries
         added = 0 if name in SLIDING else step
-        assert {len(rows) for rows in kept} == {min(budget, count) + added}
-        assert all(n_rows + step - 1 in rows for rows in kept), "the newest row is always kept"
+        assert {len(entries) for entries in kept} == {min(budget, count) + added}
+        assert all(n_entries + step - 1 in entries for entries in kept), (
+            "the newest entry is always kept"
+        )

@@ -352,7 +352,7 @@ def test_no_method_changes_an_exact_first_chunk(engine: Engine, name: str) -> No
     assert kept.any()
     for layer in range(engine.model.n_layers):
         first = layout.context_positions[kept[layer]]
-        before = int(layout.fresh[: len(engine.prefix)].sum())
+        before = int(layout.uncached[: len(engine.prefix)].sum())
         rows = slice(before, before + len(first))
         for mine, exact in (
             (query.cache.keys, full.cache.keys),
@@ -467,11 +467,11 @@ class TapedRecompute(Recompute):
     def check_layer(self) -> int | None:
         return self.part.check_layer
 
-    def rows(self, selection: Selection, inputs: SelectionInputs, layout: Layout) -> Tensor:
-        return self.tape.decide(lambda: self.part.rows(selection, inputs, layout))
+    def choose(self, selection: Selection, inputs: SelectionInputs, layout: Layout) -> Tensor:
+        return self.tape.decide(lambda: self.part.choose(selection, inputs, layout))
 
-    def rows_after(self, checked: Checked, layout: Layout) -> Tensor:
-        return self.tape.decide(lambda: self.part.rows_after(checked, layout))
+    def choose_after(self, checked: Checked, layout: Layout) -> Tensor:
+        return self.tape.decide(lambda: self.part.choose_after(checked, layout))
 
 
 LATER = [*CHUNKS[:3], CHUNKS[3][::-1], CHUNKS[4][::-1]]
@@ -521,10 +521,10 @@ def test_no_row_attends_to_what_comes_after_it(engine: Engine, name: str, future
     differ = 0.0
     assert changed_at >= (starts[first] if first < 5 else PROMPT.index("why?"))
     for layer in range(engine.model.n_layers):
-        held = one.layout.fresh.clone()
+        held = one.layout.uncached.clone()
         held[one.layout.context_positions] |= one.kept[layer, one.layout.block_of_token]
         before = int(held[:changed_at].sum())
-        assert before > int(one.layout.fresh[:changed_at].sum()) > 20
+        assert before > int(one.layout.uncached[:changed_at].sum()) > 20
         for side in ("keys", "values"):
             mine, theirs = (getattr(q.cache, side)[layer] for q in (one, two))
             assert one.cache.lengths == two.cache.lengths

@@ -132,8 +132,8 @@ def test_the_choice_is_pure(shape: Shape) -> None:
     chosen = GuidedSelect().choose(scores, request.inputs, request.layout)
     hits = chosen.token_scores.clone()
     part = GuidedRecompute(ratio=0.5, hits=None)
-    rows = part.rows(chosen, request.inputs, request.layout)
-    assert torch.equal(part.rows(chosen, request.inputs, request.layout), rows)
+    rows = part.choose(chosen, request.inputs, request.layout)
+    assert torch.equal(part.choose(chosen, request.inputs, request.layout), rows)
     assert torch.equal(GuidedSelect().score(request.probed(layer), request.layout), once)
     assert torch.equal(keys, request.keys) and torch.equal(queries, request.queries)
     assert torch.equal(scores, given_scores) and torch.equal(chosen.token_scores, hits)
@@ -146,7 +146,7 @@ def test_the_probe_computes_its_window_and_sinks_of_the_uncached_text(
 ) -> None:
     layout = request_of(shape).layout
     select = GuidedSelect(window=window, sinks=sinks)
-    n, fresh = layout.n_tokens, layout.fresh.tolist()
+    n, fresh = layout.n_tokens, layout.uncached.tolist()
     expected = [fresh[at] and (at < sinks or at >= n - window) for at in range(n)]
     assert select.probe_tokens(layout).tolist() == expected and expected[-1]
     assert select.probes and bool(select.probe_blocks(layout).all())
@@ -234,7 +234,7 @@ def test_recomputed_rows_are_those_of_the_greedy_loop(
     )
     selection = Selection(keep=keep, token_scores=hits)
     with patch.object(module, "TOKENS_A_FIRST", 8):  # chunks here have at most 45 tokens
-        rows = part.rows(selection, request.inputs, request.layout)
+        rows = part.choose(selection, request.inputs, request.layout)
         assert sets(rows) == loop_rows(request, hits.tolist(), part)
     assert rows.dtype == torch.bool and rows.device.type == "cpu"
     assert rows.shape == (shape.n_layers, request.n_context)
@@ -252,7 +252,7 @@ def rows_of(request: Request, scores: dict[int, float], **options: Any) -> list[
     keep = torch.ones(request.shape.n_layers, len(request.blocks), dtype=torch.bool)
     selection = Selection(keep=keep, token_scores=found)
     part = GuidedRecompute(hits=None, **({"first": 0} | options))
-    return sets(part.rows(selection, request.inputs, request.layout))
+    return sets(part.choose(selection, request.inputs, request.layout))
 
 
 def test_the_tokens_around_a_hit_are_computed_again_with_it_in_its_own_chunk() -> None:
@@ -326,7 +326,7 @@ def test_chunks_do_not_compete_for_recomputation_unless_asked_to() -> None:
         else:
             assert float(chosen.token_scores[47]) > 0.99
         part = GuidedRecompute(ratio=ratio, hits=None, before=0, after=0, first=0)
-        assert sets(part.rows(chosen, request.inputs, request.layout)) == [expected, expected]
+        assert sets(part.choose(chosen, request.inputs, request.layout)) == [expected, expected]
 
 
 def test_small_contexts_are_computed_whole_only_where_anything_is() -> None:

@@ -225,7 +225,7 @@ def test_a_share_of_the_context_is_pointed_out(
     layout = layout_of(lengths, before=before)
     tokens = not_exact(layout)
     checked = checked_of(seed, tokens)
-    rows = part(ratio=ratio).rows_after(checked, layout)
+    rows = part(ratio=ratio).choose_after(checked, layout)
     assert rows.dtype == torch.bool and rows.shape == (sum(lengths),)
     assert rows.device.type == "cpu"
     scores: dict[int, float] = dict.fromkeys(tokens, 0.0)
@@ -258,7 +258,7 @@ def test_rows_before_the_check_are_all_that_are_not_exact(part: type) -> None:
     layout = layout_of((10, 7))
     keep = torch.ones(4, layout.n_blocks, dtype=torch.bool)
     keep[0, -1] = False  # the last block: tokens 14 to 16
-    rows = part(layer=2).rows(Selection(keep=keep), SelectionInputs(n_layers=4), layout)
+    rows = part(layer=2).choose(Selection(keep=keep), SelectionInputs(n_layers=4), layout)
     second = set(range(10, 17))
     assert sets(rows) == [second - {14, 15, 16}, second, second, set()]
     assert part(layer=2).check_layer == 2 and part().check_layer == 1
@@ -295,7 +295,7 @@ def test_epic_takes_the_ends_of_chunks(
     layout = layout_of(lengths, before=before)
     part = EpicRecompute(first=first, last=last, ratio=ratio)
     keep = torch.ones(3, layout.n_blocks, dtype=torch.bool)
-    rows = part.rows(Selection(keep=keep), SelectionInputs(n_layers=3), layout)
+    rows = part.choose(Selection(keep=keep), SelectionInputs(n_layers=3), layout)
     assert rows.dtype == torch.bool
     assert sets(rows) == [slow_epic(layout, lengths, part)] * 3
     assert part.check_layer is None and part.needs == frozenset()
@@ -307,7 +307,7 @@ def test_epic_by_hand() -> None:
     keep = torch.ones(1, layout.n_blocks, dtype=torch.bool)
 
     def rows(**options: Any) -> set[int]:
-        found = EpicRecompute(**options).rows(
+        found = EpicRecompute(**options).choose(
             Selection(keep=keep), SelectionInputs(n_layers=1), layout
         )
         return sets(found)[0]
@@ -341,7 +341,7 @@ def slow_infllm(request: Request, ratio: float) -> list[set[int]]:
     keep = []
     for layer in range(shape.n_layers):
         mean_query = request.mean_query[layer].tolist()
-        means = request.inputs.summaries[layer].tolist()
+        means = request.inputs.block_means[layer].tolist()
         kept = {b.index for b in request.blocks if b.anchor}
         for chunk, length in enumerate(shape.lengths):
             room = ratio * length
@@ -378,13 +378,13 @@ def test_chunks_do_not_compete_in_multi_infllm() -> None:
     request = request_of(Shape(seed=20, lengths=(40, 40, 40)))
     select = MultiInfllmSelect(max_kept_ratio=0.5)
     before = select.choose(request.mean_query, request.inputs, request.layout).keep
-    scaled = request.inputs.summaries.clone()
+    scaled = request.inputs.block_means.clone()
     scaled[:, request.layout.block_chunk == 1] *= 100
-    inputs = replace(request.inputs, summaries=scaled)
+    inputs = replace(request.inputs, block_means=scaled)
     assert torch.equal(select.choose(request.mean_query, inputs, request.layout).keep, before)
     of_chunk = [before[:, request.layout.block_chunk == c].sum(1).tolist() for c in range(3)]
     assert of_chunk == [[5, 5]] * 3  # blocks of 4: half of 40 tokens, 3 of them anchors
-    assert select.probes and select.needs == {"summaries"}
+    assert select.probes and select.needs == {"block_means"}
     assert torch.equal(select.probe_blocks(request.layout), request.layout.is_anchor)
 
 
@@ -499,7 +499,7 @@ def test_ape_reads_its_shared_prefix_once() -> None:
     _, query = first_logits(engine, system + FROM_THE_START, CHUNKS, "ape")
     layout = query.layout
     n_prefix = len(system) + 1  # BOS
-    assert layout.n_prefix == n_prefix and bool(layout.fresh[:n_prefix].all())
+    assert layout.n_prefix == n_prefix and bool(layout.uncached[:n_prefix].all())
     assert layout.prefilled_positions.tolist() == [
         n_prefix + i for text in CHUNKS for i in range(len(text))
     ]

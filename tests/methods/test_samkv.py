@@ -100,7 +100,7 @@ class Loops:
 def loop_choice(request: Request, select: SamkvSelect) -> Loops:
     inputs, blocks = request.inputs, request.blocks
     chunks = range(len(request.shape.lengths))
-    queries, summaries = request.mean_query.tolist(), inputs.summaries.tolist()
+    queries, block_means = request.mean_query.tolist(), inputs.block_means.tolist()
     anchor_mean = inputs.anchor_mean.tolist()
     scores: list[Vector] = []
     of_layer: list[Vector] = []  # P(n) of each chunk
@@ -110,7 +110,7 @@ def loop_choice(request: Request, select: SamkvSelect) -> Loops:
             loop_personal(query, inputs.local_query[layer].tolist(), c) if select.bias else query
             for c in chunks
         ]
-        scores.append([loop_score(personal[b.chunk], summaries[layer][b.index]) for b in blocks])
+        scores.append([loop_score(personal[b.chunk], block_means[layer][b.index]) for b in blocks])
         of_layer.append([])
         for c in chunks:
             share = 0.0
@@ -184,7 +184,7 @@ def test_each_step_is_that_of_the_loops(shape: Shape) -> None:
     loops = loop_choice(request, SamkvSelect())
     inputs, layout = request.inputs, request.layout
     personal = group_heads(personalise(request.mean_query, inputs.local_query), shape.groups)
-    scores = block_scores(personal, inputs.summaries, layout)
+    scores = block_scores(personal, inputs.block_means, layout)
     torch.testing.assert_close(scores, torch.tensor(loops.scores, dtype=torch.float64))
     share = selected_share(personal, scores, inputs)
     torch.testing.assert_close(share, torch.tensor(loops.share, dtype=torch.float64))
@@ -377,7 +377,7 @@ def test_recomputed_rows_are_those_of_the_loops(
 ) -> None:
     request = request_of(shape)
     keep = random_keep(request)
-    rows = SamkvRecompute(anchors=anchors, outliers=outliers).rows(
+    rows = SamkvRecompute(anchors=anchors, outliers=outliers).choose(
         Selection(keep=keep), request.inputs, request.layout
     )
     for layer in range(shape.n_layers):
@@ -413,7 +413,7 @@ def test_a_chunk_is_exact_right_after_its_own_prefix(
     layout = Layout.of([Segment(token_ids=first), chunk, chunk, Segment(token_ids=(5,))], prefix)
     assert layout.exact.tolist() == [exact, False]
     selection = Selection(keep=torch.ones(1, 10, dtype=torch.bool))
-    rows = SamkvRecompute(outliers=False).rows(selection, SelectionInputs(n_layers=1), layout)
+    rows = SamkvRecompute(outliers=False).choose(selection, SelectionInputs(n_layers=1), layout)
     anchors = [True] * 4 + [False] * 8 + [True] * 8
     assert rows[0, 20:].tolist() == anchors
     assert rows[0, :20].tolist() == ([False] * 20 if exact else anchors)
@@ -567,7 +567,7 @@ def test_the_probe_is_over_the_anchors() -> None:
     layout = request_of(Shape(seed=6, lengths=(40, 7, 30))).layout
     assert SamkvSelect().probes
     assert torch.equal(SamkvSelect().probe_blocks(layout), layout.is_anchor)
-    assert torch.equal(SamkvSelect().probe_tokens(layout), layout.fresh)
+    assert torch.equal(SamkvSelect().probe_tokens(layout), layout.uncached)
 
 
 # --- the inputs of a real request --------------------------------------------------------------
@@ -591,8 +591,8 @@ SEEN: list[tuple[Any, SelectionInputs]] = []
 
 
 def test_the_inputs_of_a_request_are_those_of_its_chunk_caches(engine: Engine) -> None:
-    """Anchor means are those of the keys as they are stored; summaries were made at ingest, of the
-    keys as they were, which the entries of 16 bits still hold."""
+    """Anchor means are those of the keys as they are stored; block means were made at ingest, of
+    the keys as they were, which the entries of 16 bits still hold."""
     SEEN.clear()
     whole = Engine(engine.model, block_size=4, store_bits=16)
     whole.cache_chunks(CHUNKS)
@@ -613,7 +613,7 @@ def test_the_inputs_of_a_request_are_those_of_its_chunk_caches(engine: Engine) -
             inputs.anchor_mean[:, index], keys[:, anchors].mean(1), rtol=1e-5, atol=1e-6
         )
         for block in range(blocks.n_blocks):
-            summary = inputs.summaries[:, first_block + block]
+            summary = inputs.block_means[:, first_block + block]
             if block not in blocks.middle_blocks:
                 assert not bool(summary.any())
                 continue
@@ -727,7 +727,7 @@ def test_the_paper_s_methods_are_made_of_the_paper_s_parts() -> None:
         assert method.paper == "arXiv 2508.11661"
         assert method.select == SamkvSelect() and method.recompute == SamkvRecompute()
         assert method.update == update and method.positions == "global"
-        assert method.needs == {"summaries", "anchor_mean", "statistics", "local_query"}
+        assert method.needs == {"block_means", "anchor_mean", "statistics", "local_query"}
     assert SamkvRecompute(outliers=False).needs == frozenset()
 
 

@@ -79,7 +79,9 @@ class TestLoading:
     ) -> None:
         hf_model("llama").to(stored).save_pretrained(tmp_path)
         byte_tokenizer(bos=True).save_pretrained(tmp_path)
-        monkeypatch.setattr("samkv_integrations.model.bfloat16_is_slow", lambda device: is_slow)
+        monkeypatch.setattr(
+            "samkv_integrations.model.loading.bfloat16_is_slow", lambda device: is_slow
+        )
         expected = torch.float32 if is_slow else stored
         assert load_model(str(tmp_path), device="cpu").dtype == expected
         asked = load_model(str(tmp_path), device="cpu", dtype="bfloat16")

@@ -19,7 +19,7 @@ from samkv_integrations import ChunkStore, Engine, MemoryStore
 from samkv_integrations.cache.base import Store
 from samkv_integrations.cache.chunk import normalise
 from samkv_integrations.errors import ChunkNotCached
-from samkv_integrations.prompt.finder import ANCHOR, KnownTexts
+from samkv_integrations.prompt.finder import LOOKUP_CHARS, KnownTexts
 from samkv_integrations.prompt.split import ChunkHandle, ChunkText, handle_of, split_prompt
 from tests.support.chunks import random_chunk, tiny_fingerprint
 from tests.support.models import tiny_model
@@ -199,7 +199,7 @@ class TestFinding:
         assert [isinstance(piece, ChunkText) for piece in pieces] == [True, False]
 
     def test_short_texts_are_not_looked_for(self, store: Store) -> None:
-        short, enough = "x" * (ANCHOR - 1), "y" * ANCHOR
+        short, enough = "x" * (LOOKUP_CHARS - 1), "y" * LOOKUP_CHARS
         keep(store, short)
         keep(store, enough)
         assert list(known(store).find(f"{short} {enough}")) == [enough]
@@ -246,7 +246,7 @@ class TestFinding:
     )
     @settings(max_examples=200, deadline=None)
     def test_against_a_plain_search(self, bodies: list[str], order: list[tuple[int, str]]) -> None:
-        with mock.patch.object(samkv_integrations.prompt.finder, "ANCHOR", 3):
+        with mock.patch.object(samkv_integrations.prompt.finder, "LOOKUP_CHARS", 3):
             store = MemoryStore()
             for body in filter(normalise, bodies):
                 keep(store, body)

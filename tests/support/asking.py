@@ -61,7 +61,7 @@ class Asked:
     def recomputed(self) -> Tensor:
         """(L, Tctx) bool, stored tokens whose entry was computed anew at a layer."""
         layout = self.layout
-        stored = ~layout.fresh[layout.context_positions]
+        stored = ~layout.uncached[layout.context_positions]
         return self.planned[-1].recompute & self.kept[:, layout.block_of_token] & stored
 
     def decoder(self) -> Decoder:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from samkv_integrations.cache.chunk import ChunkCache, ChunkStatistics, Summaries
+from samkv_integrations.cache.chunk import BlockMeans, ChunkCache, ChunkStatistics
 from samkv_integrations.cache.fingerprint import Fingerprint
 from samkv_integrations.cache.quantise import groups
 
@@ -53,7 +53,7 @@ def random_chunk(
 ) -> ChunkCache:
     """A chunk cache with the shapes that ``fingerprint`` (default: a tiny one) asks for.
 
-    Its content is random: entries of normal keys and values, and summaries that are not those of
+    Its content is random: entries of normal keys and values, and block_means that are not those of
     its keys. Without ``key`` it gets one that follows from the seed and belongs to no store's
     secret.
     """
@@ -96,7 +96,7 @@ def random_chunk(
             outliers=outliers,
             stable=integer(0, 2, n_layers, of=torch.uint8).bool(),
         ),
-        summaries=Summaries(
+        block_means=BlockMeans(
             codes=integer(-127, 128, n_layers, n_middle, n_groups, dim, of=torch.int8),
             scale=normal(n_layers, n_middle, n_groups, of=torch.float16).abs(),
         ),

@@ -159,7 +159,7 @@ def request_of(shape: Shape) -> Request:
     n_chunks, n_blocks, n_context = len(shape.lengths), len(blocks), sum(shape.lengths)
     n_layers, n_heads, dim = shape.n_layers, shape.groups * shape.heads, shape.dim
 
-    summaries = normal(n_layers, n_blocks, shape.groups, dim)
+    block_means = normal(n_layers, n_blocks, shape.groups, dim)
     anchor_mean = normal(n_layers, n_chunks, shape.groups, dim)
     block_max = torch.full((n_layers, n_chunks), -1)
     block_min = torch.full((n_layers, n_chunks), -1)
@@ -173,7 +173,7 @@ def request_of(shape: Shape) -> Request:
             block_max[layer, chunk], block_min[layer, chunk] = top, low
             # between the two, or just beyond, so that both cases of equation 2 occur
             mix = rng.uniform(-0.3, 1.3)
-            between = mix * summaries[layer, top] + (1 - mix) * summaries[layer, low]
+            between = mix * block_means[layer, top] + (1 - mix) * block_means[layer, low]
             anchor_mean[layer, chunk] = between + 0.05 * anchor_mean[layer, chunk]
             for block in middle:
                 for token in range(block.start, block.stop):
@@ -181,7 +181,7 @@ def request_of(shape: Shape) -> Request:
     stable = sorted(rng.sample(range(n_layers), rng.randint(1, n_layers)))
     inputs = SelectionInputs(
         n_layers=n_layers,
-        summaries=summaries,
+        block_means=block_means,
         local_query=normal(n_layers, n_chunks, n_heads, dim),
         anchor_mean=anchor_mean,
         block_max=block_max,
@@ -189,8 +189,8 @@ def request_of(shape: Shape) -> Request:
         outliers=outliers,
         stable_layers=tuple(stable),
     )
-    n_uncached = int(layout.fresh.sum())
-    turns = normal(n_uncached, dim // 2)
+    n_missed = int(layout.uncached.sum())
+    turns = normal(n_missed, dim // 2)
     angle = torch.cat((turns, turns), dim=1)  # both halves turn alike, as in every rotary model
     n_stored = n_context - (not shape.window)
     first_is_exact = shape.before == 0
@@ -198,7 +198,7 @@ def request_of(shape: Shape) -> Request:
         shape=shape,
         layout=layout,
         inputs=inputs,
-        queries=shape.scale * normal(n_layers, n_heads, n_uncached, dim),
+        queries=shape.scale * normal(n_layers, n_heads, n_missed, dim),
         cos=angle.cos(),
         sin=angle.sin(),
         keys=normal(n_layers, n_stored, shape.groups, dim),
