@@ -36,6 +36,16 @@ class HandleError(SamkvError):
 class ChunkNotCached(SamkvError):
     """A chunk of the prompt has no usable cache, and the caller asked for an error then."""
 
+    @classmethod
+    def of(
+        cls, what: str, remedy: str = "ingest it again", why: CacheMiss | None = None
+    ) -> ChunkNotCached:
+        """An error about ``what``; remedy: what makes a cache of it again."""
+        reason = f" ({why})" if why else ""
+        return cls(
+            f"{what} has no usable cache{reason}; {remedy}, or use on_miss='text' or 'compute'"
+        )
+
 
 class StoreError(SamkvError):
     """The store cannot be used: wrong folder, wrong format version, not writable."""

@@ -14,7 +14,6 @@ from samkv_integrations.cache.chunk import normalise
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.errors import InvalidOption
 from samkv_integrations.frameworks.engine_ref import EngineRef
-from samkv_integrations.frameworks.retrieved import announce
 from samkv_integrations.prompt.resolve import OnMiss
 from samkv_integrations.prompt.split import handle_of
 
@@ -141,18 +140,18 @@ class SamKVDocumentCompressor(BaseDocumentCompressor):
 
         Raises:
             ChunkNotCached: a text has no cache and ``on_miss`` is ``error``.
-            InvalidChunk: a text is longer than the context window and ``on_miss`` is ``compute``.
+            InvalidChunk: a text is longer than the context window, and ``on_miss`` is not ``text``.
             InvalidOption: what a document holds is no text.
         """
         engine = self._engine.engine
         texts = [self._text(document) for document in documents]
-        chunks = [
-            (f"document {document.id!r}", body)
-            for document, text in zip(documents, texts, strict=True)
-            if (body := normalise(text))
-        ]
-        remedy = "index it again with SamKVChroma or SamKVDocumentTransformer"
-        announce(engine, chunks, self.on_miss, remedy)
+        places = [place for place, text in enumerate(texts) if normalise(text)]
+        engine.announce(
+            [texts[place] for place in places],
+            self.on_miss,
+            names=[f"document {documents[place].id!r}" for place in places],
+            remedy="index it again with SamKVChroma or SamKVDocumentTransformer",
+        )
         if self.mode == "text":
             return list(documents)
         return [self._shown(*pair) for pair in zip(documents, texts, strict=True)]

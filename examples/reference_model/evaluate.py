@@ -41,7 +41,8 @@ from reference_model.stages import COMPARED, CONTINUED, LINKED, LONG_RECORDS, NE
 from reference_model.world import World
 from samkv_integrations.bench.quality import interval
 from samkv_integrations.bench.scoring import exact_match
-from samkv_integrations.engine.engine import Engine, Prefix
+from samkv_integrations.engine.engine import Engine
+from samkv_integrations.engine.options import Prefix
 from samkv_integrations.errors import SamkvError
 from samkv_integrations.figures import commit
 from samkv_integrations.methods import get_method

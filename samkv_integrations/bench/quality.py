@@ -31,6 +31,7 @@ from samkv_integrations.engine.engine import Engine
 from samkv_integrations.errors import EmptyInput, InvalidOption, MissingExtra
 from samkv_integrations.figures import commit, version
 from samkv_integrations.model.model import Model
+from samkv_integrations.prompt.finder import find_given
 from samkv_integrations.prompt.split import ChunkHandle, PlainText, split_prompt
 
 ALL = "all"
@@ -278,7 +279,7 @@ def prompt_ids(model: Model, question: Question, *, chat: bool = False) -> list[
     prompt = question.prompt(chat=chat)
     text = prompt if isinstance(prompt, str) else model.render_chat(prompt)
     ids: list[int] = []
-    for piece in split_prompt(text, question.documents):
+    for piece in split_prompt(text, find_given(text, question.documents)):
         assert not isinstance(piece, ChunkHandle)
         ids += model.tokenize(piece.text, special=isinstance(piece, PlainText))
     bos = model.bos_id

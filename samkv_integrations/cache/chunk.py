@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -29,6 +30,19 @@ def chunk_key(secret: bytes, namespace: str, fingerprint: str, token_ids: Sequen
         digest.update(len(part).to_bytes(8, "little") + part)
     digest.update(torch.tensor(list(token_ids), dtype=torch.int32).numpy().tobytes())
     return digest.hexdigest()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChunkRef:
+    """A chunk by name: its key, body and token ids, and whether there is a cache of it.
+
+    state: ``cached``, ``missed`` (there is none that can be used), or ``computed`` just now.
+    """
+
+    key: str
+    text: str
+    token_ids: tuple[int, ...]
+    state: Literal["cached", "missed", "computed"] = "missed"
 
 
 @dataclass(frozen=True, kw_only=True)

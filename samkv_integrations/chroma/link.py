@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from tqdm.auto import tqdm
 
-from samkv_integrations.cache.chunk import normalise
+from samkv_integrations.cache.chunk import ChunkRef
 from samkv_integrations.cache.disk import ChunkStore
 from samkv_integrations.chroma.client import chroma_errors
+from samkv_integrations.chroma.records import Records, keys_in
 from samkv_integrations.chroma.results import (
     KEY_FIELD,
     IngestResult,
@@ -25,20 +26,12 @@ from samkv_integrations.chroma.results import (
     Retrieved,
     SyncResult,
 )
+from samkv_integrations.chroma.sync import Sync
 from samkv_integrations.engine.engine import Engine
-from samkv_integrations.errors import (
-    EmptyInput,
-    InvalidChunk,
-    InvalidOption,
-)
+from samkv_integrations.errors import InvalidOption
 
 if TYPE_CHECKING:
     from chromadb.api.models.Collection import Collection
-    from chromadb.api.types import GetResult
-    from chromadb.types import Collection as CollectionModel
-
-_PAGE_SIZE = 256
-"""Records at once, if Chroma takes as many: a bar moves, and little is lost on an interruption."""
 
 
 class ChromaLink:
@@ -61,25 +54,20 @@ class ChromaLink:
     """
 
     def __init__(self, collection: Collection, engine: Engine) -> None:
-        from chromadb.api.models.Collection import Collection as SyncCollection
-
-        if not isinstance(collection, SyncCollection):
-            raise InvalidOption(
-                f"{type(collection).__name__} is no Chroma collection; take one of "
-                "open_collection, connect_collection or a synchronous chromadb client"
-            )
-        self.collection = collection
+        self._records = Records(collection)
         self.engine = engine
-        # A collection has no public way to its client, which alone knows folder and batch size.
-        self._client = collection._client
-        settings = self._client.get_settings()
-        if settings.is_persistent and isinstance(engine.store, ChunkStore):
-            folder, caches = Path(settings.persist_directory).resolve(), engine.store.path.resolve()
+        if self._records.folder is not None and isinstance(engine.store, ChunkStore):
+            folder, caches = Path(self._records.folder).resolve(), engine.store.path.resolve()
             if caches.is_relative_to(folder):
                 raise InvalidOption(
                     f"the chunk caches in {caches} lie inside Chroma's folder {folder}; "
                     f"give a folder beside it, such as {folder.with_name(folder.name + '-kv')}"
                 )
+
+    @property
+    def collection(self) -> Collection:
+        """The collection, for what a link does not do."""
+        return self._records.collection
 
     # -- records and caches together --------------------------------------------------------
 
@@ -109,91 +97,40 @@ class ChromaLink:
         """
         began = time.perf_counter()
         rows: Sequence[Metadata | None] = [None] * len(ids) if metadatas is None else metadatas
-        lengths = [len(ids), len(texts), len(embeddings), len(rows)]
-        if len(set(lengths)) > 1:
-            raise InvalidOption(
-                "{} ids, {} texts, {} embeddings and {} metadatas; "
-                "give one of each a record".format(*lengths)
-            )
-        if twice := [id_ for id_, count in Counter(ids).items() if count > 1]:
-            raise InvalidOption(f"id {twice[0]!r} occurs twice; every record needs its own")
-        self._check_sizes(embeddings)
-        bytes_before = self.engine.store.stats().bytes
+        _check_lengths(ids, texts, embeddings, rows)
+        self._records.check_sizes(embeddings)
+        store = self.engine.store
+        bytes_before = store.stats().bytes
         # Everything is looked at before anything is computed or written.
-        is_new = [
-            None if id_ in without_cache else self._is_new(text, row)
-            for id_, text, row in zip(ids, texts, rows, strict=True)
-        ]
-        new: set[str] = set()
-        replaced: set[str] = set()
-        with tqdm(total=len(ids), desc="caching chunks", disable=not progress) as bar:
-            # Page by page, so that no cache waits for its record longer than `sync` has patience.
-            for part in self._slices(len(ids)):
-                keys, made = self._cache(texts[part], is_new[part])
-                new |= made
-                replaced |= self._write(ids[part], texts[part], embeddings[part], rows[part], keys)
-                bar.update(len(keys))
-        bytes_after = self.engine.store.stats().bytes
+        chunks = self._look_up(ids, texts, rows, without_cache)
+        missed = {chunk.key for chunk in chunks if chunk and chunk.state == "missed"}
+        replaced = self._write(ids, texts, embeddings, rows, chunks, progress)
+        bytes_after = store.stats().bytes
         self.release(replaced)
         return IngestResult(
             n_records=len(ids),
-            n_cached=len(new),
-            n_hit=len(ids) - is_new.count(None) - len(new),
+            n_cached=len(missed),
+            n_hit=sum(chunk is not None for chunk in chunks) - len(missed),
             seconds=time.perf_counter() - began,
             bytes_on_disk=bytes_after - bytes_before,
         )
 
-    def _check_sizes(self, embeddings: Sequence[Sequence[float]]) -> None:
-        """Raises InvalidOption if they fit neither each other nor the collection."""
-        expected = self._dimension()
-        for embedding in embeddings:
-            expected = len(embedding) if expected is None else expected
-            if len(embedding) != expected:
-                raise InvalidOption(
-                    f"an embedding of dimension {len(embedding)} does not fit collection "
-                    f"{self.collection.name!r}, which takes dimension {expected}; embed with the "
-                    "model that the other records were embedded with, or use another collection"
-                )
-
-    def _dimension(self) -> int | None:
-        """Size of the collection's embeddings; None before the first one."""
-        mine = [model for model in self._models() if model.id == self.collection.id]
-        if not mine:
-            raise InvalidOption(
-                f"collection {self.collection.name!r} was deleted; open or create it again"
-            )
-        return mine[0].dimension
-
-    def _is_new(self, text: str, row: Metadata | None) -> bool:
-        """Whether a record's chunk has to be computed. Raises InvalidChunk if it cannot be."""
-        if row and KEY_FIELD in row:
-            key = self.engine.key_of(text)
-            if row[KEY_FIELD] == key and self.engine.store.contains(key, self.engine.fingerprint):
-                return False
-        return not self.engine.is_cached(text)
-
-    def _cache(
-        self, texts: Sequence[str], is_new: Sequence[bool | None]
-    ) -> tuple[list[str | None], set[str]]:
-        """Keys of the chunks, all of them cached and young now, and those that were computed.
-
-        is_new: what `_is_new` said; None for a text that gets no cache, and no key.
-        """
-        keys: list[str | None] = [None] * len(texts)
-        missing: dict[int, str] = {}
-        for place, (text, new) in enumerate(zip(texts, is_new, strict=True)):
-            if new is None:
-                continue
-            key, fingerprint = self.engine.key_of(text), self.engine.fingerprint
-            if new or not self.engine.store.contains(key, fingerprint):
-                missing[place] = text
-            else:
-                self.engine.store.touch(key, fingerprint)
-                keys[place] = key
-        made = self.engine.cache_chunks(list(missing.values()))
-        for place, key in zip(missing, made, strict=True):
-            keys[place] = key
-        return keys, set(made)
+    def _look_up(
+        self,
+        ids: Sequence[str],
+        texts: Sequence[str],
+        rows: Sequence[Metadata | None],
+        without_cache: Container[str],
+    ) -> list[ChunkRef | None]:
+        """The chunk of each record, None for one that gets no cache."""
+        chunks = self.engine.chunks
+        places = [place for place, id_ in enumerate(ids) if id_ not in without_cache]
+        found = chunks.refer([texts[place] for place in places])
+        chunks.require_fit(found)
+        trusted = {str(row[KEY_FIELD]) for row in rows if row and row.get(KEY_FIELD)}
+        found = chunks.look_up(chunks.agree(found), trusted=trusted)
+        at_place = dict(zip(places, found, strict=True))
+        return [at_place.get(place) for place in range(len(ids))]
 
     def _write(
         self,
@@ -201,27 +138,24 @@ class ChromaLink:
         texts: Sequence[str],
         embeddings: Sequence[Sequence[float]],
         rows: Sequence[Metadata | None],
-        keys: Sequence[str | None],
+        chunks: Sequence[ChunkRef | None],
+        progress: bool,
     ) -> set[str]:
-        """Writes one page of records; returns keys that records of these ids had and lost."""
-        held = self._read(self.collection, ids=list(ids), include=["metadatas"])
-        old = dict(zip(held["ids"], held["metadatas"] or (), strict=True))
-        # Chroma merges metadata into those of a known id; None takes a field away.
-        metadatas = [
-            {**dict.fromkeys(old.get(id_) or ()), **(row or {}), KEY_FIELD: key}
-            for id_, row, key in zip(ids, rows, keys, strict=True)
-        ]
-        with chroma_errors(
-            f"collection {self.collection.name!r} refused the records (their chunks stay cached "
-            "until they are added again, or pruned by sync)"
-        ):
-            self.collection.upsert(
-                ids=list(ids),
-                documents=list(texts),
-                embeddings=list(embeddings),
-                metadatas=cast("list[Any]", metadatas),
-            )
-        return _keys_in(held) - set(keys)
+        """Computes what is missing and writes the records; returns keys that records lost."""
+        replaced: set[str] = set()
+        computed: set[str] = set()
+        with tqdm(total=len(ids), desc="caching chunks", disable=not progress) as bar:
+            # Page by page, so that no cache waits for its record longer than `sync` has patience.
+            for part in self._records.slices(len(ids)):
+                page = [chunk for chunk in chunks[part] if chunk and chunk.key not in computed]
+                self.engine.chunks.compute(page)
+                computed |= {chunk.key for chunk in page}
+                keys = [chunk.key if chunk else None for chunk in chunks[part]]
+                replaced |= self._records.write(
+                    ids[part], texts[part], embeddings[part], rows[part], keys
+                )
+                bar.update(len(keys))
+        return replaced
 
     def delete(
         self, ids: Sequence[str] | None = None, where: Mapping[str, Any] | None = None
@@ -242,19 +176,21 @@ class ChromaLink:
             raise InvalidOption(
                 "ids is empty: nothing to delete; leave it out to delete what matches where"
             )
-        return self._delete(list(dict.fromkeys(ids)) if ids else self._ids(where), where or None)
+        return self._delete(
+            list(dict.fromkeys(ids)) if ids else self._records.ids(where), where or None
+        )
 
     def clear(self) -> int:
         """Delete every record, and release the caches of their chunks, as `delete` does."""
-        return self._delete(self._ids(None), None)
+        return self._delete(self._records.ids(None), None)
 
     def _delete(self, ids: Sequence[str], where: Mapping[str, Any] | None) -> int:
         keys: set[str] = set()
-        for part in self._slices(len(ids)):
-            found = self._read(
+        for part in self._records.slices(len(ids)):
+            found = self._records.read(
                 self.collection, ids=list(ids[part]), where=where, include=["metadatas"]
             )
-            keys |= _keys_in(found)
+            keys |= keys_in(found)
             if found["ids"]:
                 with chroma_errors(f"collection {self.collection.name!r} refused to delete"):
                     self.collection.delete(ids=found["ids"])
@@ -270,9 +206,9 @@ class ChromaLink:
             StoreError: a cache cannot be deleted.
         """
         unreferenced = set(keys)
-        for collection in self._collections() if unreferenced else ():
+        for collection in self._records.collections() if unreferenced else ():
             asked = sorted(unreferenced)
-            for part in self._slices(len(asked)):
+            for part in self._records.slices(len(asked)):
                 unreferenced -= self._referenced(collection, asked[part])
         if unreferenced:  # what they were must not be held in memory either
             self.engine.prefixes.clear()
@@ -285,13 +221,13 @@ class ChromaLink:
         while pending:
             # Thousands of records may share one key: asking for no more of them than there are
             # keys, and again without those that were found, reads little and comes to an end.
-            rows = self._read(
+            rows = self._records.read(
                 collection,
                 where={KEY_FIELD: {"$in": pending}},
                 limit=len(pending),
                 include=["metadatas"],
             )
-            found |= _keys_in(rows)
+            found |= keys_in(rows)
             if len(rows["ids"]) < len(pending):
                 break
             pending = [key for key in pending if key not in found]
@@ -326,165 +262,8 @@ class ChromaLink:
         """
         if not grace_s >= 0:
             raise InvalidOption(f"grace_s={grace_s}; it must be at least 0 seconds")
-        began = time.perf_counter()
-        done: Counter[str] = Counter()
-        referenced: set[str] = set()
-        # All ids at once: between two pages by number a deletion would shift a record out of sight.
-        ids = self._ids(None)
-        desc = f"syncing {self.collection.name}"
-        with tqdm(total=len(ids), desc=desc, disable=not progress) as bar:
-            for part in self._slices(len(ids)):
-                counts, keys = self._sync_page(ids[part], build_missing)
-                done += counts
-                referenced |= keys
-                bar.update(len(ids[part]))
-        if prune:
-            done += self._prune(referenced, grace_s)
-        return SyncResult(
-            n_records=done["records"],
-            n_cached=done["cached"],
-            n_linked=done["linked"],
-            n_skipped=done["skipped"],
-            n_pruned=done["pruned"],
-            n_in_grace=done["in_grace"],
-            bytes_freed=done["bytes_freed"],
-            seconds=time.perf_counter() - began,
-        )
-
-    def _sync_page(self, ids: list[str], build_missing: bool) -> tuple[Counter[str], set[str]]:
-        """Syncs some records; returns counts and the keys of their texts."""
-        rows = self._read(self.collection, ids=ids, include=["documents", "metadatas"])
-        documents, metadatas = rows["documents"], rows["metadatas"]
-        assert documents is not None and metadatas is not None  # they were asked for
-        keys: dict[str, str | None] = {}
-        missing: dict[str, str] = {}
-        for id_, text in zip(rows["ids"], documents, strict=True):
-            keys[id_], is_missing = self._look_up(text)
-            if is_missing and build_missing:
-                missing[id_] = text
-        made = self.engine.cache_chunks(list(missing.values()))
-        keys.update(zip(missing, made, strict=True))
-        linked = {
-            id_: keys[id_]
-            for id_, metadata in zip(rows["ids"], metadatas, strict=True)
-            if (metadata or {}).get(KEY_FIELD) != keys[id_]
-        }
-        if linked:
-            with chroma_errors(f"collection {self.collection.name!r} refused keys"):
-                # merged into what else a record has; None takes the key of a former text away
-                self.collection.update(
-                    ids=list(linked),
-                    metadatas=[{KEY_FIELD: key} for key in linked.values()],
-                )
-        counts = Counter(
-            records=len(keys),
-            cached=len(set(made)),
-            linked=sum(key is not None for key in linked.values()),
-            skipped=sum(key is None for key in keys.values()),
-        )
-        return counts, {key for key in keys.values() if key is not None}
-
-    def _look_up(self, text: str | None) -> tuple[str | None, bool]:
-        """The key of a record's text, None if it can be no chunk; and whether it lacks a cache."""
-        if text is None or not normalise(text):
-            return None, False
-        key = self.engine.key_of(text)
-        if self.engine.store.contains(key, self.engine.fingerprint):
-            return key, False
-        try:
-            return key, not self.engine.is_cached(text)
-        except InvalidChunk:
-            return None, False
-
-    def _prune(self, referenced: set[str], grace_s: float) -> Counter[str]:
-        """Deletes old caches that neither ``referenced`` nor another collection names."""
-        store, fingerprint = self.engine.store, self.engine.fingerprint
-        for collection in self._collections():
-            if collection.id != self.collection.id:
-                referenced = referenced | self._keys_of_texts(collection)
-        bytes_before = store.stats().bytes
-        n_pruned = n_in_grace = 0
-        for key in store.keys(fingerprint):
-            if key in referenced or not self._is_own(key):
-                continue
-            age_s = store.age_s(key, fingerprint)
-            if age_s is None:  # another process deleted it
-                continue
-            if age_s < grace_s:
-                n_in_grace += 1
-            else:
-                n_pruned += store.delete(key)
-        # Another process may have added more than was deleted here.
-        freed = max(0, bytes_before - store.stats().bytes)
-        return Counter(pruned=n_pruned, in_grace=n_in_grace, bytes_freed=freed)
-
-    def _is_own(self, key: str) -> bool:
-        """Whether a chunk belongs to this store's namespace, as far as its text can tell.
-
-        In another namespace the same text has another key, and other people's collections.
-        """
-        text = self.engine.store.text(key)
-        return text is not None and self.engine.key_of(text) == key
-
-    def _keys_of_texts(self, collection: Collection) -> set[str]:
-        ids, keys = self._read(collection, include=[])["ids"], set()
-        for part in self._slices(len(ids)):
-            rows = self._read(collection, ids=ids[part], include=["documents"])
-            texts = (text for text in rows["documents"] or () if text and normalise(text))
-            keys |= {self.engine.key_of(text) for text in texts}
-        return keys
-
-    # -- Chroma -----------------------------------------------------------------------------
-
-    def _ids(self, where: Mapping[str, Any] | None) -> list[str]:
-        ids: list[str] = self._read(self.collection, where=where, include=[])["ids"]
-        return ids
-
-    def _slices(self, n_records: int) -> Iterator[slice]:
-        """Pages of what Chroma is given or asked for at once."""
-        with chroma_errors("Chroma does not say how much it takes at once"):
-            allowed = self._client.get_max_batch_size()  # -1 if a server does not say
-        size = min(allowed, _PAGE_SIZE) if allowed > 0 else _PAGE_SIZE
-        return (slice(at, at + size) for at in range(0, n_records, size))
-
-    def _models(self) -> Sequence[CollectionModel]:
-        """All collections of this database."""
-        with chroma_errors("Chroma cannot list its collections"):
-            return self._client.list_collections(
-                tenant=self.collection.tenant, database=self.collection.database
-            )
-
-    def _collections(self) -> list[Collection]:
-        kind = type(self.collection)
-        return [
-            kind(client=self._client, model=model, embedding_function=None)
-            for model in self._models()
-        ]
-
-    def _read(
-        self,
-        collection: Collection,
-        *,
-        include: list[str],
-        ids: list[str] | None = None,
-        where: Mapping[str, Any] | None = None,
-        limit: int | None = None,
-    ) -> GetResult:
-        """Some records. Another collection than ours may have been deleted: it has none."""
-        from chromadb.errors import NotFoundError
-
-        with chroma_errors(f"collection {collection.name!r} cannot be read"):
-            try:
-                return collection.get(
-                    ids=ids,
-                    where=dict(where) if where else None,
-                    limit=limit,
-                    include=cast("Any", include),
-                )
-            except NotFoundError:
-                if collection.id == self.collection.id:
-                    raise
-                return cast("GetResult", {"ids": [], "documents": [], "metadatas": []})
+        work = Sync(self._records, self.engine, build_missing=build_missing)
+        return work.run(grace_s=grace_s if prune else None, progress=progress)
 
     # -- questions --------------------------------------------------------------------------
 
@@ -496,35 +275,18 @@ class ChromaLink:
             InvalidOption: ``k`` is not positive, the embedding has another length than those in
                 the collection, or a record was added without a text.
         """
-        name = self.collection.name
-        if k < 1:
-            raise InvalidOption(f"k={k}; it must be at least 1")
-        with chroma_errors(f"collection {name!r} refused the query"):
-            n_records = self.collection.count()
-        if not n_records:
-            raise EmptyInput(f"collection {name!r} is empty; ingest documents into it first")
-        with chroma_errors(f"collection {name!r} refused the query"):
-            found = self.collection.query(
-                query_embeddings=[embedding],
-                n_results=k,
-                include=["documents", "metadatas", "distances"],
-            )
-        documents, metadatas, distances = found["documents"], found["metadatas"], found["distances"]
-        assert documents and metadatas and distances  # they were asked for
-        columns = found["ids"][0], documents[0], metadatas[0], distances[0]
-        results = []
-        for id_, text, metadata, distance in zip(*columns, strict=True):
-            if text is None:
-                raise InvalidOption(
-                    f"record {id_!r} of collection {name!r} has no text; add it again with one"
-                )
-            results.append(
-                Retrieved(id=id_, text=text, metadata=dict(metadata or {}), distance=distance)
-            )
-        return results
+        return self._records.query(embedding, k)
 
 
-def _keys_in(found: GetResult) -> set[str]:
-    """The keys that records name."""
-    metadatas = found["metadatas"] or ()
-    return {str(row[KEY_FIELD]) for row in metadatas if row and row.get(KEY_FIELD)}
+def _check_lengths(
+    ids: Sequence[str], texts: Sequence[str], embeddings: Sequence[object], rows: Sequence[object]
+) -> None:
+    lengths = [len(ids), len(texts), len(embeddings), len(rows)]
+    if len(set(lengths)) > 1:
+        raise InvalidOption(
+            "{} ids, {} texts, {} embeddings and {} metadatas; give one of each a record".format(
+                *lengths
+            )
+        )
+    if twice := [id_ for id_, count in Counter(ids).items() if count > 1]:
+        raise InvalidOption(f"id {twice[0]!r} occurs twice; every record needs its own")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,7 +13,7 @@ from samkv_integrations.cache.attention_stats import (
     layer_statistics,
 )
 from samkv_integrations.cache.block_means import quantise_means
-from samkv_integrations.cache.chunk import ChunkCache
+from samkv_integrations.cache.chunk import ChunkCache, ChunkRef
 from samkv_integrations.cache.fingerprint import Fingerprint
 from samkv_integrations.cache.rope import unrotate
 from samkv_integrations.model.attention import attention
@@ -27,21 +26,12 @@ PADDING = 1.1
 """Most tokens of a batch, padding included, over those of its chunks."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class NewChunk:
-    """A chunk about to be cached."""
-
-    key: str
-    text: str
-    token_ids: tuple[int, ...]
-
-
-def batches(chunks: Sequence[NewChunk], budget_tokens: int = BATCH_TOKENS) -> list[list[NewChunk]]:
+def batches(chunks: Sequence[ChunkRef], budget_tokens: int = BATCH_TOKENS) -> list[list[ChunkRef]]:
     """Chunks of similar length together, at most ``budget_tokens`` padded tokens a batch.
 
     Not more than `PADDING` allows: what is computed for nothing is in no estimate of `costs`.
     """
-    grouped: list[list[NewChunk]] = []
+    grouped: list[list[ChunkRef]] = []
     n_tokens = 0
     for chunk in sorted(chunks, key=lambda c: len(c.token_ids), reverse=True):
         length = len(chunk.token_ids)
@@ -55,7 +45,7 @@ def batches(chunks: Sequence[NewChunk], budget_tokens: int = BATCH_TOKENS) -> li
 
 
 def prefill(
-    model: Model, chunks: Sequence[NewChunk], fingerprint: Fingerprint, prefix: tuple[int, ...]
+    model: Model, chunks: Sequence[ChunkRef], fingerprint: Fingerprint, prefix: tuple[int, ...]
 ) -> list[ChunkCache]:
     """Caches of ``chunks``, from one padded pass in which each sees the prefix and itself alone."""
     capture = _Capture(model, chunks, fingerprint, len(prefix))
@@ -82,7 +72,7 @@ class _Capture:
     def __init__(
         self,
         model: Model,
-        chunks: Sequence[NewChunk],
+        chunks: Sequence[ChunkRef],
         fingerprint: Fingerprint,
         n_prefix: int,
     ) -> None:

@@ -7,11 +7,9 @@ from typing import Any
 
 from samkv_integrations.engine.stream import check_stop
 from samkv_integrations.errors import InvalidOption, UnknownOption
-from samkv_integrations.model.sampling import Sampling
+from samkv_integrations.model.sampling import OPTIONS, Sampling
 
-GENERATE_KWARGS = (
-    "do_sample", "repetition_penalty", "seed", "stop", "temperature", "top_k", "top_p",
-)  # fmt: skip
+GENERATE_KWARGS = tuple(sorted({"do_sample", "stop", *OPTIONS} - {"max_new_tokens"}))
 
 
 CALL_KWARGS = (*GENERATE_KWARGS, "max_tokens", "max_new_tokens")

@@ -142,7 +142,7 @@ class SamkvRecompute(Recompute):
     Outliers are tokens of outstanding attention inside chosen middle blocks.
 
     Deviations: a chunk that is exact already is left alone; a token that is carried through a layer
-    where its block is not kept takes part there with keys and values computed now, not with prefilled
+    where its block is not kept takes part there with keys and values computed now, not with stored
     ones, which would have to be read for it.
 
     anchors, outliers: switch either off.

@@ -1,25 +1,64 @@
-"""Recognition of chunk bodies in prompts that hold them as plain text, without handles."""
+"""Where chunks stand in a prompt string that holds them as plain text, without handles."""
 
 from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
 from html import escape
 
 from samkv_integrations.cache.base import Store
 from samkv_integrations.cache.chunk import normalise
 from samkv_integrations.cache.fingerprint import Fingerprint
-from samkv_integrations.prompt.text import is_in_word
+from samkv_integrations.errors import InvalidOption
+from samkv_integrations.prompt.text import bodies_of, is_in_word, shorten
 
 LOOKUP_CHARS = 24
 """Characters at the beginning of a body by which it is looked up; a shorter body is not found."""
 
-
 MAX_EXPECTED = 4096
 
-
 _EXPECTED = "expected"  # a source of a body; the others are keys, which are hex
+
+
+@dataclass(frozen=True)
+class Span:
+    """Where a chunk stands in a prompt string, ``[start, stop)``, and its body."""
+
+    start: int
+    stop: int
+    body: str
+
+
+def find_given(prompt: str, chunks: Sequence[str]) -> list[Span]:
+    """The bodies of ``chunks`` in ``prompt``; where two overlap, the earlier or longer one.
+
+    Raises InvalidOption if a chunk is empty or does not occur.
+    """
+    bodies = list(dict.fromkeys(bodies_of(chunks)))
+    if "" in bodies:
+        raise InvalidOption("an empty chunk was given; chunks must hold text")
+    spans: list[Span] = []
+    for span in sorted(_occurrences(prompt, bodies), key=lambda span: (span.start, -span.stop)):
+        if not spans or span.start >= spans[-1].stop:
+            spans.append(span)
+    found = {span.body for span in spans}
+    for body in bodies:
+        if body not in found and not any(body in longer for longer in found):
+            raise InvalidOption(
+                f"chunk {shorten(body)!r} does not occur in the prompt; put the text of every "
+                "chunk (or its handle) where the model should read it"
+            )
+    return spans
+
+
+def _occurrences(prompt: str, bodies: Sequence[str]) -> Iterator[Span]:
+    for body in bodies:
+        at = prompt.find(body)
+        while at >= 0:
+            yield Span(at, at + len(body), body)
+            at = prompt.find(body, at + 1)
 
 
 class KnownTexts:
@@ -49,7 +88,7 @@ class KnownTexts:
         self._expected: OrderedDict[str, None] = OrderedDict()  # bodies, oldest first
         self._sources: dict[str, set[str]] = {}  # body -> keys that it may have, or _EXPECTED
         self._ours: set[str] = set()  # bodies that are known to be of this namespace
-        self._index: dict[str, dict[str, str]] = {}  # anchor -> written form -> body
+        self._index: dict[str, dict[str, str]] = {}  # first characters -> form -> body
 
     def expect(self, texts: Sequence[str]) -> None:
         """Find these texts too, stored or not: the latest `MAX_EXPECTED` of them.
@@ -64,8 +103,8 @@ class KnownTexts:
             while len(self._expected) > MAX_EXPECTED:
                 self._remove(self._expected.popitem(last=False)[0], _EXPECTED)
 
-    def find(self, prompt: str) -> dict[str, str]:
-        """Written form -> body of all that stand in ``prompt``; of two in one place the longer.
+    def find(self, prompt: str) -> list[Span]:
+        """Where they stand in ``prompt``; of two that begin in one place the longer.
 
         A body must stand alone: one that begins or ends within a word is not found.
 
@@ -74,14 +113,15 @@ class KnownTexts:
         """
         with self._lock:
             self._refresh()
-            found: dict[str, str] = {}
+            found: list[Span] = []
             at, last = 0, len(prompt) - LOOKUP_CHARS
             while at <= last:
                 form = self._form_at(prompt, at)
                 if form is None:
                     at += 1
                 else:
-                    found[form] = self._index[form[:LOOKUP_CHARS]][form]
+                    body = self._index[form[:LOOKUP_CHARS]][form]
+                    found.append(Span(at, at + len(form), body))
                     at += len(form)
             return found
 

@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from types import TracebackType
-from typing import Literal, Self, get_args
+from typing import Literal, Self
 
 from samkv_integrations.cache.base import Store, StoredChunk
 from samkv_integrations.cache.fingerprint import Fingerprint
@@ -31,8 +31,8 @@ OnMiss = Literal["text", "compute", "error"]
 class Resolved:
     """Segments of a prompt and the open caches of those that are cached chunks, in order.
 
-    on_miss: see `Resolver.resolve`. misses: reason -> number of chunks without a usable cache.
-    missed_texts: theirs, by token ids.
+    on_miss: with ``error`` a miss raises; else its chunk becomes text.
+    misses: reason -> number of chunks without a usable cache. missed_texts: theirs, by token ids.
     computed: tokens of each missed chunk that was then computed as a chunk. Closes the caches on
     exit.
     """
@@ -73,12 +73,16 @@ class Resolved:
 
         Raises ChunkNotCached if ``on_miss`` is ``error``.
         """
-        if self.on_miss == "error":
-            raise not_cached(self.opened[index].key, miss) from miss
+        self.count_miss(self.opened[index].key, miss)
         cached = [i for i, segment in enumerate(self.segments) if segment.blocks is not None]
         at = cached[index]
         self.segments[at] = Segment(token_ids=self.segments[at].token_ids, is_context=True)
         self.opened.pop(index).close()
+
+    def count_miss(self, key: str, miss: CacheMiss) -> None:
+        """Count a chunk without a usable cache. Raises ChunkNotCached if that is an error."""
+        if self.on_miss == "error":
+            raise ChunkNotCached.of(f"chunk {key}", why=miss) from miss
         self.misses[miss.reason] += 1
 
     def __enter__(self) -> Self:
@@ -92,14 +96,6 @@ class Resolved:
     ) -> None:
         for chunk in self.opened:
             chunk.close()
-
-
-def not_cached(key: str, miss: CacheMiss) -> ChunkNotCached:
-    """What is raised for a chunk without a usable cache where it must have one."""
-    return ChunkNotCached(
-        f"chunk {key} has no usable cache ({miss}); ingest it again, or pass on_miss='text' or "
-        "'compute'"
-    )
 
 
 class Resolver:
@@ -117,8 +113,6 @@ class Resolver:
             HandleError: a handle names no chunk whose text is known.
             ChunkNotCached: ``on_miss`` is ``error`` and a chunk has no usable cache.
         """
-        if on_miss not in get_args(OnMiss):
-            raise InvalidOption(f"on_miss={on_miss!r}; allowed: {', '.join(get_args(OnMiss))}")
         resolved = Resolved(on_miss=on_miss)
         try:
             for piece in pieces:
@@ -126,7 +120,7 @@ class Resolver:
                     ids = tuple(self._model.tokenize(piece.text, special=True))
                     resolved.segments.append(Segment(token_ids=ids))
                 else:
-                    self._add_chunk(resolved, piece, on_miss)
+                    self._add_chunk(resolved, piece)
         except BaseException:
             resolved.__exit__(None, None, None)
             raise
@@ -163,9 +157,7 @@ class Resolver:
         elif first.token_ids[:1] != (bos,):
             segments[0] = Segment(token_ids=(bos, *first.token_ids))
 
-    def _add_chunk(
-        self, resolved: Resolved, piece: ChunkText | ChunkHandle, on_miss: OnMiss
-    ) -> None:
+    def _add_chunk(self, resolved: Resolved, piece: ChunkText | ChunkHandle) -> None:
         if isinstance(piece, ChunkHandle):
             key, ids = piece.key, self._ids_behind(piece.key)
         else:
@@ -174,9 +166,7 @@ class Resolver:
         try:
             stored = self._store.open(key, self._fingerprint, ids)
         except CacheMiss as miss:
-            if on_miss == "error":
-                raise not_cached(key, miss) from miss
-            resolved.misses[miss.reason] += 1
+            resolved.count_miss(key, miss)
             if (text := self._text_of(piece)) is not None:
                 resolved.missed_texts[ids] = text
             resolved.segments.append(Segment(token_ids=ids, is_context=True))

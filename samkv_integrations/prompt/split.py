@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from samkv_integrations.errors import HandleError, InvalidOption
-from samkv_integrations.prompt.text import bodies_of, is_in_word
+from samkv_integrations.errors import HandleError
+from samkv_integrations.prompt.finder import Span
+from samkv_integrations.prompt.text import shorten
 
 _HANDLE = re.compile(r"\[\[samkv:([0-9a-f]{32})\]\]")
-
-
 _FRAGMENT = re.compile(r"\[\[samk|samkv:[0-9a-f]*\]\]")
-
-
 # Hex digits and brackets that no bracket opened: the end of a handle, if a key ends so.
 _TAIL = re.compile(r"(?<![0-9a-f\[])([0-9a-f]{8,32})\]\]")
 
@@ -50,34 +47,21 @@ Piece = PlainText | ChunkText | ChunkHandle
 
 def split_prompt(
     prompt: str,
-    chunks: Sequence[str] = (),
-    known: Mapping[str, str] | None = None,
+    spans: Sequence[Span] = (),
     ends_a_key: Callable[[str], bool] = lambda digits: False,
 ) -> list[Piece]:
-    """Split ``prompt`` at handles, at the bodies of ``chunks``, and at ``known`` texts.
+    """Cut ``prompt`` at handles and at ``spans``.
 
-    known: written form -> body, see `KnownTexts`; found where it stands alone. Of two that begin in
-        one place the longer wins.
     ends_a_key: whether a stored key ends with these hex digits.
 
     What stands inside a chunk body is never looked at, so a document cannot smuggle a handle in.
 
-    Raises:
-        InvalidOption: a chunk is empty or does not occur in the prompt.
-        HandleError: the plain text holds a piece of a handle that something cut in two.
+    Raises HandleError if the plain text holds a piece of a handle that something cut in two.
     """
-    bodies = dict.fromkeys(bodies_of(chunks))
-    if "" in bodies:
-        raise InvalidOption("an empty chunk was given; chunks must hold text")
-    forms = {**(known or {}), **{body: body for body in bodies}}
     places: list[tuple[int, int, Piece]] = [
         (match.start(), match.end(), ChunkHandle(match[1])) for match in _HANDLE.finditer(prompt)
     ]
-    for form, body in forms.items():
-        for at in _occurrences(prompt, form):
-            end = at + len(form)
-            if form in bodies or not (is_in_word(prompt, at) or is_in_word(prompt, end)):
-                places.append((at, end, ChunkText(body)))
+    places += [(span.start, span.stop, ChunkText(span.body)) for span in spans]
     pieces: list[Piece] = []
     end = 0
     for start, stop, piece in sorted(places, key=lambda place: (place[0], -place[1])):
@@ -86,21 +70,7 @@ def split_prompt(
             pieces.append(piece)
             end = stop
     _add_plain(pieces, prompt[end:], ends_a_key)
-    found = {piece.text for piece in pieces if isinstance(piece, ChunkText)}
-    for body in bodies:
-        if body not in found and not any(body in longer for longer in found):
-            raise InvalidOption(
-                f"chunk {_shorten(body)!r} does not occur in the prompt; put the text of every "
-                "chunk (or its handle) where the model should read it"
-            )
     return pieces
-
-
-def _occurrences(prompt: str, form: str) -> Iterator[int]:
-    at = prompt.find(form)
-    while at >= 0:
-        yield at
-        at = prompt.find(form, at + 1)
 
 
 def _add_plain(pieces: list[Piece], text: str, ends_a_key: Callable[[str], bool]) -> None:
@@ -109,11 +79,7 @@ def _add_plain(pieces: list[Piece], text: str, ends_a_key: Callable[[str], bool]
     tails = (tail for tail in _TAIL.finditer(text) if ends_a_key(tail[1]))
     if fragment := _FRAGMENT.search(text) or next(tails, None):
         raise HandleError(
-            f"the prompt holds a broken handle near {_shorten(text[fragment.start() :])!r}; "
+            f"the prompt holds a broken handle near {shorten(text[fragment.start() :])!r}; "
             "something cut it: raise the context window of the prompt builder, or pass the text"
         )
     pieces.append(PlainText(text))
-
-
-def _shorten(text: str, limit: int = 60) -> str:
-    return text if len(text) <= limit else text[: limit - 1] + "…"

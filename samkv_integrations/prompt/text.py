@@ -25,3 +25,8 @@ def bodies_of(texts: Sequence[str]) -> list[str]:
         if not isinstance(text, str):
             raise InvalidOption(f"chunk {text!r} is no text; chunks must be strings")
     return [normalise(text) for text in texts]
+
+
+def shorten(text: str, limit: int = 60) -> str:
+    """At most ``limit`` characters of ``text``, for a message."""
+    return text if len(text) <= limit else text[: limit - 1] + "…"

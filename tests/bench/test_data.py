@@ -12,6 +12,7 @@ import pytest
 from reference_model.questions import main as write_questions
 from samkv_integrations.bench import data, scoring
 from samkv_integrations.errors import EmptyInput, InvalidOption, SamkvError, UnknownOption
+from samkv_integrations.prompt.finder import find_given
 from samkv_integrations.prompt.split import split_prompt
 from samkv_integrations.prompt.template import rag_prompt
 from tests.support.records import builtin
@@ -215,7 +216,8 @@ def test_longbench_s_own_files_keep_their_text(tmp_path: Path) -> None:
     for question, context in ((english, THEIRS["context"]), (zh, chinese["context"])):
         prompt = question.prompt()
         assert isinstance(prompt, str) and str(context) in prompt
-        pieces = [getattr(piece, "text", "") for piece in split_prompt(prompt, question.documents)]
+        spans = find_given(prompt, question.documents)
+        pieces = [getattr(piece, "text", "") for piece in split_prompt(prompt, spans)]
         assert "".join(pieces) == prompt
         assert [p for p in pieces if p in question.documents] == list(question.documents)
 

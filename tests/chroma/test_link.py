@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-import samkv_integrations.engine.engine
+import samkv_integrations.engine.chunks
 from samkv_integrations import ChunkStore, Engine, MemoryStore
 from samkv_integrations.chroma.client import open_collection
 from samkv_integrations.chroma.link import ChromaLink
@@ -97,7 +97,7 @@ class TestAdd:
     def test_no_more_records_at_once_than_chroma_takes(
         self, link: ChromaLink, embedding: HashingEmbedding, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(link._client, "get_max_batch_size", lambda: 4)
+        monkeypatch.setattr(link.collection._client, "get_max_batch_size", lambda: 4)
         sizes, upsert = [], link.collection.upsert
 
         def counted(*, ids: list[str], **rest: Any) -> None:

@@ -14,7 +14,7 @@ import chromadb
 import pytest
 from chromadb.config import Settings
 
-import samkv_integrations.engine.engine
+import samkv_integrations.engine.chunks
 from samkv_integrations import ChunkStore, Engine, MemoryStore
 from samkv_integrations.chroma.client import collection_names, connect_collection, open_collection
 from samkv_integrations.chroma.link import ChromaLink
@@ -146,7 +146,7 @@ class TestBuildAndLink:
     def test_page_by_page(
         self, link: ChromaLink, monkeypatch: pytest.MonkeyPatch, size: int
     ) -> None:
-        monkeypatch.setattr(link._client, "get_max_batch_size", lambda: size)
+        monkeypatch.setattr(link.collection._client, "get_max_batch_size", lambda: size)
         add_raw(link, dict(zip(IDS, TEXTS, strict=True)))
         asked = []
         for name in ("get", "update"):
@@ -275,7 +275,7 @@ class TestRelease:
     def test_keys_that_many_records_share(
         self, link: ChromaLink, monkeypatch: pytest.MonkeyPatch, size: int
     ) -> None:
-        monkeypatch.setattr(link._client, "get_max_batch_size", lambda: size)
+        monkeypatch.setattr(link.collection._client, "get_max_batch_size", lambda: size)
         add(link, {**{f"many-{n}": TEXTS[0] for n in range(20)}, "b": TEXTS[1], "c": TEXTS[2]})
         link.engine.cache_chunks(TEXTS)
         limits, get = [], link.collection.__class__.get
@@ -307,7 +307,7 @@ class TestRelease:
     def test_more_records_than_one_page(
         self, link: ChromaLink, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(link._client, "get_max_batch_size", lambda: 2)
+        monkeypatch.setattr(link.collection._client, "get_max_batch_size", lambda: 2)
         add(link, dict(zip(IDS, TEXTS, strict=True)))
         assert link.delete(IDS[:3]) == 3
         assert link.clear() == 3
@@ -430,9 +430,10 @@ class TestTrouble:
     ) -> None:
         other = link_of(tmp_path, "country")
         add(other, {"z": TEXTS[0]})
-        listed = link._models()
-        other.collection._client.delete_collection("country")
-        monkeypatch.setattr(link, "_models", lambda: listed)
+        client = link.collection._client
+        listed = client.list_collections()
+        client.delete_collection("country")
+        monkeypatch.setattr(client, "list_collections", lambda **where: listed)
         assert link.release(keys_of(link, TEXTS[0])) == 1
         assert counts(link.sync(grace_s=0)) == (0, 0, 0, 0, 0, 0)
 
@@ -462,12 +463,12 @@ class TestTrouble:
 KILLED = """
 import sys
 from pathlib import Path
-from tests.test_chroma_sync import IDS, add_raw, link_of
+from tests.chroma.test_sync import IDS, add_raw, link_of
 from tests.records import TEXTS
 
 folder, name, number = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 link = link_of(folder)
-link._client.get_max_batch_size = lambda: 2
+link.collection._client.get_max_batch_size = lambda: 2
 add_raw(link, dict(zip(IDS, TEXTS)))
 owner = link.engine.store if name == "put" else link.collection
 call, calls = getattr(owner, name), []

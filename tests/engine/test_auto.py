@@ -41,7 +41,7 @@ def prompt(chunks: list[str], *, before: int = 8, after: int = 12, question: str
 
 def engine_with(costs: CostModel, **options: Any) -> Engine:
     engine = Engine(tiny_model("llama"), MemoryStore(), block_size=8, store_bits=16, **options)
-    engine._costs = costs
+    engine.costs = costs
     return engine
 
 
@@ -105,7 +105,7 @@ def test_runs_two_passes_where_they_compute_less_and_full_prefill_where_not() ->
     engine.cache_chunks(chunks)
     guided = engine.generate(prompt(chunks), chunks, max_new_tokens=4)
     assert guided.report.ran == "samkv-guided" and guided.report.recompute_ratio < 0.2
-    engine._costs = ONE_PASS
+    engine.costs = ONE_PASS
     whole = engine.generate(prompt(chunks), chunks, max_new_tokens=4)
     assert (whole.report.ran, whole.report.recompute_ratio) == ("recompute", 1.0)
     assert whole.report.method == "auto" and whole.report.eviction is None
@@ -234,7 +234,7 @@ def test_full_prefill_reads_no_entry_of_few_bits(method: str) -> None:
     """Not even of a chunk that stands where it was cached, right behind BOS."""
     chunks = texts(2, 60)
     engine = Engine(tiny_model("llama"), MemoryStore(), block_size=8, store_bits=4)
-    engine._costs = ONE_PASS
+    engine.costs = ONE_PASS
     engine.cache_chunks(chunks)
     asked = "\n".join([*chunks, "Q?"])
     found = engine.logits(asked, chunks, method=method)

@@ -20,13 +20,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from samkv_integrations.cache.block_means import decode_means
-from samkv_integrations.cache.chunk import ChunkCache
+from samkv_integrations.cache.chunk import ChunkCache, ChunkRef
 from samkv_integrations.cache.fingerprint import Fingerprint
 from samkv_integrations.cache.memory import MemoryStore
 from samkv_integrations.cache.rope import rotate
-from samkv_integrations.engine import engine as engine_module
+from samkv_integrations.engine import chunks as engine_module
 from samkv_integrations.engine.engine import Engine
-from samkv_integrations.engine.prefill import PADDING, NewChunk, batches, prefill
+from samkv_integrations.engine.prefill import PADDING, batches, prefill
 from samkv_integrations.model.model import Model
 from tests.support.chunks import decoded, key_steps, transformed
 from tests.support.models import FAMILIES, hf_model, tiny_model
@@ -48,8 +48,8 @@ def random_ids(n_tokens: int, seed: int = 0) -> tuple[int, ...]:
     return tuple(torch.randint(6, 262, (n_tokens,), generator=generator).tolist())
 
 
-def new_chunk(n_tokens: int, seed: int = 0) -> NewChunk:
-    return NewChunk(key=f"{n_tokens}-{seed}", text="text", token_ids=random_ids(n_tokens, seed))
+def new_chunk(n_tokens: int, seed: int = 0) -> ChunkRef:
+    return ChunkRef(key=f"{n_tokens}-{seed}", text="text", token_ids=random_ids(n_tokens, seed))
 
 
 def fingerprint_of(model: Model, block_size: int = BLOCK, bits: int = 16) -> Fingerprint:
@@ -58,7 +58,7 @@ def fingerprint_of(model: Model, block_size: int = BLOCK, bits: int = 16) -> Fin
 
 def caches_of(
     model: Model,
-    chunks: Sequence[NewChunk],
+    chunks: Sequence[ChunkRef],
     prefix: tuple[int, ...],
     block_size: int = BLOCK,
     bits: int = 16,
@@ -333,7 +333,7 @@ class Counting:
         self.chunks: list[str] = []
         monkeypatch.setattr(engine_module, "prefill", self)
 
-    def __call__(self, model: Model, chunks: Sequence[NewChunk], *rest: Any) -> list[ChunkCache]:
+    def __call__(self, model: Model, chunks: Sequence[ChunkRef], *rest: Any) -> list[ChunkCache]:
         self.chunks += [chunk.text for chunk in chunks]
         return prefill(model, chunks, *rest)
 
@@ -397,7 +397,7 @@ def test_batches_hold_every_chunk_once_and_keep_to_the_budget(
     lengths: list[int], budget: int
 ) -> None:
     chunks = [
-        NewChunk(key=str(index), text="", token_ids=(0,) * length)
+        ChunkRef(key=str(index), text="", token_ids=(0,) * length)
         for index, length in enumerate(lengths)
     ]
     grouped = batches(chunks, budget)

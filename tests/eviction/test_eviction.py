@@ -90,7 +90,7 @@ def asked(
         request = Request(
             model=engine.model, method=chosen, resolved=resolved, fingerprint=engine.fingerprint,
             prefix=engine.prefix, capacity=capacity, eviction=rule,
-            stable_layers=engine._stable_layers() if "statistics" in chosen.needs else (),
+            stable_layers=engine.stable_layers if "statistics" in chosen.needs else (),
             costs=FREE,
         )  # fmt: skip
         return first_token(request)

@@ -23,7 +23,7 @@ from langchain_core.tools import create_retriever_tool
 from langchain_core.vectorstores import InMemoryVectorStore, VectorStoreRetriever
 from langchain_text_splitters import RecursiveCharacterTextSplitter
 
-import samkv_integrations.engine.engine
+import samkv_integrations.engine.chunks
 from langchain_samkv import (
     OfflineEmbeddings,
     SamKVDocumentCompressor,

@@ -14,7 +14,7 @@ from langchain_core.documents import Document
 from langchain_core.indexing import InMemoryRecordManager, aindex, index
 from typer.testing import CliRunner
 
-import samkv_integrations.engine.engine
+import samkv_integrations.engine.chunks
 from langchain_samkv import SamKVChroma
 from samkv_integrations import ChunkStore, Engine
 from samkv_integrations.cli.app import app
@@ -55,7 +55,7 @@ def indexer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., In
         engine = Engine(builtin(), ChunkStore(tmp_path / "kv"))
         store = SamKVChroma("town", Letters(), str(tmp_path / "chroma"), engine=engine)
         made = Indexer(store, cleanup, is_async)
-        prefill = samkv_integrations.engine.engine.prefill
+        prefill = samkv_integrations.engine.chunks.prefill
 
         def counted(model: Any, batch: Any, *rest: Any) -> Any:
             made.read += len(batch)

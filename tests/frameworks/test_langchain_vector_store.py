@@ -15,7 +15,7 @@ from langchain_chroma import Chroma
 from langchain_core.documents import Document
 from langchain_core.language_models import FakeListLLM
 
-import samkv_integrations.engine.engine
+import samkv_integrations.engine.chunks
 from langchain_samkv import OfflineEmbeddings, SamKVChroma
 from samkv_integrations import ChunkStore, Engine
 from samkv_integrations.chroma.link import ChromaLink

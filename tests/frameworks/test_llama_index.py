@@ -21,7 +21,7 @@ from llama_index.core.schema import (
     TextNode,
 )
 
-import samkv_integrations.engine.engine
+import samkv_integrations.engine.chunks
 from llama_index.llms.samkv import SamKVCacheTransform
 from llama_index.postprocessor.samkv import SamKVPostprocessor
 from samkv_integrations import ChunkStore, Engine
@@ -202,7 +202,7 @@ class TestMisses:
         keys = {engine.key_of(source.node.text) for source in sources[:2]}
         for key in keys:
             engine.store.delete(key)
-        passes, prefill = [], samkv_integrations.engine.engine.prefill
+        passes, prefill = [], samkv_integrations.engine.chunks.prefill
 
         def counted(model: Any, chunks: Any, *rest: Any) -> Any:
             passes.append({chunk.key for chunk in chunks})
@@ -229,7 +229,7 @@ class TestMisses:
         own_corpus.engine.store.delete(own_corpus.engine.key_of(ASKED.text))
         postprocessor = SamKVPostprocessor(engine=own_corpus.engine, mode="handle", on_miss="error")
         query_engine = own_corpus.query_engine(own_corpus.llm(), postprocessor=postprocessor)
-        with pytest.raises(ChunkNotCached, match="is not cached; ingest it again"):
+        with pytest.raises(ChunkNotCached, match="has no usable cache; ingest it again"):
             query_engine.query(ASKED.question)
 
     def test_llm_can_refuse_a_lost_cache_too(self, own_corpus: Corpus) -> None:

@@ -32,7 +32,7 @@ from llama_index.core.vector_stores.types import (
     VectorStoreQueryMode,
 )
 
-import samkv_integrations.engine.engine
+import samkv_integrations.engine.chunks
 from llama_index.llms.samkv import SamKVCacheTransform, SamKVLLM
 from llama_index.vector_stores.samkv import SamKVChromaVectorStore
 from samkv_integrations import ChunkStore, Engine

@@ -599,7 +599,7 @@ def test_the_inputs_of_a_request_are_those_of_its_chunk_caches(engine: Engine) -
     layout = run(engine, replace(METHODS["samkv-overwrite"], select=Watching())).layout
     ((scores, inputs),) = SEEN
     assert scores.shape == (4, engine.model.n_heads, engine.model.head_dim)
-    assert inputs.stable_layers == engine._stable_layers()
+    assert inputs.stable_layers == engine.stable_layers
     first_block = first_token = 0
     for index, text in enumerate(CHUNKS):
         cache = stored(engine, text)

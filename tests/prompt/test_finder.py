@@ -53,6 +53,11 @@ def known(store: Store) -> KnownTexts:
     return KnownTexts(store, lambda: TINY, key_of)
 
 
+def found_by(texts: KnownTexts, prompt: str) -> dict[str, str]:
+    """As it is written in the prompt -> body."""
+    return {prompt[span.start : span.stop]: span.body for span in texts.find(prompt)}
+
+
 @pytest.fixture
 def engine(tmp_path: Path) -> Engine:
     """Its method is one that always answers from caches; the default is in test_auto."""
@@ -150,11 +155,11 @@ class TestExpected:
         monkeypatch.setattr(samkv_integrations.prompt.finder, "MAX_EXPECTED", 2)
         texts = known(store)
         texts.expect([TEXTS[0], TEXTS[1], TEXTS[0], TEXTS[2]])
-        assert set(texts.find(PROMPT).values()) == {TEXTS[0], TEXTS[2]}
+        assert set(found_by(texts, PROMPT).values()) == {TEXTS[0], TEXTS[2]}
         keep(store, TEXTS[1])
         texts.expect([TEXTS[1]])
         texts.expect(["Something else that is long enough", "And something else of the kind"])
-        assert list(texts.find(PROMPT)) == [TEXTS[1]]  # stored, though no longer expected
+        assert list(found_by(texts, PROMPT)) == [TEXTS[1]]  # stored, though no longer expected
 
     def test_of_another_namespace_it_is_as_good_as_absent(
         self, engine: Engine, tmp_path: Path
@@ -180,29 +185,29 @@ class TestFinding:
     def test_inside_a_repr(self, store: Store, write: Callable[[str], str], text: str) -> None:
         keep(store, text)
         prompt = f"Read {write(text)}. Well?"
-        found = known(store).find(prompt)
+        found = found_by(known(store), prompt)
         assert list(found.values()) == [text]
         (form,) = found
-        assert form in prompt and len(split_prompt(prompt, known=found)) == 3
+        assert form in prompt and len(split_prompt(prompt, known(store).find(prompt))) == 3
 
     def test_as_mustache_writes_it(self, store: Store) -> None:
         text = 'R&D says "1 < 2" & it\'s right'
         keep(store, text)
         written = "R&amp;D says &quot;1 &lt; 2&quot; &amp; it's right"
-        assert known(store).find(f"Read {written}.") == {written: text}
+        assert found_by(known(store), f"Read {written}.") == {written: text}
 
     def test_where_it_stands_in_a_word_it_is_part_of_that(self, store: Store) -> None:
         text = "words that go on for a while"
         keep(store, text)
         prompt = f"{text}\n\nfore{text}s"
-        pieces = split_prompt(prompt, known=known(store).find(prompt))
+        pieces = split_prompt(prompt, known(store).find(prompt))
         assert [isinstance(piece, ChunkText) for piece in pieces] == [True, False]
 
     def test_short_texts_are_not_looked_for(self, store: Store) -> None:
         short, enough = "x" * (LOOKUP_CHARS - 1), "y" * LOOKUP_CHARS
         keep(store, short)
         keep(store, enough)
-        assert list(known(store).find(f"{short} {enough}")) == [enough]
+        assert list(found_by(known(store), f"{short} {enough}")) == [enough]
 
     @pytest.mark.parametrize(("prompt", "is_found"), [
         ("{}", True), ("\n{}\n", True), ("({}).", True), ("a {} b", True), ("-{}-", True),
@@ -211,15 +216,16 @@ class TestFinding:
     def test_it_stands_alone(self, store: Store, prompt: str, is_found: bool) -> None:
         text = "words that go on for a while"
         keep(store, text)
-        assert bool(known(store).find(prompt.format(text, text))) == is_found
+        assert bool(found_by(known(store), prompt.format(text, text))) == is_found
 
     def test_of_two_in_one_place_the_longer(self, store: Store) -> None:
         texts = ["begins like the other one does", "begins like the other one does, and goes on"]
         for text in texts:
             keep(store, text)
-        found = known(store).find(f"{texts[1]}\n{texts[0]}\n{texts[1]}")
+        found = found_by(known(store), f"{texts[1]}\n{texts[0]}\n{texts[1]}")
         assert set(found) == set(texts)
-        pieces = split_prompt(f"{texts[1]}\n{texts[0]}", known=found)
+        written = f"{texts[1]}\n{texts[0]}"
+        pieces = split_prompt(written, known(store).find(written))
         assert [p.text for p in pieces if isinstance(p, ChunkText)] == texts[::-1]
 
     def test_what_stands_inside_a_chunk_is_not_looked_at(self, store: Store) -> None:
@@ -227,16 +233,16 @@ class TestFinding:
         outer = f"Outer text, {inner}, {handle_of('0' * 32)} and more"
         keep(store, inner)
         keep(store, outer)
-        found = known(store).find(f"Read {outer}.")
+        found = found_by(known(store), f"Read {outer}.")
         assert list(found) == [outer]
-        assert len(split_prompt(f"Read {outer}.", known=found)) == 3
+        assert len(split_prompt(f"Read {outer}.", known(store).find(f"Read {outer}."))) == 3
 
     def test_what_is_written_as_it_is_wins(self, store: Store) -> None:
         text = "two lines of a text\nof which one"
         keep(store, text)
         literal = text.replace("\n", "\\n")
         keep(store, literal)
-        assert known(store).find(f"Read {literal}.") == {literal: literal}
+        assert found_by(known(store), f"Read {literal}.") == {literal: literal}
         store.delete(key_of(literal))
         keep(store, text)
 
@@ -251,7 +257,8 @@ class TestFinding:
             for body in filter(normalise, bodies):
                 keep(store, body)
             prompt = "".join(glue + bodies[i % len(bodies)] for i, glue in order if bodies)
-            found = known(store).find(prompt)
+            spans = known(store).find(prompt)
+        found = {prompt[span.start : span.stop]: span.body for span in spans}
         texts = {body for body in map(normalise, bodies) if len(body) >= 3}
         expected, at = set(), 0
         while at < len(prompt):
@@ -264,7 +271,7 @@ class TestFinding:
             expected |= {longest} - {""}
             at += len(longest) or 1
         assert {form for form, body in found.items() if form == body} == expected
-        pieces = split_prompt(prompt, known=found)
+        pieces = split_prompt(prompt, spans)
         written = {body: form for form, body in found.items()}
         whole = [written.get(p.text, p.text) for p in pieces if not isinstance(p, ChunkHandle)]
         assert "".join(whole) == prompt
@@ -273,26 +280,26 @@ class TestFinding:
 class TestChanges:
     def test_what_is_added_and_deleted_is_noticed(self, store: Store) -> None:
         texts = known(store)
-        assert texts.find(PROMPT) == {}
+        assert found_by(texts, PROMPT) == {}
         first, second = keep(store, TEXTS[0]), keep(store, TEXTS[1])
-        assert list(texts.find(PROMPT)) == TEXTS[:2]
+        assert list(found_by(texts, PROMPT)) == TEXTS[:2]
         store.delete(first)
-        assert list(texts.find(PROMPT)) == [TEXTS[1]]
+        assert list(found_by(texts, PROMPT)) == [TEXTS[1]]
         store.delete(second)
-        assert texts.find(PROMPT) == {}
+        assert found_by(texts, PROMPT) == {}
         keep(store, TEXTS[0])
-        assert list(texts.find(PROMPT)) == [TEXTS[0]]
+        assert list(found_by(texts, PROMPT)) == [TEXTS[0]]
 
     def test_so_is_what_another_process_did(self, tmp_path: Path) -> None:
         ours, theirs = ChunkStore(tmp_path), ChunkStore(tmp_path)
         texts = known(ours)
         keep(theirs, TEXTS[0])
         _age(tmp_path)
-        assert list(texts.find(PROMPT)) == [TEXTS[0]]
+        assert list(found_by(texts, PROMPT)) == [TEXTS[0]]
         keep(theirs, TEXTS[2])
-        assert list(texts.find(PROMPT)) == [TEXTS[0], TEXTS[2]]
+        assert list(found_by(texts, PROMPT)) == [TEXTS[0], TEXTS[2]]
         theirs.delete(key_of(TEXTS[0]))
-        assert list(texts.find(PROMPT)) == [TEXTS[2]]
+        assert list(found_by(texts, PROMPT)) == [TEXTS[2]]
 
     def test_nothing_is_listed_when_nothing_changed(
         self, store: Store, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -302,18 +309,18 @@ class TestChanges:
         texts, listed, keys = known(store), [], store.keys
         monkeypatch.setattr(store, "keys", lambda *a: listed.append(a) or keys(*a))
         for _ in range(3):
-            assert list(texts.find(PROMPT)) == [TEXTS[0]]
+            assert list(found_by(texts, PROMPT)) == [TEXTS[0]]
         assert len(listed) == 1
 
     def test_one_key_of_two_with_the_same_text(self, store: Store) -> None:
         texts = known(store)
         keep(store, TEXTS[0])
         keep(store, TEXTS[0], key="f" * 32)  # another namespace's
-        assert list(texts.find(PROMPT)) == [TEXTS[0]]
+        assert list(found_by(texts, PROMPT)) == [TEXTS[0]]
         store.delete("f" * 32)
-        assert list(texts.find(PROMPT)) == [TEXTS[0]]
+        assert list(found_by(texts, PROMPT)) == [TEXTS[0]]
         store.delete(key_of(TEXTS[0]))
-        assert texts.find(PROMPT) == {}
+        assert found_by(texts, PROMPT) == {}
 
     def test_a_lost_text_and_a_lost_folder(self, tmp_path: Path) -> None:
         store = ChunkStore(tmp_path / "kv")
@@ -321,12 +328,12 @@ class TestChanges:
         keep(store, TEXTS[0])
         key = keep(store, TEXTS[1])
         store._file(key, TINY.digest).with_suffix(".txt").unlink()
-        assert list(texts.find(PROMPT)) == [TEXTS[0]]
+        assert list(found_by(texts, PROMPT)) == [TEXTS[0]]
         for root, _, names in os.walk(tmp_path / "kv", topdown=False):
             for name in names:
                 (Path(root) / name).unlink()
             Path(root).rmdir()
-        assert texts.find(PROMPT) == {}
+        assert found_by(texts, PROMPT) == {}
 
     def test_many_threads(self) -> None:
         store = MemoryStore()
@@ -341,7 +348,7 @@ class TestChanges:
 
         def look() -> None:
             for _ in range(50):
-                if not set(texts.find(prompt)) <= set(bodies):
+                if not set(found_by(texts, prompt)) <= set(bodies):
                     failures.append("found what is not there")
 
         work = [threading.Thread(target=add, args=(bodies[i::4],)) for i in range(4)]
@@ -351,18 +358,18 @@ class TestChanges:
         for thread in work:
             thread.join()
         assert failures == []
-        assert list(texts.find(prompt)) == bodies
+        assert list(found_by(texts, prompt)) == bodies
 
 
 def test_fingerprint_that_changes_changes_what_is_found(store: Store) -> None:
     current = [TINY]
     texts = KnownTexts(store, lambda: current[0], key_of)
     keep(store, TEXTS[0])
-    assert list(texts.find(PROMPT)) == [TEXTS[0]]
+    assert list(found_by(texts, PROMPT)) == [TEXTS[0]]
     current[0] = replace(TINY, block_size=8)
-    assert texts.find(PROMPT) == {}
+    assert found_by(texts, PROMPT) == {}
     current[0] = TINY
-    assert list(texts.find(PROMPT)) == [TEXTS[0]]
+    assert list(found_by(texts, PROMPT)) == [TEXTS[0]]
 
 
 def _age(folder: Path) -> None:

@@ -14,11 +14,12 @@ from samkv_integrations.engine import first_token as module
 from samkv_integrations.engine.decode import Decoder
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.engine.first_token import FirstToken, Request, first_token
+from samkv_integrations.engine.options import AnswerSettings
 from samkv_integrations.engine.plan import PassPlan, plan_pass
 from samkv_integrations.engine.report import Report
 from samkv_integrations.engine.working_cache import WorkingCache
 from samkv_integrations.eviction import Eviction
-from samkv_integrations.methods import Method, get_method
+from samkv_integrations.methods import Method
 from samkv_integrations.prompt.layout import Layout
 
 
@@ -82,7 +83,8 @@ def request_of(
     eviction: Eviction | str | None = "none",
     capacity: int = 8,
 ) -> Request:
-    return engine._request(resolved, get_method(method), eviction, capacity, None)
+    settings = AnswerSettings.of(method=method, eviction=eviction, on_miss="text")
+    return engine.request(resolved, settings, capacity)
 
 
 def ask(

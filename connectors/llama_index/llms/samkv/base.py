@@ -435,8 +435,7 @@ class SamKVLLM(CustomLLM):
         options = to_options(given, self.generate_kwargs, self.max_new_tokens)
         if self.cache_retrieved:  # for later prompts, even where `auto` computes this one in full
             text = prompt if isinstance(prompt, str) else self.engine.model.render_chat(prompt)
-            with self.engine.resolve(text, on_miss="compute"):
-                pass
+            self.engine.announce(self.engine.found_in(text), "compute")
         try:
             return self.engine.stream(
                 prompt,

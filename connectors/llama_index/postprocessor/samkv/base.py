@@ -25,7 +25,6 @@ from samkv_integrations.chroma.results import KEY_FIELD
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.errors import InvalidOption
 from samkv_integrations.frameworks.engine_ref import EngineRef
-from samkv_integrations.frameworks.retrieved import announce, not_cached
 from samkv_integrations.prompt.resolve import OnMiss
 from samkv_integrations.prompt.split import handle_of
 
@@ -85,8 +84,8 @@ class SamKVPostprocessor(BaseNodePostprocessor):
     ) -> list[NodeWithScore]:
         engine = self._engine.engine
         bodies = {node.node_id: body for node in nodes if (body := body_of(node.node))}
-        chunks = [(f"node {node_id!r}", body) for node_id, body in bodies.items()]
-        announce(engine, chunks, self.on_miss, _REMEDY)
+        names = [f"node {node_id!r}" for node_id in bodies]
+        engine.announce(list(bodies.values()), self.on_miss, names=names, remedy=_REMEDY)
         return [node.model_copy(update={"node": self._shown(node.node)}) for node in nodes]
 
     def _shown(self, node: BaseNode) -> BaseNode:
@@ -144,10 +143,8 @@ class _ShownAsHandle(BaseNode):
         engine = self._engine.engine
         key = engine.key_of(text)
         is_cached = engine.store.contains(key, engine.fingerprint)
-        if not is_cached and self._on_miss == "error":
-            raise not_cached(engine, f"node {self.node_id!r}", normalise(text), _REMEDY)
-        if not is_cached and self._on_miss == "compute":
-            engine.cache_missing([text])
+        if not is_cached and self._on_miss != "text":
+            engine.announce([text], self._on_miss, names=[f"node {self.node_id!r}"], remedy=_REMEDY)
             is_cached = engine.store.contains(key, engine.fingerprint)
         # Should the cache be broken, a handle is answered from the text beside it.
         return handle_of(key) if is_cached and engine.store.text(key) == normalise(text) else text

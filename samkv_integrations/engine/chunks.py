@@ -1,0 +1,314 @@
+"""The one way from the text of a chunk to its cache: refer, look up, prepare, compute."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from typing import Literal
+
+import torch
+from tqdm.auto import tqdm
+
+from samkv_integrations.cache.attention_stats import (
+    MIN_CHUNKS,
+    PUBLISHED_STABLE_LAYERS,
+    stable_layers,
+)
+from samkv_integrations.cache.base import Store, StoredChunk
+from samkv_integrations.cache.blocks import BlockScheme
+from samkv_integrations.cache.chunk import ChunkRef
+from samkv_integrations.cache.fingerprint import Fingerprint
+from samkv_integrations.cache.memory import MemoryChunk
+from samkv_integrations.engine.options import check_on_miss
+from samkv_integrations.engine.prefill import batches, prefill
+from samkv_integrations.errors import CacheMiss, ChunkNotCached, InvalidChunk, StoreError
+from samkv_integrations.model.model import Model
+from samkv_integrations.prompt.resolve import OnMiss
+from samkv_integrations.prompt.text import bodies_of
+
+Check = Literal["exists", "opens", "whole"]
+"""How closely a cache is looked at: its file is there; it can be opened, which verifies whose it
+is; all of it is read and verified."""
+
+_WRITERS = 4
+"""Threads that write chunk caches: most of the time each waits for its disk."""
+
+
+class Chunks:
+    """The chunks of one model in one store.
+
+    Args:
+        prefix: token ids that chunks are prefilled after.
+        scheme: the blocks of chunks; None for those of what the store holds for this model, else by
+            the lengths of the first chunks that are computed.
+        store_bits: bits of the numbers in chunk caches.
+        lock: held around each pass through the model.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        store: Store,
+        *,
+        prefix: tuple[int, ...],
+        scheme: BlockScheme | None,
+        store_bits: int,
+        lock: threading.RLock,
+    ) -> None:
+        self._model = model
+        self._store = store
+        self._prefix = prefix
+        self._store_bits = store_bits
+        self._lock = lock
+        self._agreed: Fingerprint | None = None
+        self._stable_layers: tuple[int, ...] | None = None
+        if scheme is not None:
+            self._agreed = self._fingerprint_of(scheme)
+
+    # -- identity ---------------------------------------------------------------------------
+
+    @property
+    def fingerprint(self) -> Fingerprint:
+        """Identity of the caches that are made and accepted.
+
+        Its block size is a guess until there is a chunk: whoever is about to compute the first one
+        agrees on it with all processes that share the store.
+        """
+        if self._agreed is None:
+            guess = self._fingerprint_of(BlockScheme())
+            known = [
+                found
+                for found in self._store.fingerprints()
+                if replace(guess, block_size=found.block_size).digest == found.digest
+            ]
+            if not known:
+                return guess
+            self._agreed = replace(guess, block_size=known[0].block_size)
+        return self._agreed
+
+    def _fingerprint_of(self, scheme: BlockScheme) -> Fingerprint:
+        model = self._model
+        return Fingerprint(
+            model=model.name,
+            weights=model.weights_digest,
+            tokenizer=model.tokenizer_digest,
+            dtype=model.dtype_name,
+            rope=model.rope_digest,
+            n_layers=model.n_layers,
+            n_heads=model.n_heads,
+            n_kv_heads=model.n_kv_heads,
+            head_dim=model.head_dim,
+            prefix=",".join(map(str, self._prefix)),
+            block_size=scheme.size,
+            n_init=scheme.n_init,
+            n_local=scheme.n_local,
+            store_bits=self._store_bits,
+        )
+
+    def key_of(self, text: str) -> str:
+        """Key of the chunk cache that ``text`` has, or would have."""
+        (ref,) = self.refer([text])
+        return ref.key
+
+    # -- from texts to caches ---------------------------------------------------------------
+
+    def refer(self, texts: Sequence[str]) -> list[ChunkRef]:
+        """Each text as a chunk, whatever it is and whether or not there is a cache: ``missed``."""
+        bodies = bodies_of(texts)
+        ids = [tuple(self._model.tokenize(body, special=False)) for body in bodies]
+        return self._named(bodies, ids)
+
+    def _named(self, bodies: Sequence[str], ids: Sequence[tuple[int, ...]]) -> list[ChunkRef]:
+        fingerprint = self.fingerprint
+        return [
+            ChunkRef(key=self._store.key(fingerprint, of_one), text=body, token_ids=of_one)
+            for body, of_one in zip(bodies, ids, strict=True)
+        ]
+
+    def fits(self, ref: ChunkRef) -> bool:
+        """Whether there can be a cache of it: it holds text, and no more than the window."""
+        return 0 < len(ref.token_ids) <= self._room
+
+    @property
+    def _room(self) -> int:
+        return self._model.context_window - len(self._prefix)
+
+    def require_fit(self, chunks: Sequence[ChunkRef]) -> None:
+        """Raises InvalidChunk if one is empty, or longer than the context window."""
+        for ref in chunks:
+            if not ref.token_ids:
+                raise InvalidChunk(f"chunk {ref.text!r} holds no text; leave empty chunks out")
+            if not self.fits(ref):
+                raise InvalidChunk(
+                    f"a chunk of {len(ref.token_ids)} tokens is longer than the {self._room} that "
+                    f"the context window of {self._model.name!r} leaves; split it (it begins "
+                    f"{ref.text[:40]!r})"
+                )
+
+    def agree(self, chunks: list[ChunkRef]) -> list[ChunkRef]:
+        """The chunks, once the block size is settled: for good, by the lengths of the first ones.
+
+        Whoever is about to compute chunks asks, as keys depend on the block size.
+
+        Raises StoreError if the store does not say, nor take, a block size.
+        """
+        guess = self.fingerprint
+        if self._agreed is not None or not chunks:
+            return chunks
+        lengths = sorted(len(ref.token_ids) for ref in chunks)
+        scheme = BlockScheme.auto(lengths[len(lengths) // 2])
+        # Another process may be filling the same empty store: the first one decides.
+        size = self._store.agree_block_size(guess, scheme.size)
+        self._agreed = replace(guess, block_size=size)
+        return self._named([ref.text for ref in chunks], [ref.token_ids for ref in chunks])
+
+    def look_up(
+        self, chunks: Sequence[ChunkRef], check: Check = "whole", trusted: Container[str] = ()
+    ) -> list[ChunkRef]:
+        """The chunks, ``cached`` or ``missed``; nothing is computed.
+
+        trusted: keys of which ``exists`` is enough.
+        """
+        return [
+            replace(ref, state="cached" if self._is_there(ref, check, trusted) else "missed")
+            for ref in chunks
+        ]
+
+    def _is_there(self, ref: ChunkRef, check: Check, trusted: Container[str]) -> bool:
+        if check == "exists" or ref.key in trusted:
+            return self._store.contains(ref.key, self.fingerprint)
+        try:
+            with self._store.open(ref.key, self.fingerprint, ref.token_ids) as chunk:
+                if check == "whole":
+                    chunk.verify()
+        except CacheMiss:
+            return False
+        return True
+
+    def prepare(
+        self,
+        texts: Sequence[str],
+        on_miss: OnMiss = "compute",
+        *,
+        check: Check = "whole",
+        progress: bool = False,
+        names: Sequence[str] = (),
+        remedy: str = "ingest it again",
+    ) -> list[ChunkRef]:
+        """Make chunks ready for prompts: look them up, and do ``on_miss`` for the missed ones.
+
+        on_miss: ``compute`` (now, and keep it), ``text`` (nothing: a prompt computes its text) or
+            ``error``.
+        names, remedy: what the chunks are called, and what makes a cache again, in an error.
+
+        Raises:
+            InvalidChunk: a text is empty, or longer than the context window.
+            ChunkNotCached: a chunk has no usable cache, and ``on_miss`` is ``error``.
+            StoreError: the store cannot be written; what was kept before stays.
+        """
+        check_on_miss(on_miss)
+        found = self.refer(texts)
+        self.require_fit(found)
+        if on_miss == "compute":
+            found = self.agree(found)
+        found = self.look_up(found, check)
+        if on_miss == "compute":
+            return self.compute(found, progress=progress)
+        for place, ref in enumerate(found):
+            if on_miss == "error" and ref.state == "missed":
+                named = f"{names[place]} (chunk {ref.key})" if names else f"chunk {ref.key}"
+                raise ChunkNotCached.of(f"{named}, which begins {ref.text[:40]!r},", remedy)
+        return found
+
+    def compute(self, chunks: Sequence[ChunkRef], *, progress: bool = False) -> list[ChunkRef]:
+        """The chunks, with those that were ``missed`` computed, several a pass, and kept.
+
+        Those that are cached are young again: who prepares a chunk is about to need it. One whose
+        file has gone meanwhile is computed too.
+
+        Raises InvalidChunk or StoreError like `prepare`.
+        """
+        missed = {
+            ref.key: ref
+            for ref in chunks
+            if ref.state == "missed" or not self._store.contains(ref.key, self.fingerprint)
+        }
+        self._stable_layers = None if missed else self._stable_layers
+        for key in {ref.key for ref in chunks} - missed.keys():
+            self._store.touch(key, self.fingerprint)
+        with (
+            tqdm(total=len(missed), desc="caching chunks", disable=not progress) as bar,
+            ThreadPoolExecutor(_WRITERS) as writers,
+        ):
+            written: Iterator[None] = iter(())
+            try:
+                for batch in batches(list(missed.values())):
+                    with self._lock, torch.inference_mode():
+                        caches = prefill(self._model, batch, self.fingerprint, self._prefix)
+                    for _ in written:  # of the batch before, while this one was computed
+                        bar.update()
+                    written = writers.map(self._store.put, caches)
+                for _ in written:
+                    bar.update()
+            except BaseException:  # who interrupts does not want to wait for a whole batch
+                writers.shutdown(cancel_futures=True)
+                raise
+        return [replace(ref, state="computed") if ref.key in missed else ref for ref in chunks]
+
+    def compute_for(
+        self, texts: Mapping[tuple[int, ...], str]
+    ) -> dict[tuple[int, ...], Callable[[], StoredChunk]]:
+        """Caches of a prompt's missed chunks by their token ids, each opened from memory.
+
+        They are kept if the store takes them. A chunk that no cache can hold is left out, and
+        nothing is computed in a store that cannot settle its block size.
+        """
+        try:
+            chunks = self.agree(self._named(list(texts.values()), list(texts)))
+        except StoreError:
+            return {}
+        fingerprint = self.fingerprint
+        made: dict[tuple[int, ...], Callable[[], StoredChunk]] = {}
+        pending = batches(chunks)
+        while pending:
+            batch = pending.pop(0)
+            try:
+                caches = prefill(self._model, batch, fingerprint, self._prefix)
+            except InvalidChunk:  # one of them: the others are none the worse for it
+                pending = [*([chunk] for chunk in batch if len(batch) > 1), *pending]
+                continue
+            for chunk, cache in zip(batch, caches, strict=True):
+                made[chunk.token_ids] = partial(MemoryChunk, cache, fingerprint)
+                with suppress(StoreError):
+                    self._store.put(cache)
+        self._stable_layers = None
+        return made
+
+    # -- statistics -------------------------------------------------------------------------
+
+    @property
+    def stable_layers(self) -> tuple[int, ...]:
+        """The layers N* (paper: Appendix A.2): published for this shape, or from stored chunks."""
+        model = self._model
+        config = model.config
+        shape = (config.model_type, model.n_layers, config.hidden_size, model.n_kv_heads)
+        if shape in PUBLISHED_STABLE_LAYERS:
+            return PUBLISHED_STABLE_LAYERS[shape]
+        if self._stable_layers is None:
+            self._stable_layers = stable_layers(model.n_layers, self._votes())
+        return self._stable_layers
+
+    def _votes(self) -> torch.Tensor | None:
+        """(n, L) bool: stable layers of the first chunks by key, whatever the order of ingest."""
+        keys = self._store.keys(self.fingerprint)[: 2 * MIN_CHUNKS]
+        if len(keys) < MIN_CHUNKS:
+            return None
+        votes = []
+        for key in keys:
+            with suppress(CacheMiss), self._store.open(key, self.fingerprint) as chunk:
+                votes.append(chunk.statistics().stable)
+        return torch.stack(votes) if votes else None

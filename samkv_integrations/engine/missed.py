@@ -1,0 +1,51 @@
+"""A prompt's missed chunks, computed as chunks before the prompt is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from samkv_integrations.engine.chunks import Chunks
+from samkv_integrations.engine.first_token import (
+    Request,
+    check_length,
+    held_prefix,
+    is_whole,
+    two_passes_s,
+)
+from samkv_integrations.prompt.layout import Layout
+
+
+def with_missed(request: Request, chunks: Chunks) -> Request:
+    """The request with its missed chunks computed as chunks, which are kept.
+
+    ``auto`` leaves them to full prefill where that is faster, and ``recompute`` always. What the
+    store cannot take, or no cache can hold, does not fail the request.
+
+    Raises PromptTooLong: prompt and answer exceed the context window.
+    """
+    texts = request.resolved.missed_texts
+    if not texts or not request.method.recompute.uses_caches:
+        return request
+    layout = check_length(request)
+    missed = [len(ids) for ids in texts]
+    if held_prefix(request, layout, missed) is not None:
+        return request
+    if not _is_worth_computing(request, layout, missed):
+        return request
+    request.resolved.add_computed(chunks.compute_for(texts))
+    return replace(request, fingerprint=chunks.fingerprint)
+
+
+def _is_worth_computing(request: Request, layout: Layout, missed: Sequence[int]) -> bool:
+    """Whether chunks of ``missed`` tokens and two passes take no longer than full prefill.
+
+    A method that does not go by time always computes them.
+    """
+    method, costs = request.method, request.costs
+    if not method.whole_if_faster or costs is None:
+        return True
+    if is_whole(method, costs, layout, missed):
+        return False
+    both = costs.chunks_s(missed) + two_passes_s(method, costs, layout, missed)
+    return both <= costs.full_prefill_s(layout.n_tokens)
