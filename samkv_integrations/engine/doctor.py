@@ -21,7 +21,7 @@ from samkv_integrations.cache.quantise import DEFAULT_STORE_BITS, STORE_BITS
 from samkv_integrations.cache.rope import rotate, unrotate
 from samkv_integrations.engine.costs import CostModel
 from samkv_integrations.engine.engine import Engine
-from samkv_integrations.engine.first_token import is_whole, two_passes_s
+from samkv_integrations.engine.full_prefill import is_whole, two_passes_s
 from samkv_integrations.errors import InvalidChunk, InvalidOption
 from samkv_integrations.methods import METHODS
 from samkv_integrations.model.attention import attention

@@ -21,7 +21,7 @@ from samkv_integrations.engine.chunks import Chunks
 from samkv_integrations.engine.costs import CostModel, measure
 from samkv_integrations.engine.costs import name_of as costs_name
 from samkv_integrations.engine.decode import Decoder
-from samkv_integrations.engine.first_token import Request, first_token
+from samkv_integrations.engine.first_token import first_token
 from samkv_integrations.engine.missed import with_missed
 from samkv_integrations.engine.options import (
     AnswerOptions,
@@ -32,6 +32,7 @@ from samkv_integrations.engine.options import (
 )
 from samkv_integrations.engine.prefix_cache import PrefixCache
 from samkv_integrations.engine.report import Report
+from samkv_integrations.engine.request import Request
 from samkv_integrations.engine.stream import AnswerStream, TextStream
 from samkv_integrations.errors import InvalidOption, StoreError
 from samkv_integrations.eviction import Eviction, get_eviction

@@ -6,13 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from samkv_integrations.engine.chunks import Chunks
-from samkv_integrations.engine.first_token import (
-    Request,
-    check_length,
-    held_prefix,
-    is_whole,
-    two_passes_s,
-)
+from samkv_integrations.engine.full_prefill import held_prefix, is_whole, two_passes_s
+from samkv_integrations.engine.request import Request, check_length
 from samkv_integrations.prompt.layout import Layout
 
 

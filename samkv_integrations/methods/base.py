@@ -224,6 +224,7 @@ class Method:
     attend: how computed tokens weigh the context against the rest; None as the model does.
     eviction: what the answer's later tokens go on with, unless a call says otherwise; None for all.
     whole_if_faster: compute the whole context where that is estimated to be faster.
+    else_way: the name of the method that it is where the context is not computed as a whole.
     """
 
     name: str
@@ -236,6 +237,7 @@ class Method:
     attend: ContextAttention | None = None
     eviction: Eviction | None = None
     whole_if_faster: bool = False
+    else_way: str = ""
 
     def __post_init__(self) -> None:
         unknown = (self.select.needs | self.recompute.needs) - NEEDED
@@ -247,6 +249,11 @@ class Method:
     @property
     def needs(self) -> frozenset[str]:
         return self.select.needs | self.recompute.needs
+
+    @property
+    def way(self) -> str:
+        """What a report calls an answer that is not full prefill."""
+        return self.else_way or self.name
 
 
 def check_ratio(name: str, value: float | None) -> None:

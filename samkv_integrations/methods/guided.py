@@ -184,9 +184,11 @@ def samkv_guided() -> Method:
 
 def auto() -> Method:
     """`samkv_guided`, or full prefill where that is not slower."""
+    guided = samkv_guided()
     return replace(
-        samkv_guided(),
+        guided,
         name="auto",
+        else_way=guided.name,
         summary="samkv-guided, or full prefill where that is faster",
         whole_if_faster=True,
     )

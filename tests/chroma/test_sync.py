@@ -464,7 +464,7 @@ KILLED = """
 import sys
 from pathlib import Path
 from tests.chroma.test_sync import IDS, add_raw, link_of
-from tests.records import TEXTS
+from tests.support.records import TEXTS
 
 folder, name, number = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 link = link_of(folder)

@@ -21,8 +21,9 @@ from samkv_integrations.engine.costs import CostModel
 from samkv_integrations.engine.decode import Decoder
 from samkv_integrations.engine.dense_cache import DenseCache
 from samkv_integrations.engine.evictor import Evictor
-from samkv_integrations.engine.first_token import FirstToken, Request, _plan, first_token
+from samkv_integrations.engine.first_token import _plan, first_token
 from samkv_integrations.engine.plan import PassPlan
+from samkv_integrations.engine.request import FirstToken, Request
 from samkv_integrations.engine.working_cache import LayerEntries
 from samkv_integrations.errors import InvalidOption, UnknownOption
 from samkv_integrations.eviction import get_eviction

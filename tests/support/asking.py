@@ -13,10 +13,11 @@ from torch import Tensor
 from samkv_integrations.engine import first_token as module
 from samkv_integrations.engine.decode import Decoder
 from samkv_integrations.engine.engine import Engine
-from samkv_integrations.engine.first_token import FirstToken, Request, first_token
+from samkv_integrations.engine.first_token import first_token
 from samkv_integrations.engine.options import AnswerSettings
 from samkv_integrations.engine.plan import PassPlan, plan_pass
 from samkv_integrations.engine.report import Report
+from samkv_integrations.engine.request import FirstToken, Request
 from samkv_integrations.engine.working_cache import WorkingCache
 from samkv_integrations.eviction import Eviction
 from samkv_integrations.methods import Method

@@ -1,0 +1,72 @@
+"""One prompt and how to answer it, and what its answer begins with."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from samkv_integrations.cache.fingerprint import Fingerprint
+from samkv_integrations.engine.costs import CostModel
+from samkv_integrations.engine.prefix_cache import PrefixCache
+from samkv_integrations.engine.report import Report
+from samkv_integrations.engine.working_cache import WorkingCache
+from samkv_integrations.errors import PromptTooLong
+from samkv_integrations.eviction import Eviction
+from samkv_integrations.methods import Method
+from samkv_integrations.model.model import Model
+from samkv_integrations.prompt.layout import Layout
+from samkv_integrations.prompt.resolve import Resolved
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """One prompt and how to answer it.
+
+    resolved: the prompt's segments, and the open caches of its chunks. prefix: what chunks were
+    prefilled after. stable_layers: N*, for methods that need statistics. capacity: most tokens of
+    the answer. context_window: most of prompt and answer, if fewer than the model's. own_eviction:
+    take the method's eviction in place of ``eviction``. costs, prefixes: for a method that computes
+    everything where that is faster.
+    """
+
+    model: Model
+    method: Method
+    resolved: Resolved
+    fingerprint: Fingerprint
+    prefix: tuple[int, ...]
+    capacity: int
+    stable_layers: tuple[int, ...] = ()
+    eviction: Eviction | None = None
+    own_eviction: bool = False
+    context_window: int | None = None
+    costs: CostModel | None = None
+    prefixes: PrefixCache | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class FirstToken:
+    """What an answer begins with.
+
+    logits: (vocabulary,) of its first token. cache: what its later tokens go on with. report: the
+    figures so far, ``ttft_s`` and those of decoding left at 0.
+    """
+
+    logits: Tensor
+    cache: WorkingCache
+    layout: Layout
+    report: Report
+
+
+def check_length(request: Request) -> Layout:
+    """The layout of a request. Raises PromptTooLong as `first_token` does."""
+    model, layout = request.model, Layout.of(request.resolved.segments, request.prefix)
+    window = min(request.context_window or sys.maxsize, model.context_window)
+    if layout.n_tokens + request.capacity > window:
+        raise PromptTooLong(
+            f"prompt of {layout.n_tokens} tokens (chunks at full size) and {request.capacity} new "
+            f"tokens exceed the context window of {window} of {model.name!r}; retrieve fewer "
+            "chunks or ask for fewer tokens"
+        )
+    return layout
