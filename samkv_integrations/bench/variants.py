@@ -6,12 +6,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from torch import Tensor
+
 from samkv_integrations.errors import InvalidOption
 from samkv_integrations.eviction import Eviction, Quest, get_eviction
 from samkv_integrations.methods import METHODS, Method, get_method
 from samkv_integrations.methods.base import overwrite
 from samkv_integrations.methods.guided import GuidedRecompute, GuidedSelect
 from samkv_integrations.methods.parts import Fusion, RecomputeNone
+from samkv_integrations.prompt.layout import Layout
 
 TRUTH = "recompute"
 """Label of full prefill, which everything else is measured against."""
@@ -180,6 +183,14 @@ def without(method: Method) -> Method:
     return replace(method, recompute=RecomputeNone(), update=overwrite)
 
 
+@dataclass(frozen=True, kw_only=True)
+class CompetingSelect(GuidedSelect):
+    """Chunks compete, by the attention to the whole context: A3's choice, in the upper layers."""
+
+    def shares(self, logits: Tensor, layout: Layout) -> Tensor:
+        return logits.softmax(-1)
+
+
 def knobs() -> dict[str, Variant]:
     """What each decision in the default method is worth: one of them changed in every row."""
     ours = METHODS["samkv-guided"]
@@ -188,10 +199,10 @@ def knobs() -> dict[str, Variant]:
         "the probe sees all uncached text": replace(select, window=1_000_000),
         "the probe sees the last 16 tokens": replace(select, window=16),
         "the probe has no sinks": replace(select, sinks=0),
-        "chunks compete": replace(select, compete=True),
+        "chunks compete": CompetingSelect(),
     }
     recomputed = {
-        "hits alone recomputed": replace(again, before=0, after=0, first=0),
+        "hits and no words before them": replace(again, before=0, first=0),
         "no first tokens of chunks": replace(again, first=0),
         "4 tokens before a hit": replace(again, before=4),
         "tokens before a hit in all layers": replace(again, lead_layers=1.0),

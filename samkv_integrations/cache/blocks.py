@@ -110,3 +110,9 @@ class ChunkBlocks:
     def block_of_token(self) -> Tensor:
         """(T,) index of the block that holds each token."""
         return torch.arange(self.n_tokens) // self.scheme.size
+
+    @cached_property
+    def is_anchor(self) -> Tensor:
+        """(N,) bool: initial and local blocks, which is all that are not in the middle."""
+        index, middle = torch.arange(self.n_blocks), self.middle_blocks
+        return (index < middle.start) | (index >= middle.stop)

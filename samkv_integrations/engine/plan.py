@@ -103,12 +103,10 @@ def plan_pass(
     is_new = [True, *(masks[:, 1:] != masks[:, :-1]).flatten(2).any(2).any(0).tolist()]
     layers: list[LayerPlan] = []
     before: Tensor | None = None
+    planner = _Planner(layout, uncached, mixes=mixes, weighs=weighs, device=device, dtype=dtype)
     for layer, differs in enumerate(is_new):
         if differs:
-            plan, before = _plan_layer(
-                layout, held[layer], recompute[layer], carried[layer], uncached, before,
-                mixes=mixes, weighs=weighs, device=device, dtype=dtype,
-            )  # fmt: skip
+            plan, before = planner.plan(held[layer], recompute[layer], carried[layer], before)
         elif layers[-1].narrow is not None:
             plan = replace(layers[-1], narrow=None)
         layers.append(plan)
@@ -116,68 +114,69 @@ def plan_pass(
     return PassPlan(layers=tuple(layers), blocks=blocks, kept=keep, computed=carried)
 
 
-def _plan_layer(
-    layout: Layout,
-    held: Tensor,
-    recompute: Tensor,
-    carried: Tensor,
-    uncached: Tensor,
-    before: Tensor | None,
-    *,
-    mixes: bool,
-    weighs: bool,
-    device: torch.device,
-    dtype: torch.dtype,
-) -> tuple[LayerPlan, Tensor]:
-    """The plan of a layer from (Tctx,) masks, and the (T,) mask of what it computes."""
-    at = layout.context_positions
-    is_computed = uncached.clone()
-    is_computed[at] |= carried
-    is_held = torch.zeros_like(uncached)
-    is_held[at] = held
-    is_again = torch.zeros_like(uncached)
-    is_again[at] = recompute
-    present = is_computed | is_held
-    slot = present.cumsum(0) - 1
-    stays = uncached | is_held
-    final = stays.cumsum(0) - 1
-    positions = is_computed.nonzero()[:, 0]
-    entries = present.nonzero()[:, 0]
-    used = held if mixes else held & ~recompute
-    cached = used.nonzero()[:, 0]
-    source = torch.empty(len(entries), dtype=torch.long)
-    brings = (~is_held[positions] | (is_again[positions] & (not mixes))).nonzero()[:, 0]
-    source[slot[positions[brings]]] = len(cached) + brings
-    source[slot[at[cached]]] = torch.arange(len(cached))
-    mixed = (is_again[positions] & mixes).nonzero()[:, 0]
-    context = held.nonzero()[:, 0]
-    query_rows = stays[positions].nonzero()[:, 0]
-    narrow = None
-    if before is not None and not torch.equal(before, is_computed):
-        narrow = is_computed[before].nonzero()[:, 0].to(device)
-    mask = None
-    if len(positions) < len(entries) or weighs:
-        mask = entries.to(device)[None] <= positions.to(device)[:, None]
+@dataclass(frozen=True)
+class _Planner:
+    layout: Layout
+    uncached: Tensor
+    mixes: bool
+    weighs: bool
+    device: torch.device
+    dtype: torch.dtype
+
+    def plan(
+        self, held: Tensor, recompute: Tensor, carried: Tensor, before: Tensor | None
+    ) -> tuple[LayerPlan, Tensor]:
+        """The plan of a layer from (Tctx,) masks, and the (T,) mask of what it computes.
+
+        before: that mask of the layer before.
+        """
+        device, at = self.device, self.layout.context_positions
+        is_held, is_again = self._in_prompt(held), self._in_prompt(recompute)
+        is_computed = self.uncached | self._in_prompt(carried)
+        stays, present = self.uncached | is_held, is_computed | is_held
+        slot, final = present.cumsum(0) - 1, stays.cumsum(0) - 1
+        positions, entries = is_computed.nonzero()[:, 0], present.nonzero()[:, 0]
+        cached = (held if self.mixes else held & ~recompute).nonzero()[:, 0]
+        source = torch.empty(len(entries), dtype=torch.long)
+        brings = (~is_held[positions] | (is_again[positions] & (not self.mixes))).nonzero()[:, 0]
+        source[slot[positions[brings]]] = len(cached) + brings
+        source[slot[at[cached]]] = torch.arange(len(cached))
+        mixed = (is_again[positions] & self.mixes).nonzero()[:, 0]
+        context = held.nonzero()[:, 0]
+        query_rows = stays[positions].nonzero()[:, 0]
+        narrows = before is not None and not torch.equal(before, is_computed)
+        plan = LayerPlan(
+            n_entries=len(entries),
+            positions=positions.to(device),
+            narrow=is_computed[before].nonzero()[:, 0].to(device) if narrows else None,
+            cached=cached.to(device),
+            source=source.to(device),
+            mixed=mixed.to(device),
+            mixed_slots=slot[positions[mixed]].to(device),
+            carried=carried.nonzero()[:, 0],
+            carried_rows=torch.searchsorted(positions, at[carried]).to(device),
+            mask=self._mask(entries, positions),
+            is_context=~self.layout.uncached[entries].to(device),
+            staying=None if torch.equal(stays, present) else slot[stays].to(device),
+            context=context.to(device),
+            context_slots=final[at[context]].to(device),
+            changed=recompute[context].nonzero()[:, 0].to(device),
+            other_slots=final[stays & ~is_held].to(device),
+            query_rows=query_rows.to(device),
+            query_slots=final[positions[query_rows]],
+        )
+        return plan, is_computed
+
+    def _in_prompt(self, of_context: Tensor) -> Tensor:
+        """(Tctx,) mask -> (T,)."""
+        mask = torch.zeros_like(self.uncached)
+        mask[self.layout.context_positions] = of_context
+        return mask
+
+    def _mask(self, entries: Tensor, positions: Tensor) -> Tensor | None:
+        """See `LayerPlan`."""
+        if len(positions) == len(entries) and not self.weighs:
+            return None
+        mask = entries.to(self.device)[None] <= positions.to(self.device)[:, None]
         # attention would turn a bool mask into this one at every layer
-        mask = mask if weighs else torch.where(mask, 0.0, -torch.inf).to(dtype)
-    plan = LayerPlan(
-        n_entries=len(entries),
-        positions=positions.to(device),
-        narrow=narrow,
-        cached=cached.to(device),
-        source=source.to(device),
-        mixed=mixed.to(device),
-        mixed_slots=slot[positions[mixed]].to(device),
-        carried=carried.nonzero()[:, 0],
-        carried_rows=torch.searchsorted(positions, at[carried]).to(device),
-        mask=mask,
-        is_context=~layout.uncached[entries].to(device),
-        staying=None if torch.equal(stays, present) else slot[stays].to(device),
-        context=context.to(device),
-        context_slots=final[at[context]].to(device),
-        changed=recompute[context].nonzero()[:, 0].to(device),
-        other_slots=final[stays & ~is_held].to(device),
-        query_rows=query_rows.to(device),
-        query_slots=final[positions[query_rows]],
-    )
-    return plan, is_computed
+        return mask if self.weighs else torch.where(mask, 0.0, -torch.inf).to(self.dtype)

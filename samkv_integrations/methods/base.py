@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from samkv_integrations.errors import InvalidOption
@@ -31,6 +32,12 @@ class Selection:
 
     keep: Tensor
     token_scores: Tensor | None = None
+
+    @classmethod
+    def of_all(cls, n_layers: int, layout: Layout, token_scores: Tensor | None = None) -> Selection:
+        """Every block at every layer."""
+        keep = torch.ones(n_layers, layout.n_blocks, dtype=torch.bool)
+        return cls(keep=keep, token_scores=token_scores)
 
     def tokens(self, layout: Layout) -> Tensor:
         """(L, Tctx) bool, tokens kept at each layer."""
@@ -98,6 +105,17 @@ class ProbedLayer:
     keys: Tensor
     scaling: float
 
+    def last_logits(self, n_context: int) -> Tensor:
+        """(H, Tctx) float32: attention logits of the last prompt token, to all context tokens.
+
+        Where a prompt ends with a chunk, its last token has no stored key, and the lowest logit.
+        """
+        keys = self.keys.float()  # (n, G, D)
+        query = self.queries[:, -1].float().view(keys.shape[1], -1, keys.shape[2])
+        logits = torch.einsum("grd,tgd->grt", query * self.scaling, keys).flatten(0, 1)
+        lowest = torch.finfo(logits.dtype).min
+        return F.pad(logits, (0, n_context - len(keys)), value=lowest)
+
 
 class Select(ABC):
     """Which blocks of the context to keep at each layer.
@@ -115,8 +133,8 @@ class Select(ABC):
         return False
 
     def probe_blocks(self, layout: Layout) -> Tensor:
-        """(Nb,) bool, blocks that the probe attends to."""
-        return torch.zeros(layout.n_blocks, dtype=torch.bool)
+        """(Nb,) bool, blocks that the probe attends to: all, unless a method reads fewer."""
+        return torch.ones(layout.n_blocks, dtype=torch.bool)
 
     def probe_tokens(self, layout: Layout) -> Tensor:
         """(T,) bool, uncached tokens that the probe computes, the last one among them."""
@@ -260,6 +278,13 @@ def check_ratio(name: str, value: float | None) -> None:
     """Raise InvalidOption unless ``value`` is a share between 0 and 1."""
     if value is None or not 0 <= value <= 1:
         raise InvalidOption(f"{name}={value}; it must be between 0 and 1")
+
+
+def check_count(name: str, value: int, at_least: int = 0) -> None:
+    """Raise InvalidOption unless ``value`` is ``at_least`` so many."""
+    if value < at_least:
+        least = "0 or more" if at_least == 0 else f"at least {at_least}"
+        raise InvalidOption(f"{name}={value}; it must be {least}")
 
 
 def option_names(method: Method) -> tuple[str, ...]:

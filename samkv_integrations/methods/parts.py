@@ -24,7 +24,7 @@ class SelectAll(Select):
     """Keep every block at every layer."""
 
     def choose(self, scores: Tensor | None, inputs: SelectionInputs, layout: Layout) -> Selection:
-        return Selection(keep=torch.ones(inputs.n_layers, layout.n_blocks, dtype=torch.bool))
+        return Selection.of_all(inputs.n_layers, layout)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -91,11 +91,6 @@ class Layout:
         first_block = [0]
         for chunk in blocks:
             first_block.append(first_block[-1] + chunk.n_blocks)
-        anchor = []
-        for chunk in blocks:
-            index = torch.arange(chunk.n_blocks)
-            middle = chunk.middle_blocks
-            anchor.append((index < middle.start) | (index >= middle.stop))
         empty = torch.empty(0, dtype=torch.long)
         return cls(
             token_ids=torch.tensor(ids),
@@ -109,7 +104,7 @@ class Layout:
             ),
             block_lengths=_cat(lengths, empty),
             block_chunk=_cat([torch.full((b.n_blocks,), c) for c, b in enumerate(blocks)], empty),
-            is_anchor=_cat(anchor, empty.bool()),
+            is_anchor=_cat([chunk.is_anchor for chunk in blocks], empty.bool()),
             exact=torch.tensor(
                 [s == len(prefix) and tuple(ids[:s]) == prefix for s in starts], dtype=torch.bool
             ),

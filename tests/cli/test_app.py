@@ -478,7 +478,7 @@ def test_a_model_that_is_not_there(working_folder: Path) -> None:
         (("ask", "--questions", "town/breltech-shipping.txt"), "breltech-shipping.txt, line 1"),
         (("ask", "Who?", "--method", "magic"), "'magic'; known: a3, ape, auto, cacheblend"),
         (("ask", "Who?", "--compare", "reuse,magic"), "unknown method 'magic'"),
-        (("ask", "Who?", "--set", "select.top=3"), "known: recompute.after"),
+        (("ask", "Who?", "--set", "select.top=3"), "known: recompute.before"),
         (("ask", "Who?", "--set", "select.window=many"), "'many' is not a whole number"),
         (("ask", "Who?", "--method", "samkv-fusion", "--set", "select.bias=so"), "not True or"),
         (("ask", "Who?", "--set", "select.window=0"), "it must be at least 1"),

@@ -21,6 +21,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from samkv_integrations.bench.variants import CompetingSelect
 from samkv_integrations.cache.chunk import ChunkCache
 from samkv_integrations.cache.memory import MemoryStore
 from samkv_integrations.engine import blend
@@ -176,7 +177,7 @@ class KeepAll(SamkvSelect):
         return Selection(keep=torch.ones_like(chosen.keep))
 
 
-SELECTS = [GuidedSelect(), GuidedSelect(window=1, sinks=0), GuidedSelect(compete=True)]
+SELECTS = [GuidedSelect(), GuidedSelect(window=1, sinks=0), CompetingSelect()]
 
 
 @pytest.mark.parametrize("select", SELECTS, ids=str)

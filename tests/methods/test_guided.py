@@ -19,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from samkv_integrations.bench.variants import CompetingSelect
 from samkv_integrations.errors import InvalidOption
 from samkv_integrations.eviction import Quest
 from samkv_integrations.methods import METHODS
@@ -80,7 +81,7 @@ def test_scores_are_those_of_the_loops_in_the_upper_half_of_the_layers(
     shape: Shape, compete: bool
 ) -> None:
     request = as_stored(request_of(shape))
-    select = GuidedSelect(compete=compete)
+    select = CompetingSelect() if compete else GuidedSelect()
     layers = range(shape.n_layers)
     found = [select.score(request.probed(layer), request.layout) for layer in layers]
     lower = shape.n_layers // 2
@@ -194,8 +195,8 @@ def loop_rows(request: Request, hits: Vector, part: GuidedRecompute) -> list[set
     if ends_with_chunk:
         closed.add(request.n_context - 1)
         hits[-1] = -math.inf
-    claims = loop_dilate(request, hits, part.before, part.after)
-    behind = loop_dilate(request, hits, 0, part.after)
+    claims = loop_dilate(request, hits, part.before, module.AFTER)
+    behind = loop_dilate(request, hits, 0, module.AFTER)
     for of_chunk in spans(request):
         for t in of_chunk[: min(part.first, len(of_chunk) // module.TOKENS_A_FIRST)]:
             claims[t] = behind[t] = math.inf
@@ -230,10 +231,11 @@ def test_recomputed_rows_are_those_of_the_greedy_loop(
     hits = torch.rand(request.n_context, generator=generator, dtype=torch.float64)
     keep = torch.ones(shape.n_layers, len(request.blocks), dtype=torch.bool)
     part = GuidedRecompute(
-        ratio=ratio, hits=None, before=before, after=after, lead_layers=lead_layers, first=first
+        ratio=ratio, hits=None, before=before, lead_layers=lead_layers, first=first
     )
     selection = Selection(keep=keep, token_scores=hits)
-    with patch.object(module, "TOKENS_A_FIRST", 8):  # chunks here have at most 45 tokens
+    # chunks here have at most 45 tokens
+    with patch.multiple(module, TOKENS_A_FIRST=8, AFTER=after):
         rows = part.choose(selection, request.inputs, request.layout)
         assert sets(rows) == loop_rows(request, hits.tolist(), part)
     assert rows.dtype == torch.bool and rows.device.type == "cpu"
@@ -244,15 +246,18 @@ def test_recomputed_rows_are_those_of_the_greedy_loop(
     assert bool((rows[1:] <= rows[:-1]).all())
 
 
-def rows_of(request: Request, scores: dict[int, float], **options: Any) -> list[set[int]]:
-    """Rows where these tokens alone have a score, and no chunk's first tokens if not asked for."""
+def rows_of(
+    request: Request, scores: dict[int, float], *, after: int = 1, **options: Any
+) -> list[set[int]]:
+    """Recomputed tokens where these alone have a score, and no first ones if not asked for."""
     found = torch.zeros(request.n_context)
     for token, score in scores.items():
         found[token] = score
     keep = torch.ones(request.shape.n_layers, len(request.blocks), dtype=torch.bool)
     selection = Selection(keep=keep, token_scores=found)
     part = GuidedRecompute(hits=None, **({"first": 0} | options))
-    return sets(part.choose(selection, request.inputs, request.layout))
+    with patch.object(module, "AFTER", after):
+        return sets(part.choose(selection, request.inputs, request.layout))
 
 
 def test_the_tokens_around_a_hit_are_computed_again_with_it_in_its_own_chunk() -> None:
@@ -317,7 +322,7 @@ def test_chunks_do_not_compete_for_recomputation_unless_asked_to() -> None:
         (True, 0.04, {25, 26}),
         (True, 0.05, {25, 26, 47}),
     ):
-        select = GuidedSelect(compete=compete)
+        select = CompetingSelect() if compete else GuidedSelect()
         score = select.score(request.probed(1), request.layout)
         chosen = select.choose(score[None], request.inputs, request.layout)
         assert float(chosen.token_scores[25]) == pytest.approx(0.5, abs=1e-3)
@@ -325,8 +330,10 @@ def test_chunks_do_not_compete_for_recomputation_unless_asked_to() -> None:
             assert float(chosen.token_scores[47]) < 1e-4
         else:
             assert float(chosen.token_scores[47]) > 0.99
-        part = GuidedRecompute(ratio=ratio, hits=None, before=0, after=0, first=0)
-        assert sets(part.choose(chosen, request.inputs, request.layout)) == [expected, expected]
+        part = GuidedRecompute(ratio=ratio, hits=None, before=0, first=0)
+        with patch.object(module, "AFTER", 0):
+            found = sets(part.choose(chosen, request.inputs, request.layout))
+        assert found == [expected, expected]
 
 
 def test_small_contexts_are_computed_whole_only_where_anything_is() -> None:
@@ -341,9 +348,10 @@ def test_small_contexts_are_computed_whole_only_where_anything_is() -> None:
 def test_a_tenth_is_recomputed_and_a_tenth_attended_to_by_default() -> None:
     method = METHODS["samkv-guided"]
     assert method.recompute == GuidedRecompute(
-        hits=2.5, ratio=0.1, before=8, after=1, lead_layers=0.75, first=4, small_context=128
+        hits=2.5, ratio=0.1, before=8, lead_layers=0.75, first=4, small_context=128
     )
-    assert method.select == GuidedSelect(window=64, sinks=4, compete=False)
+    assert method.select == GuidedSelect(window=64, sinks=4)
+    assert module.AFTER == 1
     assert method.update is overwrite and method.positions == "global" and method.attend is None
     assert method.eviction == Quest(budget_ratio=0.1)
     assert {name for name, m in METHODS.items() if m.eviction is not None} == {
@@ -368,7 +376,6 @@ def test_the_papers_that_it_takes_from_are_named(paper: str) -> None:
         (GuidedRecompute, "ratio", None, "between 0 and 1"),
         (GuidedRecompute, "ratio", math.nan, "between 0 and 1"),
         (GuidedRecompute, "before", -1, "0 or more"),
-        (GuidedRecompute, "after", -2, "0 or more"),
         (GuidedRecompute, "first", -3, "0 or more"),
         (GuidedRecompute, "small_context", -1, "0 or more"),
         (GuidedRecompute, "lead_layers", 1.5, "between 0 and 1"),

@@ -582,7 +582,6 @@ selections = st.one_of(
         GuidedSelect,
         window=st.integers(1, 70),
         sinks=st.integers(0, 5),
-        compete=st.booleans(),
     ),
 )
 recomputations = st.one_of(
@@ -678,7 +677,7 @@ def guided_pair(method: Method) -> Method:
     if isinstance(method.select, GuidedSelect) and method.select.window % 2:
         window, sinks = method.select.window, method.select.sinks
         recompute = GuidedRecompute(
-            ratio=window / 70, before=sinks, after=window % 4, lead_layers=sinks / 5,
+            ratio=window / 70, before=sinks, lead_layers=sinks / 5,
             small_context=window % 30,
         )  # fmt: skip
         return replace(method, recompute=recompute)

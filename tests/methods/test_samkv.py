@@ -693,7 +693,6 @@ def test_parts_are_data(part: Any) -> None:
         (SamkvSelect, "section 3.1"),
         (SamkvRecompute, "section 3.3"),
         (Fusion, "equation 4"),
-        (GuidedSelect, "A3"),
         (Quest, "section 3.3"),
         (MultiInfllmSelect, "section 3.2"),
         (CacheblendRecompute, "section 4.3"),
