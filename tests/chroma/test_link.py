@@ -13,6 +13,7 @@ import pytest
 
 import samkv_integrations.engine.chunks
 from samkv_integrations import ChunkStore, Engine, MemoryStore
+from samkv_integrations.cache.base import StoredChunk
 from samkv_integrations.chroma.client import open_collection
 from samkv_integrations.chroma.link import ChromaLink
 from samkv_integrations.chroma.results import KEY_FIELD, Retrieved
@@ -83,10 +84,34 @@ class TestAdd:
         vectors = embedding.embed(TEXTS)
         link.add(IDS, TEXTS, vectors)
         before = records(link)
-        monkeypatch.setattr(samkv_integrations.engine, "prefill", _not_called)
+        monkeypatch.setattr(samkv_integrations.engine.chunks, "prefill", _not_called)
         again = link.add(IDS, TEXTS, vectors)
         assert (again.n_cached, again.n_hit, again.bytes_on_disk) == (0, len(TEXTS), 0)
         assert records(link) == before
+
+    def test_a_new_chunk_is_tokenised_and_looked_up_once(
+        self, link: ChromaLink, embedding: HashingEmbedding, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        tokenised, opened = [], []
+        engine = link.engine
+        tokenize, open_ = engine.model.tokenize, engine.store.open
+
+        def tokenise(text: str, *, special: bool) -> list[int]:
+            tokenised.append(text)
+            return tokenize(text, special=special)
+
+        def opens(key: str, *rest: Any) -> StoredChunk:
+            opened.append(key)
+            return open_(key, *rest)
+
+        monkeypatch.setattr(engine.model, "tokenize", tokenise)
+        monkeypatch.setattr(engine.store, "open", opens)
+        try:
+            link.add(IDS, TEXTS, embedding.embed(TEXTS))
+        finally:
+            monkeypatch.undo()  # the model is everyone's
+        assert tokenised == TEXTS
+        assert sorted(opened) == engine.store.keys(engine.fingerprint)
 
     def test_known_id_is_replaced(self, link: ChromaLink, embedding: HashingEmbedding) -> None:
         # Collection.add would silently keep the old text
