@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 Row = Mapping[str, Any]
+"""One row of a table or of a JSON result: column -> value."""
 
 
 def version() -> str:

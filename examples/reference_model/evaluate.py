@@ -39,7 +39,7 @@ from reference_model.questions import style_of
 from reference_model.scenes import Kind, Question, Scene, SceneStyle, draw_scene
 from reference_model.stages import COMPARED, CONTINUED, LINKED, LONG_RECORDS, NEEDLE, RECORDS
 from reference_model.world import World
-from samkv_integrations.bench.quality import interval
+from samkv_integrations.bench.intervals import interval
 from samkv_integrations.bench.scoring import exact_match
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.engine.options import Prefix

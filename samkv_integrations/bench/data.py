@@ -26,8 +26,8 @@ SETS: Mapping[str, Path] = {
     SHORT: ASSETS / "questions.jsonl",
     "long": ASSETS / "questions-long.jsonl",
 }
-"""The sets of questions that `BUILTIN` may stand for: documents of less than 100 tokens, of 250 and
-more."""
+"""The sets of questions that `BUILTIN` may stand for: with documents of less than 100 tokens, and
+of 250 or more."""
 ANSWER_TOKENS = 16
 """Longest answer to a question that is not LongBench's."""
 
@@ -60,9 +60,10 @@ class Question:
     """One question with the documents that are given to the model.
 
     kind: of the question; the data set where it has no kinds.
+    answers: those that count as right; none if they are not known.
     documents: bodies of the chunks, in order. context: the text that holds them, if the prompt is
         LongBench's; None for the prompt of the command line.
-    supporting: places in ``documents`` of those that the answer takes, as far as the data say.
+    supporting: places in ``documents`` of those that the answer needs, as far as the data say.
     """
 
     id: str
@@ -100,7 +101,7 @@ def load(
         id, question, answers, contexts (each with title and text), and maybe dataset, kind, set,
             or supporting (places in contexts);
         or LongBench's own: _id, input, context, answers, dataset.
-    builtin_set: which of `SETS` ``builtin`` is.
+    builtin_set: which of `SETS` ``builtin`` stands for.
     prompt: ``auto`` asks LongBench's data sets as LongBench does, all others as ``rag`` does.
     kinds, documents: keep only these kinds, or values of ``set``, and numbers of documents; empty
         for all. max_new_tokens: of the answers; None for LongBench's, and 16 for others.
@@ -120,6 +121,17 @@ def load(
     files = [_read(path, prompt, max_new_tokens) for path in paths.values()]
     turns = [found for found in chain(*zip_longest(*files)) if found is not None]
     _refuse_repeats(question for question, _ in turns)
+    kept = _selected(turns, kinds, documents)
+    if not kept:
+        wanted = ", ".join([*kinds, *(f"{n} documents" for n in documents)]) or "anything"
+        raise EmptyInput(f"no question in {', '.join(sources)} is left (asked for: {wanted})")
+    return kept
+
+
+def _selected(
+    turns: Sequence[tuple[Question, set[str]]], kinds: Sequence[str], documents: Sequence[int]
+) -> list[Question]:
+    """The questions of these kinds with so many documents; an empty list of either selects all."""
     known = set().union(*(names for _, names in turns)) if turns else set()
     for kind in kinds:
         if kind not in known:
@@ -129,16 +141,12 @@ def load(
         if number not in numbers:
             there = ", ".join(map(str, numbers))
             raise InvalidOption(f"no question has {number} documents; there are some with {there}")
-    kept = [
+    return [
         question
         for question, names in turns
         if (not kinds or names & set(kinds))
         and (not documents or len(question.documents) in documents)
     ]
-    if not kept:
-        wanted = ", ".join([*kinds, *(f"{n} documents" for n in documents)]) or "anything"
-        raise EmptyInput(f"no question in {', '.join(sources)} is left (asked for: {wanted})")
-    return kept
 
 
 def _refuse_repeats(questions: Iterable[Question]) -> None:

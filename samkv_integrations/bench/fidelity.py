@@ -11,20 +11,17 @@ from typing import Any, Literal, get_args
 import torch
 from tqdm.auto import tqdm
 
+from samkv_integrations.bench import intervals
 from samkv_integrations.bench.data import ASSETS, Question, load
 from samkv_integrations.bench.divergence import Forced, measure
-from samkv_integrations.bench.quality import (
-    Journal,
-    Row,
-    Shelf,
-    common_settings,
-    interval,
-    prompt_ids,
-)
+from samkv_integrations.bench.journal import Journal
+from samkv_integrations.bench.question_caches import QuestionCaches, prompt_ids
+from samkv_integrations.bench.run_settings import common_settings
 from samkv_integrations.bench.variants import TRUTH, Variant
 from samkv_integrations.cache.quantise import DEFAULT_STORE_BITS, check_store_bits
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.errors import EmptyInput, InvalidOption, UnknownOption
+from samkv_integrations.figures import Row
 from samkv_integrations.model.model import Model
 
 Part = Literal["choose", "report", "all"]
@@ -33,9 +30,9 @@ QUESTIONS = ASSETS / "fidelity" / "questions.jsonl"
 
 
 def part_of(question_id: str) -> Part:
-    """The half that a question belongs to, for good.
+    """The half that a question belongs to, the same for ever.
 
-    Settings are chosen on one of them, and figures are reported on the other.
+    Settings are chosen on one half, and figures are reported on the other.
     """
     is_odd = hashlib.sha256(question_id.encode()).digest()[0] >> 4 & 1
     return "report" if is_odd else "choose"
@@ -55,7 +52,7 @@ def questions(part: Part = "report", n_documents: int = 10) -> list[Question]:
 
 
 def with_fewer(question: Question, n_documents: int) -> Question:
-    """``question`` over at most so many documents, in their order; those it takes stay longest."""
+    """``question`` over ``n_documents`` at most, in order; supporting ones are dropped last."""
     places = dict.fromkeys([*question.supporting, *range(len(question.documents))])
     kept = sorted(islice(places, n_documents))
     return replace(
@@ -66,12 +63,14 @@ def with_fewer(question: Question, n_documents: int) -> Question:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
-    """What to measure. Two runs of equal plans on equal machines give equal figures.
+class FidelityConfig:
+    """What to measure. Two runs of equal configurations on equal machines give equal figures.
 
     variants: label -> what is measured; full prefill is among them. tokens: most tokens of full
         prefill's answer that are forced on all. past_end: go on where that answer ends, with the
         likeliest token that does not end it. most: questions to ask, None for all.
+
+    Raises InvalidOption for a value that cannot be measured.
     """
 
     questions: Sequence[Question]
@@ -92,7 +91,7 @@ class Plan:
 
     def require_extras(self) -> None:
         """Raise MissingExtra if a package that the intervals take is not installed."""
-        interval([0.0])
+        intervals.require_extras()
 
     def settings(self, model: Model) -> dict[str, Any]:
         """Everything that the rows of a run depend on, as JSON-able values."""
@@ -106,7 +105,7 @@ class Plan:
         }
 
     def expected(self, model: Model, question: Question) -> list[int]:
-        """Token ids of a question's first reference answer, as they would go on its prompt."""
+        """Token ids of a question's first reference answer, as they follow its prompt."""
         answer = question.answers[0]
         return model.tokenize(answer if self.chat else f" {answer}", special=False)
 
@@ -119,57 +118,61 @@ class Result:
     too_long: int = 0
 
 
-def run(plan: Plan, model: Model, journal: Journal) -> Result:
-    """Measure whatever the journal does not hold yet. Progress goes to standard error.
+def run(config: FidelityConfig, model: Model, journal: Journal) -> Result:
+    """Measure every row that the journal does not hold. Progress goes to standard error.
 
     Raises EmptyInput if no question is left.
     """
     result = Result()
-    fitting = list(islice(_fitting(plan, model, result), plan.most))
+    fitting = list(islice(_fitting(config, model, result), config.most))
     if not fitting:
         raise EmptyInput(
-            f"no question is left: all {len(plan.questions)} are too long for the context window "
+            f"no question is left: all {len(config.questions)} are too long for the context window "
             f"of {model.name!r}; allow fewer documents"
         )
-    shelf = Shelf(model, fitting, plan.variants, store_bits=plan.store_bits)
-    total = len(fitting) * len(plan.variants)
+    caches = QuestionCaches(model, fitting, config.variants, store_bits=config.store_bits)
+    total = len(fitting) * len(config.variants)
     with tqdm(total=total, initial=len(journal.rows), desc="measuring", unit="row") as bar:
         for question in fitting:
-            missing = [label for label in plan.variants if (question.id, label) not in journal.rows]
+            missing = [
+                label for label in config.variants if (question.id, label) not in journal.rows
+            ]
             if missing:
-                with shelf.engine(question) as engine:
-                    for row in _rows(plan, engine, question, missing):
+                with caches.engine(question) as engine:
+                    for row in _rows(config, engine, question, missing):
                         journal.add(row)
                         bar.update()
-            result.rows += [journal.rows[question.id, label] for label in plan.variants]
+            result.rows += [journal.rows[question.id, label] for label in config.variants]
     return result
 
 
-def _fitting(plan: Plan, model: Model, result: Result) -> Iterator[Question]:
-    for question in plan.questions:
-        forced = max(plan.tokens, len(plan.expected(model, question)))
-        if len(prompt_ids(model, question, chat=plan.chat)) + forced > model.context_window:
+def _fitting(config: FidelityConfig, model: Model, result: Result) -> Iterator[Question]:
+    for question in config.questions:
+        forced = max(config.tokens, len(config.expected(model, question)))
+        if len(prompt_ids(model, question, chat=config.chat)) + forced > model.context_window:
             result.too_long += 1
         else:
             yield question
 
 
-def _rows(plan: Plan, engine: Engine, question: Question, labels: Sequence[str]) -> Iterator[Row]:
+def _rows(
+    config: FidelityConfig, engine: Engine, question: Question, labels: Sequence[str]
+) -> Iterator[Row]:
     """A row for each label."""
     model = engine.model
-    expected = tuple(plan.expected(model, question))
+    expected = tuple(config.expected(model, question))
     end_ids = model.eos_ids
     own = greedy(
         model,
-        prompt_ids(model, question, chat=plan.chat),
-        plan.tokens,
-        end_ids=() if plan.past_end else end_ids,
-        never=end_ids if plan.past_end else (),
+        prompt_ids(model, question, chat=config.chat),
+        config.tokens,
+        end_ids=() if config.past_end else end_ids,
+        never=end_ids if config.past_end else (),
     )
-    full = _forced(plan, engine, question, TRUTH, own, expected)
+    full = _forced(config, engine, question, TRUTH, own, expected)
     for label in labels:
-        variant = plan.variants[label]
-        other = full if label == TRUTH else _forced(plan, engine, question, label, own, expected)
+        variant = config.variants[label]
+        other = full if label == TRUTH else _forced(config, engine, question, label, own, expected)
         yield {
             "label": label,
             "id": question.id,
@@ -183,15 +186,15 @@ def _rows(plan: Plan, engine: Engine, question: Question, labels: Sequence[str])
 
 
 def _forced(
-    plan: Plan,
+    config: FidelityConfig,
     engine: Engine,
     question: Question,
     label: str,
     own: Sequence[int],
     expected: tuple[int, ...],
 ) -> Forced:
-    """Logits of one way of answering; what is forced last leaves nothing to look at after it."""
-    variant, prompt = plan.variants[label], question.prompt(chat=plan.chat)
+    """Logits of one variant. The last forced token is not fed: no logits after it are compared."""
+    variant, prompt = config.variants[label], question.prompt(chat=config.chat)
     along = [
         engine.logits(
             prompt,

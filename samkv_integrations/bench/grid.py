@@ -27,7 +27,7 @@ _OVERHEAD = 256
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """One combination.
+    """One combination of the lists.
 
     text_tokens: text after the chunks that is of none. cached_share: of the chunks, how many
         are in the store when the first question comes.
@@ -99,7 +99,7 @@ class LatencyConfig:
         check_folder(self.folder)
 
     def cells(self, chunk_tokens: int) -> list[Cell]:
-        """Those of one length of chunks, in an order that caches few chunks twice."""
+        """The cells of one chunk length, in an order in which few chunks are cached twice."""
         shares = sorted(set(self.cached_shares), reverse=True)
         grid = product(shares, self.n_chunks, self.text_tokens, self.page_caches)
         return [

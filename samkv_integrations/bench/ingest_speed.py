@@ -25,7 +25,9 @@ from samkv_integrations.engine.engine import Engine
 from samkv_integrations.model.model import Model
 
 _PACKAGE = Path(__file__).parents[1]
-_PASSES = frozenset({"engine.engine", "engine.prefill", "model.attention", "model.model"})
+_PASSES = frozenset(
+    {"engine.chunks", "engine.engine", "engine.prefill", "model.attention", "model.model"}
+)
 """Modules that run the pass itself: what they call is a stage, they are none."""
 
 _LEAST_SHARE = 0.01

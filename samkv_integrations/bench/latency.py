@@ -8,7 +8,6 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -20,14 +19,13 @@ from samkv_integrations.bench.variants import TRUTH
 from samkv_integrations.cache.disk import ChunkStore
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.errors import PromptTooLong
+from samkv_integrations.figures import Row
 from samkv_integrations.methods import Method
 from samkv_integrations.model.model import Model
 from samkv_integrations.prompt.template import rag_prompt
 
 _QUESTIONS = ("What is the name of the river?", "What is the name of the road?")
 _BF16_BYTES = 2
-
-Row = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +116,7 @@ class CellBench:
         self._keys = set(store.keys())
 
     def measure(self, methods: Mapping[str, Method]) -> dict[tuple[str, int], Measured]:
-        """What every method took for each question, under (label, number of the question)."""
+        """The measurements of every method and question, under (label, number of the question)."""
         numbers = range(1, self._cell.questions + 1)
         measured = {(label, n): Measured() for label in methods for n in numbers}
         last = self._config.repeats + 1
@@ -151,7 +149,7 @@ class CellBench:
             into.stored_shares.append(held / len(self._chunks))
 
     def _restore(self) -> None:
-        """Take out of the store, and of memory, what a question has left there."""
+        """Delete what a question has left in the store and in memory."""
         self._engine.prefixes.clear()
         for key in set(self._store.keys()) - self._keys:
             self._store.delete(key)

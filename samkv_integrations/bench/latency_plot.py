@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from itertools import cycle, product
 from pathlib import Path
 from textwrap import fill
-from typing import Any
 
 from samkv_integrations.bench import plot
 from samkv_integrations.bench.variants import TRUTH
 from samkv_integrations.errors import InvalidOption
+from samkv_integrations.figures import Row
 
 _PANELS_IN_A_ROW = 4
 _WORDS = {
@@ -22,8 +22,6 @@ _WORDS = {
     "question": "question {}",
 }
 """Column of a cell -> how a panel's title says it; each combination is a panel."""
-
-Row = Mapping[str, Any]
 
 
 def check(path: Path, labels: Collection[str]) -> None:

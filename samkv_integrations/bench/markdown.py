@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import fmean
-from typing import Any
 
-from samkv_integrations.bench.quality import ALL
+from samkv_integrations.bench.quality_summary import ALL
 from samkv_integrations.bench.variants import Table4Row
-from samkv_integrations.figures import size
-
-Row = Mapping[str, Any]
+from samkv_integrations.figures import Row, size
 
 MOST_NUMBERS = 6
 """Different numbers of documents that get a table each; data with more of them have no groups."""
@@ -86,7 +83,7 @@ def _one(rows: Sequence[Row]) -> str:
 
 
 def fidelity(rows: Sequence[Row]) -> str:
-    """Tables of the summary rows of `divergence.summarise`: all questions, each data set."""
+    """Tables of the summary rows of `fidelity_summary.summarise`: all questions, each data set."""
     kinds = list(dict.fromkeys(row["kind"] for row in rows))
     parts = []
     for kind in kinds if len(kinds) > 2 else [ALL]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from samkv_integrations.bench.variants import AT
 from samkv_integrations.errors import InvalidOption, MissingExtra
+from samkv_integrations.figures import Row
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -25,8 +26,6 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0
 
 MARKERS = "os^Dvp*X"
 
-Row = Mapping[str, Any]
-
 
 def check(path: Path) -> None:
     """Raise InvalidOption or MissingExtra if no picture can be written to ``path``."""
@@ -39,10 +38,11 @@ def check(path: Path) -> None:
 
 
 def draw(rows: Sequence[Row], path: Path, title: str = "") -> None:
-    """Write the picture of the total rows of `summarise`, which must have ``ttft_ratio``.
+    """Write the picture of the rows of `summarise` over all questions, with ``ttft_ratio``.
 
-    Left, as the paper's Figure 1: F1 over time to first token, the circle's area is the cache in
-    memory, both as a share of full prefill's. Right: F1 over kept ratio, a line a method.
+    Left, as the paper's Figure 1: F1 over time to first token; a circle's area is the cache in
+    memory; time and memory are shares of full prefill's. Right: F1 over kept ratio, a line a
+    method.
     """
     check(path)
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -54,43 +54,17 @@ def draw(rows: Sequence[Row], path: Path, title: str = "") -> None:
     series: dict[str, list[Row]] = {}
     for row in rows:
         series.setdefault(_series(row), []).append(row)
-    style = {
-        name: (colour, marker)
-        for name, (marker, colour) in zip(series, cycle(product(MARKERS, COLOURS)), strict=False)
-    }
-    labels, circles = [], []
-    for name, group in series.items():
-        for row in group:
-            x, y, colour = 100 * row["ttft_ratio"], row["f1"], style[name][0]
-            area = FULL_AREA * row["kv_bytes"] / row["full_kv_bytes"]
-            left.scatter(x, y, area, color=colour, alpha=0.35, linewidths=0)
-            left.scatter(x, y, 9, color=colour)
-            radius = math.sqrt(area / math.pi)
-            text = row["label"] if row is group[0] else _budget(row)
-            labels.append(_Label(x=x, y=y, text=text, colour=colour, radius=radius))
-            circles.append((x, y, radius))
-    left.set(
-        xlabel="time to first token, % of full prefill\n(area: cache in memory, share of full)",
-        ylabel="F1",
-    )
-    names, marks = [], []
-    for name, group in series.items():
-        colour, marker = style[name]
-        ordered = sorted(group, key=lambda row: float(row["kept_ratio"]))
-        xs, ys = [row["kept_ratio"] for row in ordered], [row["f1"] for row in ordered]
-        right.plot(xs, ys, color=colour, marker=marker, markersize=6, linewidth=1.5)
-        names.append(_Label(x=xs[0], y=ys[0], text=name, colour=colour, radius=4))
-        marks += [(x, y, 4.0) for x, y in _along(xs, ys)]
-    right.set(xlabel="kept ratio", xlim=(-0.03, 1.08))
-    right.tick_params(labelleft=True)
+    styles = dict(zip(series, cycle(product(MARKERS, COLOURS)), strict=False))
+    circles = _draw_times(left, series, styles)
+    lines = _draw_kept_ratios(right, series, styles)
     for axes in (left, right):
         axes.grid(alpha=0.25, linewidth=0.6)
         axes.spines[["top", "right"]].set_visible(False)
         axes.margins(x=0.12, y=0.12)
     if title:
         figure.suptitle(title, fontsize=10)
-    _place(left, labels, circles)
-    _place(right, names, marks)
+    _place(left, *circles)
+    _place(right, *lines)
     figure.savefig(path, dpi=150)
 
 
@@ -103,6 +77,53 @@ class _Label:
     text: str
     colour: str
     radius: float
+
+
+_Mark = tuple[float, float, float]
+"""x, y and radius in points of something drawn."""
+
+_Styles = Mapping[str, tuple[str, str]]
+"""Series -> marker and colour."""
+
+
+def _draw_times(
+    axes: Axes, series: Mapping[str, Sequence[Row]], styles: _Styles
+) -> tuple[list[_Label], list[_Mark]]:
+    """F1 over time to first token, a circle a row; returns its labels, and what they must avoid."""
+    labels, circles = [], []
+    for name, group in series.items():
+        _, colour = styles[name]
+        for row in group:
+            x, y = 100 * row["ttft_ratio"], row["f1"]
+            area = FULL_AREA * row["kv_bytes"] / row["full_kv_bytes"]
+            axes.scatter(x, y, area, color=colour, alpha=0.35, linewidths=0)
+            axes.scatter(x, y, 9, color=colour)
+            radius = math.sqrt(area / math.pi)
+            text = row["label"] if row is group[0] else _budget(row)
+            labels.append(_Label(x=x, y=y, text=text, colour=colour, radius=radius))
+            circles.append((x, y, radius))
+    axes.set(
+        xlabel="time to first token, % of full prefill\n(area: cache in memory, share of full)",
+        ylabel="F1",
+    )
+    return labels, circles
+
+
+def _draw_kept_ratios(
+    axes: Axes, series: Mapping[str, Sequence[Row]], styles: _Styles
+) -> tuple[list[_Label], list[_Mark]]:
+    """F1 over kept ratio, a line a method; returns its labels, and what they must avoid."""
+    labels, marks = [], []
+    for name, group in series.items():
+        marker, colour = styles[name]
+        ordered = sorted(group, key=lambda row: float(row["kept_ratio"]))
+        xs, ys = [row["kept_ratio"] for row in ordered], [row["f1"] for row in ordered]
+        axes.plot(xs, ys, color=colour, marker=marker, markersize=6, linewidth=1.5)
+        labels.append(_Label(x=xs[0], y=ys[0], text=name, colour=colour, radius=4))
+        marks += [(x, y, 4.0) for x, y in _along(xs, ys)]
+    axes.set(xlabel="kept ratio", xlim=(-0.03, 1.08))
+    axes.tick_params(labelleft=True)
+    return labels, marks
 
 
 def _along(xs: Sequence[float], ys: Sequence[float]) -> Iterator[tuple[float, float]]:
@@ -121,13 +142,8 @@ def _budget(row: Row) -> str:
     return str(row["label"]).rpartition(AT)[2]
 
 
-def _place(
-    axes: Axes, labels: Sequence[_Label], marks: Sequence[tuple[float, float, float]]
-) -> None:
-    """Write each text where it covers no other text and no mark, nearest place first.
-
-    marks: x, y and radius in points of what is drawn.
-    """
+def _place(axes: Axes, labels: Sequence[_Label], marks: Sequence[_Mark]) -> None:
+    """Write each text where it covers no other text and no mark, nearest place first."""
     from matplotlib.transforms import Bbox
 
     figure = axes.figure

@@ -78,7 +78,7 @@ def check(shape: str, layers: int | None, dtype: str) -> None:
 def build(
     shape: str, *, layers: int | None, dtype: str, device: str, seed: int, window: int
 ) -> Model:
-    """The model of this shape, which no token ends an answer of.
+    """The model of this shape, whose answers no token ends.
 
     layers: how many it has; None for all. window: tokens that it must take. Random weights know no
     longest prompt, so theirs is widened where the shape's own is too short; the built-in model's

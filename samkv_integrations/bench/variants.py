@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
 
 from samkv_integrations.errors import InvalidOption
-from samkv_integrations.eviction import Eviction, Quest, get_eviction
+from samkv_integrations.eviction import Eviction, Quest
 from samkv_integrations.methods import METHODS, Method, get_method
 from samkv_integrations.methods.base import overwrite
 from samkv_integrations.methods.guided import GuidedRecompute, GuidedSelect
@@ -25,7 +25,7 @@ AT = " @ "
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """One way of answering. eviction: what the answer goes on with, None for everything."""
+    """One way of answering. eviction: the rule while it is decoded, None to keep every KV entry."""
 
     method: Method
     eviction: Eviction | None = None
@@ -36,7 +36,7 @@ class Variant:
         return cls(method=method, eviction=method.eviction)
 
     def describe(self) -> str:
-        """Every setting, the same text in every process."""
+        """Every setting as text, which is the same in every process."""
         method = self.method
         update = getattr(method.update, "__name__", repr(method.update))
         parts = (
@@ -49,17 +49,17 @@ def combine(
     names: Sequence[str],
     budgets: Sequence[float] = (),
     recompute_ratios: Sequence[float] = (),
-    evictions: Sequence[str] = (),
+    evictions: Mapping[str, Eviction | None] | None = None,
 ) -> dict[str, Variant]:
     """Label -> variant, for every method and all that can be set of it.
 
     budgets: kept ratios for the methods that select. recompute_ratios: for those that recompute a
-    share. evictions: ``NAME``, ``NAME@RATIO`` or ``none``. An empty list leaves a method as it is,
-    with its own eviction; ``none`` is in the label of a method that has one.
+    share. evictions: word of the label -> rule, None for no eviction; no evictions leave every
+    method its own. A label names "no eviction" only for a method that has a rule of its own.
     Full prefill without eviction stays among the variants if ``recompute`` is among the names.
 
     Raises:
-        UnknownOption: an unknown method or eviction.
+        UnknownOption: an unknown method.
         InvalidOption: a share beyond 0 to 1, or one that no method takes.
     """
     methods = [get_method(name) for name in dict.fromkeys(names)]
@@ -73,9 +73,9 @@ def combine(
         raise InvalidOption(
             f"recompute ratios do nothing: none of {', '.join(names)} recomputes a share"
         )
-    chosen = {text: _eviction(text) for text in evictions}
+    chosen = evictions or {}
     variants: dict[str, Variant] = {}
-    if TRUTH in names and chosen and "none" not in chosen:
+    if TRUTH in names and chosen and None not in chosen.values():
         variants[TRUTH] = Variant(method=METHODS[TRUTH])
     for method in methods:
         for recomputed, label in _at_ratios(method, recompute_ratios):
@@ -125,21 +125,6 @@ def _at_ratios(method: Method, ratios: Sequence[float]) -> Iterator[tuple[Method
         yield replace(method, recompute=replace(part, ratio=ratio, **no_other_limit)), label
 
 
-def _eviction(text: str) -> Eviction | None:
-    name, at, ratio = text.partition("@")
-    eviction = get_eviction(name)
-    if eviction is None and at:
-        raise InvalidOption(f"eviction {text!r}; 'none' has no ratio")
-    if eviction is None or not at:
-        return eviction
-    try:
-        share = float(ratio)
-    except ValueError as error:
-        raise InvalidOption(f"eviction {text!r}; give NAME or NAME@RATIO") from error
-    check_shares(f"eviction {text!r}", [share])
-    return replace(eviction, budget_ratio=share)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Table4Row:
     """A row of the paper's Table 4. None where a column does not apply."""
@@ -151,10 +136,10 @@ class Table4Row:
 
 
 def table4(budgets: Sequence[float] = ()) -> tuple[dict[str, Variant], dict[str, Table4Row]]:
-    """The grid of the paper's Table 4, for fusion as there and for overwrite: variants and rows.
+    """The grid of the paper's Table 4, for fusion, as there, and for overwrite: variants and rows.
 
     budgets: kept ratios, each of them a grid; empty for the methods' own. Without recomputation
-    both updates are the same, so those rows stand once.
+    both updates are the same, so those rows occur once.
     """
     variants = {TRUTH: Variant(method=METHODS[TRUTH])}
     rows = {TRUTH: Table4Row(method=TRUTH, selection=None, bias=None, recompute=None)}
@@ -192,7 +177,7 @@ class CompetingSelect(GuidedSelect):
 
 
 def knobs() -> dict[str, Variant]:
-    """What each decision in the default method is worth: one of them changed in every row."""
+    """The default method, and variants of it that change one of its decisions each."""
     ours = METHODS["samkv-guided"]
     select, again = GuidedSelect(), GuidedRecompute()
     selects = {

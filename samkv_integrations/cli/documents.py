@@ -1,8 +1,7 @@
-"""What the command line reads: documents to ingest, and questions to ask."""
+"""The documents that ``samkv ingest`` reads, and the chunks that it makes of them."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ SUFFIXES = (".txt", ".md")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Piece:
+class DocumentChunk:
     """One chunk of a document: ``number`` counts the chunks of the file ``source`` (absolute)."""
 
     source: str
@@ -25,16 +24,8 @@ class Piece:
 
     @property
     def id(self) -> str:
-        """Name of the piece in a collection; the same at every ingest."""
+        """Name of the chunk in a collection; the same at every ingest."""
         return f"{self.source}#{self.number}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Question:
-    """A question, and the answers that count as right (none if they are not known)."""
-
-    question: str
-    answers: tuple[str, ...] = ()
 
 
 def find_documents(paths: Sequence[Path], leave_out: Path | None = None) -> list[Path]:
@@ -71,21 +62,23 @@ def find_documents(paths: Sequence[Path], leave_out: Path | None = None) -> list
     return sorted(found)
 
 
-def read_pieces(files: Sequence[Path], model: Model, chunk_size: int) -> list[Piece]:
+def read_chunks(files: Sequence[Path], model: Model, chunk_size: int) -> list[DocumentChunk]:
     """The chunks of ``files``, each of at most ``chunk_size`` tokens of ``model``.
 
     Raises EmptyInput if the files hold no text.
     """
     if chunk_size < 1:
         raise InvalidOption(f"chunk size {chunk_size}; it must be at least 1 token")
-    pieces = []
+    chunks = []
     for file in files:
         texts = _split(read_text(file), model, chunk_size, markdown=file.suffix.lower() == ".md")
         source = str(file.resolve())
-        pieces += [Piece(source=source, number=n, text=text) for n, text in enumerate(texts)]
-    if not pieces:
+        chunks += [
+            DocumentChunk(source=source, number=n, text=text) for n, text in enumerate(texts)
+        ]
+    if not chunks:
         raise EmptyInput(f"the {len(files)} documents hold no text")
-    return pieces
+    return chunks
 
 
 def _split(text: str, model: Model, chunk_size: int, *, markdown: bool) -> list[str]:
@@ -98,31 +91,4 @@ def _split(text: str, model: Model, chunk_size: int, *, markdown: bool) -> list[
         raise MissingExtra.of("semantic-text-splitter", "chroma") from error
     kind = MarkdownSplitter if markdown else TextSplitter
     splitter = kind.from_huggingface_tokenizer(model.tokenizer.backend_tokenizer, chunk_size)
-    return [piece for chunk in splitter.chunks(body) if (piece := normalise(chunk))]
-
-
-def read_questions(path: Path) -> list[Question]:
-    """Questions of a JSON Lines file: ``question`` and, if they are known, ``answers`` (a list).
-
-    Raises:
-        InvalidOption: the file is missing, or a line is not such an object.
-        EmptyInput: it holds no question.
-    """
-    questions = []
-    for number, line in enumerate(read_text(path).split("\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-            question, answers = row["question"], row.get("answers", [])
-            if not isinstance(question, str) or not isinstance(answers, list):
-                raise TypeError("question must be a string and answers a list")
-        except (ValueError, LookupError, TypeError, AttributeError) as error:
-            raise InvalidOption(
-                f"{path}, line {number}: {error!r}; each line must be a JSON object with "
-                "question and, if they are known, answers"
-            ) from error
-        questions.append(Question(question=question, answers=tuple(map(str, answers))))
-    if not questions:
-        raise EmptyInput(f"{path} holds no question")
-    return questions
+    return [text for chunk in splitter.chunks(body) if (text := normalise(chunk))]

@@ -1,4 +1,4 @@
-"""Options of methods and evictions as they come from a command line."""
+"""Options that name methods and evictions, as they come from a command line."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from samkv_integrations.bench.variants import check_shares
 from samkv_integrations.errors import InvalidOption, UnknownOption
 from samkv_integrations.eviction import Eviction, get_eviction
 from samkv_integrations.methods import Method, get_method
 from samkv_integrations.methods.base import option_names
 
 
-def configured(names: Sequence[str], settings: Sequence[str] = ()) -> list[Method]:
-    """The methods called ``names``, changed by ``settings``: each applies to those that have it.
+def methods_of(names: Sequence[str], settings: Sequence[str] = ()) -> list[Method]:
+    """The methods called ``names``; each of ``settings`` changes those that have such an option.
 
     Raises:
         UnknownOption: there is no such method, or none of them has such an option.
@@ -33,10 +34,8 @@ def configured(names: Sequence[str], settings: Sequence[str] = ()) -> list[Metho
     return methods
 
 
-def configured_eviction(
-    name: str | None, budget_ratio: float | None = None
-) -> Eviction | str | None:
-    """The rule called ``name``, with another budget if one is given; None and "none" as they are.
+def eviction_of(name: str | None, budget_ratio: float | None = None) -> Eviction | str | None:
+    """The rule called ``name``, with another budget if one is given; None and "none" stay.
 
     Raises:
         UnknownOption: there is no such rule.
@@ -50,7 +49,36 @@ def configured_eviction(
             f"an eviction budget of {budget_ratio} without an eviction; name one, or leave the "
             "budget out"
         )
-    return replace(rule, budget_tokens=None, budget_ratio=budget_ratio)
+    return _with_budget(rule, budget_ratio)
+
+
+def evictions_of(texts: Sequence[str]) -> dict[str, Eviction | None]:
+    """``NAME``, ``NAME@RATIO`` or ``none`` -> the rule that it names, None for ``none``.
+
+    Raises:
+        UnknownOption: there is no such rule.
+        InvalidOption: the ratio is none, is out of range, or there is nothing that it could be for.
+    """
+    return {text: _named_eviction(text) for text in texts}
+
+
+def _named_eviction(text: str) -> Eviction | None:
+    name, at, ratio = text.partition("@")
+    rule = get_eviction(name)
+    if not at:
+        return rule
+    if rule is None:
+        raise InvalidOption(f"eviction {text!r}; 'none' has no ratio")
+    try:
+        share = float(ratio)
+    except ValueError as error:
+        raise InvalidOption(f"eviction {text!r}; give NAME or NAME@RATIO") from error
+    check_shares(f"eviction {text!r}", [share])
+    return _with_budget(rule, share)
+
+
+def _with_budget(rule: Eviction, ratio: float) -> Eviction:
+    return replace(rule, budget_tokens=None, budget_ratio=ratio)
 
 
 def _changed(method: Method, name: str, text: str) -> Method:

@@ -15,12 +15,14 @@ from transformers import GPT2Config, LlamaConfig, PreTrainedTokenizerFast
 from samkv_integrations.cache.disk import ChunkStore
 from samkv_integrations.cache.memory import MemoryStore
 from samkv_integrations.cache.quantise import EntryFormat
-from samkv_integrations.engine import blend
-from samkv_integrations.engine import doctor as doctor_module
+from samkv_integrations.engine import advice, blend, exactness
 from samkv_integrations.engine import prefill as ingest
+from samkv_integrations.engine.advice import CHUNK_TOKENS, QUESTION_TOKENS
+from samkv_integrations.engine.check import Check
 from samkv_integrations.engine.costs import CostModel, name_of
-from samkv_integrations.engine.doctor import CHUNK_TOKENS, CHUNKS, QUESTION_TOKENS, Check, examine
+from samkv_integrations.engine.doctor import examine
 from samkv_integrations.engine.engine import Engine
+from samkv_integrations.engine.exactness import CHUNKS
 from samkv_integrations.errors import UnsupportedModel
 from samkv_integrations.model.loading import load_model
 from samkv_integrations.model.model import Model
@@ -76,7 +78,7 @@ def test_a_wrong_pairing_of_rotated_channels_is_noticed(
         turned = torch.stack((-x[..., 1::2], x[..., 0::2]), dim=-1).flatten(-2)
         return (x * cos[:, None] + turned * sin[:, None]).to(x.dtype)
 
-    monkeypatch.setattr(doctor_module, "rotate", neighbours)
+    monkeypatch.setattr(exactness, "rotate", neighbours)
     assert not examined(tiny_model("llama", dtype))["key rotation"].ok
 
 
@@ -189,7 +191,7 @@ def test_a_change_that_is_not_negligible_is_a_warning() -> None:
 def test_the_fewest_bits_that_change_little_are_advised(
     monkeypatch: pytest.MonkeyPatch, limit: float, advised: int, warns: bool
 ) -> None:
-    monkeypatch.setattr(doctor_module, "NEGLIGIBLE_KL", limit)
+    monkeypatch.setattr(advice, "NEGLIGIBLE_KL", limit)
     check = examined(tiny_model("qwen2"))["store_bits"]
     assert check.ok and check.is_warning == warns
     assert re.search(rf"take (store_bits=)?{advised}\b", check.detail)
@@ -210,8 +212,8 @@ def test_the_divergence_is_that_of_its_formula() -> None:
     full, other = torch.tensor([0.5, -1.0, 3.0]), torch.tensor([0.0, 0.0, 1.0])
     p, q = full.softmax(0).tolist(), other.softmax(0).tolist()
     slow = sum(a * math.log(a / b) for a, b in zip(p, q, strict=True))
-    assert doctor_module._kl(full, other) == pytest.approx(slow, rel=1e-5)
-    assert doctor_module._kl(full, full) == 0.0
+    assert advice._kl(full, other) == pytest.approx(slow, rel=1e-5)
+    assert advice._kl(full, full) == 0.0
 
 
 def a_cost(**changes: float) -> CostModel:

@@ -1,0 +1,107 @@
+"""The folder of a run: its settings, and every row as soon as it is measured.
+
+A run that was stopped goes on with the rows that its folder holds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TextIO
+
+from samkv_integrations.errors import InvalidOption
+from samkv_integrations.figures import Row
+
+ROWS, RUN = "rows.jsonl", "run.json"
+
+
+def digest(settings: Mapping[str, Any]) -> str:
+    """12 hex digits that name a run."""
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
+
+
+class Journal:
+    """The folder of a run: its settings, and a line for every row as soon as it is measured.
+
+    ``rows`` holds the rows of this and of earlier processes under (question id, label).
+
+    Raises InvalidOption if the folder belongs to a run of other settings, or is not writable.
+    """
+
+    def __init__(self, folder: Path, settings: Mapping[str, Any], *, fresh: bool = False) -> None:
+        self.folder = folder
+        self.rows: dict[tuple[str, str], Row] = {}
+        self._out: TextIO | None = None
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._claim(json.loads(json.dumps(settings)), fresh)
+        except OSError as error:
+            raise InvalidOption(f"{folder} cannot be written ({error}); name another") from error
+
+    def _claim(self, settings: Mapping[str, Any], fresh: bool) -> None:
+        run, rows = self.folder / RUN, self.folder / ROWS
+        if fresh:
+            rows.unlink(missing_ok=True)
+            run.unlink(missing_ok=True)
+        if run.exists():
+            self._refuse_other(settings, run)
+            self._read(rows)
+        elif rows.exists():
+            raise InvalidOption(f"{self.folder} has {ROWS} but no {RUN}; name another folder")
+        else:
+            # whole or not at all: a process that is killed here leaves no half file behind
+            made = run.with_suffix(".tmp")
+            made.write_text(json.dumps(settings, ensure_ascii=False, indent=1) + "\n", "utf-8")
+            made.replace(run)
+
+    def _refuse_other(self, settings: Mapping[str, Any], run: Path) -> None:
+        try:
+            found = json.loads(run.read_text(encoding="utf-8"))
+            differ = sorted(k for k in {*found, *settings} if found.get(k) != settings.get(k))
+        except (ValueError, TypeError) as error:
+            raise InvalidOption(f"{run} is broken ({error}); --fresh starts over") from error
+        if differ:
+            raise InvalidOption(
+                f"{self.folder} holds a run of another {', '.join(differ)}; name another folder "
+                "with --output, or drop what it holds with --fresh"
+            )
+
+    def _read(self, path: Path) -> None:
+        if not path.exists():
+            return
+        content = path.read_bytes()
+        whole = content[: content.rfind(b"\n") + 1]
+        if len(whole) < len(content):  # a process was killed while it wrote this line
+            os.truncate(path, len(whole))
+        for number, line in enumerate(whole.decode("utf-8").split("\n")[:-1], start=1):
+            try:
+                row = json.loads(line)
+                self.rows[row["id"], row["label"]] = row
+            except (ValueError, KeyError, TypeError) as error:
+                raise InvalidOption(
+                    f"{path}, line {number} is broken ({error!r}); --fresh starts over"
+                ) from error
+
+    def add(self, row: Row) -> None:
+        """Keep a row, here and in the file."""
+        if self._out is None:
+            self._out = (self.folder / ROWS).open("a", encoding="utf-8", newline="\n")
+        self._out.write(json.dumps(dict(row), ensure_ascii=False) + "\n")
+        self._out.flush()
+        self.rows[row["id"], row["label"]] = row
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._out is not None:
+            self._out.close()

@@ -1,0 +1,167 @@
+"""The arguments and options of the commands: names, types and help texts.
+
+Options that several commands share stand first, then those of single groups. A command adds the
+default.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from samkv_integrations.bench.data import SETS
+from samkv_integrations.bench.shapes import shape_names
+
+# -- of several commands ------------------------------------------------------------------------
+
+ModelName = Annotated[str, typer.Option("--model", help="Hub id, local folder, or 'builtin'.")]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
+Dtype = Annotated[str, typer.Option(help="auto, float32 or bfloat16.")]
+StoreBits = Annotated[
+    int, typer.Option(help="Bits of the numbers in caches: 4, 8, or 16 for the model's own.")
+]
+# absolute, because Chroma remembers a folder under the name by which it was opened
+Folder = Annotated[
+    Path, typer.Option("--dir", resolve_path=True, help="Where collection and caches are kept.")
+]
+Collection = Annotated[str, typer.Option(help="Name of the Chroma collection.")]
+Json = Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")]
+Chat = Annotated[bool, typer.Option(help="Use the model's chat template.")]
+
+# -- of single commands -------------------------------------------------------------------------
+
+AsMarkdown = Annotated[bool, typer.Option(help="As the README's table.")]
+CostFolder = Annotated[
+    Path | None,
+    typer.Option("--dir", resolve_path=True, help="Keep the measured times beside its caches."),
+]
+
+Paths = Annotated[list[Path], typer.Argument(help="Files or folders (.txt, .md).")]
+ChunkSize = Annotated[int, typer.Option(help="Longest chunk, in the model's tokens.")]
+
+Collections = Annotated[
+    list[str] | None, typer.Option("--collection", help="Which; again for more. Default: all.")
+]
+Grace = Annotated[
+    float, typer.Option("--grace", help="Keep unused caches that are younger, in seconds.")
+]
+Prune = Annotated[bool, typer.Option(help="Delete caches that no record uses.")]
+Build = Annotated[bool, typer.Option(help="Cache the chunks that are not.")]
+
+QuestionText = Annotated[str | None, typer.Argument(help="What to ask.")]
+QuestionFile = Annotated[
+    Path | None, typer.Option(help="JSON Lines file of many (question, answers).")
+]
+TopK = Annotated[int, typer.Option(help="Chunks to retrieve.")]
+MethodName = Annotated[str, typer.Option("--method", help="See 'samkv methods'.")]
+Compare = Annotated[str, typer.Option(help="Methods to run side by side: NAME,NAME,...")]
+Settings = Annotated[
+    list[str] | None, typer.Option("--set", help="An option of the method, NAME=VALUE.")
+]
+EvictionName = Annotated[
+    str | None,
+    typer.Option(
+        help="KV entries to evict while answering, see 'samkv methods'; or none. "
+        "Default: the method's own."
+    ),
+]
+EvictionBudget = Annotated[
+    float | None, typer.Option(help="KV entries to go on with, as a share of the prompt.")
+]
+MaxNewTokens = Annotated[int, typer.Option(help="Longest answer, in tokens.")]
+
+SampleFolder = Annotated[Path, typer.Option(help="Folder of sample documents.")]
+SampleQuestions = Annotated[
+    Path | None, typer.Option(help="Their questions; questions.jsonl in that folder.")
+]
+
+# -- of the benches -----------------------------------------------------------------------------
+
+AllMethods = Annotated[str, typer.Option(help="NAME,NAME,... or 'all'.")]
+MostQuestions = Annotated[int | None, typer.Option(help="How many to ask; else all.")]
+Budgets = Annotated[str, typer.Option(help="Kept ratios for the methods that select: 0.1,0.2,...")]
+Evictions = Annotated[
+    str, typer.Option(help="NAME,NAME@RATIO,... or none; each with every method.")
+]
+RunFolder = Annotated[
+    Path | None, typer.Option(help="Folder of the run; the same command again goes on with it.")
+]
+Fresh = Annotated[bool, typer.Option(help="Drop what the folder of the run holds.")]
+JsonFile = Annotated[
+    Path | None, typer.Option("--json", help="Write one JSON object there; - for stdout.")
+]
+
+BlockSize = Annotated[int | None, typer.Option(help="Tokens a block; else automatic.")]
+Data = Annotated[
+    list[str] | None,
+    typer.Option(help="'builtin' or a JSON Lines file, LongBench's too; may be repeated."),
+]
+BuiltinSet = Annotated[
+    str | None, typer.Option("--set", help=f"Of the built-in questions: {', '.join(SETS)}. [short]")
+]
+Kinds = Annotated[str, typer.Option(help="Only these kinds or sets: NAME,NAME,...")]
+DocumentCounts = Annotated[str, typer.Option(help="Only questions with so many documents: 4,8,...")]
+MaxTokens = Annotated[int | None, typer.Option(help="Leave longer prompts out.")]
+Answerable = Annotated[bool, typer.Option(help="Only questions that full prefill answers exactly.")]
+Prompt = Annotated[
+    str, typer.Option(help="auto, rag or longbench; auto: LongBench's for its data sets.")
+]
+AnswerTokens = Annotated[
+    int | None, typer.Option(help="Longest answer; else 16, and LongBench's for its sets.")
+]
+Methods = Annotated[str, typer.Option(help="NAME,NAME,...; else all.")]
+RecomputeRatios = Annotated[
+    str, typer.Option(help="Shares for the methods that recompute one: 0.05,0.15,...")
+]
+Ablation = Annotated[
+    bool, typer.Option(help="The grid of the paper's Table 4 instead, at every budget.")
+]
+Knobs = Annotated[bool, typer.Option(help="The default with one of its decisions changed a row.")]
+Table1 = Annotated[bool, typer.Option(help="Print the columns of the paper's Table 1.")]
+Table3 = Annotated[bool, typer.Option(help="Print F1 by data set, as its Table 3.")]
+Plot = Annotated[Path | None, typer.Option(help="Draw a picture, .png or .svg.")]
+
+Part = Annotated[
+    str, typer.Option(help="choose (to choose settings on), report (for figures) or all.")
+]
+MostDocuments = Annotated[int, typer.Option(help="Most documents a question.")]
+ForcedTokens = Annotated[
+    int, typer.Option(help="Most tokens of full prefill's answer that are forced on all.")
+]
+PastEnd = Annotated[
+    bool, typer.Option(help="So many tokens whether or not that answer ends before.")
+]
+FidelityRatios = Annotated[
+    str, typer.Option(help="Shares for the methods that recompute one: 0.05,0.1,...")
+]
+
+# -- of the benches of time ---------------------------------------------------------------------
+
+Shape = Annotated[str, typer.Option(help=f"One of {', '.join(shape_names())}.")]
+Layers = Annotated[int | None, typer.Option(help="So many of the shape's layers; else all.")]
+ShapeDevice = Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")]
+Chunks = Annotated[str, typer.Option(help="Chunks in the prompt: 1,4,8,...")]
+ChunkTokens = Annotated[str, typer.Option(help="Tokens in a chunk: 256,512,...")]
+Repeats = Annotated[int, typer.Option(help="Rounds that count; one more warms up.")]
+BenchFolder = Annotated[
+    Path | None,
+    typer.Option("--dir", help="Where the temporary store goes: the disk that is measured."),
+]
+
+Uncached = Annotated[
+    str, typer.Option(help="Tokens of text that is of no chunk, after them: 0,150,...")
+]
+Cached = Annotated[
+    str, typer.Option(help="Shares of the chunks that are stored at first: 1.0,0.5,...")
+]
+PageCache = Annotated[
+    str,
+    typer.Option(help="Chunk files in the page cache before each question: warm, cold or both."),
+]
+NewTokens = Annotated[int, typer.Option(help="Tokens of an answer; from 2 on their rate.")]
+Memory = Annotated[bool, typer.Option(help="Measure memory, in one more round.")]
+LatencyPlot = Annotated[
+    Path | None, typer.Option(help="Draw first token over chunk length, .png or .svg.")
+]

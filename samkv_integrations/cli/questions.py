@@ -1,0 +1,45 @@
+"""The questions of ``samkv ask`` and ``samkv quickstart``, whose documents are retrieved later."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from samkv_integrations.bench.data import Question
+from samkv_integrations.documents import read_text
+from samkv_integrations.errors import EmptyInput, InvalidOption
+
+
+def question_of(text: str, answers: tuple[str, ...] = (), *, id: str = "1") -> Question:
+    """A question of the user, without documents. answers: those that count as right, if known."""
+    source = "command line"
+    return Question(
+        id=id, dataset=source, kind=source, question=text, answers=answers, documents=()
+    )
+
+
+def read_questions(path: Path) -> list[Question]:
+    """Questions of a JSON Lines file: ``question`` and, if they are known, ``answers``, a list.
+
+    Raises:
+        InvalidOption: the file is missing, or a line is not such an object.
+        EmptyInput: it holds no question.
+    """
+    questions = []
+    for number, line in enumerate(read_text(path).split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            question, answers = row["question"], row.get("answers", [])
+            if not isinstance(question, str) or not isinstance(answers, list):
+                raise TypeError("question must be a string and answers a list")
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise InvalidOption(
+                f"{path}, line {number}: {error!r}; each line must be a JSON object with "
+                "question and, if they are known, answers"
+            ) from error
+        questions.append(question_of(question, tuple(map(str, answers)), id=str(number)))
+    if not questions:
+        raise EmptyInput(f"{path} holds no question")
+    return questions

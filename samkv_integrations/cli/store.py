@@ -1,0 +1,90 @@
+"""``samkv store``: what the folder of chunk caches holds, and whether it fits the records."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import typer
+
+from samkv_integrations import figures
+from samkv_integrations.cache.disk import ChunkStore
+from samkv_integrations.cache.fingerprint import FORMAT_VERSION
+from samkv_integrations.cache.quantise import DEFAULT_STORE_BITS
+from samkv_integrations.chroma.client import collection_names, open_collection
+from samkv_integrations.chroma.link import ChromaLink
+from samkv_integrations.chroma.results import SyncResult
+from samkv_integrations.cli import arguments as args
+from samkv_integrations.cli import tables
+from samkv_integrations.cli.loading import engine_of
+from samkv_integrations.errors import EmptyInput, InvalidOption
+
+app = typer.Typer(help="Look into the folder of chunk caches.", no_args_is_help=True)
+
+
+@app.command()
+def stats(folder: args.Folder = Path(".samkv"), as_json: args.Json = False) -> None:
+    """Show what the chunk caches of a folder take."""
+    path = folder / "kv"
+    if not path.is_dir():
+        raise InvalidOption(f"{path} does not exist; give the --dir that 'samkv ingest' used")
+    rows = [asdict(row) for row in ChunkStore(path).stats().rows]
+    if as_json:
+        tables.write_json("store stats", None, rows)
+        return
+    out = tables.console()
+    cells = [
+        (r["model"], r["dtype"], str(r["store_bits"]), str(r["block_size"]),
+         str(r["format_version"]), str(r["chunks"]), figures.size(r["bytes"]))
+        for r in rows
+    ]  # fmt: skip
+    titles = ("model", "dtype", "bits", "block size", "format", "chunks", "bytes")
+    out.print(tables.table(titles, cells, left=2))
+    out.print(f"\n{sum(r['chunks'] for r in rows)} chunks, "
+              f"{figures.size(sum(r['bytes'] for r in rows))} in {path}")  # fmt: skip
+    if older := sum(r["chunks"] for r in rows if r["format_version"] < FORMAT_VERSION):
+        out.print(f"{older} chunks are of an older format and not used; ingest them again")
+
+
+@app.command()
+def sync(
+    folder: args.Folder = Path(".samkv"), collections: args.Collections = None,
+    model: args.ModelName = "builtin", device: args.Device = "auto", dtype: args.Dtype = "auto",
+    store_bits: args.StoreBits = DEFAULT_STORE_BITS, grace_s: args.Grace = 3600.0,
+    prune: args.Prune = True, build: args.Build = True, as_json: args.Json = False,
+) -> None:  # fmt: skip
+    """Bring caches into line with the records: build what is missing, delete what nothing uses."""
+    database = folder / "chroma"
+    names = list(dict.fromkeys(collections or ())) or collection_names(database)
+    if not names:
+        raise EmptyInput(f"{database} holds no collection; ingest documents first")
+    opened = [open_collection(database, name, create=False) for name in names]
+    engine = engine_of(model, folder / "kv", device, dtype, store_bits)
+    engine.store.require(engine.fingerprint)
+    # What nothing uses belongs to no collection: it is looked for once, when all have been read.
+    done = [
+        ChromaLink(one, engine).sync(
+            build_missing=build, prune=prune and one is opened[-1], grace_s=grace_s, progress=True
+        )
+        for one in opened
+    ]
+    if as_json:
+        rows = [{"collection": name, **asdict(row)} for name, row in zip(names, done, strict=True)]
+        tables.write_json("store sync", model, rows)
+    else:
+        _show_sync(names, done, pruned=prune)
+
+
+def _show_sync(names: Sequence[str], done: Sequence[SyncResult], *, pruned: bool) -> None:
+    out = tables.console()
+    columns = ("collection", "records", "cached", "linked", "skipped")
+    cells = [
+        (name, *map(str, (row.n_records, row.n_cached, row.n_linked, row.n_skipped)))
+        for name, row in zip(names, done, strict=True)
+    ]
+    out.print(tables.table(columns, cells))
+    if pruned:
+        last = done[-1]
+        out.print(f"\n{last.n_pruned} unused caches deleted ({figures.size(last.bytes_freed)}), "
+                  f"{last.n_in_grace} kept for now because they are young")  # fmt: skip

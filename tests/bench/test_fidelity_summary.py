@@ -1,0 +1,49 @@
+"""Summaries of a fidelity run, by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from samkv_integrations.bench import divergence, fidelity_summary, markdown
+
+
+def row(label: str, id: str, kind: str, **measures: float) -> dict[str, Any]:
+    empty = dict.fromkeys(divergence.MEASURES, 0.0)
+    return {"label": label, "id": id, "kind": kind, "method": label, "eviction": None,
+            "tokens": 4, **empty, **measures}  # fmt: skip
+
+
+def test_summaries_by_hand() -> None:
+    rows = [
+        row("reuse", "a", "one", first_kl=1, top1=1.0),
+        row("epic", "a", "one", first_kl=0.5, top1=0.5, answer_llr=-1),
+        row("reuse", "b", "two", first_kl=3, top1=0.0),
+        row("epic", "b", "two", first_kl=0.5, top1=0.25, answer_llr=2),
+        row("reuse", "c", "two", first_kl=8, top1=0.5),
+        row("epic", "c", "two", first_kl=5, top1=0.75, answer_llr=2),
+    ]
+    found = {(line["kind"], line["label"]): line for line in fidelity_summary.summarise(rows)}
+    assert list(found) == [(kind, label) for kind in ("all", "one", "two")
+                           for label in ("reuse", "epic")]  # fmt: skip
+    epic = found["all", "epic"]
+    assert (epic["questions"], epic["first_kl"], epic["first_kl_median"]) == (3, 2, 0.5)
+    assert epic["first_kl_low"] <= 2 <= epic["first_kl_high"]
+    assert (epic["answer_llr"], epic["tokens"]) == (1, 4)
+    assert (epic["first_kl_of_reuse"], epic["top1_of_reuse"]) == (0.5, 1)
+    assert (epic["kl"], epic["kl_of_reuse"]) == (0, None)  # nothing to divide by
+    assert found["two", "epic"]["first_kl_of_reuse"] == pytest.approx(2.75 / 5.5)
+    low, high = (epic[f"first_kl_of_reuse_{end}"] for end in ("low", "high"))
+    assert (low, high) == pytest.approx((1 / 6, 5 / 8))  # of "b" alone, of "c" alone
+    assert epic["kl_of_reuse_low"] is None
+    text = markdown.fidelity(list(found.values()))
+    for title in ("All questions", "one", "two"):
+        assert f"## {title}\n\n| label | first KL |" in text
+    assert (
+        "| epic | 2.0000 [0.5000, 5.0000] | 0.5000 |" in text
+        and "| 0.50 [0.17, 0.62] | - |" in text
+    )
+    alone = fidelity_summary.summarise([line for line in rows if line["label"] == "epic"])
+    assert not [key for key in alone[0] if "of_reuse" in key]
+    assert "of reuse" not in markdown.fidelity(alone)

@@ -1,0 +1,45 @@
+"""What many answers come to, and its table."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from samkv_integrations import figures
+from samkv_integrations.cli import answers, tables
+
+
+def _row(method: str, question: str, answer: str, *, right: bool, **changed: float) -> figures.Row:
+    known = {"expected": ["x"], "exact_match": float(right)}
+    base = {"kept_ratio": 0.5, "recompute_ratio": 0.25, "bytes_read": 100, "ttft_s": 1.0}
+    return {"method": method, "question": question, "answer": answer} | known | base | changed
+
+
+def test_summary_of_many_answers() -> None:
+    rows = [
+        _row("recompute", "a", "x", right=True, ttft_s=1.0),
+        _row("reuse", "a", "x", right=True, ttft_s=0.5, bytes_read=1000),
+        _row("recompute", "b", "x", right=True, ttft_s=3.0),
+        _row("reuse", "b", "y", right=False, ttft_s=0.5, bytes_read=3000, kept_ratio=1.0),
+    ]
+    full, reuse = answers.summarise(rows)
+    assert (full.method, full.n_right, full.n_known, full.same_share) == ("recompute", 2, 2, 1.0)
+    assert (reuse.n_right, reuse.same_share, reuse.kept_ratio) == (1, 0.5, 0.75)
+    assert (reuse.bytes_read, reuse.bytes_share, full.bytes_share) == (2000, 1.0, 0.05)
+    assert reuse.ttft_s == 0.5
+    assert reuse.ttft_ratio == pytest.approx((0.5 / 1.0 + 0.5 / 3.0) / 2)  # paired by question
+    (alone,) = answers.summarise(rows[1::2])
+    assert (alone.same_share, alone.ttft_ratio) == (None, None)
+
+
+def test_the_summary_fits_into_a_terminal() -> None:
+    shown = {"ttft_s": 0.555, "bytes_read": 777_777, "kept_ratio": 1.0, "recompute_ratio": 1.0}
+    names = ("recompute", "reuse", "samkv-overwrite")
+    rows = [_row(name, str(n), "x", right=True, **shown) for name in names for n in range(100)]
+    out = Console(file=io.StringIO(), width=80)
+    out.print(tables.summary_table(rows))
+    shown = out.file.getvalue()  # type: ignore[attr-defined]
+    assert len(shown.splitlines()) == 2 + len(names), shown
+    assert "samkv-overwrite 100 of 100" in shown and "777.8 kB" in shown

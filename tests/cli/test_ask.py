@@ -1,0 +1,114 @@
+"""``samkv ask``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from samkv_integrations.chroma.client import open_collection
+from tests.cli.running import REPORT_FIELDS, error_of, ran, rows_of
+from tests.support.records import RECORDS
+
+
+def test_ask_answers_and_names_its_sources(town: Path) -> None:
+    ran("ingest", str(town))
+    record = RECORDS[1]
+    shown = ran("ask", record.question, "--method", "recompute")
+    assert shown.startswith(f"{record.workers}\n")
+    assert "krasplex-systems.txt" in shown and f"[{record.name}]" in shown
+    assert "4 of 4 chunks from their caches" in shown
+    (row,) = rows_of("ask", record.question, "--top-k", "4")
+    assert REPORT_FIELDS | {"question", "answer", "sources"} == set(row)
+    assert len(row["sources"]) == 4 and row["sources"][0].endswith("/krasplex-systems.txt")
+    assert (row["method"], row["chunk_hits"], row["chunk_misses"]) == ("auto", 4, {})
+    assert row["ran"] in ("recompute", "samkv-guided")
+
+
+def test_ask_evicts_entries_while_it_answers(town: Path) -> None:
+    ran("ingest", str(town))
+    ask = ("ask", RECORDS[1].question)
+    (row,) = rows_of(*ask, "--method", "recompute")
+    assert row["eviction"] is None and row["decode_kv_bytes"] >= row["kv_bytes"]
+    guided = (*ask, "--method", "samkv-guided")
+    assert rows_of(*guided)[0]["eviction"] == "quest"  # the method's own
+    assert rows_of(*guided, "--eviction", "none")[0]["eviction"] is None
+    evicting = (*ask, "--method", "recompute", "--eviction", "h2o", "--eviction-budget", "0.5")
+    (row,) = rows_of(*evicting)
+    assert row["eviction"] == "h2o"
+    assert 0.4 < row["decode_kv_bytes"] / row["kv_bytes"] <= 0.5
+    assert "at the end with h2o" in ran(*evicting)
+
+
+def test_ask_says_what_is_wrong_with_an_eviction(town: Path) -> None:
+    ran("ingest", str(town))
+    assert "unknown eviction 'magic'; known: h2o, none" in error_of(
+        "ask", "x", "--eviction", "magic"
+    )
+    assert "budget_ratio=7.0" in error_of("ask", "x", "--eviction", "h2o", "--eviction-budget", "7")
+    assert "without an eviction" in error_of("ask", "x", "--eviction-budget", "0.5")
+
+
+def test_ask_compares_methods_on_the_same_chunks(town: Path) -> None:
+    ran("ingest", str(town))
+    compared = ("--compare", "recompute, reuse,samkv-overwrite")
+    rows = rows_of("ask", RECORDS[0].question, *compared)
+    assert [row["method"] for row in rows] == ["recompute", "reuse", "samkv-overwrite"]
+    assert len({row["prompt_tokens"] for row in rows}) == 1
+    assert rows[0]["ttft_ratio"] == 1.0
+    for row in rows:
+        assert row["ttft_ratio"] == pytest.approx(row["ttft_s"] / rows[0]["ttft_s"])
+    assert "samkv-overwrite" in ran("ask", RECORDS[0].question, *compared)
+    without = rows_of("ask", RECORDS[0].question, "--compare", "reuse,samkv-overwrite")
+    assert not any("ttft_ratio" in row for row in without)
+
+
+def test_ask_many_questions(town: Path) -> None:
+    ran("ingest", str(town))
+    command = ("ask", "--questions", str(town / "questions.jsonl"), "--compare", "recompute,reuse")
+    rows = rows_of(*command)
+    assert len(rows) == 2 * len(RECORDS)
+    for row in rows:
+        assert row["exact_match"] == float(row["answer"] == row["expected"][0])
+        assert 0 <= row["f1"] <= 1
+    n_right = sum(row["exact_match"] for row in rows if row["method"] == "recompute")
+    assert n_right >= 5  # the built-in model answers such questions
+    assert f"{n_right:.0f} of 6" in ran(*command)
+
+
+def test_ask_with_the_chat_template(town: Path, tiny: str) -> None:
+    ran("ingest", str(town), "--model", tiny)
+    plain, chat = (
+        rows_of("ask", "Who?", "--model", tiny, "--max-new-tokens", "1", flag)[0]
+        for flag in ("--no-chat", "--chat")
+    )
+    around, left_out = 3, len("\nAnswer:")  # user, end, assistant; the answer is a turn of its own
+    assert chat["prompt_tokens"] == plain["prompt_tokens"] + around - left_out
+
+
+def test_an_option_of_a_method_changes_it(town: Path) -> None:
+    ran("ingest", str(town))
+    ask = ("ask", RECORDS[0].question, "--method", "samkv-guided", "--set")
+    none, some = (rows_of(*ask, f"recompute.ratio={ratio}")[0] for ratio in (0, 0.1))
+    assert none["recompute_ratio"] == 0 < some["recompute_ratio"]
+
+
+def test_an_answer_goes_on_with_the_method_s_own_rule_unless_told_otherwise(town: Path) -> None:
+    ran("ingest", str(town))
+    for flags, rule in (((), "quest"), (("--eviction", "none"), None)):
+        (row,) = rows_of("ask", RECORDS[0].question, "--method", "samkv-guided", *flags)
+        assert row["eviction"] == rule
+
+
+def test_a_collection_that_is_unknown_or_empty(town: Path, tiny: str) -> None:
+    ran("ingest", str(town), "--model", tiny)
+    asked = ("ask", "Who?", "--model", tiny)
+    assert "'papers'; known: documents" in error_of(*asked, "--collection", "papers")
+    open_collection(Path(".samkv/chroma").resolve(), "empty", create=True)
+    assert "collection 'empty' is empty" in error_of(*asked, "--collection", "empty")
+
+
+def test_a_prompt_that_is_too_long_names_both_sizes(town: Path, tiny: str) -> None:
+    ran("ingest", str(town), "--model", tiny)
+    line = error_of("ask", "Who?", "--model", tiny, "--max-new-tokens", "2000")
+    assert "2000 new tokens exceed the context window of 2048" in line

@@ -1,0 +1,58 @@
+"""``samkv doctor``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import GPT2Config, LlamaConfig
+
+from samkv_integrations.cache.disk import ChunkStore
+from samkv_integrations.engine.check import Check
+from samkv_integrations.engine.costs import name_of
+from samkv_integrations.model.loading import load_model
+from tests.cli.running import error_of, ran, rows_of, run
+from tests.support.models import SHAPE
+
+
+def test_doctor_exits_with_1_if_a_check_fails(monkeypatch: pytest.MonkeyPatch, tiny: str) -> None:
+    rows = rows_of("doctor", "--model", tiny)
+    assert all(set(row) == {"check", "ok", "detail"} and row["ok"] for row in rows)
+    assert "can be served exactly" in ran("doctor", "--model", tiny, "--dtype", "bfloat16")
+    checks = [Check(name="rotation", ok=False, detail="off by 3")]
+    monkeypatch.setattr("samkv_integrations.cli.doctor.examine", lambda model, store: iter(checks))
+    result = run("doctor", "--model", tiny)
+    assert result.exit_code == 1
+    assert "FAILED: rotation" in result.stdout
+    result = run("doctor", "--model", tiny, "--json")
+    assert result.exit_code == 1
+    assert json.loads(result.stdout)["rows"][0]["ok"] is False
+
+
+def test_the_doctor_keeps_what_passes_cost_where_ask_looks(town: Path) -> None:
+    torch.set_num_threads(2)  # times are kept by the number of threads
+    rows = rows_of("doctor", "--dir", "kept")
+    assert rows[-1]["check"] == "speed" and rows[-1]["detail"].endswith("/kept/kv")
+    torch.set_num_threads(2)
+    ran("ingest", str(town), "--dir", "kept")
+    assert ChunkStore(Path("kept/kv")).note(name_of(load_model("builtin"))) is not None
+
+
+def test_a_model_of_another_family_is_refused(working_folder: Path) -> None:
+    GPT2Config().save_pretrained(working_folder / "gpt2")
+    assert "'gpt2' is not supported; supported: llama" in error_of("doctor", "--model", "gpt2")
+
+
+def test_a_model_with_yarn_is_refused(working_folder: Path) -> None:
+    rope = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}
+    LlamaConfig(rope_parameters=rope, **SHAPE).save_pretrained(working_folder / "yarn")
+    assert "'yarn'" in error_of("doctor", "--model", "yarn")
+
+
+def test_a_model_that_is_not_there(working_folder: Path) -> None:
+    missing = "/nowhere/at/all"  # no hub id: nothing is asked of the network
+    assert f"the folder {missing!r} does not exist" in error_of("doctor", "--model", missing)
+    (working_folder / "empty").mkdir()
+    assert "holds no config.json" in error_of("doctor", "--model", "empty")

@@ -1,0 +1,17 @@
+"""Evictions as the command line names them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from samkv_integrations import EVICTIONS
+from samkv_integrations.cli.method_options import eviction_of, evictions_of
+
+
+def test_a_ratio_is_the_budget_of_the_rule_wherever_it_is_given() -> None:
+    half = replace(EVICTIONS["h2o"], budget_ratio=0.5)
+    assert evictions_of(["h2o", "h2o@0.5", "none"]) == {
+        "h2o": EVICTIONS["h2o"], "h2o@0.5": half, "none": None,
+    }  # fmt: skip
+    assert eviction_of("h2o", 0.5) == half
+    assert (eviction_of(None), eviction_of("none")) == (None, "none")
