@@ -104,7 +104,10 @@ class TestBuildAndLink:
     ) -> None:
         add_raw(link, dict(zip(IDS, TEXTS, strict=True)))
         link.sync()
-        for owner, name in ((samkv_integrations.engine.chunks, "prefill"), (link.collection, "update")):
+        for owner, name in (
+            (samkv_integrations.engine.chunks, "prefill"),
+            (link.collection, "update"),
+        ):
             monkeypatch.setattr(owner, name, _not_called)
         assert counts(link.sync(grace_s=0)) == (6, 0, 0, 0, 0, 0)
 
