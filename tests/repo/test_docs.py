@@ -88,7 +88,11 @@ def test_the_site_is_built_strictly(site: Path) -> None:
 
 
 def test_the_site_needs_no_other_site_to_be_read(site: Path) -> None:
-    """No fonts, styles or scripts of others; links in the text may lead anywhere."""
+    """No fonts, styles or scripts of others; links in the text may lead anywhere.
+
+    One exception, which no page names: the theme's script asks a CDN for mermaid where a page has a
+    diagram. Without it the reader sees the diagram's text.
+    """
     for page in site.rglob("*.html"):
         html = page.read_text(encoding="utf-8")
         loaded = re.findall(
@@ -177,6 +181,17 @@ def test_the_table_of_methods_is_that_of_the_command() -> None:
     done = CliRunner().invoke(app, ["methods", "--markdown"])
     assert done.exit_code == 0
     assert done.stdout.strip() in (DOCS / "methods.md").read_text(encoding="utf-8")
+
+
+def test_lines_of_fields_become_a_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(DOCS)
+    as_list = importlib.import_module("fields").as_list
+    text = "What it is.\n\nkeys, values: (T, G, D),\n    alike.\nsize: of it.\nMore."
+    items = "- `keys`, `values`: (T, G, D),\n    alike.\n- `size`: of it."
+    listed = f"What it is.\n\n{items}\n\nMore."
+    assert as_list(text) == listed
+    sections = "What it is.\n\nArgs:\n    size: of it.\n\nRaises:\n    Error: sometimes."
+    assert as_list(sections) == sections
 
 
 DOTTED = re.compile(r"`((?:samkv_integrations|langchain_samkv|llama_index)\.[\w.]+\w)`")
