@@ -9,13 +9,14 @@ export PYTHONDONTWRITEBYTECODE =
 PIP = $(VENV)/bin/python -m pip install -qq --disable-pip-version-check --no-compile -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-all check bench clean
+.PHONY: help quickstart test test-all check docs bench clean
 
 help:
 	@echo "make quickstart   install, and see it work on the built-in model"
 	@echo "make test         check, and run the tests"
 	@echo "make test-all     the slow ones as well"
 	@echo "make check        lint, formatting, types"
+	@echo "make docs         the documentation as a site, in build/site"
 	@echo "make bench        time to first token of every method, random weights"
 	@echo "make clean        remove the environment and what was built"
 
@@ -32,6 +33,11 @@ check: $(VENV)/installed-dev
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check
 	$(VENV)/bin/mypy
+
+# Strict: a broken link, a page that is in no menu or a name without a docstring is an error.
+docs: export NO_MKDOCS_2_WARNING = 1
+docs: $(VENV)/installed-dev
+	$(VENV)/bin/mkdocs build --strict
 
 bench: $(VENV)/installed
 	$(VENV)/bin/samkv bench latency

@@ -50,9 +50,7 @@ class SamKVChroma(Chroma):
     looked at before anything is computed or written.
 
     Args:
-        collection_name, persist_directory, host, port, headers, chroma_cloud_api_key, tenant,
-            database, client_settings, collection_metadata, collection_configuration, client,
-            relevance_score_fn, create_collection_if_not_exists, ssl: those of `Chroma`. Without
+        collection_name, persist_directory, client, ...: all others are those of `Chroma`. Without
             ``client_settings`` Chroma sends no telemetry, as everywhere in this package.
         embedding_function: embeds documents and queries. Without one, Chroma's own is not used in
             its place (it would be downloaded): adding, and searching by text, are errors.

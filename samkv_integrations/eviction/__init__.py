@@ -31,6 +31,7 @@ EVICTIONS: Mapping[str, Eviction] = MappingProxyType(
         )
     }
 )
+"""Name -> eviction rule with its usual budget."""
 
 
 def get_eviction(name: str | Eviction | None) -> Eviction | None:

@@ -37,6 +37,7 @@ METHODS: Mapping[str, Method] = MappingProxyType(
         )
     }
 )
+"""Name -> method, in the order of the tables."""
 
 
 def get_method(name: str | Method) -> Method:

@@ -1,4 +1,4 @@
-"""The snippets of the README and the guides are run as they stand, on the built-in model."""
+"""The README fits two screens, its links lead somewhere, and the snippets of all pages run."""
 
 from __future__ import annotations
 
@@ -9,19 +9,27 @@ import sys
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from samkv_integrations.chroma.client import open_collection
-from samkv_integrations.cli.app import app
 
 ROOT = Path(__file__).parents[2]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+SCREEN = 45
+"""Lines that a reader sees at once."""
+
 PYTHON = re.compile(r"```python\n(.*?)```", re.DOTALL)
-SNIPPETS = PYTHON.findall(README)
-GUIDES = {  # and what their snippets print
+LINK = re.compile(r"\]\(((?!http)[^)]+)\)")
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+SNIPPETS = dict(zip(("llama-index", "langchain"), PYTHON.findall(README), strict=True))
+PRINTED = {  # by the snippets of a page, one after the other
+    "index": ("Nombury", "chunk_hits=2", "chunk_misses={}"),
     "langchain": ("Vasumex Trading", "Hadorix Press"),
     "llama-index": ("Vasumex Trading", "Hadorix Press"),
+    "methods": (),
 }
+
+
+def page(path: str) -> str:
+    return (ROOT / path).read_text(encoding="utf-8")
 
 
 def run(code: str, folder: Path) -> str:
@@ -39,7 +47,7 @@ def run(code: str, folder: Path) -> str:
 
 def test_the_llama_index_snippet_answers_from_caches(tmp_path: Path) -> None:
     (tmp_path / "examples").symlink_to(ROOT / "examples")
-    printed = run(SNIPPETS[0], tmp_path)
+    printed = run(SNIPPETS["llama-index"], tmp_path)
     assert "Vasumex Trading" in printed
     assert "chunk_misses={}" in printed
     assert "chunk_hits=2" in printed  # LlamaIndex retrieves two nodes unless told otherwise
@@ -48,7 +56,7 @@ def test_the_llama_index_snippet_answers_from_caches(tmp_path: Path) -> None:
 def test_the_langchain_snippet_answers_from_caches(tmp_path: Path) -> None:
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     for _ in range(2):  # people run it again
-        printed = run(SNIPPETS[1], tmp_path)
+        printed = run(SNIPPETS["langchain"], tmp_path)
         assert "Vasumex Trading" in printed
         assert "chunk_misses={}" in printed
         assert "chunk_hits=4" in printed  # as many as LangChain retrieves unless told otherwise
@@ -56,43 +64,47 @@ def test_the_langchain_snippet_answers_from_caches(tmp_path: Path) -> None:
     assert collection.count() == len([*(ROOT / "examples" / "town_records").glob("*.txt")])
 
 
-def test_the_plain_snippet_answers_from_caches(tmp_path: Path) -> None:
-    printed = run(SNIPPETS[2], tmp_path)
-    assert "Nombury" in printed
-    assert "chunk_hits=2" in printed
-
-
-@pytest.mark.parametrize("name", GUIDES)
-def test_the_snippets_of_a_guide_run_one_after_the_other(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("name", PRINTED)
+def test_the_snippets_of_a_page_run_one_after_the_other(tmp_path: Path, name: str) -> None:
     (tmp_path / "examples").symlink_to(ROOT / "examples")
-    snippets = PYTHON.findall((ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8"))
+    snippets = PYTHON.findall(page(f"docs/{name}.md"))
+    assert snippets
     printed = run("\n".join(snippets), tmp_path)
-    assert [answer for answer in GUIDES[name] if answer not in printed] == []
+    assert [answer for answer in PRINTED[name] if answer not in printed] == []
 
 
-@pytest.mark.parametrize("name", GUIDES)
-def test_links_of_a_guide_lead_somewhere(name: str) -> None:
-    text = (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
-    titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
-    anchors = {re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles}
-    for target in re.findall(r"\]\(((?!http)[^)]+)\)", text):
-        path, _, anchor = target.partition("#")
-        assert not path or (ROOT / "docs" / path).exists(), target
-        assert path or anchor in anchors, target
+def test_every_page_with_a_snippet_is_run() -> None:
+    pages = {path.stem for path in (ROOT / "docs").glob("*.md") if "```python" in path.read_text()}
+    assert pages == set(PRINTED)
 
 
-@pytest.mark.parametrize("snippet", SNIPPETS, ids=["llama-index", "langchain", "plain"])
-def test_snippets_are_short(snippet: str) -> None:
-    assert len([line for line in snippet.splitlines() if line.strip()]) <= 12
+@pytest.mark.parametrize("name", SNIPPETS)
+def test_snippets_of_the_readme_are_short(name: str) -> None:
+    assert len([line for line in SNIPPETS[name].splitlines() if line.strip()]) <= 12
 
 
-@pytest.mark.parametrize("path", re.findall(r"\]\(((?!http)[^)]+)\)", README))
+def test_the_readme_fits_two_screens() -> None:
+    lines = README.splitlines()
+    assert len(lines) <= 2 * SCREEN
+    first = "\n".join(lines[:SCREEN])
+    assert "make quickstart" in first and "make test" in first
+    assert all(snippet in first for snippet in SNIPPETS.values())
+    sentence = README.split("\n\n")[1]
+    assert re.search(r"\*\*[0-9.]+ %\*\*.*\(docs/results\.md\)", sentence, re.DOTALL)
+
+
+def test_figures_of_the_readme_are_those_of_the_results() -> None:
+    """One measured table, which stands in both."""
+    (table,) = re.findall(r"(?:^\| .*first token.*\n)(?:^\|.*\n)+", README, re.MULTILINE)
+    assert table in page("docs/results.md")
+
+
+@pytest.mark.parametrize("path", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"])
 def test_links_lead_somewhere(path: str) -> None:
-    assert (ROOT / path).exists()
-
-
-def test_the_table_of_methods_is_that_of_the_command() -> None:
-    """If this fails, put what ``samkv methods --markdown`` prints into the README."""
-    done = CliRunner().invoke(app, ["methods", "--markdown"])
-    assert done.exit_code == 0
-    assert done.stdout.strip() in README
+    """Those of docs/ are looked at when the site is built."""
+    for link in LINK.findall(page(path)):
+        target, _, anchor = link.partition("#")
+        assert (ROOT / target).exists(), link
+        titles = re.findall(r"^#+ (.*)$", page(target), re.MULTILINE) if anchor else []
+        slugs = {re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles}
+        assert not anchor or anchor in slugs, link

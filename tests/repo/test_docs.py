@@ -1,0 +1,249 @@
+"""The documentation: the site builds without a warning, and says what is there and nothing else."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import subprocess
+import sys
+import zlib
+from pathlib import Path
+
+import griffe
+import pytest
+from typer.testing import CliRunner
+
+from samkv_integrations.cli.app import app
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+PAGES = sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md"))
+SHIPPED = ("samkv_integrations", "connectors")
+
+PUBLIC = (
+    "langchain_samkv",
+    "llama_index.llms.samkv",
+    "llama_index.postprocessor.samkv",
+    "llama_index.vector_stores.samkv",
+    "samkv_integrations",
+    "samkv_integrations.chroma",
+    "samkv_integrations.eviction",
+    "samkv_integrations.methods",
+    "samkv_integrations.model",
+    "samkv_integrations.prompt",
+)
+"""Modules whose ``__all__`` is for users."""
+
+CONTRACTS = (
+    "samkv_integrations.cache.base",
+    "samkv_integrations.errors",
+    "samkv_integrations.eviction.base",
+    "samkv_integrations.methods.base",
+)
+"""Modules of which every name without an underscore is for users, who may build on it."""
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What ``make docs`` builds, in another folder."""
+    folder = tmp_path_factory.mktemp("site")
+    built = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)],
+        cwd=ROOT,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert built.returncode == 0, built.stdout + built.stderr
+    return folder
+
+
+@pytest.fixture(scope="module")
+def modules() -> dict[str, griffe.Object]:
+    """The public modules, read from their source."""
+    loader = griffe.GriffeLoader(search_paths=[str(ROOT), str(ROOT / "connectors")])
+    for module in PUBLIC:
+        loader.load(module)
+    loader.resolve_aliases(external=False)
+    return {name: loader.modules_collection[name] for name in (*PUBLIC, *CONTRACTS)}
+
+
+def public_members(module: griffe.Object) -> dict[str, griffe.Object]:
+    """Name -> what it names, an alias resolved."""
+    if module.path in CONTRACTS:
+        own = {n: m for n, m in module.members.items() if not m.is_alias and n[0] != "_"}
+        assert own, module.path
+        return own
+    assert module.exports, module.path
+    found = {str(name): module.members[str(name)] for name in module.exports}
+    return {name: m.final_target if m.is_alias else m for name, m in found.items()}
+
+
+def test_the_site_is_built_strictly(site: Path) -> None:
+    for page in PAGES:
+        html = (site / page).with_suffix(".html").read_text(encoding="utf-8")
+        assert "<h1" in html, page
+    assert 'class="mermaid"' in (site / "architecture.html").read_text(encoding="utf-8")
+
+
+def test_the_site_needs_no_other_site_to_be_read(site: Path) -> None:
+    """No fonts, styles or scripts of others; links in the text may lead anywhere.
+
+    One exception, which no page names: the theme's script asks a CDN for mermaid where a page has a
+    diagram. Without it the reader sees the diagram's text.
+    """
+    for page in site.rglob("*.html"):
+        html = page.read_text(encoding="utf-8")
+        loaded = re.findall(
+            r"<(?:script|img|link)\b[^>]*?\b(?:src|href)=\"?(https?:[^\"\s>]+)", html
+        )
+        assert not loaded, (page, loaded)
+
+
+def test_a_broken_link_breaks_the_build(tmp_path: Path) -> None:
+    """Guards the test above: `strict` alone does not look at anchors."""
+    (tmp_path / "docs").mkdir()
+    config = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    config = re.sub(r"nav:.*?\n\n", "", config, count=1, flags=re.DOTALL)
+    config = re.sub(r"hooks:.*?\n\n", "", config, count=1, flags=re.DOTALL)
+    (tmp_path / "mkdocs.yml").write_text(config, encoding="utf-8")
+    for text, is_sound in (("[a](#here)\n\n## Here", True), ("[a](#there)\n\n## Here", False)):
+        (tmp_path / "docs" / "index.md").write_text(f"# Title\n\n{text}\n", encoding="utf-8")
+        built = subprocess.run(
+            [sys.executable, "-m", "mkdocs", "build", "--strict"],
+            cwd=tmp_path,
+            capture_output=True,
+        )
+        assert (built.returncode == 0) == is_sound, text
+
+
+def test_every_public_name_is_in_the_reference(
+    site: Path, modules: dict[str, griffe.Object]
+) -> None:
+    inventory = (site / "objects.inv").read_bytes().split(b"\n", 4)[4]
+    shown = {line.split()[0] for line in zlib.decompress(inventory).decode().splitlines()}
+    for module in modules.values():
+        for name, member in public_members(module).items():
+            assert {f"{module.path}.{name}", member.path} & shown, f"{module.path}.{name}"
+
+
+@pytest.mark.parametrize("module", (*PUBLIC, *CONTRACTS))
+def test_every_public_name_has_a_docstring(modules: dict[str, griffe.Object], module: str) -> None:
+    for name, member in public_members(modules[module]).items():
+        assert member.has_docstring, f"{module}.{name}"
+
+
+@pytest.mark.parametrize("module", (*PUBLIC, *CONTRACTS))
+def test_every_method_of_a_public_class_has_a_docstring(
+    modules: dict[str, griffe.Object], module: str
+) -> None:
+    """Its own, or that of the method of a contract that it is."""
+    contracts = {
+        function
+        for contract in CONTRACTS
+        for kind in public_members(modules[contract]).values()
+        for function, member in kind.members.items()
+        if kind.is_class and member.has_docstring
+    }
+    assert "put" in contracts
+    for kind in public_members(modules[module]).values():
+        functions = {n: m for n, m in kind.members.items() if m.is_function and n[0] != "_"}
+        bare = {name for name, member in functions.items() if not member.has_docstring}
+        assert not kind.is_class or bare <= contracts, (kind.path, bare - contracts)
+
+
+def test_the_file_map_has_every_file_of_the_wheel_and_no_other() -> None:
+    """`test_packaging.py` holds that these files are the wheel's.
+
+    If this fails, add or delete lines of the map in docs/architecture.md.
+    """
+    mapped, folder = [], ""
+    for line in (DOCS / "architecture.md").read_text(encoding="utf-8").splitlines():
+        if line.startswith("#"):
+            heading = re.fullmatch(r"### `(.+/)`", line)
+            folder = heading[1] if heading else ""
+        elif folder and (row := re.fullmatch(r"\| `(.+?)` \| (.+) \|", line)):
+            mapped.append(folder + row[1])
+    shipped = {
+        path.relative_to(ROOT).as_posix()
+        for top in SHIPPED
+        for path in (ROOT / top).rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    assert len(mapped) == len(set(mapped))
+    assert sorted(shipped - set(mapped)) == [], "files without a line"
+    assert sorted(set(mapped) - shipped) == [], "lines without a file"
+
+
+def test_the_table_of_methods_is_that_of_the_command() -> None:
+    """If this fails, put what ``samkv methods --markdown`` prints into the page."""
+    done = CliRunner().invoke(app, ["methods", "--markdown"])
+    assert done.exit_code == 0
+    assert done.stdout.strip() in (DOCS / "methods.md").read_text(encoding="utf-8")
+
+
+def test_lines_of_fields_become_a_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(DOCS)
+    as_list = importlib.import_module("fields").as_list
+    text = "What it is.\n\nkeys, values: (T, G, D),\n    alike.\nsize: of it.\nMore."
+    items = "- `keys`, `values`: (T, G, D),\n    alike.\n- `size`: of it."
+    listed = f"What it is.\n\n{items}\n\nMore."
+    assert as_list(text) == listed
+    sections = "What it is.\n\nArgs:\n    size: of it.\n\nRaises:\n    Error: sometimes."
+    assert as_list(sections) == sections
+
+
+DOTTED = re.compile(r"`((?:samkv_integrations|langchain_samkv|llama_index)\.[\w.]+\w)`")
+IN_CORE = re.compile(
+    r"`((?:bench|cache|chroma|cli|engine|eviction|frameworks|methods|model|prompt)\.[\w.]+\w)`"
+)
+FILE = re.compile(r"`((?:[a-z_]+/)+[a-z_0-9]+\.(?:py|md|toml|txt))`")
+
+
+def names_on(page: str) -> set[str]:
+    text = (DOCS / page).read_text(encoding="utf-8")
+    inside = {
+        f"samkv_integrations.{name}"
+        for name in IN_CORE.findall(text)
+        if not name.endswith((".py", ".safetensors"))  # those are files
+    }
+    return inside | set(DOTTED.findall(text))
+
+
+def exists(name: str) -> bool:
+    """Whether the longest importable beginning of ``name`` has the rest as attributes."""
+    parts = name.split(".")
+    for stop in range(len(parts), 0, -1):
+        try:
+            found = importlib.import_module(".".join(parts[:stop]))
+        except ModuleNotFoundError:
+            continue
+        for part in parts[stop:]:
+            fields = getattr(found, "__dataclass_fields__", {})
+            if not hasattr(found, part) and part not in fields:
+                return False
+            found = getattr(found, part, None)
+        return True
+    return False
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if not page.startswith("api/")])
+def test_names_of_ours_exist(page: str) -> None:
+    """Full names, and those from a package of the core on: ``cache.disk.ChunkStore``."""
+    assert not {name for name in names_on(page) if not exists(name)}
+
+
+def test_a_name_that_is_gone_would_be_seen() -> None:
+    assert exists("samkv_integrations.cache.disk.ChunkStore.put")
+    assert not exists("samkv_integrations.cache.disk.ChunkStore.putt")
+    assert not exists("samkv_integrations.store.ChunkStore")
+    assert len(names_on("architecture.md")) > 10
+
+
+@pytest.mark.parametrize("page", [*PAGES, "../CONTRIBUTING.md", "../README.md"])
+def test_files_that_are_named_exist(page: str) -> None:
+    """From the root of the repository, of the core, or of the connectors."""
+    bases = (ROOT, ROOT / "samkv_integrations", ROOT / "connectors")
+    named = set(FILE.findall((DOCS / page).read_text(encoding="utf-8")))
+    assert not {path for path in named if not any((base / path).is_file() for base in bases)}
