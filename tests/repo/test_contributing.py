@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -22,12 +24,14 @@ PROMPT = f"A guide: {' and '.join(CHUNKS)} Where is the inn?"
 
 
 @pytest.fixture(scope="module")
-def example() -> Any:
+def example() -> Iterator[Any]:
     (source,) = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
     assert len([line for line in source.splitlines() if line.strip()]) <= 30
     module = ModuleType("tail")
-    exec(compile(source, "CONTRIBUTING.md", "exec"), module.__dict__)
-    return module
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "tail", module)  # where dataclasses look for their hints
+        exec(compile(source, "CONTRIBUTING.md", "exec"), module.__dict__)
+        yield module
 
 
 @pytest.fixture(scope="module")
