@@ -104,10 +104,7 @@ class TestBuildAndLink:
     ) -> None:
         add_raw(link, dict(zip(IDS, TEXTS, strict=True)))
         link.sync()
-        for owner, name in (
-            (samkv_integrations.engine.chunks, "prefill"),
-            (link.collection, "update"),
-        ):
+        for owner, name in ((samkv_integrations.engine.engine, "prefill"), (link.collection, "update")):
             monkeypatch.setattr(owner, name, _not_called)
         assert counts(link.sync(grace_s=0)) == (6, 0, 0, 0, 0, 0)
 
@@ -372,7 +369,7 @@ class TestRelease:
     def test_wrong_embedding_is_said_before_anything_is_computed(
         self, link: ChromaLink, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(samkv_integrations.engine.chunks, "prefill", _not_called)
+        monkeypatch.setattr(samkv_integrations.engine.engine, "prefill", _not_called)
         with pytest.raises(InvalidOption, match="dimension 3 does not fit .*'town'.* dimension 2"):
             link.add(["a", "b"], TEXTS[:2], [VECTOR, [*VECTOR, 0.0]])
         add_raw(link, {"x": None})
