@@ -20,34 +20,15 @@ from samkv_integrations.chroma.client import collection_names, connect_collectio
 from samkv_integrations.chroma.link import ChromaLink
 from samkv_integrations.chroma.results import KEY_FIELD, SyncResult
 from samkv_integrations.errors import InvalidChunk, InvalidOption, StoreError, UnknownOption
+from tests.support.chroma_link import IDS, VECTOR, add_raw, client_of, link_of
 from tests.support.chroma_server import HOST, free_port
 from tests.support.chunks import random_chunk
 from tests.support.records import TEXTS, builtin
-
-VECTOR = [1.0, 0.0]
-IDS = ["a", "b", "c", "d", "e", "f"]
 
 
 @pytest.fixture
 def link(tmp_path: Path) -> ChromaLink:
     return link_of(tmp_path)
-
-
-def link_of(folder: Path, name: str = "town", *, namespace: str = "", size: int = 8) -> ChromaLink:
-    store = ChunkStore(folder / "kv", namespace=namespace)
-    collection = open_collection(folder / "chroma", name, create=True)
-    return ChromaLink(collection, Engine(builtin(), store, block_size=size))
-
-
-def add_raw(link: ChromaLink, texts: dict[str, str | None], **metadata: Any) -> None:
-    """Records as another program writes them."""
-    for id_, text in texts.items():
-        link.collection.add(
-            ids=[id_],
-            documents=None if text is None else [text],
-            embeddings=[VECTOR],
-            metadatas=[metadata] if metadata else None,
-        )
 
 
 def add(link: ChromaLink, texts: dict[str, str]) -> None:
@@ -104,7 +85,10 @@ class TestBuildAndLink:
     ) -> None:
         add_raw(link, dict(zip(IDS, TEXTS, strict=True)))
         link.sync()
-        for owner, name in ((samkv_integrations.engine.engine, "prefill"), (link.collection, "update")):
+        for owner, name in (
+            (samkv_integrations.engine.engine, "prefill"),
+            (link.collection, "update"),
+        ):
             monkeypatch.setattr(owner, name, _not_called)
         assert counts(link.sync(grace_s=0)) == (6, 0, 0, 0, 0, 0)
 
@@ -146,7 +130,7 @@ class TestBuildAndLink:
     def test_page_by_page(
         self, link: ChromaLink, monkeypatch: pytest.MonkeyPatch, size: int
     ) -> None:
-        monkeypatch.setattr(link.collection._client, "get_max_batch_size", lambda: size)
+        monkeypatch.setattr(client_of(link.collection), "get_max_batch_size", lambda: size)
         add_raw(link, dict(zip(IDS, TEXTS, strict=True)))
         asked = []
         for name in ("get", "update"):
@@ -221,7 +205,7 @@ class TestPrune:
         link.collection.delete(ids=["a", "b", "c"])
         assert counts(link.sync(grace_s=0)) == (0, 0, 0, 0, 1, 0)
         assert cached(link) == keys_of(link, TEXTS[0], TEXTS[1])
-        other.collection._client.delete_collection("country")
+        client_of(other.collection).delete_collection("country")
         assert counts(link.sync(grace_s=0))[4] == 2
         assert not cached(link)
 
@@ -275,7 +259,7 @@ class TestRelease:
     def test_keys_that_many_records_share(
         self, link: ChromaLink, monkeypatch: pytest.MonkeyPatch, size: int
     ) -> None:
-        monkeypatch.setattr(link.collection._client, "get_max_batch_size", lambda: size)
+        monkeypatch.setattr(client_of(link.collection), "get_max_batch_size", lambda: size)
         add(link, {**{f"many-{n}": TEXTS[0] for n in range(20)}, "b": TEXTS[1], "c": TEXTS[2]})
         link.engine.cache_chunks(TEXTS)
         limits, get = [], link.collection.__class__.get
@@ -307,7 +291,7 @@ class TestRelease:
     def test_more_records_than_one_page(
         self, link: ChromaLink, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(link.collection._client, "get_max_batch_size", lambda: 2)
+        monkeypatch.setattr(client_of(link.collection), "get_max_batch_size", lambda: 2)
         add(link, dict(zip(IDS, TEXTS, strict=True)))
         assert link.delete(IDS[:3]) == 3
         assert link.clear() == 3
@@ -418,7 +402,7 @@ class TestTrouble:
         assert counts(link.sync(grace_s=0)) == (1, 0, 0, 0, 1, 0)
 
     def test_a_collection_that_was_deleted(self, link: ChromaLink) -> None:
-        link.collection._client.delete_collection("town")
+        client_of(link.collection).delete_collection("town")
         with pytest.raises(InvalidOption, match="'town' was deleted"):
             add(link, {"a": TEXTS[0]})
         for use in (link.sync, link.clear):
@@ -430,9 +414,9 @@ class TestTrouble:
     ) -> None:
         other = link_of(tmp_path, "country")
         add(other, {"z": TEXTS[0]})
-        client = link.collection._client
+        client = client_of(link.collection)
         listed = client.list_collections()
-        client.delete_collection("country")
+        client_of(other.collection).delete_collection("country")
         monkeypatch.setattr(client, "list_collections", lambda **where: listed)
         assert link.release(keys_of(link, TEXTS[0])) == 1
         assert counts(link.sync(grace_s=0)) == (0, 0, 0, 0, 0, 0)
@@ -463,12 +447,12 @@ class TestTrouble:
 KILLED = """
 import sys
 from pathlib import Path
-from tests.chroma.test_sync import IDS, add_raw, link_of
+from tests.support.chroma_link import IDS, add_raw, client_of, link_of
 from tests.support.records import TEXTS
 
 folder, name, number = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 link = link_of(folder)
-link.collection._client.get_max_batch_size = lambda: 2
+client_of(link.collection).get_max_batch_size = lambda: 2
 add_raw(link, dict(zip(IDS, TEXTS)))
 owner = link.engine.store if name == "put" else link.collection
 call, calls = getattr(owner, name), []
@@ -490,7 +474,7 @@ class TestServer:
     def served(self, chroma_port: int, tmp_path: Path) -> Iterator[ChromaLink]:
         collection = connect_collection(HOST, chroma_port, "town", create=True)
         yield ChromaLink(collection, Engine(builtin(), ChunkStore(tmp_path / "kv"), block_size=8))
-        collection._client.delete_collection("town")
+        client_of(collection).delete_collection("town")
 
     def test_the_whole_life_of_records(self, served: ChromaLink) -> None:
         add(served, {"a": TEXTS[0], "b": TEXTS[1], "c": TEXTS[1]})
@@ -516,7 +500,7 @@ class TestServer:
         with pytest.raises(UnknownOption, match="collection 'twon'; known: .*town"):
             connect_collection(HOST, chroma_port, "twon", create=False)
         assert served.collection._embedding_function is None
-        assert not served.collection._client.get_settings().anonymized_telemetry
+        assert not client_of(served.collection).get_settings().anonymized_telemetry
 
     def test_no_server(self) -> None:
         port = free_port()
@@ -541,7 +525,7 @@ def served_once(chroma_port: int, tmp_path: Path) -> tuple[ChromaLink, Any]:
     link = ChromaLink(collection, Engine(builtin(), ChunkStore(tmp_path / "kv"), block_size=8))
 
     def stop() -> None:
-        collection._client._api_url = f"http://{HOST}:{free_port()}/api/v2"  # type: ignore[attr-defined]
+        client_of(collection)._api_url = f"http://{HOST}:{free_port()}/api/v2"  # type: ignore[attr-defined]
 
     return link, stop
 

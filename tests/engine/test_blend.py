@@ -40,7 +40,7 @@ from samkv_integrations.methods.parts import Fusion
 from samkv_integrations.model.model import Model
 from samkv_integrations.prompt.layout import Layout, Segment
 from tests.support.chunks import decoded, random_chunk, tiny_fingerprint
-from tests.support.models import FAMILIES, tiny_model
+from tests.support.models import FAMILIES, tiny_model, turned
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-4}
 BLOCK = 4
@@ -154,15 +154,6 @@ def case_of(
 
 
 # --- the reference -----------------------------------------------------------------------------
-
-
-def turned(x: Tensor, position: int, model: Model) -> Tensor:
-    """(heads, D) rotated to ``position``."""
-    cos, sin = model.hf.model.rotary_emb(torch.empty(0), torch.tensor([[position]]))
-    half = x.shape[-1] // 2
-    c, s = cos[0, 0, :half], sin[0, 0, :half]
-    first, second = x[..., :half], x[..., half:]
-    return torch.cat((first * c - second * s, second * c + first * s), dim=-1)
 
 
 def cosine(a: Tensor, b: Tensor) -> Tensor:

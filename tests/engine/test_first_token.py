@@ -15,17 +15,18 @@ from torch import Tensor
 
 from samkv_integrations.cache.chunk_file import ChunkFile
 from samkv_integrations.cache.disk import ChunkStore
+from samkv_integrations.cache.file_format import FileLayout
 from samkv_integrations.cache.memory import MemoryChunk
 from samkv_integrations.engine.dense_cache import DenseCache
 from samkv_integrations.engine.engine import Engine
-from samkv_integrations.engine.first_token import first_token
+from samkv_integrations.engine.first_token import FirstToken, Request, first_token
 from samkv_integrations.engine.sparse_cache import SparseCache
 from samkv_integrations.errors import CacheMiss, PromptTooLong
 from samkv_integrations.eviction import Quest
 from samkv_integrations.methods import METHODS
 from samkv_integrations.methods.guided import GuidedRecompute, GuidedSelect
-from tests.laws.test_limit_laws import CHUNKS, FOLLOW, PROMPT, plain_logits
-from tests.support.asking import ask, request_of
+from tests.support.asking import ask, first_token_by
+from tests.support.laws import CHUNKS, FOLLOW, PROMPT, plain_logits
 from tests.support.models import tiny_model
 
 GUIDED = METHODS["samkv-guided"]
@@ -62,13 +63,19 @@ def spoil(file: Path, at: int) -> None:
 @pytest.mark.parametrize("method", METHODS)
 def test_a_first_token_is_a_value(engine: Engine, method: str) -> None:
     """Asked twice of the same open caches: the same to the bit, and the first one still goes on."""
-    with torch.inference_mode(), engine.resolve(PROMPT, CHUNKS) as resolved:
-        request = request_of(engine, resolved, method, eviction=None)
+
+    def twice(request: Request) -> FirstToken:
         one = first_token(request)
         kept = one.logits.clone()
         two = first_token(request)
         assert torch.equal(one.logits, kept) and torch.equal(two.logits, kept)
         assert one.cache is not two.cache and one.report.method == method
+        compared.append(two)
+        return one
+
+    compared: list[FirstToken] = []
+    first_token_by(twice, engine, PROMPT, CHUNKS, method, eviction=None)
+    assert len(compared) == 1
     asked = [ask(engine, PROMPT, CHUNKS, method, eviction=None) for _ in range(2)]
     alone = asked[0].follow(FOLLOW[:4])
     later = [a.decoder() for a in (asked[1], ask(engine, PROMPT, CHUNKS, method, eviction=None))]
@@ -110,15 +117,13 @@ def test_what_an_answer_goes_on_with_is_the_method_s_rule_unless_a_call_says_so(
 
 @pytest.mark.parametrize("room", [0, 1])
 def test_a_prompt_and_answer_beyond_the_window_are_refused(engine: Engine, room: int) -> None:
-    with torch.inference_mode(), engine.resolve(PROMPT, CHUNKS) as resolved:
-        request = request_of(engine, resolved, "reuse", capacity=8)
-        n_tokens = sum(len(segment.token_ids) for segment in resolved.segments)
-        request = replace(request, context_window=n_tokens + 8 - room)
-        if room:
-            with pytest.raises(PromptTooLong, match=f"prompt of {n_tokens} tokens"):
-                first_token(request)
-        else:
-            assert first_token(request).layout.n_tokens == n_tokens
+    n_tokens = ask(engine, PROMPT, CHUNKS, "reuse").layout.n_tokens
+    asked = {"method": "reuse", "max_new_tokens": 8, "context_window": n_tokens + 8 - room}
+    if room:
+        with pytest.raises(PromptTooLong, match=f"prompt of {n_tokens} tokens"):
+            engine.generate(PROMPT, CHUNKS, **asked)
+    else:
+        assert engine.generate(PROMPT, CHUNKS, **asked).report.prompt_tokens == n_tokens
 
 
 # --- what is computed --------------------------------------------------------------------------
@@ -219,7 +224,7 @@ def test_bytes_read_are_those_of_the_files_without_what_is_not_needed(
         total += file_of(on_disk, tmp_path, text).stat().st_size
         with on_disk.store.open(on_disk.key_of(text), on_disk.fingerprint) as chunk:
             assert isinstance(chunk, ChunkFile)
-            places = chunk._layout.tensors
+            places = FileLayout(fingerprint=on_disk.fingerprint, n_tokens=chunk.n_tokens).tensors
             first, last = places["local_query"], places["key_range"]
             names = ("local_query", "summary_codes", "summary_scale")
             unread += sum(places[name].stop - places[name].start for name in names)

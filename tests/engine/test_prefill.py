@@ -22,13 +22,12 @@ from torch.utils._pytree import tree_leaves
 from samkv_integrations.cache.block_means import decode_means
 from samkv_integrations.cache.chunk import ChunkCache, ChunkRef
 from samkv_integrations.cache.fingerprint import Fingerprint
-from samkv_integrations.cache.memory import MemoryStore
 from samkv_integrations.cache.rope import rotate
 from samkv_integrations.engine import chunks as engine_module
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.engine.prefill import PADDING, batches, prefill
 from samkv_integrations.model.model import Model
-from tests.support.chunks import decoded, key_steps, transformed
+from tests.support.chunks import cache_of, decoded, key_steps, transformed
 from tests.support.models import FAMILIES, hf_model, tiny_model
 
 BLOCK = 8
@@ -370,12 +369,12 @@ def test_no_chunks_are_no_work(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 def test_the_engine_prefills_after_its_prefix(family: str, prefix: str) -> None:
     """Qwen has no BOS, so both policies are the same there."""
-    model, store = tiny_model(family), MemoryStore()
-    engine = Engine(model, store, block_size=BLOCK, prefix=prefix, store_bits=16)
-    key = engine.cache_chunk(TEXTS[0])
+    model = tiny_model(family)
+    engine = Engine(model, block_size=BLOCK, prefix=prefix, store_bits=16)
+    engine.cache_chunk(TEXTS[0])
     before = (1,) if prefix == "bos" and family == "llama" else ()
     assert engine.prefix == before
-    cached = store._chunks[engine.fingerprint.digest, key]
+    cached = cache_of(engine, TEXTS[0])
     ids = tuple(model.tokenize(TEXTS[0].strip(), special=False))
     torch.testing.assert_close(rows_of(cached)[1], own(model, ids, before).values, **CLOSE)
 

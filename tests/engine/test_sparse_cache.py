@@ -18,9 +18,9 @@ from samkv_integrations.engine.working_cache import LayerEntries
 from samkv_integrations.eviction import Quest
 from samkv_integrations.methods.base import ContextAttention
 from samkv_integrations.model.model import Model
-from tests.laws.test_limit_laws import CHUNKS, FOLLOW, PROMPT
 from tests.support.asking import ask
 from tests.support.chunks import transformed
+from tests.support.laws import CHUNKS, FOLLOW, PROMPT
 from tests.support.models import byte_tokenizer, hf_model, tiny_model
 
 GROUPS, HEADS, DIM, SCALING = 2, 6, 8, 0.4
@@ -44,12 +44,14 @@ def form_of(bits: int) -> EntryFormat:
 
 
 class Stored:
-    """A context of 100 tokens as a request has read it."""
+    """A context of 100 tokens as a request has read it; of one value, if there is one."""
 
-    def __init__(self, seed: int, bits: int) -> None:
+    def __init__(self, seed: int, bits: int, value: float | None = None) -> None:
         self.form = form_of(bits)
+        values = normal(seed + 1, CONTEXT, GROUPS, DIM)
         codes, key_range = self.form.encode(
-            2 * normal(seed, CONTEXT, GROUPS, DIM), normal(seed + 1, CONTEXT, GROUPS, DIM)
+            2 * normal(seed, CONTEXT, GROUPS, DIM),
+            values if value is None else torch.full_like(values, value),
         )
         cos, sin = (
             side[:, None, : DIM // 2].expand(-1, GROUPS, -1).contiguous()
@@ -96,6 +98,7 @@ class Case:
         budget: int,
         held: float = 0.8,
         weigh: ContextAttention | None = None,
+        value: float | None = None,
     ) -> None:
         generator = torch.Generator().manual_seed(seed)
         self.tokens = (torch.rand(CONTEXT, generator=generator) < held).nonzero()[:, 0]
@@ -103,15 +106,33 @@ class Case:
         shuffled = torch.randperm(len(is_context), generator=generator)
         is_context[shuffled[: len(self.tokens)]] = True
         self.cos, self.sin = places(CONTEXT)
-        self.stored = Stored(seed, bits)
+        self.stored = Stored(seed, bits, value)
         self.given = entries_of(seed, is_context, self.tokens, self.stored)
+        if value is not None:
+            self.given.values[self.given.context_slots] = value
         self.cache = SparseCache(1, self.stored, budget, 5, weigh)
         self.cache.take(0, self.given)
 
     def held(self) -> tuple[Tensor, Tensor]:
-        """(n, G, D) keys and values of all context tokens, as the cache has them."""
-        context = self.cache._context[0]
-        return context.keys(), context.values()
+        """(n, G, D) keys and values of all context tokens, as such a cache has them.
+
+        Told by a method's own attention, which sees all of them where the budget has room.
+        """
+        seen: list[tuple[Tensor, Tensor]] = []
+
+        def weigh(
+            query: Tensor, keys: Tensor, values: Tensor, scaling: float, mask: Tensor | None,
+            is_context: Tensor,
+        ) -> Tensor:  # fmt: skip
+            seen.append((keys[0, :, is_context], values[0, :, is_context]))
+            return query
+
+        cache = SparseCache(1, self.stored, CONTEXT, 1, weigh)
+        cache.take(0, self.given)
+        one = torch.ones(1, GROUPS, 1, DIM)
+        cache.attend(0, torch.ones(1, HEADS, 1, DIM), one, one, SCALING)
+        ((keys, values),) = seen
+        return keys.transpose(0, 1), values.transpose(0, 1)
 
     def others(self) -> tuple[Tensor, Tensor]:
         at = self.given.other_slots
@@ -244,14 +265,9 @@ def test_a_step_with_room_for_all_leaves_nothing_out() -> None:
 
 def test_where_all_values_are_one_leaving_tokens_out_changes_nothing() -> None:
     """The rest has the weight that its tokens have: what they would bring is their mean."""
-    few, all_of_it = Case(6, 16, 64), Case(6, 16, 1000)
+    few, all_of_it = (Case(6, 16, budget, value=1.0) for budget in (64, 1000))
     for case in (few, all_of_it):
-        held = case.cache._context[0]
-        values = torch.ones_like(held.values())
-        codes, _ = held.form.encode(held.form.keys(held.codes, held.key_range, held.group), values)
-        held.codes.copy_(codes)
-        case.cache._mean_value[0] = torch.ones(1, GROUPS, DIM)
-        assert case.cache._context[0].values().eq(1).all()
+        assert len(case.tokens) > 64 and case.held()[1].eq(1).all()
     query, new = normal(1, HEADS, DIM), normal(2, 2, GROUPS, DIM)
     outputs = [
         case.cache.attend(

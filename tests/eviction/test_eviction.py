@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Callable
 from dataclasses import FrozenInstanceError, dataclass, fields, replace
 from itertools import pairwise
@@ -17,13 +16,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from samkv_integrations import EVICTIONS, METHODS, ChunkStore, Engine, Eviction, Method
-from samkv_integrations.engine.costs import CostModel
+from samkv_integrations.cache.memory import MemoryStore
+from samkv_integrations.engine.costs import CostModel, costs_name
 from samkv_integrations.engine.decode import Decoder
 from samkv_integrations.engine.dense_cache import DenseCache
 from samkv_integrations.engine.evictor import Evictor
-from samkv_integrations.engine.first_token import _plan, first_token
-from samkv_integrations.engine.plan import PassPlan
-from samkv_integrations.engine.request import FirstToken, Request
+from samkv_integrations.engine.first_token import FirstToken
+from samkv_integrations.engine.plan import PassPlan, plan_pass
 from samkv_integrations.engine.working_cache import LayerEntries
 from samkv_integrations.errors import InvalidOption, UnknownOption
 from samkv_integrations.eviction import get_eviction
@@ -33,24 +32,13 @@ from samkv_integrations.eviction.pyramidkv import PyramidKV
 from samkv_integrations.eviction.sage_kv import SageKV
 from samkv_integrations.eviction.snapkv import SnapKV
 from samkv_integrations.eviction.streaming_llm import StreamingLLM
-from samkv_integrations.methods import get_method
 from samkv_integrations.methods.base import Select, Selection, SelectionInputs
 from samkv_integrations.methods.parts import RecomputeAll
 from samkv_integrations.model.attention import attention
 from samkv_integrations.prompt.layout import Layout
+from tests.support.asking import ask
+from tests.support.laws import CHUNKS, PROMPT, TOLERANCE
 from tests.support.models import FAMILIES, tiny_model
-
-# Far below what one wrong entry changes, above the rounding of another summation order.
-TOLERANCE = {"rtol": 2e-4, "atol": 2e-4}
-
-
-def words(seed: int, n: int) -> str:
-    rng = random.Random(seed)
-    return "".join(rng.choice("abcdefghij klmnop\nqrs") for _ in range(n)).strip() or "x"
-
-
-CHUNKS = [words(seed, n) for seed, n in enumerate((90, 41, 7, 66, 24))]
-PROMPT = "Read:\n\n" + "\n\n-- more\n".join(CHUNKS) + "\n\nQuestion: why?\nAnswer:"
 
 ANSWER = 24
 CLASSES = {"streaming-llm": StreamingLLM, "h2o": H2O, "snapkv": SnapKV,
@@ -75,7 +63,9 @@ def engines() -> Callable[[str], Engine]:
 
     def engine_of(family: str) -> Engine:
         if family not in made:
-            made[family] = Engine(tiny_model(family), block_size=8)
+            model, store = tiny_model(family), MemoryStore()
+            store.put_note(costs_name(model), FREE.to_json())
+            made[family] = Engine(model, store, block_size=8, prefix_bytes=0)
             made[family].cache_chunks(CHUNKS)
         return made[family]
 
@@ -86,15 +76,8 @@ def asked(
     engine: Engine, method: str | Method, rule: Eviction | None, capacity: int = ANSWER
 ) -> FirstToken:
     """The first token of an answer, whose cache the rule has thinned out."""
-    chosen = get_method(method)
-    with torch.inference_mode(), engine.resolve(PROMPT, CHUNKS) as resolved:
-        request = Request(
-            model=engine.model, method=chosen, resolved=resolved, fingerprint=engine.fingerprint,
-            prefix=engine.prefix, capacity=capacity, eviction=rule,
-            stable_layers=engine.stable_layers if "statistics" in chosen.needs else (),
-            costs=FREE,
-        )  # fmt: skip
-        return first_token(request)
+    given = "none" if rule is None else rule
+    return ask(engine, PROMPT, CHUNKS, method, eviction=given, capacity=capacity).first
 
 
 def decoder_of(engine: Engine, first: FirstToken) -> Decoder:
@@ -424,7 +407,7 @@ def test_every_method_answers_with_every_rule(
         assert answer.text == again.text
         first = engine.logits(prompt, chunks, method=method, eviction=rule)
         assert torch.equal(first, engine.logits(prompt, chunks, method=method, eviction="none"))
-        assert 1 <= answer.report.completion_tokens <= 4
+        assert answer.report.completion_tokens == 4
         assert answer.report.chunk_hits == 2
         assert answer.report.kv_bytes == plain.report.kv_bytes
 
@@ -458,14 +441,14 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Seen, Tensor]]:
 
 @pytest.fixture
 def plans(monkeypatch: pytest.MonkeyPatch) -> list[PassPlan]:
-    """Plans of the answers' passes; the last one says what every layer did."""
+    """Plans of all passes; an answer's last one says what every layer did."""
     made: list[PassPlan] = []
 
-    def recorded(*arguments: Any) -> PassPlan:
-        made.append(_plan(*arguments))
+    def recorded(*arguments: Any, **options: Any) -> PassPlan:
+        made.append(plan_pass(*arguments, **options))
         return made[-1]
 
-    monkeypatch.setattr("samkv_integrations.engine.first_token._plan", recorded)
+    monkeypatch.setattr("samkv_integrations.engine.first_token.plan_pass", recorded)
     return made
 
 

@@ -1,115 +1,52 @@
 """The limit laws: what every method must equal at the ends of its range, on every family.
 
-Logits are compared in float32; 2e-4 is far below what a single wrong row or position changes in
+Logits are compared in float32; 2e-4 is far below what a single wrong entry or position changes in
 these models (their logits spread over tens) and above the rounding of another summation order.
 
 Laws that compare stored entries with computed ones hold to that with 16 bits, which keep every bit.
 With fewer they hold as far as uniform noise of half a step, added to every key and value, moves the
-same logits (`noisy`): nothing within a step is known to a cache of few bits. Laws that compare two
-ways over the same stored entries know no bits, and hold to 2e-4 with all of them.
+same logits (`test_few_bits.py`): nothing within a step is known to a cache of few bits. Laws that
+compare two ways over the same stored entries know no bits, and hold to 2e-4 with all of them.
 """
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
 
-from samkv_integrations.bench.variants import CompetingSelect
-from samkv_integrations.cache.chunk import ChunkCache
-from samkv_integrations.cache.memory import MemoryStore
-from samkv_integrations.engine import blend
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.eviction import Quest
 from samkv_integrations.methods import METHODS
-from samkv_integrations.methods.a3 import A3Recompute
 from samkv_integrations.methods.ape import ApeAttention
 from samkv_integrations.methods.base import (
-    Checked,
     Method,
-    ProbedLayer,
-    Recompute,
-    Select,
     Selection,
-    SelectionInputs,
     Update,
     overwrite,
 )
-from samkv_integrations.methods.cacheblend import CacheblendRecompute
-from samkv_integrations.methods.epic import EpicRecompute
 from samkv_integrations.methods.guided import GuidedRecompute, GuidedSelect
 from samkv_integrations.methods.multi_infllm import MultiInfllmSelect
 from samkv_integrations.methods.parts import Fusion, RecomputeAll, RecomputeNone
 from samkv_integrations.methods.samkv import SamkvSelect
-from samkv_integrations.model.attention import attention
-from samkv_integrations.model.model import Model
-from samkv_integrations.prompt.layout import Layout
-from tests.support.asking import Asked, ask
-from tests.support.chunks import decoded, key_steps, transformed
-from tests.support.models import FAMILIES, tiny_model
-
-TOLERANCE = {"rtol": 2e-4, "atol": 2e-4}
-
-
-def words(seed: int, n: int) -> str:
-    rng = random.Random(seed)
-    return "".join(rng.choice("abcdefghij klmnop\nqrs") for _ in range(n)).strip() or "x"
-
-
-CHUNKS = [words(seed, n) for seed, n in enumerate((90, 41, 7, 66, 24))]
-FROM_THE_START = "\n\n".join(CHUNKS) + "\n\nQuestion: why?"
-PROMPT = "Read:\n\n" + "\n\n-- more\n".join(CHUNKS) + "\n\nQuestion: why?\nAnswer:"
-
-
-def first_logits(
-    engine: Engine, prompt: str, chunks: list[str], method: Method | str
-) -> tuple[Tensor, Asked]:
-    asked = ask(engine, prompt, chunks, method)
-    return asked.first.logits, asked
-
-
-def plain_logits(model: Model, layout: Layout) -> Tensor:
-    """The plain forward of transformers over the same token ids."""
-    with torch.inference_mode():
-        logits: Tensor = model.hf(layout.token_ids[None]).logits[0, -1]
-        return logits
-
-
-def assert_same_answer(query: Asked, logits: Tensor, expected: Tensor, other: Asked) -> None:
-    """The same first token, and the same rows for those after it."""
-    torch.testing.assert_close(logits, expected, **TOLERANCE)
-    assert query.cache.lengths == other.cache.lengths
-    for layer, n_rows in enumerate(query.cache.lengths):
-        for side in ("keys", "values"):
-            mine, theirs = (getattr(q.cache, side)[layer][:n_rows] for q in (query, other))
-            torch.testing.assert_close(mine, theirs, **TOLERANCE)
-
-
-def engine_of(family: str, store_bits: int) -> Engine:
-    engine = Engine(tiny_model(family), block_size=8, store_bits=store_bits)
-    engine.cache_chunks(CHUNKS)
-    return engine
-
-
-@pytest.fixture(params=FAMILIES)
-def engine(request: pytest.FixtureRequest) -> Engine:
-    """Of every family, with the entries that the model computed."""
-    return engine_of(request.param, 16)
-
-
-WITH_BITS = [*((family, 16) for family in FAMILIES), ("llama", 4), ("qwen3", 4), ("qwen2", 8)]
-
-
-@pytest.fixture(params=WITH_BITS, ids=lambda p: f"{p[0]}-{p[1]}")
-def any_engine(request: pytest.FixtureRequest) -> Engine:
-    """Of every family, and with entries of few bits."""
-    return engine_of(*request.param)
+from tests.support.asking import ask
+from tests.support.chunks import cache_of
+from tests.support.laws import (
+    CHUNKS,
+    FOLLOW,
+    FROM_THE_START,
+    PROMPT,
+    TOLERANCE,
+    assert_same_answer,
+    changed,
+    engine_of,
+    first_logits,
+    plain_logits,
+)
+from tests.support.models import tiny_model
 
 
 def test_recompute_is_the_plain_forward(engine: Engine) -> None:
@@ -203,12 +140,6 @@ def test_guided_recomputing_all_is_recompute(any_engine: Engine, select: GuidedS
 # --- the methods of other papers ---------------------------------------------------------------
 
 
-def changed(name: str, **options: float) -> Method:
-    """A method with other options of its recomputation."""
-    method = METHODS[name]
-    return replace(method, recompute=replace(method.recompute, **options))
-
-
 @pytest.mark.parametrize(
     "method",
     [
@@ -280,9 +211,12 @@ def test_ape_without_temperature_and_scale_is_reuse_local(any_engine: Engine) ->
     expected = of_local.follow(tokens)
     torch.testing.assert_close(query.follow(tokens), expected, **TOLERANCE)
     # every step weighs as the method says, not as the model does
-    sharp = ask(any_engine, PROMPT, CHUNKS, method)
-    sharp.cache._weigh = ApeAttention(temperature=0.5)
-    assert float((sharp.follow(tokens) - expected).abs().amax(1).min()) > 0.05
+    sharp, weigh = ask(any_engine, PROMPT, CHUNKS, method), ApeAttention.__call__
+    with mock.patch.object(
+        ApeAttention, "__call__", lambda _, *of_step: weigh(ApeAttention(temperature=0.5), *of_step)
+    ):
+        sharpened = sharp.follow(tokens)
+    assert float((sharpened - expected).abs().amax(1).min()) > 0.05
     texts = [
         any_engine.generate(PROMPT, CHUNKS, method=m, max_new_tokens=8).text
         for m in (method, "reuse-local")
@@ -330,7 +264,7 @@ def test_order_of_ingest_changes_no_bit(store_bits: int) -> None:
     for engine, chunks in zip(engines, (CHUNKS, CHUNKS[::-1]), strict=True):
         for chunk in chunks:
             engine.cache_chunk(chunk)
-    one, two = ([stored(engine, chunk) for chunk in CHUNKS] for engine in engines)
+    one, two = ([cache_of(engine, chunk) for chunk in CHUNKS] for engine in engines)
     for mine, theirs in zip(one, two, strict=True):
         assert torch.equal(mine.entries, theirs.entries)
         assert torch.equal(mine.key_range, theirs.key_range)
@@ -369,16 +303,27 @@ def test_no_method_changes_an_exact_first_chunk(engine: Engine, name: str) -> No
 def test_a_prompt_of_one_exact_chunk_reads_and_computes_no_more_than_reuse(
     engine: Engine, name: str
 ) -> None:
-    """There is nothing to decide about: a check of nothing, a share of nothing."""
+    """There is nothing to decide about: a check of nothing, a share of nothing.
+
+    But for `recompute`, which computes everything, and reads the token ids alone.
+    """
     prompt = CHUNKS[0] + "\n\nQuestion: why?"
+    _, reuse = first_logits(engine, prompt, CHUNKS[:1], "reuse")
     logits, query = first_logits(engine, prompt, CHUNKS[:1], name)
     assert bool(logits.isfinite().all())
-    keeps_all = not METHODS[name].select.probes or name == "samkv-guided"
+    keeps_all = not METHODS[name].select.probes or name in ("samkv-guided", "auto")
     if keeps_all and METHODS[name].attend is None:
         plain = plain_logits(engine.model, query.layout)
         torch.testing.assert_close(logits, plain, **TOLERANCE)
-    if name != "recompute":
-        assert query.report.recompute_ratio == 0.0
+    if name == "recompute":
+        assert query.report.bytes_read == 4 * query.layout.n_context
+        return
+    assert query.report.recompute_ratio == 0.0
+    assert [int(each.plan.computed.sum()) for each in query.planned] == [0] * len(query.planned)
+    if keeps_all:
+        assert query.report.bytes_read == reuse.report.bytes_read
+    else:  # some blocks, and what they are chosen by
+        assert query.report.bytes_read < reuse.report.bytes_read
 
 
 @pytest.mark.parametrize("update", [overwrite, Fusion()])
@@ -402,305 +347,7 @@ def test_guided_on_a_small_context_is_full_prefill(engine: Engine, update: Updat
             assert report.kept_ratio == 1
 
 
-# --- nothing attends to what comes after it ----------------------------------------------------
-
-
-class Tape:
-    """What a method decided about one prompt, in order, to be decided again about another."""
-
-    def __init__(self) -> None:
-        self.decisions: list[Any] = []
-        self._at: int | None = None
-
-    def rewind(self) -> None:
-        self._at = 0
-
-    def decide(self, decision: Callable[[], Any]) -> Any:  # noqa: ANN401
-        if self._at is None:
-            self.decisions.append(decision())
-            return self.decisions[-1]
-        self._at += 1
-        return self.decisions[self._at - 1]
-
-    @property
-    def is_played(self) -> bool:
-        return self._at == len(self.decisions)
-
-
-class TapedSelect(Select):
-    """A selection whose decisions are on a tape."""
-
-    def __init__(self, part: Select, tape: Tape) -> None:
-        self.part, self.tape = part, tape
-
-    @property
-    def needs(self) -> frozenset[str]:
-        return self.part.needs
-
-    @property
-    def probes(self) -> bool:
-        return self.part.probes
-
-    def probe_blocks(self, layout: Layout) -> Tensor:
-        return self.part.probe_blocks(layout)
-
-    def probe_tokens(self, layout: Layout) -> Tensor:
-        return self.part.probe_tokens(layout)
-
-    def score(self, probed: ProbedLayer, layout: Layout) -> Tensor | None:
-        return self.part.score(probed, layout)
-
-    def choose(self, scores: Tensor | None, inputs: SelectionInputs, layout: Layout) -> Selection:
-        return self.tape.decide(lambda: self.part.choose(scores, inputs, layout))
-
-
-class TapedRecompute(Recompute):
-    """A recomputation whose decisions are on a tape."""
-
-    def __init__(self, part: Recompute, tape: Tape) -> None:
-        self.part, self.tape = part, tape
-
-    @property
-    def needs(self) -> frozenset[str]:
-        return self.part.needs
-
-    @property
-    def check_layer(self) -> int | None:
-        return self.part.check_layer
-
-    def choose(self, selection: Selection, inputs: SelectionInputs, layout: Layout) -> Tensor:
-        return self.tape.decide(lambda: self.part.choose(selection, inputs, layout))
-
-    def choose_after(self, checked: Checked, layout: Layout) -> Tensor:
-        return self.tape.decide(lambda: self.part.choose_after(checked, layout))
-
-
-LATER = [*CHUNKS[:3], CHUNKS[3][::-1], CHUNKS[4][::-1]]
-FUTURES = {
-    "another last chunk": (PROMPT.replace(CHUNKS[4], LATER[4]), [*CHUNKS[:4], LATER[4]], 4),
-    "other last two": (
-        PROMPT.replace(CHUNKS[3], LATER[3]).replace(CHUNKS[4], LATER[4]), LATER, 3,
-    ),
-    "another question": (PROMPT.replace("why?\nAnswer:", "who?\nResult:"), CHUNKS, 5),
-}  # fmt: skip
-"""Prompt, chunks, and the first chunk that is another one (5: none)."""
-
-EAGER = {
-    "samkv-guided": {"recompute": GuidedRecompute(ratio=0.3, hits=None)},
-    "epic": {"recompute": EpicRecompute(first=12, last=6)},
-    "cacheblend": {"recompute": CacheblendRecompute(ratio=0.4)},
-    "a3": {"recompute": A3Recompute(ratio=0.4, layer=0)},
-}
-"""Methods with enough recomputed rows that some are in every chunk."""
-
-
-@pytest.mark.parametrize("future", FUTURES)
-@pytest.mark.parametrize("name", METHODS)
-def test_no_row_attends_to_what_comes_after_it(engine: Engine, name: str, future: str) -> None:
-    """Another future, and what was decided about the first one: no row before it may change.
-
-    Decisions look ahead, and may: chunks compete with each other, and the question is asked first.
-    They are taped, so that what is left is what rows attend to. Rows of a layer hold what all
-    layers before it computed; the template between the chunks is always among them.
-    """
-    prompt, chunks, first = FUTURES[future]
-    assert len(prompt) == len(PROMPT) and prompt != PROMPT
-    engine.cache_chunks(chunks)
-    tape = Tape()
-    method = replace(METHODS[name], **EAGER.get(name, {}))
-    taped = replace(
-        method,
-        select=TapedSelect(method.select, tape),
-        recompute=TapedRecompute(method.recompute, tape),
-    )
-    _, one = first_logits(engine, PROMPT, CHUNKS, taped)
-    tape.rewind()
-    _, two = first_logits(engine, prompt, chunks, taped)
-    assert tape.is_played
-    changed_at = int((one.layout.token_ids != two.layout.token_ids).nonzero()[0])
-    starts = (*one.layout.chunk_starts, one.layout.n_tokens)
-    differ = 0.0
-    assert changed_at >= (starts[first] if first < 5 else PROMPT.index("why?"))
-    for layer in range(engine.model.n_layers):
-        held = one.layout.uncached.clone()
-        held[one.layout.context_positions] |= one.kept[layer, one.layout.block_of_token]
-        before = int(held[:changed_at].sum())
-        assert before > int(one.layout.uncached[:changed_at].sum()) > 20
-        for side in ("keys", "values"):
-            mine, theirs = (getattr(q.cache, side)[layer] for q in (one, two))
-            assert one.cache.lengths == two.cache.lengths
-            torch.testing.assert_close(mine[:before], theirs[:before], **TOLERANCE)
-            n_rows = one.cache.lengths[layer]
-            after = (mine[before:n_rows] - theirs[before:n_rows]).abs()
-            differ = max(differ, float(after.max()))
-    assert differ > 0.01, "the futures are the same"
-
-
-@pytest.mark.parametrize("name", ["recompute", "reuse", "ape", "samkv-guided", "cacheblend"])
-def test_a_row_that_looked_ahead_would_be_noticed(
-    engine: Engine, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The test above on a pass whose mask lets every row see everything."""
-
-    def blind(
-        query: Tensor, keys: Tensor, values: Tensor, scaling: float, mask: Tensor, causal: bool
-    ) -> Tensor:
-        return attention(query, keys, values, scaling, None, False)
-
-    monkeypatch.setattr(blend, "attention", blind)
-    weigh = ApeAttention.__call__
-    monkeypatch.setattr(ApeAttention, "__call__", lambda *given: weigh(*given[:5], None, given[6]))
-    with pytest.raises(AssertionError, match="Tensor-likes are not close"):
-        test_no_row_attends_to_what_comes_after_it(engine, name, "another last chunk")
-
-
-# --- few bits ----------------------------------------------------------------------------------
-
-
-def stored(engine: Engine, text: str) -> ChunkCache:
-    assert isinstance(engine.store, MemoryStore)
-    return engine.store._chunks[engine.fingerprint.digest, engine.key_of(text)]
-
-
-@cache
-def one_by_one(family: str, store_bits: int) -> Engine:
-    """Chunks are prefilled alone, so that their keys are the same to the bit in every engine."""
-    engine = Engine(tiny_model(family), block_size=8, store_bits=store_bits)
-    for chunk in CHUNKS:
-        engine.cache_chunk(chunk)
-    return engine
-
-
-def steps(coarse: ChunkCache) -> tuple[Tensor, Tensor]:
-    """(L, T, G, D) steps of a chunk's keys, and (L, T, G, 1) of its values, from its bytes."""
-    n_heads = coarse.fingerprint.n_kv_heads
-    ranges = coarse.entries[..., -4 * n_heads :].contiguous().view(torch.float16).float()
-    return key_steps(coarse), ranges[..., :n_heads, None]
-
-
-def what_is_quantised(chunk: ChunkCache) -> tuple[Tensor, Tensor]:
-    """(L, T, G, D) each: the transform of a chunk's keys, and its values."""
-    keys, values = decoded(chunk)
-    return transformed(keys), values
-
-
-@cache
-def noisy(exact: Engine, coarse: Engine, seed: int) -> Engine:
-    """An engine whose caches hold the exact entries, each with uniform noise of half a step.
-
-    Equal tokens of a chunk have the same noise, as equal keys have the same code: those of layer 0
-    are equal, and those above it alike. (Errors of their own would average out over the tokens.)
-    """
-    engine = Engine(exact.model, block_size=8, store_bits=16)
-    generator = torch.Generator().manual_seed(seed)
-    for text in CHUNKS:
-        engine.cache_chunk(text)
-        chunk, form = stored(engine, text), engine.fingerprint.entry_format
-        sides = []
-        ways = zip(what_is_quantised(stored(exact, text)), steps(stored(coarse, text)), strict=True)
-        for side, step in ways:
-            n_layers, _, *size_of_one = side.shape
-            size_of_all = (n_layers, engine.model.config.vocab_size, *size_of_one)
-            noise = torch.rand(size_of_all, generator=generator) - 0.5
-            sides.append(side + step * noise[:, chunk.token_ids])
-        keys, values = transformed(sides[0]).float(), sides[1]
-        with torch.inference_mode():
-            chunk.entries.copy_(
-                torch.stack([form.encode(*of)[0] for of in zip(keys, values, strict=True)])
-            )
-    return engine
-
-
-def size(logits: Tensor) -> float:
-    """Root mean square."""
-    return float(logits.square().mean().sqrt())
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("store_bits", [4, 8])
-def test_entries_of_few_bits_are_within_half_a_step(family: str, store_bits: int) -> None:
-    """Of its channel of the transform for a key, of its token and head for a value; 1e-5 for
-    float32 rounding."""
-    exact, coarse = one_by_one(family, 16), one_by_one(family, store_bits)
-    for text in CHUNKS:
-        ways = zip(
-            what_is_quantised(stored(exact, text)), what_is_quantised(stored(coarse, text)),
-            steps(stored(coarse, text)), strict=True,
-        )  # fmt: skip
-        for true, found, step in ways:
-            assert bool(((found - true).abs() <= step / 2 + 1e-5 * true.abs().max()).all())
-            # not closer than few bits can be: an error that is uniform is a quarter step in size
-            assert float((found - true).abs().mean()) > 0.15 * float(step.mean())
-
-
-ORDERS = [[*CHUNKS[i:], *CHUNKS[:i]] for i in range(len(CHUNKS))]
-
-
-def all_logits(engine: Engine, method: str) -> Tensor:
-    """Of the first token and six after it, for the chunks in every turned order."""
-    found = [
-        engine.logits(
-            "Read:\n" + "\n".join(order) + f"\n\n{len(order[0])} of what?", order,
-            follow=(70, 9, 201, 33, 8, 61), method=method, eviction="none",
-        )
-        for order in ORDERS
-    ]  # fmt: skip
-    return torch.cat(found)
-
-
-@pytest.mark.parametrize("method", ["reuse", "epic"])
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-def test_few_bits_are_what_noise_of_half_a_step_is(family: str, method: str) -> None:
-    """The tolerance of few bits, derived: errors are uniform within half a step, so they move the
-    logits as much as any other uniform noise of that size.
-
-    Heads look at a few tokens, so that the sizes of two draws may differ by half by chance, over
-    these prompts together; twice leaves room for it.
-    """
-    exact = one_by_one(family, 16)
-    true = all_logits(exact, method)
-    for store_bits in (4, 8):
-        coarse = one_by_one(family, store_bits)
-        off = size(all_logits(coarse, method) - true)
-        noise = [all_logits(noisy(exact, coarse, seed), method) - true for seed in range(3)]
-        by_noise = size(torch.stack(noise))
-        assert by_noise / 2 < off < by_noise * 2
-        assert off < size(true) * (0.5 if store_bits == 4 else 0.05)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_8_bits_are_17_times_closer_than_4(family: str) -> None:
-    """A step is 1/255 of a range instead of 1/15, and errors this small move logits in proportion.
-
-    Half to twice of that, as above: the sizes of two draws of rounding.
-    """
-    engines = [one_by_one(family, store_bits) for store_bits in (16, 8, 4)]
-    true, eight, four = (all_logits(engine, "reuse") for engine in engines)
-    assert 17 / 2 < size(four - true) / size(eight - true) < 17 * 2
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("store_bits", [4, 8])
-def test_chunks_reused_after_their_prefix_are_prefix_caching_within_a_step(
-    family: str, store_bits: int
-) -> None:
-    """Each of the chunks, alone in its prompt."""
-    exact, coarse = one_by_one(family, 16), one_by_one(family, store_bits)
-    off, by_noise = [], []
-    for chunk in CHUNKS:
-        prompt = chunk + "\n\nQuestion: why?"
-        reused, query = first_logits(coarse, prompt, [chunk], "reuse")
-        plain = plain_logits(coarse.model, query.layout)
-        off.append(reused - plain)
-        for seed in range(3):
-            reused, _ = first_logits(noisy(exact, coarse, seed), prompt, [chunk], "reuse")
-            by_noise.append(reused - plain)
-    assert size(torch.stack(off)) < 2 * size(torch.stack(by_noise))
-
-
 # --- what the answer goes on with --------------------------------------------------------------
-
-FOLLOW = (70, 9, 201, 33, 8, 61, 97, 115)
 
 
 @pytest.mark.parametrize("method", ["reuse", "recompute", "samkv-guided", "samkv-fusion", "ape"])

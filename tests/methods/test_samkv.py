@@ -18,9 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from samkv_integrations.cache.attention_stats import MIN_CHUNKS, stable_layers
 from samkv_integrations.cache.blocks import BlockScheme
-from samkv_integrations.cache.chunk import ChunkCache
-from samkv_integrations.cache.memory import MemoryStore
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.errors import InvalidOption
 from samkv_integrations.eviction import Quest
@@ -44,7 +43,7 @@ from samkv_integrations.methods.samkv import (
 from samkv_integrations.methods.scoring import fill_budget, group_heads, personalise
 from samkv_integrations.prompt.layout import Layout, Segment
 from tests.support.asking import Asked, ask
-from tests.support.chunks import decoded
+from tests.support.chunks import cache_of, decoded
 from tests.support.models import tiny_model
 from tests.support.selection_inputs import Block, Request, Shape, as_stored, request_of, shapes
 
@@ -573,11 +572,6 @@ def test_the_probe_is_over_the_anchors() -> None:
 # --- the inputs of a real request --------------------------------------------------------------
 
 
-def stored(engine: Engine, text: str) -> ChunkCache:
-    assert isinstance(engine.store, MemoryStore)
-    return engine.store._chunks[engine.fingerprint.digest, engine.key_of(text)]
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Watching(SamkvSelect):
     """SamKV's choice, which notes down what it was given."""
@@ -599,12 +593,14 @@ def test_the_inputs_of_a_request_are_those_of_its_chunk_caches(engine: Engine) -
     layout = run(engine, replace(METHODS["samkv-overwrite"], select=Watching())).layout
     ((scores, inputs),) = SEEN
     assert scores.shape == (4, engine.model.n_heads, engine.model.head_dim)
-    assert inputs.stable_layers == engine.stable_layers
+    # by the rule, from no votes: there are too few chunks
+    assert len(CHUNKS) < MIN_CHUNKS
+    assert inputs.stable_layers == stable_layers(engine.model.n_layers, None)
     first_block = first_token = 0
     for index, text in enumerate(CHUNKS):
-        cache = stored(engine, text)
+        cache = cache_of(engine, text)
         blocks = cache.blocks
-        (keys, _), (exact, _) = decoded(cache), decoded(stored(whole, text))
+        (keys, _), (exact, _) = decoded(cache), decoded(cache_of(whole, text))
         assert torch.equal(inputs.local_query[:, index], cache.local_query)
         middle = [t for b in blocks.middle_blocks for t in range(*blocks.span(b))]
         anchors = [t for t in range(blocks.n_tokens) if t not in middle]
@@ -648,7 +644,7 @@ def test_no_more_is_read_than_the_method_needs(engine: Engine) -> None:
     given = {name: value for name, value in vars(inputs).items() if isinstance(value, Tensor)}
     assert scores is None and given == {}
     # token ids, key ranges, and the anchors' entries but those that are all computed again
-    caches = [stored(engine, text) for text in CHUNKS]
+    caches = [cache_of(engine, text) for text in CHUNKS]
     assert bool(asked.layout.is_anchor.any())
     ids = sum(cache.token_ids.nbytes for cache in caches)
     assert asked.report.bytes_read == ids

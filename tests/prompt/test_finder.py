@@ -327,8 +327,9 @@ class TestChanges:
         texts = known(store)
         keep(store, TEXTS[0])
         key = keep(store, TEXTS[1])
-        store._file(key, TINY.digest).with_suffix(".txt").unlink()
-        assert list(found_by(texts, PROMPT)) == [TEXTS[0]]
+        (file,) = (tmp_path / "kv").glob(f"*/*/{key}.txt")
+        file.unlink()
+        assert list(texts.find(PROMPT)) == [TEXTS[0]]
         for root, _, names in os.walk(tmp_path / "kv", topdown=False):
             for name in names:
                 (Path(root) / name).unlink()

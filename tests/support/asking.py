@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -10,7 +10,8 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from samkv_integrations.engine import first_token as module
+from samkv_integrations.engine import engine as engine_module
+from samkv_integrations.engine import first_token as first_token_module
 from samkv_integrations.engine.decode import Decoder
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.engine.first_token import first_token
@@ -77,15 +78,26 @@ class Asked:
             return torch.stack([decoder.step(token) for token in tokens])
 
 
-def request_of(
+def first_token_by(
+    call: Callable[[Request], FirstToken],
     engine: Engine,
-    resolved: Any,
+    prompt: str,
+    chunks: Sequence[str],
     method: Method | str,
-    eviction: Eviction | str | None = "none",
+    *,
+    eviction: Eviction | str | None,
     capacity: int = 8,
-) -> Request:
-    settings = AnswerSettings.of(method=method, eviction=eviction, on_miss="text")
-    return engine.request(resolved, settings, capacity)
+) -> None:
+    """An answer of ``capacity`` tokens is begun, with ``call`` in place of `first_token`."""
+    with mock.patch.object(engine_module, "first_token", call):
+        engine.stream(
+            prompt,
+            chunks,
+            method=method,
+            eviction=eviction,
+            max_new_tokens=capacity,
+            on_miss="text",
+        )
 
 
 def ask(
@@ -99,6 +111,7 @@ def ask(
 ) -> Asked:
     """The first token by ``method``, all entries of the prompt kept unless told otherwise."""
     planned: list[Planned] = []
+    made: list[FirstToken] = []
 
     def noted(layout: Layout, keep: Tensor, recompute: Tensor, **options: Any) -> PassPlan:
         plan = plan_pass(layout, keep, recompute, **options)
@@ -106,10 +119,10 @@ def ask(
         planned.append(Planned(keep=keep, recompute=recompute, uncached=uncached, plan=plan))
         return plan
 
-    with (
-        torch.inference_mode(),
-        engine.resolve(prompt, chunks) as resolved,
-        mock.patch.object(module, "plan_pass", noted),
-    ):
-        first = first_token(request_of(engine, resolved, method, eviction, capacity))
-    return Asked(engine=engine, first=first, planned=tuple(planned))
+    def call(request: Request) -> FirstToken:
+        made.append(first_token(request))
+        return made[-1]
+
+    with mock.patch.object(first_token_module, "plan_pass", noted):
+        first_token_by(call, engine, prompt, chunks, method, eviction=eviction, capacity=capacity)
+    return Asked(engine=engine, first=made[0], planned=tuple(planned))

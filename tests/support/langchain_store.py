@@ -41,7 +41,7 @@ def records(store: SamKVChroma) -> dict[str, tuple[str | None, str | None]]:
     }
 
 
-def in_step(store: SamKVChroma, *texts: str) -> None:
+def assert_in_step(store: SamKVChroma, *texts: str) -> None:
     """The collection holds exactly these texts, and the folder exactly their caches."""
     held = records(store)
     assert sorted(text or "" for text, _ in held.values()) == sorted(texts)

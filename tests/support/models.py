@@ -6,6 +6,7 @@ from functools import cache
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -95,3 +96,12 @@ def tiny_model(family: str = "llama", dtype: torch.dtype = torch.float32, seed: 
     """A tiny model; Qwen families have no BOS, as in their real tokenizers."""
     bos = not family.startswith("qwen")
     return Model(hf_model(family, seed).to(dtype), byte_tokenizer(bos=bos), f"tiny-{family}")
+
+
+def turned(x: Tensor, position: int, model: Model) -> Tensor:
+    """(heads, D) rotated to ``position``, by the cos and sin of transformers."""
+    cos, sin = model.hf.model.rotary_emb(torch.empty(0), torch.tensor([[position]]))
+    half = x.shape[-1] // 2
+    c, s = cos[0, 0, :half], sin[0, 0, :half]
+    first, second = x[..., :half], x[..., half:]
+    return torch.cat((first * c - second * s, second * c + first * s), dim=-1)

@@ -282,8 +282,12 @@ class TestCompressor:
     def test_copies_share_and_pickles_leave(self, engine: Engine) -> None:
         compressor = SamKVDocumentCompressor(engine=engine, mode="replace")
         transformer = SamKVDocumentTransformer(engine=engine)
-        for part in (compressor, transformer):
-            assert copy.deepcopy(part)._engine.engine is engine
+        (shown,) = copy.deepcopy(compressor).compress_documents(documents(TEXTS[0]), QUESTION)
+        assert not files(engine) and shown.page_content == TEXTS[0]
+        copy.deepcopy(transformer).transform_documents(documents(TEXTS[0]))
+        assert engine.is_cached(TEXTS[0])
+        (shown,) = copy.deepcopy(compressor).compress_documents(documents(TEXTS[0]), QUESTION)
+        assert shown.page_content == engine.handle_of(TEXTS[0])
         sent, there = pickle.loads(pickle.dumps((compressor, transformer)))
         assert sent.mode == "replace"
         for use in (sent.compress_documents, there.transform_documents):

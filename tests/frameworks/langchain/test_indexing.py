@@ -19,7 +19,7 @@ from langchain_samkv import SamKVChroma
 from samkv_integrations import ChunkStore, Engine
 from samkv_integrations.cli.app import app
 from samkv_integrations.errors import InvalidChunk
-from tests.support.langchain_store import Letters, files, in_step, keys_of, records
+from tests.support.langchain_store import Letters, assert_in_step, files, keys_of, records
 from tests.support.records import TEXTS, builtin
 
 Cleanup = Literal["incremental", "full", "scoped_full"] | None
@@ -76,7 +76,7 @@ def test_every_cleanup(indexer: Callable[..., Indexer], cleanup: Cleanup, is_asy
     run = indexer(cleanup, is_async)
     first = [("1", A), ("1", B), ("2", C), ("3", B)]  # B stands in two sources
     assert run(*first) == (4, 0, 0, 0)
-    in_step(run.store, A, B, C, B)
+    assert_in_step(run.store, A, B, C, B)
     assert run.read == 3
 
     assert run(*first) == (0, 0, 4, 0)
@@ -88,12 +88,12 @@ def test_every_cleanup(indexer: Callable[..., Indexer], cleanup: Cleanup, is_asy
     assert run.read == 4
     left = {None: [A, B, C, B, D], "full": [A, D, B]}.get(cleanup, [A, C, B, D])
     assert deleted == 5 - len(left)
-    in_step(run.store, *left)
+    assert_in_step(run.store, *left)
 
     # the last record of B goes, and with it the cache, wherever anything is deleted
     run(("1", A), ("1", D), ("3", A))
     left = {None: [A, B, C, B, D, A], "full": [A, D, A]}.get(cleanup, [A, C, D, A])
-    in_step(run.store, *left)
+    assert_in_step(run.store, *left)
     assert run.read == 4
     assert run.store.kv_link.sync(grace_s=0).n_pruned == 0
 
@@ -103,7 +103,7 @@ def test_forced_updates_compute_nothing(indexer: Callable[..., Indexer]) -> None
     run(("1", A), ("1", B))
     assert run(("1", A), ("1", B), force_update=True) == (0, 2, 0, 0)
     assert run.read == 2
-    in_step(run.store, A, B)
+    assert_in_step(run.store, A, B)
 
 
 def test_a_document_that_cannot_be_cached_is_not_recorded(
@@ -114,7 +114,7 @@ def test_a_document_that_cannot_be_cached_is_not_recorded(
         run(("1", A), ("2", "word " * 5000))
     assert not records(run.store)
     assert run(("1", A)) == (1, 0, 0, 0)
-    in_step(run.store, A)
+    assert_in_step(run.store, A)
 
 
 def test_nothing_is_left_behind_after_sync(indexer: Callable[..., Indexer], tmp_path: Path) -> None:
@@ -139,7 +139,7 @@ def test_nothing_is_left_behind_after_sync(indexer: Callable[..., Indexer], tmp_
 
     assert run(("2", C)) == (0, 0, 1, 2)  # the record manager hears of it as well
     other.delete_collection()
-    in_step(run.store, C)
+    assert_in_step(run.store, C)
 
 
 def test_caches_that_were_lost_come_back_by_sync(
@@ -153,4 +153,4 @@ def test_caches_that_were_lost_come_back_by_sync(
     assert run(("1", A), ("2", B)) == (0, 0, 2, 0)
     assert not files(run.store)
     assert run.store.kv_link.sync().n_cached == 2
-    in_step(run.store, A, B)
+    assert_in_step(run.store, A, B)

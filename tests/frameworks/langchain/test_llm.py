@@ -250,7 +250,9 @@ class TestChat:
         for version in ("v0", "v1"):
             chat = ChatSamKV(engine=engine, max_tokens=4, output_version=version)
             first = chat.invoke("Hello")
-            chat.invoke([HumanMessage("Hello"), first, HumanMessage("Hello")])
+            again = chat.invoke([HumanMessage("Hello"), first, HumanMessage("Hello")])
+            told = [("human", "Hello"), ("ai", first.text), ("human", "Hello")]
+            assert first.text and again.text == chat.invoke(told).text
 
     def test_usage_is_summed_where_langchain_sums_it(self, chat: ChatSamKV) -> None:
         handler = UsageMetadataCallbackHandler()

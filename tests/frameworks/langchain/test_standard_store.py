@@ -19,9 +19,15 @@ from langchain_tests.unit_tests import EmbeddingsUnitTests
 
 from langchain_samkv import OfflineEmbeddings, SamKVChroma
 from samkv_integrations import ChunkStore, Engine, MemoryStore
-from tests.support.langchain_store import Letters, files, in_step, records
+from tests.support.langchain_store import Letters, assert_in_step, files, records
 from tests.support.models import tiny_model
 from tests.support.records import TEXTS
+
+
+def assert_forgotten(name: str) -> None:
+    """A database in memory is shared by the process: nothing of it may reach another test."""
+    client: Any = chromadb.Client(chromadb.Settings(anonymized_telemetry=False))
+    assert name not in {each.name for each in client.list_collections()}
 
 
 class TestVectorStore(VectorStoreIntegrationTests):
@@ -38,10 +44,11 @@ class TestVectorStore(VectorStoreIntegrationTests):
             engine=Engine(tiny_model("llama"), ChunkStore(tmp_path / "kv"), block_size=8),
         )
         yield store
-        in_step(store, *(text or "" for text, _ in records(store).values()))
+        assert_in_step(store, *(text or "" for text, _ in records(store).values()))
         store.reset_collection()
         assert not files(store)
         store.delete_collection()
+        assert_forgotten("standard")
 
 
 class TestRetriever(RetrieversIntegrationTests):
@@ -55,6 +62,7 @@ class TestRetriever(RetrieversIntegrationTests):
         self._store.add_texts(TEXTS)
         yield
         self._store.delete_collection()
+        assert_forgotten("retrieved")
 
     @property
     def retriever_constructor(self) -> Callable[..., VectorStoreRetriever]:  # type: ignore[override]
@@ -77,7 +85,10 @@ class TestEmbeddingsIntegration(EmbeddingsIntegrationTests):
         return OfflineEmbeddings
 
 
-def test_the_store_of_a_suite_is_forgotten() -> None:
-    """A database in memory is shared by the process: nothing of it may reach another test."""
-    client: Any = chromadb.Client(chromadb.Settings(anonymized_telemetry=False))
-    assert not {"standard", "retrieved"} & {each.name for each in client.list_collections()}
+def test_a_collection_that_is_left_behind_would_be_noticed() -> None:
+    """The check that the suites end with, on a store in memory before and after it goes."""
+    store = SamKVChroma("left", Letters(), engine=Engine(tiny_model("llama"), block_size=8))
+    with pytest.raises(AssertionError):
+        assert_forgotten("left")
+    store.delete_collection()
+    assert_forgotten("left")

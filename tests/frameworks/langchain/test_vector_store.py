@@ -22,7 +22,7 @@ from samkv_integrations.chroma.link import ChromaLink
 from samkv_integrations.chroma.results import KEY_FIELD
 from samkv_integrations.errors import InvalidChunk, InvalidOption, StoreError
 from tests.support.chroma_server import HOST
-from tests.support.langchain_store import VECTOR, Letters, files, in_step, keys_of, records
+from tests.support.langchain_store import VECTOR, Letters, assert_in_step, files, keys_of, records
 from tests.support.records import RECORDS, TEXTS, builtin
 
 
@@ -69,7 +69,7 @@ class TestAdd:
         first, second = either.add_documents(given)
         assert first == "a" and len(second) == 36
         assert given == before
-        in_step(either, TEXTS[0], f" {TEXTS[1]}\n")
+        assert_in_step(either, TEXTS[0], f" {TEXTS[1]}\n")
         assert either.get("a")["metadatas"] == [
             {"page": 3, "tags": ["x", "y"], KEY_FIELD: either.kv_link.engine.key_of(TEXTS[0])}
         ]
@@ -80,12 +80,12 @@ class TestAdd:
         assert store.get("c")["metadatas"][0]["page"] == 1
         assert set(store.get("d")["metadatas"][0]) == {KEY_FIELD}
         assert store.add_texts([]) == store.add_documents([]) == []
-        in_step(store, *TEXTS[:4])
+        assert_in_step(store, *TEXTS[:4])
 
     def test_a_known_id_is_replaced_and_its_old_text_released(self, either: SamKVChroma) -> None:
         either.add_documents([doc("a", TEXTS[0], page=1), doc("b", TEXTS[1]), doc("c", TEXTS[1])])
         either.add_documents([doc("a", TEXTS[2]), doc("b", TEXTS[3])])
-        in_step(either, TEXTS[2], TEXTS[3], TEXTS[1])
+        assert_in_step(either, TEXTS[2], TEXTS[3], TEXTS[1])
         assert set(either.get("a")["metadatas"][0]) == {KEY_FIELD}
 
     def test_a_text_is_read_once(self, store: SamKVChroma, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,7 +108,7 @@ class TestAdd:
             persist_directory=folder, engine=engine,
         )  # fmt: skip
         assert type(store) is type(again) is SamKVChroma
-        in_step(store, *TEXTS[:4])
+        assert_in_step(store, *TEXTS[:4])
         assert {"a", "c", "d"} < set(records(again))
         with pytest.raises(TypeError, match="persist_dir"):
             SamKVChroma.from_texts(TEXTS, Letters(), persist_dir=folder, engine=engine)
@@ -137,7 +137,7 @@ class TestAdd:
                 store.add_texts(texts, ids=ids)  # type: ignore[arg-type]
         with pytest.raises(TypeError, match="metadata"):
             store.add_texts(TEXTS[:1], metadata=[{}])  # type: ignore[call-arg]
-        in_step(store, TEXTS[5])
+        assert_in_step(store, TEXTS[5])
 
     def test_an_embedding_of_another_size(
         self, store: SamKVChroma, engine: Engine, monkeypatch: pytest.MonkeyPatch
@@ -155,7 +155,7 @@ class TestAdd:
         ):
             with pytest.raises(InvalidOption, match="'town' refused the query.* 4, got 1024"):
                 search(TEXTS[0])
-        in_step(store, TEXTS[0])
+        assert_in_step(store, TEXTS[0])
 
     def test_without_an_embedding_nothing_is_downloaded(
         self, store: SamKVChroma, engine: Engine
@@ -172,9 +172,9 @@ class TestAdd:
             with pytest.raises(InvalidOption, match="without an embedding_function; give one"):
                 use()
         assert [each.id for each in bare.similarity_search_by_vector(VECTOR)] == ["a"]
-        in_step(store, TEXTS[0])
+        assert_in_step(store, TEXTS[0])
         bare.delete(["a"])
-        in_step(store)
+        assert_in_step(store)
 
     def test_images_are_refused(self, store: SamKVChroma) -> None:
         with pytest.raises(InvalidOption, match="images have no chunk caches"):
@@ -191,9 +191,9 @@ class TestUpdate:
     def test_the_cache_follows_the_text(self, either: SamKVChroma) -> None:
         either.add_documents([doc("a", TEXTS[0], page=1, old=True), doc("b", TEXTS[0])])
         either.update_document("a", doc(None, TEXTS[1], page=2))
-        in_step(either, TEXTS[0], TEXTS[1])  # "b" still has the text that "a" had
+        assert_in_step(either, TEXTS[0], TEXTS[1])  # "b" still has the text that "a" had
         either.update_documents(["a", "b"], [doc("x", TEXTS[2], old=None), doc("y", TEXTS[3])])
-        in_step(either, TEXTS[2], TEXTS[3])
+        assert_in_step(either, TEXTS[2], TEXTS[3])
         (back,) = either.get_by_ids(["a"])
         assert back.metadata == {"page": 2}  # merged, and None takes away, as in Chroma
 
@@ -203,7 +203,7 @@ class TestUpdate:
         store.add_texts(TEXTS[:1], ids=["a"])
         forbid_prefill(monkeypatch)
         store.update_document("a", doc("a", TEXTS[0], page=2))
-        in_step(store, TEXTS[0])
+        assert_in_step(store, TEXTS[0])
         assert store.get_by_ids(["a"])[0].metadata == {"page": 2}
 
     def test_mistakes(self, store: SamKVChroma) -> None:
@@ -215,7 +215,7 @@ class TestUpdate:
         with pytest.raises(InvalidOption, match="metadata of document 'a'"):
             store.update_document("a", doc("a", TEXTS[1], nested={"x": 1}))
         store.update_documents([], [])
-        in_step(store, TEXTS[0])
+        assert_in_step(store, TEXTS[0])
 
 
 class TestDelete:
@@ -239,22 +239,22 @@ class TestDelete:
     def test_by_ids_and_where(self, store: SamKVChroma) -> None:
         store.add_texts(TEXTS[:4], [{"kind": x} for x in "xyxy"], list("abcd"))
         store.delete(["a", "b"], where={"kind": "x"})
-        in_step(store, *TEXTS[1:4])
+        assert_in_step(store, *TEXTS[1:4])
         store.delete(where={"$or": [{"kind": "y"}, {"kind": "z"}]})
-        in_step(store, TEXTS[2])
+        assert_in_step(store, TEXTS[2])
 
     def test_by_what_documents_hold(self, either: SamKVChroma) -> None:
         titles = [{"$contains": text.split("\n")[0]} for text in TEXTS]
         either.add_texts(TEXTS[:4], [{"kind": x} for x in "xyxy"], list("abcd"))
         either.delete(where_document=titles[0])
-        in_step(either, *TEXTS[1:4])
+        assert_in_step(either, *TEXTS[1:4])
         either.delete(["b", "c"], where_document=titles[1])
-        in_step(either, *TEXTS[2:4])
+        assert_in_step(either, *TEXTS[2:4])
         for nothing in ({"ids": ["d"]}, {"where": {"kind": "y"}}, {"ids": ["d", "nobody"]}):
             either.delete(**nothing, where_document=titles[2])
-        in_step(either, *TEXTS[2:4])
+        assert_in_step(either, *TEXTS[2:4])
         either.delete(where={"kind": "x"}, where_document={"$or": titles[2:4]})
-        in_step(either, TEXTS[3])
+        assert_in_step(either, TEXTS[3])
 
     def test_mistakes(self, store: SamKVChroma) -> None:
         store.add_texts(TEXTS[:1], [{"kind": "x"}])
@@ -268,7 +268,7 @@ class TestDelete:
             store.delete(where={"kind": {"$nothing": 1}})
         with pytest.raises(InvalidOption, match=r"(?i)\$nothing"):
             store.delete(where_document={"$nothing": "x"})
-        in_step(store, TEXTS[0])
+        assert_in_step(store, TEXTS[0])
 
     def test_the_whole_collection(self, either: SamKVChroma, engine: Engine) -> None:
         other = SamKVChroma("lc-other", Letters(), client=either._client, engine=engine)
@@ -280,7 +280,7 @@ class TestDelete:
         either.add_texts(TEXTS[3:4])
         assert files(either) == keys_of(either, *TEXTS[1:4])
         other.delete_collection()
-        in_step(either, TEXTS[3])
+        assert_in_step(either, TEXTS[3])
         assert "lc-other" not in {each.name for each in either._client.list_collections()}
         other.delete_collection()  # once is enough
         with pytest.raises(InvalidOption, match=r"'lc-other' was deleted; reset_collection\(\)"):
@@ -325,14 +325,14 @@ class TestDelete:
             with pytest.raises(InvalidOption, match="cannot delete collection 'town': not now"):
                 store.delete_collection()
         store.add_texts(TEXTS[:1])
-        in_step(store, TEXTS[0])
+        assert_in_step(store, TEXTS[0])
 
     def test_a_raw_delete_is_mended_by_sync(self, either: SamKVChroma) -> None:
         either.add_texts([TEXTS[0], TEXTS[1], TEXTS[1]], ids=["a", "b", "c"])
         either.kv_link.collection.delete(ids=["a", "b"])
         assert files(either) == keys_of(either, *TEXTS[:2])
         assert either.kv_link.sync(grace_s=0).n_pruned == 1
-        in_step(either, TEXTS[1])
+        assert_in_step(either, TEXTS[1])
 
 
 @pytest.fixture(scope="module")
@@ -435,14 +435,19 @@ class TestComponent:
         self, store: SamKVChroma, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         threads: dict[str, threading.Thread] = {}
-        for name in ("_add", "delete", "get_by_ids", "similarity_search_by_vector"):
-            call: Callable[..., Any] = getattr(SamKVChroma, name)
+        for owner, name in (
+            (ChromaLink, "add"),
+            (SamKVChroma, "delete"),
+            (SamKVChroma, "get_by_ids"),
+            (SamKVChroma, "similarity_search_by_vector"),
+        ):
+            call: Callable[..., Any] = getattr(owner, name)
 
             def noted(self: Any, *args: Any, call: Any = call, name: str = name, **kw: Any) -> Any:
                 threads[name] = threading.current_thread()
                 return call(self, *args, **kw)
 
-            monkeypatch.setattr(SamKVChroma, name, noted)
+            monkeypatch.setattr(owner, name, noted)
 
         async def use() -> None:
             assert await store.aadd_documents([doc("a", TEXTS[0])]) == ["a"]
@@ -452,7 +457,7 @@ class TestComponent:
             await store.adelete(["a", "b"])
 
         asyncio.run(use())
-        in_step(store)
+        assert_in_step(store)
         assert len(threads) == 4
         assert threading.main_thread() not in threads.values()
 
@@ -463,7 +468,7 @@ class TestComponent:
         )
         store = asyncio.run(made)
         assert isinstance(store, SamKVChroma)
-        in_step(store, TEXTS[0])
+        assert_in_step(store, TEXTS[0])
 
     def test_takes_an_llm(self, engine: Engine, tmp_path: Path) -> None:
         class WithEngine(FakeListLLM):
@@ -499,7 +504,7 @@ class TestComponent:
         forked = store.fork("other")
         assert type(forked) is SamKVChroma and forked.kv_link.engine is store.kv_link.engine
         forked.add_texts(TEXTS[:1])
-        in_step(forked, TEXTS[0])
+        assert_in_step(forked, TEXTS[0])
 
     def test_mistakes(self, engine: Engine, tmp_path: Path) -> None:
         folder = str(tmp_path / "chroma")
@@ -526,7 +531,7 @@ class TestComponent:
             open_store(engine, tmp_path)
         ours = SamKVChroma("town", Letters(), client=theirs._client, engine=engine)
         assert ours.kv_link.sync().n_cached == 2
-        in_step(ours, *TEXTS[:2])
+        assert_in_step(ours, *TEXTS[:2])
 
 
 class TestAcrossFrameworks:
@@ -567,12 +572,12 @@ class TestAcrossFrameworks:
         found = chroma.similarity_search(RECORDS[0].question, k=3)
         assert found[0].page_content == TEXTS[0] and found[0].metadata["page"] == 0
         assert not any(KEY_FIELD in each.metadata for each in found)
-        in_step(chroma, *TEXTS[:3])
+        assert_in_step(chroma, *TEXTS[:3])
         self.answered_from_caches(engine, [each.page_content for each in found])
         chroma.add_documents([doc("again", TEXTS[0])])  # the cache is there
-        in_step(chroma, *TEXTS[:3], TEXTS[0])
+        assert_in_step(chroma, *TEXTS[:3], TEXTS[0])
         chroma.delete(["n0", "n1"])
-        in_step(chroma, TEXTS[2], TEXTS[0])
+        assert_in_step(chroma, TEXTS[2], TEXTS[0])
         assert {each.node_id for each in index.get_nodes()} == {"again", "n2"}
 
     def test_llama_index_reads_what_langchain_wrote(
@@ -588,12 +593,12 @@ class TestAcrossFrameworks:
         texts = [each.get_content(schema.MetadataMode.NONE) for each in found]
         assert texts[0] == TEXTS[0] and set(texts) == set(TEXTS[:3])
         assert found[0].get_content(schema.MetadataMode.LLM) == f"page: 0\n\n{TEXTS[0]}"
-        in_step(chroma, *TEXTS[:3])
+        assert_in_step(chroma, *TEXTS[:3])
         self.answered_from_caches(engine, texts)
         index.add(self.nodes(*TEXTS[:2]))
-        in_step(chroma, *TEXTS[:3], *TEXTS[:2])
+        assert_in_step(chroma, *TEXTS[:3], *TEXTS[:2])
         index.delete_nodes(["a", "b", "c"])
-        in_step(chroma, *TEXTS[:2])
+        assert_in_step(chroma, *TEXTS[:2])
 
 
 def _not_called(*arguments: object) -> None:

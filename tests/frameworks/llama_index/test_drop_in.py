@@ -138,7 +138,8 @@ class TestLoadedModels:
             SamKVLLM(model="builtin", tokenizer=byte_tokenizer(bos=True))
 
     def test_outputs_that_never_come(self, corpus: Corpus) -> None:
-        corpus.llm(tokenizer_outputs_to_remove=["token_type_ids", "attention_mask"])
+        llm = corpus.llm(tokenizer_outputs_to_remove=["token_type_ids", "attention_mask"])
+        assert llm.complete("Hi").text == corpus.llm().complete("Hi").text != ""
 
 
 class TestStoppingIds:

@@ -1,0 +1,185 @@
+"""Nothing attends to what comes after it: another future changes no entry before it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from samkv_integrations.engine import blend
+from samkv_integrations.engine.engine import Engine
+from samkv_integrations.methods import METHODS
+from samkv_integrations.methods.a3 import A3Recompute
+from samkv_integrations.methods.ape import ApeAttention
+from samkv_integrations.methods.base import (
+    Checked,
+    ProbedLayer,
+    Recompute,
+    Select,
+    Selection,
+    SelectionInputs,
+)
+from samkv_integrations.methods.cacheblend import CacheblendRecompute
+from samkv_integrations.methods.epic import EpicRecompute
+from samkv_integrations.methods.guided import GuidedRecompute
+from samkv_integrations.model.attention import attention
+from samkv_integrations.prompt.layout import Layout
+from tests.support.laws import (
+    CHUNKS,
+    PROMPT,
+    TOLERANCE,
+    first_logits,
+)
+
+
+class Tape:
+    """What a method decided about one prompt, in order, to be decided again about another."""
+
+    def __init__(self) -> None:
+        self.decisions: list[Any] = []
+        self._at: int | None = None
+
+    def rewind(self) -> None:
+        self._at = 0
+
+    def decide(self, decision: Callable[[], Any]) -> Any:  # noqa: ANN401
+        if self._at is None:
+            self.decisions.append(decision())
+            return self.decisions[-1]
+        self._at += 1
+        return self.decisions[self._at - 1]
+
+    @property
+    def is_played(self) -> bool:
+        return self._at == len(self.decisions)
+
+
+class TapedSelect(Select):
+    """A selection whose decisions are on a tape."""
+
+    def __init__(self, part: Select, tape: Tape) -> None:
+        self.part, self.tape = part, tape
+
+    @property
+    def needs(self) -> frozenset[str]:
+        return self.part.needs
+
+    @property
+    def probes(self) -> bool:
+        return self.part.probes
+
+    def probe_blocks(self, layout: Layout) -> Tensor:
+        return self.part.probe_blocks(layout)
+
+    def probe_tokens(self, layout: Layout) -> Tensor:
+        return self.part.probe_tokens(layout)
+
+    def score(self, probed: ProbedLayer, layout: Layout) -> Tensor | None:
+        return self.part.score(probed, layout)
+
+    def choose(self, scores: Tensor | None, inputs: SelectionInputs, layout: Layout) -> Selection:
+        return self.tape.decide(lambda: self.part.choose(scores, inputs, layout))
+
+
+class TapedRecompute(Recompute):
+    """A recomputation whose decisions are on a tape."""
+
+    def __init__(self, part: Recompute, tape: Tape) -> None:
+        self.part, self.tape = part, tape
+
+    @property
+    def needs(self) -> frozenset[str]:
+        return self.part.needs
+
+    @property
+    def check_layer(self) -> int | None:
+        return self.part.check_layer
+
+    def choose(self, selection: Selection, inputs: SelectionInputs, layout: Layout) -> Tensor:
+        return self.tape.decide(lambda: self.part.choose(selection, inputs, layout))
+
+    def choose_after(self, checked: Checked, layout: Layout) -> Tensor:
+        return self.tape.decide(lambda: self.part.choose_after(checked, layout))
+
+
+LATER = [*CHUNKS[:3], CHUNKS[3][::-1], CHUNKS[4][::-1]]
+FUTURES = {
+    "another last chunk": (PROMPT.replace(CHUNKS[4], LATER[4]), [*CHUNKS[:4], LATER[4]], 4),
+    "other last two": (
+        PROMPT.replace(CHUNKS[3], LATER[3]).replace(CHUNKS[4], LATER[4]), LATER, 3,
+    ),
+    "another question": (PROMPT.replace("why?\nAnswer:", "who?\nResult:"), CHUNKS, 5),
+}  # fmt: skip
+"""Prompt, chunks, and the first chunk that is another one (5: none)."""
+
+EAGER = {
+    "samkv-guided": {"recompute": GuidedRecompute(ratio=0.3, hits=None)},
+    "epic": {"recompute": EpicRecompute(first=12, last=6)},
+    "cacheblend": {"recompute": CacheblendRecompute(ratio=0.4)},
+    "a3": {"recompute": A3Recompute(ratio=0.4, layer=0)},
+}
+"""Methods with enough recomputed rows that some are in every chunk."""
+
+
+@pytest.mark.parametrize("future", FUTURES)
+@pytest.mark.parametrize("name", METHODS)
+def test_no_row_attends_to_what_comes_after_it(engine: Engine, name: str, future: str) -> None:
+    """Another future, and what was decided about the first one: no row before it may change.
+
+    Decisions look ahead, and may: chunks compete with each other, and the question is asked first.
+    They are taped, so that what is left is what rows attend to. Rows of a layer hold what all
+    layers before it computed; the template between the chunks is always among them.
+    """
+    prompt, chunks, first = FUTURES[future]
+    assert len(prompt) == len(PROMPT) and prompt != PROMPT
+    engine.cache_chunks(chunks)
+    tape = Tape()
+    method = replace(METHODS[name], **EAGER.get(name, {}))
+    taped = replace(
+        method,
+        select=TapedSelect(method.select, tape),
+        recompute=TapedRecompute(method.recompute, tape),
+    )
+    _, one = first_logits(engine, PROMPT, CHUNKS, taped)
+    tape.rewind()
+    _, two = first_logits(engine, prompt, chunks, taped)
+    assert tape.is_played
+    changed_at = int((one.layout.token_ids != two.layout.token_ids).nonzero()[0])
+    starts = (*one.layout.chunk_starts, one.layout.n_tokens)
+    differ = 0.0
+    assert changed_at >= (starts[first] if first < 5 else PROMPT.index("why?"))
+    for layer in range(engine.model.n_layers):
+        held = one.layout.uncached.clone()
+        held[one.layout.context_positions] |= one.kept[layer, one.layout.block_of_token]
+        before = int(held[:changed_at].sum())
+        assert before > int(one.layout.uncached[:changed_at].sum()) > 20
+        for side in ("keys", "values"):
+            mine, theirs = (getattr(q.cache, side)[layer] for q in (one, two))
+            assert one.cache.lengths == two.cache.lengths
+            torch.testing.assert_close(mine[:before], theirs[:before], **TOLERANCE)
+            n_rows = one.cache.lengths[layer]
+            after = (mine[before:n_rows] - theirs[before:n_rows]).abs()
+            differ = max(differ, float(after.max()))
+    assert differ > 0.01, "the futures are the same"
+
+
+@pytest.mark.parametrize("name", ["recompute", "reuse", "ape", "samkv-guided", "cacheblend"])
+def test_a_row_that_looked_ahead_would_be_noticed(
+    engine: Engine, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The test above on a pass whose mask lets every row see everything."""
+
+    def blind(
+        query: Tensor, keys: Tensor, values: Tensor, scaling: float, mask: Tensor, causal: bool
+    ) -> Tensor:
+        return attention(query, keys, values, scaling, None, False)
+
+    monkeypatch.setattr(blend, "attention", blind)
+    weigh = ApeAttention.__call__
+    monkeypatch.setattr(ApeAttention, "__call__", lambda *given: weigh(*given[:5], None, given[6]))
+    with pytest.raises(AssertionError, match="Tensor-likes are not close"):
+        test_no_row_attends_to_what_comes_after_it(engine, name, "another last chunk")

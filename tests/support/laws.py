@@ -1,0 +1,67 @@
+"""What tests of laws share: a prompt, its chunks, and when two answers are the same."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from samkv_integrations.engine.engine import Engine
+from samkv_integrations.methods import METHODS, Method
+from samkv_integrations.model.model import Model
+from samkv_integrations.prompt.layout import Layout
+from tests.support.asking import Asked, ask
+from tests.support.models import tiny_model
+
+TOLERANCE = {"rtol": 2e-4, "atol": 2e-4}
+"""Of logits and entries in float32; see `tests/laws/test_limit_laws.py`."""
+
+
+def words(seed: int, n: int) -> str:
+    rng = random.Random(seed)
+    return "".join(rng.choice("abcdefghij klmnop\nqrs") for _ in range(n)).strip() or "x"
+
+
+CHUNKS = [words(seed, n) for seed, n in enumerate((90, 41, 7, 66, 24))]
+FROM_THE_START = "\n\n".join(CHUNKS) + "\n\nQuestion: why?"
+PROMPT = "Read:\n\n" + "\n\n-- more\n".join(CHUNKS) + "\n\nQuestion: why?\nAnswer:"
+FOLLOW = (70, 9, 201, 33, 8, 61, 97, 115)
+"""Tokens that an answer is made to go on with."""
+
+
+def first_logits(
+    engine: Engine, prompt: str, chunks: list[str], method: Method | str
+) -> tuple[Tensor, Asked]:
+    asked = ask(engine, prompt, chunks, method)
+    return asked.first.logits, asked
+
+
+def plain_logits(model: Model, layout: Layout) -> Tensor:
+    """The plain forward of transformers over the same token ids."""
+    with torch.inference_mode():
+        logits: Tensor = model.hf(layout.token_ids[None]).logits[0, -1]
+        return logits
+
+
+def assert_same_answer(query: Asked, logits: Tensor, expected: Tensor, other: Asked) -> None:
+    """The same first token, and the same entries for those after it."""
+    torch.testing.assert_close(logits, expected, **TOLERANCE)
+    assert query.cache.lengths == other.cache.lengths
+    for layer, n_entries in enumerate(query.cache.lengths):
+        for side in ("keys", "values"):
+            mine, theirs = (getattr(q.cache, side)[layer][:n_entries] for q in (query, other))
+            torch.testing.assert_close(mine, theirs, **TOLERANCE)
+
+
+def engine_of(family: str, store_bits: int) -> Engine:
+    engine = Engine(tiny_model(family), block_size=8, store_bits=store_bits)
+    engine.cache_chunks(CHUNKS)
+    return engine
+
+
+def changed(name: str, **options: float) -> Method:
+    """A method with other options of its recomputation."""
+    method = METHODS[name]
+    return replace(method, recompute=replace(method.recompute, **options))
