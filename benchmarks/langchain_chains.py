@@ -45,6 +45,7 @@ from benchmarks.pipelines import (
     Outcome,
     Row,
     compared,
+    model,
     outcome,
     questions,
     title_of,
@@ -62,7 +63,6 @@ from samkv_integrations import Engine
 from samkv_integrations.bench.data import Question
 from samkv_integrations.bench.scoring import f1_words
 from samkv_integrations.cache.chunk import normalise
-from tests.support.records import builtin
 
 MAX_TOKENS = 16
 
@@ -76,7 +76,7 @@ class Library:
 
     def __init__(self, asked: Sequence[Question]) -> None:
         self.questions = tuple(asked)
-        self.engine = Engine(builtin())
+        self.engine = Engine(model())
         bodies = [body for question in asked for body in question.documents]
         self.engine.cache_chunks(bodies)
         self.store = InMemoryVectorStore(OfflineEmbeddings())

@@ -79,6 +79,7 @@ from benchmarks.pipelines import (
     Outcome,
     Row,
     compared,
+    model,
     outcome,
     questions,
     recorded,
@@ -93,7 +94,6 @@ from samkv_integrations.bench.data import Question
 from samkv_integrations.bench.scoring import f1_words
 from samkv_integrations.cache.chunk import normalise
 from samkv_integrations.chroma.client import open_collection
-from tests.support.records import builtin
 
 MAX_NEW_TOKENS = 32
 """Room for a question that a chat engine has condensed; the answers are far shorter."""
@@ -134,7 +134,7 @@ class Library:
         self.exits.enter_context(mock.patch.object(Settings, "_llm", MockLLM()))
         self.folder = folder
         self.questions = tuple(asked)
-        self.engine = Engine(builtin(), ChunkStore(folder / "kv"))
+        self.engine = Engine(model(), ChunkStore(folder / "kv"))
         self.collections: dict[str, Any] = {}
         self._made: dict[str, Any] = {}
 

@@ -9,12 +9,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 from unittest import mock
 
 import numpy as np
+import torch
 
 from samkv_integrations import Engine
 from samkv_integrations.bench.data import Question, load
@@ -22,6 +24,7 @@ from samkv_integrations.bench.markdown import table
 from samkv_integrations.bench.scoring import f1_words
 from samkv_integrations.embedding import HashingEmbedding
 from samkv_integrations.figures import to_json
+from samkv_integrations.model import Model, load_model
 
 TOP_K = 4
 TURNS = 3
@@ -36,6 +39,16 @@ _PIECE_OF_HANDLE = "samkv:"
 ASPECTS = ("same", "hits", "handles")
 """What every pipeline must reach: the same answers as full prefill on a `BAR` of the questions; a
 hit for every chunk that went into a prompt; no handle where a user or a program looks."""
+
+
+@cache
+def model() -> Model:
+    """The built-in model, loaded once, in float32 on the CPU: the same on every machine.
+
+    It is so small that a second thread only costs time.
+    """
+    torch.set_num_threads(1)
+    return load_model("builtin", device="cpu", dtype="float32")
 
 
 def title_of(body: str) -> str:
@@ -73,8 +86,12 @@ def questions(number: int = N_QUESTIONS) -> list[Question]:
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """One call of the engine: its prompt, and its chunks with and without a usable cache."""
+    """One call of the engine: its prompt, and its chunks with and without a usable cache.
 
+    asked: the prompt as the engine was given it, a string or messages. prompt: all its text.
+    """
+
+    asked: Any
     prompt: str
     hits: int
     misses: int
@@ -111,6 +128,7 @@ def recorded() -> Iterator[list[Callable[[], Call]]]:
         def call() -> Call:
             report = answer.report
             return Call(
+                asked=prompt,
                 prompt="\n".join(turns),
                 hits=report.chunk_hits,
                 misses=sum(report.chunk_misses.values()),
@@ -133,6 +151,7 @@ def bodies_in(prompt: str, bodies: Sequence[str]) -> int:
 class Outcome:
     """One answer, the chunks that went into its prompts, and handles that could be seen.
 
+    asked, prompts: the prompts of its calls, see `Call`.
     given: counted without the reports. A chunk that was retrieved, but stands in no prompt (because
     something cut it), is given too: it should have been there.
     """
@@ -142,6 +161,7 @@ class Outcome:
     hits: int
     misses: int
     handles: int
+    asked: tuple[Any, ...]
     prompts: tuple[str, ...]
     seconds: float
 
@@ -160,6 +180,7 @@ def outcome(ask: Ask, question: str) -> Outcome:
         hits=sum(call.hits for call in calls),
         misses=sum(call.misses for call in calls),
         handles=sum(text.count(_PIECE_OF_HANDLE) for text in (asked.answer, *asked.shown)),
+        asked=tuple(call.asked for call in calls),
         prompts=tuple(call.prompt for call in calls),
         seconds=seconds,
     )

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from samkv_integrations import METHODS, ChunkStore, Engine
 from samkv_integrations.cache.memory import MemoryStore
-from samkv_integrations.engine.costs import CostModel, costs_name, measure
+from samkv_integrations.engine.costs import CostModel, measure
+from samkv_integrations.engine.costs import name_of as costs_name
 from samkv_integrations.engine.prefix_cache import PrefixCache
 from samkv_integrations.errors import StoreError
 from samkv_integrations.eviction import EVICTIONS

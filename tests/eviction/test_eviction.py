@@ -17,7 +17,8 @@ from torch import Tensor
 
 from samkv_integrations import EVICTIONS, METHODS, ChunkStore, Engine, Eviction, Method
 from samkv_integrations.cache.memory import MemoryStore
-from samkv_integrations.engine.costs import CostModel, costs_name
+from samkv_integrations.engine.costs import CostModel
+from samkv_integrations.engine.costs import name_of as costs_name
 from samkv_integrations.engine.decode import Decoder
 from samkv_integrations.engine.dense_cache import DenseCache
 from samkv_integrations.engine.evictor import Evictor
