@@ -23,7 +23,6 @@ from samkv_integrations.engine.decode import Decoder
 from samkv_integrations.engine.dense_cache import DenseCache
 from samkv_integrations.engine.evictor import Evictor
 from samkv_integrations.engine.first_token import FirstToken
-from samkv_integrations.engine.plan import PassPlan, plan_pass
 from samkv_integrations.engine.working_cache import LayerEntries
 from samkv_integrations.errors import InvalidOption, UnknownOption
 from samkv_integrations.eviction import get_eviction
@@ -403,12 +402,12 @@ def test_every_method_answers_with_every_rule(
     plain = engine.generate(prompt, chunks, method=method, eviction="none", max_new_tokens=4)
     for name in CLASSES:
         rule = rule_of(name, 16)
-        answer = engine.generate(prompt, chunks, method=method, eviction=rule, max_new_tokens=4)
+        answer = engine.stream(prompt, chunks, method=method, eviction=rule, max_new_tokens=4)
         again = engine.generate(prompt, chunks, method=method, eviction=rule, max_new_tokens=4)
-        assert answer.text == again.text
+        assert "".join(answer) == again.text
         first = engine.logits(prompt, chunks, method=method, eviction=rule)
         assert torch.equal(first, engine.logits(prompt, chunks, method=method, eviction="none"))
-        assert answer.report.completion_tokens == 4
+        assert answer.finish_reason == "stop" or answer.report.completion_tokens == 4
         assert answer.report.chunk_hits == 2
         assert answer.report.kv_bytes == plain.report.kv_bytes
 
@@ -438,19 +437,6 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Seen, Tensor]]:
 
     monkeypatch.setattr(Evictor, "after_prompt", look)
     return shown
-
-
-@pytest.fixture
-def plans(monkeypatch: pytest.MonkeyPatch) -> list[PassPlan]:
-    """Plans of all passes; an answer's last one says what every layer did."""
-    made: list[PassPlan] = []
-
-    def recorded(*arguments: Any, **options: Any) -> PassPlan:
-        made.append(plan_pass(*arguments, **options))
-        return made[-1]
-
-    monkeypatch.setattr("samkv_integrations.engine.first_token.plan_pass", recorded)
-    return made
 
 
 @pytest.mark.parametrize("method", ["recompute", "reuse", "reuse-local", "samkv-guided"])
@@ -497,22 +483,22 @@ CARRYING = Method(
 def test_computed_rows_are_found_among_those_held(
     engines: Callable[[str], Engine],
     looks: list[tuple[Seen, Tensor]],
-    plans: list[PassPlan],
     method: Method,
 ) -> None:
-    """Rows that were only carried through a layer are gone: they look no more."""
+    """Tokens that were only carried through a layer are gone: they look no more."""
     engine = engines("llama")
-    layout = asked(engine, method, EVICTIONS["h2o"]).layout
+    query = ask(engine, PROMPT, CHUNKS, method, eviction=EVICTIONS["h2o"], capacity=ANSWER)
+    layout, plan = query.layout, query.planned[-1].plan
     n_looking = []
     for layer, (seen, _) in enumerate(looks[-engine.model.n_layers :]):
         kept = {
             int(position)
             for position, block in zip(layout.context_positions, layout.block_of_token, strict=True)
-            if plans[-1].kept[layer, block]
+            if plan.kept[layer, block]
         }
         fresh = layout.uncached.nonzero()[:, 0].tolist()
         entries = sorted(kept | set(fresh))
-        of_layer = plans[-1].layers[layer].positions.tolist()
+        of_layer = plan.layers[layer].positions.tolist()
         computed = [entry for entry in of_layer if entry in set(entries)]
         assert seen.n_entries == len(entries)
         assert seen.slots.tolist() == [entries.index(entry) for entry in computed]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from langchain_core.embeddings import Embeddings
 
 from langchain_samkv import SamKVChroma
@@ -19,6 +21,11 @@ class Letters(Embeddings):
 
     def embed_query(self, text: str) -> list[float]:
         return self.embed_documents([text])[0]
+
+
+def client_of(store: SamKVChroma) -> Any:
+    """Chroma's client, to which LangChain's store has no public way."""
+    return store._client
 
 
 def files(store: SamKVChroma) -> set[str]:

@@ -19,7 +19,14 @@ from langchain_samkv import SamKVChroma
 from samkv_integrations import ChunkStore, Engine
 from samkv_integrations.cli.app import app
 from samkv_integrations.errors import InvalidChunk
-from tests.support.langchain_store import Letters, assert_in_step, files, keys_of, records
+from tests.support.langchain_store import (
+    Letters,
+    assert_in_step,
+    client_of,
+    files,
+    keys_of,
+    records,
+)
 from tests.support.records import TEXTS, builtin
 
 Cleanup = Literal["incremental", "full", "scoped_full"] | None
@@ -121,7 +128,7 @@ def test_nothing_is_left_behind_after_sync(indexer: Callable[..., Indexer], tmp_
     """By the command, in the layout that it knows: caches beside the database."""
     run = indexer("full")
     other = SamKVChroma(
-        "other", Letters(), client=run.store._client, engine=run.store.kv_link.engine
+        "other", Letters(), client=client_of(run.store), engine=run.store.kv_link.engine
     )
     run(("1", A), ("1", B), ("2", C))
     other.add_texts([B])

@@ -22,7 +22,15 @@ from samkv_integrations.chroma.link import ChromaLink
 from samkv_integrations.chroma.results import KEY_FIELD
 from samkv_integrations.errors import InvalidChunk, InvalidOption, StoreError
 from tests.support.chroma_server import HOST
-from tests.support.langchain_store import VECTOR, Letters, assert_in_step, files, keys_of, records
+from tests.support.langchain_store import (
+    VECTOR,
+    Letters,
+    assert_in_step,
+    client_of,
+    files,
+    keys_of,
+    records,
+)
 from tests.support.records import RECORDS, TEXTS, builtin
 
 
@@ -144,7 +152,7 @@ class TestAdd:
     ) -> None:
         store.add_texts(TEXTS[:1], ids=["a"])
         forbid_prefill(monkeypatch)
-        wide = SamKVChroma("town", OfflineEmbeddings(), client=store._client, engine=engine)
+        wide = SamKVChroma("town", OfflineEmbeddings(), client=client_of(store), engine=engine)
         for use in (wide.add_texts, lambda texts: wide.update_document("a", doc("a", *texts))):
             with pytest.raises(InvalidOption, match="dimension 1024 does not fit .* dimension 4"):
                 use(TEXTS[1:2])
@@ -161,7 +169,7 @@ class TestAdd:
         self, store: SamKVChroma, engine: Engine
     ) -> None:
         store.add_texts(TEXTS[:1], ids=["a"])
-        bare = SamKVChroma("town", client=store._client, engine=engine)
+        bare = SamKVChroma("town", client=client_of(store), engine=engine)
         for use in (
             lambda: bare.add_texts(TEXTS[1:2]),
             lambda: bare.update_document("a", doc(None, TEXTS[1])),
@@ -222,7 +230,7 @@ class TestDelete:
     def test_shared_texts_stay_while_someone_needs_them(
         self, either: SamKVChroma, engine: Engine
     ) -> None:
-        other = SamKVChroma("lc-other", Letters(), client=either._client, engine=engine)
+        other = SamKVChroma("lc-other", Letters(), client=client_of(either), engine=engine)
         either.add_texts([TEXTS[0], TEXTS[1], TEXTS[2], TEXTS[2]], ids=["a", "b", "cd", "d"])
         other.add_texts([TEXTS[1]], ids=["a"])
         either.delete(["a", "b", "nobody"])
@@ -271,7 +279,7 @@ class TestDelete:
         assert_in_step(store, TEXTS[0])
 
     def test_the_whole_collection(self, either: SamKVChroma, engine: Engine) -> None:
-        other = SamKVChroma("lc-other", Letters(), client=either._client, engine=engine)
+        other = SamKVChroma("lc-other", Letters(), client=client_of(either), engine=engine)
         either.add_texts(TEXTS[:2])
         other.add_texts(TEXTS[1:3])
         either.reset_collection()
@@ -281,7 +289,7 @@ class TestDelete:
         assert files(either) == keys_of(either, *TEXTS[1:4])
         other.delete_collection()
         assert_in_step(either, TEXTS[3])
-        assert "lc-other" not in {each.name for each in either._client.list_collections()}
+        assert "lc-other" not in {each.name for each in client_of(either).list_collections()}
         other.delete_collection()  # once is enough
         with pytest.raises(InvalidOption, match=r"'lc-other' was deleted; reset_collection\(\)"):
             other.add_texts(TEXTS[:1])
@@ -295,7 +303,7 @@ class TestDelete:
     def test_a_collection_that_another_client_has_deleted(
         self, either: SamKVChroma, engine: Engine
     ) -> None:
-        client = either._client
+        client = client_of(either)
         other = SamKVChroma("lc-other", Letters(), client=client, engine=engine)
         other.add_texts(TEXTS[:1])
         client.delete_collection("lc-other")
@@ -321,7 +329,7 @@ class TestDelete:
             raise ValueError("not now")
 
         with monkeypatch.context() as patched:
-            patched.setattr(store._client, "delete_collection", refuse)
+            patched.setattr(client_of(store), "delete_collection", refuse)
             with pytest.raises(InvalidOption, match="cannot delete collection 'town': not now"):
                 store.delete_collection()
         store.add_texts(TEXTS[:1])
@@ -341,7 +349,7 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[SamKVChroma, Chroma]
     folder = tmp_path_factory.mktemp("read")
     engine = Engine(builtin(), ChunkStore(folder / "kv"), block_size=8)
     ours = SamKVChroma("ours", Letters(), str(folder / "chroma"), engine=engine)
-    theirs = Chroma("theirs", Letters(), client=ours._client)
+    theirs = Chroma("theirs", Letters(), client=client_of(ours))
     for store in (ours, theirs):
         store.add_texts(TEXTS, [{"page": n} for n in range(len(TEXTS))], list("abcdef"))
     return ours, theirs
@@ -481,15 +489,15 @@ class TestComponent:
     def test_an_existing_collection_without_its_embedding_function(
         self, engine: Engine, store: SamKVChroma
     ) -> None:
-        store._client.create_collection("theirs")  # Chroma attaches its own
+        client_of(store).create_collection("theirs")  # Chroma attaches its own
         opened = SamKVChroma(
-            "theirs", Letters(), client=store._client, engine=engine,
+            "theirs", Letters(), client=client_of(store), engine=engine,
             create_collection_if_not_exists=False,
         )  # fmt: skip
         assert opened.kv_link.collection._embedding_function is None
         with pytest.raises(InvalidOption, match="Chroma cannot open collection 'nobody'"):
             SamKVChroma(
-                "nobody", client=store._client, engine=engine,
+                "nobody", client=client_of(store), engine=engine,
                 create_collection_if_not_exists=False,
             )  # fmt: skip
 
@@ -529,7 +537,7 @@ class TestComponent:
         theirs.add_texts(TEXTS[:2], ids=["a", "b"])
         with pytest.raises(InvalidOption, match="can be given as client.*different settings"):
             open_store(engine, tmp_path)
-        ours = SamKVChroma("town", Letters(), client=theirs._client, engine=engine)
+        ours = SamKVChroma("town", Letters(), client=client_of(theirs), engine=engine)
         assert ours.kv_link.sync().n_cached == 2
         assert_in_step(ours, *TEXTS[:2])
 

@@ -40,6 +40,7 @@ from samkv_integrations.chroma.client import open_collection
 from samkv_integrations.chroma.link import ChromaLink
 from samkv_integrations.chroma.results import KEY_FIELD
 from samkv_integrations.errors import InvalidChunk, InvalidOption, StoreError
+from tests.support.chroma_link import client_of
 from tests.support.chroma_server import HOST
 from tests.support.records import RECORDS, TEXTS, builtin
 
@@ -85,7 +86,7 @@ def either(
     port = request.getfixturevalue("chroma_port")
     store = SamKVChromaVectorStore.from_params("nodes", HOST, str(port), engine=engine)
     yield store
-    store.client._client.delete_collection("nodes")
+    client_of(store.client).delete_collection("nodes")
 
 
 @pytest.fixture
@@ -196,7 +197,7 @@ class TestAdd:
     def test_no_more_at_once_than_chroma_takes(
         self, store: SamKVChromaVectorStore, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(store.client._client, "get_max_batch_size", lambda: 4)
+        monkeypatch.setattr(client_of(store.client), "get_max_batch_size", lambda: 4)
         sizes, upsert = [], store.client.upsert
 
         def counted(*, ids: list[str], **rest: Any) -> None:
@@ -246,7 +247,7 @@ class TestDelete:
     def test_shared_texts_stay_while_someone_needs_them(
         self, either: SamKVChromaVectorStore, engine: Engine
     ) -> None:
-        client = either.client._client
+        client = client_of(either.client)
         name = f"{either.client.name}-other"
         model = client.create_collection(name=name)
         other = SamKVChromaVectorStore(

@@ -1,0 +1,267 @@
+"""What every test keeps to, read from the tests' own source."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FOLDERS = ("tests", "examples/reference_model/tests")
+PACKAGES = ("samkv_integrations", "connectors")
+
+OF_THE_FRAMEWORKS = {"_client", "_get_ls_params", "_identifying_params"}
+"""Private names of Chroma and LangChain that classes of ours share or override: a test of what the
+framework reads has to read it as the framework does."""
+
+REACHES = {
+    # functions of a bench, timed or counted where nothing public stands between them and the report
+    ("tests/bench/test_figures.py", "_read"),
+    ("tests/bench/test_latency.py", "_forward"),
+    # a formula, held against another way to write it
+    ("tests/engine/test_doctor.py", "_kl"),
+}
+"""Where a test reaches for something private of ours, and why nothing else would do."""
+
+Functions = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@cache
+def sources() -> dict[str, ast.Module]:
+    """Path -> syntax tree of every Python file among the tests."""
+    files = sorted(file for folder in FOLDERS for file in (ROOT / folder).rglob("*.py"))
+    assert len(files) > 50
+    return {str(file.relative_to(ROOT)): parsed(file) for file in files}
+
+
+@cache
+def parsed(file: Path) -> ast.Module:
+    return ast.parse(file.read_text("utf-8"))
+
+
+def is_test_module(path: str) -> bool:
+    return Path(path).name.startswith("test_")
+
+
+def found(rule: Callable[[ast.Module], Iterator[str]], *, modules_only: bool = False) -> list[str]:
+    """What breaks a rule, as file: what."""
+    return [
+        f"{path}: {what}"
+        for path, tree in sources().items()
+        if is_test_module(path) or not modules_only
+        for what in rule(tree)
+    ]
+
+
+# --- imports -----------------------------------------------------------------------------------
+
+
+def imported_test_modules(tree: ast.Module) -> Iterator[str]:
+    """By statements, and by scripts in strings."""
+    for node in ast.walk(tree):
+        names: list[str] = []
+        if isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            names = re.findall(r"^(?:from|import) ([\w.]+)", node.value, re.MULTILINE)
+        yield from (name for name in names if re.search(r"(^|\.)tests\.(\w+\.)*test_", name))
+
+
+def test_no_test_module_imports_another() -> None:
+    assert found(imported_test_modules) == []
+
+
+def test_benchmarks_do_not_import_tests() -> None:
+    files = sorted((ROOT / "benchmarks").glob("*.py"))
+    assert len(files) > 2
+    for file in files:
+        of_statements = [
+            name
+            for node in ast.walk(parsed(file))
+            for name in (
+                [node.module or ""]
+                if isinstance(node, ast.ImportFrom)
+                else [alias.name for alias in node.names]
+                if isinstance(node, ast.Import)
+                else []
+            )
+        ]
+        assert not [name for name in of_statements if name.split(".")[0] == "tests"], file
+
+
+# --- assertions --------------------------------------------------------------------------------
+
+
+def name_of(call: ast.Call) -> str:
+    """The last name of what is called."""
+    function = call.func
+    if isinstance(function, ast.Attribute):
+        return function.attr
+    return function.id if isinstance(function, ast.Name) else ""
+
+
+def asserts(node: ast.AST, functions: dict[str, Functions], seen: set[str]) -> bool:
+    """Whether something is asserted here, or in a function of the module that is called here."""
+    for inner in ast.walk(node):
+        if isinstance(inner, ast.Assert):
+            return True
+        if not isinstance(inner, ast.Call):
+            continue
+        name = name_of(inner)
+        if name in ("raises", "warns", "fail") or name.startswith(("assert", "check")):
+            return True
+        if name in functions and name not in seen:
+            seen.add(name)
+            if asserts(functions[name], functions, seen):
+                return True
+    return False
+
+
+def tests_without_assertion(tree: ast.Module) -> Iterator[str]:
+    functions = {node.name: node for node in ast.walk(tree) if isinstance(node, Functions)}
+    for node in ast.walk(tree):
+        if isinstance(node, Functions) and node.name.startswith("test"):
+            if not asserts(node, functions, {node.name}):
+                yield node.name
+
+
+def test_every_test_asserts_something() -> None:
+    assert found(tests_without_assertion) == []
+
+
+# --- expected failures -------------------------------------------------------------------------
+
+
+def lenient_xfails(tree: ast.Module) -> Iterator[str]:
+    """An expected failure that may pass says nothing."""
+    strict = {
+        id(node.func)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+        for keyword in node.keywords
+        if keyword.arg == "strict"
+        and isinstance(keyword.value, ast.Constant)
+        and keyword.value.value is True
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr == "xfail" and id(node) not in strict:
+            yield ast.unparse(node)
+
+
+def test_expected_failures_are_strict() -> None:
+    assert found(lenient_xfails) == []
+
+
+# --- private attributes ------------------------------------------------------------------------
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+@cache
+def private_names() -> frozenset[str]:
+    """Private attributes, methods, functions and constants that the packages define."""
+    names: set[str] = set()
+    for folder in PACKAGES:
+        for file in (ROOT / folder).rglob("*.py"):
+            for node in ast.walk(parsed(file)):
+                if isinstance(node, (*Functions.__args__, ast.ClassDef)):
+                    names.add(node.name)
+                elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                    names.add(node.attr)
+                elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                    names.add(node.id)
+    return frozenset(filter(is_private, names))
+
+
+def reached_for(tree: ast.Module) -> Iterator[str]:
+    """Private names of ours that are read, imported or replaced from outside."""
+    for node in ast.walk(tree):
+        names: list[str] = []
+        if isinstance(node, ast.Attribute):
+            if not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")):
+                names = [node.attr]
+        elif isinstance(node, ast.ImportFrom):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.Call) and name_of(node) in ("setattr", "delattr", "getattr"):
+            # an object and a name, or the path of both
+            names = [
+                str(given.value).split(".")[-1]
+                for given in node.args[:2]
+                if isinstance(given, ast.Constant)
+            ]
+        elif isinstance(node, ast.Call) and name_of(node) in ("patch", "object"):
+            names = [
+                str(given.value).split(".")[-1]
+                for given in node.args[:2]
+                if isinstance(given, ast.Constant)
+            ]
+        yield from (name for name in names if is_private(name) and name in private_names())
+
+
+def test_private_names_of_ours_are_left_alone() -> None:
+    allowed = {f"{path}: {name}" for path, name in REACHES}
+    reached = {what for what in found(reached_for) if what.split(": ")[1] not in OF_THE_FRAMEWORKS}
+    assert reached - allowed == set()
+    assert len(REACHES) <= 5
+
+
+# --- marks -------------------------------------------------------------------------------------
+
+
+def test_what_needs_an_accelerator_is_marked() -> None:
+    paths = [path for path in sources() if path.startswith("tests/gpu/test_")]
+    assert paths
+    for path in paths:
+        marks = [
+            ast.unparse(node.value)
+            for node in sources()[path].body
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "pytestmark"
+        ]
+        assert len(marks) == 1 and "pytest.mark.gpu" in marks[0] and "skipif" in marks[0], path
+
+
+# --- the rules themselves ----------------------------------------------------------------------
+
+BROKEN = [
+    (imported_test_modules, "from tests.laws.test_limit_laws import CHUNKS"),
+    (imported_test_modules, "import tests.test_old"),
+    (imported_test_modules, 'SCRIPT = """\nimport sys\nfrom tests.test_old import x\n"""'),
+    (tests_without_assertion, "def test_x():\n    run()"),
+    (tests_without_assertion, "class T:\n    async def test_x(self):\n        await run()"),
+    (tests_without_assertion, "def go():\n    return 1\ndef test_x():\n    go()"),
+    (lenient_xfails, "@pytest.mark.xfail\ndef test_x(): ..."),
+    (lenient_xfails, "mark = pytest.mark.xfail(reason='x', strict=aspect != 'same')"),
+    (lenient_xfails, "def test_x():\n    pytest.xfail('not now')"),
+    (reached_for, "engine._fingerprint"),
+    (reached_for, "from samkv_integrations.engine.first_token import _plan"),
+    (reached_for, "monkeypatch.setattr('samkv_integrations.engine.first_token._plan', f)"),
+    (reached_for, "mock.patch.object(engine, '_lock')"),
+]
+
+KEPT = [
+    (imported_test_modules, "from tests.support.laws import CHUNKS"),
+    (tests_without_assertion, "def go():\n    assert 1\ndef test_x():\n    go()"),
+    (tests_without_assertion, "def test_x():\n    with pytest.raises(ValueError):\n        go()"),
+    (tests_without_assertion, "def test_x():\n    torch.testing.assert_close(a, b)"),
+    (lenient_xfails, "mark = pytest.mark.xfail(reason='x', strict=True)"),
+    (reached_for, "self._lock"),
+    (reached_for, "Settings._nobody_has_this_name"),
+]
+
+
+@pytest.mark.parametrize(("rule", "source"), BROKEN)
+def test_a_broken_rule_is_noticed(rule: Callable[[ast.Module], Iterator[str]], source: str) -> None:
+    assert len(list(rule(ast.parse(source)))) == 1
+
+
+@pytest.mark.parametrize(("rule", "source"), KEPT)
+def test_a_kept_rule_is_not(rule: Callable[[ast.Module], Iterator[str]], source: str) -> None:
+    assert not list(rule(ast.parse(source)))
