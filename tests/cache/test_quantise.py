@@ -140,7 +140,7 @@ def test_16_bits_keep_every_bit(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("bits", [4, 8, 16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rows_of_a_larger_tensor_decode_as_they_do_alone(bits: int, dtype: torch.dtype) -> None:
+def test_entries_of_a_larger_tensor_decode_as_they_do_alone(bits: int, dtype: torch.dtype) -> None:
     form = of(bits, dtype)
     keys = normal(3, 9, 2, 8).to(dtype)
     entries, key_range = form.encode(keys, keys)

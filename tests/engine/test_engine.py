@@ -3,58 +3,36 @@
 from __future__ import annotations
 
 import math
-import os
-import random
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from samkv_integrations import METHODS, ChunkStore, Engine
-from samkv_integrations.cache.chunk import ChunkCache, ChunkRef
 from samkv_integrations.cache.fingerprint import Fingerprint
 from samkv_integrations.cache.quantise import GROUP_TOKENS
-from samkv_integrations.engine import prefill as ingest
 from samkv_integrations.errors import (
-    ChunkNotCached,
     FingerprintMismatch,
     HandleError,
     InvalidChunk,
     InvalidOption,
     PromptTooLong,
-    StoreError,
     UnknownOption,
 )
 from samkv_integrations.eviction import Quest
 from samkv_integrations.methods.guided import GuidedRecompute
-from samkv_integrations.model.model import Model
-from samkv_integrations.prompt.finder import find_given
 from samkv_integrations.prompt.split import handle_of, split_prompt
 from tests.support.models import tiny_model
 from tests.support.old_store import old_store
-
-RNG = random.Random(5)
-TEXTS = ["".join(RNG.choices("abcdefgh ijkl\n", k=n)).strip() for n in (80, 47, 120)]
-PROMPT = "Read.\n\n" + "\n\n".join(TEXTS) + "\n\nQ: what?\nA:"
+from tests.support.served import PROMPT, TEXTS, chunk_file, engine_on
 
 
 @pytest.fixture
 def engine(tmp_path: Path) -> Engine:
-    """Its method is one that always answers from caches; the default is in test_auto."""
-    store = ChunkStore(tmp_path / "kv")
-    engine = Engine(tiny_model("llama"), store, method="samkv-guided", block_size=8)
-    engine.cache_chunks(TEXTS)
-    return engine
-
-
-def chunk_file(engine: Engine, text: str) -> Path:
-    key = engine.key_of(text)
-    assert isinstance(engine.store, ChunkStore)
-    return next(engine.store.path.rglob(f"{key}.safetensors"))
+    return engine_on(tmp_path)
 
 
 # -- shapes of prompts ------------------------------------------------------------------------
@@ -184,302 +162,6 @@ def test_chunks_that_cannot_be_cached(engine: Engine) -> None:
         engine.cache_chunk("  \n ")
     with pytest.raises(InvalidChunk, match=r"5000 tokens is longer than the 4095"):
         engine.cache_chunk("a" * 5000)
-
-
-# -- caches that fail --------------------------------------------------------------------------
-
-
-def delete(path: Path) -> None:
-    path.unlink()
-
-
-def truncate(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-7])
-
-
-def flip_first(path: Path) -> None:
-    flip(path, 0)
-
-
-def flip_header(path: Path) -> None:
-    flip(path, 40)
-
-
-def flip_rows(path: Path) -> None:
-    """Every byte of the file's last 60 %: rows of anchors and of the middle alike."""
-    content = bytearray(path.read_bytes())
-    for at in range(len(content) * 2 // 5, len(content)):
-        content[at] ^= 1
-    path.write_bytes(bytes(content))
-
-
-def flip(path: Path, at: int) -> None:
-    content = bytearray(path.read_bytes())
-    content[at] ^= 1
-    path.write_bytes(bytes(content))
-
-
-@pytest.mark.parametrize("by_handle", [False, True])
-@pytest.mark.parametrize("method", ["reuse", "samkv-fusion", "samkv-guided"])
-@pytest.mark.parametrize("damage", [delete, truncate, flip_first, flip_header, flip_rows])
-def test_a_damaged_cache_is_a_counted_miss(engine: Engine, damage, method, by_handle) -> None:  # noqa: ANN001
-    """Its chunk is computed from its text, exactly as if it had never been cached."""
-    fresh = Engine(engine.model, block_size=8)
-    fresh.cache_chunks([TEXTS[0], TEXTS[2]])
-    whole = replace(METHODS[method], name=method)
-    options = {"method": whole, "max_new_tokens": 6, "on_miss": "text"}
-    expected = fresh.generate(PROMPT, TEXTS, **options)
-    damage(chunk_file(engine, TEXTS[1]))
-    prompt = PROMPT
-    if by_handle:
-        prompt = prompt.replace(TEXTS[1], handle_of(engine.key_of(TEXTS[1])))
-    chunks = [t for t in TEXTS if t in prompt]
-    answer = engine.generate(prompt, chunks, **options)
-    assert answer.text == expected.text
-    assert sum(answer.report.chunk_misses.values()) == 1
-    reason = "absent" if damage is delete else "corrupt"
-    assert answer.report.chunk_misses == {reason: 1}
-    assert answer.report.chunk_hits == 2
-
-
-def test_every_flipped_byte_gives_the_same_answer_or_a_miss(engine: Engine) -> None:
-    path = chunk_file(engine, TEXTS[1])
-    sound = path.read_bytes()
-    options = {"method": "reuse", "max_new_tokens": 4, "on_miss": "text"}
-    expected = engine.generate(PROMPT, TEXTS, **options)
-    recomputed = Engine(engine.model, block_size=8)
-    recomputed.cache_chunks([TEXTS[0], TEXTS[2]])
-    fallback = recomputed.generate(PROMPT, TEXTS, **options)
-    for at in random.Random(1).sample(range(len(sound)), 60):
-        path.write_bytes(sound)
-        flip(path, at)
-        answer = engine.generate(PROMPT, TEXTS, **options)
-        missed = bool(answer.report.chunk_misses)
-        assert answer.text == (fallback if missed else expected).text, at
-
-
-def test_ingest_repairs_a_damaged_cache(engine: Engine) -> None:
-    flip_rows(chunk_file(engine, TEXTS[1]))
-    engine.cache_chunks(TEXTS)
-    report = engine.generate(PROMPT, TEXTS, method="reuse", max_new_tokens=1).report
-    assert report.chunk_misses == {}
-
-
-def test_on_miss(engine: Engine) -> None:
-    new = "a chunk that nobody cached"
-    prompt = f"{new}\n\nQ?"
-    for _ in range(2):  # nothing is kept
-        report = engine.generate(prompt, [new], max_new_tokens=1, on_miss="text").report
-        assert (report.chunk_hits, report.chunk_misses) == (0, {"absent": 1})
-        assert report.chunks_computed == 0
-    with pytest.raises(ChunkNotCached, match="on_miss='text'"):
-        engine.generate(prompt, [new], max_new_tokens=1, on_miss="error")
-    report = engine.generate(prompt, [new], max_new_tokens=1).report
-    assert (report.chunk_hits, report.chunk_misses) == (0, {"absent": 1})
-    assert report.chunks_computed == 1
-    report = engine.generate(prompt, [new], max_new_tokens=1).report
-    assert (report.chunk_hits, report.chunk_misses) == (1, {})
-    assert report.chunks_computed == 0
-    with pytest.raises(InvalidOption, match="allowed: text, compute, error"):
-        engine.generate(prompt, [new], on_miss="guess")  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("method", ["reuse", "samkv-guided", "samkv-fusion"])
-def test_damage_that_shows_while_it_is_read_is_an_error_too(engine: Engine, method: str) -> None:
-    file = chunk_file(engine, TEXTS[1])
-    data = bytearray(file.read_bytes())
-    data[-1] ^= 1
-    file.write_bytes(data)
-    with pytest.raises(ChunkNotCached, match=f"{engine.key_of(TEXTS[1])} has no usable cache"):
-        engine.generate(PROMPT, TEXTS, method=method, on_miss="error")
-    expected = engine.generate(PROMPT, TEXTS, method="recompute", max_new_tokens=4).text
-    for on_miss in ("text", "compute"):
-        answer = engine.generate(PROMPT, TEXTS, method=method, on_miss=on_miss, max_new_tokens=4)
-        assert answer.report.chunk_misses == {"corrupt": 1}
-    engine.cache_chunks(TEXTS)
-    whole = engine.generate(PROMPT, TEXTS, method="recompute", max_new_tokens=4)
-    assert (whole.text, whole.report.chunk_misses) == (expected, {})
-
-
-def test_chunks_are_texts_in_a_list(engine: Engine) -> None:
-    for use in (engine.cache_chunks, lambda chunks: engine.generate("abc", chunks)):
-        with pytest.raises(InvalidOption, match="one text was given for chunks .'abc'.; put it"):
-            use("abc")
-        with pytest.raises(InvalidOption, match="chunk None is no text"):
-            use([None])
-
-
-def test_what_follows_are_tokens(engine: Engine) -> None:
-    for token in (-1, 10**6):
-        with pytest.raises(InvalidOption, match=f"follow holds {token}, which is no token"):
-            engine.logits(PROMPT, TEXTS, follow=[1, token])
-
-
-@pytest.mark.parametrize("size", [1.5, "8", None, True])
-def test_block_sizes_that_are_no_numbers_are_named(size: object) -> None:
-    with pytest.raises(InvalidOption, match=f"block_size={size!r}; it must be a whole number"):
-        Engine(tiny_model("llama"), block_size=size)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("content", ["null", "[]", "16.0", "1e400", "true", "0", "-1", "", '"8"'])
-def test_a_damaged_block_size_is_named(tmp_path: Path, content: str) -> None:
-    engine = Engine(tiny_model("llama"), ChunkStore(tmp_path))
-    size = engine.store.agree_block_size(engine.fingerprint, 8)
-    assert size == 8
-    (file,) = tmp_path.glob("block-size-*.json")
-    file.write_text(content)
-    with pytest.raises(StoreError, match=f"{file.name} cannot be used .*next step: delete it"):
-        engine.cache_chunk(TEXTS[0])
-
-
-def test_a_handle_without_cache_and_text_is_an_error(engine: Engine) -> None:
-    with pytest.raises(HandleError, match="names no chunk of this store"):
-        engine.generate(handle_of("0" * 32) + " Q?", max_new_tokens=1)
-
-
-@pytest.mark.parametrize(
-    "broken",
-    [
-        "[[samkv:" + "a" * 31 + "]]",
-        "[[samkv:",
-        "[[samk",
-        "xx samkv:abc]] yy",
-        "[[samkv:" + "A" * 32 + "]]",
-    ],
-)
-def test_a_broken_handle_is_an_error(engine: Engine, broken: str) -> None:
-    with pytest.raises(HandleError, match="broken handle"):
-        engine.generate(f"Read {broken} Q?", max_new_tokens=1)
-
-
-def test_the_end_of_a_handle_is_an_error(engine: Engine) -> None:
-    handle = handle_of(engine.key_of(TEXTS[0]))
-    for n_left in (11, 20, 34):
-        with pytest.raises(HandleError, match="broken handle"):
-            engine.generate(f"Read {handle[-n_left:]} Q?", max_new_tokens=1)
-        with pytest.raises(HandleError, match="broken handle"):
-            engine.count_tokens(f"\n{handle[-n_left:]}\n")
-
-
-@pytest.mark.parametrize(
-    "text", ["[[13.38, 52.51], [13.39, 52.52940812]]", "[[1, 20240101]]", "see [[commit deadbeef]]"]
-)
-def test_brackets_in_ordinary_text_are_text(engine: Engine, text: str) -> None:
-    prompt = f"{text}\n\n{TEXTS[0]}\n\nQ?"
-    assert engine.generate(prompt, max_new_tokens=1).report.chunk_hits == 1
-    assert engine.count_tokens(prompt) == 1 + len(prompt)
-
-
-def test_computing_what_is_missing_takes_nothing_from_another_namespace(tmp_path: Path) -> None:
-    model = tiny_model("llama")
-    ours, theirs = (
-        Engine(model, ChunkStore(tmp_path, namespace=name), block_size=8) for name in "ab"
-    )
-    key = theirs.cache_chunk(TEXTS[0])
-    with pytest.raises(HandleError, match="namespace"):
-        ours.generate(f"{handle_of(key)} Q?", on_miss="compute", max_new_tokens=1)
-    assert ours.handle_of(TEXTS[0]) is None
-    assert ours.store.keys() == [key]
-
-
-def test_computing_what_is_missing_reads_no_whole_cache(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(self: object) -> None:
-        raise AssertionError("read as a whole")
-
-    monkeypatch.setattr("samkv_integrations.cache.chunk_file.ChunkFile.verify", refuse)
-    report = engine.generate(PROMPT, TEXTS, on_miss="compute", max_new_tokens=1).report
-    assert (report.chunk_hits, report.chunk_misses) == (len(TEXTS), {})
-
-
-def test_a_full_disk_does_not_fail_a_request(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    new = "a chunk that nobody cached"
-    prompt = f"{TEXTS[0]}\n\n{new}\n\nQ?"
-    kept = Engine(engine.model, method=engine.method, block_size=8)
-    kept.cache_chunks([TEXTS[0], new])
-    expected = kept.generate(prompt, [TEXTS[0], new], max_new_tokens=4)
-
-    def full(*arguments: object, **options: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)  # where a full disk shows at the latest
-    for _ in range(2):  # computed again each time, as it cannot be kept
-        answer = engine.generate(prompt, [TEXTS[0], new], on_miss="compute", max_new_tokens=4)
-        assert answer.text == expected.text
-        assert (answer.report.chunk_hits, answer.report.chunk_misses) == (1, {"absent": 1})
-        assert answer.report.chunks_computed == 1
-    with pytest.raises(StoreError, match="No space left"):
-        engine.cache_chunk(new)
-
-
-def test_a_new_store_that_cannot_be_written_fails_no_request(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Not even where the size of its blocks cannot be kept."""
-    engine = Engine(tiny_model("llama"), ChunkStore(tmp_path))
-    expected = engine.generate(PROMPT, TEXTS, max_new_tokens=4, on_miss="text").text
-
-    def full(*arguments: object, **options: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)  # where a full disk shows at the latest
-    answer = engine.generate(PROMPT, TEXTS, max_new_tokens=4, method="reuse")
-    assert answer.text == expected
-    assert answer.report.chunk_misses == {"absent": len(TEXTS)}
-
-
-def test_a_chunk_that_no_cache_can_hold_costs_the_others_nothing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    engine = Engine(tiny_model("llama"), method="reuse", block_size=8)
-    prefill, bad = ingest.prefill, len(engine.model.tokenize(TEXTS[0], special=False))
-
-    def refusing(model: Model, chunks: Sequence[ChunkRef], *rest: Any) -> list[ChunkCache]:
-        if any(len(chunk.token_ids) == bad for chunk in chunks):
-            raise InvalidChunk("not finite")
-        return prefill(model, chunks, *rest)
-
-    monkeypatch.setattr("samkv_integrations.engine.chunks.prefill", refusing)
-    report = engine.generate(PROMPT, TEXTS, max_new_tokens=1).report
-    assert report.chunks_computed == len(TEXTS) - 1
-    again = engine.generate(PROMPT, TEXTS, max_new_tokens=1).report
-    assert (again.chunk_hits, again.chunk_misses) == (len(TEXTS) - 1, {"absent": 1})
-
-
-def test_engines_that_fill_an_empty_store_together_agree_on_blocks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(chunk: ChunkCache) -> None:
-        raise StoreError("no space left")
-
-    first, second = (Engine(tiny_model("llama"), ChunkStore(tmp_path)) for _ in range(2))
-    with monkeypatch.context() as patch, pytest.raises(StoreError):
-        patch.setattr(first.store, "put", full)
-        first.cache_chunk("x" * 100)  # its block size is agreed on, and nothing stored yet
-    assert second.store.keys() == []
-    second.cache_chunk("x" * 2000)
-    first.cache_chunk("y" * 100)
-    assert first.fingerprint.digest == second.fingerprint.digest
-    third = Engine(tiny_model("llama"), ChunkStore(tmp_path))
-    assert len(third.store.keys(third.fingerprint)) == 2
-
-
-def test_caches_of_another_fingerprint_are_never_used(engine: Engine, tmp_path: Path) -> None:
-    other = Engine(tiny_model("llama", seed=1), ChunkStore(tmp_path / "kv"), block_size=8)
-    assert other.fingerprint.digest != engine.fingerprint.digest
-    report = other.generate(PROMPT, TEXTS, max_new_tokens=1, on_miss="text").report
-    assert report.chunk_misses == {"absent": 3}
-    mine, theirs = chunk_file(engine, TEXTS[0]), other.key_of(TEXTS[0])
-    forged = tmp_path / "kv" / other.fingerprint.digest / theirs[:2] / f"{theirs}.safetensors"
-    forged.parent.mkdir(parents=True)
-    forged.write_bytes(mine.read_bytes())
-    for on_miss in ("text", "compute"):
-        report = other.generate(PROMPT, TEXTS, max_new_tokens=1, on_miss=on_miss).report
-        assert report.chunk_misses == {"fingerprint": 1, "absent": 2}
-        assert report.chunk_hits == 0
 
 
 # -- answers -----------------------------------------------------------------------------------
@@ -767,7 +449,7 @@ def test_a_changed_text_behind_a_handle_is_refused(engine: Engine) -> None:
 
 def test_on_miss_compute_makes_what_a_handle_stands_for_anew(engine: Engine) -> None:
     handle = handle_of(engine.key_of(TEXTS[0]))
-    delete(chunk_file(engine, TEXTS[0]))
+    chunk_file(engine, TEXTS[0]).unlink()
     for hits, misses, computed in ((0, {"absent": 1}, 1), (1, {}, 0)):
         report = engine.generate(f"{handle} Q?", max_new_tokens=1, on_miss="compute").report
         assert (report.chunk_hits, report.chunk_misses) == (hits, misses)

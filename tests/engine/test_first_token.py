@@ -130,7 +130,7 @@ def test_a_prompt_and_answer_beyond_the_window_are_refused(engine: Engine, room:
 
 
 @contextmanager
-def counted_rows(engine: Engine) -> Iterator[list[int]]:
+def counted_tokens(engine: Engine) -> Iterator[list[int]]:
     """Tokens of every call of a layer."""
     model, rows = engine.model, []
     layer = model.layer
@@ -152,7 +152,7 @@ def test_the_probe_computes_nothing_but_its_window_and_sinks(
 ) -> None:
     """And the answer's pass what was chosen, with all uncached text."""
     method = replace(GUIDED, select=GuidedSelect(window=window, sinks=sinks))
-    with counted_rows(engine) as rows:
+    with counted_tokens(engine) as rows:
         asked = ask(engine, PROMPT, CHUNKS, method)
     layout, n_layers = asked.layout, engine.model.n_layers
     uncached = layout.uncached.nonzero()[:, 0].tolist()
@@ -169,7 +169,7 @@ def test_methods_without_a_probe_run_one_pass(engine: Engine) -> None:
     for name, method in METHODS.items():
         if method.whole_if_faster:  # one or two
             continue
-        with counted_rows(engine) as rows:
+        with counted_tokens(engine) as rows:
             asked = ask(engine, PROMPT, CHUNKS, method)
         passes = 2 if method.select.probes else 1
         assert len(rows) == passes * engine.model.n_layers, name

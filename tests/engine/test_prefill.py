@@ -34,10 +34,10 @@ BLOCK = 8
 ANCHORS = 3 * BLOCK  # one initial and two local blocks
 LENGTHS = (1, 2, BLOCK, 2 * BLOCK + 3, ANCHORS - 1, ANCHORS, ANCHORS + 1, 61)
 
-# Entries are sums of 64 float32 products, of up to 8 in all. On the same rows they are the same to
-# the bit, but for keys: un-rotating and rotating them rounds twice (6e-8 of 8). Another batch shape
-# changes the order of summation in every layer, so there a hundred roundings may add up. What a
-# wrong row, position or mask changes is in the tenths.
+# Entries are sums of 64 float32 products, of up to 8 in all. For the same tokens they are the same
+# to the bit, but for keys: un-rotating and rotating them rounds twice (6e-8 of 8). Another batch
+# shape changes the order of summation in every layer, so there a hundred roundings may add up. What
+# a wrong entry, position or mask changes is in the tenths.
 CLOSE = {"rtol": 2e-6, "atol": 4e-6}
 BATCHED = {"rtol": 1e-4, "atol": 1e-4}
 
@@ -74,7 +74,7 @@ def rows_of(cached: ChunkCache) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Own:
-    """What transformers computes for prefix and chunk by itself, rows of the chunk alone.
+    """What transformers computes for prefix and chunk by itself, tokens of the chunk alone.
 
     keys: (L, T, G, D) rotated, from its cache; values the same; queries: (L, T, H, D) before RoPE,
     as they leave the last module before it.
@@ -121,7 +121,7 @@ def assert_caches_equal(one: ChunkCache, other: ChunkCache) -> None:
 
 @pytest.mark.parametrize("prefix", [(), (1,), (1, 50, 60)], ids=["none", "bos", "longer"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_captured_rows_are_those_of_transformers_own_cache(
+def test_captured_entries_are_those_of_transformers_own_cache(
     family: str, prefix: tuple[int, ...]
 ) -> None:
     model = tiny_model(family)
@@ -203,7 +203,7 @@ def test_a_chunk_sees_its_prefix_and_itself_alone() -> None:
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_entries_and_summaries_are_of_the_captured_rows(bits: int) -> None:
+def test_entries_and_block_means_are_of_the_captured_ones(bits: int) -> None:
     model = tiny_model("llama")
     for n_tokens in LENGTHS:
         chunk = new_chunk(n_tokens)
@@ -462,7 +462,7 @@ def test_the_meter_sees_a_whole_attention_matrix_and_its_end() -> None:
 
 def test_prefill_never_holds_an_attention_matrix() -> None:
     """A chunk of T tokens: no tensor of H x T x T, in no layer, and all that is alive at once stays
-    below one. What may be alive: the rows (keys and values, and less than as much again for
+    below one. What may be alive: the entries (keys and values, and less than as much again for
     what is stored of them), a few (T, hidden or intermediate) activations, and a few tiles of
     H x 64 x T."""
     model, n_tokens = tiny_model("llama"), 1536

@@ -432,7 +432,7 @@ def biased_model(strength: float) -> Model:
 
 
 def divergence(p: Tensor, q: Tensor) -> float:
-    """KL(p || q) of rows of logits, mean over rows, in nats."""
+    """KL(p || q) of logits, mean over tokens, in nats."""
     log_p, log_q = p.log_softmax(-1), q.log_softmax(-1)
     return float((log_p.exp() * (log_p - log_q)).sum(-1).mean())
 

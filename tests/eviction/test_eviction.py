@@ -327,7 +327,7 @@ def test_the_pyramid_is_never_above_its_budget(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_budget_for_all_rows_changes_nothing(
+def test_a_budget_for_all_entries_changes_nothing(
     engines: Callable[[str], Engine], family: str
 ) -> None:
     engine = engines(family)
@@ -480,7 +480,7 @@ CARRYING = Method(
 
 
 @pytest.mark.parametrize("method", [*METHODS.values(), CARRYING], ids=[*METHODS, "carrying"])
-def test_computed_rows_are_found_among_those_held(
+def test_computed_tokens_are_found_among_those_held(
     engines: Callable[[str], Engine],
     looks: list[tuple[Seen, Tensor]],
     method: Method,
@@ -540,7 +540,7 @@ def masked_logits(engine: Engine, ids: list[int], visible: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_row_given_up_is_a_row_masked(engines: Callable[[str], Engine], family: str) -> None:
+def test_an_evicted_entry_is_a_masked_one(engines: Callable[[str], Engine], family: str) -> None:
     """And all others are where they were: the next token's position is the logical one."""
     engine = engines(family)
     tokens = [70, 9, 201, 33, 8]

@@ -122,16 +122,16 @@ EAGER = {
     "cacheblend": {"recompute": CacheblendRecompute(ratio=0.4)},
     "a3": {"recompute": A3Recompute(ratio=0.4, layer=0)},
 }
-"""Methods with enough recomputed rows that some are in every chunk."""
+"""Methods with enough recomputed tokens that some are in every chunk."""
 
 
 @pytest.mark.parametrize("future", FUTURES)
 @pytest.mark.parametrize("name", METHODS)
-def test_no_row_attends_to_what_comes_after_it(engine: Engine, name: str, future: str) -> None:
-    """Another future, and what was decided about the first one: no row before it may change.
+def test_no_token_attends_to_what_comes_after_it(engine: Engine, name: str, future: str) -> None:
+    """Another future, and what was decided about the first one: no entry before it may change.
 
     Decisions look ahead, and may: chunks compete with each other, and the question is asked first.
-    They are taped, so that what is left is what rows attend to. Rows of a layer hold what all
+    They are taped, so that what is left is what tokens attend to. Entries of a layer hold what all
     layers before it computed; the template between the chunks is always among them.
     """
     prompt, chunks, first = FUTURES[future]
@@ -168,10 +168,10 @@ def test_no_row_attends_to_what_comes_after_it(engine: Engine, name: str, future
 
 
 @pytest.mark.parametrize("name", ["recompute", "reuse", "ape", "samkv-guided", "cacheblend"])
-def test_a_row_that_looked_ahead_would_be_noticed(
+def test_a_token_that_looked_ahead_would_be_noticed(
     engine: Engine, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The test above on a pass whose mask lets every row see everything."""
+    """The test above on a pass whose mask lets every token see everything."""
 
     def blind(
         query: Tensor, keys: Tensor, values: Tensor, scaling: float, mask: Tensor, causal: bool
@@ -182,4 +182,4 @@ def test_a_row_that_looked_ahead_would_be_noticed(
     weigh = ApeAttention.__call__
     monkeypatch.setattr(ApeAttention, "__call__", lambda *given: weigh(*given[:5], None, given[6]))
     with pytest.raises(AssertionError, match="Tensor-likes are not close"):
-        test_no_row_attends_to_what_comes_after_it(engine, name, "another last chunk")
+        test_no_token_attends_to_what_comes_after_it(engine, name, "another last chunk")

@@ -275,7 +275,7 @@ def test_order_of_ingest_changes_no_bit(store_bits: int) -> None:
 
 @pytest.mark.parametrize("name", [n for n in METHODS if n != "recompute"])
 def test_no_method_changes_an_exact_first_chunk(engine: Engine, name: str) -> None:
-    """Rows of the first chunk that are kept at all must be those of full prefill."""
+    """Entries of the first chunk that are kept at all must be those of full prefill."""
     method = METHODS[name]
     if name == "samkv-guided":
         method = replace(method, recompute=GuidedRecompute(ratio=0.3, hits=None))

@@ -181,7 +181,7 @@ def test_scores_are_shared_with_those_around_in_the_chunk(
     assert found.tolist() == loop_dilate(request, scores.tolist(), before, after)
 
 
-def loop_rows(request: Request, hits: Vector, part: GuidedRecompute) -> list[set[int]]:
+def loop_tokens(request: Request, hits: Vector, part: GuidedRecompute) -> list[set[int]]:
     """[layer] -> the tokens computed again there, none of what is given anyway.
 
     Greedily: the token of the highest claim first, the claim being the best score of itself and of
@@ -223,7 +223,7 @@ def loop_rows(request: Request, hits: Vector, part: GuidedRecompute) -> list[set
     st.sampled_from((0.0, 0.25, 0.5, 1.0)),
     st.integers(0, 5),
 )
-def test_recomputed_rows_are_those_of_the_greedy_loop(
+def test_recomputed_tokens_are_those_of_the_greedy_loop(
     shape: Shape, ratio: float, before: int, after: int, lead_layers: float, first: int
 ) -> None:
     request = request_of(shape)
@@ -237,19 +237,17 @@ def test_recomputed_rows_are_those_of_the_greedy_loop(
     # chunks here have at most 45 tokens
     with patch.multiple(module, TOKENS_A_FIRST=8, AFTER=after):
         rows = part.choose(selection, request.inputs, request.layout)
-        assert sets(rows) == loop_rows(request, hits.tolist(), part)
+        assert sets(rows) == loop_tokens(request, hits.tolist(), part)
     assert rows.dtype == torch.bool and rows.device.type == "cpu"
     assert rows.shape == (shape.n_layers, request.n_context)
     # the budget is a mean over layers; what rounding of floats adds is below a thousandth
     assert float(rows.double().sum(1).mean()) <= ratio * request.n_context + 2e-3
-    # a pass carries a token through all layers below: rows never grow with depth
+    # a pass carries a token through all layers below: tokens never grow in number with depth
     assert bool((rows[1:] <= rows[:-1]).all())
 
 
-def rows_of(
-    request: Request, scores: dict[int, float], *, after: int = 1, **options: Any
-) -> list[set[int]]:
-    """Recomputed tokens where these alone have a score, and no first ones if not asked for."""
+def tokens_of(request: Request, scores: dict[int, float], **options: Any) -> list[set[int]]:
+    """Those chosen where these alone have a score, and no chunk's first ones if not asked for."""
     found = torch.zeros(request.n_context)
     for token, score in scores.items():
         found[token] = score
@@ -267,19 +265,27 @@ def test_the_tokens_around_a_hit_are_computed_again_with_it_in_its_own_chunk() -
     assert request.exact == [False] * 3
     middle, ends = {45: 0.9}, {60: 0.9, 89: 0.8}
     around = {"before": 3, "after": 2}
-    assert rows_of(request, middle, ratio=6 / 90 + 1e-9, **around)[0] == {42, 43, 44, 45, 46, 47}
-    assert rows_of(request, ends, ratio=7 / 90 + 1e-9, **around)[0] == {60, 61, 62, 86, 87, 88, 89}
-    assert rows_of(request, ends, ratio=3 / 90 + 1e-9, **around)[0] == {60, 61, 62}
-    assert rows_of(request, middle, ratio=1 / 90 + 1e-9, before=0, after=0)[0] == {45}
-    ten = rows_of(request, middle, ratio=10 / 90 + 1e-9)[0]
+    assert tokens_of(request, middle, ratio=6 / 90 + 1e-9, **around)[0] == {42, 43, 44, 45, 46, 47}
+    assert tokens_of(request, ends, ratio=7 / 90 + 1e-9, **around)[0] == {
+        60,
+        61,
+        62,
+        86,
+        87,
+        88,
+        89,
+    }
+    assert tokens_of(request, ends, ratio=3 / 90 + 1e-9, **around)[0] == {60, 61, 62}
+    assert tokens_of(request, middle, ratio=1 / 90 + 1e-9, before=0, after=0)[0] == {45}
+    ten = tokens_of(request, middle, ratio=10 / 90 + 1e-9)[0]
     assert ten == set(range(37, 47))  # eight before, one after
 
 
 def test_what_leads_up_to_a_hit_is_computed_in_the_lower_layers_only() -> None:
-    """Worked out by hand: a hit at token 45; of four layers, one before it costs half a row."""
+    """Worked out by hand: a hit at token 45; of four layers, one before it costs half a token."""
     request = request_of(Shape(seed=17, lengths=(30, 30, 30), n_layers=4, before=1))
-    # two rows and four halves
-    rows = rows_of(request, {45: 0.9}, ratio=4 / 90, before=4, after=1, lead_layers=0.5)
+    # two tokens and four halves
+    rows = tokens_of(request, {45: 0.9}, ratio=4 / 90, before=4, after=1, lead_layers=0.5)
     assert rows == [set(range(41, 47))] * 2 + [{45, 46}] * 2
 
 
@@ -288,20 +294,20 @@ def test_the_first_tokens_of_chunks_come_before_any_hit_and_bring_nobody_along()
     request = request_of(Shape(seed=17, lengths=(128, 127, 60), n_layers=2, before=1))
     begins = {0, 1, 128}
     around = {"first": 3, "before": 4, "after": 2, "lead_layers": 0.5}
-    assert rows_of(request, {200: 0.9}, ratio=3 / 315, **around) == [begins] * 2
-    assert rows_of(request, {200: 0.9}, ratio=2 / 315, **around) == [{0, 1}] * 2
-    assert rows_of(request, {200: 0.9}, ratio=2 / 315, **{**around, "first": 1}) == [{0, 128}] * 2
+    assert tokens_of(request, {200: 0.9}, ratio=3 / 315, **around) == [begins] * 2
+    assert tokens_of(request, {200: 0.9}, ratio=2 / 315, **around) == [{0, 1}] * 2
+    assert tokens_of(request, {200: 0.9}, ratio=2 / 315, **{**around, "first": 1}) == [{0, 128}] * 2
     # a hit beside them: what is around it is computed with it, and lies in all layers behind it
-    assert rows_of(request, {129: 0.9}, ratio=6 / 315, **around) == [begins | {129, 130, 131}] * 2
+    assert tokens_of(request, {129: 0.9}, ratio=6 / 315, **around) == [begins | {129, 130, 131}] * 2
     request = request_of(Shape(seed=16, lengths=(64, 64), n_layers=4))
     assert request.exact == [True, False]
-    assert rows_of(request, {}, ratio=0.01, first=2)[0] == {64}
+    assert tokens_of(request, {}, ratio=0.01, first=2)[0] == {64}
 
 
 def test_nothing_is_recomputed_of_what_is_exact_however_much_the_question_looks_there() -> None:
     request = request_of(Shape(seed=16, lengths=(60, 40), n_layers=4))
     assert request.exact == [True, False]
-    rows = rows_of(request, {10: 1.0, 70: 0.1}, ratio=0.2)
+    rows = tokens_of(request, {10: 1.0, 70: 0.1}, ratio=0.2)
     assert rows[0] and all(min(of_layer) >= 60 for of_layer in rows)
 
 

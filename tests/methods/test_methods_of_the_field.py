@@ -87,7 +87,7 @@ def projected(model: Model, layer: int, ids: Tensor) -> dict[str, Tensor]:
     return found
 
 
-def cached_rows(engine: Engine, layout: Layout, texts: list[str]) -> tuple[Tensor, Tensor]:
+def cached_entries(engine: Engine, layout: Layout, texts: list[str]) -> tuple[Tensor, Tensor]:
     """(L, Tctx, G, D) un-rotated keys, and values, as the chunk caches hold them."""
     caches = [cache_of(engine, text) for text in texts]
     keys, values = (torch.cat(side, dim=1) for side in zip(*map(decoded, caches), strict=True))
@@ -123,7 +123,7 @@ def test_cacheblend_computes_where_values_deviate_most(
     _, query = first_logits(engine, PROMPTS[prompt], CHUNKS, changed("cacheblend", layer=layer))
     layout = query.layout
     values = projected(engine.model, layer, layout.token_ids)["v"]
-    _, cached = cached_rows(engine, layout, CHUNKS)
+    _, cached = cached_entries(engine, layout, CHUNKS)
     deviation = {}
     for t in not_exact(layout):
         new = values[int(layout.context_positions[t])].flatten().tolist()
@@ -148,7 +148,7 @@ def test_cacheblend_computes_where_values_deviate_most(
 @pytest.mark.parametrize("layer", [0, 1, 2])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a3_computes_what_the_question_attends_to(family: str, layer: int, prompt: str) -> None:
-    """By a softmax over the context that may be computed again, head by head and row by row."""
+    """By a softmax over the context that may be computed again, head by head and token by token."""
     engine = engine_of(family)
     model = engine.model
     _, query = first_logits(engine, PROMPTS[prompt], CHUNKS, changed("a3", layer=layer))
@@ -250,7 +250,7 @@ def test_a_share_of_the_context_is_pointed_out(
 
 
 @pytest.mark.parametrize("part", [CacheblendRecompute, A3Recompute])
-def test_rows_before_the_check_are_all_that_are_not_exact(part: type) -> None:
+def test_tokens_before_the_check_are_all_that_are_not_exact(part: type) -> None:
     layout = layout_of((10, 7))
     keep = torch.ones(4, layout.n_blocks, dtype=torch.bool)
     keep[0, -1] = False  # the last block: tokens 14 to 16
@@ -441,7 +441,7 @@ def test_ape_merges_two_softmaxes(
     is_masked: bool,
     by_head: bool,
 ) -> None:
-    """Any grouping of heads, rows that see part of the keys, flags one for all or one a head."""
+    """Any grouping of heads, queries that see part of the keys, flags one for all or one a head."""
     groups, per_group = heads
     generator = torch.Generator().manual_seed(seed)
 
@@ -452,7 +452,7 @@ def test_ape_merges_two_softmaxes(
     keys, values = normal(1, groups, n_keys, 4), normal(1, groups, n_keys, 4)
     flags = torch.rand(groups if by_head else 1, n_keys, generator=generator) < 0.6
     mask = torch.rand(n_rows, n_keys, generator=generator) < 0.6
-    mask[:, seed % n_keys] = True  # every row sees something, its own key at least
+    mask[:, seed % n_keys] = True  # every query sees something, its own key at least
     attend = ApeAttention(temperature=temperature, scale=scale)
     found = attend(
         query, keys, values, 0.5, mask if is_masked else None, flags if by_head else flags[0]
@@ -499,7 +499,7 @@ def test_ape_reads_its_shared_prefix_once() -> None:
     assert layout.prefilled_positions.tolist() == [
         n_prefix + i for text in CHUNKS for i in range(len(text))
     ]
-    keys, _ = cached_rows(engine, layout, CHUNKS)
+    keys, _ = cached_entries(engine, layout, CHUNKS)
     for token in (0, 89, 90, 200):
         place, at = int(layout.context_positions[token]), int(layout.prefilled_positions[token])
         expected = turned(keys[2, token], at, engine.model)

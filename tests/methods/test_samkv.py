@@ -371,7 +371,7 @@ def random_keep(request: Request) -> Tensor:
 
 @MANY
 @given(shapes(), st.booleans(), st.booleans())
-def test_recomputed_rows_are_those_of_the_loops(
+def test_recomputed_tokens_are_those_of_the_loops(
     shape: Shape, anchors: bool, outliers: bool
 ) -> None:
     request = request_of(shape)
@@ -445,8 +445,8 @@ def test_equation_4(seed: int, rows: int, groups: int, dim: int, weight: float |
         )
 
 
-def test_fusion_mixes_in_float32_and_returns_the_dtype_of_the_new_rows() -> None:
-    """bfloat16 rows: the result is the exact mix rounded once (half a step is 2^-9 of it)."""
+def test_fusion_mixes_in_float32_and_returns_the_dtype_of_the_new_entries() -> None:
+    """bfloat16 entries: the result is the exact mix rounded once (half a step is 2^-9 of it)."""
     generator = torch.Generator().manual_seed(0)
     cached = torch.randn(50, 2, 16, generator=generator).bfloat16()
     fresh = (cached + 0.5 * torch.randn(50, 2, 16, generator=generator)).bfloat16()
@@ -456,10 +456,10 @@ def test_fusion_mixes_in_float32_and_returns_the_dtype_of_the_new_rows() -> None
     assert torch.equal(fused, exact.bfloat16())
 
 
-def test_keys_and_values_have_a_theta_of_their_own_and_so_has_every_row() -> None:
+def test_keys_and_values_have_a_theta_of_their_own_and_so_has_every_token() -> None:
     cached = torch.tensor([[[1.0, 0.0]], [[1.0, 0.0]]])
     fresh = torch.tensor([[[0.0, 1.0]], [[2.0, 0.0]]])
-    # orthogonal: theta 0, the old row stays; parallel: theta 1, the new row replaces it
+    # orthogonal: theta 0, the old entry stays; parallel: theta 1, the new entry replaces it
     assert Fusion()(cached, fresh).tolist() == [[[1.0, 0.0]], [[2.0, 0.0]]]
 
 
@@ -710,7 +710,7 @@ def test_a_part_of_a_paper_names_its_source(part: type, source: str) -> None:
     ],
 )  # fmt: skip
 def test_a_part_that_deviates_from_its_paper_says_so(part: type) -> None:
-    """SamkvRecompute: chunks that are exact are left out, and a row that is carried through a
+    """SamkvRecompute: chunks that are exact are left out, and a token that is carried through a
     layer where its block is not kept takes part there with fresh keys instead of cached ones."""
     assert part.__doc__ is not None
     assert "Deviations" in part.__doc__

@@ -62,7 +62,7 @@ SHAPE = {
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
-    # large enough that attention is far from uniform, so that a wrong row shows
+    # large enough that attention is far from uniform, so that a wrong entry shows
     "initializer_range": 0.2,
 }
 

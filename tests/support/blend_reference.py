@@ -1,0 +1,415 @@
+"""A request computed entry by entry, with lists and not masks, and the blend of the same one."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from samkv_integrations.cache.blocks import BlockScheme
+from samkv_integrations.cache.chunk import ChunkCache
+from samkv_integrations.cache.fingerprint import Fingerprint
+from samkv_integrations.cache.memory import MemoryChunk
+from samkv_integrations.engine.blend import Blend
+from samkv_integrations.engine.dense_cache import DenseCache
+from samkv_integrations.engine.loader import Context
+from samkv_integrations.engine.plan import PassPlan, plan_pass
+from samkv_integrations.methods.ape import ApeAttention
+from samkv_integrations.methods.base import Checked, Positions, ProbedLayer, Update, overwrite
+from samkv_integrations.methods.parts import Fusion
+from samkv_integrations.model.model import Model
+from samkv_integrations.prompt.layout import Layout, Segment
+from tests.support.chunks import decoded, random_chunk, tiny_fingerprint
+from tests.support.models import turned
+
+CLOSE = {"rtol": 1e-5, "atol": 1e-4}
+BLOCK = 4
+LAYERS = 4
+Entry = tuple[int, Tensor, Tensor]  # position, key (G, D) rotated, value (G, D)
+
+
+# --- requests ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Tokens of a prompt: a chunk if it has a cache."""
+
+    ids: tuple[int, ...]
+    cache: ChunkCache | None = None
+
+    @cached_property
+    def decoded(self) -> tuple[Tensor, Tensor]:
+        """(L, T, G, D) un-rotated keys, and values, of its entries."""
+        assert self.cache is not None
+        return decoded(self.cache)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One request: what is kept and what is recomputed, by context token.
+
+    waiting: uncached tokens that the pass leaves out.
+    """
+
+    pieces: tuple[Piece, ...]
+    prefix: tuple[int, ...]
+    keep: Tensor  # (L, Nb)
+    recompute: Tensor  # (L, Tctx), kept tokens alone
+    layout: Layout
+    fingerprint: Fingerprint
+    waiting: frozenset[int] = frozenset()
+
+    @property
+    def ids(self) -> list[int]:
+        return [token for piece in self.pieces for token in piece.ids]
+
+    def context(self, cos: Tensor, sin: Tensor) -> Context:
+        caches = [piece.cache for piece in self.pieces if piece.cache is not None]
+        opened = [MemoryChunk(cache, self.fingerprint) for cache in caches]
+        return Context(self.layout, opened, self.fingerprint, cos.float(), sin.float())
+
+
+def fingerprint(store_bits: int) -> Fingerprint:
+    return tiny_fingerprint(
+        n_layers=LAYERS, n_heads=4, n_kv_heads=2, head_dim=16, block_size=BLOCK,
+        store_bits=store_bits,
+    )  # fmt: skip
+
+
+def case_of(
+    seed: int,
+    *,
+    lengths: tuple[int, ...] = (22, 5, 17),
+    prefix: tuple[int, ...] = (1,),
+    kept: float = 0.6,
+    stale: float = 0.4,
+    ends_with_chunk: bool = False,
+) -> Case:
+    """Random chunk caches, different blocks kept at every layer, any kept token recomputed.
+
+    Entries have 4, 8 and 16 bits in turn.
+    """
+    rng = random.Random(seed)
+    made_by = fingerprint((4, 8, 16)[seed % 3])
+
+    def tokens(n: int) -> tuple[int, ...]:
+        return tuple(rng.randrange(6, 262) for _ in range(n))
+
+    pieces = [Piece(prefix + tokens(rng.choice((0, 3))))]
+    for index, length in enumerate(lengths):
+        if index and rng.random() < 0.5:
+            pieces.append(Piece(tokens(rng.randint(1, 4))))
+        pieces.append(Piece(tokens(length), random_chunk(100 * seed + index, length, made_by)))
+    if not ends_with_chunk:
+        pieces.append(Piece(tokens(5)))
+    scheme = BlockScheme(size=BLOCK)
+    layout = Layout.of(
+        [
+            Segment(
+                token_ids=piece.ids,
+                blocks=None if piece.cache is None else scheme.of(len(piece.ids)),
+                is_context=piece.cache is not None,
+            )
+            for piece in pieces
+        ],
+        prefix,
+    )
+    generator = torch.Generator().manual_seed(seed)
+    n_blocks = sum(math.ceil(n / BLOCK) for n in lengths)
+    keep = torch.rand(LAYERS, n_blocks, generator=generator) < kept
+    block_of = []
+    for length in lengths:
+        first = block_of[-1] + 1 if block_of else 0
+        block_of += [first + token // BLOCK for token in range(length)]
+    wanted = torch.rand(LAYERS, sum(lengths), generator=generator) < stale
+    return Case(
+        pieces=tuple(pieces),
+        prefix=prefix,
+        keep=keep,
+        recompute=wanted & keep[:, block_of],
+        layout=layout,
+        fingerprint=made_by,
+    )
+
+
+# --- the reference -----------------------------------------------------------------------------
+
+
+def cosine(a: Tensor, b: Tensor) -> Tensor:
+    return (a * b).sum() / (a.square().sum().sqrt() * b.square().sum().sqrt())
+
+
+@dataclass(frozen=True)
+class Apart:
+    """Attention in two parts, as APE has it: to these positions, and to all others."""
+
+    positions: frozenset[int]
+    temperature: float
+    scale: float
+
+    def output(self, at: list[int], logits: Tensor, values: Tensor) -> Tensor:
+        """(D,) of one head: each part's own output, weighed by their sums of exponentials."""
+        of_context = torch.tensor([place in self.positions for place in at])
+        parts = []
+        for chosen, temperature, scale in (
+            (of_context, self.temperature, self.scale),
+            (~of_context, 1.0, 1.0),
+        ):
+            if bool(chosen.any()):
+                own = logits[chosen] / temperature
+                mass = scale * float(own.double().exp().sum().log())
+                parts.append((mass, torch.softmax(own, dim=0) @ values[chosen]))
+        total = sum(math.exp(mass) for mass, _ in parts)
+        return sum((math.exp(mass) / total * part for mass, part in parts), torch.zeros(()))
+
+
+@dataclass
+class Reference:
+    """A request computed entry by entry. ``entries``: of each layer, what later tokens may read."""
+
+    model: Model
+    entries: list[list[Entry]]
+    queries: list[dict[int, Tensor]]  # [layer][position]: (H, D) before RoPE
+    keys: list[dict[int, Tensor]]  # (G, D) before RoPE, of the tokens that were computed
+    values: list[dict[int, Tensor]]  # (G, D), of the same
+    logits: Tensor
+    n_tokens: int
+    n_only_carried: int = 0
+    apart: Apart | None = None
+
+    def step(self, token: int) -> Tensor:
+        """Logits after one token more, at the next place of the whole prompt."""
+        hidden = self.model.hf.model.embed_tokens(torch.tensor(token))
+        for layer in range(LAYERS):
+            query, key, value = projections(self.model, layer, hidden)
+            entry = (self.n_tokens, turned(key, self.n_tokens, self.model), value)
+            self.entries[layer].append(entry)
+            hidden = after_attention(
+                self.model, layer, hidden, query, self.n_tokens, self.entries[layer], self.apart
+            )
+        self.n_tokens += 1
+        return self.model.hf.lm_head(self.model.hf.model.norm(hidden))
+
+
+def projections(model: Model, layer: int, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Query (H, D), key and value (G, D) of one token, before RoPE."""
+    block = model.hf.model.layers[layer]
+    attn, x = block.self_attn, block.input_layernorm(hidden)
+    query = attn.q_proj(x).view(model.n_heads, model.head_dim)
+    key = attn.k_proj(x).view(model.n_kv_heads, model.head_dim)
+    value = attn.v_proj(x).view(model.n_kv_heads, model.head_dim)
+    if hasattr(attn, "q_norm"):
+        query, key = attn.q_norm(query), attn.k_norm(key)
+    return query, key, value
+
+
+def after_attention(
+    model: Model,
+    layer: int,
+    hidden: Tensor,
+    query: Tensor,
+    position: int,
+    entries: list[Entry],
+    apart: Apart | None = None,
+) -> Tensor:
+    """One token through one layer; it sees the entries at its own and earlier positions."""
+    block = model.hf.model.layers[layer]
+    places = [at for at, *_ in entries if at <= position]
+    visible = [(key, value) for at, key, value in entries if at <= position]
+    rotated = turned(query, position, model)
+    per_group = model.n_heads // model.n_kv_heads
+    heads = []
+    for h in range(model.n_heads):
+        keys = torch.stack([key[h // per_group] for key, _ in visible])
+        values = torch.stack([value[h // per_group] for _, value in visible])
+        logits = keys @ rotated[h] / math.sqrt(model.head_dim)
+        if apart is None:
+            heads.append(torch.softmax(logits, dim=0) @ values)
+        else:
+            heads.append(apart.output(places, logits, values))
+    hidden = hidden + block.self_attn.o_proj(torch.cat(heads))
+    return hidden + block.mlp(block.post_attention_layernorm(hidden))
+
+
+@torch.inference_mode()
+def reference(
+    model: Model,
+    case: Case,
+    *,
+    weight: float | None | str = "overwrite",
+    positions: Positions = "global",
+    passing: Literal["fresh", "cached", "hidden"] = "fresh",
+    ape: ApeAttention | None = None,
+) -> Reference:
+    """The whole request.
+
+    weight: of fusion (None: the cosine), or ``overwrite``. passing: what other tokens see of one
+    that is carried through a layer where its block is not kept.
+    """
+    ids = case.ids
+    # of the context: position, keys and values of its chunk, token there, block, prefilled position
+    context: list[tuple[int, tuple[Tensor, Tensor], int, int, int]] = []
+    start = first_block = 0
+    for piece in case.pieces:
+        if piece.cache is not None:
+            for row in range(len(piece.ids)):
+                at, block = start + row, first_block + row // BLOCK
+                context.append((at, piece.decoded, row, block, len(case.prefix) + row))
+            first_block += math.ceil(len(piece.ids) / BLOCK)
+        start += len(piece.ids)
+    n_tokens = len(ids)
+    # the last token gives the logits and is computed even if it belongs to a chunk
+    of_chunk = {at for at, *_ in context if at != n_tokens - 1}
+    stale = [
+        {at for index, (at, *_) in enumerate(context) if bool(case.recompute[layer, index])}
+        for layer in range(LAYERS)
+    ]
+    hidden = {at: model.hf.model.embed_tokens(torch.tensor(ids[at])) for at in range(n_tokens)}
+    apart = ape and Apart(frozenset(of_chunk), ape.temperature, ape.scale)
+    out = Reference(model, [], [], [], [], torch.empty(0), n_tokens, apart=apart)
+    for layer in range(LAYERS):
+        needed = set().union(*stale[layer:])
+        waiting = of_chunk | case.waiting
+        rows = [at for at in range(n_tokens) if at not in waiting or at in needed]
+        fresh = {}
+        queries, raw = {}, {}
+        for at in rows:
+            query, key, value = projections(model, layer, hidden[at])
+            fresh[at] = (turned(key, at, model), value)
+            queries[at], raw[at] = query, key
+        entries: list[Entry] = []
+        kept = set()
+        for at, (keys, values), row, block, prefilled in context:
+            if at not in of_chunk or not bool(case.keep[layer, block]):
+                continue
+            kept.add(at)
+            where = at if positions == "global" else prefilled
+            key, value = turned(keys[layer, row], where, model), values[layer, row]
+            if at in stale[layer]:
+                new_key, new_value = fresh[at]
+                if weight == "overwrite":
+                    key, value = new_key, new_value
+                else:
+                    t_key = cosine(new_key, key) if weight is None else weight
+                    t_value = cosine(new_value, value) if weight is None else weight
+                    key = t_key * new_key + (1 - t_key) * key
+                    value = t_value * new_value + (1 - t_value) * value
+            entries.append((at, key, value))
+        # tokens that only pass through leave no entry behind
+        passed = {at for at in rows if at in of_chunk and at not in kept}
+        entries += [(at, *fresh[at]) for at in rows if at not in kept | passed]
+        if passing == "fresh":
+            entries += [(at, *fresh[at]) for at in passed]
+        if passing == "cached":
+            entries += [
+                (at, turned(keys[layer, row], at, model), values[layer, row])
+                for at, (keys, values), row, *_ in context
+                if at in passed
+            ]
+        entries.sort(key=lambda entry: entry[0])
+        hidden = {
+            at: after_attention(model, layer, hidden[at], queries[at], at, entries, apart)
+            for at in rows
+        }
+        out.n_only_carried += len(passed)
+        entries = [entry for entry in entries if entry[0] not in passed]
+        out.entries.append(entries)
+        out.queries.append(queries)
+        out.keys.append(raw)
+        out.values.append({at: value for at, (_, value) in fresh.items()})
+    out.logits = model.hf.lm_head(model.hf.model.norm(hidden[n_tokens - 1]))
+    return out
+
+
+# --- comparison --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Blended:
+    """A pass that has run. plan: what its last layers did. probed: its layers, where they were
+    observed instead of kept."""
+
+    logits: Tensor
+    cache: DenseCache
+    plan: PassPlan
+    context: Context
+    probed: list[ProbedLayer]
+
+
+def blended(
+    model: Model,
+    case: Case,
+    *,
+    recompute: Tensor | None = None,
+    update: Update = overwrite,
+    positions: Positions = "global",
+    attend: ApeAttention | None = None,
+    capacity: int = 0,
+    check: tuple[int, Callable[[Checked], Tensor]] | None = None,
+    probes: bool = False,
+) -> Blended:
+    """The pass of a case. check: a layer, and what gives the tokens of all later ones there."""
+    layout, rows = case.layout, case.recompute if recompute is None else recompute
+    uncached = layout.uncached.clone()
+    uncached[list(case.waiting)] = False
+    plans: list[PassPlan] = []
+
+    def plan_of(of_rows: Tensor) -> PassPlan:
+        plan = plan_pass(
+            layout, case.keep, of_rows, device=model.device, dtype=model.dtype, uncached=uncached,
+            mixes=update is not overwrite, weighs=attend is not None,
+        )  # fmt: skip
+        plans.append(plan)
+        return plan
+
+    def decide(checked: Checked) -> PassPlan:
+        after = rows.clone()
+        after[check[0] + 1 :] = check[1](checked)
+        return plan_of(after)
+
+    cos, sin = model.cos_sin(torch.arange(layout.n_tokens))
+    at = layout.context_positions if positions == "global" else layout.prefilled_positions
+    context = case.context(cos[at], sin[at])
+    plan = plan_of(rows)
+    context.load(plan.blocks if check is None else case.keep)
+    cache, probed = DenseCache(LAYERS, capacity, weigh=attend), []
+    blend = Blend(
+        model=model, layout=layout, context=context, cos=cos, sin=sin, update=update,
+        weigh=attend, cache=None if probes else cache, observe=probed.append if probes else None,
+        check=check and (check[0], decide),
+    )  # fmt: skip
+    with torch.inference_mode():
+        logits = blend.run(plan)
+    return Blended(logits=logits, cache=cache, plan=plans[-1], context=context, probed=probed)
+
+
+def assert_entries(cache: DenseCache, entries: list[list[Entry]]) -> None:
+    """Every layer holds exactly the reference's entries, in the order of their positions."""
+    assert cache.lengths == [len(of_layer) for of_layer in entries]
+    for layer, of_layer in enumerate(entries):
+        n = cache.lengths[layer]
+        assert [at for at, *_ in of_layer] == sorted(at for at, *_ in of_layer)
+        keys = torch.stack([key for _, key, _ in of_layer])
+        values = torch.stack([value for *_, value in of_layer])
+        torch.testing.assert_close(cache.keys[layer][:n], keys, **CLOSE)
+        torch.testing.assert_close(cache.values[layer][:n], values, **CLOSE)
+
+
+def assert_equal(done: Blended, expected: Reference, case: Case) -> None:
+    torch.testing.assert_close(done.logits, expected.logits, **CLOSE)
+    assert torch.equal(done.plan.kept, case.keep)
+    assert_entries(done.cache, expected.entries)
+
+
+UPDATES: list[tuple[Update, float | None | str]] = [
+    (overwrite, "overwrite"),
+    (Fusion(), None),
+    (Fusion(weight=0.3), 0.3),
+]

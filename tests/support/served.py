@@ -1,0 +1,27 @@
+"""An engine on a tiny model with three chunks in a folder, and a prompt that holds them."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+from samkv_integrations import ChunkStore, Engine
+from tests.support.models import tiny_model
+
+RNG = random.Random(5)
+TEXTS = ["".join(RNG.choices("abcdefgh ijkl\n", k=n)).strip() for n in (80, 47, 120)]
+PROMPT = "Read.\n\n" + "\n\n".join(TEXTS) + "\n\nQ: what?\nA:"
+
+
+def engine_on(folder: Path) -> Engine:
+    """Its method is one that always answers from caches; the default is in test_auto."""
+    store = ChunkStore(folder / "kv")
+    engine = Engine(tiny_model("llama"), store, method="samkv-guided", block_size=8)
+    engine.cache_chunks(TEXTS)
+    return engine
+
+
+def chunk_file(engine: Engine, text: str) -> Path:
+    key = engine.key_of(text)
+    assert isinstance(engine.store, ChunkStore)
+    return next(engine.store.path.rglob(f"{key}.safetensors"))
