@@ -85,7 +85,7 @@ class TestAdd:
         vectors = embedding.embed(TEXTS)
         link.add(IDS, TEXTS, vectors)
         before = records(link)
-        monkeypatch.setattr(samkv_integrations.engine.engine, "prefill", _not_called)
+        monkeypatch.setattr(samkv_integrations.engine.chunks, "prefill", _not_called)
         again = link.add(IDS, TEXTS, vectors)
         assert (again.n_cached, again.n_hit, again.bytes_on_disk) == (0, len(TEXTS), 0)
         assert records(link) == before

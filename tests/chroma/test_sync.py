@@ -86,7 +86,7 @@ class TestBuildAndLink:
         add_raw(link, dict(zip(IDS, TEXTS, strict=True)))
         link.sync()
         for owner, name in (
-            (samkv_integrations.engine.engine, "prefill"),
+            (samkv_integrations.engine.chunks, "prefill"),
             (link.collection, "update"),
         ):
             monkeypatch.setattr(owner, name, _not_called)
@@ -353,7 +353,7 @@ class TestRelease:
     def test_wrong_embedding_is_said_before_anything_is_computed(
         self, link: ChromaLink, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(samkv_integrations.engine.engine, "prefill", _not_called)
+        monkeypatch.setattr(samkv_integrations.engine.chunks, "prefill", _not_called)
         with pytest.raises(InvalidOption, match="dimension 3 does not fit .*'town'.* dimension 2"):
             link.add(["a", "b"], TEXTS[:2], [VECTOR, [*VECTOR, 0.0]])
         add_raw(link, {"x": None})

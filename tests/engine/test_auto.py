@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from samkv_integrations import METHODS, ChunkStore, Engine
 from samkv_integrations.cache.memory import MemoryStore
 from samkv_integrations.engine.costs import CostModel, measure
-from samkv_integrations.engine.costs import name_of as costs_name
 from samkv_integrations.engine.prefix_cache import PrefixCache
 from samkv_integrations.errors import StoreError
 from samkv_integrations.eviction import EVICTIONS
@@ -40,13 +39,10 @@ def prompt(chunks: list[str], *, before: int = 8, after: int = 12, question: str
     return "\n".join(["b" * before, *chunks, "q" * after + question])
 
 
-def engine_with(
-    costs: CostModel, store: MemoryStore | None = None, *, store_bits: int = 16, **options: Any
-) -> Engine:
-    """Finds these costs beside the caches, as if somebody had measured them."""
-    model, store = tiny_model("llama"), store or MemoryStore()
-    store.put_note(costs_name(model), costs.to_json())
-    return Engine(model, store, block_size=8, store_bits=store_bits, **options)
+def engine_with(costs: CostModel, **options: Any) -> Engine:
+    engine = Engine(tiny_model("llama"), MemoryStore(), block_size=8, store_bits=16, **options)
+    engine.costs = costs
+    return engine
 
 
 @contextmanager
@@ -104,12 +100,12 @@ def test_never_computes_more_than_full_prefill(
 
 
 def test_runs_two_passes_where_they_compute_less_and_full_prefill_where_not() -> None:
-    chunks, store = texts(4, 200), MemoryStore()
-    engine = engine_with(TOKENS_ONLY, store, prefix_bytes=0)
+    chunks = texts(4, 200)
+    engine = engine_with(TOKENS_ONLY, prefix_bytes=0)
     engine.cache_chunks(chunks)
     guided = engine.generate(prompt(chunks), chunks, max_new_tokens=4)
     assert guided.report.ran == "samkv-guided" and guided.report.recompute_ratio < 0.2
-    engine = engine_with(ONE_PASS, store, prefix_bytes=0)
+    engine.costs = ONE_PASS
     whole = engine.generate(prompt(chunks), chunks, max_new_tokens=4)
     assert (whole.report.ran, whole.report.recompute_ratio) == ("recompute", 1.0)
     assert whole.report.method == "auto" and whole.report.eviction is None
@@ -237,7 +233,8 @@ def test_a_prefix_grows_with_the_documents_behind_it() -> None:
 def test_full_prefill_reads_no_entry_of_few_bits(method: str) -> None:
     """Not even of a chunk that stands where it was cached, right behind BOS."""
     chunks = texts(2, 60)
-    engine = engine_with(ONE_PASS, store_bits=4)
+    engine = Engine(tiny_model("llama"), MemoryStore(), block_size=8, store_bits=4)
+    engine.costs = ONE_PASS
     engine.cache_chunks(chunks)
     asked = "\n".join([*chunks, "Q?"])
     found = engine.logits(asked, chunks, method=method)

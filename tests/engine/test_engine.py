@@ -24,6 +24,7 @@ from samkv_integrations.errors import (
 )
 from samkv_integrations.eviction import Quest
 from samkv_integrations.methods.guided import GuidedRecompute
+from samkv_integrations.prompt.finder import find_given
 from samkv_integrations.prompt.split import handle_of, split_prompt
 from tests.support.models import tiny_model
 from tests.support.old_store import old_store

@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 
 from samkv_integrations import METHODS, ChunkStore, Engine
-from samkv_integrations.cache.chunk import ChunkCache
+from samkv_integrations.cache.chunk import ChunkCache, ChunkRef
 from samkv_integrations.engine import prefill as ingest
-from samkv_integrations.engine.prefill import NewChunk
 from samkv_integrations.errors import (
     ChunkNotCached,
     HandleError,
@@ -281,12 +280,12 @@ def test_a_chunk_that_no_cache_can_hold_costs_the_others_nothing(
     engine = Engine(tiny_model("llama"), method="reuse", block_size=8)
     prefill, bad = ingest.prefill, len(engine.model.tokenize(TEXTS[0], special=False))
 
-    def refusing(model: Model, chunks: Sequence[NewChunk], *rest: Any) -> list[ChunkCache]:
+    def refusing(model: Model, chunks: Sequence[ChunkRef], *rest: Any) -> list[ChunkCache]:
         if any(len(chunk.token_ids) == bad for chunk in chunks):
             raise InvalidChunk("not finite")
         return prefill(model, chunks, *rest)
 
-    monkeypatch.setattr("samkv_integrations.engine.engine.prefill", refusing)
+    monkeypatch.setattr("samkv_integrations.engine.chunks.prefill", refusing)
     report = engine.generate(PROMPT, TEXTS, max_new_tokens=1).report
     assert report.chunks_computed == len(TEXTS) - 1
     again = engine.generate(PROMPT, TEXTS, max_new_tokens=1).report

@@ -16,13 +16,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from samkv_integrations import EVICTIONS, METHODS, ChunkStore, Engine, Eviction, Method
-from samkv_integrations.cache.memory import MemoryStore
 from samkv_integrations.engine.costs import CostModel
-from samkv_integrations.engine.costs import name_of as costs_name
 from samkv_integrations.engine.decode import Decoder
 from samkv_integrations.engine.dense_cache import DenseCache
 from samkv_integrations.engine.evictor import Evictor
-from samkv_integrations.engine.first_token import FirstToken
+from samkv_integrations.engine.request import FirstToken
 from samkv_integrations.engine.working_cache import LayerEntries
 from samkv_integrations.errors import InvalidOption, UnknownOption
 from samkv_integrations.eviction import get_eviction
@@ -63,9 +61,8 @@ def engines() -> Callable[[str], Engine]:
 
     def engine_of(family: str) -> Engine:
         if family not in made:
-            model, store = tiny_model(family), MemoryStore()
-            store.put_note(costs_name(model), FREE.to_json())
-            made[family] = Engine(model, store, block_size=8, prefix_bytes=0)
+            made[family] = Engine(tiny_model(family), block_size=8, prefix_bytes=0)
+            made[family].costs = FREE
             made[family].cache_chunks(CHUNKS)
         return made[family]
 

@@ -246,7 +246,9 @@ def test_recomputed_tokens_are_those_of_the_greedy_loop(
     assert bool((rows[1:] <= rows[:-1]).all())
 
 
-def tokens_of(request: Request, scores: dict[int, float], **options: Any) -> list[set[int]]:
+def tokens_of(
+    request: Request, scores: dict[int, float], *, after: int = 1, **options: Any
+) -> list[set[int]]:
     """Those chosen where these alone have a score, and no chunk's first ones if not asked for."""
     found = torch.zeros(request.n_context)
     for token, score in scores.items():
@@ -266,15 +268,8 @@ def test_the_tokens_around_a_hit_are_computed_again_with_it_in_its_own_chunk() -
     middle, ends = {45: 0.9}, {60: 0.9, 89: 0.8}
     around = {"before": 3, "after": 2}
     assert tokens_of(request, middle, ratio=6 / 90 + 1e-9, **around)[0] == {42, 43, 44, 45, 46, 47}
-    assert tokens_of(request, ends, ratio=7 / 90 + 1e-9, **around)[0] == {
-        60,
-        61,
-        62,
-        86,
-        87,
-        88,
-        89,
-    }
+    at_ends = {60, 61, 62, 86, 87, 88, 89}
+    assert tokens_of(request, ends, ratio=7 / 90 + 1e-9, **around)[0] == at_ends
     assert tokens_of(request, ends, ratio=3 / 90 + 1e-9, **around)[0] == {60, 61, 62}
     assert tokens_of(request, middle, ratio=1 / 90 + 1e-9, before=0, after=0)[0] == {45}
     ten = tokens_of(request, middle, ratio=10 / 90 + 1e-9)[0]

@@ -329,7 +329,7 @@ class TestChanges:
         key = keep(store, TEXTS[1])
         (file,) = (tmp_path / "kv").glob(f"*/*/{key}.txt")
         file.unlink()
-        assert list(texts.find(PROMPT)) == [TEXTS[0]]
+        assert list(found_by(texts, PROMPT)) == [TEXTS[0]]
         for root, _, names in os.walk(tmp_path / "kv", topdown=False):
             for name in names:
                 (Path(root) / name).unlink()

@@ -108,7 +108,7 @@ class TestTransformer:
     ) -> None:
         transformer = SamKVDocumentTransformer(engine=engine, add_handles=True)
         once = transformer.transform_documents(documents(*TEXTS[:2], TEXTS[0]))
-        monkeypatch.setattr(samkv_integrations.engine.engine, "prefill", _not_called)
+        monkeypatch.setattr(samkv_integrations.engine.chunks, "prefill", _not_called)
         assert transformer.transform_documents(once) == once
         assert len(files(engine)) == 2
 

@@ -68,7 +68,7 @@ def indexer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., In
             made.read += len(batch)
             return prefill(model, batch, *rest)
 
-        monkeypatch.setattr(samkv_integrations.engine.engine, "prefill", counted)
+        monkeypatch.setattr(samkv_integrations.engine.chunks, "prefill", counted)
         return made
 
     return make

@@ -67,7 +67,7 @@ def doc(id_: str | None, text: str, **metadata: Any) -> Document:
 
 def forbid_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
     """From here on no chunk may be read by the model."""
-    monkeypatch.setattr(samkv_integrations.engine.engine, "prefill", _not_called)
+    monkeypatch.setattr(samkv_integrations.engine.chunks, "prefill", _not_called)
 
 
 class TestAdd:

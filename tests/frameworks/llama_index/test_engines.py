@@ -86,7 +86,7 @@ class TestQueryEngine:
     def test_second_process_prefills_nothing(
         self, own_corpus: Corpus, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(samkv_integrations.engine.engine, "prefill", not_called)
+        monkeypatch.setattr(samkv_integrations.engine.chunks, "prefill", not_called)
         again = ingest(own_corpus.folder)
         assert again.engine.store is not own_corpus.engine.store
         llm = again.llm()
@@ -208,7 +208,7 @@ class TestMisses:
             passes.append({chunk.key for chunk in chunks})
             return prefill(model, chunks, *rest)
 
-        monkeypatch.setattr(samkv_integrations.engine.engine, "prefill", counted)
+        monkeypatch.setattr(samkv_integrations.engine.chunks, "prefill", counted)
         postprocessor = SamKVPostprocessor(engine=engine, mode="handle", on_miss="compute")
         query_engine = own_corpus.query_engine(llm, postprocessor=postprocessor)
         for _ in range(2):  # the second time nothing is missing
@@ -385,7 +385,7 @@ class TestCacheTransform:
     def test_too_long_is_said_before_anything_is_computed(
         self, corpus: Corpus, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(samkv_integrations.engine.engine, "prefill", not_called)
+        monkeypatch.setattr(samkv_integrations.engine.chunks, "prefill", not_called)
         nodes = [TextNode(text="Never seen."), TextNode(text="salt " * 5000)]
         with pytest.raises(InvalidChunk, match="split it"):
             SamKVCacheTransform(engine=corpus.engine)(nodes)

@@ -215,7 +215,7 @@ class TestAdd:
         self, store: SamKVChromaVectorStore, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         store.add([node("z", TEXTS[5])])
-        monkeypatch.setattr(samkv_integrations.engine.engine, "prefill", _not_called)
+        monkeypatch.setattr(samkv_integrations.engine.chunks, "prefill", _not_called)
         good, wide, none = (node(id_, TEXTS[0]) for id_ in "gwn")
         wide.embedding, none.embedding = [*VECTOR, 0.0], None
         for bad, error, match in (
