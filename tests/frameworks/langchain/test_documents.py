@@ -210,7 +210,9 @@ class TestCompressor:
         given = documents(*TEXTS[:2], "")
         raises = SamKVDocumentCompressor(engine=engine, on_miss="error")
         assert len(raises.compress_documents(given[::2])) == 2
-        with pytest.raises(ChunkNotCached, match=r"document 'd1' .*Krasplex.* not cached; index"):
+        with pytest.raises(
+            ChunkNotCached, match=r"document 'd1' .*Krasplex.* has no usable cache; index"
+        ):
             raises.compress_documents(given)
         assert files(engine) == {engine.key_of(TEXTS[0])}
         computes = SamKVDocumentCompressor(engine=engine, on_miss="compute", mode="replace")
@@ -273,7 +275,7 @@ class TestCompressor:
     def test_the_event_loop_is_free(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
         threads: list[threading.Thread] = []
         monkeypatch.setattr(
-            engine, "expect", lambda texts: threads.append(threading.current_thread())
+            engine, "announce", lambda *_, **__: threads.append(threading.current_thread())
         )
         compressor = SamKVDocumentCompressor(engine=engine)
         asyncio.run(compressor.acompress_documents(documents(TEXTS[0]), QUESTION))
