@@ -20,7 +20,7 @@ from samkv_integrations.frameworks.off_loop import off_loop
 
 
 class ChatSamKV(LocalModel, BaseChatModel):
-    """A local chat model that answers from the KV caches of the chunks in its messages.
+    r"""A local chat model that answers from the KV caches of the chunks in its messages.
 
     Messages go through the model's own chat template. Texts of cached chunks in them are answered
     from their caches, and so are handles. Everything else is computed as usual.
@@ -29,6 +29,35 @@ class ChatSamKV(LocalModel, BaseChatModel):
     of ``invoke`` streamed to callbacks, False never streams.
 
     ``response_metadata["samkv"]`` of a message, or `last_report`, says what the answer cost.
+
+    Instantiate:
+        ```python
+        from langchain_samkv import ChatSamKV
+
+        model = ChatSamKV(model="builtin", max_tokens=16)  # or a hub id, or a folder
+        ```
+
+    Use:
+        ```python
+        document = "[Tobias Trulman] Tobias Trulman was born in Flevport."
+        model.engine.cache_chunks([document])  # SamKVChroma does it for what it is given
+        prompt = f"Documents:\n\n{document}\n\nQuestion: Where was Tobias Trulman born?"
+        answer = model.invoke(prompt)
+        print(answer.text, answer.response_metadata["samkv"]["chunk_hits"])
+        ```
+
+    Stream:
+        ```python
+        for chunk in model.stream(prompt):
+            print(chunk.text, end="")
+        ```
+
+    Async:
+        ```python
+        answer = await model.ainvoke(prompt)
+        async for chunk in model.astream(prompt):
+            print(chunk.text, end="")
+        ```
     """
 
     streaming: bool | None = None

@@ -45,8 +45,8 @@ class KeylessChroma(Chroma):
         found = self._records(ids)
         columns = found["documents"], found["metadatas"], found["ids"]
         return [
-            _without_key(Document(page_content=text, metadata=row or {}, id=id_))
-            for text, row, id_ in zip(*columns, strict=True)
+            _without_key(Document(page_content=text, metadata=metadata or {}, id=id_))
+            for text, metadata, id_ in zip(*columns, strict=True)
             if text is not None
         ]
 

@@ -18,13 +18,42 @@ from samkv_integrations.frameworks.off_loop import off_loop
 
 
 class SamKV(LocalModel, BaseLLM):
-    """A local model that goes on with a string, from the KV caches of the chunks in it.
+    r"""A local model that goes on with a string, from the KV caches of the chunks in it.
 
     The prompt is read to the letter, and is no part of the answer. Texts of cached chunks in it
     are answered from their caches, and so are handles. Everything else is computed as usual.
 
     Arguments are those of `LocalModel`. ``generation_info`` of a generation, or `last_report`, says
     what the answer cost.
+
+    Instantiate:
+        ```python
+        from langchain_samkv import SamKV
+
+        llm = SamKV(model="builtin", max_tokens=16)  # or a hub id, or a folder
+        ```
+
+    Use:
+        ```python
+        document = "[Tobias Trulman] Tobias Trulman was born in Flevport."
+        llm.engine.cache_chunks([document])  # SamKVChroma does it for what it is given
+        question = "Where was Tobias Trulman born?"
+        prompt = f"Documents:\n\n{document}\n\nQuestion: {question}\nAnswer:"
+        print(llm.invoke(prompt), llm.last_report)
+        ```
+
+    Stream:
+        ```python
+        for text in llm.stream(prompt):
+            print(text, end="")
+        ```
+
+    Async:
+        ```python
+        answer = await llm.ainvoke(prompt)
+        async for text in llm.astream(prompt):
+            print(text, end="")
+        ```
     """
 
     @property

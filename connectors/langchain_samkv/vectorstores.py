@@ -27,13 +27,11 @@ if TYPE_CHECKING:
     from chromadb.api.collection_configuration import CreateCollectionConfiguration
 
 DEFAULT_NAME = "langchain"
-_OPEN_TWICE = (
-    "(a database that this process has open in another way already can be given as client)"
-)
+_OPEN_TWICE = "(a database that this process has open in another way can be given as client)"
 
 
 class SamKVChroma(KeylessChroma):
-    """A `Chroma` vector store that keeps chunk caches in step with its documents.
+    r"""A `Chroma` vector store that keeps chunk caches in step with its documents.
 
     Adding a document caches its text and writes the key of the cache into the record's metadata;
     a document with a known id is replaced. Deleting documents deletes the caches that no other
@@ -57,6 +55,30 @@ class SamKVChroma(KeylessChroma):
     Raises:
         InvalidOption: neither or both of ``llm`` and ``engine`` are given, the store of the engine
             lies in the collection's own folder, or Chroma refuses something.
+
+    Instantiate:
+        ```python
+        from langchain_samkv import ChatSamKV, OfflineEmbeddings, SamKVChroma
+
+        model = ChatSamKV(model="builtin", max_tokens=16)
+        store = SamKVChroma("people", OfflineEmbeddings(), llm=model)  # in memory
+        ```
+
+    Use:
+        ```python
+        store.add_texts(["[Tobias Trulman] Tobias Trulman was born in Flevport."], ids=["tobias"])
+        question = "Where was Tobias Trulman born?"
+        (document,) = store.similarity_search(question, k=1)
+        prompt = f"Documents:\n\n{document.page_content}\n\nQuestion: {question}"
+        print(model.invoke(prompt).text, model.last_report)
+        store.delete(["tobias"])  # and its cache
+        ```
+
+    Async:
+        ```python
+        await store.aadd_texts(["[Pavel Flalvek] Pavel Flalvek was born in Nombury."])
+        documents = await store.asimilarity_search("Where was Pavel Flalvek born?", k=1)
+        ```
     """
 
     def __init__(
@@ -188,22 +210,21 @@ class SamKVChroma(KeylessChroma):
         bodies = list(texts)
         given = [None] * len(bodies) if ids is None else ids
         names = [str(uuid4()) if id_ is None else id_ for id_ in given]
-        rows = list(metadatas or ())
-        rows += [{}] * (len(bodies) - len(rows))
-        self._add(names, bodies, rows)
+        known = list(metadatas or ())
+        self._add(names, bodies, known + [{}] * (len(bodies) - len(known)))
         return names
 
     def _add(
-        self, ids: Sequence[str], texts: Sequence[str], rows: Sequence[Mapping[str, Any]]
+        self, ids: Sequence[str], texts: Sequence[str], metadatas: Sequence[Mapping[str, Any]]
     ) -> None:
         if not texts and not ids:
             return
-        for id_, text, row in zip(ids, texts, rows, strict=False):  # the link compares lengths
-            _check(id_, text, row)
+        for record in zip(ids, texts, metadatas, strict=False):  # the link compares lengths
+            _check(*record)
         if self._embedding_function is None:
             raise no_embedding("adding documents")
         embeddings = self._embedding_function.embed_documents(list(texts))
-        self.kv_link.add(ids, texts, embeddings, rows)
+        self.kv_link.add(ids, texts, embeddings, metadatas)
 
     def update_document(self, document_id: str, document: Document) -> None:
         """Like `update_documents`, for one."""
@@ -295,7 +316,7 @@ class SamKVChroma(KeylessChroma):
         )
 
 
-def _check(id_: object, text: object, row: Mapping[str, Any]) -> None:
+def _check(id_: object, text: object, metadata: Mapping[str, Any]) -> None:
     """Raises if Chroma would refuse a record, or its text can be no chunk."""
     if not isinstance(id_, str) or not id_:
         raise InvalidOption(f"id {id_!r}; it must be a string of at least one character")
@@ -303,6 +324,6 @@ def _check(id_: object, text: object, row: Mapping[str, Any]) -> None:
         raise InvalidChunk(f"document {id_!r} is {type(text).__name__} and no text")
     if not normalise(text):
         raise InvalidChunk(f"document {id_!r} holds no text; leave empty documents out")
-    if row:
+    if metadata:
         with chroma_errors(f"the metadata of document {id_!r} cannot be stored"):
-            validate_metadata(dict(row))
+            validate_metadata(dict(metadata))

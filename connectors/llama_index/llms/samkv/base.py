@@ -52,7 +52,7 @@ from samkv_integrations.frameworks.off_loop import off_loop
 
 
 class SamKVLLM(LocalLLM, CustomLLM):
-    """A local Hugging Face model that answers from the KV caches of the chunks in its prompt.
+    r"""A local Hugging Face model that answers from the KV caches of the chunks in its prompt.
 
     Arguments are called what `HuggingFaceLLM` calls them. Texts of cached chunks in a prompt are
     answered from their caches, and so are handles, which `SamKVPostprocessor` can put there.
@@ -63,6 +63,34 @@ class SamKVLLM(LocalLLM, CustomLLM):
     Every call takes what generate_kwargs may hold, and max_tokens (or max_new_tokens).
 
     ``raw["samkv"]`` of a response, or `last_report`, says what the answer cost.
+
+    Instantiate:
+        ```python
+        from llama_index.llms.samkv import SamKVLLM
+
+        llm = SamKVLLM(model_name="builtin", max_new_tokens=16)  # or a hub id, or a folder
+        ```
+
+    Use:
+        ```python
+        document = "[Tobias Trulman] Tobias Trulman was born in Flevport."
+        llm.engine.cache_chunks([document])  # SamKVCacheTransform does it for nodes
+        prompt = f"Documents:\n\n{document}\n\nQuestion: Where was Tobias Trulman born?"
+        print(llm.complete(prompt), llm.last_report)
+        ```
+
+    Stream:
+        ```python
+        for response in llm.stream_complete(prompt):
+            print(response.delta, end="")
+        ```
+
+    Async:
+        ```python
+        response = await llm.acomplete(prompt)
+        async for response in await llm.astream_complete(prompt):
+            print(response.delta, end="")
+        ```
 
     Raises:
         InvalidOption, UnknownOption: an argument is wrong, or contradicts ``engine``.
