@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import re
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 from llama_index.core.ingestion.pipeline import get_transformation_hash
 from llama_index.core.schema import TextNode
+from pydantic import TypeAdapter
 
 from langchain_samkv import ChatSamKV, SamKV
 from langchain_samkv.base import LocalModel
@@ -91,6 +93,16 @@ class TestArgumentsOfSamKVLLM:
         (name,) = options
         with pytest.raises(InvalidOption, match=f"{name}=.*valid (integer|string)"):
             SamKVLLM(engine=engine, **options)
+
+    def test_one_that_is_made_is_taken_as_it_is(self) -> None:
+        """By another component's field, for example; its model is not loaded a second time."""
+        llm = SamKVLLM(model_name="builtin", tokenizer_kwargs={"max_length": 2048})
+        assert TypeAdapter(SamKVLLM).validate_python(llm) is llm
+
+    def test_a_pickle_takes_nothing_from_the_original(self, engine: Engine) -> None:
+        llm = SamKVLLM(engine=engine, completion_to_prompt=lambda text: f"<{text}>")
+        pickle.dumps(llm)  # without the function, which no pickle can hold
+        assert llm.completion_to_prompt("Hello") == "<Hello>" and llm.engine is engine
 
     def test_every_own_field_is_described(self) -> None:
         own = SamKVLLM.model_fields.keys() - {"callback_manager", "pydantic_program_mode"}

@@ -50,6 +50,8 @@ from samkv_integrations.frameworks.engine_args import MADE_BY, ModelSource, chec
 from samkv_integrations.frameworks.local_llm import LocalLLM
 from samkv_integrations.frameworks.off_loop import off_loop
 
+_Wrapper = Annotated[str | PromptTemplate | None, BeforeValidator(to_wrapper)]
+
 
 class SamKVLLM(LocalLLM, CustomLLM):
     r"""A local Hugging Face model that answers from the KV caches of the chunks in its prompt.
@@ -112,7 +114,7 @@ class SamKVLLM(LocalLLM, CustomLLM):
     """Most tokens of an answer."""
     generate_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Options of every call: ``do_sample``, ``stop``, and those of sampling."""
-    query_wrapper_prompt: Annotated[str | PromptTemplate | None, BeforeValidator(to_wrapper)] = None  # type: ignore[assignment]  # upstream's is no string
+    query_wrapper_prompt: _Wrapper = None  # type: ignore[assignment]  # upstream's is no string
     """A template with ``{query_str}`` around the prompt of a completion."""
     is_chat_model: bool | None = None
     """Whether LlamaIndex shall prompt with messages; None if there is a template, and neither
