@@ -7,44 +7,26 @@ import hashlib
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from langchain_core.language_models.base import BaseLanguageModel, LangSmithParams
-from pydantic import (
-    ConfigDict,
-    Field,
-    ModelWrapValidatorHandler,
-    PrivateAttr,
-    SecretStr,
-    ValidationError,
-    model_validator,
-)
+from pydantic import ConfigDict, Field, SecretStr
 
 from langchain_samkv.conversion import PROVIDER
-from samkv_integrations.engine.engine import Engine, Prompt
-from samkv_integrations.engine.report import Report
+from samkv_integrations.engine.engine import Prompt
 from samkv_integrations.engine.stream import AnswerStream
 from samkv_integrations.errors import InvalidOption, TimedOut, UnknownOption
 from samkv_integrations.eviction import Eviction
 from samkv_integrations.frameworks.call_options import (
     CALL_KWARGS,
+    DEFAULT_MAX_NEW_TOKENS,
     GENERATE_KWARGS,
     checked_generate_kwargs,
     to_options,
 )
-from samkv_integrations.frameworks.chat import count_tokens
-from samkv_integrations.frameworks.engine_args import (
-    check_choices,
-    check_fits,
-    engine_of,
-    folder_of,
-)
-from samkv_integrations.frameworks.engine_ref import EngineRef
+from samkv_integrations.frameworks.engine_args import check_fits
+from samkv_integrations.frameworks.local_llm import LocalLLM
 from samkv_integrations.methods import Method, get_method
-from samkv_integrations.prompt.resolve import OnMiss
-
-MAX_TOKENS = 256
 
 _SYNONYMS = {"model_name": "model", "max_new_tokens": "max_tokens", "stop_sequences": "stop"}
 
@@ -58,9 +40,9 @@ _INSTEAD = {
 
 
 class TimedAnswer(Iterator[str]):
-    """The pieces of one answer, with an end to patience.
+    """The deltas of one answer, with an end to patience.
 
-    Raises TimedOut, and ends the answer, if a piece comes later than ``timeout_s`` after the call.
+    Raises TimedOut, and ends the answer, if a delta comes later than ``timeout_s`` after the call.
     The pass that computes the first token is not interrupted.
     """
 
@@ -70,149 +52,86 @@ class TimedAnswer(Iterator[str]):
         self.stream = start()
 
     def __next__(self) -> str:
-        piece = next(self.stream)  # whatever time it took, an answer that is complete is one
+        delta = next(self.stream)  # whatever time it took, an answer that is complete is one
         if self._timeout_s is not None and time.monotonic() - self._began > self._timeout_s:
             self.close()
             raise TimedOut(
                 f"timeout={self._timeout_s}: the answer was not complete after that many seconds; "
                 "give more, or a smaller max_tokens"
             )
-        return piece
+        return delta
 
     def close(self) -> None:
         """Stop decoding and free what this answer holds."""
         self.stream.close()
 
 
-class LocalModel(BaseLanguageModel[Any]):
+class LocalModel(LocalLLM, BaseLanguageModel[Any]):
     """A model on this machine that answers from the KV caches of the chunks in its prompt.
 
-    Args:
-        model: a hub id, a local folder, or ``"builtin"``; also called ``model_name``.
-        temperature, top_p, top_k, repetition_penalty, seed, do_sample: how tokens are drawn; None
-            for greedy.
-        max_tokens: most tokens of an answer; also called ``max_new_tokens``.
-        stop: strings that end an answer and are no part of it; also called ``stop_sequences``.
-        stopping_ids: token ids that do so, beside the model's own.
-        timeout: seconds after which an answer that is not complete ends with `TimedOut`.
-        max_retries: accepted: nothing fails here that a second try would mend, so there is none.
-        api_key: accepted: nothing here needs one.
-        tokenizer_name: hub id or folder of the tokenizer, if it is not the model's own.
-        device_map: ``"auto"``, ``"cpu"``, ``"cuda"`` or ``"cuda:N"``; None for ``"cpu"``.
-        dtype: ``"float32"``, ``"bfloat16"``, or ``"auto"`` for the checkpoint's; float32 where this
-            processor computes bfloat16 slowly.
-        model_kwargs, tokenizer_kwargs: passed on to ``from_pretrained``, and not kept:
-            ``revision``, ``token``, ``cache_dir``, ``local_files_only`` and so on.
-        kv_dir: folder of the chunk caches; None keeps them in memory.
-        store_bits: bits of the numbers in chunk caches: 4, 8, or 16 for the model's dtype; None for
-            the engine's, which are 4 by default.
-        engine: an engine to share, in place of loading ``model`` over ``kv_dir``.
-        method: how to answer, a name out of ``METHODS``; None for the engine's.
-        eviction: which rows an answer goes on with after its first token, a name out of
-            ``EVICTIONS`` or ``"none"`` for all; None for the engine's.
-        match_text: whether texts of cached chunks are found in prompts; else handles alone are.
-        on_miss: for a chunk without a usable cache: ``"compute"`` (as a chunk, and keep it; with
-            ``auto`` only where that does not take longer than full prefill), ``"text"`` (compute
-            its text, this once) or ``"error"``.
-
-    And those of every LangChain model: ``cache``, ``callbacks``, ``tags``, ``metadata``, ... Every
-    call takes how tokens are drawn, max_tokens, stop and timeout again; they win.
+    Arguments are the fields of this class and of `LocalLLM`, and those of every LangChain model:
+    ``cache``, ``callbacks``, ``tags``, ``metadata``, ... ``model_name``, ``max_new_tokens`` and
+    ``stop_sequences`` are other names of ``model``, ``max_tokens`` and ``stop``. What is for
+    loading a model is not kept. Every call takes how tokens are drawn, max_tokens, stop and
+    timeout again; they win.
 
     Raises:
         InvalidOption, UnknownOption: an argument is wrong, or contradicts ``engine``.
         ModelNotFound, UnsupportedModel, StoreError: see `Engine` and `ChunkStore`.
     """
 
-    model_config = ConfigDict(
-        arbitrary_types_allowed=True, extra="forbid", populate_by_name=True, protected_namespaces=()
-    )
+    model_config = ConfigDict(extra="forbid", populate_by_name=True)
 
     model_name: str = Field(default="", alias="model")
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    repetition_penalty: float | None = None
-    seed: int | None = None
-    do_sample: bool | None = None
-    max_tokens: int | None = MAX_TOKENS
-    stop: list[str] | str | None = None
-    stopping_ids: list[int] = Field(default_factory=list)
-    timeout: float | None = None
-    max_retries: int | None = Field(default=None, ge=0)
-    api_key: SecretStr | None = Field(default=None, exclude=True, repr=False)
-    tokenizer_name: str | None = None
-    device_map: str | None = "auto"
-    dtype: str = "auto"
+    """A hub id, a local folder, or ``"builtin"``."""
     model_kwargs: dict[str, Any] = Field(default_factory=dict, exclude=True, repr=False)
+    """Passed on to ``from_pretrained`` of the model: ``revision``, ``token``, ``cache_dir``,
+    ``local_files_only`` and so on."""
     tokenizer_kwargs: dict[str, Any] = Field(default_factory=dict, exclude=True, repr=False)
-    kv_dir: str | Path | None = None
-    store_bits: int | None = None
-    engine: Engine = Field(default=None, exclude=True, repr=False)  # type: ignore[assignment]
-    method: str | None = None
-    eviction: str | None = None
-    match_text: bool = True
-    on_miss: OnMiss = "compute"
+    """Passed on to ``from_pretrained`` of the tokenizer."""
+    temperature: float | None = None
+    """0, the default, takes the likeliest token; with None ``do_sample=True`` makes it 1."""
+    top_p: float | None = None
+    """The likeliest tokens that have this much of the probability together stay in the draw."""
+    top_k: int | None = None
+    """How many of the likeliest tokens stay in the draw; 0 for all."""
+    min_p: float | None = None
+    """Tokens of at least this share of the likeliest one's probability stay in the draw."""
+    repetition_penalty: float | None = None
+    """Above 1 makes tokens of prompt and answer less likely; None for the generation config's."""
+    seed: int | None = None
+    """Makes sampling repeatable."""
+    do_sample: bool | None = None
+    """Whether tokens are drawn; None if there is a temperature."""
+    max_tokens: int | None = DEFAULT_MAX_NEW_TOKENS
+    """Most tokens of an answer."""
+    stop: list[str] | str | None = None
+    """Strings that end an answer and are no part of it."""
+    timeout: float | None = None
+    """Seconds after which an answer that is not complete ends with `TimedOut`."""
+    max_retries: int | None = Field(default=None, ge=0)
+    """Accepted so that arguments of other models fit: no failure here is mended by a second try."""
+    api_key: SecretStr | None = Field(default=None, exclude=True, repr=False)
+    """Accepted so that arguments of other models fit: nothing here needs one."""
 
-    _last_report: Report | None = PrivateAttr(default=None)
-
-    @model_validator(mode="wrap")
     @classmethod
-    def _settle(cls, given: Any, build: ModelWrapValidatorHandler[Self]) -> Self:  # noqa: ANN401
-        try:
-            model = build(cls._known(given) if isinstance(given, Mapping) else given)
-        except ValidationError as error:
-            first = error.errors()[0]
-            name = ".".join(map(str, first["loc"]))
-            raise InvalidOption(f"{name}={first['input']!r}: {first['msg']}") from error
-        model._check()
-        model._attach()
-        return model
-
-    @classmethod
-    def _known(cls, given: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments under one name each. Raises UnknownOption for any other."""
-        known = {field.alias or name for name, field in cls.model_fields.items()}
-        for name in given:
-            if _SYNONYMS.get(name, name) not in known:
-                raise UnknownOption.among(f"argument of {cls.__name__}", name, known)
-        return {
-            name: value
-            for name, value in _under_one_name(given).items()
-            # a wrapper that has no own opinion passes None
-            if value is not None or name not in _NOT_NONE
-        }
+    def _arguments(cls, given: Mapping[str, Any]) -> dict[str, Any]:
+        return super()._arguments(_under_one_name(given))
 
     def _check(self) -> None:
-        """Raises for what is wrong without a model: loading one takes its time."""
-        if self.max_tokens is None:
-            self.max_tokens = MAX_TOKENS
+        self.max_tokens = self._most_tokens
         checked_generate_kwargs(self._always, self._most_tokens)
         _check_timeout(self.timeout)
-        check_choices(self.method, self.eviction, self.store_bits)
+        super()._check()
         if not self.model_name and self.engine is None:
             raise InvalidOption("give model (a hub id, a folder or 'builtin'), or engine")
 
     def _attach(self) -> None:
-        """Load the model, unless an engine was given that has it."""
-        self.engine = engine_of(
-            engine=self.engine,
-            model=None,
-            tokenizer=None,
-            model_name=self.model_name or None,
-            tokenizer_name=self.tokenizer_name,
-            device_map=self.device_map or "cpu",
-            dtype=self.dtype,
-            model_kwargs=self.model_kwargs,
-            tokenizer_kwargs=self.tokenizer_kwargs,
-            kv_dir=self.kv_dir,
-            store_bits=self.store_bits,
-        )
+        super()._attach()
         # LangChain makes an LLM again from its fields, and has an engine then: what only loading
         # needs would contradict it. Nor shall a token be kept.
         self.tokenizer_name, self.model_kwargs, self.tokenizer_kwargs = None, {}, {}
-        self.kv_dir, self.store_bits = folder_of(self.engine), self.engine.store_bits
         model = self.engine.model
-        self.model_name = model.name
         check_fits(model, model.context_window, self.stopping_ids, max_tokens=self._most_tokens)
 
     @classmethod
@@ -267,32 +186,7 @@ class LocalModel(BaseLanguageModel[Any]):
         }
         return cls(**{**given, **further})
 
-    # -- one engine, however often a framework copies its components ----------------------------
-
-    def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
-        memo = {} if memo is None else memo
-        if "engine" in self.__dict__:  # what came out of a pickle has none
-            memo[id(self.engine)] = self.engine
-        return super().__deepcopy__(memo)
-
-    def __getstate__(self) -> dict[Any, Any]:
-        state = super().__getstate__()
-        kept = {name: value for name, value in self.__dict__.items() if name != "engine"}
-        return {**state, "__dict__": kept}
-
-    if not TYPE_CHECKING:  # or every attribute would be known
-
-        def __getattr__(self, name: str) -> Any:  # noqa: ANN401
-            if name == "engine":
-                return EngineRef().engine  # raises: it stayed behind
-            return super().__getattr__(name)
-
     # -- what LangChain asks of a model ---------------------------------------------------------
-
-    @property
-    def last_report(self) -> Report | None:
-        """What the answer that was finished last cost; None before the first."""
-        return self._last_report
 
     @property
     def _identifying_params(self) -> Mapping[str, Any]:
@@ -329,7 +223,7 @@ class LocalModel(BaseLanguageModel[Any]):
         """
         if self.custom_get_token_ids is not None:
             return super().get_num_tokens(text)
-        return count_tokens(self.engine, text)
+        return self._n_tokens(text)
 
     def get_token_ids(self, text: str) -> list[int]:
         """Token ids of ``text`` as it stands."""
@@ -348,7 +242,7 @@ class LocalModel(BaseLanguageModel[Any]):
     @property
     def _most_tokens(self) -> int:
         """`max_tokens`, which may be set to None later as well as at first."""
-        return MAX_TOKENS if self.max_tokens is None else self.max_tokens
+        return DEFAULT_MAX_NEW_TOKENS if self.max_tokens is None else self.max_tokens
 
     def _run(self, prompt: Prompt, stop: list[str] | None, given: Mapping[str, Any]) -> TimedAnswer:
         call = _under_one_name(given)
@@ -398,7 +292,3 @@ def _check_timeout(timeout: Any) -> None:  # noqa: ANN401
     is_number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
     if timeout is not None and not (is_number and timeout > 0):
         raise InvalidOption(f"timeout={timeout!r}; it must be above 0 seconds, or None")
-
-
-_NOT_NONE = frozenset({"dtype", "engine", "match_text", "model", "model_kwargs", "on_miss",
-                       "stopping_ids", "tokenizer_kwargs"})  # fmt: skip

@@ -16,11 +16,11 @@ from langchain_core.tools import BaseTool
 from langchain_samkv.base import LocalModel, TimedAnswer
 from langchain_samkv.conversion import metadata_of, to_turns, usage_of
 from samkv_integrations.errors import InvalidOption
-from samkv_integrations.frameworks.pieces import off_loop
+from samkv_integrations.frameworks.off_loop import off_loop
 
 
 class ChatSamKV(LocalModel, BaseChatModel):
-    """A local chat model that answers from the KV caches of the chunks in its messages.
+    r"""A local chat model that answers from the KV caches of the chunks in its messages.
 
     Messages go through the model's own chat template. Texts of cached chunks in them are answered
     from their caches, and so are handles. Everything else is computed as usual.
@@ -29,6 +29,35 @@ class ChatSamKV(LocalModel, BaseChatModel):
     of ``invoke`` streamed to callbacks, False never streams.
 
     ``response_metadata["samkv"]`` of a message, or `last_report`, says what the answer cost.
+
+    Instantiate:
+        ```python
+        from langchain_samkv import ChatSamKV
+
+        model = ChatSamKV(model="builtin", max_tokens=16)  # or a hub id, or a folder
+        ```
+
+    Use:
+        ```python
+        document = "[Tobias Trulman] Tobias Trulman was born in Flevport."
+        model.engine.cache_chunks([document])  # SamKVChroma does it for what it is given
+        prompt = f"Documents:\n\n{document}\n\nQuestion: Where was Tobias Trulman born?"
+        answer = model.invoke(prompt)
+        print(answer.text, answer.response_metadata["samkv"]["chunk_hits"])
+        ```
+
+    Stream:
+        ```python
+        for chunk in model.stream(prompt):
+            print(chunk.text, end="")
+        ```
+
+    Async:
+        ```python
+        answer = await model.ainvoke(prompt)
+        async for chunk in model.astream(prompt):
+            print(chunk.text, end="")
+        ```
     """
 
     streaming: bool | None = None
@@ -65,8 +94,8 @@ class ChatSamKV(LocalModel, BaseChatModel):
         **kwargs: Any,  # noqa: ANN401
     ) -> ChatResult:
         answer = await asyncio.to_thread(self._run, to_turns(messages), stop, kwargs)
-        # piece by piece, so that no thread goes on with an answer when its task is cancelled
-        return self._result("".join([piece async for piece in off_loop(answer)]), answer)
+        # delta by delta, so that no thread goes on with an answer when its task is cancelled
+        return self._result("".join([delta async for delta in off_loop(answer)]), answer)
 
     def _stream(
         self,
@@ -76,10 +105,10 @@ class ChatSamKV(LocalModel, BaseChatModel):
         **kwargs: Any,  # noqa: ANN401
     ) -> Iterator[ChatGenerationChunk]:
         with closing(self._run(to_turns(messages), stop, kwargs)) as answer:
-            for piece in answer:
-                chunk = _chunk(piece)
+            for delta in answer:
+                chunk = _chunk(delta)
                 if run_manager:
-                    run_manager.on_llm_new_token(piece, chunk=chunk)
+                    run_manager.on_llm_new_token(delta, chunk=chunk)
                 yield chunk
             chunk = self._last_chunk(answer)
             if run_manager:
@@ -94,11 +123,11 @@ class ChatSamKV(LocalModel, BaseChatModel):
         **kwargs: Any,  # noqa: ANN401
     ) -> AsyncIterator[ChatGenerationChunk]:
         answer = await asyncio.to_thread(self._run, to_turns(messages), stop, kwargs)
-        async with aclosing(off_loop(answer)) as pieces:
-            async for piece in pieces:
-                chunk = _chunk(piece)
+        async with aclosing(off_loop(answer)) as deltas:
+            async for delta in deltas:
+                chunk = _chunk(delta)
                 if run_manager:
-                    await run_manager.on_llm_new_token(piece, chunk=chunk)
+                    await run_manager.on_llm_new_token(delta, chunk=chunk)
                 yield chunk
         chunk = self._last_chunk(answer)
         if run_manager:
@@ -147,5 +176,5 @@ class ChatSamKV(LocalModel, BaseChatModel):
         )
 
 
-def _chunk(piece: str) -> ChatGenerationChunk:
-    return ChatGenerationChunk(message=AIMessageChunk(content=piece))
+def _chunk(delta: str) -> ChatGenerationChunk:
+    return ChatGenerationChunk(message=AIMessageChunk(content=delta))

@@ -17,7 +17,7 @@ from langchain_core.messages.ai import UsageMetadata
 from samkv_integrations.engine.report import Report
 from samkv_integrations.engine.stream import AnswerStream
 from samkv_integrations.errors import InvalidOption
-from samkv_integrations.frameworks.chat import merged
+from samkv_integrations.frameworks.turns import merged
 
 PROVIDER = "samkv"
 

@@ -39,6 +39,27 @@ class SamKVDocumentTransformer(BaseDocumentTransformer):
             leaves a handle behind that no longer stands for it; `SamKVDocumentCompressor` writes
             it when the document is retrieved, and is the safer choice.
         show_progress: whether to show a progress bar, on standard error.
+
+    Instantiate:
+        ```python
+        from langchain_samkv import ChatSamKV, SamKVDocumentTransformer
+
+        model = ChatSamKV(model="builtin")
+        transformer = SamKVDocumentTransformer(llm=model)
+        ```
+
+    Use:
+        ```python
+        from langchain_core.documents import Document
+
+        documents = [Document("[Tobias Trulman] Tobias Trulman was born in Flevport.")]
+        documents = transformer.transform_documents(documents)  # then into any vector store
+        ```
+
+    Async:
+        ```python
+        documents = await transformer.atransform_documents(documents)
+        ```
     """
 
     def __init__(
@@ -103,6 +124,27 @@ class SamKVDocumentCompressor(BaseDocumentCompressor):
         mode: ``text``, ``metadata`` or ``replace``.
         on_miss: what to do for a document whose text is not cached: ``text`` (it stays text),
             ``compute`` (cached now), ``error`` (raises ChunkNotCached).
+
+    Instantiate:
+        ```python
+        from langchain_samkv import ChatSamKV, SamKVDocumentCompressor, format_docs
+
+        model = ChatSamKV(model="builtin")
+        compressor = SamKVDocumentCompressor(llm=model, on_miss="compute")
+        ```
+
+    Use:
+        ```python
+        from langchain_core.documents import Document
+
+        found = [Document("[Tobias Trulman] Tobias Trulman was born in Flevport.")]
+        print(format_docs(compressor.compress_documents(found)))
+        ```
+
+    Async:
+        ```python
+        found = await compressor.acompress_documents(found, "Where was Tobias Trulman born?")
+        ```
     """
 
     mode: Mode = Field(default="text", description="How prompts hold the documents.")

@@ -11,6 +11,25 @@ class OfflineEmbeddings(Embeddings):
     """`HashingEmbedding` as LangChain wants it: lexical, without a model to download.
 
     The vectors are those that ``samkv ingest`` and the LlamaIndex quickstart write.
+
+    Instantiate:
+        ```python
+        from langchain_samkv import OfflineEmbeddings
+
+        embeddings = OfflineEmbeddings()
+        ```
+
+    Use:
+        ```python
+        vector = embeddings.embed_query("Where was Tobias Trulman born?")
+        vectors = embeddings.embed_documents(["Tobias Trulman was born in Flevport."])
+        print(sum(a * b for a, b in zip(vector, vectors[0])))  # how alike they are
+        ```
+
+    Async:
+        ```python
+        vector = await embeddings.aembed_query("Where was Tobias Trulman born?")
+        ```
     """
 
     def __init__(self) -> None:

@@ -14,17 +14,46 @@ from langchain_core.runnables import Runnable
 
 from langchain_samkv.base import LocalModel, TimedAnswer
 from langchain_samkv.conversion import metadata_of
-from samkv_integrations.frameworks.pieces import off_loop
+from samkv_integrations.frameworks.off_loop import off_loop
 
 
 class SamKV(LocalModel, BaseLLM):
-    """A local model that goes on with a string, from the KV caches of the chunks in it.
+    r"""A local model that goes on with a string, from the KV caches of the chunks in it.
 
     The prompt is read to the letter, and is no part of the answer. Texts of cached chunks in it
     are answered from their caches, and so are handles. Everything else is computed as usual.
 
     Arguments are those of `LocalModel`. ``generation_info`` of a generation, or `last_report`, says
     what the answer cost.
+
+    Instantiate:
+        ```python
+        from langchain_samkv import SamKV
+
+        llm = SamKV(model="builtin", max_tokens=16)  # or a hub id, or a folder
+        ```
+
+    Use:
+        ```python
+        document = "[Tobias Trulman] Tobias Trulman was born in Flevport."
+        llm.engine.cache_chunks([document])  # SamKVChroma does it for what it is given
+        question = "Where was Tobias Trulman born?"
+        prompt = f"Documents:\n\n{document}\n\nQuestion: {question}\nAnswer:"
+        print(llm.invoke(prompt), llm.last_report)
+        ```
+
+    Stream:
+        ```python
+        for text in llm.stream(prompt):
+            print(text, end="")
+        ```
+
+    Async:
+        ```python
+        answer = await llm.ainvoke(prompt)
+        async for text in llm.astream(prompt):
+            print(text, end="")
+        ```
     """
 
     @property
@@ -54,8 +83,8 @@ class SamKV(LocalModel, BaseLLM):
         found = []
         for prompt in prompts:
             answer = await asyncio.to_thread(self._run, prompt, stop, kwargs)
-            # piece by piece, so that no thread goes on with an answer when its task is cancelled
-            text = "".join([piece async for piece in off_loop(answer)])
+            # delta by delta, so that no thread goes on with an answer when its task is cancelled
+            text = "".join([delta async for delta in off_loop(answer)])
             found.append(self._generation(text, answer))
         return self._result(found)
 
@@ -67,10 +96,10 @@ class SamKV(LocalModel, BaseLLM):
         **kwargs: Any,  # noqa: ANN401
     ) -> Iterator[GenerationChunk]:
         with closing(self._run(prompt, stop, kwargs)) as answer:
-            for piece in answer:
-                chunk = GenerationChunk(text=piece)
+            for delta in answer:
+                chunk = GenerationChunk(text=delta)
                 if run_manager:
-                    run_manager.on_llm_new_token(piece, chunk=chunk)
+                    run_manager.on_llm_new_token(delta, chunk=chunk)
                 yield chunk
             yield self._last_chunk(answer)
 
@@ -82,11 +111,11 @@ class SamKV(LocalModel, BaseLLM):
         **kwargs: Any,  # noqa: ANN401
     ) -> AsyncIterator[GenerationChunk]:
         answer = await asyncio.to_thread(self._run, prompt, stop, kwargs)
-        async with aclosing(off_loop(answer)) as pieces:
-            async for piece in pieces:
-                chunk = GenerationChunk(text=piece)
+        async with aclosing(off_loop(answer)) as deltas:
+            async for delta in deltas:
+                chunk = GenerationChunk(text=delta)
                 if run_manager:
-                    await run_manager.on_llm_new_token(piece, chunk=chunk)
+                    await run_manager.on_llm_new_token(delta, chunk=chunk)
                 yield chunk
         yield self._last_chunk(answer)
 

@@ -3,39 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NoReturn
 from uuid import uuid4
 
-import numpy as np
 from chromadb.api.types import validate_metadata
 from chromadb.config import Settings
 from chromadb.errors import NotFoundError
-from langchain_chroma import Chroma
 from langchain_core.documents import Document
 from langchain_core.embeddings import Embeddings
 from langchain_core.language_models import BaseLanguageModel
 
+from langchain_samkv.chroma_reading import KeylessChroma, Where, no_embedding
 from samkv_integrations.cache.chunk import normalise
 from samkv_integrations.chroma.client import chroma_errors
 from samkv_integrations.chroma.link import ChromaLink
-from samkv_integrations.chroma.results import KEY_FIELD
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.errors import InvalidChunk, InvalidOption
 from samkv_integrations.frameworks.engine_ref import EngineRef
 
 if TYPE_CHECKING:
-    from chromadb import Search, WhereDocument
+    from chromadb import WhereDocument
     from chromadb.api import ClientAPI
     from chromadb.api.collection_configuration import CreateCollectionConfiguration
 
 DEFAULT_NAME = "langchain"
-DEFAULT_K = 4
-Where = dict[str, Any]
+_OPEN_TWICE = "(a database that this process has open in another way can be given as client)"
 
 
-class SamKVChroma(Chroma):
-    """A `Chroma` vector store that keeps chunk caches in step with its documents.
+class SamKVChroma(KeylessChroma):
+    r"""A `Chroma` vector store that keeps chunk caches in step with its documents.
 
     Adding a document caches its text and writes the key of the cache into the record's metadata;
     a document with a known id is replaced. Deleting documents deletes the caches that no other
@@ -59,6 +55,30 @@ class SamKVChroma(Chroma):
     Raises:
         InvalidOption: neither or both of ``llm`` and ``engine`` are given, the store of the engine
             lies in the collection's own folder, or Chroma refuses something.
+
+    Instantiate:
+        ```python
+        from langchain_samkv import ChatSamKV, OfflineEmbeddings, SamKVChroma
+
+        model = ChatSamKV(model="builtin", max_tokens=16)
+        store = SamKVChroma("people", OfflineEmbeddings(), llm=model)  # in memory
+        ```
+
+    Use:
+        ```python
+        store.add_texts(["[Tobias Trulman] Tobias Trulman was born in Flevport."], ids=["tobias"])
+        question = "Where was Tobias Trulman born?"
+        (document,) = store.similarity_search(question, k=1)
+        prompt = f"Documents:\n\n{document.page_content}\n\nQuestion: {question}"
+        print(model.invoke(prompt).text, model.last_report)
+        store.delete(["tobias"])  # and its cache
+        ```
+
+    Async:
+        ```python
+        await store.aadd_texts(["[Pavel Flalvek] Pavel Flalvek was born in Nombury."])
+        documents = await store.asimilarity_search("Where was Pavel Flalvek born?", k=1)
+        ```
     """
 
     def __init__(
@@ -84,10 +104,7 @@ class SamKVChroma(Chroma):
         engine: Engine | None = None,
     ) -> None:
         self._engine = EngineRef.of(llm, engine).engine
-        with chroma_errors(
-            f"Chroma cannot open collection {collection_name!r} (a database that this process has "
-            "open in another way already can be given as client)"
-        ):
+        with chroma_errors(f"Chroma cannot open collection {collection_name!r} {_OPEN_TWICE}"):
             super().__init__(
                 collection_name=collection_name,
                 embedding_function=embedding_function,
@@ -193,22 +210,21 @@ class SamKVChroma(Chroma):
         bodies = list(texts)
         given = [None] * len(bodies) if ids is None else ids
         names = [str(uuid4()) if id_ is None else id_ for id_ in given]
-        rows = list(metadatas or ())
-        rows += [{}] * (len(bodies) - len(rows))
-        self._add(names, bodies, rows)
+        known = list(metadatas or ())
+        self._add(names, bodies, known + [{}] * (len(bodies) - len(known)))
         return names
 
     def _add(
-        self, ids: Sequence[str], texts: Sequence[str], rows: Sequence[Mapping[str, Any]]
+        self, ids: Sequence[str], texts: Sequence[str], metadatas: Sequence[Mapping[str, Any]]
     ) -> None:
         if not texts and not ids:
             return
-        for id_, text, row in zip(ids, texts, rows, strict=False):  # the link compares lengths
-            _check(id_, text, row)
+        for record in zip(ids, texts, metadatas, strict=False):  # the link compares lengths
+            _check(*record)
         if self._embedding_function is None:
-            raise _no_embedding("adding documents")
+            raise no_embedding("adding documents")
         embeddings = self._embedding_function.embed_documents(list(texts))
-        self.kv_link.add(ids, texts, embeddings, rows)
+        self.kv_link.add(ids, texts, embeddings, metadatas)
 
     def update_document(self, document_id: str, document: Document) -> None:
         """Like `update_documents`, for one."""
@@ -299,145 +315,8 @@ class SamKVChroma(Chroma):
             "images have no chunk caches; keep them in a collection of their own, with Chroma"
         )
 
-    # -- reading ----------------------------------------------------------------------------
 
-    def get(
-        self,
-        ids: str | list[str] | None = None,
-        where: Where | None = None,
-        limit: int | None = None,
-        offset: int | None = None,
-        where_document: WhereDocument | None = None,
-        include: list[str] | None = None,
-    ) -> dict[str, Any]:
-        """Records as they are stored; see `Chroma`. Raises InvalidOption if Chroma refuses."""
-        with chroma_errors(f"collection {self._collection_name!r} refused to be read"):
-            return super().get(ids, where, limit, offset, where_document, include)
-
-    def get_by_ids(self, ids: Sequence[str], /) -> list[Document]:
-        """The documents with these ids that there are, in whatever order."""
-        found = self._records(ids)
-        columns = found["documents"], found["metadatas"], found["ids"]
-        return [
-            _without_key(Document(page_content=text, metadata=row or {}, id=id_))
-            for text, row, id_ in zip(*columns, strict=True)
-            if text is not None
-        ]
-
-    def _records(self, ids: Sequence[str]) -> dict[str, Any]:
-        if not ids:  # Chroma does not take that
-            return {"ids": [], "documents": [], "metadatas": []}
-        return self.get(ids=list(dict.fromkeys(ids)))  # nor does it take one twice
-
-    def similarity_search_by_vector_with_relevance_scores(
-        self,
-        embedding: list[float],
-        k: int = DEFAULT_K,
-        filter: Where | None = None,
-        where_document: Where | None = None,
-        **kwargs: Any,  # noqa: ANN401
-    ) -> list[tuple[Document, float]]:
-        """The documents nearest to ``embedding`` and their distances; see `Chroma`.
-
-        Raises InvalidOption if Chroma refuses, such as an embedding of another size.
-        """
-        with self._query():
-            found = super().similarity_search_by_vector_with_relevance_scores(
-                embedding, k, filter, where_document, **kwargs
-            )
-        return [(_without_key(document), distance) for document, distance in found]
-
-    def similarity_search_by_vector(
-        self,
-        embedding: list[float],
-        k: int = DEFAULT_K,
-        filter: Where | None = None,
-        where_document: Where | None = None,
-        **kwargs: Any,  # noqa: ANN401
-    ) -> list[Document]:
-        """The documents nearest to ``embedding``; see `Chroma`."""
-        found = self.similarity_search_by_vector_with_relevance_scores(
-            embedding, k, filter, where_document, **kwargs
-        )
-        return [document for document, _ in found]
-
-    def similarity_search_with_score(
-        self,
-        query: str,
-        k: int = DEFAULT_K,
-        filter: Where | None = None,
-        where_document: Where | None = None,
-        **kwargs: Any,  # noqa: ANN401
-    ) -> list[tuple[Document, float]]:
-        """The documents nearest to ``query`` and their distances; see `Chroma`."""
-        return self.similarity_search_by_vector_with_relevance_scores(
-            self._embed(query), k, filter, where_document, **kwargs
-        )
-
-    def similarity_search_with_vectors(
-        self,
-        query: str,
-        k: int = DEFAULT_K,
-        filter: Where | None = None,
-        where_document: Where | None = None,
-        **kwargs: Any,  # noqa: ANN401
-    ) -> list[tuple[Document, np.ndarray[Any, Any]]]:
-        """The documents nearest to ``query`` and their embeddings; see `Chroma`."""
-        if self._embedding_function is None:
-            raise _no_embedding("searching by text")
-        with self._query():
-            found = super().similarity_search_with_vectors(
-                query, k, filter, where_document, **kwargs
-            )
-        return [(_without_key(document), vector) for document, vector in found]
-
-    def max_marginal_relevance_search_by_vector(
-        self,
-        embedding: list[float],
-        k: int = DEFAULT_K,
-        fetch_k: int = 20,
-        lambda_mult: float = 0.5,
-        filter: Where | None = None,
-        where_document: Where | None = None,
-        **kwargs: Any,  # noqa: ANN401
-    ) -> list[Document]:
-        """Documents near to ``embedding`` and unlike each other; see `Chroma`."""
-        with self._query():
-            found = super().max_marginal_relevance_search_by_vector(
-                embedding, k, fetch_k, lambda_mult, filter, where_document, **kwargs
-            )
-        return [_without_key(document) for document in found]
-
-    def max_marginal_relevance_search(
-        self,
-        query: str,
-        k: int = DEFAULT_K,
-        fetch_k: int = 20,
-        lambda_mult: float = 0.5,
-        filter: Where | None = None,
-        where_document: Where | None = None,
-        **kwargs: Any,  # noqa: ANN401
-    ) -> list[Document]:
-        """Documents near to ``query`` and unlike each other; see `Chroma`."""
-        return self.max_marginal_relevance_search_by_vector(
-            self._embed(query), k, fetch_k, lambda_mult, filter, where_document, **kwargs
-        )
-
-    def hybrid_search(self, search: Search) -> list[Document]:
-        """Documents that ``search`` finds; Chroma Cloud alone can do it."""
-        with self._query():
-            return [_without_key(document) for document in super().hybrid_search(search)]
-
-    def _embed(self, query: str) -> list[float]:
-        if self._embedding_function is None:
-            raise _no_embedding("searching by text")
-        return self._embedding_function.embed_query(query)
-
-    def _query(self) -> AbstractContextManager[None]:
-        return chroma_errors(f"collection {self._collection_name!r} refused the query")
-
-
-def _check(id_: object, text: object, row: Mapping[str, Any]) -> None:
+def _check(id_: object, text: object, metadata: Mapping[str, Any]) -> None:
     """Raises if Chroma would refuse a record, or its text can be no chunk."""
     if not isinstance(id_, str) or not id_:
         raise InvalidOption(f"id {id_!r}; it must be a string of at least one character")
@@ -445,16 +324,6 @@ def _check(id_: object, text: object, row: Mapping[str, Any]) -> None:
         raise InvalidChunk(f"document {id_!r} is {type(text).__name__} and no text")
     if not normalise(text):
         raise InvalidChunk(f"document {id_!r} holds no text; leave empty documents out")
-    if row:
+    if metadata:
         with chroma_errors(f"the metadata of document {id_!r} cannot be stored"):
-            validate_metadata(dict(row))
-
-
-def _no_embedding(what: str) -> InvalidOption:
-    return InvalidOption(f"{what} without an embedding_function; give one to the constructor")
-
-
-def _without_key(document: Document) -> Document:
-    """Takes the key out of a document that was made a moment ago."""
-    document.metadata.pop(KEY_FIELD, None)
-    return document
+            validate_metadata(dict(metadata))

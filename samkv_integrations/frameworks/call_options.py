@@ -10,10 +10,8 @@ from samkv_integrations.errors import InvalidOption, UnknownOption
 from samkv_integrations.model.sampling import OPTIONS, Sampling
 
 GENERATE_KWARGS = tuple(sorted({"do_sample", "stop", *OPTIONS} - {"max_new_tokens"}))
-
-
 CALL_KWARGS = (*GENERATE_KWARGS, "max_tokens", "max_new_tokens")
-
+DEFAULT_MAX_NEW_TOKENS = Sampling().max_new_tokens
 
 # Options of transformers' generate that are wanted elsewhere, or not at all -> what to do instead.
 _INSTEAD = {

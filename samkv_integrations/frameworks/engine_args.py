@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,80 +16,96 @@ from samkv_integrations.methods import get_method
 from samkv_integrations.model.loading import load_model, load_tokenizer
 from samkv_integrations.model.model import Model
 
-# What is given -> the arguments that would have loaded it.
 MADE_BY = {
     "engine": ("tokenizer_name", "model_kwargs", "tokenizer_kwargs"),
     "model": ("model_kwargs",),
     "tokenizer": ("tokenizer_kwargs",),
 }
+"""What is given live -> the arguments that would have loaded it."""
 
 
-def engine_of(
-    *,
-    engine: Engine | None,
-    model: Any,  # noqa: ANN401  (transformers' model)
-    tokenizer: Any,  # noqa: ANN401
-    model_name: str | None,
-    tokenizer_name: str | None,
-    device_map: str,
-    dtype: str,
-    model_kwargs: Mapping[str, Any],
-    tokenizer_kwargs: Mapping[str, Any],
-    kv_dir: str | Path | None,
-    store_bits: int | None,
-) -> Engine:
-    """The engine that was given, or one on the model that was given or has to be loaded.
+@dataclass(frozen=True, kw_only=True)
+class ModelSource:
+    """Where an engine comes from: it is given, or its model is, or its model has to be loaded.
 
+    model: of transformers, and then ``tokenizer`` or ``tokenizer_name`` is needed.
+    model_name: what to load, or the label of ``model``.
+    kv_dir: folder of the chunk caches; None keeps them in memory.
     store_bits: None for the engine's, which is the default of one that has to be made.
+    """
+
+    engine: Engine | None = None
+    model: Any = None
+    tokenizer: Any = None
+    model_name: str | None = None
+    tokenizer_name: str | None = None
+    device_map: str = "auto"
+    dtype: str = "auto"
+    model_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    tokenizer_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    kv_dir: str | Path | None = None
+    store_bits: int | None = None
+
+    def __post_init__(self) -> None:
+        for live, names in MADE_BY.items():
+            for name in names:
+                if getattr(self, live) is not None and getattr(self, name):
+                    raise InvalidOption(
+                        f"{name} is for loading, and {live} was given loaded already; leave out "
+                        "either"
+                    )
+
+
+def engine_of(source: ModelSource) -> Engine:
+    """The engine that was given, or one on the model that was given or has to be loaded.
 
     Raises InvalidOption if an argument would be ignored.
     """
-    given = {"engine": engine, "model": model, "tokenizer": tokenizer}
-    loading = {
-        "tokenizer_name": tokenizer_name,
-        "model_kwargs": model_kwargs,
-        "tokenizer_kwargs": tokenizer_kwargs,
-    }
-    for live, names in MADE_BY.items():
-        for name in names:
-            if given[live] is not None and loading[name]:
-                raise InvalidOption(
-                    f"{name} is for loading, and {live} was given loaded already; leave out either"
-                )
-    if engine is not None:
-        for name in ("model", "tokenizer"):
-            if given[name] is not None:
-                raise InvalidOption(f"the engine that was given has its {name}; leave out {name}")
-        _check_agreement(engine.model, model_name, device_map, dtype)
-        folder = folder_of(engine)
-        if kv_dir is not None and not (folder and Path(folder).resolve() == Path(kv_dir).resolve()):
-            raise _contradiction("kv_dir", str(kv_dir), folder)
-        if store_bits not in (None, engine.store_bits):
-            raise _contradiction("store_bits", store_bits, engine.store_bits)
-        return engine
-    if tokenizer is None and tokenizer_name is not None:
-        tokenizer = load_tokenizer(tokenizer_name, tokenizer_kwargs)
-    if model is not None:
+    if source.engine is not None:
+        _check_engine(source.engine, source)
+        return source.engine
+    bits = source.store_bits
+    return Engine(
+        _model_of(source),
+        None if source.kv_dir is None else ChunkStore(source.kv_dir),
+        store_bits=DEFAULT_STORE_BITS if bits is None else bits,
+    )
+
+
+def _check_engine(engine: Engine, source: ModelSource) -> None:
+    """Raises InvalidOption if the rest of ``source`` asks for another engine than the given one."""
+    for name in ("model", "tokenizer"):
+        if getattr(source, name) is not None:
+            raise InvalidOption(f"the engine that was given has its {name}; leave out {name}")
+    _check_agreement(engine.model, source.model_name, source.device_map, source.dtype)
+    folder, kv_dir = folder_of(engine), source.kv_dir
+    if kv_dir is not None and not (folder and Path(folder).resolve() == Path(kv_dir).resolve()):
+        raise _contradiction("kv_dir", str(kv_dir), folder)
+    if source.store_bits not in (None, engine.store_bits):
+        raise _contradiction("store_bits", source.store_bits, engine.store_bits)
+
+
+def _model_of(source: ModelSource) -> Model:
+    tokenizer = source.tokenizer
+    if tokenizer is None and source.tokenizer_name is not None:
+        tokenizer = load_tokenizer(source.tokenizer_name, source.tokenizer_kwargs)
+    if source.model is not None:
         if tokenizer is None:
             raise InvalidOption("model was given without its tokenizer; give tokenizer as well")
-        label = model_name or getattr(model, "name_or_path", "") or type(model).__name__
-        loaded = Model(model, tokenizer, label)
-        _check_agreement(loaded, None, device_map, dtype)
-    elif model_name is not None:
-        loaded = load_model(
-            model_name,
-            device=device_map,
-            dtype=dtype,
-            tokenizer=tokenizer,
-            model_kwargs=model_kwargs,
-            tokenizer_kwargs=tokenizer_kwargs,
-        )
-    else:
+        saved_as = getattr(source.model, "name_or_path", "")
+        label = source.model_name or saved_as or type(source.model).__name__
+        model = Model(source.model, tokenizer, label)
+        _check_agreement(model, None, source.device_map, source.dtype)
+        return model
+    if source.model_name is None:
         raise InvalidOption("give model_name (a hub id, a folder or 'builtin'), model, or engine")
-    return Engine(
-        loaded,
-        None if kv_dir is None else ChunkStore(kv_dir),
-        store_bits=DEFAULT_STORE_BITS if store_bits is None else store_bits,
+    return load_model(
+        source.model_name,
+        device=source.device_map,
+        dtype=source.dtype,
+        tokenizer=tokenizer,
+        model_kwargs=source.model_kwargs,
+        tokenizer_kwargs=source.tokenizer_kwargs,
     )
 
 

@@ -471,7 +471,7 @@ class TestArguments:
     @pytest.mark.parametrize(
         ("options", "message"),
         [
-            ({"modle": "builtin"}, "argument of .* 'modle'; known: api_key, .*method, model"),
+            ({"modle": "builtin"}, "argument of .* 'modle'; known: api_key, .*min_p, model"),
             ({"model": "builtin", "model_name": "builtin"}, "same thing; give one"),
             ({"max_tokens": 2, "max_new_tokens": 2}, "same thing; give one"),
             ({"stop": ["x"], "stop_sequences": ["x"]}, "same thing; give one"),

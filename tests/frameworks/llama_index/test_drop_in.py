@@ -244,7 +244,7 @@ class TestGenerateKwargs:
 
     @pytest.mark.parametrize("name", ["temprature", "num_beams", "typical_p"])
     def test_unknown_ones(self, corpus: Corpus, name: str) -> None:
-        known = "do_sample, {}repetition_penalty, seed, stop, temperature, top_k, top_p"
+        known = "do_sample, {}min_p, repetition_penalty, seed, stop, temperature, top_k, top_p"
         with pytest.raises(UnknownOption, match=f"'{name}'; known: {known.format('')}"):
             corpus.llm(generate_kwargs={name: 2})
         lengths = "max_new_tokens, max_tokens, "

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
-from pathlib import Path
-from typing import Any, get_args
+from dataclasses import replace
+from typing import Annotated, Any
 
 from llama_index.core.base.llms.generic_utils import messages_to_prompt as plain_messages_to_prompt
 from llama_index.core.base.llms.types import (
@@ -21,19 +21,15 @@ from llama_index.core.base.llms.types import (
     MessageRole,
 )
 from llama_index.core.bridge.pydantic import BaseModel, Field, PrivateAttr, field_serializer
-from llama_index.core.callbacks import CallbackManager
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
 from llama_index.core.llms.custom import CustomLLM
-from llama_index.core.llms.llm import (
-    CompletionToPromptType,
-    MessagesToPromptType,
-    default_completion_to_prompt,
-)
+from llama_index.core.llms.llm import default_completion_to_prompt
 from llama_index.core.prompts import PromptTemplate
-from llama_index.core.types import BaseOutputParser, PydanticProgramMode
+from pydantic import BeforeValidator
+from pydantic.json_schema import SkipJsonSchema
 
 from llama_index.llms.samkv.conversion import (
-    check_outputs_to_remove,
+    checked_outputs_to_remove,
     to_chat,
     to_chats,
     to_completion,
@@ -43,198 +39,126 @@ from llama_index.llms.samkv.conversion import (
 )
 from llama_index.llms.samkv.retrievals import expect_retrieved
 from samkv_integrations.engine.engine import Engine, Prompt
-from samkv_integrations.engine.report import Report
 from samkv_integrations.engine.stream import AnswerStream
 from samkv_integrations.errors import InvalidOption, PromptTooLong
-from samkv_integrations.frameworks.call_options import checked_generate_kwargs, to_options
-from samkv_integrations.frameworks.chat import count_tokens
-from samkv_integrations.frameworks.engine_args import (
-    MADE_BY,
-    check_choices,
-    check_fits,
-    engine_of,
-    folder_of,
+from samkv_integrations.frameworks.call_options import (
+    DEFAULT_MAX_NEW_TOKENS,
+    checked_generate_kwargs,
+    to_options,
 )
-from samkv_integrations.frameworks.engine_ref import EngineRef
-from samkv_integrations.frameworks.pieces import off_loop
-from samkv_integrations.prompt.resolve import OnMiss
+from samkv_integrations.frameworks.engine_args import MADE_BY, ModelSource, check_fits
+from samkv_integrations.frameworks.local_llm import LocalLLM
+from samkv_integrations.frameworks.off_loop import off_loop
+
+_Wrapper = Annotated[str | PromptTemplate | None, BeforeValidator(to_wrapper)]
 
 
-class SamKVLLM(CustomLLM):
-    """A local Hugging Face model that answers from the KV caches of the chunks in its prompt.
+class SamKVLLM(LocalLLM, CustomLLM):
+    r"""A local Hugging Face model that answers from the KV caches of the chunks in its prompt.
 
     Arguments are called what `HuggingFaceLLM` calls them. Texts of cached chunks in a prompt are
     answered from their caches, and so are handles, which `SamKVPostprocessor` can put there.
     Everything else is computed as usual.
 
-    Args:
-        model_name: a hub id, a local folder, or ``"builtin"``; beside ``model`` only a label.
-        tokenizer_name: hub id or folder of the tokenizer, if it is not the model's own.
-        model, tokenizer: loaded ones of transformers; ``model`` needs ``tokenizer`` or its name.
-        context_window: most tokens of a prompt and its answer; None for the model's.
-        max_new_tokens: most tokens of an answer.
-        device_map: ``"auto"``, ``"cpu"``, ``"cuda"`` or ``"cuda:N"``; None for ``"cpu"``.
-        dtype: ``"float32"``, ``"bfloat16"``, or ``"auto"`` for the checkpoint's; float32 where this
-            processor computes bfloat16 slowly.
-        model_kwargs, tokenizer_kwargs: passed on to ``from_pretrained``: ``revision``, ``token``,
-            ``cache_dir``, ``local_files_only`` and so on.
-        tokenizer_outputs_to_remove: accepted as it is: a model is given token ids alone.
-        stopping_ids: token ids that end an answer, beside the model's own.
-        generate_kwargs: ``do_sample``, ``temperature``, ``top_p``, ``top_k``,
-            ``repetition_penalty``, ``seed`` and ``stop`` of every call.
-        system_prompt: put before every prompt, whatever method is called.
-        query_wrapper_prompt: a template with ``{query_str}`` around the prompt of a completion.
-        messages_to_prompt: makes the prompt of chat messages, in place of the chat template.
-        completion_to_prompt: makes the prompt of a completion.
-        is_chat_model: whether LlamaIndex shall prompt with messages; None if there is a template,
-            and neither query_wrapper_prompt nor completion_to_prompt to prompt otherwise.
-        kv_dir: folder of the chunk caches; None keeps them in memory.
-        store_bits: bits of the numbers in chunk caches: 4, 8, or 16 for the model's dtype; None for
-            the engine's, which are 4 by default.
-        engine: an engine to share, in place of loading ``model_name`` over ``kv_dir``.
-        method: how to answer, a name out of ``METHODS``; None for the engine's.
-        eviction: which rows an answer goes on with after its first token, a name out of
-            ``EVICTIONS`` or ``"none"`` for all; None for the engine's.
-        match_text: whether texts of cached chunks are found in prompts; else handles alone are.
-        cache_retrieved: whether nodes that any retriever of this process finds are cached when a
-            prompt first holds them; for an index that was made without `SamKVCacheTransform`.
-        on_miss: for a chunk without a usable cache: ``"compute"`` (as a chunk, and keep it; with
-            ``auto`` only where that does not take longer than full prefill), ``"text"`` (compute
-            its text, this once) or ``"error"``.
-
+    Arguments are the fields of this class and of `LocalLLM`, and those of every LLM of LlamaIndex:
+    ``system_prompt``, ``messages_to_prompt``, ``completion_to_prompt``, ``callback_manager``, ...
     Every call takes what generate_kwargs may hold, and max_tokens (or max_new_tokens).
+
     ``raw["samkv"]`` of a response, or `last_report`, says what the answer cost.
+
+    Instantiate:
+        ```python
+        from llama_index.llms.samkv import SamKVLLM
+
+        llm = SamKVLLM(model_name="builtin", max_new_tokens=16)  # or a hub id, or a folder
+        ```
+
+    Use:
+        ```python
+        document = "[Tobias Trulman] Tobias Trulman was born in Flevport."
+        llm.engine.cache_chunks([document])  # SamKVCacheTransform does it for nodes
+        prompt = f"Documents:\n\n{document}\n\nQuestion: Where was Tobias Trulman born?"
+        print(llm.complete(prompt), llm.last_report)
+        ```
+
+    Stream:
+        ```python
+        for response in llm.stream_complete(prompt):
+            print(response.delta, end="")
+        ```
+
+    Async:
+        ```python
+        response = await llm.acomplete(prompt)
+        async for response in await llm.astream_complete(prompt):
+            print(response.delta, end="")
+        ```
 
     Raises:
         InvalidOption, UnknownOption: an argument is wrong, or contradicts ``engine``.
         ModelNotFound, UnsupportedModel, StoreError: see `Engine` and `ChunkStore`.
     """
 
-    model_name: str = Field(description="Hub id or folder of the model, or a label.")
-    tokenizer_name: str | None = Field(description="Where the tokenizer is, if not with the model.")
-    context_window: int = Field(description="Tokens that prompts are packed for.")
-    max_new_tokens: int = Field(description="Most tokens of an answer.")
-    device_map: str = Field(description="Where the model runs.")
-    dtype: str = Field(description="Precision of weights and caches.")
-    model_kwargs: dict[str, Any] = Field(description="For loading the model.", repr=False)
-    tokenizer_kwargs: dict[str, Any] = Field(description="For loading the tokenizer.", repr=False)
-    stopping_ids: list[int] = Field(description="Token ids that end an answer.")
-    generate_kwargs: dict[str, Any] = Field(description="Options of every call.")
-    query_wrapper_prompt: PromptTemplate | None = Field(description="Around every completion.")
-    is_chat_model: bool = Field(description="Whether LlamaIndex prompts with messages.")
-    kv_dir: str | None = Field(description="Folder of the chunk caches, None for memory.")
-    store_bits: int = Field(description="Bits of the numbers in chunk caches.")
-    method: str | None = Field(description="How to answer, None for the engine's method.")
-    eviction: str | None = Field(description="Rows to evict, None for the engine's choice.")
-    match_text: bool = Field(description="Whether texts of cached chunks are found in prompts.")
-    cache_retrieved: bool = Field(description="Whether retrieved nodes are cached when needed.")
-    on_miss: OnMiss = Field(description="What to do for a chunk without a usable cache.")
+    model: SkipJsonSchema[Any] = Field(default=None, exclude=True, repr=False)
+    """A loaded model of transformers, for which model_name is a label then; None once the engine
+    has it."""
+    tokenizer: SkipJsonSchema[Any] = Field(default=None, exclude=True, repr=False)
+    """A loaded tokenizer of transformers; a ``model`` needs it, or tokenizer_name."""
+    tokenizer_outputs_to_remove: Annotated[
+        list[str] | None, BeforeValidator(checked_outputs_to_remove)
+    ] = Field(default=None, exclude=True, repr=False)
+    """Accepted so that arguments of `HuggingFaceLLM` fit: a model is given token ids alone."""
+    context_window: int | None = Field(default=None, strict=True)
+    """Most tokens of a prompt and its answer; None for the model's."""
+    max_new_tokens: int = Field(default=DEFAULT_MAX_NEW_TOKENS, strict=True)
+    """Most tokens of an answer."""
+    generate_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Options of every call: ``do_sample``, ``stop``, and those of sampling."""
+    query_wrapper_prompt: _Wrapper = None  # type: ignore[assignment]  # upstream's is no string
+    """A template with ``{query_str}`` around the prompt of a completion."""
+    is_chat_model: bool | None = None
+    """Whether LlamaIndex shall prompt with messages; None if there is a template, and neither
+    query_wrapper_prompt nor completion_to_prompt to prompt otherwise."""
+    cache_retrieved: bool = False
+    """Whether nodes that any retriever of this process finds are cached when a prompt first holds
+    them; for an index that was made without `SamKVCacheTransform`."""
 
-    _engine: EngineRef = PrivateAttr()
     _n_added: int = PrivateAttr(default=0)
-    _last_report: Report | None = PrivateAttr(default=None)
 
-    def __init__(
-        self,
-        *,
-        model_name: str | None = None,
-        tokenizer_name: str | None = None,
-        model: Any = None,  # noqa: ANN401
-        tokenizer: Any = None,  # noqa: ANN401
-        context_window: int | None = None,
-        max_new_tokens: int = 256,
-        device_map: str | None = "auto",
-        dtype: str = "auto",
-        model_kwargs: dict[str, Any] | None = None,
-        tokenizer_kwargs: dict[str, Any] | None = None,
-        tokenizer_outputs_to_remove: list[str] | None = None,
-        stopping_ids: list[int] | None = None,
-        generate_kwargs: dict[str, Any] | None = None,
-        system_prompt: str | None = None,
-        query_wrapper_prompt: str | PromptTemplate | None = None,
-        messages_to_prompt: MessagesToPromptType | None = None,
-        completion_to_prompt: CompletionToPromptType | None = None,
-        is_chat_model: bool | None = None,
-        callback_manager: CallbackManager | None = None,
-        output_parser: BaseOutputParser | None = None,
-        pydantic_program_mode: PydanticProgramMode = PydanticProgramMode.DEFAULT,
-        kv_dir: str | Path | None = None,
-        store_bits: int | None = None,
-        engine: Engine | None = None,
-        method: str | None = None,
-        eviction: str | None = None,
-        match_text: bool = True,
-        cache_retrieved: bool = False,
-        on_miss: OnMiss = "compute",
-    ) -> None:
-        # what can be wrong without a model first: loading one takes its time
-        options = checked_generate_kwargs(generate_kwargs or {}, max_new_tokens)
-        wrapper = to_wrapper(query_wrapper_prompt)
-        check_outputs_to_remove(tokenizer_outputs_to_remove or ())
-        if on_miss not in get_args(OnMiss):
-            raise InvalidOption(f"on_miss={on_miss!r}; allowed: {', '.join(get_args(OnMiss))}")
-        if cache_retrieved and (on_miss != "compute" or not match_text):
+    def _check(self) -> None:
+        self.generate_kwargs = checked_generate_kwargs(self.generate_kwargs, self.max_new_tokens)
+        if self.cache_retrieved and (self.on_miss != "compute" or not self.match_text):
             raise InvalidOption(
-                f"cache_retrieved=True with on_miss={on_miss!r} and match_text={match_text}; it "
-                "finds nodes by their text and computes what is missing, so leave both out"
+                f"cache_retrieved=True with on_miss={self.on_miss!r} and "
+                f"match_text={self.match_text}; it finds nodes by their text and computes what is "
+                "missing, so leave both out"
             )
-        check_choices(method, eviction, store_bits)
-        engine = engine_of(
-            engine=engine,
-            model=model,
-            tokenizer=tokenizer,
-            model_name=model_name,
-            tokenizer_name=tokenizer_name,
-            device_map=device_map or "cpu",
-            dtype=dtype,
-            model_kwargs=model_kwargs or {},
-            tokenizer_kwargs=tokenizer_kwargs or {},
-            kv_dir=kv_dir,
-            store_bits=store_bits,
-        )
-        name, window = engine.model.name, engine.model.context_window
-        if context_window is None:
-            context_window = window
-        if not 0 < context_window <= window:
+        super()._check()
+
+    def _source(self) -> ModelSource:
+        return replace(super()._source(), model=self.model, tokenizer=self.tokenizer)
+
+    def _attach(self) -> None:
+        super()._attach()
+        self.model = self.tokenizer = None  # copies and pickles of the LLM hold neither
+        model = self.engine.model
+        if self.context_window is None:
+            self.context_window = model.context_window
+        if not 0 < self.context_window <= model.context_window:
             raise InvalidOption(
-                f"context_window={context_window}; {name!r} has {window}, give at most that"
+                f"context_window={self.context_window}; {model.name!r} has "
+                f"{model.context_window}, give at most that"
             )
-        check_fits(engine.model, context_window, stopping_ids or (), max_new_tokens=max_new_tokens)
-        if is_chat_model is None:
-            is_chat_model = (
-                engine.model.has_chat_template and wrapper is None and completion_to_prompt is None
+        max_tokens = {"max_new_tokens": self.max_new_tokens}
+        check_fits(model, self.context_window, self.stopping_ids, **max_tokens)
+        if self.is_chat_model is None:
+            is_plain = self.completion_to_prompt is default_completion_to_prompt
+            self.is_chat_model = (
+                model.has_chat_template and self.query_wrapper_prompt is None and is_plain
             )
-        super().__init__(
-            model_name=name,
-            tokenizer_name=tokenizer_name,
-            context_window=context_window,
-            max_new_tokens=max_new_tokens,
-            device_map=device_map or "cpu",
-            dtype=dtype,
-            model_kwargs=dict(model_kwargs or {}),
-            tokenizer_kwargs=dict(tokenizer_kwargs or {}),
-            stopping_ids=list(stopping_ids or ()),
-            generate_kwargs=options,
-            system_prompt=system_prompt,
-            query_wrapper_prompt=wrapper,
-            messages_to_prompt=messages_to_prompt,
-            completion_to_prompt=completion_to_prompt,
-            is_chat_model=is_chat_model,
-            callback_manager=callback_manager or CallbackManager([]),
-            output_parser=output_parser,
-            pydantic_program_mode=pydantic_program_mode,
-            kv_dir=folder_of(engine),
-            store_bits=engine.store_bits,
-            method=method,
-            eviction=eviction,
-            match_text=match_text,
-            cache_retrieved=cache_retrieved,
-            on_miss=on_miss,
-        )
-        self._engine = EngineRef(engine)
         self._n_added = self._count_added()
-        if cache_retrieved:
-            expect_retrieved(engine)
+        if self.cache_retrieved:
+            expect_retrieved(self.engine)
 
     @classmethod
     def from_engine(cls, engine: Engine, **kwargs: Any) -> SamKVLLM:  # noqa: ANN401
@@ -280,6 +204,11 @@ class SamKVLLM(CustomLLM):
         return None if wrapper is None else wrapper.template
 
     @property
+    def _window(self) -> int:
+        assert self.context_window is not None  # the model's, if none was given
+        return self.context_window
+
+    @property
     def metadata(self) -> LLMMetadata:
         """What LlamaIndex asks of a model.
 
@@ -287,21 +216,11 @@ class SamKVLLM(CustomLLM):
         add to a prompt, of which LlamaIndex does not know.
         """
         return LLMMetadata(
-            context_window=self.context_window - self._n_added,
+            context_window=self._window - self._n_added,
             num_output=self.max_new_tokens,
-            is_chat_model=self.is_chat_model,
+            is_chat_model=bool(self.is_chat_model),
             model_name=self.model_name,
         )
-
-    @property
-    def engine(self) -> Engine:
-        """The engine, which copies of this LLM share."""
-        return self._engine.engine
-
-    @property
-    def last_report(self) -> Report | None:
-        """What the answer that was finished last cost; None before the first."""
-        return self._last_report
 
     @property
     def tokenizer_fn(self) -> Callable[[str], list[int]]:
@@ -313,7 +232,7 @@ class SamKVLLM(CustomLLM):
         return self._count
 
     def _count(self, text: str) -> list[int]:
-        return [0] * count_tokens(self.engine, text)
+        return [0] * self._n_tokens(text)
 
     def _count_added(self) -> int:
         """Tokens that a prompt has beside what LlamaIndex has written of it."""
@@ -325,7 +244,7 @@ class SamKVLLM(CustomLLM):
         text = prompt if isinstance(prompt, str) else self.engine.model.render_chat(prompt)
         added = text.replace(written, "", 1)
         n_added = self.engine.count_tokens(added) if added else 0
-        if n_added + self.max_new_tokens >= self.context_window:
+        if n_added + self.max_new_tokens >= self._window:
             raise InvalidOption(
                 f"chat template and system prompt take {n_added} tokens; beside them and "
                 f"max_new_tokens={self.max_new_tokens} a context window of {self.context_window} "
@@ -352,11 +271,11 @@ class SamKVLLM(CustomLLM):
         formatted: bool = False,
         **kwargs: Any,  # noqa: ANN401
     ) -> CompletionResponseGen:
-        """Like `complete`, piece by piece: ``delta`` is new, ``text`` is all so far.
+        """Like `complete`, delta by delta: ``delta`` is new, ``text`` is all so far.
 
-        Mistakes raise here. The last piece has no new text; it carries the complete report.
+        Mistakes raise here. The last response has no new text; it carries the complete report.
         """
-        return self._pieces(self._run(self._completion_prompt(prompt, formatted), kwargs))
+        return self._deltas(self._run(self._completion_prompt(prompt, formatted), kwargs))
 
     @llm_completion_callback()
     async def acomplete(
@@ -377,7 +296,7 @@ class SamKVLLM(CustomLLM):
     ) -> CompletionResponseAsyncGen:
         """Like `stream_complete`, off the event loop."""
         complete = self._completion_prompt(prompt, formatted)
-        return off_loop(self._pieces(await asyncio.to_thread(self._run, complete, kwargs)))
+        return off_loop(self._deltas(await asyncio.to_thread(self._run, complete, kwargs)))
 
     # -- chat -------------------------------------------------------------------------------
 
@@ -392,8 +311,8 @@ class SamKVLLM(CustomLLM):
 
     @llm_chat_callback()
     def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:  # noqa: ANN401
-        """Like `chat`, in pieces as those of `stream_complete`."""
-        return to_chats(self._pieces(self._run(self._chat_prompt(messages), kwargs)))
+        """Like `chat`, in responses as those of `stream_complete`."""
+        return to_chats(self._deltas(self._run(self._chat_prompt(messages), kwargs)))
 
     @llm_chat_callback()
     async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:  # noqa: ANN401
@@ -408,8 +327,8 @@ class SamKVLLM(CustomLLM):
     ) -> ChatResponseAsyncGen:
         """Like `stream_chat`, off the event loop."""
         prompt = self._chat_prompt(messages)
-        pieces = self._pieces(await asyncio.to_thread(self._run, prompt, kwargs))
-        return off_loop(to_chats(pieces))
+        deltas = self._deltas(await asyncio.to_thread(self._run, prompt, kwargs))
+        return off_loop(to_chats(deltas))
 
     # -- the one way to an answer -----------------------------------------------------------
 
@@ -461,12 +380,12 @@ class SamKVLLM(CustomLLM):
 
     async def _awhole(self, prompt: Prompt, given: dict[str, Any]) -> CompletionResponse:
         stream = await asyncio.to_thread(self._run, prompt, given)
-        # piece by piece, so that no thread goes on with an answer when its task is cancelled
-        text = "".join([piece async for piece in off_loop(stream)])
+        # delta by delta, so that no thread goes on with an answer when its task is cancelled
+        text = "".join([delta async for delta in off_loop(stream)])
         self._last_report = stream.report
         return to_completion(text, stream.report)
 
-    def _pieces(self, stream: AnswerStream) -> Generator[CompletionResponse]:
+    def _deltas(self, stream: AnswerStream) -> Generator[CompletionResponse]:
         text = ""
         with closing(stream):
             for delta in stream:

@@ -17,7 +17,7 @@ from llama_index.core.prompts import PromptTemplate
 
 from samkv_integrations.engine.report import Report
 from samkv_integrations.errors import InvalidOption
-from samkv_integrations.frameworks.chat import merged
+from samkv_integrations.frameworks.turns import merged
 
 _ROLES = {
     MessageRole.SYSTEM: "system",
@@ -83,15 +83,16 @@ def to_wrapper(template: str | PromptTemplate | None) -> PromptTemplate | None:
     return None if wrapper.template == "{query_str}" else wrapper
 
 
-def check_outputs_to_remove(names: Sequence[str]) -> None:
-    """Raises InvalidOption for what cannot be removed. The rest never reaches the model anyway."""
-    if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+def checked_outputs_to_remove(names: Any) -> Any:  # noqa: ANN401
+    """The names. Raises InvalidOption for what cannot be removed; the rest never comes anyway."""
+    if isinstance(names, str) or not all(isinstance(name, str) for name in names or ()):
         raise InvalidOption(f"tokenizer_outputs_to_remove={names!r}; it must be a list of names")
-    if "input_ids" in names:
+    if "input_ids" in (names or ()):
         raise InvalidOption(
             "tokenizer_outputs_to_remove holds 'input_ids', which is all that a model is given "
             "here; leave it out"
         )
+    return names
 
 
 def to_completion(text: str, report: Report, delta: str | None = None) -> CompletionResponse:

@@ -9,6 +9,7 @@ from typing import Any
 from llama_index.core.bridge.pydantic import Field, PrivateAttr
 from llama_index.core.llms import LLM
 from llama_index.core.schema import BaseNode, ImageNode, MetadataMode, TransformComponent
+from pydantic import computed_field
 
 from samkv_integrations.cache.chunk import normalise
 from samkv_integrations.chroma.results import KEY_FIELD
@@ -25,19 +26,39 @@ class SamKVCacheTransform(TransformComponent):
     Args:
         llm, engine: what caches, one of the two.
         show_progress: whether to show a progress bar.
-        store_id: what `to_dict` wrote; taken from the engine anew.
 
     In a pickle the engine is left behind, so pipelines must run with ``num_workers=None``.
+
+    Instantiate:
+        ```python
+        from llama_index.core.ingestion import IngestionPipeline
+        from llama_index.core.node_parser import SentenceSplitter
+        from llama_index.llms.samkv import SamKVCacheTransform, SamKVLLM
+
+        llm = SamKVLLM(model_name="builtin")
+        steps = [SentenceSplitter(), SamKVCacheTransform(llm=llm)]
+        pipeline = IngestionPipeline(transformations=steps)
+        ```
+
+    Use:
+        ```python
+        from llama_index.core import Document
+
+        text = "[Tobias Trulman] Tobias Trulman was born in Flevport."
+        nodes = pipeline.run(documents=[Document(text=text)])
+        print(llm.engine.is_cached(text))
+        ```
+
+    Async:
+        ```python
+        nodes = await pipeline.arun(documents=[Document(text=text)])
+        ```
     """
 
-    store_id: str = Field(
-        default="",
-        description="Changes with the model and with the store, so that a pipeline's cache does "
-        "not skip this step when the chunks are not cached there.",
-    )
     show_progress: bool = Field(default=False, description="Whether to show a progress bar.")
 
     _engine: EngineRef = PrivateAttr()
+    _store_id: str = PrivateAttr()
 
     def __init__(
         self,
@@ -45,14 +66,33 @@ class SamKVCacheTransform(TransformComponent):
         llm: LLM | None = None,
         engine: Engine | None = None,
         show_progress: bool = False,
-        store_id: str | None = None,
     ) -> None:
         held = EngineRef.of(llm, engine)
-        # A key is a hash of a text, keyed with the store's secret and the model's fingerprint.
         super().__init__()
-        self.store_id = held.engine.key_of("store_id")
         self.show_progress = show_progress
         self._engine = held
+        # A key is a hash of a text, keyed with the store's secret and the model's fingerprint.
+        self._store_id = held.engine.key_of("store_id")
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def store_id(self) -> str:
+        """Changes with the model and with the store.
+
+        `to_dict` writes it, so that a pipeline's cache does not skip this step when the chunks are
+        not cached in this store.
+        """
+        return self._store_id
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any], **kwargs: Any) -> SamKVCacheTransform:  # noqa: ANN401
+        """The transform that `to_dict` described; kwargs: ``llm`` or ``engine``, whose store it is.
+
+        kwargs win over ``data``.
+        """
+        options = {name: value for name, value in data.items() if name != "store_id"}
+        transform: SamKVCacheTransform = super().from_dict(options, **kwargs)
+        return transform
 
     @classmethod
     def class_name(cls) -> str:

@@ -49,6 +49,30 @@ class SamKVPostprocessor(BaseNodePostprocessor):
         mode: ``text`` or ``handle``.
         on_miss: what to do for a node whose text is not cached: ``text`` (it stays text),
             ``compute`` (cached now), ``error`` (raises ChunkNotCached).
+
+    Instantiate:
+        ```python
+        from llama_index.llms.samkv import SamKVLLM
+        from llama_index.postprocessor.samkv import SamKVPostprocessor
+
+        llm = SamKVLLM(model_name="builtin")
+        postprocessor = SamKVPostprocessor(llm=llm, on_miss="compute")
+        ```
+
+    Use:
+        ```python
+        from llama_index.core.schema import NodeWithScore, TextNode
+
+        # a query engine does it: index.as_query_engine(llm, node_postprocessors=[postprocessor])
+        node = TextNode(text="[Tobias Trulman] Tobias Trulman was born in Flevport.")
+        (found,) = postprocessor.postprocess_nodes([NodeWithScore(node=node)])
+        print(found.get_content())
+        ```
+
+    Async:
+        ```python
+        found = await postprocessor.apostprocess_nodes([NodeWithScore(node=node)])
+        ```
     """
 
     mode: Mode = Field(default="text", description="How prompts hold the nodes.")

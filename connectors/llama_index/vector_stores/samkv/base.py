@@ -48,6 +48,34 @@ class SamKVChromaVectorStore(ChromaVectorStore):
             sets them.
 
     Copies share collection and engine. A pickle has neither and cannot be used.
+
+    Instantiate:
+        ```python
+        from llama_index.llms.samkv import SamKVLLM
+        from llama_index.vector_stores.samkv import SamKVChromaVectorStore
+
+        llm = SamKVLLM(model_name="builtin", kv_dir="kv", max_new_tokens=16)
+        store = SamKVChromaVectorStore.from_params("people", persist_dir="chroma", llm=llm)
+        ```
+
+    Use:
+        ```python
+        from llama_index.core import StorageContext, VectorStoreIndex
+        from llama_index.core.schema import TextNode
+        from llama_index.llms.samkv.quickstart import OfflineEmbedding
+
+        nodes = [TextNode(text="[Tobias Trulman] Tobias Trulman was born in Flevport.")]
+        context = StorageContext.from_defaults(vector_store=store)
+        embedding = OfflineEmbedding()  # or any other
+        index = VectorStoreIndex(nodes, storage_context=context, embed_model=embedding)
+        print(index.as_query_engine(llm=llm).query("Where was Tobias Trulman born?"))
+        ```
+
+    Async:
+        ```python
+        nodes = await store.aget_nodes()
+        await store.adelete_nodes([node.node_id for node in nodes])  # and their caches
+        ```
     """
 
     _engine: EngineRef = PrivateAttr()

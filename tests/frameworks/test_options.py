@@ -1,0 +1,124 @@
+"""Every option of sampling is an option of both frameworks, and of their guides."""
+
+from __future__ import annotations
+
+import pickle
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from llama_index.core.ingestion.pipeline import get_transformation_hash
+from llama_index.core.schema import TextNode
+from pydantic import TypeAdapter
+
+from langchain_samkv import ChatSamKV, SamKV
+from langchain_samkv.base import LocalModel
+from llama_index.llms.samkv import SamKVCacheTransform, SamKVLLM
+from samkv_integrations import Engine
+from samkv_integrations.errors import InvalidOption, UnknownOption
+from samkv_integrations.model.sampling import OPTIONS
+from tests.support.records import builtin
+
+NAMES = sorted(OPTIONS.keys() - {"max_new_tokens"})
+DOCS = Path(__file__).parents[2] / "docs"
+PROMPT = "Question: Where was Tobias Trulman born?"
+IN_RANGE = {"temperature": 0.5, "top_p": 0.5, "min_p": 0.5, "top_k": 3, "seed": 3,
+            "repetition_penalty": 1.5}  # fmt: skip
+OUT_OF_RANGE = {"temperature": -1.0, "top_p": 2.0, "min_p": 2.0, "top_k": -1, "seed": 2**64,
+                "repetition_penalty": 0.0}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    return Engine(builtin())
+
+
+@pytest.fixture
+def sampled(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """The options of every answer that an engine is asked for."""
+    seen: list[dict[str, Any]] = []
+    stream = Engine.stream
+
+    def spy(engine: Engine, *arguments: Any, **options: Any) -> Any:
+        seen.append(options)
+        return stream(engine, *arguments, **options)
+
+    monkeypatch.setattr(Engine, "stream", spy)
+    return seen
+
+
+def test_there_is_a_value_for_every_option() -> None:
+    assert sorted(IN_RANGE) == sorted(OUT_OF_RANGE) == NAMES
+
+
+@pytest.mark.parametrize("name", NAMES)
+class TestEveryOption:
+    def test_langchain(self, engine: Engine, name: str, sampled: list[dict[str, Any]]) -> None:
+        assert LocalModel.model_fields[name].description
+        for kind in (ChatSamKV, SamKV):
+            kind(engine=engine, max_tokens=1, **{name: IN_RANGE[name]}).invoke(PROMPT)
+            kind(engine=engine, max_tokens=1).invoke(PROMPT, **{name: IN_RANGE[name]})
+            with pytest.raises(InvalidOption, match=f"{name}={OUT_OF_RANGE[name]}; it must be"):
+                kind(engine=engine, **{name: OUT_OF_RANGE[name]})
+        assert [options[name] for options in sampled] == [IN_RANGE[name]] * 4
+
+    def test_llama_index(self, engine: Engine, name: str, sampled: list[dict[str, Any]]) -> None:
+        given = {name: IN_RANGE[name]}
+        SamKVLLM(engine=engine, max_new_tokens=1, generate_kwargs=given).complete(PROMPT)
+        SamKVLLM(engine=engine, max_new_tokens=1).complete(PROMPT, **given)
+        with pytest.raises(InvalidOption, match=f"{name}={OUT_OF_RANGE[name]}; it must be"):
+            SamKVLLM(engine=engine, generate_kwargs={name: OUT_OF_RANGE[name]})
+        assert [options[name] for options in sampled] == [IN_RANGE[name]] * 2
+
+    @pytest.mark.parametrize("guide", ["langchain.md", "llama-index.md"])
+    def test_guides(self, name: str, guide: str) -> None:
+        assert re.search(rf"`{name}`", (DOCS / guide).read_text(encoding="utf-8"))
+
+
+class TestArgumentsOfSamKVLLM:
+    def test_unknown_ones(self, engine: Engine) -> None:
+        with pytest.raises(UnknownOption, match="argument of SamKVLLM 'contxt_window'; known: "):
+            SamKVLLM(engine=engine, contxt_window=600)
+
+    @pytest.mark.parametrize("name", ["stopping_ids", "generate_kwargs", "callback_manager"])
+    def test_none_is_as_good_as_nothing(self, engine: Engine, name: str) -> None:
+        without = SamKVLLM(engine=engine).to_dict()
+        assert SamKVLLM(engine=engine, **{name: None}).to_dict() == without
+
+    @pytest.mark.parametrize(
+        "options", [{"max_new_tokens": "5"}, {"context_window": "600"}, {"system_prompt": 5}]
+    )
+    def test_of_another_type(self, engine: Engine, options: dict[str, Any]) -> None:
+        (name,) = options
+        with pytest.raises(InvalidOption, match=f"{name}=.*valid (integer|string)"):
+            SamKVLLM(engine=engine, **options)
+
+    def test_one_that_is_made_is_taken_as_it_is(self) -> None:
+        """By another component's field, for example; its model is not loaded a second time."""
+        llm = SamKVLLM(model_name="builtin", tokenizer_kwargs={"max_length": 2048})
+        assert TypeAdapter(SamKVLLM).validate_python(llm) is llm
+
+    def test_a_pickle_takes_nothing_from_the_original(self, engine: Engine) -> None:
+        llm = SamKVLLM(engine=engine, completion_to_prompt=lambda text: f"<{text}>")
+        pickle.dumps(llm)  # without the function, which no pickle can hold
+        assert llm.completion_to_prompt("Hello") == "<Hello>" and llm.engine is engine
+
+    def test_every_own_field_is_described(self) -> None:
+        own = SamKVLLM.model_fields.keys() - {"callback_manager", "pydantic_program_mode"}
+        assert len(own) > 20
+        for name in own:
+            assert SamKVLLM.model_fields[name].description, name
+
+
+def test_pipelines_notice_another_store() -> None:
+    """The cache of a pipeline is keyed with what `to_dict` says of a step."""
+    nodes = [TextNode(text="Tobias Trulman was born in Flevport.")]
+    engines = [Engine(builtin()) for _ in range(2)]
+    steps = [SamKVCacheTransform(engine=each) for each in (*engines, engines[0])]
+    one, two, again = (get_transformation_hash(nodes, step) for step in steps)
+    assert one == again != two
+    with pytest.raises(TypeError, match="store_id"):
+        SamKVCacheTransform(engine=engines[0], store_id="mine")
+    moved = SamKVCacheTransform.from_dict(steps[0].to_dict(), engine=engines[1])
+    assert moved.store_id == steps[1].store_id != steps[0].store_id
