@@ -32,7 +32,6 @@ _NEEDS = {
     "ttft ratio": "ttft_ratio",
 }
 
-
 _FIDELITY: Mapping[str, Callable[[Row], str]] = {
     "label": lambda row: str(row["label"]),
     "first KL": lambda row: _within(row, "first_kl"),

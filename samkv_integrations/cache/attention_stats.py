@@ -20,20 +20,16 @@ from samkv_integrations.cache.chunk import ChunkStatistics
 MIN_LATER = 8
 """Later tokens that a token needs before a power law is fitted to its column."""
 
-
 ATTENTION_FLOOR = 1e-8
 """Attention below this counts as this much in the fit: the softmax underflows to zero, whose
 logarithm would decide the whole column, and so little attention carries no value anyway."""
-
 
 MIN_PAUTA = 11
 """Values that a 3-sigma test needs: among n values none is further than sqrt(n - 1) population
 standard deviations from the mean, so ten or fewer cannot hold one beyond three."""
 
-
 MIN_CHUNKS = 32
 """Chunks that have to vote before their votes decide a model's stable layers."""
-
 
 PUBLISHED_STABLE_LAYERS: Mapping[tuple[str, int, int, int], tuple[int, ...]] = {
     ("qwen2", 36, 2048, 2): tuple(range(31, 36)),  # Qwen2.5-3B-Instruct

@@ -20,20 +20,10 @@ from samkv_integrations.errors import CacheMiss
 
 # Tensors that are read together, in file order.
 _STATISTICS = ("block_max", "block_min", "stable", "outliers")
-
-
 _LOCAL_QUERY = ("local_query",)
-
-
 _SUMMARIES = ("summary_codes", "summary_scale")
-
-
 _KEY_RANGE = ("key_range",)
-
-
 _MAX_HEADER_BYTES = 1 << 20
-
-
 _MAX_VIEWS = 1024  # of one read: IOV_MAX of Linux and macOS
 
 

@@ -30,15 +30,9 @@ from samkv_integrations.errors import CacheMiss, StoreError
 
 # Longer than the coarsest clock of a file system ticks: within a tick two changes look like one.
 _CLOCK_TICK_NS = 2_000_000_000
-
-
 # What an older cache shares with one that would be made now, if it is of the same model and text.
 _MODEL_FIELDS = ("weights", "tokenizer", "dtype", "rope", "prefix")
-
-
 _HEX_NAME = re.compile("[0-9a-f]{32}")
-
-
 _OWN_NAME = re.compile(r"(store\.json|secret)(\..*\.tmp)?")
 
 

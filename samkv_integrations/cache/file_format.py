@@ -33,7 +33,6 @@ INDEX = (
     "key_range",
 )
 
-
 _DTYPE_NAMES = {
     torch.uint8: "U8",
     torch.int8: "I8",

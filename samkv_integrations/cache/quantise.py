@@ -23,20 +23,13 @@ from samkv_integrations.errors import InvalidChunk, InvalidOption
 STORE_BITS = (4, 8, 16)
 """Bits of a stored number; 16 stands for the model's own dtype, bfloat16 or float32."""
 
-
 DEFAULT_STORE_BITS = 4
-
-
 GROUP_TOKENS = 64
 """Tokens that share a scale and an offset a channel of their keys (docs/decisions.md)."""
 
-
 _HALF_MAX = torch.finfo(torch.float16).max
-
-
 HALF_STEP = 2.0**-24
 """The smallest positive float16."""
-
 
 _HALF_MARGIN = 2.0**-11  # the relative error of rounding to float16
 

@@ -29,9 +29,7 @@ Folder = Annotated[
 Collection = Annotated[str, typer.Option(help="Name of the Chroma collection.")]
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")]
 Chat = Annotated[bool, typer.Option(help="Use the model's chat template.")]
-
 # -- of single commands -------------------------------------------------------------------------
-
 AsMarkdown = Annotated[bool, typer.Option(help="As the README's table.")]
 CostFolder = Annotated[
     Path | None,
@@ -78,7 +76,6 @@ SampleQuestions = Annotated[
 ]
 
 # -- of the benches -----------------------------------------------------------------------------
-
 AllMethods = Annotated[str, typer.Option(help="NAME,NAME,... or 'all'.")]
 MostQuestions = Annotated[int | None, typer.Option(help="How many to ask; else all.")]
 Budgets = Annotated[str, typer.Option(help="Kept ratios for the methods that select: 0.1,0.2,...")]
@@ -138,7 +135,6 @@ FidelityRatios = Annotated[
 ]
 
 # -- of the benches of time ---------------------------------------------------------------------
-
 Shape = Annotated[str, typer.Option(help=f"One of {', '.join(shape_names())}.")]
 Layers = Annotated[int | None, typer.Option(help="So many of the shape's layers; else all.")]
 ShapeDevice = Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")]

@@ -25,7 +25,6 @@ from samkv_integrations.prompt.layout import Layout
 Observe = Callable[[ProbedLayer], None]
 """Looks at a layer of a probe."""
 
-
 Check = Callable[[Checked], PassPlan]
 """Decides at a layer what all later ones do."""
 

@@ -20,8 +20,6 @@ from samkv_integrations.model.attention import attention
 from samkv_integrations.model.model import Model
 
 BATCH_TOKENS = 4096
-
-
 PADDING = 1.1
 """Most tokens of a batch, padding included, over those of its chunks."""
 

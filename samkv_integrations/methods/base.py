@@ -47,10 +47,8 @@ class Selection:
 Update = Callable[[Tensor, Tensor], Tensor]
 """(cached, computed), both (R, G, D) -> what takes part: keys or values of R tokens."""
 
-
 Positions = Literal["global", "local"]
 """Where cached keys sit: at their places in the prompt, or at those of their own prefill."""
-
 
 NEEDED = frozenset(("block_means", "local_query", "anchor_mean", "statistics"))
 """What the parts of a method may need of a chunk beside its KV entries."""

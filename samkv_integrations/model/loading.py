@@ -18,7 +18,6 @@ from samkv_integrations.model.support import SUPPORTED_DTYPES, refuse_unsupporte
 
 DTYPES = ("auto", *SUPPORTED_DTYPES)
 
-
 # Arguments of from_pretrained that are decided here -> what to do instead.
 _DECIDED = {
     "dtype": "give dtype as an argument of its own",

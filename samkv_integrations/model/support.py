@@ -7,11 +7,7 @@ from typing import Any
 from samkv_integrations.errors import UnsupportedModel
 
 SUPPORTED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-
-
 SUPPORTED_DTYPES = ("float32", "bfloat16")
-
-
 SUPPORTED_ROPE = ("default", "linear", "llama3")
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 _CHAT_TEMPLATE = "Documents:\n\n{context}\n\nQuestion: {question}"
-
-
 _RAG_TEMPLATE = f"{_CHAT_TEMPLATE}\nAnswer:"
 
 
