@@ -84,7 +84,7 @@ def layer_statistics(
         # Keys after the tile are masked for all its queries: leaving them out halves the work.
         columns, tile_key = positions[: n_prefix + stop], key[:, : n_prefix + stop]
         distance = torch.arange(start, stop, device=device)[:, None] - columns
-        # Heads of one group are consecutive, so they stack as rows over their common key head.
+        # Heads of one group are consecutive, so they stack over their common key head.
         tile_query = (query[:, start:stop].float() * scaling).reshape(n_kv_heads, -1, dim)
         logits = (tile_query @ tile_key.mT).view(n_heads, *distance.shape)
         own = n_prefix + start  # what stands before the tile is seen by all its queries
@@ -185,7 +185,7 @@ def _stable(importance: Tensor) -> Tensor:
 def stable_layers(n_layers: int, votes: Tensor | None) -> tuple[int, ...]:
     """The stable layers N* of a model without published ones, counted from 0 (Appendix A.2).
 
-    votes: (number of chunks, L) bool, the ``stable`` rows of the model's chunks; None if there are
+    votes: (number of chunks, L) bool, ``stable`` of the model's chunks; None if there are
     none. From `MIN_CHUNKS` chunks on: the layers of the last quarter whose votes are at least the
     mean over all layers and not zero, because the paper finds stability in the last few layers of
     every model. If no layer qualifies, or with fewer chunks: the last eighth of the layers.

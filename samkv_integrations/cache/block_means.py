@@ -22,12 +22,12 @@ def quantise_means(keys: Tensor, blocks: ChunkBlocks) -> BlockMeans:
     return BlockMeans(codes=codes, scale=scale)
 
 
-def mean_of_blocks(rows: Tensor, lengths: Tensor) -> Tensor:
-    """(L, N, G, D) float32 mean of rows (L, T, G, D) over blocks of ``lengths`` (N,) tokens."""
-    n_layers, _, *shape = rows.shape
-    block = torch.arange(len(lengths)).repeat_interleave(lengths).to(rows.device)
-    total = torch.zeros(n_layers, len(lengths), *shape, device=rows.device)
-    return total.index_add_(1, block, rows.float()) / lengths.to(rows.device)[:, None, None]
+def mean_of_blocks(entries: Tensor, lengths: Tensor) -> Tensor:
+    """(L, N, G, D) float32 mean of entries (L, T, G, D) over blocks of ``lengths`` (N,) tokens."""
+    n_layers, _, *shape = entries.shape
+    block = torch.arange(len(lengths)).repeat_interleave(lengths).to(entries.device)
+    total = torch.zeros(n_layers, len(lengths), *shape, device=entries.device)
+    return total.index_add_(1, block, entries.float()) / lengths.to(entries.device)[:, None, None]
 
 
 def decode_means(block_means: BlockMeans) -> Tensor:

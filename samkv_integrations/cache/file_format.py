@@ -114,12 +114,6 @@ class FileLayout:
         spans = map(self.blocks.span, range(self.blocks.n_blocks))
         return [(first * n_bytes, (last - first) * n_bytes) for first, last in spans]
 
-    def block_range(self, layer: int, block: int) -> tuple[int, int]:
-        """First byte, and the one after the last, of one block's entries at one layer."""
-        first, n_bytes = self.block_places[block]
-        start = self.tensors["entries"].start + layer * self.layer_bytes + first
-        return start, start + n_bytes
-
     def header(self, key: str) -> bytes:
         """Everything before the tensors: the length, and the JSON padded to a multiple of 8."""
         fields = json.dumps(asdict(self.fingerprint), sort_keys=True, separators=(",", ":"))

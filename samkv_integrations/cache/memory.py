@@ -86,8 +86,8 @@ class MemoryChunk:
     def read_blocks(self, layer: int, blocks: Sequence[int], out: Tensor) -> None:
         entries = self._open_chunk().entries
         assert layer >= 0 and min(blocks, default=0) >= 0
-        rows = [token for block in blocks for token in range(*self.blocks.span(block))]
-        found = entries[layer, rows]
+        tokens = [token for block in blocks for token in range(*self.blocks.span(block))]
+        found = entries[layer, tokens]
         assert (out.dtype, out.shape) == (found.dtype, found.shape)
         out.copy_(found)
         self.bytes_read += found.nbytes

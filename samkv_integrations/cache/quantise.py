@@ -215,7 +215,7 @@ class EntryFormat:
 
     def _of_tokens(self, key_range: Tensor, group: Tensor) -> tuple[Tensor, Tensor]:
         """Scale and offset (T, G, channels) float32 of each token, from (N, 2, G, channels)."""
-        # index_select copies whole rows, several times sooner than an index does
+        # index_select copies whole entries, several times sooner than an index does
         scale, offset = (
             side.float().contiguous().index_select(0, group) for side in key_range.unbind(1)
         )
@@ -276,9 +276,9 @@ def groups(n_tokens: int, device: torch.device) -> Tensor:
     return torch.arange(n_tokens, device=device) // GROUP_TOKENS
 
 
-def _in_groups(rows: Tensor) -> Tensor:
+def _in_groups(entries: Tensor) -> Tensor:
     """(N * `GROUP_TOKENS`, ...) -> (N, `GROUP_TOKENS`, ...)."""
-    return rows.reshape(-1, GROUP_TOKENS, *rows.shape[1:])
+    return entries.reshape(-1, GROUP_TOKENS, *entries.shape[1:])
 
 
 def as_half(values: Tensor) -> Tensor:

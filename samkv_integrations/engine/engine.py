@@ -166,12 +166,8 @@ class Engine:
         self.chunks.require_fit(found)
         return self.chunks.look_up(found)[0].state == "cached"
 
-    def cache_chunk(self, text: str) -> str:
-        """Cache one chunk and return its key. Nothing is computed if the store has it."""
-        return self.cache_chunks([text])[0]
-
     def cache_chunks(self, texts: Sequence[str], *, progress: bool = False) -> list[str]:
-        """Cache many chunks, several a pass; returns their keys in order.
+        """Cache chunks, several a pass; returns their keys in order.
 
         A cache that is stored and sound is left alone, a broken one is made anew.
 

@@ -77,12 +77,12 @@ class _Capture:
         self._chunks = chunks
         self._fingerprint = fingerprint
         self._prefix = n_prefix
-        rows = [
+        shapes = [
             (model.n_layers, len(chunk.token_ids), model.n_kv_heads, model.head_dim)
             for chunk in chunks
         ]
-        self._keys = [torch.empty(shape, dtype=model.dtype) for shape in rows]
-        self._values = [torch.empty(shape, dtype=model.dtype) for shape in rows]
+        self._keys = [torch.empty(shape, dtype=model.dtype) for shape in shapes]
+        self._values = [torch.empty(shape, dtype=model.dtype) for shape in shapes]
         queries = (model.n_layers, model.n_heads, model.head_dim)
         self._local_query = [torch.empty(queries, dtype=model.dtype) for _ in chunks]
         self._statistics: list[list[LayerStatistics]] = [[] for _ in chunks]
@@ -94,8 +94,8 @@ class _Capture:
         for index, chunk in enumerate(self._chunks):
             stop = start + len(chunk.token_ids)
             cos, sin = self.cos[start:stop], self.sin[start:stop]
-            rows = key[index, :, start:stop].transpose(0, 1)  # (T, G, D)
-            self._keys[index][layer] = unrotate(rows, cos, sin)
+            keys = key[index, :, start:stop].transpose(0, 1)  # (T, G, D)
+            self._keys[index][layer] = unrotate(keys, cos, sin)
             self._values[index][layer] = value[index, :, start:stop].transpose(0, 1)
             local = self._fingerprint.scheme.of(len(chunk.token_ids)).local_start
             local_queries = query[index, :, start + local : stop].transpose(0, 1).float()

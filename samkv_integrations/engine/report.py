@@ -18,8 +18,8 @@ class Report:
         prefix_tokens: held in memory from an earlier prompt.
     kept_ratio: context tokens that a step of the answer attends to, mean over layers, over all
         context tokens.
-    recompute_ratio: context rows computed at query time, mean over layers, likewise. Chunks without
-        a usable cache count as kept and computed whole.
+    recompute_ratio: context tokens computed at query time, mean over layers, likewise. Chunks
+        without a usable cache count as kept and computed whole.
     uncached_tokens: tokens outside chunks, always computed.
     chunk_hits: chunks answered from their cache. chunk_misses: reason -> count. chunks_computed:
         the missed ones that were computed as chunks, which later prompts find.

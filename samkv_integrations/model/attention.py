@@ -22,9 +22,9 @@ class Attend(Protocol):
     def __call__(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float
     ) -> Tensor:
-        """Attention output for the rows being computed.
+        """Attention output for the tokens being computed.
 
-        query (batch, H, R, D), key and value (batch, G, R, D), after RoPE, of these rows only;
+        query (batch, H, R, D), key and value (batch, G, R, D), after RoPE, of these only;
         returns (batch, H, R, D).
         """
         ...

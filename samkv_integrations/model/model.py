@@ -201,9 +201,9 @@ class Model:
         return cos[0], sin[0]
 
     def layer(self, index: int, hidden: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        """Run decoder layer ``index`` on rows ``hidden`` (batch, R, hidden).
+        """Run decoder layer ``index`` on tokens ``hidden`` (batch, R, hidden).
 
-        cos, sin: (R, D) of the rows' positions. Keys and values go to ``attend``.
+        cos, sin: (R, D) of the tokens' positions. Keys and values go to ``attend``.
         """
         output: Tensor = self.hf.model.layers[index](
             hidden,

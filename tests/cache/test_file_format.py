@@ -182,6 +182,13 @@ def case(dtype: str, bits: int, n_tokens: int, n_init: int, n_local: int) -> Chu
     return random_chunk(n_tokens, n_tokens, replace(fingerprint, model='é "x"'))
 
 
+def block_range(layout: FileLayout, layer: int, block: int) -> tuple[int, int]:
+    """First byte, and the one after the last, of one block's entries at one layer."""
+    first, n_bytes = layout.block_places[block]
+    start = layout.tensors["entries"].start + layer * layout.layer_bytes + first
+    return start, start + n_bytes
+
+
 @pytest.mark.parametrize("sizes", CASES, ids=str)
 def test_bytes_are_those_of_the_specification(sizes: tuple[str, int, int, int, int]) -> None:
     chunk = case(*sizes)
@@ -247,7 +254,7 @@ def test_layout_knows_where_each_block_is(path: Path, chunk: ChunkCache) -> None
     after_header = len(data) - layout.size
     for layer in range(SMALL.n_layers):
         for block in range(chunk.blocks.n_blocks):
-            start, stop = layout.block_range(layer, block)
+            start, stop = block_range(layout, layer, block)
             rows = chunk.entries[layer, slice(*chunk.blocks.span(block))]
             assert data[after_header + start : after_header + stop] == pack(rows, "B")
 
@@ -359,7 +366,7 @@ def test_a_damaged_block_spoils_no_other(path: Path, chunk: ChunkCache) -> None:
     data = path.read_bytes()
     places = [(layer, block) for layer in range(2) for block in range(chunk.blocks.n_blocks)]
     for place in places:
-        start, stop = layout.block_range(*place)
+        start, stop = block_range(layout, *place)
         for position in (start, stop - 1):
             damaged = bytearray(data)
             damaged[len(data) - layout.size + position] ^= 0x80

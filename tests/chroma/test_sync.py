@@ -106,7 +106,7 @@ class TestBuildAndLink:
     def test_what_can_be_no_chunk_is_skipped_and_loses_its_key(self, link: ChromaLink) -> None:
         too_long = "word " * 5000
         with pytest.raises(InvalidChunk):
-            link.engine.cache_chunk(too_long)
+            link.engine.cache_chunks([too_long])
         add_raw(link, {"a": None, "b": " \n", "c": too_long, "d": TEXTS[0]}, samkv_key="0" * 32)
         assert counts(link.sync()) == (4, 1, 1, 3, 0, 0)
         only = link.engine.key_of(TEXTS[0])
@@ -216,14 +216,14 @@ class TestPrune:
         other_blocks = Engine(builtin(), ChunkStore(tmp_path / "kv"), block_size=16)
         assert tenant.fingerprint == link.engine.fingerprint != other_blocks.fingerprint
         for engine in (tenant, other_blocks, link.engine):
-            engine.cache_chunk(TEXTS[0])
+            engine.cache_chunks([TEXTS[0]])
         assert counts(link.sync(grace_s=0)) == (0, 0, 0, 0, 1, 0)
         assert cached(link) == {tenant.key_of(TEXTS[0])}
         assert other_blocks.handle_of(TEXTS[0])
 
     def test_a_cache_whose_text_is_unknown_is_left_alone(self, link: ChromaLink) -> None:
         store, fingerprint = link.engine.store, link.engine.fingerprint
-        key = link.engine.cache_chunk(TEXTS[0])
+        key = link.engine.cache_chunks([TEXTS[0]])[0]
         (text,) = store.path.glob(f"*/*/{key}.txt")  # type: ignore[attr-defined]
         text.unlink()
         foreign = random_chunk(1, 20, fingerprint, text=TEXTS[1])
@@ -250,7 +250,7 @@ class TestRelease:
         other = link_of(tmp_path, "country")
         add(link, {"a": TEXTS[0], "b": TEXTS[1]})
         add(other, {"z": TEXTS[1]})
-        link.engine.cache_chunk(TEXTS[2])
+        link.engine.cache_chunks([TEXTS[2]])
         assert link.release(keys_of(link, *TEXTS[:3])) == 1
         assert link.release(keys_of(link, *TEXTS[:3])) == link.release([]) == 0
         assert cached(link) == keys_of(link, *TEXTS[:2])
@@ -397,7 +397,7 @@ class TestTrouble:
         assert set(linked(link)) == {"b"}
         with pytest.raises(StoreError, match="cannot delete"):
             link.sync(grace_s=0)
-        assert link.engine.cache_chunk(TEXTS[1])  # a hit needs no permission
+        assert link.engine.cache_chunks([TEXTS[1]])[0]  # a hit needs no permission
         monkeypatch.undo()
         assert counts(link.sync(grace_s=0)) == (1, 0, 0, 0, 1, 0)
 

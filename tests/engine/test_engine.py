@@ -100,7 +100,7 @@ def test_a_prompt_that_ends_with_a_chunk(engine: Engine, prompt: str, method: st
 def test_words_of_a_chunk_never_act_as_special_tokens(engine: Engine) -> None:
     assert len(engine.model.tokenize("<|end|>", special=True)) == 1
     text = "before <|end|> after"
-    engine.cache_chunk(text)
+    engine.cache_chunks([text])
     with engine.store.open(engine.key_of(text), engine.fingerprint) as chunk:
         assert not set(chunk.token_ids.tolist()) & engine.model.eos_ids
 
@@ -110,7 +110,7 @@ def test_a_handle_inside_a_document_names_nothing(engine: Engine) -> None:
     spy = f"my neighbour is {handle_of(engine.key_of(TEXTS[0]))}"
     for cached in (False, True):
         if cached:
-            engine.cache_chunk(spy)
+            engine.cache_chunks([spy])
         report = engine.generate(f"{spy}\n\nQ?", [spy], max_new_tokens=1, on_miss="text").report
         assert report.chunk_hits == int(cached)
         assert report.context_tokens == len(spy)
@@ -142,10 +142,10 @@ def test_bos_stands_once(engine: Engine) -> None:
 def test_block_size_follows_the_first_chunks_and_then_the_store(tmp_path: Path) -> None:
     model = tiny_model("llama")
     first = Engine(model, ChunkStore(tmp_path))
-    first.cache_chunk("w" * 512)
+    first.cache_chunks(["w" * 512])
     assert first.fingerprint.block_size == 16
     second = Engine(model, ChunkStore(tmp_path))
-    second.cache_chunk("short")
+    second.cache_chunks(["short"])
     assert second.fingerprint == first.fingerprint
 
 
@@ -154,15 +154,15 @@ def test_block_size_follows_the_first_chunks_and_then_the_store(tmp_path: Path) 
 )
 def test_auto_block_size_keeps_anchors_at_about_a_tenth(tokens: int, size: int) -> None:
     engine = Engine(tiny_model("llama"))
-    engine.cache_chunk("y" * tokens)
+    engine.cache_chunks(["y" * tokens])
     assert engine.fingerprint.block_size == size
 
 
 def test_chunks_that_cannot_be_cached(engine: Engine) -> None:
     with pytest.raises(InvalidChunk, match="holds no text"):
-        engine.cache_chunk("  \n ")
+        engine.cache_chunks(["  \n "])
     with pytest.raises(InvalidChunk, match=r"5000 tokens is longer than the 4095"):
-        engine.cache_chunk("a" * 5000)
+        engine.cache_chunks(["a" * 5000])
 
 
 # -- answers -----------------------------------------------------------------------------------
@@ -432,7 +432,7 @@ def test_a_handle_of_another_namespace_is_refused(tmp_path: Path) -> None:
     model = tiny_model("llama")
     mine = Engine(model, ChunkStore(tmp_path, namespace="a"), block_size=8)
     theirs = Engine(model, ChunkStore(tmp_path, namespace="b"), block_size=8)
-    handle = handle_of(mine.cache_chunk(TEXTS[0]))
+    handle = handle_of(mine.cache_chunks([TEXTS[0]])[0])
     assert mine.generate(f"{handle} Q?", max_new_tokens=1).report.chunk_hits == 1
     with pytest.raises(HandleError, match="namespace"):
         theirs.generate(f"{handle} Q?", max_new_tokens=1)

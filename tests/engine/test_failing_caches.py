@@ -172,7 +172,7 @@ def test_a_damaged_block_size_is_named(tmp_path: Path, content: str) -> None:
     (file,) = tmp_path.glob("block-size-*.json")
     file.write_text(content)
     with pytest.raises(StoreError, match=f"{file.name} cannot be used .*next step: delete it"):
-        engine.cache_chunk(TEXTS[0])
+        engine.cache_chunks([TEXTS[0]])
 
 
 def test_a_handle_without_cache_and_text_is_an_error(engine: Engine) -> None:
@@ -218,7 +218,7 @@ def test_computing_what_is_missing_takes_nothing_from_another_namespace(tmp_path
     ours, theirs = (
         Engine(model, ChunkStore(tmp_path, namespace=name), block_size=8) for name in "ab"
     )
-    key = theirs.cache_chunk(TEXTS[0])
+    key = theirs.cache_chunks([TEXTS[0]])[0]
     with pytest.raises(HandleError, match="namespace"):
         ours.generate(f"{handle_of(key)} Q?", on_miss="compute", max_new_tokens=1)
     assert ours.handle_of(TEXTS[0]) is None
@@ -255,7 +255,7 @@ def test_a_full_disk_does_not_fail_a_request(
         assert (answer.report.chunk_hits, answer.report.chunk_misses) == (1, {"absent": 1})
         assert answer.report.chunks_computed == 1
     with pytest.raises(StoreError, match="No space left"):
-        engine.cache_chunk(new)
+        engine.cache_chunks([new])
 
 
 def test_a_new_store_that_cannot_be_written_fails_no_request(
@@ -301,10 +301,10 @@ def test_engines_that_fill_an_empty_store_together_agree_on_blocks(
     first, second = (Engine(tiny_model("llama"), ChunkStore(tmp_path)) for _ in range(2))
     with monkeypatch.context() as patch, pytest.raises(StoreError):
         patch.setattr(first.store, "put", full)
-        first.cache_chunk("x" * 100)  # its block size is agreed on, and nothing stored yet
+        first.cache_chunks(["x" * 100])  # its block size is agreed on, and nothing stored yet
     assert second.store.keys() == []
-    second.cache_chunk("x" * 2000)
-    first.cache_chunk("y" * 100)
+    second.cache_chunks(["x" * 2000])
+    first.cache_chunks(["y" * 100])
     assert first.fingerprint.digest == second.fingerprint.digest
     third = Engine(tiny_model("llama"), ChunkStore(tmp_path))
     assert len(third.store.keys(third.fingerprint)) == 2

@@ -344,7 +344,9 @@ def test_what_is_cached_is_not_computed_again(monkeypatch: pytest.MonkeyPatch) -
     assert sorted(counting.chunks) == sorted(text.strip() for text in TEXTS)
     counting.chunks.clear()
     assert engine.cache_chunks(TEXTS) == keys
-    assert engine.cache_chunk(f"  {TEXTS[1]}\n") == keys[1], "white space around is no difference"
+    assert engine.cache_chunks([f"  {TEXTS[1]}\n"])[0] == keys[1], (
+        "white space around is no difference"
+    )
     assert counting.chunks == []
     assert engine.cache_chunks([*TEXTS, "a fourth"])[:3] == keys
     assert counting.chunks == ["a fourth"]
@@ -371,7 +373,7 @@ def test_the_engine_prefills_after_its_prefix(family: str, prefix: str) -> None:
     """Qwen has no BOS, so both policies are the same there."""
     model = tiny_model(family)
     engine = Engine(model, block_size=BLOCK, prefix=prefix, store_bits=16)
-    engine.cache_chunk(TEXTS[0])
+    engine.cache_chunks([TEXTS[0]])
     before = (1,) if prefix == "bos" and family == "llama" else ()
     assert engine.prefix == before
     cached = cache_of(engine, TEXTS[0])

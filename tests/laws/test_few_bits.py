@@ -25,7 +25,7 @@ def one_by_one(family: str, store_bits: int) -> Engine:
     """Chunks are prefilled alone, so that their keys are the same to the bit in every engine."""
     engine = Engine(tiny_model(family), block_size=8, store_bits=store_bits)
     for chunk in CHUNKS:
-        engine.cache_chunk(chunk)
+        engine.cache_chunks([chunk])
     return engine
 
 
@@ -52,7 +52,7 @@ def noisy(exact: Engine, coarse: Engine, seed: int) -> Engine:
     engine = Engine(exact.model, block_size=8, store_bits=16)
     generator = torch.Generator().manual_seed(seed)
     for text in CHUNKS:
-        engine.cache_chunk(text)
+        engine.cache_chunks([text])
         chunk, form = cache_of(engine, text), engine.fingerprint.entry_format
         sides = []
         ways = zip(

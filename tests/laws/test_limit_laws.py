@@ -251,7 +251,7 @@ def test_order_of_ingest_does_not_matter(engine: Engine) -> None:
     """Nor whether chunks are prefilled together or one by one."""
     other = Engine(engine.model, block_size=8, store_bits=16)
     for chunk in reversed(CHUNKS):
-        other.cache_chunk(chunk)
+        other.cache_chunks([chunk])
     for name in METHODS:
         one, of_one = first_logits(engine, PROMPT, CHUNKS, name)
         two, of_two = first_logits(other, PROMPT, CHUNKS, name)
@@ -264,7 +264,7 @@ def test_order_of_ingest_changes_no_bit(store_bits: int) -> None:
     engines = [Engine(tiny_model("llama"), block_size=8, store_bits=store_bits) for _ in range(2)]
     for engine, chunks in zip(engines, (CHUNKS, CHUNKS[::-1]), strict=True):
         for chunk in chunks:
-            engine.cache_chunk(chunk)
+            engine.cache_chunks([chunk])
     one, two = ([cache_of(engine, chunk) for chunk in CHUNKS] for engine in engines)
     for mine, theirs in zip(one, two, strict=True):
         assert torch.equal(mine.entries, theirs.entries)

@@ -114,7 +114,7 @@ class TestTemplates:
     QUESTION = "How many people work at Orvik & Sons?"
 
     def answer(self, ours: Setting, template_format: Any, brackets: str) -> Any:
-        ours.library.engine.cache_chunk(self.TEXT)
+        ours.library.engine.cache_chunks([self.TEXT])
         left, right = brackets.split()
         prompt = ChatPromptTemplate.from_messages(
             [("human", TEMPLATE.replace("{", left).replace("}", right))],

@@ -239,7 +239,7 @@ class TestCompressor:
         compressor = SamKVDocumentCompressor(engine=engine, mode="metadata")
         (found,) = compressor.compress_documents([split])
         assert found.metadata["samkv"] == TEXTS[1]
-        engine.cache_chunk(TEXTS[1])
+        engine.cache_chunks([TEXTS[1]])
         (found,) = compressor.compress_documents([found])
         assert [found.metadata["samkv"]] == handles_of(engine, TEXTS[1])
 

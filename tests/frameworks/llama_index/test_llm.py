@@ -422,7 +422,7 @@ class TestConfiguration:
 
     def test_loads_by_name_and_folder(self, tmp_path: Path) -> None:
         llm = SamKVLLM(model_name="builtin", kv_dir=tmp_path / "kv", device_map="cpu")
-        key = llm.engine.cache_chunk(ASKED.text)
+        key = llm.engine.cache_chunks([ASKED.text])[0]
         other = SamKVLLM.from_dict(llm.to_dict())
         assert other.engine is not llm.engine
         assert other.engine.store.keys(other.engine.fingerprint) == [key]
