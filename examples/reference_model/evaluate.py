@@ -42,7 +42,7 @@ from reference_model.world import World
 from samkv_integrations.bench.intervals import interval
 from samkv_integrations.bench.scoring import exact_match
 from samkv_integrations.engine.engine import Engine
-from samkv_integrations.engine.options import Prefix
+from samkv_integrations.engine.options import PrefixPolicy
 from samkv_integrations.errors import SamkvError
 from samkv_integrations.figures import commit
 from samkv_integrations.methods import get_method
@@ -52,7 +52,11 @@ from samkv_integrations.prompt.template import rag_prompt
 
 RECOMPUTE = "recompute"
 METHODS = (RECOMPUTE, "reuse", "reuse-local")
-PREFIXES: tuple[tuple[Prefix, str], ...] = (("none", ""), ("bos", ""), ("bos", "Documents:\n\n"))
+PREFIXES: tuple[tuple[PrefixPolicy, str], ...] = (
+    ("none", ""),
+    ("bos", ""),
+    ("bos", "Documents:\n\n"),
+)
 FORMAT = "[{title}]\n{text}"
 PER_SCENE = 4  # questions of a kind
 TRIES = 5_000  # scenes drawn in a row without one that fits
@@ -101,7 +105,7 @@ class Variant:
     """A method, and what documents are prefilled after; full prefill has no such prefix."""
 
     method: str = RECOMPUTE
-    prefix: Prefix | None = None
+    prefix: PrefixPolicy | None = None
     prefix_text: str = ""
 
 

@@ -25,7 +25,7 @@ from samkv_integrations.prompt.layout import Layout
 Observe = Callable[[ProbedLayer], None]
 """Looks at a layer of a probe."""
 
-Check = Callable[[Checked], PassPlan]
+Decide = Callable[[Checked], PassPlan]
 """Decides at a layer what all later ones do."""
 
 
@@ -61,7 +61,7 @@ class Blend:
     weigh: ContextAttention | None = None
     cache: WorkingCache | None = None
     observe: Observe | None = None
-    check: tuple[int, Check] | None = None
+    check: tuple[int, Decide] | None = None
 
     def run(self, plan: PassPlan) -> Tensor:
         """Logits (vocabulary,) of the last token. Its stored entries must have been loaded."""

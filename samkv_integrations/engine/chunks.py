@@ -30,7 +30,7 @@ from samkv_integrations.model.model import Model
 from samkv_integrations.prompt.resolve import OnMiss
 from samkv_integrations.prompt.text import bodies_of
 
-Check = Literal["exists", "opens", "whole"]
+Depth = Literal["exists", "opens", "whole"]
 """How closely a cache is looked at: its file is there; it can be opened, which verifies whose it
 is; all of it is read and verified."""
 
@@ -167,23 +167,23 @@ class Chunks:
         return self._named([ref.text for ref in chunks], [ref.token_ids for ref in chunks])
 
     def look_up(
-        self, chunks: Sequence[ChunkRef], check: Check = "whole", trusted: Container[str] = ()
+        self, chunks: Sequence[ChunkRef], depth: Depth = "whole", trusted: Container[str] = ()
     ) -> list[ChunkRef]:
         """The chunks, ``cached`` or ``missed``; nothing is computed.
 
         trusted: keys of which ``exists`` is enough.
         """
         return [
-            replace(ref, state="cached" if self._is_there(ref, check, trusted) else "missed")
+            replace(ref, state="cached" if self._is_there(ref, depth, trusted) else "missed")
             for ref in chunks
         ]
 
-    def _is_there(self, ref: ChunkRef, check: Check, trusted: Container[str]) -> bool:
-        if check == "exists" or ref.key in trusted:
+    def _is_there(self, ref: ChunkRef, depth: Depth, trusted: Container[str]) -> bool:
+        if depth == "exists" or ref.key in trusted:
             return self._store.contains(ref.key, self.fingerprint)
         try:
             with self._store.open(ref.key, self.fingerprint, ref.token_ids) as chunk:
-                if check == "whole":
+                if depth == "whole":
                     chunk.verify()
         except CacheMiss:
             return False
@@ -194,7 +194,7 @@ class Chunks:
         texts: Sequence[str],
         on_miss: OnMiss = "compute",
         *,
-        check: Check = "whole",
+        depth: Depth = "whole",
         progress: bool = False,
         names: Sequence[str] = (),
         remedy: str = "ingest it again",
@@ -215,7 +215,7 @@ class Chunks:
         self.require_fit(found)
         if on_miss == "compute":
             found = self.agree(found)
-        found = self.look_up(found, check)
+        found = self.look_up(found, depth)
         if on_miss == "compute":
             return self.compute(found, progress=progress)
         for place, ref in enumerate(found):

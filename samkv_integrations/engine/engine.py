@@ -27,7 +27,7 @@ from samkv_integrations.engine.options import (
     AnswerOptions,
     AnswerSettings,
     EngineOptions,
-    Prefix,
+    PrefixPolicy,
     check_on_miss,
 )
 from samkv_integrations.engine.prefix_cache import PrefixCache
@@ -86,7 +86,7 @@ class Engine:
         method: str | Method = "auto",
         eviction: str | Eviction | None = None,
         block_size: int | Literal["auto"] = "auto",
-        prefix: Prefix = "bos",
+        prefix: PrefixPolicy = "bos",
         prefix_text: str = "",
         store_bits: int = DEFAULT_STORE_BITS,
         prefix_bytes: int = 2**28,
@@ -204,7 +204,7 @@ class Engine:
         else:
             with suppress(StoreError):
                 found = self.chunks.prepare(
-                    bodies, on_miss, check="opens", names=names, remedy=remedy
+                    bodies, on_miss, depth="opens", names=names, remedy=remedy
                 )
         for ref in found:
             self.store.prefetch(ref.key, self.fingerprint)

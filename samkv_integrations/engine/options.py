@@ -12,7 +12,7 @@ from samkv_integrations.methods import Method, get_method
 from samkv_integrations.model.sampling import OPTIONS, Sampling, SamplingOptions
 from samkv_integrations.prompt.resolve import OnMiss
 
-Prefix = Literal["bos", "none"]
+PrefixPolicy = Literal["bos", "none"]
 
 
 class EngineOptions(TypedDict, total=False):
@@ -21,7 +21,7 @@ class EngineOptions(TypedDict, total=False):
     method: str | Method
     eviction: str | Eviction | None
     block_size: int | Literal["auto"]
-    prefix: Prefix
+    prefix: PrefixPolicy
     prefix_text: str
     store_bits: int
     prefix_bytes: int

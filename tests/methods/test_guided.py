@@ -10,6 +10,7 @@ scores (tokens that share a hit) the earlier token comes first.
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -24,7 +25,7 @@ from samkv_integrations.errors import InvalidOption
 from samkv_integrations.eviction import Quest
 from samkv_integrations.methods import METHODS
 from samkv_integrations.methods import guided as module
-from samkv_integrations.methods.base import Selection, overwrite
+from samkv_integrations.methods.base import Selection, option_names, overwrite
 from samkv_integrations.methods.guided import GuidedRecompute, GuidedSelect
 from samkv_integrations.methods.parts import Fusion
 from samkv_integrations.methods.scoring import dilate, softmax_by_chunk
@@ -397,3 +398,10 @@ def test_bad_options_name_the_value_and_what_is_allowed(
 def test_an_unknown_option_is_a_type_error() -> None:
     with pytest.raises(TypeError, match="max_kept"):
         GuidedSelect(max_kept=0.2)
+
+
+def test_the_default_is_the_method_to_copy() -> None:
+    """Short enough to be read at once, with few enough knobs to be known by heart."""
+    lines = Path(module.__file__).read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= 150
+    assert len(option_names(METHODS["samkv-guided"])) <= 8
