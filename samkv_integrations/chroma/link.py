@@ -127,9 +127,10 @@ class ChromaLink:
         places = [place for place, id_ in enumerate(ids) if id_ not in without_cache]
         found = chunks.refer([texts[place] for place in places])
         chunks.require_fit(found)
-        trusted = {str(row[KEY_FIELD]) for row in rows if row and row.get(KEY_FIELD)}
-        found = chunks.look_up(chunks.agree(found), trusted=trusted)
-        at_place = dict(zip(places, found, strict=True))
+        at_place: dict[int, ChunkRef] = {}
+        for place, ref in zip(places, chunks.agree(found), strict=True):
+            is_named = (rows[place] or {}).get(KEY_FIELD) == ref.key
+            (at_place[place],) = chunks.look_up([ref], "exists" if is_named else "whole")
         return [at_place.get(place) for place in range(len(ids))]
 
     def _write(

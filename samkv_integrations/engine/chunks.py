@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -166,20 +166,15 @@ class Chunks:
         self._agreed = replace(guess, block_size=size)
         return self._named([ref.text for ref in chunks], [ref.token_ids for ref in chunks])
 
-    def look_up(
-        self, chunks: Sequence[ChunkRef], depth: Depth = "whole", trusted: Container[str] = ()
-    ) -> list[ChunkRef]:
-        """The chunks, ``cached`` or ``missed``; nothing is computed.
-
-        trusted: keys of which ``exists`` is enough.
-        """
+    def look_up(self, chunks: Sequence[ChunkRef], depth: Depth = "whole") -> list[ChunkRef]:
+        """The chunks, ``cached`` or ``missed``; nothing is computed."""
         return [
-            replace(ref, state="cached" if self._is_there(ref, depth, trusted) else "missed")
+            replace(ref, state="cached" if self._is_there(ref, depth) else "missed")
             for ref in chunks
         ]
 
-    def _is_there(self, ref: ChunkRef, depth: Depth, trusted: Container[str]) -> bool:
-        if depth == "exists" or ref.key in trusted:
+    def _is_there(self, ref: ChunkRef, depth: Depth) -> bool:
+        if depth == "exists":
             return self._store.contains(ref.key, self.fingerprint)
         try:
             with self._store.open(ref.key, self.fingerprint, ref.token_ids) as chunk:

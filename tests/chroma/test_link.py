@@ -90,6 +90,22 @@ class TestAdd:
         assert (again.n_cached, again.n_hit, again.bytes_on_disk) == (0, len(TEXTS), 0)
         assert records(link) == before
 
+    def test_a_key_is_trusted_of_the_record_that_has_it_only(
+        self, link: ChromaLink, embedding: HashingEmbedding
+    ) -> None:
+        """A key that another record still names, of its former text, verifies nothing."""
+        engine = link.engine
+        (key,) = engine.cache_chunks(TEXTS[:1])
+        damaged = engine.store.path / engine.fingerprint.digest / key[:2] / f"{key}.safetensors"
+        content = bytearray(damaged.read_bytes())
+        content[-1] ^= 0xFF
+        damaged.write_bytes(content)
+        result = link.add(
+            ["a", "b"], TEXTS[1::-1], embedding.embed(TEXTS[1::-1]), [{KEY_FIELD: key}, None]
+        )
+        assert (result.n_cached, result.n_hit) == (2, 0)
+        assert engine.is_cached(TEXTS[0])
+
     def test_a_new_chunk_is_tokenised_and_looked_up_once(
         self, link: ChromaLink, embedding: HashingEmbedding, monkeypatch: pytest.MonkeyPatch
     ) -> None:
