@@ -138,16 +138,17 @@ def _measure(
         to_memory = Engine(model, MemoryStore())
         to_disk = Engine(model, ChunkStore(folder / f"kv{round_}"))
         measured = Round(
-            forward_s=_seconds(model, partial(_forward, model, batches)),
-            memory_s=_seconds(model, partial(to_memory.cache_chunks, texts)),
-            disk_s=_seconds(model, partial(to_disk.cache_chunks, texts)),
+            forward_s=seconds_of(model, partial(_forward, model, batches)),
+            memory_s=seconds_of(model, partial(to_memory.cache_chunks, texts)),
+            disk_s=seconds_of(model, partial(to_disk.cache_chunks, texts)),
         )
         rounds.append(measured)
     profiled = Engine(model, ChunkStore(folder / "profiled"))
     return rounds[1:], stages_of(lambda: profiled.cache_chunks(texts))
 
 
-def _seconds(model: Model, call: Callable[[], object]) -> float:
+def seconds_of(model: Model, call: Callable[[], object]) -> float:
+    """Seconds that ``call`` takes, until the model's device is done with it."""
     began = time.perf_counter()
     call()
     if model.device.type == "cuda":

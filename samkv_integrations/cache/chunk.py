@@ -36,13 +36,13 @@ def chunk_key(secret: bytes, namespace: str, fingerprint: str, token_ids: Sequen
 class ChunkRef:
     """A chunk by name: its key, body and token ids, and whether there is a cache of it.
 
-    state: ``cached``, ``missed`` (there is none that can be used), or ``computed`` just now.
+    state: ``cached``, or ``missed``: there was none that could be used when it was looked at.
     """
 
     key: str
     text: str
     token_ids: tuple[int, ...]
-    state: Literal["cached", "missed", "computed"] = "missed"
+    state: Literal["cached", "missed"] = "missed"
 
 
 @dataclass(frozen=True, kw_only=True)

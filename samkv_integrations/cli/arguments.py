@@ -30,7 +30,7 @@ Collection = Annotated[str, typer.Option(help="Name of the Chroma collection.")]
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")]
 Chat = Annotated[bool, typer.Option(help="Use the model's chat template.")]
 # -- of single commands -------------------------------------------------------------------------
-AsMarkdown = Annotated[bool, typer.Option(help="As the README's table.")]
+AsMarkdown = Annotated[bool, typer.Option(help="As the table of docs/methods.md.")]
 CostFolder = Annotated[
     Path | None,
     typer.Option("--dir", resolve_path=True, help="Keep the measured times beside its caches."),

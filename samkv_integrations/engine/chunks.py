@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Literal
@@ -156,14 +156,16 @@ class Chunks:
 
         Raises StoreError if the store does not say, nor take, a block size.
         """
-        guess = self.fingerprint
-        if self._agreed is not None or not chunks:
+        if not chunks:
             return chunks
-        lengths = sorted(len(ref.token_ids) for ref in chunks)
-        scheme = BlockScheme.auto(lengths[len(lengths) // 2])
-        # Another process may be filling the same empty store: the first one decides.
-        size = self._store.agree_block_size(guess, scheme.size)
-        self._agreed = replace(guess, block_size=size)
+        guess = self.fingerprint
+        if self._agreed is None:
+            lengths = sorted(len(ref.token_ids) for ref in chunks)
+            scheme = BlockScheme.auto(lengths[len(lengths) // 2])
+            # Another process may be filling the same empty store: the first one decides.
+            size = self._store.agree_block_size(guess, scheme.size)
+            self._agreed = replace(guess, block_size=size)
+        # Always: another thread or process may have settled it since these were named.
         return self._named([ref.text for ref in chunks], [ref.token_ids for ref in chunks])
 
     def look_up(self, chunks: Sequence[ChunkRef], depth: Depth = "whole") -> list[ChunkRef]:
@@ -189,7 +191,7 @@ class Chunks:
         texts: Sequence[str],
         on_miss: OnMiss = "compute",
         *,
-        depth: Depth = "whole",
+        for_prompt: bool = False,
         progress: bool = False,
         names: Sequence[str] = (),
         remedy: str = "ingest it again",
@@ -198,6 +200,8 @@ class Chunks:
 
         on_miss: ``compute`` (now, and keep it), ``text`` (nothing: a prompt computes its text) or
             ``error``.
+        for_prompt: a prompt waits: caches are opened, and not read as a whole, and what the store
+            cannot take stays a miss.
         names, remedy: what the chunks are called, and what makes a cache again, in an error.
 
         Raises:
@@ -208,19 +212,22 @@ class Chunks:
         check_on_miss(on_miss)
         found = self.refer(texts)
         self.require_fit(found)
+        depth: Depth = "opens" if for_prompt else "whole"
         if on_miss == "compute":
-            found = self.agree(found)
+            with suppress(StoreError) if for_prompt else nullcontext():
+                found = self.look_up(self.agree(found), depth)
+                missed = [ref for ref in found if ref.state == "missed"]
+                self.compute(missed if for_prompt else found, progress=progress)
+            return found
         found = self.look_up(found, depth)
-        if on_miss == "compute":
-            return self.compute(found, progress=progress)
         for place, ref in enumerate(found):
             if on_miss == "error" and ref.state == "missed":
                 named = f"{names[place]} (chunk {ref.key})" if names else f"chunk {ref.key}"
                 raise ChunkNotCached.of(f"{named}, which begins {ref.text[:40]!r},", remedy)
         return found
 
-    def compute(self, chunks: Sequence[ChunkRef], *, progress: bool = False) -> list[ChunkRef]:
-        """The chunks, with those that were ``missed`` computed, several a pass, and kept.
+    def compute(self, chunks: Sequence[ChunkRef], *, progress: bool = False) -> None:
+        """Compute the chunks that are ``missed``, several a pass, and keep them.
 
         Those that are cached are young again: who prepares a chunk is about to need it. One whose
         file has gone meanwhile is computed too.
@@ -232,7 +239,6 @@ class Chunks:
             for ref in chunks
             if ref.state == "missed" or not self._store.contains(ref.key, self.fingerprint)
         }
-        self._stable_layers = None if missed else self._stable_layers
         for key in {ref.key for ref in chunks} - missed.keys():
             self._store.touch(key, self.fingerprint)
         with (
@@ -252,7 +258,9 @@ class Chunks:
             except BaseException:  # who interrupts does not want to wait for a whole batch
                 writers.shutdown(cancel_futures=True)
                 raise
-        return [replace(ref, state="computed") if ref.key in missed else ref for ref in chunks]
+            finally:
+                # Chunks vote, and were fewer if somebody asked meanwhile.
+                self._stable_layers = None
 
     def compute_for(
         self, texts: Mapping[tuple[int, ...], str]

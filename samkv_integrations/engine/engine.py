@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Literal, Unpack
 
@@ -13,7 +13,6 @@ import torch
 
 from samkv_integrations.cache.base import Store
 from samkv_integrations.cache.blocks import BlockScheme
-from samkv_integrations.cache.chunk import ChunkRef, normalise
 from samkv_integrations.cache.fingerprint import Fingerprint
 from samkv_integrations.cache.memory import MemoryStore
 from samkv_integrations.cache.quantise import DEFAULT_STORE_BITS, EntryFormat, check_store_bits
@@ -34,7 +33,7 @@ from samkv_integrations.engine.prefix_cache import PrefixCache
 from samkv_integrations.engine.report import Report
 from samkv_integrations.engine.request import Request
 from samkv_integrations.engine.stream import AnswerStream, TextStream
-from samkv_integrations.errors import InvalidOption, StoreError
+from samkv_integrations.errors import InvalidOption
 from samkv_integrations.eviction import Eviction, get_eviction
 from samkv_integrations.methods import Method, get_method
 from samkv_integrations.model.loading import load_model
@@ -42,7 +41,8 @@ from samkv_integrations.model.model import Model
 from samkv_integrations.model.sampling import Sampler
 from samkv_integrations.prompt.finder import KnownTexts, find_given
 from samkv_integrations.prompt.resolve import OnMiss, Resolved, Resolver
-from samkv_integrations.prompt.split import handle_of, split_prompt
+from samkv_integrations.prompt.split import ChunkHandle, ChunkText, handle_of, split_prompt
+from samkv_integrations.prompt.text import bodies_of
 
 Prompt = str | Sequence[dict[str, str]]
 
@@ -93,6 +93,8 @@ class Engine:
     ) -> None:
         if prefix not in ("bos", "none"):
             raise InvalidOption(f"prefix={prefix!r}; allowed: bos, none")
+        if isinstance(store, str | os.PathLike):
+            raise InvalidOption(f"store={store!r} is no store; give ChunkStore({str(store)!r})")
         self.model = model
         self.store: Store = MemoryStore() if store is None else store
         self.method = get_method(method)
@@ -197,15 +199,12 @@ class Engine:
             ChunkNotCached: a chunk has no usable cache, and ``on_miss`` is ``error``.
             InvalidChunk: a text is longer than the context window, and ``on_miss`` is not ``text``.
         """
-        bodies = [normalise(text) for text in texts]
-        found: list[ChunkRef] = []
-        if on_miss == "text":
-            found = self.chunks.refer(bodies)
-        else:
-            with suppress(StoreError):
-                found = self.chunks.prepare(
-                    bodies, on_miss, depth="opens", names=names, remedy=remedy
-                )
+        bodies = bodies_of(texts)
+        found = (
+            self.chunks.refer(bodies)
+            if on_miss == "text"
+            else self.chunks.prepare(bodies, on_miss, for_prompt=True, names=names, remedy=remedy)
+        )
         for ref in found:
             self.store.prefetch(ref.key, self.fingerprint)
         self._known.expect(bodies)
@@ -216,11 +215,23 @@ class Engine:
         Chunks in the store are found anyway. One without a usable cache is then a counted miss,
         and ``on_miss`` says what becomes of it.
         """
-        self._known.expect([body for text in texts if (body := normalise(text))])
+        self._known.expect([body for body in bodies_of(texts) if body])
 
     def found_in(self, prompt: str) -> list[str]:
-        """Bodies of the chunks that stand in a prompt string, in order, each once."""
-        return list(dict.fromkeys(span.body for span in self._known.find(prompt)))
+        """Bodies of the chunks that stand in a prompt string, handles' too, in order, each once.
+
+        Raises HandleError if a handle is broken.
+        """
+        pieces = split_prompt(prompt, self._known.find(prompt), self._resolver().ends_a_key)
+        bodies: dict[str, None] = {}
+        for piece in pieces:
+            text = piece.text if isinstance(piece, ChunkText) else None
+            if isinstance(piece, ChunkHandle):
+                text = self.store.text(piece.key)
+                text = text if text and self.key_of(text) == piece.key else None
+            if text is not None:
+                bodies[text] = None
+        return list(bodies)
 
     def count_tokens(self, text: str) -> int:
         """Tokens of ``text``, handles counted at the length of their chunks."""

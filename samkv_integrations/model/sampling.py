@@ -67,7 +67,7 @@ class SamplingOptions(TypedDict, total=False):
             None,
             lambda penalty: penalty >= SMALLEST,
             f"{SMALLEST} or more (1 for none)",
-            lambda penalty: None if penalty == 1 else RepetitionPenaltyLogitsProcessor(penalty),
+            lambda r: None if r == 1 else RepetitionPenaltyLogitsProcessor(float(r)),
             always=True,
         ),
     ]
@@ -77,7 +77,7 @@ class SamplingOptions(TypedDict, total=False):
             0.0,
             lambda t: t == 0 or t >= SMALLEST,
             f"0 (greedy), or {SMALLEST} or more",
-            TemperatureLogitsWarper,
+            lambda t: TemperatureLogitsWarper(float(t)),
         ),
     ]
     top_k: Annotated[
@@ -86,7 +86,7 @@ class SamplingOptions(TypedDict, total=False):
             0,
             lambda k: k >= 0,
             "0 (all tokens) or more",
-            lambda k: TopKLogitsWarper(int(k)) if k else None,
+            lambda k: TopKLogitsWarper(k) if k else None,
         ),
     ]
     top_p: Annotated[
@@ -95,7 +95,7 @@ class SamplingOptions(TypedDict, total=False):
             1.0,
             lambda p: 0 < p <= 1,
             "above 0 and at most 1",
-            lambda p: TopPLogitsWarper(p) if p < 1 else None,
+            lambda p: TopPLogitsWarper(float(p)) if p < 1 else None,
         ),
     ]
     min_p: Annotated[
@@ -104,7 +104,7 @@ class SamplingOptions(TypedDict, total=False):
             0.0,
             lambda p: 0 <= p <= 1,
             "between 0 (all tokens) and 1",
-            lambda p: MinPLogitsWarper(p) if p else None,
+            lambda p: MinPLogitsWarper(float(p)) if p else None,
         ),
     ]
 
@@ -126,17 +126,22 @@ class Sampling:
         InvalidOption: a value is no number of the right kind, or out of range.
     """
 
-    values: Mapping[str, float | int | None]
+    items: tuple[tuple[str, float | int | None], ...]
 
     def __init__(self, **given: Unpack[SamplingOptions]) -> None:
         options: Mapping[str, Any] = given
         for name in options.keys() - OPTIONS.keys():
             raise UnknownOption.among("option of sampling", name, OPTIONS)
-        values = {
-            name: _checked(name, options[name]) if name in options else option.default
+        items = (
+            (name, _checked(name, options[name]) if name in options else option.default)
             for name, option in OPTIONS.items()
-        }
-        object.__setattr__(self, "values", MappingProxyType(values))
+        )
+        object.__setattr__(self, "items", tuple(items))
+
+    @property
+    def values(self) -> Mapping[str, float | int | None]:
+        """Every option by name."""
+        return dict(self.items)
 
     @property
     def max_new_tokens(self) -> int:
@@ -152,13 +157,13 @@ class Sampling:
         """What changes the logits before a token is taken, in order."""
         config: Any = model.hf.generation_config
         found = LogitsProcessorList()
-        for name, option in OPTIONS.items():
-            value = self.values[name]
+        for name, value in self.items:
+            option = OPTIONS[name]
             if value is None:
                 value = getattr(config, name, None) if option.always else None
             if value is None or (self.is_greedy and not option.always):
                 continue
-            if (warper := option.warper(float(value))) is not None:
+            if (warper := option.warper(value)) is not None:
                 found.append(warper)
         return found
 

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 
 from samkv_integrations.errors import HandleError
 from samkv_integrations.prompt.finder import Span
-from samkv_integrations.prompt.text import shorten
+from samkv_integrations.prompt.text import HANDLE, shorten
 
-_HANDLE = re.compile(r"\[\[samkv:([0-9a-f]{32})\]\]")
 _FRAGMENT = re.compile(r"\[\[samk|samkv:[0-9a-f]*\]\]")
 # Hex digits and brackets that no bracket opened: the end of a handle, if a key ends so.
 _TAIL = re.compile(r"(?<![0-9a-f\[])([0-9a-f]{8,32})\]\]")
@@ -59,7 +58,7 @@ def split_prompt(
     Raises HandleError if the plain text holds a piece of a handle that something cut in two.
     """
     places: list[tuple[int, int, Piece]] = [
-        (match.start(), match.end(), ChunkHandle(match[1])) for match in _HANDLE.finditer(prompt)
+        (match.start(), match.end(), ChunkHandle(match[1])) for match in HANDLE.finditer(prompt)
     ]
     places += [(span.start, span.stop, ChunkText(span.body)) for span in spans]
     pieces: list[Piece] = []

@@ -248,7 +248,7 @@ def test_ingest_rows(monkeypatch: pytest.MonkeyPatch) -> None:
         return next(times)
 
     times = itertools.cycle([1.0, 1.5, 2.0])  # the forward, into memory, onto the disk
-    monkeypatch.setattr(ingest_speed, "_seconds", timed)
+    monkeypatch.setattr(ingest_speed, "seconds_of", timed)
     monkeypatch.setattr(ingest_speed, "_forward", noted)
     monkeypatch.setattr(ingest_speed, "_LEAST_SHARE", 1e-9)  # a busy disk makes others small
     config = IngestConfig(

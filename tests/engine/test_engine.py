@@ -312,7 +312,7 @@ def test_a_seed_has_64_bits(engine: Engine, seed: int) -> None:
 
 def test_half_a_character_is_named(engine: Engine) -> None:
     text = "caf\udce9 and more"
-    for use in (engine.cache_chunk, engine.generate, engine.count_tokens):
+    for use in (engine.key_of, engine.generate, engine.count_tokens):
         with pytest.raises(InvalidOption, match="lone surrogate"):
             use(text)
 

@@ -1,0 +1,123 @@
+"""The way from texts to caches, with others on it at the same time, and where it is blocked."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import samkv_integrations.engine.chunks as module
+from samkv_integrations import ChunkStore, Engine, MemoryStore
+from samkv_integrations.cache.attention_stats import MIN_CHUNKS
+from samkv_integrations.cache.chunk import ChunkCache
+from samkv_integrations.errors import InvalidOption, StoreError
+from samkv_integrations.model.sampling import Sampling
+from samkv_integrations.prompt.template import rag_prompt
+from tests.support.models import tiny_model
+
+TEXT = "the mill of number one is at the mill, and it grinds"
+
+
+def test_keys_follow_a_block_size_that_was_settled_meanwhile(tmp_path: Path) -> None:
+    """Another process computed the first chunk after these were named, and before they agreed."""
+    first, second = (Engine(tiny_model(), ChunkStore(tmp_path)) for _ in range(2))
+    long = "w" * 2000
+    named = first.chunks.refer([long])
+    second.cache_chunks(["short"])
+    assert first.fingerprint.block_size == second.fingerprint.block_size
+    (agreed,) = first.chunks.agree(named)
+    assert agreed.key != named[0].key
+    assert agreed.key == first.key_of(long) == second.key_of(long)
+
+
+def test_stable_layers_go_by_all_chunks_also_if_somebody_asked_while_they_were_cached(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = Engine(tiny_model(), MemoryStore())
+    n_votes: list[int | None] = []
+
+    def counted(n_layers: int, votes: Any) -> tuple[int, ...]:
+        n_votes.append(None if votes is None else len(votes))
+        return (0,)
+
+    put = engine.store.put
+
+    def asking(chunk: ChunkCache) -> None:
+        assert engine.stable_layers == (0,)
+        put(chunk)
+
+    monkeypatch.setattr(module, "stable_layers", counted)
+    monkeypatch.setattr(engine.store, "put", asking)
+    texts = [f"{TEXT} {number}" for number in range(MIN_CHUNKS)]
+    engine.cache_chunks(texts)
+    assert n_votes[0] is None  # asked when there was none
+    assert engine.stable_layers == (0,)
+    assert n_votes[-1] == MIN_CHUNKS
+
+
+@pytest.mark.parametrize("on_miss", ["text", "compute", "error"])
+def test_a_store_that_is_gone_is_said(tmp_path: Path, on_miss: Any) -> None:
+    engine = Engine(tiny_model(), ChunkStore(tmp_path / "kv"))
+    shutil.rmtree(tmp_path / "kv")
+    with pytest.raises(StoreError):
+        engine.announce([TEXT], on_miss)
+
+
+def test_a_prompt_makes_no_cache_younger(tmp_path: Path) -> None:
+    engine = Engine(tiny_model(), ChunkStore(tmp_path))
+    engine.cache_chunks([TEXT])
+    (file,) = tmp_path.rglob("*.safetensors")
+    os.utime(file, (1000, 1000))
+    engine.announce([TEXT, "another one"], "compute")
+    assert file.stat().st_mtime == 1000
+    assert engine.is_cached("another one")
+    engine.cache_chunks([TEXT])
+    assert file.stat().st_mtime > 1000
+
+
+def test_a_full_disk_leaves_a_miss_to_the_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(tiny_model(), MemoryStore())
+
+    def full(chunk: ChunkCache) -> None:
+        raise StoreError("No space left")
+
+    monkeypatch.setattr(engine.store, "put", full)
+    fetched: list[str] = []
+    monkeypatch.setattr(engine.store, "prefetch", lambda key, _: fetched.append(key))
+    engine.announce([TEXT], "compute")
+    assert fetched == [engine.key_of(TEXT)] and not engine.is_cached(TEXT)
+    with pytest.raises(StoreError, match="No space left"):
+        engine.cache_chunks([TEXT])
+
+
+def test_a_chunk_inside_a_handle_does_not_occur() -> None:
+    engine = Engine(tiny_model(), MemoryStore())
+    engine.cache_chunks([TEXT])
+    handle = engine.handle_of(TEXT)
+    assert handle is not None
+    with pytest.raises(InvalidOption, match="does not occur in the prompt"):
+        engine.generate(f"Read {handle}. Q?", [handle[9:20]], max_new_tokens=1)
+    assert engine.found_in(f"Read {handle} and {TEXT}.") == [TEXT]
+    assert engine.found_in(f"Read {handle}.") == [TEXT]
+
+
+def test_what_is_no_store_and_no_list_is_named() -> None:
+    with pytest.raises(InvalidOption, match=r"store='kv' is no store; give ChunkStore\('kv'\)"):
+        Engine(tiny_model(), "kv")  # type: ignore[arg-type]
+    engine = Engine(tiny_model(), MemoryStore())
+    for call in (engine.announce, engine.expect, lambda text: rag_prompt("Q?", text)):
+        with pytest.raises(InvalidOption, match="put it into a list"):
+            call(TEXT)
+
+
+def test_sampling_is_a_value() -> None:
+    sampling = Sampling(temperature=0.7, min_p=0.1, seed=1)
+    for copy in (pickle.loads(pickle.dumps(sampling)), deepcopy(sampling)):
+        assert copy == sampling and hash(copy) == hash(sampling)
+    assert sampling != Sampling(temperature=0.7, min_p=0.2, seed=1)
+    assert sampling.values["min_p"] == 0.1 and sampling.values["top_k"] == 0
