@@ -194,9 +194,11 @@ def _forms(body: str) -> list[str]:
     """How ``body`` may be written in a prompt: as it is, inside the ``repr`` of something, in HTML.
 
     A template that is given a list of texts writes their ``repr``; which quotes are escaped then
-    depends on the whole of it. Mustache's ``{{ }}`` writes HTML.
+    depends on the whole of it. Mustache, Jinja and Python's `html` write quotes differently.
     """
     escaped = repr(f'"{body}')[2:-1]  # with both kinds of quotes in it repr escapes the single ones
-    html = escape(body, quote=False).replace('"', "&quot;")
-    forms = (body, escaped, escaped.replace("\\'", "'"), html)
+    html = escape(body, quote=False)
+    quotes = (("&quot;", "'"), ("&quot;", "&#x27;"), ("&#34;", "&#39;"), ('"', "'"))
+    in_html = (html.replace('"', double).replace("'", single) for double, single in quotes)
+    forms = (body, escaped, escaped.replace("\\'", "'"), *in_html)
     return [form for form in dict.fromkeys(forms) if len(form) >= LOOKUP_CHARS]

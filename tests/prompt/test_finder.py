@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import html
 import os
 import re
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
+import markupsafe
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -194,6 +197,15 @@ class TestFinding:
         text = 'R&D says "1 < 2" & it\'s right'
         keep(store, text)
         written = "R&amp;D says &quot;1 &lt; 2&quot; &amp; it's right"
+        assert found_by(known(store), f"Read {written}.") == {written: text}
+
+    @pytest.mark.parametrize(
+        "write", [html.escape, markupsafe.escape, partial(html.escape, quote=False)]
+    )
+    def test_as_html(self, store: Store, write: Callable[[str], str]) -> None:
+        text = 'R&D says "1 < 2" & it\'s right'
+        keep(store, text)
+        written = str(write(text))
         assert found_by(known(store), f"Read {written}.") == {written: text}
 
     def test_where_it_stands_in_a_word_it_is_part_of_that(self, store: Store) -> None:
