@@ -13,7 +13,6 @@ from langchain_core.language_models.base import BaseLanguageModel, LangSmithPara
 from pydantic import ConfigDict, Field, SecretStr
 
 from langchain_samkv.conversion import PROVIDER
-from samkv_integrations.engine.engine import Prompt
 from samkv_integrations.engine.stream import AnswerStream
 from samkv_integrations.errors import InvalidOption, TimedOut, UnknownOption
 from samkv_integrations.eviction import Eviction
@@ -27,6 +26,7 @@ from samkv_integrations.frameworks.call_options import (
 from samkv_integrations.frameworks.engine_args import check_fits
 from samkv_integrations.frameworks.local_llm import LocalLLM
 from samkv_integrations.methods import Method, get_method
+from samkv_integrations.prompt.reader import Prompt
 
 _SYNONYMS = {"model_name": "model", "max_new_tokens": "max_tokens", "stop_sequences": "stop"}
 
@@ -217,10 +217,7 @@ class LocalModel(LocalLLM, BaseLanguageModel[Any]):
         return params
 
     def get_num_tokens(self, text: str) -> int:
-        """Tokens of ``text``; a handle counts as its chunk.
-
-        Raises HandleError where a handle was cut in two.
-        """
+        """Tokens of ``text``; a handle counts as its chunk."""
         if self.custom_get_token_ids is not None:
             return super().get_num_tokens(text)
         return self._n_tokens(text)

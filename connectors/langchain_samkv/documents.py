@@ -14,8 +14,8 @@ from samkv_integrations.cache.chunk import normalise
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.errors import InvalidOption
 from samkv_integrations.frameworks.engine_ref import EngineRef
+from samkv_integrations.prompt.handles import is_handle
 from samkv_integrations.prompt.resolve import OnMiss
-from samkv_integrations.prompt.split import handle_of
 
 Mode = Literal["text", "metadata", "replace"]
 
@@ -34,10 +34,6 @@ class SamKVDocumentTransformer(BaseDocumentTransformer):
 
     Args:
         llm, engine: what caches, one of the two.
-        add_handles: whether to give copies with the handle of each in ``metadata["samkv"]``, for
-            `format_docs` and document prompts. Whatever changes a text later, such as a splitter,
-            leaves a handle behind that no longer stands for it; `SamKVDocumentCompressor` writes
-            it when the document is retrieved, and is the safer choice.
         show_progress: whether to show a progress bar, on standard error.
 
     Instantiate:
@@ -67,11 +63,9 @@ class SamKVDocumentTransformer(BaseDocumentTransformer):
         *,
         llm: BaseLanguageModel[Any] | None = None,
         engine: Engine | None = None,
-        add_handles: bool = False,
         show_progress: bool = False,
     ) -> None:
         self._engine = EngineRef.of(llm, engine)
-        self._add_handles = add_handles
         self._show_progress = show_progress
 
     # The base class takes any keyword there is, and has the asynchronous twin, in a thread.
@@ -84,15 +78,10 @@ class SamKVDocumentTransformer(BaseDocumentTransformer):
             StoreError: the store cannot be written.
         """
         texts = [_content(document) for document in documents]
-        places = [place for place, text in enumerate(texts) if normalise(text)]
-        keys = self._engine.engine.cache_chunks(
-            [texts[place] for place in places], progress=self._show_progress
+        self._engine.engine.cache_chunks(
+            [text for text in texts if normalise(text)], progress=self._show_progress
         )
-        transformed = list(documents)
-        if self._add_handles:
-            for place, key in zip(places, keys, strict=True):
-                transformed[place] = _with(documents[place], **{HANDLE_FIELD: handle_of(key)})
-        return transformed
+        return list(documents)
 
 
 class SamKVDocumentCompressor(BaseDocumentCompressor):
@@ -116,8 +105,10 @@ class SamKVDocumentCompressor(BaseDocumentCompressor):
       ``metadata["samkv_text"]``. For chains that cannot be told what to take from a document. All
       that shows sources then shows handles.
 
-    A document without a cache keeps its text in all three. To another LLM a handle is noise, and
-    traces and memories that hold a prompt hold handles too: use them where you control the chain.
+    A document without a cache keeps its text in all three. A handle is made anew each time that the
+    document is retrieved, and stands for it for an hour, to the engine that it was made for. To
+    anything else it is noise, and traces and memories that hold a prompt hold handles too: use them
+    where you control the chain, and keep them out of what is shown to users.
 
     Args:
         llm, engine: whose caches to use, one of the two.
@@ -200,31 +191,18 @@ class SamKVDocumentCompressor(BaseDocumentCompressor):
 
     def _text(self, document: Document) -> str:
         """The text of a document, which may have been replaced by its handle before."""
-        text = document.metadata.get(TEXT_FIELD)
-        if isinstance(text, str) and document.page_content == handle_of(
-            self._engine.engine.key_of(text)
-        ):
-            return text
-        return _content(document)
+        text, content = document.metadata.get(TEXT_FIELD), _content(document)
+        return text if isinstance(text, str) and is_handle(content) else content
 
     def _shown(self, document: Document, text: str) -> Document:
-        shown = self._handle(text) or text
+        shown = (normalise(text) and self._engine.engine.issue_handle(text)) or text
         if self.mode == "metadata":
             return _with(document, **{HANDLE_FIELD: shown})
-        if shown in (text, document.page_content):
+        if shown == document.page_content:
             return document
         copy = _with(document, **{TEXT_FIELD: text})
         copy.page_content = shown
         return copy
-
-    def _handle(self, text: str) -> str | None:
-        """The handle of a text that the store knows, whatever became of the cache.
-
-        With its text in the store a handle can be answered, and the report counts the miss.
-        """
-        body = normalise(text)
-        key = self._engine.engine.key_of(body)
-        return handle_of(key) if body and self._engine.engine.store.text(key) == body else None
 
 
 def format_docs(documents: Sequence[Document], *, handles: bool = False) -> str:

@@ -130,7 +130,9 @@ class CellBench:
     def _ask(self, method: Method, number: int, into: Measured, round_: int, last: int) -> None:
         """Ask one question; the first round is not kept, one after the ``last`` is for memory."""
         engine = self._engine
-        held = sum(engine.handle_of(text) is not None for text in self._chunks)
+        held = sum(
+            engine.store.contains(engine.key_of(text), engine.fingerprint) for text in self._chunks
+        )
         if self._cell.page_cache == "cold":
             disk.drop(disk.chunk_files(self._store))
 

@@ -13,8 +13,9 @@ from samkv_integrations.cache.memory import MemoryStore
 from samkv_integrations.cache.quantise import DEFAULT_STORE_BITS
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.model.model import Model
+from samkv_integrations.model.quoting import RenderedPrompt
 from samkv_integrations.prompt.finder import find_given
-from samkv_integrations.prompt.split import ChunkHandle, PlainText, split_prompt
+from samkv_integrations.prompt.split import PlainText, split_prompt
 
 
 def prompt_tokens(model: Model, question: Question, *, chat: bool = False) -> int:
@@ -25,11 +26,13 @@ def prompt_tokens(model: Model, question: Question, *, chat: bool = False) -> in
 def prompt_ids(model: Model, question: Question, *, chat: bool = False) -> list[int]:
     """Token ids of a question's prompt, each of its documents tokenised alone, as a chunk is."""
     prompt = question.prompt(chat=chat)
-    text = prompt if isinstance(prompt, str) else model.render_chat(prompt)
+    rendered = RenderedPrompt(prompt) if isinstance(prompt, str) else model.render_chat(prompt)
     ids: list[int] = []
-    for piece in split_prompt(text, find_given(text, question.documents)):
-        assert not isinstance(piece, ChunkHandle)
-        ids += model.tokenize(piece.text, special=isinstance(piece, PlainText))
+    for piece in split_prompt(rendered, find_given(rendered.text, question.documents)):
+        if isinstance(piece, PlainText):
+            ids += model.tokenize_prompt(piece.prompt)
+        else:
+            ids += model.tokenize(piece.text, special=False)
     bos = model.bos_id
     return ids if bos is None or ids[:1] == [bos] else [bos, *ids]
 

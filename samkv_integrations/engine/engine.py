@@ -38,13 +38,13 @@ from samkv_integrations.eviction import Eviction, get_eviction
 from samkv_integrations.methods import Method, get_method
 from samkv_integrations.model.loading import load_model
 from samkv_integrations.model.model import Model
+from samkv_integrations.model.quoting import RenderedPrompt
 from samkv_integrations.model.sampling import Sampler
-from samkv_integrations.prompt.finder import KnownTexts, find_given
+from samkv_integrations.prompt.finder import KnownTexts
+from samkv_integrations.prompt.reader import Prompt, PromptReader
 from samkv_integrations.prompt.resolve import OnMiss, Resolved, Resolver
-from samkv_integrations.prompt.split import ChunkHandle, ChunkText, handle_of, split_prompt
+from samkv_integrations.prompt.split import ChunkText
 from samkv_integrations.prompt.text import bodies_of
-
-Prompt = str | Sequence[dict[str, str]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +118,8 @@ class Engine:
             store_bits=store_bits,
             lock=self._lock,
         )
-        self._known = KnownTexts(self.store, lambda: self.fingerprint, self.key_of)
+        known = KnownTexts(self.store, lambda: self.fingerprint, self.key_of)
+        self._reader = PromptReader(model, known)
 
     @classmethod
     def from_pretrained(
@@ -153,10 +154,14 @@ class Engine:
         """Key of the chunk cache that ``text`` has, or would have."""
         return self.chunks.key_of(text)
 
-    def handle_of(self, text: str) -> str | None:
-        """The handle of ``text`` if its cache is stored, else None."""
-        key = self.key_of(text)
-        return handle_of(key) if self.store.contains(key, self.fingerprint) else None
+    def issue_handle(self, text: str) -> str | None:
+        """A new handle of ``text``, to stand for it in a prompt; None if it has no cache.
+
+        It means something to this engine alone and for an hour. Whoever may put it into a prompt
+        has the text answered, so issue it for the request that was allowed to read the text.
+        """
+        (ref,) = self.chunks.look_up(self.chunks.refer([text]), "exists")
+        return self._reader.handles.issue(ref.text) if ref.state == "cached" else None
 
     def is_cached(self, text: str) -> bool:
         """Whether a sound cache of ``text`` is stored; all of it is read and verified.
@@ -207,7 +212,7 @@ class Engine:
         )
         for ref in found:
             self.store.prefetch(ref.key, self.fingerprint)
-        self._known.expect(bodies)
+        self._reader.known.expect(bodies)
 
     def expect(self, texts: Sequence[str]) -> None:
         """Find these chunks in prompts without handles too, as a retriever has just found them.
@@ -215,27 +220,20 @@ class Engine:
         Chunks in the store are found anyway. One without a usable cache is then a counted miss,
         and ``on_miss`` says what becomes of it.
         """
-        self._known.expect([body for body in bodies_of(texts) if body])
+        self._reader.known.expect([body for body in bodies_of(texts) if body])
 
-    def found_in(self, prompt: str) -> list[str]:
-        """Bodies of the chunks that stand in a prompt string, handles' too, in order, each once.
+    def render(self, prompt: Prompt) -> RenderedPrompt:
+        """A prompt as the one string that is read. Raises InvalidOption as the template does."""
+        return self._reader.render(prompt)
 
-        Raises HandleError if a handle is broken.
-        """
-        pieces = split_prompt(prompt, self._known.find(prompt), self._resolver().ends_a_key)
-        bodies: dict[str, None] = {}
-        for piece in pieces:
-            text = piece.text if isinstance(piece, ChunkText) else None
-            if isinstance(piece, ChunkHandle):
-                text = self.store.text(piece.key)
-                text = text if text and self.key_of(text) == piece.key else None
-            if text is not None:
-                bodies[text] = None
-        return list(bodies)
+    def found_in(self, prompt: Prompt) -> list[str]:
+        """Bodies of the chunks that stand in a prompt, handles' too, in order, each once."""
+        pieces = self._reader.pieces(prompt, None)
+        return list(dict.fromkeys(piece.text for piece in pieces if isinstance(piece, ChunkText)))
 
-    def count_tokens(self, text: str) -> int:
-        """Tokens of ``text``, handles counted at the length of their chunks."""
-        return self._resolver().count_tokens(text)
+    def count_tokens(self, prompt: Prompt) -> int:
+        """Tokens of a prompt or a part of one, handles counted at the length of their chunks."""
+        return self._resolver().count_tokens(self._reader.pieces(prompt, ()))
 
     # -- answers ----------------------------------------------------------------------------
 
@@ -247,14 +245,14 @@ class Engine:
     ) -> Answer:
         """The answer to ``prompt``.
 
-        prompt: a string, or chat messages (``role``, ``content``) for the model's chat template.
+        prompt: see `Prompt`.
         chunks: texts of chunks that occur in it, besides handles; None to find those of the store
             (and those that `expect` named), see `KnownTexts`.
         options: see `AnswerOptions` and `SamplingOptions`.
 
         Raises:
             PromptTooLong: prompt and answer exceed the context window.
-            HandleError: a handle is broken or unknown.
+            HandleError: a handle was cut.
             ChunkNotCached: a chunk has no usable cache and on_miss is ``error``.
             InvalidOption, UnknownOption: an argument is wrong.
         """
@@ -334,10 +332,8 @@ class Engine:
         chunk is text here too.
         """
         check_on_miss(on_miss)
-        text = prompt if isinstance(prompt, str) else self.model.render_chat(prompt)
-        spans = self._known.find(text) if chunks is None else find_given(text, chunks)
-        resolver = self._resolver()
-        return resolver.resolve(split_prompt(text, spans, resolver.ends_a_key), on_miss=on_miss)
+        pieces = self._reader.whole_pieces(prompt, chunks)
+        return self._resolver().resolve(pieces, on_miss=on_miss)
 
     def _resolver(self) -> Resolver:
         return Resolver(self.model, self.store, self.fingerprint)

@@ -139,7 +139,7 @@ def _chat_template(engine: Engine) -> Check:
     if not model.has_chat_template:
         return Check(name=name, ok=True, detail="the tokenizer has none: plain prompts only")
     messages = [{"role": "user", "content": _prompt()}]
-    rendered = model.render_chat(messages)
+    rendered = model.render_chat(messages).text
     with engine.resolve(rendered, ()) as resolved:
         ours = [token for segment in resolved.segments for token in segment.token_ids]
     with engine.resolve(rendered, CHUNKS) as resolved:

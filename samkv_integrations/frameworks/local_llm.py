@@ -176,10 +176,7 @@ class LocalLLM(BaseModel):
         return self._last_report
 
     def _n_tokens(self, text: str) -> int:
-        """Tokens of a part of a prompt, handles at the length of their chunks, without BOS.
-
-        Raises HandleError where a handle was cut in two.
-        """
+        """Tokens of a part of a prompt, handles at the length of their chunks, without BOS."""
         if not text:
             return 0
         return self.engine.count_tokens(text) - int(self.engine.model.bos_id is not None)

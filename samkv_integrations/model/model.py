@@ -21,6 +21,7 @@ from transformers.modeling_utils import AttentionInterface
 
 from samkv_integrations.errors import InvalidOption, UnsupportedModel
 from samkv_integrations.model.attention import Attend, _samkv_attention
+from samkv_integrations.model.quoting import RenderedPrompt, SpecialTokens
 from samkv_integrations.model.support import refuse_unsupported
 
 
@@ -70,6 +71,7 @@ class Model:
         self.dtype: torch.dtype = hf.dtype
         self.device: torch.device = hf.device
         self._tokenizing = threading.Lock()
+        self.special_tokens = SpecialTokens(self.tokenizer)
 
     # -- identity ---------------------------------------------------------------------------
 
@@ -135,6 +137,13 @@ class Model:
                 ) from error
         return list(ids["input_ids"])
 
+    def tokenize_prompt(self, prompt: RenderedPrompt) -> list[int]:
+        """Token ids of a prompt, or of a part of one, nothing added."""
+        ids: list[int] = []
+        for text, counts in self.special_tokens.stretches(prompt):
+            ids += self.tokenize(text, special=counts)
+        return ids
+
     def detokenize(self, ids: Sequence[int]) -> str:
         """Text of ``ids`` without special tokens."""
         text = self.tokenizer.decode(
@@ -172,20 +181,29 @@ class Model:
     def has_chat_template(self) -> bool:
         return bool(self.tokenizer.chat_template)
 
-    def render_chat(self, messages: Sequence[dict[str, str]]) -> str:
-        """The prompt string of ``messages`` (``role``, ``content``), ready for an answer."""
+    def render_chat(self, messages: Sequence[dict[str, str]]) -> RenderedPrompt:
+        """The prompt of ``messages`` (``role``, ``content``), ready for an answer.
+
+        Names of special tokens in their contents are text, and control nothing.
+        """
         if not self.has_chat_template:
             raise InvalidOption(
                 f"{self.name!r} has no chat template; pass a plain prompt string instead"
             )
-        try:
-            text = self.tokenizer.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=True
-            )
-        except Exception as error:  # templates raise whatever their author chose
-            raise InvalidOption(f"the chat template of {self.name!r} refused: {error}") from error
-        assert isinstance(text, str)
-        return text
+
+        def render(hidden: Any) -> str:  # noqa: ANN401
+            try:
+                text = self.tokenizer.apply_chat_template(
+                    hidden, tokenize=False, add_generation_prompt=True
+                )
+            except Exception as error:  # templates raise whatever their author chose
+                raise InvalidOption(
+                    f"the chat template of {self.name!r} refused: {error}"
+                ) from error
+            assert isinstance(text, str)
+            return text
+
+        return self.special_tokens.rendered(list(messages), render)
 
     # -- one pass ---------------------------------------------------------------------------
 

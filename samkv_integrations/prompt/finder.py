@@ -12,7 +12,7 @@ from samkv_integrations.cache.base import Store
 from samkv_integrations.cache.chunk import normalise
 from samkv_integrations.cache.fingerprint import Fingerprint
 from samkv_integrations.errors import InvalidOption
-from samkv_integrations.prompt.text import HANDLE, bodies_of, is_in_word, shorten
+from samkv_integrations.prompt.text import bodies_of, is_in_word, shorten
 
 LOOKUP_CHARS = 24
 """Characters at the beginning of a body by which it is looked up; a shorter body is not found."""
@@ -31,17 +31,16 @@ class Span:
     body: str
 
 
-def find_given(prompt: str, chunks: Sequence[str]) -> list[Span]:
+def find_given(prompt: str, chunks: Sequence[str], handles: Sequence[Span] = ()) -> list[Span]:
     """The bodies of ``chunks`` in ``prompt``; where two overlap, the earlier or longer one.
 
-    Nothing is found in a handle, or where a handle begins earlier.
+    handles: where handles stand, which are found too.
 
     Raises InvalidOption if a chunk is empty or does not occur.
     """
     bodies = list(dict.fromkeys(bodies_of(chunks)))
     if "" in bodies:
         raise InvalidOption("an empty chunk was given; chunks must hold text")
-    handles = (Span(match.start(), match.end(), "") for match in HANDLE.finditer(prompt))
     places = sorted(
         [*handles, *_occurrences(prompt, bodies)], key=lambda span: (span.start, -span.stop)
     )
@@ -50,7 +49,7 @@ def find_given(prompt: str, chunks: Sequence[str]) -> list[Span]:
     for span in places:
         if span.start >= end:
             end = span.stop
-            spans += [span] if span.body else []
+            spans.append(span)
     found = {span.body for span in spans}
     for body in bodies:
         if body not in found and not any(body in longer for longer in found):

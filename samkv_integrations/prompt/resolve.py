@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from types import TracebackType
@@ -12,17 +11,10 @@ from typing import Literal, Self
 
 from samkv_integrations.cache.base import Store, StoredChunk
 from samkv_integrations.cache.fingerprint import Fingerprint
-from samkv_integrations.errors import CacheMiss, ChunkNotCached, HandleError, InvalidOption
+from samkv_integrations.errors import CacheMiss, ChunkNotCached, InvalidOption
 from samkv_integrations.model.model import Model
 from samkv_integrations.prompt.layout import Segment
-from samkv_integrations.prompt.split import (
-    ChunkHandle,
-    ChunkText,
-    Piece,
-    PlainText,
-    handle_of,
-    split_prompt,
-)
+from samkv_integrations.prompt.split import ChunkText, Piece, PlainText
 
 OnMiss = Literal["text", "compute", "error"]
 
@@ -109,16 +101,13 @@ class Resolver:
     def resolve(self, pieces: Sequence[Piece], *, on_miss: OnMiss = "text") -> Resolved:
         """Segments of a split prompt, which begin with BOS exactly once if the model has one.
 
-        Raises:
-            HandleError: a handle names no chunk whose text is known.
-            ChunkNotCached: ``on_miss`` is ``error`` and a chunk has no usable cache.
+        Raises ChunkNotCached if ``on_miss`` is ``error`` and a chunk has no usable cache.
         """
         resolved = Resolved(on_miss=on_miss)
         try:
             for piece in pieces:
                 if isinstance(piece, PlainText):
-                    ids = tuple(self._model.tokenize(piece.text, special=True))
-                    resolved.segments.append(Segment(token_ids=ids))
+                    resolved.segments.append(Segment(token_ids=self._ids_of(piece)))
                 else:
                     self._add_chunk(resolved, piece)
         except BaseException:
@@ -127,24 +116,19 @@ class Resolver:
         self._begin_with_bos(resolved)
         return resolved
 
-    def count_tokens(self, prompt: str) -> int:
-        """Tokens of ``prompt``, handles at the length of their chunks; no cache is opened."""
+    def count_tokens(self, pieces: Sequence[Piece]) -> int:
+        """Tokens of a split prompt; no cache is opened."""
         counted = Resolved()
-        for piece in split_prompt(prompt, ends_a_key=self.ends_a_key):
-            ids = (
-                self._ids_behind(piece.key)
-                if isinstance(piece, ChunkHandle)
-                else tuple(self._model.tokenize(piece.text, special=True))
-            )
-            counted.segments.append(
-                Segment(token_ids=ids, is_context=isinstance(piece, ChunkHandle))
-            )
+        for piece in pieces:
+            is_context = not isinstance(piece, PlainText)
+            counted.segments.append(Segment(token_ids=self._ids_of(piece), is_context=is_context))
         self._begin_with_bos(counted)
         return sum(len(segment.token_ids) for segment in counted.segments)
 
-    def ends_a_key(self, digits: str) -> bool:
-        """Whether the key of a stored chunk ends with these hex digits."""
-        return any(key.endswith(digits) for key in self._store.keys(self._fingerprint))
+    def _ids_of(self, piece: Piece) -> tuple[int, ...]:
+        if isinstance(piece, PlainText):
+            return tuple(self._model.tokenize_prompt(piece.prompt))
+        return tuple(self._model.tokenize(piece.text, special=False))
 
     def _begin_with_bos(self, resolved: Resolved) -> None:
         bos, segments = self._model.bos_id, resolved.segments
@@ -157,41 +141,15 @@ class Resolver:
         elif first.token_ids[:1] != (bos,):
             segments[0] = Segment(token_ids=(bos, *first.token_ids))
 
-    def _add_chunk(self, resolved: Resolved, piece: ChunkText | ChunkHandle) -> None:
-        if isinstance(piece, ChunkHandle):
-            key, ids = piece.key, self._ids_behind(piece.key)
-        else:
-            ids = tuple(self._model.tokenize(piece.text, special=False))
-            key = self._store.key(self._fingerprint, ids)
+    def _add_chunk(self, resolved: Resolved, piece: ChunkText) -> None:
+        ids = self._ids_of(piece)
+        key = self._store.key(self._fingerprint, ids)
         try:
             stored = self._store.open(key, self._fingerprint, ids)
         except CacheMiss as miss:
             resolved.count_miss(key, miss)
-            if (text := self._text_of(piece)) is not None:
-                resolved.missed_texts[ids] = text
+            resolved.missed_texts[ids] = piece.text
             resolved.segments.append(Segment(token_ids=ids, is_context=True))
             return
         resolved.opened.append(stored)
         resolved.segments.append(Segment(token_ids=ids, blocks=stored.blocks, is_context=True))
-
-    def _text_of(self, piece: ChunkText | ChunkHandle) -> str | None:
-        return piece.text if isinstance(piece, ChunkText) else self._store.text(piece.key)
-
-    def _ids_behind(self, key: str) -> tuple[int, ...]:
-        """Token ids that a handle stands for: of its text, else of its cache.
-
-        Either must hash to the key in this namespace and for this model; so a handle of another
-        tenant or a changed text is refused, not read.
-        """
-        if (text := self._store.text(key)) is not None:
-            ids = tuple(self._model.tokenize(text, special=False))
-            if self._store.key(self._fingerprint, ids) == key:
-                return ids
-        with suppress(CacheMiss), self._store.open(key, self._fingerprint) as stored:
-            ids = tuple(stored.token_ids.tolist())
-            if self._store.key(self._fingerprint, ids) == key:
-                return ids
-        raise HandleError(
-            f"handle {handle_of(key)} names no chunk of this store, model and namespace; ingest "
-            "its text again, or pass the text instead of the handle"
-        )

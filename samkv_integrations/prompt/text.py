@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 
 from samkv_integrations.cache.chunk import normalise
 from samkv_integrations.errors import InvalidOption
-
-HANDLE = re.compile(r"\[\[samkv:([0-9a-f]{32})\]\]")
-"""What stands for a chunk in a prompt: its key in brackets."""
 
 _ESCAPES = ("\\n", "\\r", "\\t")  # as `repr` writes them: the letter belongs to the backslash
 

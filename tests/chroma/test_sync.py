@@ -219,7 +219,7 @@ class TestPrune:
             engine.cache_chunks([TEXTS[0]])
         assert counts(link.sync(grace_s=0)) == (0, 0, 0, 0, 1, 0)
         assert cached(link) == {tenant.key_of(TEXTS[0])}
-        assert other_blocks.handle_of(TEXTS[0])
+        assert other_blocks.issue_handle(TEXTS[0])
 
     def test_a_cache_whose_text_is_unknown_is_left_alone(self, link: ChromaLink) -> None:
         store, fingerprint = link.engine.store, link.engine.fingerprint

@@ -98,7 +98,7 @@ def test_a_full_disk_leaves_a_miss_to_the_prompt(monkeypatch: pytest.MonkeyPatch
 def test_a_chunk_inside_a_handle_does_not_occur() -> None:
     engine = Engine(tiny_model(), MemoryStore())
     engine.cache_chunks([TEXT])
-    handle = engine.handle_of(TEXT)
+    handle = engine.issue_handle(TEXT)
     assert handle is not None
     with pytest.raises(InvalidOption, match="does not occur in the prompt"):
         engine.generate(f"Read {handle}. Q?", [handle[9:20]], max_new_tokens=1)

@@ -16,7 +16,6 @@ from samkv_integrations.cache.fingerprint import Fingerprint
 from samkv_integrations.cache.quantise import GROUP_TOKENS
 from samkv_integrations.errors import (
     FingerprintMismatch,
-    HandleError,
     InvalidChunk,
     InvalidOption,
     PromptTooLong,
@@ -24,8 +23,10 @@ from samkv_integrations.errors import (
 )
 from samkv_integrations.eviction import Quest
 from samkv_integrations.methods.guided import GuidedRecompute
+from samkv_integrations.model.quoting import RenderedPrompt
 from samkv_integrations.prompt.finder import find_given
-from samkv_integrations.prompt.split import handle_of, split_prompt
+from samkv_integrations.prompt.split import split_prompt
+from tests.support.handles import issued
 from tests.support.models import tiny_model
 from tests.support.old_store import old_store
 from tests.support.served import PROMPT, TEXTS, chunk_file, engine_on
@@ -107,7 +108,7 @@ def test_words_of_a_chunk_never_act_as_special_tokens(engine: Engine) -> None:
 
 def test_a_handle_inside_a_document_names_nothing(engine: Engine) -> None:
     """A document that quotes another chunk's handle is text, whether or not it is cached."""
-    spy = f"my neighbour is {handle_of(engine.key_of(TEXTS[0]))}"
+    spy = f"my neighbour is {issued(engine, TEXTS[0])}"
     for cached in (False, True):
         if cached:
             engine.cache_chunks([spy])
@@ -120,7 +121,7 @@ def test_handles_and_texts_are_the_same_prompt(engine: Engine) -> None:
     by_text = engine.generate(PROMPT, TEXTS, max_new_tokens=6)
     prompt = PROMPT
     for text in TEXTS:
-        prompt = prompt.replace(text, handle_of(engine.key_of(text)))
+        prompt = prompt.replace(text, issued(engine, text))
     by_handle = engine.generate(prompt, max_new_tokens=6)
     assert by_handle.text == by_text.text
     assert by_handle.report.prompt_tokens == by_text.report.prompt_tokens
@@ -421,35 +422,38 @@ def test_every_field_of_the_fingerprint_counts(engine: Engine, field: str) -> No
 
 def test_bodies_are_found_longest_first_and_left_to_right() -> None:
     prompt = "xx abc def ghi abc def yy"
-    pieces = split_prompt(prompt, find_given(prompt, ["abc def", " abc def ghi\n"]))
-    assert [getattr(p, "text", None) for p in pieces] == [
+    pieces = split_prompt(RenderedPrompt(prompt), find_given(prompt, ["abc def", " abc def ghi\n"]))
+    assert [p.text for p in pieces] == [
         "xx ", "abc def ghi", " ", "abc def", " yy",
     ]  # fmt: skip
 
 
-def test_a_handle_of_another_namespace_is_refused(tmp_path: Path) -> None:
+def test_a_handle_means_something_to_its_engine_alone(tmp_path: Path) -> None:
     """A leaked handle must not open one tenant's documents to another."""
     model = tiny_model("llama")
     mine = Engine(model, ChunkStore(tmp_path, namespace="a"), block_size=8)
     theirs = Engine(model, ChunkStore(tmp_path, namespace="b"), block_size=8)
-    handle = handle_of(mine.cache_chunks([TEXTS[0]])[0])
-    assert mine.generate(f"{handle} Q?", max_new_tokens=1).report.chunk_hits == 1
-    with pytest.raises(HandleError, match="namespace"):
-        theirs.generate(f"{handle} Q?", max_new_tokens=1)
+    mine.cache_chunks([TEXTS[0]])
+    prompt = f"{issued(mine, TEXTS[0])} Q?"
+    assert mine.generate(prompt, max_new_tokens=1).report.chunk_hits == 1
+    report = theirs.generate(prompt, max_new_tokens=1).report
+    assert (report.chunk_hits, report.uncached_tokens) == (0, 1 + len(prompt))
 
 
-def test_a_changed_text_behind_a_handle_is_refused(engine: Engine) -> None:
-    path = chunk_file(engine, TEXTS[0])
-    handle = handle_of(engine.key_of(TEXTS[0]))
+def test_a_handle_stands_for_the_text_that_it_was_issued_for(engine: Engine) -> None:
+    path, handle = chunk_file(engine, TEXTS[0]), issued(engine, TEXTS[0])
     path.with_suffix(".txt").write_text("something else")
+    assert engine.found_in(handle) == [TEXTS[0]]
     assert engine.generate(f"{handle} Q?", max_new_tokens=1).report.chunk_hits == 1
-    path.unlink()
-    with pytest.raises(HandleError, match="names no chunk of this store"):
-        engine.generate(f"{handle} Q?", max_new_tokens=1)
+    engine.store.delete(engine.key_of(TEXTS[0]))
+    answer = engine.generate(f"{handle} Q?", max_new_tokens=4, method="recompute", on_miss="text")
+    assert answer.report.chunk_misses == {"absent": 1}
+    by_text = engine.generate(f"{TEXTS[0]} Q?", (), max_new_tokens=4, method="recompute")
+    assert answer.text == by_text.text
 
 
 def test_on_miss_compute_makes_what_a_handle_stands_for_anew(engine: Engine) -> None:
-    handle = handle_of(engine.key_of(TEXTS[0]))
+    handle = issued(engine, TEXTS[0])
     chunk_file(engine, TEXTS[0]).unlink()
     for hits, misses, computed in ((0, {"absent": 1}, 1), (1, {}, 0)):
         report = engine.generate(f"{handle} Q?", max_new_tokens=1, on_miss="compute").report

@@ -22,9 +22,11 @@ from samkv_integrations import ChunkStore, Engine, MemoryStore
 from samkv_integrations.cache.base import Store
 from samkv_integrations.cache.chunk import normalise
 from samkv_integrations.errors import ChunkNotCached
+from samkv_integrations.model.quoting import RenderedPrompt
 from samkv_integrations.prompt.finder import LOOKUP_CHARS, KnownTexts
-from samkv_integrations.prompt.split import ChunkHandle, ChunkText, handle_of, split_prompt
+from samkv_integrations.prompt.split import ChunkText, split_prompt
 from tests.support.chunks import random_chunk, tiny_fingerprint
+from tests.support.handles import TYPED, issued
 from tests.support.models import tiny_model
 
 TINY = tiny_fingerprint()
@@ -85,7 +87,7 @@ class TestAnswers:
         assert engine.generate(PROMPT, TEXTS[:1], max_new_tokens=1).report.chunk_hits == 1
 
     def test_texts_and_handles_go_together(self, engine: Engine) -> None:
-        prompt = PROMPT.replace(TEXTS[1], engine.handle_of(TEXTS[1]) or "")
+        prompt = PROMPT.replace(TEXTS[1], issued(engine, TEXTS[1]))
         report = engine.generate(prompt, max_new_tokens=1).report
         assert (report.chunk_hits, report.chunk_misses) == (3, {})
 
@@ -191,7 +193,10 @@ class TestFinding:
         found = found_by(known(store), prompt)
         assert list(found.values()) == [text]
         (form,) = found
-        assert form in prompt and len(split_prompt(prompt, known(store).find(prompt))) == 3
+        assert (
+            form in prompt
+            and len(split_prompt(RenderedPrompt(prompt), known(store).find(prompt))) == 3
+        )
 
     def test_as_mustache_writes_it(self, store: Store) -> None:
         text = 'R&D says "1 < 2" & it\'s right'
@@ -212,7 +217,7 @@ class TestFinding:
         text = "words that go on for a while"
         keep(store, text)
         prompt = f"{text}\n\nfore{text}s"
-        pieces = split_prompt(prompt, known(store).find(prompt))
+        pieces = split_prompt(RenderedPrompt(prompt), known(store).find(prompt))
         assert [isinstance(piece, ChunkText) for piece in pieces] == [True, False]
 
     def test_short_texts_are_not_looked_for(self, store: Store) -> None:
@@ -237,17 +242,18 @@ class TestFinding:
         found = found_by(known(store), f"{texts[1]}\n{texts[0]}\n{texts[1]}")
         assert set(found) == set(texts)
         written = f"{texts[1]}\n{texts[0]}"
-        pieces = split_prompt(written, known(store).find(written))
+        pieces = split_prompt(RenderedPrompt(written), known(store).find(written))
         assert [p.text for p in pieces if isinstance(p, ChunkText)] == texts[::-1]
 
     def test_what_stands_inside_a_chunk_is_not_looked_at(self, store: Store) -> None:
         inner = "an inner text that is stored as well"
-        outer = f"Outer text, {inner}, {handle_of('0' * 32)} and more"
+        outer = f"Outer text, {inner}, {TYPED} and more"
         keep(store, inner)
         keep(store, outer)
         found = found_by(known(store), f"Read {outer}.")
         assert list(found) == [outer]
-        assert len(split_prompt(f"Read {outer}.", known(store).find(f"Read {outer}."))) == 3
+        prompt = RenderedPrompt(f"Read {outer}.")
+        assert len(split_prompt(prompt, known(store).find(prompt.text))) == 3
 
     def test_what_is_written_as_it_is_wins(self, store: Store) -> None:
         text = "two lines of a text\nof which one"
@@ -283,9 +289,9 @@ class TestFinding:
             expected |= {longest} - {""}
             at += len(longest) or 1
         assert {form for form, body in found.items() if form == body} == expected
-        pieces = split_prompt(prompt, spans)
+        pieces = split_prompt(RenderedPrompt(prompt), spans)
         written = {body: form for form, body in found.items()}
-        whole = [written.get(p.text, p.text) for p in pieces if not isinstance(p, ChunkHandle)]
+        whole = [written[p.text] if isinstance(p, ChunkText) else p.text for p in pieces]
         assert "".join(whole) == prompt
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,6 @@ from tests.support.records import (
     builtin,
 )
 
-HANDLE = re.compile(r"\[\[samkv:[0-9a-f]{32}\]\]")
 TOP_K = 4
 ASKED = RECORDS[2]
 
@@ -98,5 +96,5 @@ def ingest(folder: Path) -> Corpus:
 
 def cached_prompt(corpus: Corpus, template: str = CHAT_TEMPLATE, record: Record = ASKED) -> str:
     """The handles of all records, and the question about one of them."""
-    handles = [corpus.engine.handle_of(text) for text in TEXTS]
+    handles = [corpus.engine.issue_handle(text) for text in TEXTS]
     return template.format(context_str="\n\n".join(handles), query_str=record.question)

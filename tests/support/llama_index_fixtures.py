@@ -11,6 +11,7 @@ from llama_index.core import Settings
 from llama_index.core.llms.mock import MockLLM
 
 from samkv_integrations import Engine
+from samkv_integrations.model.quoting import RenderedPrompt
 from tests.support.llama_index_corpus import Corpus, ingest
 
 
@@ -36,12 +37,12 @@ def own_corpus(tmp_path: Path) -> Corpus:
 
 @pytest.fixture
 def prompts(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Every prompt that an engine is given."""
+    """Every prompt that an engine is given, one that was rendered already as its text."""
     seen: list[Any] = []
     stream = Engine.stream
 
     def spied(self: Engine, prompt: Any, *rest: Any, **options: Any) -> Any:
-        seen.append(prompt)
+        seen.append(prompt.text if isinstance(prompt, RenderedPrompt) else prompt)
         return stream(self, prompt, *rest, **options)
 
     monkeypatch.setattr(Engine, "stream", spied)

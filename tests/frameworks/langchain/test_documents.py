@@ -32,7 +32,7 @@ from langchain_samkv import (
 )
 from samkv_integrations import ChunkStore, Engine, Report
 from samkv_integrations.errors import ChunkNotCached, InvalidChunk, InvalidOption
-from samkv_integrations.prompt.split import handle_of
+from tests.support.handles import HANDLE, spelled_out
 from tests.support.records import RECORDS, TEXTS, builtin
 
 QUESTION = RECORDS[0].question
@@ -57,8 +57,19 @@ def documents(*texts: str) -> list[Document]:
     ]
 
 
-def handles_of(engine: Engine, *texts: str) -> list[str]:
-    return [handle_of(engine.key_of(text)) for text in texts]
+def spelled(engine: Engine, documents: Sequence[Document]) -> list[Document]:
+    """Copies with texts in place of handles, which differ each time."""
+    return [
+        Document(
+            id=each.id,
+            page_content=spelled_out(engine, each.page_content),
+            metadata={
+                name: spelled_out(engine, value) if isinstance(value, str) else value
+                for name, value in each.metadata.items()
+            },
+        )
+        for each in documents
+    ]
 
 
 def retriever_of(found: Sequence[Document], k: int = 2) -> VectorStoreRetriever:
@@ -106,7 +117,7 @@ class TestTransformer:
     def test_twice_computes_nothing_twice(
         self, engine: Engine, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        transformer = SamKVDocumentTransformer(engine=engine, add_handles=True)
+        transformer = SamKVDocumentTransformer(engine=engine)
         once = transformer.transform_documents(documents(*TEXTS[:2], TEXTS[0]))
         monkeypatch.setattr(samkv_integrations.engine.chunks, "prefill", _not_called)
         assert transformer.transform_documents(once) == once
@@ -115,15 +126,8 @@ class TestTransformer:
     def test_documents_are_not_changed(self, engine: Engine) -> None:
         given = documents(TEXTS[0], "", " \n")
         before = copy.deepcopy(given)
-        handled = SamKVDocumentTransformer(engine=engine, add_handles=True).transform_documents(
-            given
-        )
-        assert given == before
-        (handle,) = handles_of(engine, TEXTS[0])
-        assert handled[0].metadata == {**before[0].metadata, "samkv": handle}
-        assert (handled[0].id, handled[0].page_content) == ("d0", TEXTS[0])
-        assert list(handled[1:]) == before[1:]
-        assert format_docs(handled[:1], handles=True) == handle
+        handled = SamKVDocumentTransformer(engine=engine).transform_documents(given)
+        assert handled == given == before
         assert SamKVDocumentTransformer(engine=engine).transform_documents([]) == []
 
     def test_after_a_splitter(self, engine: Engine) -> None:
@@ -150,8 +154,8 @@ class TestTransformer:
             SamKVDocumentTransformer()
         with pytest.raises(InvalidOption, match="FakeListLLM has no engine"):
             SamKVDocumentTransformer(llm=FakeListLLM(responses=[""]))
-        with pytest.raises(TypeError, match="add_handle"):
-            SamKVDocumentTransformer(engine=engine, add_handle=True)  # type: ignore[call-arg]
+        with pytest.raises(TypeError, match="show"):
+            SamKVDocumentTransformer(engine=engine, show=True)  # type: ignore[call-arg]
 
 
 class TestCompressor:
@@ -167,16 +171,17 @@ class TestCompressor:
         else:
             found = compressor.compress_documents(given, QUESTION)
         assert given == before and files(engine) == {engine.key_of(TEXTS[0])}
-        (handle,) = handles_of(engine, TEXTS[0])
         expected = copy.deepcopy(before)
         if mode == "metadata":
-            for each, shown in zip(expected, (handle, TEXTS[1], ""), strict=True):
+            for each, shown in zip(expected, (TEXTS[0], TEXTS[1], ""), strict=True):
                 each.metadata["samkv"] = shown
         if mode == "replace":
-            expected[0].page_content = handle
             expected[0].metadata["samkv_text"] = TEXTS[0]
-        assert list(found) == expected
-        assert list(compressor.compress_documents(found)) == expected  # twice is once
+        for _ in range(2):  # twice is once, but for a new handle
+            holds = {"metadata": found[0].metadata.get("samkv"), "replace": found[0].page_content}
+            assert mode == "text" or HANDLE.fullmatch(holds[mode])
+            assert spelled(engine, found) == expected
+            found = compressor.compress_documents(found)
 
     @pytest.mark.parametrize("mode", MODES)
     def test_in_a_chain(self, engine: Engine, mode: Any) -> None:
@@ -217,8 +222,11 @@ class TestCompressor:
         assert files(engine) == {engine.key_of(TEXTS[0])}
         computes = SamKVDocumentCompressor(engine=engine, on_miss="compute", mode="replace")
         found = computes.compress_documents(given)
-        assert [each.page_content for each in found] == [*handles_of(engine, *TEXTS[:2]), ""]
-        assert computes.compress_documents(found) == raises.compress_documents(found) == found
+        assert [each.page_content for each in spelled(engine, found)] == [*TEXTS[:2], ""]
+        assert all(HANDLE.fullmatch(each.page_content) for each in found[:2])
+        again = computes.compress_documents(found)
+        assert spelled(engine, again) == spelled(engine, found)
+        assert raises.compress_documents(found) == found
         assert files(engine) == {engine.key_of(text) for text in TEXTS[:2]}
         with pytest.raises(InvalidChunk, match="split it"):
             computes.compress_documents(documents("word " * 5000))
@@ -232,16 +240,24 @@ class TestCompressor:
         assert fetched == [engine.key_of(TEXTS[1]), engine.key_of(TEXTS[0])]
 
     def test_a_stale_handle_is_written_anew(self, engine: Engine) -> None:
-        (old,) = SamKVDocumentTransformer(engine=engine, add_handles=True).transform_documents(
-            documents(TEXTS[0])
-        )
-        split = Document(page_content=TEXTS[1], metadata=old.metadata)
+        engine.cache_chunks(TEXTS[:1])
         compressor = SamKVDocumentCompressor(engine=engine, mode="metadata")
+        (old,) = compressor.compress_documents(documents(TEXTS[0]))
+        split = Document(page_content=TEXTS[1], metadata=old.metadata)
         (found,) = compressor.compress_documents([split])
         assert found.metadata["samkv"] == TEXTS[1]
         engine.cache_chunks([TEXTS[1]])
         (found,) = compressor.compress_documents([found])
-        assert [found.metadata["samkv"]] == handles_of(engine, TEXTS[1])
+        assert HANDLE.fullmatch(found.metadata["samkv"])
+        assert spelled_out(engine, found.metadata["samkv"]) == TEXTS[1]
+
+    def test_a_text_comes_back_when_its_cache_is_gone(self, engine: Engine) -> None:
+        engine.cache_chunks(TEXTS[:1])
+        compressor = SamKVDocumentCompressor(engine=engine, mode="replace")
+        (shown,) = compressor.compress_documents(documents(TEXTS[0]))
+        engine.store.delete(engine.key_of(TEXTS[0]))
+        (found,) = compressor.compress_documents([shown])
+        assert found.page_content == TEXTS[0]
 
     def test_in_the_places_of_langchain(self, engine: Engine) -> None:
         engine.cache_chunks(TEXTS)
@@ -258,7 +274,8 @@ class TestCompressor:
         found = compressed.invoke(QUESTION)
         assert found[0].page_content == TEXTS[0]
         shown = [each.metadata["samkv"] for each in found]
-        assert shown == handles_of(engine, *(each.page_content for each in found))
+        assert [spelled_out(engine, each) for each in shown] == [d.page_content for d in found]
+        assert all(map(HANDLE.fullmatch, shown))
 
         answers = Answers(engine)
         by_handle = PromptTemplate.from_template("{samkv}")
@@ -270,7 +287,9 @@ class TestCompressor:
         assert TEXTS[0] not in answers.prompts[0]
 
         tool = create_retriever_tool(compressed, "search", "Searches.", document_prompt=by_handle)
-        assert tool.invoke(QUESTION) == "\n\n".join(shown)
+        answered = tool.invoke(QUESTION)
+        assert HANDLE.search(answered)
+        assert spelled_out(engine, answered) == "\n\n".join(d.page_content for d in found)
 
     def test_the_event_loop_is_free(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
         threads: list[threading.Thread] = []
@@ -289,7 +308,8 @@ class TestCompressor:
         copy.deepcopy(transformer).transform_documents(documents(TEXTS[0]))
         assert engine.is_cached(TEXTS[0])
         (shown,) = copy.deepcopy(compressor).compress_documents(documents(TEXTS[0]), QUESTION)
-        assert shown.page_content == engine.handle_of(TEXTS[0])
+        assert HANDLE.fullmatch(shown.page_content)
+        assert spelled_out(engine, shown.page_content) == TEXTS[0]
         sent, there = pickle.loads(pickle.dumps((compressor, transformer)))
         assert sent.mode == "replace"
         for use in (sent.compress_documents, there.transform_documents):

@@ -15,7 +15,7 @@ from llama_index.llms.samkv import SamKVLLM
 from llama_index.postprocessor.samkv import SamKVPostprocessor
 from samkv_integrations.engine.decode import Decoder
 from samkv_integrations.errors import HandleError, PromptTooLong
-from samkv_integrations.prompt.split import handle_of
+from tests.support.handles import issued
 from tests.support.llama_index_corpus import ASKED, TOP_K, Corpus, cached_prompt
 from tests.support.records import RECORDS, Record
 
@@ -255,10 +255,11 @@ class TestFailures:
 
     @pytest.mark.parametrize(
         ("prompt", "error"),
-        [(TOO_LONG, PromptTooLong), (handle_of("0" * 32), HandleError)],
-        ids=["too-long", "unknown-handle"],
+        [(TOO_LONG, PromptTooLong), ("{cut}", HandleError)],
+        ids=["too-long", "cut-handle"],
     )
     def test_at_the_call(self, corpus: Corpus, prompt: str, error: type[Exception]) -> None:
+        prompt = prompt.format(cut=issued(corpus.engine, ASKED.text)[:20])
         llm, messages = corpus.llm(), user(prompt)
         calls: list[Callable[[], Any]] = [
             lambda: llm.complete(prompt),

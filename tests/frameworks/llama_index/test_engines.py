@@ -28,7 +28,8 @@ from samkv_integrations import ChunkStore, Engine
 from samkv_integrations.chroma.results import KEY_FIELD
 from samkv_integrations.embedding import HashingEmbedding
 from samkv_integrations.errors import ChunkNotCached, InvalidChunk, InvalidOption
-from tests.support.llama_index_corpus import ASKED, HANDLE, TOP_K, Corpus, ingest
+from tests.support.handles import HANDLE, issued, spelled_out
+from tests.support.llama_index_corpus import ASKED, TOP_K, Corpus, ingest
 from tests.support.records import RECORDS, TEXTS, builtin
 
 pytest_plugins = ("tests.support.llama_index_fixtures",)
@@ -79,7 +80,8 @@ class TestQueryEngine:
         corpus.query_engine(corpus.llm(is_chat_model=False)).query(ASKED.question)
         (prompt,) = prompts
         place = RECORDS.index(ASKED)
-        assert f"file: {place}.txt\n\n{corpus.engine.handle_of(ASKED.text)}" in prompt
+        assert ASKED.text not in prompt
+        assert f"file: {place}.txt\n\n{ASKED.text}" in spelled_out(corpus.engine, prompt)
         assert len(HANDLE.findall(prompt)) == TOP_K
         assert KEY_FIELD not in prompt and "workers" not in prompt
 
@@ -153,10 +155,9 @@ class TestMisses:
         assert sum(llm.last_report.chunk_misses.values()) == 1
 
     @pytest.mark.parametrize("beside", [None, b"Another text."])
-    def test_broken_cache_without_its_text_is_text(
+    def test_a_handle_needs_neither_a_sound_cache_nor_its_text_beside_it(
         self, own_corpus: Corpus, prompts: list[Any], beside: bytes | None
     ) -> None:
-        # a handle could not be answered then
         file = own_corpus.key_file(ASKED.text)
         file.write_bytes(b"")
         if beside is None:
@@ -166,8 +167,9 @@ class TestMisses:
         llm = own_corpus.llm()
         response = own_corpus.query_engine(llm).query(ASKED.question)
         assert str(response).strip() == ASKED.workers
-        assert ASKED.text in prompts[0][-1]["content"]
+        assert ASKED.text not in prompts[0][-1]["content"]
         assert llm.last_report.chunk_hits == TOP_K - 1
+        assert sum(llm.last_report.chunk_misses.values()) == 1
 
     def test_chunk_that_the_store_never_knew_is_text(
         self, own_corpus: Corpus, prompts: list[Any]
@@ -223,7 +225,8 @@ class TestMisses:
         (shown,) = postprocessor.postprocess_nodes([NodeWithScore(node=TextNode(text=ASKED.text))])
         shown.node.set_content("Never seen before.")
         content = shown.node.get_content(MetadataMode.LLM)
-        assert content == own_corpus.engine.handle_of("Never seen before.")
+        assert HANDLE.fullmatch(content)
+        assert spelled_out(own_corpus.engine, content) == "Never seen before."
 
     def test_error_names_node_and_next_step(self, own_corpus: Corpus) -> None:
         own_corpus.engine.store.delete(own_corpus.engine.key_of(ASKED.text))
@@ -233,7 +236,7 @@ class TestMisses:
             query_engine.query(ASKED.question)
 
     def test_llm_can_refuse_a_lost_cache_too(self, own_corpus: Corpus) -> None:
-        handle = own_corpus.engine.handle_of(ASKED.text)
+        handle = issued(own_corpus.engine, ASKED.text)
         own_corpus.key_file(ASKED.text).unlink()
         with pytest.raises(ChunkNotCached, match="absent"):
             own_corpus.llm(on_miss="error").complete(f"Documents:\n\n{handle}")
@@ -246,10 +249,12 @@ class TestPostprocessor:
         (shown,) = SamKVPostprocessor(engine=corpus.engine, mode="handle").postprocess_nodes(
             [NodeWithScore(node=node, score=0.5)]
         )
-        handle = corpus.engine.handle_of(ASKED.text)
-        assert shown.node.get_content(MetadataMode.LLM) == f"file: 2.txt\n\n{handle}"
-        blocks = shown.node.get_content_blocks(MetadataMode.LLM)
-        assert [block.text for block in blocks] == ["file: 2.txt", handle]
+        content = shown.node.get_content(MetadataMode.LLM)
+        assert ASKED.text not in content
+        assert spelled_out(corpus.engine, content) == f"file: 2.txt\n\n{ASKED.text}"
+        header, block = shown.node.get_content_blocks(MetadataMode.LLM)
+        assert header.text == "file: 2.txt" and HANDLE.fullmatch(block.text)
+        assert spelled_out(corpus.engine, block.text) == ASKED.text
         for mode in (MetadataMode.NONE, MetadataMode.ALL, MetadataMode.EMBED):
             assert shown.node.get_content(mode) == node.get_content(mode)
             assert shown.node.get_content_blocks(mode) == node.get_content_blocks(mode)
@@ -264,14 +269,16 @@ class TestPostprocessor:
         (shown,) = SamKVPostprocessor(engine=corpus.engine, mode="handle").postprocess_nodes(
             [NodeWithScore(node=TextNode(text=ASKED.text, metadata={KEY_FIELD: "0" * 32}))]
         )
-        assert shown.node.get_content(MetadataMode.LLM) == corpus.engine.handle_of(ASKED.text)
+        content = shown.node.get_content(MetadataMode.LLM)
+        assert HANDLE.fullmatch(content) and spelled_out(corpus.engine, content) == ASKED.text
 
     def test_follows_the_text_as_it_is(self, corpus: Corpus) -> None:
         (shown,) = SamKVPostprocessor(engine=corpus.engine, mode="handle").postprocess_nodes(
             [NodeWithScore(node=TextNode(text=ASKED.text))]
         )
         shown.node.set_content(TEXTS[0])  # as MetadataReplacementPostProcessor does
-        assert shown.node.get_content(MetadataMode.LLM) == corpus.engine.handle_of(TEXTS[0])
+        content = shown.node.get_content(MetadataMode.LLM)
+        assert HANDLE.fullmatch(content) and spelled_out(corpus.engine, content) == TEXTS[0]
         shown.node.set_content("never cached")
         assert shown.node.get_content(MetadataMode.LLM) == "never cached"
 
@@ -280,8 +287,9 @@ class TestPostprocessor:
         (shown,) = SamKVPostprocessor(engine=corpus.engine, mode="handle").postprocess_nodes(
             [NodeWithScore(node=document)]
         )
-        handle = corpus.engine.handle_of(ASKED.text)
-        assert shown.node.get_content(MetadataMode.LLM) == f"file: 2.txt\n\n{handle}"
+        content = shown.node.get_content(MetadataMode.LLM)
+        assert HANDLE.search(content)
+        assert spelled_out(corpus.engine, content) == f"file: 2.txt\n\n{ASKED.text}"
         assert shown.node.text == ASKED.text and shown.node.hash == document.hash
         assert shown.node.to_dict() == {
             **document.to_dict(),
@@ -301,8 +309,8 @@ class TestPostprocessor:
         postprocessor = SamKVPostprocessor(engine=corpus.engine, mode="handle")
         nodes = [NodeWithScore(node=TextNode(text=ASKED.text))]
         (shown,) = copy.deepcopy(postprocessor).postprocess_nodes(nodes)
-        handle = corpus.engine.handle_of(ASKED.text)
-        assert copy.deepcopy(shown).node.get_content(MetadataMode.LLM) == handle
+        content = copy.deepcopy(shown).node.get_content(MetadataMode.LLM)
+        assert HANDLE.fullmatch(content) and spelled_out(corpus.engine, content) == ASKED.text
         travelled = pickle.loads(pickle.dumps(shown))
         assert travelled.node.get_content(MetadataMode.LLM) == ASKED.text
         with pytest.raises(InvalidOption, match="another process"):
@@ -362,7 +370,7 @@ class TestCacheTransform:
             pipeline.transformations = [SentenceSplitter(), SamKVCacheTransform(engine=engine)]
             (node,) = pipeline.run(documents=documents)
             assert node.metadata[KEY_FIELD] == engine.key_of(ASKED.text)
-            assert engine.handle_of(ASKED.text)
+            assert engine.is_cached(ASKED.text)
 
     def test_pickle_leaves_the_engine(self, corpus: Corpus) -> None:
         transform = SamKVCacheTransform(engine=corpus.engine, show_progress=True)

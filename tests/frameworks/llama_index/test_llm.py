@@ -26,8 +26,8 @@ from llama_index.postprocessor.samkv import SamKVPostprocessor
 from samkv_integrations import Engine
 from samkv_integrations.engine.decode import Decoder
 from samkv_integrations.errors import HandleError, InvalidOption, PromptTooLong, UnknownOption
-from samkv_integrations.prompt.split import handle_of
-from tests.support.llama_index_corpus import ASKED, HANDLE, Corpus, cached_prompt
+from tests.support.handles import HANDLE, issued
+from tests.support.llama_index_corpus import ASKED, Corpus, cached_prompt
 from tests.support.models import tiny_model
 from tests.support.records import COMPLETION_TEMPLATE, TEXTS, builtin
 
@@ -269,19 +269,17 @@ class TestPrompts:
         llm.chat([ChatMessage(role="user", content="Hi")])
         assert prompts == ["user: Hi\nassistant: "]
 
-    def test_broken_and_unknown_handles_raise(self, corpus: Corpus) -> None:
-        llm, handle = corpus.llm(), corpus.engine.handle_of(ASKED.text)
-        with pytest.raises(HandleError, match="broken handle"):
+    def test_a_cut_handle_raises(self, corpus: Corpus) -> None:
+        llm, handle = corpus.llm(), issued(corpus.engine, ASKED.text)
+        with pytest.raises(HandleError, match="something cut"):
             llm.complete(f"Documents:\n\n{handle[:20]}")
-        with pytest.raises(HandleError, match="broken handle"):
+        with pytest.raises(HandleError, match="something cut"):
             llm.chat([ChatMessage(role="user", content=f"{handle[2:]} and so on")])
-        with pytest.raises(HandleError, match="names no chunk of this store"):
-            llm.stream_complete(handle_of("0" * 32))
 
 
 class TestTokenCounter:
     def test_handle_counts_as_its_chunk(self, corpus: Corpus) -> None:
-        count, handle = corpus.llm().tokenizer_fn, corpus.engine.handle_of(ASKED.text)
+        count, handle = corpus.llm().tokenizer_fn, issued(corpus.engine, ASKED.text)
         n_tokens = len(builtin().tokenize(ASKED.text, special=False))
         assert len(count(handle)) == n_tokens
         assert len(count("Question: who?")) == len(
@@ -291,7 +289,7 @@ class TestTokenCounter:
 
     def test_prompt_helper_packs_by_real_length(self, corpus: Corpus) -> None:
         llm = corpus.llm(context_window=150, is_chat_model=False)
-        handles = [corpus.engine.handle_of(text) for text in TEXTS]
+        handles = [issued(corpus.engine, text) for text in TEXTS]
         template = PromptTemplate(COMPLETION_TEMPLATE)
         helper = PromptHelper.from_llm_metadata(llm.metadata, tokenizer=llm.tokenizer_fn)
         packed = helper.repack(template, handles)
@@ -304,9 +302,9 @@ class TestTokenCounter:
     def test_cut_handle_is_an_error(self, corpus: Corpus) -> None:
         llm = corpus.llm(context_window=60)  # less than a chunk beside the template
         helper = PromptHelper.from_llm_metadata(llm.metadata, tokenizer=llm.tokenizer_fn)
-        handles = [corpus.engine.handle_of(text) for text in TEXTS]
+        handles = [issued(corpus.engine, text) for text in TEXTS]
         pieces = helper.repack(PromptTemplate(COMPLETION_TEMPLATE), handles, padding=0)
-        with pytest.raises(HandleError, match="broken handle"):
+        with pytest.raises(HandleError, match="something cut"):
             llm.complete(pieces[0])
 
 

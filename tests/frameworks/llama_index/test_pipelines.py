@@ -33,6 +33,7 @@ from benchmarks.pipelines import (
     questions,
     title_of,
 )
+from tests.support.handles import spelled_out
 
 # of LlamaIndex's agents, about themselves
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -129,15 +130,15 @@ def asked_about(library: Library) -> list[tuple[str, str]]:
         answers("accumulate", library, "handle", method) for method in ("samkv-guided", "recompute")
     ]
     for question, found, full in zip(library.questions, *both, strict=True):
-        assert found.prompts == full.prompts
-        (handle,) = (
-            library.engine.handle_of(body)
-            for body in question.documents
-            if title_of(body) in question.question
+        read, as_well = (
+            [spelled_out(library.engine, prompt) for prompt in each.prompts]
+            for each in (found, full)
         )
+        assert read == as_well != found.prompts
+        (asked,) = (body for body in question.documents if title_of(body) in question.question)
         parts = [one.answer.split(RULE) for one in (found, full)]
-        triples = zip(found.prompts, *parts, strict=True)
-        pairs += [(mine, theirs) for prompt, mine, theirs in triples if handle in prompt]
+        triples = zip(read, *parts, strict=True)
+        pairs += [(mine, theirs) for prompt, mine, theirs in triples if asked in prompt]
     return pairs
 
 

@@ -22,7 +22,8 @@ from llama_index.postprocessor.samkv import SamKVPostprocessor
 from samkv_integrations import ChunkStore, Engine
 from samkv_integrations.chroma.results import KEY_FIELD
 from samkv_integrations.errors import ChunkNotCached, InvalidOption, PromptTooLong, StoreError
-from tests.support.llama_index_corpus import ASKED, HANDLE, TOP_K, Corpus, Lexical
+from tests.support.handles import HANDLE
+from tests.support.llama_index_corpus import ASKED, TOP_K, Corpus, Lexical
 from tests.support.records import RECORDS, TEXTS, builtin
 
 pytest_plugins = ("tests.support.llama_index_fixtures",)

@@ -35,10 +35,11 @@ from llama_index.llms.samkv.conversion import (
     to_completion,
     to_turns,
     to_wrapper,
+    with_contents,
     with_system_prompt,
 )
 from llama_index.llms.samkv.retrievals import expect_retrieved
-from samkv_integrations.engine.engine import Engine, Prompt
+from samkv_integrations.engine.engine import Engine
 from samkv_integrations.engine.stream import AnswerStream
 from samkv_integrations.errors import InvalidOption, PromptTooLong
 from samkv_integrations.frameworks.call_options import (
@@ -49,6 +50,7 @@ from samkv_integrations.frameworks.call_options import (
 from samkv_integrations.frameworks.engine_args import MADE_BY, ModelSource, check_fits
 from samkv_integrations.frameworks.local_llm import LocalLLM
 from samkv_integrations.frameworks.off_loop import off_loop
+from samkv_integrations.prompt.reader import Prompt
 
 _Wrapper = Annotated[str | PromptTemplate | None, BeforeValidator(to_wrapper)]
 
@@ -226,8 +228,7 @@ class SamKVLLM(LocalLLM, CustomLLM):
     def tokenizer_fn(self) -> Callable[[str], list[int]]:
         """A tokenizer for LlamaIndex's `PromptHelper`, which counts what it returns.
 
-        A handle counts as its chunk; the numbers in the list mean nothing. It raises HandleError
-        where a splitter would cut a handle in two.
+        A handle counts as its chunk; the numbers in the list mean nothing.
         """
         return self._count
 
@@ -241,8 +242,7 @@ class SamKVLLM(LocalLLM, CustomLLM):
             prompt = self._chat_prompt([ChatMessage(role=MessageRole.USER, content=written)])
         else:
             prompt = self._completion_prompt(written, formatted=False)
-        text = prompt if isinstance(prompt, str) else self.engine.model.render_chat(prompt)
-        added = text.replace(written, "", 1)
+        added = self.engine.render(prompt).text.replace(written, "", 1)
         n_added = self.engine.count_tokens(added) if added else 0
         if n_added + self.max_new_tokens >= self._window:
             raise InvalidOption(
@@ -339,22 +339,30 @@ class SamKVLLM(LocalLLM, CustomLLM):
         is_plain = self.completion_to_prompt is default_completion_to_prompt
         if self.is_chat_model and is_plain and self.query_wrapper_prompt is None:
             return self._chat_prompt([ChatMessage(role=MessageRole.USER, content=prompt)])
-        return self._extend_prompt(self.completion_to_prompt(prompt))
+        if is_plain and self.query_wrapper_prompt is None:
+            return self._extend_prompt(prompt)
+        make = self.completion_to_prompt
+        return self.engine.model.special_tokens.rendered(
+            prompt, lambda hidden: self._extend_prompt(make(hidden))
+        )
 
     def _chat_prompt(self, messages: Sequence[ChatMessage]) -> Prompt:
-        assert self.messages_to_prompt is not None  # LlamaIndex puts its default in
+        make = self.messages_to_prompt
+        assert make is not None  # LlamaIndex puts its default in
         complete = with_system_prompt(messages, self.system_prompt)
         turns = to_turns(complete)
-        is_custom = self.messages_to_prompt is not plain_messages_to_prompt
+        is_custom = make is not plain_messages_to_prompt
         if is_custom or not self.engine.model.has_chat_template:
-            return self.messages_to_prompt(complete)
+            return self.engine.model.special_tokens.rendered(
+                [message.content or "" for message in complete],
+                lambda hidden: make(with_contents(complete, hidden)),
+            )
         return turns
 
     def _run(self, prompt: Prompt, given: dict[str, Any]) -> AnswerStream:
         options = to_options(given, self.generate_kwargs, self.max_new_tokens)
         if self.cache_retrieved:  # for later prompts, even where `auto` computes this one in full
-            text = prompt if isinstance(prompt, str) else self.engine.model.render_chat(prompt)
-            self.engine.announce(self.engine.found_in(text), "compute")
+            self.engine.announce(self.engine.found_in(prompt), "compute")
         try:
             return self.engine.stream(
                 prompt,

@@ -44,6 +44,14 @@ def with_system_prompt(
     return [ChatMessage(role=MessageRole.SYSTEM, content=system_prompt), *messages]
 
 
+def with_contents(messages: Sequence[ChatMessage], contents: Sequence[str]) -> list[ChatMessage]:
+    """The same messages with other texts."""
+    return [
+        message.model_copy(update={"blocks": [TextBlock(text=content)]})
+        for message, content in zip(messages, contents, strict=True)
+    ]
+
+
 def to_turns(messages: Sequence[ChatMessage]) -> list[dict[str, str]]:
     """Messages for a chat template, neighbours of one role as one.
 

@@ -26,7 +26,6 @@ from samkv_integrations.engine.engine import Engine
 from samkv_integrations.errors import InvalidOption
 from samkv_integrations.frameworks.engine_ref import EngineRef
 from samkv_integrations.prompt.resolve import OnMiss
-from samkv_integrations.prompt.split import handle_of
 
 Mode = Literal["text", "handle"]
 
@@ -165,13 +164,11 @@ class _ShownAsHandle(BaseNode):
         if self._engine is None or not normalise(text):
             return text
         engine = self._engine.engine
-        key = engine.key_of(text)
-        is_cached = engine.store.contains(key, engine.fingerprint)
-        if not is_cached and self._on_miss != "text":
+        handle = engine.issue_handle(text)
+        if handle is None and self._on_miss != "text":
             engine.announce([text], self._on_miss, names=[f"node {self.node_id!r}"], remedy=_REMEDY)
-            is_cached = engine.store.contains(key, engine.fingerprint)
-        # Should the cache be broken, a handle is answered from the text beside it.
-        return handle_of(key) if is_cached and engine.store.text(key) == normalise(text) else text
+            handle = engine.issue_handle(text)
+        return handle or text
 
 
 class _TextNode(_ShownAsHandle, TextNode):

@@ -1,0 +1,120 @@
+"""Names of special tokens in texts of documents and users, which are text and control nothing."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class RenderedPrompt:
+    """A prompt as one string.
+
+    quoted: ``[start, stop)`` of each name of a special token that is text here, such as
+    ``<|im_end|>`` in a document; in ascending order. All others are control tokens.
+    """
+
+    text: str
+    quoted: tuple[range, ...] = ()
+
+    def part(self, start: int, stop: int) -> RenderedPrompt:
+        """Characters ``[start, stop)`` of it."""
+        return RenderedPrompt(
+            self.text[start:stop],
+            tuple(
+                range(max(span.start, start) - start, min(span.stop, stop) - start)
+                for span in self.quoted
+                if span.start < stop and span.stop > start
+            ),
+        )
+
+
+class SpecialTokens:
+    """The special tokens of a tokenizer, and where their names count in a text."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        tokens = tokenizer.added_tokens_decoder.values()
+        self._tokens = {token.content: token for token in tokens if token.special}
+        longest_first = sorted(self._tokens, key=len, reverse=True)
+        # Without a special token nothing matches.
+        self._names = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+
+    def quote(self, text: str) -> RenderedPrompt:
+        """A text in which no name of a special token counts."""
+        return RenderedPrompt(text, tuple(range(*m.span()) for m in self._names.finditer(text)))
+
+    def rendered(self, contents: Any, render: Callable[[Any], str]) -> RenderedPrompt:  # noqa: ANN401
+        """What ``render`` makes of ``contents``, whose strings hold no control tokens.
+
+        contents: strings in lists and dicts, however nested. ``render`` is given the same with the
+        names of special tokens replaced by words that occur nowhere else, as nobody could tell
+        later which names are the template's own.
+        """
+        mark = f"quoted{secrets.token_hex(8)}n"
+        names: list[str] = []
+
+        def hide(match: re.Match[str]) -> str:
+            names.append(match[0])
+            return f"{mark}{len(names) - 1}e"
+
+        def hidden(value: Any) -> Any:  # noqa: ANN401
+            if isinstance(value, str):
+                return self._names.sub(hide, value)
+            if isinstance(value, dict):
+                return {key: hidden(each) for key, each in value.items()}
+            return [hidden(each) for each in value] if isinstance(value, list | tuple) else value
+
+        rendered = render(hidden(contents))
+        text, quoted, at = "", [], 0
+        for match in re.finditer(rf"{mark}(\d+)e", rendered):
+            text += rendered[at : match.start()]
+            name = names[int(match[1])]
+            quoted.append(range(len(text), len(text) + len(name)))
+            text += name
+            at = match.end()
+        return RenderedPrompt(text + rendered[at:], tuple(quoted))
+
+    def stretches(self, prompt: RenderedPrompt) -> list[tuple[str, bool]]:
+        """``prompt`` cut into (text, whether control tokens count in it), none of it empty.
+
+        What stands between the control tokens around a quoted name is one stretch, so that it is
+        tokenised as any text would be. A control token swallows the space beside it if the
+        tokenizer says so.
+        """
+        found: list[tuple[str, bool]] = []
+        text, at = prompt.text, 0
+        control = self._control(prompt)
+        for quoted in prompt.quoted:
+            if quoted.start < at:  # in the stretch of the one before
+                continue
+            before = [span for span in control if span.stop <= quoted.start]
+            after = [span for span in control if span.start >= quoted.stop]
+            start = max(at, before[-1].stop if before else 0)
+            stop = after[0].start if after else len(text)
+            stretch = text[start:stop]
+            if before and self._tokens[_at(text, before[-1])].rstrip:
+                stretch = stretch.lstrip()
+            if after and self._tokens[_at(text, after[0])].lstrip:
+                stretch = stretch.rstrip()
+            found += [(text[at:start], True), (stretch, False)]
+            at = stop
+        return [(part, counts) for part, counts in [*found, (text[at:], True)] if part]
+
+    def _control(self, prompt: RenderedPrompt) -> Sequence[range]:
+        """Where control tokens stand."""
+        ends = [0, *(span.stop for span in prompt.quoted)]
+        starts = [*(span.start for span in prompt.quoted), len(prompt.text)]
+        return [
+            range(*match.span())
+            for start, stop in zip(ends, starts, strict=True)
+            for match in self._names.finditer(prompt.text, start, stop)
+        ]
+
+
+def _at(text: str, span: range) -> str:
+    return text[span.start : span.stop]
