@@ -801,10 +801,7 @@ PIPELINES: Mapping[str, Pipeline] = {
     **_variants("compact_accumulate", partial(_query, "compact_accumulate"), _RETURNED),
     "context_only": Pipeline(
         make=_query("context_only"),
-        fails_with_handles={
-            "handles": "it returns to the user what would go into a prompt",
-            "same": "and that is a new handle each time",
-        },
+        ways=("text", "plain"),  # it returns to the user what would go into a prompt: handles
     ),
     "compact, 8 chunks": Pipeline(make=_many_chunks(8)),
     "compact, 12 chunks": Pipeline(make=_many_chunks(12), fails=_WRONG),

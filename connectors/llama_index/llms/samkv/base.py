@@ -30,12 +30,12 @@ from pydantic.json_schema import SkipJsonSchema
 
 from llama_index.llms.samkv.conversion import (
     checked_outputs_to_remove,
+    rendered,
     to_chat,
     to_chats,
     to_completion,
     to_turns,
     to_wrapper,
-    with_contents,
     with_system_prompt,
 )
 from llama_index.llms.samkv.retrievals import expect_retrieved
@@ -341,22 +341,17 @@ class SamKVLLM(LocalLLM, CustomLLM):
             return self._chat_prompt([ChatMessage(role=MessageRole.USER, content=prompt)])
         if is_plain and self.query_wrapper_prompt is None:
             return self._extend_prompt(prompt)
-        make = self.completion_to_prompt
-        return self.engine.model.special_tokens.rendered(
-            prompt, lambda hidden: self._extend_prompt(make(hidden))
-        )
+        made = self.completion_to_prompt
+        render = self.engine.model.special_tokens.rendered
+        return render(prompt, lambda hidden: self._extend_prompt(made(hidden)))
 
     def _chat_prompt(self, messages: Sequence[ChatMessage]) -> Prompt:
-        make = self.messages_to_prompt
-        assert make is not None  # LlamaIndex puts its default in
+        assert self.messages_to_prompt is not None  # LlamaIndex puts its default in
         complete = with_system_prompt(messages, self.system_prompt)
         turns = to_turns(complete)
-        is_custom = make is not plain_messages_to_prompt
+        is_custom = self.messages_to_prompt is not plain_messages_to_prompt
         if is_custom or not self.engine.model.has_chat_template:
-            return self.engine.model.special_tokens.rendered(
-                [message.content or "" for message in complete],
-                lambda hidden: make(with_contents(complete, hidden)),
-            )
+            return rendered(complete, self.messages_to_prompt, self.engine.model)
         return turns
 
     def _run(self, prompt: Prompt, given: dict[str, Any]) -> AnswerStream:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from typing import Any
 
@@ -18,6 +18,8 @@ from llama_index.core.prompts import PromptTemplate
 from samkv_integrations.engine.report import Report
 from samkv_integrations.errors import InvalidOption
 from samkv_integrations.frameworks.turns import merged
+from samkv_integrations.model.model import Model
+from samkv_integrations.model.quoting import RenderedPrompt
 
 _ROLES = {
     MessageRole.SYSTEM: "system",
@@ -44,12 +46,18 @@ def with_system_prompt(
     return [ChatMessage(role=MessageRole.SYSTEM, content=system_prompt), *messages]
 
 
-def with_contents(messages: Sequence[ChatMessage], contents: Sequence[str]) -> list[ChatMessage]:
-    """The same messages with other texts."""
-    return [
-        message.model_copy(update={"blocks": [TextBlock(text=content)]})
-        for message, content in zip(messages, contents, strict=True)
-    ]
+def rendered(
+    messages: Sequence[ChatMessage], to_prompt: Callable[[Sequence[ChatMessage]], str], model: Model
+) -> RenderedPrompt:
+    """What a function of the user's makes of messages, whose texts hold no control tokens."""
+
+    def render(contents: Sequence[str]) -> str:
+        pairs = zip(messages, contents, strict=True)
+        return to_prompt(
+            [m.model_copy(update={"blocks": [TextBlock(text=text)]}) for m, text in pairs]
+        )
+
+    return model.special_tokens.rendered([message.content or "" for message in messages], render)
 
 
 def to_turns(messages: Sequence[ChatMessage]) -> list[dict[str, str]]:
