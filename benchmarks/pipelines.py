@@ -127,11 +127,12 @@ def recorded() -> Iterator[list[Callable[[], Call]]]:
 
         def call() -> Call:
             report = answer.report
+            misses = sum(report.chunk_misses.values())
             return Call(
                 asked=prompt,
                 prompt="\n".join(turns),
-                hits=report.chunk_hits,
-                misses=sum(report.chunk_misses.values()),
+                hits=report.found - misses,
+                misses=misses,
             )
 
         calls.append(call)

@@ -49,7 +49,7 @@ def main() -> None:
     print(f"\n{QUESTION} {chain.invoke(QUESTION)}")
     report = llm.last_report
     assert report is not None
-    print(f"  {report.chunk_hits} chunks from caches, {report.kept_ratio:.0%} of their KV kept")
+    print(f"  {report.found} chunks found, {report.reused} reused, {report.kept_ratio:.0%} kept")
 
     # Stream: the same, piece by piece.
     print(f"\n{QUESTION} ", end="")

@@ -59,7 +59,7 @@ def main() -> None:
     assert report is not None
     print(f"\n{question} {response}")
     print(f"  from {response.source_nodes[0].node.metadata['file_name']} and three others")
-    print(f"  {report.chunk_hits} chunks from caches, {report.kept_ratio:.0%} of their KV kept")
+    print(f"  {report.found} chunks found, {report.reused} reused, {report.kept_ratio:.0%} kept")
 
     # Stream: the same, piece by piece.
     print(f"\n{question} ", end="")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from samkv_integrations.cache.disk import ChunkStore
 from samkv_integrations.cache.memory import MemoryStore
+from samkv_integrations.engine.collect import Total, collect_reports
 from samkv_integrations.engine.engine import Answer, Engine
 from samkv_integrations.engine.report import Report
 from samkv_integrations.engine.stream import AnswerStream
@@ -23,4 +24,6 @@ __all__ = [
     "Method",
     "Report",
     "SamkvError",
+    "Total",
+    "collect_reports",
 ]

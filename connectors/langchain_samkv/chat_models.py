@@ -43,7 +43,7 @@ class ChatSamKV(LocalModel, BaseChatModel):
         model.engine.cache_chunks([document])  # SamKVChroma does it for what it is given
         prompt = f"Documents:\n\n{document}\n\nQuestion: Where was Tobias Trulman born?"
         answer = model.invoke(prompt)
-        print(answer.text, answer.response_metadata["samkv"]["chunk_hits"])
+        print(answer.text, answer.response_metadata["samkv"]["reused"])
         ```
 
     Stream:

@@ -112,8 +112,11 @@ def report_lines(row: Row) -> list[str]:
     """What one answer cost, for a person."""
     missed = sum(row["chunk_misses"].values())
     reasons = ", ".join(f"{count} {reason}" for reason, count in row["chunk_misses"].items())
-    cached = f", {row['chunks_computed']} of them cached now" if row["chunks_computed"] else ""
-    misses = f", {missed} from their text ({reasons}){cached}" if missed else ""
+    with_prompt = row["found"] - row["reused"] - row["computed_now"]
+    parts = [f"{row['found']} chunks found", f"{row['reused']} reused"]
+    parts += [f"{row['computed_now']} computed now"] if row["computed_now"] else []
+    parts += [f"{with_prompt} computed with the prompt"] if with_prompt else []
+    misses = f" ({missed} without a cache: {reasons})" if missed else ""
     came_to = f" (which did {row['ran']})" if row["ran"] != row["method"] else ""
     evicted = (
         f"; {size(row['kv_bytes'])} of working cache, {size(row['decode_kv_bytes'])} at the end "
@@ -123,7 +126,7 @@ def report_lines(row: Row) -> list[str]:
     )
     return [
         f"{row['method']}{came_to} on {row['model']}: {row['prompt_tokens']} prompt tokens, "
-        f"{row['chunk_hits']} of {row['chunk_hits'] + missed} chunks from their caches{misses}",
+        f"{', '.join(parts)}{misses}",
         f"kept {percent(row['kept_ratio'])} of the chunks' tokens, recomputed "
         f"{percent(row['recompute_ratio'])}, read {size(row['bytes_read'])}, "
         f"first token after {seconds(row['ttft_s'])}{evicted}",

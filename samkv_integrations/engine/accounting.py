@@ -6,9 +6,11 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
-from torch import Tensor
+import torch
 
+from samkv_integrations.engine.plan import PassPlan
 from samkv_integrations.engine.report import Report
 from samkv_integrations.engine.request import Request
 from samkv_integrations.engine.working_cache import WorkingCache
@@ -36,6 +38,48 @@ class Stopwatch:
             self.seconds[stage] += time.perf_counter() - began
 
 
+@dataclass(frozen=True, kw_only=True)
+class ChunkWork:
+    """What became of a prompt's chunks.
+
+    kept, computed: their tokens that a step of the answer attends to, and that were computed, mean
+    over layers. reused: chunks of which an entry that was there before the prompt was used.
+    """
+
+    kept: float
+    computed: float
+    reused: int
+
+    @classmethod
+    def of_pass(
+        cls, request: Request, layout: Layout, cache: WorkingCache, plan: PassPlan
+    ) -> ChunkWork:
+        """Where a pass over the chunks' caches has given the first token."""
+        n_layers, resolved = request.model.n_layers, request.resolved
+        of_chunks = torch.zeros_like(layout.uncached)
+        for span in resolved.context_spans:
+            of_chunks[span.start : span.stop] = True
+        stays = layout.uncached.repeat(n_layers, 1)
+        stays[:, layout.context_positions] |= plan.kept[:, layout.block_of_token]
+        kept = sum(cache.attended(at, of_chunks[stays[at]]) for at in range(n_layers))
+        is_new = torch.tensor(
+            [segment.computed_now for segment in resolved.segments if segment.blocks is not None],
+            dtype=torch.bool,
+        )
+        # the last token is computed whatever it is of
+        again = plan.computed | layout.uncached[layout.context_positions]
+        computed = again | is_new[layout.chunk_of_token]
+        uses_cache = torch.zeros_like(is_new)
+        uses_cache[layout.block_chunk[plan.blocks.any(0)]] = True
+        # what is left out was not computed either: the cache has told that it is not needed
+        uses_cache[layout.chunk_of_token[~again.all(0)]] = True
+        return cls(
+            kept=kept / n_layers,
+            computed=int(computed.sum()) / n_layers + layout.n_missed,
+            reused=int((uses_cache & ~is_new).sum()),
+        )
+
+
 def report_of(
     request: Request,
     layout: Layout,
@@ -44,18 +88,13 @@ def report_of(
     *,
     ran: str,
     eviction: Eviction | None,
-    kept: Tensor,
-    computed: Tensor,
+    work: ChunkWork,
     n_read: int,
     prefix_tokens: int = 0,
 ) -> Report:
-    """The figures so far. kept, computed: (L,) context tokens kept and computed at each layer."""
+    """The figures so far."""
     model, spent, resolved = request.model, clock.seconds, request.resolved
     n_context = layout.n_context + layout.n_missed
-    n_kept = sum(map(cache.attended, kept.tolist())) / model.n_layers + layout.n_missed
-    n_new = sum(resolved.computed)
-    n_missed = 0 if prefix_tokens else layout.n_missed  # ``computed`` has those behind it
-    n_computed = int(computed.sum()) / model.n_layers + n_missed + n_new
     entry_bytes = 2 * model.n_kv_heads * model.head_dim * model.dtype.itemsize
     return Report(
         method=request.method.name,
@@ -65,12 +104,13 @@ def report_of(
         prompt_tokens=layout.n_tokens,
         context_tokens=n_context,
         prefix_tokens=prefix_tokens,
-        kept_ratio=n_kept / n_context if n_context else 1.0,
-        recompute_ratio=min(1.0, n_computed / n_context) if n_context else 0.0,
+        kept_ratio=work.kept / n_context if n_context else 1.0,
+        recompute_ratio=work.computed / n_context if n_context else 0.0,
         uncached_tokens=layout.n_tokens - n_context,
-        chunk_hits=layout.n_chunks - len(resolved.computed),
+        found=sum(segment.is_context for segment in resolved.segments),
+        reused=work.reused,
+        computed_now=sum(segment.computed_now for segment in resolved.segments),
         chunk_misses=dict(resolved.misses),
-        chunks_computed=len(resolved.computed),
         bytes_read=clock.bytes_lost + n_read,
         kv_bytes=cache.prompt_bytes,
         full_kv_bytes=model.n_layers * layout.n_tokens * entry_bytes,
@@ -79,6 +119,7 @@ def report_of(
         select_s=spent["select"],
         load_s=spent["load"],
         blend_s=spent["blend"],
+        announce_s=0.0,
         ttft_s=0.0,
         completion_tokens=0,
         decode_tokens_per_s=0.0,

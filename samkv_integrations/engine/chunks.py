@@ -226,6 +226,14 @@ class Chunks:
                 raise ChunkNotCached.of(f"{named}, which begins {ref.text[:40]!r},", remedy)
         return found
 
+    def made(self, prepared: Sequence[ChunkRef]) -> set[str]:
+        """Keys of the chunks that `prepare` computed and the store took."""
+        return {
+            ref.key
+            for ref in prepared
+            if ref.state == "missed" and self._store.contains(ref.key, self.fingerprint)
+        }
+
     def compute(self, chunks: Sequence[ChunkRef], *, progress: bool = False) -> None:
         """Compute the chunks that are ``missed``, several a pass, and keep them.
 

@@ -45,6 +45,7 @@ class DenseCache(WorkingCache):
         self.values: list[Tensor] = [torch.empty(0)] * n_layers
         self.context: list[Tensor] = [torch.empty(0)] * n_layers  # each (S + room, G, 1) bool
         self.lengths: list[int] = [0] * n_layers
+        self._kept: list[Tensor | None] = [None] * n_layers  # (K, G) slots after an eviction
         self.room = 0 if evictor else capacity
         self._evictor = evictor
         self._weigh = weigh
@@ -54,6 +55,12 @@ class DenseCache(WorkingCache):
     def kv_bytes(self) -> int:
         entries = self.keys[0]
         return 2 * sum(self.lengths) * entries.shape[1:].numel() * entries.element_size()
+
+    def attended(self, layer: int, of_chunks: Tensor) -> float:
+        slots = self._kept[layer]
+        if slots is None:
+            return super().attended(layer, of_chunks)
+        return int(of_chunks[slots.cpu()].sum()) / slots.shape[1]
 
     def take(self, layer: int, entries: LayerEntries) -> None:
         self.keys[layer], self.values[layer] = entries.keys, entries.values
@@ -109,7 +116,7 @@ class DenseCache(WorkingCache):
                 at = slots.to(entries.device)[..., None].expand(-1, -1, entries.shape[-1])
                 torch.gather(entries, 0, at, out=moved[:n_kept])
             side[layer] = moved
-        self.lengths[layer] = n_kept
+        self.lengths[layer], self._kept[layer] = n_kept, slots
 
     def evict(self, layer: int, slot: int | Tensor) -> None:
         """The last entry takes the place of entry ``slot``, or of ``slot[g]`` (G,) of each head."""

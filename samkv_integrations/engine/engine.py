@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal, Unpack
 
 import torch
@@ -16,6 +17,7 @@ from samkv_integrations.cache.blocks import BlockScheme
 from samkv_integrations.cache.fingerprint import Fingerprint
 from samkv_integrations.cache.memory import MemoryStore
 from samkv_integrations.cache.quantise import DEFAULT_STORE_BITS, EntryFormat, check_store_bits
+from samkv_integrations.engine.announced import Announced
 from samkv_integrations.engine.chunks import Chunks
 from samkv_integrations.engine.costs import CostModel, measure
 from samkv_integrations.engine.costs import name_of as costs_name
@@ -108,6 +110,7 @@ class Engine:
         )  # raises if the model cannot be kept in so many bits
         self.store_bits = store_bits
         self.prefixes = PrefixCache(prefix_bytes)
+        self._announced = Announced()
         self._lock = threading.RLock()
         self._costs: CostModel | None = None
         self.chunks = Chunks(
@@ -204,12 +207,14 @@ class Engine:
             ChunkNotCached: a chunk has no usable cache, and ``on_miss`` is ``error``.
             InvalidChunk: a text is longer than the context window, and ``on_miss`` is not ``text``.
         """
-        bodies = bodies_of(texts)
-        found = (
-            self.chunks.refer(bodies)
-            if on_miss == "text"
-            else self.chunks.prepare(bodies, on_miss, for_prompt=True, names=names, remedy=remedy)
-        )
+        bodies, began = bodies_of(texts), time.perf_counter()
+        if on_miss == "text":
+            found = self.chunks.refer(bodies)
+        else:
+            found = self.chunks.prepare(
+                bodies, on_miss, for_prompt=True, names=names, remedy=remedy
+            )
+            self._announced.add(self.chunks.made(found), time.perf_counter() - began)
         for ref in found:
             self.store.prefetch(ref.key, self.fingerprint)
         self._reader.known.expect(bodies)
@@ -279,13 +284,15 @@ class Engine:
             self._lock,
             torch.inference_mode(),
         ):
+            announce_s = self._announced.claim(resolved, partial(self.store.key, self.fingerprint))
             request = self.request(resolved, settings, settings.sampling.max_new_tokens)
             if settings.on_miss == "compute":
                 request = with_missed(request, self.chunks)
             begun = first_token(request)
             sampler = Sampler(self.model, begun.layout.token_ids.tolist(), settings.sampling)
             first = sampler.next(begun.logits)
-        report = replace(begun.report, ttft_s=time.perf_counter() - began)
+        ttft_s = time.perf_counter() - began
+        report = replace(begun.report, ttft_s=ttft_s, announce_s=announce_s)
         decoder = Decoder(self.model, begun.cache, begun.layout.n_tokens)
 
         def step(token: int) -> int:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from samkv_integrations.engine.accounting import Stopwatch, report_of
+from samkv_integrations.engine.accounting import ChunkWork, Stopwatch, report_of
 from samkv_integrations.engine.blend import Blend
 from samkv_integrations.engine.dense_cache import DenseCache
 from samkv_integrations.engine.evictor import Evictor
@@ -84,8 +84,8 @@ def _answer(request: Request, layout: Layout, clock: Stopwatch) -> FirstToken:
         keep_prefix(request, layout, cache)
     report = report_of(
         request, layout, cache, clock, ran="recompute" if whole else method.way,
-        eviction=_eviction(request, method), kept=plan.kept[:, layout.block_of_token].sum(1),
-        computed=plans[-1].computed.sum(1), n_read=context.bytes_read,
+        eviction=_eviction(request, method), n_read=context.bytes_read,
+        work=ChunkWork.of_pass(request, layout, cache, plans[-1]),
     )  # fmt: skip
     return FirstToken(logits=logits, cache=cache, layout=layout, report=report)
 

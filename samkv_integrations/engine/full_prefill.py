@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from samkv_integrations.cache.blocks import BlockScheme
-from samkv_integrations.engine.accounting import Stopwatch, report_of
+from samkv_integrations.engine.accounting import ChunkWork, Stopwatch, report_of
 from samkv_integrations.engine.blend import Blend
 from samkv_integrations.engine.costs import MARGIN, CostModel
 from samkv_integrations.engine.dense_cache import DenseCache
@@ -20,6 +20,7 @@ from samkv_integrations.methods import Method
 from samkv_integrations.methods.base import overwrite
 from samkv_integrations.methods.parts import RecomputeAll, RecomputeInexact, SelectAll
 from samkv_integrations.prompt.layout import Layout, Segment
+from samkv_integrations.prompt.resolve import Resolved
 
 
 def is_whole(
@@ -94,15 +95,23 @@ def after_prefix(request: Request, layout: Layout, prefix: Prefix, clock: Stopwa
         plan = plan_pass(of_rest, keep, nothing, device=model.device, dtype=model.dtype)
         logits = blend.run(plan)
     keep_prefix(request, layout, cache, beyond=length)
-    everything = torch.full((model.n_layers,), layout.n_context)
-    spans = request.resolved.context_spans
-    behind = sum(max(0, span.stop - max(span.start, length)) for span in spans)
     report = report_of(
-        request, layout, cache, clock, ran="prefix", eviction=None, kept=everything,
-        computed=torch.full_like(everything, behind),
+        request, layout, cache, clock, ran="prefix", eviction=None,
+        work=_work_behind(length, request.resolved),
         n_read=sum(chunk.bytes_read for chunk in request.resolved.opened), prefix_tokens=length,
     )  # fmt: skip
     return FirstToken(logits=logits, cache=cache, layout=layout, report=report)
+
+
+def _work_behind(length: int, resolved: Resolved) -> ChunkWork:
+    """What becomes of a prompt's chunks whose first ``length`` tokens are held in memory."""
+    chunks = [segment for segment in resolved.segments if segment.is_context]
+    kept = computed = reused = 0
+    for span, chunk in zip(resolved.context_spans, chunks, strict=True):
+        kept += len(span)
+        computed += len(span) if chunk.computed_now else max(0, span.stop - max(span.start, length))
+        reused += span.start < length and not chunk.computed_now
+    return ChunkWork(kept=kept, computed=computed, reused=reused)
 
 
 def keep_prefix(request: Request, layout: Layout, cache: WorkingCache, beyond: int = 0) -> None:

@@ -16,20 +16,30 @@ class Report:
         the same beginning.
     prompt_tokens: logical prompt, chunks at full size. context_tokens: those of chunks.
         prefix_tokens: held in memory from an earlier prompt.
-    kept_ratio: context tokens that a step of the answer attends to, mean over layers, over all
-        context tokens.
-    recompute_ratio: context tokens computed at query time, mean over layers, likewise. Chunks
-        without a usable cache count as kept and computed whole.
+    kept_ratio: context tokens that the answer goes on with after its first token, so after an
+        eviction, mean over layers and key-value heads, over all context tokens; with quest, those
+        that a step attends to.
+    recompute_ratio: context tokens computed at query time, mean over layers, likewise. Chunks that
+        are ``computed_now``, or have no usable cache, count as computed whole.
     uncached_tokens: tokens outside chunks, always computed.
-    chunk_hits: chunks answered from their cache. chunk_misses: reason -> count. chunks_computed:
-        the missed ones that were computed as chunks, which later prompts find.
+    found: chunks that were recognised in the prompt, with or without a cache. Each is either
+        reused, computed now, or (all others) computed with the rest of the prompt, as full prefill
+        does; a chunk that stands in two places counts twice.
+    reused: chunks answered, at least in part, from KV entries that were there before: those of
+        their cache, or of an earlier prompt with the same beginning.
+    computed_now: chunks that were computed as chunks for this prompt, which later prompts find:
+        while it waited, or by an announcement of which it is the first prompt (`Engine.announce`).
+        If full prefill was faster then, such a chunk was computed twice.
+    chunk_misses: reason -> chunks without a usable cache when the prompt came; an announcement's
+        have one.
     bytes_read: bytes read from chunk caches, headers and scoring data included.
     kv_bytes: working cache that the first token read, before any eviction; full_kv_bytes: what
         full prefill would hold.
     decode_kv_bytes: working cache at the end of the answer: grown by its tokens, or shrunk.
     probe_s, select_s, load_s, blend_s: seconds of each stage, load_s being all reading, blend_s
         with eviction.
-    ttft_s: from the call to the first token, reading included.
+    ttft_s: from the call to the first token, reading included. announce_s: before that, in
+        announcements: their part for the chunks of this prompt that they computed.
     decode_tokens_per_s: tokens after the first, per second; 0 with one token.
     """
 
@@ -43,9 +53,10 @@ class Report:
     kept_ratio: float
     recompute_ratio: float
     uncached_tokens: int
-    chunk_hits: int
+    found: int
+    reused: int
+    computed_now: int
     chunk_misses: Mapping[str, int]
-    chunks_computed: int
     bytes_read: int
     kv_bytes: int
     full_kv_bytes: int
@@ -54,6 +65,7 @@ class Report:
     select_s: float
     load_s: float
     blend_s: float
+    announce_s: float
     ttft_s: float
     completion_tokens: int
     decode_tokens_per_s: float

@@ -54,6 +54,7 @@ class SparseCache(WorkingCache):
         self._keys: list[Tensor] = [torch.empty(0)] * n_layers  # (S + capacity, G, D), the rest
         self._values: list[Tensor] = [torch.empty(0)] * n_layers
         self._lengths = [0] * n_layers
+        self._n_context = [0] * n_layers
 
     @property
     def kv_bytes(self) -> int:
@@ -61,15 +62,16 @@ class SparseCache(WorkingCache):
         means = sum(mean.nbytes for mean in self._mean_value)
         return rest + means + sum(held.n_bytes for held in self._context if held is not None)
 
-    def attended(self, n_kept: int) -> int:
-        return min(self._budget, n_kept)
+    def attended(self, layer: int, of_chunks: Tensor) -> float:
+        left_out = max(0, self._n_context[layer] - self._budget)
+        return super().attended(layer, of_chunks) - left_out
 
     def take(self, layer: int, entries: LayerEntries) -> None:
         others = entries.other_slots
         room = (0, 0, 0, 0, 0, self._capacity)
         self._keys[layer] = pad(entries.keys.index_select(0, others), room)
         self._values[layer] = pad(entries.values.index_select(0, others), room)
-        self._lengths[layer] = len(others)
+        self._lengths[layer], self._n_context[layer] = len(others), len(entries.context)
         if len(entries.context):
             computed = entries.context_slots[entries.changed]
             self._context[layer] = self._stored.entries(layer, entries.context).with_computed(

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from dataclasses import replace
 from typing import Literal
 
+from samkv_integrations.engine.collect import collectors
 from samkv_integrations.engine.report import Report
 from samkv_integrations.engine.working_cache import WorkingCache
 from samkv_integrations.errors import InvalidOption
@@ -64,7 +65,8 @@ class TextStream:
 class AnswerStream:
     """Iterator over the pieces of one answer; ``report`` is complete once it is exhausted.
 
-    Closing it, or dropping it, frees the working cache.
+    Closing it, or dropping it, frees the working cache. When it ends, in either way or exhausted,
+    its report goes to the `collect_reports` blocks in which it was made.
     """
 
     def __init__(
@@ -82,17 +84,32 @@ class AnswerStream:
         self._decode_s = 0.0
         self._kv_bytes = cache.kv_bytes
         self._finish_reason: Literal["stop", "length"] | None = None
+        self._collectors = collectors()
         self._pieces = self._decode(first, step, end_ids, max_new_tokens, text, cache)
 
     def __iter__(self) -> Iterator[str]:
         return self
 
     def __next__(self) -> str:
-        return next(self._pieces)
+        try:
+            return next(self._pieces)
+        except BaseException:  # StopIteration too
+            self._hand_in()
+            raise
 
     def close(self) -> None:
         """Stop decoding and free what this answer holds."""
         self._pieces.close()
+        self._hand_in()
+
+    def __del__(self) -> None:
+        self.close()
+
+    def _hand_in(self) -> None:
+        waiting, self._collectors = self._collectors, ()
+        report = self.report
+        for reports in waiting:
+            reports.append(report)
 
     @property
     def report(self) -> Report:

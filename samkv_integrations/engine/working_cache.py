@@ -48,9 +48,12 @@ class WorkingCache(ABC):
     def kv_bytes(self) -> int:
         """Bytes held, room not counted."""
 
-    def attended(self, n_kept: int) -> int:
-        """Context tokens that a step attends to, of ``n_kept`` at a layer."""
-        return n_kept
+    def attended(self, layer: int, of_chunks: Tensor) -> float:
+        """Tokens of chunks that the first step attends to at a layer, mean over key-value heads.
+
+        of_chunks: (S,) bool, CPU: which of the entries that the prompt's pass left are of chunks.
+        """
+        return int(of_chunks.sum())
 
     @abstractmethod
     def take(self, layer: int, entries: LayerEntries) -> None:

@@ -23,11 +23,13 @@ class Segment:
     blocks: the block structure, for a chunk whose cache is at hand; None for anything that is
     computed from its tokens.
     is_context: whether the tokens are a chunk's (with or without a usable cache).
+    computed_now: whether the chunk's cache was made for this very prompt.
     """
 
     token_ids: tuple[int, ...]
     blocks: ChunkBlocks | None = None
     is_context: bool = False
+    computed_now: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from types import TracebackType
@@ -25,8 +25,7 @@ class Resolved:
 
     on_miss: with ``error`` a miss raises; else its chunk becomes text.
     misses: reason -> number of chunks without a usable cache. missed_texts: theirs, by token ids.
-    computed: tokens of each missed chunk that was then computed as a chunk. Closes the caches on
-    exit.
+    Closes the caches on exit.
     """
 
     on_miss: OnMiss = "text"
@@ -34,11 +33,10 @@ class Resolved:
     opened: list[StoredChunk] = field(default_factory=list)
     misses: Counter[str] = field(default_factory=Counter)
     missed_texts: dict[tuple[int, ...], str] = field(default_factory=dict)
-    computed: list[int] = field(default_factory=list)
 
     def add_computed(self, chunks: Mapping[tuple[int, ...], Callable[[], StoredChunk]]) -> None:
         """Answer missed chunks from caches that have just been made, by token ids."""
-        opened, before = self.opened, iter(self.opened)
+        before = iter(self.opened)
         self.opened = []
         for at, segment in enumerate(self.segments):
             if segment.blocks is not None:
@@ -46,9 +44,17 @@ class Resolved:
             elif segment.is_context and segment.token_ids in chunks:
                 stored = chunks[segment.token_ids]()
                 self.opened.append(stored)
-                self.computed.append(stored.n_tokens)
-                self.segments[at] = replace(segment, blocks=stored.blocks)
-        assert len(opened) + len(self.computed) == len(self.opened)
+                self.segments[at] = replace(segment, blocks=stored.blocks, computed_now=True)
+        assert next(before, None) is None
+
+    def mark_computed(self, chunks: Container[tuple[int, ...]]) -> None:
+        """Say of chunks, by token ids, that their caches were made for this prompt."""
+        self.segments = [
+            replace(segment, computed_now=True)
+            if segment.is_context and segment.token_ids in chunks
+            else segment
+            for segment in self.segments
+        ]
 
     @property
     def context_spans(self) -> list[range]:
@@ -68,7 +74,7 @@ class Resolved:
         self.count_miss(self.opened[index].key, miss)
         cached = [i for i, segment in enumerate(self.segments) if segment.blocks is not None]
         at = cached[index]
-        self.segments[at] = Segment(token_ids=self.segments[at].token_ids, is_context=True)
+        self.segments[at] = replace(self.segments[at], blocks=None)
         self.opened.pop(index).close()
 
     def count_miss(self, key: str, miss: CacheMiss) -> None:

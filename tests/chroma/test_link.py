@@ -213,7 +213,7 @@ def test_from_question_to_answer(link: ChromaLink, embedding: HashingEmbedding) 
         )
         answer = link.engine.generate(prompt, texts, max_new_tokens=8)
         assert answer.text.strip() == record.workers
-        assert (answer.report.chunk_hits, answer.report.chunk_misses) == (4, {})
+        assert (answer.report.found, answer.report.chunk_misses) == (4, {})
 
 
 class TestOpenCollection:

@@ -17,11 +17,11 @@ def test_ask_answers_and_names_its_sources(town: Path) -> None:
     shown = ran("ask", record.question, "--method", "recompute")
     assert shown.startswith(f"{record.workers}\n")
     assert "krasplex-systems.txt" in shown and f"[{record.name}]" in shown
-    assert "4 of 4 chunks from their caches" in shown
+    assert "4 chunks found, 0 reused, 4 computed with the prompt" in shown
     (row,) = rows_of("ask", record.question, "--top-k", "4")
     assert REPORT_FIELDS | {"question", "answer", "sources"} == set(row)
     assert len(row["sources"]) == 4 and row["sources"][0].endswith("/krasplex-systems.txt")
-    assert (row["method"], row["chunk_hits"], row["chunk_misses"]) == ("auto", 4, {})
+    assert (row["method"], row["found"], row["chunk_misses"]) == ("auto", 4, {})
     assert row["ran"] in ("recompute", "samkv-guided")
 
 

@@ -27,7 +27,8 @@ def test_quickstart_compares_every_method_and_prefills_once(town: Path) -> None:
     for row in rows:
         assert set(row) > REPORT_FIELDS | {"question", "answer", "expected", "ttft_ratio"}
         prefix = row["ran"] == "prefix"  # the same five chunks as for another question
-        assert prefix or (row["chunk_hits"], row["chunk_misses"]) == (5, {})
+        assert prefix or (row["found"], row["chunk_misses"]) == (5, {})
+        assert row["reused"] == 0 if row["ran"] == "recompute" else row["reused"] > 0
     full, auto = (
         sum(row["exact_match"] for row in rows if row["method"] == name)
         for name in ("recompute", "auto")

@@ -80,7 +80,7 @@ def test_a_store_of_other_bits(town: Path, tiny: str) -> None:
         line = error_of(*command, "--model", tiny)
         assert "store_bits is 4 here and 16 there; next step: give store_bits=16" in line
     (row,) = rows_of("ask", "Who?", *wide, "--max-new-tokens", "1")
-    assert (row["chunk_hits"], row["chunk_misses"]) == (4, {})
+    assert (row["found"], row["chunk_misses"]) == (4, {})
     assert rows_of("store", "sync", *wide)[0]["n_cached"] == 0
 
 

@@ -207,9 +207,9 @@ def test_missed_documents_behind_a_short_prefix_are_cached_for_later(on_miss: An
     asked = prompt([first, *others])
     report = engine.generate(asked, [first, *others], max_new_tokens=1, on_miss=on_miss).report
     if on_miss == "text":
-        assert report.ran == "prefix" and not report.chunks_computed
+        assert report.ran == "prefix" and not report.computed_now
     else:
-        assert report.ran == "samkv-guided" and report.chunks_computed == 6
+        assert report.ran == "samkv-guided" and report.computed_now == 6
 
 
 def test_a_prefix_grows_with_the_documents_behind_it() -> None:
@@ -326,10 +326,10 @@ def test_missed_chunks_are_computed_once_and_answer_as_if_they_had_been_ingested
     second = engine.generate(prompt(chunks), chunks, method=method, max_new_tokens=6)
     assert first.text == second.text == expected.text
     report = first.report
-    assert (report.chunk_hits, report.chunk_misses) == (1, {"absent": 3})
-    assert report.chunks_computed == 3 and report.recompute_ratio >= 0.75
-    assert (second.report.chunk_hits, second.report.chunk_misses) == (4, {})
-    assert second.report.chunks_computed == 0
+    assert (report.reused, report.chunk_misses) == (1, {"absent": 3})
+    assert report.computed_now == 3 and report.recompute_ratio >= 0.75
+    assert (second.report.reused, second.report.chunk_misses) == (4, {})
+    assert second.report.computed_now == 0
 
 
 def test_a_missed_chunk_that_stands_twice_in_a_prompt_is_computed_once() -> None:
@@ -338,7 +338,7 @@ def test_a_missed_chunk_that_stands_twice_in_a_prompt_is_computed_once() -> None
     asked = prompt([chunk, chunk])
     with counting(engine.model) as ours:
         report = engine.generate(asked, [chunk], method="reuse", max_new_tokens=1).report
-    assert report.chunks_computed == 2 and report.chunk_hits == 0
+    assert report.computed_now == 2 and report.reused == 0
     n_rest = report.prompt_tokens - 180
     assert ours[0] == (90 + 1 + n_rest) * engine.model.n_layers  # the chunk after its BOS, once
 
@@ -357,7 +357,7 @@ def test_a_store_that_cannot_be_written_does_not_fail_the_answer(
     monkeypatch.setattr(broken.store, "put", refuse)
     for _ in range(2):
         answer = broken.generate(prompt(chunks), chunks, method="samkv-guided", max_new_tokens=6)
-        assert answer.text == expected.text and answer.report.chunks_computed == 2
+        assert answer.text == expected.text and answer.report.computed_now == 2
 
 
 def test_full_prefill_computes_no_chunk_apart() -> None:
@@ -368,7 +368,7 @@ def test_full_prefill_computes_no_chunk_apart() -> None:
         report = engine.generate(
             prompt(chunks), chunks, method="recompute", max_new_tokens=1
         ).report
-    assert report.chunks_computed == 0 and not engine.is_cached(chunks[0])
+    assert report.computed_now == 0 and not engine.is_cached(chunks[0])
     assert ours[0] == report.prompt_tokens * engine.model.n_layers
 
 
@@ -378,14 +378,14 @@ def test_text_on_a_miss_keeps_nothing() -> None:
     report = engine.generate(
         prompt(chunks), chunks, method="reuse", max_new_tokens=1, on_miss="text"
     ).report
-    assert report.chunks_computed == 0 and not engine.is_cached(chunks[0])
+    assert report.computed_now == 0 and not engine.is_cached(chunks[0])
 
 
 def test_auto_leaves_an_empty_store_to_full_prefill() -> None:
     chunks = texts(4, 90)
     engine = engine_with(TOKENS_ONLY, prefix_bytes=0)
     report = engine.generate(prompt(chunks), chunks, max_new_tokens=1).report
-    assert (report.ran, report.chunks_computed) == ("recompute", 0)
+    assert (report.ran, report.computed_now) == ("recompute", 0)
     assert not any(engine.is_cached(chunk) for chunk in chunks)
 
 

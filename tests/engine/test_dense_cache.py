@@ -69,7 +69,20 @@ def test_bytes_are_those_of_the_entries_without_the_room() -> None:
     assert cache.kv_bytes == cache.prompt_bytes == (6 + 9) * row
     step(cache, 1, 20)
     assert cache.kv_bytes == 16 * row and cache.prompt_bytes == 15 * row
-    assert cache.attended(7) == 7
+
+
+def test_attended_is_what_an_eviction_left_mean_over_heads() -> None:
+    cache, given = filled()
+    of_chunks = torch.zeros(given[0].n_entries, dtype=torch.bool)
+    of_chunks[1:4] = True
+    assert cache.attended(0, of_chunks) == 3
+    slots = torch.tensor([[0, 1], [1, 2], [2, 5]])  # (K, G): heads keep two and two of them
+    cache.keep(0, slots, 5)
+    assert cache.attended(0, of_chunks) == 2
+    cache.keep(1, torch.tensor([[0, 0], [1, 4]]), 5)
+    of_chunks = torch.zeros(given[1].n_entries, dtype=torch.bool)
+    of_chunks[1:4] = True
+    assert cache.attended(1, of_chunks) == 0.5
 
 
 def test_an_answer_s_tokens_are_none_of_the_context() -> None:

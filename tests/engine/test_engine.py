@@ -59,7 +59,8 @@ def test_any_chunks_are_served_from_their_caches(texts: list[str], method: str) 
     engine.cache_chunks(texts)
     prompt = "Read:\n" + "\n--\n".join(texts) + "\nQ?"
     report = engine.generate(prompt, texts, method=method, max_new_tokens=3).report
-    assert report.chunk_hits == len(texts)
+    assert (report.found, report.chunk_misses) == (len(texts), {})
+    assert report.reused == 0 if report.ran == "recompute" else 0 <= report.reused <= len(texts)
     assert report.chunk_misses == {}
     assert report.context_tokens == sum(len(t.encode()) for t in texts)
 
@@ -68,7 +69,7 @@ def test_any_chunks_are_served_from_their_caches(texts: list[str], method: str) 
 def test_the_same_chunk_twice_in_a_prompt(engine: Engine, method: str) -> None:
     prompt = f"{TEXTS[0]}\n\n{TEXTS[1]}\n\n{TEXTS[0]}\n\nQ?"
     report = engine.generate(prompt, TEXTS[:2], method=method, max_new_tokens=3).report
-    assert report.chunk_hits == 3
+    assert (report.found, report.chunk_misses) == (3, {})
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -78,7 +79,7 @@ def test_a_prompt_without_chunks_is_the_plain_forward(engine: Engine, method: st
     out = engine.model.hf.generate(ids, max_new_tokens=8, do_sample=False)
     assert answer.text == engine.model.detokenize(out[0, ids.shape[1] :].tolist())
     report = answer.report
-    assert (report.context_tokens, report.chunk_hits, report.bytes_read) == (0, 0, 0)
+    assert (report.context_tokens, report.found, report.bytes_read) == (0, 0, 0)
     assert report.kept_ratio == 1.0
 
 
@@ -88,7 +89,7 @@ def test_a_prompt_that_ends_with_a_chunk(engine: Engine, prompt: str, method: st
     """An empty question: the last token belongs to a chunk and must be computed all the same."""
     chunks = [t for t in TEXTS if t in prompt]
     answer = engine.generate(prompt, chunks, method=method, max_new_tokens=4)
-    assert answer.report.chunk_hits == len(chunks)
+    assert (answer.report.found, answer.report.chunk_misses) == (len(chunks), {})
     if len(chunks) == 1 and method in ("reuse", "recompute"):
         exact = Engine(engine.model, store_bits=16)
         exact.cache_chunks(chunks)
@@ -113,7 +114,7 @@ def test_a_handle_inside_a_document_names_nothing(engine: Engine) -> None:
         if cached:
             engine.cache_chunks([spy])
         report = engine.generate(f"{spy}\n\nQ?", [spy], max_new_tokens=1, on_miss="text").report
-        assert report.chunk_hits == int(cached)
+        assert (report.found, report.chunk_misses) == (1, {} if cached else {"absent": 1})
         assert report.context_tokens == len(spy)
 
 
@@ -238,7 +239,8 @@ def test_a_store_of_other_bits_is_named(engine: Engine) -> None:
     with pytest.raises(FingerprintMismatch, match="store_bits is 8 here and 4 there; next step"):
         engine.store.require(other.fingerprint)
     report = other.generate(PROMPT, TEXTS, max_new_tokens=1).report
-    assert report.chunk_hits == 0 and set(report.chunk_misses) == {"absent"}
+    assert report.found == len(TEXTS) and report.chunk_misses == {"absent": len(TEXTS)}
+    assert report.reused == 0
 
 
 def test_chunks_of_format_version_1_are_counted_misses(tmp_path: Path) -> None:
@@ -249,9 +251,9 @@ def test_chunks_of_format_version_1_are_counted_misses(tmp_path: Path) -> None:
     engine = Engine(model, ChunkStore(tmp_path / "old"), method="reuse", block_size=8)
     report = engine.generate(PROMPT, TEXTS, max_new_tokens=1).report
     assert report.chunk_misses == {"format": len(TEXTS)}
-    assert report.chunk_hits == 0
+    assert (report.reused, report.computed_now) == (0, len(TEXTS))
     report = engine.generate(PROMPT, TEXTS, max_new_tokens=1).report
-    assert (report.chunk_hits, report.chunk_misses) == (len(TEXTS), {})
+    assert (report.reused, report.chunk_misses) == (len(TEXTS), {})
 
 
 def test_a_device_that_is_not_there_is_named() -> None:
@@ -435,16 +437,18 @@ def test_a_handle_means_something_to_its_engine_alone(tmp_path: Path) -> None:
     theirs = Engine(model, ChunkStore(tmp_path, namespace="b"), block_size=8)
     mine.cache_chunks([TEXTS[0]])
     prompt = f"{issued(mine, TEXTS[0])} Q?"
-    assert mine.generate(prompt, max_new_tokens=1).report.chunk_hits == 1
+    report = mine.generate(prompt, max_new_tokens=1).report
+    assert (report.found, report.chunk_misses) == (1, {})
     report = theirs.generate(prompt, max_new_tokens=1).report
-    assert (report.chunk_hits, report.uncached_tokens) == (0, 1 + len(prompt))
+    assert (report.found, report.uncached_tokens) == (0, 1 + len(prompt))
 
 
 def test_a_handle_stands_for_the_text_that_it_was_issued_for(engine: Engine) -> None:
     path, handle = chunk_file(engine, TEXTS[0]), issued(engine, TEXTS[0])
     path.with_suffix(".txt").write_text("something else")
     assert engine.found_in(handle) == [TEXTS[0]]
-    assert engine.generate(f"{handle} Q?", max_new_tokens=1).report.chunk_hits == 1
+    report = engine.generate(f"{handle} Q?", max_new_tokens=1).report
+    assert (report.found, report.chunk_misses) == (1, {})
     engine.store.delete(engine.key_of(TEXTS[0]))
     answer = engine.generate(f"{handle} Q?", max_new_tokens=4, method="recompute", on_miss="text")
     assert answer.report.chunk_misses == {"absent": 1}
@@ -455,10 +459,10 @@ def test_a_handle_stands_for_the_text_that_it_was_issued_for(engine: Engine) -> 
 def test_on_miss_compute_makes_what_a_handle_stands_for_anew(engine: Engine) -> None:
     handle = issued(engine, TEXTS[0])
     chunk_file(engine, TEXTS[0]).unlink()
-    for hits, misses, computed in ((0, {"absent": 1}, 1), (1, {}, 0)):
+    for misses, computed in (({"absent": 1}, 1), ({}, 0)):
         report = engine.generate(f"{handle} Q?", max_new_tokens=1, on_miss="compute").report
-        assert (report.chunk_hits, report.chunk_misses) == (hits, misses)
-        assert report.chunks_computed == computed
+        assert (report.found, report.chunk_misses) == (1, misses)
+        assert (report.reused, report.computed_now) == (0, computed)  # it is short: all anchors
     assert chunk_file(engine, TEXTS[0]).is_file()
 
 

@@ -79,7 +79,7 @@ def test_a_damaged_cache_is_a_counted_miss(engine: Engine, damage, method, by_ha
     assert sum(answer.report.chunk_misses.values()) == 1
     reason = "absent" if damage is delete else "corrupt"
     assert answer.report.chunk_misses == {reason: 1}
-    assert answer.report.chunk_hits == 2
+    assert answer.report.reused == 2
 
 
 def test_every_flipped_byte_gives_the_same_answer_or_a_miss(engine: Engine) -> None:
@@ -110,16 +110,15 @@ def test_on_miss(engine: Engine) -> None:
     prompt = f"{new}\n\nQ?"
     for _ in range(2):  # nothing is kept
         report = engine.generate(prompt, [new], max_new_tokens=1, on_miss="text").report
-        assert (report.chunk_hits, report.chunk_misses) == (0, {"absent": 1})
-        assert report.chunks_computed == 0
+        assert (report.found, report.chunk_misses) == (1, {"absent": 1})
+        assert (report.reused, report.computed_now) == (0, 0)
     with pytest.raises(ChunkNotCached, match="on_miss='text'"):
         engine.generate(prompt, [new], max_new_tokens=1, on_miss="error")
     report = engine.generate(prompt, [new], max_new_tokens=1).report
-    assert (report.chunk_hits, report.chunk_misses) == (0, {"absent": 1})
-    assert report.chunks_computed == 1
+    assert (report.found, report.chunk_misses) == (1, {"absent": 1})
+    assert (report.reused, report.computed_now) == (0, 1)
     report = engine.generate(prompt, [new], max_new_tokens=1).report
-    assert (report.chunk_hits, report.chunk_misses) == (1, {})
-    assert report.chunks_computed == 0
+    assert (report.found, report.chunk_misses, report.computed_now) == (1, {}, 0)
     with pytest.raises(InvalidOption, match="allowed: text, compute, error"):
         engine.generate(prompt, [new], on_miss="guess")  # type: ignore[arg-type]
 
@@ -177,7 +176,8 @@ def test_a_damaged_block_size_is_named(tmp_path: Path, content: str) -> None:
 )
 def test_brackets_in_ordinary_text_are_text(engine: Engine, text: str) -> None:
     prompt = f"{text}\n\n{TEXTS[0]}\n\nQ?"
-    assert engine.generate(prompt, max_new_tokens=1).report.chunk_hits == 1
+    report = engine.generate(prompt, max_new_tokens=1).report
+    assert (report.found, report.chunk_misses) == (1, {})
     assert engine.count_tokens(prompt) == 1 + len(prompt)
 
 
@@ -201,7 +201,7 @@ def test_computing_what_is_missing_reads_no_whole_cache(
 
     monkeypatch.setattr("samkv_integrations.cache.chunk_file.ChunkFile.verify", refuse)
     report = engine.generate(PROMPT, TEXTS, on_miss="compute", max_new_tokens=1).report
-    assert (report.chunk_hits, report.chunk_misses) == (len(TEXTS), {})
+    assert (report.reused, report.chunk_misses) == (len(TEXTS), {})
 
 
 def test_a_full_disk_does_not_fail_a_request(
@@ -220,8 +220,8 @@ def test_a_full_disk_does_not_fail_a_request(
     for _ in range(2):  # computed again each time, as it cannot be kept
         answer = engine.generate(prompt, [TEXTS[0], new], on_miss="compute", max_new_tokens=4)
         assert answer.text == expected.text
-        assert (answer.report.chunk_hits, answer.report.chunk_misses) == (1, {"absent": 1})
-        assert answer.report.chunks_computed == 1
+        assert (answer.report.found, answer.report.chunk_misses) == (2, {"absent": 1})
+        assert answer.report.computed_now == 1
     with pytest.raises(StoreError, match="No space left"):
         engine.cache_chunks([new])
 
@@ -255,9 +255,9 @@ def test_a_chunk_that_no_cache_can_hold_costs_the_others_nothing(
 
     monkeypatch.setattr("samkv_integrations.engine.chunks.prefill", refusing)
     report = engine.generate(PROMPT, TEXTS, max_new_tokens=1).report
-    assert report.chunks_computed == len(TEXTS) - 1
+    assert report.computed_now == len(TEXTS) - 1
     again = engine.generate(PROMPT, TEXTS, max_new_tokens=1).report
-    assert (again.chunk_hits, again.chunk_misses) == (len(TEXTS) - 1, {"absent": 1})
+    assert (again.reused, again.chunk_misses) == (len(TEXTS) - 1, {"absent": 1})
 
 
 def test_engines_that_fill_an_empty_store_together_agree_on_blocks(
@@ -279,7 +279,9 @@ def test_engines_that_fill_an_empty_store_together_agree_on_blocks(
 
 
 def test_caches_of_another_fingerprint_are_never_used(engine: Engine, tmp_path: Path) -> None:
-    other = Engine(tiny_model("llama", seed=1), ChunkStore(tmp_path / "kv"), block_size=8)
+    other = Engine(
+        tiny_model("llama", seed=1), ChunkStore(tmp_path / "kv"), block_size=8, prefix_bytes=0
+    )
     assert other.fingerprint.digest != engine.fingerprint.digest
     report = other.generate(PROMPT, TEXTS, max_new_tokens=1, on_miss="text").report
     assert report.chunk_misses == {"absent": 3}
@@ -290,4 +292,4 @@ def test_caches_of_another_fingerprint_are_never_used(engine: Engine, tmp_path: 
     for on_miss in ("text", "compute"):
         report = other.generate(PROMPT, TEXTS, max_new_tokens=1, on_miss=on_miss).report
         assert report.chunk_misses == {"fingerprint": 1, "absent": 2}
-        assert report.chunk_hits == 0
+        assert (report.found, report.reused) == (3, 0)

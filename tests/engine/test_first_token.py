@@ -251,7 +251,7 @@ def test_a_chunk_lost_on_the_way_is_computed_from_its_text(
         spoil(file_of(on_disk, tmp_path, CHUNKS[index]), -1)  # the last layer's last entry
     lost = ask(on_disk, PROMPT, CHUNKS, method, eviction=None)
     assert lost.report.chunk_misses == {"corrupt": len(broken)}
-    assert lost.report.chunk_hits == len(CHUNKS) - len(broken)
+    assert lost.report.reused == len(CHUNKS) - len(broken)
     without = Engine(on_disk.model, block_size=8)
     without.cache_chunks(CHUNKS)
     for index in broken:
@@ -281,7 +281,7 @@ def test_bytes_of_a_lost_chunk_count(engine: Engine, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(MemoryChunk, "read_all", read_all)
     report = ask(engine, prompt, chunks, "reuse").report
-    assert report.chunk_misses == {"io": 1} and report.chunk_hits == 2
+    assert report.chunk_misses == {"io": 1} and report.reused == 2
     first, second, third = (engine.key_of(text) for text in chunks)
     ids = 4 * sum(map(len, chunks))
     again = sizes[first] - n_range_bytes(engine)  # the key range is known by then
@@ -298,7 +298,8 @@ def test_every_chunk_lost_is_full_prefill(on_disk: Engine, tmp_path: Path) -> No
     for text in CHUNKS:
         spoil(file_of(on_disk, tmp_path, text), -1)
     asked = ask(on_disk, PROMPT, CHUNKS, replace(GUIDED, recompute=GuidedRecompute(ratio=0.0)))
-    assert asked.report.chunk_misses == {"corrupt": len(CHUNKS)} and asked.report.chunk_hits == 0
+    assert asked.report.chunk_misses == {"corrupt": len(CHUNKS)}
+    assert (asked.report.found, asked.report.reused) == (len(CHUNKS), 0)
     expected = plain_logits(on_disk.model, asked.layout)
     torch.testing.assert_close(asked.first.logits, expected, rtol=2e-4, atol=2e-4)
     assert asked.report.recompute_ratio == asked.report.kept_ratio == 1.0

@@ -353,7 +353,7 @@ def test_a_layer_without_context_attends_to_the_rest() -> None:
         query, torch.cat((given.keys, new[:1])), torch.cat((given.values, new[1:]))
     )
     torch.testing.assert_close(output[0, :, 0], expected, rtol=1e-5, atol=1e-5)
-    assert cache.attended(0) == 0
+    assert cache.attended(0, torch.zeros(6, dtype=torch.bool)) == 0
 
 
 # --- what is held ------------------------------------------------------------------------------
@@ -409,7 +409,14 @@ def test_bytes_are_those_of_the_entries_the_ranges_and_the_rest(bits: int, n_byt
 
 
 def test_a_step_counts_as_attending_to_its_budget_or_to_less() -> None:
-    assert [Case(0, 4, 64).cache.attended(n) for n in (0, 63, 64, 100)] == [0, 63, 64, 64]
+    for budget in (1, 64, 10_000):
+        case = Case(0, 4, budget)
+        n_context, n_others = len(case.tokens), len(case.given.other_slots)
+        of_chunks = case.given.is_context.clone()
+        assert len(of_chunks) == n_context + n_others
+        assert case.cache.attended(0, of_chunks) == min(budget, n_context)
+        of_chunks[case.given.other_slots[:2]] = True  # chunks without a cache are never left out
+        assert case.cache.attended(0, of_chunks) == min(budget, n_context) + 2
 
 
 # --- keys that a bias has moved ----------------------------------------------------------------

@@ -54,7 +54,7 @@ def test_script(framework: str) -> None:
     assert out.count("Where was Ingrid Delumb born? Trulhaven") == 3  # asked, streamed, in a chat
     assert "Where was Ingrid Delumb born? Borminster" in out  # after the document changed
     assert "Who does Thea Nilman work for? Kruktech Works" in out
-    assert "4 chunks from caches" in out
+    assert "4 chunks found" in out
     assert out.count("40 chunks cached in") == 2  # the old text's cache is gone
     assert "samkv:" not in out
 

@@ -79,21 +79,23 @@ class TestAnswers:
             assert [c.key for c in found.opened] == [engine.key_of(text) for text in TEXTS]
         answer, expected = (engine.generate(PROMPT, c, max_new_tokens=6) for c in (None, TEXTS))
         assert answer.text == expected.text
-        assert answer.report.chunk_hits == len(TEXTS)
+        assert (answer.report.found, answer.report.chunk_misses) == (len(TEXTS), {})
         assert answer.report.kept_ratio == expected.report.kept_ratio
 
     def test_chunks_that_are_named_are_all_there_are(self, engine: Engine) -> None:
-        assert engine.generate(PROMPT, (), max_new_tokens=1).report.chunk_hits == 0
-        assert engine.generate(PROMPT, TEXTS[:1], max_new_tokens=1).report.chunk_hits == 1
+        assert engine.generate(PROMPT, (), max_new_tokens=1).report.found == 0
+        report = engine.generate(PROMPT, TEXTS[:1], max_new_tokens=1).report
+        assert (report.found, report.chunk_misses) == (1, {})
 
     def test_texts_and_handles_go_together(self, engine: Engine) -> None:
         prompt = PROMPT.replace(TEXTS[1], issued(engine, TEXTS[1]))
         report = engine.generate(prompt, max_new_tokens=1).report
-        assert (report.chunk_hits, report.chunk_misses) == (3, {})
+        assert (report.reused, report.chunk_misses) == (3, {})
 
     def test_a_prompt_that_is_nothing_but_a_chunk(self, engine: Engine) -> None:
         answer = engine.generate(TEXTS[0], method="recompute", max_new_tokens=4)
-        assert answer.report.chunk_hits == 1
+        assert (answer.report.found, answer.report.reused) == (1, 0)
+        assert answer.report.chunk_misses == {}
         plain = engine.generate(TEXTS[0], (), method="recompute", max_new_tokens=4)
         assert answer.text == plain.text
 
@@ -111,31 +113,33 @@ class TestAnswers:
         ):
             answer = engine.generate(PROMPT, method=method, max_new_tokens=6, on_miss=on_miss)
             assert method == "reuse" or answer.text == expected
-            assert (answer.report.chunk_hits, answer.report.chunk_misses) == (2, {"corrupt": 1})
-            assert answer.report.chunks_computed == computed
+            assert (answer.report.found, answer.report.chunk_misses) == (3, {"corrupt": 1})
+            assert answer.report.reused == (0 if method == "recompute" else 2)
+            assert answer.report.computed_now == computed
         report = engine.generate(PROMPT, max_new_tokens=1).report
-        assert (report.chunk_hits, report.chunk_misses) == (3, {})
+        assert (report.reused, report.chunk_misses) == (3, {})
 
     def test_another_namespace_is_not_found(self, engine: Engine, tmp_path: Path) -> None:
         store = ChunkStore(tmp_path / "kv", namespace="another tenant")
         other = Engine(engine.model, store, block_size=8)
         report = other.generate(PROMPT, max_new_tokens=1).report
         # not even counted: that a text is known to somebody is nobody's business
-        assert (report.chunk_hits, report.chunk_misses, report.context_tokens) == (0, {}, 0)
+        assert (report.found, report.chunk_misses, report.context_tokens) == (0, {}, 0)
         other.cache_chunks(TEXTS[:1])
         for each, hits in ((other, 1), (engine, 3)):
-            assert each.generate(PROMPT, max_new_tokens=1).report.chunk_hits == hits
+            report = each.generate(PROMPT, max_new_tokens=1).report
+            assert (report.found, report.chunk_misses) == (hits, {})
 
     def test_another_models_chunks_are_not_found(self, engine: Engine, tmp_path: Path) -> None:
         other = Engine(tiny_model("llama", seed=1), ChunkStore(tmp_path / "kv"), block_size=8)
         report = other.generate(PROMPT, max_new_tokens=1).report
-        assert (report.chunk_hits, report.chunk_misses) == (0, {})
+        assert (report.found, report.chunk_misses) == (0, {})
 
     def test_block_size_settles_after_the_first_prompt(self) -> None:
         engine = Engine(tiny_model("llama"))
-        assert engine.generate(PROMPT, max_new_tokens=1).report.chunk_hits == 0
+        assert engine.generate(PROMPT, max_new_tokens=1).report.found == 0
         engine.cache_chunks(TEXTS)
-        assert engine.generate(PROMPT, max_new_tokens=1).report.chunk_hits == len(TEXTS)
+        assert engine.generate(PROMPT, max_new_tokens=1).report.found == len(TEXTS)
 
 
 class TestExpected:
@@ -149,10 +153,10 @@ class TestExpected:
             engine.generate(prompt, on_miss="error")
         for on_miss, computed in (("text", 0), ("compute", 1)):
             after = engine.generate(prompt, max_new_tokens=4, on_miss=on_miss).report
-            assert (after.chunk_hits, after.chunk_misses) == (3, {"absent": 1})
-            assert after.chunks_computed == computed
+            assert (after.reused, after.chunk_misses) == (3, {"absent": 1})
+            assert after.computed_now == computed
         kept = engine.generate(prompt, max_new_tokens=4).report
-        assert (kept.chunk_hits, kept.chunk_misses, kept.chunks_computed) == (4, {}, 0)
+        assert (kept.reused, kept.chunk_misses, kept.computed_now) == (4, {}, 0)
 
     def test_only_the_latest_are_remembered(
         self, store: Store, monkeypatch: pytest.MonkeyPatch
@@ -173,7 +177,8 @@ class TestExpected:
         other = Engine(engine.model, store, block_size=8)
         other.expect(TEXTS)
         report = other.generate(PROMPT, max_new_tokens=1).report
-        assert (report.chunk_hits, report.chunk_misses) == (0, {"absent": 3})
+        assert (report.found, report.chunk_misses) == (3, {"absent": 3})
+        assert report.reused == 0
 
 
 class TestFinding:

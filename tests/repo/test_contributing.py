@@ -57,7 +57,7 @@ def test_its_limits_are_methods_that_are_known(
 def test_it_recomputes_what_it_says(engine: Engine, example: Any) -> None:
     report = engine.generate(PROMPT, CHUNKS, method=example.tail(), max_new_tokens=2).report
     assert report.recompute_ratio == 16 * len(CHUNKS) / report.context_tokens
-    assert (report.method, report.ran, report.chunk_hits) == ("tail", "tail", len(CHUNKS))
+    assert (report.method, report.ran, report.reused) == ("tail", "tail", len(CHUNKS))
 
 
 def test_its_bad_options_are_named(example: Any) -> None:

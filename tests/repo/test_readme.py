@@ -21,7 +21,7 @@ LINK = re.compile(r"\]\(((?!http)[^)]+)\)")
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 SNIPPETS = dict(zip(("llama-index", "langchain"), PYTHON.findall(README), strict=True))
 PRINTED = {  # by the snippets of a page, one after the other
-    "index": ("Nombury", "chunk_hits=2", "chunk_misses={}"),
+    "index": ("Nombury", "found=2", "chunk_misses={}"),
     "langchain": ("Vasumex Trading", "Hadorix Press"),
     "llama-index": ("Vasumex Trading", "Hadorix Press"),
     "methods": (),
@@ -50,7 +50,7 @@ def test_the_llama_index_snippet_answers_from_caches(tmp_path: Path) -> None:
     printed = run(SNIPPETS["llama-index"], tmp_path)
     assert "Vasumex Trading" in printed
     assert "chunk_misses={}" in printed
-    assert "chunk_hits=2" in printed  # LlamaIndex retrieves two nodes unless told otherwise
+    assert "found=2" in printed  # LlamaIndex retrieves two nodes unless told otherwise
 
 
 def test_the_langchain_snippet_answers_from_caches(tmp_path: Path) -> None:
@@ -59,7 +59,7 @@ def test_the_langchain_snippet_answers_from_caches(tmp_path: Path) -> None:
         printed = run(SNIPPETS["langchain"], tmp_path)
         assert "Vasumex Trading" in printed
         assert "chunk_misses={}" in printed
-        assert "chunk_hits=4" in printed  # as many as LangChain retrieves unless told otherwise
+        assert "found=4" in printed  # as many as LangChain retrieves unless told otherwise
     collection = open_collection(tmp_path / "chroma", "town", create=False)
     assert collection.count() == len([*(ROOT / "examples" / "town_records").glob("*.txt")])
 

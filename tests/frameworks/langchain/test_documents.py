@@ -112,7 +112,7 @@ class TestTransformer:
         answers = Answers(engine)
         answer = answers.chain(retriever_of(cached) | format_docs).invoke(QUESTION)
         assert RECORDS[0].workers in answer
-        assert answers.reports[0].chunk_hits == 2 and not answers.reports[0].chunk_misses
+        assert answers.reports[0].found == 2 and not answers.reports[0].chunk_misses
 
     def test_twice_computes_nothing_twice(
         self, engine: Engine, monkeypatch: pytest.MonkeyPatch
@@ -197,7 +197,7 @@ class TestCompressor:
         assert RECORDS[0].workers in asyncio.run(chain.ainvoke(QUESTION))
         for prompt, report in zip(answers.prompts, answers.reports, strict=True):
             assert (TEXTS[0] in prompt) == (mode == "text")
-            assert report.chunk_hits == 2 and not report.chunk_misses
+            assert report.found == 2 and not report.chunk_misses
 
     def test_a_document_without_a_cache_is_a_counted_miss(self, engine: Engine) -> None:
         engine.cache_chunks(TEXTS[:1])
@@ -207,8 +207,8 @@ class TestCompressor:
         answers.chain(retriever | format_docs).invoke(QUESTION)
         answers.chain(retriever | compressor.compress_documents | format_docs).invoke(QUESTION)
         silent, counted = answers.reports
-        assert (silent.chunk_hits, silent.chunk_misses) == (1, {})
-        assert (counted.chunk_hits, counted.chunk_misses) == (1, {"absent": 1})
+        assert (silent.found, silent.chunk_misses) == (1, {})
+        assert (counted.found, counted.chunk_misses) == (2, {"absent": 1})
 
     def test_on_miss(self, engine: Engine) -> None:
         engine.cache_chunks(TEXTS[:1])
@@ -283,7 +283,8 @@ class TestCompressor:
             RunnableLambda(answers), PROMPT, document_prompt=by_handle
         )
         answer = stuff.invoke({"context": found, "question": QUESTION})
-        assert RECORDS[0].workers in answer and answers.reports[0].chunk_hits == 2
+        assert RECORDS[0].workers in answer
+        assert answers.reports[0].found == 2 and not answers.reports[0].chunk_misses
         assert TEXTS[0] not in answers.prompts[0]
 
         tool = create_retriever_tool(compressed, "search", "Searches.", document_prompt=by_handle)

@@ -138,7 +138,7 @@ class TestChat:
         message = chat.invoke(prompt_about())
         assert message.content.strip() == ASKED.workers
         report = chat.last_report
-        assert report.chunk_hits == len(TEXTS) and not report.chunk_misses
+        assert report.found == len(TEXTS) and not report.chunk_misses
         assert message.usage_metadata == {
             "input_tokens": report.prompt_tokens,
             "output_tokens": report.completion_tokens,
@@ -174,7 +174,8 @@ class TestChat:
         assert chunk.chunk_position == "last" and chunk.content == ""
         named = {name: full.response_metadata[name] for name in ("model_name", "finish_reason")}
         assert named == {"model_name": "builtin", "finish_reason": "stop"}
-        assert full.response_metadata["samkv"]["chunk_hits"] == len(TEXTS)
+        figures = full.response_metadata["samkv"]
+        assert (figures["found"], figures["chunk_misses"]) == (len(TEXTS), {})
 
     def test_every_way_answers_alike_off_the_loop(
         self, chat: ChatSamKV, monkeypatch: pytest.MonkeyPatch
@@ -244,7 +245,7 @@ class TestChat:
         engine.cache_chunks(texts)
         chat = ChatSamKV(engine=engine, max_tokens=2)
         chat.invoke([HumanMessage([{"type": "text", "text": text} for text in [*texts, "Where?"]])])
-        assert chat.last_report.chunk_hits == 2
+        assert (chat.last_report.found, chat.last_report.chunk_misses) == (2, {})
 
     def test_an_answer_can_be_a_message_again(self, engine: Engine) -> None:
         for version in ("v0", "v1"):
@@ -278,7 +279,7 @@ class TestStrings:
     def test_invoke_and_stream(self, llm: SamKV, steps: list[Decoder]) -> None:
         prompt = prompt_about(kind=SamKV)
         assert llm.invoke(prompt).strip() == ASKED.workers  # and not the prompt before it
-        assert llm.last_report.chunk_hits == len(TEXTS)
+        assert (llm.last_report.found, llm.last_report.chunk_misses) == (len(TEXTS), {})
         steps.clear()
         handler, seen_at, pieces = Tokens(), [], []
         for piece in llm.stream(prompt, {"callbacks": [handler]}):
@@ -404,7 +405,7 @@ class TestArguments:
         assert chat.kv_dir == str(tmp_path / "kv")
         chat.engine.cache_chunks(TEXTS)
         assert chat.invoke(prompt_about()).content == f" {ASKED.workers}"
-        assert chat.last_report.chunk_hits == len(TEXTS)
+        assert (chat.last_report.found, chat.last_report.chunk_misses) == (len(TEXTS), {})
         again = ChatSamKV(model="builtin", kv_dir=tmp_path / "kv")
         assert again.engine is not chat.engine
         assert again.engine.store.keys(again.engine.fingerprint)
@@ -524,7 +525,7 @@ class TestArguments:
             llm = kind(engine=engine, max_tokens=1)
             engine.expect([ASKED.text])
             llm.invoke(f"Documents:\n\n{ASKED.text}\n\nQuestion: Who?")
-            assert (llm.on_miss, llm.last_report.chunks_computed) == ("compute", 1)
+            assert (llm.on_miss, llm.last_report.computed_now) == ("compute", 1)
             assert engine.is_cached(ASKED.text)
 
     def test_what_cannot_be_loaded(self) -> None:

@@ -50,7 +50,7 @@ class TestQueryEngine:
         for record in RECORDS:
             answer = str(corpus.query_engine(llm).query(record.question)).strip()
             report = llm.last_report
-            assert (report.method, report.chunk_hits) == ("samkv-guided", TOP_K)
+            assert (report.method, report.reused) == ("samkv-guided", TOP_K)
             assert report.chunk_misses == {} and report.kept_ratio < 0.5
             expected = str(corpus.query_engine(full).query(record.question)).strip()
             assert full.last_report.recompute_ratio == 1
@@ -93,7 +93,7 @@ class TestQueryEngine:
         assert again.engine.store is not own_corpus.engine.store
         llm = again.llm()
         assert str(again.query_engine(llm).query(ASKED.question)).strip() == ASKED.workers
-        assert (llm.last_report.chunk_hits, llm.last_report.chunk_misses) == (TOP_K, {})
+        assert (llm.last_report.found, llm.last_report.chunk_misses) == (TOP_K, {})
 
     def test_streaming(self, corpus: Corpus) -> None:
         llm = corpus.llm()
@@ -101,13 +101,13 @@ class TestQueryEngine:
         response = corpus.query_engine(llm, streaming=True).query(ASKED.question)
         pieces = [piece for piece in response.response_gen if piece]
         assert len(pieces) > 1 and "".join(pieces) == expected
-        assert llm.last_report.chunk_hits == TOP_K
+        assert (llm.last_report.found, llm.last_report.chunk_misses) == (TOP_K, {})
 
     def test_async(self, corpus: Corpus) -> None:
         llm = corpus.llm()
         response = asyncio.run(corpus.query_engine(llm, use_async=True).aquery(ASKED.question))
         assert str(response).strip() == ASKED.workers
-        assert llm.last_report.chunk_hits == TOP_K
+        assert (llm.last_report.found, llm.last_report.chunk_misses) == (TOP_K, {})
 
     @pytest.mark.parametrize("mode", ["compact", "refine", "tree_summarize", "simple_summarize"])
     def test_handles_survive_every_way_of_composing(
@@ -130,7 +130,7 @@ class TestQueryEngine:
         )
         for record in RECORDS[:2]:
             response = chat.chat(record.question)
-            assert llm.last_report.chunk_hits == TOP_K
+            assert (llm.last_report.found, llm.last_report.chunk_misses) == (TOP_K, {})
             assert [s.node.text for s in response.source_nodes][0] == record.text
         # the second turn knows the first, and holds no handles but its own
         assert [turn["role"] for turn in prompts[1]] == ["system", "user", "assistant", "user"]
@@ -143,7 +143,7 @@ class TestMisses:
         before = str(own_corpus.query_engine(llm).query(ASKED.question))
         own_corpus.key_file(ASKED.text).unlink()
         assert str(own_corpus.query_engine(llm).query(ASKED.question)) == before
-        assert llm.last_report.chunk_hits == TOP_K - 1
+        assert llm.last_report.found == TOP_K
         assert llm.last_report.chunk_misses == {"absent": 1}
 
     def test_broken_cache_is_counted_and_changes_nothing(self, own_corpus: Corpus) -> None:
@@ -168,7 +168,7 @@ class TestMisses:
         response = own_corpus.query_engine(llm).query(ASKED.question)
         assert str(response).strip() == ASKED.workers
         assert ASKED.text not in prompts[0][-1]["content"]
-        assert llm.last_report.chunk_hits == TOP_K - 1
+        assert llm.last_report.found == TOP_K
         assert sum(llm.last_report.chunk_misses.values()) == 1
 
     def test_chunk_that_the_store_never_knew_is_text(
@@ -179,7 +179,7 @@ class TestMisses:
         response = own_corpus.query_engine(llm).query(ASKED.question)
         assert str(response).strip() == ASKED.workers
         assert ASKED.text in str(prompts[0][-1]["content"])
-        assert llm.last_report.chunk_hits == TOP_K - 1
+        assert llm.last_report.reused == TOP_K - 1
 
     def test_text_changed_after_ingest_is_text(
         self, own_corpus: Corpus, prompts: list[Any]
@@ -215,7 +215,7 @@ class TestMisses:
         query_engine = own_corpus.query_engine(llm, postprocessor=postprocessor)
         for _ in range(2):  # the second time nothing is missing
             assert str(query_engine.query(ASKED.question)).strip() == ASKED.workers
-            assert (llm.last_report.chunk_hits, llm.last_report.chunk_misses) == (TOP_K, {})
+            assert (llm.last_report.found, llm.last_report.chunk_misses) == (TOP_K, {})
             assert passes == [keys]
 
     def test_compute_follows_a_text_that_changes_later(self, own_corpus: Corpus) -> None:

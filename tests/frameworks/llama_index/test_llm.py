@@ -69,7 +69,7 @@ class TestCalls:
         assert response.text.strip() == ASKED.workers
         report = response.raw["samkv"]
         assert report == llm.last_report.to_dict() == response.additional_kwargs["samkv"]
-        assert report["chunk_hits"] == len(TEXTS)
+        assert (report["found"], report["chunk_misses"]) == (len(TEXTS), {})
         usage = response.raw["usage"]
         assert usage["prompt_tokens"] == report["prompt_tokens"] > 39 * len(TEXTS)
         assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
@@ -90,7 +90,8 @@ class TestCalls:
         response = corpus.llm().chat(messages)
         assert response.message.role == MessageRole.ASSISTANT
         assert response.message.content.strip() == ASKED.workers
-        assert response.raw["samkv"]["chunk_hits"] == len(TEXTS)
+        report = response.raw["samkv"]
+        assert (report["found"], report["chunk_misses"]) == (len(TEXTS), {})
         assert response.additional_kwargs["completion_tokens"] > 0
         # LlamaIndex writes these into the prompts of later turns
         assert response.message.additional_kwargs == {}
@@ -380,7 +381,7 @@ class TestConfiguration:
         llm = SamKVLLM(engine=engine, max_new_tokens=1)
         engine.expect([ASKED.text])
         llm.complete(f"Documents:\n\n{ASKED.text}\n\nQuestion: Who?")
-        assert (llm.on_miss, llm.last_report.chunks_computed) == ("compute", 1)
+        assert (llm.on_miss, llm.last_report.computed_now) == ("compute", 1)
         assert engine.is_cached(ASKED.text)
 
     def test_metadata_comes_from_the_model(self, corpus: Corpus) -> None:

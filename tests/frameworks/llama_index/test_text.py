@@ -52,13 +52,13 @@ class TestOnlyTheLlmIsSwapped:
     def test_caches_made_at_ingest_are_found(self, corpus: Corpus) -> None:
         llm = corpus.llm()
         assert ASKED.workers in str(ask(corpus, llm))
-        assert (llm.last_report.chunk_hits, llm.last_report.chunk_misses) == (TOP_K, {})
+        assert (llm.last_report.found, llm.last_report.chunk_misses) == (TOP_K, {})
         assert llm.last_report.kept_ratio < 0.5
 
     def test_nothing_is_looked_for_if_so_asked(self, corpus: Corpus) -> None:
         llm = corpus.llm(match_text=False)
         assert ASKED.workers in str(ask(corpus, llm))
-        assert (llm.last_report.chunk_hits, llm.last_report.context_tokens) == (0, 0)
+        assert (llm.last_report.found, llm.last_report.context_tokens) == (0, 0)
 
     def test_five_lines_of_llama_index(self, settings: Any, tmp_path: Path) -> None:
         for record in RECORDS:
@@ -77,11 +77,12 @@ class TestOnlyTheLlmIsSwapped:
             response = query_engine.query(record.question)
             assert str(response).strip() == record.workers
             report = settings.llm.last_report
-            assert (report.chunk_hits, report.chunk_misses) == (len(response.source_nodes), {})
+            assert (report.found, report.chunk_misses) == (len(response.source_nodes), {})
         # and what was cached at its first use serves an LLM that knows nothing of retrievals
         settings.llm = SamKVLLM(model_name="builtin", kv_dir=tmp_path / "kv", max_new_tokens=12)
         index.as_query_engine().query(ASKED.question)
-        assert settings.llm.last_report.chunk_hits == 2
+        report = settings.llm.last_report
+        assert (report.found, report.chunk_misses) == (2, {})
 
     def test_others_do_not_learn_what_was_retrieved(self, tmp_path: Path) -> None:
         index = VectorStoreIndex.from_documents(
@@ -97,8 +98,8 @@ class TestOnlyTheLlmIsSwapped:
         )
         for llm in (one, other):
             index.as_query_engine(llm=llm).query(ASKED.question)
-        assert one.last_report.chunk_hits == 2 == len(one.engine.store.keys())
-        assert other.last_report.chunk_hits == 0 and other.engine.store.keys() == []
+        assert one.last_report.found == 2 == len(one.engine.store.keys())
+        assert other.last_report.found == 0 and other.engine.store.keys() == []
         assert other.last_report.chunk_misses == {}
 
     def test_listening_keeps_no_engine_alive(self) -> None:
@@ -137,7 +138,7 @@ class TestTextMode:
             dispatcher.event_handlers.remove(seen)
             dispatcher.span_handlers.remove(spans)
         assert ASKED.workers in str(response)
-        assert llm.last_report.chunk_hits == TOP_K
+        assert (llm.last_report.found, llm.last_report.chunk_misses) == (TOP_K, {})
         assert len(seen.seen) > 5 and len(spans.seen) > 5
         assert ASKED.text in repr(prompts) or ASKED.text in prompts[0][-1]["content"]
         events = [event.payload for event in debug.get_events()]
@@ -163,10 +164,11 @@ class TestTextMode:
     def test_misses(self, own_corpus: Corpus) -> None:
         drop(own_corpus, ASKED.text)
         llm = own_corpus.llm()
-        for on_miss, hits, misses in (("text", TOP_K - 1, {"absent": 1}), ("compute", TOP_K, {})):
+        for on_miss, computed, misses in (("text", 0, {"absent": 1}), ("compute", 1, {})):
             postprocessor = SamKVPostprocessor(llm=llm, mode="text", on_miss=on_miss)
             assert ASKED.workers in str(ask(own_corpus, llm, postprocessor))
-            assert (llm.last_report.chunk_hits, llm.last_report.chunk_misses) == (hits, misses)
+            assert (llm.last_report.found, llm.last_report.chunk_misses) == (TOP_K, misses)
+            assert llm.last_report.computed_now == computed
         drop(own_corpus, ASKED.text)
         with pytest.raises(ChunkNotCached, match="SamKVCacheTransform"):
             ask(own_corpus, llm, SamKVPostprocessor(llm=llm, mode="text", on_miss="error"))
@@ -205,10 +207,10 @@ class TestWithoutCaches:
         llm = own_corpus.llm()
         postprocessor = SamKVPostprocessor(llm=llm, mode=mode)
         before = str(ask(own_corpus, llm, postprocessor))
-        assert llm.last_report.chunk_hits == TOP_K
+        assert (llm.last_report.found, llm.last_report.chunk_misses) == (TOP_K, {})
         shutil.rmtree(own_corpus.folder / "kv")
         assert str(ask(own_corpus, llm, postprocessor)) == before
-        assert llm.last_report.chunk_hits == 0
+        assert (llm.last_report.found, llm.last_report.reused) == (TOP_K, 0)
         assert llm.last_report.chunk_misses == {"absent": TOP_K}
         # nor does a question fail because its chunks cannot be cached
         computing = SamKVPostprocessor(llm=llm, mode=mode, on_miss="compute")
@@ -222,7 +224,7 @@ class TestWithoutCaches:
         # and when it has been filled, it is as good as the right one
         postprocessor = SamKVPostprocessor(llm=llm, on_miss="compute")
         assert ASKED.workers in str(ask(corpus, llm, postprocessor))
-        assert llm.last_report.chunk_hits == TOP_K
+        assert (llm.last_report.found, llm.last_report.chunk_misses) == (TOP_K, {})
 
     def test_something_else_than_a_store(self, tmp_path: Path) -> None:
         (tmp_path / "file").write_text("a file")

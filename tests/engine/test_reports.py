@@ -1,0 +1,187 @@
+"""What a report says of a prompt's chunks: found, reused, computed now, kept."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from samkv_integrations import Engine
+from samkv_integrations.engine import announced
+from samkv_integrations.engine.announced import Announced
+from samkv_integrations.engine.dense_cache import DenseCache
+from samkv_integrations.engine.report import Report
+from samkv_integrations.eviction import EVICTIONS
+from tests.support.models import tiny_model
+from tests.support.served import PROMPT, TEXTS, engine_on
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Engine:
+    return engine_on(tmp_path)
+
+
+def asked(engine: Engine, **options: Any) -> Report:
+    return engine.generate(PROMPT, TEXTS, **{"max_new_tokens": 1, **options}).report
+
+
+def chunks_of(report: Report) -> tuple[int, int, int]:
+    return report.found, report.reused, report.computed_now
+
+
+# -- found, reused, computed now ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["recompute", "auto"])
+def test_full_prefill_reuses_nothing(engine: Engine, method: str) -> None:
+    """Regression: chunks were hits although everything was computed."""
+    report = asked(engine, method=method)
+    assert (report.ran, *chunks_of(report)) == ("recompute", 3, 0, 0)
+    assert report.chunk_misses == {} and report.recompute_ratio == 1.0
+
+
+def test_what_is_answered_from_its_cache_is_reused(engine: Engine) -> None:
+    assert chunks_of(asked(engine, method="reuse")) == (3, 3, 0)
+
+
+def test_a_chunk_recomputed_to_its_last_token_is_not_reused(engine: Engine) -> None:
+    """Regression: a small context that a method computes whole counted as hits."""
+    short = "abc de"
+    engine.cache_chunks([short])
+    report = engine.generate(f"Hi. {short}\n\nQ?", [short], method="epic", max_new_tokens=1).report
+    assert (report.ran, *chunks_of(report)) == ("epic", 1, 0, 0)
+    assert report.recompute_ratio == 1.0
+
+
+def test_a_prefix_in_memory_is_reused_though_nothing_is_stored() -> None:
+    engine = Engine(tiny_model("llama"), block_size=8)
+    first = asked(engine, on_miss="text")
+    second = asked(engine, on_miss="text")
+    assert (first.ran, *chunks_of(first)) == ("recompute", 3, 0, 0)
+    assert (second.ran, *chunks_of(second)) == ("prefix", 3, 3, 0)
+    assert second.chunk_misses == {"absent": 3} and second.recompute_ratio == 0.0
+
+
+def test_a_chunk_behind_the_prefix_is_computed_with_the_prompt() -> None:
+    engine = Engine(tiny_model("llama"), block_size=8)
+    until = PROMPT.index(TEXTS[2])
+    engine.generate(PROMPT[:until] + "Q?", TEXTS[:2], max_new_tokens=1, on_miss="text")
+    report = asked(engine, on_miss="text")
+    assert (report.ran, *chunks_of(report)) == ("prefix", 3, 2, 0)
+    assert report.recompute_ratio == len(TEXTS[2]) / sum(map(len, TEXTS))
+
+
+@pytest.mark.parametrize(("on_miss", "expected"), [("text", (3, 1, 0)), ("compute", (3, 1, 2))])
+def test_misses_are_computed_now_or_with_the_prompt(
+    engine: Engine, on_miss: str, expected: tuple[int, int, int]
+) -> None:
+    for text in TEXTS[1:]:
+        engine.store.delete(engine.key_of(text))
+    report = asked(engine, method="reuse", on_miss=on_miss)
+    assert chunks_of(report) == expected
+    assert report.chunk_misses == {"absent": 2}
+    assert report.recompute_ratio == sum(map(len, TEXTS[1:])) / sum(map(len, TEXTS))
+
+
+# -- announcements ------------------------------------------------------------------------------
+
+
+def test_what_an_announcement_computed_is_the_first_prompts_work() -> None:
+    """Regression: a query that had just paid for all its chunks reported hits and no work."""
+    engine = Engine(tiny_model("llama"), block_size=8, method="reuse")
+    engine.announce(TEXTS, "compute")
+    elsewhere = engine.generate("Hello", max_new_tokens=1).report
+    assert (*chunks_of(elsewhere), elsewhere.announce_s) == (0, 0, 0, 0.0)
+    first, second = asked(engine), asked(engine)
+    assert (*chunks_of(first), first.recompute_ratio) == (3, 0, 3, 1.0)
+    assert first.announce_s > 0 and first.chunk_misses == {}
+    assert (*chunks_of(second), second.recompute_ratio) == (3, 3, 0, 0.0)
+    assert second.announce_s == 0
+
+
+def test_it_is_work_even_where_full_prefill_follows() -> None:
+    engine = Engine(tiny_model("llama"), block_size=8)
+    engine.announce(TEXTS, "compute")
+    report = asked(engine)
+    assert (report.ran, *chunks_of(report)) == ("recompute", 3, 0, 3)
+    assert report.recompute_ratio == 1.0
+
+
+def test_announcing_what_is_cached_is_no_work(engine: Engine) -> None:
+    engine.announce(TEXTS, "compute")
+    report = asked(engine, method="reuse")
+    assert (*chunks_of(report), report.announce_s) == (3, 3, 0, 0.0)
+
+
+def test_prompts_share_an_announcement_by_its_chunks(engine: Engine) -> None:
+    for text in TEXTS[:2]:
+        engine.store.delete(engine.key_of(text))
+    engine.announce(TEXTS, "compute")
+    one = engine.generate(f"{TEXTS[0]}\n\nQ?", [TEXTS[0]], max_new_tokens=1).report
+    rest = asked(engine, method="reuse")
+    assert one.found == one.computed_now == 1
+    assert chunks_of(rest) == (3, 2, 1)
+    assert one.announce_s == rest.announce_s > 0
+
+
+def test_an_announcement_that_nobody_asks_for_is_forgotten(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(announced, "MAX_REMEMBERED", 2)
+    remembered = Announced()
+    with engine.resolve(PROMPT, TEXTS) as resolved:
+        keys = [chunk.key for chunk in resolved.opened]
+        remembered.add(keys, 3.0)
+        of_ids = dict(zip((chunk.token_ids for chunk in _chunks(resolved)), keys, strict=True))
+        assert remembered.claim(resolved, of_ids.__getitem__) == 2.0
+        assert [chunk.computed_now for chunk in _chunks(resolved)] == [False, True, True]
+        assert remembered.claim(resolved, of_ids.__getitem__) == 0.0
+
+
+def _chunks(resolved: Any) -> list[Any]:
+    return [segment for segment in resolved.segments if segment.is_context]
+
+
+# -- kept ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("missed", [0, 1])
+@pytest.mark.parametrize("rule", ["h2o", "snapkv", "streaming-llm"])
+def test_kept_is_what_an_eviction_leaves(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, rule: str, missed: int
+) -> None:
+    """Regression: 1.0, whatever had been dropped. The slots that are kept are counted here."""
+    kept: list[torch.Tensor] = []
+    keep = DenseCache.keep
+
+    def spied(self: DenseCache, layer: int, slots: torch.Tensor | None, room: int) -> None:
+        assert slots is not None
+        kept.append(slots)
+        keep(self, layer, slots, room)
+
+    monkeypatch.setattr(DenseCache, "keep", spied)
+    if missed:
+        engine.store.delete(engine.key_of(TEXTS[0]))
+    ask = {"method": "reuse", "on_miss": "text", "max_new_tokens": 4}
+    report = asked(engine, eviction=type(EVICTIONS[rule])(budget_tokens=60), **ask)
+    with engine.resolve(PROMPT, TEXTS) as resolved:
+        spans = resolved.context_spans
+    n_context = sum(map(len, spans))
+    of_layers = [
+        sum(int(slot) in span for slot in slots.flatten() for span in spans) / slots.shape[1]
+        for slots in kept
+    ]
+    assert len(kept) == engine.model.n_layers and sum(report.chunk_misses.values()) == missed
+    assert report.kept_ratio == pytest.approx(sum(of_layers) / len(of_layers) / n_context)
+    assert 0 < report.kept_ratio < 60 / n_context
+    assert asked(engine, eviction="none", **ask).kept_ratio == 1.0
+
+
+def test_streaming_keeps_the_prompts_ends(engine: Engine) -> None:
+    """By hand: 4 sinks, and the last 56 entries of which the question has some."""
+    rule = type(EVICTIONS["streaming-llm"])(budget_tokens=60)
+    report = asked(engine, method="recompute", eviction=rule)
+    behind = report.prompt_tokens - (1 + PROMPT.index(TEXTS[2]) + len(TEXTS[2]))
+    assert report.kept_ratio == pytest.approx((60 - 4 - behind) / report.context_tokens)
