@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from html import escape
 
 from samkv_integrations.cache.base import Store
 from samkv_integrations.cache.chunk import normalise
 from samkv_integrations.cache.fingerprint import Fingerprint
 from samkv_integrations.errors import InvalidOption
+from samkv_integrations.prompt.bare import Bare
 from samkv_integrations.prompt.text import bodies_of, is_in_word, shorten
 
 LOOKUP_CHARS = 24
-"""Characters at the beginning of a body by which it is looked up; a shorter body is not found."""
+"""Characters at the beginning of a bare form that are looked up; a shorter one is not found."""
 
 MAX_EXPECTED = 4096
+
+_BEGINNING = re.compile(r"(?<![^\W_])\S|[^\w\s]|_")  # in a bare form: no space, not within a word
 
 _EXPECTED = "expected"  # a source of a body; the others are keys, which are hex
 
@@ -61,15 +64,30 @@ def find_given(prompt: str, chunks: Sequence[str], handles: Sequence[Span] = ())
 
 
 def _occurrences(prompt: str, bodies: Sequence[str]) -> Iterator[Span]:
+    """Where bodies stand as they are; one that nowhere does, where it is written otherwise."""
+    bare: Bare | None = None
     for body in bodies:
-        at = prompt.find(body)
-        while at >= 0:
-            yield Span(at, at + len(body), body)
-            at = prompt.find(body, at + 1)
+        places = _all_of(body, prompt)
+        if places:
+            yield from (Span(at, at + len(body), body) for at in places)
+        elif form := Bare(body).text.strip():
+            bare = bare or Bare(prompt)
+            for at in _all_of(form, bare.text):
+                yield Span(bare.start(at), bare.stop(at + len(form)), body)
+
+
+def _all_of(text: str, prompt: str) -> list[int]:
+    """Where ``text`` begins in ``prompt``, each place."""
+    places = []
+    at = prompt.find(text)
+    while at >= 0:
+        places.append(at)
+        at = prompt.find(text, at + 1)
+    return places
 
 
 class KnownTexts:
-    """Finds the bodies of stored chunks in prompts, as they are or as templates escape them.
+    """Finds the bodies of stored chunks in prompts, however they are written there, see `Bare`.
 
     The store's texts are read at the first prompt and kept in memory; what any process adds or
     deletes is noticed at the next one. Texts of other namespaces are not found. Safe to use from
@@ -95,7 +113,8 @@ class KnownTexts:
         self._expected: OrderedDict[str, None] = OrderedDict()  # bodies, oldest first
         self._sources: dict[str, set[str]] = {}  # body -> keys that it may have, or _EXPECTED
         self._ours: set[str] = set()  # bodies that are known to be of this namespace
-        self._index: dict[str, dict[str, str]] = {}  # first characters -> form -> body
+        # first characters -> bare form -> body -> characters of the body before it
+        self._index: dict[str, dict[str, dict[str, int]]] = {}
 
     def expect(self, texts: Sequence[str]) -> None:
         """Find these texts too, stored or not: the latest `MAX_EXPECTED` of them.
@@ -113,34 +132,44 @@ class KnownTexts:
     def find(self, prompt: str) -> list[Span]:
         """Where they stand in ``prompt``; of two that begin in one place the longer.
 
-        A body must stand alone: one that begins or ends within a word is not found.
+        A body must stand alone: one that begins or ends within a word is not found. Of those with
+        one bare form the one that is written there as it is, else any.
 
         Raises:
             StoreError: the store cannot be listed.
         """
+        bare = Bare(prompt)
         with self._lock:
             self._refresh()
             found: list[Span] = []
-            at, last = 0, len(prompt) - LOOKUP_CHARS
-            while at <= last:
-                form = self._form_at(prompt, at)
-                if form is None:
-                    at += 1
-                else:
-                    body = self._index[form[:LOOKUP_CHARS]][form]
-                    found.append(Span(at, at + len(form), body))
-                    at += len(form)
+            end = 0
+            for beginning in _BEGINNING.finditer(bare.text):
+                at = beginning.start()
+                if at < end or bare.text[at : at + LOOKUP_CHARS] not in self._index:
+                    continue
+                if (form := self._form_at(bare.text, at)) is not None:
+                    found.append(self._span(prompt, bare, at, form))
+                    end = at + len(form)
             return found
 
     def _form_at(self, prompt: str, at: int) -> str | None:
-        forms = self._index.get(prompt[at : at + LOOKUP_CHARS])
-        if forms is None or is_in_word(prompt, at):
-            return None
-        for form, body in sorted(forms.items(), key=lambda item: len(item[0]), reverse=True):
+        """The longest bare form at place ``at`` of the prompt's, where none is within a word."""
+        forms = self._index[prompt[at : at + LOOKUP_CHARS]]
+        for form in sorted(forms, key=len, reverse=True):
             is_there = prompt.startswith(form, at) and not is_in_word(prompt, at + len(form))
-            if is_there and self._is_ours(body):
+            if is_there and any(map(self._is_ours, list(forms[form]))):
                 return form
         return None
+
+    def _span(self, prompt: str, bare: Bare, at: int, form: str) -> Span:
+        """Where ``form``, at place ``at`` of the bare prompt, is written, and as which body."""
+        start = bare.start(at)
+        bodies = self._index[form[:LOOKUP_CHARS]][form]
+        ours = [(body, lead) for body, lead in list(bodies.items()) if self._is_ours(body)]
+        for body, lead in ours:
+            if prompt.startswith(body, start - lead):
+                return Span(start - lead, start - lead + len(body), body)
+        return Span(start, bare.stop(at + len(form)), ours[0][0])
 
     def _is_ours(self, body: str) -> bool:
         """Whether this namespace has the body; forgets what belongs to another one."""
@@ -169,10 +198,11 @@ class KnownTexts:
         sources = self._sources.setdefault(body, set())
         sources.add(source)
         self._ours.discard(body)
-        for form in _forms(body):
-            forms = self._index.setdefault(form[:LOOKUP_CHARS], {})
-            if form == body or form not in forms:
-                forms[form] = body
+        if len(sources) == 1:
+            form, lead = _bare_form(body)
+            if len(form) >= LOOKUP_CHARS:
+                forms = self._index.setdefault(form[:LOOKUP_CHARS], {})
+                forms.setdefault(form, {})[body] = lead
 
     def _remove(self, body: str, source: str) -> None:
         sources = self._sources.get(body, set())
@@ -181,23 +211,18 @@ class KnownTexts:
         if sources or body not in self._sources:
             return
         del self._sources[body]
-        for form in _forms(body):
-            forms = self._index.get(form[:LOOKUP_CHARS], {})
-            if forms.get(form) == body:
-                del forms[form]
-            if not forms:
-                self._index.pop(form[:LOOKUP_CHARS], None)
+        form, _ = _bare_form(body)
+        forms = self._index.get(form[:LOOKUP_CHARS], {})
+        bodies = forms.get(form, {})
+        bodies.pop(body, None)
+        if not bodies:
+            forms.pop(form, None)
+        if not forms:
+            self._index.pop(form[:LOOKUP_CHARS], None)
 
 
-def _forms(body: str) -> list[str]:
-    """How ``body`` may be written in a prompt: as it is, inside the ``repr`` of something, in HTML.
-
-    A template that is given a list of texts writes their ``repr``; which quotes are escaped then
-    depends on the whole of it. Mustache, Jinja and Python's `html` write quotes differently.
-    """
-    escaped = repr(f'"{body}')[2:-1]  # with both kinds of quotes in it repr escapes the single ones
-    html = escape(body, quote=False)
-    quotes = (("&quot;", "'"), ("&quot;", "&#x27;"), ("&#34;", "&#39;"), ('"', "'"))
-    in_html = (html.replace('"', double).replace("'", single) for double, single in quotes)
-    forms = (body, escaped, escaped.replace("\\'", "'"), *in_html)
-    return [form for form in dict.fromkeys(forms) if len(form) >= LOOKUP_CHARS]
+def _bare_form(body: str) -> tuple[str, int]:
+    """The bare form of a body, and how much of the body comes before it: escapes, if anything."""
+    bare = Bare(body)
+    form = bare.text.strip()
+    return form, bare.start(bare.text.index(form)) if form else 0

@@ -7,14 +7,10 @@ from collections.abc import Sequence
 from samkv_integrations.cache.chunk import normalise
 from samkv_integrations.errors import InvalidOption
 
-_ESCAPES = ("\\n", "\\r", "\\t")  # as `repr` writes them: the letter belongs to the backslash
-
 
 def is_in_word(text: str, at: int) -> bool:
     """Whether the characters around place ``at`` belong to one word."""
-    if not 0 < at < len(text) or text[at - 2 : at] in _ESCAPES:
-        return False
-    return text[at - 1].isalnum() and text[at].isalnum()
+    return 0 < at < len(text) and text[at - 1].isalnum() and text[at].isalnum()
 
 
 def bodies_of(texts: Sequence[str]) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import json
 import os
 import re
 import threading
@@ -23,11 +24,12 @@ from samkv_integrations.cache.base import Store
 from samkv_integrations.cache.chunk import normalise
 from samkv_integrations.errors import ChunkNotCached
 from samkv_integrations.model.quoting import RenderedPrompt
-from samkv_integrations.prompt.finder import LOOKUP_CHARS, KnownTexts
+from samkv_integrations.prompt.finder import LOOKUP_CHARS, KnownTexts, find_given
 from samkv_integrations.prompt.split import ChunkText, split_prompt
 from tests.support.chunks import random_chunk, tiny_fingerprint
 from tests.support.handles import TYPED, issued
 from tests.support.models import tiny_model
+from tests.support.writers import WRITERS
 
 TINY = tiny_fingerprint()
 TEXTS = [
@@ -35,6 +37,9 @@ TEXTS = [
     'A "second" one; it\'s about rain\tand   about snow, at length.',
     "The first document says something else, because it can.",
 ]
+WRITTEN = (
+    '\t<b>R&D</b> l\'été:\r\n\n  "C:\\new\\temp" & \\theta…\n\n"it\'s" &amp; \x0c{`😀`} \\\nthe end'
+)
 PROMPT = "Read.\n\n" + "\n\n".join(TEXTS) + "\n\nWhat is it about?"
 
 
@@ -218,6 +223,44 @@ class TestFinding:
         written = str(write(text))
         assert found_by(known(store), f"Read {written}.") == {written: text}
 
+    @pytest.mark.parametrize("write", WRITERS.values(), ids=WRITERS)
+    @pytest.mark.parametrize("text", [*TEXTS, normalise(WRITTEN)])
+    def test_however_it_is_written(
+        self, store: Store, write: Callable[[str], str], text: str
+    ) -> None:
+        """JSON, indentation, CRLF and collapsed lines were not found, and nobody was told."""
+        keep(store, text)
+        prompt = f"Read {write(text)}. Well?"
+        (span,) = known(store).find(prompt)
+        assert span.body == text
+        left = prompt[: span.start] + prompt[span.stop :]
+        assert not set(re.findall(r"\w+", left)) & set(re.findall(r"\w\w\w+", text))
+        assert [s.body for s in find_given(prompt, [text])] == [text]
+
+    def test_of_two_that_differ_in_white_space_the_one_that_is_written(self, store: Store) -> None:
+        texts = ["if it rains:\n    stay  inside", "if it rains:\n  stay inside", r"if it rains:\n"]
+        texts[2] += "stay inside"  # a literal backslash and n
+        for text in texts:
+            keep(store, text)
+        for text in texts:
+            assert found_by(known(store), f"(\n{text}\n)") == {text: text}
+        (found,) = found_by(known(store), "if it rains: stay inside").values()
+        assert found in texts
+
+    @pytest.mark.parametrize("text", [r"\nabla and \theta, and how they are", r"\section{One} \\"])
+    def test_what_it_begins_and_ends_with_is_part_of_it(self, store: Store, text: str) -> None:
+        text += " and more of \\"
+        keep(store, text)
+        prompt = f"Read:\n\n{text}\n\nWell?"
+        assert found_by(known(store), prompt) == {text: text}
+
+    def test_a_word_that_an_escape_ends_is_no_part_of_it(self, store: Store) -> None:
+        text = "words that go on for a while"
+        keep(store, text)
+        for prompt, is_found in ((f"caf\u00e9{text}", False), (f"that is\u2014{text}", True)):
+            assert bool(found_by(known(store), json.dumps(prompt))) == is_found
+            assert bool(found_by(known(store), prompt)) == is_found
+
     def test_where_it_stands_in_a_word_it_is_part_of_that(self, store: Store) -> None:
         text = "words that go on for a while"
         keep(store, text)
@@ -281,23 +324,34 @@ class TestFinding:
                 keep(store, body)
             prompt = "".join(glue + bodies[i % len(bodies)] for i, glue in order if bodies)
             spans = known(store).find(prompt)
-        found = {prompt[span.start : span.stop]: span.body for span in spans}
-        texts = {body for body in map(normalise, bodies) if len(body) >= 3}
-        expected, at = set(), 0
-        while at < len(prompt):
-            here = [text for text in texts if prompt.startswith(text, at)]
-            for text in list(here):
-                around = prompt[max(at - 1, 0) : at + 1], prompt[at + len(text) - 1 :][:2]
-                if any(re.fullmatch("[ab][ab]", pair) for pair in around):
-                    here.remove(text)
-            longest = max(here, key=len, default="")
-            expected |= {longest} - {""}
-            at += len(longest) or 1
-        assert {form for form, body in found.items() if form == body} == expected
+        assert [(span.start, span.stop) for span in spans] == _plain_search(prompt, bodies)
+        stored = set(map(normalise, bodies))
+        for span in spans:
+            written = prompt[span.start : span.stop]
+            assert span.body == written or written not in stored
+            assert span.body.split() == written.split() and span.body in stored
+        written = (prompt[span.start : span.stop] for span in spans)
         pieces = split_prompt(RenderedPrompt(prompt), spans)
-        written = {body: form for form, body in found.items()}
-        whole = [written[p.text] if isinstance(p, ChunkText) else p.text for p in pieces]
+        whole = [next(written) if isinstance(p, ChunkText) else p.text for p in pieces]
         assert "".join(whole) == prompt
+
+
+def _plain_search(prompt: str, bodies: list[str]) -> list[tuple[int, int]]:
+    """Where texts of 3 characters stand by themselves, white space of any length between words."""
+    texts = {" ".join(body.split()) for body in bodies}
+    spans, at = [], 0
+    while at < len(prompt):
+        ends = {}
+        for text in (text for text in texts if len(text) >= 3):
+            words = re.compile(r"\s+".join(map(re.escape, text.split())))
+            if there := words.match(prompt, at):
+                around = prompt[max(at - 1, 0) : at + 1], prompt[there.end() - 1 :][:2]
+                if not any(re.fullmatch("[ab][ab]", pair) for pair in around):
+                    ends[len(text)] = there.end()
+        if ends:
+            spans.append((at, ends[max(ends)]))
+        at = ends[max(ends)] if ends else at + 1
+    return spans
 
 
 class TestChanges:
