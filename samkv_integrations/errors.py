@@ -67,7 +67,7 @@ class CacheMiss(SamkvError):
         self.reason = reason
 
 
-MISS_REASONS = ("absent", "corrupt", "format", "fingerprint", "tokens", "io")
+MISS_REASONS = ("absent", "corrupt", "format", "fingerprint", "tokens", "io", "rewritten")
 """Why a chunk cache could not be used; docs/format.md says what each was found by."""
 
 

@@ -42,6 +42,7 @@ from samkv_integrations.model.loading import load_model
 from samkv_integrations.model.model import Model
 from samkv_integrations.model.quoting import RenderedPrompt
 from samkv_integrations.model.sampling import Sampler
+from samkv_integrations.prompt.announced import Announced
 from samkv_integrations.prompt.finder import KnownTexts
 from samkv_integrations.prompt.reader import Prompt, PromptReader
 from samkv_integrations.prompt.resolve import OnMiss, Resolved, Resolver
@@ -123,6 +124,7 @@ class Engine:
         )
         known = KnownTexts(self.store, lambda: self.fingerprint, self.key_of)
         self._reader = PromptReader(model, known)
+        self._announced = Announced()
 
     @classmethod
     def from_pretrained(
@@ -218,14 +220,18 @@ class Engine:
         for ref in found:
             self.store.prefetch(ref.key, self.fingerprint)
         self._reader.known.expect(bodies)
+        self._announced.add(bodies, for_next_prompt=True)
 
     def expect(self, texts: Sequence[str]) -> None:
         """Find these chunks in prompts without handles too, as a retriever has just found them.
 
         Chunks in the store are found anyway. One without a usable cache is then a counted miss,
-        and ``on_miss`` says what becomes of it.
+        and ``on_miss`` says what becomes of it. So is one that a prompt holds in a changed form
+        only, see `Announced`; it stays text.
         """
-        self._reader.known.expect([body for body in bodies_of(texts) if body])
+        bodies = [body for body in bodies_of(texts) if body]
+        self._reader.known.expect(bodies)
+        self._announced.add(bodies)
 
     def render(self, prompt: Prompt) -> RenderedPrompt:
         """A prompt as the one string that is read. Raises InvalidOption as the template does."""
@@ -340,7 +346,8 @@ class Engine:
         """
         check_on_miss(on_miss)
         pieces = self._reader.whole_pieces(prompt, chunks)
-        return self._resolver().resolve(pieces, on_miss=on_miss)
+        missing = self._announced.count(pieces, on_miss) if chunks is None else 0
+        return self._resolver().resolve(pieces, on_miss=on_miss, n_rewritten=missing)
 
     def _resolver(self) -> Resolver:
         return Resolver(self.model, self.store, self.fingerprint)

@@ -30,8 +30,9 @@ class Report:
     computed_now: chunks that were computed as chunks for this prompt, which later prompts find:
         while it waited, or by an announcement of which it is the first prompt (`Engine.announce`).
         If full prefill was faster then, such a chunk was computed twice.
-    chunk_misses: reason -> chunks without a usable cache when the prompt came; an announcement's
-        have one.
+    chunk_misses: reason -> chunks without a usable cache when the prompt came (an announcement's
+        have one), and under ``rewritten`` retrieved chunks that the prompt does not hold as they
+        were stored; those are not among the found.
     bytes_read: bytes read from chunk caches, headers and scoring data included.
     kv_bytes: working cache that the first token read, before any eviction; full_kv_bytes: what
         full prefill would hold.

@@ -24,8 +24,8 @@ class Resolved:
     """Segments of a prompt and the open caches of those that are cached chunks, in order.
 
     on_miss: with ``error`` a miss raises; else its chunk becomes text.
-    misses: reason -> number of chunks without a usable cache. missed_texts: theirs, by token ids.
-    Closes the caches on exit.
+    misses: reason -> number of chunks without a usable cache; a chunk that is ``rewritten`` has no
+    segment of its own. missed_texts: those of the others, by token ids. Closes the caches on exit.
     """
 
     on_miss: OnMiss = "text"
@@ -104,12 +104,16 @@ class Resolver:
         self._store = store
         self._fingerprint = fingerprint
 
-    def resolve(self, pieces: Sequence[Piece], *, on_miss: OnMiss = "text") -> Resolved:
+    def resolve(
+        self, pieces: Sequence[Piece], *, on_miss: OnMiss = "text", n_rewritten: int = 0
+    ) -> Resolved:
         """Segments of a split prompt, which begin with BOS exactly once if the model has one.
+
+        n_rewritten: chunks that plain text holds in a changed form, which count as misses.
 
         Raises ChunkNotCached if ``on_miss`` is ``error`` and a chunk has no usable cache.
         """
-        resolved = Resolved(on_miss=on_miss)
+        resolved = Resolved(on_miss=on_miss, misses=+Counter(rewritten=n_rewritten))
         try:
             for piece in pieces:
                 if isinstance(piece, PlainText):

@@ -1,0 +1,152 @@
+"""Chunks that were announced and that a prompt holds in a changed form only: they are misses."""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Collection, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+from samkv_integrations.errors import ChunkNotCached
+from samkv_integrations.prompt.bare import Bare
+from samkv_integrations.prompt.finder import LOOKUP_CHARS
+from samkv_integrations.prompt.resolve import OnMiss
+from samkv_integrations.prompt.split import ChunkText, Piece, PlainText
+from samkv_integrations.prompt.text import shorten
+
+MAX_PENDING = 256
+
+STRETCH = 40
+"""Letters and digits in a row, some 8 words, that a prompt and a chunk share only if the one was
+made of the other. A question that quotes a name or a title has fewer."""
+
+_REMEDY = (
+    "let the prompt hold the text as it was stored, or the chunk's handle "
+    "(a mode of SamKVPostprocessor and of SamKVDocumentCompressor)"
+)
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _ForNext:
+    """What was announced for the next prompt, which empties it; `Announced` that it is of."""
+
+    of: Announced
+    bodies: list[str]
+
+
+# A context and not a thread: pools lend one thread to many requests.
+_FOR_NEXT: ContextVar[_ForNext | None] = ContextVar("samkv_for_next_prompt", default=None)
+
+
+class Announced:
+    """The latest announced chunks that no prompt has held yet, `MAX_PENDING` of them.
+
+    A prompt need not hold all that a retriever found: a reranker drops some, and a synthesizer may
+    spread them over several prompts. So a chunk counts as changed only if the prompt, outside of
+    the chunks that were found in it, holds a stretch of it. Safe to use from many threads.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._pending: OrderedDict[str, str] = OrderedDict()  # bodies -> their letters
+        self._has_warned = False
+
+    def add(self, bodies: Sequence[str], *, for_next_prompt: bool = False) -> None:
+        """Wait for these chunks. Those too short to be found as text are not waited for.
+
+        for_next_prompt: whether the next prompt of this context is to hold some of them.
+        """
+        new = {body: _letters(body) for body in bodies if len(Bare(body).text) >= LOOKUP_CHARS}
+        with self._lock:
+            for body, letters in new.items():
+                self._pending[body] = letters
+                self._pending.move_to_end(body)
+            while len(self._pending) > MAX_PENDING:
+                self._pending.popitem(last=False)
+        if for_next_prompt and new:
+            _FOR_NEXT.set(_ForNext(self, list(new)))
+
+    def count(self, pieces: Sequence[Piece], on_miss: OnMiss) -> int:
+        """How many of them a prompt, cut into pieces, holds in a changed form; warns once.
+
+        All that were announced for this prompt count if it holds none of them in any form. What is
+        counted, or is there as it was stored, is not waited for any longer.
+
+        Raises ChunkNotCached if ``on_miss`` is ``error`` and a chunk is there in a changed form.
+        """
+        with self._lock:
+            announced = self._for_this_prompt()
+            if not self._pending:
+                return 0
+            found = {piece.text for piece in pieces if isinstance(piece, ChunkText)}
+            for body in found:
+                self._pending.pop(body, None)
+            plain = [piece.text for piece in pieces if isinstance(piece, PlainText)]
+            missing = self._changed(plain)
+            if missing and on_miss == "error":
+                raise ChunkNotCached(
+                    f"chunk {shorten(missing[0])!r} was retrieved, but the prompt holds it in a "
+                    f"changed form, which has no cache; {_REMEDY}, or use on_miss='text'"
+                )
+            if not any(self._is_there(body, found, missing) for body in announced):
+                missing += announced
+            for body in missing:
+                del self._pending[body]
+        if missing and not self._has_warned:
+            self._has_warned = True
+            _log.warning(
+                "chunk %r was retrieved, but the prompt does not hold it as it was stored, so its "
+                "cache is not used; %s. Such chunks, %d in this prompt, are misses with the reason "
+                "'rewritten'; this is said once",
+                shorten(missing[0]), _REMEDY, len(missing),
+            )  # fmt: skip
+        return len(missing)
+
+    def _changed(self, plain: Sequence[str]) -> list[str]:
+        """Pending bodies of which these parts of a prompt hold a stretch."""
+        if not self._pending:
+            return []
+        letters = "\n".join(map(_letters, plain))
+        step = STRETCH // 2
+        parts = {letters[at : at + step] for at in range(len(letters) - step + 1)}
+        return [
+            body
+            for body, its in self._pending.items()
+            if any(
+                its[at : at + step] in parts and _is_stretch(letters, its, at)
+                for at in range(0, len(its) - step + 1, step)
+            )
+        ]
+
+    def _for_this_prompt(self) -> list[str]:
+        """What was announced for it, once."""
+        announcement = _FOR_NEXT.get()
+        if announcement is None or announcement.of is not self:
+            return []
+        bodies = list(announcement.bodies)
+        announcement.bodies.clear()
+        return bodies
+
+    def _is_there(self, body: str, found: Collection[str], changed: Collection[str]) -> bool:
+        """Whether a prompt holds a body in any form, or another one did in the meantime."""
+        held = body not in self._pending or any(body in text for text in found)
+        return held or body in changed
+
+
+def _letters(text: str) -> str:
+    """The letters and digits of a text, in lower case, escapes undone."""
+    return re.sub(r"[\W_]+", "", Bare(text).text.lower())
+
+
+def _is_stretch(letters: str, its: str, at: int) -> bool:
+    """Whether ``letters`` hold a stretch that begins half of one before place ``at``, or later."""
+    if len(its) <= STRETCH:
+        return its in letters
+    begins = range(max(0, at - STRETCH // 2), at + 1)
+    return any(
+        its[start : start + STRETCH] in letters for start in begins if start + STRETCH <= len(its)
+    )

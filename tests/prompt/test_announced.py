@@ -1,0 +1,161 @@
+"""A chunk that was retrieved, and that a prompt holds in a changed form only, is a miss."""
+
+from __future__ import annotations
+
+import logging
+import textwrap
+import threading
+from collections.abc import Callable
+from contextvars import copy_context
+
+import pytest
+
+import samkv_integrations.prompt.announced as module
+from samkv_integrations import Engine, MemoryStore
+from samkv_integrations.errors import ChunkNotCached
+from samkv_integrations.prompt.announced import STRETCH
+from tests.support.models import tiny_model
+
+TEXTS = [
+    "The mill of Orvik was built in 1871 by two brothers, and it grinds\nthe barley of five farms.",
+    "Nombury has a harbour since the river was moved; on Sundays no ship may leave it at all.",
+    "The printer of Fivane makes nine pages a minute, and is known for the noise that it makes.",
+]
+CHANGES: dict[str, Callable[[str], str]] = {
+    "cut": lambda text: text[: len(text) * 2 // 3] + "…",
+    "shortened": lambda text: textwrap.shorten(text, 64, placeholder=" [...]"),
+    "without its first words": lambda text: text.split(" ", 3)[3],
+    "lower case": str.lower,
+    "upper case": str.upper,
+    "quoted": lambda text: "> " + "\n> ".join(textwrap.wrap(text, 30)),
+    "in another markup": lambda text: "**" + text.replace(" ", "** **") + "**",
+    "cut, in json": lambda text: repr(text[:70]),
+}
+QUESTION = "\n\nWho built the mill of Orvik?"
+
+
+@pytest.fixture
+def engine() -> Engine:
+    engine = Engine(tiny_model("llama"), MemoryStore(), method="reuse", block_size=8)
+    engine.cache_chunks(TEXTS)
+    return engine
+
+
+def misses(engine: Engine, prompt: str, **options: object) -> dict[str, int]:
+    report = engine.generate(prompt, max_new_tokens=1, **options).report  # type: ignore[arg-type]
+    return dict(report.chunk_misses)
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_it_is_counted_in_the_report_of_the_prompt(
+    engine: Engine, change: Callable[[str], str]
+) -> None:
+    """It was computed as text, with hits and misses of nought."""
+    engine.expect(TEXTS[:2])
+    prompt = f"{TEXTS[0]}\n\n{change(TEXTS[1])}{QUESTION}"
+    assert engine.found_in(prompt) == TEXTS[:1]
+    assert misses(engine, prompt) == {"rewritten": 1}
+    assert misses(engine, prompt) == {}  # nothing was announced for this one
+
+
+def test_what_is_there_as_it_was_stored_is_no_miss(engine: Engine) -> None:
+    handle = engine.handle_of(TEXTS[1])
+    for _ in range(2):
+        engine.announce(TEXTS)
+        prompt = f"{TEXTS[0]}\n\n{handle}\n\n{textwrap.indent(TEXTS[2], '  ')}{QUESTION}"
+        assert misses(engine, prompt) == {}
+    assert misses(engine, f"{TEXTS[1][:60]}{QUESTION}") == {}  # held once, no longer waited for
+
+
+def test_all_that_was_announced_is_counted_if_nothing_of_it_is_there(engine: Engine) -> None:
+    engine.announce(TEXTS[:2])
+    assert misses(engine, f"A mill is old, a harbour new.{QUESTION}") == {"rewritten": 2}
+    assert misses(engine, f"A mill is old, a harbour new.{QUESTION}") == {}
+
+
+def test_a_retriever_alone_announces_nothing_for_the_next_prompt(engine: Engine) -> None:
+    """Somebody may just have looked what there is, and then asks about something else."""
+    engine.expect(TEXTS)
+    assert misses(engine, f"How are you?{QUESTION}") == {}
+
+
+def test_several_prompts_may_share_what_was_announced(engine: Engine) -> None:
+    """`refine` asks about one chunk after another."""
+    engine.announce(TEXTS)
+    assert misses(engine, f"{TEXTS[0]}{QUESTION}") == {}
+    assert misses(engine, f"{TEXTS[1].upper()}\n\nSo far: two brothers.{QUESTION}") == {
+        "rewritten": 1
+    }
+    assert misses(engine, f"{TEXTS[2]}\n\nSo far: two brothers.{QUESTION}") == {}
+
+
+def test_what_is_dropped_after_retrieval_is_no_miss(engine: Engine) -> None:
+    engine.announce(TEXTS)
+    assert misses(engine, f"{TEXTS[0]}{QUESTION}") == {}
+    assert misses(engine, f"Nombury has a harbour, says {TEXTS[0]}{QUESTION}") == {}
+
+
+@pytest.mark.parametrize("ran_by", ["another thread", "a pool's thread"])
+def test_another_request_is_not_blamed(engine: Engine, ran_by: str) -> None:
+    if ran_by == "another thread":
+        thread = threading.Thread(target=engine.announce, args=(TEXTS,))
+        thread.start()
+        thread.join()
+    else:  # a pool copies the context of the request that it works for
+        copy_context().run(engine.announce, TEXTS)
+    assert misses(engine, f"How are you?{QUESTION}") == {}
+    assert misses(engine, f"{TEXTS[0].upper()}{QUESTION}") == {"rewritten": 1}
+
+
+def test_a_prompt_of_the_announcing_context_takes_it_wherever_it_runs(engine: Engine) -> None:
+    engine.announce(TEXTS)
+    there = copy_context()
+    assert there.run(misses, engine, f"{TEXTS[0]}{QUESTION}") == {}
+    assert misses(engine, f"How are you?{QUESTION}") == {}
+
+
+def test_an_error_if_that_was_asked_for(engine: Engine) -> None:
+    engine.announce(TEXTS)
+    prompt = f"{TEXTS[0].upper()}{QUESTION}"
+    for _ in range(2):  # also when it is tried again
+        with pytest.raises(ChunkNotCached, match=r"'The mill of Orvik.*changed form.*SamKVPost"):
+            engine.generate(prompt, on_miss="error")
+    assert misses(engine, prompt, on_miss="compute") == {"rewritten": 1}
+
+
+def test_texts_that_are_named_are_all_there_are(engine: Engine) -> None:
+    engine.announce(TEXTS)
+    report = engine.generate(TEXTS[0].upper(), (), max_new_tokens=1).report
+    assert report.chunk_misses == {}
+
+
+def test_a_part_that_no_question_would_quote_is_what_counts(engine: Engine) -> None:
+    letters = TEXTS[0].replace(" ", "").replace("\n", "")
+    for length, expected in ((STRETCH - 1, {}), (STRETCH, {"rewritten": 1})):
+        for start in (0, 3, 19, 20, 21):
+            engine.expect(TEXTS[:1])
+            part = letters.replace(",", "")[start : start + length]
+            assert misses(engine, f"- {part} -") == expected, (start, length)
+
+
+def test_it_is_said_once(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            engine.announce(TEXTS[:2])
+            misses(engine, f"{TEXTS[0].upper()}\n\n{TEXTS[1].upper()}{QUESTION}")
+    (record,) = caplog.records
+    assert record.name == module.__name__ and record.levelname == "WARNING"
+    said = record.getMessage()
+    assert "'The mill of Orvik was built" in said and "2 in this prompt" in said
+    assert "as it was stored" in said and "handle" in said
+
+
+def test_only_the_latest_are_waited_for(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_PENDING", 2)
+    engine.expect(TEXTS)
+    assert misses(engine, "\n\n".join(map(str.upper, TEXTS))) == {"rewritten": 2}
+
+
+def test_what_is_too_short_to_be_found_is_not_waited_for(engine: Engine) -> None:
+    engine.announce(["a b c d e f g h i"])
+    assert misses(engine, f"{QUESTION}") == {}
