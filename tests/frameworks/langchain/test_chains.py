@@ -143,6 +143,12 @@ class TestTemplates:
         assert "R&amp;D" in call.prompt and self.TEXT not in call.prompt
         assert (call.hits, call.misses) == (1, 0)
 
+    def test_in_json(self, ours: Setting) -> None:
+        """It was computed as text, and nobody was told."""
+        call = self.answer(ours, "jinja2", "{{ |tojson}}")
+        assert "R\\u0026D" in call.prompt and self.TEXT not in call.prompt
+        assert (call.hits, call.misses) == (1, 0)
+
 
 class TestFallbacks:
     @pytest.mark.parametrize("mode", get_args(Mode))

@@ -15,7 +15,8 @@ from llama_index.core.instrumentation import get_dispatcher
 from llama_index.core.instrumentation.event_handlers import BaseEventHandler
 from llama_index.core.instrumentation.span_handlers import BaseSpanHandler
 from llama_index.core.llms import ChatMessage
-from llama_index.core.schema import ImageNode, NodeWithScore, TextNode
+from llama_index.core.postprocessor.types import BaseNodePostprocessor
+from llama_index.core.schema import ImageNode, NodeWithScore, QueryBundle, TextNode
 
 from llama_index.llms.samkv import SamKVLLM
 from llama_index.postprocessor.samkv import SamKVPostprocessor
@@ -173,6 +174,14 @@ class TestTextMode:
         with pytest.raises(ChunkNotCached, match="SamKVCacheTransform"):
             ask(own_corpus, llm, SamKVPostprocessor(llm=llm, mode="text", on_miss="error"))
 
+    def test_a_changed_node_is_a_miss(self, corpus: Corpus) -> None:
+        """A later postprocessor cut it; it was computed as text, and nobody was told."""
+        llm = corpus.llm()
+        ask(corpus, llm, SamKVPostprocessor(llm=llm), _CutFirst())
+        assert llm.last_report.chunk_misses == {"rewritten": 1}
+        ask(corpus, llm, SamKVPostprocessor(llm=llm))
+        assert llm.last_report.chunk_misses == {}
+
     def test_nothing_to_announce(self, corpus: Corpus) -> None:
         for mode in ("text", "handle"):
             postprocessor = SamKVPostprocessor(engine=corpus.engine, mode=mode, on_miss="compute")
@@ -241,6 +250,14 @@ class TestWithoutCaches:
             llm.chat([ChatMessage(role="user", content="\n\n".join(TEXTS))])
         small = corpus.llm(context_window=750)
         ask(corpus, small, SamKVPostprocessor(llm=small))
+
+
+class _CutFirst(BaseNodePostprocessor):
+    def _postprocess_nodes(
+        self, nodes: list[NodeWithScore], query_bundle: QueryBundle | None = None
+    ) -> list[NodeWithScore]:
+        cut = TextNode(text=nodes[0].text[:-10])
+        return [NodeWithScore(node=cut), *nodes[1:]]
 
 
 class _Everything(BaseEventHandler):
