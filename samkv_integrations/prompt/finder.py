@@ -37,6 +37,8 @@ class Span:
 def find_given(prompt: str, chunks: Sequence[str], handles: Sequence[Span] = ()) -> list[Span]:
     """The bodies of ``chunks`` in ``prompt``; where two overlap, the earlier or longer one.
 
+    One that is nowhere as it is may be written otherwise, see `Bare`.
+
     handles: where handles stand, which are found too.
 
     Raises InvalidOption if a chunk is empty or does not occur.
