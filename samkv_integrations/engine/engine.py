@@ -17,7 +17,6 @@ from samkv_integrations.cache.blocks import BlockScheme
 from samkv_integrations.cache.fingerprint import Fingerprint
 from samkv_integrations.cache.memory import MemoryStore
 from samkv_integrations.cache.quantise import DEFAULT_STORE_BITS, EntryFormat, check_store_bits
-from samkv_integrations.engine.announced import Announced
 from samkv_integrations.engine.chunks import Chunks
 from samkv_integrations.engine.costs import CostModel, measure
 from samkv_integrations.engine.costs import name_of as costs_name
@@ -32,6 +31,7 @@ from samkv_integrations.engine.options import (
     check_on_miss,
 )
 from samkv_integrations.engine.prefix_cache import PrefixCache
+from samkv_integrations.engine.prepared import Prepared
 from samkv_integrations.engine.report import Report
 from samkv_integrations.engine.request import Request
 from samkv_integrations.engine.stream import AnswerStream, TextStream
@@ -111,7 +111,7 @@ class Engine:
         )  # raises if the model cannot be kept in so many bits
         self.store_bits = store_bits
         self.prefixes = PrefixCache(prefix_bytes)
-        self._announced = Announced()
+        self._prepared = Prepared()
         self._lock = threading.RLock()
         self._costs: CostModel | None = None
         self.chunks = Chunks(
@@ -216,7 +216,7 @@ class Engine:
             found = self.chunks.prepare(
                 bodies, on_miss, for_prompt=True, names=names, remedy=remedy
             )
-            self._announced.add(self.chunks.made(found), time.perf_counter() - began)
+            self._prepared.add(self.chunks.made(found), time.perf_counter() - began)
         for ref in found:
             self.store.prefetch(ref.key, self.fingerprint)
         self._reader.known.expect(bodies)
@@ -290,7 +290,7 @@ class Engine:
             self._lock,
             torch.inference_mode(),
         ):
-            announce_s = self._announced.claim(resolved, partial(self.store.key, self.fingerprint))
+            announce_s = self._prepared.claim(resolved, partial(self.store.key, self.fingerprint))
             request = self.request(resolved, settings, settings.sampling.max_new_tokens)
             if settings.on_miss == "compute":
                 request = with_missed(request, self.chunks)

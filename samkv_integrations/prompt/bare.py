@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from bisect import bisect_right
 from collections.abc import Callable
+from html import unescape
 
 _ESCAPE = re.compile(
     r"[&\\](?:"  # one set to begin with, which makes the search for it fast
@@ -19,6 +20,40 @@ _ESCAPE = re.compile(
 )
 _WHITE_SPACE = re.compile(r" \s++|[^\S ]\s*+")  # all but one space alone, which stays
 _NAMED = {"lt": "<", "gt": ">", "double": '"', "single": "'", "space": " "}
+
+
+_BACKSLASHED = re.compile(
+    r"\\(?:u([0-9a-fA-F]{4})|x([0-9a-fA-F]{2})|U(000[0-9a-fA-F]{5})|([nrtfb\"'/\\]))"
+)
+_LETTERS = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "b": "\b"}
+_MOST_ENCODINGS = 6
+
+
+def is_written_as(body: str, written: str) -> bool:
+    r"""Whether ``written`` is ``body``, escaped or not, but for white space.
+
+    Escapes are those of JSON, `repr` and HTML, at most `_MOST_ENCODINGS` of them in turn.
+
+    Equal bare forms are not enough: a text about ``\d+`` is none about ``d+``.
+    """
+    wanted = _spaced(body)
+    texts = {written}
+    for _ in range(_MOST_ENCODINGS + 1):
+        if wanted in map(_spaced, texts):
+            return True
+        texts = {decode(text) for text in texts for decode in (unescape, _without_backslashes)}
+    return False
+
+
+def _spaced(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _without_backslashes(text: str) -> str:
+    decoded = _BACKSLASHED.sub(
+        lambda m: _LETTERS.get(m[4], m[4]) if m[4] else chr(int(m[1] or m[2] or m[3], 16)), text
+    )
+    return decoded.encode("utf-16", "surrogatepass").decode("utf-16", "replace")  # joins pairs
 
 
 class Bare:

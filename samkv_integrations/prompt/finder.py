@@ -12,7 +12,7 @@ from samkv_integrations.cache.base import Store
 from samkv_integrations.cache.chunk import normalise
 from samkv_integrations.cache.fingerprint import Fingerprint
 from samkv_integrations.errors import InvalidOption
-from samkv_integrations.prompt.bare import Bare
+from samkv_integrations.prompt.bare import Bare, is_written_as
 from samkv_integrations.prompt.text import bodies_of, is_in_word, shorten
 
 LOOKUP_CHARS = 24
@@ -75,7 +75,9 @@ def _occurrences(prompt: str, bodies: Sequence[str]) -> Iterator[Span]:
         elif form := Bare(body).text.strip():
             bare = bare or Bare(prompt)
             for at in _all_of(form, bare.text):
-                yield Span(bare.start(at), bare.stop(at + len(form)), body)
+                start, stop = bare.start(at), bare.stop(at + len(form))
+                if is_written_as(body, prompt[start:stop]):
+                    yield Span(start, stop, body)
 
 
 def _all_of(text: str, prompt: str) -> list[int]:
@@ -149,29 +151,27 @@ class KnownTexts:
                 at = beginning.start()
                 if at < end or bare.text[at : at + LOOKUP_CHARS] not in self._index:
                     continue
-                if (form := self._form_at(bare.text, at)) is not None:
-                    found.append(self._span(prompt, bare, at, form))
-                    end = at + len(form)
+                if (here := self._at(prompt, bare, at)) is not None:
+                    span, end = here
+                    found.append(span)
             return found
 
-    def _form_at(self, prompt: str, at: int) -> str | None:
-        """The longest bare form at place ``at`` of the prompt's, where none is within a word."""
-        forms = self._index[prompt[at : at + LOOKUP_CHARS]]
+    def _at(self, prompt: str, bare: Bare, at: int) -> tuple[Span, int] | None:
+        """What begins at place ``at`` of the bare prompt, and where it ends there; the longest."""
+        forms = self._index[bare.text[at : at + LOOKUP_CHARS]]
         for form in sorted(forms, key=len, reverse=True):
-            is_there = prompt.startswith(form, at) and not is_in_word(prompt, at + len(form))
-            if is_there and any(map(self._is_ours, list(forms[form]))):
-                return form
+            end = at + len(form)
+            if not bare.text.startswith(form, at) or is_in_word(bare.text, end):
+                continue
+            start, stop = bare.start(at), bare.stop(end)
+            ours = [(body, lead) for body, lead in list(forms[form].items()) if self._is_ours(body)]
+            for body, lead in ours:
+                if prompt.startswith(body, start - lead):
+                    return Span(start - lead, start - lead + len(body), body), end
+            for body, _ in ours:
+                if is_written_as(body, prompt[start:stop]):
+                    return Span(start, stop, body), end
         return None
-
-    def _span(self, prompt: str, bare: Bare, at: int, form: str) -> Span:
-        """Where ``form``, at place ``at`` of the bare prompt, is written, and as which body."""
-        start = bare.start(at)
-        bodies = self._index[form[:LOOKUP_CHARS]][form]
-        ours = [(body, lead) for body, lead in list(bodies.items()) if self._is_ours(body)]
-        for body, lead in ours:
-            if prompt.startswith(body, start - lead):
-                return Span(start - lead, start - lead + len(body), body)
-        return Span(start, bare.stop(at + len(form)), ours[0][0])
 
     def _is_ours(self, body: str) -> bool:
         """Whether this namespace has the body; forgets what belongs to another one."""

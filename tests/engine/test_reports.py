@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from samkv_integrations import Engine
-from samkv_integrations.engine import announced
-from samkv_integrations.engine.announced import Announced
+from samkv_integrations.engine import prepared
 from samkv_integrations.engine.dense_cache import DenseCache
+from samkv_integrations.engine.prepared import Prepared
 from samkv_integrations.engine.report import Report
 from samkv_integrations.eviction import EVICTIONS
 from tests.support.models import tiny_model
@@ -129,8 +129,8 @@ def test_prompts_share_an_announcement_by_its_chunks(engine: Engine) -> None:
 def test_an_announcement_that_nobody_asks_for_is_forgotten(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(announced, "MAX_REMEMBERED", 2)
-    remembered = Announced()
+    monkeypatch.setattr(prepared, "MAX_REMEMBERED", 2)
+    remembered = Prepared()
     with engine.resolve(PROMPT, TEXTS) as resolved:
         keys = [chunk.key for chunk in resolved.opened]
         remembered.add(keys, 3.0)

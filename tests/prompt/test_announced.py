@@ -59,7 +59,7 @@ def test_it_is_counted_in_the_report_of_the_prompt(
 
 
 def test_what_is_there_as_it_was_stored_is_no_miss(engine: Engine) -> None:
-    handle = engine.handle_of(TEXTS[1])
+    handle = engine.issue_handle(TEXTS[1])
     for _ in range(2):
         engine.announce(TEXTS)
         prompt = f"{TEXTS[0]}\n\n{handle}\n\n{textwrap.indent(TEXTS[2], '  ')}{QUESTION}"

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from samkv_integrations.prompt.bare import Bare
+from samkv_integrations.prompt.bare import Bare, is_written_as
 from tests.support.writers import WRITERS
 
 PIECES = st.sampled_from([
@@ -57,3 +57,31 @@ def test_characters_are_found_again(text: str, data: st.DataObject) -> None:
     )
     for (_, stop), (start, _) in zip(places, places[1:], strict=False):
         assert set(text[stop:start]) <= {"\\"}
+
+
+@given(TEXTS, st.lists(st.sampled_from(sorted(WRITERS)), max_size=3))
+@settings(max_examples=500, deadline=None)
+def test_whoever_writes_a_text_it_is_that_text(text: str, writers: list[str]) -> None:
+    written = f"begins {text} ends"
+    for name in writers:
+        written = WRITERS[name](written)
+    body = f"begins {text} ends"
+    form = Bare(body).text
+    at = Bare(written)
+    start = at.text.index(form)
+    assert is_written_as(body, written[at.start(start) : at.stop(start + len(form))])
+
+
+@pytest.mark.parametrize(
+    ("body", "written"),
+    [
+        ("it matches d+ and w*", r"it matches \d+ and \w*"),
+        (r"it matches \d+ and \w*", "it matches d+ and w*"),
+        (r"a tab is \t here", "a tab is \t here"),
+        ("R&D and more", "R&amp;D &amp; more"),
+        ("one two", "onetwo"),
+    ],
+)
+def test_one_bare_form_is_not_one_text(body: str, written: str) -> None:
+    assert not is_written_as(body, written)
+    assert is_written_as(body, body) and is_written_as(written, written)

@@ -268,6 +268,15 @@ class TestFinding:
         pieces = split_prompt(RenderedPrompt(prompt), known(store).find(prompt))
         assert [isinstance(piece, ChunkText) for piece in pieces] == [True, False]
 
+    def test_what_differs_by_backslashes_is_another_text(self, store: Store) -> None:
+        keep(store, "a digit is matched by d+ in this dialect")
+        other = r"a digit is matched by \d+ in this dialect"
+        assert found_by(known(store), f"Read {other}.") == {}
+        keep(store, other)
+        assert found_by(known(store), f"Read {other}.") == {other: other}
+        escaped = other.replace("\\", "\\\\")
+        assert found_by(known(store), f'Read ["{escaped}"].') == {escaped: other}
+
     def test_short_texts_are_not_looked_for(self, store: Store) -> None:
         short, enough = "x" * (LOOKUP_CHARS - 1), "y" * LOOKUP_CHARS
         keep(store, short)

@@ -11,7 +11,7 @@ from samkv_integrations.prompt.resolve import Resolved
 MAX_REMEMBERED = 4096
 
 
-class Announced:
+class Prepared:
     """Seconds that chunks took, by key, until a prompt claims them: the latest `MAX_REMEMBERED`.
 
     Safe to use from many threads.
