@@ -5,18 +5,24 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing, closing
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
+from langchain_core.language_models.base import LanguageModelInput
 from langchain_core.language_models.chat_models import BaseChatModel
 from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
+from langchain_core.runnables import Runnable
 from langchain_core.tools import BaseTool
+from pydantic import BaseModel
 
 from langchain_samkv.base import LocalModel, TimedAnswer
 from langchain_samkv.conversion import metadata_of, to_turns, usage_of
-from samkv_integrations.errors import InvalidOption
+from langchain_samkv.structured import json_schema_of, parsed, parser_of
+from samkv_integrations.errors import InvalidOption, UnknownOption
 from samkv_integrations.frameworks.off_loop import off_loop
+
+_METHODS = ("json_schema", "json_mode")
 
 
 class ChatSamKV(LocalModel, BaseChatModel):
@@ -167,13 +173,38 @@ class ChatSamKV(LocalModel, BaseChatModel):
     def with_structured_output(
         self,
         schema: dict[str, Any] | type,
+        *,
+        method: Literal["json_schema", "json_mode"] = "json_schema",
+        include_raw: bool = False,
+        strict: bool | None = None,
         **kwargs: Any,  # noqa: ANN401
-    ) -> NoReturn:
-        """Refused: nothing makes this model keep to a schema."""
-        raise NotImplementedError(
-            "ChatSamKV does not keep to a schema; ask for one in the prompt, and parse the answer "
-            "with an output parser"
+    ) -> Runnable[LanguageModelInput, dict[str, Any] | BaseModel]:
+        """Answers as objects of ``schema``: a pydantic class, a TypedDict, or a JSON schema.
+
+        The prompt stays as it is, so say in it what is wanted.
+
+        method: ``json_schema`` rules out tokens that would break the schema; ``json_mode`` those
+            that would break JSON, and the object may have any form.
+        include_raw: gives ``raw``, ``parsed`` and ``parsing_error`` in place of an error.
+        strict: accepted so that arguments of other models fit; ``json_schema`` always is.
+
+        Raises:
+            UnknownOption: there is no such argument.
+            InvalidOption: the schema is none, or asks for what cannot be decided token by token;
+                with the first answer.
+            MissingExtra: llguidance is not installed; with the first answer.
+            OutputParserException: of an answer that was cut at max_tokens.
+        """
+        for name in kwargs:
+            known = ("schema", "method", "include_raw", "strict")
+            raise UnknownOption.among("argument of with_structured_output", name, known)
+        if method not in _METHODS:
+            raise InvalidOption(f"method={method!r}; allowed: {', '.join(_METHODS)}")
+        llm = self.bind(
+            json_schema=json_schema_of(schema) if method == "json_schema" else {"type": "object"},
+            ls_structured_output_format={"kwargs": {"method": method}, "schema": schema},
         )
+        return parsed(llm, parser_of(schema), include_raw=include_raw)
 
 
 def _chunk(delta: str) -> ChatGenerationChunk:

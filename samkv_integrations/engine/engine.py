@@ -38,6 +38,7 @@ from samkv_integrations.engine.stream import AnswerStream, TextStream
 from samkv_integrations.errors import InvalidOption
 from samkv_integrations.eviction import Eviction, get_eviction
 from samkv_integrations.methods import Method, get_method
+from samkv_integrations.model.constraint import JsonConstraint
 from samkv_integrations.model.loading import load_model
 from samkv_integrations.model.model import Model
 from samkv_integrations.model.quoting import RenderedPrompt
@@ -52,10 +53,11 @@ from samkv_integrations.prompt.text import bodies_of
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """A whole answer and what it cost."""
+    """A whole answer, what it cost, and how it ended: by itself, or at max_new_tokens."""
 
     text: str
     report: Report
+    finish_reason: Literal["stop", "length"]
 
 
 class Engine:
@@ -266,10 +268,12 @@ class Engine:
             HandleError: a handle was cut.
             ChunkNotCached: a chunk has no usable cache and on_miss is ``error``.
             InvalidOption, UnknownOption: an argument is wrong.
+            MissingExtra: json_schema was given, and llguidance is not installed.
         """
         stream = self.stream(prompt, chunks, **options)
         text = "".join(stream)
-        return Answer(text=text, report=stream.report)
+        assert stream.finish_reason is not None
+        return Answer(text=text, report=stream.report, finish_reason=stream.finish_reason)
 
     def stream(
         self,
@@ -285,6 +289,8 @@ class Engine:
         settings = AnswerSettings.of(**options)
         end_ids = self.model.end_ids(settings.stop_ids)
         text = TextStream(self.model, settings.stop)
+        schema = settings.json_schema
+        constraint = None if schema is None else JsonConstraint(self.model, schema, end_ids)
         with (
             self.resolve(prompt, chunks, on_miss=settings.on_miss) as resolved,
             self._lock,
@@ -295,7 +301,8 @@ class Engine:
             if settings.on_miss == "compute":
                 request = with_missed(request, self.chunks)
             begun = first_token(request)
-            sampler = Sampler(self.model, begun.layout.token_ids.tolist(), settings.sampling)
+            prompt_ids = begun.layout.token_ids.tolist()
+            sampler = Sampler(self.model, prompt_ids, settings.sampling, constraint)
             first = sampler.next(begun.logits)
         ttft_s = time.perf_counter() - began
         report = replace(begun.report, ttft_s=ttft_s, announce_s=announce_s)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypedDict, Unpack, get_args
 
 from samkv_integrations.errors import InvalidOption, UnknownOption
 from samkv_integrations.eviction import Eviction, get_eviction
 from samkv_integrations.methods import Method, get_method
+from samkv_integrations.model.constraint import check_json_schema
 from samkv_integrations.model.sampling import OPTIONS, Sampling, SamplingOptions
 from samkv_integrations.prompt.resolve import OnMiss
 
@@ -33,6 +34,8 @@ class AnswerOptions(SamplingOptions, total=False):
     method, eviction: in place of the engine's for this answer; ``eviction="none"`` for none.
     context_window: tokens that prompt and answer may have together, if fewer than the model's.
     stop, stop_ids: strings and token ids that end the answer and are no part of it.
+    json_schema: a JSON schema, which the answer keeps to; see `JsonConstraint`. One that reaches
+        max_new_tokens is cut, and its finish_reason is ``length``. Needs the extra ``structured``.
     on_miss: what to do for a chunk without a usable cache: ``compute`` (as a chunk, and keep it;
         ``auto`` only where that does not take longer than full prefill, ``recompute`` never),
         ``text`` (compute it with the rest of the prompt, keep nothing), ``error``. What turns out
@@ -44,6 +47,7 @@ class AnswerOptions(SamplingOptions, total=False):
     context_window: int | None
     stop: Sequence[str]
     stop_ids: Collection[int]
+    json_schema: Mapping[str, Any] | None
     on_miss: OnMiss
 
 
@@ -57,6 +61,7 @@ class AnswerSettings:
     context_window: int | None = None
     stop: Sequence[str] = ()
     stop_ids: Collection[int] = ()
+    json_schema: Mapping[str, Any] | None = None
     on_miss: OnMiss = "compute"
 
     @classmethod
@@ -77,6 +82,13 @@ class AnswerSettings:
             raise InvalidOption(
                 f"context_window={window!r}; it must be a whole number of at least 1"
             )
+        if self.json_schema is not None:
+            check_json_schema(self.json_schema)
+            if self.stop:
+                raise InvalidOption(
+                    f"stop={self.stop!r} with json_schema: a stop string could cut the JSON, which "
+                    "ends by itself; leave out either"
+                )
         check_on_miss(self.on_miss)
 
 

@@ -10,7 +10,7 @@ from samkv_integrations.errors import InvalidOption, UnknownOption
 from samkv_integrations.model.sampling import OPTIONS, Sampling
 
 GENERATE_KWARGS = tuple(sorted({"do_sample", "stop", *OPTIONS} - {"max_new_tokens"}))
-CALL_KWARGS = (*GENERATE_KWARGS, "max_tokens", "max_new_tokens")
+CALL_KWARGS = (*GENERATE_KWARGS, "max_tokens", "max_new_tokens", "json_schema")
 DEFAULT_MAX_NEW_TOKENS = Sampling().max_new_tokens
 
 # Options of transformers' generate that are wanted elsewhere, or not at all -> what to do instead.
@@ -40,6 +40,8 @@ def to_options(
     """
     own = _known("option of a call", given, CALL_KWARGS)
     options = {**defaults, **own}
+    if "json_schema" in own and "stop" not in own:
+        options.pop("stop", None)  # JSON ends by itself, and what ends other answers would cut it
     if "temperature" in own and "do_sample" not in own:
         options.pop("do_sample", None)  # a call that gives a temperature wants that
     match options.pop("do_sample", None):

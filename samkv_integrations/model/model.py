@@ -72,6 +72,7 @@ class Model:
         self.device: torch.device = hf.device
         self._tokenizing = threading.Lock()
         self.special_tokens = SpecialTokens(self.tokenizer)
+        self.constraint_tokenizers: dict[frozenset[int], Any] = {}  # of `JsonConstraint`, by ends
 
     # -- identity ---------------------------------------------------------------------------
 

@@ -184,12 +184,23 @@ def _checked(name: str, value: Any) -> float | int | None:  # noqa: ANN401
 
 
 class Sampler:
-    """Chooses one token after another for one answer; remembers what it chose."""
+    """Chooses one token after another for one answer; remembers what it chose.
 
-    def __init__(self, model: Model, prompt_ids: Sequence[int], sampling: Sampling) -> None:
+    constraint: rules tokens out before anything else: of what top_k leaves, none might be allowed.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        prompt_ids: Sequence[int],
+        sampling: Sampling,
+        constraint: LogitsProcessor | None = None,
+    ) -> None:
         self._ids = torch.tensor([list(prompt_ids)], device=model.device)
         self._greedy = sampling.is_greedy
         self._warpers = sampling.warpers(model)
+        if constraint is not None:
+            self._warpers.insert(0, constraint)
         self._generator = torch.Generator(device=model.device)
         seed = sampling.values["seed"]
         if seed is None:

@@ -643,12 +643,9 @@ class TestBadInput:
         with pytest.raises(ChunkNotCached):
             chat.invoke(prompt_about())
 
-    def test_tools_and_schemas(self, chat: ChatSamKV) -> None:
+    def test_tools(self, chat: ChatSamKV) -> None:
         with pytest.raises(NotImplementedError, match="calls no tools; retrieve in the chain"):
             chat.bind_tools([])
-        for include_raw in (False, True):
-            with pytest.raises(NotImplementedError, match="does not keep to a schema"):
-                chat.with_structured_output({"title": "x"}, include_raw=include_raw)
 
 
 class TestTokenCounts:

@@ -1,0 +1,115 @@
+"""Answers that keep to a JSON schema: tokens that would break it are ruled out, by llguidance."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers.generation.logits_process import LogitsProcessor
+
+from samkv_integrations.errors import InvalidOption, MissingExtra
+from samkv_integrations.model.model import Model
+
+if TYPE_CHECKING:
+    from llguidance import LLTokenizer
+
+# One way to write JSON, that of json.dumps: where any white space is allowed, some models write
+# nothing else until their tokens run out.
+_LAYOUT: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+
+_VALUES = ("const", "enum", "default", "examples")  # what is in them is no schema
+
+
+def check_json_schema(schema: object) -> None:
+    """Raises InvalidOption if ``schema`` is no dict of JSON; whether it is a schema, see below."""
+    try:
+        json.dumps(schema)
+        is_json = isinstance(schema, Mapping)
+    except (TypeError, ValueError):
+        is_json = False
+    if not is_json:
+        raise InvalidOption(
+            f"json_schema={schema!r}; it must be a JSON schema as a dict, such as "
+            "{'type': 'object'} or what model_json_schema() of a pydantic class returns"
+        )
+
+
+class JsonConstraint(LogitsProcessor):
+    """Leaves in the draw what continues JSON of a schema; end tokens once it is complete.
+
+    It follows one answer, from its first token.
+
+    model: its tokenizer is read once, about 1 s for a vocabulary of 100,000.
+    schema: a JSON schema. Objects have their properties in its order, and no others unless
+        ``additionalProperties`` says so.
+    end_ids: tokens that end the answer.
+
+    Raises:
+        InvalidOption: the schema is none, cannot be fulfilled, or asks for what cannot be decided
+            token by token (``not``, ``uniqueItems``, ...).
+        MissingExtra: llguidance is not installed.
+    """
+
+    def __init__(self, model: Model, schema: Mapping[str, Any], end_ids: frozenset[int]) -> None:
+        check_json_schema(schema)
+        try:
+            from llguidance import LLMatcher
+        except ImportError as error:
+            raise MissingExtra.of("llguidance", "structured") from error
+        if not end_ids:
+            raise InvalidOption(
+                f"json_schema: {model.name!r} has no token that ends an answer; give stop_ids"
+            )
+        grammar = LLMatcher.grammar_from_json_schema(json.dumps(_closed(schema)), overrides=_LAYOUT)
+        self._matcher = LLMatcher(_tokenizer(model, end_ids), grammar, log_level=0)
+        if self._matcher.is_error():
+            raise InvalidOption(
+                f"json_schema: {self._matcher.get_error().strip()}; change the schema, or check "
+                "that part of it when the answer is there"
+            )
+        self._n_seen: int | None = None
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """(1, prompt and answer so far) ids and (1, vocabulary) logits -> those that may follow."""
+        if self._n_seen is not None:
+            self._matcher.consume_tokens(input_ids[0, self._n_seen :].tolist())
+        self._n_seen = input_ids.shape[1]
+        bias = bytearray(self._matcher.compute_logit_bias())  # one byte a token, 0 for ruled out
+        if self._matcher.is_error():
+            raise InvalidOption(
+                f"json_schema: {self._matcher.get_error().strip()}; give a simpler schema"
+            )
+        allowed = torch.frombuffer(bias, dtype=torch.uint8).to(scores.device) > 0
+        return scores.masked_fill(~allowed[: scores.shape[-1]], float("-inf"))
+
+
+def _closed(schema: Any) -> Any:  # noqa: ANN401
+    """The schema, whose objects have no properties but those that it names, if it names any.
+
+    By the letter of JSON Schema they might have others, which whoever asked has no use for.
+    """
+    if isinstance(schema, list):
+        return [_closed(item) for item in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    closed = {name: value if name in _VALUES else _closed(value) for name, value in schema.items()}
+    # parts of an allOf say together which there are
+    if isinstance(schema.get("properties"), Mapping) and "allOf" not in schema:
+        closed.setdefault("additionalProperties", False)
+    return closed
+
+
+def _tokenizer(model: Model, end_ids: frozenset[int]) -> LLTokenizer:
+    """The model's tokenizer as llguidance needs it; made once for each set of end tokens."""
+    import llguidance.hf
+
+    found: LLTokenizer | None = model.constraint_tokenizers.get(end_ids)
+    if found is None:
+        found = llguidance.hf.from_tokenizer(
+            model.tokenizer, n_vocab=model.config.vocab_size, eos_token=sorted(end_ids)
+        )
+        model.constraint_tokenizers[end_ids] = found
+    return found

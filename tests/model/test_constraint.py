@@ -1,0 +1,177 @@
+"""Answers that keep to a JSON schema, whatever the weights say."""
+
+from __future__ import annotations
+
+import builtins
+import json
+from functools import cache
+from typing import Any
+
+import pytest
+from jsonschema import validate
+
+from samkv_integrations import Engine
+from samkv_integrations.errors import InvalidOption, MissingExtra
+from samkv_integrations.model.model import Model
+from tests.support.models import byte_tokenizer, hf_model, tiny_model
+
+PROMPT = "Where was Tobias Trulman born?"
+SCHEMAS: dict[str, dict[str, Any]] = {
+    "person": {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "maxLength": 12},
+            "born": {"type": "integer", "minimum": 0, "maximum": 2100},
+            "alive": {"type": "boolean"},
+        },
+        "required": ["name", "born", "alive"],
+    },
+    "references": {
+        "type": "object",
+        "properties": {"town": {"$ref": "#/$defs/town"}, "next": {"$ref": "#/$defs/town"}},
+        "required": ["town", "next"],
+        "$defs": {
+            "town": {
+                "type": "object",
+                "properties": {"kind": {"enum": ["port", "mine"]}},
+                "required": ["kind"],
+            }
+        },
+    },
+    "either": {"anyOf": [{"const": None}, {"type": "number", "minimum": 1, "maximum": 9.5}]},
+    "list": {"type": "array", "items": {"type": "string", "maxLength": 3}, "maxItems": 4},
+    "optional": {
+        "type": "object",
+        "properties": {"a": {"type": ["boolean", "null"]}, "b": {"type": "boolean"}},
+    },
+}  # fmt: skip
+
+
+@cache
+def engine(family: str = "llama") -> Engine:
+    return Engine(tiny_model(family))
+
+
+@pytest.mark.parametrize("schema", SCHEMAS.values(), ids=SCHEMAS)
+@pytest.mark.parametrize("options", [
+    {"temperature": 1.0}, {"temperature": 1.0, "top_k": 1, "repetition_penalty": 1.3},
+    {"temperature": 1.5, "top_p": 0.5}, {},
+], ids=str)  # fmt: skip
+def test_random_weights_write_json_of_the_schema(
+    schema: dict[str, Any], options: dict[str, Any]
+) -> None:
+    for seed in range(3):
+        answer = engine().generate(
+            PROMPT, json_schema=schema, seed=seed, max_new_tokens=250, **options
+        )
+        assert answer.finish_reason == "stop"
+        validate(json.loads(answer.text), schema)
+
+
+@pytest.mark.parametrize("method", ["samkv-guided", "samkv-fusion", "cacheblend", "recompute"])
+@pytest.mark.parametrize("eviction", ["none", "snapkv", "quest"])
+def test_with_every_kind_of_method_and_eviction(method: str, eviction: str) -> None:
+    """A constraint is a matter of sampling; a cached document is answered from its cache."""
+    document = "[Tobias Trulman] Tobias Trulman was born in Flevport, a town on the Tume."
+    engine().cache_chunks([document])
+    given: dict[str, Any] = {"method": method, "eviction": eviction}
+    prompt = f"{document}\n\n{PROMPT}"
+    plain = engine().generate(prompt, **given).report
+    answer = engine().generate(
+        prompt, json_schema=SCHEMAS["person"], temperature=1.0, seed=0, **given
+    )
+    validate(json.loads(answer.text), SCHEMAS["person"])
+    assert (answer.report.chunk_hits, answer.report.bytes_read) == (
+        plain.chunk_hits,
+        plain.bytes_read,
+    )
+    assert plain.bytes_read > 0 or method == "recompute"
+
+
+def test_a_stream_is_the_same_answer() -> None:
+    options: dict[str, Any] = {"json_schema": SCHEMAS["person"], "temperature": 1.0, "seed": 5}
+    assert "".join(engine().stream(PROMPT, **options)) == engine().generate(PROMPT, **options).text
+
+
+def test_objects_are_closed_unless_the_schema_says_otherwise() -> None:
+    """By the letter of JSON Schema an object may have any other properties."""
+    closed = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
+    texts = [
+        engine().generate(PROMPT, json_schema=closed, temperature=1.0, seed=seed).text
+        for seed in range(8)
+    ]
+    assert set(texts) == {'{"a": true}', '{"a": false}'}
+    open_ = closed | {"required": ["a", "b"]}
+    with pytest.raises(InvalidOption, match="required"):
+        engine().generate(PROMPT, json_schema=open_)
+    answer = engine().generate(PROMPT, json_schema=open_ | {"additionalProperties": {"const": 1}})
+    assert ', "b": 1' in answer.text
+
+
+def test_what_is_a_value_is_left_as_it_is() -> None:
+    value = {"properties": {"a": 1}}
+    answer = engine().generate(PROMPT, json_schema={"const": value})
+    assert json.loads(answer.text) == value
+
+
+def test_an_answer_that_is_cut_says_so() -> None:
+    answer = engine().generate(PROMPT, json_schema=SCHEMAS["person"], max_new_tokens=8)
+    assert answer.finish_reason == "length"
+    assert answer.text == '{"name":'
+
+
+def test_stop_ids_end_it_when_it_is_complete_and_not_before() -> None:
+    """A token of the vocabulary that a caller declared an end token would cut a string."""
+    letters = engine().model.tokenize("abcdefghijklmnopqrstuvwxyz", special=False)
+    for seed in range(6):
+        answer = engine().generate(
+            PROMPT, json_schema=SCHEMAS["list"], stop_ids=letters, temperature=1.0, seed=seed
+        )
+        validate(json.loads(answer.text), SCHEMAS["list"])
+
+
+@pytest.mark.parametrize(
+    ("schema", "reason"),
+    [
+        ("object", "it must be a JSON schema as a dict"),
+        ({"type": {1, 2}}, "it must be a JSON schema as a dict"),
+        ({"type": "objekt"}, "Invalid type: objekt"),
+        ({"$ref": "#/$defs/none"}, "does not exist"),
+        ({"type": "array", "uniqueItems": True}, 'Unimplemented keys: \\["uniqueItems"\\]'),
+        ({"enum": []}, "Unsatisfiable"),
+    ],
+    ids=str,
+)
+def test_schemas_that_are_refused(schema: Any, reason: str) -> None:
+    with pytest.raises(InvalidOption, match=reason):
+        engine().generate(PROMPT, json_schema=schema)
+
+
+def test_stop_strings_are_refused_with_it() -> None:
+    with pytest.raises(InvalidOption, match="stop=.*could cut the JSON"):
+        engine().generate(PROMPT, json_schema=SCHEMAS["list"], stop=["]"])
+
+
+def test_a_model_that_never_ends_an_answer() -> None:
+    tokenizer = byte_tokenizer(bos=False)
+    tokenizer.eos_token = None
+    endless = Engine(Model(hf_model("qwen2", eos_token_id=None), tokenizer, "endless"))
+    assert not endless.model.eos_ids
+    with pytest.raises(InvalidOption, match="'endless' has no token that ends an answer"):
+        endless.generate(PROMPT, json_schema=SCHEMAS["list"])
+    given = endless.generate(PROMPT, json_schema=SCHEMAS["either"], stop_ids=[0])
+    validate(json.loads(given.text), SCHEMAS["either"])
+
+
+def test_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = builtins.__import__
+
+    def absent(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name.split(".")[0] == "llguidance":
+            raise ImportError(name)
+        return original(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", absent)
+    with pytest.raises(MissingExtra, match=r"samkv-integrations\[structured\]"):
+        engine().generate(PROMPT, json_schema=SCHEMAS["list"])
+    assert engine().generate(PROMPT, max_new_tokens=2).report.completion_tokens <= 2
