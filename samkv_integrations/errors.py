@@ -95,6 +95,10 @@ class MissingExtra(SamkvError):
         )
 
 
+class AnswerCut(SamkvError):
+    """An answer that was to keep to a schema reached its most tokens before it was complete."""
+
+
 class TimedOut(SamkvError, TimeoutError):
     """An answer took longer than the caller had asked for."""
 

@@ -10,7 +10,9 @@ from samkv_integrations.errors import InvalidOption, UnknownOption
 from samkv_integrations.model.sampling import OPTIONS, Sampling
 
 GENERATE_KWARGS = tuple(sorted({"do_sample", "stop", *OPTIONS} - {"max_new_tokens"}))
-CALL_KWARGS = (*GENERATE_KWARGS, "max_tokens", "max_new_tokens", "json_schema")
+CALL_KWARGS = (*GENERATE_KWARGS, "max_tokens", "max_new_tokens")
+ONE_CALL_KWARGS = (*CALL_KWARGS, "json_schema")
+"""Those, and what is never an option of all calls."""
 DEFAULT_MAX_NEW_TOKENS = Sampling().max_new_tokens
 
 # Options of transformers' generate that are wanted elsewhere, or not at all -> what to do instead.
@@ -38,7 +40,7 @@ def to_options(
 
     ``do_sample`` becomes a temperature: without one it is 0 for False and 1 for True.
     """
-    own = _known("option of a call", given, CALL_KWARGS)
+    own = _known("option of a call", given, ONE_CALL_KWARGS)
     options = {**defaults, **own}
     if "json_schema" in own and "stop" not in own:
         options.pop("stop", None)  # JSON ends by itself, and what ends other answers would cut it

@@ -127,6 +127,7 @@ def test_stop_ids_end_it_when_it_is_complete_and_not_before() -> None:
         answer = engine().generate(
             PROMPT, json_schema=SCHEMAS["list"], stop_ids=letters, temperature=1.0, seed=seed
         )
+        assert answer.finish_reason == "stop"
         validate(json.loads(answer.text), SCHEMAS["list"])
 
 

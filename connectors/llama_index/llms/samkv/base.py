@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Generator, Sequence
-from contextlib import closing
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Annotated, Any
 
@@ -22,23 +21,24 @@ from llama_index.core.base.llms.types import (
 )
 from llama_index.core.bridge.pydantic import BaseModel, Field, PrivateAttr, field_serializer
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
-from llama_index.core.llms.custom import CustomLLM
 from llama_index.core.llms.llm import default_completion_to_prompt
 from llama_index.core.prompts import PromptTemplate
+from llama_index.core.types import PydanticProgramMode
 from pydantic import BeforeValidator
 from pydantic.json_schema import SkipJsonSchema
 
+from llama_index.llms.samkv.answers import AnsweringLLM
 from llama_index.llms.samkv.conversion import (
     checked_outputs_to_remove,
     rendered,
     to_chat,
     to_chats,
-    to_completion,
     to_turns,
     to_wrapper,
     with_system_prompt,
 )
 from llama_index.llms.samkv.retrievals import expect_retrieved
+from llama_index.llms.samkv.structured import StructuredPredictions
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.engine.stream import AnswerStream
 from samkv_integrations.errors import InvalidOption, PromptTooLong
@@ -48,14 +48,13 @@ from samkv_integrations.frameworks.call_options import (
     to_options,
 )
 from samkv_integrations.frameworks.engine_args import MADE_BY, ModelSource, check_fits
-from samkv_integrations.frameworks.local_llm import LocalLLM
 from samkv_integrations.frameworks.off_loop import off_loop
 from samkv_integrations.prompt.reader import Prompt
 
 _Wrapper = Annotated[str | PromptTemplate | None, BeforeValidator(to_wrapper)]
 
 
-class SamKVLLM(LocalLLM, CustomLLM):
+class SamKVLLM(AnsweringLLM, StructuredPredictions):
     r"""A local Hugging Face model that answers from the KV caches of the chunks in its prompt.
 
     Arguments are called what `HuggingFaceLLM` calls them. Texts of cached chunks in a prompt are
@@ -158,6 +157,8 @@ class SamKVLLM(LocalLLM, CustomLLM):
             self.is_chat_model = (
                 model.has_chat_template and self.query_wrapper_prompt is None and is_plain
             )
+        if self.pydantic_program_mode == PydanticProgramMode.DEFAULT:
+            self.pydantic_program_mode = PydanticProgramMode.LLM  # see `StructuredPredictions`
         self._n_added = self._count_added()
         if self.cache_retrieved:
             expect_retrieved(self.engine)
@@ -275,7 +276,7 @@ class SamKVLLM(LocalLLM, CustomLLM):
 
         Mistakes raise here. The last response has no new text; it carries the complete report.
         """
-        return self._deltas(self._run(self._completion_prompt(prompt, formatted), kwargs))
+        return self._deltas(self._run(self._completion_prompt(prompt, formatted), kwargs), kwargs)
 
     @llm_completion_callback()
     async def acomplete(
@@ -296,7 +297,7 @@ class SamKVLLM(LocalLLM, CustomLLM):
     ) -> CompletionResponseAsyncGen:
         """Like `stream_complete`, off the event loop."""
         complete = self._completion_prompt(prompt, formatted)
-        return off_loop(self._deltas(await asyncio.to_thread(self._run, complete, kwargs)))
+        return off_loop(self._deltas(await asyncio.to_thread(self._run, complete, kwargs), kwargs))
 
     # -- chat -------------------------------------------------------------------------------
 
@@ -312,7 +313,7 @@ class SamKVLLM(LocalLLM, CustomLLM):
     @llm_chat_callback()
     def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:  # noqa: ANN401
         """Like `chat`, in responses as those of `stream_complete`."""
-        return to_chats(self._deltas(self._run(self._chat_prompt(messages), kwargs)))
+        return to_chats(self._deltas(self._run(self._chat_prompt(messages), kwargs), kwargs))
 
     @llm_chat_callback()
     async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:  # noqa: ANN401
@@ -327,7 +328,7 @@ class SamKVLLM(LocalLLM, CustomLLM):
     ) -> ChatResponseAsyncGen:
         """Like `stream_chat`, off the event loop."""
         prompt = self._chat_prompt(messages)
-        deltas = self._deltas(await asyncio.to_thread(self._run, prompt, kwargs))
+        deltas = self._deltas(await asyncio.to_thread(self._run, prompt, kwargs), kwargs)
         return off_loop(to_chats(deltas))
 
     # -- the one way to an answer -----------------------------------------------------------
@@ -374,25 +375,3 @@ class SamKVLLM(LocalLLM, CustomLLM):
                 f"{error}. If LlamaIndex packed the prompt: it counts with another tokenizer, "
                 "unless told Settings.tokenizer = llm.tokenizer_fn"
             ) from error
-
-    def _whole(self, prompt: Prompt, given: dict[str, Any]) -> CompletionResponse:
-        stream = self._run(prompt, given)
-        text = "".join(stream)
-        self._last_report = stream.report
-        return to_completion(text, stream.report)
-
-    async def _awhole(self, prompt: Prompt, given: dict[str, Any]) -> CompletionResponse:
-        stream = await asyncio.to_thread(self._run, prompt, given)
-        # delta by delta, so that no thread goes on with an answer when its task is cancelled
-        text = "".join([delta async for delta in off_loop(stream)])
-        self._last_report = stream.report
-        return to_completion(text, stream.report)
-
-    def _deltas(self, stream: AnswerStream) -> Generator[CompletionResponse]:
-        text = ""
-        with closing(stream):
-            for delta in stream:
-                text += delta
-                yield to_completion(text, stream.report, delta)
-        self._last_report = stream.report
-        yield to_completion(text, stream.report, "")

@@ -1,0 +1,61 @@
+"""From an answer of the engine to LlamaIndex's responses, whole and delta by delta."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Generator, Mapping
+from contextlib import closing
+from typing import Any
+
+from llama_index.core.base.llms.types import CompletionResponse
+
+from llama_index.llms.samkv.conversion import to_completion
+from samkv_integrations.engine.stream import AnswerStream
+from samkv_integrations.errors import AnswerCut
+from samkv_integrations.frameworks.local_llm import LocalLLM
+from samkv_integrations.frameworks.off_loop import off_loop
+from samkv_integrations.prompt.reader import Prompt
+
+
+class AnsweringLLM(LocalLLM):
+    """An LLM whose every answer begins with `_run`; ``given``: the options of a call."""
+
+    def _run(self, prompt: Prompt, given: dict[str, Any]) -> AnswerStream:
+        raise NotImplementedError
+
+    def _whole(self, prompt: Prompt, given: dict[str, Any]) -> CompletionResponse:
+        stream = self._run(prompt, given)
+        text = "".join(stream)
+        return self._finished(text, stream, given)
+
+    async def _awhole(self, prompt: Prompt, given: dict[str, Any]) -> CompletionResponse:
+        stream = await asyncio.to_thread(self._run, prompt, given)
+        # delta by delta, so that no thread goes on with an answer when its task is cancelled
+        text = "".join([delta async for delta in off_loop(stream)])
+        return self._finished(text, stream, given)
+
+    def _deltas(
+        self, stream: AnswerStream, given: Mapping[str, Any]
+    ) -> Generator[CompletionResponse]:
+        text = ""
+        with closing(stream):
+            for delta in stream:
+                text += delta
+                yield to_completion(text, stream.report, delta)
+        yield self._finished(text, stream, given, delta="")
+
+    def _finished(
+        self,
+        text: str,
+        stream: AnswerStream,
+        given: Mapping[str, Any],
+        delta: str | None = None,
+    ) -> CompletionResponse:
+        self._last_report = stream.report
+        if given.get("json_schema") is not None and stream.finish_reason == "length":
+            raise AnswerCut(
+                f"the answer was cut after {stream.report.completion_tokens} tokens, before its "
+                "JSON was complete; give more max_new_tokens, or a schema with bounds (maxLength, "
+                "maxItems)"
+            )
+        return to_completion(text, stream.report, delta)
