@@ -34,8 +34,9 @@ _SYNONYMS = {"model_name": "model", "max_new_tokens": "max_tokens", "stop_sequen
 _INSTEAD = {
     "model": "an LLM runs one model; make another",
     **dict.fromkeys(("tools", "tool_choice", "functions", "function_call"),
-                    "this model calls no tools"),
-    **dict.fromkeys(("response_format", "n"), "leave it out"),
+                    "tools are for ChatSamKV, which has bind_tools"),
+    "response_format": "use with_structured_output of ChatSamKV, or json_schema",
+    "n": "leave it out",
 }  # fmt: skip
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing, closing
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models.base import LanguageModelInput
@@ -14,15 +14,19 @@ from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
 from langchain_core.runnables import Runnable
 from langchain_core.tools import BaseTool
+from langchain_core.utils.function_calling import convert_to_openai_tool
 from pydantic import BaseModel
 
 from langchain_samkv.base import LocalModel, TimedAnswer
 from langchain_samkv.conversion import metadata_of, to_turns, usage_of
 from langchain_samkv.structured import json_schema_of, parsed, parser_of
+from langchain_samkv.tools import ShownText, chunks_of, invalid_call_of, tool_call_of
 from samkv_integrations.errors import InvalidOption, UnknownOption
 from samkv_integrations.frameworks.off_loop import off_loop
+from samkv_integrations.frameworks.tool_calls import ToolAnswer, ToolUse
+from samkv_integrations.model.chat import Chat
 
-_METHODS = ("json_schema", "json_mode")
+_METHODS = ("json_schema", "json_mode", "function_calling")
 
 
 class ChatSamKV(LocalModel, BaseChatModel):
@@ -89,8 +93,9 @@ class ChatSamKV(LocalModel, BaseChatModel):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,  # noqa: ANN401
     ) -> ChatResult:
-        answer = self._run(to_turns(messages), stop, kwargs)
-        return self._result("".join(answer), answer)
+        prompt, use = self._prompt(messages, kwargs)
+        answer = self._run(prompt, stop, kwargs)
+        return self._result("".join(answer), answer, use)
 
     async def _agenerate(
         self,
@@ -99,9 +104,10 @@ class ChatSamKV(LocalModel, BaseChatModel):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,  # noqa: ANN401
     ) -> ChatResult:
-        answer = await asyncio.to_thread(self._run, to_turns(messages), stop, kwargs)
+        prompt, use = self._prompt(messages, kwargs)
+        answer = await asyncio.to_thread(self._run, prompt, stop, kwargs)
         # delta by delta, so that no thread goes on with an answer when its task is cancelled
-        return self._result("".join([delta async for delta in off_loop(answer)]), answer)
+        return self._result("".join([delta async for delta in off_loop(answer)]), answer, use)
 
     def _stream(
         self,
@@ -110,15 +116,18 @@ class ChatSamKV(LocalModel, BaseChatModel):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,  # noqa: ANN401
     ) -> Iterator[ChatGenerationChunk]:
-        with closing(self._run(to_turns(messages), stop, kwargs)) as answer:
+        prompt, use = self._prompt(messages, kwargs)
+        shown = ShownText(use)
+        with closing(self._run(prompt, stop, kwargs)) as answer:
             for delta in answer:
-                chunk = _chunk(delta)
-                if run_manager:
-                    run_manager.on_llm_new_token(delta, chunk=chunk)
-                yield chunk
-            chunk = self._last_chunk(answer)
+                if text := shown.push(delta):
+                    chunk = _chunk(text)
+                    if run_manager:
+                        run_manager.on_llm_new_token(text, chunk=chunk)
+                    yield chunk
+            chunk = self._last_chunk(answer, shown)
             if run_manager:
-                run_manager.on_llm_new_token("", chunk=chunk)
+                run_manager.on_llm_new_token(chunk.text, chunk=chunk)
             yield chunk
 
     async def _astream(
@@ -128,53 +137,90 @@ class ChatSamKV(LocalModel, BaseChatModel):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,  # noqa: ANN401
     ) -> AsyncIterator[ChatGenerationChunk]:
-        answer = await asyncio.to_thread(self._run, to_turns(messages), stop, kwargs)
+        prompt, use = self._prompt(messages, kwargs)
+        shown = ShownText(use)
+        answer = await asyncio.to_thread(self._run, prompt, stop, kwargs)
         async with aclosing(off_loop(answer)) as deltas:
             async for delta in deltas:
-                chunk = _chunk(delta)
-                if run_manager:
-                    await run_manager.on_llm_new_token(delta, chunk=chunk)
-                yield chunk
-        chunk = self._last_chunk(answer)
+                if text := shown.push(delta):
+                    chunk = _chunk(text)
+                    if run_manager:
+                        await run_manager.on_llm_new_token(text, chunk=chunk)
+                    yield chunk
+        chunk = self._last_chunk(answer, shown)
         if run_manager:
-            await run_manager.on_llm_new_token("", chunk=chunk)
+            await run_manager.on_llm_new_token(chunk.text, chunk=chunk)
         yield chunk
 
-    def _result(self, text: str, answer: TimedAnswer) -> ChatResult:
+    def _prompt(
+        self, messages: list[BaseMessage], call: dict[str, Any]
+    ) -> tuple[Chat, ToolUse | None]:
+        """What is asked, and with which tools, which are taken out of the options of the call."""
+        tools, choice = call.pop("tools", None), call.pop("tool_choice", None)
+        turns = to_turns(messages)
+        if not tools or choice == "none":
+            return Chat(turns), None
+        use = ToolUse.of(self.engine.model, tools, choice)
+        if use.json_schema is not None:
+            call["json_schema"] = use.json_schema
+        return Chat(turns, use.tools), use
+
+    def _result(self, text: str, answer: TimedAnswer, use: ToolUse | None) -> ChatResult:
         self._last_report = report = answer.stream.report
+        found = ToolAnswer(text) if use is None else use.read(text)
         message = AIMessage(
-            text, usage_metadata=usage_of(report), response_metadata=metadata_of(answer.stream)
+            found.text,
+            tool_calls=[tool_call_of(call) for call in found.calls],
+            invalid_tool_calls=[invalid_call_of(call) for call in found.broken],
+            usage_metadata=usage_of(report),
+            response_metadata=metadata_of(answer.stream),
         )
         return ChatResult(generations=[ChatGeneration(message=message)])
 
-    def _last_chunk(self, answer: TimedAnswer) -> ChatGenerationChunk:
-        """No new text, but the figures: LangChain adds up what chunks say of them."""
+    def _last_chunk(self, answer: TimedAnswer, shown: ShownText) -> ChatGenerationChunk:
+        """What was held back, calls of tools included, and the figures, which LangChain adds up."""
         self._last_report = report = answer.stream.report
+        text, found = shown.rest()
         message = AIMessageChunk(
-            content="",
+            content=text,
+            tool_call_chunks=chunks_of(found),
             usage_metadata=usage_of(report),
             response_metadata=metadata_of(answer.stream),
             chunk_position="last",
         )
         return ChatGenerationChunk(message=message)
 
-    # -- what it does not do --------------------------------------------------------------------
+    # -- tools and objects ----------------------------------------------------------------------
 
     def bind_tools(
         self,
         tools: Sequence[dict[str, Any] | type | Callable[..., Any] | BaseTool],
-        **kwargs: Any,  # noqa: ANN401
-    ) -> NoReturn:
-        """Refused: a tool would be left out of the prompt, and never called."""
-        raise NotImplementedError(
-            "ChatSamKV calls no tools; retrieve in the chain, or give the agent another model"
-        )
+        *,
+        tool_choice: str | dict[str, Any] | bool | None = None,
+        strict: bool | None = None,
+        **kwargs: Any,  # noqa: ANN401  (options of every call, which refuses what it does not know)
+    ) -> Runnable[LanguageModelInput, AIMessage]:
+        """The model with tools, which its chat template describes to it.
+
+        Calls are in ``tool_calls`` of the answer, and what cannot be read as one in
+        ``invalid_tool_calls``.
+
+        tool_choice: None or ``auto`` lets the model choose; ``any``, or a tool's name, holds the
+            answer to one call, its arguments to the tool's schema; ``none`` for no tools.
+        strict: as for OpenAI's models, whether a tool's schema is closed.
+
+        Raises InvalidOption if the chat template takes no tools, or has calls written in a form
+        that is not read here.
+        """
+        described = [convert_to_openai_tool(tool, strict=strict) for tool in tools]
+        ToolUse.of(self.engine.model, described, None if tool_choice == "none" else tool_choice)
+        return self.bind(tools=described, tool_choice=tool_choice, **kwargs)
 
     def with_structured_output(
         self,
         schema: dict[str, Any] | type,
         *,
-        method: Literal["json_schema", "json_mode"] = "json_schema",
+        method: Literal["json_schema", "json_mode", "function_calling"] = "json_schema",
         include_raw: bool = False,
         strict: bool | None = None,
         **kwargs: Any,  # noqa: ANN401
@@ -184,7 +230,8 @@ class ChatSamKV(LocalModel, BaseChatModel):
         The prompt stays as it is, so say in it what is wanted.
 
         method: ``json_schema`` rules out tokens that would break the schema; ``json_mode`` those
-            that would break JSON, and the object may have any form.
+            that would break JSON, and the object may have any form. ``function_calling`` binds the
+            schema as a tool that must be called, if the chat template takes tools.
         include_raw: gives ``raw``, ``parsed`` and ``parsing_error`` in place of an error.
         strict: accepted so that arguments of other models fit; ``json_schema`` always is.
 
@@ -200,6 +247,8 @@ class ChatSamKV(LocalModel, BaseChatModel):
             raise UnknownOption.among("argument of with_structured_output", name, known)
         if method not in _METHODS:
             raise InvalidOption(f"method={method!r}; allowed: {', '.join(_METHODS)}")
+        if method == "function_calling":
+            return super().with_structured_output(schema, include_raw=include_raw)
         llm = self.bind(
             json_schema=json_schema_of(schema) if method == "json_schema" else {"type": "object"},
             ls_structured_output_format={"kwargs": {"method": method}, "schema": schema},

@@ -11,56 +11,65 @@ from langchain_core.messages import (
     ChatMessage,
     HumanMessage,
     SystemMessage,
+    ToolMessage,
 )
 from langchain_core.messages.ai import UsageMetadata
 
 from samkv_integrations.engine.report import Report
 from samkv_integrations.engine.stream import AnswerStream
 from samkv_integrations.errors import InvalidOption
-from samkv_integrations.frameworks.turns import merged
+from samkv_integrations.frameworks.tool_calls import ToolCall
+from samkv_integrations.frameworks.turns import merged, of_calls, of_result
 
 PROVIDER = "samkv"
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "human": "user",
           "assistant": "assistant", "ai": "assistant"}  # fmt: skip
 
+_CALL_BLOCKS = ("tool_use", "tool_call", "invalid_tool_call", "function_call")
 
-def to_turns(messages: Sequence[BaseMessage]) -> list[dict[str, str]]:
+
+def to_turns(messages: Sequence[BaseMessage]) -> list[dict[str, Any]]:
     """Messages for a chat template, neighbours of one role as one.
 
     Raises InvalidOption for what a model that reads text cannot be told.
     """
     if not messages:
         raise InvalidOption("the list of messages is empty; give at least one, from the user")
-    return merged((_role(message), _text(message)) for message in messages)
+    return merged(map(_turn, messages))
 
 
-def _role(message: BaseMessage) -> str:
+def _turn(message: BaseMessage) -> dict[str, Any]:
+    text = _text(message)
     match message:
         case HumanMessage():
-            return "user"
+            return {"role": "user", "content": text}
         case SystemMessage():
-            return "system"
+            return {"role": "system", "content": text}
         case AIMessage():
-            if (
-                message.tool_calls
-                or message.invalid_tool_calls
-                or message.additional_kwargs.get("function_call")
-            ):
+            if message.additional_kwargs.get("function_call"):
                 raise InvalidOption(
-                    "a message holds tool calls; this model calls no tools, leave it out"
+                    "a message holds a function_call of OpenAI's first interface; give tool_calls"
                 )
-            return "assistant"
+            # what nobody could read as a call is what the model has written
+            written = [text, *(call["args"] or "" for call in message.invalid_tool_calls)]
+            calls = (
+                ToolCall(call["name"], call["args"], call["id"] or "")
+                for call in message.tool_calls
+            )
+            return of_calls("".join(written), calls)
+        case ToolMessage():
+            return of_result(text, message.tool_call_id, message.name)
         case ChatMessage():
             if message.role not in _ROLES:
                 raise InvalidOption(
                     f"role {message.role!r} of a message is not supported; "
                     f"supported: {', '.join(sorted(_ROLES))}"
                 )
-            return _ROLES[message.role]
+            return {"role": _ROLES[message.role], "content": text}
     raise InvalidOption(
         f"a {type(message).__name__} is not supported; supported: SystemMessage, HumanMessage, "
-        "AIMessage, ChatMessage"
+        "AIMessage, ToolMessage, ChatMessage"
     )
 
 
@@ -73,7 +82,7 @@ def _text(message: BaseMessage) -> str:
             texts.append(block)
         elif block.get("type") == "text" and isinstance(block.get("text"), str):
             texts.append(block["text"])
-        else:
+        elif block.get("type") not in _CALL_BLOCKS:  # they are among tool_calls, too
             raise InvalidOption(
                 f"a message holds a block of type {block.get('type')!r}; this model reads text "
                 "only, leave it out"

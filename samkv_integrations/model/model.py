@@ -21,6 +21,7 @@ from transformers.modeling_utils import AttentionInterface
 
 from samkv_integrations.errors import InvalidOption, UnsupportedModel
 from samkv_integrations.model.attention import Attend, _samkv_attention
+from samkv_integrations.model.chat import Chat, tool_template
 from samkv_integrations.model.quoting import RenderedPrompt, SpecialTokens
 from samkv_integrations.model.support import refuse_unsupported
 
@@ -182,20 +183,32 @@ class Model:
     def has_chat_template(self) -> bool:
         return bool(self.tokenizer.chat_template)
 
-    def render_chat(self, messages: Sequence[dict[str, str]]) -> RenderedPrompt:
+    @cached_property
+    def tool_template(self) -> str | None:
+        """The chat template of prompts with tools; None if there is none that writes them."""
+        return tool_template(self.tokenizer)
+
+    def render_chat(self, messages: Sequence[dict[str, str]] | Chat) -> RenderedPrompt:
         """The prompt of ``messages`` (``role``, ``content``), ready for an answer.
 
         Names of special tokens in their contents are text, and control nothing.
         """
+        chat = messages if isinstance(messages, Chat) else Chat(messages)
         if not self.has_chat_template:
             raise InvalidOption(
                 f"{self.name!r} has no chat template; pass a plain prompt string instead"
             )
+        if chat.needs_tools and self.tool_template is None:
+            raise InvalidOption(
+                f"the chat template of {self.name!r} takes no tools and no calls of tools; leave "
+                "them out of the messages"
+            )
 
         def render(hidden: Any) -> str:  # noqa: ANN401
+            written, tools = hidden
             try:
                 text = self.tokenizer.apply_chat_template(
-                    hidden, tokenize=False, add_generation_prompt=True
+                    written, tools=tools or None, tokenize=False, add_generation_prompt=True
                 )
             except Exception as error:  # templates raise whatever their author chose
                 raise InvalidOption(
@@ -204,7 +217,7 @@ class Model:
             assert isinstance(text, str)
             return text
 
-        return self.special_tokens.rendered(list(messages), render)
+        return self.special_tokens.rendered([list(chat.messages), list(chat.tools)], render)
 
     # -- one pass ---------------------------------------------------------------------------
 

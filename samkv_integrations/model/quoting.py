@@ -66,7 +66,7 @@ class SpecialTokens:
             if isinstance(value, str):
                 return self._names.sub(hide, value)
             if isinstance(value, dict):
-                return {key: hidden(each) for key, each in value.items()}
+                return {hidden(key): hidden(each) for key, each in value.items()}
             return [hidden(each) for each in value] if isinstance(value, list | tuple) else value
 
         rendered = render(hidden(contents))

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from samkv_integrations.model.chat import Chat
 from samkv_integrations.model.model import Model
 from samkv_integrations.model.quoting import RenderedPrompt
 from samkv_integrations.prompt.finder import KnownTexts, find_given
 from samkv_integrations.prompt.handles import Handles
 from samkv_integrations.prompt.split import Piece, PlainText, split_prompt
 
-Prompt = str | RenderedPrompt | Sequence[dict[str, str]]
+Prompt = str | RenderedPrompt | Sequence[dict[str, str]] | Chat
 """A string, read to the letter: control tokens in it count. Or chat messages (``role``,
-``content``) for the model's chat template: those that the template writes count, and no others."""
+``content``) for the model's chat template, as a `Chat` if there are tools: those that the template
+writes count, and no others."""
 
 
 class PromptReader:

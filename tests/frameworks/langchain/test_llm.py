@@ -541,7 +541,7 @@ class TestArguments:
             ({"timeout": -1}, "timeout=-1"),
             ({"timeout": "soon"}, "timeout='soon'"),
             ({"model": "other"}, "'model' is no option of a call: an LLM runs one model"),
-            ({"tools": []}, "'tools' is no option of a call: this model calls no tools"),
+            ({"response_format": {}}, "'response_format' is no option of a call: use with_struct"),
             ({"n": 2}, "'n' is no option of a call"),
             ({"stop": [""]}, "stop="),
             ({"stop": ["x"], "stop_sequences": ["y"]}, "same thing; give one"),
@@ -578,17 +578,17 @@ class TestBadInput:
                 ],
                 "block of type 'audio'",  # as LangChain rewrites it
             ),
-            ([ToolMessage("42", tool_call_id="1")], "a ToolMessage is not supported; supported: S"),
-            ([FunctionMessage("42", name="f")], "a FunctionMessage is not supported"),
+            ([ToolMessage("42", tool_call_id="1")], "takes no tools and no calls of tools"),
+            ([FunctionMessage("42", name="f")], "a FunctionMessage is not supported; supported: Sy"),
             ([RemoveMessage("1")], "a RemoveMessage is not supported"),
             ([ChatMessage("42", role="critic")], "role 'critic' of a message is not supported"),
             (
                 [AIMessage("", tool_calls=[{"name": "f", "args": {}, "id": "1"}])],
-                "holds tool calls; this model calls no tools",
+                "takes no tools and no calls of tools",
             ),
             (
                 [AIMessage("", additional_kwargs={"function_call": {"name": "f"}})],
-                "holds tool calls; this model calls no tools",
+                "a function_call of OpenAI's first interface; give tool_calls",
             ),
         ],
     )  # fmt: skip
@@ -642,10 +642,6 @@ class TestBadInput:
         chat = ChatSamKV(engine=engine, max_tokens=12, on_miss="error")
         with pytest.raises(ChunkNotCached):
             chat.invoke(prompt_about())
-
-    def test_tools(self, chat: ChatSamKV) -> None:
-        with pytest.raises(NotImplementedError, match="calls no tools; retrieve in the chain"):
-            chat.bind_tools([])
 
 
 class TestTokenCounts:

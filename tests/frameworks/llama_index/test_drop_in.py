@@ -247,8 +247,9 @@ class TestGenerateKwargs:
         known = "do_sample, {}min_p, repetition_penalty, seed, stop, temperature, top_k, top_p"
         with pytest.raises(UnknownOption, match=f"'{name}'; known: {known.format('')}"):
             corpus.llm(generate_kwargs={name: 2})
+        more = known.replace("do_sample, ", "do_sample, json_schema, ")
         lengths = "max_new_tokens, max_tokens, "
-        with pytest.raises(UnknownOption, match=f"'{name}'; known: {known.format(lengths)}"):
+        with pytest.raises(UnknownOption, match=f"'{name}'; known: {more.format(lengths)}"):
             corpus.llm().complete("Hello", **{name: 2})
 
     @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from typing import Any
@@ -12,12 +13,14 @@ from llama_index.core.base.llms.types import (
     CompletionResponse,
     MessageRole,
     TextBlock,
+    ToolCallBlock,
 )
 from llama_index.core.prompts import PromptTemplate
 
 from samkv_integrations.engine.report import Report
 from samkv_integrations.errors import InvalidOption
-from samkv_integrations.frameworks.turns import merged
+from samkv_integrations.frameworks.tool_calls import ToolCall
+from samkv_integrations.frameworks.turns import merged, of_calls, of_result
 from samkv_integrations.model.model import Model
 from samkv_integrations.model.quoting import RenderedPrompt
 
@@ -60,27 +63,50 @@ def rendered(
     return model.special_tokens.rendered([message.content or "" for message in messages], render)
 
 
-def to_turns(messages: Sequence[ChatMessage]) -> list[dict[str, str]]:
+def to_turns(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
     """Messages for a chat template, neighbours of one role as one.
 
     Raises InvalidOption for what a model that reads text cannot be told.
     """
-    turns: list[tuple[str, str]] = []
-    for message in messages:
-        role = _ROLES.get(message.role)
-        if role is None:
-            known = ", ".join(sorted(role.value for role in _ROLES))
+    return merged(map(_turn, messages))
+
+
+def _turn(message: ChatMessage) -> dict[str, Any]:
+    for block in message.blocks:
+        if not isinstance(block, TextBlock | ToolCallBlock):
             raise InvalidOption(
-                f"role {message.role.value!r} of a message is not supported; supported: {known}"
+                f"a message holds a {type(block).__name__}; this model reads text only, leave it "
+                "out"
             )
-        for block in message.blocks:
-            if not isinstance(block, TextBlock):
-                raise InvalidOption(
-                    f"a message holds a {type(block).__name__}; this model reads text only, "
-                    "leave it out"
-                )
-        turns.append((role, message.content or ""))
-    return merged(turns)
+    text = message.content or ""
+    if message.role == MessageRole.TOOL:
+        call_id, name = (message.additional_kwargs.get(key) for key in ("tool_call_id", "name"))
+        return of_result(text, str(call_id or ""), name)
+    role = _ROLES.get(message.role)
+    if role is None:
+        known = ", ".join(sorted(role.value for role in (*_ROLES, MessageRole.TOOL)))
+        raise InvalidOption(
+            f"role {message.role.value!r} of a message is not supported; supported: {known}"
+        )
+    if role != "assistant":
+        return {"role": role, "content": text}
+    calls = [
+        ToolCall(block.tool_name, arguments_of(block.tool_kwargs), block.tool_call_id or "")
+        for block in message.blocks
+        if isinstance(block, ToolCallBlock)
+    ]
+    return of_calls(text, calls)
+
+
+def arguments_of(given: dict[str, Any] | str) -> dict[str, Any]:
+    """The arguments of a call, which LlamaIndex may hold as JSON. Raises InvalidOption if not."""
+    try:
+        found = json.loads(given) if isinstance(given, str) else given
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise InvalidOption(f"the arguments of a call are {given!r}; they must be an object")
+    return found
 
 
 def to_wrapper(template: str | PromptTemplate | None) -> PromptTemplate | None:

@@ -1,0 +1,190 @@
+"""Calls of tools in the forms of chat templates: read, kept apart from text, and forced."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from samkv_integrations import Engine
+from samkv_integrations.errors import InvalidOption
+from samkv_integrations.frameworks.tool_calls import ToolForm, ToolUse, form_of
+from samkv_integrations.model.chat import Chat
+from tests.support.models import tiny_model
+from tests.support.records import builtin
+from tests.support.tools import tool_model
+
+TOWN = {
+    "type": "function",
+    "function": {
+        "name": "find_town",
+        "description": "Finds a town.",
+        "parameters": {
+            "type": "object",
+            "properties": {"name": {"type": "string", "maxLength": 8}},
+            "required": ["name"],
+        },
+    },
+}
+DATE = {
+    "type": "function",
+    "function": {
+        "name": "find_date",
+        "description": "Finds a date.",
+        "parameters": {
+            "type": "object",
+            "properties": {"when": {"$ref": "#/$defs/when"}},
+            "required": ["when"],
+            "$defs": {"when": {"enum": ["today", "never"]}},
+        },
+    },
+}
+CALL = '{"name": "find_town", "arguments": {"name": "Denbury"}}'
+
+
+def use(form: str = "hermes", choice: object = None) -> ToolUse:
+    return ToolUse.of(tool_model(form), [TOWN, DATE], choice)
+
+
+@pytest.mark.parametrize(
+    ("form", "expected"),
+    [
+        ("hermes", ToolForm("arguments", tagged=True)),
+        ("llama3", ToolForm("parameters", tagged=False)),
+        ("mistral", ToolForm("arguments", tagged=False)),
+    ],
+)
+def test_forms_are_known_by_the_template(form: str, expected: ToolForm) -> None:
+    assert form_of(tool_model(form)) == expected
+
+
+def test_templates_that_take_none_or_have_another_form() -> None:
+    with pytest.raises(InvalidOption, match="template of 'tiny-llama' takes no tools"):
+        form_of(tiny_model())
+    with pytest.raises(InvalidOption, match="template of 'tiny-unknown' takes tools, but"):
+        form_of(tool_model("unknown"))
+    assert builtin().tool_template is None
+
+
+def test_the_prompt_tells_of_the_tools() -> None:
+    """And the model reads calls and results of earlier turns."""
+    called = {"id": "abcdefghi", "type": "function",
+              "function": {"name": "find_town", "arguments": {"name": "Denbury"}}}  # fmt: skip
+    messages: list[dict[str, Any]] = [
+        {"role": "user", "content": "Where?"},
+        {"role": "assistant", "content": "", "tool_calls": [called]},
+        {"role": "tool", "content": "On the Tume.", "tool_call_id": "abcdefghi"},
+    ]
+    text = tool_model().render_chat(Chat(messages, [TOWN]))
+    assert json.dumps(TOWN["function"]["name"]) in text and "Finds a town." in text
+    assert '<tool_call>"find_town"{"name": "Denbury"}</tool_call>' in text
+    assert "RESULT OF abcdefghi: On the Tume." in text
+    assert "find_town" not in tool_model().render_chat(messages[:1])
+    for chat in (Chat(messages[:1], [TOWN]), Chat(messages)):
+        with pytest.raises(InvalidOption, match="takes no tools and no calls of tools"):
+            tiny_model().render_chat(chat)
+
+
+@pytest.mark.parametrize(
+    ("form", "answer", "text"),
+    [
+        ("hermes", f"<tool_call>\n{CALL}\n</tool_call>", ""),
+        ("hermes", f"I look.\n<tool_call>{CALL}</tool_call>\n", "I look."),
+        ("hermes", f"<tool_call>{CALL}", ""),
+        ("llama3", CALL.replace("arguments", "parameters"), ""),
+        ("mistral", f" [{CALL}]", ""),
+        ("mistral", f'[{CALL.replace("}}", "}, ")}"id": "abcdefghi"}}]', ""),
+    ],
+)
+def test_one_call(form: str, answer: str, text: str) -> None:
+    found = use(form).read(answer)
+    assert found.text == text and not found.broken
+    (call,) = found.calls
+    assert (call.name, call.arguments) == ("find_town", {"name": "Denbury"})
+    assert len(call.id) == 9 and call.id.isalnum()
+
+
+def test_several_calls() -> None:
+    twice = use().read(f"<tool_call>{CALL}</tool_call>\n<tool_call>{CALL}</tool_call>").calls
+    assert [call.name for call in twice] == ["find_town"] * 2
+    assert twice[0].id != twice[1].id
+    assert len(use("mistral").read(f"[{CALL}, {CALL}]").calls) == 2
+
+
+@pytest.mark.parametrize("form", ["hermes", "llama3", "mistral"])
+@pytest.mark.parametrize("answer", ["On the Tume.", '{"river": "Tume"}', "[1, 2]", "{not JSON", ""])
+def test_what_is_no_call_is_text(form: str, answer: str) -> None:
+    found = use(form).read(answer)
+    assert (found.text, found.calls, found.broken) == (answer, (), ())
+
+
+@pytest.mark.parametrize(
+    "inside", ['{"name": "find_town", "argu', '{"arguments": {}}', '{"name": "x", "arguments": 3}']
+)
+def test_a_broken_call_keeps_its_text(inside: str) -> None:
+    found = use().read(f"I look. <tool_call>{inside}</tool_call>")
+    assert found.text == "I look." and not found.calls
+    assert found.broken[0].text == f"<tool_call>{inside}</tool_call>"
+
+
+@pytest.mark.parametrize("form", ["hermes", "llama3", "mistral"])
+@pytest.mark.parametrize(
+    "answer",
+    [
+        f"I look.\n<tool_call>{CALL}</tool_call>",
+        "a < b and <tool",
+        CALL,
+        f"[{CALL}]",
+        "[1] Tume",
+        "No.",
+    ],
+)
+def test_what_a_stream_shows_is_the_beginning_of_the_text(form: str, answer: str) -> None:
+    """Nothing of a call is ever shown, and nothing shown is taken back."""
+    of = use(form)
+    whole = of.read(answer).text
+    shown = [of.shown(answer[:end]) for end in range(len(answer) + 1)]
+    assert all(whole.startswith(text) for text in shown)
+    assert [len(text) for text in shown] == sorted(len(text) for text in shown)
+    if not answer.startswith(("{", "[")):
+        assert shown[-1]
+
+
+class TestForced:
+    @pytest.mark.parametrize("form", ["hermes", "llama3", "mistral"])
+    def test_random_weights_make_the_call(self, form: str) -> None:
+        engine = Engine(tool_model(form))
+        chosen = set()
+        for seed in range(8):
+            forced = use(form, "any")
+            chat = Chat([{"role": "user", "content": "Where?"}], forced.tools)
+            answer = engine.generate(
+                chat, json_schema=forced.json_schema, temperature=1.0, seed=seed
+            )
+            (call,) = forced.read(answer.text).calls
+            chosen.add(call.name)
+            if call.name == "find_date":
+                assert call.arguments["when"] in ("today", "never")
+            else:
+                assert isinstance(call.arguments["name"], str)
+        assert chosen == {"find_town", "find_date"}
+
+    @pytest.mark.parametrize(
+        "choice", ["find_date", {"type": "function", "function": {"name": "find_date"}}]
+    )
+    def test_of_one_tool(self, choice: object) -> None:
+        assert use(choice=choice).forced == ("find_date",)
+
+    @pytest.mark.parametrize("choice", ["any", "required", True])
+    def test_of_any(self, choice: object) -> None:
+        assert use(choice=choice).forced == ("find_town", "find_date")
+
+    @pytest.mark.parametrize("choice", [None, "auto", False])
+    def test_of_none(self, choice: object) -> None:
+        assert use(choice=choice).forced == () and use(choice=choice).json_schema is None
+
+    @pytest.mark.parametrize("choice", ["find_river", {"type": "any"}, 3])
+    def test_what_is_no_choice(self, choice: object) -> None:
+        with pytest.raises(InvalidOption, match="allowed: auto, any, or one of find_town"):
+            use(choice=choice)

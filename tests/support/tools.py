@@ -1,0 +1,70 @@
+"""Models with random weights whose chat templates take tools, and answers that are dictated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+from unittest import mock
+
+from torch import Tensor
+
+from samkv_integrations.engine import engine as engine_module
+from samkv_integrations.model.model import Model
+from samkv_integrations.model.sampling import Sampler
+from tests.support.models import byte_tokenizer, hf_model
+
+_MESSAGES = (
+    "{% for m in messages %}<|{{ 'user' if m['role'] == 'tool' else m['role'] }}|>"
+    "{% if m['role'] == 'tool' %}RESULT OF {{ m['tool_call_id'] }}: {% endif %}{{ m['content'] }}"
+    "{% for call in m.get('tool_calls', []) %}CALL{% endfor %}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+_CALL = "{{ call['function']['name'] | tojson }}{{ call['function']['arguments'] | tojson }}"
+
+
+def _template(told: str, call: str) -> str:
+    """told: how calls are written, in a real template's words. call: one of an earlier turn."""
+    tools = "{% for t in tools %}\n{{ t | tojson }}{% endfor %}"
+    return (
+        f"{{% if tools %}}<|system|>{told}{tools}<|end|>{{% endif %}}"
+        f"{_MESSAGES.replace('CALL', call)}"
+    )
+
+
+TEMPLATES = {
+    "hermes": _template(
+        '<tool_call>{"name": <function-name>, "arguments": <args-json-object>}</tool_call>',
+        f"<tool_call>{_CALL}</tool_call>",
+    ),
+    "llama3": _template(
+        'Respond in the format {"name": function name, "parameters": dictionary of argument name '
+        "and its value}.",
+        _CALL,
+    ),
+    "mistral": _template("[AVAILABLE_TOOLS]", f"[TOOL_CALLS] [{_CALL}]"),
+    "unknown": _template("<function=name>", ""),
+}
+
+
+@cache
+def tool_model(form: str = "hermes") -> Model:
+    """A tiny model with random weights; form: one of `TEMPLATES`."""
+    tokenizer = byte_tokenizer(bos=True)
+    tokenizer.chat_template = TEMPLATES[form]
+    return Model(hf_model("llama", max_position_embeddings=8192), tokenizer, f"tiny-{form}")
+
+
+def dictated(*texts: str) -> Any:
+    """Inside it, one answer after the other is one of ``texts``, whatever the weights say."""
+    left: Iterator[str] = iter(texts)
+
+    class Dictated(Sampler):
+        def __init__(self, model: Model, *arguments: Any) -> None:
+            super().__init__(model, *arguments)
+            self._left = iter([*model.tokenize(next(left), special=True), *model.eos_ids])
+
+        def next(self, logits: Tensor) -> int:
+            return next(self._left)
+
+    return mock.patch.object(engine_module, "Sampler", Dictated)
