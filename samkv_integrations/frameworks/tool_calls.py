@@ -81,6 +81,15 @@ def form_of(model: Model) -> ToolForm:
     )
 
 
+def takes_tools(model: Model) -> bool:
+    """Whether the model can be given tools: `form_of` has an answer."""
+    try:
+        form_of(model)
+    except InvalidOption:
+        return False
+    return True
+
+
 @dataclass(frozen=True)
 class ToolUse:
     """The tools of one call of a model, in OpenAI's form. forced: names one of which it must call.

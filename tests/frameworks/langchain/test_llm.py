@@ -579,7 +579,7 @@ class TestBadInput:
                 "block of type 'audio'",  # as LangChain rewrites it
             ),
             ([ToolMessage("42", tool_call_id="1")], "takes no tools and no calls of tools"),
-            ([FunctionMessage("42", name="f")], "a FunctionMessage is not supported; supported: Sy"),
+            ([FunctionMessage("42", name="f")], "a FunctionMessage is not supported; supp"),
             ([RemoveMessage("1")], "a RemoveMessage is not supported"),
             ([ChatMessage("42", role="critic")], "role 'critic' of a message is not supported"),
             (

@@ -11,9 +11,11 @@ from llama_index.core.base.llms.types import CompletionResponse
 
 from llama_index.llms.samkv.conversion import to_completion
 from samkv_integrations.engine.stream import AnswerStream
-from samkv_integrations.errors import AnswerCut
+from samkv_integrations.errors import AnswerCut, InvalidOption
 from samkv_integrations.frameworks.local_llm import LocalLLM
 from samkv_integrations.frameworks.off_loop import off_loop
+from samkv_integrations.frameworks.tool_calls import ToolUse
+from samkv_integrations.model.chat import Chat
 from samkv_integrations.prompt.reader import Prompt
 
 
@@ -22,6 +24,20 @@ class AnsweringLLM(LocalLLM):
 
     def _run(self, prompt: Prompt, given: dict[str, Any]) -> AnswerStream:
         raise NotImplementedError
+
+    def _asked(self, prompt: Prompt, call: dict[str, Any]) -> tuple[Prompt, ToolUse | None]:
+        """What is asked, and with which tools, which are taken out of the options of the call."""
+        tools, choice = call.pop("tools", None), call.pop("tool_choice", None)
+        if not tools or choice == "none":
+            return prompt, None
+        use = ToolUse.of(self.engine.model, tools, choice)
+        if not isinstance(prompt, list):
+            raise InvalidOption(
+                "tools with messages_to_prompt; leave it out, for the chat template"
+            )
+        if use.json_schema is not None:
+            call["json_schema"] = use.json_schema
+        return Chat(prompt, use.tools), use
 
     def _whole(self, prompt: Prompt, given: dict[str, Any]) -> CompletionResponse:
         stream = self._run(prompt, given)

@@ -39,6 +39,7 @@ from llama_index.llms.samkv.conversion import (
 )
 from llama_index.llms.samkv.retrievals import expect_retrieved
 from llama_index.llms.samkv.structured import StructuredPredictions
+from llama_index.llms.samkv.tools import ToolCallingLLM
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.engine.stream import AnswerStream
 from samkv_integrations.errors import InvalidOption, PromptTooLong
@@ -49,12 +50,13 @@ from samkv_integrations.frameworks.call_options import (
 )
 from samkv_integrations.frameworks.engine_args import MADE_BY, ModelSource, check_fits
 from samkv_integrations.frameworks.off_loop import off_loop
+from samkv_integrations.frameworks.tool_calls import takes_tools
 from samkv_integrations.prompt.reader import Prompt
 
 _Wrapper = Annotated[str | PromptTemplate | None, BeforeValidator(to_wrapper)]
 
 
-class SamKVLLM(AnsweringLLM, StructuredPredictions):
+class SamKVLLM(AnsweringLLM, StructuredPredictions, ToolCallingLLM):
     r"""A local Hugging Face model that answers from the KV caches of the chunks in its prompt.
 
     Arguments are called what `HuggingFaceLLM` calls them. Texts of cached chunks in a prompt are
@@ -223,6 +225,7 @@ class SamKVLLM(AnsweringLLM, StructuredPredictions):
             num_output=self.max_new_tokens,
             is_chat_model=bool(self.is_chat_model),
             model_name=self.model_name,
+            is_function_calling_model=bool(self.is_chat_model) and takes_tools(self.engine.model),
         )
 
     @property
@@ -308,17 +311,20 @@ class SamKVLLM(AnsweringLLM, StructuredPredictions):
         Prompted with ``messages_to_prompt`` if that was given, else with the model's chat template,
         else (it has none) with LlamaIndex's plain form.
         """
-        return to_chat(self._whole(self._chat_prompt(messages), kwargs))
+        prompt, use = self._asked(self._chat_prompt(messages), kwargs)
+        return to_chat(self._whole(prompt, kwargs), use)
 
     @llm_chat_callback()
     def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:  # noqa: ANN401
         """Like `chat`, in responses as those of `stream_complete`."""
-        return to_chats(self._deltas(self._run(self._chat_prompt(messages), kwargs), kwargs))
+        prompt, use = self._asked(self._chat_prompt(messages), kwargs)
+        return to_chats(self._deltas(self._run(prompt, kwargs), kwargs), use)
 
     @llm_chat_callback()
     async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:  # noqa: ANN401
         """Like `chat`, off the event loop."""
-        return to_chat(await self._awhole(self._chat_prompt(messages), kwargs))
+        prompt, use = self._asked(self._chat_prompt(messages), kwargs)
+        return to_chat(await self._awhole(prompt, kwargs), use)
 
     @llm_chat_callback()
     async def astream_chat(
@@ -327,9 +333,9 @@ class SamKVLLM(AnsweringLLM, StructuredPredictions):
         **kwargs: Any,  # noqa: ANN401
     ) -> ChatResponseAsyncGen:
         """Like `stream_chat`, off the event loop."""
-        prompt = self._chat_prompt(messages)
+        prompt, use = self._asked(self._chat_prompt(messages), kwargs)
         deltas = self._deltas(await asyncio.to_thread(self._run, prompt, kwargs), kwargs)
-        return off_loop(to_chats(deltas))
+        return off_loop(to_chats(deltas, use))
 
     # -- the one way to an answer -----------------------------------------------------------
 

@@ -19,7 +19,7 @@ from llama_index.core.prompts import PromptTemplate
 
 from samkv_integrations.engine.report import Report
 from samkv_integrations.errors import InvalidOption
-from samkv_integrations.frameworks.tool_calls import ToolCall
+from samkv_integrations.frameworks.tool_calls import ToolAnswer, ToolCall, ToolUse
 from samkv_integrations.frameworks.turns import merged, of_calls, of_result
 from samkv_integrations.model.model import Model
 from samkv_integrations.model.quoting import RenderedPrompt
@@ -153,20 +153,47 @@ def to_completion(text: str, report: Report, delta: str | None = None) -> Comple
     )
 
 
-def to_chat(response: CompletionResponse) -> ChatResponse:
-    """The same as an assistant's message.
+def to_chat(response: CompletionResponse, use: ToolUse | None = None) -> ChatResponse:
+    """The same as an assistant's message; use: the tools whose calls are read out of it.
 
     Figures stay out of the message, because LlamaIndex writes a message's own kwargs into prompts.
     """
+    found = ToolAnswer(response.text) if use is None else use.read(response.text)
+    broken = "".join(call.text for call in found.broken)
+    calls = [
+        ToolCallBlock(tool_call_id=call.id, tool_name=call.name, tool_kwargs=call.arguments)
+        for call in found.calls
+    ]
     return ChatResponse(
-        message=ChatMessage(role=MessageRole.ASSISTANT, content=response.text),
+        message=ChatMessage(
+            role=MessageRole.ASSISTANT,
+            blocks=[TextBlock(text=found.text + broken), *calls],
+            # where programs of LlamaIndex look whether there is a call
+            additional_kwargs={"tool_calls": [call.model_dump() for call in calls]}
+            if calls
+            else {},
+        ),
         delta=response.delta,
         raw=response.raw,
         additional_kwargs=response.additional_kwargs,
     )
 
 
-def to_chats(responses: Generator[CompletionResponse]) -> Generator[ChatResponse]:
-    """The same for a stream."""
+def to_chats(
+    responses: Generator[CompletionResponse], use: ToolUse | None = None
+) -> Generator[ChatResponse]:
+    """The same for a stream. What may become a call is held back until the last response."""
     with closing(responses):
-        yield from map(to_chat, responses)
+        if use is None:
+            yield from map(to_chat, responses)
+            return
+        shown, last = "", None
+        for last in responses:
+            text = use.shown(last.text)
+            if len(text) > len(shown):
+                delta, shown = text[len(shown) :], text
+                yield to_chat(last.model_copy(update={"text": text, "delta": delta}))
+        if last is not None:
+            whole = to_chat(last, use)
+            whole.delta = (whole.message.content or "")[len(shown) :]
+            yield whole
