@@ -21,6 +21,7 @@ from langchain_samkv.base import LocalModel, TimedAnswer
 from langchain_samkv.conversion import metadata_of, to_turns, usage_of
 from langchain_samkv.structured import json_schema_of, parsed, parser_of
 from langchain_samkv.tools import ShownText, chunks_of, invalid_call_of, tool_call_of
+from samkv_integrations.engine.engine import Prompt
 from samkv_integrations.errors import InvalidOption, UnknownOption
 from samkv_integrations.frameworks.off_loop import off_loop
 from samkv_integrations.frameworks.tool_calls import ToolAnswer, ToolUse
@@ -154,12 +155,12 @@ class ChatSamKV(LocalModel, BaseChatModel):
 
     def _prompt(
         self, messages: list[BaseMessage], call: dict[str, Any]
-    ) -> tuple[Chat, ToolUse | None]:
+    ) -> tuple[Prompt, ToolUse | None]:
         """What is asked, and with which tools, which are taken out of the options of the call."""
         tools, choice = call.pop("tools", None), call.pop("tool_choice", None)
         turns = to_turns(messages)
         if not tools or choice == "none":
-            return Chat(turns), None
+            return turns, None
         use = ToolUse.of(self.engine.model, tools, choice)
         if use.json_schema is not None:
             call["json_schema"] = use.json_schema
