@@ -21,11 +21,11 @@ from langchain_samkv.base import LocalModel, TimedAnswer
 from langchain_samkv.conversion import metadata_of, to_turns, usage_of
 from langchain_samkv.structured import json_schema_of, parsed, parser_of
 from langchain_samkv.tools import ShownText, chunks_of, invalid_call_of, tool_call_of
-from samkv_integrations.engine.engine import Prompt
 from samkv_integrations.errors import InvalidOption, UnknownOption
 from samkv_integrations.frameworks.off_loop import off_loop
 from samkv_integrations.frameworks.tool_calls import ToolAnswer, ToolUse
 from samkv_integrations.model.chat import Chat
+from samkv_integrations.prompt.reader import Prompt
 
 _METHODS = ("json_schema", "json_mode", "function_calling")
 

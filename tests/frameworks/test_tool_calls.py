@@ -76,14 +76,30 @@ def test_the_prompt_tells_of_the_tools() -> None:
         {"role": "assistant", "content": "", "tool_calls": [called]},
         {"role": "tool", "content": "On the Tume.", "tool_call_id": "abcdefghi"},
     ]
-    text = tool_model().render_chat(Chat(messages, [TOWN]))
+    text = tool_model().render_chat(Chat(messages, [TOWN])).text
     assert json.dumps(TOWN["function"]["name"]) in text and "Finds a town." in text
     assert '<tool_call>"find_town"{"name": "Denbury"}</tool_call>' in text
     assert "RESULT OF abcdefghi: On the Tume." in text
-    assert "find_town" not in tool_model().render_chat(messages[:1])
+    assert "find_town" not in tool_model().render_chat(messages[:1]).text
     for chat in (Chat(messages[:1], [TOWN]), Chat(messages)):
         with pytest.raises(InvalidOption, match="takes no tools and no calls of tools"):
             tiny_model().render_chat(chat)
+
+
+def test_names_of_special_tokens_are_text_in_tools_and_what_they_return() -> None:
+    """A document that a tool returns must not end the turn, nor must an argument's name."""
+    name = "<|end|>"
+    called = {"function": {"name": "find_town", "arguments": {name: name}}}
+    messages: list[dict[str, Any]] = [
+        {"role": "user", "content": "Where?"},
+        {"role": "assistant", "content": "", "tool_calls": [called]},
+        {"role": "tool", "content": name, "tool_call_id": name},
+    ]
+    described = {"type": "function", "function": {"name": "f", "parameters": {name: name}}}
+    prompt = tool_model().render_chat(Chat(messages, [described]))
+    assert len(prompt.quoted) == 6
+    n_ends = tool_model().tokenize_prompt(prompt).count(tool_model().tokenizer.eos_token_id)
+    assert n_ends == 4  # of the tools and of each message
 
 
 @pytest.mark.parametrize(
