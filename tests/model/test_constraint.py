@@ -81,8 +81,8 @@ def test_with_every_kind_of_method_and_eviction(method: str, eviction: str) -> N
         prompt, json_schema=SCHEMAS["person"], temperature=1.0, seed=0, **given
     )
     validate(json.loads(answer.text), SCHEMAS["person"])
-    assert (answer.report.chunk_hits, answer.report.bytes_read) == (
-        plain.chunk_hits,
+    assert (answer.report.reused, answer.report.bytes_read) == (
+        plain.reused,
         plain.bytes_read,
     )
     assert plain.bytes_read > 0 or method == "recompute"

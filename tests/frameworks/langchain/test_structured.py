@@ -42,7 +42,9 @@ class BirthDict(TypedDict):
 
 @pytest.fixture(scope="module")
 def chat() -> ChatSamKV:
-    return ChatSamKV(engine=Engine(tiny_model()), max_tokens=300, temperature=1.0, seed=1)
+    return ChatSamKV(
+        engine=Engine(tiny_model(), method="reuse"), max_tokens=300, temperature=1.0, seed=1
+    )
 
 
 def test_pydantic(chat: ChatSamKV) -> None:
@@ -150,7 +152,7 @@ def test_a_cached_document_is_answered_from_its_cache(chat: ChatSamKV) -> None:
     chain = prompt | chat.with_structured_output(Town, include_raw=True)
     found = chain.invoke({"context": document, "question": QUESTION})
     assert isinstance(found["parsed"], Town)
-    assert found["raw"].response_metadata["samkv"]["chunk_hits"] == 1
+    assert found["raw"].response_metadata["samkv"]["reused"] == 1
 
 
 def test_stop_strings_of_the_model_do_not_cut_it(chat: ChatSamKV) -> None:

@@ -41,7 +41,9 @@ class Town(BaseModel):
 
 @pytest.fixture(scope="module")
 def chat() -> ChatSamKV:
-    return ChatSamKV(engine=Engine(tool_model()), max_tokens=200, temperature=1.0, seed=1)
+    return ChatSamKV(
+        engine=Engine(tool_model(), method="reuse"), max_tokens=200, temperature=1.0, seed=1
+    )
 
 
 @pytest.fixture
@@ -131,7 +133,7 @@ def test_the_loop_of_an_agent(bound: Runnable[Any, AIMessage], chat: ChatSamKV) 
         messages = graph.compile().invoke({"messages": [HumanMessage(QUESTION)]})["messages"]
     assert [message.type for message in messages] == ["human", "ai", "tool", "ai"]
     assert messages[2].text == RECORD and messages[3].text == "On the Tume."
-    assert messages[3].response_metadata["samkv"]["chunk_hits"] == 1
+    assert messages[3].response_metadata["samkv"]["reused"] == 1
 
 
 class TestForced:

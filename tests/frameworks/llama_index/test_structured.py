@@ -37,7 +37,7 @@ class Birth(BaseModel):
 def llm_with(**options: Any) -> SamKVLLM:
     sampling = {"temperature": 1.0, "seed": 3} | options.pop("generate_kwargs", {})
     given = {"max_new_tokens": 200, "generate_kwargs": sampling} | options
-    return SamKVLLM(engine=Engine(tiny_model()), **given)
+    return SamKVLLM(engine=Engine(tiny_model(), method="reuse"), **given)
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +76,7 @@ def test_query_engine(llm: SamKVLLM) -> None:
     index = SummaryIndex.from_documents([Document(text=DOCUMENT)])
     engine = index.as_query_engine(llm=llm.as_structured_llm(Town), response_mode="compact")
     assert Town.model_validate_json(str(engine.query("Where was he born?")))
-    assert llm.last_report is not None and llm.last_report.chunk_hits == 1
+    assert llm.last_report is not None and llm.last_report.reused == 1
 
 
 def test_a_plain_model() -> None:

@@ -43,7 +43,11 @@ TOOL = FunctionTool.from_defaults(find_record)
 @pytest.fixture(scope="module")
 def llm() -> SamKVLLM:
     sampling = {"temperature": 1.0, "seed": 1}
-    return SamKVLLM(engine=Engine(tool_model()), max_new_tokens=900, generate_kwargs=sampling)
+    return SamKVLLM(
+        engine=Engine(tool_model(), method="reuse"),
+        max_new_tokens=900,
+        generate_kwargs=sampling,
+    )
 
 
 def test_metadata(llm: SamKVLLM) -> None:
@@ -108,7 +112,7 @@ async def test_agent(llm: SamKVLLM) -> None:
     with dictated(CALL, "On the Tume."):
         result = await FunctionAgent(tools=[TOOL], llm=llm).run(QUESTION)
     assert str(result) == "On the Tume."
-    assert llm.last_report is not None and llm.last_report.chunk_hits == 1
+    assert llm.last_report is not None and llm.last_report.reused == 1
 
 
 def test_structured_prediction_by_a_call(llm: SamKVLLM) -> None:
