@@ -267,13 +267,11 @@ class Engine:
             PromptTooLong: prompt and answer exceed the context window.
             HandleError: a handle was cut.
             ChunkNotCached: a chunk has no usable cache and on_miss is ``error``.
-            InvalidOption, UnknownOption: an argument is wrong.
-            MissingExtra: json_schema was given, and llguidance is not installed.
+            InvalidOption, UnknownOption, MissingExtra: an argument is wrong, or needs an extra.
         """
         stream = self.stream(prompt, chunks, **options)
-        text = "".join(stream)
-        assert stream.finish_reason is not None
-        return Answer(text=text, report=stream.report, finish_reason=stream.finish_reason)
+        text, report = "".join(stream), stream.report
+        return Answer(text=text, report=report, finish_reason=stream.finish_reason or "stop")
 
     def stream(
         self,
@@ -289,8 +287,7 @@ class Engine:
         settings = AnswerSettings.of(**options)
         end_ids = self.model.end_ids(settings.stop_ids)
         text = TextStream(self.model, settings.stop)
-        schema = settings.json_schema
-        constraint = None if schema is None else JsonConstraint(self.model, schema, end_ids)
+        form = JsonConstraint.of(self.model, settings.json_schema, end_ids)
         with (
             self.resolve(prompt, chunks, on_miss=settings.on_miss) as resolved,
             self._lock,
@@ -301,8 +298,7 @@ class Engine:
             if settings.on_miss == "compute":
                 request = with_missed(request, self.chunks)
             begun = first_token(request)
-            prompt_ids = begun.layout.token_ids.tolist()
-            sampler = Sampler(self.model, prompt_ids, settings.sampling, constraint)
+            sampler = Sampler(self.model, begun.layout.token_ids.tolist(), settings.sampling, form)
             first = sampler.next(begun.logits)
         ttft_s = time.perf_counter() - began
         report = replace(begun.report, ttft_s=ttft_s, announce_s=announce_s)

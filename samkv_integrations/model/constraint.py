@@ -72,6 +72,13 @@ class JsonConstraint(LogitsProcessor):
             )
         self._n_seen: int | None = None
 
+    @classmethod
+    def of(
+        cls, model: Model, schema: Mapping[str, Any] | None, end_ids: frozenset[int]
+    ) -> JsonConstraint | None:
+        """The constraint of an answer; None for one that is free."""
+        return None if schema is None else cls(model, schema, end_ids)
+
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """(1, prompt and answer so far) ids and (1, vocabulary) logits -> those that may follow."""
         if self._n_seen is not None:
