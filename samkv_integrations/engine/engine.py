@@ -37,7 +37,7 @@ from samkv_integrations.engine.request import Request
 from samkv_integrations.engine.stream import AnswerStream, TextStream
 from samkv_integrations.errors import InvalidOption
 from samkv_integrations.eviction import Eviction, get_eviction
-from samkv_integrations.methods import Method, get_method
+from samkv_integrations.methods import DEFAULT_METHOD, Method, get_method
 from samkv_integrations.model.loading import load_model
 from samkv_integrations.model.model import Model
 from samkv_integrations.model.quoting import RenderedPrompt
@@ -86,7 +86,7 @@ class Engine:
         model: Model,
         store: Store | None = None,
         *,
-        method: str | Method = "auto",
+        method: str | Method = DEFAULT_METHOD,
         eviction: str | Eviction | None = None,
         block_size: int | Literal["auto"] = "auto",
         prefix: PrefixPolicy = "bos",
@@ -232,6 +232,17 @@ class Engine:
         bodies = [body for body in bodies_of(texts) if body]
         self._reader.known.expect(bodies)
         self._announced.add(bodies)
+
+    def forget(self, texts: Sequence[str]) -> int:
+        """Delete all that is kept of these texts, by any model; how many chunks there were.
+
+        In this store's namespace, and in memory. Records of a vector store stay: while there are
+        any, a prompt or `ChromaLink.sync` caches the text again. Raises StoreError on failure.
+        """
+        n_chunks = self.chunks.forget(texts)
+        self._reader.known.forget(texts)
+        self.prefixes.clear()
+        return n_chunks
 
     def render(self, prompt: Prompt) -> RenderedPrompt:
         """A prompt as the one string that is read. Raises InvalidOption as the template does."""
