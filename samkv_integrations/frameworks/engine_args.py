@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from samkv_integrations.cache.disk import ChunkStore
+from samkv_integrations.cache.memory import MemoryStore
 from samkv_integrations.cache.quantise import DEFAULT_STORE_BITS, check_store_bits
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.errors import InvalidOption
-from samkv_integrations.eviction import get_eviction
-from samkv_integrations.methods import get_method
+from samkv_integrations.eviction import EVICTIONS, Eviction, get_eviction
+from samkv_integrations.methods import DEFAULT_METHOD, METHODS, get_method
 from samkv_integrations.model.loading import load_model, load_tokenizer
 from samkv_integrations.model.model import Model
 
@@ -31,6 +32,7 @@ class ModelSource:
     model: of transformers, and then ``tokenizer`` or ``tokenizer_name`` is needed.
     model_name: what to load, or the label of ``model``.
     kv_dir: folder of the chunk caches; None keeps them in memory.
+    namespace: of the chunk caches; None for the engine's, which is "" if it has to be made.
     store_bits: None for the engine's, which is the default of one that has to be made.
     """
 
@@ -44,6 +46,7 @@ class ModelSource:
     model_kwargs: Mapping[str, Any] = field(default_factory=dict)
     tokenizer_kwargs: Mapping[str, Any] = field(default_factory=dict)
     kv_dir: str | Path | None = None
+    namespace: str | None = None
     store_bits: int | None = None
 
     def __post_init__(self) -> None:
@@ -64,10 +67,12 @@ def engine_of(source: ModelSource) -> Engine:
     if source.engine is not None:
         _check_engine(source.engine, source)
         return source.engine
-    bits = source.store_bits
+    bits, namespace, folder = source.store_bits, source.namespace or "", source.kv_dir
     return Engine(
         _model_of(source),
-        None if source.kv_dir is None else ChunkStore(source.kv_dir),
+        MemoryStore(namespace=namespace)
+        if folder is None
+        else ChunkStore(folder, namespace=namespace),
         store_bits=DEFAULT_STORE_BITS if bits is None else bits,
     )
 
@@ -81,6 +86,8 @@ def _check_engine(engine: Engine, source: ModelSource) -> None:
     folder, kv_dir = folder_of(engine), source.kv_dir
     if kv_dir is not None and not (folder and Path(folder).resolve() == Path(kv_dir).resolve()):
         raise _contradiction("kv_dir", str(kv_dir), folder)
+    if source.namespace not in (None, engine.store.namespace):
+        raise _contradiction("namespace", source.namespace, engine.store.namespace)
     if source.store_bits not in (None, engine.store_bits):
         raise _contradiction("store_bits", source.store_bits, engine.store_bits)
 
@@ -129,6 +136,18 @@ def _contradiction(name: str, value: object, actual: object) -> InvalidOption:
 def folder_of(engine: Engine) -> str | None:
     """Where the engine keeps its chunk caches; None for memory."""
     return str(engine.store.path) if isinstance(engine.store, ChunkStore) else None
+
+
+def own_choices(engine: Engine) -> tuple[str | None, str | None]:
+    """The names of the engine's method and eviction.
+
+    None for the default, and for what was made or configured otherwise and has no name.
+    """
+    method, rule = engine.method, engine.eviction
+    has_name = method.name != DEFAULT_METHOD and METHODS.get(method.name) == method
+    if isinstance(rule, Eviction):
+        rule = rule.name if EVICTIONS.get(rule.name) == rule else None
+    return (method.name if has_name else None), rule
 
 
 def check_choices(method: str | None, eviction: str | None, store_bits: int | None) -> None:

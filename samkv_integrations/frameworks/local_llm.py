@@ -31,6 +31,7 @@ from samkv_integrations.frameworks.engine_args import (
     check_choices,
     engine_of,
     folder_of,
+    own_choices,
 )
 from samkv_integrations.frameworks.engine_ref import EngineRef
 from samkv_integrations.prompt.resolve import OnMiss
@@ -73,6 +74,9 @@ class LocalLLM(BaseModel):
     """Token ids that end an answer, beside the model's own."""
     kv_dir: str | Path | None = None
     """Folder of the chunk caches; None keeps them in memory."""
+    namespace: str | None = None
+    """Whose the chunk caches are, such as a tenant's: none is found, or read, under another one;
+    None for the engine's, which is ``""`` by default."""
     store_bits: int | None = None
     """Bits of the numbers in chunk caches: 4, 8, or 16 for the model's dtype; None for the
     engine's, which are 4 by default."""
@@ -139,14 +143,22 @@ class LocalLLM(BaseModel):
             model_kwargs=self.model_kwargs,
             tokenizer_kwargs=self.tokenizer_kwargs,
             kv_dir=self.kv_dir,
+            namespace=self.namespace,
             store_bits=self.store_bits,
         )
 
     def _attach(self) -> None:
         """Load the model, unless an engine was given that has it; say what the engine is."""
-        self.engine = engine_of(self._source())
+        source = self._source()
+        was_given = source.engine is not None or source.model is not None
+        self.engine = engine_of(source)
         self.model_name, self.device_map = self.engine.model.name, self.device_map or "cpu"
+        if was_given:  # "auto" may load it in another one, under which there are no caches
+            self.dtype = self.engine.model.dtype_name
         self.kv_dir, self.store_bits = folder_of(self.engine), self.engine.store_bits
+        self.namespace = self.engine.store.namespace
+        method, eviction = own_choices(self.engine)
+        self.method, self.eviction = self.method or method, self.eviction or eviction
 
     # -- one engine, however often a framework copies its components ----------------------------
 

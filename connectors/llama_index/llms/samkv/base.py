@@ -20,9 +20,8 @@ from llama_index.core.base.llms.types import (
     LLMMetadata,
     MessageRole,
 )
-from llama_index.core.bridge.pydantic import BaseModel, Field, PrivateAttr, field_serializer
+from llama_index.core.bridge.pydantic import Field, PrivateAttr, field_serializer
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
-from llama_index.core.llms.custom import CustomLLM
 from llama_index.core.llms.llm import default_completion_to_prompt
 from llama_index.core.prompts import PromptTemplate
 from pydantic import BeforeValidator
@@ -38,6 +37,7 @@ from llama_index.llms.samkv.conversion import (
     to_wrapper,
     with_system_prompt,
 )
+from llama_index.llms.samkv.description import WrittenLLM
 from llama_index.llms.samkv.retrievals import expect_retrieved
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.engine.stream import AnswerStream
@@ -47,15 +47,14 @@ from samkv_integrations.frameworks.call_options import (
     checked_generate_kwargs,
     to_options,
 )
-from samkv_integrations.frameworks.engine_args import MADE_BY, ModelSource, check_fits
-from samkv_integrations.frameworks.local_llm import LocalLLM
+from samkv_integrations.frameworks.engine_args import ModelSource, check_fits
 from samkv_integrations.frameworks.off_loop import off_loop
 from samkv_integrations.prompt.reader import Prompt
 
 _Wrapper = Annotated[str | PromptTemplate | None, BeforeValidator(to_wrapper)]
 
 
-class SamKVLLM(LocalLLM, CustomLLM):
+class SamKVLLM(WrittenLLM):
     r"""A local Hugging Face model that answers from the KV caches of the chunks in its prompt.
 
     Arguments are called what `HuggingFaceLLM` calls them. Texts of cached chunks in a prompt are
@@ -171,35 +170,6 @@ class SamKVLLM(LocalLLM, CustomLLM):
     def class_name(cls) -> str:
         """Name in serialised LLMs and events."""
         return "SamKV_LLM"
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any], **kwargs: Any) -> SamKVLLM:  # noqa: ANN401
-        """The LLM that `to_dict` described, loaded anew by its name.
-
-        kwargs: arguments that win over ``data``; with ``engine``, or ``model`` and ``tokenizer``,
-        nothing is loaded. Functions, parsers and hub tokens are not in ``data``: give them again.
-        """
-        spared = {
-            name
-            for live, names in MADE_BY.items()
-            if kwargs.get(live) is not None
-            for name in names
-            if name in data and name not in kwargs
-        }
-        llm: SamKVLLM = super().from_dict(
-            {name: value for name, value in data.items() if name not in spared}, **kwargs
-        )
-        for name in spared:  # the next to be loaded from a dict needs them
-            setattr(llm, name, data[name])
-        return llm
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        # LlamaIndex would call the constructor, and that would load the model again
-        BaseModel.__setstate__(self, state)
-
-    @field_serializer("model_kwargs", "tokenizer_kwargs")
-    def _without_secrets(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        return {name: value for name, value in kwargs.items() if name != "token"}
 
     @field_serializer("query_wrapper_prompt")
     def _template(self, wrapper: PromptTemplate | None) -> str | None:
