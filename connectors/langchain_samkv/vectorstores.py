@@ -51,10 +51,13 @@ class SamKVChroma(KeylessChroma):
         embedding_function: embeds documents and queries. Without one, Chroma's own is not used in
             its place (it would be downloaded): adding, and searching by text, are errors.
         llm, engine: what caches, one of the two.
+        cache_existing: whether to cache what the collection holds already, with a progress bar. A
+            collection of which nothing is cached is else warned of, once, in the log.
 
     Raises:
         InvalidOption: neither or both of ``llm`` and ``engine`` are given, the store of the engine
-            lies in the collection's own folder, or Chroma refuses something.
+            lies in the collection's own folder or is another database's, or Chroma refuses
+            something.
 
     Instantiate:
         ```python
@@ -102,6 +105,7 @@ class SamKVChroma(KeylessChroma):
         ssl: bool = False,
         llm: BaseLanguageModel[Any] | None = None,
         engine: Engine | None = None,
+        cache_existing: bool = False,
     ) -> None:
         self._engine = EngineRef.of(llm, engine).engine
         with chroma_errors(f"Chroma cannot open collection {collection_name!r} {_OPEN_TWICE}"):
@@ -129,6 +133,7 @@ class SamKVChroma(KeylessChroma):
                     collection_name, embedding_function=None
                 )
         self._link: ChromaLink | None = ChromaLink(self._collection, self._engine)
+        self._link.adopt(cache_existing=cache_existing)
 
     # Upstream lists what its constructor takes; here, what is not known is refused there.
     @classmethod

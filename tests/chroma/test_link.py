@@ -95,7 +95,7 @@ class TestAdd:
     ) -> None:
         """A key that another record still names, of its former text, verifies nothing."""
         engine = link.engine
-        (key,) = engine.cache_chunks(TEXTS[:1])
+        (key,) = Engine(builtin(), engine.store).cache_chunks(TEXTS[:1])
         damaged = engine.store.path / engine.fingerprint.digest / key[:2] / f"{key}.safetensors"
         content = bytearray(damaged.read_bytes())
         content[-1] ^= 0xFF

@@ -160,7 +160,8 @@ class TestTextMode:
             (shown,) = postprocessor.postprocess_nodes([NodeWithScore(node=node)])
             content = shown.node.get_content("llm")
             assert KEY_FIELD not in content and content.startswith("file: a.txt\n\n")
-        assert KEY_FIELD not in node.excluded_llm_metadata_keys  # the retrieved one is as it was
+            assert shown.node.metadata == {"file": "a.txt"}
+        assert node.metadata == {KEY_FIELD: "0" * 32, "file": "a.txt"}  # as it was
 
     def test_misses(self, own_corpus: Corpus) -> None:
         llm = own_corpus.llm(method="samkv-guided")  # which computes missed chunks as chunks
