@@ -239,8 +239,10 @@ class Engine:
         In this store's namespace, and in memory. Records of a vector store stay: while there are
         any, a prompt or `ChromaLink.sync` caches the text again. Raises StoreError on failure.
         """
-        n_chunks = self.chunks.forget(texts)
-        self._reader.known.forget(texts)
+        bodies = bodies_of(texts)
+        n_chunks = self.chunks.forget(bodies)
+        self._reader.known.forget(bodies)
+        self._reader.handles.forget({*bodies})
         self.prefixes.clear()
         return n_chunks
 

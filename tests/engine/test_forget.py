@@ -71,11 +71,14 @@ def test_nothing_is_held_in_memory(tmp_path: Path) -> None:
         context_str="\n\n".join(TEXTS[:3]), query_str=RECORDS[0].question
     )
     assert engine.found_in(prompt) == TEXTS[:3]
+    handle = engine.issue_handle(TEXTS[0])
+    assert handle is not None and engine.found_in(handle) == TEXTS[:1]
     asked = [f"{TEXTS[0]}\n\n{question}" for question in ("Q?", "Why?", "Who?")]
     ran = [engine.generate(a, TEXTS[:1], max_new_tokens=1).report.ran for a in asked[:2]]
     assert ran == ["recompute", "prefix"]
     assert engine.forget([TEXTS[0], TEXTS[2]]) == 1
     assert engine.found_in(prompt) == [TEXTS[1]]
+    assert engine.found_in(handle) == []
     assert engine.generate(asked[2], TEXTS[:1], max_new_tokens=1).report.ran == "recompute"
     engine.cache_chunks(TEXTS[:1])  # and nothing stops it from being cached again
     assert engine.found_in(prompt) == TEXTS[:2]
