@@ -20,6 +20,8 @@ from samkv_integrations.errors import InvalidOption, StoreError
 DATABASE_FILE = "chroma.sqlite3"
 """What makes a folder that of a Chroma database."""
 
+_MAX_COLLECTIONS = 1000
+
 
 @dataclass(frozen=True, kw_only=True)
 class Location:
@@ -41,14 +43,20 @@ class Location:
     @property
     def exists(self) -> bool:
         """Whether it is a local one that is still there."""
-        return bool(self.folder) and (Path(self.folder) / DATABASE_FILE).is_file()
+        try:
+            return bool(self.folder) and (Path(self.folder) / DATABASE_FILE).is_file()
+        except OSError:  # it may not be looked at, such as another user's
+            return True
 
     def is_same(self, other: Location) -> bool:
         """Whether both are one place; a folder may have several names, such as of a mount."""
         if self == other or self.part != other.part or not (self.exists and other.exists):
             return self == other
         mine, theirs = (Path(one.folder) / DATABASE_FILE for one in (self, other))
-        return mine.samefile(theirs)
+        try:
+            return mine.samefile(theirs)
+        except OSError:
+            return False
 
     def __str__(self) -> str:
         place = self.folder or self.server or "the database in memory"
@@ -57,28 +65,33 @@ class Location:
 
 @dataclass(frozen=True, kw_only=True)
 class _Owner:
-    """What the note says: where the database is, and ids of collections that it has had."""
+    """What the note says: where the database is, and ids of collections that it has had.
+
+    caches: the folder of the store when it was written, resolved; "" in memory.
+    """
 
     location: Location
+    caches: str
     collections: tuple[str, ...]
 
     def to_json(self) -> str:
         place = self.location
         fields = {"folder": place.folder, "server": place.server, "part": place.part}
-        return json.dumps({**fields, "collections": self.collections}, indent=2)
+        rest = {"caches": self.caches, "collections": self.collections}
+        return json.dumps({**fields, **rest}, indent=2)
 
     @classmethod
     def from_json(cls, text: str) -> _Owner:
         """Raises ValueError, LookupError or TypeError if it is no such note."""
         fields = json.loads(text)
-        names = fields.pop("collections")
-        values = [*fields.values(), *names]
+        names, caches = fields.pop("collections"), fields.pop("caches")
+        values = [caches, *fields.values(), *names]
         if not (isinstance(names, list) and all(isinstance(value, str) for value in values)):
             raise TypeError(text)
         location = Location(**fields)
         if not location.is_lasting:
             raise ValueError(text)
-        return cls(location=location, collections=tuple(names))
+        return cls(location=location, caches=caches, collections=tuple(names))
 
 
 class Ownership:
@@ -103,20 +116,26 @@ class Ownership:
         self._collections = collections
         name = hashlib.blake2b(store.namespace.encode(), digest_size=8).hexdigest()
         self._note = f"chroma-owner-{name}"
+        self._caches = str(store.path.resolve()) if isinstance(store, ChunkStore) else ""
 
     def claim(self) -> None:
         """Make sure that the caches are this database's, and take note of it.
 
         They are if nobody has claimed them; if the note names its place; if it has one of the
         collections that the note names, so that it is the same one, moved or reached by another
-        way; or if the owner was in a folder of this machine and is gone. A database in memory takes
-        no note: it ends with its process, and the next one finds the caches again.
+        way; or if the owner was in a folder of this machine and is gone. Of caches that were copied
+        the owner has the original. A database in memory takes no note: it ends with its process,
+        and the next one finds the caches again.
 
         Raises:
             InvalidOption: they are another database's.
             StoreError: the note is damaged, or cannot be written.
         """
         owner = self._read()
+        if owner is not None and self._is_copied(owner):
+            if self._mine.is_lasting:
+                self._put(self._as_mine(()), replace=True)
+            return
         if owner is None and self._mine.is_lasting:
             if self._put(self._as_mine(()), replace=False):
                 return
@@ -136,7 +155,8 @@ class Ownership:
             self.claim()
 
     def _is_noted(self, owner: _Owner) -> bool:
-        return owner.location == self._mine and self._collection in owner.collections
+        is_up_to_date = owner.location == self._mine and owner.caches == self._caches
+        return is_up_to_date and self._collection in owner.collections
 
     def _is_mine(self, owner: _Owner) -> bool:
         theirs, mine = owner.location, self._mine
@@ -146,12 +166,26 @@ class Ownership:
             return False
         return self._has_one_of(owner) or bool(theirs.folder and not theirs.exists)
 
+    def _is_copied(self, owner: _Owner) -> bool:
+        """Whether the note speaks of another folder of caches, which is there too."""
+        original = Path(owner.caches) / "store.json"
+        try:
+            return self._caches not in ("", owner.caches) and not original.samefile(
+                Path(self._caches) / "store.json"
+            )
+        except OSError:  # it is gone: these caches were moved
+            return False
+
     def _has_one_of(self, owner: _Owner) -> bool:
         return not {*owner.collections}.isdisjoint(self._collections())
 
     def _as_mine(self, collections: tuple[str, ...]) -> _Owner:
         known = dict.fromkeys((*collections, self._collection))
-        return _Owner(location=self._mine, collections=tuple(known)[-_MAX_COLLECTIONS:])
+        return _Owner(
+            location=self._mine,
+            caches=self._caches,
+            collections=tuple(known)[-_MAX_COLLECTIONS:],
+        )
 
     # -- the note ---------------------------------------------------------------------------
 
@@ -196,6 +230,3 @@ class Ownership:
 
 class _NotWritten(StoreError):
     """The note could not be written."""
-
-
-_MAX_COLLECTIONS = 1000

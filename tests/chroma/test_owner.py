@@ -162,6 +162,42 @@ class TestTheSameDatabase:
         assert link.sync(grace_s=0).n_pruned == 0 and set(link.engine.store.keys()) == held
         assert json.loads(note_of(kv).read_text())["folder"] == str(tmp_path / "moved")
 
+    def test_copied_with_its_caches(self, tmp_path: Path) -> None:
+        """As a project's folder is; the copy has a folder of caches to itself."""
+        original = tmp_path / "project"
+        held = fill(link_of(original / "chroma", original / "kv"))
+        shutil.copytree(original, tmp_path / "copy")
+        copied = link_of(tmp_path / "copy/chroma", tmp_path / "copy/kv")
+        copied.delete(["a"])
+        assert not copied.engine.store.keys()
+        again = link_of(original / "chroma", original / "kv")
+        assert again.sync(grace_s=0).n_pruned == 0 and set(again.engine.store.keys()) == held
+        with pytest.raises(InvalidOption, match="copy/chroma, and would be deleted"):
+            link_of(original / "chroma", tmp_path / "copy/kv")
+
+    def test_moved_with_its_caches(self, tmp_path: Path) -> None:
+        fill(link_of(tmp_path / "project/chroma", tmp_path / "project/kv"))
+        (tmp_path / "project").rename(tmp_path / "moved")
+        link = link_of(tmp_path / "moved/chroma", tmp_path / "moved/kv")
+        assert link.sync(grace_s=0).n_pruned == 0
+        assert json.loads(note_of(tmp_path / "moved/kv").read_text())["caches"].endswith("moved/kv")
+
+    def test_an_owner_that_may_not_be_looked_at_is_there(
+        self, tmp_path: Path, kv: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        fill(link_of(tmp_path / "one", kv))
+        collection = open_collection(tmp_path / "two", "town", create=True)
+        is_file = Path.is_file
+
+        def refuses(path: Path) -> bool:
+            if path.parent == tmp_path / "one":
+                raise PermissionError(13, "Permission denied")
+            return is_file(path)
+
+        monkeypatch.setattr(Path, "is_file", refuses)
+        with pytest.raises(InvalidOption, match="database .*one, and would be deleted"):
+            ChromaLink(collection, engine_of(kv))
+
     def test_an_owner_that_is_gone_is_succeeded(self, tmp_path: Path, kv: Path) -> None:
         fill(link_of(tmp_path / "one", kv))
         (tmp_path / "one").rename(tmp_path / "away")
@@ -200,7 +236,7 @@ class TestTheNote:
     @pytest.mark.parametrize(
         "content",
         [b"", b"{", b"[]", b"{}", b"\xff\xfe", b'{"folder": "x", "collections": [1]}',
-         b'{"folder": "", "server": "", "part": "", "collections": []}',
+         b'{"folder": "", "server": "", "part": "", "caches": "", "collections": []}',
          b'{"folder": "x", "collections": [], "more": "y"}'],
     )  # fmt: skip
     def test_while_it_is_damaged_nothing_is_deleted(
