@@ -236,13 +236,10 @@ class Engine:
     def forget(self, texts: Sequence[str]) -> int:
         """Delete all that is kept of these texts, by any model; how many chunks there were.
 
-        In this store's namespace, and in memory. Records of a vector store stay: while there are
-        any, a prompt or `ChromaLink.sync` caches the text again. Raises StoreError on failure.
+        Records of a vector store stay, and are cached again. Raises StoreError on failure.
         """
-        bodies = bodies_of(texts)
-        n_chunks = self.chunks.forget(bodies)
-        self._reader.known.forget(bodies)
-        self._reader.handles.forget({*bodies})
+        n_chunks = self.chunks.forget(texts)
+        self._reader.forget(texts)
         self.prefixes.clear()
         return n_chunks
 

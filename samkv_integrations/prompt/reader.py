@@ -9,6 +9,7 @@ from samkv_integrations.model.quoting import RenderedPrompt
 from samkv_integrations.prompt.finder import KnownTexts, find_given
 from samkv_integrations.prompt.handles import Handles
 from samkv_integrations.prompt.split import Piece, PlainText, split_prompt
+from samkv_integrations.prompt.text import bodies_of
 
 Prompt = str | RenderedPrompt | Sequence[dict[str, str]]
 """A string, read to the letter: control tokens in it count. Or chat messages (``role``,
@@ -47,3 +48,8 @@ class PromptReader:
             if isinstance(piece, PlainText):
                 self.handles.require_whole(piece.text)
         return pieces
+
+    def forget(self, texts: Sequence[str]) -> None:
+        """Find none of these texts in prompts because of what is held here, nor by a handle."""
+        self.known.forget(texts)
+        self.handles.forget(set(bodies_of(texts)))
