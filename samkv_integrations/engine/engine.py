@@ -6,7 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Literal, Unpack
 
@@ -32,9 +32,8 @@ from samkv_integrations.engine.options import (
 )
 from samkv_integrations.engine.prefix_cache import PrefixCache
 from samkv_integrations.engine.prepared import Prepared
-from samkv_integrations.engine.report import Report
 from samkv_integrations.engine.request import Request
-from samkv_integrations.engine.stream import AnswerStream, TextStream
+from samkv_integrations.engine.stream import Answer, AnswerStream, TextStream
 from samkv_integrations.errors import InvalidOption
 from samkv_integrations.eviction import Eviction, get_eviction
 from samkv_integrations.methods import DEFAULT_METHOD, Method, get_method
@@ -42,20 +41,11 @@ from samkv_integrations.model.loading import load_model
 from samkv_integrations.model.model import Model
 from samkv_integrations.model.quoting import RenderedPrompt
 from samkv_integrations.model.sampling import Sampler
-from samkv_integrations.prompt.announced import Announced
 from samkv_integrations.prompt.finder import KnownTexts
 from samkv_integrations.prompt.reader import Prompt, PromptReader
 from samkv_integrations.prompt.resolve import OnMiss, Resolved, Resolver
 from samkv_integrations.prompt.split import ChunkText
 from samkv_integrations.prompt.text import bodies_of
-
-
-@dataclass(frozen=True, kw_only=True)
-class Answer:
-    """A whole answer and what it cost."""
-
-    text: str
-    report: Report
 
 
 class Engine:
@@ -124,7 +114,6 @@ class Engine:
         )
         known = KnownTexts(self.store, lambda: self.fingerprint, self.key_of)
         self._reader = PromptReader(model, known)
-        self._announced = Announced()
 
     @classmethod
     def from_pretrained(
@@ -219,8 +208,7 @@ class Engine:
             self._prepared.add(self.chunks.made(found), time.perf_counter() - began)
         for ref in found:
             self.store.prefetch(ref.key, self.fingerprint)
-        self._reader.known.expect(bodies)
-        self._announced.add(bodies, for_next_prompt=True)
+        self._reader.expect(bodies, for_next_prompt=True)
 
     def expect(self, texts: Sequence[str]) -> None:
         """Find these chunks in prompts without handles too, as a retriever has just found them.
@@ -229,9 +217,7 @@ class Engine:
         and ``on_miss`` says what becomes of it. So is one that a prompt holds in a changed form
         only, see `Announced`; it stays text.
         """
-        bodies = [body for body in bodies_of(texts) if body]
-        self._reader.known.expect(bodies)
-        self._announced.add(bodies)
+        self._reader.expect([body for body in bodies_of(texts) if body])
 
     def forget(self, texts: Sequence[str]) -> int:
         """Delete all that is kept of these texts, by any model; how many chunks there were.
@@ -355,9 +341,8 @@ class Engine:
         chunk is text here too.
         """
         check_on_miss(on_miss)
-        pieces = self._reader.whole_pieces(prompt, chunks)
-        missing = self._announced.count(pieces, on_miss) if chunks is None else 0
-        return self._resolver().resolve(pieces, on_miss=on_miss, n_rewritten=missing)
+        pieces, n_rewritten = self._reader.read(prompt, chunks, on_miss)
+        return self._resolver().resolve(pieces, on_miss=on_miss, n_rewritten=n_rewritten)
 
     def _resolver(self) -> Resolver:
         return Resolver(self.model, self.store, self.fingerprint)

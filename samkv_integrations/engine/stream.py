@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from samkv_integrations.engine.collect import collectors
@@ -60,6 +60,14 @@ class TextStream:
         return max(
             (n for s in self._stop for n in range(1, len(s)) if text.endswith(s[:n])), default=0
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """A whole answer and what it cost."""
+
+    text: str
+    report: Report
 
 
 class AnswerStream:
