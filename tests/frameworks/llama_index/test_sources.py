@@ -59,7 +59,7 @@ def test_sources_hold_no_key(
     response = index.as_query_engine(
         llm=llm, node_postprocessors=[SamKVPostprocessor(llm=llm, mode=mode)]
     ).query(RECORDS[0].question)
-    assert llm.last_report is not None and llm.last_report.chunk_hits == 2
+    assert llm.last_report is not None and llm.last_report.found == 2
     nodes = [found.node for found in response.source_nodes]
     shown = json.dumps([response.metadata, [node.metadata for node in nodes]])
     assert KEY_FIELD not in shown and set(nodes[0].metadata) == {"page"}
