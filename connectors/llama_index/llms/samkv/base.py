@@ -28,6 +28,7 @@ from pydantic import BeforeValidator
 from pydantic.json_schema import SkipJsonSchema
 
 from llama_index.llms.samkv.conversion import (
+    as_in_repr,
     checked_outputs_to_remove,
     rendered,
     to_chat,
@@ -110,7 +111,8 @@ class SamKVLLM(WrittenLLM):
     ] = Field(default=None, exclude=True, repr=False)
     """Accepted so that arguments of `HuggingFaceLLM` fit: a model is given token ids alone."""
     context_window: int | None = Field(default=None, strict=True)
-    """Most tokens of a prompt and its answer; None for the model's."""
+    """Tokens that LlamaIndex may fill with a prompt and its answer; None for the model's. What it
+    gets wrong is computed all the same, as long as the model's own window has room."""
     max_new_tokens: int = Field(default=DEFAULT_MAX_NEW_TOKENS, strict=True)
     """Most tokens of an answer."""
     generate_kwargs: dict[str, Any] = Field(default_factory=dict)
@@ -198,12 +200,13 @@ class SamKVLLM(WrittenLLM):
     def tokenizer_fn(self) -> Callable[[str], list[int]]:
         """A tokenizer for LlamaIndex's `PromptHelper`, which counts what it returns.
 
-        A handle counts as its chunk; the numbers in the list mean nothing.
+        A handle counts as its chunk, and a text as the longer of itself and what `repr` writes of
+        it; the numbers in the list mean nothing.
         """
         return self._count
 
     def _count(self, text: str) -> list[int]:
-        return [0] * self._n_tokens(text)
+        return [0] * max(self._n_tokens(form) for form in {text, as_in_repr(text)})
 
     def _count_added(self) -> int:
         """Tokens that a prompt has beside what LlamaIndex has written of it."""
@@ -334,7 +337,6 @@ class SamKVLLM(WrittenLLM):
                 None if self.match_text else (),
                 method=self.method,
                 eviction=self.eviction,
-                context_window=self.context_window,
                 on_miss=self.on_miss,
                 stop_ids=self.stopping_ids,
                 **options,

@@ -99,6 +99,16 @@ def to_wrapper(template: str | PromptTemplate | None) -> PromptTemplate | None:
     return None if wrapper.template == "{query_str}" else wrapper
 
 
+def as_in_repr(text: str) -> str:
+    """What `repr` may write of ``text`` inside its quotes.
+
+    `simple_summarize` cuts texts to the window and puts a list of them into its template, which
+    writes them so. Both kinds of quotes are added, because `repr` escapes some only where a text
+    has both, and what is counted may be a piece of that text.
+    """
+    return repr(f"{text}'\"")[1:-4]
+
+
 def checked_outputs_to_remove(names: Any) -> Any:  # noqa: ANN401
     """The names. Raises InvalidOption for what cannot be removed; the rest never comes anyway."""
     if isinstance(names, str) or not all(isinstance(name, str) for name in names or ()):
