@@ -13,8 +13,9 @@ from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
 from langchain_core.tools import BaseTool
 
-from langchain_samkv.base import LocalModel, TimedAnswer
+from langchain_samkv.base import LocalModel
 from langchain_samkv.conversion import metadata_of, to_turns, usage_of
+from samkv_integrations.engine.stream import AnswerStream
 from samkv_integrations.errors import InvalidOption
 from samkv_integrations.frameworks.off_loop import off_loop
 
@@ -134,20 +135,20 @@ class ChatSamKV(LocalModel, BaseChatModel):
             await run_manager.on_llm_new_token("", chunk=chunk)
         yield chunk
 
-    def _result(self, text: str, answer: TimedAnswer) -> ChatResult:
-        self._last_report = report = answer.stream.report
+    def _result(self, text: str, answer: AnswerStream) -> ChatResult:
+        self._last_report = report = answer.report
         message = AIMessage(
-            text, usage_metadata=usage_of(report), response_metadata=metadata_of(answer.stream)
+            text, usage_metadata=usage_of(report), response_metadata=metadata_of(answer)
         )
         return ChatResult(generations=[ChatGeneration(message=message)])
 
-    def _last_chunk(self, answer: TimedAnswer) -> ChatGenerationChunk:
+    def _last_chunk(self, answer: AnswerStream) -> ChatGenerationChunk:
         """No new text, but the figures: LangChain adds up what chunks say of them."""
-        self._last_report = report = answer.stream.report
+        self._last_report = report = answer.report
         message = AIMessageChunk(
             content="",
             usage_metadata=usage_of(report),
-            response_metadata=metadata_of(answer.stream),
+            response_metadata=metadata_of(answer),
             chunk_position="last",
         )
         return ChatGenerationChunk(message=message)

@@ -25,6 +25,11 @@ _ROLES = {"system": "system", "developer": "system", "user": "user", "human": "u
           "assistant": "assistant", "ai": "assistant"}  # fmt: skip
 
 
+_REASONING = ("reasoning", "reasoning_content", "thinking", "redacted_thinking")
+"""Types of blocks that hold what led to an earlier answer. Chat templates of models that reason
+leave it out of later prompts, and so does this one's."""
+
+
 def to_turns(messages: Sequence[BaseMessage]) -> list[dict[str, str]]:
     """Messages for a chat template, neighbours of one role as one.
 
@@ -59,8 +64,8 @@ def _role(message: BaseMessage) -> str:
                 )
             return _ROLES[message.role]
     raise InvalidOption(
-        f"a {type(message).__name__} is not supported; supported: SystemMessage, HumanMessage, "
-        "AIMessage, ChatMessage"
+        f"a {type(message).__name__} is not supported; put its text into one of those that are: "
+        "SystemMessage, HumanMessage, AIMessage, ChatMessage"
     )
 
 
@@ -73,6 +78,8 @@ def _text(message: BaseMessage) -> str:
             texts.append(block)
         elif block.get("type") == "text" and isinstance(block.get("text"), str):
             texts.append(block["text"])
+        elif block.get("type") in _REASONING:
+            continue
         else:
             raise InvalidOption(
                 f"a message holds a block of type {block.get('type')!r}; this model reads text "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 from uuid import uuid4
@@ -15,7 +16,7 @@ from langchain_core.language_models import BaseLanguageModel
 
 from langchain_samkv.chroma_reading import KeylessChroma, Where, no_embedding
 from samkv_integrations.cache.chunk import normalise
-from samkv_integrations.chroma.client import chroma_errors
+from samkv_integrations.chroma.client import check_name, chroma_errors
 from samkv_integrations.chroma.link import ChromaLink
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.errors import InvalidChunk, InvalidOption
@@ -108,6 +109,7 @@ class SamKVChroma(KeylessChroma):
         cache_existing: bool = False,
     ) -> None:
         self._engine = EngineRef.of(llm, engine).engine
+        check_name(collection_name)
         with chroma_errors(f"Chroma cannot open collection {collection_name!r} {_OPEN_TWICE}"):
             super().__init__(
                 collection_name=collection_name,
@@ -177,6 +179,22 @@ class SamKVChroma(KeylessChroma):
             forked = self._collection.fork(new_name=new_name)
         return SamKVChroma(
             forked.name, self._embedding_function, client=self._client, engine=self._engine
+        )
+
+    def __copy__(self) -> SamKVChroma:
+        """A copy on the same collection and engine, of which there is one each."""
+        copied = object.__new__(type(self))
+        copied.__dict__.update(self.__dict__)
+        return copied
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SamKVChroma:
+        return copy.copy(self)
+
+    def __reduce__(self) -> NoReturn:
+        """Refused: neither a database nor a model goes into a pickle."""
+        raise InvalidOption(
+            "a SamKVChroma cannot be pickled: it holds a database and a model; make it again in "
+            "the other process, of the same arguments with an llm or engine of that process"
         )
 
     @property

@@ -166,7 +166,7 @@ class Records:
         """
         name = self.collection.name
         if k < 1:
-            raise InvalidOption(f"k={k}; it must be at least 1")
+            raise InvalidOption(f"{k} chunks to retrieve; ask for at least 1")
         with chroma_errors(f"collection {name!r} refused the query"):
             n_records = self.collection.count()
         if not n_records:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Sequence
@@ -29,6 +28,7 @@ from samkv_integrations.engine.options import (
     EngineOptions,
     PrefixPolicy,
     check_on_miss,
+    check_parts,
 )
 from samkv_integrations.engine.prefix_cache import PrefixCache
 from samkv_integrations.engine.prepared import Prepared
@@ -84,10 +84,7 @@ class Engine:
         store_bits: int = DEFAULT_STORE_BITS,
         prefix_bytes: int = 2**28,
     ) -> None:
-        if prefix not in ("bos", "none"):
-            raise InvalidOption(f"prefix={prefix!r}; allowed: bos, none")
-        if isinstance(store, str | os.PathLike):
-            raise InvalidOption(f"store={store!r} is no store; give ChunkStore({str(store)!r})")
+        check_parts(model, store, prefix, prefix_text)
         self.model = model
         self.store: Store = MemoryStore() if store is None else store
         self.method = get_method(method)
@@ -261,6 +258,7 @@ class Engine:
             PromptTooLong: prompt and answer exceed the context window.
             HandleError: a handle was cut.
             ChunkNotCached: a chunk has no usable cache and on_miss is ``error``.
+            TimedOut: the answer was not complete after ``timeout`` seconds.
             InvalidOption, UnknownOption: an argument is wrong.
         """
         stream = self.stream(prompt, chunks, **options)
@@ -302,8 +300,9 @@ class Engine:
                 return sampler.next(decoder.step(token))
 
         return AnswerStream(
-            first, step, end_ids, settings.sampling.max_new_tokens, text, report, begun.cache
-        )
+            first, step, end_ids, settings.sampling.max_new_tokens, text, report, begun.cache,
+            settings.timeout, began,
+        )  # fmt: skip
 
     def logits(
         self,

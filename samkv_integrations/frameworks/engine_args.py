@@ -62,19 +62,23 @@ class ModelSource:
 def engine_of(source: ModelSource) -> Engine:
     """The engine that was given, or one on the model that was given or has to be loaded.
 
+    The store is opened first: a folder that cannot be one is found before a model is loaded.
+
     Raises InvalidOption if an argument would be ignored.
     """
     if source.engine is not None:
         _check_engine(source.engine, source)
         return source.engine
-    bits, namespace, folder = source.store_bits, source.namespace or "", source.kv_dir
-    return Engine(
-        _model_of(source),
+    if source.model is None and source.model_name is None:
+        raise InvalidOption("give model_name (a hub id, a folder or 'builtin'), model, or engine")
+    namespace, folder = source.namespace or "", source.kv_dir
+    store = (
         MemoryStore(namespace=namespace)
         if folder is None
-        else ChunkStore(folder, namespace=namespace),
-        store_bits=DEFAULT_STORE_BITS if bits is None else bits,
+        else ChunkStore(folder, namespace=namespace)
     )
+    bits = DEFAULT_STORE_BITS if source.store_bits is None else source.store_bits
+    return Engine(_model_of(source), store, store_bits=bits)
 
 
 def _check_engine(engine: Engine, source: ModelSource) -> None:
@@ -104,8 +108,7 @@ def _model_of(source: ModelSource) -> Model:
         model = Model(source.model, tokenizer, label)
         _check_agreement(model, None, source.device_map, source.dtype)
         return model
-    if source.model_name is None:
-        raise InvalidOption("give model_name (a hub id, a folder or 'builtin'), model, or engine")
+    assert source.model_name is not None  # `engine_of` has looked
     return load_model(
         source.model_name,
         device=source.device_map,

@@ -23,9 +23,10 @@ from pydantic import (
 from pydantic.json_schema import SkipJsonSchema
 
 from samkv_integrations.engine.engine import Engine
-from samkv_integrations.engine.options import check_on_miss
+from samkv_integrations.engine.options import check_on_miss, check_timeout
 from samkv_integrations.engine.report import Report
 from samkv_integrations.errors import InvalidOption, UnknownOption
+from samkv_integrations.eviction import Eviction
 from samkv_integrations.frameworks.engine_args import (
     ModelSource,
     check_choices,
@@ -34,12 +35,24 @@ from samkv_integrations.frameworks.engine_args import (
     own_choices,
 )
 from samkv_integrations.frameworks.engine_ref import EngineRef
+from samkv_integrations.methods import Method
 from samkv_integrations.prompt.resolve import OnMiss
 
 
 def _checked_on_miss(on_miss: str) -> str:
     check_on_miss(on_miss)
     return on_miss
+
+
+def _checked_name(part: Any) -> Any:  # noqa: ANN401
+    """A name, that is; an LLM is written down and made again, and what has a name can be."""
+    if isinstance(part, Method | Eviction):
+        kind = "method" if isinstance(part, Method) else "eviction"
+        raise InvalidOption(
+            f"{kind} is a {type(part).__name__}; an LLM takes a name. Give yours to an engine, and "
+            f"the engine to the LLM: engine=Engine.from_pretrained(model, {kind}=...)"
+        )
+    return part
 
 
 class LocalLLM(BaseModel):
@@ -82,9 +95,9 @@ class LocalLLM(BaseModel):
     engine's, which are 4 by default."""
     engine: SkipJsonSchema[Engine] = Field(default=None, exclude=True, repr=False)  # type: ignore[assignment]
     """An engine to share, in place of loading a model over ``kv_dir``."""
-    method: str | None = None
+    method: Annotated[str | None, BeforeValidator(_checked_name)] = None
     """How to answer, a name out of ``METHODS``; None for the engine's."""
-    eviction: str | None = None
+    eviction: Annotated[str | None, BeforeValidator(_checked_name)] = None
     """Which KV entries an answer goes on with after its first token, a name out of ``EVICTIONS``
     or ``"none"`` for all; None for the engine's."""
     match_text: bool = True
@@ -93,6 +106,9 @@ class LocalLLM(BaseModel):
     """For a chunk without a usable cache: ``"compute"`` (as a chunk, and keep it; with ``auto``
     only where that does not take longer than full prefill), ``"text"`` (compute its text, this
     once) or ``"error"``."""
+
+    timeout: float | None = None
+    """Seconds after which an answer that is not complete ends with `TimedOut`."""
 
     _last_report: Report | None = PrivateAttr(default=None)
 
@@ -107,8 +123,10 @@ class LocalLLM(BaseModel):
             llm = build(cls._arguments(given))
         except ValidationError as error:
             first = error.errors()[0]
-            name = ".".join(map(str, first["loc"]))
-            raise InvalidOption(f"{name}={first['input']!r}: {first['msg']}") from error
+            # what follows the name in a path are pydantic's words for the kinds that it tried
+            name = first["loc"][0] if first["loc"] else cls.__name__
+            value = given.get(str(name), first["input"])
+            raise InvalidOption(f"{name}={value!r}: {first['msg']}") from error
         llm._check()
         llm._attach()
         return llm
@@ -132,6 +150,7 @@ class LocalLLM(BaseModel):
     def _check(self) -> None:
         """Raises for what is wrong without a model: loading one takes its time."""
         check_choices(self.method, self.eviction, self.store_bits)
+        check_timeout(self.timeout)
 
     def _source(self) -> ModelSource:
         return ModelSource(

@@ -11,7 +11,7 @@ from samkv_integrations.prompt.finder import KnownTexts, find_given
 from samkv_integrations.prompt.handles import Handles
 from samkv_integrations.prompt.resolve import OnMiss
 from samkv_integrations.prompt.split import Piece, PlainText, split_prompt
-from samkv_integrations.prompt.text import bodies_of
+from samkv_integrations.prompt.text import bodies_of, check_messages
 
 Prompt = str | RenderedPrompt | Sequence[dict[str, str]]
 """A string, read to the letter: control tokens in it count. Or chat messages (``role``,
@@ -32,10 +32,16 @@ class PromptReader:
         self.announced = Announced()
 
     def render(self, prompt: Prompt) -> RenderedPrompt:
-        """The prompt as one string. Raises InvalidOption if the chat template refuses."""
+        """The prompt as one string.
+
+        Raises InvalidOption if it is no prompt, or if the chat template refuses.
+        """
         if isinstance(prompt, str):
             return RenderedPrompt(prompt)
-        return prompt if isinstance(prompt, RenderedPrompt) else self._model.render_chat(prompt)
+        if isinstance(prompt, RenderedPrompt):
+            return prompt
+        check_messages(prompt)
+        return self._model.render_chat(prompt)
 
     def pieces(self, prompt: Prompt, chunks: Sequence[str] | None) -> list[Piece]:
         """Cut at handles and at ``chunks``; None for all chunks that are known."""

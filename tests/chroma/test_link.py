@@ -195,7 +195,7 @@ class TestQuery:
         with pytest.raises(EmptyInput, match="'town' is empty; ingest"):
             link.query(vector, 3)
         link.add(IDS[:1], TEXTS[:1], embedding.embed(TEXTS[:1]))
-        with pytest.raises(InvalidOption, match="k=0"):
+        with pytest.raises(InvalidOption, match="0 chunks to retrieve"):
             link.query(vector, 0)
         with pytest.raises(InvalidOption, match="'town' refused the query.*dimension"):
             link.query([1.0], 3)

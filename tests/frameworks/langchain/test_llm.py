@@ -444,11 +444,11 @@ class TestArguments:
             ({"task": "translation"}, "task='translation'; allowed: text-generation"),
             ({"backend": "openvino"}, "backend='openvino'; allowed: default"),
             ({"device": 0, "device_map": "cpu"}, "give one"),
-            ({"device": 99}, "device='cuda:99', but torch finds"),
+            ({"device": 99}, "device 'cuda:99', but torch finds"),
             ({"pipeline_kwargs": {"return_full_text": True}}, "never repeats its prompt"),
             (
                 {"pipeline_kwargs": {"num_beams": 2}},
-                "'num_beams'; known: do_sample, max",
+                "num_beams=2; there is no beam search",
             ),
             ({"batch_size": 4}, "argument of ChatSamKV 'batch_size'; known: api_key"),
             ({"model": "other"}, "model='other', which was given as 'builtin' already; give one"),

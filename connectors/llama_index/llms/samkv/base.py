@@ -51,6 +51,7 @@ from samkv_integrations.frameworks.call_options import (
 from samkv_integrations.frameworks.engine_args import ModelSource, check_fits
 from samkv_integrations.frameworks.off_loop import off_loop
 from samkv_integrations.prompt.reader import Prompt
+from samkv_integrations.prompt.text import check_text
 
 _Wrapper = Annotated[str | PromptTemplate | None, BeforeValidator(to_wrapper)]
 
@@ -116,7 +117,7 @@ class SamKVLLM(WrittenLLM):
     max_new_tokens: int = Field(default=DEFAULT_MAX_NEW_TOKENS, strict=True)
     """Most tokens of an answer."""
     generate_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Options of every call: ``do_sample``, ``stop``, and those of sampling."""
+    """Options of every call: ``do_sample``, ``stop``, ``timeout`` and those of sampling."""
     query_wrapper_prompt: _Wrapper = None  # type: ignore[assignment]  # upstream's is no string
     """A template with ``{query_str}`` around the prompt of a completion."""
     is_chat_model: bool | None = None
@@ -150,7 +151,7 @@ class SamKVLLM(WrittenLLM):
         if not 0 < self.context_window <= model.context_window:
             raise InvalidOption(
                 f"context_window={self.context_window}; {model.name!r} has "
-                f"{model.context_window}, give at most that"
+                f"{model.context_window}, give 1 to that, or None for all of it"
             )
         max_tokens = {"max_new_tokens": self.max_new_tokens}
         check_fits(model, self.context_window, self.stopping_ids, **max_tokens)
@@ -306,6 +307,7 @@ class SamKVLLM(WrittenLLM):
     # -- the one way to an answer -----------------------------------------------------------
 
     def _completion_prompt(self, prompt: str, formatted: bool) -> Prompt:
+        check_text("prompt", prompt)
         if formatted:
             return prompt
         assert self.completion_to_prompt is not None  # LlamaIndex puts its default in
@@ -328,7 +330,8 @@ class SamKVLLM(WrittenLLM):
         return turns
 
     def _run(self, prompt: Prompt, given: dict[str, Any]) -> AnswerStream:
-        options = to_options(given, self.generate_kwargs, self.max_new_tokens)
+        always = {"timeout": self.timeout, **self.generate_kwargs}
+        options = to_options(given, always, self.max_new_tokens)
         if self.cache_retrieved:  # for later prompts, even where `auto` computes this one in full
             self.engine.announce(self.engine.found_in(prompt), "compute")
         try:

@@ -12,6 +12,7 @@ from llama_index.core.base.llms.types import (
     CompletionResponse,
     MessageRole,
     TextBlock,
+    ThinkingBlock,
 )
 from llama_index.core.prompts import PromptTemplate
 
@@ -71,10 +72,12 @@ def to_turns(messages: Sequence[ChatMessage]) -> list[dict[str, str]]:
         if role is None:
             known = ", ".join(sorted(role.value for role in _ROLES))
             raise InvalidOption(
-                f"role {message.role.value!r} of a message is not supported; supported: {known}"
+                f"role {message.role.value!r} of a message is not supported; put its text into a "
+                f"message of one that is: {known}"
             )
         for block in message.blocks:
-            if not isinstance(block, TextBlock):
+            # what led to an earlier answer is left out, as chat templates do of models that reason
+            if not isinstance(block, TextBlock | ThinkingBlock):
                 raise InvalidOption(
                     f"a message holds a {type(block).__name__}; this model reads text only, "
                     "leave it out"
