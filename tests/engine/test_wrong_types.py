@@ -25,7 +25,7 @@ WRONG: list[tuple[Callable[[Engine], Any], str]] = [
     (lambda e: e.generate("x", temperature=float("inf")), "temperature=inf; it must be 0 (greedy)"),
     (lambda e: e.generate("x", repetition_penalty=float("inf")), "repetition_penalty=inf; it must"),
     (lambda e: e.found_in(None), "prompt=None; it must be a string"),
-    (lambda e: e.count_tokens(None), "text=None; it must be a string"),
+    (lambda e: e.count_tokens(None), "prompt=None; it must be a string"),
     (lambda e: e.announce(None), "chunks=None; it must be a list of strings"),
     (lambda e: e.announce([None]), "chunks holds None, which is no text"),
     (lambda e: e.cache_chunks(None), "chunks=None; it must be a list of strings"),

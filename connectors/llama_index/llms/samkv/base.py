@@ -148,11 +148,6 @@ class SamKVLLM(WrittenLLM):
         model = self.engine.model
         if self.context_window is None:
             self.context_window = model.context_window
-        if not 0 < self.context_window <= model.context_window:
-            raise InvalidOption(
-                f"context_window={self.context_window}; {model.name!r} has "
-                f"{model.context_window}, give 1 to that, or None for all of it"
-            )
         max_tokens = {"max_new_tokens": self.max_new_tokens}
         check_fits(model, self.context_window, self.stopping_ids, **max_tokens)
         if self.is_chat_model is None:
