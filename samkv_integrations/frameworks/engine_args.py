@@ -168,15 +168,14 @@ def check_choices(method: str | None, eviction: str | None, store_bits: int | No
 def check_fits(
     model: Model, context_window: int, stop_ids: Iterable[int], **max_tokens: int
 ) -> None:
-    """Raises InvalidOption for a window that the model has not, a stop id that is no token, or
-    answers that leave no room for a prompt.
+    """Raises InvalidOption for a wrong window or stop id, or answers that leave prompts no room.
 
     max_tokens: most tokens of an answer, under the name that the caller has for it.
     """
     if not 0 < context_window <= model.context_window:
         raise InvalidOption(
-            f"context_window={context_window}; {model.name!r} has {model.context_window}, give 1 to "
-            "that, or None for all of it"
+            f"context_window={context_window}; {model.name!r} has {model.context_window}, give 1 "
+            "to that, or None for all of it"
         )
     model.end_ids(stop_ids)
     for name, number in max_tokens.items():
