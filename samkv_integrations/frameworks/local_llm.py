@@ -18,6 +18,7 @@ from pydantic import (
     PrivateAttr,
     SkipValidation,
     ValidationError,
+    ValidationInfo,
     model_validator,
 )
 from pydantic.json_schema import SkipJsonSchema
@@ -26,7 +27,6 @@ from samkv_integrations.engine.engine import Engine
 from samkv_integrations.engine.options import check_on_miss, check_timeout
 from samkv_integrations.engine.report import Report
 from samkv_integrations.errors import InvalidOption, UnknownOption
-from samkv_integrations.eviction import Eviction
 from samkv_integrations.frameworks.engine_args import (
     ModelSource,
     check_choices,
@@ -35,7 +35,6 @@ from samkv_integrations.frameworks.engine_args import (
     own_choices,
 )
 from samkv_integrations.frameworks.engine_ref import EngineRef
-from samkv_integrations.methods import Method
 from samkv_integrations.prompt.resolve import OnMiss
 
 
@@ -44,13 +43,12 @@ def _checked_on_miss(on_miss: str) -> str:
     return on_miss
 
 
-def _checked_name(part: Any) -> Any:  # noqa: ANN401
+def _checked_name(part: Any, info: ValidationInfo) -> Any:  # noqa: ANN401
     """A name, that is; an LLM is written down and made again, and what has a name can be."""
-    if isinstance(part, Method | Eviction):
-        kind = "method" if isinstance(part, Method) else "eviction"
+    if not isinstance(part, str | None):
         raise InvalidOption(
-            f"{kind} is a {type(part).__name__}; an LLM takes a name. Give yours to an engine, and "
-            f"the engine to the LLM: engine=Engine.from_pretrained(model, {kind}=...)"
+            f"{info.field_name} is a {type(part).__name__}; an LLM takes a name. Give an engine "
+            f"yours, and the LLM that: engine=Engine.from_pretrained(model, {info.field_name}=...)"
         )
     return part
 
