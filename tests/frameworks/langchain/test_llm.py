@@ -578,7 +578,7 @@ class TestBadInput:
                 ],
                 "block of type 'audio'",  # as LangChain rewrites it
             ),
-            ([ToolMessage("42", tool_call_id="1")], "a ToolMessage is not supported; supported: S"),
+            ([ToolMessage("42", tool_call_id="1")], "a ToolMessage is not supported; put its"),
             ([FunctionMessage("42", name="f")], "a FunctionMessage is not supported"),
             ([RemoveMessage("1")], "a RemoveMessage is not supported"),
             ([ChatMessage("42", role="critic")], "role 'critic' of a message is not supported"),
