@@ -5,9 +5,9 @@ from __future__ import annotations
 from samkv_integrations.cache.disk import ChunkStore
 from samkv_integrations.cache.memory import MemoryStore
 from samkv_integrations.engine.collect import Total, collect_reports
-from samkv_integrations.engine.engine import Answer, Engine
+from samkv_integrations.engine.engine import Engine
 from samkv_integrations.engine.report import Report
-from samkv_integrations.engine.stream import AnswerStream
+from samkv_integrations.engine.stream import Answer, AnswerStream
 from samkv_integrations.errors import SamkvError
 from samkv_integrations.eviction import EVICTIONS, Eviction
 from samkv_integrations.methods import METHODS, Method

@@ -7,6 +7,7 @@ shown as it stands. Mistakes of the caller raise; ``assert`` is for our own inva
 from __future__ import annotations
 
 from collections.abc import Iterable
+from difflib import get_close_matches
 
 
 class SamkvError(Exception):
@@ -76,8 +77,15 @@ class UnknownOption(SamkvError):
 
     @classmethod
     def among(cls, kind: str, value: object, known: Iterable[str]) -> UnknownOption:
-        """An error that lists the known names of ``kind``."""
-        return cls(f"unknown {kind} {value!r}; known: {', '.join(sorted(known))}")
+        """An error that lists the known names of ``kind``, and names the one that was meant."""
+        names = sorted(known)
+        return cls(f"unknown {kind} {value!r}; known: {', '.join(names)}{meant(value, names)}")
+
+
+def meant(value: object, known: Iterable[str]) -> str:
+    """``; did you mean ...?`` for a name that is nearly one of ``known``, else nothing."""
+    nearest = get_close_matches(str(value), known, n=1, cutoff=0.7)
+    return f"; did you mean {nearest[0]!r}?" if nearest else ""
 
 
 class InvalidOption(SamkvError):

@@ -5,25 +5,28 @@ from __future__ import annotations
 import copy
 import hashlib
 import re
-import time
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Self
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any, Self
 
 from langchain_core.language_models.base import BaseLanguageModel, LangSmithParams
+from langchain_core.runnables import RunnableSerializable
+from langchain_core.runnables.utils import AnyConfigurableField
 from pydantic import ConfigDict, Field, SecretStr
 
 from langchain_samkv.conversion import PROVIDER
 from samkv_integrations.engine.stream import AnswerStream
-from samkv_integrations.errors import InvalidOption, TimedOut, UnknownOption
+from samkv_integrations.errors import InvalidOption, UnknownOption
 from samkv_integrations.eviction import Eviction
 from samkv_integrations.frameworks.call_options import (
     CALL_KWARGS,
     DEFAULT_MAX_NEW_TOKENS,
     GENERATE_KWARGS,
     checked_generate_kwargs,
+    known_options,
     to_options,
 )
-from samkv_integrations.frameworks.engine_args import check_fits
+from samkv_integrations.frameworks.engine_args import ModelSource, check_fits
 from samkv_integrations.frameworks.local_llm import LocalLLM
 from samkv_integrations.methods import Method, get_method
 from samkv_integrations.prompt.reader import Prompt
@@ -38,33 +41,6 @@ _INSTEAD = {
     "response_format": "use with_structured_output of ChatSamKV, or json_schema",
     "n": "leave it out",
 }  # fmt: skip
-
-
-class TimedAnswer(Iterator[str]):
-    """The deltas of one answer, with an end to patience.
-
-    Raises TimedOut, and ends the answer, if a delta comes later than ``timeout_s`` after the call.
-    The pass that computes the first token is not interrupted.
-    """
-
-    def __init__(self, start: Callable[[], AnswerStream], timeout_s: float | None) -> None:
-        self._began = time.monotonic()
-        self._timeout_s = timeout_s
-        self.stream = start()
-
-    def __next__(self) -> str:
-        delta = next(self.stream)  # whatever time it took, an answer that is complete is one
-        if self._timeout_s is not None and time.monotonic() - self._began > self._timeout_s:
-            self.close()
-            raise TimedOut(
-                f"timeout={self._timeout_s}: the answer was not complete after that many seconds; "
-                "give more, or a smaller max_tokens"
-            )
-        return delta
-
-    def close(self) -> None:
-        """Stop decoding and free what this answer holds."""
-        self.stream.close()
 
 
 class LocalModel(LocalLLM, BaseLanguageModel[Any]):
@@ -83,8 +59,33 @@ class LocalModel(LocalLLM, BaseLanguageModel[Any]):
 
     model_config = ConfigDict(extra="forbid", populate_by_name=True)
 
-    model_name: str = Field(default="", alias="model")
-    """A hub id, a local folder, or ``"builtin"``."""
+    if TYPE_CHECKING:  # type checkers know one name of an argument, and what a field holds
+        model: str = ""
+        model_name: str = ""
+        max_new_tokens: int | None = None
+        stop_sequences: list[str] | str | None = None
+        api_key: SecretStr | str | None = None
+    else:
+        model_name: str = Field(default="", alias="model")
+        """A hub id, a local folder, or ``"builtin"``."""
+        api_key: SecretStr | None = Field(default=None, exclude=True, repr=False)
+        """Accepted so that arguments of other models fit: nothing here needs one."""
+
+        @property
+        def model(self) -> str:
+            """`model_name`."""
+            return self.model_name
+
+        @property
+        def max_new_tokens(self) -> int | None:
+            """`max_tokens`."""
+            return self.max_tokens
+
+        @property
+        def stop_sequences(self) -> list[str] | str | None:
+            """`stop`."""
+            return self.stop
+
     model_kwargs: dict[str, Any] = Field(default_factory=dict, exclude=True, repr=False)
     """Passed on to ``from_pretrained`` of the model: ``revision``, ``token``, ``cache_dir``,
     ``local_files_only`` and so on."""
@@ -108,12 +109,8 @@ class LocalModel(LocalLLM, BaseLanguageModel[Any]):
     """Most tokens of an answer."""
     stop: list[str] | str | None = None
     """Strings that end an answer and are no part of it."""
-    timeout: float | None = None
-    """Seconds after which an answer that is not complete ends with `TimedOut`."""
     max_retries: int | None = Field(default=None, ge=0)
     """Accepted so that arguments of other models fit: no failure here is mended by a second try."""
-    api_key: SecretStr | None = Field(default=None, exclude=True, repr=False)
-    """Accepted so that arguments of other models fit: nothing here needs one."""
 
     @classmethod
     def _arguments(cls, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -122,7 +119,6 @@ class LocalModel(LocalLLM, BaseLanguageModel[Any]):
     def _check(self) -> None:
         self.max_tokens = self._most_tokens
         checked_generate_kwargs(self._always, self._most_tokens)
-        _check_timeout(self.timeout)
         super()._check()
         if not self.model_name and self.engine is None:
             raise InvalidOption("give model (a hub id, a folder or 'builtin'), or engine")
@@ -164,18 +160,11 @@ class LocalModel(LocalLLM, BaseLanguageModel[Any]):
             raise InvalidOption("device and device_map say the same thing; give one")
         if device is not None:
             device_map = "cpu" if device < 0 else f"cuda:{device}"
-        always = {
-            name: value for name, value in (pipeline_kwargs or {}).items() if value is not None
-        }
-        if always.pop("return_full_text", None):
-            raise InvalidOption(
-                "return_full_text=True; an answer never repeats its prompt, leave it out"
-            )
-        for name in always.keys() - {*CALL_KWARGS}:
-            raise UnknownOption.among("option in pipeline_kwargs", name, CALL_KWARGS)
+        kind = "option in pipeline_kwargs"
+        always = known_options(kind, _under_one_name(pipeline_kwargs or {}), CALL_KWARGS)
         loading = {"model_kwargs": model_kwargs, "tokenizer_kwargs": model_kwargs}
         further = _under_one_name(kwargs)
-        for name, value in {"model": model_id, **_under_one_name(always)}.items():
+        for name, value in {"model": model_id, **always}.items():
             if further.get(name) is not None:
                 raise InvalidOption(
                     f"{name}={further[name]!r}, which was given as {value!r} already; give one"
@@ -187,12 +176,26 @@ class LocalModel(LocalLLM, BaseLanguageModel[Any]):
         }
         return cls(**{**given, **further})
 
+    def configurable_fields(self, **kwargs: AnyConfigurableField) -> RunnableSerializable[Any, Any]:
+        """Fields that a call may set in its config: options of answers.
+
+        Raises InvalidOption for what engines are made of: copies of an LLM share one.
+        """
+        of_engine = {field.name for field in fields(ModelSource)}
+        for name in sorted(kwargs.keys() & of_engine):
+            raise InvalidOption(
+                f"configurable_fields({name}=...): copies of an LLM share its engine, so {name} "
+                "stays; give an LLM of each kind to configurable_alternatives"
+            )
+        return super().configurable_fields(**kwargs)
+
     # -- what LangChain asks of a model ---------------------------------------------------------
 
     @property
     def _identifying_params(self) -> Mapping[str, Any]:
         """All that an answer depends on: caches of answers are keyed with it."""
         always = self._always
+        always.pop("timeout", None)
         # LangChain writes the stop strings of a call under "stop", also if there are none
         always |= {"stop_sequences": always.pop("stop", None)}
         engine, model = self.engine, self.engine.model
@@ -242,11 +245,11 @@ class LocalModel(LocalLLM, BaseLanguageModel[Any]):
         """`max_tokens`, which may be set to None later as well as at first."""
         return DEFAULT_MAX_NEW_TOKENS if self.max_tokens is None else self.max_tokens
 
-    def _run(self, prompt: Prompt, stop: list[str] | None, given: Mapping[str, Any]) -> TimedAnswer:
+    def _run(
+        self, prompt: Prompt, stop: list[str] | None, given: Mapping[str, Any]
+    ) -> AnswerStream:
         call = _under_one_name(given)
         call.pop("stream", None)  # LangChain's own, which it leaves in
-        timeout = call.pop("timeout", self.timeout)
-        _check_timeout(timeout)
         for name in call.keys() & _INSTEAD.keys():
             raise UnknownOption(f"{name!r} is no option of a call: {_INSTEAD[name]}")
         if stop is not None:
@@ -254,17 +257,14 @@ class LocalModel(LocalLLM, BaseLanguageModel[Any]):
                 raise InvalidOption("stop_sequences and stop are the same thing; give one")
             call["stop"] = stop
         options = to_options(call, self._always, self._most_tokens)
-        return TimedAnswer(
-            lambda: self.engine.stream(
-                prompt,
-                None if self.match_text else (),
-                method=self.method,
-                eviction=self.eviction,
-                on_miss=self.on_miss,
-                stop_ids=self.stopping_ids,
-                **options,
-            ),
-            timeout,
+        return self.engine.stream(
+            prompt,
+            None if self.match_text else (),
+            method=self.method,
+            eviction=self.eviction,
+            on_miss=self.on_miss,
+            stop_ids=self.stopping_ids,
+            **options,
         )
 
 
@@ -284,9 +284,3 @@ def _under_one_name(given: Mapping[str, Any]) -> dict[str, Any]:
             raise InvalidOption(f"{name} and {canonical} are the same thing; give one")
         found[canonical] = value
     return found
-
-
-def _check_timeout(timeout: Any) -> None:  # noqa: ANN401
-    is_number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
-    if timeout is not None and not (is_number and timeout > 0):
-        raise InvalidOption(f"timeout={timeout!r}; it must be above 0 seconds, or None")

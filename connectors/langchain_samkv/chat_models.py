@@ -17,10 +17,11 @@ from langchain_core.tools import BaseTool
 from langchain_core.utils.function_calling import convert_to_openai_tool
 from pydantic import BaseModel
 
-from langchain_samkv.base import LocalModel, TimedAnswer
+from langchain_samkv.base import LocalModel
 from langchain_samkv.conversion import metadata_of, to_turns, usage_of
 from langchain_samkv.structured import json_schema_of, parsed, parser_of
 from langchain_samkv.tools import ShownText, chunks_of, invalid_call_of, tool_call_of
+from samkv_integrations.engine.stream import AnswerStream
 from samkv_integrations.errors import InvalidOption, UnknownOption
 from samkv_integrations.frameworks.off_loop import off_loop
 from samkv_integrations.frameworks.tool_calls import ToolAnswer, ToolUse
@@ -166,27 +167,27 @@ class ChatSamKV(LocalModel, BaseChatModel):
             call["json_schema"] = use.json_schema
         return Chat(turns, use.tools), use
 
-    def _result(self, text: str, answer: TimedAnswer, use: ToolUse | None) -> ChatResult:
-        self._last_report = report = answer.stream.report
+    def _result(self, text: str, answer: AnswerStream, use: ToolUse | None) -> ChatResult:
+        self._last_report = report = answer.report
         found = ToolAnswer(text) if use is None else use.read(text)
         message = AIMessage(
             found.text,
             tool_calls=[tool_call_of(call) for call in found.calls],
             invalid_tool_calls=[invalid_call_of(call) for call in found.broken],
             usage_metadata=usage_of(report),
-            response_metadata=metadata_of(answer.stream),
+            response_metadata=metadata_of(answer),
         )
         return ChatResult(generations=[ChatGeneration(message=message)])
 
-    def _last_chunk(self, answer: TimedAnswer, shown: ShownText) -> ChatGenerationChunk:
+    def _last_chunk(self, answer: AnswerStream, shown: ShownText) -> ChatGenerationChunk:
         """What was held back, calls of tools included, and the figures, which LangChain adds up."""
-        self._last_report = report = answer.stream.report
+        self._last_report = report = answer.report
         text, found = shown.rest()
         message = AIMessageChunk(
             content=text,
             tool_call_chunks=chunks_of(found),
             usage_metadata=usage_of(report),
-            response_metadata=metadata_of(answer.stream),
+            response_metadata=metadata_of(answer),
             chunk_position="last",
         )
         return ChatGenerationChunk(message=message)

@@ -28,6 +28,10 @@ _ROLES = {"system": "system", "developer": "system", "user": "user", "human": "u
 
 _CALL_BLOCKS = ("tool_use", "tool_call", "invalid_tool_call", "function_call")
 
+_REASONING = ("reasoning", "reasoning_content", "thinking", "redacted_thinking")
+"""Types of blocks that hold what led to an earlier answer. Chat templates of models that reason
+leave it out of later prompts, and so does this one's."""
+
 
 def to_turns(messages: Sequence[BaseMessage]) -> list[dict[str, Any]]:
     """Messages for a chat template, neighbours of one role as one.
@@ -68,8 +72,8 @@ def _turn(message: BaseMessage) -> dict[str, Any]:
                 )
             return {"role": _ROLES[message.role], "content": text}
     raise InvalidOption(
-        f"a {type(message).__name__} is not supported; supported: SystemMessage, HumanMessage, "
-        "AIMessage, ToolMessage, ChatMessage"
+        f"a {type(message).__name__} is not supported; put its text into one of those that are: "
+        "SystemMessage, HumanMessage, AIMessage, ToolMessage, ChatMessage"
     )
 
 
@@ -82,6 +86,8 @@ def _text(message: BaseMessage) -> str:
             texts.append(block)
         elif block.get("type") == "text" and isinstance(block.get("text"), str):
             texts.append(block["text"])
+        elif block.get("type") in _REASONING:
+            continue
         elif block.get("type") not in _CALL_BLOCKS:  # they are among tool_calls, too
             raise InvalidOption(
                 f"a message holds a block of type {block.get('type')!r}; this model reads text "

@@ -12,8 +12,9 @@ from langchain_core.language_models.llms import BaseLLM
 from langchain_core.outputs import Generation, GenerationChunk, LLMResult
 from langchain_core.runnables import Runnable
 
-from langchain_samkv.base import LocalModel, TimedAnswer
+from langchain_samkv.base import LocalModel
 from langchain_samkv.conversion import metadata_of
+from samkv_integrations.engine.stream import AnswerStream
 from samkv_integrations.frameworks.off_loop import off_loop
 
 
@@ -123,14 +124,14 @@ class SamKV(LocalModel, BaseLLM):
     batch = Runnable.batch
     abatch = Runnable.abatch
 
-    def _generation(self, text: str, answer: TimedAnswer) -> Generation:
-        self._last_report = answer.stream.report
-        return Generation(text=text, generation_info=metadata_of(answer.stream))
+    def _generation(self, text: str, answer: AnswerStream) -> Generation:
+        self._last_report = answer.report
+        return Generation(text=text, generation_info=metadata_of(answer))
 
-    def _last_chunk(self, answer: TimedAnswer) -> GenerationChunk:
+    def _last_chunk(self, answer: AnswerStream) -> GenerationChunk:
         """No new text, but the figures."""
-        self._last_report = answer.stream.report
-        return GenerationChunk(text="", generation_info=metadata_of(answer.stream))
+        self._last_report = answer.report
+        return GenerationChunk(text="", generation_info=metadata_of(answer))
 
     def _result(self, found: list[Generation]) -> LLMResult:
         usage = {"prompt_tokens": 0, "completion_tokens": 0}

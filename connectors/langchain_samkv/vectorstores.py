@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 from uuid import uuid4
@@ -15,7 +16,7 @@ from langchain_core.language_models import BaseLanguageModel
 
 from langchain_samkv.chroma_reading import KeylessChroma, Where, no_embedding
 from samkv_integrations.cache.chunk import normalise
-from samkv_integrations.chroma.client import chroma_errors
+from samkv_integrations.chroma.client import check_name, chroma_errors
 from samkv_integrations.chroma.link import ChromaLink
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.errors import InvalidChunk, InvalidOption
@@ -51,10 +52,13 @@ class SamKVChroma(KeylessChroma):
         embedding_function: embeds documents and queries. Without one, Chroma's own is not used in
             its place (it would be downloaded): adding, and searching by text, are errors.
         llm, engine: what caches, one of the two.
+        cache_existing: whether to cache what the collection holds already, with a progress bar. A
+            collection of which nothing is cached is else warned of, once, in the log.
 
     Raises:
         InvalidOption: neither or both of ``llm`` and ``engine`` are given, the store of the engine
-            lies in the collection's own folder, or Chroma refuses something.
+            lies in the collection's own folder or is another database's, or Chroma refuses
+            something.
 
     Instantiate:
         ```python
@@ -102,8 +106,10 @@ class SamKVChroma(KeylessChroma):
         ssl: bool = False,
         llm: BaseLanguageModel[Any] | None = None,
         engine: Engine | None = None,
+        cache_existing: bool = False,
     ) -> None:
         self._engine = EngineRef.of(llm, engine).engine
+        check_name(collection_name)
         with chroma_errors(f"Chroma cannot open collection {collection_name!r} {_OPEN_TWICE}"):
             super().__init__(
                 collection_name=collection_name,
@@ -129,6 +135,7 @@ class SamKVChroma(KeylessChroma):
                     collection_name, embedding_function=None
                 )
         self._link: ChromaLink | None = ChromaLink(self._collection, self._engine)
+        self._link.adopt(cache_existing=cache_existing)
 
     # Upstream lists what its constructor takes; here, what is not known is refused there.
     @classmethod
@@ -172,6 +179,22 @@ class SamKVChroma(KeylessChroma):
             forked = self._collection.fork(new_name=new_name)
         return SamKVChroma(
             forked.name, self._embedding_function, client=self._client, engine=self._engine
+        )
+
+    def __copy__(self) -> SamKVChroma:
+        """A copy on the same collection and engine, of which there is one each."""
+        copied = object.__new__(type(self))
+        copied.__dict__.update(self.__dict__)
+        return copied
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SamKVChroma:
+        return copy.copy(self)
+
+    def __reduce__(self) -> NoReturn:
+        """Refused: neither a database nor a model goes into a pickle."""
+        raise InvalidOption(
+            "a SamKVChroma cannot be pickled: it holds a database and a model; make it again in "
+            "the other process, of the same arguments with an llm or engine of that process"
         )
 
     @property

@@ -82,8 +82,8 @@ class FidelityConfig:
     store_bits: int = DEFAULT_STORE_BITS
 
     def __post_init__(self) -> None:
-        for name in ("tokens", "most"):
-            if (value := getattr(self, name)) is not None and value < 1:
+        for name, value in (("tokens", self.tokens), ("questions", self.most)):
+            if value is not None and value < 1:
                 raise InvalidOption(f"{name}={value}; it must be at least 1")
         check_store_bits(self.store_bits)
         if TRUTH not in self.variants:

@@ -44,8 +44,9 @@ class QualityConfig:
     store_bits: int = DEFAULT_STORE_BITS
 
     def __post_init__(self) -> None:
-        for name in ("most", "max_tokens", "block_size"):
-            if (value := getattr(self, name)) is not None and value < 1:
+        counts = {"questions": self.most, "max_tokens": self.max_tokens}
+        for name, value in {**counts, "block_size": self.block_size}.items():
+            if value is not None and value < 1:
                 raise InvalidOption(f"{name}={value}; it must be at least 1")
         check_store_bits(self.store_bits)
         if self.answerable and TRUTH not in self.variants:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -77,10 +77,14 @@ class StoredChunk(Protocol):
 class Store(Protocol):
     """Chunk caches by key. Whatever cannot be read is a `CacheMiss`, never a wrong tensor.
 
-    Only `put`, `touch` and `delete` modify the chunks of a store, and what any process did is seen
-    at once by all. Methods other than `key`, `open`, `contains`, `age_s` and `touch` raise
-    `StoreError` if the store itself is not usable.
+    Only `put`, `touch`, `delete` and `forget` modify the chunks of a store, and what any process
+    did is seen at once by all. Methods other than `key`, `open`, `contains`, `age_s` and `touch`
+    raise `StoreError` if the store itself is not usable.
     """
+
+    @property
+    def namespace(self) -> str:
+        """Part of every key: the same text has another key, and cache, in another namespace."""
 
     def key(self, fingerprint: Fingerprint, token_ids: Sequence[int]) -> str:
         """The key of the chunk with these tokens, in this store and namespace."""
@@ -127,6 +131,21 @@ class Store(Protocol):
     def delete(self, key: str) -> bool:
         """Removes a chunk and its text under all fingerprints; whether there was anything."""
 
+    def forget(
+        self,
+        is_wanted: Callable[[str], bool],
+        token_ids: Sequence[Sequence[int]] = (),
+    ) -> int:
+        """Removes chunks of this namespace, of any model, bits and format version; how many.
+
+        Unlike `delete` it looks at what is there: texts without a cache, and what a writer that was
+        killed has left, go too. A chunk whose cache is damaged, so that it cannot say which
+        namespace it is of, is removed; a sound one of another namespace stays.
+
+        is_wanted: which chunks, asked with the body of each.
+        token_ids: of chunks that go whatever their text is, as a damaged one says nothing.
+        """
+
     def keys(self, fingerprint: Fingerprint | None = None) -> list[str]:
         """Sorted keys of the chunks of one fingerprint, or of all."""
 
@@ -145,8 +164,13 @@ class Store(Protocol):
     def note(self, name: str) -> str | None:
         """What `put_note` kept under ``name``, None if there is nothing that can be read."""
 
-    def put_note(self, name: str, text: str) -> None:
-        """Keeps a short text beside the caches, such as a measurement. ``name`` is a file name."""
+    def put_note(self, name: str, text: str, *, replace: bool = True) -> bool:
+        """Keeps a short text beside the caches, such as a measurement; whether it was kept.
+
+        name: a file name.
+        replace: whether in place of what is there; else the first note stays, also if several
+            processes put theirs at once.
+        """
 
     def fingerprints(self) -> list[Fingerprint]:
         """The fingerprints of which there is a chunk, sorted by digest."""

@@ -23,7 +23,7 @@ _STATISTICS = ("block_max", "block_min", "stable", "outliers")
 _LOCAL_QUERY = ("local_query",)
 _SUMMARIES = ("summary_codes", "summary_scale")
 _KEY_RANGE = ("key_range",)
-_MAX_HEADER_BYTES = 1 << 20
+MAX_HEADER_BYTES = 1 << 20
 _MAX_VIEWS = 1024  # of one read: IOV_MAX of Linux and macOS
 
 
@@ -70,7 +70,7 @@ class ChunkFile:
         prefix = bytearray(8)
         self._read(0, memoryview(prefix))
         n_bytes = int.from_bytes(prefix, "little")
-        if n_bytes > min(_MAX_HEADER_BYTES, size - 8):
+        if n_bytes > min(MAX_HEADER_BYTES, size - 8):
             raise self._corrupt("header length")
         text = bytearray(n_bytes)
         self._read(8, memoryview(text))

@@ -8,14 +8,14 @@ import re
 import secrets
 import tempfile
 import time
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from samkv_integrations.cache.base import StoredChunk, _expect
-from samkv_integrations.cache.chunk import SECRET_BYTES, ChunkCache, chunk_key
+from samkv_integrations.cache.chunk import SECRET_BYTES, ChunkCache, chunk_key, normalise
 from samkv_integrations.cache.chunk_file import ChunkFile
 from samkv_integrations.cache.file_format import encode
 from samkv_integrations.cache.fingerprint import (
@@ -25,6 +25,7 @@ from samkv_integrations.cache.fingerprint import (
     _without_block_size,
     digest_of,
 )
+from samkv_integrations.cache.named_ids import token_ids_in
 from samkv_integrations.cache.stats import StoreStats, _stats
 from samkv_integrations.errors import CacheMiss, StoreError
 
@@ -33,6 +34,7 @@ _CLOCK_TICK_NS = 2_000_000_000
 # What an older cache shares with one that would be made now, if it is of the same model and text.
 _MODEL_FIELDS = ("weights", "tokenizer", "dtype", "rope", "prefix")
 _HEX_NAME = re.compile("[0-9a-f]{32}")
+_TEXT_NAME = re.compile(r"([0-9a-f]{32})\.txt(\..*\.tmp)?")
 _OWN_NAME = re.compile(r"(store\.json|secret)(\..*\.tmp)?")
 
 
@@ -60,6 +62,10 @@ class ChunkStore:
             self._secret = self._read_secret()
         except OSError as error:
             raise _cannot("open a store in", self.path, error) from error
+
+    @property
+    def namespace(self) -> str:
+        return self._namespace
 
     def _claim_folder(self) -> int:
         """The format version of the folder, which is this release's if it had none."""
@@ -234,6 +240,51 @@ class ChunkStore:
                     raise _cannot("delete", path, error) from error
         return found
 
+    def forget(
+        self,
+        is_wanted: Callable[[str], bool],
+        token_ids: Sequence[Sequence[int]] = (),
+    ) -> int:
+        n_removed = 0
+        for digest in self._digests():
+            named = {chunk_key(self._secret, self._namespace, digest, ids) for ids in token_ids}
+            found = {key for key in named if any(self._parts(key, digest))}
+            for file, key in self._texts(digest):
+                if (
+                    key not in found
+                    and is_wanted(_body_in(file))
+                    and self._may_be_ours(key, digest)
+                ):
+                    found.add(key)
+            for part in (part for key in sorted(found) for part in self._parts(key, digest)):
+                try:
+                    part.unlink(missing_ok=True)
+                except OSError as error:
+                    raise _cannot("delete", part, error) from error
+            n_removed += len(found)
+        return n_removed
+
+    def _texts(self, digest: str) -> Iterator[tuple[Path, str]]:
+        """The files that hold texts, temporary ones too, and the keys of their chunks."""
+        for file in (self.path / digest).glob("??/*.txt*"):
+            if name := _TEXT_NAME.fullmatch(file.name):
+                yield file, name[1]
+
+    def _parts(self, key: str, digest: str) -> list[Path]:
+        """All files of a chunk, temporary ones too; the text, which names the others, last."""
+        file = self._file(key, digest)
+        parts = file.parent.glob(f"{key}.*")
+        return sorted(parts, key=lambda part: (part == file.with_suffix(".txt"), part.name))
+
+    def _may_be_ours(self, key: str, digest: str) -> bool:
+        """Whether no sound cache says that the chunk is of another namespace."""
+        file = self._file(key, digest)
+        try:
+            ids = token_ids_in(file)
+        except OSError as error:
+            raise _cannot("read", file, error) from error
+        return ids is None or chunk_key(self._secret, self._namespace, digest, ids) == key
+
     def keys(self, fingerprint: Fingerprint | None = None) -> list[str]:
         digests = [fingerprint.digest] if fingerprint else self._digests()
         return sorted({file.stem for digest in digests for file in self._files(digest)})
@@ -264,16 +315,20 @@ class ChunkStore:
 
     def note(self, name: str) -> str | None:
         try:
-            return (self.path / f"{name}.json").read_text("utf-8")
-        except (OSError, UnicodeDecodeError):
+            # what is damaged is there, and must not look like a note that is not
+            return (self.path / f"{name}.json").read_text("utf-8", errors="replace")
+        except OSError:
             return None
 
-    def put_note(self, name: str, text: str) -> None:
+    def put_note(self, name: str, text: str, *, replace: bool = True) -> bool:
         file = self.path / f"{name}.json"
         try:
-            _write(file, [text.encode()])
+            _write(file, [text.encode()], exclusive=not replace)
+        except FileExistsError:
+            return False
         except OSError as error:
             raise _cannot("write", file, error) from error
+        return True
 
     def fingerprints(self) -> list[Fingerprint]:
         """Those of which there is a chunk.
@@ -316,6 +371,14 @@ def _write(path: Path, pieces: Iterable[bytes | memoryview], *, exclusive: bool 
         os.fsync(folder)
     finally:
         os.close(folder)
+
+
+def _body_in(file: Path) -> str:
+    """The body in a file of text; empty if it cannot be read, or was deleted meanwhile."""
+    try:
+        return normalise(file.read_bytes().decode(errors="surrogatepass"))
+    except (OSError, UnicodeDecodeError):
+        return ""
 
 
 def _cannot(action: str, path: Path, error: OSError) -> StoreError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import asdict
 
 from torch import Tensor
@@ -17,6 +17,7 @@ from samkv_integrations.cache.chunk import (
     ChunkCache,
     ChunkStatistics,
     chunk_key,
+    normalise,
 )
 from samkv_integrations.cache.file_format import FileLayout
 from samkv_integrations.cache.fingerprint import (
@@ -120,6 +121,10 @@ class MemoryStore:
         self._put_at: dict[tuple[str, str], float] = {}
         self._notes: dict[str, str] = {}
 
+    @property
+    def namespace(self) -> str:
+        return self._namespace
+
     def key(self, fingerprint: Fingerprint, token_ids: Sequence[int]) -> str:
         return chunk_key(self._secret, self._namespace, fingerprint.digest, token_ids)
 
@@ -162,6 +167,28 @@ class MemoryStore:
             self._n_changes += 1
             return self._texts.pop(key, None) is not None
 
+    def forget(
+        self,
+        is_wanted: Callable[[str], bool],
+        token_ids: Sequence[Sequence[int]] = (),
+    ) -> int:
+        named = {tuple(ids) for ids in token_ids}
+        with self._changing:
+            found = [
+                (digest, key)
+                for (digest, key), chunk in self._chunks.items()
+                if key == self.key(chunk.fingerprint, chunk.token_ids.tolist())
+                and (tuple(chunk.token_ids.tolist()) in named or is_wanted(normalise(chunk.text)))
+            ]
+            for name in found:
+                del self._chunks[name], self._put_at[name]
+            held = {key for _, key in self._chunks}
+            for _, key in found:
+                if key not in held:
+                    self._texts.pop(key, None)
+            self._n_changes += 1
+        return len(found)
+
     def keys(self, fingerprint: Fingerprint | None = None) -> list[str]:
         wanted = fingerprint.digest if fingerprint else None
         return sorted({key for digest, key in list(self._chunks) if wanted in (None, digest)})
@@ -175,8 +202,12 @@ class MemoryStore:
     def note(self, name: str) -> str | None:
         return self._notes.get(name)
 
-    def put_note(self, name: str, text: str) -> None:
-        self._notes[name] = text
+    def put_note(self, name: str, text: str, *, replace: bool = True) -> bool:
+        with self._changing:
+            if not replace and name in self._notes:
+                return False
+            self._notes[name] = text
+            return True
 
     def fingerprints(self) -> list[Fingerprint]:
         held = {digest: chunk.fingerprint for (digest, _), chunk in list(self._chunks.items())}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +14,9 @@ from samkv_integrations.errors import (
     MissingExtra,
     UnknownOption,
 )
+
+_NAME = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9._-]{1,510}[a-zA-Z0-9]")
+"""What Chroma allows; its own message says it in the words of a schema."""
 
 if TYPE_CHECKING:
     from chromadb.api import ClientAPI
@@ -94,6 +98,7 @@ def _client_of(folder: Path, *, create: bool) -> ClientAPI:
 def _collection(client: ClientAPI, name: str, create: bool) -> Collection:
     from chromadb.errors import NotFoundError
 
+    check_name(name)
     with chroma_errors(f"Chroma cannot open collection {name!r}"):
         if create:
             return client.get_or_create_collection(name, embedding_function=None)
@@ -102,6 +107,15 @@ def _collection(client: ClientAPI, name: str, create: bool) -> Collection:
         except NotFoundError as error:
             known = [collection.name for collection in client.list_collections()]
             raise UnknownOption.among("collection", name, known or ["none"]) from error
+
+
+def check_name(name: str) -> None:
+    """Raises InvalidOption if Chroma could have no collection of this name."""
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise InvalidOption(
+            f"collection name {name!r}; give 3 to 512 letters (a to z), digits, '.', '_' and '-', "
+            "that begin and end with a letter or a digit"
+        )
 
 
 @contextmanager

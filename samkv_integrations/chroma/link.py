@@ -18,6 +18,8 @@ from tqdm.auto import tqdm
 from samkv_integrations.cache.chunk import ChunkRef
 from samkv_integrations.cache.disk import ChunkStore
 from samkv_integrations.chroma.client import chroma_errors
+from samkv_integrations.chroma.existing import warn_if_uncached
+from samkv_integrations.chroma.owner import Ownership
 from samkv_integrations.chroma.records import Records, keys_in
 from samkv_integrations.chroma.results import (
     KEY_FIELD,
@@ -27,6 +29,7 @@ from samkv_integrations.chroma.results import (
     SyncResult,
 )
 from samkv_integrations.chroma.sync import Sync
+from samkv_integrations.engine.chunks import Depth
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.errors import InvalidOption
 
@@ -40,9 +43,10 @@ class ChromaLink:
     `add`, `delete` and `clear` keep records and caches in step. What goes past them (another
     client, a deleted collection, a crash) is mended by `sync`.
 
-    A cache is kept while any collection of the same database needs it. Caches that serve a second
-    database as well are not known here: give each database a folder of caches, or at least a
-    namespace, of its own.
+    A cache is kept while any collection of the same database needs it. Nothing is known of other
+    databases, other tenants' included, so one that would share the caches is refused: each needs
+    a folder of caches, or at least a namespace, of its own. Databases in memory may follow each
+    other, as they end with their process.
 
     Args:
         collection: a Chroma collection, see `open_collection` and `connect_collection`.
@@ -50,7 +54,9 @@ class ChromaLink:
 
     Raises:
         InvalidOption: ``collection`` is something else, such as one of an asynchronous client; or
-            the store of ``engine`` lies in the collection's own folder, where Chroma may clean up.
+            the store of ``engine`` lies in the collection's own folder, where Chroma may clean up;
+            or its caches are another database's.
+        StoreError: the note that says whose the caches are is damaged.
     """
 
     def __init__(self, collection: Collection, engine: Engine) -> None:
@@ -63,6 +69,13 @@ class ChromaLink:
                     f"the chunk caches in {caches} lie inside Chroma's folder {folder}; "
                     f"give a folder beside it, such as {folder.with_name(folder.name + '-kv')}"
                 )
+        self._owner = Ownership(
+            engine.store,
+            self._records.location,
+            str(collection.id),
+            lambda: [str(model.id) for model in self._records.models()],
+        )
+        self._owner.try_claim()
 
     @property
     def collection(self) -> Collection:
@@ -84,8 +97,9 @@ class ChromaLink:
         """Cache the chunks, then write their records; records with these ids are replaced.
 
         What replaced records had is released. Calling it again after it was interrupted computes
-        only what is missing. A record whose metadata hold the right key already is taken for cached
-        if its file is there; all other caches are verified as a whole.
+        only what is missing. What this process has cached a moment ago (`Engine.cache_chunks`), and
+        a record whose metadata hold the right key already, is taken for cached if its file is
+        there; all other caches are verified as a whole.
 
         without_cache: ids of records whose text is no chunk, such as that of an image.
 
@@ -130,7 +144,9 @@ class ChromaLink:
         at_place: dict[int, ChunkRef] = {}
         for place, ref in zip(places, chunks.agree(found), strict=True):
             is_named = (rows[place] or {}).get(KEY_FIELD) == ref.key
-            (at_place[place],) = chunks.look_up([ref], "exists" if is_named else "whole")
+            is_prepared = chunks.take_prepared(ref)
+            depth: Depth = "exists" if is_named or is_prepared else "whole"
+            (at_place[place],) = chunks.look_up([ref], depth)
         return [at_place.get(place) for place in range(len(ids))]
 
     def _write(
@@ -234,6 +250,20 @@ class ChromaLink:
             pending = [key for key in pending if key not in found]
         return found
 
+    def adopt(self, *, cache_existing: bool) -> None:
+        """For records that are there already: cache them now, or warn if they have no caches.
+
+        cache_existing: whether to cache and link all that is not, as `sync` without pruning, with a
+            progress bar. Else a few records are looked at, and if none of them has a cache, as
+            another vector store or another model has left them, a warning is logged.
+
+        Raises InvalidOption or StoreError as `sync` does.
+        """
+        if cache_existing:
+            self.sync(prune=False, progress=True)
+        else:
+            warn_if_uncached(self._records, self.engine)
+
     # -- the truth --------------------------------------------------------------------------
 
     def sync(
@@ -258,12 +288,13 @@ class ChromaLink:
         progress: whether to show a progress bar, on standard error.
 
         Raises:
-            InvalidOption: ``grace_s`` is negative, or Chroma cannot be read or written.
+            InvalidOption: ``grace_s`` is negative, Chroma cannot be read or written, or the caches
+                have become another database's meanwhile; nothing is deleted then.
             StoreError: the store cannot be read or written.
         """
         if not grace_s >= 0:
             raise InvalidOption(f"grace_s={grace_s}; it must be at least 0 seconds")
-        work = Sync(self._records, self.engine, build_missing=build_missing)
+        work = Sync(self._records, self.engine, self._owner, build_missing=build_missing)
         return work.run(grace_s=grace_s if prune else None, progress=progress)
 
     # -- questions --------------------------------------------------------------------------

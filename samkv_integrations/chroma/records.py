@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from samkv_integrations.chroma.client import chroma_errors
+from samkv_integrations.chroma.owner import Location
 from samkv_integrations.chroma.results import KEY_FIELD, Metadata, Retrieved
 from samkv_integrations.errors import EmptyInput, InvalidOption
 
@@ -41,6 +43,19 @@ class Records:
         """The folder of the database; None for a server's, or one in memory."""
         settings = self._client.get_settings()
         return str(settings.persist_directory) if settings.is_persistent else None
+
+    @property
+    def location(self) -> Location:
+        """Where the database is."""
+        from chromadb.config import DEFAULT_DATABASE, DEFAULT_TENANT
+
+        settings, collection = self._client.get_settings(), self.collection
+        names = (collection.tenant, collection.database)
+        part = "" if names == (DEFAULT_TENANT, DEFAULT_DATABASE) else "/".join(names)
+        if self.folder is not None:
+            return Location(folder=str(Path(self.folder).resolve()), part=part)
+        host, port = settings.chroma_server_host, settings.chroma_server_http_port
+        return Location(server=f"{host}:{port}" if host else "", part=part)
 
     def check_sizes(self, embeddings: Sequence[Sequence[float]]) -> None:
         """Raises InvalidOption if they fit neither each other nor the collection."""
@@ -151,7 +166,7 @@ class Records:
         """
         name = self.collection.name
         if k < 1:
-            raise InvalidOption(f"k={k}; it must be at least 1")
+            raise InvalidOption(f"{k} chunks to retrieve; ask for at least 1")
         with chroma_errors(f"collection {name!r} refused the query"):
             n_records = self.collection.count()
         if not n_records:

@@ -11,6 +11,7 @@ from tqdm.auto import tqdm
 
 from samkv_integrations.cache.chunk import ChunkRef, normalise
 from samkv_integrations.chroma.client import chroma_errors
+from samkv_integrations.chroma.owner import Ownership
 from samkv_integrations.chroma.records import Records
 from samkv_integrations.chroma.results import KEY_FIELD, SyncResult
 from samkv_integrations.engine.engine import Engine
@@ -22,9 +23,12 @@ if TYPE_CHECKING:
 class Sync:
     """One run of `ChromaLink.sync`, which says what the arguments mean."""
 
-    def __init__(self, records: Records, engine: Engine, *, build_missing: bool) -> None:
+    def __init__(
+        self, records: Records, engine: Engine, owner: Ownership, *, build_missing: bool
+    ) -> None:
         self._records = records
         self._engine = engine
+        self._owner = owner
         self._build_missing = build_missing
 
     def run(self, *, grace_s: float | None, progress: bool) -> SyncResult:
@@ -100,6 +104,7 @@ class Sync:
 
     def _prune(self, referenced: set[str], grace_s: float) -> Counter[str]:
         """Deletes old caches that neither ``referenced`` nor another collection names."""
+        self._owner.claim()  # another process may have become it since the link was made
         store, fingerprint = self._engine.store, self._engine.fingerprint
         for collection in self._records.collections():
             if collection.id != self._records.collection.id:

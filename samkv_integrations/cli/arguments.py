@@ -42,6 +42,13 @@ ChunkSize = Annotated[int, typer.Option(help="Longest chunk, in the model's toke
 Collections = Annotated[
     list[str] | None, typer.Option("--collection", help="Which; again for more. Default: all.")
 ]
+DeletedFiles = Annotated[
+    list[Path] | None, typer.Argument(help="Documents: every cached chunk that stands in one goes.")
+]
+DeletedTexts = Annotated[
+    list[str] | None, typer.Option("--text", help="The text of a chunk; again for more.")
+]
+Namespace = Annotated[str, typer.Option(help="Whose caches, if they were made in a namespace.")]
 Grace = Annotated[
     float, typer.Option("--grace", help="Keep unused caches that are younger, in seconds.")
 ]

@@ -9,6 +9,7 @@ from pathlib import Path
 import typer
 
 from samkv_integrations import figures
+from samkv_integrations.cache.chunk import normalise
 from samkv_integrations.cache.disk import ChunkStore
 from samkv_integrations.cache.fingerprint import FORMAT_VERSION
 from samkv_integrations.cache.quantise import DEFAULT_STORE_BITS
@@ -18,6 +19,7 @@ from samkv_integrations.chroma.results import SyncResult
 from samkv_integrations.cli import arguments as args
 from samkv_integrations.cli import tables
 from samkv_integrations.cli.loading import engine_of
+from samkv_integrations.documents import read_text
 from samkv_integrations.errors import EmptyInput, InvalidOption
 
 app = typer.Typer(help="Look into the folder of chunk caches.", no_args_is_help=True)
@@ -26,9 +28,7 @@ app = typer.Typer(help="Look into the folder of chunk caches.", no_args_is_help=
 @app.command()
 def stats(folder: args.Folder = Path(".samkv"), as_json: args.Json = False) -> None:
     """Show what the chunk caches of a folder take."""
-    path = folder / "kv"
-    if not path.is_dir():
-        raise InvalidOption(f"{path} does not exist; give the --dir that 'samkv ingest' used")
+    path = _caches_in(folder)
     rows = [asdict(row) for row in ChunkStore(path).stats().rows]
     if as_json:
         tables.write_json("store stats", None, rows)
@@ -74,6 +74,39 @@ def sync(
         tables.write_json("store sync", model, rows)
     else:
         _show_sync(names, done, pruned=prune)
+
+
+@app.command()
+def forget(
+    files: args.DeletedFiles = None, texts: args.DeletedTexts = None,
+    folder: args.Folder = Path(".samkv"), namespace: args.Namespace = "",
+    as_json: args.Json = False,
+) -> None:  # fmt: skip
+    """Delete caches and texts of deleted documents, whatever model they are of. Loads no model.
+
+    Records of a vector store stay: delete those first, or they are cached again.
+    """
+    documents = [read_text(file) for file in files or ()]
+    bodies = {normalise(text) for text in texts or ()} - {""}
+    if not documents and not bodies:
+        raise EmptyInput("nothing to forget; name the files of documents, or give --text")
+    path = _caches_in(folder)
+    n_chunks = ChunkStore(path, namespace=namespace).forget(
+        lambda body: body in bodies or bool(body) and any(body in text for text in documents)
+    )
+    if as_json:
+        tables.write_json("store forget", None, [{"n_chunks": n_chunks}])
+        return
+    tables.console().print(
+        f"{n_chunks} chunks deleted from {path}; records of a vector store are not touched"
+    )
+
+
+def _caches_in(folder: Path) -> Path:
+    path = folder / "kv"
+    if not path.is_dir():
+        raise InvalidOption(f"{path} does not exist; give the --dir that 'samkv ingest' used")
+    return path
 
 
 def _show_sync(names: Sequence[str], done: Sequence[SyncResult], *, pruned: bool) -> None:

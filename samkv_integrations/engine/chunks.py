@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
@@ -32,10 +33,13 @@ from samkv_integrations.prompt.text import bodies_of
 
 Depth = Literal["exists", "opens", "whole"]
 """How closely a cache is looked at: its file is there; it can be opened, which verifies whose it
-is; all of it is read and verified."""
+is; all of it is read and verified, and its text is beside it."""
 
 _WRITERS = 4
 """Threads that write chunk caches: most of the time each waits for its disk."""
+
+_MAX_PREPARED = 2**16
+"""Chunks that are remembered as prepared: some 10 MB, and more than one ingest adds at once."""
 
 
 class Chunks:
@@ -47,6 +51,8 @@ class Chunks:
             the lengths of the first chunks that are computed.
         store_bits: bits of the numbers in chunk caches.
         lock: held around each pass through the model.
+
+    has_own_scheme: whether ``scheme`` was given.
     """
 
     def __init__(
@@ -64,8 +70,11 @@ class Chunks:
         self._prefix = prefix
         self._store_bits = store_bits
         self._lock = lock
+        self.has_own_scheme = scheme is not None
         self._agreed: Fingerprint | None = None
         self._stable_layers: tuple[int, ...] | None = None
+        self._prepared: OrderedDict[str, None] = OrderedDict()  # keys, oldest first
+        self._preparing = threading.Lock()
         if scheme is not None:
             self._agreed = self._fingerprint_of(scheme)
 
@@ -184,7 +193,29 @@ class Chunks:
                     chunk.verify()
         except CacheMiss:
             return False
-        return True
+        return depth != "whole" or self._has_text(ref)
+
+    def _has_text(self, ref: ChunkRef) -> bool:
+        """Whether the text beside a cache is sound: without it prompts are searched in vain."""
+        text = self._store.text(ref.key)
+        # Some tokenizers make the same token ids, and so the same chunk, of different texts.
+        return text == ref.text or (text is not None and self.key_of(text) == ref.key)
+
+    def _remember(self, chunks: Sequence[ChunkRef]) -> None:
+        with self._preparing:
+            self._prepared.update(dict.fromkeys(ref.key for ref in chunks))
+            while len(self._prepared) > _MAX_PREPARED:
+                self._prepared.popitem(last=False)
+
+    def take_prepared(self, ref: ChunkRef) -> bool:
+        """Whether this process has prepared the chunk, and nobody has asked since.
+
+        Who indexes what a step before has cached need not read and verify all of it again.
+        """
+        with self._preparing:
+            is_prepared = ref.key in self._prepared
+            self._prepared.pop(ref.key, None)
+            return is_prepared
 
     def prepare(
         self,
@@ -218,6 +249,8 @@ class Chunks:
                 found = self.look_up(self.agree(found), depth)
                 missed = [ref for ref in found if ref.state == "missed"]
                 self.compute(missed if for_prompt else found, progress=progress)
+                if not for_prompt:
+                    self._remember(found)
             return found
         found = self.look_up(found, depth)
         for place, ref in enumerate(found):
@@ -298,6 +331,18 @@ class Chunks:
                     self._store.put(cache)
         self._stable_layers = None
         return made
+
+    def forget(self, texts: Sequence[str]) -> int:
+        """Delete caches and texts of these chunks, whichever model they are of; how many.
+
+        See `Store.forget`, which knows chunks by their text, and those of this model by their
+        tokens too, should the text be damaged.
+        """
+        found = [ref for ref in self.refer(texts) if ref.text]
+        bodies = {ref.text for ref in found}
+        with self._preparing:
+            self._prepared.clear()
+        return self._store.forget(bodies.__contains__, [ref.token_ids for ref in found])
 
     # -- statistics -------------------------------------------------------------------------
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Literal, Unpack
 
@@ -29,35 +28,25 @@ from samkv_integrations.engine.options import (
     EngineOptions,
     PrefixPolicy,
     check_on_miss,
+    check_parts,
 )
 from samkv_integrations.engine.prefix_cache import PrefixCache
 from samkv_integrations.engine.prepared import Prepared
-from samkv_integrations.engine.report import Report
 from samkv_integrations.engine.request import Request
-from samkv_integrations.engine.stream import AnswerStream, TextStream
+from samkv_integrations.engine.stream import Answer, AnswerStream, TextStream
 from samkv_integrations.errors import InvalidOption
 from samkv_integrations.eviction import Eviction, get_eviction
-from samkv_integrations.methods import Method, get_method
+from samkv_integrations.methods import DEFAULT_METHOD, Method, get_method
 from samkv_integrations.model.constraint import JsonConstraint
 from samkv_integrations.model.loading import load_model
 from samkv_integrations.model.model import Model
 from samkv_integrations.model.quoting import RenderedPrompt
 from samkv_integrations.model.sampling import Sampler
-from samkv_integrations.prompt.announced import Announced
 from samkv_integrations.prompt.finder import KnownTexts
 from samkv_integrations.prompt.reader import Prompt, PromptReader
 from samkv_integrations.prompt.resolve import OnMiss, Resolved, Resolver
 from samkv_integrations.prompt.split import ChunkText
 from samkv_integrations.prompt.text import bodies_of
-
-
-@dataclass(frozen=True, kw_only=True)
-class Answer:
-    """A whole answer, what it cost, and how it ended: by itself, or at max_new_tokens."""
-
-    text: str
-    report: Report
-    finish_reason: Literal["stop", "length"]
 
 
 class Engine:
@@ -88,7 +77,7 @@ class Engine:
         model: Model,
         store: Store | None = None,
         *,
-        method: str | Method = "auto",
+        method: str | Method = DEFAULT_METHOD,
         eviction: str | Eviction | None = None,
         block_size: int | Literal["auto"] = "auto",
         prefix: PrefixPolicy = "bos",
@@ -96,10 +85,7 @@ class Engine:
         store_bits: int = DEFAULT_STORE_BITS,
         prefix_bytes: int = 2**28,
     ) -> None:
-        if prefix not in ("bos", "none"):
-            raise InvalidOption(f"prefix={prefix!r}; allowed: bos, none")
-        if isinstance(store, str | os.PathLike):
-            raise InvalidOption(f"store={store!r} is no store; give ChunkStore({str(store)!r})")
+        check_parts(model, store, prefix, prefix_text)
         self.model = model
         self.store: Store = MemoryStore() if store is None else store
         self.method = get_method(method)
@@ -126,7 +112,6 @@ class Engine:
         )
         known = KnownTexts(self.store, lambda: self.fingerprint, self.key_of)
         self._reader = PromptReader(model, known)
-        self._announced = Announced()
 
     @classmethod
     def from_pretrained(
@@ -221,8 +206,7 @@ class Engine:
             self._prepared.add(self.chunks.made(found), time.perf_counter() - began)
         for ref in found:
             self.store.prefetch(ref.key, self.fingerprint)
-        self._reader.known.expect(bodies)
-        self._announced.add(bodies, for_next_prompt=True)
+        self._reader.expect(bodies, for_next_prompt=True)
 
     def expect(self, texts: Sequence[str]) -> None:
         """Find these chunks in prompts without handles too, as a retriever has just found them.
@@ -231,9 +215,17 @@ class Engine:
         and ``on_miss`` says what becomes of it. So is one that a prompt holds in a changed form
         only, see `Announced`; it stays text.
         """
-        bodies = [body for body in bodies_of(texts) if body]
-        self._reader.known.expect(bodies)
-        self._announced.add(bodies)
+        self._reader.expect([body for body in bodies_of(texts) if body])
+
+    def forget(self, texts: Sequence[str]) -> int:
+        """Delete all that is kept of these texts, by any model; how many chunks there were.
+
+        Records of a vector store stay, and are cached again. Raises StoreError on failure.
+        """
+        n_chunks = self.chunks.forget(texts)
+        self._reader.forget(texts)
+        self.prefixes.clear()
+        return n_chunks
 
     def render(self, prompt: Prompt) -> RenderedPrompt:
         """A prompt as the one string that is read. Raises InvalidOption as the template does."""
@@ -267,6 +259,7 @@ class Engine:
             PromptTooLong: prompt and answer exceed the context window.
             HandleError: a handle was cut.
             ChunkNotCached: a chunk has no usable cache and on_miss is ``error``.
+            TimedOut: the answer was not complete after ``timeout`` seconds.
             InvalidOption, UnknownOption, MissingExtra: an argument is wrong, or needs an extra.
         """
         stream = self.stream(prompt, chunks, **options)
@@ -309,8 +302,9 @@ class Engine:
                 return sampler.next(decoder.step(token))
 
         return AnswerStream(
-            first, step, end_ids, settings.sampling.max_new_tokens, text, report, begun.cache
-        )
+            first, step, end_ids, settings.sampling.max_new_tokens, text, report, begun.cache,
+            settings.timeout, began,
+        )  # fmt: skip
 
     def logits(
         self,
@@ -348,9 +342,8 @@ class Engine:
         chunk is text here too.
         """
         check_on_miss(on_miss)
-        pieces = self._reader.whole_pieces(prompt, chunks)
-        missing = self._announced.count(pieces, on_miss) if chunks is None else 0
-        return self._resolver().resolve(pieces, on_miss=on_miss, n_rewritten=missing)
+        pieces, n_rewritten = self._reader.read(prompt, chunks, on_miss)
+        return self._resolver().resolve(pieces, on_miss=on_miss, n_rewritten=n_rewritten)
 
     def _resolver(self) -> Resolver:
         return Resolver(self.model, self.store, self.fingerprint)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypedDict, Unpack, get_args
@@ -10,8 +12,10 @@ from samkv_integrations.errors import InvalidOption, UnknownOption
 from samkv_integrations.eviction import Eviction, get_eviction
 from samkv_integrations.methods import Method, get_method
 from samkv_integrations.model.constraint import check_json_schema
+from samkv_integrations.model.model import Model
 from samkv_integrations.model.sampling import OPTIONS, Sampling, SamplingOptions
 from samkv_integrations.prompt.resolve import OnMiss
+from samkv_integrations.prompt.text import check_text
 
 PrefixPolicy = Literal["bos", "none"]
 
@@ -36,6 +40,8 @@ class AnswerOptions(SamplingOptions, total=False):
     stop, stop_ids: strings and token ids that end the answer and are no part of it.
     json_schema: a JSON schema, which the answer keeps to; see `JsonConstraint`. One that reaches
         max_new_tokens is cut, and its finish_reason is ``length``. Needs the extra ``structured``.
+    timeout: seconds after which an answer that is not complete ends with TimedOut; None for no end
+        of patience. The pass that computes the first token is not interrupted.
     on_miss: what to do for a chunk without a usable cache: ``compute`` (as a chunk, and keep it;
         ``auto`` only where that does not take longer than full prefill, ``recompute`` never),
         ``text`` (compute it with the rest of the prompt, keep nothing), ``error``. What turns out
@@ -48,6 +54,7 @@ class AnswerOptions(SamplingOptions, total=False):
     stop: Sequence[str]
     stop_ids: Collection[int]
     json_schema: Mapping[str, Any] | None
+    timeout: float | None
     on_miss: OnMiss
 
 
@@ -62,6 +69,7 @@ class AnswerSettings:
     stop: Sequence[str] = ()
     stop_ids: Collection[int] = ()
     json_schema: Mapping[str, Any] | None = None
+    timeout: float | None = None
     on_miss: OnMiss = "compute"
 
     @classmethod
@@ -82,6 +90,8 @@ class AnswerSettings:
             raise InvalidOption(
                 f"context_window={window!r}; it must be a whole number of at least 1"
             )
+        check_stop(self.stop)
+        check_timeout(self.timeout)
         if self.json_schema is not None:
             check_json_schema(self.json_schema)
             if self.stop:
@@ -90,6 +100,34 @@ class AnswerSettings:
                     "ends by itself; leave out either"
                 )
         check_on_miss(self.on_miss)
+
+
+def check_stop(stop: Collection[object]) -> None:
+    """Raises InvalidOption if these are no stop strings: an empty one would end every answer."""
+    is_list = isinstance(stop, Collection) and not isinstance(stop, str)
+    if not is_list or any(not isinstance(text, str) or not text for text in stop):
+        raise InvalidOption(f"stop={stop!r}; it must be a list of non-empty strings")
+
+
+def check_timeout(timeout: Any) -> None:  # noqa: ANN401
+    """Raises InvalidOption if this is no time that one could wait."""
+    is_number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
+    if timeout is not None and not (is_number and 0 < timeout < math.inf):
+        raise InvalidOption(f"timeout={timeout!r}; it must be above 0 seconds, or None")
+
+
+def check_parts(model: object, store: object, prefix: str, prefix_text: object) -> None:
+    """Raises InvalidOption for what is nearly an argument of an engine."""
+    if not isinstance(model, Model):
+        raise InvalidOption(
+            f"model={model!r} is no Model; Engine.from_pretrained takes a name or a folder, and "
+            "Model(model, tokenizer, name) what transformers has loaded"
+        )
+    if isinstance(store, str | os.PathLike):
+        raise InvalidOption(f"store={store!r} is no store; give ChunkStore({str(store)!r})")
+    if prefix not in get_args(PrefixPolicy):
+        raise InvalidOption(f"prefix={prefix!r}; allowed: {', '.join(get_args(PrefixPolicy))}")
+    check_text("prefix_text", prefix_text)
 
 
 def check_on_miss(on_miss: str) -> None:

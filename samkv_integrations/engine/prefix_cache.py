@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from samkv_integrations.errors import InvalidOption
+
 
 @dataclass(frozen=True, kw_only=True)
 class Prefix:
@@ -39,9 +41,15 @@ class PrefixCache:
     """The last few prefixes; the one that was used longest ago makes room. For many threads.
 
     max_bytes: of all together; 0 for none.
+
+    Raises InvalidOption for another number.
     """
 
     def __init__(self, max_bytes: int) -> None:
+        if type(max_bytes) is not int or max_bytes < 0:
+            raise InvalidOption(
+                f"prefix_bytes={max_bytes!r}; it must be a whole number of bytes, 0 for none"
+            )
         self._max_bytes = max_bytes
         self._held: OrderedDict[tuple[int, ...], Prefix] = OrderedDict()
         self._lock = threading.Lock()

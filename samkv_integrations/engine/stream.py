@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Generator, Iterator, Sequence
-from dataclasses import replace
-from typing import Literal
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, Self
 
 from samkv_integrations.engine.collect import collectors
 from samkv_integrations.engine.report import Report
 from samkv_integrations.engine.working_cache import WorkingCache
-from samkv_integrations.errors import InvalidOption
+from samkv_integrations.errors import TimedOut
 from samkv_integrations.model.model import Model
-
-
-def check_stop(stop: Collection[object]) -> None:
-    """Raises InvalidOption if these are no stop strings: an empty one would end every answer."""
-    is_list = isinstance(stop, Collection) and not isinstance(stop, str)
-    if not is_list or any(not isinstance(text, str) or not text for text in stop):
-        raise InvalidOption(f"stop={stop!r}; it must be a list of non-empty strings")
 
 
 class TextStream:
@@ -28,7 +21,6 @@ class TextStream:
     """
 
     def __init__(self, model: Model, stop: Sequence[str] = ()) -> None:
-        check_stop(stop)
         self._model = model
         self._stop = tuple(stop)
         self._ids: list[int] = []
@@ -62,11 +54,24 @@ class TextStream:
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """A whole answer, what it cost, and how it ended: by itself, or at max_new_tokens."""
+
+    text: str
+    report: Report
+    finish_reason: Literal["stop", "length"]
+
+
 class AnswerStream:
     """Iterator over the pieces of one answer; ``report`` is complete once it is exhausted.
 
-    Closing it, or dropping it, frees the working cache. When it ends, in either way or exhausted,
-    its report goes to the `collect_reports` blocks in which it was made.
+    Closing it, leaving a ``with`` block of it, or dropping it frees the working cache. When it
+    ends, in either way or exhausted, its report goes to the `collect_reports` blocks in which it
+    was made.
+
+    timeout, began: seconds that it may take since then, a time of `time.perf_counter`; None for as
+        long as it takes. Then the next piece is TimedOut, and the answer ends.
     """
 
     def __init__(
@@ -78,7 +83,10 @@ class AnswerStream:
         text: TextStream,
         report: Report,
         cache: WorkingCache,
+        timeout: float | None = None,
+        began: float = 0.0,
     ) -> None:
+        self._timeout, self._began = timeout, began
         self._report = report
         self._count = 0
         self._decode_s = 0.0
@@ -92,10 +100,23 @@ class AnswerStream:
 
     def __next__(self) -> str:
         try:
-            return next(self._pieces)
+            piece = next(self._pieces)  # whatever time it took, an answer that is complete is one
         except BaseException:  # StopIteration too
             self._hand_in()
             raise
+        if self._timeout is not None and time.perf_counter() - self._began > self._timeout:
+            self.close()
+            raise TimedOut(
+                f"timeout={self._timeout}: the answer was not complete after that many seconds; "
+                "give more, or ask for fewer tokens"
+            )
+        return piece
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def close(self) -> None:
         """Stop decoding and free what this answer holds."""

@@ -3,33 +3,47 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
-from samkv_integrations.engine.stream import check_stop
+from samkv_integrations.engine.options import AnswerSettings
 from samkv_integrations.errors import InvalidOption, UnknownOption
 from samkv_integrations.model.sampling import OPTIONS, Sampling
 
-GENERATE_KWARGS = tuple(sorted({"do_sample", "stop", *OPTIONS} - {"max_new_tokens"}))
+GENERATE_KWARGS = tuple(sorted({"do_sample", "stop", "timeout", *OPTIONS} - {"max_new_tokens"}))
 CALL_KWARGS = (*GENERATE_KWARGS, "max_tokens", "max_new_tokens")
 ONE_CALL_KWARGS = (*CALL_KWARGS, "json_schema")
 """Those, and what is never an option of all calls."""
 DEFAULT_MAX_NEW_TOKENS = Sampling().max_new_tokens
+
+WITHOUT_EFFECT: Mapping[str, tuple[object, str]] = MappingProxyType(
+    {
+        "return_full_text": (False, "an answer never repeats its prompt"),
+        "skip_prompt": (True, "an answer never repeats its prompt"),
+        "skip_special_tokens": (True, "an answer holds none"),
+        "num_return_sequences": (1, "a prompt has one answer"),
+        "num_beams": (1, "there is no beam search"),
+        "use_cache": (True, "an answer always goes on from its KV entries"),
+    }
+)
+"""Options of transformers' generate, pipelines and streamers -> the value that they have here in
+any case, and is accepted therefore; and why there is no other."""
+
+ANY_VALUE = ("pad_token_id",)
+"""Those that mean nothing here: one prompt at a time is never padded."""
 
 # Options of transformers' generate that are wanted elsewhere, or not at all -> what to do instead.
 _INSTEAD = {
     "max_new_tokens": "give max_new_tokens to the LLM, or to a call",
     "max_length": "it would count the prompt as well; give max_new_tokens",
     "eos_token_id": "give stopping_ids to the LLM; the model's own are known",
-    "pad_token_id": "one prompt at a time is never padded; leave it out",
 }
 
 
 def checked_generate_kwargs(given: Mapping[str, Any], max_new_tokens: int) -> dict[str, Any]:
     """The options that were given (None is as good as nothing), if all are known and in range."""
-    options = _known("option in generate_kwargs", given, GENERATE_KWARGS)
-    sampling = to_options({}, options, max_new_tokens)
-    check_stop(sampling.pop("stop", ()))
-    Sampling(**sampling)  # raises if one is out of range
+    options = known_options("option in generate_kwargs", given, GENERATE_KWARGS)
+    AnswerSettings.of(**to_options({}, options, max_new_tokens))  # raises if one is out of range
     return options
 
 
@@ -40,7 +54,7 @@ def to_options(
 
     ``do_sample`` becomes a temperature: without one it is 0 for False and 1 for True.
     """
-    own = _known("option of a call", given, ONE_CALL_KWARGS)
+    own = known_options("option of a call", given, ONE_CALL_KWARGS)
     options = {**defaults, **own}
     if "json_schema" in own and "stop" not in own:
         options.pop("stop", None)  # JSON ends by itself, and what ends other answers would cut it
@@ -65,11 +79,23 @@ def to_options(
     return {**options, "max_new_tokens": lengths[0] if lengths else max_new_tokens}
 
 
-def _known(kind: str, given: Mapping[str, Any], known: Sequence[str]) -> dict[str, Any]:
-    for name in given:
+def known_options(kind: str, given: Mapping[str, Any], known: Sequence[str]) -> dict[str, Any]:
+    """What was given, without Nones and without what changes nothing here.
+
+    Raises:
+        UnknownOption: one is none of ``known``; kind: what it should have been, in words.
+        InvalidOption: one of `WITHOUT_EFFECT` would have an effect.
+    """
+    found = {}
+    for name, value in given.items():
         if name in known:
-            continue
-        if instead := _INSTEAD.get(name):
+            found[name] = value
+        elif name in WITHOUT_EFFECT:
+            allowed, why = WITHOUT_EFFECT[name]
+            if value is not None and value != allowed:
+                raise InvalidOption(f"{name}={value!r}; {why}, leave it out or give {allowed}")
+        elif instead := _INSTEAD.get(name):
             raise UnknownOption(f"{name!r} is no {kind}: {instead}")
-        raise UnknownOption.among(kind, name, known)
-    return {name: value for name, value in given.items() if value is not None}
+        elif name not in ANY_VALUE:
+            raise UnknownOption.among(kind, name, known)
+    return {name: value for name, value in found.items() if value is not None}

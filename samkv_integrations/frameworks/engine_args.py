@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from samkv_integrations.cache.disk import ChunkStore
+from samkv_integrations.cache.memory import MemoryStore
 from samkv_integrations.cache.quantise import DEFAULT_STORE_BITS, check_store_bits
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.errors import InvalidOption
-from samkv_integrations.eviction import get_eviction
-from samkv_integrations.methods import get_method
+from samkv_integrations.eviction import EVICTIONS, Eviction, get_eviction
+from samkv_integrations.methods import DEFAULT_METHOD, METHODS, get_method
 from samkv_integrations.model.loading import load_model, load_tokenizer
 from samkv_integrations.model.model import Model
 
@@ -31,6 +32,7 @@ class ModelSource:
     model: of transformers, and then ``tokenizer`` or ``tokenizer_name`` is needed.
     model_name: what to load, or the label of ``model``.
     kv_dir: folder of the chunk caches; None keeps them in memory.
+    namespace: of the chunk caches; None for the engine's, which is "" if it has to be made.
     store_bits: None for the engine's, which is the default of one that has to be made.
     """
 
@@ -44,6 +46,7 @@ class ModelSource:
     model_kwargs: Mapping[str, Any] = field(default_factory=dict)
     tokenizer_kwargs: Mapping[str, Any] = field(default_factory=dict)
     kv_dir: str | Path | None = None
+    namespace: str | None = None
     store_bits: int | None = None
 
     def __post_init__(self) -> None:
@@ -59,17 +62,23 @@ class ModelSource:
 def engine_of(source: ModelSource) -> Engine:
     """The engine that was given, or one on the model that was given or has to be loaded.
 
+    The store is opened first: a folder that cannot be one is found before a model is loaded.
+
     Raises InvalidOption if an argument would be ignored.
     """
     if source.engine is not None:
         _check_engine(source.engine, source)
         return source.engine
-    bits = source.store_bits
-    return Engine(
-        _model_of(source),
-        None if source.kv_dir is None else ChunkStore(source.kv_dir),
-        store_bits=DEFAULT_STORE_BITS if bits is None else bits,
+    if source.model is None and source.model_name is None:
+        raise InvalidOption("give model_name (a hub id, a folder or 'builtin'), model, or engine")
+    namespace, folder = source.namespace or "", source.kv_dir
+    store = (
+        MemoryStore(namespace=namespace)
+        if folder is None
+        else ChunkStore(folder, namespace=namespace)
     )
+    bits = DEFAULT_STORE_BITS if source.store_bits is None else source.store_bits
+    return Engine(_model_of(source), store, store_bits=bits)
 
 
 def _check_engine(engine: Engine, source: ModelSource) -> None:
@@ -81,6 +90,8 @@ def _check_engine(engine: Engine, source: ModelSource) -> None:
     folder, kv_dir = folder_of(engine), source.kv_dir
     if kv_dir is not None and not (folder and Path(folder).resolve() == Path(kv_dir).resolve()):
         raise _contradiction("kv_dir", str(kv_dir), folder)
+    if source.namespace not in (None, engine.store.namespace):
+        raise _contradiction("namespace", source.namespace, engine.store.namespace)
     if source.store_bits not in (None, engine.store_bits):
         raise _contradiction("store_bits", source.store_bits, engine.store_bits)
 
@@ -97,8 +108,7 @@ def _model_of(source: ModelSource) -> Model:
         model = Model(source.model, tokenizer, label)
         _check_agreement(model, None, source.device_map, source.dtype)
         return model
-    if source.model_name is None:
-        raise InvalidOption("give model_name (a hub id, a folder or 'builtin'), model, or engine")
+    assert source.model_name is not None  # `engine_of` has looked
     return load_model(
         source.model_name,
         device=source.device_map,
@@ -131,6 +141,18 @@ def folder_of(engine: Engine) -> str | None:
     return str(engine.store.path) if isinstance(engine.store, ChunkStore) else None
 
 
+def own_choices(engine: Engine) -> tuple[str | None, str | None]:
+    """The names of the engine's method and eviction.
+
+    None for the default, and for what was made or configured otherwise and has no name.
+    """
+    method, rule = engine.method, engine.eviction
+    has_name = method.name != DEFAULT_METHOD and METHODS.get(method.name) == method
+    if isinstance(rule, Eviction):
+        rule = rule.name if EVICTIONS.get(rule.name) == rule else None
+    return (method.name if has_name else None), rule
+
+
 def check_choices(method: str | None, eviction: str | None, store_bits: int | None) -> None:
     """Raises if one is no choice that there is; None for the engine's.
 
@@ -146,10 +168,15 @@ def check_choices(method: str | None, eviction: str | None, store_bits: int | No
 def check_fits(
     model: Model, context_window: int, stop_ids: Iterable[int], **max_tokens: int
 ) -> None:
-    """Raises InvalidOption if a stop id is no token, or answers leave no room for a prompt.
+    """Raises InvalidOption for a wrong window or stop id, or answers that leave prompts no room.
 
     max_tokens: most tokens of an answer, under the name that the caller has for it.
     """
+    if not 0 < context_window <= model.context_window:
+        raise InvalidOption(
+            f"context_window={context_window}; {model.name!r} has {model.context_window}, give 1 "
+            "to that, or None for all of it"
+        )
     model.end_ids(stop_ids)
     for name, number in max_tokens.items():
         if number >= context_window:

@@ -18,12 +18,13 @@ from pydantic import (
     PrivateAttr,
     SkipValidation,
     ValidationError,
+    ValidationInfo,
     model_validator,
 )
 from pydantic.json_schema import SkipJsonSchema
 
 from samkv_integrations.engine.engine import Engine
-from samkv_integrations.engine.options import check_on_miss
+from samkv_integrations.engine.options import check_on_miss, check_timeout
 from samkv_integrations.engine.report import Report
 from samkv_integrations.errors import InvalidOption, UnknownOption
 from samkv_integrations.frameworks.engine_args import (
@@ -31,6 +32,7 @@ from samkv_integrations.frameworks.engine_args import (
     check_choices,
     engine_of,
     folder_of,
+    own_choices,
 )
 from samkv_integrations.frameworks.engine_ref import EngineRef
 from samkv_integrations.prompt.resolve import OnMiss
@@ -39,6 +41,16 @@ from samkv_integrations.prompt.resolve import OnMiss
 def _checked_on_miss(on_miss: str) -> str:
     check_on_miss(on_miss)
     return on_miss
+
+
+def _checked_name(part: Any, info: ValidationInfo) -> Any:  # noqa: ANN401
+    """A name, that is; an LLM is written down and made again, and what has a name can be."""
+    if not isinstance(part, str | None):
+        raise InvalidOption(
+            f"{info.field_name} is a {type(part).__name__}; an LLM takes a name. Give an engine "
+            f"yours, and the LLM that: engine=Engine.from_pretrained(model, {info.field_name}=...)"
+        )
+    return part
 
 
 class LocalLLM(BaseModel):
@@ -73,14 +85,17 @@ class LocalLLM(BaseModel):
     """Token ids that end an answer, beside the model's own."""
     kv_dir: str | Path | None = None
     """Folder of the chunk caches; None keeps them in memory."""
+    namespace: str | None = None
+    """Whose the chunk caches are, such as a tenant's: none is found, or read, under another one;
+    None for the engine's, which is ``""`` by default."""
     store_bits: int | None = None
     """Bits of the numbers in chunk caches: 4, 8, or 16 for the model's dtype; None for the
     engine's, which are 4 by default."""
     engine: SkipJsonSchema[Engine] = Field(default=None, exclude=True, repr=False)  # type: ignore[assignment]
     """An engine to share, in place of loading a model over ``kv_dir``."""
-    method: str | None = None
+    method: Annotated[str | None, BeforeValidator(_checked_name)] = None
     """How to answer, a name out of ``METHODS``; None for the engine's."""
-    eviction: str | None = None
+    eviction: Annotated[str | None, BeforeValidator(_checked_name)] = None
     """Which KV entries an answer goes on with after its first token, a name out of ``EVICTIONS``
     or ``"none"`` for all; None for the engine's."""
     match_text: bool = True
@@ -89,6 +104,9 @@ class LocalLLM(BaseModel):
     """For a chunk without a usable cache: ``"compute"`` (as a chunk, and keep it; with ``auto``
     only where that does not take longer than full prefill), ``"text"`` (compute its text, this
     once) or ``"error"``."""
+
+    timeout: float | None = None
+    """Seconds after which an answer that is not complete ends with `TimedOut`."""
 
     _last_report: Report | None = PrivateAttr(default=None)
 
@@ -103,8 +121,10 @@ class LocalLLM(BaseModel):
             llm = build(cls._arguments(given))
         except ValidationError as error:
             first = error.errors()[0]
-            name = ".".join(map(str, first["loc"]))
-            raise InvalidOption(f"{name}={first['input']!r}: {first['msg']}") from error
+            # what follows the name in a path are pydantic's words for the kinds that it tried
+            name = first["loc"][0] if first["loc"] else cls.__name__
+            value = given.get(str(name), first["input"])
+            raise InvalidOption(f"{name}={value!r}: {first['msg']}") from error
         llm._check()
         llm._attach()
         return llm
@@ -128,6 +148,7 @@ class LocalLLM(BaseModel):
     def _check(self) -> None:
         """Raises for what is wrong without a model: loading one takes its time."""
         check_choices(self.method, self.eviction, self.store_bits)
+        check_timeout(self.timeout)
 
     def _source(self) -> ModelSource:
         return ModelSource(
@@ -139,14 +160,22 @@ class LocalLLM(BaseModel):
             model_kwargs=self.model_kwargs,
             tokenizer_kwargs=self.tokenizer_kwargs,
             kv_dir=self.kv_dir,
+            namespace=self.namespace,
             store_bits=self.store_bits,
         )
 
     def _attach(self) -> None:
         """Load the model, unless an engine was given that has it; say what the engine is."""
-        self.engine = engine_of(self._source())
+        source = self._source()
+        was_given = source.engine is not None or source.model is not None
+        self.engine = engine_of(source)
         self.model_name, self.device_map = self.engine.model.name, self.device_map or "cpu"
+        if was_given:  # "auto" may load it in another one, under which there are no caches
+            self.dtype = self.engine.model.dtype_name
         self.kv_dir, self.store_bits = folder_of(self.engine), self.engine.store_bits
+        self.namespace = self.engine.store.namespace
+        method, eviction = own_choices(self.engine)
+        self.method, self.eviction = self.method or method, self.eviction or eviction
 
     # -- one engine, however often a framework copies its components ----------------------------
 

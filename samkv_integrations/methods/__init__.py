@@ -39,6 +39,8 @@ METHODS: Mapping[str, Method] = MappingProxyType(
 )
 """Name -> method, in the order of the tables."""
 
+DEFAULT_METHOD = "auto"
+
 
 def get_method(name: str | Method) -> Method:
     """The method called ``name``; a `Method` passes through. Else UnknownOption with the names."""

@@ -9,14 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import constants, get_session
+from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]  # of its client
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
-from samkv_integrations.errors import InvalidOption, ModelNotFound
+from samkv_integrations.errors import InvalidOption, ModelNotFound, meant
 from samkv_integrations.model.model import Model
 from samkv_integrations.model.support import SUPPORTED_DTYPES, refuse_unsupported
 
 DTYPES = ("auto", *SUPPORTED_DTYPES)
+
+HUB_PATIENCE_S = 3.0
+"""Seconds after which a hub that does not answer counts as unreachable."""
 
 # Arguments of from_pretrained that are decided here -> what to do instead.
 _DECIDED = {
@@ -55,6 +60,21 @@ def load_model(
     for decided in _DECIDED.keys() & further.keys():
         raise InvalidOption(f"model_kwargs holds {decided!r}: {_DECIDED[decided]}")
     source = _source(name)
+    _check_source(name, source)
+    asked = _as_reachable(source, further)
+    with _loading("model", name, further), _quiet(name == "builtin"):
+        config = AutoConfig.from_pretrained(source, **asked)
+        refuse_unsupported(config)
+        if dtype == "auto" and config.dtype == torch.bfloat16 and bfloat16_is_slow(place):
+            dtype = "float32"
+        hf: Any = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **asked)
+    if tokenizer is None:
+        tokenizer = load_tokenizer(name, tokenizer_kwargs)
+    return Model(hf.to(place), tokenizer, name)
+
+
+def _check_source(name: str, source: str) -> None:
+    """Raises ModelNotFound for what can be no model, before the hub is asked."""
     if name.startswith((".", "/", "~")) and not Path(source).is_dir():  # no hub id begins so
         raise ModelNotFound(
             f"the folder {name!r} does not exist; give one saved with save_pretrained, a hub "
@@ -65,15 +85,28 @@ def load_model(
             f"{source!r} holds no config.json; give a folder saved with save_pretrained, "
             "a hub id, or 'builtin'"
         )
-    with _loading("model", name, further), _quiet(name == "builtin"):
-        config = AutoConfig.from_pretrained(source, **further)
-        refuse_unsupported(config)
-        if dtype == "auto" and config.dtype == torch.bfloat16 and bfloat16_is_slow(place):
-            dtype = "float32"
-        hf: Any = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **further)
-    if tokenizer is None:
-        tokenizer = load_tokenizer(name, tokenizer_kwargs)
-    return Model(hf.to(place), tokenizer, name)
+    is_id_of_someone = "/" in name
+    if not (Path(source).is_dir() or is_id_of_someone) and (nearly := meant(name, ["builtin"])):
+        raise ModelNotFound(
+            f"there is no folder {name!r}{nearly} Give that, a folder saved with save_pretrained, "
+            "or a hub id"
+        )
+
+
+def _as_reachable(source: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of ``from_pretrained``; without the hub, if it does not answer.
+
+    huggingface_hub would try six times for each file, half a minute. What it downloaded before is
+    used in either case.
+    """
+    is_asked = not ({"local_files_only", "proxies"} & options.keys() or constants.HF_HUB_OFFLINE)
+    if Path(source).is_dir() or not is_asked:
+        return dict(options)
+    try:
+        get_session().head(constants.ENDPOINT, timeout=HUB_PATIENCE_S)
+    except (OSError, HTTPError):
+        return {**options, "local_files_only": True}
+    return dict(options)
 
 
 @contextmanager
@@ -115,9 +148,10 @@ def load_tokenizer(name: str, options: Mapping[str, Any] | None = None) -> Any: 
 
     options: passed on to ``from_pretrained``.
     """
-    further = dict(options or {})
+    source, further = _source(name), dict(options or {})
+    asked = _as_reachable(source, further)
     with _loading("tokenizer", name, further):
-        return AutoTokenizer.from_pretrained(_source(name), **further)
+        return AutoTokenizer.from_pretrained(source, **asked)
 
 
 def bfloat16_is_slow(device: torch.device) -> bool:
@@ -138,16 +172,18 @@ def _device(name: str) -> torch.device:
     except (RuntimeError, TypeError):
         device = torch.device("meta")
     if device.type not in ("cpu", "cuda"):
-        raise InvalidOption(f"device={name!r}; allowed: auto, cpu, cuda, cuda:N")
+        raise InvalidOption(f"device {name!r}; allowed: auto, cpu, cuda, cuda:N")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise InvalidOption(
-            f"device={name!r}, but torch finds {torch.cuda.device_count()} CUDA devices here; "
+            f"device {name!r}, but torch finds {torch.cuda.device_count()} CUDA devices here; "
             "give 'auto' or 'cpu'"
         )
     return device
 
 
 def _source(name: str) -> str:
+    if not isinstance(name, str) or not name:
+        raise InvalidOption(f"model name {name!r}; give a hub id, a local folder, or 'builtin'")
     return str(builtin_path()) if name == "builtin" else name
 
 

@@ -170,6 +170,8 @@ class Model:
 
     def end_ids(self, more: Iterable[int]) -> frozenset[int]:
         """`eos_ids` and ``more``. Raises InvalidOption if one of ``more`` is no token."""
+        if isinstance(more, str) or not isinstance(more, Iterable):
+            raise InvalidOption(f"stop_ids={more!r}; it must be a list of token ids")
         ids, size = list(more), self.config.vocab_size
         for found in ids:
             if isinstance(found, bool) or not isinstance(found, int) or not 0 <= found < size:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -65,8 +66,8 @@ class SamplingOptions(TypedDict, total=False):
         float | None,
         Option(
             None,
-            lambda penalty: penalty >= SMALLEST,
-            f"{SMALLEST} or more (1 for none)",
+            lambda penalty: SMALLEST <= penalty < math.inf,
+            f"{SMALLEST} or more (1 for none) and finite",
             lambda r: None if r == 1 else RepetitionPenaltyLogitsProcessor(float(r)),
             always=True,
         ),
@@ -75,8 +76,8 @@ class SamplingOptions(TypedDict, total=False):
         float,
         Option(
             0.0,
-            lambda t: t == 0 or t >= SMALLEST,
-            f"0 (greedy), or {SMALLEST} or more",
+            lambda t: t == 0 or SMALLEST <= t < math.inf,
+            f"0 (greedy), or {SMALLEST} or more and finite",
             lambda t: TemperatureLogitsWarper(float(t)),
         ),
     ]

@@ -106,6 +106,12 @@ class Announced:
             )  # fmt: skip
         return len(missing)
 
+    def forget(self, bodies: Collection[str]) -> None:
+        """Wait for these no longer."""
+        with self._lock:
+            for body in bodies:
+                self._pending.pop(body, None)
+
     def _changed(self, plain: Sequence[str]) -> list[str]:
         """Pending bodies of which these parts of a prompt hold a stretch."""
         if not self._pending:

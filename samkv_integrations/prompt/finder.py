@@ -133,6 +133,16 @@ class KnownTexts:
             while len(self._expected) > MAX_EXPECTED:
                 self._remove(self._expected.popitem(last=False)[0], _EXPECTED)
 
+    def forget(self, texts: Sequence[str]) -> None:
+        """Hold none of these texts in memory; those in the store are read again."""
+        with self._lock:
+            for body in map(normalise, texts):
+                self._expected.pop(body, None)
+                for source in list(self._sources.get(body, ())):
+                    self._stored.pop(source, None)
+                    self._remove(body, source)
+            self._stamp = None
+
     def find(self, prompt: str) -> list[Span]:
         """Where they stand in ``prompt``; of two that begin in one place the longer.
 

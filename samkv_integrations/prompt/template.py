@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from samkv_integrations.errors import InvalidOption
+from samkv_integrations.prompt.text import check_text, check_texts
 
 _CHAT_TEMPLATE = "Documents:\n\n{context}\n\nQuestion: {question}"
 _RAG_TEMPLATE = f"{_CHAT_TEMPLATE}\nAnswer:"
@@ -18,11 +18,10 @@ def rag_prompt(
     documents: bodies or handles of chunks. chat: as one user message, for a chat template; it ends
     with the question, because there the answer is the assistant's turn.
 
-    Raises InvalidOption for one text in place of a list.
+    Raises InvalidOption for what are no texts, and for one text in place of a list.
     """
-    if isinstance(documents, str):
-        raise InvalidOption(f"documents is one text ({documents[:40]!r}); put it into a list")
-    context = "\n\n".join(documents)
+    check_text("question", question)
+    context = "\n\n".join(check_texts("documents", documents))
     if chat:
         content = _CHAT_TEMPLATE.format(context=context, question=question)
         return [{"role": "user", "content": content}]

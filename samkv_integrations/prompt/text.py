@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from samkv_integrations.cache.chunk import normalise
 from samkv_integrations.errors import InvalidOption
@@ -15,12 +15,45 @@ def is_in_word(text: str, at: int) -> bool:
 
 def bodies_of(texts: Sequence[str]) -> list[str]:
     """The bodies of chunks, see `normalise`. Raises InvalidOption for what are no texts."""
+    return [normalise(text) for text in check_texts("chunks", texts)]
+
+
+def check_texts(what: str, texts: Iterable[str]) -> list[str]:
+    """The texts as a list. Raises InvalidOption for what are none; what: what they are given for.
+
+    A text in place of a list would be taken for many of one letter.
+    """
     if isinstance(texts, str):
-        raise InvalidOption(f"one text was given for chunks ({texts[:40]!r}); put it into a list")
-    for text in texts:
+        raise InvalidOption(f"one text was given for {what} ({texts[:40]!r}); put it into a list")
+    if not isinstance(texts, Iterable):
+        raise InvalidOption(f"{what}={texts!r}; it must be a list of strings")
+    found = list(texts)
+    for text in found:
         if not isinstance(text, str):
-            raise InvalidOption(f"chunk {text!r} is no text; chunks must be strings")
-    return [normalise(text) for text in texts]
+            raise InvalidOption(f"{what} holds {text!r}, which is no text; give strings")
+    return found
+
+
+def check_text(what: str, text: object) -> None:
+    """Raises InvalidOption unless ``text`` is one; what: what it was given for."""
+    if not isinstance(text, str):
+        raise InvalidOption(f"{what}={text!r}; it must be a string")
+
+
+def check_messages(prompt: object) -> None:
+    """Raises InvalidOption unless these are chat messages: mappings of role and content.
+
+    Chat templates write nothing for a message without content, and say nothing about it.
+    """
+    if not isinstance(prompt, Sequence) or not prompt:
+        raise InvalidOption(f"prompt={prompt!r}; it must be a string, or a list of chat messages")
+    for message in prompt:
+        is_one = isinstance(message, Mapping) and isinstance(message.get("role"), str)
+        if not is_one or not isinstance(message.get("content"), str):
+            raise InvalidOption(
+                f"message {message!r} of the prompt; it must be a mapping of role and content, two "
+                "strings"
+            )
 
 
 def shorten(text: str, limit: int = 60) -> str:

@@ -18,8 +18,9 @@ from samkv_integrations.bench import grid, ingest_speed, latency, shapes
 from samkv_integrations.bench.grid import LatencyConfig
 from samkv_integrations.bench.ingest_speed import IngestConfig
 from samkv_integrations.cli.app import app
-from samkv_integrations.engine.engine import Answer, Engine
+from samkv_integrations.engine.engine import Engine
 from samkv_integrations.engine.report import Report
+from samkv_integrations.engine.stream import Answer
 from samkv_integrations.errors import InvalidOption, PromptTooLong, UnknownOption
 
 TINY = {

@@ -13,7 +13,7 @@ from samkv_integrations.engine.report import Report
 REPORT_FIELDS = set(Report.__dataclass_fields__)
 
 
-COMMANDS = {"methods", "doctor", "ingest", "ask", "quickstart", "store", "stats", "sync"}
+COMMANDS = {"methods", "doctor", "ingest", "ask", "quickstart", "store", "stats", "sync", "forget"}
 
 
 def run(*arguments: str) -> Result:

@@ -51,7 +51,7 @@ def test_the_command_from_end_to_end(tmp_path: Path) -> None:
     [
         (["--part", "test"], "unknown part 'test'; known: all, choose, report"),
         (["--tokens", "0"], "tokens=0; it must be at least 1"),
-        (["--questions", "0"], "most=0; it must be at least 1"),
+        (["--questions", "0"], "questions=0; it must be at least 1"),
         (["--documents", "0"], "documents=0; it must be at least 1"),
         (["--methods", "sam"], "unknown method 'sam'; known: "),
         (["--methods", " , "], "no method is named"),

@@ -122,7 +122,7 @@ def test_a_set_that_does_not_exist_is_named(monkeypatch: pytest.MonkeyPatch) -> 
         (["--budgets", "0.1", "--methods", "reuse"], "budgets do nothing"),
         (["--recompute-ratios", "1.5"], "recompute ratios: 1.5"),
         (["--recompute-ratios", "0.1", "--methods", "reuse"], "recompute ratios do nothing"),
-        (["--questions", "0"], "most=0"),
+        (["--questions", "0"], "questions=0"),
         (["--max-tokens", "0"], "max_tokens=0"),
         (["--max-new-tokens", "0"], "max_new_tokens=0"),
         (["--block-size", "0"], "block_size=0"),

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from samkv_integrations import ChunkStore, Engine
 from samkv_integrations.chroma.client import open_collection
 from tests.cli.running import error_of, ran, rows_of, run
-from tests.support.models import byte_tokenizer, hf_model
+from tests.support.models import byte_tokenizer, hf_model, tiny_model
 from tests.support.old_store import old_store
 
 
@@ -90,3 +91,39 @@ def test_a_store_of_a_newer_format_version(town: Path, tiny: str) -> None:
     for command in (("ask", "Who?"), ("ingest", str(town))):
         assert "format version 99" in error_of(*command, "--model", tiny)
     assert "format version 99" in error_of("store", "stats")
+
+
+class TestForget:
+    def test_documents_and_texts(self, town: Path, tiny: str) -> None:
+        ran("ingest", str(town), "--model", tiny, "--chunk-size", "60")
+        (before,) = rows_of("store", "stats")
+        document = town / "hesaris-optics.txt"
+        chunks = sum(
+            file.read_text() in document.read_text() for file in Path(".samkv/kv").rglob("*.txt")
+        )
+        assert chunks > 1
+        assert rows_of("store", "forget", str(document)) == [{"n_chunks": chunks}]
+        assert rows_of("store", "forget", str(document)) == [{"n_chunks": 0}]
+        held = next(Path(".samkv/kv").rglob("*.txt"))
+        shown = ran("store", "forget", "--text", f" {held.read_text()}\n")
+        assert "1 chunks deleted" in shown and "records of" in shown
+        assert not held.exists() and not held.with_suffix(".safetensors").exists()
+        (after,) = rows_of("store", "stats")
+        assert before["chunks"] - after["chunks"] == chunks + 1
+
+    def test_of_a_namespace(self, tiny: str) -> None:
+        for name in ("", "tenant"):
+            store = ChunkStore(".samkv/kv", namespace=name)
+            Engine(tiny_model(), store, block_size=8).cache_chunks(["A note of Tobias."])
+        asked = ("store", "forget", "--text", "A note of Tobias.")
+        assert rows_of(*asked, "--namespace", "nobody") == [{"n_chunks": 0}]
+        assert rows_of(*asked, "--namespace", "tenant") == [{"n_chunks": 1}]
+        (held,) = rows_of("store", "stats")
+        assert held["chunks"] == 1
+
+    def test_says_what_is_wrong(self, working_folder: Path) -> None:
+        assert "give --text" in error_of("store", "forget")
+        assert "give --text" in error_of("store", "forget", "--text", " ")
+        assert "does not exist" in error_of("store", "forget", "gone.txt")
+        assert "'samkv ingest' used" in error_of("store", "forget", "--text", "a")
+        assert not list(working_folder.iterdir())

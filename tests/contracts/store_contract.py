@@ -346,6 +346,41 @@ class StoreContract:
         }
         assert len(others | {key}) == 6
 
+    def test_says_its_namespace(self, make: Callable[..., Store]) -> None:
+        assert (make().namespace, make(namespace="tenant").namespace) == ("", "tenant")
+
+    def test_forgets_a_text_under_all_fingerprints(self, store: Store) -> None:
+        other = replace(TINY, block_size=8, store_bits=16)
+        kept = chunk_for(store, 2)
+        for fingerprint in (TINY, other):
+            store.put(replace(chunk_for(store, 1, fingerprint=fingerprint), text=" Secret.\n"))
+        store.put(kept)
+        (secret,) = set(store.keys(TINY)) - {kept.key}
+        assert store.forget({"Secret."}.__contains__) == 2
+        assert store.keys() == [kept.key] and store.text(secret) is None
+        assert store.text(kept.key) == kept.text
+        assert store.forget({"Secret."}.__contains__) == 0
+
+    def test_forgets_by_token_ids_whatever_the_text(self, store: Store) -> None:
+        chunk, kept = chunk_for(store, 1), chunk_for(store, 2)
+        for each in (chunk, kept):
+            store.put(each)
+        assert store.forget(lambda body: False, [chunk.token_ids.tolist(), [1, 2]]) == 1
+        assert store.keys() == [kept.key] and store.text(chunk.key) is None
+
+    def test_forgets_nothing_of_another_namespace(self, store: Store) -> None:
+        foreign = random_chunk(1, 30, TINY)  # under a key that this store does not give
+        store.put(foreign)
+        assert store.forget(lambda body: True) == 0
+        assert store.keys() == [foreign.key] and store.text(foreign.key) == foreign.text
+
+    def test_the_first_note_stays_if_it_shall(self, store: Store) -> None:
+        assert store.note("owner") is None
+        assert store.put_note("owner", "one", replace=False)
+        assert not store.put_note("owner", "two", replace=False)
+        assert store.note("owner") == "one"
+        assert store.put_note("owner", "three") and store.note("owner") == "three"
+
     def test_fingerprints_are_those_with_chunks(self, store: Store) -> None:
         other = replace(TINY, block_size=8)
         assert store.fingerprints() == []

@@ -259,7 +259,7 @@ def test_chunks_of_format_version_1_are_counted_misses(tmp_path: Path) -> None:
 def test_a_device_that_is_not_there_is_named() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a CUDA device")
-    with pytest.raises(InvalidOption, match="device='cuda', but torch finds 0 CUDA devices here"):
+    with pytest.raises(InvalidOption, match="device 'cuda', but torch finds 0 CUDA devices here"):
         Engine.from_pretrained("builtin", device="cuda")
 
 

@@ -116,7 +116,7 @@ class TestLoading:
         for device in ("balanced", "mps", {"": 0}):
             with pytest.raises(InvalidOption, match="allowed: auto, cpu, cuda, cuda:N"):
                 load_model("builtin", device=device)  # type: ignore[arg-type]
-        with pytest.raises(InvalidOption, match="device='cuda:99', but torch finds"):
+        with pytest.raises(InvalidOption, match="device 'cuda:99', but torch finds"):
             load_model("builtin", device="cuda:99")
 
     @pytest.mark.parametrize("name", ["./nowhere", "/no/where", "~/nowhere", ".."])

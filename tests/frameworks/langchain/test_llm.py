@@ -444,11 +444,11 @@ class TestArguments:
             ({"task": "translation"}, "task='translation'; allowed: text-generation"),
             ({"backend": "openvino"}, "backend='openvino'; allowed: default"),
             ({"device": 0, "device_map": "cpu"}, "give one"),
-            ({"device": 99}, "device='cuda:99', but torch finds"),
+            ({"device": 99}, "device 'cuda:99', but torch finds"),
             ({"pipeline_kwargs": {"return_full_text": True}}, "never repeats its prompt"),
             (
                 {"pipeline_kwargs": {"num_beams": 2}},
-                "'num_beams'; known: do_sample, max",
+                "num_beams=2; there is no beam search",
             ),
             ({"batch_size": 4}, "argument of ChatSamKV 'batch_size'; known: api_key"),
             ({"model": "other"}, "model='other', which was given as 'builtin' already; give one"),
@@ -579,7 +579,7 @@ class TestBadInput:
                 "block of type 'audio'",  # as LangChain rewrites it
             ),
             ([ToolMessage("42", tool_call_id="1")], "takes no tools and no calls of tools"),
-            ([FunctionMessage("42", name="f")], "a FunctionMessage is not supported; supp"),
+            ([FunctionMessage("42", name="f")], "a FunctionMessage is not supported"),
             ([RemoveMessage("1")], "a RemoveMessage is not supported"),
             ([ChatMessage("42", role="critic")], "role 'critic' of a message is not supported"),
             (

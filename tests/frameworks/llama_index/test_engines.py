@@ -71,10 +71,7 @@ class TestQueryEngine:
     def test_no_handle_is_stored(self, corpus: Corpus) -> None:
         rows = corpus.collection.get(include=["documents", "metadatas"])
         assert sorted(rows["documents"]) == sorted(TEXTS)
-        assert [row[KEY_FIELD] for row in rows["metadatas"]] == [
-            corpus.engine.key_of(text) for text in rows["documents"]
-        ]
-        assert "[[samkv" not in repr(rows)
+        assert "[[samkv" not in repr(rows) and KEY_FIELD not in repr(rows)
 
     def test_prompt_holds_header_and_handle_alone(self, corpus: Corpus, prompts: list[Any]) -> None:
         corpus.query_engine(corpus.llm(is_chat_model=False)).query(ASKED.question)
@@ -244,7 +241,7 @@ class TestMisses:
 
 class TestPostprocessor:
     def test_only_prompts_see_the_handle(self, corpus: Corpus) -> None:
-        node = TextNode(text=f" {ASKED.text}\n", metadata={"file": "2.txt", KEY_FIELD: "0" * 32})
+        node = TextNode(text=f" {ASKED.text}\n", metadata={"file": "2.txt"})
         before = node.model_copy(deep=True)
         (shown,) = SamKVPostprocessor(engine=corpus.engine, mode="handle").postprocess_nodes(
             [NodeWithScore(node=node, score=0.5)]
@@ -291,10 +288,7 @@ class TestPostprocessor:
         assert HANDLE.search(content)
         assert spelled_out(corpus.engine, content) == f"file: 2.txt\n\n{ASKED.text}"
         assert shown.node.text == ASKED.text and shown.node.hash == document.hash
-        assert shown.node.to_dict() == {
-            **document.to_dict(),
-            "excluded_llm_metadata_keys": [KEY_FIELD],
-        }
+        assert shown.node.to_dict() == document.to_dict()
 
     def test_others_pass_as_they_are(self, corpus: Corpus) -> None:
         nodes = [NodeWithScore(node=ImageNode(text=ASKED.text, image="aGk="))]
@@ -326,17 +320,12 @@ class TestPostprocessor:
 
 
 class TestCacheTransform:
-    def test_writes_hidden_keys(self, corpus: Corpus) -> None:
+    def test_leaves_nodes_as_they_are(self, corpus: Corpus) -> None:
         nodes = [TextNode(text=text, metadata={"file": "a.txt"}) for text in TEXTS[:2]]
-        transform = SamKVCacheTransform(llm=corpus.llm())
-        for _ in range(2):  # the second time changes nothing
-            assert transform(nodes) is nodes
-            for node in nodes:
-                key = corpus.engine.key_of(node.text)
-                assert node.metadata == {"file": "a.txt", KEY_FIELD: key}
-                assert node.excluded_llm_metadata_keys == [KEY_FIELD]
-                assert node.excluded_embed_metadata_keys == [KEY_FIELD]
-                assert KEY_FIELD not in node.get_content(MetadataMode.LLM)
+        before = copy.deepcopy(nodes)
+        assert SamKVCacheTransform(llm=corpus.llm())(nodes) is nodes
+        assert nodes == before
+        assert all(corpus.engine.is_cached(node.text) for node in nodes)
 
     def test_leaves_what_has_no_text(self, corpus: Corpus) -> None:
         nodes = [TextNode(text=" \n"), ImageNode(text=ASKED.text, image="aGk=")]
@@ -352,8 +341,8 @@ class TestCacheTransform:
             return cache_chunks(self, *arguments, **options)
 
         monkeypatch.setattr(Engine, "cache_chunks", spied)
-        nodes = asyncio.run(SamKVCacheTransform(engine=corpus.engine).acall([TextNode(text="a b")]))
-        assert KEY_FIELD in nodes[0].metadata
+        asyncio.run(SamKVCacheTransform(engine=corpus.engine).acall([TextNode(text="a b")]))
+        assert corpus.engine.is_cached("a b")
         assert threads and threading.main_thread() not in threads
 
     def test_progress_bar(self, corpus: Corpus, capsys: pytest.CaptureFixture[str]) -> None:
@@ -369,8 +358,7 @@ class TestCacheTransform:
         for engine in engines:
             pipeline.transformations = [SentenceSplitter(), SamKVCacheTransform(engine=engine)]
             (node,) = pipeline.run(documents=documents)
-            assert node.metadata[KEY_FIELD] == engine.key_of(ASKED.text)
-            assert engine.is_cached(ASKED.text)
+            assert node.metadata == {} and engine.is_cached(ASKED.text)
 
     def test_pickle_leaves_the_engine(self, corpus: Corpus) -> None:
         transform = SamKVCacheTransform(engine=corpus.engine, show_progress=True)

@@ -244,7 +244,7 @@ class TestPrompts:
 
     def test_what_no_text_model_can_read(self, corpus: Corpus) -> None:
         llm = corpus.llm()
-        with pytest.raises(InvalidOption, match="role 'tool'.*supported: assistant, chatbot"):
+        with pytest.raises(InvalidOption, match="role 'tool'.*one that is: assistant, chatbot"):
             llm.chat([ChatMessage(role="tool", content="42")])
         image = ChatMessage(role="user", blocks=[ImageBlock(url="file:///a.png")])
         with pytest.raises(InvalidOption, match="ImageBlock; this model reads text only"):
@@ -406,8 +406,13 @@ class TestConfiguration:
             exactly = exactly.removesuffix(" salt")
         usage = llm.complete(exactly, max_tokens=1).raw["usage"]
         assert abs(usage["prompt_tokens"] + 12 - llm.context_window) <= 2  # where pieces meet
-        with pytest.raises(PromptTooLong, match=f"context window of {llm.context_window} "):
-            llm.complete(exactly + " salt" * 4)
+        beyond = exactly + " salt" * 4
+        if llm.context_window < builtin().context_window:  # LlamaIndex packs for it, no more
+            usage = llm.complete(beyond, max_tokens=1).raw["usage"]
+            assert usage["prompt_tokens"] + 12 > llm.context_window
+        else:
+            with pytest.raises(PromptTooLong, match=f"context window of {llm.context_window} "):
+                llm.complete(beyond)
 
     def test_window_without_room(self, corpus: Corpus) -> None:
         with pytest.raises(InvalidOption, match="system prompt take .* tokens.*shorten"):

@@ -19,7 +19,7 @@ from llama_index.core.base.llms.types import (
     LLMMetadata,
     MessageRole,
 )
-from llama_index.core.bridge.pydantic import BaseModel, Field, PrivateAttr, field_serializer
+from llama_index.core.bridge.pydantic import Field, PrivateAttr, field_serializer
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
 from llama_index.core.llms.llm import default_completion_to_prompt
 from llama_index.core.prompts import PromptTemplate
@@ -29,6 +29,7 @@ from pydantic.json_schema import SkipJsonSchema
 
 from llama_index.llms.samkv.answers import AnsweringLLM
 from llama_index.llms.samkv.conversion import (
+    as_in_repr,
     checked_outputs_to_remove,
     rendered,
     to_chat,
@@ -37,6 +38,7 @@ from llama_index.llms.samkv.conversion import (
     to_wrapper,
     with_system_prompt,
 )
+from llama_index.llms.samkv.description import WrittenLLM
 from llama_index.llms.samkv.retrievals import expect_retrieved
 from llama_index.llms.samkv.structured import StructuredPredictions
 from llama_index.llms.samkv.tools import ToolCallingLLM
@@ -48,15 +50,16 @@ from samkv_integrations.frameworks.call_options import (
     checked_generate_kwargs,
     to_options,
 )
-from samkv_integrations.frameworks.engine_args import MADE_BY, ModelSource, check_fits
+from samkv_integrations.frameworks.engine_args import ModelSource, check_fits
 from samkv_integrations.frameworks.off_loop import off_loop
 from samkv_integrations.frameworks.tool_calls import takes_tools
 from samkv_integrations.prompt.reader import Prompt
+from samkv_integrations.prompt.text import check_text
 
 _Wrapper = Annotated[str | PromptTemplate | None, BeforeValidator(to_wrapper)]
 
 
-class SamKVLLM(AnsweringLLM, StructuredPredictions, ToolCallingLLM):
+class SamKVLLM(AnsweringLLM, WrittenLLM, StructuredPredictions, ToolCallingLLM):
     r"""A local Hugging Face model that answers from the KV caches of the chunks in its prompt.
 
     Arguments are called what `HuggingFaceLLM` calls them. Texts of cached chunks in a prompt are
@@ -112,11 +115,12 @@ class SamKVLLM(AnsweringLLM, StructuredPredictions, ToolCallingLLM):
     ] = Field(default=None, exclude=True, repr=False)
     """Accepted so that arguments of `HuggingFaceLLM` fit: a model is given token ids alone."""
     context_window: int | None = Field(default=None, strict=True)
-    """Most tokens of a prompt and its answer; None for the model's."""
+    """Tokens that LlamaIndex may fill with a prompt and its answer; None for the model's. What it
+    gets wrong is computed all the same, as long as the model's own window has room."""
     max_new_tokens: int = Field(default=DEFAULT_MAX_NEW_TOKENS, strict=True)
     """Most tokens of an answer."""
     generate_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Options of every call: ``do_sample``, ``stop``, and those of sampling."""
+    """Options of every call: ``do_sample``, ``stop``, ``timeout`` and those of sampling."""
     query_wrapper_prompt: _Wrapper = None  # type: ignore[assignment]  # upstream's is no string
     """A template with ``{query_str}`` around the prompt of a completion."""
     is_chat_model: bool | None = None
@@ -147,11 +151,6 @@ class SamKVLLM(AnsweringLLM, StructuredPredictions, ToolCallingLLM):
         model = self.engine.model
         if self.context_window is None:
             self.context_window = model.context_window
-        if not 0 < self.context_window <= model.context_window:
-            raise InvalidOption(
-                f"context_window={self.context_window}; {model.name!r} has "
-                f"{model.context_window}, give at most that"
-            )
         max_tokens = {"max_new_tokens": self.max_new_tokens}
         check_fits(model, self.context_window, self.stopping_ids, **max_tokens)
         if self.is_chat_model is None:
@@ -174,35 +173,6 @@ class SamKVLLM(AnsweringLLM, StructuredPredictions, ToolCallingLLM):
     def class_name(cls) -> str:
         """Name in serialised LLMs and events."""
         return "SamKV_LLM"
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any], **kwargs: Any) -> SamKVLLM:  # noqa: ANN401
-        """The LLM that `to_dict` described, loaded anew by its name.
-
-        kwargs: arguments that win over ``data``; with ``engine``, or ``model`` and ``tokenizer``,
-        nothing is loaded. Functions, parsers and hub tokens are not in ``data``: give them again.
-        """
-        spared = {
-            name
-            for live, names in MADE_BY.items()
-            if kwargs.get(live) is not None
-            for name in names
-            if name in data and name not in kwargs
-        }
-        llm: SamKVLLM = super().from_dict(
-            {name: value for name, value in data.items() if name not in spared}, **kwargs
-        )
-        for name in spared:  # the next to be loaded from a dict needs them
-            setattr(llm, name, data[name])
-        return llm
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        # LlamaIndex would call the constructor, and that would load the model again
-        BaseModel.__setstate__(self, state)
-
-    @field_serializer("model_kwargs", "tokenizer_kwargs")
-    def _without_secrets(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        return {name: value for name, value in kwargs.items() if name != "token"}
 
     @field_serializer("query_wrapper_prompt")
     def _template(self, wrapper: PromptTemplate | None) -> str | None:
@@ -232,12 +202,13 @@ class SamKVLLM(AnsweringLLM, StructuredPredictions, ToolCallingLLM):
     def tokenizer_fn(self) -> Callable[[str], list[int]]:
         """A tokenizer for LlamaIndex's `PromptHelper`, which counts what it returns.
 
-        A handle counts as its chunk; the numbers in the list mean nothing.
+        A handle counts as its chunk, and a text as the longer of itself and what `repr` writes of
+        it; the numbers in the list mean nothing.
         """
         return self._count
 
     def _count(self, text: str) -> list[int]:
-        return [0] * self._n_tokens(text)
+        return [0] * max(self._n_tokens(form) for form in {text, as_in_repr(text)})
 
     def _count_added(self) -> int:
         """Tokens that a prompt has beside what LlamaIndex has written of it."""
@@ -340,6 +311,7 @@ class SamKVLLM(AnsweringLLM, StructuredPredictions, ToolCallingLLM):
     # -- the one way to an answer -----------------------------------------------------------
 
     def _completion_prompt(self, prompt: str, formatted: bool) -> Prompt:
+        check_text("prompt", prompt)
         if formatted:
             return prompt
         assert self.completion_to_prompt is not None  # LlamaIndex puts its default in
@@ -362,7 +334,8 @@ class SamKVLLM(AnsweringLLM, StructuredPredictions, ToolCallingLLM):
         return turns
 
     def _run(self, prompt: Prompt, given: dict[str, Any]) -> AnswerStream:
-        options = to_options(given, self.generate_kwargs, self.max_new_tokens)
+        always = {"timeout": self.timeout, **self.generate_kwargs}
+        options = to_options(given, always, self.max_new_tokens)
         if self.cache_retrieved:  # for later prompts, even where `auto` computes this one in full
             self.engine.announce(self.engine.found_in(prompt), "compute")
         try:
@@ -371,7 +344,6 @@ class SamKVLLM(AnsweringLLM, StructuredPredictions, ToolCallingLLM):
                 None if self.match_text else (),
                 method=self.method,
                 eviction=self.eviction,
-                context_window=self.context_window,
                 on_miss=self.on_miss,
                 stop_ids=self.stopping_ids,
                 **options,

@@ -13,6 +13,7 @@ from llama_index.core.base.llms.types import (
     CompletionResponse,
     MessageRole,
     TextBlock,
+    ThinkingBlock,
     ToolCallBlock,
 )
 from llama_index.core.prompts import PromptTemplate
@@ -73,7 +74,8 @@ def to_turns(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
 
 def _turn(message: ChatMessage) -> dict[str, Any]:
     for block in message.blocks:
-        if not isinstance(block, TextBlock | ToolCallBlock):
+        # what led to an earlier answer is left out, as chat templates do of models that reason
+        if not isinstance(block, TextBlock | ToolCallBlock | ThinkingBlock):
             raise InvalidOption(
                 f"a message holds a {type(block).__name__}; this model reads text only, leave it "
                 "out"
@@ -86,7 +88,8 @@ def _turn(message: ChatMessage) -> dict[str, Any]:
     if role is None:
         known = ", ".join(sorted(role.value for role in (*_ROLES, MessageRole.TOOL)))
         raise InvalidOption(
-            f"role {message.role.value!r} of a message is not supported; supported: {known}"
+            f"role {message.role.value!r} of a message is not supported; put its text into a "
+            f"message of one that is: {known}"
         )
     if role != "assistant":
         return {"role": role, "content": text}
@@ -123,6 +126,16 @@ def to_wrapper(template: str | PromptTemplate | None) -> PromptTemplate | None:
             "{query_str} once, and no other variable"
         )
     return None if wrapper.template == "{query_str}" else wrapper
+
+
+def as_in_repr(text: str) -> str:
+    """What `repr` may write of ``text`` inside its quotes.
+
+    `simple_summarize` cuts texts to the window and puts a list of them into its template, which
+    writes them so. Both kinds of quotes are added, because `repr` escapes some only where a text
+    has both, and what is counted may be a piece of that text.
+    """
+    return repr(f"{text}'\"")[1:-4]
 
 
 def checked_outputs_to_remove(names: Any) -> Any:  # noqa: ANN401

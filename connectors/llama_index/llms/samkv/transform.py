@@ -12,7 +12,6 @@ from llama_index.core.schema import BaseNode, ImageNode, MetadataMode, Transform
 from pydantic import computed_field
 
 from samkv_integrations.cache.chunk import normalise
-from samkv_integrations.chroma.results import KEY_FIELD
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.frameworks.engine_ref import EngineRef
 
@@ -20,8 +19,8 @@ from samkv_integrations.frameworks.engine_ref import EngineRef
 class SamKVCacheTransform(TransformComponent):
     """Caches the text of every node. Place it after the splitter, before the embedding model.
 
-    The key of the cache goes into the metadata of the node, hidden from prompts and embeddings.
-    Nodes without text, and images, are left as they are. Doing it twice computes nothing twice.
+    Nodes are not changed: a cache is found again by the text. Those without text, and images, have
+    none. Doing it twice computes nothing twice.
 
     Args:
         llm, engine: what caches, one of the two.
@@ -100,7 +99,7 @@ class SamKVCacheTransform(TransformComponent):
         return "SamKVCacheTransform"
 
     def __call__(self, nodes: Sequence[BaseNode], **kwargs: Any) -> Sequence[BaseNode]:  # noqa: ANN401
-        """Cache the nodes' texts; returns the nodes.
+        """Cache the nodes' texts; returns the nodes, as they are.
 
         kwargs: what LlamaIndex hands to every transform; of no use here.
 
@@ -108,17 +107,10 @@ class SamKVCacheTransform(TransformComponent):
             InvalidChunk: a text is longer than the context window; split it first.
             StoreError: the store cannot be written.
         """
-        texts = [body_of(node) for node in nodes]
-        keys = self._engine.engine.cache_chunks(
+        texts = map(body_of, nodes)
+        self._engine.engine.cache_chunks(
             [text for text in texts if text], progress=self.show_progress
         )
-        for node, key in zip(
-            (n for n, t in zip(nodes, texts, strict=True) if t), keys, strict=True
-        ):
-            node.metadata = {**node.metadata, KEY_FIELD: key}
-            for excluded in (node.excluded_llm_metadata_keys, node.excluded_embed_metadata_keys):
-                if KEY_FIELD not in excluded:
-                    excluded.append(KEY_FIELD)
         return nodes
 
     async def acall(self, nodes: Sequence[BaseNode], **kwargs: Any) -> Sequence[BaseNode]:  # noqa: ANN401

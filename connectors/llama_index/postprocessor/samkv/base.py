@@ -117,14 +117,12 @@ class SamKVPostprocessor(BaseNodePostprocessor):
         In-memory stores hand out the very nodes that they keep.
         """
         kind = _SHOWN_AS_HANDLE.get(type(node)) if self.mode == "handle" else None
-        names_key = KEY_FIELD in node.metadata and KEY_FIELD not in node.excluded_llm_metadata_keys
-        if kind is None and not names_key:
+        if kind is None and KEY_FIELD not in node.metadata:
             return node
         copy = (kind or type(node)).model_construct(
             node.model_fields_set, **deepcopy(node.__dict__)
         )
-        if KEY_FIELD not in copy.excluded_llm_metadata_keys:
-            copy.excluded_llm_metadata_keys.append(KEY_FIELD)
+        copy.metadata.pop(KEY_FIELD, None)  # a stock store may have kept it since earlier releases
         if isinstance(copy, _ShownAsHandle):
             copy._engine, copy._on_miss = self._engine, self.on_miss
         return copy

@@ -32,9 +32,9 @@ from samkv_integrations.frameworks.engine_ref import EngineRef
 class SamKVChromaVectorStore(ChromaVectorStore):
     """A `ChromaVectorStore` that keeps chunk caches in step with its nodes.
 
-    Adding a node caches its text and writes the key of the cache into the record's metadata, where
-    prompts and embeddings do not see it; a node with a known id is replaced. Deleting nodes deletes
-    the caches that no other record of the database needs. What goes past this object (a raw
+    Adding a node caches its text and writes the key of the cache into the record's metadata, and
+    not into those of the nodes that come out; a node with a known id is replaced. Deleting nodes
+    deletes the caches that no other record of the database needs. What goes past this object (a raw
     ``collection.delete``, a crash) is mended by ``kv_link.sync()``.
 
     Images and nodes without text are stored without a key. A node longer than the model's context
@@ -44,6 +44,8 @@ class SamKVChromaVectorStore(ChromaVectorStore):
     Args:
         chroma_collection: a collection of a synchronous client, without an embedding function.
         llm, engine: what caches, one of the two.
+        cache_existing: whether to cache what the collection holds already, with a progress bar. A
+            collection of which nothing is cached is else warned of, once, in the log.
         persist_dir, host, port, ssl: where the collection is, for `to_dict` alone; `from_params`
             sets them.
 
@@ -91,9 +93,11 @@ class SamKVChromaVectorStore(ChromaVectorStore):
         host: str | None = None,
         port: int | None = None,
         ssl: bool = False,
+        cache_existing: bool = False,
     ) -> None:
         held = EngineRef.of(llm, engine)
         link = ChromaLink(chroma_collection, held.engine)
+        link.adopt(cache_existing=cache_existing)
         super().__init__(
             chroma_collection=chroma_collection,
             collection_name=chroma_collection.name,
@@ -107,10 +111,15 @@ class SamKVChromaVectorStore(ChromaVectorStore):
 
     @classmethod
     def from_collection(
-        cls, collection: Collection, *, llm: LLM | None = None, engine: Engine | None = None
+        cls,
+        collection: Collection,
+        *,
+        llm: LLM | None = None,
+        engine: Engine | None = None,
+        cache_existing: bool = False,
     ) -> SamKVChromaVectorStore:
         """The same as the constructor."""
-        return cls(collection, llm=llm, engine=engine)
+        return cls(collection, llm=llm, engine=engine, cache_existing=cache_existing)
 
     @classmethod  # upstream takes any keyword there is
     def from_params(  # type: ignore[override]
@@ -124,10 +133,12 @@ class SamKVChromaVectorStore(ChromaVectorStore):
         *,
         llm: LLM | None = None,
         engine: Engine | None = None,
+        cache_existing: bool = False,
     ) -> SamKVChromaVectorStore:
         """A store on a collection that is made if there is none.
 
         persist_dir: folder of the database; or host, port, ssl, headers: those of a Chroma server.
+        llm, engine, cache_existing: as for the constructor.
 
         Raises:
             InvalidOption: not exactly one of the two is given, or Chroma refuses.
@@ -136,7 +147,13 @@ class SamKVChromaVectorStore(ChromaVectorStore):
             raise InvalidOption("give either persist_dir, or host and port")
         if persist_dir is not None:
             collection = open_collection(persist_dir, collection_name, create=True)
-            return cls(collection, llm=llm, engine=engine, persist_dir=str(persist_dir))
+            return cls(
+                collection,
+                llm=llm,
+                engine=engine,
+                persist_dir=str(persist_dir),
+                cache_existing=cache_existing,
+            )
         assert host is not None
         if not str(port).isdecimal():
             raise InvalidOption(f"port={port!r}; it must be a number")
@@ -144,7 +161,15 @@ class SamKVChromaVectorStore(ChromaVectorStore):
         collection = connect_collection(
             host, number, collection_name, create=True, ssl=ssl, headers=headers
         )
-        return cls(collection, llm=llm, engine=engine, host=host, port=number, ssl=ssl)
+        return cls(
+            collection,
+            llm=llm,
+            engine=engine,
+            host=host,
+            port=number,
+            ssl=ssl,
+            cache_existing=cache_existing,
+        )
 
     @classmethod
     def class_name(cls) -> str:
@@ -258,7 +283,7 @@ class SamKVChromaVectorStore(ChromaVectorStore):
         where = _where(filters)
         with chroma_errors(f"collection {self.kv_link.collection.name!r} refused to be read"):
             found = self._get(None, where=where or {}, ids=node_ids or None)
-        return _hide_keys(found.nodes or [])
+        return _without_keys(found.nodes or [])
 
     async def aget_nodes(
         self, node_ids: list[str] | None = None, filters: MetadataFilters | None = None
@@ -275,7 +300,7 @@ class SamKVChromaVectorStore(ChromaVectorStore):
         """
         with chroma_errors(f"collection {self.kv_link.collection.name!r} refused the query"):
             result = super().query(query, **kwargs)
-        _hide_keys(result.nodes or [])
+        _without_keys(result.nodes or [])
         return result
 
     async def aquery(self, query: VectorStoreQuery, **kwargs: Any) -> VectorStoreQueryResult:  # noqa: ANN401
@@ -309,14 +334,15 @@ def _where(filters: MetadataFilters | None) -> dict[str, Any] | None:
     return where or None
 
 
-def _hide_keys(nodes: Sequence[BaseNode]) -> list[BaseNode]:
-    """Keeps keys out of prompts and embeddings.
+def _without_keys(nodes: Sequence[BaseNode]) -> list[BaseNode]:
+    """Takes the keys out of nodes that were made a moment ago: they are the database's business.
 
-    The metadata of a record that LlamaIndex did not write become those of the node as they are.
+    The metadata of a record that LlamaIndex did not write become those of the node as they are, and
+    nodes of earlier releases were written with the key in their own.
     """
     for node in nodes:
-        if KEY_FIELD in node.metadata:
-            for excluded in (node.excluded_llm_metadata_keys, node.excluded_embed_metadata_keys):
-                if KEY_FIELD not in excluded:
-                    excluded.append(KEY_FIELD)
+        node.metadata.pop(KEY_FIELD, None)
+        for excluded in (node.excluded_llm_metadata_keys, node.excluded_embed_metadata_keys):
+            if KEY_FIELD in excluded:
+                excluded.remove(KEY_FIELD)
     return list(nodes)

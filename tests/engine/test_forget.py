@@ -1,0 +1,124 @@
+"""Forgetting a text: nothing of it is left on disk, in the finder, or among kept prefixes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from samkv_integrations import ChunkStore, Engine
+from samkv_integrations.errors import InvalidOption
+from samkv_integrations.model.model import Model
+from tests.support.models import byte_tokenizer, hf_model, tiny_model
+from tests.support.records import COMPLETION_TEMPLATE, RECORDS, TEXTS, builtin
+
+
+def engine_of(folder: Path, *, namespace: str = "", bits: int = 4, model: Model | None = None):
+    store = ChunkStore(folder, namespace=namespace)
+    return Engine(model or tiny_model(), store, block_size=8, store_bits=bits)
+
+
+def files(folder: Path, *texts: str) -> list[Path]:
+    """Files that hold one of the texts as plain text, and all files of caches."""
+    return [
+        path
+        for path in folder.rglob("*")
+        if path.is_file()
+        and (path.suffix == ".safetensors" or any(t.encode() in path.read_bytes() for t in texts))
+    ]
+
+
+def test_all_of_a_text_goes_by_every_model_and_bits(tmp_path: Path) -> None:
+    other = Model(hf_model("llama", 1), byte_tokenizer(bos=True), "another")
+    engines = [
+        engine_of(tmp_path),
+        engine_of(tmp_path, bits=16),
+        engine_of(tmp_path, model=other),
+        engine_of(tmp_path, model=builtin()),
+    ]
+    for engine in engines:
+        engine.cache_chunks(TEXTS[:2])
+    assert engines[0].forget([f"\n{TEXTS[0]} "]) == 4
+    assert not any(engine.is_cached(TEXTS[0]) for engine in engines)
+    assert all(engine.is_cached(TEXTS[1]) for engine in engines)
+    assert engines[0].forget(TEXTS[:2]) == 4
+    assert files(tmp_path, *TEXTS) == []
+    assert engines[0].forget(TEXTS) == 0
+
+
+def test_another_namespace_keeps_what_it_has(tmp_path: Path) -> None:
+    mine, theirs = engine_of(tmp_path), engine_of(tmp_path, namespace="tenant")
+    for engine in (mine, theirs):
+        engine.cache_chunks(TEXTS[:1])
+    assert mine.forget(TEXTS[:1]) == 1
+    assert theirs.is_cached(TEXTS[0]) and not mine.is_cached(TEXTS[0])
+
+
+def test_a_cache_with_a_damaged_text_is_known_by_its_tokens(tmp_path: Path) -> None:
+    for engine in (engine_of(tmp_path), engine_of(tmp_path, bits=16)):
+        engine.cache_chunks(TEXTS[:1])
+    for file in tmp_path.glob("*/*/*.txt"):
+        file.write_text(TEXTS[0][:30])
+    assert engine_of(tmp_path).forget(TEXTS[:1]) == 2
+    assert files(tmp_path, TEXTS[0][:30]) == []
+
+
+def test_nothing_is_held_in_memory(tmp_path: Path) -> None:
+    engine = engine_of(tmp_path, model=builtin())
+    engine.cache_chunks(TEXTS[:2])
+    engine.expect([TEXTS[2]])
+    prompt = COMPLETION_TEMPLATE.format(
+        context_str="\n\n".join(TEXTS[:3]), query_str=RECORDS[0].question
+    )
+    assert engine.found_in(prompt) == TEXTS[:3]
+    handle = engine.issue_handle(TEXTS[0])
+    assert handle is not None and engine.found_in(handle) == TEXTS[:1]
+    asked = [f"{TEXTS[0]}\n\n{question}" for question in ("Q?", "Why?", "Who?")]
+    ran = [engine.generate(a, TEXTS[:1], max_new_tokens=1).report.ran for a in asked[:2]]
+    assert ran == ["recompute", "prefix"]
+    assert engine.forget([TEXTS[0], TEXTS[2]]) == 1
+    assert engine.found_in(prompt) == [TEXTS[1]]
+    assert engine.found_in(handle) == []
+    assert engine.generate(asked[2], TEXTS[:1], max_new_tokens=1).report.ran == "recompute"
+    engine.cache_chunks(TEXTS[:1])  # and nothing stops it from being cached again
+    assert engine.found_in(prompt) == TEXTS[:2]
+
+
+def test_one_text_is_no_list_of_texts(tmp_path: Path) -> None:
+    with pytest.raises(InvalidOption, match="put it into a list"):
+        engine_of(tmp_path).forget("Tobias")
+
+
+@pytest.mark.parametrize("damage", ["", "[Breltech", "Something else altogether, of some length."])
+def test_a_damaged_text_is_repaired_by_the_next_ingest(tmp_path: Path, damage: str) -> None:
+    """The cache is sound, and prompts were searched for what stood beside it, for good."""
+    engine_of(tmp_path).cache_chunks(TEXTS[:1])
+    (text,) = tmp_path.glob("*/*/*.txt")
+    text.write_text(damage)
+    engine = engine_of(tmp_path)
+    assert not engine.is_cached(TEXTS[0])
+    engine.cache_chunks(TEXTS[:1])
+    assert text.read_text() == TEXTS[0]
+    assert engine_of(tmp_path).found_in(f"Documents:\n\n{TEXTS[0]}\n") == [TEXTS[0]]
+
+
+def test_a_text_that_is_gone_is_repaired_too(tmp_path: Path) -> None:
+    engine_of(tmp_path).cache_chunks(TEXTS[:1])
+    (text,) = tmp_path.glob("*/*/*.txt")
+    text.unlink()
+    engine_of(tmp_path).cache_chunks(TEXTS[:1])
+    assert text.read_text() == TEXTS[0]
+
+
+def test_another_text_of_the_same_tokens_is_no_damage(tmp_path: Path) -> None:
+    """A tokenizer may normalise; then two texts share a cache, and one of them stands beside it."""
+    engine = engine_of(tmp_path)
+    engine.cache_chunks(["Tobias lives in Flevport, by the river."])
+    tokenize = engine.model.tokenize
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            engine.model, "tokenize", lambda text, *, special: tokenize(
+                text.replace("  ", " "), special=special
+            )
+        )  # fmt: skip
+        assert engine.is_cached("Tobias lives in  Flevport, by the river.")

@@ -1,0 +1,129 @@
+"""Options that every way of giving them takes: timeout, and what changes nothing here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from langchain_samkv import ChatSamKV, SamKV
+from llama_index.llms.samkv import SamKVLLM
+from samkv_integrations import Engine
+from samkv_integrations.errors import InvalidOption, TimedOut, UnknownOption
+from samkv_integrations.frameworks.call_options import ANY_VALUE, WITHOUT_EFFECT
+from tests.support.models import tiny_model
+
+KINDS = (ChatSamKV, SamKV)
+HARMLESS = {name: value for name, (value, _) in WITHOUT_EFFECT.items()} | dict.fromkeys(
+    ANY_VALUE, 0
+)
+SOON = 1e-9
+LATE = r"timeout=1e-09: the answer was not complete after that many seconds; give more"
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    return Engine(tiny_model(), method="recompute")
+
+
+class TestTimeout:
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_langchain(self, engine: Engine, kind: type) -> None:
+        plain = kind(engine=engine, max_tokens=50)
+        for llm, given in (
+            (kind(engine=engine, max_tokens=50, timeout=SOON), {}),
+            (plain, {"timeout": SOON}),
+            (plain.bind(timeout=SOON), {}),
+        ):
+            with pytest.raises(TimedOut, match=LATE):
+                llm.invoke("Hello", **given)
+        assert plain.invoke("Hello", timeout=600)
+
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_from_model_id(self, kind: type) -> None:
+        llm = kind.from_model_id("builtin", pipeline_kwargs={"timeout": SOON, "max_tokens": 50})
+        assert llm.timeout == SOON
+        with pytest.raises(TimedOut, match=LATE):
+            llm.invoke("Hello")
+
+    def test_llama_index(self, engine: Engine) -> None:
+        plain = SamKVLLM(engine=engine, max_new_tokens=50)
+        for llm, given in (
+            (SamKVLLM(engine=engine, max_new_tokens=50, timeout=SOON), {}),
+            (SamKVLLM(engine=engine, max_new_tokens=50, generate_kwargs={"timeout": SOON}), {}),
+            (plain, {"timeout": SOON}),
+        ):
+            with pytest.raises(TimedOut, match=LATE):
+                llm.complete("Hello", **given)
+            with pytest.raises(TimedOut, match=LATE):
+                list(llm.stream_complete("Hello", **given))
+        assert plain.complete("Hello", timeout=600).text
+        patient = SamKVLLM(engine=engine, max_new_tokens=5, timeout=SOON)
+        assert patient.complete("Hello", timeout=600).text  # that of the call wins
+
+    def test_of_the_engine(self, engine: Engine) -> None:
+        with pytest.raises(TimedOut, match=LATE):
+            engine.generate("Hello", max_new_tokens=50, timeout=SOON)
+
+    @pytest.mark.parametrize("timeout", [0, -1, "soon", True, float("inf"), float("nan")])
+    def test_that_nobody_could_wait(self, engine: Engine, timeout: Any) -> None:
+        for call in (
+            lambda: engine.generate("Hello", timeout=timeout),
+            lambda: SamKVLLM(engine=engine, generate_kwargs={"timeout": timeout}),
+            lambda: ChatSamKV(engine=engine).invoke("Hello", timeout=timeout),
+        ):
+            with pytest.raises(InvalidOption, match=f"timeout={timeout!r}; it must be above 0"):
+                call()
+
+    def test_is_no_part_of_what_cached_answers_are_kept_under(self, engine: Engine) -> None:
+        params = [ChatSamKV(engine=engine, timeout=at)._identifying_params for at in (None, 60)]
+        assert params[0] == params[1]
+
+
+class TestWithoutEffect:
+    """Code for transformers gives them; an error would be of no use to anybody."""
+
+    @pytest.mark.parametrize("name", HARMLESS)
+    def test_is_accepted(self, engine: Engine, name: str) -> None:
+        given = {name: HARMLESS[name]}
+        answer = SamKVLLM(engine=engine, max_new_tokens=3).complete("Hello").text
+        assert SamKVLLM(engine=engine, max_new_tokens=3).complete("Hello", **given).text == answer
+        llm = SamKVLLM(engine=engine, max_new_tokens=3, generate_kwargs=given)
+        assert llm.complete("Hello").text == answer
+        chat = ChatSamKV(engine=engine, max_tokens=3)
+        assert chat.invoke("Hello", **given).text == chat.invoke("Hello").text
+
+    def test_in_pipeline_kwargs(self) -> None:
+        llm = SamKV.from_model_id("builtin", pipeline_kwargs={**HARMLESS, "max_new_tokens": 2})
+        assert llm.max_tokens == 2
+
+    @pytest.mark.parametrize("name", WITHOUT_EFFECT)
+    def test_is_refused_where_it_would_have_one(self, engine: Engine, name: str) -> None:
+        allowed, why = WITHOUT_EFFECT[name]
+        given = {name: 3 if allowed == 1 and allowed is not True else not allowed}
+        for call in (
+            lambda: SamKVLLM(engine=engine, generate_kwargs=given),
+            lambda: ChatSamKV(engine=engine).invoke("Hello", **given),
+            lambda: ChatSamKV.from_model_id("builtin", pipeline_kwargs=given),
+        ):
+            with pytest.raises(InvalidOption, match=f"{name}=.*{why}, leave it out"):
+                call()
+
+
+class TestNearMisses:
+    @pytest.mark.parametrize(
+        ("options", "meant"),
+        [
+            ({"generate_kwargs": {"temprature": 1}}, "temperature"),
+            ({"contxt_window": 600}, "context_window"),
+            ({"method": "samkv-guide"}, "samkv-guided"),
+            ({"eviction": "snap-kv"}, "snapkv"),
+        ],
+    )
+    def test_name_what_was_meant(self, engine: Engine, options: dict[str, Any], meant: str) -> None:
+        with pytest.raises(UnknownOption, match=f"; did you mean '{meant}'\\?$"):
+            SamKVLLM(engine=engine, **options)
+
+    def test_nothing_is_made_up(self, engine: Engine) -> None:
+        with pytest.raises(UnknownOption, match="known: [^?]*$"):
+            SamKVLLM(engine=engine, method="magic")

@@ -1,0 +1,145 @@
+"""Both vector stores on a collection that is filled already: a warning, or its caches at once."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from langchain_samkv import SamKVChroma
+from llama_index.vector_stores.samkv import SamKVChromaVectorStore
+from samkv_integrations import ChunkStore, Engine
+from samkv_integrations.chroma.client import open_collection
+from samkv_integrations.chroma.link import ChromaLink
+from tests.support.chroma_link import add_raw, client_of
+from tests.support.models import tiny_model
+from tests.support.records import TEXTS, builtin
+
+LOGGER = "samkv_integrations.chroma.existing"
+Store = SamKVChroma | SamKVChromaVectorStore
+Opened = Callable[..., Store]
+
+
+def langchain(collection: Any, engine: Engine, **options: Any) -> Store:
+    folder = client_of(collection).get_settings().persist_directory
+    return SamKVChroma(collection.name, persist_directory=folder, engine=engine, **options)
+
+
+def llama_index(collection: Any, engine: Engine, **options: Any) -> Store:
+    return SamKVChromaVectorStore(collection, engine=engine, **options)
+
+
+def llama_index_from_params(collection: Any, engine: Engine, **options: Any) -> Store:
+    folder = client_of(collection).get_settings().persist_directory
+    return SamKVChromaVectorStore.from_params(
+        collection.name, persist_dir=folder, engine=engine, **options
+    )
+
+
+def llama_index_from_collection(collection: Any, engine: Engine, **options: Any) -> Store:
+    return SamKVChromaVectorStore.from_collection(collection, engine=engine, **options)
+
+
+@pytest.fixture(
+    params=[langchain, llama_index, llama_index_from_params, llama_index_from_collection]
+)
+def opened(request: pytest.FixtureRequest) -> Opened:
+    return request.param  # type: ignore[no-any-return]
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Engine:
+    return Engine(builtin(), ChunkStore(tmp_path / "kv"), block_size=8)
+
+
+@pytest.fixture
+def filled(tmp_path: Path, engine: Engine) -> Any:
+    """A collection as another vector store has left it."""
+    collection = open_collection(tmp_path / "chroma", "town", create=True)
+    link = ChromaLink(collection, engine)
+    add_raw(link, dict(zip("abcdef", TEXTS, strict=True)), source="x")
+    return collection
+
+
+def test_the_next_step_is_in_the_log(
+    filled: Any, engine: Engine, opened: Opened, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, LOGGER):
+        opened(filled, engine)
+    (record,) = (each for each in caplog.records if each.name == LOGGER)
+    for part in ("'town' holds 6 records", "cache_existing=True", "kv_link.sync()", "store sync"):
+        assert part in record.getMessage()
+    assert not engine.store.keys()
+
+
+def test_all_of_it_is_cached_in_one_go(
+    filled: Any,
+    engine: Engine,
+    opened: Opened,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (other,) = engine.cache_chunks(["A chunk that no record references."])
+    with caplog.at_level(logging.WARNING, LOGGER):
+        store = opened(filled, engine, cache_existing=True)
+        opened(filled, engine)  # from now on there is nothing to warn of
+    assert not caplog.records
+    assert "syncing town" in capsys.readouterr().err
+    assert set(engine.store.keys()) == {other, *map(engine.key_of, TEXTS)}
+    assert engine.found_in("\n\n".join(TEXTS)) == TEXTS
+    assert store.kv_link.sync().n_cached == 0
+
+
+@pytest.mark.parametrize("change", ["model", "folder", "namespace"])
+def test_caches_that_are_elsewhere_are_as_good_as_none(
+    filled: Any, engine: Engine, change: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Their keys in the records name nothing that this engine could use."""
+    llama_index(filled, engine, cache_existing=True)
+    other = {
+        "model": lambda: Engine(tiny_model(), engine.store, block_size=8),
+        "folder": lambda: Engine(builtin(), ChunkStore(tmp_path / "kv2"), block_size=8),
+        "namespace": lambda: Engine(
+            builtin(), ChunkStore(tmp_path / "kv", namespace="x"), block_size=8
+        ),
+    }[change]()
+    with caplog.at_level(logging.WARNING, LOGGER):
+        llama_index(filled, other)
+    assert len(caplog.records) == 1
+
+
+def test_nothing_to_warn_of(
+    tmp_path: Path, engine: Engine, opened: Opened, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An empty collection, one without texts, one that is cached in part."""
+    with caplog.at_level(logging.WARNING, LOGGER):
+        for name, rows in (
+            ("none", {}),
+            ("bare", {"a": None, "b": " "}),
+            ("long", {"a": "words " * 5000}),
+            ("half", {"a": TEXTS[0], "b": TEXTS[1]}),
+        ):
+            collection = open_collection(tmp_path / "chroma", name, create=True)
+            add_raw(ChromaLink(collection, engine), rows)
+            if name == "half":
+                engine.cache_chunks([TEXTS[1]])
+            opened(collection, engine)
+    assert not caplog.records
+
+
+def test_a_big_collection_is_not_read(
+    filled: Any, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = []
+    get = type(filled).get
+
+    def counted(collection: Any, **options: Any) -> Any:
+        limits.append(options.get("limit"))
+        return get(collection, **options)
+
+    monkeypatch.setattr(type(filled), "get", counted)
+    llama_index(filled, engine)
+    assert limits and all(limit is not None and limit <= 32 for limit in limits)

@@ -1,0 +1,138 @@
+"""Errors of the connectors say what to do next, and in the caller's words."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from copy import copy, deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+from langchain_core.messages import AIMessage, FunctionMessage, HumanMessage
+from langchain_core.runnables import ConfigurableField
+from llama_index.core.base.llms.types import ChatMessage, TextBlock, ThinkingBlock
+
+import samkv_integrations.frameworks.engine_args as engine_args
+from langchain_samkv import ChatSamKV, OfflineEmbeddings, SamKV, SamKVChroma
+from llama_index.llms.samkv import SamKVLLM
+from llama_index.vector_stores.samkv import SamKVChromaVectorStore
+from samkv_integrations import Engine
+from samkv_integrations.chroma.client import open_collection
+from samkv_integrations.errors import InvalidOption, StoreError
+from samkv_integrations.eviction import EVICTIONS
+from samkv_integrations.methods import METHODS
+from tests.support.models import tiny_model
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    return Engine(tiny_model(), method="recompute")
+
+
+@pytest.mark.parametrize("name", ["model_name", "model", "kv_dir", "store_bits", "device_map"])
+def test_a_configurable_model_is_an_alternative(engine: Engine, name: str) -> None:
+    """It was refused only when a call set it, and as a contradiction."""
+    llm = ChatSamKV(engine=engine)
+    with pytest.raises(InvalidOption, match=f"{name}=.*share its engine.*configurable_alternativ"):
+        llm.configurable_fields(**{name: ConfigurableField(id="it")})
+    assert llm.configurable_fields(temperature=ConfigurableField(id="t")).invoke("Hello")
+
+
+@pytest.mark.parametrize("make", [
+    lambda folder: SamKVLLM(model_name="builtin", kv_dir=folder),
+    lambda folder: ChatSamKV(model="builtin", kv_dir=folder),
+])  # fmt: skip
+def test_a_bad_folder_is_found_before_a_model_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Callable[[Path], Any]
+) -> None:
+    loaded: list[Any] = []
+    monkeypatch.setattr(engine_args, "load_model", lambda *given, **_: loaded.append(given))
+    (tmp_path / "mine").write_text("a file")
+    with pytest.raises(StoreError, match="name a new or empty folder"):
+        make(tmp_path)
+    assert loaded == []
+
+
+def test_no_folder_is_made_where_no_model_is_named(tmp_path: Path) -> None:
+    with pytest.raises(InvalidOption, match="give model_name"):
+        SamKVLLM(kv_dir=tmp_path / "kv")
+    assert not (tmp_path / "kv").exists()
+
+
+@pytest.mark.parametrize("kind", [SamKVLLM, ChatSamKV, SamKV])
+@pytest.mark.parametrize(("name", "part"), [
+    ("method", METHODS["epic"]), ("eviction", EVICTIONS["h2o"]),
+])  # fmt: skip
+def test_a_method_of_ones_own(engine: Engine, kind: type, name: str, part: object) -> None:
+    with pytest.raises(InvalidOption, match=f"an LLM takes a name.*{name}=\\.\\.\\."):
+        kind(engine=engine, **{name: part})
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda e: ChatSamKV(engine=e, stop=[1]), r"^stop=\[1\]: Input should be"),
+        (lambda e: SamKVLLM(engine=e, stopping_ids="x"), "^stopping_ids='x': Input should be"),
+        (lambda e: SamKVLLM(engine=e, context_window=0), "^context_window=0; .* give 1 to that"),
+        (lambda e: SamKVLLM(engine=e).complete(None), "^prompt=None; it must be a string"),
+        (lambda e: SamKVLLM(engine=e).complete(12345), "^prompt=12345; it must be a string"),
+        (lambda e: ChatSamKV(model="builtin", device_map="tpu"), "^device 'tpu'; allowed: auto"),
+    ],
+)
+def test_the_callers_words(engine: Engine, make: Callable[[Engine], Any], message: str) -> None:
+    with pytest.raises(InvalidOption, match=message):
+        make(engine)
+
+
+class TestMessages:
+    @pytest.mark.parametrize("kind", ["reasoning", "thinking"])
+    def test_reasoning_of_an_earlier_answer_is_left_out(self, engine: Engine, kind: str) -> None:
+        """Chat templates of models that reason do so, and a history is often another model's."""
+        blocks = [{"type": kind, kind: "Let me see."}, {"type": "text", "text": "It is blue."}]
+        llm = ChatSamKV(engine=engine, max_tokens=1)
+        asked = HumanMessage("And now?")
+        seen = llm.invoke([HumanMessage("Which?"), AIMessage(blocks), asked]).usage_metadata
+        plain = llm.invoke([HumanMessage("Which?"), AIMessage("It is blue."), asked])
+        assert seen == plain.usage_metadata
+
+    def test_that_of_llama_index(self, engine: Engine) -> None:
+        llm = SamKVLLM(engine=engine, max_new_tokens=1)
+        blocks = [ThinkingBlock(content="Let me see."), TextBlock(text="It is blue.")]
+        seen, plain = (
+            llm.chat([
+                ChatMessage(role="user", content="Which?"),
+                ChatMessage(role="assistant", blocks=answer),
+                ChatMessage(role="user", content="And now?"),
+            ]).raw["usage"]
+            for answer in (blocks, blocks[1:])
+        )  # fmt: skip
+        assert seen == plain
+
+    def test_a_message_of_another_kind(self, engine: Engine) -> None:
+        with pytest.raises(InvalidOption, match="a FunctionMessage is not .* put its text into"):
+            ChatSamKV(engine=engine).invoke([FunctionMessage("x", name="f")])
+        with pytest.raises(InvalidOption, match="role 'function' .* put its text into a message"):
+            SamKVLLM(engine=engine).chat([ChatMessage(role="function", content="x")])
+
+
+class TestVectorStores:
+    @pytest.mark.parametrize("name", ["a", "bad name!", "_ends_", "n" * 513])
+    def test_names_of_collections(self, engine: Engine, tmp_path: Path, name: str) -> None:
+        for make in (
+            lambda: SamKVChroma(name, OfflineEmbeddings(), engine=engine),
+            lambda: SamKVChromaVectorStore.from_params(name, persist_dir=tmp_path, engine=engine),
+            lambda: open_collection(tmp_path, name, create=True),
+        ):
+            with pytest.raises(InvalidOption, match="^collection name .*; give 3 to 512 letters"):
+                make()
+
+    def test_pickles(self, engine: Engine, tmp_path: Path) -> None:
+        """It was a TypeError about a lock."""
+        store = SamKVChroma("town", OfflineEmbeddings(), persist_directory=str(tmp_path),
+                            engine=engine)  # fmt: skip
+        with pytest.raises(InvalidOption, match="cannot be pickled.*make it again in the other"):
+            pickle.dumps(store)
+        store.add_texts(["Tobias Trulman was born in Flevport."])
+        for copied in (copy(store), deepcopy(store)):
+            assert len(copied.get()["ids"]) == 1

@@ -1,0 +1,169 @@
+"""What an LLM says of its engine survives a dictionary, a copy and a pickle, or is refused."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from langchain_core.load import dumpd
+from langchain_core.runnables import ConfigurableField
+
+from langchain_samkv import ChatSamKV, SamKV
+from llama_index.llms.samkv import SamKVCacheTransform, SamKVLLM
+from llama_index.vector_stores.samkv import SamKVChromaVectorStore
+from samkv_integrations import ChunkStore, Engine, MemoryStore
+from samkv_integrations.errors import InvalidOption
+from samkv_integrations.eviction import EVICTIONS, Quest
+from samkv_integrations.methods import METHODS
+from samkv_integrations.model.loading import load_model
+from tests.support.records import TEXTS, builtin
+
+TEXT = TEXTS[0]
+LLMS = (SamKVLLM, ChatSamKV, SamKV)
+
+
+def engine_of(folder: Path, *, namespace: str = "", **options: Any) -> Engine:
+    return Engine(builtin(), ChunkStore(folder, namespace=namespace), **options)
+
+
+@pytest.fixture
+def kv(tmp_path: Path) -> Path:
+    return tmp_path / "kv"
+
+
+class TestNamespace:
+    @pytest.mark.parametrize("kind", LLMS)
+    def test_is_an_argument(self, kind: type[Any], kv: Path) -> None:
+        mine = kind(model_name="builtin", kv_dir=kv, namespace="tenant")
+        assert (mine.namespace, mine.engine.store.namespace) == ("tenant", "tenant")
+        mine.engine.cache_chunks([TEXT])
+        others = kind(model_name="builtin", kv_dir=kv)
+        assert (others.namespace, others.engine.is_cached(TEXT)) == ("", False)
+        assert kind(model_name="builtin", namespace="tenant").engine.store.namespace == "tenant"
+
+    @pytest.mark.parametrize("kind", LLMS)
+    def test_is_the_engines_if_one_is_given(self, kind: type[Any], kv: Path) -> None:
+        engine = engine_of(kv, namespace="tenant")
+        assert kind(engine=engine).namespace == kind(engine=engine, namespace="tenant").namespace
+        for other in ("", "another"):
+            with pytest.raises(InvalidOption, match=f"namespace='{other}'.*'tenant'; leave out"):
+                kind(engine=engine, namespace=other)
+        with pytest.raises(InvalidOption, match="namespace=7: Input should be a valid string"):
+            kind(engine=engine, namespace=7)
+
+    def test_is_written_and_read(self, kv: Path) -> None:
+        """Without it the LLM that came back looked into another tenant's caches."""
+        llm = SamKVLLM(engine=engine_of(kv, namespace="tenant"))
+        llm.engine.cache_chunks([TEXT])
+        again = SamKVLLM.from_dict(json.loads(llm.to_json()))
+        assert again.engine is not llm.engine and again.namespace == "tenant"
+        assert again.engine.key_of(TEXT) == llm.engine.key_of(TEXT)
+        assert again.engine.is_cached(TEXT)
+        with pytest.raises(InvalidOption, match="namespace='tenant'"):
+            SamKVLLM.from_dict(llm.to_dict(), engine=engine_of(kv))
+
+    @pytest.mark.parametrize("kind", LLMS)
+    def test_copies_and_pickles_keep_it(self, kind: type[Any], kv: Path) -> None:
+        llm = kind(engine=engine_of(kv, namespace="tenant"))
+        for other in (copy.deepcopy(llm), pickle.loads(pickle.dumps(llm))):
+            assert other.namespace == "tenant"
+
+    @pytest.mark.parametrize("kind", [ChatSamKV, SamKV])
+    def test_langchain_configures_and_dumps_with_it(self, kind: type[Any], kv: Path) -> None:
+        llm = kind(engine=engine_of(kv, namespace="tenant", method="reuse"), max_tokens=4)
+        chosen = llm.configurable_fields(max_tokens=ConfigurableField(id="n"))
+        made, _ = chosen.prepare({"configurable": {"n": 1}})
+        assert (made.namespace, made.max_tokens, made.method) == ("tenant", 1, "reuse")
+        assert made.engine is llm.engine
+        dumped = json.dumps(dumpd(llm))
+        assert "namespace='tenant'" in dumped and "not_implemented" in dumped
+
+    def test_transforms_and_vector_stores_are_told_whose_it_is(self, kv: Path) -> None:
+        """Neither holds an engine in its dictionary; a transform that moves says so to caches."""
+        mine, theirs = engine_of(kv), engine_of(kv, namespace="tenant")
+        transform = SamKVCacheTransform(engine=mine)
+        moved = SamKVCacheTransform.from_dict(transform.to_dict(), engine=theirs)
+        assert moved.store_id != transform.store_id
+        with pytest.raises(InvalidOption, match="give either llm"):
+            SamKVCacheTransform.from_dict(transform.to_dict())
+        store = SamKVChromaVectorStore.from_params("t-1", persist_dir=kv.parent / "c", engine=mine)
+        with pytest.raises((InvalidOption, TypeError), match="chroma_collection|llm|unexpected"):
+            SamKVChromaVectorStore.from_dict(store.to_dict())
+
+
+class TestTheRestOfAnEngine:
+    @pytest.mark.parametrize(
+        ("options", "expected"),
+        [
+            ({}, (None, None)),
+            ({"method": "auto"}, (None, None)),
+            ({"method": "recompute"}, ("recompute", None)),
+            ({"method": METHODS["reuse"], "eviction": "h2o"}, ("reuse", "h2o")),
+            ({"eviction": EVICTIONS["snapkv"]}, (None, "snapkv")),
+            ({"eviction": "none"}, (None, "none")),
+        ],
+    )
+    def test_method_and_eviction_are_written(
+        self, kv: Path, options: dict[str, Any], expected: tuple[str | None, str | None]
+    ) -> None:
+        llm = SamKVLLM(engine=engine_of(kv, **options))
+        assert (llm.method, llm.eviction) == expected
+        again = SamKVLLM.from_dict(llm.to_dict())
+        assert (again.method, again.eviction) == expected
+        own = SamKVLLM(engine=llm.engine, method="epic", eviction="quest")
+        assert (own.method, own.eviction) == ("epic", "quest")
+
+    def test_the_dtype_is_the_engines(self, kv: Path) -> None:
+        model = load_model("builtin", device="cpu", dtype="bfloat16")
+        llm = SamKVLLM(engine=Engine(model, ChunkStore(kv)))
+        again = SamKVLLM.from_dict(llm.to_dict())
+        assert again.engine.key_of(TEXT) == llm.engine.key_of(TEXT)
+
+    @pytest.mark.parametrize(
+        ("name", "options"),
+        [
+            ("prefix", {"prefix": "none"}),
+            ("prefix", {"prefix_text": "You answer from documents."}),
+            ("block_size", {"block_size": 16}),
+            ("eviction", {"eviction": Quest(budget_ratio=0.5)}),
+            ("method", {"method": replace(METHODS["reuse"], name="mine")}),
+            ("method", {"method": replace(METHODS["samkv-guided"], eviction=None)}),
+        ],
+    )
+    @pytest.mark.parametrize("way", [lambda llm: llm, lambda llm: pickle.loads(pickle.dumps(llm))])
+    def test_what_cannot_be_written_is_refused(
+        self, kv: Path, name: str, options: dict[str, Any], way: Callable[[SamKVLLM], SamKVLLM]
+    ) -> None:
+        """An LLM without it would find no caches, or answer otherwise, and not say so."""
+        llm = SamKVLLM(engine=engine_of(kv, **options), max_new_tokens=2)
+        data = json.loads(way(llm).to_json())
+        with pytest.raises(InvalidOption, match=f"whose {name} no dictionary.*give it to from_dic"):
+            SamKVLLM.from_dict(data)
+        again = SamKVLLM.from_dict(data, engine=llm.engine)
+        assert again.engine is llm.engine and again.to_dict() == data
+        del data["engine_only"]
+        assert SamKVLLM.from_dict(data).engine.fingerprint.weights
+
+    def test_a_store_of_its_own_is_refused_too(self) -> None:
+        class Elsewhere(MemoryStore):
+            """Somebody's own."""
+
+        llm = SamKVLLM(engine=Engine(builtin(), Elsewhere(), prefix="none"))
+        with pytest.raises(InvalidOption, match="prefix, store no dictionary"):
+            SamKVLLM.from_dict(llm.to_dict())
+
+    def test_what_the_llm_says_itself_needs_no_engine(self, kv: Path) -> None:
+        method = replace(METHODS["reuse"], name="mine")
+        llm = SamKVLLM(engine=engine_of(kv, method=method), method="epic")
+        assert SamKVLLM.from_dict(llm.to_dict()).method == "epic"
+
+    def test_events_and_calls_go_on(self, kv: Path) -> None:
+        """LlamaIndex describes an LLM for its events, whatever it cannot write of it."""
+        llm = SamKVLLM(engine=engine_of(kv, prefix="none"), max_new_tokens=2)
+        assert llm.complete("Hello").text and llm.to_payload()
