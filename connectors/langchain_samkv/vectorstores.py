@@ -131,9 +131,8 @@ class SamKVChroma(KeylessChroma):
             )
             if not create_collection_if_not_exists:
                 # upstream opens it with Chroma's own embedding function
-                self._chroma_collection = self._client.get_collection(
-                    collection_name, embedding_function=None
-                )
+                found = self._client.get_collection(collection_name, embedding_function=None)
+                self._chroma_collection = found
         self._link: ChromaLink | None = ChromaLink(self._collection, self._engine)
         self._link.adopt(cache_existing=cache_existing)
 

@@ -308,7 +308,7 @@ def test_ingest_is_a_command(tmp_path: Path) -> None:
         (("--dir", "nowhere"), "folder nowhere is not there, or not writable; make it first"),
         (("--plot", "x.gif"), "--plot x.gif: it must end in .png or .svg"),
         (("--plot", "x.svg", "--methods", "reuse"), "shares of 'recompute'; add it to --methods"),
-        (("--device", "tpu"), "device='tpu'; allowed: auto, cpu, cuda, cuda:N"),
+        (("--device", "tpu"), "device 'tpu'; allowed: auto, cpu, cuda, cuda:N"),
     ],
 )
 def test_a_wrong_option_is_named(
@@ -325,7 +325,7 @@ def test_a_gpu_that_is_not_there_is_named_before_a_model_is_built(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     line = error_of(command, "--device", "cuda", "--shape", "llama-3.1-8b", "--chunks", "10",
                     "--chunk-tokens", "1024")  # fmt: skip
-    assert "device='cuda', but torch finds 0 CUDA devices here; give 'auto' or 'cpu'" in line
+    assert "device 'cuda', but torch finds 0 CUDA devices here; give 'auto' or 'cpu'" in line
 
 
 @pytest.mark.parametrize(

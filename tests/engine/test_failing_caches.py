@@ -144,7 +144,7 @@ def test_chunks_are_texts_in_a_list(engine: Engine) -> None:
     for use in (engine.cache_chunks, lambda chunks: engine.generate("abc", chunks)):
         with pytest.raises(InvalidOption, match="one text was given for chunks .'abc'.; put it"):
             use("abc")
-        with pytest.raises(InvalidOption, match="chunk None is no text"):
+        with pytest.raises(InvalidOption, match="chunks holds None, which is no text"):
             use([None])
 
 

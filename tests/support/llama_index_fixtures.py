@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import llama_index.core
 import pytest
 from llama_index.core import Settings
 from llama_index.core.llms.mock import MockLLM
@@ -33,6 +34,12 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
 def own_corpus(tmp_path: Path) -> Corpus:
     """For tests that break it."""
     return ingest(tmp_path)
+
+
+@pytest.fixture
+def tokenizer_restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`Settings.tokenizer` is a global of LlamaIndex, which its splitters go by."""
+    monkeypatch.setattr(llama_index.core, "global_tokenizer", llama_index.core.global_tokenizer)
 
 
 @pytest.fixture

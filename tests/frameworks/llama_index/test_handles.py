@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -74,11 +73,10 @@ class TestDocumentsThatSpeakOfHandles:
     TEXT = f"Prompts hold [[samkv:...]] or {TYPED}, and a cut one is [[samkv or samkv:abc]]."
 
     @pytest.fixture
-    def counted(self, corpus: Corpus) -> Iterator[SamKVLLM]:
+    def counted(self, corpus: Corpus, tokenizer_restored: None) -> SamKVLLM:
         llm = corpus.llm()
         Settings.tokenizer = llm.tokenizer_fn
-        yield llm
-        Settings.tokenizer = None
+        return llm
 
     def test_they_are_indexed_and_asked_about(self, counted: SamKVLLM) -> None:
         index = VectorStoreIndex.from_documents([Document(text=self.TEXT)], embed_model=Lexical())
@@ -94,7 +92,7 @@ class TestDocumentsThatSpeakOfHandles:
 
     def test_counting_never_raises(self, corpus: Corpus) -> None:
         llm = corpus.llm()
-        for text in (self.TEXT, issued(corpus.engine, ASKED.text)[:20], "[[samk", "\x00"):
+        for text in (self.TEXT, issued(corpus.engine, ASKED.text)[:20], "[[samk", "samkv:abc]]"):
             ids = builtin().tokenize(text, special=True)
             assert len(llm.tokenizer_fn(text)) == len(ids)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 
 import pytest
 from llama_index.core import PromptTemplate, Settings
@@ -14,6 +13,9 @@ from samkv_integrations import Engine
 from samkv_integrations.errors import PromptTooLong
 from samkv_integrations.model.model import Model
 from tests.support.models import byte_tokenizer, hf_model
+
+pytest_plugins = ("tests.support.llama_index_fixtures",)
+pytestmark = pytest.mark.usefixtures("tokenizer_restored")
 
 WINDOW = 384
 N_QUERIES = 24
@@ -26,13 +28,6 @@ def engine() -> Engine:
     """Of a model whose tokens are bytes: every escape is one more."""
     model = hf_model("llama", max_position_embeddings=WINDOW, num_hidden_layers=1)
     return Engine(Model(model, byte_tokenizer(bos=True), "small"), method="recompute")
-
-
-@pytest.fixture(autouse=True)
-def settings() -> Iterator[None]:
-    before = Settings._tokenizer
-    yield
-    Settings._tokenizer = before
 
 
 def documents(rng: random.Random, n_pieces: int) -> list[str]:
