@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
+
+_LETTERS = "abcdefghijkl"
+_OTHER_LETTERS = str.maketrans(_LETTERS, "mnopqrstuvwx")
 
 
 @dataclass(frozen=True)
@@ -53,27 +56,40 @@ class SpecialTokens:
 
         contents: strings in lists and dicts, however nested. ``render`` is given the same with the
         names of special tokens replaced by words that occur nowhere else, as nobody could tell
-        later which names are the template's own.
+        later which names are the template's own. If it cuts words, or writes them otherwise, by
+        single characters, which have no case; those may be escaped, which words are not.
         """
-        mark = f"quoted{secrets.token_hex(8)}n"
-        names: list[str] = []
+        texts = list(_strings(contents))
+        names = sorted({name for text in texts for name in self._names.findall(text)})
+        if not names:
+            return RenderedPrompt(render(_replaced(contents, str)))
+        word = "".join(secrets.choice(_LETTERS) for _ in range(12))
+        # No letter of the one is one of the other, so that whatever is left of them differs.
+        first, second = (
+            self._hidden(contents, render, {name: f"{of}{at}{of}" for at, name in enumerate(names)})
+            for of in (word, word.translate(_OTHER_LETTERS))
+        )
+        if first == second:
+            return first
+        used = {letter for text in texts for letter in text}
+        private = (chr(code) for code in range(0xE000, 0xF900) if chr(code) not in used)
+        return self._hidden(contents, render, dict(zip(names, private, strict=False)))
 
-        def hide(match: re.Match[str]) -> str:
-            names.append(match[0])
-            return f"{mark}{len(names) - 1}e"
-
-        def hidden(value: Any) -> Any:  # noqa: ANN401
-            if isinstance(value, str):
-                return self._names.sub(hide, value)
-            if isinstance(value, dict):
-                return {hidden(key): hidden(each) for key, each in value.items()}
-            return [hidden(each) for each in value] if isinstance(value, list | tuple) else value
-
-        rendered = render(hidden(contents))
+    def _hidden(
+        self,
+        contents: Any,  # noqa: ANN401
+        render: Callable[[Any], str],
+        marks: Mapping[str, str],
+    ) -> RenderedPrompt:
+        """What ``render`` makes of ``contents`` with a mark in place of each name."""
+        rendered = render(
+            _replaced(contents, lambda text: self._names.sub(lambda m: marks[m[0]], text))
+        )
+        names = {mark: name for name, mark in marks.items()}
         text, quoted, at = "", [], 0
-        for match in re.finditer(rf"{mark}(\d+)e", rendered):
+        for match in re.finditer("|".join(map(re.escape, names)), rendered):
             text += rendered[at : match.start()]
-            name = names[int(match[1])]
+            name = names[match[0]]
             quoted.append(range(len(text), len(text) + len(name)))
             text += name
             at = match.end()
@@ -118,3 +134,23 @@ class SpecialTokens:
 
 def _at(text: str, span: range) -> str:
     return text[span.start : span.stop]
+
+
+def _strings(value: Any) -> Iterator[str]:  # noqa: ANN401
+    """The strings in lists and dicts, however nested."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list | tuple):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _strings(each)
+
+
+def _replaced(value: Any, replace: Callable[[str], str]) -> Any:  # noqa: ANN401
+    """The same with other strings in it."""
+    if isinstance(value, str):
+        return replace(value)
+    if isinstance(value, dict):
+        return {key: _replaced(each, replace) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_replaced(each, replace) for each in value]
+    return value

@@ -115,6 +115,28 @@ def test_nested_contents_and_odd_values() -> None:
 
 
 @pytest.mark.parametrize(
+    ("written", "expected"),
+    [
+        ("m.content | upper", "HELLO <|end|>"),
+        ("m.content[:12]", "Hello <|end|>"),
+        ("m.content[-3:]", "o <|end|>"),
+        ("m.content | wordwrap(5)", "Hello\n<|end|>"),
+        ("m.content | tojson(ensure_ascii=True)", '"Hello <|end|>"'),
+    ],
+)
+def test_a_template_that_changes_contents_leaves_nothing_else_behind(
+    written: str, expected: str
+) -> None:
+    """What stood for a name of a token in the meantime was cut, and was part of the prompt."""
+    model = copy.copy(tiny_model("llama"))
+    model.tokenizer = copy.deepcopy(model.tokenizer)
+    model.tokenizer.chat_template = f"{{% for m in messages %}}{{{{ {written} }}}}{{% endfor %}}"
+    rendered = model.render_chat([{"role": "user", "content": "Hello <|end|>"}])
+    assert rendered.text == expected
+    assert [rendered.text[span.start : span.stop] for span in rendered.quoted] == ["<|end|>"]
+
+
+@pytest.mark.parametrize(
     ("text", "expected"),
     [
         ("A<r>  q <l>B", [("A<r>", True), ("q", False), ("<l>B", True)]),
