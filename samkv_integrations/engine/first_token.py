@@ -94,10 +94,11 @@ def _begin(request: Request, method: Method, layout: Layout) -> tuple[Context, B
     """Nothing read and nothing computed yet."""
     model = request.model
     cos, sin = model.cos_sin(torch.arange(layout.n_tokens))
-    cached_at = cached_positions(method, layout).to(model.device)
+    # not out of those: after a prefix that the prompt has not, chunks may reach beyond its end
+    cached_at = model.cos_sin(cached_positions(method, layout))
     context = Context(
         layout, request.resolved.opened, request.fingerprint,
-        cos[cached_at].float(), sin[cached_at].float(),
+        *(side.float() for side in cached_at),
     )  # fmt: skip
     blend = Blend(
         model=model, layout=layout, context=context, cos=cos, sin=sin, update=method.update,

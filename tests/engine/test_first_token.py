@@ -303,3 +303,12 @@ def test_every_chunk_lost_is_full_prefill(on_disk: Engine, tmp_path: Path) -> No
     expected = plain_logits(on_disk.model, asked.layout)
     torch.testing.assert_close(asked.first.logits, expected, rtol=2e-4, atol=2e-4)
     assert asked.report.recompute_ratio == asked.report.kept_ratio == 1.0
+
+
+@pytest.mark.parametrize("method", ["reuse-local", "ape"])
+def test_a_prompt_that_ends_before_the_place_where_its_chunk_was_prefilled(method: str) -> None:
+    """The prefix was longer than the rest of the prompt, and an IndexError came out."""
+    engine = Engine(tiny_model("llama"), block_size=8, prefix_text="You are a helpful assistant.")
+    engine.cache_chunks(CHUNKS[:1])
+    logits = engine.logits(CHUNKS[0], method=method)
+    assert logits.isfinite().all()
