@@ -53,6 +53,7 @@ class Announced:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._pending: OrderedDict[str, str] = OrderedDict()  # bodies -> their letters
+        self._held: OrderedDict[str, str] = OrderedDict()  # those that a prompt has held
         self._has_warned = False
 
     def add(self, bodies: Sequence[str], *, for_next_prompt: bool = False) -> None:
@@ -84,7 +85,7 @@ class Announced:
                 return 0
             found = {piece.text for piece in pieces if isinstance(piece, ChunkText)}
             for body in found:
-                self._pending.pop(body, None)
+                self._hold(body)
             plain = [piece.text for piece in pieces if isinstance(piece, PlainText)]
             missing = self._changed(plain)
             if missing and on_miss == "error":
@@ -111,11 +112,26 @@ class Announced:
         with self._lock:
             for body in bodies:
                 self._pending.pop(body, None)
+                self._held.pop(body, None)
+
+    def _hold(self, body: str) -> None:
+        """Take note that a prompt holds a body; the latest are remembered."""
+        if (letters := self._pending.pop(body, None)) is not None:
+            self._held[body] = letters
+        if body in self._held:
+            self._held.move_to_end(body)
+        while len(self._held) > MAX_PENDING:
+            self._held.popitem(last=False)
 
     def _changed(self, plain: Sequence[str]) -> list[str]:
-        """Pending bodies of which these parts of a prompt hold a stretch."""
+        """Pending bodies of which these parts of a prompt hold a stretch.
+
+        One that a body has too that was held says nothing: neighbours in a document may overlap,
+        and an answer that was made of the one is refined by the other.
+        """
         if not self._pending:
             return []
+        held = "\n".join(self._held.values())
         letters = "\n".join(map(_letters, plain))
         step = STRETCH // 2
         parts = {letters[at : at + step] for at in range(len(letters) - step + 1)}
@@ -123,7 +139,7 @@ class Announced:
             body
             for body, its in self._pending.items()
             if any(
-                its[at : at + step] in parts and _is_stretch(letters, its, at)
+                its[at : at + step] in parts and _is_stretch(letters, held, its, at)
                 for at in range(0, len(its) - step + 1, step)
             )
         ]
@@ -148,11 +164,11 @@ def _letters(text: str) -> str:
     return re.sub(r"[\W_]+", "", Bare(text).text.lower())
 
 
-def _is_stretch(letters: str, its: str, at: int) -> bool:
-    """Whether ``letters`` hold a stretch that begins half of one before place ``at``, or later."""
-    if len(its) <= STRETCH:
-        return its in letters
-    begins = range(max(0, at - STRETCH // 2), at + 1)
-    return any(
-        its[start : start + STRETCH] in letters for start in begins if start + STRETCH <= len(its)
-    )
+def _is_stretch(letters: str, held: str, its: str, at: int) -> bool:
+    """Whether ``letters``, and not ``held``, have a stretch that begins near place ``at``.
+
+    That is half of a stretch before it, or later.
+    """
+    begins = range(max(0, at - STRETCH // 2), max(0, min(at, len(its) - STRETCH)) + 1)
+    stretches = (its[start : start + STRETCH] for start in begins)
+    return any(stretch in letters and stretch not in held for stretch in stretches)

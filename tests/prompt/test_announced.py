@@ -95,6 +95,20 @@ def test_what_is_dropped_after_retrieval_is_no_miss(engine: Engine) -> None:
     assert misses(engine, f"Nombury has a harbour, says {TEXTS[0]}{QUESTION}") == {}
 
 
+def test_neighbours_that_overlap_do_not_accuse_each_other(engine: Engine) -> None:
+    """An answer that quotes the one is refined by the other, which waits for its prompt."""
+    shared = "The delegates then left for the capital, where the king received all of them."
+    first, second = f"The treaty was signed in spring. {shared}", f"{shared} His son broke it."
+    engine.cache_chunks([first, second])
+    engine.announce([first, TEXTS[0], second])
+    assert misses(engine, f"{first}{QUESTION}", on_miss="error") == {}
+    refined = f"The answer so far: {shared.lower()}\n\n{TEXTS[0]}{QUESTION}"
+    assert misses(engine, refined, on_miss="error") == {}
+    assert misses(engine, f"{second[:-20]}…{QUESTION}") == {}
+    engine.announce([second])
+    assert misses(engine, f"Then: {shared[-30:]} {second[-18:]}") == {"rewritten": 1}
+
+
 @pytest.mark.parametrize("ran_by", ["another thread", "a pool's thread"])
 def test_another_request_is_not_blamed(engine: Engine, ran_by: str) -> None:
     if ran_by == "another thread":
