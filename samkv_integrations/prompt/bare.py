@@ -6,6 +6,7 @@ import re
 from bisect import bisect_right
 from collections.abc import Callable
 from html import unescape
+from textwrap import dedent
 
 _ESCAPE = re.compile(
     r"[&\\](?:"  # one set to begin with, which makes the search for it fast
@@ -29,24 +30,33 @@ _LETTERS = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "b": "\b"}
 _MOST_ENCODINGS = 6
 
 
-def is_written_as(body: str, written: str) -> bool:
+def spaced(text: str) -> str:
+    """The text with one space for every run of white space."""
+    return " ".join(text.split())
+
+
+def lined(text: str) -> str:
+    """The text with its lines as they are, but for how far all after the first are indented."""
+    first, *rest = [line.rstrip() for line in text.splitlines()] or [""]
+    return f"{first}\n{dedent(chr(10).join(rest))}"
+
+
+def is_written_as(body: str, written: str, form: Callable[[str], str] = spaced) -> bool:
     r"""Whether ``written`` is ``body``, escaped or not, but for white space.
+
+    form: what both are compared by: `spaced`, or `lined`, which tells blocks of code apart.
 
     Escapes are those of JSON, `repr` and HTML, at most `_MOST_ENCODINGS` of them in turn.
 
     Equal bare forms are not enough: a text about ``\d+`` is none about ``d+``.
     """
-    wanted = _spaced(body)
+    wanted = form(body)
     texts = {written}
     for _ in range(_MOST_ENCODINGS + 1):
-        if wanted in map(_spaced, texts):
+        if wanted in map(form, texts):
             return True
         texts = {decode(text) for text in texts for decode in (unescape, _without_backslashes)}
     return False
-
-
-def _spaced(text: str) -> str:
-    return " ".join(text.split())
 
 
 def _without_backslashes(text: str) -> str:

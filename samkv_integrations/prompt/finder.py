@@ -12,7 +12,7 @@ from samkv_integrations.cache.base import Store
 from samkv_integrations.cache.chunk import normalise
 from samkv_integrations.cache.fingerprint import Fingerprint
 from samkv_integrations.errors import InvalidOption
-from samkv_integrations.prompt.bare import Bare, is_written_as
+from samkv_integrations.prompt.bare import Bare, is_written_as, lined, spaced
 from samkv_integrations.prompt.text import bodies_of, is_in_word, shorten
 
 LOOKUP_CHARS = 24
@@ -46,9 +46,12 @@ def find_given(prompt: str, chunks: Sequence[str], handles: Sequence[Span] = ())
     bodies = list(dict.fromkeys(bodies_of(chunks)))
     if "" in bodies:
         raise InvalidOption("an empty chunk was given; chunks must hold text")
-    places = sorted(
-        [*handles, *_occurrences(prompt, bodies)], key=lambda span: (span.start, -span.stop)
-    )
+
+    def rank(span: Span) -> tuple[int, int, bool]:
+        written = prompt[span.start : span.stop]
+        return span.start, -span.stop, not is_written_as(span.body, written, lined)
+
+    places = sorted([*handles, *_occurrences(prompt, bodies)], key=rank)
     spans: list[Span] = []
     end = 0
     for span in places:
@@ -147,7 +150,7 @@ class KnownTexts:
         """Where they stand in ``prompt``; of two that begin in one place the longer.
 
         A body must stand alone: one that begins or ends within a word is not found. Of those with
-        one bare form the one that is written there as it is, else any.
+        one bare form the one that is written there as it is, or in these lines, else any.
 
         Raises:
             StoreError: the store cannot be listed.
@@ -178,9 +181,11 @@ class KnownTexts:
             for body, lead in ours:
                 if prompt.startswith(body, start - lead):
                     return Span(start - lead, start - lead + len(body), body), end
-            for body, _ in ours:
-                if is_written_as(body, prompt[start:stop]):
-                    return Span(start, stop, body), end
+            # code that is indented otherwise is other code, and has the same bare form
+            for alike in (lined, spaced) if len(ours) > 1 else (spaced,):
+                for body, _ in ours:
+                    if is_written_as(body, prompt[start:stop], alike):
+                        return Span(start, stop, body), end
         return None
 
     def _is_ours(self, body: str) -> bool:

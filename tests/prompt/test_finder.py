@@ -345,6 +345,34 @@ class TestFinding:
         assert "".join(whole) == prompt
 
 
+class TestIndented:
+    """Code that is indented otherwise is other code; the first of two that differ so was taken."""
+
+    HEAD = "def total(values):\n    if values:\n        print('some values')\n"
+    CODES = (f"{HEAD}    return sum(values)", f"{HEAD}        return sum(values)")
+
+    @pytest.mark.parametrize("wanted", CODES)
+    @pytest.mark.parametrize(
+        "write",
+        [
+            lambda text: json.dumps({"text": text}),
+            lambda text: text.replace("\n", "\r\n"),
+            lambda text: "    " + text.replace("\n", "\n    "),
+        ],
+        ids=["json", "crlf", "indented"],
+    )
+    def test_stored(self, store: Store, write: Callable[[str], str], wanted: str) -> None:
+        for text in self.CODES:
+            keep(store, text)
+        (found,) = known(store).find(f"Code: {write(wanted)}")
+        assert found.body == wanted
+
+    def test_given(self) -> None:
+        prompt = json.dumps(self.CODES)
+        for given_as in (self.CODES, self.CODES[::-1]):
+            assert [span.body for span in find_given(prompt, given_as)] == [*self.CODES]
+
+
 def _plain_search(prompt: str, bodies: list[str]) -> list[tuple[int, int]]:
     """Where texts of 3 characters stand by themselves, white space of any length between words."""
     texts = {" ".join(body.split()) for body in bodies}
