@@ -89,7 +89,7 @@ class _Owner:
         if not (isinstance(names, list) and all(isinstance(value, str) for value in values)):
             raise TypeError(text)
         location = Location(**fields)
-        if not location.is_lasting:
+        if not location.is_lasting or any("\0" in value for value in values):  # no path has one
             raise ValueError(text)
         return cls(location=location, caches=caches, collections=tuple(names))
 

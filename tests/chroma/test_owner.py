@@ -237,6 +237,7 @@ class TestTheNote:
         "content",
         [b"", b"{", b"[]", b"{}", b"\xff\xfe", b'{"folder": "x", "collections": [1]}',
          b'{"folder": "", "server": "", "part": "", "caches": "", "collections": []}',
+         b'{"folder": "/x", "server": "", "part": "", "caches": "/\\u0000", "collections": []}',
          b'{"folder": "x", "collections": [], "more": "y"}'],
     )  # fmt: skip
     def test_while_it_is_damaged_nothing_is_deleted(
