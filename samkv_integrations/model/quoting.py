@@ -54,7 +54,7 @@ class SpecialTokens:
     def rendered(self, contents: Any, render: Callable[[Any], str]) -> RenderedPrompt:  # noqa: ANN401
         """What ``render`` makes of ``contents``, whose strings hold no control tokens.
 
-        contents: strings in lists and dicts, however nested. ``render`` is given the same with the
+        contents: strings in lists and mappings, nested or not. ``render`` is given them with the
         names of special tokens replaced by words that occur nowhere else, as nobody could tell
         later which names are the template's own. If it cuts words, or writes them otherwise, by
         single characters, which have no case; those may be escaped, which words are not.
@@ -141,7 +141,7 @@ def _strings(value: Any) -> Iterator[str]:  # noqa: ANN401
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict | list | tuple):
-        for each in value.values() if isinstance(value, dict) else value:
+        for each in value.values() if isinstance(value, Mapping) else value:
             yield from _strings(each)
 
 
@@ -149,7 +149,7 @@ def _replaced(value: Any, replace: Callable[[str], str]) -> Any:  # noqa: ANN401
     """The same with other strings in it."""
     if isinstance(value, str):
         return replace(value)
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
         return {key: _replaced(each, replace) for key, each in value.items()}
     if isinstance(value, list | tuple):
         return [_replaced(each, replace) for each in value]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -108,7 +109,7 @@ def test_nested_contents_and_odd_values() -> None:
         seen.append(hidden)
         return f"{hidden['a'][0]['b']}<|end|>{hidden['n']}"
 
-    contents = {"a": ({"b": "x<|end|>y"},), "n": 3, "none": None}
+    contents = {"a": (MappingProxyType({"b": "x<|end|>y"}),), "n": 3, "none": None}
     found = tokens.rendered(contents, render)
     assert found == RenderedPrompt("x<|end|>y<|end|>3", (range(1, 8),))
     assert "<|end|>" not in str(seen)
