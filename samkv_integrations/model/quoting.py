@@ -137,20 +137,22 @@ def _at(text: str, span: range) -> str:
 
 
 def _strings(value: Any) -> Iterator[str]:  # noqa: ANN401
-    """The strings in lists and dicts, however nested."""
+    """The strings in lists and mappings, nested or not; those by which mappings are keyed too."""
     if isinstance(value, str):
         yield value
-    elif isinstance(value, dict | list | tuple):
-        for each in value.values() if isinstance(value, Mapping) else value:
+    elif isinstance(value, Mapping):
+        yield from _strings([*value.keys(), *value.values()])
+    elif isinstance(value, list | tuple):
+        for each in value:
             yield from _strings(each)
 
 
 def _replaced(value: Any, replace: Callable[[str], str]) -> Any:  # noqa: ANN401
-    """The same with other strings in it."""
+    """The same with other strings, in lists and dicts that are new."""
     if isinstance(value, str):
         return replace(value)
     if isinstance(value, Mapping):
-        return {key: _replaced(each, replace) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_replaced(each, replace) for each in value]
-    return value
+        return {_replaced(key, replace): _replaced(each, replace) for key, each in value.items()}
+    return (
+        [_replaced(each, replace) for each in value] if isinstance(value, list | tuple) else value
+    )
