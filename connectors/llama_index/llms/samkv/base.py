@@ -131,6 +131,7 @@ class SamKVLLM(AnsweringLLM, WrittenLLM, StructuredPredictions, ToolCallingLLM):
     them; for an index that was made without `SamKVCacheTransform`."""
 
     _n_added: int = PrivateAttr(default=0)
+    _takes_tools: bool = PrivateAttr(default=False)
 
     def _check(self) -> None:
         self.generate_kwargs = checked_generate_kwargs(self.generate_kwargs, self.max_new_tokens)
@@ -160,7 +161,7 @@ class SamKVLLM(AnsweringLLM, WrittenLLM, StructuredPredictions, ToolCallingLLM):
             )
         if self.pydantic_program_mode == PydanticProgramMode.DEFAULT:
             self.pydantic_program_mode = PydanticProgramMode.LLM  # see `StructuredPredictions`
-        self._n_added = self._count_added()
+        self._n_added, self._takes_tools = self._count_added(), takes_tools(model)
         if self.cache_retrieved:
             expect_retrieved(self.engine)
 
@@ -195,7 +196,7 @@ class SamKVLLM(AnsweringLLM, WrittenLLM, StructuredPredictions, ToolCallingLLM):
             num_output=self.max_new_tokens,
             is_chat_model=bool(self.is_chat_model),
             model_name=self.model_name,
-            is_function_calling_model=bool(self.is_chat_model) and takes_tools(self.engine.model),
+            is_function_calling_model=bool(self.is_chat_model) and self._takes_tools,
         )
 
     @property
