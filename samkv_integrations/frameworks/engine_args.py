@@ -72,6 +72,8 @@ def engine_of(source: ModelSource) -> Engine:
     if source.model is None and source.model_name is None:
         raise InvalidOption("give model_name (a hub id, a folder or 'builtin'), model, or engine")
     namespace, folder = source.namespace or "", source.kv_dir
+    if folder is not None and not str(folder):
+        raise InvalidOption("kv_dir=''; give a folder, or None to keep chunk caches in memory")
     store = (
         MemoryStore(namespace=namespace)
         if folder is None

@@ -146,6 +146,11 @@ class KnownTexts:
                     self._remove(body, source)
             self._stamp = None
 
+    def is_kept(self, body: str) -> bool:
+        """Whether the store has a text or a cache of it: it was not deleted."""
+        key, store = self._key_of(body), self._store
+        return store.text(key) is not None or store.contains(key, self._fingerprint())
+
     def find(self, prompt: str) -> list[Span]:
         """Where they stand in ``prompt``; of two that begin in one place the longer.
 

@@ -23,7 +23,7 @@ MAX_ISSUED = 16_384
 
 _HANDLE = re.compile(r"\[\[samkv:([0-9a-f]{32})\]\]")
 # What a cut leaves of a handle, with enough digits to know whose it was.
-_HEAD = re.compile(r"\[\[samkv:([0-9a-f]{8,32})(?!\]\])")
+_HEAD = re.compile(r"\[\[samkv:([0-9a-f]{8,32})(?![0-9a-f]|\]\])")
 _TAIL = re.compile(r"(?<!\[\[samkv:)(?<![0-9a-f])([0-9a-f]{8,32})\]\]")
 
 _log = logging.getLogger(__name__)
@@ -101,6 +101,15 @@ class Handles:
                         f"{shorten(text[match.start() :])!r}; raise the context window of the "
                         "prompt builder, or prompt with the text of the chunk"
                     )
+
+    def require_live(self, text: str) -> None:
+        """Raises HandleError if ``text`` holds an issued handle, of a chunk that is no more."""
+        with self._lock:
+            if any(match[1] in self._issued for match in _HANDLE.finditer(text)):
+                raise HandleError(
+                    "the prompt holds the handle of a chunk that has been deleted since it was "
+                    "issued; retrieve again"
+                )
 
     def forget(self, bodies: Collection[str]) -> None:
         """Let no handle stand for ``bodies`` any more."""

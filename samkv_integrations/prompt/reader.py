@@ -48,7 +48,9 @@ class PromptReader:
     def pieces(self, prompt: Prompt, chunks: Sequence[str] | None) -> list[Piece]:
         """Cut at handles and at ``chunks``; None for all chunks that are known."""
         rendered = self.render(prompt)
-        handles = self.handles.find(rendered.text)
+        handles = [
+            span for span in self.handles.find(rendered.text) if self.known.is_kept(span.body)
+        ]
         if chunks is None:
             return split_prompt(rendered, [*handles, *self.known.find(rendered.text)])
         return split_prompt(rendered, find_given(rendered.text, chunks, handles))
@@ -59,13 +61,14 @@ class PromptReader:
         """`pieces`, and how many announced chunks they hold in a changed form.
 
         Raises:
-            HandleError: something cut a handle in two.
+            HandleError: something cut a handle in two, or its chunk has been deleted.
             ChunkNotCached: ``on_miss`` is ``error``, and a chunk is there in a changed form.
         """
         pieces = self.pieces(prompt, chunks)
         for piece in pieces:
             if isinstance(piece, PlainText):
                 self.handles.require_whole(piece.text)
+                self.handles.require_live(piece.text)
         return pieces, self.announced.count(pieces, on_miss) if chunks is None else 0
 
     def expect(self, bodies: Sequence[str], *, for_next_prompt: bool = False) -> None:

@@ -16,6 +16,7 @@ from samkv_integrations.cache.fingerprint import Fingerprint
 from samkv_integrations.cache.quantise import GROUP_TOKENS
 from samkv_integrations.errors import (
     FingerprintMismatch,
+    HandleError,
     InvalidChunk,
     InvalidOption,
     PromptTooLong,
@@ -449,11 +450,13 @@ def test_a_handle_stands_for_the_text_that_it_was_issued_for(engine: Engine) -> 
     assert engine.found_in(handle) == [TEXTS[0]]
     report = engine.generate(f"{handle} Q?", max_new_tokens=1).report
     assert (report.found, report.chunk_misses) == (1, {})
-    engine.store.delete(engine.key_of(TEXTS[0]))
-    answer = engine.generate(f"{handle} Q?", max_new_tokens=4, method="recompute", on_miss="text")
-    assert answer.report.chunk_misses == {"absent": 1}
-    by_text = engine.generate(f"{TEXTS[0]} Q?", (), max_new_tokens=4, method="recompute")
-    assert answer.text == by_text.text
+    path.unlink()
+    assert engine.found_in(handle) == [TEXTS[0]]
+    path.with_suffix(".txt").unlink()  # as whoever deletes the chunk leaves it
+    assert engine.found_in(handle) == [] and engine.count_tokens(handle) == 1 + len(handle)
+    with pytest.raises(HandleError, match="has been deleted .* retrieve again"):
+        engine.generate(f"{handle} Q?", max_new_tokens=1)
+    assert engine.store.keys() == sorted(map(engine.key_of, TEXTS[1:]))
 
 
 def test_on_miss_compute_makes_what_a_handle_stands_for_anew(engine: Engine) -> None:

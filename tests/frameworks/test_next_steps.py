@@ -136,3 +136,10 @@ class TestVectorStores:
         store.add_texts(["Tobias Trulman was born in Flevport."])
         for copied in (copy(store), deepcopy(store)):
             assert len(copied.get()["ids"]) == 1
+
+
+def test_a_folder_without_a_name_is_none() -> None:
+    for make in (lambda: ChatSamKV(model="builtin", kv_dir=""),
+                 lambda: SamKVLLM(model_name="builtin", kv_dir="")):  # fmt: skip
+        with pytest.raises(InvalidOption, match="kv_dir=''; give a folder, or None"):
+            make()

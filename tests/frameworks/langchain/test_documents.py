@@ -26,12 +26,13 @@ from langchain_text_splitters import RecursiveCharacterTextSplitter
 import samkv_integrations.engine.chunks
 from langchain_samkv import (
     OfflineEmbeddings,
+    SamKVChroma,
     SamKVDocumentCompressor,
     SamKVDocumentTransformer,
     format_docs,
 )
 from samkv_integrations import ChunkStore, Engine, Report
-from samkv_integrations.errors import ChunkNotCached, InvalidChunk, InvalidOption
+from samkv_integrations.errors import ChunkNotCached, HandleError, InvalidChunk, InvalidOption
 from tests.support.handles import HANDLE, spelled_out
 from tests.support.records import RECORDS, TEXTS, builtin
 
@@ -372,3 +373,20 @@ def test_format_docs() -> None:
 
 def _not_called(*arguments: object) -> None:
     raise AssertionError("nothing should have been computed")
+
+
+def test_a_deleted_document_does_not_come_back_by_its_handle(
+    engine: Engine, tmp_path: Path
+) -> None:
+    store = SamKVChroma(
+        "deleted", OfflineEmbeddings(), persist_directory=str(tmp_path / "db"), engine=engine
+    )
+    store.add_texts([TEXTS[0], TEXTS[1]], ids=["a", "b"])
+    compressor = SamKVDocumentCompressor(engine=engine, mode="metadata")
+    (shown,) = compressor.compress_documents(documents(TEXTS[0]))
+    handle = shown.metadata["samkv"]
+    assert engine.found_in(handle) == [TEXTS[0]]
+    store.delete(["a"])
+    with pytest.raises(HandleError, match="has been deleted"):
+        engine.generate(f"{handle} {QUESTION}", max_new_tokens=1)
+    assert files(engine) == {engine.key_of(TEXTS[1])}
