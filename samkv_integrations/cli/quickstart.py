@@ -30,6 +30,10 @@ SHOWN_QUESTIONS = 3
 
 SHOWN_SOURCES = 3
 
+IN_DISTRIBUTION = """\
+The questions are of the kind that the built-in model was trained on. To other text it answers
+nonsense with every method, full prefill included."""
+
 ALL_METHODS = """\
 All methods, the paper's among them: 'samkv bench quality' compares their answers, and
 'samkv bench latency' their times in the shape of a larger model."""
