@@ -31,8 +31,8 @@ SHOWN_QUESTIONS = 3
 SHOWN_SOURCES = 3
 
 IN_DISTRIBUTION = """\
-The questions are of the kind that the built-in model was trained on. To other text it answers
-nonsense with every method, full prefill included."""
+The built-in model was trained on questions and documents of the samples' kind. To other text it
+answers nonsense with every method, full prefill included."""
 
 ALL_METHODS = """\
 All methods, the paper's among them: 'samkv bench quality' compares their answers, and
@@ -104,4 +104,4 @@ def _show(rows: Sequence[Row], n_questions: int) -> None:
     out.print(tables.summary_table(rows))
     ran = Counter(row["ran"] for row in rows if row["method"] == "auto").most_common()
     ways = ", ".join(f"{way} for {n} questions" for way, n in ran)
-    out.print(f"\nauto, the default, ran {ways}.\n{ALL_METHODS}")
+    out.print(f"\nauto, the default, ran {ways}.\n{IN_DISTRIBUTION}\n{ALL_METHODS}")

@@ -19,6 +19,7 @@ def test_quickstart_compares_every_method_and_prefills_once(town: Path) -> None:
     assert "6 prefilled now, 0 already cached" in shown
     assert RECORDS[0].question in shown and "breltech-shipping.txt" in shown
     assert all(f"\n{name} " in shown for name in COMPARED)
+    assert "nonsense with every method, full prefill included" in " ".join(shown.split())
     assert "auto, the default, ran " in shown and "samkv bench quality" in shown
     result = run("quickstart", "--documents", str(town), "--json")
     assert "0 prefilled now, 6 already cached" in result.stderr
