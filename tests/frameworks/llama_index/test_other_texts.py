@@ -38,7 +38,9 @@ def sentences() -> list[BaseNode]:
 
 
 def hierarchy() -> list[BaseNode]:
-    parser = HierarchicalNodeParser.from_defaults(chunk_sizes=[256, 64], chunk_overlap=0)
+    parser = HierarchicalNodeParser.from_defaults(
+        chunk_sizes=[128, 48], chunk_overlap=0, include_metadata=False
+    )
     return parser.get_nodes_from_documents(documents())
 
 
