@@ -66,6 +66,7 @@ class Announced:
             for body, letters in new.items():
                 self._pending[body] = letters
                 self._pending.move_to_end(body)
+                self._held.pop(body, None)  # by an earlier prompt: it does not excuse this one
             while len(self._pending) > MAX_PENDING:
                 self._pending.popitem(last=False)
         if for_next_prompt and new:

@@ -173,3 +173,11 @@ def test_only_the_latest_are_waited_for(engine: Engine, monkeypatch: pytest.Monk
 def test_what_is_too_short_to_be_found_is_not_waited_for(engine: Engine) -> None:
     engine.announce(["a b c d e f g h i"])
     assert misses(engine, f"{QUESTION}") == {}
+
+
+def test_what_was_held_before_is_looked_for_anew(engine: Engine) -> None:
+    """An earlier prompt held it as it was stored; the next one holds half of it."""
+    engine.announce([TEXTS[0]])
+    assert misses(engine, f"Read: {TEXTS[0]} Well?") == {}
+    engine.announce([TEXTS[0]])
+    assert misses(engine, f"Read: {TEXTS[0][:-9]} Well?") == {"rewritten": 1}
