@@ -45,6 +45,8 @@ explicit_package_bases = True
 mypy_path = {root}/connectors:{root}
 [mypy-torch.*,transformers.*,chromadb.*]
 follow_imports = skip
+[pydantic-mypy]
+init_forbid_extra = True
 """
 
 
