@@ -129,7 +129,7 @@ class SamKVDocumentCompressor(BaseDocumentCompressor):
         from langchain_core.documents import Document
 
         found = [Document("[Tobias Trulman] Tobias Trulman was born in Flevport.")]
-        print(format_docs(compressor.compress_documents(found)))
+        context = format_docs(compressor.compress_documents(found))
         ```
 
     Async:

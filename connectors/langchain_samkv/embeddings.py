@@ -23,7 +23,7 @@ class OfflineEmbeddings(Embeddings):
         ```python
         vector = embeddings.embed_query("Where was Tobias Trulman born?")
         vectors = embeddings.embed_documents(["Tobias Trulman was born in Flevport."])
-        print(sum(a * b for a, b in zip(vector, vectors[0])))  # how alike they are
+        likeness = sum(a * b for a, b in zip(vector, vectors[0]))
         ```
 
     Async:

@@ -111,7 +111,7 @@ def collect_reports() -> Iterator[Reports]:
 
         with collect_reports() as reports:
             response = query_engine.query("Who?")
-        print(reports.total.found, reports.total.ttft_s)
+        cost = reports.total  # .found, .reused, .ttft_s, ...
 
     An answer reports when it ends or is closed. Read streamed ones in the block: frameworks may
     not call the model before.
