@@ -61,7 +61,8 @@ class Announced:
 
         for_next_prompt: whether the next prompt of this context is to hold some of them.
         """
-        new = {body: _letters(body) for body in bodies if len(Bare(body).text) >= LOOKUP_CHARS}
+        bare = {body: Bare(body).text for body in bodies}
+        new = {body: _letters(form) for body, form in bare.items() if len(form) >= LOOKUP_CHARS}
         with self._lock:
             for body, letters in new.items():
                 self._pending[body] = letters
@@ -133,7 +134,7 @@ class Announced:
         if not self._pending:
             return []
         held = "\n".join(self._held.values())
-        letters = "\n".join(map(_letters, plain))
+        letters = "\n".join(_letters(Bare(text).text) for text in plain)
         step = STRETCH // 2
         parts = {letters[at : at + step] for at in range(len(letters) - step + 1)}
         return [
@@ -160,9 +161,9 @@ class Announced:
         return held or body in changed
 
 
-def _letters(text: str) -> str:
-    """The letters and digits of a text, in lower case, escapes undone."""
-    return re.sub(r"[\W_]+", "", Bare(text).text.lower())
+def _letters(bare: str) -> str:
+    """The letters and digits of a bare form, in lower case."""
+    return re.sub(r"[\W_]+", "", bare.lower())
 
 
 def _is_stretch(letters: str, held: str, its: str, at: int) -> bool:
