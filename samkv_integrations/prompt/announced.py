@@ -10,9 +10,8 @@ from collections.abc import Collection, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 
+from samkv_integrations.cache.bare import LOOKUP_CHARS, Bare
 from samkv_integrations.errors import ChunkNotCached
-from samkv_integrations.prompt.bare import Bare
-from samkv_integrations.prompt.finder import LOOKUP_CHARS
 from samkv_integrations.prompt.resolve import OnMiss
 from samkv_integrations.prompt.split import ChunkText, Piece, PlainText
 from samkv_integrations.prompt.text import shorten

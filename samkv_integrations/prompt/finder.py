@@ -8,15 +8,19 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
+from samkv_integrations.cache.bare import (
+    LOOKUP_CHARS,
+    Bare,
+    bare_form,
+    is_written_as,
+    lined,
+    spaced,
+)
 from samkv_integrations.cache.base import Store
 from samkv_integrations.cache.chunk import normalise
 from samkv_integrations.cache.fingerprint import Fingerprint
 from samkv_integrations.errors import InvalidOption
-from samkv_integrations.prompt.bare import Bare, is_written_as, lined, spaced
 from samkv_integrations.prompt.text import bodies_of, is_in_word, shorten
-
-LOOKUP_CHARS = 24
-"""Characters at the beginning of a bare form that are looked up; a shorter one is not found."""
 
 MAX_EXPECTED = 4096
 
@@ -221,7 +225,7 @@ class KnownTexts:
         sources.add(source)
         self._ours.discard(body)
         if len(sources) == 1:
-            form, lead = _bare_form(body)
+            form, lead = bare_form(body)
             if len(form) >= LOOKUP_CHARS:
                 forms = self._index.setdefault(form[:LOOKUP_CHARS], {})
                 forms.setdefault(form, {})[body] = lead
@@ -233,7 +237,7 @@ class KnownTexts:
         if sources or body not in self._sources:
             return
         del self._sources[body]
-        form, _ = _bare_form(body)
+        form, _ = bare_form(body)
         forms = self._index.get(form[:LOOKUP_CHARS], {})
         bodies = forms.get(form, {})
         bodies.pop(body, None)
@@ -241,10 +245,3 @@ class KnownTexts:
             forms.pop(form, None)
         if not forms:
             self._index.pop(form[:LOOKUP_CHARS], None)
-
-
-def _bare_form(body: str) -> tuple[str, int]:
-    """The bare form of a body, and how much of the body comes before it: escapes, if anything."""
-    bare = Bare(body)
-    form = bare.text.strip()
-    return form, bare.start(bare.text.index(form)) if form else 0

@@ -20,11 +20,12 @@ from hypothesis import strategies as st
 
 import samkv_integrations.prompt.finder
 from samkv_integrations import ChunkStore, Engine, MemoryStore
+from samkv_integrations.cache.bare import LOOKUP_CHARS
 from samkv_integrations.cache.base import Store
 from samkv_integrations.cache.chunk import normalise
 from samkv_integrations.errors import ChunkNotCached
 from samkv_integrations.model.quoting import RenderedPrompt
-from samkv_integrations.prompt.finder import LOOKUP_CHARS, KnownTexts, find_given
+from samkv_integrations.prompt.finder import KnownTexts, find_given
 from samkv_integrations.prompt.split import ChunkText, split_prompt
 from tests.support.chunks import random_chunk, tiny_fingerprint
 from tests.support.handles import TYPED, issued

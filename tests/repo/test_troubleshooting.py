@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from samkv_integrations import ChunkStore, Engine
+from samkv_integrations.cache.bare import LOOKUP_CHARS
 from samkv_integrations.engine.report import Report
 from samkv_integrations.errors import MISS_REASONS, FingerprintMismatch
 from samkv_integrations.methods import METHODS
-from samkv_integrations.prompt.finder import LOOKUP_CHARS
 from tests.support.models import tiny_model
 
 ROOT = Path(__file__).parents[2]

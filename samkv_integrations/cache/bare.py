@@ -8,6 +8,9 @@ from collections.abc import Callable
 from html import unescape
 from textwrap import dedent
 
+LOOKUP_CHARS = 24
+"""Characters at the beginning of a bare form that are looked up; a shorter one is not found."""
+
 _ESCAPE = re.compile(
     r"[&\\](?:"  # one set to begin with, which makes the search for it fast
     # & is &amp; in HTML, once for each escaping of the text
@@ -64,6 +67,13 @@ def _without_backslashes(text: str) -> str:
         lambda m: _LETTERS.get(m[4], m[4]) if m[4] else chr(int(m[1] or m[2] or m[3], 16)), text
     )
     return decoded.encode("utf-16", "surrogatepass").decode("utf-16", "replace")  # joins pairs
+
+
+def bare_form(body: str) -> tuple[str, int]:
+    """The bare form of a body, and how much of the body comes before it: escapes, if anything."""
+    bare = Bare(body)
+    form = bare.text.strip()
+    return form, bare.start(bare.text.index(form)) if form else 0
 
 
 class Bare:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from samkv_integrations.prompt.bare import Bare, is_written_as
+from samkv_integrations.cache.bare import Bare, is_written_as
 from tests.support.writers import WRITERS
 
 PIECES = st.sampled_from([
