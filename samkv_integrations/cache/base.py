@@ -18,12 +18,10 @@ class StoredChunk(Protocol):
     """One chunk cache opened for reading; a context manager.
 
     Stays readable after its chunk was deleted or replaced in the store. Every method that reads
-    raises `CacheMiss`: "corrupt" if bytes are missing or fail their checksum, "io" if the operating
+    raises `CacheMiss`: "corrupt" if bytes are missing or fail their MAC, "io" if the operating
     system fails. Tensors handed out are the store's own: do not modify them. One thread at a time.
 
     token_ids: (T,) int32.
-    bytes_read: bytes read so far; for a chunk on disk those of every read issued, the header and
-    checksums included.
     """
 
     key: str
@@ -31,7 +29,13 @@ class StoredChunk(Protocol):
     n_tokens: int
     blocks: ChunkBlocks
     token_ids: Tensor
-    bytes_read: int
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes read so far; of a file those of every read issued, header and MACs included."""
+
+    def text(self) -> str:
+        """The text that was put with it. Read once."""
 
     def statistics(self) -> ChunkStatistics:
         """The attention statistics. Read once."""
@@ -63,8 +67,11 @@ class StoredChunk(Protocol):
         After a `CacheMiss` its content is undefined.
         """
 
+    def chunk(self) -> ChunkCache:
+        """All of it, verified, as it was put."""
+
     def verify(self) -> None:
-        """Reads everything and checks every checksum."""
+        """Reads everything and checks every MAC."""
 
     def close(self) -> None:
         """Frees what it holds; reading afterwards is a mistake. May be called again."""

@@ -3,132 +3,90 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from zlib import crc32
 
 import torch
 from torch import Tensor
 
-from samkv_integrations.cache.chunk import BlockMeans, ChunkStatistics
+from samkv_integrations.cache.checked_file import BAD_JSON, CheckedFile
+from samkv_integrations.cache.chunk import BlockMeans, ChunkCache, ChunkStatistics
 from samkv_integrations.cache.file_format import INDEX, FileLayout, byte_view
-from samkv_integrations.cache.fingerprint import FORMAT_VERSION, Fingerprint
+from samkv_integrations.cache.fingerprint import Fingerprint
 from samkv_integrations.cache.quantise import is_sound
 from samkv_integrations.errors import CacheMiss
 
 # Tensors that are read together, in file order.
 _STATISTICS = ("block_max", "block_min", "stable", "outliers")
+_TEXT = ("text",)
 _LOCAL_QUERY = ("local_query",)
 _SUMMARIES = ("summary_codes", "summary_scale")
 _KEY_RANGE = ("key_range",)
-MAX_HEADER_BYTES = 1 << 20
-_MAX_VIEWS = 1024  # of one read: IOV_MAX of Linux and macOS
 
 
 class ChunkFile:
     """An open chunk file, which reads and checks only what is asked for.
 
-    Opening verifies identity: format version, fingerprint, key, table, file size, and the checksums
-    of the header, the token ids and the statistics. The rest is checked when it is read. Whatever
-    is wrong raises `CacheMiss`.
+    Opening verifies identity: format version, fingerprint, key, namespace, table, file size, and
+    the MACs of the header, the token ids and the statistics. The rest is checked when it is read.
+    Whatever is wrong raises `CacheMiss`.
     """
 
-    def __init__(self, path: Path, key: str, fingerprint: Fingerprint) -> None:
+    def __init__(
+        self, path: Path, key: str, fingerprint: Fingerprint, *, namespace: str, secret: bytes
+    ) -> None:
         self.key = key
         self.fingerprint = fingerprint
-        self.bytes_read = 0
-        self._path = path
         self._groups: dict[tuple[str, ...], list[Tensor]] = {}
+        self._file = CheckedFile(path, secret)
         try:
-            self._file = open(path, "rb", buffering=0)
-        except (FileNotFoundError, NotADirectoryError) as error:
-            raise CacheMiss("absent", str(path)) from error
-        except OSError as error:
-            raise CacheMiss("io", f"{path}: {error}") from error
-        self._fd = self._file.fileno()
-        try:
-            self._open()
+            layout = self._layout = self._expected_layout(path, namespace)
+            self.n_tokens, self.blocks = layout.n_tokens, layout.blocks
+            self._file.read_macs(layout.tensors["macs"].shape[0])
+            first = self._read_index(("token_ids", *_STATISTICS))
+            self.token_ids, *self._groups[_STATISTICS] = first
         except BaseException:
             self.close()
             raise
 
-    def _open(self) -> None:
-        header, self._layout = self._read_header()
-        layout, self._data_start = self._layout, len(header)
-        self.n_tokens, self.blocks = layout.n_tokens, layout.blocks
-        checksums = bytearray(layout.tensors["checksums"].stop)
-        self._read(self._data_start, memoryview(checksums))
-        self._checksums = memoryview(checksums).cast("I")
-        self._check(header, 0, "header")
-        self.token_ids, *self._groups[_STATISTICS] = self._read_index(("token_ids", *_STATISTICS))
-        self._entries_start = self._data_start + layout.tensors["entries"].start
+    @property
+    def bytes_read(self) -> int:
+        return self._file.bytes_read
 
-    def _read_header(self) -> tuple[bytes, FileLayout]:
-        size = os.fstat(self._fd).st_size
-        prefix = bytearray(8)
-        self._read(0, memoryview(prefix))
-        n_bytes = int.from_bytes(prefix, "little")
-        if n_bytes > min(MAX_HEADER_BYTES, size - 8):
-            raise self._corrupt("header length")
-        text = bytearray(n_bytes)
-        self._read(8, memoryview(text))
-        header = bytes(prefix + text)
+    def _expected_layout(self, path: Path, namespace: str) -> FileLayout:
+        """Where everything must sit, and that the file says the same."""
+        file = self._file
         try:
-            metadata = json.loads(text)["__metadata__"]
-            version, digest, key = (metadata[k] for k in ("format_version", "fingerprint", "key"))
-            model = json.loads(metadata["fingerprint_fields"])["model"]
-            n_tokens = int(metadata["n_tokens"])
-        except (ValueError, LookupError, TypeError, ArithmeticError, RecursionError) as error:
-            raise self._corrupt("header") from error
-        if version != str(FORMAT_VERSION):
-            raise CacheMiss("format", f"{self._path}: version {version}, not {FORMAT_VERSION}")
+            digest, key = file.metadata["fingerprint"], file.metadata["key"]
+            model = json.loads(file.metadata["fingerprint_fields"])["model"]
+            n_tokens, n_text = (int(file.metadata[name]) for name in ("n_tokens", "n_text"))
+        except BAD_JSON as error:
+            raise file.corrupt("metadata") from error
         if digest != self.fingerprint.digest:
-            raise CacheMiss("fingerprint", f"{self._path}: {digest}")
+            raise CacheMiss("fingerprint", f"{path}: {digest}")
         if key != self.key:
-            raise CacheMiss("tokens", f"{self._path}: holds chunk {key}")
+            raise CacheMiss("tokens", f"{path}: holds chunk {key}")
+        if not (1 <= n_tokens <= file.size and 0 <= n_text <= file.size):
+            raise file.corrupt("sizes of token ids and text")
         # The label of the model is the one field that may differ between equal fingerprints.
-        written_by = replace(self.fingerprint, model=model)
-        layout = FileLayout(fingerprint=written_by, n_tokens=n_tokens)
-        if n_tokens < 1 or size != len(header) + layout.size or header != layout.header(key):
-            raise self._corrupt("table or file size")
-        return header, layout
-
-    def _corrupt(self, what: str) -> CacheMiss:
-        return CacheMiss("corrupt", f"{self._path}: {what}")
-
-    def _read(self, offset: int, *views: memoryview) -> None:
-        """Fills the views with what follows each other from ``offset`` on."""
-        assert self._fd >= 0, "closed"
-        left = [view for view in views if len(view)]
-        while left:
-            try:
-                got = os.preadv(self._fd, left[:_MAX_VIEWS], offset)
-            except OSError as error:
-                raise CacheMiss("io", f"{self._path}: {error}") from error
-            if not got:
-                raise self._corrupt("too short")
-            self.bytes_read += got
-            offset += got
-            # All of it, but for more than 2 GiB, or more views than one read takes.
-            while got and got >= len(left[0]):
-                got -= len(left.pop(0))
-            if got:
-                left[0] = left[0][got:]
-
-    def _check(self, data: bytes | memoryview, position: int, what: str) -> None:
-        if crc32(data) != self._checksums[position]:
-            raise self._corrupt(what)
+        layout = FileLayout(
+            fingerprint=replace(self.fingerprint, model=model), n_tokens=n_tokens,
+            namespace=namespace, n_text=n_text,
+        )  # fmt: skip
+        header = layout.header(key)
+        if file.size != len(header) + layout.size or file.header != header:
+            raise file.corrupt("table or file size")
+        return layout
 
     def _read_index(self, names: Sequence[str]) -> list[Tensor]:
         """Tensors that follow each other in the file, with one read, checked."""
         places = [self._layout.tensors[name] for name in names]
         tensors = [torch.empty(place.shape, dtype=place.dtype) for place in places]
         views = [byte_view(tensor) for tensor in tensors]
-        self._read(self._data_start + places[0].start, *views)
+        self._file.read(places[0].start, *views)
         for name, view in zip(names, views, strict=True):
-            self._check(view, 1 + INDEX.index(name), name)
+            self._file.check([view], [1 + INDEX.index(name)], name)
         return tensors
 
     def _group(self, names: tuple[str, ...]) -> list[Tensor]:
@@ -145,6 +103,12 @@ class ChunkFile:
             stable=stable.view(torch.bool),
         )
 
+    def text(self) -> str:
+        try:
+            return bytes(byte_view(self._group(_TEXT)[0])).decode(errors="surrogatepass")
+        except UnicodeDecodeError as error:
+            raise self._file.corrupt("text") from error
+
     def local_query(self) -> Tensor:
         return self._group(_LOCAL_QUERY)[0]
 
@@ -159,7 +123,7 @@ class ChunkFile:
 
     def _keep_range(self, found: Tensor) -> None:
         if not is_sound(found):
-            raise self._corrupt("key_range")
+            raise self._file.corrupt("key_range")
         self._groups[_KEY_RANGE] = [found]
 
     def read_all(self, out: Sequence[Tensor]) -> None:
@@ -169,20 +133,22 @@ class ChunkFile:
         assert all((o.dtype, list(o.shape)) == (torch.uint8, shape) for o in out)
         assert all(o.is_contiguous() for o in out)
         layers = [byte_view(layer) for layer in out]
+        tensors = layout.tensors
         if _KEY_RANGE in self._groups:
-            self._read(self._entries_start, *layers)
+            self._file.read(tensors["entries"].start, *layers)
         else:  # It lies right before the entries, so one read takes both.
-            place = layout.tensors["key_range"]
+            place = tensors["key_range"]
             found = torch.empty(place.shape, dtype=place.dtype)
             view = byte_view(found)
-            self._read(self._data_start + place.start, view, *layers)
-            self._check(view, 1 + INDEX.index("key_range"), "key_range")
+            self._file.read(place.start, view, *layers)
+            self._file.check([view], [1 + INDEX.index("key_range")], "key_range")
             self._keep_range(found)
-        position = 1 + len(INDEX)
-        for of_layer in layers:
-            for start, n_bytes in layout.block_places:
-                self._check(of_layer[start : start + n_bytes], position, "block")
-                position += 1
+        places = layout.block_places
+        regions = [
+            of_layer[start : start + n_bytes] for of_layer in layers for start, n_bytes in places
+        ]
+        first = 1 + len(INDEX)
+        self._file.check(regions, range(first, first + len(regions)), "block")
 
     def read_blocks(self, layer: int, blocks: Sequence[int], out: Tensor) -> None:
         # The hot path of a request: thousands of calls, so no tensor operation in any loop.
@@ -190,7 +156,7 @@ class ChunkFile:
         assert 0 <= layer < layout.fingerprint.n_layers and min(blocks, default=0) >= 0
         assert out.dtype == torch.uint8
         places, view = layout.block_places, byte_view(out)
-        base = self._entries_start + layer * layout.layer_bytes
+        base = layout.tensors["entries"].start + layer * layout.layer_bytes
         runs: list[list[int]] = []  # adjacent in the file: its offset, and a range of `view`
         done = end = 0
         for block in blocks:
@@ -203,13 +169,25 @@ class ChunkFile:
             runs[-1][2] = done
         assert done == len(view), "the tensor must hold exactly the entries of the blocks"
         for offset, first, last in runs:
-            self._read(offset, view[first:last])
-        first_checksum = 1 + len(INDEX) + layer * len(places)
-        done = 0
+            self._file.read(offset, view[first:last])
+        of_layer = 1 + len(INDEX) + layer * len(places)
+        regions, done = [], 0
         for block in blocks:
             end = done + places[block][1]
-            self._check(view[done:end], first_checksum + block, "block")
+            regions.append(view[done:end])
             done = end
+        self._file.check(regions, [of_layer + block for block in blocks], "block")
+
+    def chunk(self) -> ChunkCache:
+        place = self._layout.tensors["entries"]
+        entries = torch.empty(place.shape, dtype=place.dtype)
+        self.read_all(list(entries))
+        return ChunkCache(
+            key=self.key, fingerprint=self._layout.fingerprint, text=self.text(),
+            token_ids=self.token_ids, entries=entries, key_range=self.key_range(),
+            local_query=self.local_query(), statistics=self.statistics(),
+            block_means=self.block_means(),
+        )  # fmt: skip
 
     def verify(self) -> None:
         *_, key_range = self._read_index(INDEX)
@@ -221,7 +199,6 @@ class ChunkFile:
 
     def close(self) -> None:
         self._file.close()
-        self._fd = -1
 
     def __enter__(self) -> ChunkFile:
         return self

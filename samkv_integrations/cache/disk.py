@@ -17,6 +17,7 @@ from typing import Any
 from samkv_integrations.cache.base import StoredChunk, _expect
 from samkv_integrations.cache.chunk import SECRET_BYTES, ChunkCache, chunk_key, normalise
 from samkv_integrations.cache.chunk_file import ChunkFile
+from samkv_integrations.cache.chunk_head import read_head
 from samkv_integrations.cache.file_format import encode
 from samkv_integrations.cache.fingerprint import (
     FORMAT_VERSION,
@@ -169,7 +170,7 @@ class ChunkStore:
                 fields = json.dumps(asdict(chunk.fingerprint), indent=2)
                 _write(file.parents[1] / "fingerprint.json", [fields.encode()])
             _write(file.with_suffix(".txt"), [chunk.text.encode(errors="surrogatepass")])
-            _write(file, encode(chunk))
+            _write(file, encode(chunk, self._namespace, self._secret))
         except OSError as error:
             raise _cannot("write", file, error) from error
 
@@ -179,7 +180,10 @@ class ChunkStore:
         if not _HEX_NAME.fullmatch(key):
             raise CacheMiss("absent", repr(key))
         try:
-            found = ChunkFile(self._file(key, fingerprint.digest), key, fingerprint)
+            found = ChunkFile(
+                self._file(key, fingerprint.digest), key, fingerprint,
+                namespace=self._namespace, secret=self._secret,
+            )  # fmt: skip
         except CacheMiss as miss:
             if miss.reason != "absent" or token_ids is None:
                 raise
@@ -279,6 +283,8 @@ class ChunkStore:
     def _may_be_ours(self, key: str, digest: str) -> bool:
         """Whether no sound cache says that the chunk is of another namespace."""
         file = self._file(key, digest)
+        with suppress(CacheMiss):
+            return read_head(file, self._secret).namespace == self._namespace
         try:
             ids = token_ids_in(file)
         except OSError as error:

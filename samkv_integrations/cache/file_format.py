@@ -1,4 +1,4 @@
-"""The file of one chunk cache: where every byte sits, and writing it (`reader` reads it).
+"""The file of one chunk cache: where every byte sits, and writing it (`chunk_file` reads it).
 
 docs/format.md specifies the file. It is a valid safetensors file, written and read by us and not by
 that library because the order of the tensors decides how few reads a request needs.
@@ -11,8 +11,8 @@ import struct
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from hashlib import blake2b
 from math import prod
-from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -27,17 +27,19 @@ INDEX = (
     "block_min",
     "stable",
     "outliers",
+    "text",
     "local_query",
     "summary_codes",
     "summary_scale",
     "key_range",
 )
+MAC_BYTES = 16
+_FILE_PURPOSE = b"samkv file"  # the secret names chunks too, by hashes without a purpose
 
 _DTYPE_NAMES = {
     torch.uint8: "U8",
     torch.int8: "I8",
     torch.int32: "I32",
-    torch.uint32: "U32",
     torch.float16: "F16",
     torch.bfloat16: "BF16",
     torch.float32: "F32",
@@ -59,12 +61,24 @@ class TensorPlace:
 class FileLayout:
     """Where everything sits in the file of a chunk.
 
-    Follows from these two fields alone, so that a reader derives it and believes nothing that a
-    file says about itself.
+    Follows from these fields alone, so that a reader derives it and believes nothing that a file
+    says about itself.
+
+    n_text: bytes of the chunk's text, see `text_bytes`.
     """
 
     fingerprint: Fingerprint
     n_tokens: int
+    namespace: str
+    n_text: int
+
+    @classmethod
+    def of(cls, chunk: ChunkCache, namespace: str) -> FileLayout:
+        """Where everything of ``chunk`` sits."""
+        return cls(
+            fingerprint=chunk.fingerprint, n_tokens=chunk.n_tokens, namespace=namespace,
+            n_text=len(text_bytes(chunk.text)),
+        )  # fmt: skip
 
     @cached_property
     def blocks(self) -> ChunkBlocks:
@@ -78,12 +92,13 @@ class FileLayout:
         n_layers, n_groups, dim = made_by.n_layers, made_by.n_kv_heads, made_by.head_dim
         entries = made_by.entry_format
         table = {
-            "checksums": (torch.uint32, (1 + len(INDEX) + n_layers * n_blocks,)),
+            "macs": (torch.uint8, (1 + len(INDEX) + n_layers * n_blocks, MAC_BYTES)),
             "token_ids": (torch.int32, (self.n_tokens,)),
             "block_max": (torch.int32, (n_layers,)),
             "block_min": (torch.int32, (n_layers,)),
             "stable": (torch.uint8, (n_layers,)),
             "outliers": (torch.uint8, (n_layers, self.n_tokens)),
+            "text": (torch.uint8, (self.n_text,)),
             "local_query": (made_by.torch_dtype, (n_layers, made_by.n_heads, dim)),
             "summary_codes": (torch.int8, (n_layers, n_middle, n_groups, dim)),
             "summary_scale": (torch.float16, (n_layers, n_middle, n_groups)),
@@ -101,6 +116,10 @@ class FileLayout:
     def size(self) -> int:
         """Bytes of all tensors together, the header not counted."""
         return self.tensors["entries"].stop
+
+    def file_size(self, key: str) -> int:
+        """Bytes of the file: of the header, and of all tensors together."""
+        return len(self.header(key)) + self.size
 
     @cached_property
     def layer_bytes(self) -> int:
@@ -123,7 +142,9 @@ class FileLayout:
                 "fingerprint": self.fingerprint.digest,
                 "fingerprint_fields": fields,
                 "key": key,
+                "namespace": self.namespace,
                 "n_tokens": str(self.n_tokens),
+                "n_text": str(self.n_text),
             }
         }
         for name, place in self.tensors.items():
@@ -137,15 +158,41 @@ class FileLayout:
         return struct.pack("<Q", len(text)) + text
 
 
-def encode(chunk: ChunkCache) -> Iterator[bytes | memoryview]:
-    """The bytes of the chunk's file, in order and in pieces, without copying the entries."""
-    layout = FileLayout(fingerprint=chunk.fingerprint, n_tokens=chunk.n_tokens)
+def text_bytes(text: str) -> bytes:
+    """A text as files hold it: UTF-8, and lone surrogates as three bytes each."""
+    return text.encode(errors="surrogatepass")
+
+
+def file_key(header: bytes, secret: bytes) -> bytes:
+    """What the regions of the file with this header are authenticated with.
+
+    It follows from the whole header, and so from the chunk's key, namespace and fingerprint: a
+    region is of no use in another file.
+    """
+    return blake2b(header, key=secret, digest_size=32, person=_FILE_PURPOSE).digest()
+
+
+def mac(key: bytes, position: int, data: bytes | memoryview) -> bytes:
+    """The MAC of region ``position`` of a file; key: see `file_key`."""
+    salt = position.to_bytes(16, "little")
+    return blake2b(data, key=key, digest_size=MAC_BYTES, salt=salt).digest()
+
+
+def encode(chunk: ChunkCache, namespace: str, secret: bytes) -> Iterator[bytes | memoryview]:
+    """The bytes of the chunk's file, in order and in pieces, without copying the entries.
+
+    secret: of the store, which makes its files known from all others.
+    """
+    layout = FileLayout.of(chunk, namespace)
+    text = torch.empty(layout.n_text, dtype=torch.uint8)
+    byte_view(text)[:] = text_bytes(chunk.text)
     tensors = {
         "token_ids": chunk.token_ids,
         "block_max": chunk.statistics.block_max,
         "block_min": chunk.statistics.block_min,
         "stable": chunk.statistics.stable.view(torch.uint8),
         "outliers": chunk.statistics.outliers.view(torch.uint8),
+        "text": text,
         "local_query": chunk.local_query,
         "summary_codes": chunk.block_means.codes,
         "summary_scale": chunk.block_means.scale,
@@ -157,15 +204,16 @@ def encode(chunk: ChunkCache) -> Iterator[bytes | memoryview]:
         assert (tensor.dtype, tuple(tensor.shape)) == (place.dtype, place.shape), name
 
     header = layout.header(chunk.key)
+    key = file_key(header, secret)
     *index, entries = (byte_view(tensor.detach().contiguous()) for tensor in tensors.values())
-    checksums = [crc32(header), *map(crc32, index)]
+    regions: list[bytes | memoryview] = [header, *index]
     for start in range(0, len(entries), layout.layer_bytes):
-        checksums += [
-            crc32(entries[start + first : start + first + n_bytes])
+        regions += [
+            entries[start + first : start + first + n_bytes]
             for first, n_bytes in layout.block_places
         ]
     yield header
-    yield struct.pack(f"<{len(checksums)}I", *checksums)
+    yield b"".join([mac(key, position, data) for position, data in enumerate(regions)])
     yield from index
     yield entries
 

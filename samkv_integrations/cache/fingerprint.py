@@ -14,7 +14,7 @@ from samkv_integrations.cache.blocks import BlockScheme
 from samkv_integrations.cache.quantise import EntryFormat
 from samkv_integrations.errors import FingerprintMismatch
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 
 
 @dataclass(frozen=True, kw_only=True)

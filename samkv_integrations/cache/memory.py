@@ -19,7 +19,7 @@ from samkv_integrations.cache.chunk import (
     chunk_key,
     normalise,
 )
-from samkv_integrations.cache.file_format import FileLayout
+from samkv_integrations.cache.file_format import FileLayout, text_bytes
 from samkv_integrations.cache.fingerprint import (
     Fingerprint,
     _require,
@@ -57,6 +57,13 @@ class MemoryChunk:
         self._count("statistics", found.block_max, found.block_min, found.outliers, found.stable)
         return found
 
+    def text(self) -> str:
+        found = self._open_chunk().text
+        if "text" not in self._counted:
+            self._counted.add("text")
+            self.bytes_read += len(text_bytes(found))
+        return found
+
     def local_query(self) -> Tensor:
         found = self._open_chunk().local_query
         self._count("local_query", found)
@@ -92,6 +99,10 @@ class MemoryChunk:
         assert (out.dtype, out.shape) == (found.dtype, found.shape)
         out.copy_(found)
         self.bytes_read += found.nbytes
+
+    def chunk(self) -> ChunkCache:
+        self.key_range()
+        return self._open_chunk()
 
     def verify(self) -> None:
         self._open_chunk()
@@ -217,8 +228,8 @@ class MemoryStore:
         """``bytes`` is what the chunks' files would take."""
         sizes: dict[str, list[int]] = {}
         for (digest, key), chunk in list(self._chunks.items()):
-            layout = FileLayout(fingerprint=chunk.fingerprint, n_tokens=chunk.n_tokens)
-            sizes.setdefault(digest, []).append(len(layout.header(key)) + layout.size)
+            size = FileLayout.of(chunk, self._namespace).file_size(key)
+            sizes.setdefault(digest, []).append(size)
         return _stats({held.digest: asdict(held) for held in self.fingerprints()}, sizes)
 
     def require(self, fingerprint: Fingerprint) -> None:

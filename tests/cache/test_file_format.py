@@ -8,7 +8,6 @@ import json
 import math
 import os
 import struct
-import zlib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -21,10 +20,10 @@ from torch import Tensor
 from samkv_integrations.cache.base import StoredChunk
 from samkv_integrations.cache.blocks import BlockScheme
 from samkv_integrations.cache.chunk import BlockMeans, ChunkCache, ChunkStatistics
-from samkv_integrations.cache.chunk_file import ChunkFile
-from samkv_integrations.cache.file_format import INDEX, FileLayout, encode
+from samkv_integrations.cache.file_format import INDEX, FileLayout
 from samkv_integrations.cache.memory import MemoryChunk
 from samkv_integrations.errors import CacheMiss
+from tests.support.chunk_files import NAMESPACE, SECRET, encoded, open_file, read_all
 from tests.support.chunks import random_chunk, tiny_fingerprint
 
 # As small as they get: 5 blocks, of which 1 and 2 are the middle and 4 is short.
@@ -61,6 +60,7 @@ def file_by_hand(chunk: ChunkCache) -> bytes:
     else:  # codes of keys and values, then scale and offset of each head's values
         entry_bytes = 2 * groups * dim * bits // 8 + 2 * groups * 2
     rows = groups, dim
+    text = chunk.text.encode("utf-8", "surrogatepass")
     n_ranges = math.ceil(n_tokens / 64) if bits < 16 else 0
     entries = n_layers, n_tokens, entry_bytes
     table = [
@@ -69,6 +69,7 @@ def file_by_hand(chunk: ChunkCache) -> bytes:
         ("block_min", "I32", [n_layers], pack(chunk.statistics.block_min, "i")),
         ("stable", "U8", [n_layers], pack(chunk.statistics.stable, "B")),
         ("outliers", "U8", [n_layers, n_tokens], pack(chunk.statistics.outliers, "B")),
+        ("text", "U8", [len(text)], text),
         ("local_query", name, [n_layers, heads, dim], pack(chunk.local_query, code)),
         ("summary_codes", "I8", [n_layers, len(middle), *rows], pack(chunk.block_means.codes, "b")),
         (
@@ -79,11 +80,12 @@ def file_by_hand(chunk: ChunkCache) -> bytes:
         ),
         ("key_range", "F16", [n_layers, n_ranges, 2, *rows], pack(chunk.key_range, "e")),
     ]
-    n_checksums = 1 + len(table) + n_layers * n_blocks
-    crcs = [zlib.crc32(data) for *_, data in table]
+    regions = [data for *_, data in table]
     for layer in range(n_layers):
         for first, stop in spans:
-            crcs.append(zlib.crc32(pack(chunk.entries[layer, first:stop], "B")))
+            regions.append(pack(chunk.entries[layer, first:stop], "B"))
+    n_macs = 1 + len(regions)
+    assert n_macs == 1 + len(table) + n_layers * n_blocks
     table.append(("entries", "U8", list(entries), pack(chunk.entries, "B")))
 
     labelled = {k: v for k, v in fields.items() if k != "model"}
@@ -91,41 +93,53 @@ def file_by_hand(chunk: ChunkCache) -> bytes:
     compact = (",", ":")
     header: dict[str, object] = {
         "__metadata__": {
-            "format_version": "3",
+            "format_version": "4",
             "fingerprint": digest.hexdigest(),
             "fingerprint_fields": json.dumps(fields, sort_keys=True, separators=compact),
             "key": chunk.key,
+            "namespace": NAMESPACE,
             "n_tokens": str(n_tokens),
+            "n_text": str(len(text)),
         }
     }
     start = 0
     for name, dtype, shape, data in [
-        ("checksums", "U32", [n_checksums], b"1234" * n_checksums),
+        ("macs", "U8", [n_macs, 16], bytes(16 * n_macs)),
         *table,
     ]:
         stop = start + len(data)
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, stop]}
         start = stop
-    text = json.dumps(header, separators=compact)
+    before = before_tensors(header)
+    regions.insert(0, before)
+    macs = [mac_by_hand(before, i, data) for i, data in enumerate(regions)]
+    return before + b"".join(macs) + b"".join(row[-1] for row in table)
+
+
+def before_tensors(header: dict[str, object]) -> bytes:
+    """The length and the JSON that begin a file."""
+    text = json.dumps(header, separators=(",", ":"))
     text += " " * (-len(text) % 8)
-    before = struct.pack("<Q", len(text)) + text.encode("ascii")
-    crcs.insert(0, zlib.crc32(before))
-    return before + struct.pack(f"<{n_checksums}I", *crcs) + b"".join(row[-1] for row in table)
+    return struct.pack("<Q", len(text)) + text.encode("ascii")
+
+
+def mac_by_hand(before: bytes, position: int, data: bytes) -> bytes:
+    key = hashlib.blake2b(before, key=SECRET, digest_size=32, person=b"samkv file").digest()
+    salt = struct.pack("<QQ", position, 0)
+    return hashlib.blake2b(data, key=key, digest_size=16, salt=salt).digest()
 
 
 def with_header(data: bytes, edit: Callable[[dict[str, object]], object]) -> bytes:
-    """A file whose JSON was edited and whose header checksum is right again."""
+    """A file whose JSON was edited by who knows the secret: its header's MAC is right again."""
     length = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + length])
     edit(header)
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    before = struct.pack("<Q", len(text)) + text
-    return before + struct.pack("<I", zlib.crc32(before)) + data[8 + length + 4 :]
+    before = before_tensors(header)
+    return before + mac_by_hand(before, 0, before) + data[8 + length + 16 :]
 
 
 def read_everything(path: Path, chunk: ChunkCache) -> None:
-    with ChunkFile(path, chunk.key, chunk.fingerprint) as stored:
+    with open_file(path, chunk) as stored:
         stored.verify()
 
 
@@ -142,13 +156,6 @@ def read_block(stored: StoredChunk, layer: int, block: int) -> Tensor:
     return entries
 
 
-def read_all(stored: StoredChunk) -> Tensor:
-    form, n_layers = stored.fingerprint.entry_format, stored.fingerprint.n_layers
-    entries = torch.empty(n_layers, stored.n_tokens, form.n_bytes, dtype=torch.uint8)
-    stored.read_all(entries)
-    return entries
-
-
 @pytest.fixture
 def chunk() -> ChunkCache:
     return random_chunk(7, N_TOKENS, SMALL)
@@ -157,7 +164,7 @@ def chunk() -> ChunkCache:
 @pytest.fixture
 def path(tmp_path: Path, chunk: ChunkCache) -> Path:
     path = tmp_path / "chunk.safetensors"
-    path.write_bytes(b"".join(encode(chunk)))
+    path.write_bytes(encoded(chunk))
     return path
 
 
@@ -192,7 +199,7 @@ def block_range(layout: FileLayout, layer: int, block: int) -> tuple[int, int]:
 @pytest.mark.parametrize("sizes", CASES, ids=str)
 def test_bytes_are_those_of_the_specification(sizes: tuple[str, int, int, int, int]) -> None:
     chunk = case(*sizes)
-    assert b"".join(encode(chunk)) == file_by_hand(chunk)
+    assert encoded(chunk) == file_by_hand(chunk)
 
 
 def counted(tensor: Tensor) -> Tensor:
@@ -213,11 +220,11 @@ def test_the_bytes_of_one_file_never_change() -> None:
             for name in ("token_ids", "entries", "key_range", "local_query")
         },
     )
-    data = b"".join(encode(whole))
+    data = encoded(whole)
     assert data == file_by_hand(whole)
-    assert len(data) == 1568
+    assert len(data) == 1967
     assert hashlib.sha256(data).hexdigest() == (
-        "2bc6a6c3aaec2f873ad66d85980b33765b24f673f5a81b856da9bcb669e2db6e"
+        "bf326c7b90c8004c9c37af942a5a49df6109c37e682215057f2ee1001ffcebad"
     )
 
 
@@ -227,13 +234,14 @@ def test_safetensors_reads_what_we_wrote(
 ) -> None:
     chunk = case(*sizes)
     path = tmp_path / "chunk.safetensors"
-    path.write_bytes(b"".join(encode(chunk)))
+    path.write_bytes(encoded(chunk))
     expected = {
         "token_ids": chunk.token_ids,
         "block_max": chunk.statistics.block_max,
         "block_min": chunk.statistics.block_min,
         "stable": chunk.statistics.stable.to(torch.uint8),
         "outliers": chunk.statistics.outliers.to(torch.uint8),
+        "text": torch.tensor(list(chunk.text.encode()), dtype=torch.uint8),
         "local_query": chunk.local_query,
         "summary_codes": chunk.block_means.codes,
         "summary_scale": chunk.block_means.scale,
@@ -241,7 +249,7 @@ def test_safetensors_reads_what_we_wrote(
         "entries": chunk.entries,
     }
     with safe_open(path, "pt") as file:
-        assert set(file.keys()) == {"checksums", *expected}
+        assert set(file.keys()) == {"macs", *expected}
         assert file.metadata()["key"] == chunk.key
         for name, tensor in expected.items():
             found = file.get_tensor(name)
@@ -250,7 +258,7 @@ def test_safetensors_reads_what_we_wrote(
 
 def test_layout_knows_where_each_block_is(path: Path, chunk: ChunkCache) -> None:
     data = path.read_bytes()
-    layout = FileLayout(fingerprint=SMALL, n_tokens=N_TOKENS)
+    layout = FileLayout.of(chunk, NAMESPACE)
     after_header = len(data) - layout.size
     for layer in range(SMALL.n_layers):
         for block in range(chunk.blocks.n_blocks):
@@ -260,15 +268,15 @@ def test_layout_knows_where_each_block_is(path: Path, chunk: ChunkCache) -> None
 
 
 def test_a_chunk_in_four_bits_takes_less_than_a_third_of_its_entries_in_bfloat16() -> None:
-    """Everything counted: statistics, block_means, checksums, header. Of Qwen2.5-0.5B's shape."""
+    """Everything counted: text, statistics, block_means, MACs, header. Of Qwen2.5-0.5B's shape."""
     sizes = {}
     for bits in (4, 8, 16):
         fingerprint = replace(
             SMALL, dtype="bfloat16", n_layers=24, n_heads=14, n_kv_heads=2, head_dim=64,
             block_size=BlockScheme.auto(512).size, store_bits=bits,
         )  # fmt: skip
-        layout = FileLayout(fingerprint=fingerprint, n_tokens=512)
-        sizes[bits] = len(layout.header("0" * 32)) + layout.size
+        layout = FileLayout(fingerprint=fingerprint, n_tokens=512, namespace="", n_text=2200)
+        sizes[bits] = layout.file_size("0" * 32)
     entries = 24 * 512 * 2 * 2 * 64 * 2
     assert sizes[4] <= 0.32 * entries
     assert sizes[8] <= 0.57 * entries
@@ -282,7 +290,7 @@ def test_tensors_need_not_be_contiguous(chunk: ChunkCache) -> None:
         local_query=chunk.local_query.clone().requires_grad_(),
     )
     assert not turned.entries.is_contiguous()
-    assert b"".join(encode(turned)) == b"".join(encode(chunk))
+    assert encoded(turned) == encoded(chunk)
 
 
 @pytest.mark.parametrize("field", ["entries", "key_range", "local_query", "token_ids"])
@@ -290,7 +298,7 @@ def test_a_chunk_of_wrong_shape_or_dtype_is_not_written(chunk: ChunkCache, field
     tensor = getattr(chunk, field)
     for wrong in (tensor[:-1], tensor.double()):
         with pytest.raises(AssertionError):
-            list(encode(replace(chunk, **{field: wrong})))
+            encoded(replace(chunk, **{field: wrong}))
 
 
 # -- damage --------------------------------------------------------------------------------------
@@ -310,6 +318,7 @@ def test_every_flipped_byte_is_noticed(path: Path, chunk: ChunkCache) -> None:
 
 
 READS: dict[str, Callable[[StoredChunk], object]] = {
+    "text": lambda stored: stored.text(),
     "local_query": lambda stored: stored.local_query(),
     "summary": lambda stored: stored.block_means(),
     "key_range": lambda stored: stored.key_range(),
@@ -320,7 +329,7 @@ READS: dict[str, Callable[[StoredChunk], object]] = {
 def test_a_read_notices_damage_to_its_own_bytes_only(
     path: Path, chunk: ChunkCache, name: str
 ) -> None:
-    layout = FileLayout(fingerprint=SMALL, n_tokens=N_TOKENS)
+    layout = FileLayout.of(chunk, NAMESPACE)
     data = bytearray(path.read_bytes())
     after_header = len(data) - layout.size
     for position in (layout.tensors[name].start, layout.tensors[name].stop - 1):
@@ -331,7 +340,7 @@ def test_a_read_notices_damage_to_its_own_bytes_only(
         if not reads:  # token ids and statistics are checked when the file is opened
             assert reason_of(path, chunk) == "corrupt"
             continue
-        with ChunkFile(path, chunk.key, SMALL) as stored:
+        with open_file(path, chunk) as stored:
             for prefix, read in READS.items():
                 if prefix not in reads:
                     read(stored)
@@ -345,24 +354,24 @@ def test_a_read_notices_damage_to_its_own_bytes_only(
 def test_reading_all_notices_a_damaged_key_range_and_every_damaged_entry(
     path: Path, chunk: ChunkCache
 ) -> None:
-    layout = FileLayout(fingerprint=SMALL, n_tokens=N_TOKENS)
+    layout = FileLayout.of(chunk, NAMESPACE)
     data = path.read_bytes()
     after_header = len(data) - layout.size
     with path.open("r+b", buffering=0) as file:
         for offset in range(after_header + layout.tensors["key_range"].start, len(data)):
             os.pwrite(file.fileno(), bytes([data[offset] ^ 4]), offset)
-            with ChunkFile(path, chunk.key, SMALL) as stored:
+            with open_file(path, chunk) as stored:
                 stored.local_query()
                 stored.block_means()
                 with pytest.raises(CacheMiss, match="corrupt"):
                     read_all(stored)
             os.pwrite(file.fileno(), data[offset : offset + 1], offset)
-    with ChunkFile(path, chunk.key, SMALL) as stored:
+    with open_file(path, chunk) as stored:
         assert torch.equal(read_all(stored), chunk.entries)
 
 
 def test_a_damaged_block_spoils_no_other(path: Path, chunk: ChunkCache) -> None:
-    layout = FileLayout(fingerprint=SMALL, n_tokens=N_TOKENS)
+    layout = FileLayout.of(chunk, NAMESPACE)
     data = path.read_bytes()
     places = [(layer, block) for layer in range(2) for block in range(chunk.blocks.n_blocks)]
     for place in places:
@@ -371,7 +380,7 @@ def test_a_damaged_block_spoils_no_other(path: Path, chunk: ChunkCache) -> None:
             damaged = bytearray(data)
             damaged[len(data) - layout.size + position] ^= 0x80
             path.write_bytes(damaged)
-            with ChunkFile(path, chunk.key, SMALL) as stored:
+            with open_file(path, chunk) as stored:
                 for other in places:
                     if other != place:
                         read_block(stored, *other)
@@ -381,20 +390,20 @@ def test_a_damaged_block_spoils_no_other(path: Path, chunk: ChunkCache) -> None:
 
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("place", [0, 1])
-def test_a_key_range_that_is_no_number_is_corrupt_whatever_its_checksum_says(
+def test_a_key_range_that_is_no_number_is_corrupt_whatever_its_mac_says(
     path: Path, chunk: ChunkCache, place: int, wrong: float
 ) -> None:
     key_range = chunk.key_range.clone()
     key_range[-1, -1, place, 0, 2] = wrong
     broken = replace(chunk, key_range=key_range)
-    path.write_bytes(b"".join(encode(broken)))
+    path.write_bytes(encoded(broken))
     uses: tuple[Callable[[StoredChunk], object], ...] = (
         lambda stored: stored.key_range(),
         read_all,
         lambda stored: stored.verify(),
     )
     for use in uses:
-        for opened in (ChunkFile(path, chunk.key, SMALL), MemoryChunk(broken, SMALL)):
+        for opened in (open_file(path, chunk), MemoryChunk(broken, SMALL)):
             for _ in range(2):  # It is not handed out the second time either.
                 with pytest.raises(CacheMiss, match="corrupt: .*key_range"):
                     use(opened)
@@ -411,7 +420,7 @@ def test_a_file_of_any_other_length_is_corrupt(path: Path, chunk: ChunkCache) ->
 
 
 def test_a_file_that_shrinks_while_open_is_corrupt(path: Path, chunk: ChunkCache) -> None:
-    with ChunkFile(path, chunk.key, SMALL) as stored:
+    with open_file(path, chunk) as stored:
         os.truncate(path, path.stat().st_size - 1)
         last_middle = chunk.blocks.middle_blocks[-1]
         read_block(stored, 0, last_middle)
@@ -430,12 +439,10 @@ def test_no_file_is_absent(tmp_path: Path, chunk: ChunkCache) -> None:
 def test_failures_of_the_operating_system_are_io(
     path: Path, chunk: ChunkCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert reason_of(path.parent, chunk) == "io"  # a folder
-
     def broken_disk(*_: object) -> int:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    with ChunkFile(path, chunk.key, SMALL) as stored:
+    with open_file(path, chunk) as stored:
         monkeypatch.setattr(os, "preadv", broken_disk)
         with pytest.raises(CacheMiss, match="io: .*Input/output error"):
             read_block(stored, 0, 0)
@@ -443,7 +450,7 @@ def test_failures_of_the_operating_system_are_io(
             read_all(stored)
 
 
-@pytest.mark.parametrize("version", ["1", "2", "4", "", "3.0"])
+@pytest.mark.parametrize("version", ["1", "2", "3", "5", "", "4.0"])
 def test_another_format_version_is_named(path: Path, chunk: ChunkCache, version: str) -> None:
     data = path.read_bytes()
     path.write_bytes(with_header(data, lambda h: h["__metadata__"].update(format_version=version)))
@@ -458,7 +465,9 @@ def test_a_file_of_another_fingerprint_or_chunk(path: Path, chunk: ChunkCache) -
 
 
 def test_the_label_of_the_model_does_not_matter(path: Path, chunk: ChunkCache) -> None:
-    with ChunkFile(path, chunk.key, replace(SMALL, model="a longer label")) as stored:
+    with open_file(
+        path, replace(chunk, fingerprint=replace(SMALL, model="a longer label"))
+    ) as stored:
         stored.verify()
         assert torch.equal(read_all(stored), chunk.entries)
 
@@ -487,7 +496,7 @@ def test_the_label_of_the_model_does_not_matter(path: Path, chunk: ChunkCache) -
 def test_a_header_that_is_not_the_expected_one_is_corrupt(
     path: Path, chunk: ChunkCache, edit: Callable[[dict[str, object]], object]
 ) -> None:
-    """Although its own checksum is right."""
+    """Although its own MAC is right."""
     data = path.read_bytes()
     path.write_bytes(with_header(data, lambda header: None))
     read_everything(path, chunk)
@@ -538,7 +547,7 @@ def test_exactly_the_bytes_of_the_blocks_are_read(
     fingerprint = tiny_fingerprint(dtype="bfloat16", n_layers=3, block_size=4)
     chunk = random_chunk(3, 38, fingerprint)  # blocks 0 | 1 to 7 | 8 and 9, the last of 2 tokens
     path = tmp_path / "chunk.safetensors"
-    data = b"".join(encode(chunk))
+    data = encoded(chunk)
     path.write_bytes(data)
     entry, layer = 2 * 2 * 8 // 2 + 8, 1  # bytes: 4 bits of 2 x 2 x 8 numbers, and 2 x 2 scales
     of_layer = len(data) - (3 - layer) * 38 * entry
@@ -558,7 +567,7 @@ def test_exactly_the_bytes_of_the_blocks_are_read(
         tuple(range(10)): [tokens(0, 38)],
         (): [],
     }
-    with ChunkFile(path, chunk.key, fingerprint) as stored:
+    with open_file(path, chunk) as stored:
         for blocks, ranges in expected.items():
             rows = [token for block in blocks for token in range(*chunk.blocks.span(block))]
             entries = torch.empty(len(rows), entry, dtype=torch.uint8)
@@ -578,12 +587,12 @@ def test_a_whole_chunk_is_one_read_and_no_byte_is_read_twice(
     fingerprint = replace(SMALL, store_bits=bits)
     chunk = random_chunk(7, N_TOKENS, fingerprint)
     path = tmp_path / "chunk.safetensors"
-    path.write_bytes(b"".join(encode(chunk)))
-    layout = FileLayout(fingerprint=fingerprint, n_tokens=N_TOKENS)
+    path.write_bytes(encoded(chunk))
+    layout = FileLayout.of(chunk, NAMESPACE)
     header, size = path.stat().st_size - layout.size, path.stat().st_size
     entries = header + layout.tensors["entries"].start
     key_range = header + layout.tensors["key_range"].start
-    with ChunkFile(path, chunk.key, fingerprint) as stored:
+    with open_file(path, chunk) as stored:
         before = stored.bytes_read
         reads.clear()
         if is_range_first:
@@ -612,13 +621,13 @@ def test_a_read_that_is_cut_short_goes_on(
         return preadv(fd, [buffers[0][:most]], offset)
 
     monkeypatch.setattr(os, "preadv", short)
-    places = FileLayout(fingerprint=SMALL, n_tokens=N_TOKENS).tensors
-    with ChunkFile(path, chunk.key, SMALL) as stored:
+    places = FileLayout.of(chunk, NAMESPACE).tensors
+    with open_file(path, chunk) as stored:
         assert torch.equal(read_all(stored), chunk.entries)
         assert torch.equal(stored.key_range(), chunk.key_range)
         assert stored.bytes_read == path.stat().st_size - sum(
             places[name].stop - places[name].start
-            for name in ("local_query", "summary_codes", "summary_scale")
+            for name in ("text", "local_query", "summary_codes", "summary_scale")
         )
         stored.verify()
 
@@ -627,8 +636,8 @@ def test_more_layers_than_one_read_takes(tmp_path: Path) -> None:
     fingerprint = replace(SMALL, n_layers=1500, n_heads=1, head_dim=2, n_init=0, n_local=0)
     chunk = random_chunk(1, 3, fingerprint)
     path = tmp_path / "chunk.safetensors"
-    path.write_bytes(b"".join(encode(chunk)))
-    with ChunkFile(path, chunk.key, fingerprint) as stored:
+    path.write_bytes(encoded(chunk))
+    with open_file(path, chunk) as stored:
         assert torch.equal(read_all(stored), chunk.entries)
         stored.verify()
 
@@ -636,13 +645,14 @@ def test_more_layers_than_one_read_takes(tmp_path: Path) -> None:
 def test_opening_reads_the_small_part_and_each_index_part_is_one_read(
     path: Path, chunk: ChunkCache, reads: list[tuple[int, int]]
 ) -> None:
-    layout = FileLayout(fingerprint=SMALL, n_tokens=N_TOKENS)
+    layout = FileLayout.of(chunk, NAMESPACE)
     header = path.stat().st_size - layout.size
     places = layout.tensors
-    with ChunkFile(path, chunk.key, SMALL) as stored:
+    with open_file(path, chunk) as stored:
         stored.statistics()
         assert sum(length for _, length in reads) == header + places["outliers"].stop
         for read, first, last in (
+            (stored.text, "text", "text"),
             (stored.local_query, "local_query", "local_query"),
             (stored.block_means, "summary_codes", "summary_scale"),
             (stored.key_range, "key_range", "key_range"),
@@ -655,4 +665,4 @@ def test_opening_reads_the_small_part_and_each_index_part_is_one_read(
         assert stored.bytes_read == header + places["key_range"].stop
         reads.clear()
         stored.verify()
-        assert sum(length for _, length in reads) == layout.size - places["checksums"].stop
+        assert sum(length for _, length in reads) == layout.size - places["macs"].stop

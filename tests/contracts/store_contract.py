@@ -232,9 +232,10 @@ class StoreContract:
         stats = store.stats()
         store.put(chunk)
         assert store.stats() == stats
-        store.put(replace(chunk, entries=chunk.entries ^ 1, text="another"))
+        another = chunk.text[::-1]  # of as many bytes
+        store.put(replace(chunk, entries=chunk.entries ^ 1, text=another))
         assert store.stats() == stats
-        assert store.text(chunk.key) == "another"
+        assert store.text(chunk.key) == another
         with store.open(chunk.key, TINY) as stored:
             assert torch.equal(read(stored, 0, [0]), chunk.entries[0, :4] ^ 1)
 
@@ -258,6 +259,8 @@ class StoreContract:
         stored.close()
         uses = (
             stored.verify,
+            stored.text,
+            stored.chunk,
             stored.block_means,
             stored.key_range,
             lambda: read(stored, 0, [0]),
@@ -266,6 +269,25 @@ class StoreContract:
         for use in uses:
             with pytest.raises(AssertionError, match="closed"):
                 use()
+
+    @pytest.mark.parametrize(
+        "text", ["", "e\u0301 and \u00e9, \U0001f40b, \ud800 alone"], ids=ascii
+    )
+    def test_an_open_chunk_hands_out_its_text_and_all_of_it(self, store: Store, text: str) -> None:
+        for seed, n_tokens in enumerate(SIZES):
+            put = replace(chunk_for(store, seed, n_tokens), text=text)
+            store.put(put)
+            with store.open(put.key, replace(TINY, model="another label")) as stored:
+                before = stored.bytes_read
+                assert stored.text() == stored.text() == text
+                assert stored.bytes_read == before + len(text.encode(errors="surrogatepass"))
+                whole = stored.chunk()
+            assert (whole.key, whole.fingerprint, whole.text) == (put.key, TINY, text)
+            assert_same(whole.statistics, put.statistics)
+            assert_same(whole.block_means, put.block_means)
+            for name in ("token_ids", "entries", "key_range", "local_query"):
+                found, expected = getattr(whole, name), getattr(put, name)
+                assert found.dtype == expected.dtype and torch.equal(found, expected), name
 
     def test_keys_contains_delete(self, store: Store) -> None:
         other = replace(TINY, block_size=8)
@@ -368,12 +390,6 @@ class StoreContract:
         assert store.forget(lambda body: False, [chunk.token_ids.tolist(), [1, 2]]) == 1
         assert store.keys() == [kept.key] and store.text(chunk.key) is None
 
-    def test_forgets_nothing_of_another_namespace(self, store: Store) -> None:
-        foreign = random_chunk(1, 30, TINY)  # under a key that this store does not give
-        store.put(foreign)
-        assert store.forget(lambda body: True) == 0
-        assert store.keys() == [foreign.key] and store.text(foreign.key) == foreign.text
-
     def test_the_first_note_stays_if_it_shall(self, store: Store) -> None:
         assert store.note("owner") is None
         assert store.put_note("owner", "one", replace=False)
@@ -399,8 +415,8 @@ class StoreContract:
             for seed in range(n_chunks):
                 chunk = chunk_for(store, seed, 30 + seed, fingerprint)
                 store.put(chunk)
-                layout = FileLayout(fingerprint=fingerprint, n_tokens=chunk.n_tokens)
-                expected[fingerprint.digest] += len(layout.header(chunk.key)) + layout.size
+                layout = FileLayout.of(chunk, store.namespace)
+                expected[fingerprint.digest] += layout.file_size(chunk.key)
         stats = store.stats()
         assert (stats.n_chunks, stats.bytes) == (4, sum(expected.values()))
         assert set(stats.rows) == {
@@ -409,7 +425,7 @@ class StoreContract:
                 dtype="float32",
                 store_bits=4,
                 block_size=4,
-                format_version=3,
+                format_version=4,
                 chunks=3,
                 bytes=expected[TINY.digest],
             ),
@@ -418,7 +434,7 @@ class StoreContract:
                 dtype="bfloat16",
                 store_bits=8,
                 block_size=8,
-                format_version=3,
+                format_version=4,
                 chunks=1,
                 bytes=expected[other.digest],
             ),

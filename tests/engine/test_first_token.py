@@ -218,16 +218,16 @@ def test_each_chunk_is_read_once_from_its_first_entry_to_its_last(
 def test_bytes_read_are_those_of_the_files_without_what_is_not_needed(
     on_disk: Engine, tmp_path: Path
 ) -> None:
-    """Local queries and block_means, which only some methods need, lie in the files unread."""
+    """Texts, and local queries and block_means for some methods, lie in the files unread."""
     report = ask(on_disk, PROMPT, CHUNKS, "samkv-guided").report
     unread = total = 0
     for text in CHUNKS:
         total += file_of(on_disk, tmp_path, text).stat().st_size
         with on_disk.store.open(on_disk.key_of(text), on_disk.fingerprint) as chunk:
             assert isinstance(chunk, ChunkFile)
-            places = FileLayout(fingerprint=on_disk.fingerprint, n_tokens=chunk.n_tokens).tensors
-            first, last = places["local_query"], places["key_range"]
-            names = ("local_query", "summary_codes", "summary_scale")
+            places = FileLayout.of(chunk.chunk(), "").tensors
+            first, last = places["text"], places["key_range"]
+            names = ("text", "local_query", "summary_codes", "summary_scale")
             unread += sum(places[name].stop - places[name].start for name in names)
             assert first.start < last.stop
     assert total - unread - 64 * len(CHUNKS) <= report.bytes_read <= total - unread

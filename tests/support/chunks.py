@@ -108,15 +108,7 @@ def cache_of(engine: Engine, text: str) -> ChunkCache:
     """The cache of ``text``, as the engine's store hands it out."""
     ids = engine.model.tokenize(normalise(text), special=False)
     with engine.store.open(engine.key_of(text), engine.fingerprint, ids) as stored:
-        form, n_layers = engine.fingerprint.entry_format, engine.fingerprint.n_layers
-        entries = torch.empty(n_layers, stored.n_tokens, form.n_bytes, dtype=torch.uint8)
-        stored.read_all(list(entries))
-        return ChunkCache(
-            key=stored.key, fingerprint=engine.fingerprint, text=normalise(text),
-            token_ids=stored.token_ids, entries=entries, key_range=stored.key_range(),
-            local_query=stored.local_query(), statistics=stored.statistics(),
-            block_means=stored.block_means(),
-        )  # fmt: skip
+        return stored.chunk()
 
 
 def decoded(chunk: ChunkCache) -> tuple[Tensor, Tensor]:

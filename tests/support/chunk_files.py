@@ -1,0 +1,34 @@
+"""Files of single chunks, outside of any store."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from samkv_integrations.cache.base import StoredChunk
+from samkv_integrations.cache.chunk import ChunkCache
+from samkv_integrations.cache.chunk_file import ChunkFile
+from samkv_integrations.cache.file_format import encode
+
+SECRET = bytes(range(100, 132))
+NAMESPACE = 'Müller "& co"'
+
+
+def encoded(chunk: ChunkCache, namespace: str = NAMESPACE, secret: bytes = SECRET) -> bytes:
+    """The file of ``chunk``."""
+    return b"".join(encode(chunk, namespace, secret))
+
+
+def open_file(path: Path, chunk: ChunkCache) -> ChunkFile:
+    """The file at ``path``, which should be that of ``chunk``."""
+    return ChunkFile(path, chunk.key, chunk.fingerprint, namespace=NAMESPACE, secret=SECRET)
+
+
+def read_all(stored: StoredChunk) -> Tensor:
+    """(L, T, E): the entries of all layers."""
+    form, n_layers = stored.fingerprint.entry_format, stored.fingerprint.n_layers
+    entries = torch.empty(n_layers, stored.n_tokens, form.n_bytes, dtype=torch.uint8)
+    stored.read_all(list(entries))
+    return entries
