@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
@@ -12,6 +13,25 @@ from samkv_integrations.cache.chunk import BlockMeans, ChunkCache, ChunkStatisti
 from samkv_integrations.cache.fingerprint import Fingerprint
 from samkv_integrations.cache.stats import StoreStats
 from samkv_integrations.errors import CacheMiss
+
+MAX_ALIKE = 64
+"""Most texts of one bare form that a look-up gives: they differ in white space and escapes only."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Beginnings:
+    """How the bare forms of stored texts begin, see `Store.beginnings`.
+
+    cursor: says of which state of the store this is.
+    heads: the first `LOOKUP_CHARS` characters of each; shorter forms are left out.
+    longest: characters of the longest bare form of all, not only of these.
+    is_all: whether these are all, and not those that came since another state.
+    """
+
+    cursor: Hashable
+    heads: Sequence[str]
+    longest: int
+    is_all: bool
 
 
 class StoredChunk(Protocol):
@@ -135,8 +155,11 @@ class Store(Protocol):
         Nothing but a hint: whatever goes wrong, `open` will say.
         """
 
-    def delete(self, key: str) -> bool:
-        """Removes a chunk and its text under all fingerprints; whether there was anything."""
+    def delete(self, *keys: str) -> int:
+        """Removes chunks and their texts under all fingerprints; of how many keys there were any.
+
+        Nothing of a text is left on disk, but for what the file system keeps of deleted files.
+        """
 
     def forget(
         self,
@@ -156,10 +179,23 @@ class Store(Protocol):
     def keys(self, fingerprint: Fingerprint | None = None) -> list[str]:
         """Sorted keys of the chunks of one fingerprint, or of all."""
 
-    def stamp(self, fingerprint: Fingerprint) -> Hashable | None:
-        """A value that differs when `keys` of the fingerprint may; None if that is uncertain.
+    def put_text(self, key: str, fingerprint: Fingerprint, text: str) -> None:
+        """Makes another text known of a chunk that is there: it has the same tokens.
 
-        Much cheaper than `keys`.
+        Some tokenizers take an accented letter and a letter with an accent for one. Best effort.
+        """
+
+    def beginnings(self, fingerprint: Fingerprint, since: Hashable | None = None) -> Beginnings:
+        """How the texts of a fingerprint begin that came since a cursor; cheap if there are none.
+
+        All of them if ``since`` is None, or something was deleted since. Texts whose cache was
+        evicted or lost are among them: in a prompt they are misses.
+        """
+
+    def texts_like(self, fingerprint: Fingerprint, bare: str) -> Iterator[tuple[str, list[str]]]:
+        """The stored bare forms that ``bare`` begins with, the longest first.
+
+        With each the texts that have it, at most `MAX_ALIKE`. Each step is one look-up.
         """
 
     def agree_block_size(self, fingerprint: Fingerprint, size: int) -> int:

@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import secrets
-import tempfile
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
-from samkv_integrations.cache.base import StoredChunk, _expect
-from samkv_integrations.cache.chunk import SECRET_BYTES, ChunkCache, chunk_key, normalise
+from samkv_integrations.cache import older, recovery
+from samkv_integrations.cache.base import Beginnings, StoredChunk, _expect
+from samkv_integrations.cache.chunk import ChunkCache, chunk_key, normalise
 from samkv_integrations.cache.chunk_file import ChunkFile
 from samkv_integrations.cache.chunk_head import read_head
-from samkv_integrations.cache.file_format import encode
+from samkv_integrations.cache.file_format import FileLayout, encode
+from samkv_integrations.cache.files import (
+    TEMPORARY,
+    Writer,
+    cannot,
+    claim_folder,
+    make_folder,
+    remove,
+    unlink_unless_read,
+    write_file,
+)
 from samkv_integrations.cache.fingerprint import (
     FORMAT_VERSION,
     Fingerprint,
@@ -26,298 +34,67 @@ from samkv_integrations.cache.fingerprint import (
     _without_block_size,
     digest_of,
 )
-from samkv_integrations.cache.named_ids import token_ids_in
+from samkv_integrations.cache.index import Index
+from samkv_integrations.cache.marker import claim, write_marker, write_small
 from samkv_integrations.cache.stats import StoreStats, _stats
-from samkv_integrations.errors import CacheMiss, StoreError
+from samkv_integrations.cache.tables import EVICTED, Entry
+from samkv_integrations.errors import CacheMiss, InvalidOption, StoreError
 
-# Longer than the coarsest clock of a file system ticks: within a tick two changes look like one.
-_CLOCK_TICK_NS = 2_000_000_000
-# What an older cache shares with one that would be made now, if it is of the same model and text.
-_MODEL_FIELDS = ("weights", "tokenizer", "dtype", "rope", "prefix")
 _HEX_NAME = re.compile("[0-9a-f]{32}")
-_TEXT_NAME = re.compile(r"([0-9a-f]{32})\.txt(\..*\.tmp)?")
-_OWN_NAME = re.compile(r"(store\.json|secret)(\..*\.tmp)?")
+_IN_QUARANTINE = re.compile("[0-9a-f]{32}(\\.[0-9a-f]+)?")
 
 
 class ChunkStore:
     """Chunk caches in a folder, which any number of processes may read and write at once.
 
-    Files (docs/format.md): ``<fingerprint>/<key[:2]>/<key>.safetensors`` and, written before it,
-    the chunk's text in ``<key>.txt``. All are readable by their owner only. Nothing but the
-    store's secret is kept in memory, so what another process did is seen at once.
+    docs/format.md says which files there are. What any process did is seen at once by all. A cache
+    is read from its file alone; an index beside the files, which is made anew if it is lost, knows
+    bytes, recency and texts.
 
     A folder of an older format version is opened too. Its chunks are misses ("format"), which are
-    computed again by the next ingest; nothing of it is deleted. The first `put` makes it a folder
-    of this version, which older releases refuse.
+    computed again by the next ingest; `gc` deletes them. The first `put` makes it a folder of this
+    version, which older releases refuse.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, namespace: str = "") -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        namespace: str = "",
+        max_bytes: int | None = None,
+        quota: Mapping[str, int] | None = None,
+    ) -> None:
         """Opens the store in folder ``path``, which is made if it is absent or empty.
 
-        Raises `StoreError` if it is something else, of a newer format version, or not usable.
+        namespace: whose chunks these are; those of others are not seen.
+        max_bytes, quota: see `set_budget`; None for the budget that the store has.
+
+        Raises:
+            StoreError: the folder is something else, of a newer format version, damaged, writable
+                for others than its owner, or not usable.
+            InvalidOption: a budget is no number of bytes.
         """
         self.path = Path(path)
         self._namespace = namespace
         try:
-            self._is_older = self._claim_folder() < FORMAT_VERSION
-            self._secret = self._read_secret()
+            claim_folder(self.path)
+            self.writer = Writer(self.path)
+            version, self.secret = claim(self.path, self.writer)
+            self._is_older = version < FORMAT_VERSION
         except OSError as error:
-            raise _cannot("open a store in", self.path, error) from error
+            raise cannot("open a store in", self.path, error) from error
+        self.index = Index(self.path, self._entries)
+        with suppress(StoreError, OSError):  # the folder may be one that can only be read
+            recovery.recover(self)
+        if max_bytes is not None or quota:
+            _, known = self.index.budget()
+            self.set_budget(max_bytes, {**known, **(quota or {})})
 
     @property
     def namespace(self) -> str:
         return self._namespace
 
-    def _claim_folder(self) -> int:
-        """The format version of the folder, which is this release's if it had none."""
-        if self.path.exists() and not self.path.is_dir():
-            raise StoreError(f"{self.path} is not a folder; next step: name a new or empty folder")
-        self.path.mkdir(parents=True, exist_ok=True)
-        marker = self.path / "store.json"
-        if not marker.exists():
-            strangers = [n for n in sorted(os.listdir(self.path)) if not _OWN_NAME.fullmatch(n)]
-            # Another process may have made the store meanwhile: the marker is its first file.
-            if strangers and not marker.exists():
-                raise StoreError(
-                    f"{self.path} is not a store: it has no store.json and holds {strangers[0]!r}; "
-                    "next step: name a new or empty folder"
-                )
-            self._write_marker()
-        try:
-            version = json.loads(marker.read_bytes())["format_version"]
-            if not isinstance(version, int):
-                raise TypeError(version)
-        except (ValueError, LookupError, TypeError, RecursionError) as error:
-            raise StoreError(f"{marker} is broken; next step: ingest into a new folder") from error
-        if version > FORMAT_VERSION:
-            raise StoreError(
-                f"{self.path} has format version {version}, this release uses {FORMAT_VERSION}; "
-                "next step: ingest again into a new folder, or use the release that made this one"
-            )
-        return version
-
-    def _write_marker(self) -> None:
-        marker = {"format_version": FORMAT_VERSION}
-        _write(self.path / "store.json", [json.dumps(marker).encode()])
-
-    def _read_secret(self) -> bytes:
-        file = self.path / "secret"
-        if not file.exists():
-            try:
-                _write(file, [secrets.token_bytes(SECRET_BYTES)], exclusive=True)
-            except FileExistsError:
-                pass  # Another process was faster: its secret is the store's.
-        secret = file.read_bytes()
-        if len(secret) != SECRET_BYTES:
-            raise StoreError(
-                f"{file} has {len(secret)} bytes instead of {SECRET_BYTES}; "
-                "next step: restore it from a copy, or ingest into a new folder"
-            )
-        return secret
-
-    def _file(self, key: str, digest: str) -> Path:
-        return self.path / digest / key[:2] / f"{key}.safetensors"
-
-    def _digests(self) -> list[str]:
-        try:
-            return sorted(name for name in os.listdir(self.path) if _HEX_NAME.fullmatch(name))
-        except OSError as error:
-            raise _cannot("read", self.path, error) from error
-
-    def _files(self, digest: str) -> Iterator[Path]:
-        for file in (self.path / digest).glob("??/*.safetensors"):
-            if _HEX_NAME.fullmatch(file.stem) and file.stem.startswith(file.parent.name):
-                yield file
-
-    def _fields(self, digest: str) -> dict[str, Any]:
-        """The fields of a fingerprint of this release or an older one, empty if unknown."""
-        try:
-            fields = json.loads((self.path / digest / "fingerprint.json").read_bytes())
-        except (OSError, ValueError, RecursionError):
-            return {}
-        is_known = isinstance(fields, dict) and "model" in fields and digest_of(fields) == digest
-        return fields if is_known else {}
-
-    def _older_version(self, fingerprint: Fingerprint, token_ids: Sequence[int]) -> int | None:
-        """The older format version in which there is a cache of the same tokens and model."""
-        with suppress(StoreError):
-            for digest in self._digests():
-                fields = self._fields(digest)
-                version = fields.get("format_version", FORMAT_VERSION)
-                if version < FORMAT_VERSION and all(
-                    fields.get(name) == getattr(fingerprint, name) for name in _MODEL_FIELDS
-                ):
-                    key = chunk_key(self._secret, self._namespace, digest, token_ids)
-                    if self._file(key, digest).is_file():
-                        return int(version)
-        return None
-
-    def key(self, fingerprint: Fingerprint, token_ids: Sequence[int]) -> str:
-        return chunk_key(self._secret, self._namespace, fingerprint.digest, token_ids)
-
-    def put(self, chunk: ChunkCache) -> None:
-        assert _HEX_NAME.fullmatch(chunk.key), chunk.key
-        digest = chunk.fingerprint.digest
-        file = self._file(chunk.key, digest)
-        try:
-            if self._is_older:
-                self._write_marker()
-                self._is_older = False
-            # One by one: the store's own folder is not made again if someone removed it.
-            file.parents[1].mkdir(exist_ok=True)
-            file.parent.mkdir(exist_ok=True)
-            if not self._fields(digest):
-                fields = json.dumps(asdict(chunk.fingerprint), indent=2)
-                _write(file.parents[1] / "fingerprint.json", [fields.encode()])
-            _write(file.with_suffix(".txt"), [chunk.text.encode(errors="surrogatepass")])
-            _write(file, encode(chunk, self._namespace, self._secret))
-        except OSError as error:
-            raise _cannot("write", file, error) from error
-
-    def open(
-        self, key: str, fingerprint: Fingerprint, token_ids: Sequence[int] | None = None
-    ) -> StoredChunk:
-        if not _HEX_NAME.fullmatch(key):
-            raise CacheMiss("absent", repr(key))
-        try:
-            found = ChunkFile(
-                self._file(key, fingerprint.digest), key, fingerprint,
-                namespace=self._namespace, secret=self._secret,
-            )  # fmt: skip
-        except CacheMiss as miss:
-            if miss.reason != "absent" or token_ids is None:
-                raise
-            if (version := self._older_version(fingerprint, token_ids)) is None:
-                raise
-            raise CacheMiss(
-                "format",
-                f"{self.path} holds this chunk in format version {version} only, this release uses "
-                f"{FORMAT_VERSION}; next step: ingest again",
-            ) from miss
-        return _expect(found, token_ids)
-
-    def contains(self, key: str, fingerprint: Fingerprint) -> bool:
-        file = self._file(key, fingerprint.digest)
-        return bool(_HEX_NAME.fullmatch(key)) and os.path.isfile(file)
-
-    def age_s(self, key: str, fingerprint: Fingerprint) -> float | None:
-        if not self.contains(key, fingerprint):
-            return None
-        try:
-            modified_at = self._file(key, fingerprint.digest).stat().st_mtime
-        except OSError:  # deleted by another process meanwhile
-            return None
-        return max(0.0, time.time() - modified_at)
-
-    def touch(self, key: str, fingerprint: Fingerprint) -> None:
-        if self.contains(key, fingerprint):
-            now = time.time()
-            with suppress(OSError):
-                os.utime(self._file(key, fingerprint.digest), (now, now))
-
-    def text(self, key: str) -> str | None:
-        for digest in self._digests() if _HEX_NAME.fullmatch(key) else ():
-            try:
-                data = self._file(key, digest).with_suffix(".txt").read_bytes()
-                return data.decode(errors="surrogatepass")
-            except (OSError, UnicodeDecodeError):
-                continue
-        return None
-
-    def prefetch(self, key: str, fingerprint: Fingerprint) -> None:
-        if not hasattr(os, "posix_fadvise"):  # macOS
-            return
-        with suppress(OSError), self._file(key, fingerprint.digest).open("rb") as file:
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)  # 0: to its end
-
-    def delete(self, key: str) -> bool:
-        found = False
-        for digest in self._digests() if _HEX_NAME.fullmatch(key) else ():
-            file = self._file(key, digest)
-            for path in (file, file.with_suffix(".txt")):
-                try:
-                    path.unlink()
-                    found = True
-                except FileNotFoundError:
-                    continue
-                except OSError as error:
-                    raise _cannot("delete", path, error) from error
-        return found
-
-    def forget(
-        self,
-        is_wanted: Callable[[str], bool],
-        token_ids: Sequence[Sequence[int]] = (),
-    ) -> int:
-        n_removed = 0
-        for digest in self._digests():
-            named = {chunk_key(self._secret, self._namespace, digest, ids) for ids in token_ids}
-            found = {key for key in named if any(self._parts(key, digest))}
-            for file, key in self._texts(digest):
-                if (
-                    key not in found
-                    and is_wanted(_body_in(file))
-                    and self._may_be_ours(key, digest)
-                ):
-                    found.add(key)
-            for part in (part for key in sorted(found) for part in self._parts(key, digest)):
-                try:
-                    part.unlink(missing_ok=True)
-                except OSError as error:
-                    raise _cannot("delete", part, error) from error
-            n_removed += len(found)
-        return n_removed
-
-    def _texts(self, digest: str) -> Iterator[tuple[Path, str]]:
-        """The files that hold texts, temporary ones too, and the keys of their chunks."""
-        for file in (self.path / digest).glob("??/*.txt*"):
-            if name := _TEXT_NAME.fullmatch(file.name):
-                yield file, name[1]
-
-    def _parts(self, key: str, digest: str) -> list[Path]:
-        """All files of a chunk, temporary ones too; the text, which names the others, last."""
-        file = self._file(key, digest)
-        parts = file.parent.glob(f"{key}.*")
-        return sorted(parts, key=lambda part: (part == file.with_suffix(".txt"), part.name))
-
-    def _may_be_ours(self, key: str, digest: str) -> bool:
-        """Whether no sound cache says that the chunk is of another namespace."""
-        file = self._file(key, digest)
-        with suppress(CacheMiss):
-            return read_head(file, self._secret).namespace == self._namespace
-        try:
-            ids = token_ids_in(file)
-        except OSError as error:
-            raise _cannot("read", file, error) from error
-        return ids is None or chunk_key(self._secret, self._namespace, digest, ids) == key
-
-    def keys(self, fingerprint: Fingerprint | None = None) -> list[str]:
-        digests = [fingerprint.digest] if fingerprint else self._digests()
-        return sorted({file.stem for digest in digests for file in self._files(digest)})
-
-    def stamp(self, fingerprint: Fingerprint) -> Hashable | None:
-        """The times at which folders changed; too young ones may yet change unnoticed."""
-        root = self.path / fingerprint.digest
-        try:
-            folders = [entry for entry in os.scandir(root) if entry.is_dir()]
-            times = {entry.name: entry.stat().st_mtime_ns for entry in folders}
-        except OSError:
-            return None
-        is_certain = time.time_ns() - max(times.values(), default=0) > _CLOCK_TICK_NS
-        return tuple(sorted(times.items())) if is_certain else None
-
-    def agree_block_size(self, fingerprint: Fingerprint, size: int) -> int:
-        file = self.path / f"block-size-{_without_block_size(fingerprint)}.json"
-        try:
-            if not file.exists():  # a store that cannot be written may have one
-                with suppress(FileExistsError):
-                    _write(file, [json.dumps(size).encode()], exclusive=True)
-            agreed: int = json.loads(file.read_bytes())
-            if type(agreed) is not int or agreed < 1:
-                raise ValueError(f"{agreed!r} is no block size")
-        except (OSError, ValueError, RecursionError) as error:
-            raise StoreError(f"{file} cannot be used ({error}); next step: delete it") from error
-        return agreed
+    # -- small files ---------------------------------------------------------------------------
 
     def note(self, name: str) -> str | None:
         try:
@@ -329,70 +106,294 @@ class ChunkStore:
     def put_note(self, name: str, text: str, *, replace: bool = True) -> bool:
         file = self.path / f"{name}.json"
         try:
-            _write(file, [text.encode()], exclusive=not replace)
-        except FileExistsError:
-            return False
+            return write_small(file, text.encode(), self.writer, replace=replace)
         except OSError as error:
-            raise _cannot("write", file, error) from error
-        return True
+            raise cannot("write", file, error) from error
+
+    # -- files of chunks ------------------------------------------------------------------------
+
+    def file(self, key: str, digest: str) -> Path:
+        """Where the cache of a chunk is, or would be. Raises CacheMiss for what is no key."""
+        if not (_HEX_NAME.fullmatch(key) and _HEX_NAME.fullmatch(digest)):
+            raise CacheMiss("absent", repr(key))
+        return self.path / digest / key[:2] / f"{key}.safetensors"
+
+    def digests(self) -> list[str]:
+        """Names of the folders of fingerprints of this format version."""
+        try:
+            names = sorted(name for name in os.listdir(self.path) if _HEX_NAME.fullmatch(name))
+        except OSError as error:
+            raise cannot("read", self.path, error) from error
+        return [name for name in names if not older.is_older(self.path / name)]
+
+    def files(self, digest: str) -> Iterator[Path]:
+        """The chunk files of a fingerprint, and temporary ones."""
+        for folder in _entries_of(self.path / digest):
+            if len(folder.name) == 2:
+                for entry in _entries_of(folder.path):
+                    if _HEX_NAME.fullmatch(entry.name[:32]) and entry.name[:2] == folder.name:
+                        yield Path(entry.path)
+
+    def _entries(self) -> Iterator[Entry]:
+        """What the index is made of; a damaged file is left to `verify`."""
+        for digest in self.digests():
+            for file in self.files(digest):
+                if file.suffix != TEMPORARY:
+                    with suppress(CacheMiss):
+                        yield self.entry(file)
+
+    def entry(self, file: Path) -> Entry:
+        """What the index is told of a file. Raises CacheMiss."""
+        head = read_head(file, self.secret)
+        if self.file(head.key, digest_of(head.fields)) != file:
+            raise CacheMiss("tokens", f"{file}: holds chunk {head.key}")
+        return Entry(
+            digest=file.parents[1].name,
+            key=head.key,
+            namespace=head.namespace,
+            text=head.text,
+            n_bytes=head.n_bytes,
+            fields=head.fields,
+            used_at=file.stat().st_mtime,
+        )
+
+    def key(self, fingerprint: Fingerprint, token_ids: Sequence[int]) -> str:
+        return chunk_key(self.secret, self._namespace, fingerprint.digest, token_ids)
+
+    def put(self, chunk: ChunkCache) -> None:
+        fingerprint = chunk.fingerprint
+        file = self.file(chunk.key, fingerprint.digest)
+        layout = FileLayout.of(chunk, self._namespace)
+        entry = Entry(
+            digest=fingerprint.digest,
+            key=chunk.key,
+            namespace=self._namespace,
+            text=chunk.text,
+            n_bytes=layout.file_size(chunk.key),
+            fields=asdict(fingerprint),
+            used_at=time.time(),
+        )
+        try:
+            if self._is_older:
+                write_marker(self.path, self.writer, self.secret, replace=True)
+                self._is_older = False
+            # One by one: the store's own folder is not made again if someone removed it.
+            make_folder(file.parents[1])
+            make_folder(file.parent)
+            if file.is_dir() and not file.is_symlink():
+                self.quarantine(chunk.key, fingerprint)
+            temporary = self.writer.temporary(file)
+            self.index.reserve(entry, temporary.name, self.evict, self.drop)
+            try:
+                write_file(file, encode(chunk, self._namespace, self.secret), temporary)
+                self.index.keep(entry, temporary.name)
+            except BaseException:
+                with suppress(StoreError):
+                    self.index.release(temporary.name)
+                raise
+        except OSError as error:
+            raise cannot("write", file, error) from error
+
+    def open(
+        self, key: str, fingerprint: Fingerprint, token_ids: Sequence[int] | None = None
+    ) -> StoredChunk:
+        file = self.file(key, fingerprint.digest)
+        try:
+            found = ChunkFile(file, key, fingerprint, namespace=self._namespace, secret=self.secret)
+        except CacheMiss as miss:
+            if miss.reason != "absent" or token_ids is None:
+                raise
+            version = older.version_with(
+                self.path, self.secret, self._namespace, fingerprint, token_ids
+            )
+            if version is None:
+                raise
+            raise CacheMiss(
+                "format",
+                f"{self.path} holds this chunk in format version {version} only, this release uses "
+                f"{FORMAT_VERSION}; next step: ingest again",
+            ) from miss
+        return _expect(found, token_ids)
+
+    def contains(self, key: str, fingerprint: Fingerprint) -> bool:
+        with suppress(CacheMiss):
+            return os.path.isfile(self.file(key, fingerprint.digest))
+        return False
+
+    def age_s(self, key: str, fingerprint: Fingerprint) -> float | None:
+        try:
+            modified_at = self.file(key, fingerprint.digest).stat().st_mtime
+        except (CacheMiss, OSError):
+            return None
+        return max(0.0, time.time() - modified_at)
+
+    def touch(self, key: str, fingerprint: Fingerprint) -> None:
+        now = time.time()
+        with suppress(CacheMiss, OSError, StoreError):
+            os.utime(self.file(key, fingerprint.digest), (now, now))
+            self.index.use(self._namespace, fingerprint.digest, [key])
+
+    def prefetch(self, key: str, fingerprint: Fingerprint) -> None:
+        if not hasattr(os, "posix_fadvise"):  # macOS
+            return
+        with suppress(CacheMiss, OSError):
+            handle = os.open(self.file(key, fingerprint.digest), os.O_RDONLY | os.O_NONBLOCK)
+            try:
+                os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_WILLNEED)  # 0: to its end
+            finally:
+                os.close(handle)
+
+    # -- files that go --------------------------------------------------------------------------
+
+    def delete(self, *keys: str) -> int:
+        found = self.index.begin_to_delete(self._namespace, keys)
+        n_older = older.delete(self.path, keys)
+        self._remove(found)
+        return len({key for _, key in found}) + n_older
+
+    def _remove(self, places: Sequence[tuple[str, str]]) -> None:
+        """Delete the files of chunks whose texts have gone already."""
+        for digest, key in places:
+            remove(self.file(key, digest))
+        keys = {key for _, key in places}
+        self.empty_quarantine(lambda name: name[:32] in keys)
+        self.index.end_deleting(places)
+
+    def forget(
+        self,
+        is_wanted: Callable[[str], bool],
+        token_ids: Sequence[Sequence[int]] = (),
+    ) -> int:
+        recovery.recover(self)  # what a killed writer left is a text too
+        texts = self.index.texts(self._namespace)
+        found = {(digest, key) for digest, key, body in texts if is_wanted(normalise(body))}
+        for digest in self.digests():
+            for ids in token_ids:
+                key = chunk_key(self.secret, self._namespace, digest, ids)
+                if self.index.state(digest, key) is not None or os.path.lexists(
+                    self.file(key, digest)
+                ):
+                    found.add((digest, key))
+        self.index.begin_to_delete(self._namespace, sorted({key for _, key in found}))
+        self._remove(sorted(found))
+        self.empty_quarantine(lambda name: True)  # damaged files cannot say what they hold
+        n_older = older.forget(self.path, self.secret, self._namespace, is_wanted, token_ids)
+        return len(found) + n_older
+
+    def quarantine(self, key: str, fingerprint: Fingerprint) -> None:
+        with suppress(CacheMiss, OSError, StoreError):
+            self.set_aside(self.file(key, fingerprint.digest))
+
+    def set_aside(self, file: Path, namespace: str | None = None) -> None:
+        """Move a damaged file to the quarantine, whatever it is. Raises OSError, StoreError."""
+        space = self._namespace if namespace is None else namespace
+        folder, key = self.path / "quarantine", file.name[:32]
+        make_folder(folder)
+        name = f"{key}.{secrets.token_hex(4)}"
+        n_bytes = file.lstat().st_size
+        file.rename(folder / name)
+        self.index.quarantined(space, file.parents[1].name, key, name, n_bytes)
+
+    def empty_quarantine(self, is_wanted: Callable[[str], bool]) -> int:
+        """Delete damaged files; how many bytes they took."""
+        folder = self.path / "quarantine"
+        names = [entry.name for entry in _entries_of(folder) if is_wanted(entry.name)]
+        n_bytes = sum(remove(folder / name) for name in names)
+        if names:
+            self.index.leave_quarantine(names)
+        return n_bytes
+
+    def evict(self, digest: str, key: str) -> bool:
+        """Delete a cache for want of room, unless it is being read; whether it is gone."""
+        try:
+            return unlink_unless_read(self.file(key, digest))
+        except CacheMiss:
+            return True
+
+    def drop(self, name: str) -> None:
+        """Delete a file of the quarantine for want of room."""
+        if _IN_QUARANTINE.fullmatch(name):
+            remove(self.path / "quarantine" / name)
+
+    # -- what the index knows ---------------------------------------------------------------------
+
+    def set_budget(
+        self, max_bytes: int | None = None, quota: Mapping[str, int] | None = None
+    ) -> None:
+        """Limit what the chunk files take, for all processes and until it is set again.
+
+        What is used least goes first; a cache that is being read stays. What goes is a counted
+        miss, and is computed again when it is asked for.
+
+        max_bytes: of all caches together; None for no limit.
+        quota: of single namespaces, by name.
+
+        Raises InvalidOption if one is no number of bytes, StoreError if it cannot be written down.
+        """
+        wanted = dict(quota or {})
+        for name, value in (("max_bytes", max_bytes), *wanted.items()):
+            if value is not None and (type(value) is not int or value < 1):
+                raise InvalidOption(f"{name}={value!r}; a budget is a number of bytes, at least 1")
+        _, known = self.index.budget()
+        self.index.set_budget(max_bytes, {**dict.fromkeys(known), **wanted})
+        self.index.make_room(self.evict, self.drop)
+
+    def text(self, key: str) -> str | None:
+        return self.index.text(self._namespace, key)
+
+    def put_text(self, key: str, fingerprint: Fingerprint, text: str) -> None:
+        with suppress(StoreError):
+            self.index.add_text(self._namespace, fingerprint.digest, key, text)
+
+    def beginnings(self, fingerprint: Fingerprint, since: Hashable | None = None) -> Beginnings:
+        return self.index.beginnings(self._namespace, fingerprint.digest, since)
+
+    def texts_like(self, fingerprint: Fingerprint, bare: str) -> Iterator[tuple[str, list[str]]]:
+        return self.index.texts_like(self._namespace, fingerprint.digest, bare)
+
+    def record(
+        self, fingerprint: Fingerprint, *, used: Sequence[str] = (), missed: Sequence[str] = ()
+    ) -> None:
+        digest = fingerprint.digest
+        with suppress(StoreError, CacheMiss):
+            self.index.record(self._namespace, digest, used, missed)
+            if missed:
+                self.index.lose([(digest, key) for key in missed], self.is_gone)
+
+    def is_gone(self, digest: str, key: str) -> bool:
+        """Whether there is no file of a chunk."""
+        return not os.path.lexists(self.file(key, digest))
+
+    def is_evicted(self, key: str, fingerprint: Fingerprint) -> bool:
+        return self.index.state(fingerprint.digest, key) == EVICTED
+
+    def keys(self, fingerprint: Fingerprint | None = None) -> list[str]:
+        return self.index.keys(self._namespace, fingerprint.digest if fingerprint else None)
+
+    def agree_block_size(self, fingerprint: Fingerprint, size: int) -> int:
+        name = f"block-size {_without_block_size(fingerprint)} {self._namespace}"
+        return self.index.agree(name, size)
 
     def fingerprints(self) -> list[Fingerprint]:
-        """Those of which there is a chunk.
+        found = self.index.fingerprints(self._namespace)
+        return [Fingerprint(**fields) for fields in found.values()]
 
-        Left out: folders of an older format version, or with a broken fingerprint.json.
-        """
-        known = map(self._fields, (n for n in self._digests() if any(self._files(n))))
-        return [Fingerprint(**fields) for fields in known if _is_current(fields)]
-
-    def stats(self) -> StoreStats:
-        """Counts every chunk file; ``rows`` leaves out those with a broken fingerprint.json."""
-        sizes: dict[str, list[int]] = {digest: [] for digest in self._digests()}
-        for digest, found in sizes.items():
-            for file in self._files(digest):
-                with suppress(FileNotFoundError):  # deleted by another process since it was listed
-                    found.append(file.stat().st_size)
-        return _stats({digest: self._fields(digest) for digest in sizes}, sizes)
+    def stats(self, *, everyone: bool = False) -> StoreStats:
+        """What the store holds; everyone: of all namespaces, not only of this one."""
+        space = None if everyone else self._namespace
+        return _stats(
+            self.index.fingerprints(None), self.index.totals(space), self.index.counts(space),
+            older=older.totals(self.path), max_bytes=self.index.budget()[0],
+        )  # fmt: skip
 
     def require(self, fingerprint: Fingerprint) -> None:
         _require(fingerprint, self.fingerprints(), str(self.path))
 
 
-def _write(path: Path, pieces: Iterable[bytes | memoryview], *, exclusive: bool = False) -> None:
-    """Writes a file that others see whole or not at all, and that survives a power cut.
-
-    With ``exclusive`` an existing file stays as it is, and FileExistsError is raised.
-    """
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f"{path.name}.", suffix=".tmp")
+def _entries_of(folder: Path | str) -> list[os.DirEntry[str]]:
+    """What is in a folder; nothing if there is none."""
     try:
-        with os.fdopen(handle, "wb") as file:
-            file.writelines(pieces)
-            file.flush()
-            os.fsync(file.fileno())
-        (os.link if exclusive else os.replace)(temporary, path)
-    finally:
-        with suppress(FileNotFoundError):  # the usual case: it has been renamed
-            os.unlink(temporary)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
-
-
-def _body_in(file: Path) -> str:
-    """The body in a file of text; empty if it cannot be read, or was deleted meanwhile."""
-    try:
-        return normalise(file.read_bytes().decode(errors="surrogatepass"))
-    except (OSError, UnicodeDecodeError):
-        return ""
-
-
-def _cannot(action: str, path: Path, error: OSError) -> StoreError:
-    return StoreError(
-        f"cannot {action} {path}: {error.strerror or error}; "
-        "next step: make room or allow access there, or use a store in another folder"
-    )
-
-
-def _is_current(fields: Mapping[str, object]) -> bool:
-    return fields.get("format_version") == FORMAT_VERSION
+        with os.scandir(folder) as found:
+            return list(found)
+    except OSError:
+        return []

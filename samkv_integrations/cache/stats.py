@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+Counts = tuple[int, int, int, int]
+"""Hits, misses, evictions and damaged caches."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FingerprintStats:
-    """What a store holds of one fingerprint; ``bytes`` counts chunk files, texts left out.
+    """What a store holds of one fingerprint and namespace; ``bytes`` counts chunk files.
 
-    Chunks of an older ``format_version`` take room and are of no use any more.
+    hits, misses: chunks of prompts that were answered from a cache, and that had none.
+    evicted: caches that went for want of room. corrupt: damaged ones that were found.
+
+    Chunks of an older ``format_version`` take room and are of no use any more; they are listed
+    without a namespace.
     """
 
     model: str
@@ -21,32 +28,75 @@ class FingerprintStats:
     format_version: int
     chunks: int
     bytes: int
+    namespace: str = ""
+    hits: int = 0
+    misses: int = 0
+    evicted: int = 0
+    corrupt: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class StoreStats:
-    """What a store holds, in all and of each fingerprint."""
+    """What a store holds, in all and by fingerprint and namespace.
+
+    max_bytes: what the chunk files of all namespaces may take; None for no limit.
+    """
 
     n_chunks: int
     bytes: int
     rows: tuple[FingerprintStats, ...]
+    max_bytes: int | None = None
 
 
-def _stats(known: Mapping[str, Mapping[str, Any]], sizes: Mapping[str, list[int]]) -> StoreStats:
-    """Sums of the sizes of chunk files, by fingerprint digest; ``known`` has its fields."""
-    rows = tuple(
-        FingerprintStats(
-            model=fields["model"],
-            dtype=fields["dtype"],
-            # Version 1 had no choice: it kept the model's own dtype, as 16 bits do.
-            store_bits=fields.get("store_bits", 16),
-            block_size=fields["block_size"],
-            format_version=fields["format_version"],
-            chunks=len(sizes[digest]),
-            bytes=sum(sizes[digest]),
-        )
-        for digest, fields in known.items()
-        if fields and sizes.get(digest)
+def _stats(
+    known: Mapping[str, Mapping[str, Any]],
+    totals: Sequence[tuple[str, str, int, int]],
+    counts: Mapping[tuple[str, str], Counts] | None = None,
+    *,
+    older: Sequence[tuple[Mapping[str, Any], int, int]] = (),
+    max_bytes: int | None = None,
+) -> StoreStats:
+    """Figures of the totals (namespace, digest, chunks, bytes) of chunk files.
+
+    known: the fields of fingerprints, by digest.
+    older: (fields, chunks, bytes) of fingerprints of older format versions.
+    """
+    counts = counts or {}
+    rows = [
+        _row(known[digest], chunks, n_bytes, namespace, counts.get((namespace, digest), (0,) * 4))
+        for namespace, digest, chunks, n_bytes in totals
+        if chunks and digest in known
+    ]
+    rows += [_row(fields, *of_one) for fields, *of_one in older if fields and of_one[0]]
+    sums = [total[2:] for total in totals] + [total[1:] for total in older]
+    return StoreStats(
+        n_chunks=sum(chunks for chunks, _ in sums),
+        bytes=sum(n_bytes for _, n_bytes in sums),
+        rows=tuple(rows),
+        max_bytes=max_bytes,
     )
-    everything = [size for of_one in sizes.values() for size in of_one]
-    return StoreStats(n_chunks=len(everything), bytes=sum(everything), rows=rows)
+
+
+def _row(
+    fields: Mapping[str, Any],
+    chunks: int,
+    n_bytes: int,
+    namespace: str = "",
+    counts: Counts = (0, 0, 0, 0),
+) -> FingerprintStats:
+    hits, misses, evicted, corrupt = counts
+    return FingerprintStats(
+        model=fields["model"],
+        dtype=fields["dtype"],
+        # Version 1 had no choice: it kept the model's own dtype, as 16 bits do.
+        store_bits=fields.get("store_bits", 16),
+        block_size=fields["block_size"],
+        format_version=fields["format_version"],
+        chunks=chunks,
+        bytes=n_bytes,
+        namespace=namespace,
+        hits=hits,
+        misses=misses,
+        evicted=evicted,
+        corrupt=corrupt,
+    )

@@ -1,0 +1,382 @@
+"""The index of a folder of chunk caches: bytes, recency, texts and counts, in SQLite.
+
+The chunk files are the truth, and reading a cache does not ask the index. It knows what takes a
+look at every file to find out: what all of them take, which was used last, and where texts begin.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sqlite3
+import time
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from samkv_integrations.cache import tables
+from samkv_integrations.cache.bare import LOOKUP_CHARS
+from samkv_integrations.cache.base import MAX_ALIKE, Beginnings
+from samkv_integrations.cache.chunk import normalise
+from samkv_integrations.cache.database import Database
+from samkv_integrations.cache.tables import DELETED, LOST, PRESENT, Entry
+from samkv_integrations.errors import StoreError
+
+
+class Index:
+    """What a folder of chunk caches holds; every method raises StoreError if it cannot be used.
+
+    Args:
+        folder: of the store.
+        entries: all chunk files that are there, read when an index has to be made.
+    """
+
+    def __init__(self, folder: Path, entries: Callable[[], Iterable[Entry]]) -> None:
+        def fill(connection: sqlite3.Connection) -> None:
+            for entry in entries():
+                tables.keep(connection, entry)
+
+        self.database = Database(folder, tables.SCHEMA, fill)
+
+    # -- chunks -------------------------------------------------------------------------------
+
+    def keep(self, entry: Entry, temporary: str = "") -> None:
+        """Take note of a file that is there, and which was `pending` as ``temporary``."""
+
+        def work(connection: sqlite3.Connection) -> None:
+            connection.execute("DELETE FROM pending WHERE temporary = ?", [temporary])
+            tables.keep(connection, entry)
+
+        self.database.write(work)
+
+    def keys(self, namespace: str, digest: str | None) -> list[str]:
+        """Sorted keys of the chunks that are there."""
+        rows = self.database.read(
+            lambda c: c.execute(
+                "SELECT DISTINCT key FROM chunks WHERE namespace = ? AND state = ? "
+                "AND digest = coalesce(?, digest) ORDER BY key",
+                [namespace, PRESENT, digest],
+            ).fetchall()
+        )
+        return [key for (key,) in rows]
+
+    def places(self, namespace: str | None = None, *states: int) -> list[tuple[str, str, str]]:
+        """(digest, key, namespace) of chunks in these states, those used last first."""
+        marks = ", ".join("?" * len(states))
+        return self.database.read(
+            lambda c: c.execute(
+                "SELECT digest, key, namespace FROM chunks "
+                "WHERE namespace = coalesce(?, namespace) "
+                f"AND state IN ({marks}) ORDER BY used_at DESC",
+                [namespace, *states],
+            ).fetchall()
+        )
+
+    def state(self, digest: str, key: str) -> int | None:
+        found = self.database.read(
+            lambda c: c.execute(
+                "SELECT state FROM chunks WHERE digest = ? AND key = ?", [digest, key]
+            ).fetchone()
+        )
+        return found[0] if found else None
+
+    def lose(self, places: Iterable[tuple[str, str]], is_gone: Callable[[str, str], bool]) -> None:
+        """Take note that files are not where they should be; their texts stay known.
+
+        is_gone: looks again, while no other process takes note of one.
+        """
+
+        def work(connection: sqlite3.Connection) -> None:
+            connection.executemany(
+                "UPDATE chunks SET state = ?, bytes = 0 WHERE digest = ? AND key = ? AND state = ?",
+                [(LOST, *place, PRESENT) for place in places if is_gone(*place)],
+            )
+
+        self.database.write(work)
+
+    def begin_to_delete(
+        self, namespace: str, keys: Sequence[str], digest: str | None = None
+    ) -> list[tuple[str, str]]:
+        """Delete the texts of chunks, for good; (digest, key) of the files that go next."""
+
+        def work(connection: sqlite3.Connection) -> list[tuple[str, str]]:
+            found = []
+            for key in keys:
+                of_key = [namespace, key, digest]
+                clause = "WHERE namespace = ? AND key = ? AND digest = coalesce(?, digest)"
+                connection.execute(f"UPDATE chunks SET state = {DELETED} {clause}", of_key)
+                found += connection.execute(
+                    f"SELECT digest, key FROM chunks {clause}", of_key
+                ).fetchall()
+                tables.forget_texts(connection, clause, of_key, namespace)
+            return found
+
+        return self.database.write(work)
+
+    def end_deleting(self, places: Iterable[tuple[str, str]]) -> None:
+        """Take note that files are gone, whose texts were deleted before."""
+
+        def work(connection: sqlite3.Connection) -> None:
+            connection.executemany(
+                f"DELETE FROM chunks WHERE digest = ? AND key = ? AND state = {DELETED}", places
+            )
+            connection.execute(
+                "DELETE FROM fingerprints WHERE digest NOT IN (SELECT digest FROM chunks)"
+            )
+
+        self.database.write(work)
+        self.database.scrub()
+
+    # -- room ---------------------------------------------------------------------------------
+
+    def reserve(
+        self,
+        entry: Entry,
+        temporary: str,
+        evict: Callable[[str, str], bool],
+        drop: Callable[[str], None],
+    ) -> None:
+        """Make room for a file, by evicting those used least recently, and count its bytes.
+
+        temporary: what the file is called while it is written.
+        evict: deletes the file of (digest, key), unless it is being read; whether it is gone.
+        drop: deletes a file of the quarantine.
+
+        Raises StoreError if there is no room.
+        """
+
+        def work(connection: sqlite3.Connection) -> str:
+            for limit, what in tables.limits(connection, entry.namespace):
+                if entry.n_bytes > limit:
+                    return f"a cache of {entry.n_bytes} bytes is larger than {what}, {limit} bytes"
+            connection.execute(
+                "INSERT INTO pending VALUES(?, ?, ?, ?, ?)",
+                [temporary, entry.digest, entry.key, entry.namespace, entry.n_bytes],
+            )
+            problem = tables.make_room(connection, entry, evict, drop)
+            if problem:  # what was evicted is gone all the same
+                connection.execute("DELETE FROM pending WHERE temporary = ?", [temporary])
+            return problem
+
+        if problem := self.database.write(work):
+            raise StoreError(f"{problem}; next step: samkv store budget, or a larger max_bytes")
+
+    def release(self, temporary: str) -> None:
+        """Count the bytes of a file no more, which has not been written after all."""
+        self.database.write(
+            lambda c: c.execute("DELETE FROM pending WHERE temporary = ?", [temporary])
+        )
+
+    def pending(self) -> list[tuple[str, str, str]]:
+        """(temporary, digest, key) of the files that are being written, or were by who died."""
+        return self.database.read(
+            lambda c: c.execute("SELECT temporary, digest, key FROM pending").fetchall()
+        )
+
+    def set_budget(self, max_bytes: int | None, quota: dict[str, int | None]) -> None:
+        """Write down what the caches of all, and of namespaces, may take; None for no limit."""
+
+        def work(connection: sqlite3.Connection) -> None:
+            tables.set_value(connection, "max_bytes", max_bytes)
+            connection.executemany(
+                "INSERT INTO spaces(namespace, quota) VALUES(?, ?) "
+                "ON CONFLICT DO UPDATE SET quota = excluded.quota",
+                quota.items(),
+            )
+
+        self.database.write(work)
+
+    def budget(self) -> tuple[int | None, dict[str, int]]:
+        """``max_bytes`` and the quotas that were written down."""
+
+        def work(connection: sqlite3.Connection) -> tuple[int | None, dict[str, int]]:
+            quotas = connection.execute(
+                "SELECT namespace, quota FROM spaces WHERE quota IS NOT NULL"
+            ).fetchall()
+            return tables.value(connection, "max_bytes"), dict(quotas)
+
+        return self.database.read(work)
+
+    def make_room(self, evict: Callable[[str, str], bool], drop: Callable[[str], None]) -> None:
+        """Evict until the budget holds, after it was made smaller."""
+
+        def work(connection: sqlite3.Connection) -> None:
+            for (namespace,) in connection.execute("SELECT namespace FROM spaces").fetchall():
+                nothing = Entry(
+                    digest="", key="", namespace=namespace, text="", n_bytes=0, fields={}, used_at=0
+                )
+                tables.make_room(connection, nothing, evict, drop)
+
+        self.database.write(work)
+
+    # -- what requests used ---------------------------------------------------------------------
+
+    def use(self, namespace: str, digest: str, keys: Sequence[str]) -> None:
+        """Take note that chunks are in use: they are evicted later."""
+        now = time.time()
+        self.database.write(
+            lambda c: c.executemany(
+                "UPDATE chunks SET used_at = ? WHERE digest = ? AND key = ? AND namespace = ?",
+                [(now, digest, key, namespace) for key in keys],
+            )
+        )
+
+    def record(
+        self, namespace: str, digest: str, used: Sequence[str], missed: Sequence[str]
+    ) -> None:
+        """Take note of what a request answered from, and of what it missed."""
+
+        def work(connection: sqlite3.Connection) -> None:
+            now = time.time()
+            connection.executemany(
+                "UPDATE chunks SET used_at = ? WHERE digest = ? AND key = ? AND namespace = ?",
+                [(now, digest, key, namespace) for key in used],
+            )
+            tables.count(connection, namespace, digest, hits=len(used), misses=len(missed))
+
+        self.database.write(work)
+
+    def quarantined(self, namespace: str, digest: str, key: str, name: str, n_bytes: int) -> None:
+        """Take note that a damaged file was moved to the quarantine, as ``name``."""
+
+        def work(connection: sqlite3.Connection) -> None:
+            connection.execute(
+                f"UPDATE chunks SET state = {LOST}, bytes = 0 WHERE digest = ? AND key = ? "
+                f"AND state != {DELETED}",
+                [digest, key],
+            )
+            connection.execute(
+                "INSERT OR REPLACE INTO quarantined VALUES(?, ?, ?)", [name, namespace, n_bytes]
+            )
+            tables.count(connection, namespace, digest, corrupt=1)
+
+        self.database.write(work)
+
+    def leave_quarantine(self, names: Iterable[str]) -> None:
+        self.database.write(
+            lambda c: c.executemany("DELETE FROM quarantined WHERE name = ?", [(n,) for n in names])
+        )
+
+    # -- texts ----------------------------------------------------------------------------------
+
+    def text(self, namespace: str, key: str) -> str | None:
+        found = self.database.read(
+            lambda c: c.execute(
+                "SELECT form, body FROM texts WHERE key = ? AND namespace = ? ORDER BY id DESC",
+                [key, namespace],
+            ).fetchone()
+        )
+        return tables.body(*found) if found else None
+
+    def texts(self, namespace: str) -> Iterator[tuple[str, str, str]]:
+        """(digest, key, body) of every text."""
+        rows = self.database.read(
+            lambda c: c.execute(
+                "SELECT digest, key, form, body FROM texts WHERE namespace = ?", [namespace]
+            ).fetchall()
+        )
+        return ((digest, key, tables.body(form, body)) for digest, key, form, body in rows)
+
+    def add_text(self, namespace: str, digest: str, key: str, text: str) -> None:
+        """Another text of a chunk: some tokenizers make the same tokens of different ones."""
+        self.database.write(lambda c: tables.add_text(c, namespace, digest, key, text))
+
+    def beginnings(self, namespace: str, digest: str, since: Hashable | None) -> Beginnings:
+        """See `Store.beginnings`."""
+
+        def work(connection: sqlite3.Connection) -> Beginnings:
+            deletions = tables.deletions(connection, namespace)
+            before: Any = since
+            is_all = before is None or before[:2] != (digest, deletions)
+            last, longest = (-1, 0) if is_all else before[2:]
+            rows = connection.execute(
+                "SELECT id, head, size FROM texts WHERE namespace = ? AND digest = ? AND id > ?",
+                [namespace, digest, last],
+            ).fetchall()
+            last = max((row[0] for row in rows), default=last)
+            longest = max((row[2] for row in rows), default=longest)
+            if not is_all:
+                longest = max(longest, before[3])
+            return Beginnings(
+                cursor=(digest, deletions, last, longest),
+                heads=[tables.decode(row[1]) for row in rows if row[2] >= LOOKUP_CHARS],
+                longest=longest,
+                is_all=is_all,
+            )
+
+        return self.database.read(work)
+
+    def texts_like(self, namespace: str, digest: str, bare: str) -> Iterator[tuple[str, list[str]]]:
+        """See `Store.texts_like`."""
+        probe = tables.encode(bare)
+        while len(probe) >= LOOKUP_CHARS:
+            below = [namespace, digest, probe]
+            found = self.database.read(
+                lambda c, below=below: c.execute(
+                    "SELECT form FROM texts WHERE namespace = ? AND digest = ? AND form <= ? "
+                    "ORDER BY form DESC LIMIT 1",
+                    below,
+                ).fetchone()
+            )
+            if not found:
+                return
+            (form,) = found
+            if not probe.startswith(form):
+                probe = os.path.commonprefix([probe, form])
+                continue
+            of_form = [namespace, digest, form]
+            rows = self.database.read(
+                lambda c, of_form=of_form: c.execute(
+                    "SELECT body FROM texts WHERE namespace = ? AND digest = ? AND form = ? "
+                    f"LIMIT {MAX_ALIKE}",
+                    of_form,
+                ).fetchall()
+            )
+            if rows:
+                yield tables.decode(form), [normalise(tables.body(form, body)) for (body,) in rows]
+            probe = form[:-1]
+
+    # -- what does not change ---------------------------------------------------------------------
+
+    def agree(self, name: str, value: int) -> int:
+        """The value of a setting: that of who was first."""
+
+        def work(connection: sqlite3.Connection) -> int:
+            connection.execute("INSERT OR IGNORE INTO settings VALUES(?, ?)", [name, value])
+            return int(tables.value(connection, name))
+
+        known = self.database.read(lambda c: tables.value(c, name))
+        return self.database.write(work) if known is None else int(known)
+
+    def fingerprints(self, namespace: str | None = None) -> dict[str, dict[str, Any]]:
+        """Fields by digest, of those with a chunk that is there."""
+        rows = self.database.read(
+            lambda c: c.execute(
+                "SELECT digest, fields FROM fingerprints "
+                f"WHERE digest IN (SELECT digest FROM chunks WHERE state = {PRESENT} "
+                "AND namespace = coalesce(?, namespace)) ORDER BY digest",
+                [namespace],
+            ).fetchall()
+        )
+        return {digest: json.loads(fields) for digest, fields in rows}
+
+    def totals(self, namespace: str | None) -> list[tuple[str, str, int, int]]:
+        """(namespace, digest, chunks, bytes) of those that are there."""
+        return self.database.read(
+            lambda c: c.execute(
+                "SELECT namespace, digest, count(*), sum(bytes) FROM chunks WHERE state = ? "
+                "AND namespace = coalesce(?, namespace) GROUP BY namespace, digest",
+                [PRESENT, namespace],
+            ).fetchall()
+        )
+
+    def counts(self, namespace: str | None) -> dict[tuple[str, str], tuple[int, int, int, int]]:
+        """(hits, misses, evictions, corrupt) by namespace and digest."""
+        rows = self.database.read(
+            lambda c: c.execute(
+                "SELECT namespace, digest, hits, misses, evictions, corrupt FROM counts "
+                "WHERE namespace = coalesce(?, namespace)",
+                [namespace],
+            ).fetchall()
+        )
+        return {(space, digest): tuple(of_one) for space, digest, *of_one in rows}

@@ -1,0 +1,87 @@
+"""The two files that make a folder a store: its format version, and its secret."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import secrets
+from pathlib import Path
+
+from samkv_integrations.cache.chunk import SECRET_BYTES
+from samkv_integrations.cache.files import TEMPORARY, Writer, write_file
+from samkv_integrations.cache.fingerprint import FORMAT_VERSION
+from samkv_integrations.errors import StoreError
+
+_OWN_NAME = re.compile(rf"(store\.json|secret)(\..*{re.escape(TEMPORARY)})?|writers")
+_CHECKED_SINCE = 4
+
+
+def claim(folder: Path, writer: Writer) -> tuple[int, bytes]:
+    """The format version and the secret of a folder, which is made a store if it is empty.
+
+    Raises StoreError if it is something else, damaged, or of a newer format version.
+    """
+    marker, file = folder / "store.json", folder / "secret"
+    if not marker.exists():
+        strangers = [n for n in sorted(os.listdir(folder)) if not _OWN_NAME.fullmatch(n)]
+        # Another process may have made the store meanwhile: the marker is before all but these.
+        if strangers and not marker.exists():
+            raise StoreError(
+                f"{folder} is not a store: it has no store.json and holds {strangers[0]!r}; "
+                "next step: name a new or empty folder"
+            )
+        if not file.exists():
+            write_small(file, secrets.token_bytes(SECRET_BYTES), writer, replace=False)
+        write_marker(folder, writer, file.read_bytes(), replace=False)
+    version, check = _read_marker(marker)
+    try:
+        secret = file.read_bytes()
+    except FileNotFoundError:
+        secret = b""
+    if len(secret) != SECRET_BYTES or check not in (None, _check_of(secret)):
+        raise StoreError(
+            f"{file} is damaged, and nothing in {folder} can be read without it; next step: "
+            f"restore it from a copy, or ingest into a new folder"
+        )
+    return version, secret
+
+
+def write_marker(folder: Path, writer: Writer, secret: bytes, *, replace: bool) -> None:
+    """Make a folder one of this format version."""
+    fields = {"format_version": FORMAT_VERSION, "secret_check": _check_of(secret)}
+    write_small(folder / "store.json", json.dumps(fields).encode(), writer, replace=replace)
+
+
+def write_small(file: Path, data: bytes, writer: Writer, *, replace: bool) -> bool:
+    """Write a file at once; whether it was written, as another process may have been faster."""
+    try:
+        write_file(file, [data], writer.temporary(file), exclusive=not replace)
+    except FileExistsError:
+        return False
+    return True
+
+
+def _read_marker(marker: Path) -> tuple[int, str | None]:
+    try:
+        fields = json.loads(marker.read_bytes())
+        version, check = fields["format_version"], fields.get("secret_check")
+        if type(version) is not int or not isinstance(check, str | None):
+            raise TypeError(fields)
+        if version >= _CHECKED_SINCE and check is None:
+            raise LookupError("secret_check")
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise StoreError(
+            f"{marker} is damaged; next step: restore it from a copy, or ingest into a new folder"
+        ) from error
+    if version > FORMAT_VERSION:
+        raise StoreError(
+            f"{marker.parent} has format version {version}, this release uses {FORMAT_VERSION}; "
+            "next step: ingest again into a new folder, or use the release that made this one"
+        )
+    return version, check
+
+
+def _check_of(secret: bytes) -> str:
+    return hashlib.blake2b(key=secret, digest_size=16, person=b"samkv check").hexdigest()

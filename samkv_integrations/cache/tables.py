@@ -1,0 +1,223 @@
+"""The tables of the index, and what is done to them within one transaction."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from samkv_integrations.cache.bare import LOOKUP_CHARS, bare_form
+from samkv_integrations.cache.chunk import normalise
+
+PRESENT, EVICTED, LOST, DELETED = range(4)
+"""States of a chunk: its file is there; it went for want of room; it was not where it should be;
+its text is gone, and its file is about to go."""
+
+# `spaces` has what is true of a namespace, its bytes kept by triggers. A file that is being written
+# is `pending`: its bytes count before it is begun.
+SCHEMA = """
+CREATE TABLE settings(name TEXT PRIMARY KEY, value) WITHOUT ROWID;
+CREATE TABLE fingerprints(digest TEXT PRIMARY KEY, fields TEXT NOT NULL) WITHOUT ROWID;
+CREATE TABLE spaces(
+  namespace TEXT PRIMARY KEY, bytes INTEGER NOT NULL DEFAULT 0, quota INTEGER,
+  deletions INTEGER NOT NULL DEFAULT 0) WITHOUT ROWID;
+CREATE TABLE chunks(
+  digest TEXT, key TEXT, namespace TEXT NOT NULL, bytes INTEGER NOT NULL, state INTEGER NOT NULL,
+  used_at REAL NOT NULL, PRIMARY KEY(digest, key)) WITHOUT ROWID;
+CREATE INDEX chunks_used ON chunks(state, used_at);
+CREATE INDEX chunks_of ON chunks(namespace, digest, state);
+CREATE TABLE pending(
+  temporary TEXT PRIMARY KEY, digest TEXT NOT NULL, key TEXT NOT NULL, namespace TEXT NOT NULL,
+  bytes INTEGER NOT NULL) WITHOUT ROWID;
+CREATE TABLE quarantined(
+  name TEXT PRIMARY KEY, namespace TEXT NOT NULL, bytes INTEGER NOT NULL) WITHOUT ROWID;
+CREATE TABLE counts(
+  namespace TEXT, digest TEXT, hits INTEGER NOT NULL DEFAULT 0, misses INTEGER NOT NULL DEFAULT 0,
+  evictions INTEGER NOT NULL DEFAULT 0, corrupt INTEGER NOT NULL DEFAULT 0,
+  PRIMARY KEY(namespace, digest)) WITHOUT ROWID;
+CREATE TABLE texts(
+  namespace TEXT, digest TEXT, form BLOB, key TEXT, body BLOB, id INTEGER NOT NULL UNIQUE,
+  head BLOB NOT NULL, size INTEGER NOT NULL,
+  PRIMARY KEY(namespace, digest, form, key)) WITHOUT ROWID;
+CREATE INDEX texts_of ON texts(key, digest);
+CREATE INDEX texts_new ON texts(namespace, digest, id, head, size);
+""" + "".join(
+    f"""
+CREATE TRIGGER {table}_in AFTER INSERT ON {table} BEGIN
+  INSERT INTO spaces(namespace, bytes) VALUES(NEW.namespace, NEW.bytes)
+    ON CONFLICT DO UPDATE SET bytes = bytes + NEW.bytes; END;
+CREATE TRIGGER {table}_out AFTER DELETE ON {table} BEGIN
+  UPDATE spaces SET bytes = bytes - OLD.bytes WHERE namespace = OLD.namespace; END;
+CREATE TRIGGER {table}_new AFTER UPDATE OF bytes ON {table} BEGIN
+  UPDATE spaces SET bytes = bytes + NEW.bytes - OLD.bytes WHERE namespace = NEW.namespace; END;
+"""
+    for table in ("chunks", "pending", "quarantined")
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """A chunk file: what the index is told of it."""
+
+    digest: str
+    key: str
+    namespace: str
+    text: str
+    n_bytes: int
+    fields: dict[str, Any]
+    used_at: float
+
+
+def keep(connection: sqlite3.Connection, entry: Entry) -> None:
+    """Take note of a chunk file that is there, in place of one of this key."""
+    connection.execute(
+        "INSERT OR IGNORE INTO fingerprints VALUES(?, ?)",
+        [entry.digest, json.dumps(entry.fields, sort_keys=True)],
+    )
+    connection.execute(
+        "INSERT INTO chunks VALUES(?, ?, ?, ?, ?, ?) ON CONFLICT DO UPDATE SET "
+        "bytes = excluded.bytes, state = excluded.state, used_at = excluded.used_at",
+        [entry.digest, entry.key, entry.namespace, entry.n_bytes, PRESENT, entry.used_at],
+    )
+    known = connection.execute(
+        "SELECT form, body FROM texts WHERE key = ? AND digest = ?", [entry.key, entry.digest]
+    ).fetchall()
+    if entry.text not in [body(*row) for row in known]:
+        add_text(connection, entry.namespace, entry.digest, entry.key, entry.text)
+
+
+def add_text(
+    connection: sqlite3.Connection, namespace: str, digest: str, key: str, text: str
+) -> None:
+    """Make a text of a chunk known."""
+    form, _ = bare_form(normalise(text))
+    (new_id,) = connection.execute("SELECT coalesce(max(id), 0) + 1 FROM texts").fetchone()
+    connection.execute(
+        "INSERT OR REPLACE INTO texts VALUES(?, ?, ?, ?, ?, ?, ?, ?)",
+        [namespace, digest, encode(form), key, None if text == form else encode(text), new_id,
+         encode(form[:LOOKUP_CHARS]), len(form)],
+    )  # fmt: skip
+
+
+def forget_texts(
+    connection: sqlite3.Connection, clause: str, values: list[str | None], namespace: str
+) -> None:
+    """Delete texts, and say so to who remembers where texts begin."""
+    if connection.execute(f"DELETE FROM texts {clause}", values).rowcount:
+        connection.execute(
+            "UPDATE spaces SET deletions = deletions + 1 WHERE namespace = ?", [namespace]
+        )
+
+
+def deletions(connection: sqlite3.Connection, namespace: str) -> int:
+    """How often texts of a namespace were deleted."""
+    found = connection.execute(
+        "SELECT deletions FROM spaces WHERE namespace = ?", [namespace]
+    ).fetchone()
+    return found[0] if found else 0
+
+
+def limits(connection: sqlite3.Connection, namespace: str) -> Iterator[tuple[int, str]]:
+    """What the caches of a namespace, and of all, may take, and what the limit is called."""
+    quota = connection.execute(
+        "SELECT quota FROM spaces WHERE namespace = ?", [namespace]
+    ).fetchone()
+    if quota and quota[0] is not None:
+        yield quota[0], f"the quota of namespace {namespace!r}"
+    if (most := value(connection, "max_bytes")) is not None:
+        yield most, "the store's max_bytes"
+
+
+def make_room(
+    connection: sqlite3.Connection,
+    entry: Entry,
+    evict: Callable[[str, str], bool],
+    drop: Callable[[str], None],
+) -> str:
+    """Evict until the budgets hold that ``entry`` counts for; what is wrong, if they cannot."""
+    for limit, what in list(limits(connection, entry.namespace)):
+        space = None if what == "the store's max_bytes" else entry.namespace
+        if used(connection, space) <= limit:
+            continue
+        for (name,) in connection.execute(
+            "SELECT name FROM quarantined WHERE namespace = coalesce(?, namespace)", [space]
+        ).fetchall():
+            drop(name)
+            connection.execute("DELETE FROM quarantined WHERE name = ?", [name])
+        _evict(connection, space, limit, evict)
+        if (taken := used(connection, space)) > limit:
+            return f"{what} is {limit} bytes, and {taken} are being read or written at this moment"
+    return ""
+
+
+def _evict(
+    connection: sqlite3.Connection, space: str | None, limit: int, evict: Callable[[str, str], bool]
+) -> None:
+    """Evict chunks, the one used least recently first, until ``limit`` holds."""
+    over = used(connection, space) - limit
+    found = connection.execute(
+        "SELECT digest, key, namespace, bytes FROM chunks WHERE state = ? "
+        "AND namespace = coalesce(?, namespace) ORDER BY used_at",
+        [PRESENT, space],
+    )
+    going = []
+    for digest, key, namespace, n_bytes in found:
+        if over <= 0:
+            break
+        if evict(digest, key):
+            over -= n_bytes
+            going.append((digest, key, namespace))
+    for digest, key, namespace in going:
+        connection.execute(
+            "UPDATE chunks SET state = ?, bytes = 0 WHERE digest = ? AND key = ?",
+            [EVICTED, digest, key],
+        )
+        count(connection, namespace, digest, evictions=1)
+
+
+def used(connection: sqlite3.Connection, namespace: str | None) -> int:
+    """Bytes that the chunk files of a namespace, or of all, take or are about to."""
+    (taken,) = connection.execute(
+        "SELECT coalesce(sum(bytes), 0) FROM spaces WHERE namespace = coalesce(?, namespace)",
+        [namespace],
+    ).fetchone()
+    return int(taken)
+
+
+def count(connection: sqlite3.Connection, namespace: str, digest: str, **more: int) -> None:
+    """Add to the counts ``hits``, ``misses``, ``evictions`` or ``corrupt``."""
+    connection.execute(
+        "INSERT OR IGNORE INTO counts(namespace, digest) VALUES(?, ?)", [namespace, digest]
+    )
+    changes = ", ".join(f"{name} = {name} + {number:d}" for name, number in more.items())
+    connection.execute(
+        f"UPDATE counts SET {changes} WHERE namespace = ? AND digest = ?", [namespace, digest]
+    )
+
+
+def value(connection: sqlite3.Connection, name: str) -> Any:  # noqa: ANN401
+    """A setting; None if it was never written down."""
+    found = connection.execute("SELECT value FROM settings WHERE name = ?", [name]).fetchone()
+    return found[0] if found else None
+
+
+def set_value(connection: sqlite3.Connection, name: str, new: int | None) -> None:
+    """Write a setting down."""
+    connection.execute("INSERT OR REPLACE INTO settings VALUES(?, ?)", [name, new])
+
+
+def encode(text: str) -> bytes:
+    """UTF-8, also of half a character; sorts as the text does."""
+    return text.encode(errors="surrogatepass")
+
+
+def decode(data: bytes) -> str:
+    """What `encode` was given."""
+    return data.decode(errors="surrogatepass")
+
+
+def body(form: bytes, text: bytes | None) -> str:
+    """The text of a row, which leaves it out if it is its own bare form."""
+    return decode(form if text is None else text)

@@ -1,0 +1,374 @@
+"""The index of a store's folder: accounting, texts, and what becomes of a damaged one."""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import os
+import sqlite3
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from samkv_integrations.cache.bare import LOOKUP_CHARS, bare_form
+from samkv_integrations.cache.base import MAX_ALIKE
+from samkv_integrations.cache.index import Index
+from samkv_integrations.cache.tables import EVICTED, LOST, PRESENT, Entry
+from samkv_integrations.errors import StoreError
+
+DIGEST = "d" * 32
+LONG = "The quick brown fox jumps over"
+
+
+def entry(number: int, text: str = "", **changes: object) -> Entry:
+    made = Entry(
+        digest=DIGEST,
+        key=f"{number:032x}",
+        namespace="",
+        text=text or f"{LONG} {number} dogs.",
+        n_bytes=100,
+        fields={"model": "tiny"},
+        used_at=float(number),
+    )
+    return replace(made, **changes)
+
+
+class Files:
+    """Stands for the files of a store: `evict` deletes those that nobody reads."""
+
+    def __init__(self) -> None:
+        self.read: set[str] = set()
+        self.evicted: list[str] = []
+        self.dropped: list[str] = []
+
+    def evict(self, digest: str, key: str) -> bool:
+        if key in self.read:
+            return False
+        self.evicted.append(key)
+        return True
+
+    def put(self, index: Index, new: Entry) -> None:
+        index.reserve(new, f"{new.key}.tmp", self.evict, self.dropped.append)
+        index.keep(new, f"{new.key}.tmp")
+
+
+@pytest.fixture
+def index(tmp_path: Path) -> Index:
+    return Index(tmp_path, lambda: [])
+
+
+def used(index: Index) -> int:
+    (total,) = index.database.read(
+        lambda c: c.execute("SELECT coalesce(sum(bytes), 0) FROM spaces").fetchone()
+    )
+    return total
+
+
+def keys_of(*entries: Entry) -> list[str]:
+    return [one.key for one in entries]
+
+
+def like(index: Index, bare: str, namespace: str = "") -> list[str]:
+    return [form for form, _ in index.texts_like(namespace, DIGEST, bare)]
+
+
+class TestBudget:
+    def test_the_least_recently_used_go_first(self, index: Index) -> None:
+        files = Files()
+        index.set_budget(300, {})
+        old = [entry(number) for number in range(3)]
+        for one in old:
+            files.put(index, one)
+        index.record("", DIGEST, [old[0].key], [])
+        files.put(index, entry(9))
+        assert files.evicted == [old[1].key]
+        assert index.keys("", None) == sorted(keys_of(old[0], old[2], entry(9)))
+        assert index.state(DIGEST, old[1].key) == EVICTED
+        assert used(index) == 300
+        assert index.counts("")["", DIGEST] == (1, 0, 1, 0)
+
+    def test_what_is_read_stays(self, index: Index) -> None:
+        files = Files()
+        index.set_budget(200, {})
+        for number in range(2):
+            files.put(index, entry(number))
+        files.read = {entry(0).key}
+        files.put(index, entry(2))
+        assert files.evicted == [entry(1).key]
+
+    def test_no_room_is_an_error_and_counts_nothing(self, index: Index) -> None:
+        files = Files()
+        index.set_budget(200, {})
+        for number in range(2):
+            files.put(index, entry(number))
+        files.read = set(keys_of(entry(0), entry(1)))
+        with pytest.raises(StoreError, match="200 bytes, and 300 are being read.*next step"):
+            files.put(index, entry(2))
+        assert used(index) == 200 and index.pending() == []
+
+    def test_a_file_larger_than_the_budget_evicts_nothing(self, index: Index) -> None:
+        files = Files()
+        index.set_budget(200, {})
+        files.put(index, entry(1))
+        with pytest.raises(StoreError, match="250 bytes is larger than the store's max_bytes, 200"):
+            files.put(index, entry(2, n_bytes=250))
+        assert files.evicted == []
+
+    def test_a_quota_is_of_one_namespace(self, index: Index) -> None:
+        files = Files()
+        index.set_budget(None, {"a": 200})
+        for number in range(4):
+            files.put(index, entry(number, namespace="a"))
+            files.put(index, entry(10 + number, namespace="b"))
+        assert index.keys("a", None) == keys_of(entry(2), entry(3))
+        assert len(index.keys("b", None)) == 4
+        assert index.budget() == (None, {"a": 200})
+
+    def test_bytes_count_before_a_file_is_begun(self, index: Index) -> None:
+        index.reserve(entry(1), "one.tmp", Files().evict, lambda name: None)
+        assert used(index) == 100 and index.keys("", None) == []
+        assert index.pending() == [("one.tmp", DIGEST, entry(1).key)]
+        index.release("one.tmp")
+        assert used(index) == 0
+
+    def test_the_quarantine_counts_and_goes_first(self, index: Index) -> None:
+        files = Files()
+        index.set_budget(300, {})
+        for number in range(3):
+            files.put(index, entry(number))
+        index.quarantined("", DIGEST, entry(2).key, "damaged", 100)
+        assert used(index) == 300 and index.state(DIGEST, entry(2).key) == LOST
+        files.put(index, entry(5))
+        assert (files.dropped, files.evicted, used(index)) == (["damaged"], [], 300)
+
+    def test_replaced_files_count_once(self, index: Index) -> None:
+        files = Files()
+        for n_bytes in (100, 70, 120):
+            files.put(index, entry(1, n_bytes=n_bytes))
+        assert used(index) == 120
+
+    def test_many_processes_share_one_budget(self, tmp_path: Path) -> None:
+        Index(tmp_path, lambda: []).set_budget(500, {})
+        context = multiprocessing.get_context("fork")
+        workers = [context.Process(target=_put_many, args=(tmp_path, n)) for n in range(3)]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join(60)
+        assert [worker.exitcode for worker in workers] == [0, 0, 0]
+        index = Index(tmp_path, lambda: [])
+        assert used(index) == 500 and len(index.keys("", None)) == 5
+
+
+def _put_many(folder: Path, worker: int) -> None:
+    index, files = Index(folder, lambda: []), Files()
+    for number in range(30):
+        files.put(index, entry(100 * worker + number))
+        assert used(index) <= 500
+
+
+class TestTexts:
+    def test_the_longest_form_comes_first(self, index: Index) -> None:
+        texts = [LONG, f"{LONG} the", f"{LONG} the lazy dog", f"{LONG} them all", "Another text."]
+        for number, text in enumerate(texts):
+            index.keep(entry(number, text))
+        assert like(index, f"{LONG} the lazy dog and more") == [texts[2], texts[1], texts[0]]
+        assert like(index, f"{LONG} the lazier") == [texts[1], texts[0]]
+        assert like(index, f"{LONG} a") == [texts[0]]
+        assert like(index, LONG[:-1]) == like(index, "") == like(index, "zzz" * 20) == []
+        assert like(index, f"{LONG} the", namespace="b") == []
+
+    @settings(max_examples=60, deadline=None)
+    @given(
+        st.lists(st.text("ab \ud800é", max_size=8), max_size=12),
+        st.text("ab \ud800é", max_size=10),
+    )
+    def test_finds_what_a_look_at_each_finds(self, endings: list[str], rest: str) -> None:
+        import tempfile
+
+        with tempfile.TemporaryDirectory() as folder:
+            index = Index(Path(folder), lambda: [])
+            forms = {bare_form((LONG + ending).strip())[0] for ending in endings}
+            for number, ending in enumerate(endings):
+                index.keep(entry(number, (LONG + ending).strip()))
+            prompt = LONG + rest
+            found = like(index, prompt)
+            assert found == sorted(
+                (form for form in forms if prompt.startswith(form)), key=len, reverse=True
+            )
+            index.database.close()
+
+    def test_gives_texts_of_one_form_and_not_all_of_them(self, index: Index) -> None:
+        texts = [LONG.replace(" ", " " * n) for n in range(1, MAX_ALIKE + 10)]
+        for number, text in enumerate(texts):
+            index.keep(entry(number, text))
+        ((form, bodies),) = index.texts_like("", DIGEST, LONG)
+        assert form == LONG and set(bodies) <= set(texts) and len(bodies) == MAX_ALIKE
+
+    def test_beginnings_are_told_once(self, index: Index) -> None:
+        first = index.beginnings("", DIGEST, None)
+        assert (list(first.heads), first.longest, first.is_all) == ([], 0, True)
+        index.keep(entry(1))
+        index.keep(entry(2, "too short"))
+        index.keep(entry(3, namespace="b"))
+        second = index.beginnings("", DIGEST, first.cursor)
+        assert list(second.heads) == [LONG[:LOOKUP_CHARS]] and not second.is_all
+        assert second.longest == len(entry(1).text)
+        third = index.beginnings("", DIGEST, second.cursor)
+        assert (list(third.heads), third.longest) == ([], second.longest)
+        assert third.cursor == second.cursor
+        index.begin_to_delete("", [entry(1).key])
+        fourth = index.beginnings("", DIGEST, third.cursor)
+        assert fourth.is_all and list(fourth.heads) == []
+        assert index.beginnings("", "e" * 32, fourth.cursor).is_all
+
+    def test_another_tenants_changes_are_not_told(self, index: Index) -> None:
+        index.keep(entry(1))
+        cursor = index.beginnings("", DIGEST, None).cursor
+        index.keep(entry(2, namespace="b"))
+        index.begin_to_delete("b", [entry(2).key])
+        assert index.beginnings("", DIGEST, cursor).cursor == cursor
+
+    def test_two_texts_of_the_same_tokens(self, index: Index) -> None:
+        index.keep(entry(1, f"{LONG} caf\u00e9"))
+        index.add_text("", DIGEST, entry(1).key, f"{LONG} cafe\u0301")
+        for text in (f"{LONG} caf\u00e9", f"{LONG} cafe\u0301"):
+            assert like(index, text) == [text]
+        assert index.text("", entry(1).key) == f"{LONG} cafe\u0301"
+        index.keep(entry(1, f"{LONG} caf\u00e9"))  # again: nothing is deleted
+        assert like(index, f"{LONG} cafe\u0301")
+
+    def test_what_was_evicted_or_lost_is_known(self, index: Index) -> None:
+        index.keep(entry(1))
+        index.lose([(DIGEST, entry(1).key)], lambda digest, key: True)
+        assert like(index, entry(1).text) == [entry(1).text] and index.keys("", None) == []
+        index.keep(entry(1))
+        assert index.state(DIGEST, entry(1).key) == PRESENT
+
+
+class TestDeletion:
+    def test_nothing_of_a_text_is_left_in_the_files(self, index: Index, tmp_path: Path) -> None:
+        marker = "Confidential matter of Mrs Ottoline Fairweather"
+        for number in range(40):
+            index.keep(entry(number, f"{marker} {number} " + "x" * 3000))
+        kept = entry(99)
+        index.keep(kept)
+        keys = [key for key in index.keys("", None) if key != kept.key]
+        index.end_deleting(index.begin_to_delete("", keys))
+        assert index.keys("", None) == [kept.key]
+        for file in tmp_path.iterdir():
+            assert b"Ottoline" not in file.read_bytes(), file
+
+    def test_is_of_one_namespace(self, index: Index) -> None:
+        index.keep(entry(1, namespace="a"))
+        assert index.begin_to_delete("b", [entry(1).key]) == []
+        assert index.text("a", entry(1).key) and index.keys("a", None)
+
+    def test_a_chunk_that_is_put_meanwhile_stays(self, index: Index) -> None:
+        index.keep(entry(1))
+        going = index.begin_to_delete("", [entry(1).key])
+        index.keep(entry(1))
+        index.end_deleting(going)
+        assert index.keys("", None) == [entry(1).key]
+
+
+class TestDamage:
+    @pytest.mark.parametrize("damage", ["flip", "cut", "other", "empty", "gone"])
+    def test_it_is_made_anew_from_the_files(self, tmp_path: Path, damage: str) -> None:
+        files = [entry(number) for number in range(50)]
+        index = Index(tmp_path, lambda: files)
+        index.keys("", None)
+        index.database.close()
+        (file,) = tmp_path.glob("index-*.sqlite")
+        data = bytearray(file.read_bytes())
+        if damage == "flip":
+            for at in range(0, len(data), 512):
+                data[at] ^= 0xFF
+        file.write_bytes(
+            {"cut": data[: len(data) // 2], "other": b"not a database" * 999, "empty": b""}.get(
+                damage, data
+            )
+        )
+        if damage == "gone":
+            file.unlink()
+        assert Index(tmp_path, lambda: files).keys("", None) == keys_of(*files)
+        assert used(Index(tmp_path, lambda: files)) == 100 * len(files)
+
+    def test_who_has_it_open_goes_on_with_the_new_one(self, tmp_path: Path) -> None:
+        one, other = (Index(tmp_path, lambda: [entry(1)]) for _ in range(2))
+        assert one.keys("", None) == other.keys("", None) == keys_of(entry(1))
+        for file in tmp_path.glob("index-*"):
+            file.unlink()
+        one.keep(entry(2))
+        other.keep(entry(3))
+        assert one.keys("", None) == other.keys("", None) == keys_of(entry(1), entry(2), entry(3))
+        assert len(list(tmp_path.glob("index-*.sqlite"))) == 1
+
+    def test_many_that_find_it_missing_make_one(self, tmp_path: Path) -> None:
+        indices = [Index(tmp_path, lambda: [entry(1)]) for _ in range(6)]
+        found: list[list[str]] = []
+        threads = [
+            threading.Thread(target=lambda index=index: found.append(index.keys("", None)))
+            for index in indices
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert found == [keys_of(entry(1))] * 6
+        assert len(list(tmp_path.glob("index-*.sqlite"))) == 1
+
+    def test_what_is_left_of_others_is_cleared_up(self, index: Index, tmp_path: Path) -> None:
+        index.keep(entry(1))
+        for name in ("index-00.sqlite.tmp", "index-00.sqlite-wal", "index-00.sqlite.tmp-journal"):
+            (tmp_path / name).write_bytes(b"text")
+        index.database.clear_up()
+        assert not list(tmp_path.glob("index-00*")) and index.keys("", None) == keys_of(entry(1))
+
+    def test_a_folder_that_has_gone_is_not_made_again(self, tmp_path: Path) -> None:
+        folder = tmp_path / "store"
+        folder.mkdir()
+        index = Index(folder, lambda: [])
+        index.keep(entry(1))
+        for file in folder.iterdir():
+            file.unlink()
+        folder.rmdir()
+        with pytest.raises(StoreError, match="next step"):
+            index.keys("", None)
+        assert not folder.exists()
+
+    def test_a_folder_that_can_only_be_read(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(os, "access", lambda path, mode: False)
+        index = Index(tmp_path, lambda: [entry(1)])
+        assert index.keys("", None) == keys_of(entry(1)) and not list(tmp_path.iterdir())
+
+    def test_a_full_disk_is_a_store_error(self, index: Index) -> None:
+        index.keep(entry(1))
+        index.database.read(lambda c: c.execute("PRAGMA max_page_count=1").fetchall())
+        with pytest.raises(StoreError, match="full"):
+            for number in itertools.count(2):
+                index.keep(entry(number, f"{LONG} {number} " + "x" * 5000))
+        assert entry(1).key in index.keys("", None)
+
+
+def test_is_of_use_after_a_fork(index: Index) -> None:
+    index.keep(entry(1))
+    context = multiprocessing.get_context("fork")
+    child = context.Process(target=lambda: index.keep(entry(2)))
+    child.start()
+    child.join(60)
+    assert child.exitcode == 0
+    assert index.keys("", None) == keys_of(entry(1), entry(2))
+
+
+def test_a_foreign_file_of_that_name_does_no_harm(tmp_path: Path) -> None:
+    with sqlite3.connect(tmp_path / "index-00000000.sqlite") as foreign:
+        foreign.execute("CREATE TABLE mine(x)")
+    foreign.close()
+    assert Index(tmp_path, lambda: [entry(1)]).keys("", None) == keys_of(entry(1))
