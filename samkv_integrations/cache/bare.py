@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from bisect import bisect_right
 from collections.abc import Callable
+from functools import cached_property
 from html import unescape
 from textwrap import dedent
 
@@ -44,22 +45,45 @@ def lined(text: str) -> str:
     return f"{first}\n{dedent(chr(10).join(rest))}"
 
 
-def is_written_as(body: str, written: str, form: Callable[[str], str] = spaced) -> bool:
-    r"""Whether ``written`` is ``body``, escaped or not, but for white space.
-
-    form: what both are compared by: `spaced`, or `lined`, which tells blocks of code apart.
+class Written:
+    r"""A text as somebody wrote it, escaped or not: which bodies it may be.
 
     Escapes are those of JSON, `repr` and HTML, at most `_MOST_ENCODINGS` of them in turn.
 
     Equal bare forms are not enough: a text about ``\d+`` is none about ``d+``.
     """
-    wanted = form(body)
-    texts = {written}
-    for _ in range(_MOST_ENCODINGS + 1):
-        if wanted in map(form, texts):
+
+    def __init__(self, written: str) -> None:
+        self._written = written
+        self._forms: dict[Callable[[str], str], set[str]] = {}
+
+    def may_be(self, body: str, form: Callable[[str], str] = spaced) -> bool:
+        """Whether it is ``body``, but for white space.
+
+        form: what both are compared by: `spaced`, or `lined`, which tells blocks of code apart.
+        """
+        if form(self._written) == (wanted := form(body)):
             return True
-        texts = {decode(text) for text in texts for decode in (unescape, _without_backslashes)}
-    return False
+        if form not in self._forms:
+            self._forms[form] = set(map(form, self._decoded))
+        return wanted in self._forms[form]
+
+    @cached_property
+    def _decoded(self) -> set[str]:
+        """The text itself, and what it says if it is escaped."""
+        texts, new = {self._written}, {self._written}
+        for _ in range(_MOST_ENCODINGS):
+            new = {decode(text) for text in new for decode in (unescape, _without_backslashes)}
+            new -= texts
+            if not new:
+                break
+            texts |= new
+        return texts
+
+
+def is_written_as(body: str, written: str, form: Callable[[str], str] = spaced) -> bool:
+    """Whether ``written`` is ``body``, escaped or not, but for white space; see `Written`."""
+    return Written(written).may_be(body, form)
 
 
 def _without_backslashes(text: str) -> str:

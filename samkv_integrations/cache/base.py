@@ -20,16 +20,16 @@ MAX_ALIKE = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Beginnings:
-    """How the bare forms of stored texts begin, see `Store.beginnings`.
+    """How the texts of a store begin, see `Store.beginnings`.
 
-    cursor: says of which state of the store this is.
-    heads: the first `LOOKUP_CHARS` characters of each; shorter forms are left out.
-    longest: characters of the longest bare form of all, not only of these.
-    is_all: whether these are all, and not those that came since another state.
+    cursor: the state of the store that this tells of.
+    heads: the first `LOOKUP_CHARS` characters of bare forms, each once, in no order.
+    longest: characters of the longest bare form that is stored, or more.
+    is_all: whether these are all heads that there are; else those that came since.
     """
 
     cursor: Hashable
-    heads: Sequence[str]
+    heads: list[str]
     longest: int
     is_all: bool
 
@@ -104,9 +104,9 @@ class StoredChunk(Protocol):
 class Store(Protocol):
     """Chunk caches by key. Whatever cannot be read is a `CacheMiss`, never a wrong tensor.
 
-    Only `put`, `touch`, `delete` and `forget` modify the chunks of a store, and what any process
-    did is seen at once by all. Methods other than `key`, `open`, `contains`, `age_s` and `touch`
-    raise `StoreError` if the store itself is not usable.
+    Only `put`, `put_text`, `touch`, `delete` and `forget` modify the chunks of a store, and what
+    any process did is seen at once by all. Methods other than `key`, `open`, `contains`, `age_s`,
+    `touch` and `put_text` raise `StoreError` if the store itself is not usable.
     """
 
     @property
@@ -147,7 +147,33 @@ class Store(Protocol):
         """
 
     def text(self, key: str) -> str | None:
-        """The text of a chunk of any fingerprint, None if it is unknown or unreadable."""
+        """The text of a chunk of any fingerprint, the one put last; None if it is unknown."""
+
+    def put_text(self, key: str, fingerprint: Fingerprint, text: str) -> None:
+        """Keeps a text of a chunk beside the ones that it has, to be found in prompts by.
+
+        Some tokenizers make the same token ids, and so the same chunk, of several texts, such as
+        the composed and decomposed forms of Unicode. Best effort: a store that cannot be written
+        goes without.
+        """
+
+    def beginnings(self, fingerprint: Fingerprint, since: Hashable | None = None) -> Beginnings:
+        """How the texts of the chunks of a fingerprint begin, in their bare forms.
+
+        since: the cursor of an earlier answer. If nothing was deleted after that, only what came
+            after it is listed, which is cheap, and nearly nothing if there is none.
+
+        Texts whose bare form is shorter than `LOOKUP_CHARS` are left out here and in `texts_like`.
+        Texts of other namespaces are in neither.
+        """
+
+    def texts_like(self, fingerprint: Fingerprint, bare: str) -> Iterator[tuple[str, list[str]]]:
+        """The bare forms of stored texts that ``bare`` begins with, the longest first.
+
+        Each with the bodies that have it. Every step is one look-up, made when it is asked for: its
+        time grows with the logarithm of the number of texts. A text whose cache was evicted or lost
+        is found all the same, and is then a counted miss.
+        """
 
     def prefetch(self, key: str, fingerprint: Fingerprint) -> None:
         """Begins to read a chunk, all of it, without waiting.
@@ -156,10 +182,7 @@ class Store(Protocol):
         """
 
     def delete(self, *keys: str) -> int:
-        """Removes chunks and their texts under all fingerprints; of how many keys there were any.
-
-        Nothing of a text is left on disk, but for what the file system keeps of deleted files.
-        """
+        """Removes chunks and their texts under all fingerprints; how many there were."""
 
     def forget(
         self,
@@ -178,25 +201,6 @@ class Store(Protocol):
 
     def keys(self, fingerprint: Fingerprint | None = None) -> list[str]:
         """Sorted keys of the chunks of one fingerprint, or of all."""
-
-    def put_text(self, key: str, fingerprint: Fingerprint, text: str) -> None:
-        """Makes another text known of a chunk that is there: it has the same tokens.
-
-        Some tokenizers take an accented letter and a letter with an accent for one. Best effort.
-        """
-
-    def beginnings(self, fingerprint: Fingerprint, since: Hashable | None = None) -> Beginnings:
-        """How the texts of a fingerprint begin that came since a cursor; cheap if there are none.
-
-        All of them if ``since`` is None, or something was deleted since. Texts whose cache was
-        evicted or lost are among them: in a prompt they are misses.
-        """
-
-    def texts_like(self, fingerprint: Fingerprint, bare: str) -> Iterator[tuple[str, list[str]]]:
-        """The stored bare forms that ``bare`` begins with, the longest first.
-
-        With each the texts that have it, at most `MAX_ALIKE`. Each step is one look-up.
-        """
 
     def agree_block_size(self, fingerprint: Fingerprint, size: int) -> int:
         """The block size for chunks that are like ``fingerprint`` in all else: the first one asked.

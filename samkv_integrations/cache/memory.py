@@ -5,12 +5,12 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import asdict
 
 from torch import Tensor
 
-from samkv_integrations.cache.base import StoredChunk, _expect
+from samkv_integrations.cache.base import Beginnings, StoredChunk, _expect
 from samkv_integrations.cache.chunk import (
     SECRET_BYTES,
     BlockMeans,
@@ -27,6 +27,7 @@ from samkv_integrations.cache.fingerprint import (
 )
 from samkv_integrations.cache.quantise import is_sound
 from samkv_integrations.cache.stats import StoreStats, _stats
+from samkv_integrations.cache.text_index import TextIndex
 from samkv_integrations.errors import CacheMiss
 
 
@@ -125,8 +126,9 @@ class MemoryStore:
         self._namespace = namespace
         self._secret = secrets.token_bytes(SECRET_BYTES)
         self._chunks: dict[tuple[str, str], ChunkCache] = {}
-        self._texts: dict[str, str] = {}
-        self._n_changes = 0
+        # key -> fingerprint -> texts, the latest last; they stay where a cache is lost
+        self._texts: dict[str, dict[str, list[str]]] = {}
+        self._indexes: dict[str, TextIndex] = {}  # of bodies, by fingerprint
         self._changing = threading.Lock()
         self._block_sizes: dict[str, int] = {}
         self._put_at: dict[tuple[str, str], float] = {}
@@ -137,14 +139,23 @@ class MemoryStore:
         return self._namespace
 
     def key(self, fingerprint: Fingerprint, token_ids: Sequence[int]) -> str:
-        return chunk_key(self._secret, self._namespace, fingerprint.digest, token_ids)
+        return self._key(fingerprint.digest, token_ids)
 
     def put(self, chunk: ChunkCache) -> None:
         with self._changing:
             self._chunks[chunk.fingerprint.digest, chunk.key] = chunk
-            self._texts[chunk.key] = chunk.text
-            self._n_changes += 1
             self._put_at[chunk.fingerprint.digest, chunk.key] = time.time()
+            self._add_text(chunk.fingerprint.digest, chunk.key, chunk.text)
+
+    def _add_text(self, digest: str, key: str, text: str) -> None:
+        texts = self._texts.setdefault(key, {}).setdefault(digest, [])
+        if text in texts:
+            texts.remove(text)
+        texts.append(text)
+        self._index(digest).add(normalise(text), key)
+
+    def _index(self, digest: str) -> TextIndex:
+        return self._indexes.setdefault(digest, TextIndex())
 
     def open(
         self, key: str, fingerprint: Fingerprint, token_ids: Sequence[int] | None = None
@@ -166,46 +177,68 @@ class MemoryStore:
             self._put_at[fingerprint.digest, key] = time.time()
 
     def text(self, key: str) -> str | None:
-        return self._texts.get(key)
+        return next((texts[-1] for texts in list(self._texts.get(key, {}).values())), None)
+
+    def put_text(self, key: str, fingerprint: Fingerprint, text: str) -> None:
+        with self._changing:
+            self._add_text(fingerprint.digest, key, text)
+
+    def beginnings(self, fingerprint: Fingerprint, since: Hashable | None = None) -> Beginnings:
+        return self._index(fingerprint.digest).beginnings(since)
+
+    def texts_like(self, fingerprint: Fingerprint, bare: str) -> Iterator[tuple[str, list[str]]]:
+        return self._index(fingerprint.digest).texts_like(bare)
 
     def prefetch(self, key: str, fingerprint: Fingerprint) -> None:
         """There is nothing to read from."""
 
-    def delete(self, key: str) -> bool:
+    def delete(self, *keys: str) -> int:
         with self._changing:
-            for name in [name for name in self._chunks if name[1] == key]:
-                del self._chunks[name], self._put_at[name]
-            self._n_changes += 1
-            return self._texts.pop(key, None) is not None
+            found = [key for key in dict.fromkeys(keys) if key in self._texts]
+            for key in found:
+                for digest in list(self._texts[key]):
+                    self._remove(digest, key)
+            return len(found)
+
+    def _remove(self, digest: str, key: str) -> None:
+        self._chunks.pop((digest, key), None)
+        self._put_at.pop((digest, key), None)
+        for text in self._texts[key].pop(digest):
+            self._index(digest).remove(normalise(text), key)
+        if not self._texts[key]:
+            del self._texts[key]
 
     def forget(
         self,
         is_wanted: Callable[[str], bool],
         token_ids: Sequence[Sequence[int]] = (),
     ) -> int:
-        named = {tuple(ids) for ids in token_ids}
         with self._changing:
+            named = {
+                digest: {self._key(digest, ids) for ids in token_ids} for digest in self._indexes
+            }
             found = [
                 (digest, key)
-                for (digest, key), chunk in self._chunks.items()
-                if key == self.key(chunk.fingerprint, chunk.token_ids.tolist())
-                and (tuple(chunk.token_ids.tolist()) in named or is_wanted(normalise(chunk.text)))
+                for key, by_digest in self._texts.items()
+                for digest, texts in by_digest.items()
+                if (key in named[digest] or any(is_wanted(normalise(text)) for text in texts))
+                and self._may_be_ours(digest, key)
             ]
-            for name in found:
-                del self._chunks[name], self._put_at[name]
-            held = {key for _, key in self._chunks}
-            for _, key in found:
-                if key not in held:
-                    self._texts.pop(key, None)
-            self._n_changes += 1
+            for digest, key in found:
+                self._remove(digest, key)
         return len(found)
+
+    def _may_be_ours(self, digest: str, key: str) -> bool:
+        """Whether no cache says that the chunk is of another namespace."""
+        chunk = self._chunks.get((digest, key))
+        return chunk is None or key == self._key(digest, chunk.token_ids.tolist())
+
+    def _key(self, digest: str, token_ids: Sequence[int]) -> str:
+        return chunk_key(self._secret, self._namespace, digest, token_ids)
 
     def keys(self, fingerprint: Fingerprint | None = None) -> list[str]:
         wanted = fingerprint.digest if fingerprint else None
         return sorted({key for digest, key in list(self._chunks) if wanted in (None, digest)})
-
-    def stamp(self, fingerprint: Fingerprint) -> Hashable | None:
-        return self._n_changes
 
     def agree_block_size(self, fingerprint: Fingerprint, size: int) -> int:
         return self._block_sizes.setdefault(_without_block_size(fingerprint), size)
@@ -230,7 +263,9 @@ class MemoryStore:
         for (digest, key), chunk in list(self._chunks.items()):
             size = FileLayout.of(chunk, self._namespace).file_size(key)
             sizes.setdefault(digest, []).append(size)
-        return _stats({held.digest: asdict(held) for held in self.fingerprints()}, sizes)
+        known = {held.digest: asdict(held) for held in self.fingerprints()}
+        totals = [(self._namespace, d, len(of_one), sum(of_one)) for d, of_one in sizes.items()]
+        return _stats(known, sorted(totals))
 
     def require(self, fingerprint: Fingerprint) -> None:
         _require(fingerprint, self.fingerprints(), "the memory store")

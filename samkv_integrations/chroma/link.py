@@ -229,7 +229,7 @@ class ChromaLink:
                 unreferenced -= self._referenced(collection, asked[part])
         if unreferenced:  # what they were must not be held in memory either
             self.engine.prefixes.clear()
-        return sum(self.engine.store.delete(key) for key in sorted(unreferenced))
+        return self.engine.store.delete(*sorted(unreferenced))
 
     def _referenced(self, collection: Collection, keys: list[str]) -> set[str]:
         """Those of ``keys`` that a record of ``collection`` has."""

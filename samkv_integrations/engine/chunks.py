@@ -19,6 +19,7 @@ from samkv_integrations.cache.attention_stats import (
     PUBLISHED_STABLE_LAYERS,
     stable_layers,
 )
+from samkv_integrations.cache.bare import bare_form
 from samkv_integrations.cache.base import Store, StoredChunk
 from samkv_integrations.cache.blocks import BlockScheme
 from samkv_integrations.cache.chunk import ChunkRef
@@ -33,7 +34,7 @@ from samkv_integrations.prompt.text import bodies_of
 
 Depth = Literal["exists", "opens", "whole"]
 """How closely a cache is looked at: its file is there; it can be opened, which verifies whose it
-is; all of it is read and verified, and its text is beside it."""
+is; all of it is read and verified."""
 
 _WRITERS = 4
 """Threads that write chunk caches: most of the time each waits for its disk."""
@@ -193,13 +194,25 @@ class Chunks:
                     chunk.verify()
         except CacheMiss:
             return False
-        return depth != "whole" or self._has_text(ref)
+        return True
+
+    def _keep_texts(self, chunks: Sequence[ChunkRef]) -> None:
+        """Have prompts searched for the texts of these chunks, if there are caches of them.
+
+        A text may have been lost, and some tokenizers make the same token ids, and so the same
+        chunk, of different texts: the cache came with one of them.
+        """
+        for ref in chunks:
+            if not self._has_text(ref) and self._store.contains(ref.key, self.fingerprint):
+                self._store.put_text(ref.key, self.fingerprint, ref.text)
 
     def _has_text(self, ref: ChunkRef) -> bool:
-        """Whether the text beside a cache is sound: without it prompts are searched in vain."""
-        text = self._store.text(ref.key)
-        # Some tokenizers make the same token ids, and so the same chunk, of different texts.
-        return text == ref.text or (text is not None and self.key_of(text) == ref.key)
+        """Whether prompts are searched for the text of a chunk."""
+        if self._store.text(ref.key) == ref.text:
+            return True
+        form, _ = bare_form(ref.text)
+        alike = next(self._store.texts_like(self.fingerprint, form), ("", []))
+        return alike[0] == form and ref.text in alike[1]
 
     def _remember(self, chunks: Sequence[ChunkRef]) -> None:
         with self._preparing:
@@ -249,7 +262,9 @@ class Chunks:
                 found = self.look_up(self.agree(found), depth)
                 missed = [ref for ref in found if ref.state == "missed"]
                 self.compute(missed if for_prompt else found, progress=progress)
-                if not for_prompt:
+                if for_prompt:
+                    self._keep_texts(found)
+                else:
                     self._remember(found)
             return found
         found = self.look_up(found, depth)
@@ -271,7 +286,7 @@ class Chunks:
         """Compute the chunks that are ``missed``, several a pass, and keep them.
 
         Those that are cached are young again: who prepares a chunk is about to need it. One whose
-        file has gone meanwhile is computed too.
+        file has gone meanwhile is computed too. Prompts are searched for the texts of all.
 
         Raises InvalidChunk or StoreError like `prepare`.
         """
@@ -302,6 +317,7 @@ class Chunks:
             finally:
                 # Chunks vote, and were fewer if somebody asked meanwhile.
                 self._stable_layers = None
+        self._keep_texts(chunks)
 
     def compute_for(
         self, texts: Mapping[tuple[int, ...], str]

@@ -282,7 +282,9 @@ class Engine:
         text = TextStream(self.model, settings.stop)
         form = JsonConstraint.of(self.model, settings.json_schema, end_ids)
         with (
-            self.resolve(prompt, chunks, on_miss=settings.on_miss) as resolved,
+            self.resolve(
+                prompt, chunks, on_miss=settings.on_miss, context_window=settings.context_window
+            ) as resolved,
             self._lock,
             torch.inference_mode(),
         ):
@@ -334,7 +336,12 @@ class Engine:
             return torch.stack(of_tokens).float().cpu()
 
     def resolve(
-        self, prompt: Prompt, chunks: Sequence[str] | None = None, *, on_miss: OnMiss = "text"
+        self,
+        prompt: Prompt,
+        chunks: Sequence[str] | None = None,
+        *,
+        on_miss: OnMiss = "text",
+        context_window: int | None = None,
     ) -> Resolved:
         """The segments of a prompt, and the open caches of its chunks; a context manager.
 
@@ -342,7 +349,7 @@ class Engine:
         chunk is text here too.
         """
         check_on_miss(on_miss)
-        pieces, n_rewritten = self._reader.read(prompt, chunks, on_miss)
+        pieces, n_rewritten = self._reader.read(prompt, chunks, on_miss, context_window)
         return self._resolver().resolve(pieces, on_miss=on_miss, n_rewritten=n_rewritten)
 
     def _resolver(self) -> Resolver:

@@ -24,6 +24,7 @@ from samkv_integrations.model.attention import Attend, _samkv_attention
 from samkv_integrations.model.chat import Chat, tool_template
 from samkv_integrations.model.quoting import RenderedPrompt, SpecialTokens
 from samkv_integrations.model.support import refuse_unsupported
+from samkv_integrations.model.token_bound import TokenBound
 
 
 class Model:
@@ -145,6 +146,11 @@ class Model:
         for text, counts in self.special_tokens.stretches(prompt):
             ids += self.tokenize(text, special=counts)
         return ids
+
+    @cached_property
+    def token_bound(self) -> TokenBound:
+        """How many tokens a text has at least."""
+        return TokenBound(self.tokenizer)
 
     def detokenize(self, ids: Sequence[int]) -> str:
         """Text of ``ids`` without special tokens."""

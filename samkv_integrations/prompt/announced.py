@@ -22,6 +22,8 @@ STRETCH = 40
 """Letters and digits in a row, some 8 words, that a prompt and a chunk share only if the one was
 made of the other. A question that quotes a name or a title has fewer."""
 
+_PART = STRETCH // 2
+
 _REMEDY = (
     "let the prompt hold the text as it was stored, or the chunk's handle "
     "(a mode of SamKVPostprocessor and of SamKVDocumentCompressor)"
@@ -132,18 +134,14 @@ class Announced:
         """
         if not self._pending:
             return []
-        held = "\n".join(self._held.values())
         letters = "\n".join(_letters(Bare(text).text) for text in plain)
-        step = STRETCH // 2
-        parts = {letters[at : at + step] for at in range(len(letters) - step + 1)}
-        return [
-            body
-            for body, its in self._pending.items()
-            if any(
-                its[at : at + step] in parts and _is_stretch(letters, held, its, at)
-                for at in range(0, len(its) - step + 1, step)
-            )
-        ]
+        parts = {part for its in self._pending.values() for part in _parts(its)}
+        parts = _windows(letters, _PART, parts)
+        stretches = {body: _stretches(its, parts) for body, its in self._pending.items()}
+        shared = _held_by(letters, {each for its in stretches.values() for each in its})
+        if shared:
+            shared -= _held_by("\n".join(self._held.values()), shared)
+        return [body for body, its in stretches.items() if not shared.isdisjoint(its)]
 
     def _for_this_prompt(self) -> list[str]:
         """What was announced for it, once."""
@@ -165,11 +163,35 @@ def _letters(bare: str) -> str:
     return re.sub(r"[\W_]+", "", bare.lower())
 
 
-def _is_stretch(letters: str, held: str, its: str, at: int) -> bool:
-    """Whether ``letters``, and not ``held``, have a stretch that begins near place ``at``.
+def _parts(letters: str) -> list[str]:
+    """A text in parts; each of its stretches holds one of them as a whole."""
+    return [letters[at : at + _PART] for at in range(0, len(letters) - _PART + 1, _PART)]
 
-    That is half of a stretch before it, or later.
-    """
-    begins = range(max(0, at - STRETCH // 2), max(0, min(at, len(its) - STRETCH)) + 1)
-    stretches = (its[start : start + STRETCH] for start in begins)
-    return any(stretch in letters and stretch not in held for stretch in stretches)
+
+def _windows(letters: str, size: int, wanted: Collection[str]) -> set[str]:
+    """What a text holds of ``wanted``, of ``size`` characters each, in one pass for all."""
+    return {
+        window
+        for at in range(len(letters) - size + 1)
+        if (window := letters[at : at + size]) in wanted
+    }
+
+
+def _stretches(letters: str, parts: Collection[str]) -> set[str]:
+    """The stretches of a text that hold one of its ``parts``; all of it, if it is no longer."""
+    last = max(0, len(letters) - STRETCH)
+    starts = {
+        start
+        for number, part in enumerate(_parts(letters))
+        if part in parts
+        for start in range(max(0, number * _PART - _PART), min(number * _PART, last) + 1)
+    }
+    return {letters[start : start + STRETCH] for start in starts}
+
+
+def _held_by(letters: str, stretches: Collection[str]) -> set[str]:
+    """Those of ``stretches`` that a text holds."""
+    if not stretches:
+        return set()
+    short = {each for each in stretches if len(each) < STRETCH and each in letters}
+    return short | _windows(letters, STRETCH, stretches)

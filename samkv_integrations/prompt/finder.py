@@ -2,31 +2,42 @@
 
 from __future__ import annotations
 
+import heapq
+import logging
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby, islice
 
 from samkv_integrations.cache.bare import (
     LOOKUP_CHARS,
     Bare,
+    Written,
     bare_form,
     is_written_as,
     lined,
     spaced,
 )
-from samkv_integrations.cache.base import Store
+from samkv_integrations.cache.base import Beginnings, Store
 from samkv_integrations.cache.chunk import normalise
 from samkv_integrations.cache.fingerprint import Fingerprint
-from samkv_integrations.errors import InvalidOption
+from samkv_integrations.cache.text_index import TextIndex
+from samkv_integrations.errors import InvalidOption, StoreError
 from samkv_integrations.prompt.text import bodies_of, is_in_word, shorten
 
 MAX_EXPECTED = 4096
 
 _BEGINNING = re.compile(r"(?<![^\W_])\S|[^\w\s]|_")  # in a bare form: no space, not within a word
 
-_EXPECTED = "expected"  # a source of a body; the others are keys, which are hex
+_MAX_FORMS = 32
+"""Stored texts that are tried in one place of a prompt: each begins as the longer one before it."""
+
+_MAX_ALIKE = 16
+"""Bodies with one bare form that are tried in one place of a prompt."""
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -97,12 +108,47 @@ def _all_of(text: str, prompt: str) -> list[int]:
     return places
 
 
+@dataclass(frozen=True)
+class _Source:
+    """Where texts come from.
+
+    heads: how they begin. longest: characters of the longest. like: see `Store.texts_like`.
+    """
+
+    heads: Collection[str]
+    longest: int
+    like: Callable[[str], Iterator[tuple[str, list[str]]]]
+
+
+class _Heads:
+    """How the texts of a source begin, kept up to date from one look to the next."""
+
+    def __init__(self) -> None:
+        self._of: Hashable = None
+        self._cursor: Hashable | None = None
+        self._heads: set[str] = set()
+
+    def update(
+        self, of: Hashable, ask: Callable[[Hashable | None], Beginnings]
+    ) -> tuple[set[str], int]:
+        """The heads, and how long the longest text is; of: what they are of, all new if another."""
+        new = ask(self._cursor if of == self._of else None)
+        if new.is_all:  # others may be looking into what was there
+            self._heads = set(new.heads)
+        else:
+            self._heads.update(new.heads)
+        self._of, self._cursor = of, new.cursor
+        return self._heads, new.longest
+
+
 class KnownTexts:
     """Finds the bodies of stored chunks in prompts, however they are written there, see `Bare`.
 
-    The store's texts are read at the first prompt and kept in memory; what any process adds or
-    deletes is noticed at the next one. Texts of other namespaces are not found. Safe to use from
-    many threads.
+    Only how texts begin is kept in memory, `LOOKUP_CHARS` characters of each. Where a prompt holds
+    such a beginning, the store is asked. What any process adds or deletes is noticed at the next
+    prompt. Texts of other namespaces are not found. Safe to use from many threads: a prompt is
+    searched without a lock, in time that grows with its length, and with the beginnings in it times
+    the logarithm of the number of texts.
 
     Args:
         fingerprint: that of the chunks to find, which may change until the first is stored.
@@ -119,13 +165,10 @@ class KnownTexts:
         self._fingerprint = fingerprint
         self._key_of = key_of
         self._lock = threading.Lock()
-        self._stamp: tuple[str, Hashable] | None = None
-        self._stored: dict[str, str] = {}  # key -> body
+        self._stored_heads, self._expected_heads = _Heads(), _Heads()
         self._expected: OrderedDict[str, None] = OrderedDict()  # bodies, oldest first
-        self._sources: dict[str, set[str]] = {}  # body -> keys that it may have, or _EXPECTED
-        self._ours: set[str] = set()  # bodies that are known to be of this namespace
-        # first characters -> bare form -> body -> characters of the body before it
-        self._index: dict[str, dict[str, dict[str, int]]] = {}
+        self._index = TextIndex()  # of the expected ones
+        self._has_warned = False
 
     def expect(self, texts: Sequence[str]) -> None:
         """Find these texts too, stored or not: the latest `MAX_EXPECTED` of them.
@@ -134,26 +177,27 @@ class KnownTexts:
         """
         with self._lock:
             for body in map(normalise, texts):
-                self._add(body, _EXPECTED)
+                self._index.add(body, None)
                 self._expected[body] = None
                 self._expected.move_to_end(body)
             while len(self._expected) > MAX_EXPECTED:
-                self._remove(self._expected.popitem(last=False)[0], _EXPECTED)
+                self._index.remove(self._expected.popitem(last=False)[0], None)
 
     def forget(self, texts: Sequence[str]) -> None:
-        """Hold none of these texts in memory; those in the store are read again."""
+        """Expect none of these texts; those in the store are found as before."""
         with self._lock:
             for body in map(normalise, texts):
                 self._expected.pop(body, None)
-                for source in list(self._sources.get(body, ())):
-                    self._stored.pop(source, None)
-                    self._remove(body, source)
-            self._stamp = None
+                self._index.remove(body, None)
 
     def is_kept(self, body: str) -> bool:
-        """Whether the store has a text or a cache of it: it was not deleted."""
+        """Whether the store has a text or a cache of it: it was not deleted, as far as it says."""
         key, store = self._key_of(body), self._store
-        return store.text(key) is not None or store.contains(key, self._fingerprint())
+        try:
+            return store.text(key) is not None or store.contains(key, self._fingerprint())
+        except StoreError as error:
+            self._warn(error)
+            return True
 
     def find(self, prompt: str) -> list[Span]:
         """Where they stand in ``prompt``; of two that begin in one place the longer.
@@ -161,87 +205,98 @@ class KnownTexts:
         A body must stand alone: one that begins or ends within a word is not found. Of those with
         one bare form the one that is written there as it is, or in these lines, else any.
 
-        Raises:
-            StoreError: the store cannot be listed.
+        If the store fails, which is logged once, only expected texts are found.
         """
+        sources = self._sources()
+        if not any(source.heads for source in sources):
+            return []
         bare = Bare(prompt)
-        with self._lock:
-            self._refresh()
-            found: list[Span] = []
-            end = 0
-            for beginning in _BEGINNING.finditer(bare.text):
-                at = beginning.start()
-                if at < end or bare.text[at : at + LOOKUP_CHARS] not in self._index:
-                    continue
-                if (here := self._at(prompt, bare, at)) is not None:
+        text, stored, expected = bare.text, *(source.heads for source in sources)
+        found: list[Span] = []
+        end = 0
+        for beginning in _BEGINNING.finditer(text):
+            if (at := beginning.start()) < end:
+                continue
+            head = text[at : at + LOOKUP_CHARS]
+            if head in stored or head in expected:
+                if (here := _span_at(prompt, bare, at, sources)) is not None:
                     span, end = here
                     found.append(span)
-            return found
+        return found
 
-    def _at(self, prompt: str, bare: Bare, at: int) -> tuple[Span, int] | None:
-        """What begins at place ``at`` of the bare prompt, and where it ends there; the longest."""
-        forms = self._index[bare.text[at : at + LOOKUP_CHARS]]
-        for form in sorted(forms, key=len, reverse=True):
-            end = at + len(form)
-            if not bare.text.startswith(form, at) or is_in_word(bare.text, end):
-                continue
-            start, stop = bare.start(at), bare.stop(end)
-            ours = [(body, lead) for body, lead in list(forms[form].items()) if self._is_ours(body)]
-            for body, lead in ours:
-                if prompt.startswith(body, start - lead):
-                    return Span(start - lead, start - lead + len(body), body), end
-            # code that is indented otherwise is other code, and has the same bare form
-            for alike in (lined, spaced) if len(ours) > 1 else (spaced,):
-                for body, _ in ours:
-                    if is_written_as(body, prompt[start:stop], alike):
-                        return Span(start, stop, body), end
-        return None
+    def _sources(self) -> tuple[_Source, _Source]:
+        """What the store has, and what is expected."""
+        store = self._store
+        with self._lock:
+            heads, longest = self._expected_heads.update(None, self._index.beginnings)
+            expected = _Source(heads, longest, self._index.texts_like)
+            try:
+                made_by = self._fingerprint()
+                heads, longest = self._stored_heads.update(
+                    made_by.digest, lambda since: store.beginnings(made_by, since)
+                )
+            except StoreError as error:
+                self._warn(error)
+                return _Source((), 0, self._index.texts_like), expected
 
-    def _is_ours(self, body: str) -> bool:
-        """Whether this namespace has the body; forgets what belongs to another one."""
-        if body not in self._ours and body in self._sources:
-            for key in self._sources[body] - {_EXPECTED, self._key_of(body)}:
-                self._remove(body, key)
-            if body in self._sources:
-                self._ours.add(body)
-        return body in self._ours
+        has_failed = False
 
-    def _refresh(self) -> None:
-        fingerprint = self._fingerprint()
-        stamp = self._store.stamp(fingerprint)
-        if stamp is not None and (fingerprint.digest, stamp) == self._stamp:
-            return
-        held = set(self._store.keys(fingerprint))
-        for key in self._stored.keys() - held:
-            self._remove(self._stored.pop(key), key)
-        for key in held - self._stored.keys():
-            if (text := self._store.text(key)) is not None:
-                self._stored[key] = normalise(text)
-                self._add(self._stored[key], key)
-        self._stamp = (fingerprint.digest, stamp)
+        def like(bare: str) -> Iterator[tuple[str, list[str]]]:
+            nonlocal has_failed
+            if has_failed:  # it may have taken its time to fail
+                return
+            try:
+                yield from store.texts_like(made_by, bare)
+            except StoreError as error:
+                has_failed = True
+                self._warn(error)
 
-    def _add(self, body: str, source: str) -> None:
-        sources = self._sources.setdefault(body, set())
-        sources.add(source)
-        self._ours.discard(body)
-        if len(sources) == 1:
-            form, lead = bare_form(body)
-            if len(form) >= LOOKUP_CHARS:
-                forms = self._index.setdefault(form[:LOOKUP_CHARS], {})
-                forms.setdefault(form, {})[body] = lead
+        return _Source(heads, longest, like), expected
 
-    def _remove(self, body: str, source: str) -> None:
-        sources = self._sources.get(body, set())
-        sources.discard(source)
-        self._ours.discard(body)
-        if sources or body not in self._sources:
-            return
-        del self._sources[body]
-        form, _ = bare_form(body)
-        forms = self._index.get(form[:LOOKUP_CHARS], {})
-        bodies = forms.get(form, {})
-        bodies.pop(body, None)
-        if not bodies:
-            forms.pop(form, None)
-        if not forms:
-            self._index.pop(form[:LOOKUP_CHARS], None)
+    def _warn(self, error: StoreError) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            _log.warning(
+                "texts of stored chunks cannot be looked up, so prompts are computed as text: %s; "
+                "this is said once",
+                error,
+            )
+
+
+def _span_at(
+    prompt: str, bare: Bare, at: int, sources: Sequence[_Source]
+) -> tuple[Span, int] | None:
+    """What begins at place ``at`` of the bare prompt, and where it ends there; the longest."""
+    for form, bodies in islice(_forms_at(bare.text, at, sources), _MAX_FORMS):
+        end = at + len(form)
+        if is_in_word(bare.text, end):
+            continue
+        start, stop = bare.start(at), bare.stop(end)
+        tried = bodies[:_MAX_ALIKE]
+        for body in tried:
+            begins = start - _lead(body)
+            if begins >= 0 and prompt.startswith(body, begins):
+                return Span(begins, begins + len(body), body), end
+        written = Written(prompt[start:stop])
+        # code that is indented otherwise is other code, and has the same bare form
+        for alike in (lined, spaced) if len(tried) > 1 else (spaced,):
+            for body in tried:
+                if written.may_be(body, alike):
+                    return Span(start, stop, body), end
+    return None
+
+
+def _lead(body: str) -> int:
+    """Characters of a body before its bare form, see `bare_form`."""
+    return bare_form(body)[1] if body[0] in "\\&" else 0  # what escapes begin with
+
+
+def _forms_at(text: str, at: int, sources: Sequence[_Source]) -> Iterator[tuple[str, list[str]]]:
+    """The bare forms of texts that begin at a place of a bare text, the longest first."""
+    head = text[at : at + LOOKUP_CHARS]
+    found = (
+        source.like(text[at : at + source.longest]) for source in sources if head in source.heads
+    )
+    merged = heapq.merge(*found, key=lambda pair: -len(pair[0]))
+    for form, alike in groupby(merged, key=lambda pair: pair[0]):
+        yield form, list(dict.fromkeys(body for _, bodies in alike for body in bodies))

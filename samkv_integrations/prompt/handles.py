@@ -25,6 +25,7 @@ _HANDLE = re.compile(r"\[\[samkv:([0-9a-f]{32})\]\]")
 # What a cut leaves of a handle, with enough digits to know whose it was.
 _HEAD = re.compile(r"\[\[samkv:([0-9a-f]{8,32})(?![0-9a-f]|\]\])")
 _TAIL = re.compile(r"(?<!\[\[samkv:)(?<![0-9a-f])([0-9a-f]{8,32})\]\]")
+_DIGITS = 8  # by which such a piece is looked up
 
 _log = logging.getLogger(__name__)
 
@@ -55,6 +56,8 @@ class Handles:
         self._clock = clock
         self._lock = threading.Lock()
         self._issued: OrderedDict[str, _Issued] = OrderedDict()  # by name, oldest first
+        self._beginning: dict[str, set[str]] = {}  # first digits -> names
+        self._ending: dict[str, set[str]] = {}  # last digits -> names
         self._has_warned = False
 
     def issue(self, body: str) -> str:
@@ -63,8 +66,10 @@ class Handles:
         with self._lock:
             self._drop_old()
             self._issued[name] = _Issued(body, self._clock() + LIFETIME_S)
+            self._beginning.setdefault(name[:_DIGITS], set()).add(name)
+            self._ending.setdefault(name[-_DIGITS:], set()).add(name)
             while len(self._issued) > MAX_ISSUED:
-                self._issued.popitem(last=False)
+                self._drop(next(iter(self._issued)))
         return f"[[samkv:{name}]]"
 
     def find(self, prompt: str) -> list[Span]:
@@ -90,12 +95,14 @@ class Handles:
         """Raises HandleError if ``text`` holds a piece of an issued handle, which something cut."""
         with self._lock:
             for match in (*_HEAD.finditer(text), *_TAIL.finditer(text)):
-                is_head = match.re is _HEAD
                 part = match[1]
-                if any(
-                    name.startswith(part) if is_head else name.endswith(part)
-                    for name in self._issued
-                ):
+                if match.re is _HEAD:
+                    names = self._beginning.get(part[:_DIGITS], ())
+                    is_piece = any(name.startswith(part) for name in names)
+                else:
+                    names = self._ending.get(part[-_DIGITS:], ())
+                    is_piece = any(name.endswith(part) for name in names)
+                if is_piece:
                     raise HandleError(
                         f"the prompt holds a handle that something cut, near "
                         f"{shorten(text[match.start() :])!r}; raise the context window of the "
@@ -115,9 +122,16 @@ class Handles:
         """Let no handle stand for ``bodies`` any more."""
         with self._lock:
             for name in [n for n, issued in self._issued.items() if issued.body in bodies]:
-                del self._issued[name]
+                self._drop(name)
+
+    def _drop(self, name: str) -> None:
+        del self._issued[name]
+        for names, digits in ((self._beginning, name[:_DIGITS]), (self._ending, name[-_DIGITS:])):
+            names[digits].discard(name)
+            if not names[digits]:
+                del names[digits]
 
     def _drop_old(self) -> None:
         now = self._clock()
         while self._issued and next(iter(self._issued.values())).until_s <= now:
-            self._issued.popitem(last=False)
+            self._drop(next(iter(self._issued)))

@@ -10,6 +10,7 @@ from samkv_integrations.model.quoting import RenderedPrompt
 from samkv_integrations.prompt.announced import Announced
 from samkv_integrations.prompt.finder import KnownTexts, find_given
 from samkv_integrations.prompt.handles import Handles
+from samkv_integrations.prompt.length import refuse_far_too_long, refuse_too_long
 from samkv_integrations.prompt.resolve import OnMiss
 from samkv_integrations.prompt.split import Piece, PlainText, split_prompt
 from samkv_integrations.prompt.text import bodies_of, check_messages
@@ -48,23 +49,33 @@ class PromptReader:
     def pieces(self, prompt: Prompt, chunks: Sequence[str] | None) -> list[Piece]:
         """Cut at handles and at ``chunks``; None for all chunks that are known."""
         rendered = self.render(prompt)
-        handles = [
-            span for span in self.handles.find(rendered.text) if self.known.is_kept(span.body)
-        ]
+        handles = self.handles.find(rendered.text)
+        kept = {body for body in {span.body for span in handles} if self.known.is_kept(body)}
+        handles = [span for span in handles if span.body in kept]
         if chunks is None:
             return split_prompt(rendered, [*handles, *self.known.find(rendered.text)])
         return split_prompt(rendered, find_given(rendered.text, chunks, handles))
 
     def read(
-        self, prompt: Prompt, chunks: Sequence[str] | None, on_miss: OnMiss
+        self,
+        prompt: Prompt,
+        chunks: Sequence[str] | None,
+        on_miss: OnMiss,
+        context_window: int | None = None,
     ) -> tuple[list[Piece], int]:
         """`pieces`, and how many announced chunks they hold in a changed form.
 
+        context_window: most tokens of prompt and answer, if fewer than the model's.
+
         Raises:
+            PromptTooLong: it cannot fit, however it is tokenised.
             HandleError: something cut a handle in two, or its chunk has been deleted.
             ChunkNotCached: ``on_miss`` is ``error``, and a chunk is there in a changed form.
         """
-        pieces = self.pieces(prompt, chunks)
+        rendered = self.render(prompt)
+        refuse_far_too_long(self._model, rendered.text, context_window)
+        pieces = self.pieces(rendered, chunks)
+        refuse_too_long(self._model, pieces, context_window)
         for piece in pieces:
             if isinstance(piece, PlainText):
                 self.handles.require_whole(piece.text)
