@@ -249,7 +249,7 @@ class ChunkStore:
         found = self.index.begin_to_delete(self._namespace, keys)
         n_older = older.delete(self.path, keys)
         self._remove(found)
-        return len({key for _, key in found}) + n_older
+        return len({key for _, key in found} & {*keys}) + n_older
 
     def _remove(self, places: Sequence[tuple[str, str]]) -> None:
         """Delete the files of chunks whose texts have gone already."""

@@ -7,7 +7,6 @@ look at every file to find out: what all of them take, which was used last, and 
 from __future__ import annotations
 
 import json
-import os
 import sqlite3
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
@@ -97,7 +96,10 @@ class Index:
     def begin_to_delete(
         self, namespace: str, keys: Sequence[str], digest: str | None = None
     ) -> list[tuple[str, str]]:
-        """Delete the texts of chunks, for good; (digest, key) of the files that go next."""
+        """Delete the texts of chunks, for good; (digest, key) of the files that go next.
+
+        Among them are files that could not be deleted before, though their texts were.
+        """
 
         def work(connection: sqlite3.Connection) -> list[tuple[str, str]]:
             found = []
@@ -109,7 +111,9 @@ class Index:
                     f"SELECT digest, key FROM chunks {clause}", of_key
                 ).fetchall()
                 tables.forget_texts(connection, clause, of_key, namespace)
-            return found
+            before = "SELECT digest, key FROM chunks WHERE namespace = ? AND state = ?"
+            found += connection.execute(before, [namespace, DELETED]).fetchall()
+            return list(dict.fromkeys(found))
 
         return self.database.write(work)
 
@@ -310,31 +314,34 @@ class Index:
         """See `Store.texts_like`."""
         probe = tables.encode(bare)
         while len(probe) >= LOOKUP_CHARS:
-            below = [namespace, digest, probe]
-            found = self.database.read(
-                lambda c, below=below: c.execute(
-                    "SELECT form FROM texts WHERE namespace = ? AND digest = ? AND form <= ? "
-                    "ORDER BY form DESC LIMIT 1",
-                    below,
-                ).fetchone()
-            )
-            if not found:
-                return
-            (form,) = found
+            form = self._largest_form([namespace, digest, probe])
             if not probe.startswith(form):
-                probe = os.path.commonprefix([probe, form])
+                probe = _common_prefix(probe, form)
                 continue
-            of_form = [namespace, digest, form]
-            rows = self.database.read(
-                lambda c, of_form=of_form: c.execute(
-                    "SELECT body FROM texts WHERE namespace = ? AND digest = ? AND form = ? "
-                    f"LIMIT {MAX_ALIKE}",
-                    of_form,
-                ).fetchall()
-            )
-            if rows:
-                yield tables.decode(form), [normalise(tables.body(form, body)) for (body,) in rows]
+            if found := self._bodies([namespace, digest, form]):
+                yield tables.decode(form), found
             probe = form[:-1]
+
+    def _largest_form(self, below: list[object]) -> bytes:
+        """The last bare form up to ``below`` (namespace, digest, form); empty if there is none."""
+        found = self.database.read(
+            lambda c: c.execute(
+                "SELECT form FROM texts WHERE namespace = ? AND digest = ? AND form <= ? "
+                "ORDER BY form DESC LIMIT 1",
+                below,
+            ).fetchone()
+        )
+        return bytes(found[0]) if found else b""
+
+    def _bodies(self, of_form: list[object]) -> list[str]:
+        rows = self.database.read(
+            lambda c: c.execute(
+                "SELECT form, body FROM texts WHERE namespace = ? AND digest = ? AND form = ? "
+                f"LIMIT {MAX_ALIKE}",
+                of_form,
+            ).fetchall()
+        )
+        return [normalise(tables.body(form, body)) for form, body in rows]
 
     # -- what does not change ---------------------------------------------------------------------
 
@@ -380,3 +387,10 @@ class Index:
             ).fetchall()
         )
         return {(space, digest): tuple(of_one) for space, digest, *of_one in rows}
+
+
+def _common_prefix(one: bytes, other: bytes) -> bytes:
+    return next(
+        (one[:at] for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b),
+        min(one, other, key=len),
+    )

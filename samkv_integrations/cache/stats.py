@@ -67,7 +67,9 @@ def _stats(
         for namespace, digest, chunks, n_bytes in totals
         if chunks and digest in known
     ]
-    rows += [_row(fields, *of_one) for fields, *of_one in older if fields and of_one[0]]
+    rows += [
+        _row(fields, chunks, n_bytes) for fields, chunks, n_bytes in older if fields and chunks
+    ]
     sums = [total[2:] for total in totals] + [total[1:] for total in older]
     return StoreStats(
         n_chunks=sum(chunks for chunks, _ in sums),

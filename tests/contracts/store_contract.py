@@ -109,16 +109,6 @@ class StoreContract:
                 tokens = [token for b in blocks for token in range(*chunk.blocks.span(b))]
                 assert torch.equal(read(stored, 1, blocks), chunk.entries[1, tokens])
 
-    def test_stamp_tells_what_changed(self, store: Store) -> None:
-        stamps = [store.stamp(TINY)]
-        chunk = chunk_for(store, 1)
-        for change in (lambda: store.put(chunk), lambda: store.delete(chunk.key)):
-            change()
-            stamps.append(store.stamp(TINY))
-            assert store.stamp(TINY) == stamps[-1]
-        known = [stamp for stamp in stamps if stamp is not None]  # None is always allowed
-        assert len(set(known)) == len(known)
-
     def test_prefetch_changes_nothing(self, store: Store) -> None:
         chunk = chunk_for(store, 2, 30)
         store.prefetch(chunk.key, TINY)  # absent
