@@ -15,6 +15,7 @@ from chromadb.config import Settings
 
 import samkv_integrations.engine.chunks
 from samkv_integrations import ChunkStore, Engine, MemoryStore
+from samkv_integrations.cache.upkeep import gc
 from samkv_integrations.chroma.client import collection_names, connect_collection, open_collection
 from samkv_integrations.chroma.link import ChromaLink
 from samkv_integrations.chroma.results import KEY_FIELD, SyncResult
