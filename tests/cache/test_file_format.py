@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import json
 import math
@@ -450,6 +451,45 @@ def test_failures_of_the_operating_system_are_io(
             read_all(stored)
 
 
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.EACCES, errno.ESTALE])
+def test_a_file_that_cannot_be_opened_is_io(
+    path: Path, chunk: ChunkCache, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """Too many open files say nothing about this one."""
+
+    def refuses(*_: object) -> int:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "open", refuses)
+    with pytest.raises(CacheMiss, match=f"io: .*{os.strerror(number)}"):
+        open_file(path, chunk)
+
+
+def test_an_open_file_is_locked_for_others_to_see(path: Path, chunk: ChunkCache) -> None:
+    def is_free() -> bool:
+        with path.open("rb") as other:
+            try:
+                fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return False
+            return True
+
+    with open_file(path, chunk), open_file(path, chunk):
+        assert not is_free()
+    assert is_free()
+
+
+def test_a_file_is_read_where_there_are_no_locks(
+    path: Path, chunk: ChunkCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuses(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", refuses)
+    with open_file(path, chunk) as stored:
+        assert torch.equal(read_all(stored), chunk.entries)
+
+
 @pytest.mark.parametrize("version", ["1", "2", "3", "5", "", "4.0"])
 def test_another_format_version_is_named(path: Path, chunk: ChunkCache, version: str) -> None:
     data = path.read_bytes()
@@ -462,6 +502,45 @@ def test_a_file_of_another_fingerprint_or_chunk(path: Path, chunk: ChunkCache) -
         reason_of(path, replace(chunk, fingerprint=replace(SMALL, weights="w1"))) == "fingerprint"
     )
     assert reason_of(path, replace(chunk, key="0" * 32)) == "tokens"
+
+
+def test_a_file_of_another_namespace_or_store(path: Path, chunk: ChunkCache) -> None:
+    """Even under the same key."""
+    for others in ({"namespace": "another"}, {"secret": bytes(32)}):
+        path.write_bytes(encoded(chunk, **others))
+        assert reason_of(path, chunk) == "corrupt"
+
+
+def test_a_forged_file_is_corrupt(path: Path, chunk: ChunkCache) -> None:
+    """Other entries with MACs that are right but for the secret, and those of the true file."""
+    forged = replace(chunk, entries=chunk.entries ^ 1)
+    sound, own = path.read_bytes(), encoded(forged, secret=os.urandom(32))
+    start = len(sound) - FileLayout.of(chunk, NAMESPACE).size
+    for data in (own, own[:start] + sound[start : start + 16] + own[start + 16 :]):
+        path.write_bytes(data)
+        assert reason_of(path, chunk) == "corrupt"
+
+
+def test_a_region_is_sound_in_its_own_place_only(path: Path, chunk: ChunkCache) -> None:
+    """Two blocks exchanged with their MACs, and one of another chunk of the store with its own."""
+    layout = FileLayout.of(chunk, NAMESPACE)
+    sound = path.read_bytes()
+    other = encoded(random_chunk(8, N_TOKENS, SMALL))
+    assert len(other) == len(sound)
+    start = len(sound) - layout.size
+    blocks = [slice(*(start + at for at in block_range(layout, 1, block))) for block in (1, 2)]
+    first = start + 16 * (11 + chunk.blocks.n_blocks + 1)
+    macs = [slice(first, first + 16), slice(first + 16, first + 32)]
+    exchanged, moved = bytearray(sound), bytearray(sound)
+    for one, two in (blocks, macs):
+        exchanged[one], exchanged[two] = sound[two], sound[one]
+        moved[one] = other[one]
+    for data in (exchanged, moved):
+        path.write_bytes(data)
+        with open_file(path, chunk) as stored:
+            read_block(stored, 1, 0)
+            with pytest.raises(CacheMiss, match="corrupt"):
+                read_block(stored, 1, 1)
 
 
 def test_the_label_of_the_model_does_not_matter(path: Path, chunk: ChunkCache) -> None:
@@ -488,6 +567,14 @@ def test_the_label_of_the_model_does_not_matter(path: Path, chunk: ChunkCache) -
         lambda h: h["__metadata__"].update(n_tokens=9),
         lambda h: h["__metadata__"].update(n_tokens=float("inf")),
         lambda h: h["__metadata__"].update(n_tokens="9" * 100),
+        lambda h: h["__metadata__"].update(n_tokens="9" * 100_000),
+        lambda h: h["__metadata__"].update(n_tokens=2**60),
+        lambda h: h["__metadata__"].update(n_text="1"),
+        lambda h: h["__metadata__"].update(n_text="-1"),
+        lambda h: h["__metadata__"].update(n_text=str(2**60)),
+        lambda h: h["__metadata__"].pop("n_text"),
+        lambda h: h["__metadata__"].update(namespace="another"),
+        lambda h: h["__metadata__"].pop("namespace"),
         lambda h: h["__metadata__"].update(fingerprint_fields="{}"),
         lambda h: h["__metadata__"].update(fingerprint_fields="[1"),
         lambda h: h["__metadata__"].update(comment="x"),
