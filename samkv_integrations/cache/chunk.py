@@ -12,11 +12,26 @@ from torch import Tensor
 
 from samkv_integrations.cache.blocks import ChunkBlocks
 from samkv_integrations.cache.fingerprint import Fingerprint
+from samkv_integrations.errors import InvalidOption
 
 
 def normalise(text: str) -> str:
     """The body of a chunk: its text without surrounding white space. The unit of caching."""
     return text.strip()
+
+
+def check_namespace(namespace: str) -> str:
+    """The namespace. Raises InvalidOption if it is none: each file of a chunk holds its name."""
+    if not isinstance(namespace, str) or len(namespace) > MAX_NAMESPACE:
+        raise InvalidOption(
+            f"namespace={namespace!r:.60}; it must be a string of at most {MAX_NAMESPACE} "
+            "characters"
+        )
+    try:
+        namespace.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidOption(f"namespace={namespace!r:.60} holds half a character") from error
+    return namespace
 
 
 def chunk_key(secret: bytes, namespace: str, fingerprint: str, token_ids: Sequence[int]) -> str:
@@ -104,3 +119,4 @@ class ChunkCache:
 
 
 SECRET_BYTES = 32
+MAX_NAMESPACE = 1000

@@ -13,7 +13,8 @@ from pathlib import Path
 
 from samkv_integrations.cache import older, recovery
 from samkv_integrations.cache.base import Beginnings, StoredChunk, _expect
-from samkv_integrations.cache.chunk import ChunkCache, chunk_key, normalise
+from samkv_integrations.cache.checked_file import open_regular
+from samkv_integrations.cache.chunk import ChunkCache, check_namespace, chunk_key, normalise
 from samkv_integrations.cache.chunk_file import ChunkFile
 from samkv_integrations.cache.chunk_head import read_head
 from samkv_integrations.cache.file_format import FileLayout, encode
@@ -72,10 +73,10 @@ class ChunkStore:
         Raises:
             StoreError: the folder is something else, of a newer format version, damaged, writable
                 for others than its owner, or not usable.
-            InvalidOption: a budget is no number of bytes.
+            InvalidOption: a budget is no number of bytes, or the namespace no name.
         """
         self.path = Path(path)
-        self._namespace = namespace
+        self._namespace = check_namespace(namespace)
         try:
             claim_folder(self.path)
             self.writer = Writer(self.path)
@@ -237,11 +238,8 @@ class ChunkStore:
         if not hasattr(os, "posix_fadvise"):  # macOS
             return
         with suppress(CacheMiss, OSError):
-            handle = os.open(self.file(key, fingerprint.digest), os.O_RDONLY | os.O_NONBLOCK)
-            try:
-                os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_WILLNEED)  # 0: to its end
-            finally:
-                os.close(handle)
+            with open_regular(self.file(key, fingerprint.digest)) as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)  # 0: to its end
 
     # -- files that go --------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from samkv_integrations.cache.chunk import (
     BlockMeans,
     ChunkCache,
     ChunkStatistics,
+    check_namespace,
     chunk_key,
     normalise,
 )
@@ -123,7 +124,7 @@ class MemoryStore:
     """Chunk caches in this process's memory, as they came. The oracle for `ChunkStore`."""
 
     def __init__(self, *, namespace: str = "") -> None:
-        self._namespace = namespace
+        self._namespace = check_namespace(namespace)
         self._secret = secrets.token_bytes(SECRET_BYTES)
         self._chunks: dict[tuple[str, str], ChunkCache] = {}
         # key -> fingerprint -> texts, the latest last; they stay where a cache is lost

@@ -15,7 +15,7 @@ from samkv_integrations.cache.chunk import ChunkCache
 from samkv_integrations.cache.file_format import FileLayout
 from samkv_integrations.cache.fingerprint import Fingerprint
 from samkv_integrations.cache.stats import FingerprintStats
-from samkv_integrations.errors import CacheMiss, FingerprintMismatch
+from samkv_integrations.errors import CacheMiss, FingerprintMismatch, InvalidOption
 from tests.support.chunks import random_chunk, tiny_fingerprint
 
 TINY = tiny_fingerprint()
@@ -360,6 +360,13 @@ class StoreContract:
 
     def test_says_its_namespace(self, make: Callable[..., Store]) -> None:
         assert (make().namespace, make(namespace="tenant").namespace) == ("", "tenant")
+
+    @pytest.mark.parametrize("namespace", [None, 3, "x" * 1001, "\ud800"])
+    def test_refuses_a_namespace_that_is_no_name(
+        self, make: Callable[..., Store], namespace: object
+    ) -> None:
+        with pytest.raises(InvalidOption, match="namespace="):
+            make(namespace=namespace)
 
     def test_forgets_a_text_under_all_fingerprints(self, store: Store) -> None:
         other = replace(TINY, block_size=8, store_bits=16)
