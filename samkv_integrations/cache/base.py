@@ -202,6 +202,9 @@ class Store(Protocol):
     def keys(self, fingerprint: Fingerprint | None = None) -> list[str]:
         """Sorted keys of the chunks of one fingerprint, or of all."""
 
+    def known_keys(self, fingerprint: Fingerprint) -> list[str]:
+        """Sorted keys of the chunks whose text is known, also without a cache: evicted or lost."""
+
     def agree_block_size(self, fingerprint: Fingerprint, size: int) -> int:
         """The block size for chunks that are like ``fingerprint`` in all else: the first one asked.
 

@@ -6,6 +6,7 @@ import os
 import secrets
 import sqlite3
 import threading
+import zlib
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -31,7 +32,7 @@ class Database:
 
     Args:
         folder: of the store; the database is ``index-<8 hex>.sqlite`` in it.
-        schema: SQL that makes the tables.
+        schema: SQL that makes the tables. A database that another schema made is made anew.
         fill: fills the tables of a new database from what else is in the folder.
     """
 
@@ -39,7 +40,8 @@ class Database:
         self, folder: Path, schema: str, fill: Callable[[sqlite3.Connection], None]
     ) -> None:
         self._folder = folder
-        self._schema = schema
+        self._version = zlib.crc32(schema.encode()) & 0x7FFFFFFF
+        self._schema = f"{schema} PRAGMA user_version={self._version};"
         self._fill = fill
         self._lock = threading.RLock()
         self._connection: sqlite3.Connection | None = None
@@ -50,12 +52,14 @@ class Database:
         """What ``work`` finds, all at one moment. Raises StoreError."""
         return self._run(work, "BEGIN")
 
-    def write(self, work: Callable[[sqlite3.Connection], _T]) -> _T:
+    def write(self, work: Callable[[sqlite3.Connection], _T], *, patience_s: float = _BUSY_S) -> _T:
         """Do ``work``, all of it or nothing, while no other process writes. Raises StoreError.
 
         ``work`` is done again if the database turns out to be damaged.
+
+        patience_s: how long to wait for another process that writes.
         """
-        return self._run(work, "BEGIN IMMEDIATE")
+        return self._run(work, "BEGIN IMMEDIATE", patience_s)
 
     def scrub(self) -> None:
         """Make sure that the files hold nothing of what was deleted.
@@ -82,23 +86,28 @@ class Database:
                 self._connection.close()
             self._connection = None
 
-    def _run(self, work: Callable[[sqlite3.Connection], _T], begin: str) -> _T:
+    def _run(
+        self, work: Callable[[sqlite3.Connection], _T], begin: str, patience_s: float = _BUSY_S
+    ) -> _T:
         with self._lock:
             try:
                 try:
-                    return self._transact(work, begin)
+                    return self._transact(work, begin, patience_s)
                 except sqlite3.DatabaseError as error:
                     if not _is_damage(error):
                         raise
                     self._discard()
-                    return self._transact(work, begin)
+                    return self._transact(work, begin, patience_s)
             except sqlite3.Error as error:
                 raise self._cannot(error) from error
             except OSError as error:
                 raise self._cannot(error) from error
 
-    def _transact(self, work: Callable[[sqlite3.Connection], _T], begin: str) -> _T:
+    def _transact(
+        self, work: Callable[[sqlite3.Connection], _T], begin: str, patience_s: float
+    ) -> _T:
         connection = self._connected()
+        connection.execute(f"PRAGMA busy_timeout={int(1000 * patience_s)}")
         connection.execute(begin)
         try:
             done = work(connection)
@@ -134,6 +143,8 @@ class Database:
         try:
             connection.execute("PRAGMA journal_mode=WAL")
             connection.execute("PRAGMA synchronous=NORMAL")
+            if connection.execute("PRAGMA user_version").fetchone()[0] != self._version:
+                raise _otherwise_made()
         except sqlite3.OperationalError:  # a folder that can only be read
             connection.close()
             connection = _connect(f"file:{quote(str(self._path))}?immutable=1")
@@ -197,6 +208,12 @@ def _connect(name: str) -> sqlite3.Connection:
     )  # fmt: skip
     connection.execute("PRAGMA secure_delete=ON")
     return connection
+
+
+def _otherwise_made() -> sqlite3.DatabaseError:
+    error = sqlite3.DatabaseError("made by another release")
+    error.sqlite_errorcode = sqlite3.SQLITE_SCHEMA
+    return error
 
 
 def _is_damage(error: sqlite3.DatabaseError) -> bool:

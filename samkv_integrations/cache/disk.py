@@ -13,6 +13,7 @@ from pathlib import Path
 
 from samkv_integrations.cache import older, recovery
 from samkv_integrations.cache.base import Beginnings, StoredChunk, _expect
+from samkv_integrations.cache.budget import check_budget
 from samkv_integrations.cache.checked_file import open_regular
 from samkv_integrations.cache.chunk import ChunkCache, check_namespace, chunk_key, normalise
 from samkv_integrations.cache.chunk_file import ChunkFile
@@ -39,7 +40,7 @@ from samkv_integrations.cache.index import Index
 from samkv_integrations.cache.marker import claim, write_marker, write_small
 from samkv_integrations.cache.stats import StoreStats, _stats
 from samkv_integrations.cache.tables import EVICTED, Entry
-from samkv_integrations.errors import CacheMiss, InvalidOption, StoreError
+from samkv_integrations.errors import CacheMiss, StoreError
 
 _HEX_NAME = re.compile("[0-9a-f]{32}")
 _IN_QUARANTINE = re.compile("[0-9a-f]{32}(\\.[0-9a-f]+)?")
@@ -88,7 +89,7 @@ class ChunkStore:
         with suppress(StoreError, OSError):  # the folder may be one that can only be read
             recovery.recover(self)
         if max_bytes is not None or quota:
-            _, known = self.index.budget()
+            _, known = self.index.budget.read()
             self.set_budget(max_bytes, {**known, **(quota or {})})
 
     @property
@@ -98,11 +99,10 @@ class ChunkStore:
     # -- small files ---------------------------------------------------------------------------
 
     def note(self, name: str) -> str | None:
-        try:
+        with suppress(OSError):
             # what is damaged is there, and must not look like a note that is not
             return (self.path / f"{name}.json").read_text("utf-8", errors="replace")
-        except OSError:
-            return None
+        return None
 
     def put_note(self, name: str, text: str, *, replace: bool = True) -> bool:
         file = self.path / f"{name}.json"
@@ -184,13 +184,17 @@ class ChunkStore:
             if file.is_dir() and not file.is_symlink():
                 self.quarantine(chunk.key, fingerprint)
             temporary = self.writer.temporary(file)
-            self.index.reserve(entry, temporary.name, self.evict, self.drop)
+            self.index.budget.reserve(entry, temporary.name, self.evict, self.drop)
             try:
                 write_file(file, encode(chunk, self._namespace, self.secret), temporary)
-                self.index.keep(entry, temporary.name)
             except BaseException:
                 with suppress(StoreError):
-                    self.index.release(temporary.name)
+                    self.index.budget.release(temporary.name)
+                raise
+            try:
+                self.index.keep(entry, temporary.name)
+            except BaseException:  # a file that no budget counts must not stay
+                remove(file)
                 raise
         except OSError as error:
             raise cannot("write", file, error) from error
@@ -328,13 +332,10 @@ class ChunkStore:
 
         Raises InvalidOption if one is no number of bytes, StoreError if it cannot be written down.
         """
-        wanted = dict(quota or {})
-        for name, value in (("max_bytes", max_bytes), *wanted.items()):
-            if value is not None and (type(value) is not int or value < 1):
-                raise InvalidOption(f"{name}={value!r}; a budget is a number of bytes, at least 1")
-        _, known = self.index.budget()
-        self.index.set_budget(max_bytes, {**dict.fromkeys(known), **wanted})
-        self.index.make_room(self.evict, self.drop)
+        check_budget(max_bytes, quota or {})
+        _, known = self.index.budget.read()
+        self.index.budget.write(max_bytes, {**dict.fromkeys(known), **(quota or {})})
+        self.index.budget.make_room(self.evict, self.drop)
 
     def text(self, key: str) -> str | None:
         return self.index.text(self._namespace, key)
@@ -368,6 +369,9 @@ class ChunkStore:
     def keys(self, fingerprint: Fingerprint | None = None) -> list[str]:
         return self.index.keys(self._namespace, fingerprint.digest if fingerprint else None)
 
+    def known_keys(self, fingerprint: Fingerprint) -> list[str]:
+        return self.index.known(self._namespace, fingerprint.digest)
+
     def agree_block_size(self, fingerprint: Fingerprint, size: int) -> int:
         name = f"block-size {_without_block_size(fingerprint)} {self._namespace}"
         return self.index.agree(name, size)
@@ -381,7 +385,7 @@ class ChunkStore:
         space = None if everyone else self._namespace
         return _stats(
             self.index.fingerprints(None), self.index.totals(space), self.index.counts(space),
-            older=older.totals(self.path), max_bytes=self.index.budget()[0],
+            older=older.totals(self.path), max_bytes=self.index.budget.read()[0],
         )  # fmt: skip
 
     def require(self, fingerprint: Fingerprint) -> None:

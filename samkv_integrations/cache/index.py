@@ -16,10 +16,13 @@ from typing import Any
 from samkv_integrations.cache import tables
 from samkv_integrations.cache.bare import LOOKUP_CHARS
 from samkv_integrations.cache.base import MAX_ALIKE, Beginnings
+from samkv_integrations.cache.budget import Budget
 from samkv_integrations.cache.chunk import normalise
 from samkv_integrations.cache.database import Database
 from samkv_integrations.cache.tables import DELETED, LOST, PRESENT, Entry
-from samkv_integrations.errors import StoreError
+
+_PATIENCE_S = 1.0
+"""For notes that a question leaves, and does not need."""
 
 
 class Index:
@@ -36,6 +39,7 @@ class Index:
                 tables.keep(connection, entry)
 
         self.database = Database(folder, tables.SCHEMA, fill)
+        self.budget = Budget(self.database)
 
     # -- chunks -------------------------------------------------------------------------------
 
@@ -131,89 +135,17 @@ class Index:
         self.database.write(work)
         self.database.scrub()
 
-    # -- room ---------------------------------------------------------------------------------
-
-    def reserve(
-        self,
-        entry: Entry,
-        temporary: str,
-        evict: Callable[[str, str], bool],
-        drop: Callable[[str], None],
-    ) -> None:
-        """Make room for a file, by evicting those used least recently, and count its bytes.
-
-        temporary: what the file is called while it is written.
-        evict: deletes the file of (digest, key), unless it is being read; whether it is gone.
-        drop: deletes a file of the quarantine.
-
-        Raises StoreError if there is no room.
-        """
-
-        def work(connection: sqlite3.Connection) -> str:
-            for limit, what in tables.limits(connection, entry.namespace):
-                if entry.n_bytes > limit:
-                    return f"a cache of {entry.n_bytes} bytes is larger than {what}, {limit} bytes"
-            connection.execute(
-                "INSERT INTO pending VALUES(?, ?, ?, ?, ?)",
-                [temporary, entry.digest, entry.key, entry.namespace, entry.n_bytes],
-            )
-            problem = tables.make_room(connection, entry, evict, drop)
-            if problem:  # what was evicted is gone all the same
-                connection.execute("DELETE FROM pending WHERE temporary = ?", [temporary])
-            return problem
-
-        if problem := self.database.write(work):
-            raise StoreError(f"{problem}; next step: samkv store budget, or a larger max_bytes")
-
-    def release(self, temporary: str) -> None:
-        """Count the bytes of a file no more, which has not been written after all."""
-        self.database.write(
-            lambda c: c.execute("DELETE FROM pending WHERE temporary = ?", [temporary])
-        )
-
-    def pending(self) -> list[tuple[str, str, str]]:
-        """(temporary, digest, key) of the files that are being written, or were by who died."""
-        return self.database.read(
-            lambda c: c.execute("SELECT temporary, digest, key FROM pending").fetchall()
-        )
-
-    def set_budget(self, max_bytes: int | None, quota: dict[str, int | None]) -> None:
-        """Write down what the caches of all, and of namespaces, may take; None for no limit."""
-
-        def work(connection: sqlite3.Connection) -> None:
-            tables.set_value(connection, "max_bytes", max_bytes)
-            connection.executemany(
-                "INSERT INTO spaces(namespace, quota) VALUES(?, ?) "
-                "ON CONFLICT DO UPDATE SET quota = excluded.quota",
-                quota.items(),
-            )
-
-        self.database.write(work)
-
-    def budget(self) -> tuple[int | None, dict[str, int]]:
-        """``max_bytes`` and the quotas that were written down."""
-
-        def work(connection: sqlite3.Connection) -> tuple[int | None, dict[str, int]]:
-            quotas = connection.execute(
-                "SELECT namespace, quota FROM spaces WHERE quota IS NOT NULL"
-            ).fetchall()
-            return tables.value(connection, "max_bytes"), dict(quotas)
-
-        return self.database.read(work)
-
-    def make_room(self, evict: Callable[[str, str], bool], drop: Callable[[str], None]) -> None:
-        """Evict until the budget holds, after it was made smaller."""
-
-        def work(connection: sqlite3.Connection) -> None:
-            for (namespace,) in connection.execute("SELECT namespace FROM spaces").fetchall():
-                nothing = Entry(
-                    digest="", key="", namespace=namespace, text="", n_bytes=0, fields={}, used_at=0
-                )
-                tables.make_room(connection, nothing, evict, drop)
-
-        self.database.write(work)
-
     # -- what requests used ---------------------------------------------------------------------
+
+    def known(self, namespace: str, digest: str) -> list[str]:
+        """Sorted keys of the chunks that there is a text of, with a cache or without one."""
+        rows = self.database.read(
+            lambda c: c.execute(
+                "SELECT DISTINCT key FROM texts WHERE namespace = ? AND digest = ? ORDER BY key",
+                [namespace, digest],
+            ).fetchall()
+        )
+        return [key for (key,) in rows]
 
     def use(self, namespace: str, digest: str, keys: Sequence[str]) -> None:
         """Take note that chunks are in use: they are evicted later."""
@@ -222,7 +154,8 @@ class Index:
             lambda c: c.executemany(
                 "UPDATE chunks SET used_at = ? WHERE digest = ? AND key = ? AND namespace = ?",
                 [(now, digest, key, namespace) for key in keys],
-            )
+            ),
+            patience_s=_PATIENCE_S,
         )
 
     def record(
@@ -238,7 +171,7 @@ class Index:
             )
             tables.count(connection, namespace, digest, hits=len(used), misses=len(missed))
 
-        self.database.write(work)
+        self.database.write(work, patience_s=_PATIENCE_S)
 
     def quarantined(self, namespace: str, digest: str, key: str, name: str, n_bytes: int) -> None:
         """Take note that a damaged file was moved to the quarantine, as ``name``."""

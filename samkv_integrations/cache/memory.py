@@ -241,6 +241,10 @@ class MemoryStore:
         wanted = fingerprint.digest if fingerprint else None
         return sorted({key for digest, key in list(self._chunks) if wanted in (None, digest)})
 
+    def known_keys(self, fingerprint: Fingerprint) -> list[str]:
+        with self._changing:
+            return sorted(key for key, held in self._texts.items() if fingerprint.digest in held)
+
     def agree_block_size(self, fingerprint: Fingerprint, size: int) -> int:
         return self._block_sizes.setdefault(_without_block_size(fingerprint), size)
 

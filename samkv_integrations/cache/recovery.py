@@ -78,9 +78,9 @@ def _reconciled(store: ChunkStore, dead: list[str]) -> Recovered:
     files, temporary = _listed(store)
     left = [file for file in temporary if is_left_behind(store.path, file, dead)]
     bytes_freed = sum(remove(file) for file in left)
-    for name, *_ in store.index.pending():
+    for name, *_ in store.index.budget.pending():
         if is_left_behind(store.path, store.path / name, dead):
-            store.index.release(name)
+            store.index.budget.release(name)
     known = {(digest, key) for digest, key, _ in store.index.places(None, PRESENT)}
     gone = [place for place in known - files.keys() if store.is_gone(*place)]
     if gone:

@@ -52,7 +52,7 @@ class Files:
         return True
 
     def put(self, index: Index, new: Entry) -> None:
-        index.reserve(new, f"{new.key}.tmp", self.evict, self.dropped.append)
+        index.budget.reserve(new, f"{new.key}.tmp", self.evict, self.dropped.append)
         index.keep(new, f"{new.key}.tmp")
 
 
@@ -79,7 +79,7 @@ def like(index: Index, bare: str, namespace: str = "") -> list[str]:
 class TestBudget:
     def test_the_least_recently_used_go_first(self, index: Index) -> None:
         files = Files()
-        index.set_budget(300, {})
+        index.budget.write(300, {})
         old = [entry(number) for number in range(3)]
         for one in old:
             files.put(index, one)
@@ -93,7 +93,7 @@ class TestBudget:
 
     def test_what_is_read_stays(self, index: Index) -> None:
         files = Files()
-        index.set_budget(200, {})
+        index.budget.write(200, {})
         for number in range(2):
             files.put(index, entry(number))
         files.read = {entry(0).key}
@@ -102,17 +102,17 @@ class TestBudget:
 
     def test_no_room_is_an_error_and_counts_nothing(self, index: Index) -> None:
         files = Files()
-        index.set_budget(200, {})
+        index.budget.write(200, {})
         for number in range(2):
             files.put(index, entry(number))
         files.read = set(keys_of(entry(0), entry(1)))
         with pytest.raises(StoreError, match="200 bytes, and 300 are being read.*next step"):
             files.put(index, entry(2))
-        assert used(index) == 200 and index.pending() == []
+        assert used(index) == 200 and index.budget.pending() == []
 
     def test_a_file_larger_than_the_budget_evicts_nothing(self, index: Index) -> None:
         files = Files()
-        index.set_budget(200, {})
+        index.budget.write(200, {})
         files.put(index, entry(1))
         with pytest.raises(StoreError, match="250 bytes is larger than the store's max_bytes, 200"):
             files.put(index, entry(2, n_bytes=250))
@@ -120,24 +120,24 @@ class TestBudget:
 
     def test_a_quota_is_of_one_namespace(self, index: Index) -> None:
         files = Files()
-        index.set_budget(None, {"a": 200})
+        index.budget.write(None, {"a": 200})
         for number in range(4):
             files.put(index, entry(number, namespace="a"))
             files.put(index, entry(10 + number, namespace="b"))
         assert index.keys("a", None) == keys_of(entry(2), entry(3))
         assert len(index.keys("b", None)) == 4
-        assert index.budget() == (None, {"a": 200})
+        assert index.budget.read() == (None, {"a": 200})
 
     def test_bytes_count_before_a_file_is_begun(self, index: Index) -> None:
-        index.reserve(entry(1), "one.tmp", Files().evict, lambda name: None)
+        index.budget.reserve(entry(1), "one.tmp", Files().evict, lambda name: None)
         assert used(index) == 100 and index.keys("", None) == []
-        assert index.pending() == [("one.tmp", DIGEST, entry(1).key)]
-        index.release("one.tmp")
+        assert index.budget.pending() == [("one.tmp", DIGEST, entry(1).key)]
+        index.budget.release("one.tmp")
         assert used(index) == 0
 
     def test_the_quarantine_counts_and_goes_first(self, index: Index) -> None:
         files = Files()
-        index.set_budget(300, {})
+        index.budget.write(300, {})
         for number in range(3):
             files.put(index, entry(number))
         index.quarantined("", DIGEST, entry(2).key, "damaged", 100)
@@ -152,7 +152,7 @@ class TestBudget:
         assert used(index) == 120
 
     def test_many_processes_share_one_budget(self, tmp_path: Path) -> None:
-        Index(tmp_path, lambda: []).set_budget(500, {})
+        Index(tmp_path, lambda: []).budget.write(500, {})
         context = multiprocessing.get_context("fork")
         workers = [context.Process(target=_put_many, args=(tmp_path, n)) for n in range(3)]
         for worker in workers:
@@ -372,3 +372,22 @@ def test_a_foreign_file_of_that_name_does_no_harm(tmp_path: Path) -> None:
         foreign.execute("CREATE TABLE mine(x)")
     foreign.close()
     assert Index(tmp_path, lambda: [entry(1)]).keys("", None) == keys_of(entry(1))
+
+
+def test_one_that_another_release_made_is_made_anew(tmp_path: Path) -> None:
+    index = Index(tmp_path, lambda: [])
+    index.database.write(lambda c: c.execute("PRAGMA user_version=7"))
+    index.database.close()
+    assert Index(tmp_path, lambda: [entry(1)]).keys("", None) == keys_of(entry(1))
+
+
+def test_who_does_not_need_to_write_does_not_wait_long(index: Index, tmp_path: Path) -> None:
+    index.keep(entry(1))
+    (file,) = tmp_path.glob("index-*.sqlite")
+    other = sqlite3.connect(file, isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    with pytest.raises(StoreError, match="locked"):
+        index.record("", DIGEST, [entry(1).key], [])
+    other.execute("ROLLBACK")
+    other.close()
+    index.record("", DIGEST, [entry(1).key], [])

@@ -60,6 +60,7 @@ class TestBudget:
         assert reason(lambda: store.open(chunks[0].key, TINY)) == "absent"
         (row,) = store.stats().rows
         assert (row.chunks, row.evicted, store.stats().max_bytes) == (3, 6, limit)
+        assert store.known_keys(TINY) == sorted(chunk.key for chunk in chunks)
         store.put(chunks[0])
         assert not store.is_evicted(chunks[0].key, TINY)
 

@@ -361,6 +361,16 @@ class StoreContract:
     def test_says_its_namespace(self, make: Callable[..., Store]) -> None:
         assert (make().namespace, make(namespace="tenant").namespace) == ("", "tenant")
 
+    def test_knows_the_chunks_that_it_has_a_text_of(self, store: Store) -> None:
+        chunks = [chunk_for(store, seed) for seed in range(3)]
+        store.put(chunk_for(store, 1, fingerprint=replace(TINY, block_size=8)))
+        assert store.known_keys(TINY) == []
+        for chunk in chunks:
+            store.put(chunk)
+        assert store.known_keys(TINY) == store.keys(TINY) == sorted(c.key for c in chunks)
+        store.delete(chunks[0].key)
+        assert store.known_keys(TINY) == store.keys(TINY)
+
     @pytest.mark.parametrize("namespace", [None, 3, "x" * 1001, "\ud800"])
     def test_refuses_a_namespace_that_is_no_name(
         self, make: Callable[..., Store], namespace: object

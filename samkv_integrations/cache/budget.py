@@ -1,0 +1,108 @@
+"""What the files of a store may take, and making room for the next one."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Callable, Mapping
+
+from samkv_integrations.cache import tables
+from samkv_integrations.cache.database import Database
+from samkv_integrations.cache.tables import Entry
+from samkv_integrations.errors import InvalidOption, StoreError
+
+
+def check_budget(max_bytes: int | None, quota: Mapping[str, int]) -> None:
+    """Raises InvalidOption if one is no number of bytes."""
+    for name, value in (("max_bytes", max_bytes), *quota.items()):
+        if value is not None and (type(value) is not int or value < 1):
+            raise InvalidOption(f"{name}={value!r}; a budget is a number of bytes, at least 1")
+
+
+class Budget:
+    """The budget of a store, which holds for all processes; see `Index`, whose database it is in.
+
+    Every method raises StoreError if the database cannot be used.
+    """
+
+    def __init__(self, database: Database) -> None:
+        self.database = database
+
+    def reserve(
+        self,
+        entry: Entry,
+        temporary: str,
+        evict: Callable[[str, str], bool],
+        drop: Callable[[str], None],
+    ) -> None:
+        """Make room for a file, by evicting those used least recently, and count its bytes.
+
+        temporary: what the file is called while it is written.
+        evict: deletes the file of (digest, key), unless it is being read; whether it is gone.
+        drop: deletes a file of the quarantine.
+
+        Raises StoreError if there is no room.
+        """
+
+        def work(connection: sqlite3.Connection) -> str:
+            for limit, what in tables.limits(connection, entry.namespace):
+                if entry.n_bytes > limit:
+                    return f"a cache of {entry.n_bytes} bytes is larger than {what}, {limit} bytes"
+            connection.execute(
+                "INSERT INTO pending VALUES(?, ?, ?, ?, ?)",
+                [temporary, entry.digest, entry.key, entry.namespace, entry.n_bytes],
+            )
+            problem = tables.make_room(connection, entry, evict, drop)
+            if problem:  # what was evicted is gone all the same
+                connection.execute("DELETE FROM pending WHERE temporary = ?", [temporary])
+            return problem
+
+        if problem := self.database.write(work):
+            raise StoreError(f"{problem}; next step: samkv store budget, or a larger max_bytes")
+
+    def release(self, temporary: str) -> None:
+        """Count the bytes of a file no more, which has not been written after all."""
+        self.database.write(
+            lambda c: c.execute("DELETE FROM pending WHERE temporary = ?", [temporary])
+        )
+
+    def pending(self) -> list[tuple[str, str, str]]:
+        """(temporary, digest, key) of the files that are being written, or were by who died."""
+        return self.database.read(
+            lambda c: c.execute("SELECT temporary, digest, key FROM pending").fetchall()
+        )
+
+    def write(self, max_bytes: int | None, quota: Mapping[str, int | None]) -> None:
+        """Write down what the caches of all, and of namespaces, may take; None for no limit."""
+
+        def work(connection: sqlite3.Connection) -> None:
+            tables.set_value(connection, "max_bytes", max_bytes)
+            connection.executemany(
+                "INSERT INTO spaces(namespace, quota) VALUES(?, ?) "
+                "ON CONFLICT DO UPDATE SET quota = excluded.quota",
+                quota.items(),
+            )
+
+        self.database.write(work)
+
+    def read(self) -> tuple[int | None, dict[str, int]]:
+        """``max_bytes`` and the quotas that were written down."""
+
+        def work(connection: sqlite3.Connection) -> tuple[int | None, dict[str, int]]:
+            quotas = connection.execute(
+                "SELECT namespace, quota FROM spaces WHERE quota IS NOT NULL"
+            ).fetchall()
+            return tables.value(connection, "max_bytes"), dict(quotas)
+
+        return self.database.read(work)
+
+    def make_room(self, evict: Callable[[str, str], bool], drop: Callable[[str], None]) -> None:
+        """Evict until the budget holds, after it was made smaller."""
+
+        def work(connection: sqlite3.Connection) -> None:
+            for (namespace,) in connection.execute("SELECT namespace FROM spaces").fetchall():
+                nothing = Entry(
+                    digest="", key="", namespace=namespace, text="", n_bytes=0, fields={}, used_at=0
+                )
+                tables.make_room(connection, nothing, evict, drop)
+
+        self.database.write(work)
