@@ -67,6 +67,11 @@ class CacheMiss(SamkvError):
         super().__init__(f"{reason}: {detail}" if detail else reason)
         self.reason = reason
 
+    @property
+    def is_damage(self) -> bool:
+        """Whether what lies in the place of the cache is not what was put there."""
+        return self.reason in ("corrupt", "fingerprint", "tokens")
+
 
 MISS_REASONS = ("absent", "corrupt", "format", "fingerprint", "tokens", "io", "rewritten")
 """Why a chunk cache could not be used; docs/format.md says what each was found by."""

@@ -104,9 +104,10 @@ class StoredChunk(Protocol):
 class Store(Protocol):
     """Chunk caches by key. Whatever cannot be read is a `CacheMiss`, never a wrong tensor.
 
-    Only `put`, `put_text`, `touch`, `delete` and `forget` modify the chunks of a store, and what
-    any process did is seen at once by all. Methods other than `key`, `open`, `contains`, `age_s`,
-    `touch` and `put_text` raise `StoreError` if the store itself is not usable.
+    Only `put`, `put_text`, `touch`, `delete`, `forget` and `quarantine` modify the chunks of a
+    store, and what any process did is seen at once by all. Methods other than `key`, `open`,
+    `contains`, `age_s`, `touch`, `put_text`, `prefetch`, `note`, `record` and `quarantine` raise
+    `StoreError` if the store itself is not usable.
     """
 
     @property
@@ -230,6 +231,24 @@ class Store(Protocol):
 
     def require(self, fingerprint: Fingerprint) -> None:
         """Raises `FingerprintMismatch` if there are chunks, and none of this fingerprint."""
+
+    def record(
+        self, fingerprint: Fingerprint, *, used: Sequence[str] = (), missed: Sequence[str] = ()
+    ) -> None:
+        """Takes note of what one prompt held: keys of caches that were there, and that were not.
+
+        Hit rates are made of it, and which caches were used least recently. Best effort: it never
+        raises.
+        """
+
+    def quarantine(self, key: str, fingerprint: Fingerprint) -> None:
+        """Moves a damaged cache out of the way of `open` and `put`; its text stays known.
+
+        The next `put` heals. A chunk that is not there stays away. Best effort: it never raises.
+        """
+
+    def is_evicted(self, key: str, fingerprint: Fingerprint) -> bool:
+        """Whether a chunk was put, and its cache went for want of room."""
 
 
 def _expect(chunk: StoredChunk, token_ids: Sequence[int] | None) -> StoredChunk:

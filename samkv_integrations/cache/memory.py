@@ -274,3 +274,16 @@ class MemoryStore:
 
     def require(self, fingerprint: Fingerprint) -> None:
         _require(fingerprint, self.fingerprints(), "the memory store")
+
+    def record(
+        self, fingerprint: Fingerprint, *, used: Sequence[str] = (), missed: Sequence[str] = ()
+    ) -> None:
+        """There is no budget, so nothing is evicted."""
+
+    def quarantine(self, key: str, fingerprint: Fingerprint) -> None:
+        with self._changing:
+            self._chunks.pop((fingerprint.digest, key), None)
+            self._put_at.pop((fingerprint.digest, key), None)
+
+    def is_evicted(self, key: str, fingerprint: Fingerprint) -> bool:
+        return False

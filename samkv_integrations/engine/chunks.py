@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from dataclasses import replace
-from functools import partial
 from typing import Literal
 
 import torch
@@ -25,9 +24,10 @@ from samkv_integrations.cache.blocks import BlockScheme
 from samkv_integrations.cache.chunk import ChunkRef
 from samkv_integrations.cache.fingerprint import Fingerprint
 from samkv_integrations.cache.memory import MemoryChunk
+from samkv_integrations.cache.outage import Outage
 from samkv_integrations.engine.options import check_on_miss
 from samkv_integrations.engine.prefill import batches, prefill
-from samkv_integrations.errors import CacheMiss, ChunkNotCached, InvalidChunk, StoreError
+from samkv_integrations.errors import CacheMiss, ChunkNotCached, InvalidChunk
 from samkv_integrations.model.model import Model
 from samkv_integrations.prompt.resolve import OnMiss
 from samkv_integrations.prompt.text import bodies_of
@@ -53,7 +53,7 @@ class Chunks:
         store_bits: bits of the numbers in chunk caches.
         lock: held around each pass through the model.
 
-    has_own_scheme: whether ``scheme`` was given.
+    has_own_scheme: whether ``scheme`` was given. outage: told when the store fails a prompt.
     """
 
     def __init__(
@@ -72,6 +72,7 @@ class Chunks:
         self._store_bits = store_bits
         self._lock = lock
         self.has_own_scheme = scheme is not None
+        self.outage = Outage()
         self._agreed: Fingerprint | None = None
         self._stable_layers: tuple[int, ...] | None = None
         self._prepared: OrderedDict[str, None] = OrderedDict()  # keys, oldest first
@@ -90,11 +91,13 @@ class Chunks:
         """
         if self._agreed is None:
             guess = self._fingerprint_of(BlockScheme())
-            known = [
-                found
-                for found in self._store.fingerprints()
-                if replace(guess, block_size=found.block_size).digest == found.digest
-            ]
+            known: list[Fingerprint] = []
+            with self.outage.survived():
+                known = [
+                    found
+                    for found in self._store.fingerprints()
+                    if replace(guess, block_size=found.block_size).digest == found.digest
+                ]
             if not known:
                 return guess
             self._agreed = replace(guess, block_size=known[0].block_size)
@@ -192,7 +195,9 @@ class Chunks:
             with self._store.open(ref.key, self.fingerprint, ref.token_ids) as chunk:
                 if depth == "whole":
                     chunk.verify()
-        except CacheMiss:
+        except CacheMiss as miss:
+            if miss.is_damage:
+                self._store.quarantine(ref.key, self.fingerprint)
             return False
         return True
 
@@ -258,7 +263,7 @@ class Chunks:
         self.require_fit(found)
         depth: Depth = "opens" if for_prompt else "whole"
         if on_miss == "compute":
-            with suppress(StoreError) if for_prompt else nullcontext():
+            with self.outage.survived() if for_prompt else nullcontext():
                 found = self.look_up(self.agree(found), depth)
                 missed = [ref for ref in found if ref.state == "missed"]
                 self.compute(missed if for_prompt else found, progress=progress)
@@ -321,18 +326,17 @@ class Chunks:
 
     def compute_for(
         self, texts: Mapping[tuple[int, ...], str]
-    ) -> dict[tuple[int, ...], Callable[[], StoredChunk]]:
-        """Caches of a prompt's missed chunks by their token ids, each opened from memory.
+    ) -> dict[tuple[int, ...], StoredChunk]:
+        """Caches of a prompt's missed chunks by their token ids, opened from memory.
 
         They are kept if the store takes them. A chunk that no cache can hold is left out, and
         nothing is computed in a store that cannot settle its block size.
         """
-        try:
+        chunks: list[ChunkRef] = []
+        with self.outage.survived():
             chunks = self.agree(self._named(list(texts.values()), list(texts)))
-        except StoreError:
-            return {}
         fingerprint = self.fingerprint
-        made: dict[tuple[int, ...], Callable[[], StoredChunk]] = {}
+        made: dict[tuple[int, ...], StoredChunk] = {}
         pending = batches(chunks)
         while pending:
             batch = pending.pop(0)
@@ -342,8 +346,8 @@ class Chunks:
                 pending = [*([chunk] for chunk in batch if len(batch) > 1), *pending]
                 continue
             for chunk, cache in zip(batch, caches, strict=True):
-                made[chunk.token_ids] = partial(MemoryChunk, cache, fingerprint)
-                with suppress(StoreError):
+                made[chunk.token_ids] = MemoryChunk(cache, fingerprint)
+                with self.outage.survived():
                     self._store.put(cache)
         self._stable_layers = None
         return made
@@ -376,7 +380,9 @@ class Chunks:
 
     def _votes(self) -> torch.Tensor | None:
         """(n, L) bool: stable layers of the first chunks by key, whatever the order of ingest."""
-        keys = self._store.keys(self.fingerprint)[: 2 * MIN_CHUNKS]
+        keys: list[str] = []
+        with self.outage.survived():
+            keys = self._store.keys(self.fingerprint)[: 2 * MIN_CHUNKS]
         if len(keys) < MIN_CHUNKS:
             return None
         votes = []

@@ -21,7 +21,6 @@ from samkv_integrations.engine.costs import CostModel, measure
 from samkv_integrations.engine.costs import name_of as costs_name
 from samkv_integrations.engine.decode import Decoder
 from samkv_integrations.engine.first_token import first_token
-from samkv_integrations.engine.missed import with_missed
 from samkv_integrations.engine.options import (
     AnswerOptions,
     AnswerSettings,
@@ -110,7 +109,8 @@ class Engine:
             store_bits=store_bits,
             lock=self._lock,
         )
-        known = KnownTexts(self.store, lambda: self.fingerprint, self.key_of)
+        outage = self.chunks.outage
+        known = KnownTexts(self.store, lambda: self.fingerprint, self.key_of, outage)
         self._reader = PromptReader(model, known)
 
     @classmethod
@@ -290,11 +290,10 @@ class Engine:
         ):
             announce_s = self._prepared.claim(resolved, partial(self.store.key, self.fingerprint))
             request = self.request(resolved, settings, settings.sampling.max_new_tokens)
-            if settings.on_miss == "compute":
-                request = with_missed(request, self.chunks)
             begun = first_token(request)
             sampler = Sampler(self.model, begun.layout.token_ids.tolist(), settings.sampling, form)
             first = sampler.next(begun.logits)
+        self.store.record(self.fingerprint, used=resolved.used, missed=resolved.missed)
         ttft_s = time.perf_counter() - began
         report = replace(begun.report, ttft_s=ttft_s, announce_s=announce_s)
         decoder = Decoder(self.model, begun.cache, begun.layout.n_tokens)
@@ -353,7 +352,7 @@ class Engine:
         return self._resolver().resolve(pieces, on_miss=on_miss, n_rewritten=n_rewritten)
 
     def _resolver(self) -> Resolver:
-        return Resolver(self.model, self.store, self.fingerprint)
+        return Resolver(self.model, self.store, self.fingerprint, self.chunks.outage)
 
     def request(self, resolved: Resolved, settings: AnswerSettings, capacity: int) -> Request:
         """What `first_token` is given for a prompt, with room for ``capacity`` tokens."""
@@ -372,6 +371,7 @@ class Engine:
             context_window=settings.context_window,
             costs=self.costs if method.whole_if_faster else None,
             prefixes=self.prefixes,
+            chunks=self.chunks if settings.on_miss == "compute" else None,
         )
 
     # -- what passes cost -------------------------------------------------------------------

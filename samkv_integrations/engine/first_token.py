@@ -19,6 +19,7 @@ from samkv_integrations.engine.full_prefill import (
     keep_prefix,
 )
 from samkv_integrations.engine.loader import ChunkLost, Context
+from samkv_integrations.engine.missed import with_missed
 from samkv_integrations.engine.plan import PassPlan, plan_pass
 from samkv_integrations.engine.request import FirstToken, Request, check_length
 from samkv_integrations.engine.sparse_cache import SparseCache
@@ -32,10 +33,10 @@ from samkv_integrations.prompt.layout import Layout
 
 
 def first_token(request: Request) -> FirstToken:
-    """Lay out, probe, select, load and blend. Nothing computed here is ever written to the store.
+    """Lay out, probe, select, load and blend. Nothing that depends on the prompt is ever stored.
 
-    A cache that turns out broken on the way becomes a chunk computed from its tokens, and the way
-    begins again.
+    A cache that turns out broken on the way is a missed chunk, as if it had not been there, and the
+    way begins again.
 
     Raises:
         PromptTooLong: prompt and answer exceed the context window.
@@ -43,6 +44,7 @@ def first_token(request: Request) -> FirstToken:
     clock = Stopwatch()
     resolved = request.resolved
     while True:
+        request = with_missed(request)
         layout = check_length(request)
         try:
             return _answer(request, layout, clock)

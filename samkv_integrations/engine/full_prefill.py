@@ -98,7 +98,7 @@ def after_prefix(request: Request, layout: Layout, prefix: Prefix, clock: Stopwa
     report = report_of(
         request, layout, cache, clock, ran="prefix", eviction=None,
         work=_work_behind(length, request.resolved),
-        n_read=sum(chunk.bytes_read for chunk in request.resolved.opened), prefix_tokens=length,
+        n_read=request.resolved.bytes_read, prefix_tokens=length,
     )  # fmt: skip
     return FirstToken(logits=logits, cache=cache, layout=layout, report=report)
 

@@ -70,7 +70,7 @@ class Context:
 
     @property
     def bytes_read(self) -> int:
-        return sum(chunk.bytes_read for chunk in self.chunks)
+        return sum(chunk.bytes_read for chunk in set(self.chunks))
 
     def load(self, blocks: Tensor) -> None:
         """Read ``blocks`` (L, Nb) bool, those not read before. Raises ChunkLost.
@@ -78,6 +78,7 @@ class Context:
         A chunk of which most is missing is read at once, from its first byte to its last.
         """
         missing = blocks & ~self._loaded
+        whole: dict[StoredChunk, int] = {}  # where one begins that was read
         stop = 0
         for index, (chunk, first) in enumerate(
             zip(self.chunks, self.layout.first_block.tolist(), strict=True)
@@ -86,7 +87,12 @@ class Context:
             wanted = missing[:, first : first + chunk.blocks.n_blocks]
             try:
                 if 2 * int(wanted.sum()) > wanted.numel():  # one read of all beats many of most
-                    chunk.read_all([of_layer[start:stop] for of_layer in self._read])
+                    out = [of_layer[start:stop] for of_layer in self._read]
+                    if (at := whole.setdefault(chunk, start)) == start:
+                        chunk.read_all(out)
+                    else:
+                        for to, of_layer in zip(out, self._read, strict=True):
+                            to.copy_(of_layer[at : at + chunk.n_tokens])
                     wanted |= True
                 elif bool(wanted.any()):
                     self._load_some(chunk, wanted, start)

@@ -5,22 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from samkv_integrations.engine.chunks import Chunks
 from samkv_integrations.engine.full_prefill import held_prefix, is_whole, two_passes_s
 from samkv_integrations.engine.request import Request, check_length
 from samkv_integrations.prompt.layout import Layout
 
 
-def with_missed(request: Request, chunks: Chunks) -> Request:
-    """The request with its missed chunks computed as chunks, which are kept.
+def with_missed(request: Request) -> Request:
+    """The request with its missed chunks computed as chunks, which are kept, if it asks for that.
 
     ``auto`` leaves them to full prefill where that is faster, and ``recompute`` always. What the
     store cannot take, or no cache can hold, does not fail the request.
 
     Raises PromptTooLong: prompt and answer exceed the context window.
     """
-    texts = request.resolved.missed_texts
-    if not texts or not request.method.recompute.uses_caches:
+    texts, chunks = request.resolved.missed_texts, request.chunks
+    if chunks is None or not texts or not request.method.recompute.uses_caches:
         return request
     layout = check_length(request)
     missed = [len(ids) for ids in texts]

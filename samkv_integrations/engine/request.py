@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from samkv_integrations.cache.fingerprint import Fingerprint
+from samkv_integrations.engine.chunks import Chunks
 from samkv_integrations.engine.costs import CostModel
 from samkv_integrations.engine.prefix_cache import PrefixCache
 from samkv_integrations.engine.report import Report
@@ -28,7 +29,8 @@ class Request:
     prefilled after. stable_layers: N*, for methods that need statistics. capacity: most tokens of
     the answer. context_window: most of prompt and answer, if fewer than the model's. own_eviction:
     take the method's eviction in place of ``eviction``. costs, prefixes: for a method that computes
-    everything where that is faster.
+    everything where that is faster. chunks: what makes caches of missed chunks; None to leave them
+    text.
     """
 
     model: Model
@@ -43,6 +45,7 @@ class Request:
     context_window: int | None = None
     costs: CostModel | None = None
     prefixes: PrefixCache | None = None
+    chunks: Chunks | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

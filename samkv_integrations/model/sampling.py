@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -202,12 +203,7 @@ class Sampler:
         self._warpers = sampling.warpers(model)
         if constraint is not None:
             self._warpers.insert(0, constraint)
-        self._generator = torch.Generator(device=model.device)
-        seed = sampling.values["seed"]
-        if seed is None:
-            self._generator.seed()
-        else:
-            self._generator.manual_seed(int(seed))
+        self._generator = None if self._greedy else _generator(model, sampling.values["seed"])
 
     def next(self, logits: Tensor) -> int:
         """The token chosen from ``logits`` (vocabulary,)."""
@@ -218,3 +214,12 @@ class Sampler:
             token = torch.multinomial(scores.softmax(-1), 1, generator=self._generator)
         self._ids = torch.cat((self._ids, token), dim=1)
         return int(token)
+
+
+def _generator(model: Model, seed: float | None) -> torch.Generator:
+    """What draws tokens. A seed that is not given is drawn without a file descriptor.
+
+    `torch.Generator.seed` opens /dev/urandom, which fails a process that has too many files open.
+    """
+    drawn = secrets.randbits(64) if seed is None else int(seed)
+    return torch.Generator(device=model.device).manual_seed(drawn)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-import logging
 import re
 import threading
 from collections import OrderedDict
@@ -23,6 +22,7 @@ from samkv_integrations.cache.bare import (
 from samkv_integrations.cache.base import Beginnings, Store
 from samkv_integrations.cache.chunk import normalise
 from samkv_integrations.cache.fingerprint import Fingerprint
+from samkv_integrations.cache.outage import Outage
 from samkv_integrations.cache.text_index import TextIndex
 from samkv_integrations.errors import InvalidOption, StoreError
 from samkv_integrations.prompt.text import bodies_of, is_in_word, shorten
@@ -36,8 +36,6 @@ _MAX_FORMS = 32
 
 _MAX_ALIKE = 16
 """Bodies with one bare form that are tried in one place of a prompt."""
-
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -153,6 +151,7 @@ class KnownTexts:
     Args:
         fingerprint: that of the chunks to find, which may change until the first is stored.
         key_of: the key that a text has in this namespace.
+        outage: told when the store fails.
     """
 
     def __init__(
@@ -160,7 +159,9 @@ class KnownTexts:
         store: Store,
         fingerprint: Callable[[], Fingerprint],
         key_of: Callable[[str], str],
+        outage: Outage | None = None,
     ) -> None:
+        self._outage = outage or Outage()
         self._store = store
         self._fingerprint = fingerprint
         self._key_of = key_of
@@ -168,7 +169,6 @@ class KnownTexts:
         self._stored_heads, self._expected_heads = _Heads(), _Heads()
         self._expected: OrderedDict[str, None] = OrderedDict()  # bodies, oldest first
         self._index = TextIndex()  # of the expected ones
-        self._has_warned = False
 
     def expect(self, texts: Sequence[str]) -> None:
         """Find these texts too, stored or not: the latest `MAX_EXPECTED` of them.
@@ -193,11 +193,9 @@ class KnownTexts:
     def is_kept(self, body: str) -> bool:
         """Whether the store has a text or a cache of it: it was not deleted, as far as it says."""
         key, store = self._key_of(body), self._store
-        try:
+        with self._outage.survived():
             return store.text(key) is not None or store.contains(key, self._fingerprint())
-        except StoreError as error:
-            self._warn(error)
-            return True
+        return True
 
     def find(self, prompt: str) -> list[Span]:
         """Where they stand in ``prompt``; of two that begin in one place the longer.
@@ -205,7 +203,7 @@ class KnownTexts:
         A body must stand alone: one that begins or ends within a word is not found. Of those with
         one bare form the one that is written there as it is, or in these lines, else any.
 
-        If the store fails, which is logged once, only expected texts are found.
+        If the store fails, only expected texts are found.
         """
         sources = self._sources()
         if not any(source.heads for source in sources):
@@ -236,7 +234,7 @@ class KnownTexts:
                     made_by.digest, lambda since: store.beginnings(made_by, since)
                 )
             except StoreError as error:
-                self._warn(error)
+                self._outage.tell(error)
                 return _Source((), 0, self._index.texts_like), expected
 
         has_failed = False
@@ -249,18 +247,9 @@ class KnownTexts:
                 yield from store.texts_like(made_by, bare)
             except StoreError as error:
                 has_failed = True
-                self._warn(error)
+                self._outage.tell(error)
 
         return _Source(heads, longest, like), expected
-
-    def _warn(self, error: StoreError) -> None:
-        if not self._has_warned:
-            self._has_warned = True
-            _log.warning(
-                "texts of stored chunks cannot be looked up, so prompts are computed as text: %s; "
-                "this is said once",
-                error,
-            )
 
 
 def _span_at(

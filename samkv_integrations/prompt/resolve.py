@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import accumulate
 from types import TracebackType
 from typing import Literal, Self
 
 from samkv_integrations.cache.base import Store, StoredChunk
 from samkv_integrations.cache.fingerprint import Fingerprint
+from samkv_integrations.cache.outage import Outage
 from samkv_integrations.errors import CacheMiss, ChunkNotCached, InvalidOption
 from samkv_integrations.model.model import Model
 from samkv_integrations.prompt.layout import Segment
-from samkv_integrations.prompt.split import ChunkText, Piece, PlainText
+from samkv_integrations.prompt.split import Piece, PlainText
 
 OnMiss = Literal["text", "compute", "error"]
 
@@ -24,17 +26,43 @@ class Resolved:
     """Segments of a prompt and the open caches of those that are cached chunks, in order.
 
     on_miss: with ``error`` a miss raises; else its chunk becomes text.
+    opened: a chunk that stands in several places is there as often, opened once.
     misses: reason -> number of chunks without a usable cache; a chunk that is ``rewritten`` has no
-    segment of its own. missed_texts: those of the others, by token ids. Closes the caches on exit.
+    segment of its own. missed: keys of the others. texts: of chunks, by token ids.
+    quarantine: told the keys of damaged caches. Closes the caches on exit.
     """
 
     on_miss: OnMiss = "text"
     segments: list[Segment] = field(default_factory=list)
     opened: list[StoredChunk] = field(default_factory=list)
     misses: Counter[str] = field(default_factory=Counter)
-    missed_texts: dict[tuple[int, ...], str] = field(default_factory=dict)
+    missed: list[str] = field(default_factory=list)
+    texts: dict[tuple[int, ...], str] = field(default_factory=dict)
+    quarantine: Callable[[str], None] = lambda key: None
 
-    def add_computed(self, chunks: Mapping[tuple[int, ...], Callable[[], StoredChunk]]) -> None:
+    @property
+    def missed_texts(self) -> dict[tuple[int, ...], str]:
+        """Of the chunks that have no cache and may be computed as chunks, by token ids."""
+        missed = (each for each in self.segments if each.is_context and each.blocks is None)
+        return {
+            each.token_ids: self.texts[each.token_ids]
+            for each in missed
+            if each.token_ids in self.texts
+        }
+
+    @property
+    def used(self) -> list[str]:
+        """Keys of the caches that were there before the prompt, each once."""
+        cached = (segment for segment in self.segments if segment.blocks is not None)
+        found = zip(self.opened, cached, strict=True)
+        return list(dict.fromkeys(chunk.key for chunk, each in found if not each.computed_now))
+
+    @property
+    def bytes_read(self) -> int:
+        """Of all caches that are open."""
+        return sum(chunk.bytes_read for chunk in set(self.opened))
+
+    def add_computed(self, chunks: Mapping[tuple[int, ...], StoredChunk]) -> None:
         """Answer missed chunks from caches that have just been made, by token ids."""
         before = iter(self.opened)
         self.opened = []
@@ -42,7 +70,7 @@ class Resolved:
             if segment.blocks is not None:
                 self.opened.append(next(before))
             elif segment.is_context and segment.token_ids in chunks:
-                stored = chunks[segment.token_ids]()
+                stored = chunks[segment.token_ids]
                 self.opened.append(stored)
                 self.segments[at] = replace(segment, blocks=stored.blocks, computed_now=True)
         assert next(before, None) is None
@@ -67,21 +95,32 @@ class Resolved:
         ]
 
     def lose(self, index: int, miss: CacheMiss) -> None:
-        """Make cached chunk ``index`` a chunk that is computed from its tokens.
+        """Make cached chunk ``index`` a missed one, wherever it stands.
+
+        One that was made for this prompt is not made again, but computed from its tokens.
 
         Raises ChunkNotCached if ``on_miss`` is ``error``.
         """
-        self.count_miss(self.opened[index].key, miss)
-        cached = [i for i, segment in enumerate(self.segments) if segment.blocks is not None]
-        at = cached[index]
-        self.segments[at] = replace(self.segments[at], blocks=None)
-        self.opened.pop(index).close()
+        lost = self.opened[index]
+        cached = [at for at, segment in enumerate(self.segments) if segment.blocks is not None]
+        places = [at for at, chunk in zip(cached, self.opened, strict=True) if chunk is lost]
+        self.count_miss(lost.key, miss, len(places))
+        for at in places:
+            segment = self.segments[at]
+            self.segments[at] = replace(segment, blocks=None)
+            if segment.computed_now:
+                self.texts.pop(segment.token_ids, None)
+        self.opened = [chunk for chunk in self.opened if chunk is not lost]
+        lost.close()
 
-    def count_miss(self, key: str, miss: CacheMiss) -> None:
+    def count_miss(self, key: str, miss: CacheMiss, n_places: int = 1) -> None:
         """Count a chunk without a usable cache. Raises ChunkNotCached if that is an error."""
+        if miss.is_damage:
+            self.quarantine(key)
         if self.on_miss == "error":
             raise ChunkNotCached.of(f"chunk {key}", why=miss) from miss
-        self.misses[miss.reason] += 1
+        self.misses[miss.reason] += n_places
+        self.missed.append(key)
 
     def __enter__(self) -> Self:
         return self
@@ -92,17 +131,23 @@ class Resolved:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        for chunk in self.opened:
+        for chunk in set(self.opened):
             chunk.close()
 
 
 class Resolver:
-    """Turns a prompt string into segments with token ids, and chunks into open caches."""
+    """Turns a prompt string into segments with token ids, and chunks into open caches.
 
-    def __init__(self, model: Model, store: Store, fingerprint: Fingerprint) -> None:
+    outage: told of caches that the operating system does not give.
+    """
+
+    def __init__(
+        self, model: Model, store: Store, fingerprint: Fingerprint, outage: Outage
+    ) -> None:
         self._model = model
         self._store = store
         self._fingerprint = fingerprint
+        self._outage = outage
 
     def resolve(
         self, pieces: Sequence[Piece], *, on_miss: OnMiss = "text", n_rewritten: int = 0
@@ -113,13 +158,22 @@ class Resolver:
 
         Raises ChunkNotCached if ``on_miss`` is ``error`` and a chunk has no usable cache.
         """
-        resolved = Resolved(on_miss=on_miss, misses=+Counter(rewritten=n_rewritten))
+        resolved = Resolved(
+            on_miss=on_miss,
+            misses=+Counter(rewritten=n_rewritten),
+            quarantine=partial(self._store.quarantine, fingerprint=self._fingerprint),
+        )
+        found: dict[tuple[int, ...], StoredChunk | CacheMiss] = {}
         try:
             for piece in pieces:
+                ids = self._ids_of(piece)
                 if isinstance(piece, PlainText):
-                    resolved.segments.append(Segment(token_ids=self._ids_of(piece)))
-                else:
-                    self._add_chunk(resolved, piece)
+                    resolved.segments.append(Segment(token_ids=ids))
+                    continue
+                if ids not in found:  # a file is opened once, in however many places it is named
+                    resolved.texts[ids] = piece.text
+                    found[ids] = self._open(ids)
+                self._add_chunk(resolved, ids, found[ids])
         except BaseException:
             resolved.__exit__(None, None, None)
             raise
@@ -151,15 +205,21 @@ class Resolver:
         elif first.token_ids[:1] != (bos,):
             segments[0] = Segment(token_ids=(bos, *first.token_ids))
 
-    def _add_chunk(self, resolved: Resolved, piece: ChunkText) -> None:
-        ids = self._ids_of(piece)
+    def _open(self, ids: tuple[int, ...]) -> StoredChunk | CacheMiss:
         key = self._store.key(self._fingerprint, ids)
         try:
-            stored = self._store.open(key, self._fingerprint, ids)
+            return self._store.open(key, self._fingerprint, ids)
         except CacheMiss as miss:
-            resolved.count_miss(key, miss)
-            resolved.missed_texts[ids] = piece.text
+            if miss.reason == "io":
+                self._outage.tell(miss)
+            return miss
+
+    def _add_chunk(
+        self, resolved: Resolved, ids: tuple[int, ...], found: StoredChunk | CacheMiss
+    ) -> None:
+        if isinstance(found, CacheMiss):
+            resolved.count_miss(self._store.key(self._fingerprint, ids), found)
             resolved.segments.append(Segment(token_ids=ids, is_context=True))
-            return
-        resolved.opened.append(stored)
-        resolved.segments.append(Segment(token_ids=ids, blocks=stored.blocks, is_context=True))
+        else:
+            resolved.opened.append(found)
+            resolved.segments.append(Segment(token_ids=ids, blocks=found.blocks, is_context=True))

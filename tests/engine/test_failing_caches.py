@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from samkv_integrations import METHODS, ChunkStore, Engine
 from samkv_integrations.cache.chunk import ChunkCache, ChunkRef
+from samkv_integrations.cache.fingerprint import Fingerprint
+from samkv_integrations.cache.memory import MemoryChunk
 from samkv_integrations.engine import prefill as ingest
 from samkv_integrations.errors import (
+    CacheMiss,
     ChunkNotCached,
     InvalidChunk,
     InvalidOption,
     StoreError,
 )
 from samkv_integrations.model.model import Model
+from samkv_integrations.prompt.resolve import OnMiss
 from tests.support.handles import issued
 from tests.support.models import tiny_model
 from tests.support.served import PROMPT, TEXTS, chunk_file, engine_on
@@ -131,13 +136,78 @@ def test_damage_that_shows_while_it_is_read_is_an_error_too(engine: Engine, meth
     file.write_bytes(data)
     with pytest.raises(ChunkNotCached, match=f"{engine.key_of(TEXTS[1])} has no usable cache"):
         engine.generate(PROMPT, TEXTS, method=method, on_miss="error")
-    expected = engine.generate(PROMPT, TEXTS, method="recompute", max_new_tokens=4).text
-    for on_miss in ("text", "compute"):
-        answer = engine.generate(PROMPT, TEXTS, method=method, on_miss=on_miss, max_new_tokens=4)
-        assert answer.report.chunk_misses == {"corrupt": 1}
-    engine.cache_chunks(TEXTS)
-    whole = engine.generate(PROMPT, TEXTS, method="recompute", max_new_tokens=4)
-    assert (whole.text, whole.report.chunk_misses) == (expected, {})
+    assert not file.exists()  # no prompt is slowed by it again
+
+
+@pytest.mark.parametrize("on_miss", ["text", "compute"])
+@pytest.mark.parametrize("method", ["reuse", "samkv-guided", "samkv-fusion"])
+@pytest.mark.parametrize("damage", [truncate, flip_header, flip_entries])
+def test_damage_is_healed_on_disk_by_the_question_that_finds_it(
+    engine: Engine, damage: Callable[[Path], None], method: str, on_miss: OnMiss
+) -> None:
+    """Whether it shows as the file is opened or while it is read, and the answer is the same."""
+    options: dict[str, Any] = {"method": method, "max_new_tokens": 6}
+    expected = engine.generate(PROMPT, TEXTS, **options)
+    file = chunk_file(engine, TEXTS[1])
+    sound = file.read_bytes()
+    damage(file)
+    first = engine.generate(PROMPT, TEXTS, on_miss=on_miss, **options)
+    assert first.report.chunk_misses == {"corrupt": 1}
+    assert first.report.computed_now == (on_miss == "compute")
+    assert file.exists() == (on_miss == "compute")
+    second = engine.generate(PROMPT, TEXTS, **options)
+    # a text says nothing about a cache that was taken away
+    assert second.report.chunk_misses == ({"absent": 1} if on_miss == "text" else {})
+    third = engine.generate(PROMPT, TEXTS, **options)
+    assert (third.text, third.report.chunk_misses) == (expected.text, {})
+    assert file.read_bytes() == sound
+    assert engine.is_cached(TEXTS[1])
+
+
+@pytest.mark.parametrize("damage", [flip_header, flip_entries])
+def test_an_announced_chunk_is_healed_before_or_by_its_prompt(
+    engine: Engine, damage: Callable[[Path], None]
+) -> None:
+    file = chunk_file(engine, TEXTS[1])
+    damage(file)
+    engine.announce(TEXTS, "compute")
+    report = engine.generate(PROMPT, method="reuse", max_new_tokens=1).report
+    shows_on_opening = damage is flip_header
+    assert report.chunk_misses == ({} if shows_on_opening else {"corrupt": 1})
+    assert report.computed_now == 1
+    assert engine.is_cached(TEXTS[1])
+
+
+def test_a_cache_that_cannot_be_made_whole_is_computed_from_its_tokens(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once, and not again and again: its own chunk fails too."""
+
+    def unsound(self: MemoryChunk) -> Tensor:
+        raise CacheMiss("corrupt", "key_range")
+
+    monkeypatch.setattr(MemoryChunk, "key_range", unsound)
+    flip_header(chunk_file(engine, TEXTS[1]))
+    report = engine.generate(PROMPT, TEXTS, method="reuse", max_new_tokens=1).report
+    assert (report.found, report.chunk_misses) == (3, {"corrupt": 2})
+
+
+def test_a_store_is_told_once_what_a_prompt_held(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorded: list[tuple[list[str], list[str]]] = []
+
+    def record(made_by: Fingerprint, *, used: list[str], missed: list[str]) -> None:
+        assert made_by == engine.fingerprint
+        recorded.append((used, missed))
+
+    monkeypatch.setattr(engine.store, "record", record)
+    keys = [engine.key_of(text) for text in TEXTS]
+    engine.generate(f"{PROMPT}\n\n{TEXTS[0]}", TEXTS, max_new_tokens=3)
+    flip_entries(chunk_file(engine, TEXTS[1]))
+    delete(chunk_file(engine, TEXTS[2]))
+    engine.generate(PROMPT, TEXTS, max_new_tokens=3, method="reuse")
+    assert recorded == [(keys, []), ([keys[0]], [keys[2], keys[1]])]
 
 
 def test_chunks_are_texts_in_a_list(engine: Engine) -> None:
@@ -288,8 +358,8 @@ def test_caches_of_another_fingerprint_are_never_used(engine: Engine, tmp_path: 
     mine, theirs = chunk_file(engine, TEXTS[0]), other.key_of(TEXTS[0])
     forged = tmp_path / "kv" / other.fingerprint.digest / theirs[:2] / f"{theirs}.safetensors"
     forged.parent.mkdir(parents=True)
-    forged.write_bytes(mine.read_bytes())
     for on_miss in ("text", "compute"):
+        forged.write_bytes(mine.read_bytes())
         report = other.generate(PROMPT, TEXTS, max_new_tokens=1, on_miss=on_miss).report
         assert report.chunk_misses == {"fingerprint": 1, "absent": 2}
         assert (report.found, report.reused) == (3, 0)
