@@ -37,9 +37,10 @@ class Beginnings:
 class StoredChunk(Protocol):
     """One chunk cache opened for reading; a context manager.
 
-    Stays readable after its chunk was deleted or replaced in the store. Every method that reads
-    raises `CacheMiss`: "corrupt" if bytes are missing or fail their MAC, "io" if the operating
-    system fails. Tensors handed out are the store's own: do not modify them. One thread at a time.
+    Stays readable after its chunk was deleted or replaced in the store, until `let_go`. Every
+    method that reads raises `CacheMiss`: "corrupt" if bytes are missing or fail their MAC, "io" if
+    the operating system fails. Tensors handed out are the store's own: do not modify them. One
+    thread at a time.
 
     token_ids: (T,) int32.
     """
@@ -92,6 +93,12 @@ class StoredChunk(Protocol):
 
     def verify(self) -> None:
         """Reads everything and checks every MAC."""
+
+    def let_go(self) -> None:
+        """Holds no file open from now on, but while it reads.
+
+        A chunk that is deleted, evicted or replaced meanwhile may be a miss: "absent".
+        """
 
     def close(self) -> None:
         """Frees what it holds; reading afterwards is a mistake. May be called again."""

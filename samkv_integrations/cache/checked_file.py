@@ -24,6 +24,7 @@ BAD_JSON = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError,
 _FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
 # A link (which O_NOFOLLOW refuses), and what cannot be opened for reading: a socket, a device.
 _NO_FILE = (errno.ELOOP, errno.ENXIO, errno.ENODEV, errno.EOPNOTSUPP)
+_Identity = tuple[int, int, int]  # of a file: device, number, size; not its time, which is touched
 _MAX_VIEWS = 1024  # of one read: IOV_MAX of Linux and macOS
 
 
@@ -66,26 +67,30 @@ class CheckedFile:
         self.bytes_read = 0
         self._path = path
         self._macs = b""
+        self._let_go: _Identity | None = None
+        self._file = self._open()
         try:
-            self._file = open_regular(path)
-        except (FileNotFoundError, NotADirectoryError) as error:
-            raise CacheMiss("absent", str(path)) from error
-        except NotAFile as error:
-            raise self.corrupt("not a regular file") from error
-        except OSError as error:
-            raise self._io(error) from error
-        self._fd = self._file.fileno()
-        try:
-            with suppress(OSError):
-                fcntl.flock(self._fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
             self._read_header(secret)
         except BaseException:
             self.close()
             raise
 
+    def _open(self) -> FileIO:
+        try:
+            file = open_regular(self._path)
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise CacheMiss("absent", str(self._path)) from error
+        except NotAFile as error:
+            raise self.corrupt("not a regular file") from error
+        except OSError as error:
+            raise self._io(error) from error
+        with suppress(OSError):
+            fcntl.flock(file.fileno(), fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return file
+
     def _read_header(self, secret: bytes) -> None:
         try:
-            self.size = os.fstat(self._fd).st_size
+            self.size = os.fstat(self._file.fileno()).st_size
         except OSError as error:
             raise self._io(error) from error
         prefix = bytearray(8)
@@ -121,11 +126,21 @@ class CheckedFile:
         self._fill(len(self.header) + start, *views)
 
     def _fill(self, offset: int, *views: memoryview) -> None:
-        assert self._fd >= 0, "closed"
+        if self._let_go is None:
+            assert not self._file.closed, "closed"
+            self._fill_from(self._file, offset, views)
+            return
+        with self._open() as file:  # its header is known, and what is read is checked anyway
+            if _identity(file) != self._let_go:
+                raise CacheMiss("absent", f"{self._path} was replaced")
+            self._fill_from(file, offset, views)
+
+    def _fill_from(self, file: FileIO, offset: int, views: Sequence[memoryview]) -> None:
+        handle = file.fileno()
         left = [view for view in views if len(view)]
         while left:
             try:
-                got = os.preadv(self._fd, left[:_MAX_VIEWS], offset)
+                got = os.preadv(handle, left[:_MAX_VIEWS], offset)
             except OSError as error:
                 raise self._io(error) from error
             if not got:
@@ -155,13 +170,24 @@ class CheckedFile:
     def _io(self, error: OSError) -> CacheMiss:
         return CacheMiss("io", f"{self._path}: {error}")
 
+    def let_go(self) -> None:
+        """Hold neither file nor lock, but while reading; the file is opened anew for each read."""
+        if self._let_go is None:
+            self._let_go = _identity(self._file)
+            self._file.close()
+
     def close(self) -> None:
         """Close the file, which frees its lock. May be called again."""
         self._file.close()
-        self._fd = -1
+        self._let_go = None
 
     def __enter__(self) -> CheckedFile:
         return self
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+
+def _identity(file: FileIO) -> _Identity:
+    found = os.fstat(file.fileno())
+    return found.st_dev, found.st_ino, found.st_size

@@ -197,6 +197,9 @@ class ChunkFile:
         for layer in range(n_layers):
             self.read_blocks(layer, range(self.blocks.n_blocks), entries)
 
+    def let_go(self) -> None:
+        self._file.let_go()
+
     def close(self) -> None:
         self._file.close()
 

@@ -110,6 +110,9 @@ class MemoryChunk:
         self._open_chunk()
         self.key_range()
 
+    def let_go(self) -> None:
+        """There is no file."""
+
     def close(self) -> None:
         self._chunk = None
 

@@ -18,6 +18,10 @@ from samkv_integrations.model.model import Model
 from samkv_integrations.prompt.layout import Segment
 from samkv_integrations.prompt.split import Piece, PlainText
 
+MAX_HELD = 32
+"""Files that one prompt holds open while it waits for the model; of further ones each read opens
+its own. A prompt is then answered whatever it names, and many prompts may wait at a time."""
+
 OnMiss = Literal["text", "compute", "error"]
 
 
@@ -172,7 +176,7 @@ class Resolver:
                     continue
                 if ids not in found:  # a file is opened once, in however many places it is named
                     resolved.texts[ids] = piece.text
-                    found[ids] = self._open(ids)
+                    found[ids] = self._open(ids, is_held=len(found) < MAX_HELD)
                 self._add_chunk(resolved, ids, found[ids])
         except BaseException:
             resolved.__exit__(None, None, None)
@@ -205,10 +209,13 @@ class Resolver:
         elif first.token_ids[:1] != (bos,):
             segments[0] = Segment(token_ids=(bos, *first.token_ids))
 
-    def _open(self, ids: tuple[int, ...]) -> StoredChunk | CacheMiss:
+    def _open(self, ids: tuple[int, ...], *, is_held: bool) -> StoredChunk | CacheMiss:
         key = self._store.key(self._fingerprint, ids)
         try:
-            return self._store.open(key, self._fingerprint, ids)
+            stored = self._store.open(key, self._fingerprint, ids)
+            if not is_held:
+                stored.let_go()
+            return stored
         except CacheMiss as miss:
             if miss.reason == "io":
                 self._outage.tell(miss)

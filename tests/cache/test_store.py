@@ -682,3 +682,24 @@ def test_readers_among_writers_see_whole_chunks_only(
     assert misses <= {"absent"}
     assert store.keys() == sorted(chunk.key for chunk in chunks)
     assert len(files(folder)) == 2 + len(chunks)
+
+
+def test_a_chunk_that_was_let_go_holds_no_file(store: ChunkStore) -> None:
+    chunk = chunk_for(store, 1)
+    store.put(chunk)
+    before = len(os.listdir("/dev/fd"))
+    with store.open(chunk.key, TINY) as stored:
+        stored.let_go()
+        assert len(os.listdir("/dev/fd")) == before
+        stored.verify()
+        assert len(os.listdir("/dev/fd")) == before
+        file = store.file(chunk.key, TINY.digest)
+        other = file.with_suffix(".other")
+        other.write_bytes(file.read_bytes())
+        os.replace(other, file)
+        assert reason(stored.verify) == "absent"
+        file.unlink()
+        assert reason(stored.verify) == "absent"
+        file.symlink_to("/dev/zero")
+        assert reason(stored.verify) == "corrupt"
+    assert len(os.listdir("/dev/fd")) == before

@@ -241,6 +241,19 @@ class StoreContract:
             deleted.verify()
             assert torch.equal(read(deleted, 1, [3]), chunk.entries[1, 12:16])
 
+    def test_a_chunk_that_was_let_go_is_read_all_the_same(self, store: Store) -> None:
+        chunk = chunk_for(store, 7)
+        store.put(chunk)
+        with store.open(chunk.key, TINY) as stored:
+            for _ in range(2):
+                stored.let_go()
+            assert torch.equal(read_all(stored), chunk.entries)
+            store.touch(chunk.key, TINY)
+            stored.verify()
+            assert torch.equal(stored.local_query(), chunk.local_query)
+        with pytest.raises(AssertionError, match="closed"):
+            stored.verify()
+
     def test_a_closed_chunk_is_not_read(self, store: Store) -> None:
         chunk = chunk_for(store, 8)
         store.put(chunk)
@@ -296,6 +309,29 @@ class StoreContract:
         assert reason(lambda: store.open(gone, TINY)) == "absent"
         assert store.text(gone) is None
         assert gone not in store.keys() and len(store.keys()) == 7
+
+    def test_a_damaged_chunk_is_put_away_and_its_text_stays(self, store: Store) -> None:
+        chunk, other = chunk_for(store, 1), replace(TINY, block_size=8)
+        store.quarantine(chunk.key, TINY)  # it is not there
+        store.put(chunk)
+        store.quarantine(chunk.key, other)
+        assert store.contains(chunk.key, TINY)
+        store.quarantine(chunk.key, TINY)
+        assert not store.contains(chunk.key, TINY) and store.keys() == []
+        assert reason(lambda: store.open(chunk.key, TINY)) == "absent"
+        assert store.text(chunk.key) == chunk.text
+        assert not store.is_evicted(chunk.key, TINY)  # damage is no want of room
+        store.put(chunk)
+        with store.open(chunk.key, TINY) as stored:
+            stored.verify()
+
+    def test_what_prompts_held_is_recorded_whatever_it_is(self, store: Store) -> None:
+        chunk = chunk_for(store, 1)
+        store.put(chunk)
+        store.record(TINY)
+        store.record(TINY, used=[chunk.key, chunk.key], missed=["0" * 32])
+        store.record(replace(TINY, block_size=8), missed=[chunk.key])
+        assert store.keys() == [chunk.key] and not store.is_evicted("0" * 32, TINY)
 
     def test_a_chunk_ages_from_when_it_was_put_or_touched(
         self, store: Store, monkeypatch: pytest.MonkeyPatch
