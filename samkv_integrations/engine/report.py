@@ -71,6 +71,17 @@ class Report:
     completion_tokens: int
     decode_tokens_per_s: float
 
+    @property
+    def line(self) -> str:
+        """The figures that say most, on one line for a log; no text of anybody."""
+        misses = ",".join(f"{reason}:{n}" for reason, n in sorted(self.chunk_misses.items()))
+        return (
+            f"model={self.model} method={self.method} ran={self.ran} "
+            f"prompt_tokens={self.prompt_tokens} completion_tokens={self.completion_tokens} "
+            f"found={self.found} reused={self.reused} computed_now={self.computed_now} "
+            f"misses={misses or 'none'} ttft_s={self.ttft_s:.3f} bytes_read={self.bytes_read}"
+        )
+
     def to_dict(self) -> dict[str, Any]:
         """The fields as JSON-able values."""
         return asdict(self) | {"chunk_misses": dict(self.chunk_misses)}

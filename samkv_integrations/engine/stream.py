@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -12,6 +13,8 @@ from samkv_integrations.engine.report import Report
 from samkv_integrations.engine.working_cache import WorkingCache
 from samkv_integrations.errors import TimedOut
 from samkv_integrations.model.model import Model
+
+_log = logging.getLogger(__name__)
 
 
 class TextStream:
@@ -68,7 +71,7 @@ class AnswerStream:
 
     Closing it, leaving a ``with`` block of it, or dropping it frees the working cache. When it
     ends, in either way or exhausted, its report goes to the `collect_reports` blocks in which it
-    was made.
+    was made, and a line of figures to the log, at INFO.
 
     timeout, began: seconds that it may take since then, a time of `time.perf_counter`; None for as
         long as it takes. Then the next piece is TimedOut, and the answer ends.
@@ -93,6 +96,7 @@ class AnswerStream:
         self._kv_bytes = cache.kv_bytes
         self._finish_reason: Literal["stop", "length"] | None = None
         self._collectors = collectors()
+        self._is_handed_in = False
         self._pieces = self._decode(first, step, end_ids, max_new_tokens, text, cache)
 
     def __iter__(self) -> Iterator[str]:
@@ -127,9 +131,12 @@ class AnswerStream:
         self.close()
 
     def _hand_in(self) -> None:
-        waiting, self._collectors = self._collectors, ()
+        if self._is_handed_in:
+            return
+        self._is_handed_in = True
         report = self.report
-        for reports in waiting:
+        _log.info("answered: %s", report.line, extra={"samkv": report})
+        for reports in self._collectors:
             reports.append(report)
 
     @property

@@ -100,14 +100,17 @@ class Announced:
                 missing += announced
             for body in missing:
                 del self._pending[body]
-        if missing and not self._has_warned:
-            self._has_warned = True
+            is_first = bool(missing) and not self._has_warned
+            self._has_warned |= is_first
+        if is_first:
             _log.warning(
-                "chunk %r was retrieved, but the prompt does not hold it as it was stored, so its "
-                "cache is not used; %s. Such chunks, %d in this prompt, are misses with the reason "
-                "'rewritten'; this is said once",
-                shorten(missing[0]), _REMEDY, len(missing),
+                "%d chunks were retrieved, but the prompt does not hold them as they were stored, "
+                "so their caches are not used; %s. Such chunks are misses with the reason "
+                "'rewritten'; this is said once, and at DEBUG which chunks",
+                len(missing), _REMEDY,
             )  # fmt: skip
+        for body in missing:
+            _log.debug("chunk %r is not in the prompt as it was stored", shorten(body))
         return len(missing)
 
     def forget(self, bodies: Collection[str]) -> None:

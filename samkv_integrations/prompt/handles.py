@@ -75,20 +75,25 @@ class Handles:
     def find(self, prompt: str) -> list[Span]:
         """Where issued handles stand in ``prompt``, and what they stand for."""
         spans: list[Span] = []
+        unknown: list[str] = []
         with self._lock:
             self._drop_old()
             for match in _HANDLE.finditer(prompt):
                 if issued := self._issued.get(match[1]):
                     spans.append(Span(match.start(), match.end(), issued.body))
-                elif not self._has_warned:
-                    self._has_warned = True
-                    _log.warning(
-                        "%s stands in a prompt and is read as text: this engine has not issued it "
-                        "within %d minutes. If a prompt builder put it there, have the documents "
-                        "retrieved again, or prompt with their text; further ones are not reported",
-                        match[0],
-                        LIFETIME_S // 60,
-                    )
+                else:
+                    unknown.append(match[0])
+            is_first = bool(unknown) and not self._has_warned
+            self._has_warned |= is_first
+        if is_first:
+            _log.warning(
+                "a handle stands in a prompt and is read as text: this engine has not issued it "
+                "within %d minutes. If a prompt builder put it there, have the documents retrieved "
+                "again, or prompt with their text; this is said once, and at DEBUG which handles",
+                LIFETIME_S // 60,
+            )
+        for handle in unknown:
+            _log.debug("%s is read as text", handle)
         return spans
 
     def require_whole(self, text: str) -> None:

@@ -57,7 +57,8 @@ def test_it_explains_every_field_that_it_names() -> None:
     [
         ("have no chunk cache in ", "chroma/existing.py"),
         (" stands in a prompt and is read as text", "prompt/handles.py"),
-        ("the prompt does not hold it as it was stored", "prompt/announced.py"),
+        ("the prompt does not hold them as they were stored", "prompt/announced.py"),
+        ("the store fails (", "cache/outage.py"),
     ],
 )
 def test_what_it_quotes_of_the_log_is_logged(quoted: str, file: str) -> None:
@@ -104,14 +105,13 @@ class TestDamage:
         assert (dict(report.chunk_misses), report.computed_now) == ({"corrupt": 1}, 1)
         assert ask(engine).reused == 1
 
-    def test_that_shows_while_reading_is_mended_by_ingest_alone(self, engine: Engine) -> None:
+    def test_so_is_that_which_shows_while_it_is_read(self, engine: Engine) -> None:
         file = file_of(engine)
         whole = bytearray(file.read_bytes())
         whole[-len(whole) // 4] ^= 255
         file.write_bytes(whole)
-        for _ in range(2):
-            assert ask(engine).chunk_misses == {"corrupt": 1}
-        engine.cache_chunks([TEXT])
+        report = ask(engine)
+        assert (dict(report.chunk_misses), report.computed_now) == ({"corrupt": 1}, 1)
         assert (ask(engine).reused, ask(engine).chunk_misses) == (1, {})
 
     @pytest.mark.parametrize("reason", ["tokens", "fingerprint"])

@@ -1,0 +1,132 @@
+"""What is logged: one line an answer, under one logger, and no text of anybody."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from samkv_integrations import ChunkStore, Engine
+from samkv_integrations.errors import ChunkNotCached, SamkvError
+from tests.repo.test_architecture import SOURCES
+from tests.support.handles import TYPED, issued
+from tests.support.models import tiny_model
+
+LOGGER = "samkv_integrations"
+MARK = "zugzwang"
+TEXTS = [f"The mill of {MARK} number {at} was built in 1871 by two brothers." for at in range(3)]
+QUESTION = f"\n\nWho built {MARK}?"
+PROMPT = "\n\n".join(TEXTS) + QUESTION
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Engine:
+    engine = Engine(tiny_model("llama"), ChunkStore(tmp_path / "kv"), method="reuse", block_size=8)
+    engine.cache_chunks(TEXTS)
+    return engine
+
+
+@pytest.fixture
+def log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    with caplog.at_level(logging.INFO):
+        yield caplog
+
+
+def lines(log: pytest.LogCaptureFixture) -> list[str]:
+    found = [record.getMessage() for record in log.records]
+    return [line for line in found if line.startswith("answered: ")]
+
+
+def file_of(engine: Engine, text: str) -> Path:
+    assert isinstance(engine.store, ChunkStore)
+    (file,) = engine.store.path.rglob(f"{engine.key_of(text)}.safetensors")
+    return file
+
+
+def flip_last(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+
+
+def test_one_line_an_answer(engine: Engine, log: pytest.LogCaptureFixture) -> None:
+    file_of(engine, TEXTS[1]).unlink()
+    report = engine.generate(PROMPT, TEXTS, max_new_tokens=3).report
+    assert lines(log) == [f"answered: {report.line}"]
+    for part in ("model=tiny-llama", "method=reuse", f"prompt_tokens={report.prompt_tokens}"):
+        assert f" {part} " in lines(log)[0]
+    assert "completion_tokens=3 found=3 reused=2 computed_now=1 misses=absent:1 " in lines(log)[0]
+    assert lines(log)[0].endswith(f" bytes_read={report.bytes_read}")
+    assert log.records[-1].samkv == report  # type: ignore[attr-defined]
+    engine.generate(PROMPT, TEXTS, max_new_tokens=1)
+    assert "misses=none" in lines(log)[1]
+
+
+def test_a_stream_is_an_answer_once(engine: Engine, log: pytest.LogCaptureFixture) -> None:
+    """Whether it is read to its end, closed or dropped."""
+    whole = engine.stream(PROMPT, TEXTS, max_new_tokens=3)
+    assert lines(log) == []
+    list(whole)
+    whole.close()
+    assert len(lines(log)) == 1
+    with engine.stream(PROMPT, TEXTS, max_new_tokens=3) as left:
+        next(left)
+    assert len(lines(log)) == 2
+    engine.stream(PROMPT, TEXTS, max_new_tokens=3)
+    gc.collect()
+    assert len(lines(log)) == 3
+
+
+def test_nobody_is_told_unasked(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        engine.generate(PROMPT, TEXTS, max_new_tokens=1)
+    assert caplog.records == []
+
+
+def test_no_text_is_logged(
+    engine: Engine, log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handle = issued(engine, TEXTS[0])
+    chat = [{"role": "user", "content": PROMPT}]
+    for method in ("reuse", "recompute", "auto", "samkv-fusion"):
+        engine.generate(PROMPT, method=method, max_new_tokens=2)
+    engine.generate(chat, max_new_tokens=2)
+    engine.generate(f"{handle} {TYPED} {MARK}?", max_new_tokens=2)  # one that nobody issued
+    file_of(engine, TEXTS[0]).write_bytes(b"damaged")
+    flip_last(file_of(engine, TEXTS[1]))
+    engine.generate(PROMPT, max_new_tokens=2)
+    engine.announce(TEXTS, "compute")
+    engine.generate(PROMPT.upper(), max_new_tokens=2)  # rewritten
+    for wrong in (
+        lambda: engine.generate(f"{TEXTS[0]} {MARK}", [MARK * 2]),
+        lambda: engine.generate(f"{TEXTS[0]} and new {MARK}", [f"new {MARK}"], on_miss="error"),
+        lambda: engine.generate(MARK, max_new_tokens=10**6),
+        lambda: engine.cache_chunks([f"{MARK} " * 2000]),
+    ):
+        with pytest.raises(SamkvError):
+            wrong()
+    with pytest.raises(ChunkNotCached):
+        engine.announce([f"A new chunk about {MARK}"], "error")
+    file = file_of(engine, TEXTS[2])
+    assert isinstance(engine.store, ChunkStore)
+    engine.store.path.rename(engine.store.path.with_name("moved"))  # it fails
+    engine.generate(PROMPT, max_new_tokens=2)
+    assert not file.exists()
+    said = [record for record in log.records if record.name.startswith(LOGGER)]
+    assert {record.levelno for record in said} == {logging.INFO, logging.WARNING}
+    assert sum(record.levelno == logging.WARNING for record in said) == 3
+    for record in log.records:
+        everything = f"{record.getMessage()} {record.__dict__}"
+        assert MARK not in everything.lower(), record.name
+        assert handle not in everything and TYPED not in everything
+
+
+@pytest.mark.parametrize("module", SOURCES)
+def test_all_is_logged_under_one_logger(module: str) -> None:
+    source = SOURCES[module].read_text(encoding="utf-8")
+    assert "warnings.warn" not in source and "logging.warning(" not in source
+    if not module.startswith(LOGGER):
+        assert source.count("getLogger(") == source.count(f'getLogger("{LOGGER}.')
