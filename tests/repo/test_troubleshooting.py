@@ -90,8 +90,10 @@ class TestNothingIsFound:
             other.store.require(other.fingerprint)
         engine.store.require(engine.fingerprint)
 
-    def test_where_caches_were_deleted_unless_they_are_announced(self, engine: Engine) -> None:
-        file_of(engine).unlink()
+    def test_where_chunks_were_deleted_unless_they_are_announced(self, engine: Engine) -> None:
+        file_of(engine).unlink()  # the store knows the text of a cache that was only lost
+        assert ask(engine, on_miss="text").chunk_misses == {"absent": 1}
+        engine.store.delete(engine.key_of(TEXT))
         assert ask(engine, on_miss="text").found == 0
         engine.expect([TEXT])
         assert ask(engine, on_miss="text").chunk_misses == {"absent": 1}
