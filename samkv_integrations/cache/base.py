@@ -17,6 +17,11 @@ from samkv_integrations.errors import CacheMiss
 MAX_ALIKE = 64
 """Most texts of one bare form that a look-up gives: they differ in white space and escapes only."""
 
+MAX_STEPS = 64
+"""Look-ups in a row that find nothing, after which a search for a text is given up. Texts that
+share their beginnings need one for every few characters after those; only texts that were made to
+take long need more."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Beginnings:
@@ -178,9 +183,9 @@ class Store(Protocol):
     def texts_like(self, fingerprint: Fingerprint, bare: str) -> Iterator[tuple[str, list[str]]]:
         """The bare forms of stored texts that ``bare`` begins with, the longest first.
 
-        Each with the bodies that have it. Every step is one look-up, made when it is asked for: its
-        time grows with the logarithm of the number of texts. A text whose cache was evicted or lost
-        is found all the same, and is then a counted miss.
+        Each with bodies that have it, `MAX_ALIKE` at most. Every step is a few look-ups, at most
+        `MAX_STEPS`, made when it is asked for, in time that grows with the logarithm of the number
+        of texts. A text whose cache was evicted or lost is found all the same: a counted miss.
         """
 
     def prefetch(self, key: str, fingerprint: Fingerprint) -> None:

@@ -15,11 +15,12 @@ from typing import Any
 
 from samkv_integrations.cache import tables
 from samkv_integrations.cache.bare import LOOKUP_CHARS
-from samkv_integrations.cache.base import MAX_ALIKE, Beginnings
+from samkv_integrations.cache.base import MAX_ALIKE, MAX_STEPS, Beginnings
 from samkv_integrations.cache.budget import Budget
 from samkv_integrations.cache.chunk import normalise
 from samkv_integrations.cache.database import Database
 from samkv_integrations.cache.tables import DELETED, LOST, PRESENT, Entry
+from samkv_integrations.cache.text_index import common_beginning
 
 _PATIENCE_S = 1.0
 """For notes that a question leaves, and does not need."""
@@ -245,15 +246,15 @@ class Index:
 
     def texts_like(self, namespace: str, digest: str, bare: str) -> Iterator[tuple[str, list[str]]]:
         """See `Store.texts_like`."""
-        probe = tables.encode(bare)
-        while len(probe) >= LOOKUP_CHARS:
+        probe, n_steps = tables.encode(bare), 0
+        while len(probe) >= LOOKUP_CHARS and n_steps < MAX_STEPS:
             form = self._largest_form([namespace, digest, probe])
             if not probe.startswith(form):
-                probe = _common_prefix(probe, form)
+                probe, n_steps = common_beginning(probe, form), n_steps + 1
                 continue
             if found := self._bodies([namespace, digest, form]):
                 yield tables.decode(form), found
-            probe = form[:-1]
+            probe, n_steps = form[:-1], 0
 
     def _largest_form(self, below: list[object]) -> bytes:
         """The last bare form up to ``below`` (namespace, digest, form); empty if there is none."""
@@ -269,8 +270,8 @@ class Index:
     def _bodies(self, of_form: list[object]) -> list[str]:
         rows = self.database.read(
             lambda c: c.execute(
-                "SELECT form, body FROM texts WHERE namespace = ? AND digest = ? AND form = ? "
-                f"LIMIT {MAX_ALIKE}",
+                "SELECT DISTINCT form, body FROM texts "
+                f"WHERE namespace = ? AND digest = ? AND form = ? LIMIT {MAX_ALIKE}",
                 of_form,
             ).fetchall()
         )
@@ -320,10 +321,3 @@ class Index:
             ).fetchall()
         )
         return {(space, digest): tuple(of_one) for space, digest, *of_one in rows}
-
-
-def _common_prefix(one: bytes, other: bytes) -> bytes:
-    return next(
-        (one[:at] for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b),
-        min(one, other, key=len),
-    )

@@ -7,14 +7,10 @@ from bisect import bisect_left, bisect_right, insort
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from itertools import islice
+from typing import AnyStr
 
 from samkv_integrations.cache.bare import LOOKUP_CHARS, bare_form
-from samkv_integrations.cache.base import Beginnings
-
-MAX_STEPS = 64
-"""Look-ups in a row that find nothing, after which a search is given up. Texts that share their
-beginnings need one for every few characters after it; only texts that were made for it need more.
-"""
+from samkv_integrations.cache.base import MAX_ALIKE, MAX_STEPS, Beginnings
 
 
 @dataclass(frozen=True)
@@ -93,16 +89,16 @@ class TextIndex:
             with self._lock:
                 at = bisect_right(self._forms, bare)
                 form = self._forms[at - 1] if at else ""
-                bodies = list(self._bodies.get(form, ()))
+                bodies = list(islice(self._bodies.get(form, ()), MAX_ALIKE))
             if form and bare.startswith(form):
                 yield form, bodies
                 n_steps, bare = 0, form[:-1]
             else:
                 # whatever `bare` begins with sorts between its own beginning and `form`
-                n_steps, bare = n_steps + 1, _common_beginning(bare, form)
+                n_steps, bare = n_steps + 1, common_beginning(bare, form)
 
 
-def _common_beginning(one: str, other: str) -> str:
+def common_beginning(one: AnyStr, other: AnyStr) -> AnyStr:
     """What both texts begin with; halving, as comparing characters in Python takes far longer."""
     low, high = 0, min(len(one), len(other))
     while low < high:
