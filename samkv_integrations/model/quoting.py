@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import secrets
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,12 +28,13 @@ class RenderedPrompt:
 
     def part(self, start: int, stop: int) -> RenderedPrompt:
         """Characters ``[start, stop)`` of it."""
+        first = bisect_right(self.quoted, start, key=lambda span: span.stop)
+        last = bisect_left(self.quoted, stop, key=lambda span: span.start)
         return RenderedPrompt(
             self.text[start:stop],
             tuple(
                 range(max(span.start, start) - start, min(span.stop, stop) - start)
-                for span in self.quoted
-                if span.start < stop and span.stop > start
+                for span in self.quoted[first:last]
             ),
         )
 
@@ -108,12 +110,12 @@ class SpecialTokens:
         for quoted in prompt.quoted:
             if quoted.start < at:  # in the stretch of the one before
                 continue
-            before = [span for span in control if span.stop <= quoted.start]
-            after = [span for span in control if span.start >= quoted.stop]
-            start = max(at, before[-1].stop if before else 0)
+            place = bisect_right(control, quoted.start, key=lambda span: span.stop)
+            before, after = control[max(place - 1, 0) : place], control[place : place + 1]
+            start = max(at, before[0].stop if before else 0)
             stop = after[0].start if after else len(text)
             stretch = text[start:stop]
-            if before and self._tokens[_at(text, before[-1])].rstrip:
+            if before and self._tokens[_at(text, before[0])].rstrip:
                 stretch = stretch.lstrip()
             if after and self._tokens[_at(text, after[0])].lstrip:
                 stretch = stretch.rstrip()
