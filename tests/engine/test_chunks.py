@@ -6,8 +6,10 @@ import os
 import pickle
 import shutil
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unicodedata import normalize
 
 import pytest
 
@@ -121,3 +123,61 @@ def test_sampling_is_a_value() -> None:
         assert copy == sampling and hash(copy) == hash(sampling)
     assert sampling != Sampling(temperature=0.7, min_p=0.2, seed=1)
     assert sampling.values["min_p"] == 0.1 and sampling.values["top_k"] == 0
+
+
+class TestTexts:
+    """A cache is found in prompts by its text, which may be lost, or one of several."""
+
+    @pytest.fixture
+    def engine(self, monkeypatch: pytest.MonkeyPatch) -> Engine:
+        """Its tokenizer makes the same tokens of composed and decomposed letters."""
+        engine = Engine(tiny_model(), MemoryStore(), block_size=8)
+        tokenize = engine.model.tokenize
+        monkeypatch.setattr(
+            engine.model,
+            "tokenize",
+            lambda text, *, special: tokenize(normalize("NFC", text), special=special),
+        )
+        return engine
+
+    BOTH = [normalize(form, "le café où le thé est servi à midi") for form in ("NFC", "NFD")]
+
+    @pytest.mark.parametrize("at_once", [True, False])
+    @pytest.mark.parametrize("order", [1, -1])
+    def test_two_texts_of_one_chunk_are_both_found(
+        self, engine: Engine, at_once: bool, order: int
+    ) -> None:
+        """The one that was stored last was, and the other never."""
+        texts = self.BOTH[::order]
+        for part in [texts] if at_once else [[text] for text in texts]:
+            engine.cache_chunks(part)
+        assert len(engine.store.keys()) == 1
+        for text in texts:
+            assert engine.found_in(f"Lis: {text}. Et?") == [text]
+        computed = []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(module, "prefill", lambda *args: computed.append(args))
+            engine.cache_chunks(texts)
+        assert computed == []
+        assert engine.forget(texts[:1]) == 1
+        assert not any(engine.found_in(f"Lis: {text}. Et?") for text in texts)
+
+    @pytest.mark.parametrize("way", ["cache_chunks", "announce"])
+    def test_a_lost_text_comes_back_and_nothing_is_computed(
+        self, engine: Engine, way: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """It was computed again, or never found again."""
+        store = engine.store
+        with monkeypatch.context() as patch:
+            put = store.put
+            patch.setattr(store, "put", lambda chunk: put(replace(chunk, text="damaged")))
+            patch.setattr(store, "put_text", lambda *_: None)
+            engine.cache_chunks([TEXT])
+        assert engine.found_in(f"Read {TEXT}.") == []
+        monkeypatch.setattr(module, "prefill", lambda *_: pytest.fail("there is a cache"))
+        if way == "announce":
+            engine.announce([TEXT], "compute")
+        else:
+            engine.cache_chunks([TEXT])
+        other = Engine(engine.model, store, block_size=8)
+        assert other.found_in(f"Read {TEXT}.") == [TEXT]

@@ -9,11 +9,15 @@ from collections.abc import Callable
 from contextvars import copy_context
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import samkv_integrations.prompt.announced as module
 from samkv_integrations import Engine, MemoryStore
 from samkv_integrations.errors import ChunkNotCached
+from samkv_integrations.model.quoting import RenderedPrompt
 from samkv_integrations.prompt.announced import STRETCH
+from samkv_integrations.prompt.split import ChunkText, PlainText
 from tests.support.models import tiny_model
 
 TEXTS = [
@@ -183,3 +187,36 @@ def test_what_was_held_before_is_looked_for_anew(engine: Engine) -> None:
     assert misses(engine, f"Read: {TEXTS[0]} Well?") == {}
     engine.announce([TEXTS[0]])
     assert misses(engine, f"Read: {TEXTS[0][:-9]} Well?") == {"rewritten": 1}
+
+
+def _is_changed(its: str, letters: str, held: str) -> bool:
+    """Whether ``letters``, and not ``held``, have a stretch of ``its``, looked for one by one."""
+    part = STRETCH // 2
+    for at in range(0, len(its) - part + 1, part):
+        if its[at : at + part] in letters:
+            for start in range(max(0, at - part), max(0, min(at, len(its) - STRETCH)) + 1):
+                stretch = its[start : start + STRETCH]
+                if stretch in letters and stretch not in held:
+                    return True
+    return False
+
+
+@given(st.data())
+@settings(max_examples=300, deadline=None)
+def test_stretches_against_a_plain_search(data: st.DataObject) -> None:
+    """Each was searched for in the prompt, and in all that had been held: minutes, of boilerplate.
+
+    Texts are made of few pieces, so that they share stretches of every length.
+    """
+    piece = st.sampled_from(["abcdefgh", "ijkl", "mnopqrstuvwx", "y", "thesamewordsagain"])
+    text = st.lists(piece, min_size=1, max_size=14).map("".join).filter(lambda t: len(t) >= 24)
+    bodies = data.draw(st.lists(text, min_size=1, max_size=6, unique=True))
+    plain = data.draw(st.lists(text, max_size=3))
+    n_held = data.draw(st.integers(0, len(bodies)))
+    announced = module.Announced()
+    announced.add(bodies)
+    assert announced.count([ChunkText(body) for body in bodies[:n_held]], "text") == 0
+    letters, held = "\n".join(plain), "\n".join(bodies[:n_held])  # they are letters alone
+    expected = sum(_is_changed(its, letters, held) for its in bodies[n_held:])
+    pieces = [PlainText(RenderedPrompt(text)) for text in plain]
+    assert announced.count(pieces, "text") == expected

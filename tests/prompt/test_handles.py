@@ -123,3 +123,25 @@ class TestLifetime:
         issued = "".join(handles.issue(body) for body in ("one", "two", "one"))
         handles.forget(["one"])
         assert [span.body for span in handles.find(issued)] == ["two"]
+
+
+def test_pieces_of_handles_that_are_no_more_are_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each piece was compared with every handle that had been issued."""
+    monkeypatch.setattr(handles_module, "MAX_ISSUED", 3)
+    now = 0.0
+    handles = Handles(clock=lambda: now)
+    names = [handles.issue(body)[8:-2] for body in ("dropped", "forgotten", "old", "live")]
+    handles.forget({"forgotten"})
+    for name in names[:2]:
+        for size in (8, 20, 32):
+            handles.require_whole(f"see [[samkv:{name[:size]} and {name[-size:]}]]")
+    for name in names[2:]:
+        for text in (f"[[samkv:{name[:8]}", f"[[samkv:{name[:31]}", f"x {name[-8:]}]]"):
+            with pytest.raises(HandleError, match="cut"):
+                handles.require_whole(text)
+        other = "0" if name[8] != "0" else "1"
+        handles.require_whole(f"[[samkv:{name[:8]}{other}")
+    now = LIFETIME_S
+    assert handles.find("") == []
+    for name in names:
+        handles.require_whole(f"[[samkv:{name[:9]} {name[-9:]}]]")
