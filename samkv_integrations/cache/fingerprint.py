@@ -27,6 +27,7 @@ class Fingerprint:
 
     model: str
     weights: str
+    config: str
     tokenizer: str
     dtype: str
     rope: str
@@ -40,6 +41,11 @@ class Fingerprint:
     n_local: int
     store_bits: int
     format_version: int = FORMAT_VERSION
+
+    @property
+    def computed_by(self) -> str:
+        """Names what turned tokens into keys and values: weights, config and RoPE."""
+        return f"{self.weights}{self.config}{self.rope}"
 
     @property
     def scheme(self) -> BlockScheme:

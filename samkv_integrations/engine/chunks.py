@@ -25,6 +25,7 @@ from samkv_integrations.cache.chunk import ChunkRef
 from samkv_integrations.cache.fingerprint import Fingerprint
 from samkv_integrations.cache.memory import MemoryChunk
 from samkv_integrations.cache.outage import Outage
+from samkv_integrations.engine.agreed import AgreedFingerprint
 from samkv_integrations.engine.options import check_on_miss
 from samkv_integrations.engine.prefill import batches, prefill
 from samkv_integrations.errors import CacheMiss, ChunkNotCached, InvalidChunk
@@ -52,6 +53,7 @@ class Chunks:
             the lengths of the first chunks that are computed.
         store_bits: bits of the numbers in chunk caches.
         lock: held around each pass through the model.
+        on_change: called when the model is seen to have changed.
 
     has_own_scheme: whether ``scheme`` was given. outage: told when the store fails a prompt.
     """
@@ -65,72 +67,62 @@ class Chunks:
         scheme: BlockScheme | None,
         store_bits: int,
         lock: threading.RLock,
+        on_change: Callable[[], None],
     ) -> None:
         self._model = model
         self._store = store
         self._prefix = prefix
-        self._store_bits = store_bits
         self._lock = lock
+        self._on_change = on_change
         self.has_own_scheme = scheme is not None
         self.outage = Outage()
-        self._agreed: Fingerprint | None = None
+        self._agreed = AgreedFingerprint(
+            model, store, prefix=prefix, scheme=scheme, store_bits=store_bits,
+            outage=self.outage, on_change=self._model_changed,
+        )  # fmt: skip
         self._stable_layers: tuple[int, ...] | None = None
         self._prepared: OrderedDict[str, None] = OrderedDict()  # keys, oldest first
         self._preparing = threading.Lock()
-        if scheme is not None:
-            self._agreed = self._fingerprint_of(scheme)
 
     # -- identity ---------------------------------------------------------------------------
 
     @property
     def fingerprint(self) -> Fingerprint:
-        """Identity of the caches that are made and accepted.
+        """Identity of the caches that are made and accepted, see `AgreedFingerprint`."""
+        return self._agreed.value
 
-        Its block size is a guess until there is a chunk: whoever is about to compute the first one
-        agrees on it with all processes that share the store.
+    def follow_model(self) -> Fingerprint:
+        """`fingerprint`, another one if the model has changed: once a request.
+
+        Raises UnsupportedModel as `Identity.look` does.
         """
-        if self._agreed is None:
-            guess = self._fingerprint_of(BlockScheme())
-            known: list[Fingerprint] = []
-            with self.outage.survived():
-                known = [
-                    found
-                    for found in self._store.fingerprints()
-                    if replace(guess, block_size=found.block_size).digest == found.digest
-                ]
-            if not known:
-                return guess
-            self._agreed = replace(guess, block_size=known[0].block_size)
-        return self._agreed
+        self._agreed.follow_model()
+        return self._agreed.value
 
-    def _fingerprint_of(self, scheme: BlockScheme) -> Fingerprint:
-        model = self._model
-        return Fingerprint(
-            model=model.name,
-            weights=model.weights_digest,
-            tokenizer=model.tokenizer_digest,
-            dtype=model.dtype_name,
-            rope=model.rope_digest,
-            n_layers=model.n_layers,
-            n_heads=model.n_heads,
-            n_kv_heads=model.n_kv_heads,
-            head_dim=model.head_dim,
-            prefix=",".join(map(str, self._prefix)),
-            block_size=scheme.size,
-            n_init=scheme.n_init,
-            n_local=scheme.n_local,
-            store_bits=self._store_bits,
-        )
+    def _model_changed(self) -> None:
+        self._stable_layers = None
+        self._on_change()
 
     def key_of(self, text: str) -> str:
         """Key of the chunk cache that ``text`` has, or would have."""
-        (ref,) = self.refer([text])
+        (ref,) = self._refer([text])
         return ref.key
+
+    def key_of_ids(self, token_ids: tuple[int, ...]) -> str:
+        """Key of the chunk of these tokens."""
+        return self._store.key(self.fingerprint, token_ids)
 
     # -- from texts to caches ---------------------------------------------------------------
 
     def refer(self, texts: Sequence[str]) -> list[ChunkRef]:
-        """Each text as a chunk, whatever it is and whether or not there is a cache: ``missed``."""
+        """Each text as a chunk, whatever it is and whether or not there is a cache: ``missed``.
+
+        Raises UnsupportedModel if the model has changed so that caches no longer fit it.
+        """
+        self.follow_model()
+        return self._refer(texts)
+
+    def _refer(self, texts: Sequence[str]) -> list[ChunkRef]:
         bodies = bodies_of(texts)
         ids = [tuple(self._model.tokenize(body, special=False)) for body in bodies]
         return self._named(bodies, ids)
@@ -171,13 +163,8 @@ class Chunks:
         """
         if not chunks:
             return chunks
-        guess = self.fingerprint
-        if self._agreed is None:
-            lengths = sorted(len(ref.token_ids) for ref in chunks)
-            scheme = BlockScheme.auto(lengths[len(lengths) // 2])
-            # Another process may be filling the same empty store: the first one decides.
-            size = self._store.agree_block_size(guess, scheme.size)
-            self._agreed = replace(guess, block_size=size)
+        lengths = sorted(len(ref.token_ids) for ref in chunks)
+        self._agreed.settle(lengths[len(lengths) // 2])
         # Always: another thread or process may have settled it since these were named.
         return self._named([ref.text for ref in chunks], [ref.token_ids for ref in chunks])
 
@@ -302,6 +289,7 @@ class Chunks:
         }
         for key in {ref.key for ref in chunks} - missed.keys():
             self._store.touch(key, self.fingerprint)
+        fingerprint, is_same_model = self._agreed.while_computing()
         with (
             tqdm(total=len(missed), desc="caching chunks", disable=not progress) as bar,
             ThreadPoolExecutor(_WRITERS) as writers,
@@ -310,7 +298,12 @@ class Chunks:
             try:
                 for batch in batches(list(missed.values())):
                     with self._lock, torch.inference_mode():
-                        caches = prefill(self._model, batch, self.fingerprint, self._prefix)
+                        caches = prefill(self._model, batch, fingerprint, self._prefix)
+                    if not is_same_model():
+                        raise StoreError(
+                            "the model changed while chunks were being cached, and what it was "
+                            "computing is not kept; cache them again once it stays as it is"
+                        )
                     for _ in written:  # of the batch before, while this one was computed
                         bar.update()
                     written = writers.map(self._store.put, caches)
@@ -335,7 +328,7 @@ class Chunks:
         chunks: list[ChunkRef] = []
         with self.outage.survived():
             chunks = self.agree(self._named(list(texts.values()), list(texts)))
-        fingerprint = self.fingerprint
+        fingerprint, is_same_model = self._agreed.while_computing()
         made: dict[tuple[int, ...], StoredChunk] = {}
         pending = batches(chunks)
         while pending:
@@ -345,10 +338,12 @@ class Chunks:
             except InvalidChunk:  # one of them: the others are none the worse for it
                 pending = [*([chunk] for chunk in batch if len(batch) > 1), *pending]
                 continue
+            is_kept = is_same_model()
             for chunk, cache in zip(batch, caches, strict=True):
                 made[chunk.token_ids] = MemoryChunk(cache, fingerprint)
-                with self.outage.survived():
-                    self._store.put(cache)
+                if is_kept:
+                    with self.outage.survived():
+                        self._store.put(cache)
         self._stable_layers = None
         return made
 

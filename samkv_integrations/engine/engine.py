@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Literal, Unpack
 
 import torch
@@ -15,7 +14,7 @@ from samkv_integrations.cache.base import Store
 from samkv_integrations.cache.blocks import BlockScheme
 from samkv_integrations.cache.fingerprint import Fingerprint
 from samkv_integrations.cache.memory import MemoryStore
-from samkv_integrations.cache.quantise import DEFAULT_STORE_BITS, EntryFormat, check_store_bits
+from samkv_integrations.cache.quantise import DEFAULT_STORE_BITS, check_store_bits
 from samkv_integrations.engine.chunks import Chunks
 from samkv_integrations.engine.costs import CostModel, measure
 from samkv_integrations.engine.costs import name_of as costs_name
@@ -93,9 +92,6 @@ class Engine:
         bos = model.bos_id if prefix == "bos" else None
         text_ids = model.tokenize(prefix_text, special=True) if prefix_text else []
         self.prefix: tuple[int, ...] = (*(() if bos is None else (bos,)), *text_ids)
-        EntryFormat(
-            bits=store_bits, n_kv_heads=model.n_kv_heads, head_dim=model.head_dim, dtype=model.dtype
-        )  # raises if the model cannot be kept in so many bits
         self.store_bits = store_bits
         self.prefixes = PrefixCache(prefix_bytes)
         self._prepared = Prepared()
@@ -108,9 +104,10 @@ class Engine:
             scheme=None if block_size == "auto" else BlockScheme(size=block_size),
             store_bits=store_bits,
             lock=self._lock,
+            on_change=self.prefixes.clear,
         )
-        outage = self.chunks.outage
-        known = KnownTexts(self.store, lambda: self.fingerprint, self.key_of, outage)
+        outage, chunks = self.chunks.outage, self.chunks
+        known = KnownTexts(self.store, lambda: chunks.fingerprint, chunks.key_of, outage)
         self._reader = PromptReader(model, known)
 
     @classmethod
@@ -134,8 +131,14 @@ class Engine:
 
     @property
     def fingerprint(self) -> Fingerprint:
-        """Identity of the caches that this engine makes and accepts."""
-        return self.chunks.fingerprint
+        """Identity of the caches that this engine makes and accepts, for the model as it is now."""
+        return self.chunks.follow_model()
+
+    def refresh(self) -> bool:
+        """Hash all of the model again, after what `Identity.look` cannot see; whether it differs."""
+        before = self.chunks.fingerprint
+        self.model.identity.refresh()
+        return self.fingerprint != before
 
     @property
     def stable_layers(self) -> tuple[int, ...]:
@@ -144,6 +147,7 @@ class Engine:
 
     def key_of(self, text: str) -> str:
         """Key of the chunk cache that ``text`` has, or would have."""
+        self.chunks.follow_model()
         return self.chunks.key_of(text)
 
     def issue_handle(self, text: str) -> str | None:
@@ -205,7 +209,7 @@ class Engine:
             )
             self._prepared.add(self.chunks.made(found), time.perf_counter() - began)
         for ref in found:
-            self.store.prefetch(ref.key, self.fingerprint)
+            self.store.prefetch(ref.key, self.chunks.fingerprint)
         self._reader.expect(bodies, for_next_prompt=True)
 
     def expect(self, texts: Sequence[str]) -> None:
@@ -288,7 +292,7 @@ class Engine:
             self._lock,
             torch.inference_mode(),
         ):
-            announce_s = self._prepared.claim(resolved, partial(self.store.key, self.fingerprint))
+            announce_s = self._prepared.claim(resolved, self.chunks.key_of_ids)
             request = self.request(resolved, settings, settings.sampling.max_new_tokens)
             begun = first_token(request)
             sampler = Sampler(self.model, begun.layout.token_ids.tolist(), settings.sampling, form)
@@ -348,11 +352,12 @@ class Engine:
         chunk is text here too.
         """
         check_on_miss(on_miss)
+        self.chunks.follow_model()
         pieces, n_rewritten = self._reader.read(prompt, chunks, on_miss, context_window)
         return self._resolver().resolve(pieces, on_miss=on_miss, n_rewritten=n_rewritten)
 
     def _resolver(self) -> Resolver:
-        return Resolver(self.model, self.store, self.fingerprint, self.chunks.outage)
+        return Resolver(self.model, self.store, self.chunks.fingerprint, self.chunks.outage)
 
     def request(self, resolved: Resolved, settings: AnswerSettings, capacity: int) -> Request:
         """What `first_token` is given for a prompt, with room for ``capacity`` tokens."""
@@ -362,7 +367,7 @@ class Engine:
             model=self.model,
             method=method,
             resolved=resolved,
-            fingerprint=self.fingerprint,
+            fingerprint=self.chunks.fingerprint,
             prefix=self.prefix,
             capacity=capacity,
             stable_layers=self.stable_layers if "statistics" in method.needs else (),

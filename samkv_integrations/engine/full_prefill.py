@@ -69,7 +69,7 @@ def held_prefix(request: Request, layout: Layout, missed: Sequence[int] = ()) ->
     method, costs = request.method, request.costs
     if not method.whole_if_faster or request.prefixes is None or request.eviction:
         return None
-    prefix = request.prefixes.find(layout.token_ids.tolist())
+    prefix = request.prefixes.find(request.fingerprint.computed_by, layout.token_ids.tolist())
     if prefix is None or is_whole(method, costs, layout, missed):
         return prefix
     assert costs is not None
@@ -120,4 +120,5 @@ def keep_prefix(request: Request, layout: Layout, cache: WorkingCache, beyond: i
     if request.prefixes is None or not isinstance(cache, DenseCache):
         return
     if cache.room and beyond < end < layout.n_tokens:
-        request.prefixes.keep(layout.token_ids[:end].tolist(), cache.keys, cache.values)
+        ids, made_by = layout.token_ids[:end].tolist(), request.fingerprint.computed_by
+        request.prefixes.keep(made_by, ids, cache.keys, cache.values)

@@ -51,23 +51,30 @@ class PrefixCache:
                 f"prefix_bytes={max_bytes!r}; it must be a whole number of bytes, 0 for none"
             )
         self._max_bytes = max_bytes
-        self._held: OrderedDict[tuple[int, ...], Prefix] = OrderedDict()
+        self._held: OrderedDict[tuple[str, tuple[int, ...]], Prefix] = OrderedDict()
         self._lock = threading.Lock()
 
-    def find(self, token_ids: Sequence[int]) -> Prefix | None:
-        """The longest prefix of ``token_ids`` that is held, and shorter than all of them."""
+    def find(self, made_by: str, token_ids: Sequence[int]) -> Prefix | None:
+        """The longest prefix of ``token_ids`` that is held, and shorter than all of them.
+
+        made_by: what computed it, see `Fingerprint.computed_by`.
+        """
         ids = tuple(token_ids)
         with self._lock:
             fits = [
-                held for held in self._held if len(held) < len(ids) and ids[: len(held)] == held
+                (maker, held)
+                for maker, held in self._held
+                if maker == made_by and len(held) < len(ids) and ids[: len(held)] == held
             ]
             if not fits:
                 return None
-            longest = max(fits, key=len)
+            longest = max(fits, key=lambda each: len(each[1]))
             self._held.move_to_end(longest)
             return self._held[longest]
 
-    def keep(self, token_ids: Sequence[int], keys: list[Tensor], values: list[Tensor]) -> None:
+    def keep(
+        self, made_by: str, token_ids: Sequence[int], keys: list[Tensor], values: list[Tensor]
+    ) -> None:
         """Copy the entries of the first tokens, (S, G, D) a layer, if they fit into the budget."""
         ids, n_tokens = tuple(token_ids), len(token_ids)
         n_bytes = 2 * len(keys) * keys[0][:n_tokens].nbytes
@@ -79,12 +86,12 @@ class PrefixCache:
             values=tuple(side[:n_tokens].clone() for side in values),
         )
         with self._lock:
-            self._held[ids] = prefix
-            self._held.move_to_end(ids)
+            self._held[made_by, ids] = prefix
+            self._held.move_to_end((made_by, ids))
             while sum(held.n_bytes for held in self._held.values()) > self._max_bytes:
                 self._held.popitem(last=False)
 
     def clear(self) -> None:
-        """Forget all of them, such as after a document was deleted."""
+        """Forget all of them, such as after a document was deleted, or the model changed."""
         with self._lock:
             self._held.clear()

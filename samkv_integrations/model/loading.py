@@ -16,6 +16,7 @@ from transformers.utils import logging as transformers_logging
 
 from samkv_integrations.errors import InvalidOption, ModelNotFound, meant
 from samkv_integrations.model.model import Model
+from samkv_integrations.model.remembered import Checkpoint
 from samkv_integrations.model.support import SUPPORTED_DTYPES, refuse_unsupported
 
 DTYPES = ("auto", *SUPPORTED_DTYPES)
@@ -29,6 +30,8 @@ _DECIDED = {
     "torch_dtype": "give dtype as an argument of its own",
     "device_map": "the whole model goes to one device, which is an argument of its own",
     "attn_implementation": "attention to chunk caches is computed by this package; leave it out",
+    "weights_only": "pickles that hold more than tensors are never executed; leave it out",
+    "output_loading_info": "a Model is returned; leave it out",
     **dict.fromkeys(
         ("quantization_config", "load_in_4bit", "load_in_8bit"),
         "quantised weights are not supported; leave it out",
@@ -67,10 +70,16 @@ def load_model(
         refuse_unsupported(config)
         if dtype == "auto" and config.dtype == torch.bfloat16 and bfloat16_is_slow(place):
             dtype = "float32"
-        hf: Any = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **asked)
+        before = Checkpoint.of(source, config, further)
+        auto: Any = AutoModelForCausalLM
+        hf, found = auto.from_pretrained(source, dtype=dtype, output_loading_info=True, **asked)
+        # made up where the checkpoint lacks them, and other ones at each load
+        is_complete = not (found["missing_keys"] or found["mismatched_keys"])
+        after = Checkpoint.of(source, hf.config, further)
     if tokenizer is None:
         tokenizer = load_tokenizer(name, tokenizer_kwargs)
-    return Model(hf.to(place), tokenizer, name)
+    checkpoint = before if is_complete and before == after else None
+    return Model(hf.to(place), tokenizer, name, checkpoint)
 
 
 def _check_source(name: str, source: str) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import json
 import threading
 from collections.abc import Iterable, Sequence
 from functools import cached_property
@@ -22,8 +21,10 @@ from transformers.modeling_utils import AttentionInterface
 from samkv_integrations.errors import InvalidOption, UnsupportedModel
 from samkv_integrations.model.attention import Attend, _samkv_attention
 from samkv_integrations.model.chat import Chat, tool_template
+from samkv_integrations.model.identity import Identity
 from samkv_integrations.model.quoting import RenderedPrompt, SpecialTokens
-from samkv_integrations.model.support import refuse_unsupported
+from samkv_integrations.model.remembered import Checkpoint
+from samkv_integrations.model.support import refuse_adapters, refuse_unsupported
 from samkv_integrations.model.token_bound import TokenBound
 
 
@@ -35,18 +36,28 @@ class Model:
             mode and with SDPA attention.
         tokenizer: its fast tokenizer, which is copied.
         name: what a report calls it.
+        checkpoint: the files that the weights have just been read from, and nothing has changed.
+
+    identity: digests of what it computes with, and whether that has changed.
 
     Raises:
         UnsupportedModel: something about the model could not be served exactly; says what.
     """
 
-    def __init__(self, hf: PreTrainedModel, tokenizer: Any, name: str) -> None:  # noqa: ANN401
+    def __init__(
+        self,
+        hf: PreTrainedModel,
+        tokenizer: Any,  # noqa: ANN401
+        name: str,
+        checkpoint: Checkpoint | None = None,
+    ) -> None:
         if not isinstance(hf, PreTrainedModel):
             raise UnsupportedModel(
                 f"a {type(hf).__name__} is no transformers model; give what "
                 "AutoModelForCausalLM.from_pretrained returns, adapters merged into it"
             )
         refuse_unsupported(hf.config)
+        refuse_adapters(hf, name)
         if len(places := set(getattr(hf, "hf_device_map", {}).values())) > 1:
             raise UnsupportedModel(
                 f"{name!r} is spread over {', '.join(sorted(map(str, places)))}; load it onto one "
@@ -63,6 +74,7 @@ class Model:
         # A copy: for each text it is told anew whether special tokens count, under our lock.
         self.tokenizer = copy.deepcopy(tokenizer)
         self.name = name
+        self.identity = Identity(hf, name, checkpoint)
         self.config = hf.config
         self.n_layers: int = self.config.num_hidden_layers
         self.n_heads: int = self.config.num_attention_heads
@@ -78,27 +90,15 @@ class Model:
 
     # -- identity ---------------------------------------------------------------------------
 
-    @cached_property
+    @property
     def weights_digest(self) -> str:
-        """Hash over every parameter's name, shape and up to 65,536 evenly spread values."""
-        digest = hashlib.blake2b(digest_size=16)
-        for name, parameter in sorted(self.hf.state_dict().items()):
-            flat = parameter.detach().reshape(-1)
-            step = max(1, flat.numel() // 65_536)
-            sample = flat[::step].contiguous().cpu().view(torch.uint8)
-            digest.update(f"{name}{tuple(parameter.shape)}".encode() + sample.numpy().tobytes())
-        return digest.hexdigest()
+        """Hash over every byte of every weight, see `Identity`."""
+        return self.identity.weights
 
     @cached_property
     def tokenizer_digest(self) -> str:
         text = self.tokenizer.backend_tokenizer.to_str()
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-
-    @cached_property
-    def rope_digest(self) -> str:
-        parameters = json.dumps(self.config.rope_parameters, sort_keys=True, default=str).encode()
-        frequencies = self.hf.model.rotary_emb.inv_freq.float().cpu().numpy().tobytes()
-        return hashlib.blake2b(parameters + frequencies, digest_size=16).hexdigest()
 
     @cached_property
     def layer_parameters(self) -> int:

@@ -42,3 +42,12 @@ def refuse_unsupported(config: Any) -> None:  # noqa: ANN401
         raise UnsupportedModel(
             "quantised weights are not supported; load the model in float32 or bfloat16"
         )
+
+
+def refuse_adapters(hf: Any, name: str) -> None:  # noqa: ANN401
+    """Raise UnsupportedModel if an adapter sits on a layer: it can be switched, unseen by us."""
+    if any(hasattr(module, "base_layer") for module in hf.modules()):
+        raise UnsupportedModel(
+            f"{name!r} has an adapter that is not merged into its weights, and can be switched on "
+            "and off; merge it with peft's merge_and_unload, and give the model that this returns"
+        )

@@ -288,24 +288,25 @@ def test_prefixes_stay_within_their_budget_and_the_oldest_goes_first() -> None:
     side = torch.zeros(4, 2, 8)  # 256 bytes, so a prefix of one layer has 512
     cache = PrefixCache(max_bytes=1100)
     for first in (1, 2):
-        cache.keep([first, 0, 0, 0], [side + first], [side])
-    assert cache.find([1, 0, 0, 0, 5]) is not None  # used: 2 is the oldest now
-    cache.keep([3, 0, 0, 0], [side], [side])
-    assert cache.find([2, 0, 0, 0, 5]) is None
-    found = cache.find([1, 0, 0, 0, 5])
+        cache.keep("w", [first, 0, 0, 0], [side + first], [side])
+    assert cache.find("w", [1, 0, 0, 0, 5]) is not None  # used: 2 is the oldest now
+    cache.keep("w", [3, 0, 0, 0], [side], [side])
+    assert cache.find("w", [2, 0, 0, 0, 5]) is None
+    found = cache.find("w", [1, 0, 0, 0, 5])
     assert found is not None and bool((found.keys[0] == 1).all())
-    cache.keep([4] * 12, [torch.zeros(12, 2, 8)], [torch.zeros(12, 2, 8)])  # 1,536 bytes
-    assert cache.find([4] * 13) is None
-    assert cache.find([1, 0, 0, 0]) is None  # nothing would be left to compute
+    cache.keep("w", [4] * 12, [torch.zeros(12, 2, 8)], [torch.zeros(12, 2, 8)])  # 1,536 bytes
+    assert cache.find("w", [4] * 13) is None
+    assert cache.find("w", [1, 0, 0, 0]) is None  # nothing would be left to compute
+    assert cache.find("other weights", [1, 0, 0, 0, 5]) is None
     cache.clear()
-    assert cache.find([1, 0, 0, 0, 5]) is None
+    assert cache.find("w", [1, 0, 0, 0, 5]) is None
 
 
 def test_the_longest_of_several_prefixes_is_taken() -> None:
     cache = PrefixCache(max_bytes=10_000)
-    cache.keep([1], [torch.zeros(1, 1, 2)], [torch.zeros(1, 1, 2)])
-    cache.keep([1, 2], [torch.zeros(2, 1, 2)], [torch.zeros(2, 1, 2)])
-    found = cache.find([1, 2, 3])
+    cache.keep("w", [1], [torch.zeros(1, 1, 2)], [torch.zeros(1, 1, 2)])
+    cache.keep("w", [1, 2], [torch.zeros(2, 1, 2)], [torch.zeros(2, 1, 2)])
+    found = cache.find("w", [1, 2, 3])
     assert found is not None and found.token_ids == (1, 2)
 
 

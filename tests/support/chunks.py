@@ -34,6 +34,7 @@ def tiny_fingerprint(
     return Fingerprint(
         model=model,
         weights=weights,
+        config="c0",
         tokenizer="t0",
         dtype=dtype,
         rope="default",

@@ -1,0 +1,265 @@
+"""What a model computes with: digests of its weights and its config, and whether they changed.
+
+The digests see numbers, not code: hooks, compiled or replaced forward methods, and other versions
+of libraries are the caller's to know about.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from samkv_integrations.errors import UnsupportedModel
+from samkv_integrations.model.remembered import Checkpoint
+from samkv_integrations.model.support import refuse_adapters
+
+_PIECE_BYTES = 2**25
+"""What one thread hashes at a time, and the most that it copies from another device."""
+
+_MAX_THREADS = 8
+
+_NO_INPUT = frozenset({
+    # where it came from, and who wrote it
+    "_name_or_path", "_commit_hash", "architectures", "transformers_version",
+    # what is a field of the fingerprint of its own, or is decided here
+    "dtype", "torch_dtype", "_attn_implementation",
+    # which results a forward hands out
+    "use_cache", "return_dict", "output_hidden_states", "output_attentions", "_output_attentions",
+    # tokens that begin, end and fill up texts, and what only training and classifiers read
+    "bos_token_id", "eos_token_id", "pad_token_id",
+    "initializer_range", "id2label", "label2id", "problem_type",
+})  # fmt: skip
+"""Fields of a config that no number of a chunk cache depends on; every other one is hashed."""
+
+_MAX_PROBED = 48
+_PROBED_VALUES = 16
+"""The cheap check compares so many values of each matrix, or of one a layer if they are more."""
+
+Stamp = tuple[list[int], bytes]
+"""What the cheap check compares: where tensors are, how often they were written, some values."""
+
+
+class Identity:
+    """Digests of the numbers that a model computes with, made anew when those have changed.
+
+    Args:
+        hf: the model.
+        name: what errors call it.
+        checkpoint: the files that its weights were read from a moment ago; None if unknown.
+
+    Safe to use from many threads.
+    """
+
+    def __init__(self, hf: PreTrainedModel, name: str, checkpoint: Checkpoint | None) -> None:
+        self._hf = hf
+        self._name = name
+        self._checkpoint = checkpoint
+        # on the CPU weights may be the files, mapped: who writes to those changes the model
+        self._files = checkpoint if hf.device.type == "cpu" else None
+        self._kind = (hf.dtype, hf.device)
+        self._lock = threading.RLock()
+        self._generation = 0
+        self._digests: dict[str, str] = {}
+        self._stamp, self._settings = _stamp(hf), copy.deepcopy(_settings(hf.config))
+
+    @property
+    def generation(self) -> int:
+        """A number that grows when weights or config are seen to have changed."""
+        return self._generation
+
+    @property
+    def weights(self) -> str:
+        """Hash over every byte of every weight, as it is in memory."""
+        return self._digest("weights", self._of_weights)
+
+    @property
+    def config(self) -> str:
+        """Hash over every field of the config and every number of a module that may matter."""
+        return self._digest("config", lambda: _config_digest(self._hf))
+
+    @property
+    def rope(self) -> str:
+        return self._digest("rope", lambda: _rope_digest(self._hf))
+
+    def look(self) -> int:
+        """`generation`, once it is known whether the model has changed since the last look.
+
+        It costs some 0.1 ms. Seen is what PyTorch counts, what replaces a tensor or a module, what
+        changes many values, such as a merged adapter, and what writes to the files of weights that
+        are mapped. `refresh` is for a few values written behind PyTorch's back (``weight.data``).
+
+        Raises UnsupportedModel if it was moved, converted, given an adapter or another attention.
+        """
+        with self._lock:
+            stamp, settings = _stamp(self._hf), _settings(self._hf.config)
+            files = self._files and self._files.again()
+            has_other_weights = (stamp, files) != (self._stamp, self._files)
+            if has_other_weights or settings != self._settings:
+                self._refuse_changed()
+                kept = () if has_other_weights else ("weights",)
+                self._digests = {
+                    kind: self._digests[kind] for kind in kept if kind in self._digests
+                }
+                self._checkpoint = None
+                self._stamp, self._files = stamp, files
+                self._settings = copy.deepcopy(settings)
+                self._generation += 1
+            return self._generation
+
+    def refresh(self) -> None:
+        """Forget all digests: whoever asks next has every byte hashed."""
+        with self._lock:
+            self.look()
+            self._checkpoint = None
+            self._digests.clear()
+            self._generation += 1
+
+    def _digest(self, kind: str, make: Callable[[], str]) -> str:
+        with self._lock:
+            if kind not in self._digests:
+                self.look()
+                self._digests[kind] = make()
+            return self._digests[kind]
+
+    def _of_weights(self) -> str:
+        if self._checkpoint is None:
+            return _weights_digest(self._hf)
+        loaded_as = _hash(
+            [self.config, *((name, *_form_of(tensor)) for name, tensor in _weights(self._hf))]
+        )
+        digest = self._checkpoint.recall(loaded_as)
+        if digest is None:
+            digest = _weights_digest(self._hf)
+            self._checkpoint.remember(loaded_as, digest)
+        return digest
+
+    def _refuse_changed(self) -> None:
+        refuse_adapters(self._hf, self._name)
+        if (self._hf.dtype, self._hf.device) != self._kind:
+            was, now = (
+                f"{str(dtype).removeprefix('torch.')} on {device}"
+                for dtype, device in (self._kind, (self._hf.dtype, self._hf.device))
+            )
+            raise UnsupportedModel(
+                f"{self._name!r} was {was} when it was given, and is {now} now; make a new Model "
+                "and Engine of it"
+            )
+        if (attention := self._hf.config._attn_implementation) != "samkv":
+            raise UnsupportedModel(
+                f"the attention of {self._name!r} was set to {attention!r} since it was given, "
+                "which reads no chunk caches; call set_attn_implementation('samkv') on it"
+            )
+
+
+def _stamp(hf: PreTrainedModel) -> Stamp:
+    """Differs if a module or tensor was replaced or written to, where PyTorch counts writes."""
+    seen: list[int] = []
+    matrices: list[Tensor] = []
+    waiting: list[Any] = [hf]
+    while waiting:  # nn.Module's own iterators take ten times as long
+        parts = waiting.pop().__dict__
+        for held in (parts["_parameters"], parts["_buffers"]):
+            for tensor in held.values():
+                if tensor is not None:
+                    seen.append(tensor.data_ptr())
+                    # tensors made in inference mode count nothing
+                    seen.append(-1 if tensor.is_inference() else tensor._version)
+                    if tensor.ndim == 2:
+                        matrices.append(tensor)
+        children = parts["_modules"].values()
+        seen.extend(map(id, children))
+        waiting.extend(child for child in children if child is not None)
+    return seen, _some_values(matrices, hf.config.num_hidden_layers)
+
+
+@torch.no_grad()
+def _some_values(matrices: list[Tensor], n_layers: int) -> bytes:
+    """Some values of every matrix, or of one a layer, of another kind in each."""
+    if len(matrices) > _MAX_PROBED:
+        per_layer = len(matrices) // n_layers
+        matrices = [matrices[at * per_layer + at % per_layer] for at in range(n_layers)]
+    spread = [
+        # an odd step, so that values are of many rows and columns
+        matrix.as_strided((_PROBED_VALUES,), ((matrix.numel() - 1) // _PROBED_VALUES - 1 | 1,))
+        for matrix in matrices
+        if matrix.numel() > 2 * _PROBED_VALUES and matrix.is_contiguous()
+    ]
+    return torch.cat(spread).float().cpu().numpy().tobytes() if spread else b""
+
+
+def _settings(config: Any) -> dict[str, Any]:  # noqa: ANN401
+    """What a config holds, apart from what matters to nothing here."""
+    return {name: value for name, value in vars(config).items() if name not in _NO_INPUT}
+
+
+def _weights(hf: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter and buffer by name, but the frequencies of RoPE, which `rope` is about."""
+    named = [
+        *hf.named_parameters(remove_duplicate=False), *hf.named_buffers(remove_duplicate=False),
+    ]  # fmt: skip
+    for name, tensor in sorted(named, key=lambda each: each[0]):
+        if ".rotary_emb." not in name:
+            yield name, tensor
+
+
+def _form_of(tensor: Tensor) -> tuple[str, list[int]]:
+    return str(tensor.dtype), list(tensor.shape)
+
+
+def _weights_digest(hf: PreTrainedModel) -> str:
+    """Piece by piece in a few threads: hashlib lets other threads run, and no copy is large."""
+    named = list(_weights(hf))
+    once = {_place(tensor): tensor for _, tensor in named}  # tied weights are one tensor
+    pieces = [(place, piece) for place, tensor in once.items() for piece in _pieces(tensor)]
+    with ThreadPoolExecutor(max(1, min(_MAX_THREADS, torch.get_num_threads()))) as threads:
+        hashes: dict[tuple[Any, ...], list[str]] = {place: [] for place in once}
+        digests = threads.map(_hash_of_piece, (piece for _, piece in pieces))
+        for (place, _), digest in zip(pieces, digests, strict=True):
+            hashes[place].append(digest)
+    return _hash([(name, *_form_of(tensor), hashes[_place(tensor)]) for name, tensor in named])
+
+
+def _place(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
+
+
+def _pieces(tensor: Tensor) -> tuple[Tensor, ...]:
+    flat = tensor.detach().reshape(-1)
+    return torch.split(flat, _PIECE_BYTES // flat.element_size()) if flat.numel() else ()
+
+
+def _hash_of_piece(piece: Tensor) -> str:
+    data: Any = piece.cpu().view(torch.uint8).numpy()
+    return hashlib.blake2b(data, digest_size=32).hexdigest()
+
+
+def _config_digest(hf: PreTrainedModel) -> str:
+    fields = {k: v for k, v in hf.config.to_dict().items() if k not in _NO_INPUT}
+    # modules keep numbers of the config for themselves, and those are what a forward reads
+    numbers = {
+        f"{name}.{attribute}": value
+        for name, module in hf.named_modules()
+        for attribute, value in vars(module).items()
+        if type(value) is float
+    }
+    return _hash([fields, numbers])
+
+
+def _rope_digest(hf: Any) -> str:  # noqa: ANN401
+    frequencies = hf.model.rotary_emb.inv_freq.float().cpu().numpy().tobytes()
+    return _hash([hf.config.rope_parameters, frequencies.hex()])
+
+
+def _hash(value: Any) -> str:  # noqa: ANN401
+    """32 hex digits that name a value of JSON."""
+    canonical = json.dumps(value, sort_keys=True, default=str).encode()
+    return hashlib.blake2b(canonical, digest_size=16).hexdigest()
