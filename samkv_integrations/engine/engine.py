@@ -135,7 +135,7 @@ class Engine:
         return self.chunks.follow_model()
 
     def refresh(self) -> bool:
-        """Hash all of the model again, after what `Identity.look` cannot see; whether it differs."""
+        """Hash the model again, after what `Identity.look` cannot see; True if it changed."""
         before = self.chunks.fingerprint
         self.model.identity.refresh()
         return self.fingerprint != before

@@ -44,8 +44,9 @@ _MAX_PROBED = 48
 _PROBED_VALUES = 16
 """The cheap check compares so many values of each matrix, or of one a layer if they are more."""
 
-Stamp = tuple[list[int], bytes]
-"""What the cheap check compares: where tensors are, how often they were written, some values."""
+Stamp = tuple[list[int], list[int], list[int], bytes]
+"""What the cheap check compares: which modules there are, where tensors are, how often each was
+written to, and some of their values."""
 
 
 class Identity:
@@ -69,7 +70,8 @@ class Identity:
         self._lock = threading.RLock()
         self._generation = 0
         self._digests: dict[str, str] = {}
-        self._stamp, self._settings = _stamp(hf), copy.deepcopy(_settings(hf.config))
+        self._watch = _Watch(hf)
+        self._stamp, self._settings = self._watch.stamp(), copy.deepcopy(_settings(hf.config))
 
     @property
     def generation(self) -> int:
@@ -100,7 +102,7 @@ class Identity:
         Raises UnsupportedModel if it was moved, converted, given an adapter or another attention.
         """
         with self._lock:
-            stamp, settings = _stamp(self._hf), _settings(self._hf.config)
+            stamp, settings = self._watch.stamp(), _settings(self._hf.config)
             files = self._files and self._files.again()
             has_other_weights = (stamp, files) != (self._stamp, self._files)
             if has_other_weights or settings != self._settings:
@@ -110,7 +112,8 @@ class Identity:
                     kind: self._digests[kind] for kind in kept if kind in self._digests
                 }
                 self._checkpoint = None
-                self._stamp, self._files = stamp, files
+                self._watch = _Watch(self._hf)
+                self._stamp, self._files = self._watch.stamp(), files
                 self._settings = copy.deepcopy(settings)
                 self._generation += 1
             return self._generation
@@ -160,25 +163,28 @@ class Identity:
             )
 
 
-def _stamp(hf: PreTrainedModel) -> Stamp:
-    """Differs if a module or tensor was replaced or written to, where PyTorch counts writes."""
-    seen: list[int] = []
-    matrices: list[Tensor] = []
-    waiting: list[Any] = [hf]
-    while waiting:  # nn.Module's own iterators take ten times as long
-        parts = waiting.pop().__dict__
-        for held in (parts["_parameters"], parts["_buffers"]):
-            for tensor in held.values():
-                if tensor is not None:
-                    seen.append(tensor.data_ptr())
-                    # tensors made in inference mode count nothing
-                    seen.append(-1 if tensor.is_inference() else tensor._version)
-                    if tensor.ndim == 2:
-                        matrices.append(tensor)
-        children = parts["_modules"].values()
-        seen.extend(map(id, children))
-        waiting.extend(child for child in children if child is not None)
-    return seen, _some_values(matrices, hf.config.num_hidden_layers)
+class _Watch:
+    """Where a model keeps its modules and tensors, so that a look at all of them is fast."""
+
+    def __init__(self, hf: PreTrainedModel) -> None:
+        # The dictionaries themselves: what is put into them later is seen.
+        parts = [module.__dict__ for module in hf.modules()]
+        self._modules = [held for of in parts if (held := of["_modules"])]
+        self._tensors = [of[kind] for of in parts for kind in ("_parameters", "_buffers")]
+        self._tensors = [held for held in self._tensors if held]
+        self._n_layers: int = hf.config.num_hidden_layers
+
+    def stamp(self) -> Stamp:
+        """Differs if a module or tensor was replaced or written to, where PyTorch counts writes."""
+        tensors = [x for held in self._tensors for x in held.values() if x is not None]
+        try:
+            writes = [x._version for x in tensors]
+        except RuntimeError:  # tensors made in inference mode count nothing
+            writes = [-1 if x.is_inference() else x._version for x in tensors]
+        modules = [id(module) for held in self._modules for module in held.values()]
+        matrices = [x for x in tensors if x.ndim == 2]
+        values = _some_values(matrices, self._n_layers)
+        return modules, [x.data_ptr() for x in tensors], writes, values
 
 
 @torch.no_grad()
@@ -193,7 +199,10 @@ def _some_values(matrices: list[Tensor], n_layers: int) -> bytes:
         for matrix in matrices
         if matrix.numel() > 2 * _PROBED_VALUES and matrix.is_contiguous()
     ]
-    return torch.cat(spread).float().cpu().numpy().tobytes() if spread else b""
+    try:
+        return torch.cat(spread).float().cpu().numpy().tobytes() if spread else b""
+    except RuntimeError:  # they are on several devices now, or on none
+        return b""
 
 
 def _settings(config: Any) -> dict[str, Any]:  # noqa: ANN401

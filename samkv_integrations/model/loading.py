@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib import resources
@@ -11,10 +12,17 @@ from typing import Any
 import torch
 from huggingface_hub import constants, get_session
 from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]  # of its client
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
-from samkv_integrations.errors import InvalidOption, ModelNotFound, meant
+from samkv_integrations.errors import (
+    InvalidOption,
+    ModelNotFound,
+    SamkvError,
+    UnsupportedModel,
+    meant,
+)
 from samkv_integrations.model.model import Model
 from samkv_integrations.model.remembered import Checkpoint
 from samkv_integrations.model.support import SUPPORTED_DTYPES, refuse_unsupported
@@ -137,19 +145,31 @@ def _loading(kind: str, name: str, further: Mapping[str, Any]) -> Iterator[None]
     """Turns what transformers raises for a ``kind`` that it cannot load into errors of ours."""
     try:
         yield
+    except SamkvError:
+        raise
+    except pickle.UnpicklingError as error:
+        raise UnsupportedModel(
+            f"the weights of {kind} {name!r} are a pickle that is damaged or holds more than "
+            "tensors, which is never executed; give a checkpoint in safetensors (save_pretrained "
+            "writes one where the model is trusted and loads)"
+        ) from error
     except TypeError as error:
         if not further:
-            raise
+            raise _not_loaded(kind, name, error) from error
         raise InvalidOption(
             f"{kind} {name!r} could not be loaded with {kind}_kwargs={sorted(further)} ({error}); "
             "leave out what from_pretrained does not know"
         ) from error
-    except (OSError, ValueError, RuntimeError) as error:
-        first_line = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
-        raise ModelNotFound(
-            f"{kind} {name!r} could not be loaded ({first_line}); give a local folder, a hub id "
-            "that this machine can reach, or 'builtin'"
-        ) from error
+    except (OSError, ValueError, RuntimeError, LookupError, EOFError, SafetensorError) as error:
+        raise _not_loaded(kind, name, error) from error
+
+
+def _not_loaded(kind: str, name: str, error: Exception) -> ModelNotFound:
+    first_line = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+    return ModelNotFound(
+        f"{kind} {name!r} could not be loaded ({first_line}); give a local folder, a hub id that "
+        "this machine can reach, or 'builtin', with files that are whole"
+    )
 
 
 def load_tokenizer(name: str, options: Mapping[str, Any] | None = None) -> Any:  # noqa: ANN401

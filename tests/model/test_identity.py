@@ -1,0 +1,416 @@
+"""Digests of what a model computes with: nothing that changes an answer is left out."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from samkv_integrations.errors import UnsupportedModel
+from samkv_integrations.model import identity, remembered
+from samkv_integrations.model.loading import load_model
+from samkv_integrations.model.model import Model
+from tests.support.models import FAMILIES, byte_tokenizer, hf_model
+
+Change = Callable[[Any], object]
+
+
+def model_of(hf: PreTrainedModel) -> Model:
+    return Model(hf, byte_tokenizer(bos=True), "tiny")
+
+
+def digests(hf: PreTrainedModel) -> tuple[str, str, str]:
+    about = model_of(hf).identity
+    return about.weights, about.config, about.rope
+
+
+def in_one_value(hf: PreTrainedModel) -> None:
+    """A model's matrix, in a value that no sample at a fixed stride would have met."""
+    with torch.no_grad():
+        hf.model.layers[2].mlp.down_proj.weight[7, 13] += 0.5
+
+
+class TestDigests:
+    def test_are_of_numbers_and_of_nothing_else(self, tmp_path: Path) -> None:
+        hf = hf_model("llama")
+        hf.save_pretrained(tmp_path)
+        again = type(hf).from_pretrained(tmp_path)
+        again.config.use_cache = False
+        again.generation_config.temperature = 0.3
+        assert digests(hf_model("llama")) == digests(again) == digests(hf)
+
+    def test_are_the_same_in_another_process(self) -> None:
+        script = (
+            "import sys; from tests.model.test_identity import digests, hf_model; "
+            "sys.stdout.write(' '.join(digests(hf_model('qwen3'))))"
+        )
+        environment = os.environ | {"PYTHONHASHSEED": "7"}
+        done = subprocess.run(
+            [sys.executable, "-c", script], capture_output=True, text=True, env=environment
+        )
+        assert tuple(done.stdout.split()) == digests(hf_model("qwen3")), done.stderr
+
+    @pytest.mark.parametrize("family", FAMILIES)
+    def test_see_a_single_value_of_every_tensor(self, family: str) -> None:
+        hf = hf_model(family)
+        seen = {digests(hf)}
+        for parameter in hf.parameters():
+            with torch.no_grad():
+                parameter.view(-1)[-2] += 0.25
+            seen.add(digests(hf))
+        assert len(seen) == 1 + len(list(hf.parameters()))
+
+    def test_see_a_value_beyond_65536_samples(self) -> None:
+        hf = hf_model("llama", vocab_size=3000)  # 192,000 values: every third was looked at
+        before = digests(hf)[0]
+        with torch.no_grad():
+            hf.model.embed_tokens.weight.view(-1)[3 * 40_000 + 1] += 1
+        assert digests(hf)[0] != before
+
+    @pytest.mark.parametrize("pieces", [1, 64, 1000])
+    def test_do_not_depend_on_threads_and_layout(
+        self, pieces: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        hf, other = hf_model("llama"), hf_model("llama")
+        weight = other.lm_head.weight
+        other.lm_head.weight = nn.Parameter(weight.detach().t().contiguous().t())
+        assert not other.lm_head.weight.is_contiguous()
+        assert digests(other) == digests(hf)
+        many = hf_model("llama").to(torch.bfloat16)
+        assert digests(many)[0] != digests(hf)[0]
+        expected = digests(hf)[0]
+        monkeypatch.setattr(torch, "get_num_threads", lambda: pieces)
+        assert digests(hf)[0] == expected
+
+    def test_tied_weights_are_hashed_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        hashed: list[int] = []
+        plain = identity._hash_of_piece
+
+        def counted(piece: torch.Tensor) -> str:
+            hashed.append(piece.data_ptr())
+            return plain(piece)
+
+        monkeypatch.setattr(identity, "_hash_of_piece", counted)
+        hf = hf_model("llama", tie_word_embeddings=True)
+        assert digests(hf)[0]
+        assert len(hashed) == len(set(hashed)) == len(list(hf.parameters()))
+
+    @pytest.mark.parametrize(
+        ("family", "changed"),
+        [
+            ("llama", {"rms_norm_eps": 0.05}),
+            ("llama", {"hidden_act": "gelu"}),
+            ("llama", {"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}),
+            ("llama", {"max_position_embeddings": 2048}),
+            ("mistral", {"rms_norm_eps": 1e-5}),
+            ("qwen3", {"rms_norm_eps": 1e-5}),
+        ],
+    )
+    def test_see_the_config(self, family: str, changed: dict[str, Any]) -> None:
+        plain, other = digests(hf_model(family)), digests(hf_model(family, **changed))
+        assert plain[0] == other[0] and plain[1] != other[1]
+
+    def test_see_numbers_that_modules_keep(self) -> None:
+        hf = hf_model("llama")
+        before = digests(hf)[1]
+        hf.model.layers[1].self_attn.scaling *= 2
+        scaled = digests(hf)[1]
+        hf.model.norm.variance_epsilon = 0.05
+        assert len({before, scaled, digests(hf)[1]}) == 3
+
+    @pytest.mark.parametrize(
+        "changed", [{"eos_token_id": 5}, {"use_cache": False}, {"initializer_range": 0.2001}]
+    )
+    def test_leave_out_what_matters_to_no_cache(self, changed: dict[str, Any]) -> None:
+        hf = hf_model("llama")
+        before = digests(hf)
+        hf.config.update(changed)
+        assert digests(hf) == before
+
+
+def rewritten(hf: Any) -> None:
+    hf.load_state_dict(hf_model("llama", seed=1).state_dict())
+
+
+def replaced(hf: Any) -> None:
+    hf.model.layers[1].mlp = hf_model("llama", seed=1).model.layers[1].mlp
+
+
+def reassigned(hf: Any) -> None:
+    layer = hf.model.layers[3].self_attn
+    layer.q_proj.weight = nn.Parameter(layer.q_proj.weight.detach() + 0.1)
+
+
+def trained(hf: Any) -> None:
+    optimizer = torch.optim.SGD(hf.parameters(), lr=0.1)
+    hf(torch.tensor([[1, 2, 3]]), labels=torch.tensor([[1, 2, 3]])).loss.backward()
+    optimizer.step()
+    hf.zero_grad()
+
+
+def merged(hf: Any) -> None:
+    """As peft merges an adapter: behind PyTorch's counter."""
+    for layer in hf.model.layers:
+        weight = layer.self_attn.q_proj.weight
+        weight.data += torch.outer(torch.ones(len(weight)), torch.arange(weight.shape[1])) / 99
+
+
+CHANGES: list[Change] = [in_one_value, rewritten, replaced, reassigned, trained, merged]
+
+
+class TestLooking:
+    @pytest.mark.parametrize("change", CHANGES)
+    def test_sees_changed_weights(self, change: Change) -> None:
+        model = model_of(hf_model("llama"))
+        before, generation = model.identity.weights, model.identity.generation
+        assert model.identity.look() == generation
+        change(model.hf)
+        assert model.identity.look() > generation
+        assert model.identity.weights not in (before, "")
+        assert model.identity.weights == digests(model.hf)[0]
+        assert model.identity.look() == model.identity.generation  # once is enough
+
+    def test_sees_them_in_a_large_model_too(self) -> None:
+        model = model_of(hf_model("llama", num_hidden_layers=12))
+        generation = model.identity.generation
+        merged(model.hf)
+        assert model.identity.look() > generation
+
+    def test_sees_weights_that_count_no_writes(self) -> None:
+        with torch.inference_mode():
+            hf = hf_model("llama")
+            model = model_of(hf)
+            generation = model.identity.look()
+            hf.lm_head.weight.zero_()
+        assert model.identity.look() > generation
+
+    def test_sees_the_config_and_hashes_no_weights_for_it(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        model = model_of(hf_model("llama"))
+        weights, config = model.identity.weights, model.identity.config
+        monkeypatch.setattr(identity, "_weights_digest", None)
+        model.hf.config.rms_norm_eps = 0.05
+        assert model.identity.look() and model.identity.config != config
+        assert model.identity.weights == weights
+
+    def test_nothing_has_changed_when_answers_were_generated(self) -> None:
+        model = model_of(hf_model("llama"))
+        generation = model.identity.look()
+        model.hf.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=3, do_sample=False)
+        model.hf.requires_grad_(False).train(False)
+        assert model.identity.look() == generation
+
+    def test_refresh_is_for_what_is_not_seen(self) -> None:
+        model = model_of(hf_model("llama"))
+        before, generation = model.identity.weights, model.identity.look()
+        model.hf.model.layers[2].mlp.down_proj.weight.data[7, 13] += 0.5
+        assert (model.identity.look(), model.identity.weights) == (generation, before)
+        model.identity.refresh()
+        assert model.identity.look() > generation and model.identity.weights != before
+
+    @pytest.mark.parametrize(
+        ("change", "says"),
+        [
+            (lambda hf: hf.to(torch.bfloat16), "was float32 on cpu .* and is bfloat16 on cpu now"),
+            (lambda hf: hf.to("meta"), "is float32 on meta now; make a new Model"),
+            (lambda hf: hf.set_attn_implementation("sdpa"), "set to 'sdpa' .*'samkv'"),
+            (lambda hf: adapted(hf), "not merged into its weights.* merge_and_unload"),
+        ],
+    )
+    def test_refuses_another_kind_of_model(self, change: Change, says: str) -> None:
+        model = model_of(hf_model("llama"))
+        change(model.hf)
+        for _ in range(2):
+            with pytest.raises(UnsupportedModel, match=says):
+                model.identity.look()
+
+    def test_an_adapter_is_refused_at_once(self) -> None:
+        with pytest.raises(UnsupportedModel, match="merge_and_unload"):
+            model_of(adapted(hf_model("llama")))
+
+
+def adapted(hf: Any) -> Any:  # noqa: ANN401
+    """A layer under an adapter, as peft puts it there."""
+
+    class Adapted(nn.Module):
+        def __init__(self, base: nn.Module) -> None:
+            super().__init__()
+            self.base_layer = base
+
+    attention = hf.model.layers[0].self_attn
+    attention.q_proj = Adapted(attention.q_proj)
+    return hf
+
+
+class Saved:
+    """A model in a folder, and how often loading it had its weights hashed."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.folder, self.n_hashed = folder / "model", 0
+        self.memory = folder / "memory"
+        self.memory.mkdir()
+        hf_model("llama").save_pretrained(self.folder)
+        byte_tokenizer(bos=True).save_pretrained(self.folder)
+        plain = identity._weights_digest
+
+        def counted(hf: PreTrainedModel) -> str:
+            self.n_hashed += 1
+            return plain(hf)
+
+        monkeypatch.setattr(identity, "_weights_digest", counted)
+        monkeypatch.setattr(remembered, "_memory", lambda: self.memory)
+        monkeypatch.setattr(remembered, "MIN_BYTES", 0)
+        monkeypatch.setattr(remembered, "SETTLED_S", -1e9)
+
+    @property
+    def weights(self) -> Path:
+        return self.folder / "model.safetensors"
+
+    def load(self, **options: Any) -> Model:
+        return load_model(str(self.folder), device="cpu", **options)
+
+    def digest(self, **options: Any) -> str:
+        return self.load(**options).identity.weights
+
+    def overwrite(self, seed: int = 1) -> None:
+        """Other weights of the same size in the same file, and its old time of writing."""
+        at = self.weights.stat()
+        other = self.folder / "other"
+        hf_model("llama", seed=seed).save_pretrained(other)
+        with open(self.weights, "r+b") as file:
+            file.write((other / "model.safetensors").read_bytes())
+        os.utime(self.weights, ns=(at.st_atime_ns, at.st_mtime_ns))
+        assert self.weights.stat().st_size == at.st_size
+
+
+@pytest.fixture
+def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Saved:
+    return Saved(tmp_path, monkeypatch)
+
+
+class TestRememberedDigests:
+    def test_weights_are_hashed_once(self, saved: Saved) -> None:
+        expected = digests(hf_model("llama"))[0]
+        saved.n_hashed = 0
+        assert [saved.digest() for _ in range(3)] == [expected] * 3
+        assert saved.n_hashed == 1
+        (kept,) = saved.memory.iterdir()
+        assert stat.S_IMODE(kept.stat().st_mode) == 0o600
+
+    def test_once_for_each_dtype_and_version(
+        self, saved: Saved, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        found = [saved.digest(dtype=dtype) for dtype in ("float32", "bfloat16") * 2]
+        assert found[:2] == found[2:] and found[0] != found[1] and saved.n_hashed == 2
+        monkeypatch.setattr(remembered.transformers, "__version__", "99")
+        assert saved.digest(dtype="float32") == found[0] and saved.n_hashed == 3
+
+    def test_of_shards(self, saved: Saved) -> None:
+        saved.weights.unlink()
+        hf_model("llama").save_pretrained(saved.folder, max_shard_size="100KB")
+        assert len(shards := sorted(saved.folder.glob("model-*.safetensors"))) > 1
+        expected = saved.digest()
+        assert saved.digest() == expected and saved.n_hashed == 1
+        shards[-1].write_bytes(shards[-1].read_bytes())
+        assert saved.digest() == expected and saved.n_hashed == 2
+
+    def test_not_for_a_file_that_was_written_to(self, saved: Saved) -> None:
+        before = saved.digest()
+        saved.overwrite()
+        assert saved.digest() == digests(hf_model("llama", seed=1))[0] != before
+
+    def test_not_for_a_file_of_just_now(
+        self, saved: Saved, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(remembered, "SETTLED_S", 1e9)
+        assert saved.digest() == saved.digest() and saved.n_hashed == 2
+        assert list(saved.memory.iterdir()) == []
+
+    def test_not_for_weights_that_were_changed_after_loading(self, saved: Saved) -> None:
+        before = saved.digest()
+        model = saved.load()
+        in_one_value(model.hf)
+        assert model.identity.weights == digests(model.hf)[0] != before
+        assert saved.digest() == before
+
+    def test_not_for_weights_that_the_checkpoint_lacks(self, saved: Saved) -> None:
+        hf = hf_model("llama")
+        state = {k: v for k, v in hf.state_dict().items() if "layers.3.mlp" not in k}
+        hf.save_pretrained(saved.folder, state_dict=state)
+        assert saved.digest() != saved.digest() and saved.n_hashed == 2
+
+    def test_not_for_options_that_change_what_is_read(self, saved: Saved) -> None:
+        options = {"max_position_embeddings": 99}
+        assert saved.digest() == saved.digest(model_kwargs=options)
+        assert saved.n_hashed == 2
+
+    def test_not_for_a_model_given_as_an_object(self, saved: Saved) -> None:
+        hf = saved.load().hf
+        expected = saved.digest()
+        assert model_of(hf).identity.weights == expected
+        assert saved.n_hashed == 2
+
+    @pytest.mark.parametrize(
+        "damage",
+        [
+            lambda kept: kept.write_bytes(b""),
+            lambda kept: kept.write_text("0" * 32 + kept.read_text()[32:]),
+            lambda kept: kept.write_bytes(b"\xff" * 65),
+            lambda kept: kept.chmod(0o666),
+            lambda kept: (kept.unlink(), kept.mkdir()),
+            lambda kept: (kept.unlink(), os.mkfifo(kept)),
+            lambda kept: (kept.rename(f"{kept}.x"), kept.symlink_to(f"{kept}.x")),
+        ],
+    )
+    def test_what_is_damaged_is_hashed_again(self, saved: Saved, damage: Change) -> None:
+        expected = saved.digest()
+        (kept,) = saved.memory.iterdir()
+        damage(kept)
+        assert saved.digest() == expected and saved.n_hashed == 2
+        if not kept.is_dir():
+            assert saved.digest() == expected and saved.n_hashed == 2  # and is whole again
+
+    def test_what_cannot_be_kept_is_hashed_again(
+        self, saved: Saved, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def nowhere() -> Path:
+            raise PermissionError("read-only")
+
+        monkeypatch.setattr(remembered, "_memory", nowhere)
+        assert saved.digest() == saved.digest() and saved.n_hashed == 2
+
+    def test_a_small_checkpoint_leaves_no_file(
+        self, saved: Saved, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(remembered, "MIN_BYTES", 2**28)
+        assert saved.digest() and list(saved.memory.iterdir()) == []
+
+    def test_a_served_model_whose_file_is_written_to(self, saved: Saved) -> None:
+        """On the CPU weights are the file itself, mapped: they change, and nothing counts it."""
+        model = saved.load()
+        before, generation = model.identity.weights, model.identity.look()
+        saved.overwrite()
+        assert model.identity.look() > generation
+        assert model.identity.weights == digests(model.hf)[0]
+        in_memory = torch.equal(model.hf.lm_head.weight, hf_model("llama").lm_head.weight)
+        assert (model.identity.weights == before) == in_memory
+        generation = model.identity.look()
+        saved.overwrite(seed=2)
+        assert model.identity.look() > generation
+
+    def test_a_served_model_whose_file_is_deleted(self, saved: Saved) -> None:
+        model = saved.load()
+        before = model.identity.weights
+        saved.weights.unlink()
+        assert model.identity.look() == model.identity.look()
+        assert model.identity.weights == before
