@@ -120,7 +120,7 @@ class Handles:
             if any(match[1] in self._issued for match in _HANDLE.finditer(text)):
                 raise HandleError(
                     "the prompt holds the handle of a chunk that has been deleted since it was "
-                    "issued; retrieve again"
+                    "issued, or whose model has changed; retrieve again"
                 )
 
     def forget(self, bodies: Collection[str]) -> None:
