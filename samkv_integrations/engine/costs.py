@@ -16,6 +16,7 @@ from statistics import median
 import torch
 from torch import Tensor
 
+from samkv_integrations.cache.base import Store
 from samkv_integrations.cache.quantise import EntryFormat, groups
 from samkv_integrations.model.attention import attention
 from samkv_integrations.model.model import Model
@@ -99,6 +100,18 @@ class CostModel:
             return cls(**json.loads(text))
         except (ValueError, TypeError):
             return None
+
+
+def kept_costs(model: Model, store: Store) -> CostModel:
+    """As measured on this machine and kept beside the caches, else as assumed."""
+    text = store.note(name_of(model))
+    measured = None if text is None else CostModel.from_json(text)
+    return measured or CostModel.assumed(model)
+
+
+def keep_costs(model: Model, store: Store, costs: CostModel) -> None:
+    """Keep measured costs beside the caches. Raises StoreError if that cannot be written."""
+    store.put_note(name_of(model), costs.to_json())
 
 
 def name_of(model: Model) -> str:

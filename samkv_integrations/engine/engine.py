@@ -16,8 +16,7 @@ from samkv_integrations.cache.fingerprint import Fingerprint
 from samkv_integrations.cache.memory import MemoryStore
 from samkv_integrations.cache.quantise import DEFAULT_STORE_BITS, check_store_bits
 from samkv_integrations.engine.chunks import Chunks
-from samkv_integrations.engine.costs import CostModel, measure
-from samkv_integrations.engine.costs import name_of as costs_name
+from samkv_integrations.engine.costs import CostModel, keep_costs, kept_costs, measure
 from samkv_integrations.engine.decode import Decoder
 from samkv_integrations.engine.first_token import first_token
 from samkv_integrations.engine.options import (
@@ -27,6 +26,7 @@ from samkv_integrations.engine.options import (
     PrefixPolicy,
     check_on_miss,
     check_parts,
+    prefix_ids,
 )
 from samkv_integrations.engine.prefix_cache import PrefixCache
 from samkv_integrations.engine.prepared import Prepared
@@ -89,9 +89,7 @@ class Engine:
         self.method = get_method(method)
         get_eviction(eviction)  # raises if it is unknown
         self.eviction = eviction
-        bos = model.bos_id if prefix == "bos" else None
-        text_ids = model.tokenize(prefix_text, special=True) if prefix_text else []
-        self.prefix: tuple[int, ...] = (*(() if bos is None else (bos,)), *text_ids)
+        self.prefix = prefix_ids(model, prefix, prefix_text)
         self.store_bits = store_bits
         self.prefixes = PrefixCache(prefix_bytes)
         self._prepared = Prepared()
@@ -147,8 +145,7 @@ class Engine:
 
     def key_of(self, text: str) -> str:
         """Key of the chunk cache that ``text`` has, or would have."""
-        self.chunks.follow_model()
-        return self.chunks.key_of(text)
+        return self.chunks.refer([text])[0].key
 
     def issue_handle(self, text: str) -> str | None:
         """A new handle of ``text``, to stand for it in a prompt; None if it has no cache.
@@ -385,9 +382,7 @@ class Engine:
     def costs(self) -> CostModel:
         """What passes cost here: as `calibrate` measured, else as assumed."""
         if self._costs is None:
-            text = self.store.note(costs_name(self.model))
-            measured = None if text is None else CostModel.from_json(text)
-            self._costs = measured or CostModel.assumed(self.model)
+            self._costs = kept_costs(self.model, self.store)
         return self._costs
 
     @costs.setter
@@ -401,5 +396,5 @@ class Engine:
         """
         with self._lock:
             self.costs = measure(self.model, self.fingerprint.entry_format)
-        self.store.put_note(costs_name(self.model), self.costs.to_json())
+        keep_costs(self.model, self.store, self.costs)
         return self.costs

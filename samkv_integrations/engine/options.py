@@ -130,6 +130,12 @@ def check_parts(model: object, store: object, prefix: str, prefix_text: object) 
     check_text("prefix_text", prefix_text)
 
 
+def prefix_ids(model: Model, prefix: PrefixPolicy, prefix_text: str) -> tuple[int, ...]:
+    """Token ids of what chunks are prefilled after."""
+    text_ids = model.tokenize(prefix_text, special=True) if prefix_text else []
+    return (*(() if prefix == "none" or model.bos_id is None else (model.bos_id,)), *text_ids)
+
+
 def check_on_miss(on_miss: str) -> None:
     """Raises InvalidOption if ``on_miss`` is nothing that can be done for a missed chunk."""
     if on_miss not in get_args(OnMiss):

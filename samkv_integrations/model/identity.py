@@ -135,13 +135,13 @@ class Identity:
 
     def _of_weights(self) -> str:
         if self._checkpoint is None:
-            return _weights_digest(self._hf)
+            return weights_digest(self._hf)
         loaded_as = _hash(
             [self.config, *((name, *_form_of(tensor)) for name, tensor in _weights(self._hf))]
         )
         digest = self._checkpoint.recall(loaded_as)
         if digest is None:
-            digest = _weights_digest(self._hf)
+            digest = weights_digest(self._hf)
             self._checkpoint.remember(loaded_as, digest)
         return digest
 
@@ -224,14 +224,14 @@ def _form_of(tensor: Tensor) -> tuple[str, list[int]]:
     return str(tensor.dtype), list(tensor.shape)
 
 
-def _weights_digest(hf: PreTrainedModel) -> str:
+def weights_digest(hf: PreTrainedModel) -> str:
     """Piece by piece in a few threads: hashlib lets other threads run, and no copy is large."""
     named = list(_weights(hf))
     once = {_place(tensor): tensor for _, tensor in named}  # tied weights are one tensor
     pieces = [(place, piece) for place, tensor in once.items() for piece in _pieces(tensor)]
     with ThreadPoolExecutor(max(1, min(_MAX_THREADS, torch.get_num_threads()))) as threads:
         hashes: dict[tuple[Any, ...], list[str]] = {place: [] for place in once}
-        digests = threads.map(_hash_of_piece, (piece for _, piece in pieces))
+        digests = threads.map(hash_piece, (piece for _, piece in pieces))
         for (place, _), digest in zip(pieces, digests, strict=True):
             hashes[place].append(digest)
     return _hash([(name, *_form_of(tensor), hashes[_place(tensor)]) for name, tensor in named])
@@ -246,7 +246,7 @@ def _pieces(tensor: Tensor) -> tuple[Tensor, ...]:
     return torch.split(flat, _PIECE_BYTES // flat.element_size()) if flat.numel() else ()
 
 
-def _hash_of_piece(piece: Tensor) -> str:
+def hash_piece(piece: Tensor) -> str:
     data: Any = piece.cpu().view(torch.uint8).numpy()
     return hashlib.blake2b(data, digest_size=32).hexdigest()
 

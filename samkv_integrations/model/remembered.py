@@ -95,7 +95,7 @@ class Checkpoint:
             return None
         name = self._name(loaded_as)
         try:
-            file = os.open(_memory() / name, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
+            file = os.open(memory_folder() / name, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
             with open(file, "rb") as opened:
                 about = os.fstat(opened.fileno())
                 is_ours = about.st_uid == os.geteuid() and not about.st_mode & 0o022
@@ -112,7 +112,7 @@ class Checkpoint:
             return
         name = self._name(loaded_as)
         with suppress(OSError, ValueError):
-            folder = _memory()
+            folder = memory_folder()
             handle, temporary = tempfile.mkstemp(dir=folder, prefix=f"{name}.", suffix=".tmp")
             try:
                 with os.fdopen(handle, "w") as file:
@@ -149,7 +149,7 @@ def _weight_files(folder: Path) -> list[Path]:
     return [index, *(folder / name for name in sorted(shards))]
 
 
-def _memory() -> Path:
+def memory_folder() -> Path:
     return cached_assets_path("samkv_integrations", namespace="weights", subfolder="digests")
 
 

@@ -93,13 +93,13 @@ class TestDigests:
 
     def test_tied_weights_are_hashed_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
         hashed: list[int] = []
-        plain = identity._hash_of_piece
+        plain = identity.hash_piece
 
         def counted(piece: torch.Tensor) -> str:
             hashed.append(piece.data_ptr())
             return plain(piece)
 
-        monkeypatch.setattr(identity, "_hash_of_piece", counted)
+        monkeypatch.setattr(identity, "hash_piece", counted)
         hf = hf_model("llama", tie_word_embeddings=True)
         assert digests(hf)[0]
         assert len(hashed) == len(set(hashed)) == len(list(hf.parameters()))
@@ -198,7 +198,7 @@ class TestLooking:
     ) -> None:
         model = model_of(hf_model("llama"))
         weights, config = model.identity.weights, model.identity.config
-        monkeypatch.setattr(identity, "_weights_digest", None)
+        monkeypatch.setattr(identity, "weights_digest", None)
         model.hf.config.rms_norm_eps = 0.05
         assert model.identity.look() and model.identity.config != config
         assert model.identity.weights == weights
@@ -261,14 +261,14 @@ class Saved:
         self.memory.mkdir()
         hf_model("llama").save_pretrained(self.folder)
         byte_tokenizer(bos=True).save_pretrained(self.folder)
-        plain = identity._weights_digest
+        plain = identity.weights_digest
 
         def counted(hf: PreTrainedModel) -> str:
             self.n_hashed += 1
             return plain(hf)
 
-        monkeypatch.setattr(identity, "_weights_digest", counted)
-        monkeypatch.setattr(remembered, "_memory", lambda: self.memory)
+        monkeypatch.setattr(identity, "weights_digest", counted)
+        monkeypatch.setattr(remembered, "memory_folder", lambda: self.memory)
         monkeypatch.setattr(remembered, "MIN_BYTES", 0)
         monkeypatch.setattr(remembered, "SETTLED_S", -1e9)
 
@@ -386,7 +386,7 @@ class TestRememberedDigests:
         def nowhere() -> Path:
             raise PermissionError("read-only")
 
-        monkeypatch.setattr(remembered, "_memory", nowhere)
+        monkeypatch.setattr(remembered, "memory_folder", nowhere)
         assert saved.digest() == saved.digest() and saved.n_hashed == 2
 
     def test_a_small_checkpoint_leaves_no_file(
