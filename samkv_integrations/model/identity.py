@@ -225,7 +225,10 @@ def _form_of(tensor: Tensor) -> tuple[str, list[int]]:
 
 
 def weights_digest(hf: PreTrainedModel) -> str:
-    """Piece by piece in a few threads: hashlib lets other threads run, and no copy is large."""
+    """Hash over every byte of every weight.
+
+    Piece by piece in a few threads: hashlib lets other threads run, and no copy is large.
+    """
     named = list(_weights(hf))
     once = {_place(tensor): tensor for _, tensor in named}  # tied weights are one tensor
     pieces = [(place, piece) for place, tensor in once.items() for piece in _pieces(tensor)]
@@ -247,6 +250,7 @@ def _pieces(tensor: Tensor) -> tuple[Tensor, ...]:
 
 
 def hash_piece(piece: Tensor) -> str:
+    """Hash of a piece's bytes, on whatever device it is."""
     data: Any = piece.cpu().view(torch.uint8).numpy()
     return hashlib.blake2b(data, digest_size=32).hexdigest()
 

@@ -150,6 +150,7 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def memory_folder() -> Path:
+    """Where digests are remembered: among the assets of Hugging Face's cache."""
     return cached_assets_path("samkv_integrations", namespace="weights", subfolder="digests")
 
 
