@@ -95,7 +95,7 @@ class Identity:
     def look(self) -> int:
         """`generation`, once it is known whether the model has changed since the last look.
 
-        It costs less than 0.2 ms. Seen is what PyTorch counts, what replaces a tensor or a module, what
+        It costs some 0.2 ms. Seen is what PyTorch counts, what replaces a tensor or a module, what
         changes many values, such as a merged adapter, and what writes to the files of weights that
         are mapped. `refresh` is for a few values written behind PyTorch's back (``weight.data``).
 
