@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from dataclasses import replace
@@ -28,7 +28,7 @@ from samkv_integrations.cache.outage import Outage
 from samkv_integrations.engine.agreed import AgreedFingerprint
 from samkv_integrations.engine.options import check_on_miss
 from samkv_integrations.engine.prefill import batches, prefill
-from samkv_integrations.errors import CacheMiss, ChunkNotCached, InvalidChunk
+from samkv_integrations.errors import CacheMiss, ChunkNotCached, InvalidChunk, StoreError
 from samkv_integrations.model.model import Model
 from samkv_integrations.prompt.resolve import OnMiss
 from samkv_integrations.prompt.text import bodies_of
