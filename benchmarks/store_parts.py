@@ -1,0 +1,315 @@
+"""What the harnesses of stores share: tiny chunks, processes that may be killed, what is left over.
+
+A chunk follows from the number of its document, so that whoever reads one knows what it must hold.
+The text of each begins with a marker that occurs nowhere else: what a store still has of a deleted
+document is found by reading the bytes of its folder.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, fields
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from samkv_integrations import ChunkStore
+from samkv_integrations.bench.markdown import table
+from samkv_integrations.cache.chunk import BlockMeans, ChunkCache, ChunkStatistics
+from samkv_integrations.cache.fingerprint import Fingerprint
+from samkv_integrations.errors import CacheMiss
+from samkv_integrations.figures import to_json
+
+if not hasattr(ChunkStore, "record"):  # until the new store is there
+    _delete = ChunkStore.delete
+    ChunkStore.delete = lambda self, *keys: sum(_delete(self, key) for key in keys)
+    ChunkStore.record = lambda *_, **__: None
+    ChunkStore.is_evicted = lambda *_: False
+
+HANG_S = 60.0
+"""A process that takes longer than this for what takes milliseconds hangs."""
+
+_MARKER = re.compile(rb"MK[0-9a-f]{16}")
+_CHUNK_NAME = re.compile(r"[0-9a-f]{32}/[0-9a-f]{2}/[0-9a-f]{32}\.safetensors")
+_OTHER_NAMES = re.compile(
+    r"store\.json|secret|index-\d+\.sqlite(-wal|-shm)?|index\.lock|[\w.-]+\.json"
+)
+
+
+class Violation(Exception):
+    """The store did what it must never do."""
+
+
+# -- documents and their chunks ---------------------------------------------------------------
+
+
+def fingerprint(weights: str = "w0") -> Fingerprint:
+    """Of a model that needs a few bytes a token."""
+    shape = {"n_layers": 2, "n_heads": 2, "n_kv_heads": 1, "head_dim": 8}
+    sizes = {"block_size": 4, "n_init": 1, "n_local": 2, "store_bits": 4}
+    named = {"model": "tiny", "weights": weights, "dtype": "float32"}
+    known: dict[str, Any] = {**shape, **sizes, **named}
+    others = {f.name: "" for f in fields(Fingerprint) if f.name != "format_version"}
+    return Fingerprint(**{**others, **known})
+
+
+TINY = fingerprint()
+
+
+def marker(number: int) -> str:
+    """18 characters that begin the text of a document, and occur in no other."""
+    return f"MK{blake2b(str(number).encode(), digest_size=8).hexdigest()}"
+
+
+def text_of(number: int) -> str:
+    """The text of a document; lengths differ."""
+    return f"{marker(number)} begins document {number}, {'and so on, ' * (number % 7)}to the end."
+
+
+def ids_of(number: int) -> list[int]:
+    """The token ids of a document: its bytes."""
+    return list(text_of(number).encode())
+
+
+def key_of(store: ChunkStore, number: int, made_by: Fingerprint = TINY) -> str:
+    """The key that the chunk of a document has in a store."""
+    return store.key(made_by, ids_of(number))
+
+
+def chunk_of(
+    store: ChunkStore, number: int, version: int = 0, made_by: Fingerprint = TINY
+) -> ChunkCache:
+    """The chunk of a document. version: chunks of several have the same key and other content."""
+    ids = ids_of(number)
+    n_tokens, form = len(ids), made_by.entry_format
+    blocks = made_by.scheme.of(n_tokens)
+    n_layers, n_groups, dim = made_by.n_layers, made_by.n_kv_heads, made_by.head_dim
+    n_middle = len(blocks.middle_blocks)
+    random = torch.Generator().manual_seed(number * 256 + version)
+
+    def codes(*shape: int) -> torch.Tensor:
+        return torch.randint(0, 256, shape, generator=random, dtype=torch.uint8)
+
+    def numbers(*shape: int) -> torch.Tensor:
+        return torch.rand(shape, generator=random) + 0.5
+
+    middle = torch.full((n_layers,), blocks.middle_blocks.start if n_middle else -1)
+    entries = codes(n_layers, n_tokens, form.n_bytes)
+    entries[0, 0, 0] = version
+    return ChunkCache(
+        key=store.key(made_by, ids),
+        fingerprint=made_by,
+        text=text_of(number),
+        token_ids=torch.tensor(ids, dtype=torch.int32),
+        entries=entries,
+        key_range=numbers(n_layers, *form.range_shape(n_tokens)).half(),
+        local_query=numbers(n_layers, made_by.n_heads, dim),
+        statistics=ChunkStatistics(
+            block_max=middle.int(),
+            block_min=middle.int(),
+            outliers=torch.zeros(n_layers, n_tokens, dtype=torch.bool),
+            stable=torch.zeros(n_layers, dtype=torch.bool),
+        ),
+        block_means=BlockMeans(
+            codes=codes(n_layers, n_middle, n_groups, dim).view(torch.int8),
+            scale=numbers(n_layers, n_middle, n_groups).half(),
+        ),
+    )
+
+
+def version_in(store: ChunkStore, number: int, made_by: Fingerprint = TINY) -> int | None:
+    """The version of a document's chunk that the store holds, None if it holds none.
+
+    Raises Violation unless all of it is as it was put.
+    """
+    key = key_of(store, number, made_by)
+    try:
+        with store.open(key, made_by, ids_of(number)) as opened:
+            opened.verify()
+            n_layers, form = made_by.n_layers, made_by.entry_format
+            entries = torch.empty(n_layers, opened.n_tokens, form.n_bytes, dtype=torch.uint8)
+            opened.read_all(list(entries))
+            version = int(entries[0, 0, 0])
+            expected = chunk_of(store, number, version, made_by)
+            is_same = [
+                torch.equal(entries, expected.entries),
+                torch.equal(opened.key_range(), expected.key_range),
+                torch.equal(opened.local_query(), expected.local_query),
+                torch.equal(opened.block_means().codes, expected.block_means.codes),
+            ]
+    except CacheMiss as miss:
+        if miss.reason != "absent":
+            raise Violation(f"document {number} is not whole: {miss}") from miss
+        return None
+    if not all(is_same):
+        raise Violation(f"document {number}: wrong content, {is_same}")
+    return version
+
+
+# -- processes --------------------------------------------------------------------------------
+
+
+def start(call: Callable[[], None], errors: Path) -> int:
+    """A forked process that runs ``call`` and ends; what it raises is written to ``errors``.
+
+    Forked, because importing torch takes seconds and a kill shall cost milliseconds. So nothing
+    here may have begun a thread before.
+    """
+    sys.stdout.flush()
+    if pid := os.fork():
+        return pid
+    code = 0
+    try:
+        call()
+    except BaseException:  # also what ends a process, which here is a mistake
+        code = 1
+        with errors.open("a", encoding="utf-8") as file:
+            file.write(f"--- process {os.getpid()}\n{traceback.format_exc()}\n")
+    finally:
+        os._exit(code)
+
+
+def die() -> NoReturn:
+    """Kills this process, as the machine would."""
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError("SIGKILL returned")
+
+
+def kill(pid: int) -> int | None:
+    """Kills a process; returns its own exit code if it had ended before, None if it was killed."""
+    os.kill(pid, signal.SIGKILL)
+    _, status = os.waitpid(pid, 0)
+    return os.WEXITSTATUS(status) if os.WIFEXITED(status) else None
+
+
+def finish(pid: int, timeout_s: float = HANG_S) -> int:
+    """Waits for a process; returns its exit code, or minus the signal that it died by.
+
+    Raises Violation if it hangs.
+    """
+    limit = time.monotonic() + timeout_s
+    pause_s = 0.0002
+    while True:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        if time.monotonic() > limit:
+            kill(pid)
+            raise Violation(f"a process hangs: not done after {timeout_s:.0f} s")
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, 0.01)
+
+
+def in_fresh_process(call: Callable[[], Any], folder: Path) -> Any:
+    """What ``call`` returns in a forked process, as JSON; raises Violation if it raises."""
+    result, errors = folder / "result.json", folder / "errors.txt"
+    result.unlink(missing_ok=True)
+    errors.unlink(missing_ok=True)
+    code = finish(start(lambda: void(result.write_text(json.dumps(call()))), errors))
+    if code or not result.exists():
+        why = errors.read_text("utf-8") if errors.exists() else f"it ended with {code}"
+        raise Violation(why)
+    return json.loads(result.read_text("utf-8"))
+
+
+def void(_: object) -> None:
+    """Nothing, of whatever was done."""
+
+
+# -- what a folder holds ----------------------------------------------------------------------
+
+
+def files_in(folder: Path) -> dict[str, int]:
+    """Path in the folder -> size, of all files."""
+    return {
+        str(Path(root, name).relative_to(folder)): Path(root, name).lstat().st_size
+        for root, _, names in os.walk(folder)
+        for name in names
+    }
+
+
+def markers_in(folder: Path) -> set[str]:
+    """Markers of texts anywhere in the bytes of the folder's files, as text or as token ids."""
+    found: set[bytes] = set()
+    for name in files_in(folder):
+        data = (folder / name).read_bytes()
+        for part in (data, *(data[start::4] for start in range(4))):
+            found.update(_MARKER.findall(part))
+    return {one.decode() for one in found}
+
+
+def strangers_in(folder: Path, notes: Collection[str] = ()) -> list[str]:
+    """Files that a store has no use for once nobody writes and what was left was collected.
+
+    notes: names of the notes that may be there; None of others.
+    """
+    strangers = []
+    for name in files_in(folder):
+        is_note = name.endswith(".json") and name != "store.json"
+        known = name[: -len(".json")] in notes if is_note else _OTHER_NAMES.fullmatch(name)
+        if not known and not _CHUNK_NAME.fullmatch(name):
+            strangers.append(name)
+    return strangers
+
+
+def chunk_files(folder: Path) -> dict[str, int]:
+    """Key -> size of its file; the sum if there are several, of several fingerprints."""
+    sizes: dict[str, int] = {}
+    for name, size in files_in(folder).items():
+        if _CHUNK_NAME.fullmatch(name):
+            sizes[Path(name).stem] = sizes.get(Path(name).stem, 0) + size
+    return sizes
+
+
+# -- results ----------------------------------------------------------------------------------
+
+
+def hardware() -> dict[str, Any]:
+    """The hardware of a run without a model."""
+    info = Path("/proc/cpuinfo")
+    names = re.findall(r"^model name\s*:\s*(.+)$", info.read_text() if info.exists() else "", re.M)
+    return {
+        "cpu": names[0] if names else platform.machine(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "system": f"{platform.system()} {platform.release()}",
+    }
+
+
+def report(
+    command: str, rows: Sequence[Mapping[str, Any]], json_file: Path | None, left: int = 1
+) -> None:
+    """Rows as a table on standard output, and as JSON where it was asked for."""
+    if json_file:
+        text = to_json(command, None, rows, {"hardware": hardware()})
+        json_file.write_text(f"{text}\n", encoding="utf-8")
+    cells = [[str(value) for value in row.values()] for row in rows]
+    sys.stdout.write(f"{table(tuple(rows[0]), cells, left=left)}\n")
+
+
+def as_dict(result: Any) -> dict[str, Any]:
+    """A result of the store as JSON-able values."""
+    return asdict(result)
+
+
+def single_thread() -> None:
+    """Before anything is computed: processes are forked, and threads are not."""
+    torch.set_num_threads(1)
+    torch.set_num_interop_threads(1)
+
+
+def names(values: Iterable[object]) -> str:
+    """A short list for a message."""
+    listed = sorted(map(str, values))
+    return f"{len(listed)}: {', '.join(listed[:5])}{' ...' if len(listed) > 5 else ''}"
