@@ -7,6 +7,7 @@ document is found by reading the bytes of its folder.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import platform
@@ -16,7 +17,8 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, fields
+from contextlib import suppress
+from dataclasses import fields
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NoReturn
@@ -29,6 +31,8 @@ from samkv_integrations.cache.chunk import BlockMeans, ChunkCache, ChunkStatisti
 from samkv_integrations.cache.fingerprint import Fingerprint
 from samkv_integrations.errors import CacheMiss
 from samkv_integrations.figures import to_json
+from samkv_integrations.model.loading import random_model
+from samkv_integrations.model.model import Model
 
 if not hasattr(ChunkStore, "record"):  # until the new store is there
     _delete = ChunkStore.delete
@@ -90,12 +94,22 @@ def chunk_of(
     store: ChunkStore, number: int, version: int = 0, made_by: Fingerprint = TINY
 ) -> ChunkCache:
     """The chunk of a document. version: chunks of several have the same key and other content."""
-    ids = ids_of(number)
+    chunk = random_chunk(
+        store, text_of(number), ids_of(number), made_by, seed=number * 256 + version
+    )
+    chunk.entries[0, 0, 0] = version
+    return chunk
+
+
+def random_chunk(
+    store: ChunkStore, text: str, ids: Sequence[int], made_by: Fingerprint, *, seed: int
+) -> ChunkCache:
+    """A chunk of the right shapes whose content follows from the seed."""
     n_tokens, form = len(ids), made_by.entry_format
     blocks = made_by.scheme.of(n_tokens)
     n_layers, n_groups, dim = made_by.n_layers, made_by.n_kv_heads, made_by.head_dim
     n_middle = len(blocks.middle_blocks)
-    random = torch.Generator().manual_seed(number * 256 + version)
+    random = torch.Generator().manual_seed(seed)
 
     def codes(*shape: int) -> torch.Tensor:
         return torch.randint(0, 256, shape, generator=random, dtype=torch.uint8)
@@ -104,14 +118,12 @@ def chunk_of(
         return torch.rand(shape, generator=random) + 0.5
 
     middle = torch.full((n_layers,), blocks.middle_blocks.start if n_middle else -1)
-    entries = codes(n_layers, n_tokens, form.n_bytes)
-    entries[0, 0, 0] = version
     return ChunkCache(
         key=store.key(made_by, ids),
         fingerprint=made_by,
-        text=text_of(number),
+        text=text,
         token_ids=torch.tensor(ids, dtype=torch.int32),
-        entries=entries,
+        entries=codes(n_layers, n_tokens, form.n_bytes),
         key_range=numbers(n_layers, *form.range_shape(n_tokens)).half(),
         local_query=numbers(n_layers, made_by.n_heads, dim),
         statistics=ChunkStatistics(
@@ -156,6 +168,27 @@ def version_in(store: ChunkStore, number: int, made_by: Fingerprint = TINY) -> i
     return version
 
 
+def tiny_model(seed: int = 0) -> Model:
+    """A model of random weights that answers within milliseconds; the reference tokenizer."""
+    shape = {
+        "model_type": "llama", "vocab_size": 4096, "hidden_size": 32, "intermediate_size": 48,
+        "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
+        "max_position_embeddings": 100_000,
+    }  # fmt: skip
+    return random_model(shape, name="tiny", dtype="float32", device="cpu", seed=seed)
+
+
+def resident_bytes() -> int:
+    """Memory of this process."""
+    pages = int(Path("/proc/self/statm").read_text("ascii").split()[1])
+    return pages * os.sysconf("SC_PAGESIZE")
+
+
+def open_descriptors() -> int:
+    """Files that this process has open."""
+    return len(os.listdir("/proc/self/fd"))
+
+
 # -- processes --------------------------------------------------------------------------------
 
 
@@ -170,6 +203,7 @@ def start(call: Callable[[], None], errors: Path) -> int:
         return pid
     code = 0
     try:
+        _end_with_parent()
         call()
     except BaseException:  # also what ends a process, which here is a mistake
         code = 1
@@ -177,6 +211,13 @@ def start(call: Callable[[], None], errors: Path) -> int:
             file.write(f"--- process {os.getpid()}\n{traceback.format_exc()}\n")
     finally:
         os._exit(code)
+
+
+def _end_with_parent() -> None:
+    """This process is killed when the one that started it ends, however it does."""
+    pr_set_pdeathsig = 1
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
 
 def die() -> NoReturn:
@@ -210,12 +251,12 @@ def finish(pid: int, timeout_s: float = HANG_S) -> int:
         pause_s = min(2 * pause_s, 0.01)
 
 
-def in_fresh_process(call: Callable[[], Any], folder: Path) -> Any:
+def in_fresh_process(call: Callable[[], Any], folder: Path, timeout_s: float = HANG_S) -> Any:
     """What ``call`` returns in a forked process, as JSON; raises Violation if it raises."""
     result, errors = folder / "result.json", folder / "errors.txt"
     result.unlink(missing_ok=True)
     errors.unlink(missing_ok=True)
-    code = finish(start(lambda: void(result.write_text(json.dumps(call()))), errors))
+    code = finish(start(lambda: void(result.write_text(json.dumps(call()))), errors), timeout_s)
     if code or not result.exists():
         why = errors.read_text("utf-8") if errors.exists() else f"it ended with {code}"
         raise Violation(why)
@@ -230,12 +271,13 @@ def void(_: object) -> None:
 
 
 def files_in(folder: Path) -> dict[str, int]:
-    """Path in the folder -> size, of all files."""
-    return {
-        str(Path(root, name).relative_to(folder)): Path(root, name).lstat().st_size
-        for root, _, names in os.walk(folder)
-        for name in names
-    }
+    """Path in the folder -> size, of all files. They may come and go meanwhile."""
+    found = {}
+    for root, _, file_names in os.walk(folder):
+        for file in (Path(root, name) for name in file_names):
+            with suppress(FileNotFoundError):
+                found[str(file.relative_to(folder))] = file.lstat().st_size
+    return found
 
 
 def markers_in(folder: Path) -> set[str]:
@@ -296,11 +338,6 @@ def report(
         json_file.write_text(f"{text}\n", encoding="utf-8")
     cells = [[str(value) for value in row.values()] for row in rows]
     sys.stdout.write(f"{table(tuple(rows[0]), cells, left=left)}\n")
-
-
-def as_dict(result: Any) -> dict[str, Any]:
-    """A result of the store as JSON-able values."""
-    return asdict(result)
 
 
 def single_thread() -> None:
