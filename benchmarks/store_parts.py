@@ -8,6 +8,7 @@ document is found by reading the bytes of its folder.
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import json
 import os
 import platform
@@ -34,20 +35,14 @@ from samkv_integrations.figures import to_json
 from samkv_integrations.model.loading import random_model
 from samkv_integrations.model.model import Model
 
-if not hasattr(ChunkStore, "record"):  # until the new store is there
-    _delete = ChunkStore.delete
-    ChunkStore.delete = lambda self, *keys: sum(_delete(self, key) for key in keys)
-    ChunkStore.record = lambda *_, **__: None
-    ChunkStore.is_evicted = lambda *_: False
-
 HANG_S = 60.0
 """A process that takes longer than this for what takes milliseconds hangs."""
 
-_MARKER = re.compile(rb"MK[0-9a-f]{16}")
+_MARKER = re.compile(rb"mark[g-v]{16}")
+_LETTERS = str.maketrans("0123456789abcdef", "ghijklmnopqrstuv")  # no keys, nor digests
 _CHUNK_NAME = re.compile(r"[0-9a-f]{32}/[0-9a-f]{2}/[0-9a-f]{32}\.safetensors")
-_OTHER_NAMES = re.compile(
-    r"store\.json|secret|index-\d+\.sqlite(-wal|-shm)?|index\.lock|[\w.-]+\.json"
-)
+_OTHER_NAMES = re.compile(r"store\.json|secret|index-[0-9a-f]+\.sqlite(-wal|-shm)?|index\.lock")
+_WRITER_NAME = re.compile(r"writers/[0-9a-f]{32}")
 
 
 class Violation(Exception):
@@ -71,8 +66,9 @@ TINY = fingerprint()
 
 
 def marker(number: int) -> str:
-    """18 characters that begin the text of a document, and occur in no other."""
-    return f"MK{blake2b(str(number).encode(), digest_size=8).hexdigest()}"
+    """20 characters that begin the text of a document, and occur in no other."""
+    digest = blake2b(str(number).encode(), digest_size=8).hexdigest()
+    return f"mark{digest.translate(_LETTERS)}"
 
 
 def text_of(number: int) -> str:
@@ -284,7 +280,10 @@ def markers_in(folder: Path) -> set[str]:
     """Markers of texts anywhere in the bytes of the folder's files, as text or as token ids."""
     found: set[bytes] = set()
     for name in files_in(folder):
-        data = (folder / name).read_bytes()
+        try:
+            data = (folder / name).read_bytes()
+        except FileNotFoundError:  # of a process that has just ended
+            continue
         for part in (data, *(data[start::4] for start in range(4))):
             found.update(_MARKER.findall(part))
     return {one.decode() for one in found}
@@ -293,15 +292,32 @@ def markers_in(folder: Path) -> set[str]:
 def strangers_in(folder: Path, notes: Collection[str] = ()) -> list[str]:
     """Files that a store has no use for once nobody writes and what was left was collected.
 
-    notes: names of the notes that may be there; None of others.
+    notes: names of the notes that may be there.
     """
     strangers = []
     for name in files_in(folder):
         is_note = name.endswith(".json") and name != "store.json"
-        known = name[: -len(".json")] in notes if is_note else _OTHER_NAMES.fullmatch(name)
-        if not known and not _CHUNK_NAME.fullmatch(name):
+        if is_note:
+            is_known = name[: -len(".json")] in notes
+        elif _WRITER_NAME.fullmatch(name):
+            is_known = _is_locked(folder / name)
+        else:
+            is_known = bool(_OTHER_NAMES.fullmatch(name) or _CHUNK_NAME.fullmatch(name))
+        if not is_known:
             strangers.append(name)
     return strangers
+
+
+def _is_locked(file: Path) -> bool:
+    """Whether a process that lives holds a lock on it."""
+    try:
+        with file.open("rb") as opened:
+            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except FileNotFoundError:  # its process has just ended
+        return True
+    return False
 
 
 def chunk_files(folder: Path) -> dict[str, int]:

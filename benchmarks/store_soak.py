@@ -50,10 +50,7 @@ from samkv_integrations.errors import StoreError
 from samkv_integrations.model import Model, load_model
 from samkv_integrations.prompt import rag_prompt
 
-try:
-    from samkv_integrations.cache import upkeep
-except ImportError:
-    upkeep = None
+from samkv_integrations.cache import upkeep
 
 METHOD = "reuse"
 """Its answers follow from the chunks' caches alone, and every entry of them is read."""
@@ -101,8 +98,8 @@ class World:
         return self.folder / "journal.jsonl"
 
     def engine(self) -> Engine:
-        options = {"max_bytes": self.budget} if upkeep else {}
-        return Engine(self.model, ChunkStore(self.kv, **options), block_size=BLOCK_SIZE)
+        store = ChunkStore(self.kv, max_bytes=self.budget)
+        return Engine(self.model, store, block_size=BLOCK_SIZE)
 
 
 def questions(model: Model, number: int, seed: int) -> tuple[list[Asked], int]:
@@ -176,7 +173,7 @@ def serve(world: World, life: int) -> None:
                 say(what="refused", why=str(error))
         elif chance < 0.95:
             say(what="deletion", chunks=engine.forget(dice.sample(world.documents, 2)))
-        elif chance < 0.98 or upkeep is None:
+        elif chance < 0.98:
             engine.store.stats()
             say(what="stats")
         else:
@@ -292,8 +289,7 @@ def finally_(world: World) -> dict[str, Any]:
     engine = world.engine()
     outcomes = [ask(engine, one, is_announced=False) for one in world.asked]
     engine.forget(world.documents)
-    if upkeep is not None:
-        upkeep.gc(engine.store)
+    upkeep.gc(engine.store)
     left = [*strangers_in(world.kv), *chunk_files(world.kv)]
     for name in files_in(world.kv):
         data = (world.kv / name).read_bytes()
