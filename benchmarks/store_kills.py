@@ -50,7 +50,6 @@ from benchmarks.store_parts import (
     version_in,
 )
 from samkv_integrations import ChunkStore, Engine, MemoryStore
-
 from samkv_integrations.cache import upkeep
 
 WRITERS = 2

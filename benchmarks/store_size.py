@@ -24,14 +24,18 @@ from typing import Any
 import torch
 
 from benchmarks.store_parts import (
+    die,
+    finish,
     in_fresh_process,
     random_chunk,
     report,
     resident_bytes,
     single_thread,
+    start,
     tiny_model,
 )
 from samkv_integrations import ChunkStore, Engine
+from samkv_integrations.cache.fingerprint import Fingerprint
 from samkv_integrations.errors import CacheMiss
 from samkv_integrations.model import Model
 
@@ -51,7 +55,8 @@ def text_of(number: int) -> str:
 class Row:
     """One store. put_ms: one chunk after the other, the last ones. fill_s: all, by four threads.
 
-    start_ms: opening the store and one look-up. lookup_ms, absent_ms: opening a chunk that is
+    start_ms: opening the store and one look-up; after_kill_ms: after a process was killed that
+    wrote. lookup_ms, absent_ms: opening a chunk that is
     there, and one that is not. Prompts: find_ms of 2 kB that holds five chunks, first_find_ms the
     first one of a process; numbers_ms of 20 kB like ``[[1, 20240101]]``; alike_ms of a hundred
     paragraphs that begin like a tenth of the chunks. find_bytes: memory that finding took, a chunk.
@@ -61,11 +66,12 @@ class Row:
     fill_s: float | None
     put_ms: float
     start_ms: float
+    after_kill_ms: float
     lookup_ms: float
     absent_ms: float
     contains_ms: float
-    keys_s: float
-    stats_s: float
+    keys_ms: float
+    stats_ms: float
     first_find_ms: float
     find_ms: float
     numbers_ms: float
@@ -111,15 +117,8 @@ def figures(model: Model, folder: Path, n_chunks: int) -> dict[str, Any]:
     ids = {number: model.tokenize(text_of(number), special=False)
            for number in dice.sample(range(n_chunks), min(n_chunks, REPEATS))}  # fmt: skip
     absent = model.tokenize(text_of(n_chunks + 1), special=False)
-    store: ChunkStore | None = None
-
-    def begin() -> None:
-        nonlocal store
-        store = ChunkStore(folder)
-        store.contains(store.key(made_by, absent), made_by)
-
-    start_ms = timed(begin)
-    assert store is not None
+    started_ms = start_ms(folder, made_by)
+    store = ChunkStore(folder)
     numbers = iter(list(ids) * 2)
 
     def look_up(of: list[int]) -> None:
@@ -129,12 +128,12 @@ def figures(model: Model, folder: Path, n_chunks: int) -> dict[str, Any]:
             assert miss.reason == "absent" and of is absent, miss
 
     found = {
-        "start_ms": start_ms,
+        "start_ms": started_ms,
         "lookup_ms": timed(lambda: look_up(ids[next(numbers)]), len(ids)),
         "absent_ms": timed(lambda: look_up(absent), len(ids)),
         "contains_ms": timed(lambda: store.contains(store.key(made_by, absent), made_by), len(ids)),
-        "stats_s": timed(store.stats) / 1000,
-        "keys_s": timed(lambda: store.keys(made_by)) / 1000,
+        "stats_ms": timed(store.stats),
+        "keys_ms": timed(lambda: store.keys(made_by)),
     }
     found |= finding(model, folder, dice, n_chunks)
     new = iter(range(n_chunks + 10, n_chunks + 10 + REPEATS))
@@ -151,6 +150,25 @@ def figures(model: Model, folder: Path, n_chunks: int) -> dict[str, Any]:
     keys = iter(put)
     found["delete_ms"] = timed(lambda: store.delete(next(keys)), len(put))
     return found
+
+
+def put_and_die(model: Model, folder: Path) -> None:
+    """A writer that does not say goodbye."""
+    engine = engine_of(model, folder)
+    ids = model.tokenize(text_of(0), special=False)
+    engine.store.put(random_chunk(engine.store, text_of(0), ids, engine.fingerprint, seed=0))
+    die()
+
+
+def start_ms(folder: Path, made_by: Fingerprint) -> float:
+    """Opening the store, and a look-up in vain."""
+
+    def begin() -> None:
+        store = ChunkStore(folder)
+        store.contains(store.key(made_by, [1]), made_by)
+        store.text("0" * 32)
+
+    return timed(begin)
 
 
 def finding(model: Model, folder: Path, dice: random.Random, n_chunks: int) -> dict[str, Any]:
@@ -185,7 +203,11 @@ def measure(base: Path, n_chunks: int) -> Row:
         if is_new
         else None
     )
+    made_by = engine_of(model, base / "elsewhere").fingerprint
+    finish(start(partial(put_and_die, model, folder), base / "errors.txt"))
+    after_kill_ms = in_fresh_process(partial(start_ms, folder, made_by), base)
     found = in_fresh_process(partial(figures, model, folder, n_chunks), base, timeout_s)
+    found["after_kill_ms"] = after_kill_ms
     return Row(chunks=n_chunks, fill_s=fill_s, **found)
 
 

@@ -46,11 +46,10 @@ from benchmarks.store_parts import (
 )
 from samkv_integrations import ChunkStore, Engine, MemoryStore
 from samkv_integrations.bench.data import load
+from samkv_integrations.cache import upkeep
 from samkv_integrations.errors import StoreError
 from samkv_integrations.model import Model, load_model
 from samkv_integrations.prompt import rag_prompt
-
-from samkv_integrations.cache import upkeep
 
 METHOD = "reuse"
 """Its answers follow from the chunks' caches alone, and every entry of them is read."""

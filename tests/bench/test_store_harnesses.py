@@ -39,9 +39,9 @@ def test_a_store_survives_kills_at_random_instants(tmp_path: Path) -> None:
 
 
 def test_a_store_survives_kills_at_every_point(tmp_path: Path) -> None:
-    rows = rows_of(tmp_path, "store_crash_points", "--only", "create", "put", "delete")
-    assert [row["violations"] for row in rows] == [0, 0, 0]
-    assert all(row["points"] > 3 for row in rows)
+    rows = rows_of(tmp_path, "store_crash_points", "--only", "delete")
+    assert [row["violations"] for row in rows] == [0]
+    assert rows[0]["points"] > 20
 
 
 @pytest.mark.slow
@@ -78,4 +78,4 @@ def test_many_questions_leave_nothing_open(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_cost_of_a_larger_store_is_measured(tmp_path: Path) -> None:
     rows = rows_of(tmp_path, "store_size", "--chunks", "50,100")
-    assert {row["figure"] for row in rows} >= {"lookup_ms", "stats_s", "find_ms", "put_ms"}
+    assert {row["figure"] for row in rows} >= {"lookup_ms", "stats_ms", "find_ms", "put_ms"}
