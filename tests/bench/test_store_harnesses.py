@@ -1,4 +1,4 @@
-"""The harnesses of docs/results/store.md, with a few kills; many of them in the slow tests.
+"""The harnesses of stores, with a few kills; many of them in the slow tests.
 
 As commands: they fork, which a process of pytest with its threads must not.
 """
