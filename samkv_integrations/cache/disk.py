@@ -3,30 +3,26 @@
 from __future__ import annotations
 
 import os
-import re
-import secrets
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
-from samkv_integrations.cache import older, recovery
+from samkv_integrations.cache import older
 from samkv_integrations.cache.base import Beginnings, StoredChunk, _expect
 from samkv_integrations.cache.budget import check_budget
 from samkv_integrations.cache.checked_file import open_regular
 from samkv_integrations.cache.chunk import ChunkCache, check_namespace, chunk_key, normalise
 from samkv_integrations.cache.chunk_file import ChunkFile
-from samkv_integrations.cache.chunk_head import read_head
+from samkv_integrations.cache.chunk_folder import ChunkFolder
 from samkv_integrations.cache.file_format import FileLayout, encode
 from samkv_integrations.cache.files import (
-    TEMPORARY,
     Writer,
     cannot,
     claim_folder,
     make_folder,
     remove,
-    unlink_unless_read,
     write_file,
 )
 from samkv_integrations.cache.fingerprint import (
@@ -34,16 +30,12 @@ from samkv_integrations.cache.fingerprint import (
     Fingerprint,
     _require,
     _without_block_size,
-    digest_of,
 )
-from samkv_integrations.cache.index import Index
 from samkv_integrations.cache.marker import claim, write_marker, write_small
+from samkv_integrations.cache.recovery import recover
 from samkv_integrations.cache.stats import StoreStats, _stats
 from samkv_integrations.cache.tables import EVICTED, Entry
 from samkv_integrations.errors import CacheMiss, StoreError
-
-_HEX_NAME = re.compile("[0-9a-f]{32}")
-_IN_QUARANTINE = re.compile("[0-9a-f]{32}(\\.[0-9a-f]+)?")
 
 
 class ChunkStore:
@@ -85,9 +77,10 @@ class ChunkStore:
             self._is_older = version < FORMAT_VERSION
         except OSError as error:
             raise cannot("open a store in", self.path, error) from error
-        self.index = Index(self.path, self._entries)
-        with suppress(StoreError, OSError):  # the folder may be one that can only be read
-            recovery.recover(self)
+        self.files = ChunkFolder(self.path, self.secret)
+        self.index, self.file = self.files.index, self.files.file
+        with suppress(StoreError):  # the folder may be one that can only be read
+            recover(self.files)
         if max_bytes is not None or quota:
             _, known = self.index.budget.read()
             self.set_budget(max_bytes, {**known, **(quota or {})})
@@ -112,51 +105,6 @@ class ChunkStore:
             raise cannot("write", file, error) from error
 
     # -- files of chunks ------------------------------------------------------------------------
-
-    def file(self, key: str, digest: str) -> Path:
-        """Where the cache of a chunk is, or would be. Raises CacheMiss for what is no key."""
-        if not (_HEX_NAME.fullmatch(key) and _HEX_NAME.fullmatch(digest)):
-            raise CacheMiss("absent", repr(key))
-        return self.path / digest / key[:2] / f"{key}.safetensors"
-
-    def digests(self) -> list[str]:
-        """Names of the folders of fingerprints of this format version."""
-        try:
-            names = sorted(name for name in os.listdir(self.path) if _HEX_NAME.fullmatch(name))
-        except OSError as error:
-            raise cannot("read", self.path, error) from error
-        return [name for name in names if not older.is_older(self.path / name)]
-
-    def files(self, digest: str) -> Iterator[Path]:
-        """The chunk files of a fingerprint, and temporary ones."""
-        for folder in _entries_of(self.path / digest):
-            if len(folder.name) == 2:
-                for entry in _entries_of(folder.path):
-                    if _HEX_NAME.fullmatch(entry.name[:32]) and entry.name[:2] == folder.name:
-                        yield Path(entry.path)
-
-    def _entries(self) -> Iterator[Entry]:
-        """What the index is made of; a damaged file is left to `verify`."""
-        for digest in self.digests():
-            for file in self.files(digest):
-                if file.suffix != TEMPORARY:
-                    with suppress(CacheMiss):
-                        yield self.entry(file)
-
-    def entry(self, file: Path) -> Entry:
-        """What the index is told of a file. Raises CacheMiss."""
-        head = read_head(file, self.secret)
-        if self.file(head.key, digest_of(head.fields)) != file:
-            raise CacheMiss("tokens", f"{file}: holds chunk {head.key}")
-        return Entry(
-            digest=file.parents[1].name,
-            key=head.key,
-            namespace=head.namespace,
-            text=head.text,
-            n_bytes=head.n_bytes,
-            fields=head.fields,
-            used_at=file.stat().st_mtime,
-        )
 
     def key(self, fingerprint: Fingerprint, token_ids: Sequence[int]) -> str:
         return chunk_key(self.secret, self._namespace, fingerprint.digest, token_ids)
@@ -184,7 +132,7 @@ class ChunkStore:
             if file.is_dir() and not file.is_symlink():
                 self.quarantine(chunk.key, fingerprint)
             temporary = self.writer.temporary(file)
-            self.index.budget.reserve(entry, temporary.name, self.evict, self.drop)
+            self.index.budget.reserve(entry, temporary.name, self.files.evict, self.files.drop)
             try:
                 write_file(file, encode(chunk, self._namespace, self.secret), temporary)
             except BaseException:
@@ -250,26 +198,18 @@ class ChunkStore:
     def delete(self, *keys: str) -> int:
         found = self.index.begin_to_delete(self._namespace, keys)
         n_older = older.delete(self.path, keys)
-        self._remove(found)
+        self.files.remove(found)
         return len({key for _, key in found} & {*keys}) + n_older
-
-    def _remove(self, places: Sequence[tuple[str, str]]) -> None:
-        """Delete the files of chunks whose texts have gone already."""
-        for digest, key in places:
-            remove(self.file(key, digest))
-        keys = {key for _, key in places}
-        self.empty_quarantine(lambda name: name[:32] in keys)
-        self.index.end_deleting(places)
 
     def forget(
         self,
         is_wanted: Callable[[str], bool],
         token_ids: Sequence[Sequence[int]] = (),
     ) -> int:
-        recovery.recover(self)  # what a killed writer left is a text too
+        recover(self.files)  # what a killed writer left is a text too
         texts = self.index.texts(self._namespace)
         found = {(digest, key) for digest, key, body in texts if is_wanted(normalise(body))}
-        for digest in self.digests():
+        for digest in self.files.digests():
             for ids in token_ids:
                 key = chunk_key(self.secret, self._namespace, digest, ids)
                 if self.index.state(digest, key) is not None or os.path.lexists(
@@ -277,45 +217,14 @@ class ChunkStore:
                 ):
                     found.add((digest, key))
         self.index.begin_to_delete(self._namespace, sorted({key for _, key in found}))
-        self._remove(sorted(found))
-        self.empty_quarantine(lambda name: True)  # damaged files cannot say what they hold
+        self.files.remove(sorted(found))
+        self.files.empty_quarantine(lambda name: True)  # damaged files cannot say what they hold
         n_older = older.forget(self.path, self.secret, self._namespace, is_wanted, token_ids)
         return len(found) + n_older
 
     def quarantine(self, key: str, fingerprint: Fingerprint) -> None:
         with suppress(CacheMiss, OSError, StoreError):
-            self.set_aside(self.file(key, fingerprint.digest))
-
-    def set_aside(self, file: Path, namespace: str | None = None) -> None:
-        """Move a damaged file to the quarantine, whatever it is. Raises OSError, StoreError."""
-        space = self._namespace if namespace is None else namespace
-        folder, key = self.path / "quarantine", file.name[:32]
-        make_folder(folder)
-        name = f"{key}.{secrets.token_hex(4)}"
-        n_bytes = file.lstat().st_size
-        file.rename(folder / name)
-        self.index.quarantined(space, file.parents[1].name, key, name, n_bytes)
-
-    def empty_quarantine(self, is_wanted: Callable[[str], bool]) -> int:
-        """Delete damaged files; how many bytes they took."""
-        folder = self.path / "quarantine"
-        names = [entry.name for entry in _entries_of(folder) if is_wanted(entry.name)]
-        n_bytes = sum(remove(folder / name) for name in names)
-        if names:
-            self.index.leave_quarantine(names)
-        return n_bytes
-
-    def evict(self, digest: str, key: str) -> bool:
-        """Delete a cache for want of room, unless it is being read; whether it is gone."""
-        try:
-            return unlink_unless_read(self.file(key, digest))
-        except CacheMiss:
-            return True
-
-    def drop(self, name: str) -> None:
-        """Delete a file of the quarantine for want of room."""
-        if _IN_QUARANTINE.fullmatch(name):
-            remove(self.path / "quarantine" / name)
+            self.files.set_aside(self.file(key, fingerprint.digest), self._namespace)
 
     # -- what the index knows ---------------------------------------------------------------------
 
@@ -335,7 +244,7 @@ class ChunkStore:
         check_budget(max_bytes, quota or {})
         _, known = self.index.budget.read()
         self.index.budget.write(max_bytes, {**dict.fromkeys(known), **(quota or {})})
-        self.index.budget.make_room(self.evict, self.drop)
+        self.index.budget.make_room(self.files.evict, self.files.drop)
 
     def text(self, key: str) -> str | None:
         return self.index.text(self._namespace, key)
@@ -357,11 +266,7 @@ class ChunkStore:
         with suppress(StoreError, CacheMiss):
             self.index.record(self._namespace, digest, used, missed)
             if missed:
-                self.index.lose([(digest, key) for key in missed], self.is_gone)
-
-    def is_gone(self, digest: str, key: str) -> bool:
-        """Whether there is no file of a chunk."""
-        return not os.path.lexists(self.file(key, digest))
+                self.index.lose([(digest, key) for key in missed], self.files.is_gone)
 
     def is_evicted(self, key: str, fingerprint: Fingerprint) -> bool:
         return self.index.state(fingerprint.digest, key) == EVICTED
@@ -390,12 +295,3 @@ class ChunkStore:
 
     def require(self, fingerprint: Fingerprint) -> None:
         _require(fingerprint, self.fingerprints(), str(self.path))
-
-
-def _entries_of(folder: Path | str) -> list[os.DirEntry[str]]:
-    """What is in a folder; nothing if there is none."""
-    try:
-        with os.scandir(folder) as found:
-            return list(found)
-    except OSError:
-        return []

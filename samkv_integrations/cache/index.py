@@ -19,7 +19,7 @@ from samkv_integrations.cache.base import MAX_ALIKE, MAX_STEPS, Beginnings
 from samkv_integrations.cache.budget import Budget
 from samkv_integrations.cache.chunk import normalise
 from samkv_integrations.cache.database import Database
-from samkv_integrations.cache.tables import DELETED, LOST, PRESENT, Entry
+from samkv_integrations.cache.tables import DELETED, EVICTED, LOST, PRESENT, Entry
 from samkv_integrations.cache.text_index import common_beginning
 
 _PATIENCE_S = 1.0
@@ -87,16 +87,28 @@ class Index:
     def lose(self, places: Iterable[tuple[str, str]], is_gone: Callable[[str, str], bool]) -> None:
         """Take note that files are not where they should be; their texts stay known.
 
+        With a budget they count as evicted: a process that evicted them may have been killed.
+
         is_gone: looks again, while no other process takes note of one.
         """
 
         def work(connection: sqlite3.Connection) -> None:
+            lost = EVICTED if tables.has_budget(connection) else LOST
             connection.executemany(
                 "UPDATE chunks SET state = ?, bytes = 0 WHERE digest = ? AND key = ? AND state = ?",
-                [(LOST, *place, PRESENT) for place in places if is_gone(*place)],
+                [(lost, *place, PRESENT) for place in places if is_gone(*place)],
             )
 
         self.database.write(work)
+
+    def least_used(self, count: int) -> list[tuple[str, str]]:
+        """(digest, key) of the chunks that are evicted next."""
+        return self.database.read(
+            lambda c: c.execute(
+                "SELECT digest, key FROM chunks WHERE state = ? ORDER BY used_at LIMIT ?",
+                [PRESENT, count],
+            ).fetchall()
+        )
 
     def begin_to_delete(
         self, namespace: str, keys: Sequence[str], digest: str | None = None

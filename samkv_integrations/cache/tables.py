@@ -27,7 +27,8 @@ CREATE TABLE chunks(
   digest TEXT, key TEXT, namespace TEXT NOT NULL, bytes INTEGER NOT NULL, state INTEGER NOT NULL,
   used_at REAL NOT NULL, PRIMARY KEY(digest, key)) WITHOUT ROWID;
 CREATE INDEX chunks_used ON chunks(state, used_at);
-CREATE INDEX chunks_of ON chunks(namespace, digest, state);
+CREATE INDEX chunks_of ON chunks(namespace, state, digest);
+CREATE INDEX chunks_named ON chunks(key);
 CREATE TABLE pending(
   temporary TEXT PRIMARY KEY, digest TEXT NOT NULL, key TEXT NOT NULL, namespace TEXT NOT NULL,
   bytes INTEGER NOT NULL) WITHOUT ROWID;
@@ -128,6 +129,12 @@ def limits(connection: sqlite3.Connection, namespace: str) -> Iterator[tuple[int
         yield quota[0], f"the quota of namespace {namespace!r}"
     if (most := value(connection, "max_bytes")) is not None:
         yield most, "the store's max_bytes"
+
+
+def has_budget(connection: sqlite3.Connection) -> bool:
+    """Whether there is a limit of any kind."""
+    (quotas,) = connection.execute("SELECT count(quota) FROM spaces").fetchone()
+    return bool(quotas) or value(connection, "max_bytes") is not None
 
 
 def make_room(

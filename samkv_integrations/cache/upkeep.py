@@ -59,7 +59,7 @@ def gc(store: ChunkStore) -> GcResult:
 
     Raises StoreError if the store cannot be used.
     """
-    recovered = reconcile(store)
+    recovered = reconcile(store.files)
     lost = store.index.places(None, LOST)
     for namespace in {space for *_, space in lost}:
         keys = sorted({key for _, key, space in lost if space == namespace})
@@ -70,7 +70,7 @@ def gc(store: ChunkStore) -> GcResult:
     ):
         remove(folder)
         n_older, older_bytes = n_older + chunks, older_bytes + n_bytes
-    freed = store.empty_quarantine(lambda name: True)
+    freed = store.files.empty_quarantine(lambda name: True)
     store.index.database.scrub()
     return GcResult(
         recovered=recovered,
@@ -91,7 +91,7 @@ def verify(
 
     Raises StoreError if the store cannot be used.
     """
-    recovered = reconcile(store)
+    recovered = reconcile(store.files)
     made_by = {d: Fingerprint(**fields) for d, fields in store.index.fingerprints().items()}
     places = [place for place in store.index.places(None, PRESENT) if place[0] in made_by]
     damaged: list[Damage] = []
@@ -109,7 +109,7 @@ def verify(
                 damaged.append(Damage(key=key, reason=miss.reason, detail=str(miss)))
                 if repair and miss.reason != "io":
                     with suppress(OSError, StoreError):
-                        store.set_aside(file, namespace)
+                        store.files.set_aside(file, namespace)
                         n_repaired += 1
         if progress is not None:
             progress(number, len(places))

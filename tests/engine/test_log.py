@@ -11,7 +11,6 @@ import pytest
 
 from samkv_integrations import ChunkStore, Engine
 from samkv_integrations.errors import ChunkNotCached, SamkvError
-from tests.repo.test_architecture import SOURCES
 from tests.support.handles import TYPED, issued
 from tests.support.models import tiny_model
 
@@ -122,11 +121,3 @@ def test_no_text_is_logged(
         everything = f"{record.getMessage()} {record.__dict__}"
         assert MARK not in everything.lower(), record.name
         assert handle not in everything and TYPED not in everything
-
-
-@pytest.mark.parametrize("module", SOURCES)
-def test_all_is_logged_under_one_logger(module: str) -> None:
-    source = SOURCES[module].read_text(encoding="utf-8")
-    assert "warnings.warn" not in source and "logging.warning(" not in source
-    if not module.startswith(LOGGER):
-        assert source.count("getLogger(") == source.count(f'getLogger("{LOGGER}.')

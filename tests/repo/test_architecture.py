@@ -335,3 +335,11 @@ def test_importing_needs_no_extra_and_changes_nothing() -> None:
     )
     assert found.returncode == 0, found.stderr
     assert not found.stdout
+
+
+@pytest.mark.parametrize("module", SOURCES)
+def test_all_is_logged_under_one_logger(module: str) -> None:
+    source = SOURCES[module].read_text(encoding="utf-8")
+    assert "warnings.warn" not in source and "logging.warning(" not in source
+    if not module.startswith(PACKAGE):
+        assert source.count("getLogger(") == source.count(f'getLogger("{PACKAGE}.')
