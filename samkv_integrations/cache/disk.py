@@ -32,7 +32,7 @@ from samkv_integrations.cache.fingerprint import (
     _without_block_size,
 )
 from samkv_integrations.cache.marker import claim, write_marker, write_small
-from samkv_integrations.cache.recovery import recover
+from samkv_integrations.cache.recovery import reconcile, recover
 from samkv_integrations.cache.stats import StoreStats, _stats
 from samkv_integrations.cache.tables import EVICTED, Entry
 from samkv_integrations.errors import CacheMiss, StoreError
@@ -206,7 +206,7 @@ class ChunkStore:
         is_wanted: Callable[[str], bool],
         token_ids: Sequence[Sequence[int]] = (),
     ) -> int:
-        recover(self.files)  # what a killed writer left is a text too
+        reconcile(self.files)  # what a killed writer left is a text too
         texts = self.index.texts(self._namespace)
         found = {(digest, key) for digest, key, body in texts if is_wanted(normalise(body))}
         for digest in self.files.digests():

@@ -87,7 +87,7 @@ def test_a_damaged_cache_goes_by_its_tokens_too(store: ChunkStore, content: byte
     for lost in store.path.glob("index-*"):
         lost.unlink()
     again = ChunkStore(store.path)
-    assert again.forget(is_secret, [chunk.token_ids.tolist()]) == 1
+    again.forget(is_secret, [chunk.token_ids.tolist()])
     assert not plain_texts(again) and not file.exists()
 
 

@@ -60,6 +60,9 @@ class OnDevice(Tensor):
 
     # What follows asks for a build with CUDA before it comes to `Device`, or refuses subclasses.
 
+    def data_ptr(self) -> int:
+        return self.held.data_ptr()
+
     def tolist(self) -> Any:
         return self.cpu().tolist()
 
