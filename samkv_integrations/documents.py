@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import stat
 from pathlib import Path
 
 from samkv_integrations.errors import InvalidOption
@@ -9,8 +11,24 @@ from samkv_integrations.errors import InvalidOption
 
 def read_text(path: Path) -> str:
     """The text of a file. Raises InvalidOption if it cannot be read as UTF-8."""
+    return _read(path, 0)
+
+
+def read_document(path: Path) -> str:
+    """The text of a regular file that is found there now, and not what a link or a pipe leads to.
+
+    Raises InvalidOption if it is something else, or cannot be read as UTF-8.
+    """
+    return _read(path, os.O_NOFOLLOW | os.O_NONBLOCK)
+
+
+def _read(path: Path, flags: int) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        opener = lambda name, mode: os.open(name, mode | flags)  # noqa: E731
+        with open(path, encoding="utf-8", opener=opener) as file:
+            if flags and not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise InvalidOption(f"{path} is no regular file; give a file that holds the text")
+            return file.read()
     except FileNotFoundError as error:
         raise InvalidOption(f"{path} does not exist; give an existing file") from error
     except (OSError, UnicodeDecodeError) as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from collections.abc import Iterable, Mapping
 from importlib import metadata
@@ -11,6 +12,19 @@ from typing import Any
 
 Row = Mapping[str, Any]
 """One row of a table or of a JSON result: column -> value."""
+
+UNSEEN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Characters that act on a terminal, or reorder what is read there, in place of being shown: all
+controls but tab and line break, overrides of direction, and surrogates, which are no text."""
+
+
+def visible(text: str) -> str:
+    """A text as a terminal may show it: a replacement character for each of `UNSEEN`.
+
+    Texts of documents, answers and names of files are anybody's: an escape sequence in one could
+    colour, move or retitle a terminal, or make a user see what is not there.
+    """
+    return UNSEEN.sub("\N{REPLACEMENT CHARACTER}", text.replace("\r\n", "\n"))
 
 
 def version() -> str:
@@ -38,8 +52,11 @@ def commit() -> str | None:
 def to_json(
     command: str, model: str | None, rows: Iterable[Row], more: Mapping[str, Any] | None = None
 ) -> str:
-    """The one object that ``--json`` writes. model: None without one. more: other fields."""
-    return json.dumps(
+    """The one object that ``--json`` writes. model: None without one. more: other fields.
+
+    Every character of `UNSEEN` is escaped, those that JSON would let through among them.
+    """
+    text = json.dumps(
         {
             "command": command,
             "version": version(),
@@ -51,6 +68,7 @@ def to_json(
         ensure_ascii=False,
         indent=2,
     )
+    return UNSEEN.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 def percent(value: float | None) -> str:

@@ -31,7 +31,7 @@ class _Commands(typer.core.TyperGroup):
         try:
             return super().invoke(ctx)
         except SamkvError as error:
-            typer.echo(f"samkv: {' '.join(str(error).split())}", err=True)
+            typer.echo(f"samkv: {figures.visible(' '.join(str(error).split()))}", err=True)
             raise typer.Exit(USER_ERROR) from error
 
 

@@ -55,4 +55,4 @@ def fidelity(
                 "left_out": {"too_long": result.too_long}}  # fmt: skip
         runs.write(figures.to_json("bench fidelity", model, rows, more), json_file)
     if json_file != runs.STDOUT:
-        typer.echo(markdown.fidelity(rows))
+        typer.echo(figures.visible(markdown.fidelity(rows)))

@@ -70,7 +70,7 @@ def quality(
         totals = [row for row in rows if row["kind"] == ALL and row["documents"] is None]
         picture.draw(totals, plot, f"{model}, {rows[0]['questions']} questions")
     if json_file != runs.STDOUT:
-        typer.echo(_table(view, rows, result.rows, table4_rows))
+        typer.echo(figures.visible(_table(view, rows, result.rows, table4_rows)))
 
 
 def _view(**wanted: bool) -> View:

@@ -7,15 +7,22 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import typer
+
 from samkv_integrations import figures
 from samkv_integrations.cache.quantise import DEFAULT_STORE_BITS
 from samkv_integrations.chroma.client import open_collection
 from samkv_integrations.chroma.link import ChromaLink
 from samkv_integrations.cli import arguments as args
 from samkv_integrations.cli import tables
-from samkv_integrations.cli.documents import DocumentChunk, find_documents, read_chunks
+from samkv_integrations.cli.documents import Read, Skipped, find_documents, read_chunks
 from samkv_integrations.cli.loading import engine_of
 from samkv_integrations.embedding import HashingEmbedding
+
+SOME_UNREADABLE = 1
+"""Exit code if documents were left out because they cannot be read."""
+
+SHOWN_SKIPPED = 10
 
 
 def ingest(
@@ -25,10 +32,15 @@ def ingest(
     store_bits: args.StoreBits = DEFAULT_STORE_BITS, chunk_size: args.ChunkSize = 512,
     as_json: args.Json = False,
 ) -> None:  # fmt: skip
-    """Read documents once, and keep what the model made of them."""
-    files = find_documents(paths, leave_out=folder)
+    """Read documents once, and keep what the model made of them.
+
+    Links in folders are not followed. Exit code 1 if a document cannot be read; the others are
+    ingested.
+    """
+    found = find_documents(paths, leave_out=folder)
     engine = engine_of(model, folder / "kv", device, dtype, store_bits)
-    chunks = read_chunks(files, engine.model, chunk_size)
+    read = read_chunks(found.files, engine.model, chunk_size)
+    chunks, skipped = read.chunks, [*found.skipped, *read.skipped]
     opened = open_collection(folder / "chroma", collection, create=True)
     texts = [chunk.text for chunk in chunks]
     link = ChromaLink(opened, engine)
@@ -39,21 +51,36 @@ def ingest(
         [{"source": chunk.source} for chunk in chunks],
         progress=True,
     )
-    _delete_outdated(link, chunks)
+    _delete_outdated(link, read)
+    _show_skipped(skipped)
     if as_json:
-        row = {"collection": collection, "files": len(files), **asdict(done)}
+        left_out = [{"path": str(one.path), "why": one.why} for one in skipped]
+        row = {"collection": collection, "files": len(read.sources), "skipped": left_out}
+        row |= asdict(done)
         tables.write_json("ingest", model, [row])
     else:
         out = tables.console()
-        out.print(f"{len(files)} files, {done.n_records} chunks in collection {collection!r}: "
-                  f"{done.n_cached} prefilled, {done.n_hit} already cached")  # fmt: skip
+        out.print(
+            f"{len(read.sources)} files, {done.n_records} chunks in collection {collection!r}: "
+            f"{done.n_cached} prefilled, {done.n_hit} already cached"
+        )
         out.print(f"{figures.seconds(done.seconds)}, {figures.size(done.bytes_on_disk)} added")
+    if any(one.is_failure for one in skipped):
+        raise typer.Exit(SOME_UNREADABLE)
 
 
-def _delete_outdated(link: ChromaLink, chunks: Sequence[DocumentChunk]) -> None:
+def _show_skipped(skipped: Sequence[Skipped]) -> None:
+    """A line each, on standard error, but not thousands."""
+    out = tables.console(stderr=True)
+    for one in skipped[:SHOWN_SKIPPED]:
+        out.print(f"skipped {one.path}: {one.why}", soft_wrap=True)
+    if len(skipped) > SHOWN_SKIPPED:
+        out.print(f"skipped {len(skipped)} files in all; --json names each")
+
+
+def _delete_outdated(link: ChromaLink, read: Read) -> None:
     """Delete the records, and caches, of chunks that the ingested files no longer have."""
-    sources = list({chunk.source for chunk in chunks})
-    where: Any = {"source": {"$in": sources}}
+    where: Any = {"source": {"$in": list(read.sources)}}
     held = link.collection.get(where=where, include=[])["ids"]
-    if outdated := sorted(set(held) - {chunk.id for chunk in chunks}):
+    if outdated := sorted(set(held) - {chunk.id for chunk in read.chunks}):
         link.delete(ids=outdated)

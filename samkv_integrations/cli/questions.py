@@ -11,7 +11,12 @@ from samkv_integrations.errors import EmptyInput, InvalidOption
 
 
 def question_of(text: str, answers: tuple[str, ...] = (), *, id: str = "1") -> Question:
-    """A question of the user, without documents. answers: those that count as right, if known."""
+    """A question of the user, without documents. answers: those that count as right, if known.
+
+    Raises EmptyInput if there is nothing in it.
+    """
+    if not text.strip():
+        raise EmptyInput("the question is empty; say what to ask, or give --questions FILE")
     source = "command line"
     return Question(
         id=id, dataset=source, kind=source, question=text, answers=answers, documents=()
@@ -34,6 +39,8 @@ def read_questions(path: Path) -> list[Question]:
             question, answers = row["question"], row.get("answers", [])
             if not isinstance(question, str) or not isinstance(answers, list):
                 raise TypeError("question must be a string and answers a list")
+            if not question.strip():
+                raise ValueError("the question is empty")
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise InvalidOption(
                 f"{path}, line {number}: {error!r}; each line must be a JSON object with "

@@ -50,7 +50,7 @@ def quickstart(
             f"{documents} is not a folder; run this where the sample documents are (a checkout of "
             "the repository), or name a folder with --documents"
         )
-    files = find_documents([documents])
+    files = find_documents([documents]).files
     asked = read_questions(questions or documents / "questions.jsonl")
     use_threads_for(BUILTIN)
     run = _quickstart_of_llama_index()(folder)

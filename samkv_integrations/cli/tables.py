@@ -5,16 +5,25 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from samkv_integrations.cli.answers import summarise
-from samkv_integrations.figures import Row, percent, ratio, seconds, size, to_json
+from samkv_integrations.figures import Row, percent, ratio, seconds, size, to_json, visible
 
 PIPE_WIDTH = 100
 """Columns of a table that goes to a file or another program, which have no width of their own."""
+
+
+class _Console(Console):
+    """Shows texts, and does what none of them says: rich itself lets escape sequences through."""
+
+    def render_str(self, text: str, **options: Any) -> Text:  # noqa: ANN401
+        return super().render_str(visible(text), **options)
 
 
 def console(*, stderr: bool = False) -> Console:
@@ -22,7 +31,7 @@ def console(*, stderr: bool = False) -> Console:
     stream = sys.stderr if stderr else sys.stdout
     width = None if stream.isatty() else PIPE_WIDTH
     # texts of users are shown as they are: "[Title]" is no style, ":smile:" no emoji
-    return Console(stderr=stderr, width=width, highlight=False, markup=False, emoji=False)
+    return _Console(stderr=stderr, width=width, highlight=False, markup=False, emoji=False)
 
 
 def write_json(command: str, model: str | None, rows: Iterable[Row]) -> None:

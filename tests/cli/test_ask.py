@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -112,3 +113,51 @@ def test_a_prompt_that_is_too_long_names_both_sizes(town: Path, tiny: str) -> No
     ran("ingest", str(town), "--model", tiny)
     line = error_of("ask", "Who?", "--model", tiny, "--max-new-tokens", "2000")
     assert "2000 new tokens exceed the context window of 2048" in line
+
+
+ACTING = "\x1b[31mred\x1b]0;title\x07 \x9b2J\u202eback \x08\r\x7f"
+
+
+def acts(shown: str) -> list[str]:
+    """Characters that a terminal would act on."""
+    return [c for c in shown if (ord(c) < 32 and c not in "\n\t") or 126 < ord(c) < 160]
+
+
+def test_nothing_of_a_document_acts_on_the_terminal(town: Path, tiny: str) -> None:
+    """Neither its text nor its name, nor what a model repeats of it."""
+    (town / "evil\x1b[2J.txt").write_text(f"Who? {ACTING} {RECORDS[0].text}", newline="")
+    ran("ingest", str(town), "--model", tiny)
+    asked = ("ask", f"Who? {ACTING}", "--model", tiny, "--max-new-tokens", "20")
+    shown = ran(*asked, "--top-k", "7")
+    assert "red" in shown and "evil\N{REPLACEMENT CHARACTER}[2J.txt" in shown
+    assert not acts(shown) and "\u202e" not in shown
+    assert not acts(ran(*asked, "--compare", "recompute,reuse"))
+
+
+def test_json_holds_everything_and_escapes_it(town: Path, tiny: str) -> None:
+    name = f"{town}/evil\x1b\x9b\x7f.txt"
+    Path(name).write_text(f"Who? {ACTING}")
+    ran("ingest", str(town), "--model", tiny)
+    asked = ("ask", f"Who? {ACTING}", "--model", tiny, "--max-new-tokens", "1", "--json")
+    shown = ran(*asked, "--top-k", "7")
+    assert not acts(shown)
+    (row,) = json.loads(shown)["rows"]
+    assert row["question"] == f"Who? {ACTING}" and f"{name}" in row["sources"]
+
+
+def test_an_error_shows_a_name_without_what_acts(town: Path) -> None:
+    ran("ingest", str(town))
+    assert not acts(error_of("ask", "Who?", "--collection", ACTING))
+    assert not acts(error_of("ingest", f"gone{ACTING}"))
+
+
+@pytest.mark.parametrize("question", ["", " \n"])
+def test_an_empty_question(question: str, working_folder: Path) -> None:
+    assert "the question is empty; say what to ask" in error_of("ask", question)
+    assert not list(working_folder.iterdir())
+
+
+def test_an_empty_question_in_a_file(working_folder: Path) -> None:
+    (working_folder / "asked.jsonl").write_text('{"question": "Who?"}\n{"question": " "}\n')
+    line = error_of("ask", "--questions", "asked.jsonl")
+    assert "line 2" in line and "the question is empty" in line

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from samkv_integrations.chroma.client import open_collection
-from tests.cli.running import error_of, ran, rows_of
+from samkv_integrations.cli.documents import Found, find_documents
+from tests.cli.running import error_of, ran, rows_of, run
 from tests.support.records import RECORDS
 
 
@@ -79,3 +83,93 @@ def test_a_long_document_without_the_splitter(
     (working_folder / "long.txt").write_text("words " * 100)
     line = error_of("ingest", "long.txt", "--model", tiny, "--chunk-size", "100")
     assert "pip install 'samkv-integrations[chroma]'" in line
+
+
+class TestWhatIsNotRead:
+    """Files of a folder that are left out, and named."""
+
+    def skipped(self, *arguments: str, code: int) -> dict[str, str]:
+        result = run("ingest", *arguments, "--json")
+        assert result.exit_code == code, result.output
+        (row,) = json.loads(result.stdout)["rows"]
+        assert row["files"] == len(RECORDS)
+        lines = [line for line in result.stderr.splitlines() if line.startswith("skipped ")]
+        assert len(lines) == len(row["skipped"])
+        for one in row["skipped"]:
+            assert any(one["why"] in line for line in lines)
+        return {Path(one["path"]).name: one["why"] for one in row["skipped"]}
+
+    def test_links_are_not_followed(self, town: Path, tiny: str, working_folder: Path) -> None:
+        outside = working_folder / "outside"
+        outside.mkdir()
+        (outside / "secret.txt").write_text("The password of Tobias is swordfish.")
+        (town / "a-link.txt").symlink_to(outside / "secret.txt")
+        (town / "to-a-file-beside-it.txt").symlink_to(town / "krasplex-systems.txt")
+        (town / "deep").mkdir()
+        (town / "deep/folder").symlink_to(outside)
+        (town / "nowhere.md").symlink_to("gone.md")
+        (town / "picture.png").symlink_to(outside / "secret.txt")
+        found = self.skipped(str(town), "--model", tiny, code=0)
+        assert set(found) == {"a-link.txt", "to-a-file-beside-it.txt", "folder", "nowhere.md"}
+        assert all("symbolic link" in why for why in found.values())
+        opened = open_collection(Path(".samkv/chroma").resolve(), "documents", create=False)
+        assert "swordfish" not in str(opened.get())
+
+    def test_what_is_named_may_be_a_link(self, town: Path, tiny: str, working_folder: Path) -> None:
+        (working_folder / "folder").symlink_to(town)
+        (working_folder / "one.txt").symlink_to(town / "krasplex-systems.txt")
+        shown = ran("ingest", "folder", "one.txt", str(town), "--model", tiny)
+        assert f"{len(RECORDS)} files" in shown  # each once
+
+    def test_a_link_that_takes_the_place_of_a_file(
+        self, town: Path, tiny: str, monkeypatch: pytest.MonkeyPatch, working_folder: Path
+    ) -> None:
+        """Between looking and reading."""
+        target = working_folder / "secret.md"
+        target.write_text("swordfish")
+
+        def find_and_swap(*arguments: Any, **options: Any) -> Found:
+            found = find_documents(*arguments, **options)
+            (town / "krasplex-systems.txt").unlink()
+            (town / "krasplex-systems.txt").symlink_to(target)
+            return found
+
+        monkeypatch.setattr("samkv_integrations.cli.ingest.find_documents", find_and_swap)
+        result = run("ingest", str(town), "--model", tiny)
+        assert result.exit_code == 1 and "krasplex-systems.txt: it cannot be read" in result.stderr
+        opened = open_collection(Path(".samkv/chroma").resolve(), "documents", create=False)
+        assert "swordfish" not in str(opened.get())
+
+    def test_pipes_and_folders(self, town: Path, tiny: str) -> None:
+        os.mkfifo(town / "pipe.txt")
+        (town / "folder.md").mkdir()
+        found = self.skipped(str(town), "--model", tiny, code=0)
+        assert found == {"pipe.txt": "it is no regular file"}
+        assert "no regular file" in error_of("ingest", str(town / "pipe.txt"), "--model", tiny)
+
+    def test_what_is_not_utf_8_does_not_stop_the_others(self, town: Path, tiny: str) -> None:
+        (town / "latin.txt").write_bytes("Größe".encode("latin-1"))
+        found = self.skipped(str(town), "--model", tiny, code=1)
+        assert "cannot be read as UTF-8 text" in found["latin.txt"]
+        line = error_of("ingest", str(town / "latin.txt"), "--model", tiny)
+        assert "none of the 1 documents can be read" in line and "UTF-8" in line
+
+    def test_a_name_that_is_not_utf_8(self, town: Path, tiny: str) -> None:
+        Path(os.fsdecode(os.fsencode(town) + b"/\xff.txt")).write_text("Some text.")
+        (why,) = self.skipped(str(town), "--model", tiny, code=1).values()
+        assert why == "its name is not UTF-8"
+
+    def test_thousands_are_counted(self, town: Path, tiny: str) -> None:
+        for number in range(30):
+            (town / f"{number}.txt").symlink_to("gone.txt")
+        result = run("ingest", str(town), "--model", tiny)
+        assert result.stderr.count("symbolic link") == 10
+        assert "skipped 30 files in all" in result.stderr
+
+
+def test_the_records_of_an_emptied_document_go(town: Path, tiny: str) -> None:
+    ran("ingest", str(town), "--model", tiny)
+    (town / "krasplex-systems.txt").write_text("")
+    ran("ingest", str(town), "--model", tiny)
+    collection = open_collection(Path(".samkv/chroma").resolve(), "documents", create=False)
+    assert collection.count() == len(RECORDS) - 1
