@@ -23,6 +23,7 @@ PRINTED = {  # by the snippets of a page, one after the other
     "langchain": ("Vasumex Trading", "Hadorix Press"),
     "llama-index": ("Vasumex Trading", "Hadorix Press"),
     "methods": (),
+    "security": ("'tenant-7']",),
     "troubleshooting": ("1 0 False", "1 1 True"),
 }
 
