@@ -111,8 +111,7 @@ class CellBench:
             disk.chunk_files(store), cold=cell.page_cache == "cold", repeats=config.repeats
         )
         picked = random.Random(config.seed).sample(self._chunks, cell.n_cached)
-        for text in set(self._chunks) - set(picked):
-            store.delete(engine.key_of(text))
+        store.delete(*(engine.key_of(text) for text in set(self._chunks) - set(picked)))
         self._keys = set(store.keys())
 
     def measure(self, methods: Mapping[str, Method]) -> dict[tuple[str, int], Measured]:
@@ -153,8 +152,7 @@ class CellBench:
     def _restore(self) -> None:
         """Delete what a question has left in the store and in memory."""
         self._engine.prefixes.clear()
-        for key in set(self._store.keys()) - self._keys:
-            self._store.delete(key)
+        self._store.delete(*(set(self._store.keys()) - self._keys))
 
 
 def rows_of(

@@ -74,5 +74,4 @@ class QuestionCaches:
         shared = engine.cache_chunks(self._calibration)
         own = engine.cache_chunks(question.documents)
         yield engine
-        for key in set(own) - set(shared):
-            self._store.delete(key)
+        self._store.delete(*(set(own) - set(shared)))

@@ -215,7 +215,10 @@ class Store(Protocol):
     def keys(self, fingerprint: Fingerprint | None = None) -> list[str]:
         """Sorted keys of the chunks of one fingerprint, or of all."""
 
-    def known_keys(self, fingerprint: Fingerprint) -> list[str]:
+    def same_texts(self, *keys: str) -> set[str]:
+        """These keys, and those of all chunks of any fingerprint that have a text of theirs."""
+
+    def known_keys(self, fingerprint: Fingerprint | None = None) -> list[str]:
         """Sorted keys of the chunks whose text is known, also without a cache: evicted or lost."""
 
     def agree_block_size(self, fingerprint: Fingerprint, size: int) -> int:

@@ -274,8 +274,11 @@ class ChunkStore:
     def keys(self, fingerprint: Fingerprint | None = None) -> list[str]:
         return self.index.keys(self._namespace, fingerprint.digest if fingerprint else None)
 
-    def known_keys(self, fingerprint: Fingerprint) -> list[str]:
-        return self.index.known(self._namespace, fingerprint.digest)
+    def known_keys(self, fingerprint: Fingerprint | None = None) -> list[str]:
+        return self.index.known(self._namespace, fingerprint.digest if fingerprint else None)
+
+    def same_texts(self, *keys: str) -> set[str]:
+        return self.index.same_texts(self._namespace, keys)
 
     def agree_block_size(self, fingerprint: Fingerprint, size: int) -> int:
         name = f"block-size {_without_block_size(fingerprint)} {self._namespace}"

@@ -64,6 +64,10 @@ class Index:
         )
         return [key for (key,) in rows]
 
+    def same_texts(self, namespace: str, keys: Sequence[str]) -> set[str]:
+        """See `Store.same_texts`."""
+        return self.database.read(lambda c: tables.same_texts(c, namespace, keys))
+
     def places(self, namespace: str | None = None, *states: int) -> list[tuple[str, str, str]]:
         """(digest, key, namespace) of chunks in these states, those used last first."""
         marks = ", ".join("?" * len(states))
@@ -150,11 +154,12 @@ class Index:
 
     # -- what requests used ---------------------------------------------------------------------
 
-    def known(self, namespace: str, digest: str) -> list[str]:
+    def known(self, namespace: str, digest: str | None) -> list[str]:
         """Sorted keys of the chunks that there is a text of, with a cache or without one."""
         rows = self.database.read(
             lambda c: c.execute(
-                "SELECT DISTINCT key FROM texts WHERE namespace = ? AND digest = ? ORDER BY key",
+                "SELECT DISTINCT key FROM texts WHERE namespace = ? "
+                "AND digest = coalesce(?, digest) ORDER BY key",
                 [namespace, digest],
             ).fetchall()
         )

@@ -244,9 +244,19 @@ class MemoryStore:
         wanted = fingerprint.digest if fingerprint else None
         return sorted({key for digest, key in list(self._chunks) if wanted in (None, digest)})
 
-    def known_keys(self, fingerprint: Fingerprint) -> list[str]:
+    def known_keys(self, fingerprint: Fingerprint | None = None) -> list[str]:
+        wanted = fingerprint.digest if fingerprint else None
         with self._changing:
-            return sorted(key for key, held in self._texts.items() if fingerprint.digest in held)
+            return sorted(k for k, held in self._texts.items() if wanted is None or wanted in held)
+
+    def same_texts(self, *keys: str) -> set[str]:
+        with self._changing:
+            texts = {text for key in keys for text in self._bodies(key)}
+            return {*keys, *(key for key in self._texts if texts & self._bodies(key))}
+
+    def _bodies(self, key: str) -> set[str]:
+        of_key = self._texts.get(key, {}).values()
+        return {normalise(text) for texts in of_key for text in texts}
 
     def agree_block_size(self, fingerprint: Fingerprint, size: int) -> int:
         return self._block_sizes.setdefault(_without_block_size(fingerprint), size)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,6 +100,23 @@ def add_text(
         [namespace, digest, encode(form), key, None if text == form else encode(text), new_id,
          encode(form[:LOOKUP_CHARS]), len(form)],
     )  # fmt: skip
+
+
+def same_texts(connection: sqlite3.Connection, namespace: str, keys: Sequence[str]) -> set[str]:
+    """These keys, and those of all chunks that have a text of theirs."""
+    found = set(keys)
+    for key in keys:
+        for form, text in connection.execute(
+            "SELECT form, body FROM texts WHERE key = ? AND namespace = ?", [key, namespace]
+        ).fetchall():
+            wanted = normalise(body(form, text))
+            alike = connection.execute(
+                "SELECT key, form, body FROM texts WHERE namespace = ? AND form = ? "
+                "AND digest IN (SELECT digest FROM fingerprints)",
+                [namespace, form],
+            )
+            found |= {k for k, *row in alike if normalise(body(*row)) == wanted}
+    return found
 
 
 def forget_texts(

@@ -113,20 +113,23 @@ class ChromaLink:
         rows: Sequence[Metadata | None] = [None] * len(ids) if metadatas is None else metadatas
         _check_lengths(ids, texts, embeddings, rows)
         self._records.check_sizes(embeddings)
-        store = self.engine.store
-        bytes_before = store.stats().bytes
         # Everything is looked at before anything is computed or written.
         chunks = self._look_up(ids, texts, rows, without_cache)
-        missed = {chunk.key for chunk in chunks if chunk and chunk.state == "missed"}
+        missed = {chunk.key: chunk for chunk in chunks if chunk and chunk.state == "missed"}
         replaced = self._write(ids, texts, embeddings, rows, chunks, progress)
-        bytes_after = store.stats().bytes
         self.release(replaced)
+        store, fingerprint = self.engine.store, self.engine.fingerprint
         return IngestResult(
             n_records=len(ids),
             n_cached=len(missed),
             n_hit=sum(chunk is not None for chunk in chunks) - len(missed),
+            n_evicted=sum(
+                store.is_evicted(key, fingerprint)
+                for key in {chunk.key for chunk in chunks if chunk}
+                if missed  # or nothing was written that needed room
+            ),
             seconds=time.perf_counter() - began,
-            bytes_on_disk=bytes_after - bytes_before,
+            bytes_on_disk=self.engine.chunks.n_bytes(list(missed.values())),
         )
 
     def _look_up(
@@ -216,20 +219,30 @@ class ChromaLink:
     def release(self, keys: Iterable[str]) -> int:
         """Delete the caches of ``keys`` that no record references; returns how many there were.
 
-        A record of any collection of this database counts if its metadata hold the key. One that
-        was written without it counts from the next `sync` on.
+        What other models made of the same texts goes too, and with all of them the texts. A record
+        of any collection of this database counts if its metadata hold the key. One that was written
+        without it counts from the next `sync` on.
 
         Raises:
             StoreError: a cache cannot be deleted.
         """
-        unreferenced = set(keys)
-        for collection in self._records.collections() if unreferenced else ():
-            asked = sorted(unreferenced)
+        unreferenced = self._unreferenced(set(keys))
+        if not unreferenced:
+            return 0
+        store = self.engine.store
+        of_others = store.same_texts(*unreferenced) - unreferenced
+        unreferenced |= self._unreferenced(of_others)
+        self.engine.prefixes.clear()  # what they were must not be held in memory either
+        return store.delete(*sorted(unreferenced))
+
+    def _unreferenced(self, keys: set[str]) -> set[str]:
+        """Those of ``keys`` that no record of any collection has."""
+        left = set(keys)
+        for collection in self._records.collections() if left else ():
+            asked = sorted(left)
             for part in self._records.slices(len(asked)):
-                unreferenced -= self._referenced(collection, asked[part])
-        if unreferenced:  # what they were must not be held in memory either
-            self.engine.prefixes.clear()
-        return self.engine.store.delete(*sorted(unreferenced))
+                left -= self._referenced(collection, asked[part])
+        return left
 
     def _referenced(self, collection: Collection, keys: list[str]) -> set[str]:
         """Those of ``keys`` that a record of ``collection`` has."""
@@ -278,11 +291,12 @@ class ChromaLink:
 
         It may be interrupted at any moment, and goes on from there when it is called again; while
         nothing changes a second call does nothing. Caches count as there if their file is: whether
-        files are sound is not looked at.
+        files are sound is not looked at. A cache that was evicted for want of room is left so, or
+        it would push out another one, and that one it: a question that needs it computes it.
 
         build_missing: whether to cache the chunks that are not.
-        prune: whether to delete the caches that nothing references: of this engine's fingerprint
-            and this store's namespace, and of a text that is in no collection of this database.
+        prune: whether to delete what nothing references: caches and texts of this store's
+            namespace, whatever model they are of, whose text is in no collection of this database.
         grace_s: seconds for which a cache is kept all the same, because the record that it was
             made for may be about to be written.
         progress: whether to show a progress bar, on standard error.

@@ -82,6 +82,13 @@ class Records:
         ids: list[str] = self.read(self.collection, where=where, include=[])["ids"]
         return ids
 
+    def keys(self) -> set[str]:
+        """The keys that the records name."""
+        ids, keys = self.ids(None), set()
+        for part in self.slices(len(ids)):
+            keys |= keys_in(self.read(self.collection, ids=ids[part], include=["metadatas"]))
+        return keys
+
     def slices(self, n_records: int) -> Iterator[slice]:
         """Pages of what Chroma is given or asked for at once."""
         with chroma_errors("Chroma does not say how much it takes at once"):

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    pass
+from typing import Any
 
 Metadata = Mapping[str, Any]
 
@@ -18,13 +15,15 @@ class IngestResult:
 
     n_cached: chunks that were read by the model, those with a broken cache among them. n_hit:
     records whose chunk was cached before, or stood in the same call already. Records without a
-    cache are in neither. bytes_on_disk: bytes added to the store, before what replaced records had
+    cache are in neither. n_evicted: chunks of this call that had gone again at its end, for want of
+    room. bytes_on_disk: what the caches that were written take, before what replaced records had
     was released.
     """
 
     n_records: int
     n_cached: int
     n_hit: int
+    n_evicted: int = 0
     seconds: float
     bytes_on_disk: int
 
@@ -35,8 +34,9 @@ class SyncResult:
 
     n_records: records of the collection. n_cached: chunks that were read by the model. n_linked:
     records whose key was absent or wrong, and was set. n_skipped: records without a text, or with
-    one that can be no chunk, such as one longer than the context window. n_pruned: chunk caches
-    that nothing referenced, deleted. n_in_grace: the same, kept because they are young.
+    one that can be no chunk, such as one longer than the context window. n_evicted: chunks whose
+    cache went for want of room, and which were left so. n_pruned: chunks that nothing referenced,
+    deleted. n_in_grace: the same, kept because they are young.
     bytes_freed: what the store shrank by while it was pruned.
     """
 
@@ -44,6 +44,7 @@ class SyncResult:
     n_cached: int
     n_linked: int
     n_skipped: int
+    n_evicted: int
     n_pruned: int
     n_in_grace: int
     bytes_freed: int

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Sequence
+from hashlib import blake2b
 from typing import TYPE_CHECKING
 
 from tqdm.auto import tqdm
@@ -30,6 +31,7 @@ class Sync:
         self._engine = engine
         self._owner = owner
         self._build_missing = build_missing
+        self._texts: set[bytes] = set()  # what the records say, by digest
 
     def run(self, *, grace_s: float | None, progress: bool) -> SyncResult:
         """Sync all records; then prune, unless ``grace_s`` is None."""
@@ -52,6 +54,7 @@ class Sync:
             n_cached=done["cached"],
             n_linked=done["linked"],
             n_skipped=done["skipped"],
+            n_evicted=done["evicted"],
             n_pruned=done["pruned"],
             n_in_grace=done["in_grace"],
             bytes_freed=done["bytes_freed"],
@@ -66,7 +69,7 @@ class Sync:
         documents, metadatas = rows["documents"], rows["metadatas"]
         assert documents is not None and metadatas is not None  # they were asked for
         chunks = self._chunks_of(rows["ids"], documents)
-        missed = [chunk for chunk in chunks.values() if chunk and chunk.state == "missed"]
+        missed, evicted = self._missed([chunk for chunk in chunks.values() if chunk])
         if self._build_missing:
             self._engine.chunks.compute(missed)
         linked = {
@@ -86,8 +89,17 @@ class Sync:
             cached=len({chunk.key for chunk in missed}) if self._build_missing else 0,
             linked=sum(key is not None for key in linked.values()),
             skipped=sum(chunk is None for chunk in chunks.values()),
+            evicted=len(evicted),
         )
+        self._texts |= {_digest(text) for text in documents if text}
         return counts, {chunk.key for chunk in chunks.values() if chunk}
+
+    def _missed(self, chunks: Sequence[ChunkRef]) -> tuple[list[ChunkRef], set[str]]:
+        """Those without a cache, and the keys of those whose cache had to make room."""
+        store, fingerprint = self._engine.store, self._engine.fingerprint
+        missed = [chunk for chunk in chunks if chunk.state == "missed"]
+        evicted = {chunk.key for chunk in missed if store.is_evicted(chunk.key, fingerprint)}
+        return [chunk for chunk in missed if chunk.key not in evicted], evicted
 
     def _chunks_of(
         self, ids: Sequence[str], documents: Sequence[str | None]
@@ -103,40 +115,45 @@ class Sync:
         return {id_: at_place.get(place) for place, id_ in enumerate(ids)}
 
     def _prune(self, referenced: set[str], grace_s: float) -> Counter[str]:
-        """Deletes old caches that neither ``referenced`` nor another collection names."""
+        """Deletes what is old and neither ``referenced`` nor named by another collection."""
         self._owner.claim()  # another process may have become it since the link was made
-        store, fingerprint = self._engine.store, self._engine.fingerprint
+        store = self._engine.store
         for collection in self._records.collections():
             if collection.id != self._records.collection.id:
                 referenced = referenced | self._keys_of_texts(collection)
-        bytes_before = store.stats().bytes
-        n_pruned = n_in_grace = 0
-        for key in store.keys(fingerprint):
-            if key in referenced or not self._is_own(key):
+        doomed: list[str] = []
+        n_in_grace = 0
+        models = store.fingerprints()
+        for key in store.known_keys():
+            if key in referenced or self._has_record(key):
                 continue
-            age_s = store.age_s(key, fingerprint)
-            if age_s is None:  # another process deleted it
-                continue
-            if age_s < grace_s:
+            ages = [store.age_s(key, made_by) for made_by in models]
+            if any(age_s is not None and age_s < grace_s for age_s in ages):
                 n_in_grace += 1
-            else:
-                n_pruned += store.delete(key)
+            else:  # or there is its text alone
+                doomed.append(key)
+        bytes_before = store.stats().bytes
+        n_pruned = sum(store.delete(*doomed[part]) for part in self._records.slices(len(doomed)))
         # Another process may have added more than was deleted here.
-        freed = max(0, bytes_before - store.stats().bytes)
+        freed = max(0, bytes_before - store.stats().bytes) if doomed else 0
         return Counter(pruned=n_pruned, in_grace=n_in_grace, bytes_freed=freed)
 
-    def _is_own(self, key: str) -> bool:
-        """Whether a chunk belongs to this store's namespace, as far as its text can tell.
-
-        In another namespace the same text has another key, and other people's collections.
-        """
+    def _has_record(self, key: str) -> bool:
+        """Whether a record has the text of a chunk, which another model may have made."""
         text = self._engine.store.text(key)
-        return text is not None and self._engine.key_of(text) == key
+        return text is not None and _digest(text) in self._texts
 
     def _keys_of_texts(self, collection: Collection) -> set[str]:
         ids, keys = self._records.read(collection, include=[])["ids"], set()
         for part in self._records.slices(len(ids)):
             rows = self._records.read(collection, ids=ids[part], include=["documents"])
-            texts = (text for text in rows["documents"] or () if text and normalise(text))
+            texts = [text for text in rows["documents"] or () if text and normalise(text)]
             keys |= {self._engine.key_of(text) for text in texts}
+            self._texts |= {_digest(text) for text in texts}
         return keys
+
+
+def _digest(text: str) -> bytes:
+    """Stands for the body of a text in a few bytes."""
+    body = normalise(text).encode(errors="surrogatepass")
+    return blake2b(body, digest_size=16).digest()

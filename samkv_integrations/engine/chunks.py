@@ -22,6 +22,7 @@ from samkv_integrations.cache.bare import bare_form
 from samkv_integrations.cache.base import Store, StoredChunk
 from samkv_integrations.cache.blocks import BlockScheme
 from samkv_integrations.cache.chunk import ChunkRef
+from samkv_integrations.cache.file_format import FileLayout, text_bytes
 from samkv_integrations.cache.fingerprint import Fingerprint
 from samkv_integrations.cache.memory import MemoryChunk
 from samkv_integrations.cache.outage import Outage
@@ -358,6 +359,18 @@ class Chunks:
         with self._preparing:
             self._prepared.clear()
         return self._store.forget(bodies.__contains__, [ref.token_ids for ref in found])
+
+    def n_bytes(self, chunks: Sequence[ChunkRef]) -> int:
+        """What the files of these chunks take, each key once, whether or not they are there."""
+        made_by, namespace = self.fingerprint, self._store.namespace
+        named = {ref.key: ref for ref in chunks}
+        return sum(
+            FileLayout(
+                fingerprint=made_by, n_tokens=len(ref.token_ids), namespace=namespace,
+                n_text=len(text_bytes(ref.text)),
+            ).file_size(key)
+            for key, ref in named.items()
+        )  # fmt: skip
 
     # -- statistics -------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from samkv_integrations.errors import (
     MissingExtra,
     UnknownOption,
 )
-from tests.support.chroma_link import client_of
+from tests.support.chroma_link import any_bytes_of, client_of
 from tests.support.records import COMPLETION_TEMPLATE, RECORDS, TEXTS, builtin
 
 IDS = [record.name for record in RECORDS]
@@ -312,3 +313,78 @@ def _not_called(*arguments: object) -> None:
 
 def _dot(a: list[float], b: list[float]) -> float:
     return sum(x * y for x, y in zip(a, b, strict=True))
+
+
+class TestNothingIsLeft:
+    """Of texts that were deleted, anywhere in the folder of the store."""
+
+    @pytest.mark.parametrize("way", ["delete", "clear", "replace", "sync", "forget"])
+    def test_of_a_text(
+        self, link: ChromaLink, embedding: HashingEmbedding, way: str, tmp_path: Path
+    ) -> None:
+        link.add(IDS[:3], TEXTS[:3], embedding.embed(TEXTS[:3]))
+        other_model = Engine(builtin(), ChunkStore(tmp_path / "kv"), block_size=16)
+        other_model.cache_chunks(TEXTS[:2])
+        assert any_bytes_of(link, TEXTS[0])
+        if way == "delete":
+            link.delete(IDS[:1])
+        elif way == "clear":
+            link.clear()
+        elif way == "replace":
+            link.add(IDS[:1], TEXTS[4:5], embedding.embed(TEXTS[4:5]))
+        else:
+            link.collection.delete(ids=IDS[:1])
+            link.engine.forget(TEXTS[:1]) if way == "forget" else link.sync(grace_s=0)
+        assert not any_bytes_of(link, TEXTS[0])
+        assert bool(any_bytes_of(link, TEXTS[1])) == (way != "clear")
+        assert other_model.is_cached(TEXTS[1]) == (way != "clear")
+
+    def test_a_cache_of_another_model_that_a_record_needs(
+        self, link: ChromaLink, embedding: HashingEmbedding, tmp_path: Path
+    ) -> None:
+        other = Engine(builtin(), ChunkStore(tmp_path / "kv"), block_size=16)
+        theirs = ChromaLink(open_collection(tmp_path / "chroma", "country", create=True), other)
+        for one in (link, theirs):
+            one.add(IDS[:1], TEXTS[:1], embedding.embed(TEXTS[:1]))
+        assert link.clear() == 1
+        assert not link.engine.is_cached(TEXTS[0]) and other.is_cached(TEXTS[0])
+        assert theirs.clear() == 1
+        assert not any_bytes_of(link, TEXTS[0])
+
+    @pytest.mark.slow
+    def test_of_chroma_s_own_file_when_it_is_vacuumed(
+        self, link: ChromaLink, embedding: HashingEmbedding, tmp_path: Path
+    ) -> None:
+        """As docs/security.md says; a log of the last writes is all that keeps a text."""
+        link.add(IDS[:3], TEXTS[:3], embedding.embed(TEXTS[:3]))
+        client_of(link.collection).delete_collection("town")
+        chroma = Path(sysconfig.get_path("scripts")) / "chroma"
+        vacuum = [str(chroma), "vacuum", "--path", str(tmp_path / "chroma"), "--force"]
+        done = subprocess.run(vacuum, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        held = [f for f in (tmp_path / "chroma").rglob("*") if f.is_file()]
+        assert held and not [f for f in held if TEXTS[0].encode()[10:40] in f.read_bytes()]
+
+
+def test_no_figures_of_others_are_asked_for(
+    link: ChromaLink, embedding: HashingEmbedding, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was written is known; before, all that the store holds was counted, twice."""
+    link.engine.cache_chunks(TEXTS[3:4])
+    before = link.engine.store.stats().bytes
+    with monkeypatch.context() as without:
+        without.setattr(link.engine.store, "stats", _not_called)
+        result = link.add(IDS[:2], TEXTS[:2], embedding.embed(TEXTS[:2]))
+    assert result.bytes_on_disk == link.engine.store.stats().bytes - before > 0
+
+
+def test_many_caches_are_deleted_at_once(
+    link: ChromaLink, embedding: HashingEmbedding, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link.add(IDS, TEXTS, embedding.embed(TEXTS))
+    calls, delete = [], link.engine.store.delete
+    monkeypatch.setattr(
+        link.engine.store, "delete", lambda *keys: (calls.append(keys), delete(*keys))[1]
+    )
+    link.clear()
+    assert [len(keys) for keys in calls] == [len(set(TEXTS))]

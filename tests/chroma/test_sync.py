@@ -15,12 +15,11 @@ from chromadb.config import Settings
 
 import samkv_integrations.engine.chunks
 from samkv_integrations import ChunkStore, Engine, MemoryStore
-from samkv_integrations.cache.upkeep import gc
 from samkv_integrations.chroma.client import collection_names, connect_collection, open_collection
 from samkv_integrations.chroma.link import ChromaLink
 from samkv_integrations.chroma.results import KEY_FIELD, SyncResult
 from samkv_integrations.errors import InvalidChunk, InvalidOption, StoreError, UnknownOption
-from tests.support.chroma_link import IDS, VECTOR, add_raw, client_of, link_of
+from tests.support.chroma_link import IDS, VECTOR, add_raw, any_bytes_of, client_of, link_of
 from tests.support.chroma_server import HOST, free_port
 from tests.support.records import TEXTS, builtin
 
@@ -54,6 +53,16 @@ def counts(result: SyncResult) -> tuple[int, ...]:
         result.n_records, result.n_cached, result.n_linked, result.n_skipped,
         result.n_pruned, result.n_in_grace,
     )  # fmt: skip
+
+
+def evict_one(link: ChromaLink, *texts: str) -> tuple[str, ...]:
+    """Leaves no room for the first one's cache; the texts, that one first."""
+    engine = link.engine
+    assert isinstance(engine.store, ChunkStore)
+    engine.store.set_budget(max_bytes=engine.store.stats().bytes - 1)
+    gone = [text for text in texts if not engine.is_cached(text)]
+    assert len(gone) == 1
+    return *gone, *(text for text in texts if text not in gone)
 
 
 def grow_old(link: ChromaLink, *texts: str, seconds: float = 7200) -> None:
@@ -153,6 +162,38 @@ class TestBuildAndLink:
             assert not captured.out
 
 
+class TestBudget:
+    def test_what_had_to_make_room_is_not_computed_again(
+        self, link: ChromaLink, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Or it would push out what is needed, and the next sync that again."""
+        add(link, {"a": TEXTS[0], "b": TEXTS[1], "c": TEXTS[2]})
+        gone, *left = evict_one(link, *TEXTS[:3])
+        result = link.sync(grace_s=0)
+        assert (result.n_evicted, result.n_cached, result.n_pruned) == (1, 0, 0)
+        assert cached(link) == keys_of(link, *left)
+        link.sync(build_missing=False)
+        # what was lost otherwise is computed
+        store, fingerprint = link.engine.store, link.engine.fingerprint
+        store.file(link.engine.key_of(left[0]), fingerprint.digest).unlink()  # type: ignore[attr-defined]
+        store.set_budget(None)  # type: ignore[attr-defined]
+        result = link.sync()
+        assert (result.n_evicted, result.n_cached) == (1, 1)
+        # and so is what somebody adds
+        add(link, {gone: gone})
+        assert link.engine.is_cached(gone)
+
+    def test_an_ingest_that_has_no_room_for_all(self, link: ChromaLink) -> None:
+        add(link, {str(n): f"{TEXTS[n % 6]} {n}" for n in range(8)})
+        store = link.engine.store
+        assert isinstance(store, ChunkStore)
+        store.set_budget(max_bytes=store.stats().bytes)
+        texts = [f"{TEXTS[n % 6]} {n}" for n in range(10, 22)]
+        result = link.add(texts, texts, [VECTOR] * len(texts))
+        assert result.n_cached == 12 and result.n_evicted >= 4
+        assert result.n_evicted == sum(not link.engine.is_cached(text) for text in texts)
+
+
 class TestPrune:
     def test_deletes_what_a_raw_delete_left(self, link: ChromaLink) -> None:
         add(link, {"a": TEXTS[0], "b": TEXTS[1], "c": TEXTS[0]})
@@ -208,17 +249,34 @@ class TestPrune:
         assert counts(link.sync(grace_s=0))[4] == 2
         assert not cached(link)
 
-    def test_other_namespaces_and_fingerprints_are_left_alone(
-        self, link: ChromaLink, tmp_path: Path
-    ) -> None:
+    def test_other_namespaces_are_left_alone(self, link: ChromaLink, tmp_path: Path) -> None:
         tenant = Engine(builtin(), ChunkStore(tmp_path / "kv", namespace="tenant"), block_size=8)
-        other_blocks = Engine(builtin(), ChunkStore(tmp_path / "kv"), block_size=16)
-        assert tenant.fingerprint == link.engine.fingerprint != other_blocks.fingerprint
-        for engine in (tenant, other_blocks, link.engine):
+        for engine in (tenant, link.engine):
             engine.cache_chunks([TEXTS[0]])
         assert counts(link.sync(grace_s=0)) == (0, 0, 0, 0, 1, 0)
-        assert cached(link) == set() and tenant.store.keys() == [tenant.key_of(TEXTS[0])]
-        assert other_blocks.issue_handle(TEXTS[0])
+        assert not cached(link) and tenant.is_cached(TEXTS[0])
+
+    def test_caches_of_other_models_go_with_the_last_record(
+        self, link: ChromaLink, tmp_path: Path
+    ) -> None:
+        """Before, they stayed for good, and with them the text."""
+        other = Engine(builtin(), ChunkStore(tmp_path / "kv"), block_size=16)
+        assert other.fingerprint != link.engine.fingerprint
+        neighbour = link_of(tmp_path, "country")
+        other.cache_chunks([TEXTS[0], TEXTS[1], f"{TEXTS[2]}\n"])
+        add_raw(link, {"a": TEXTS[0]})
+        add_raw(neighbour, {"z": f" {TEXTS[2]}"})
+        assert counts(link.sync(build_missing=False))[4:] == (0, 1)  # young
+        assert counts(link.sync(build_missing=False, grace_s=0))[4:] == (1, 0)
+        assert [other.is_cached(text) for text in TEXTS[:3]] == [True, False, True]
+
+    def test_a_text_whose_cache_went_for_want_of_room(self, link: ChromaLink) -> None:
+        add(link, {"a": TEXTS[0], "b": TEXTS[1]})
+        gone, left = evict_one(link, *TEXTS[:2])
+        link.collection.delete(ids=["a", "b"])
+        assert link.engine.store.text(link.engine.key_of(gone)) == gone
+        assert counts(link.sync(grace_s=0))[4] == 2
+        assert not any_bytes_of(link, gone) and not any_bytes_of(link, left)
 
     def test_in_memory(self) -> None:
         client = chromadb.EphemeralClient(settings=Settings(anonymized_telemetry=False))
@@ -384,13 +442,12 @@ class TestTrouble:
         with pytest.raises(StoreError, match="cannot delete .*: Permission denied; next step"):
             link.delete(["a"])
         assert set(linked(link)) == {"b"}
-        assert cached(link) == {link.engine.key_of(TEXTS[1])}, "the text has gone, if not the file"
+        assert link.engine.store.text(link.engine.key_of(TEXTS[0])) is None
         assert link.engine.cache_chunks([TEXTS[1]])[0]  # a hit needs no permission
         monkeypatch.undo()
-        store = link.engine.store
-        assert isinstance(store, ChunkStore)
-        gc(store)
-        assert len(list(store.path.glob("*/*/*.safetensors"))) == 1
+        assert any_bytes_of(link, TEXTS[0])
+        ChunkStore(link.engine.store.path)  # type: ignore[attr-defined]
+        assert not any_bytes_of(link, TEXTS[0])  # the next start has finished it
 
     def test_a_collection_that_was_deleted(self, link: ChromaLink) -> None:
         client_of(link.collection).delete_collection("town")

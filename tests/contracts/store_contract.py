@@ -407,6 +407,30 @@ class StoreContract:
         store.delete(chunks[0].key)
         assert store.known_keys(TINY) == store.keys(TINY)
 
+    def test_knows_the_texts_of_all_models(self, store: Store) -> None:
+        assert store.known_keys() == []
+        made_by = [TINY, replace(TINY, block_size=8), replace(TINY, weights="w1")]
+        texts = ["The first text of all three.", " The first text of all three.\n", "Another one."]
+        chunks = [
+            replace(chunk_for(store, seed, fingerprint=each), text=text)
+            for seed, (each, text) in enumerate(zip(made_by, texts, strict=True))
+        ]
+        for chunk in chunks:
+            store.put(chunk)
+        first, second, third = (chunk.key for chunk in chunks)
+        assert store.known_keys() == store.keys() == sorted([first, second, third])
+        assert store.same_texts(first) == store.same_texts(second) == {first, second}
+        assert store.same_texts(third, "f" * 32) == {third, "f" * 32}
+        assert store.same_texts() == set()
+        store.put_text(first, TINY, "Another one.")  # some tokens have two texts
+        assert store.same_texts(first) == {first, second, third}
+
+    def test_texts_of_other_namespaces_are_not_the_same(self, make: Callable[..., Store]) -> None:
+        mine, theirs = make(), make(namespace="tenant")
+        for store in (mine, theirs):
+            store.put(chunk_for(store, 1))
+        assert mine.same_texts(*mine.keys()) == set(mine.keys())
+
     @pytest.mark.parametrize("namespace", [None, 3, "x" * 1001, "\ud800"])
     def test_refuses_a_namespace_that_is_no_name(
         self, make: Callable[..., Store], namespace: object

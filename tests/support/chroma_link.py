@@ -34,3 +34,12 @@ def add_raw(link: ChromaLink, texts: dict[str, str | None], **metadata: Any) -> 
 def client_of(collection: Any) -> Any:
     """The client behind a collection, to which Chroma has no public way."""
     return collection._client
+
+
+def any_bytes_of(link: ChromaLink, text: str) -> list[str]:
+    """Files of the store that hold the text, or a good part of it."""
+    assert isinstance(link.engine.store, ChunkStore)
+    part = text.encode()[len(text) // 4 : len(text) // 2]
+    assert len(part) > 8
+    files = [file for file in link.engine.store.path.rglob("*") if file.is_file()]
+    return [str(file) for file in files if part in file.read_bytes()]

@@ -73,8 +73,7 @@ class Quickstart:
         Raises EmptyInput if they hold no text.
         """
         began = time.perf_counter()
-        store = self.engine.store
-        keys, n_bytes = set(store.keys(self.engine.fingerprint)), store.stats().bytes
+        keys = set(self.engine.store.keys())
         documents = [
             Document(text=text, metadata={"source": file.name})
             for file in files
@@ -95,14 +94,15 @@ class Quickstart:
         )
         if of_earlier_runs:  # only now, so that caches of texts that are there still stay
             vector_store.delete_nodes(of_earlier_runs)
-        n_records = self._collection.count()
-        n_cached = len(set(store.keys(self.engine.fingerprint)) - keys)
+        found = self._collection.get(include=["documents"])["documents"] or ()
+        records = self.engine.chunks.refer([text or "" for text in found])
+        cached = {ref.key: ref for ref in records if ref.key not in keys}
         return IngestResult(
-            n_records=n_records,
-            n_cached=n_cached,
-            n_hit=n_records - n_cached,
+            n_records=len(records),
+            n_cached=len(cached),
+            n_hit=len(records) - len(cached),
             seconds=time.perf_counter() - began,
-            bytes_on_disk=store.stats().bytes - n_bytes,
+            bytes_on_disk=self.engine.chunks.n_bytes(list(cached.values())),
         )
 
     def ask(self, question: str, method: str) -> Reply:
