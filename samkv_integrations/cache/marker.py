@@ -69,7 +69,7 @@ def _read_marker(marker: Path) -> tuple[int, str | None]:
         version, check = fields["format_version"], fields.get("secret_check")
         if type(version) is not int or not isinstance(check, str | None):
             raise TypeError(fields)
-        if version >= _CHECKED_SINCE and check is None:
+        if _CHECKED_SINCE <= version <= FORMAT_VERSION and check is None:
             raise LookupError("secret_check")
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise StoreError(

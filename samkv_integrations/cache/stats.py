@@ -34,6 +34,12 @@ class FingerprintStats:
     evicted: int = 0
     corrupt: int = 0
 
+    @property
+    def hit_rate(self) -> float | None:
+        """Share of the chunks of prompts that were answered from a cache; None before any."""
+        asked = self.hits + self.misses
+        return self.hits / asked if asked else None
+
 
 @dataclass(frozen=True, kw_only=True)
 class StoreStats:

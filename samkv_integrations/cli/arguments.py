@@ -37,6 +37,10 @@ CostFolder = Annotated[
 ]
 
 Paths = Annotated[list[Path], typer.Argument(help="Files or folders (.txt, .md).")]
+IngestBudget = Annotated[
+    str | None,
+    typer.Option("--max-bytes", help="What all caches may take on disk from now on: 20GB."),
+]
 ChunkSize = Annotated[int, typer.Option(help="Longest chunk, in the model's tokens.")]
 
 Collections = Annotated[
@@ -54,6 +58,19 @@ Grace = Annotated[
 ]
 Prune = Annotated[bool, typer.Option(help="Delete caches that no record uses.")]
 Build = Annotated[bool, typer.Option(help="Cache the chunks that are not.")]
+Repair = Annotated[bool, typer.Option("--repair", help="Move damaged caches away.")]
+Budget = Annotated[
+    str | None, typer.Option("--max-bytes", help="A size such as 20GB, or none. Default: show it.")
+]
+BudgetNamespace = Annotated[
+    str | None, typer.Option("--namespace", help="The quota of this namespace, not that of all.")
+]
+WarmBytes = Annotated[str | None, typer.Option("--bytes", help="Read no more, such as 4GB.")]
+NewArchive = Annotated[Path, typer.Argument(help="The file to make.", metavar="FILE")]
+Archive = Annotated[Path, typer.Argument(help="What 'samkv store export' wrote.", metavar="FILE")]
+OnlyModel = Annotated[
+    str | None, typer.Option("--model", help="Take the caches of this model only.")
+]
 
 QuestionText = Annotated[str | None, typer.Argument(help="What to ask.")]
 QuestionFile = Annotated[

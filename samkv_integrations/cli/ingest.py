@@ -17,6 +17,7 @@ from samkv_integrations.cli import arguments as args
 from samkv_integrations.cli import tables
 from samkv_integrations.cli.documents import Read, Skipped, find_documents, read_chunks
 from samkv_integrations.cli.loading import engine_of
+from samkv_integrations.cli.sizes import bytes_of
 from samkv_integrations.embedding import HashingEmbedding
 
 SOME_UNREADABLE = 1
@@ -30,7 +31,7 @@ def ingest(
     collection: args.Collection = "documents", folder: args.Folder = Path(".samkv"),
     model: args.ModelName = "builtin", device: args.Device = "auto", dtype: args.Dtype = "auto",
     store_bits: args.StoreBits = DEFAULT_STORE_BITS, chunk_size: args.ChunkSize = 512,
-    as_json: args.Json = False,
+    max_bytes: args.IngestBudget = None, as_json: args.Json = False,
 ) -> None:  # fmt: skip
     """Read documents once, and keep what the model made of them.
 
@@ -38,7 +39,8 @@ def ingest(
     ingested.
     """
     found = find_documents(paths, leave_out=folder)
-    engine = engine_of(model, folder / "kv", device, dtype, store_bits)
+    limit = None if max_bytes is None else bytes_of("--max-bytes", max_bytes)
+    engine = engine_of(model, folder / "kv", device, dtype, store_bits, limit)
     read = read_chunks(found.files, engine.model, chunk_size)
     chunks, skipped = read.chunks, [*found.skipped, *read.skipped]
     opened = open_collection(folder / "chroma", collection, create=True)
@@ -65,6 +67,11 @@ def ingest(
             f"{done.n_cached} prefilled, {done.n_hit} already cached"
         )
         out.print(f"{figures.seconds(done.seconds)}, {figures.size(done.bytes_on_disk)} added")
+        if done.n_evicted:
+            out.print(
+                f"{done.n_evicted} of these chunks had to make room again, and will be computed "
+                "when they are asked for; 'samkv store budget' gives more room"
+            )
     if any(one.is_failure for one in skipped):
         raise typer.Exit(SOME_UNREADABLE)
 

@@ -19,10 +19,19 @@ def use_threads_for(model: str) -> None:
         torch.set_num_threads(1)
 
 
-def engine_of(model: str, store: Path, device: str, dtype: str, store_bits: int) -> Engine:
-    """An engine whose chunk caches are in the folder ``store``, which is made if it is missing."""
+def engine_of(
+    model: str, store: Path, device: str, dtype: str, store_bits: int, max_bytes: int | None = None
+) -> Engine:
+    """An engine whose chunk caches are in the folder ``store``, which is made if it is missing.
+
+    max_bytes: what they may take from now on; None for what was said before.
+    """
     use_threads_for(model)
     check_store_bits(store_bits)  # before a folder is made
     return Engine.from_pretrained(
-        model, ChunkStore(store), device=device, dtype=dtype, store_bits=store_bits
+        model,
+        ChunkStore(store, max_bytes=max_bytes),
+        device=device,
+        dtype=dtype,
+        store_bits=store_bits,
     )

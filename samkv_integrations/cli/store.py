@@ -10,7 +10,6 @@ import typer
 
 from samkv_integrations import figures
 from samkv_integrations.cache.chunk import normalise
-from samkv_integrations.cache.disk import ChunkStore
 from samkv_integrations.cache.fingerprint import FORMAT_VERSION
 from samkv_integrations.cache.quantise import DEFAULT_STORE_BITS
 from samkv_integrations.chroma.client import collection_names, open_collection
@@ -19,32 +18,44 @@ from samkv_integrations.chroma.results import SyncResult
 from samkv_integrations.cli import arguments as args
 from samkv_integrations.cli import tables
 from samkv_integrations.cli.loading import engine_of
+from samkv_integrations.cli.store_archive import export, import_
+from samkv_integrations.cli.store_care import budget, gc, verify, warm
+from samkv_integrations.cli.stores import store_in
 from samkv_integrations.documents import read_text
-from samkv_integrations.errors import EmptyInput, InvalidOption
+from samkv_integrations.errors import EmptyInput
 
 app = typer.Typer(help="Look into the folder of chunk caches.", no_args_is_help=True)
 
 
 @app.command()
 def stats(folder: args.Folder = Path(".samkv"), as_json: args.Json = False) -> None:
-    """Show what the chunk caches of a folder take."""
-    path = _caches_in(folder)
-    rows = [asdict(row) for row in ChunkStore(path).stats().rows]
+    """Show what the chunk caches of a folder take and how often they were used.
+
+    By model and namespace.
+    """
+    store = store_in(folder)
+    found = store.stats(everyone=True)
+    rows = [{**asdict(row), "hit_rate": row.hit_rate} for row in found.rows]
     if as_json:
         tables.write_json("store stats", None, rows)
         return
     out = tables.console()
     cells = [
-        (r["model"], r["dtype"], str(r["store_bits"]), str(r["block_size"]),
-         str(r["format_version"]), str(r["chunks"]), figures.size(r["bytes"]))
+        (repr(r["namespace"]), r["model"], r["dtype"], str(r["store_bits"]), str(r["block_size"]),
+         str(r["format_version"]), str(r["chunks"]), figures.size(r["bytes"]),
+         figures.percent(r["hit_rate"]), str(r["evicted"]), str(r["corrupt"]))
         for r in rows
     ]  # fmt: skip
-    titles = ("model", "dtype", "bits", "block size", "format", "chunks", "bytes")
-    out.print(tables.table(titles, cells, left=2))
-    out.print(f"\n{sum(r['chunks'] for r in rows)} chunks, "
-              f"{figures.size(sum(r['bytes'] for r in rows))} in {path}")  # fmt: skip
+    titles = (
+        "namespace", "model", "dtype", "bits", "block\nsize", "for-\nmat", "chunks", "bytes",
+        "hits", "evicted", "damaged",
+    )  # fmt: skip
+    out.print(tables.table(titles, cells, left=3, gap=1))
+    limit = "" if found.max_bytes is None else f" of {figures.size(found.max_bytes)}"
+    out.print(f"\n{found.n_chunks} chunks, {figures.size(found.bytes)}{limit} in {store.path}")
     if older := sum(r["chunks"] for r in rows if r["format_version"] < FORMAT_VERSION):
-        out.print(f"{older} chunks are of an older format and not used; ingest them again")
+        out.print(f"{older} chunks are of an older format and not used; ingest them again, and "
+                  "delete these: samkv store gc")  # fmt: skip
 
 
 @app.command()
@@ -90,31 +101,29 @@ def forget(
     bodies = {normalise(text) for text in texts or ()} - {""}
     if not documents and not bodies:
         raise EmptyInput("nothing to forget; name the files of documents, or give --text")
-    path = _caches_in(folder)
-    n_chunks = ChunkStore(path, namespace=namespace).forget(
+    store = store_in(folder, namespace)
+    n_chunks = store.forget(
         lambda body: body in bodies or bool(body) and any(body in text for text in documents)
     )
     if as_json:
         tables.write_json("store forget", None, [{"n_chunks": n_chunks}])
         return
     tables.console().print(
-        f"{n_chunks} chunks deleted from {path}; records of a vector store are not touched"
+        f"{n_chunks} chunks deleted from {store.path}; records of a vector store are not touched"
     )
 
 
-def _caches_in(folder: Path) -> Path:
-    path = folder / "kv"
-    if not path.is_dir():
-        raise InvalidOption(f"{path} does not exist; give the --dir that 'samkv ingest' used")
-    return path
+for command in (gc, verify, budget, warm, export):
+    app.command()(command)
+app.command("import")(import_)
 
 
 def _show_sync(names: Sequence[str], done: Sequence[SyncResult], *, pruned: bool) -> None:
     out = tables.console()
-    columns = ("collection", "records", "cached", "linked", "skipped")
+    columns = ("collection", "records", "cached", "linked", "skipped", "evicted")
     cells = [
-        (name, *map(str, (row.n_records, row.n_cached, row.n_linked, row.n_skipped)))
-        for name, row in zip(names, done, strict=True)
+        (name, *map(str, (r.n_records, r.n_cached, r.n_linked, r.n_skipped, r.n_evicted)))
+        for name, r in zip(names, done, strict=True)
     ]
     out.print(tables.table(columns, cells))
     if pruned:

@@ -13,7 +13,10 @@ from samkv_integrations.engine.report import Report
 REPORT_FIELDS = set(Report.__dataclass_fields__)
 
 
-COMMANDS = {"methods", "doctor", "ingest", "ask", "quickstart", "store", "stats", "sync", "forget"}
+COMMANDS = {
+    "methods", "doctor", "ingest", "ask", "quickstart", "store", "stats", "sync", "forget",
+    "gc", "verify", "budget", "warm", "export", "import",
+}  # fmt: skip
 
 
 def run(*arguments: str) -> Result:
