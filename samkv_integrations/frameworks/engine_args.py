@@ -34,6 +34,7 @@ class ModelSource:
     kv_dir: folder of the chunk caches; None keeps them in memory.
     namespace: of the chunk caches; None for the engine's, which is "" if it has to be made.
     store_bits: None for the engine's, which is the default of one that has to be made.
+    max_bytes: what the chunk caches of ``kv_dir`` may take on disk; None for what was said before.
     """
 
     engine: Engine | None = None
@@ -48,6 +49,7 @@ class ModelSource:
     kv_dir: str | Path | None = None
     namespace: str | None = None
     store_bits: int | None = None
+    max_bytes: int | None = None
 
     def __post_init__(self) -> None:
         for live, names in MADE_BY.items():
@@ -74,10 +76,12 @@ def engine_of(source: ModelSource) -> Engine:
     namespace, folder = source.namespace or "", source.kv_dir
     if folder is not None and not str(folder):
         raise InvalidOption("kv_dir=''; give a folder, or None to keep chunk caches in memory")
+    if folder is None and source.max_bytes is not None:
+        raise _no_folder(source.max_bytes)
     store = (
         MemoryStore(namespace=namespace)
         if folder is None
-        else ChunkStore(folder, namespace=namespace)
+        else ChunkStore(folder, namespace=namespace, max_bytes=source.max_bytes)
     )
     bits = DEFAULT_STORE_BITS if source.store_bits is None else source.store_bits
     return Engine(_model_of(source), store, store_bits=bits)
@@ -96,6 +100,24 @@ def _check_engine(engine: Engine, source: ModelSource) -> None:
         raise _contradiction("namespace", source.namespace, engine.store.namespace)
     if source.store_bits not in (None, engine.store_bits):
         raise _contradiction("store_bits", source.store_bits, engine.store_bits)
+    if source.max_bytes is not None:
+        _set_budget(engine, source.max_bytes)
+
+
+def _set_budget(engine: Engine, max_bytes: int) -> None:
+    """A budget is no part of an engine, but can be given with one: it is the store's from now."""
+    if not isinstance(engine.store, ChunkStore):
+        raise _no_folder(max_bytes)
+    before, quota = engine.store.index.budget.read()
+    if before != max_bytes:
+        engine.store.set_budget(max_bytes, quota)
+
+
+def _no_folder(max_bytes: int) -> InvalidOption:
+    return InvalidOption(
+        f"max_bytes={max_bytes} limits a folder of chunk caches, and these are kept in memory; "
+        "give kv_dir as well"
+    )
 
 
 def _model_of(source: ModelSource) -> Model:

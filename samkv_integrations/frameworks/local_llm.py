@@ -88,6 +88,10 @@ class LocalLLM(BaseModel):
     namespace: str | None = None
     """Whose the chunk caches are, such as a tenant's: none is found, or read, under another one;
     None for the engine's, which is ``""`` by default."""
+    max_bytes: int | None = None
+    """What the chunk caches in ``kv_dir`` may take on disk, those of all namespaces together and
+    for every process from now on; None for what was said before. What was used longest ago makes
+    room, and is computed again when it is asked for."""
     store_bits: int | None = None
     """Bits of the numbers in chunk caches: 4, 8, or 16 for the model's dtype; None for the
     engine's, which are 4 by default."""
@@ -162,6 +166,7 @@ class LocalLLM(BaseModel):
             kv_dir=self.kv_dir,
             namespace=self.namespace,
             store_bits=self.store_bits,
+            max_bytes=self.max_bytes,
         )
 
     def _attach(self) -> None:

@@ -37,6 +37,45 @@ def kv(tmp_path: Path) -> Path:
     return tmp_path / "kv"
 
 
+class TestBudget:
+    @pytest.mark.parametrize("kind", LLMS)
+    def test_is_written_down_in_the_folder(self, kind: type[Any], kv: Path) -> None:
+        def budget() -> tuple[int | None, dict[str, int]]:
+            return ChunkStore(kv).index.budget.read()
+
+        llm = kind(model_name="builtin", kv_dir=kv, max_bytes=10**9)
+        ChunkStore(kv).set_budget(10**9, {"tenant": 10**6})
+        assert budget() == (10**9, {"tenant": 10**6})
+        assert kind(model_name="builtin", kv_dir=kv).max_bytes is None
+        assert budget() == (10**9, {"tenant": 10**6})
+        again = kind(engine=llm.engine, max_bytes=10**8)
+        assert again.engine is llm.engine and budget() == (10**8, {"tenant": 10**6})
+
+    @pytest.mark.parametrize("kind", LLMS)
+    @pytest.mark.parametrize("wrong", [0, -1, "much", 0.5])
+    def test_is_a_number_of_bytes(self, kind: type[Any], kv: Path, wrong: object) -> None:
+        with pytest.raises(InvalidOption, match="max_bytes="):
+            kind(model_name="builtin", kv_dir=kv, max_bytes=wrong)
+
+    @pytest.mark.parametrize("kind", LLMS)
+    def test_needs_a_folder(self, kind: type[Any]) -> None:
+        with pytest.raises(InvalidOption, match="max_bytes=5 .*give kv_dir"):
+            kind(model_name="builtin", max_bytes=5)
+        with pytest.raises(InvalidOption, match="max_bytes=5 .*give kv_dir"):
+            kind(engine=Engine(builtin()), max_bytes=5)
+
+    def test_goes_with_an_llm_that_is_written_and_read(self, kv: Path) -> None:
+        llm = SamKVLLM(model_name="builtin", kv_dir=kv, max_bytes=10**9)
+        assert SamKVLLM.from_dict(json.loads(llm.to_json())).max_bytes == 10**9
+        assert SamKVLLM.from_dict(llm.to_dict(), engine=llm.engine).max_bytes == 10**9
+
+    def test_goes_with_an_llm_that_langchain_configures(self, kv: Path) -> None:
+        llm = ChatSamKV(model="builtin", kv_dir=kv, max_bytes=10**9, max_tokens=4)
+        chosen = llm.configurable_fields(max_tokens=ConfigurableField(id="n"))
+        made, _ = chosen.prepare({"configurable": {"n": 1}})
+        assert made.engine is llm.engine and made.max_bytes == 10**9
+
+
 class TestNamespace:
     @pytest.mark.parametrize("kind", LLMS)
     def test_is_an_argument(self, kind: type[Any], kv: Path) -> None:
