@@ -126,7 +126,7 @@ def main() -> None:
     """The table, on standard output."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.tenant_timing")
     parser.add_argument("--pairs", type=int, default=200)
-    parser.add_argument("--words", type=int, default=150, help="of each text")
+    parser.add_argument("--words", type=int, default=60, help="of each text")
     parser.add_argument("--method", default="reuse")
     parser.add_argument("--json", type=Path)
     chosen = parser.parse_args()
