@@ -126,10 +126,12 @@ class Index:
             found = []
             for key in keys:
                 of_key = [namespace, key, digest]
-                clause = "WHERE namespace = ? AND key = ? AND digest = coalesce(?, digest)"
-                connection.execute(f"UPDATE chunks SET state = {DELETED} {clause}", of_key)
+                # "+": by key, as SQLite would go through all of a namespace
+                clause = "WHERE +namespace = ? AND key = ? AND digest = coalesce(?, digest)"
+                by_key = f"{clause} AND digest IN (SELECT digest FROM fingerprints)"
+                connection.execute(f"UPDATE chunks SET state = {DELETED} {by_key}", of_key)
                 found += connection.execute(
-                    f"SELECT digest, key FROM chunks {clause}", of_key
+                    f"SELECT digest, key FROM chunks {by_key}", of_key
                 ).fetchall()
                 tables.forget_texts(connection, clause, of_key, namespace)
             before = "SELECT digest, key FROM chunks WHERE namespace = ? AND state = ?"
@@ -217,7 +219,7 @@ class Index:
     def text(self, namespace: str, key: str) -> str | None:
         found = self.database.read(
             lambda c: c.execute(
-                "SELECT form, body FROM texts WHERE key = ? AND namespace = ? ORDER BY id DESC",
+                "SELECT form, body FROM texts WHERE key = ? AND +namespace = ? ORDER BY id DESC",
                 [key, namespace],
             ).fetchone()
         )

@@ -107,7 +107,7 @@ def same_texts(connection: sqlite3.Connection, namespace: str, keys: Sequence[st
     found = set(keys)
     for key in keys:
         for form, text in connection.execute(
-            "SELECT form, body FROM texts WHERE key = ? AND namespace = ?", [key, namespace]
+            "SELECT form, body FROM texts WHERE key = ? AND +namespace = ?", [key, namespace]
         ).fetchall():
             wanted = normalise(body(form, text))
             alike = connection.execute(
