@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import sqlite3
+import time
 from collections.abc import Callable, Mapping
 
 from samkv_integrations.cache import tables
 from samkv_integrations.cache.database import Database
 from samkv_integrations.cache.tables import Entry
 from samkv_integrations.errors import InvalidOption, StoreError
+
+_WAITS_S = tuple(0.005 * 2**n for n in range(10))
+"""Some 5 s in all, for files that are being written; each takes milliseconds."""
 
 
 def check_budget(max_bytes: int | None, quota: Mapping[str, int]) -> None:
@@ -36,6 +40,8 @@ class Budget:
     ) -> None:
         """Make room for a file, by evicting those used least recently, and count its bytes.
 
+        Where the files that are being written take all the room there is, it waits for them.
+
         temporary: what the file is called while it is written.
         evict: deletes the file of (digest, key), unless it is being read; whether it is gone.
         drop: deletes a file of the quarantine.
@@ -47,6 +53,8 @@ class Budget:
             for limit, what in tables.limits(connection, entry.namespace):
                 if entry.n_bytes > limit:
                     return f"a cache of {entry.n_bytes} bytes is larger than {what}, {limit} bytes"
+            if (written := tables.written(connection, entry)) and not is_last_try:
+                return written
             connection.execute(
                 "INSERT INTO pending VALUES(?, ?, ?, ?, ?)",
                 [temporary, entry.digest, entry.key, entry.namespace, entry.n_bytes],
@@ -56,7 +64,13 @@ class Budget:
                 connection.execute("DELETE FROM pending WHERE temporary = ?", [temporary])
             return problem
 
-        if problem := self.database.write(work):
+        for wait_s in (*_WAITS_S, 0.0):
+            is_last_try = not wait_s
+            problem = self.database.write(work)
+            if problem != tables.WRITTEN:
+                break
+            time.sleep(wait_s)
+        if problem:
             raise StoreError(f"{problem}; next step: samkv store budget, or a larger max_bytes")
 
     def release(self, temporary: str) -> None:

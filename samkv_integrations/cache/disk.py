@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 from samkv_integrations.cache import older
@@ -21,6 +22,7 @@ from samkv_integrations.cache.files import (
     Writer,
     cannot,
     claim_folder,
+    dead_writers,
     make_folder,
     remove,
     write_file,
@@ -132,7 +134,7 @@ class ChunkStore:
             if file.is_dir() and not file.is_symlink():
                 self.quarantine(chunk.key, fingerprint)
             temporary = self.writer.temporary(file)
-            self.index.budget.reserve(entry, temporary.name, self.files.evict, self.files.drop)
+            self._reserve(entry, temporary.name)
             try:
                 write_file(file, encode(chunk, self._namespace, self.secret), temporary)
             except BaseException:
@@ -146,6 +148,18 @@ class ChunkStore:
                 raise
         except OSError as error:
             raise cannot("write", file, error) from error
+
+    def _reserve(self, entry: Entry, temporary: str) -> None:
+        reserve = partial(
+            self.index.budget.reserve, entry, temporary, self.files.evict, self.files.drop
+        )
+        try:
+            reserve()
+        except StoreError:
+            if not dead_writers(self.path):
+                raise
+            recover(self.files)  # what they were writing counts until then
+            reserve()
 
     def open(
         self, key: str, fingerprint: Fingerprint, token_ids: Sequence[int] | None = None

@@ -137,6 +137,9 @@ def deletions(connection: sqlite3.Connection, namespace: str) -> int:
     return found[0] if found else 0
 
 
+_OF_ALL = "the store's max_bytes"
+
+
 def limits(connection: sqlite3.Connection, namespace: str) -> Iterator[tuple[int, str]]:
     """What the caches of a namespace, and of all, may take, and what the limit is called."""
     quota = connection.execute(
@@ -145,13 +148,29 @@ def limits(connection: sqlite3.Connection, namespace: str) -> Iterator[tuple[int
     if quota and quota[0] is not None:
         yield quota[0], f"the quota of namespace {namespace!r}"
     if (most := value(connection, "max_bytes")) is not None:
-        yield most, "the store's max_bytes"
+        yield most, _OF_ALL
 
 
 def has_budget(connection: sqlite3.Connection) -> bool:
     """Whether there is a limit of any kind."""
     (quotas,) = connection.execute("SELECT count(quota) FROM spaces").fetchone()
     return bool(quotas) or value(connection, "max_bytes") is not None
+
+
+WRITTEN = "files that are being written take all the room"
+
+
+def written(connection: sqlite3.Connection, entry: Entry) -> str:
+    """`WRITTEN` if what is being written leaves no room for ``entry``, whatever is evicted."""
+    for limit, what in limits(connection, entry.namespace):
+        space = None if what == _OF_ALL else entry.namespace
+        (pending,) = connection.execute(
+            "SELECT coalesce(sum(bytes), 0) FROM pending WHERE namespace = coalesce(?, namespace)",
+            [space],
+        ).fetchone()
+        if pending + entry.n_bytes > limit:
+            return WRITTEN
+    return ""
 
 
 def make_room(
@@ -162,7 +181,7 @@ def make_room(
 ) -> str:
     """Evict until the budgets hold that ``entry`` counts for; what is wrong, if they cannot."""
     for limit, what in list(limits(connection, entry.namespace)):
-        space = None if what == "the store's max_bytes" else entry.namespace
+        space = None if what == _OF_ALL else entry.namespace
         if used(connection, space) <= limit:
             continue
         for (name,) in connection.execute(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+import samkv_integrations.cache.budget
 from samkv_integrations.cache.chunk import ChunkCache
 from samkv_integrations.cache.disk import ChunkStore
 from samkv_integrations.cache.upkeep import gc, verify
@@ -84,6 +86,32 @@ class TestBudget:
                     put(store, 4)
         put(store, 4)
         assert not store.contains(one.key, TINY)
+
+    @pytest.mark.parametrize("quota", [False, True])
+    def test_writers_wait_for_each_other_where_there_is_room_for_one(
+        self, tmp_path: Path, folder: Path, quota: bool
+    ) -> None:
+        one = size_of_one(tmp_path)
+        store = ChunkStore(folder, namespace="a")
+        store.set_budget(**({"quota": {"a": one}} if quota else {"max_bytes": one}))
+        with ThreadPoolExecutor(4) as threads:
+            assert len(list(threads.map(lambda seed: put(store, seed), range(12)))) == 12
+        assert len(store.keys()) == 1 and size_on_disk(folder) == one
+
+    def test_what_a_killed_process_was_writing_gives_way(
+        self, tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(samkv_integrations.cache.budget, "_WAITS_S", (0.001,))
+        store = ChunkStore(folder, namespace="a", max_bytes=size_of_one(tmp_path))
+        dead = f"{'1' * 32}.safetensors.{'2' * 32}-0a1b.tmp"
+        store.index.database.write(
+            lambda c: c.execute(
+                "INSERT INTO pending VALUES(?, ?, ?, 'a', 100)", [dead, TINY.digest, "1" * 32]
+            )
+        )
+        (folder / "writers" / ("2" * 32)).touch()  # nobody holds a lock on it
+        put(store, 1)
+        assert store.index.budget.pending() == []
 
     def test_a_smaller_budget_holds_at_once(self, tmp_path: Path, folder: Path) -> None:
         store, one = ChunkStore(folder, namespace="a"), size_of_one(tmp_path)
