@@ -141,10 +141,10 @@ class Database:
             return connection
         connection = _connect(str(self._path))
         try:
-            connection.execute("PRAGMA journal_mode=WAL")
-            connection.execute("PRAGMA synchronous=NORMAL")
             if connection.execute("PRAGMA user_version").fetchone()[0] != self._version:
                 raise _otherwise_made()
+            connection.execute("PRAGMA journal_mode=WAL")
+            connection.execute("PRAGMA synchronous=NORMAL")
         except sqlite3.OperationalError:  # a folder that can only be read
             connection.close()
             connection = _connect(f"file:{quote(str(self._path))}?immutable=1")

@@ -415,3 +415,13 @@ def test_what_is_asked_by_key_looks_at_no_other_chunk(index: Index) -> None:
     ]
     assert len(steps) >= 6
     assert all("key=?" in step or "form=?" in step for step in steps), steps
+
+
+def test_an_emptied_file_is_replaced_at_once_though_others_have_it_open(tmp_path: Path) -> None:
+    """SQLite takes an empty file for an empty database, and waited for the other process."""
+    index = Index(tmp_path, lambda: [entry(1)])
+    index.keys("", None)
+    (file,) = tmp_path.glob("index-*.sqlite")
+    file.write_bytes(b"")
+    other = Index(tmp_path, lambda: [entry(1)])
+    assert other.keys("", None) == keys_of(entry(1))

@@ -227,7 +227,9 @@ class TestCompressor:
         answers.chain(retriever | compressor.compress_documents | cut).invoke(QUESTION)
         assert [report.chunk_misses for report in answers.reports] == [{}, {"rewritten": 1}]
         (record,) = caplog.records
-        assert TEXTS[1].splitlines()[0] in record.getMessage()
+        assert record.getMessage().startswith(
+            "1 chunks were retrieved, but the prompt does not hold"
+        )
 
     def test_on_miss(self, engine: Engine) -> None:
         engine.cache_chunks(TEXTS[:1])

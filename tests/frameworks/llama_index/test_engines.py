@@ -151,16 +151,11 @@ class TestMisses:
         assert str(own_corpus.query_engine(llm).query(ASKED.question)) == before
         assert sum(llm.last_report.chunk_misses.values()) == 1
 
-    @pytest.mark.parametrize("beside", [None, b"Another text."])
-    def test_a_handle_needs_neither_a_sound_cache_nor_its_text_beside_it(
-        self, own_corpus: Corpus, prompts: list[Any], beside: bytes | None
+    @pytest.mark.parametrize("content", [b"", b"Another text."])
+    def test_a_handle_needs_no_sound_cache(
+        self, own_corpus: Corpus, prompts: list[Any], content: bytes
     ) -> None:
-        file = own_corpus.key_file(ASKED.text)
-        file.write_bytes(b"")
-        if beside is None:
-            file.with_suffix(".txt").unlink()
-        else:
-            file.with_suffix(".txt").write_bytes(beside)
+        own_corpus.key_file(ASKED.text).write_bytes(content)
         llm = own_corpus.llm()
         response = own_corpus.query_engine(llm).query(ASKED.question)
         assert str(response).strip() == ASKED.workers
