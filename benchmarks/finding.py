@@ -38,8 +38,8 @@ SLOW_MS = 200
 """What takes longer is asked once more only."""
 
 MADE_BY = Fingerprint(
-    model="none", weights="w", tokenizer="t", dtype="float32", rope="r", n_layers=1, n_heads=1,
-    n_kv_heads=1, head_dim=8, prefix="", block_size=8, n_init=1, n_local=1, store_bits=4,
+    model="none", weights="w", config="c", tokenizer="t", dtype="float32", rope="r", n_layers=1,
+    n_heads=1, n_kv_heads=1, head_dim=8, prefix="", block_size=8, n_init=1, n_local=1, store_bits=4,
 )  # fmt: skip
 
 BOILERPLATE = {
