@@ -11,7 +11,7 @@ from samkv_integrations.cache.database import Database
 from samkv_integrations.cache.tables import Entry
 from samkv_integrations.errors import InvalidOption, StoreError
 
-_WAITS_S = tuple(0.005 * 2**n for n in range(10))
+WAITS_S = tuple(0.005 * 2**n for n in range(10))
 """Some 5 s in all, for files that are being written; each takes milliseconds."""
 
 
@@ -64,7 +64,7 @@ class Budget:
                 connection.execute("DELETE FROM pending WHERE temporary = ?", [temporary])
             return problem
 
-        for wait_s in (*_WAITS_S, 0.0):
+        for wait_s in (*WAITS_S, 0.0):
             is_last_try = not wait_s
             problem = self.database.write(work)
             if problem != tables.WRITTEN:

@@ -19,7 +19,13 @@ from samkv_integrations.errors import StoreError
 _T = TypeVar("_T")
 _PREFIX, _SUFFIX = "index-", ".sqlite"
 _BUSY_S = 60.0
-_DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_SCHEMA)
+# All SQL here is ours and right, so an error in it is one of the tables that it meets.
+_DAMAGED = (
+    sqlite3.SQLITE_CORRUPT,
+    sqlite3.SQLITE_NOTADB,
+    sqlite3.SQLITE_SCHEMA,
+    sqlite3.SQLITE_ERROR,
+)
 # Connections that a fork has left in this process. Closing one would end locks of the parent's.
 _OF_PARENTS: list[sqlite3.Connection] = []
 
@@ -218,4 +224,4 @@ def _otherwise_made() -> sqlite3.DatabaseError:
 
 def _is_damage(error: sqlite3.DatabaseError) -> bool:
     code = getattr(error, "sqlite_errorcode", None)
-    return code is not None and code & 0xFF in _DAMAGED or "no such table" in str(error)
+    return code is not None and (code & 0xFF in _DAMAGED or code == sqlite3.SQLITE_READONLY_DBMOVED)

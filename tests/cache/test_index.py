@@ -425,3 +425,12 @@ def test_an_emptied_file_is_replaced_at_once_though_others_have_it_open(tmp_path
     file.write_bytes(b"")
     other = Index(tmp_path, lambda: [entry(1)])
     assert other.keys("", None) == keys_of(entry(1))
+
+
+def test_tables_that_are_not_ours_are_replaced(tmp_path: Path) -> None:
+    """A header that was overwritten may be that of a database with another schema, or encoding."""
+    index = Index(tmp_path, lambda: [entry(1)])
+    index.keys("", None)
+    index.database.write(lambda c: c.execute("DROP TABLE pending"))
+    index.keep(entry(2))
+    assert index.keys("", None) == keys_of(entry(1), entry(2))

@@ -101,7 +101,7 @@ class TestBudget:
     def test_what_a_killed_process_was_writing_gives_way(
         self, tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(samkv_integrations.cache.budget, "_WAITS_S", (0.001,))
+        monkeypatch.setattr(samkv_integrations.cache.budget, "WAITS_S", (0.001,))
         store = ChunkStore(folder, namespace="a", max_bytes=size_of_one(tmp_path))
         dead = f"{'1' * 32}.safetensors.{'2' * 32}-0a1b.tmp"
         store.index.database.write(
