@@ -30,6 +30,7 @@ class Budget:
 
     def __init__(self, database: Database) -> None:
         self.database = database
+        self._released: set[str] = set()  # that the database could not be told
 
     def reserve(
         self,
@@ -50,6 +51,7 @@ class Budget:
         """
 
         def work(connection: sqlite3.Connection) -> str:
+            tables.release(connection, released)
             for limit, what in tables.limits(connection, entry.namespace):
                 if entry.n_bytes > limit:
                     return f"a cache of {entry.n_bytes} bytes is larger than {what}, {limit} bytes"
@@ -66,7 +68,9 @@ class Budget:
 
         for wait_s in (*WAITS_S, 0.0):
             is_last_try = not wait_s
+            released = list(self._released)
             problem = self.database.write(work)
+            self._released.difference_update(released)
             if problem != tables.WRITTEN:
                 break
             time.sleep(wait_s)
@@ -74,10 +78,13 @@ class Budget:
             raise StoreError(f"{problem}; next step: samkv store budget, or a larger max_bytes")
 
     def release(self, temporary: str) -> None:
-        """Count the bytes of a file no more, which has not been written after all."""
-        self.database.write(
-            lambda c: c.execute("DELETE FROM pending WHERE temporary = ?", [temporary])
-        )
+        """Count the bytes of a file no more, which has not been written after all.
+
+        If that fails, the next `reserve` does it.
+        """
+        self._released.add(temporary)
+        self.database.write(lambda c: tables.release(c, [temporary]))
+        self._released.discard(temporary)
 
     def pending(self) -> list[tuple[str, str, str]]:
         """(temporary, digest, key) of the files that are being written, or were by who died."""

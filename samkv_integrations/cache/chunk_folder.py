@@ -95,7 +95,7 @@ class ChunkFolder:
             remove(self.file(key, digest))
         keys = {key for _, key in places}
         self.empty_quarantine(lambda name: name[:32] in keys)
-        self.index.end_deleting(places)
+        self.index.end_deleting(places, self.is_gone)
 
     def set_aside(self, file: Path, namespace: str) -> None:
         """Move a damaged file to the quarantine, whatever it is. Raises OSError, StoreError."""

@@ -142,9 +142,11 @@ class ChunkStore:
                     self.index.budget.release(temporary.name)
                 raise
             try:
-                self.index.keep(entry, temporary.name)
+                self.index.keep(entry, temporary.name, is_gone=self.files.is_gone)
             except BaseException:  # a file that no budget counts must not stay
                 remove(file)
+                with suppress(StoreError):
+                    self.index.budget.release(temporary.name)
                 raise
         except OSError as error:
             raise cannot("write", file, error) from error

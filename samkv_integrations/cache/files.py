@@ -7,6 +7,7 @@ import os
 import secrets
 import shutil
 import stat
+import time
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -16,6 +17,9 @@ from samkv_integrations.errors import StoreError
 
 TEMPORARY = ".tmp"
 _OF_OTHERS = stat.S_IWGRP | stat.S_IWOTH
+_LOOKS_S = 0.01
+# Locks of the writers of this process.
+_HANDLES: set[int] = set()
 
 
 def make_folder(path: Path) -> None:
@@ -84,11 +88,24 @@ def sync_folder(path: Path) -> None:
 
 
 @contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Hold a lock that one process at a time can hold; it ends with the process."""
+def locked(path: Path, patience_s: float) -> Iterator[None]:
+    """Hold a lock that one process at a time can hold; it ends with the process.
+
+    Raises TimeoutError if another process, which may have been stopped, does not let go of it.
+    """
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
+        stops_at = time.monotonic() + patience_s
+        while True:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > stops_at:
+                    raise TimeoutError(
+                        f"another process has held {path.name} for {patience_s:.0f} s"
+                    ) from None
+                time.sleep(_LOOKS_S)
         yield
     finally:
         os.close(handle)
@@ -172,6 +189,7 @@ class Writer:
             except FileNotFoundError:  # taken for dead already
                 os.close(handle)
                 continue
+            _HANDLES.add(handle)
             weakref.finalize(self, _leave, self._folder / name, handle, os.getpid())
             return name
 
@@ -180,7 +198,17 @@ def _leave(file: Path, handle: int, process: int) -> None:
     if os.getpid() == process:
         with suppress(OSError):
             file.unlink()
+        _HANDLES.discard(handle)
         os.close(handle)
+
+
+def _leave_to_parent() -> None:
+    """A child that kept locks of its parent would make it look alive when it is not."""
+    while _HANDLES:
+        os.close(_HANDLES.pop())
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 def dead_writers(store: Path) -> list[str]:

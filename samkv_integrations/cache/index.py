@@ -44,12 +44,23 @@ class Index:
 
     # -- chunks -------------------------------------------------------------------------------
 
-    def keep(self, entry: Entry, temporary: str = "") -> None:
-        """Take note of a file that is there, and which was `pending` as ``temporary``."""
+    def keep(
+        self,
+        entry: Entry,
+        temporary: str = "",
+        *,
+        is_gone: Callable[[str, str], bool] = lambda digest, key: False,
+    ) -> None:
+        """Take note of a file that is there, and which was `pending` as ``temporary``.
+
+        is_gone: looks again, as another process may have deleted it, and its text must not come
+            back then.
+        """
 
         def work(connection: sqlite3.Connection) -> None:
             connection.execute("DELETE FROM pending WHERE temporary = ?", [temporary])
-            tables.keep(connection, entry)
+            if not is_gone(entry.digest, entry.key):
+                tables.keep(connection, entry)
 
         self.database.write(work)
 
@@ -140,13 +151,22 @@ class Index:
 
         return self.database.write(work)
 
-    def end_deleting(self, places: Iterable[tuple[str, str]]) -> None:
-        """Take note that files are gone, whose texts were deleted before."""
+    def end_deleting(
+        self,
+        places: Sequence[tuple[str, str]],
+        is_gone: Callable[[str, str], bool] = lambda digest, key: False,
+    ) -> None:
+        """Take note that files are gone, whose texts were deleted before.
+
+        is_gone: of a file that was kept meanwhile, whose text came back: it may be a new one.
+        """
 
         def work(connection: sqlite3.Connection) -> None:
             connection.executemany(
                 f"DELETE FROM chunks WHERE digest = ? AND key = ? AND state = {DELETED}", places
             )
+            for place in places:
+                tables.forget_missing(connection, place, is_gone)
             connection.execute(
                 "DELETE FROM fingerprints WHERE digest NOT IN (SELECT digest FROM chunks)"
             )

@@ -99,7 +99,7 @@ def _finish_deleting(store: ChunkFolder) -> int:
         with suppress(CacheMiss):
             remove(store.file(key, digest))
     if places:
-        store.index.end_deleting(places)
+        store.index.end_deleting(places, store.is_gone)
     return len(places)
 
 
@@ -161,6 +161,6 @@ def _adopt(store: ChunkFolder, file: Path) -> str:
         return "absent"
     # another process may have put it since the files were listed
     if store.index.state(entry.digest, entry.key) != PRESENT:
-        store.index.keep(entry)
+        store.index.keep(entry, is_gone=store.is_gone)
         return "adopted"
     return "known"

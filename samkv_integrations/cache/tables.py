@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -129,6 +129,20 @@ def forget_texts(
         )
 
 
+def forget_missing(
+    connection: sqlite3.Connection, place: tuple[str, str], is_gone: Callable[[str, str], bool]
+) -> None:
+    """Delete a chunk and its texts that is said to be there, if its file is not."""
+    found = connection.execute(
+        "SELECT namespace FROM chunks WHERE digest = ? AND key = ? AND state = ?",
+        [*place, PRESENT],
+    ).fetchone()
+    if found and is_gone(*place):
+        connection.execute("DELETE FROM chunks WHERE digest = ? AND key = ?", place)
+        clause = "WHERE +namespace = ? AND digest = ? AND key = ?"
+        forget_texts(connection, clause, [found[0], *place], found[0])
+
+
 def deletions(connection: sqlite3.Connection, namespace: str) -> int:
     """How often texts of a namespace were deleted."""
     found = connection.execute(
@@ -155,6 +169,13 @@ def has_budget(connection: sqlite3.Connection) -> bool:
     """Whether there is a limit of any kind."""
     (quotas,) = connection.execute("SELECT count(quota) FROM spaces").fetchone()
     return bool(quotas) or value(connection, "max_bytes") is not None
+
+
+def release(connection: sqlite3.Connection, temporary: Iterable[str]) -> None:
+    """Count files no more that are not being written."""
+    connection.executemany(
+        "DELETE FROM pending WHERE temporary = ?", [(name,) for name in temporary]
+    )
 
 
 WRITTEN = "files that are being written take all the room"
