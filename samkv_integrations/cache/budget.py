@@ -14,12 +14,18 @@ from samkv_integrations.errors import InvalidOption, StoreError
 WAITS_S = tuple(0.005 * 2**n for n in range(10))
 """Some 5 s in all, for files that are being written; each takes milliseconds."""
 
+MOST = 2**63 - 1
+"""What SQLite can count to."""
+
 
 def check_budget(max_bytes: int | None, quota: Mapping[str, int]) -> None:
     """Raises InvalidOption if one is no number of bytes."""
     for name, value in (("max_bytes", max_bytes), *quota.items()):
-        if value is not None and (type(value) is not int or value < 1):
-            raise InvalidOption(f"{name}={value!r}; a budget is a number of bytes, at least 1")
+        if value is not None and (type(value) is not int or not 1 <= value <= MOST):
+            raise InvalidOption(
+                f"{name}={value!r:.40}; a budget is a number of bytes, 1 to 2^63 - 1; "
+                "None for no limit"
+            )
 
 
 class Budget:

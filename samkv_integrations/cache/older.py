@@ -16,8 +16,8 @@ from samkv_integrations.cache.fingerprint import FORMAT_VERSION, Fingerprint, di
 from samkv_integrations.cache.named_ids import token_ids_in
 
 # What an older cache shares with one that would be made now, if it is of the same model and text;
-# weights were hashed in another way.
-_MODEL_FIELDS = ("tokenizer", "dtype", "rope", "prefix", "n_layers", "n_heads", "head_dim")
+# weights and RoPE were hashed in another way.
+_MODEL_FIELDS = ("tokenizer", "dtype", "prefix", "n_layers", "n_heads", "head_dim")
 _TEXT_NAME = re.compile(r"([0-9a-f]{32})\.txt(\..*\.tmp)?")
 
 

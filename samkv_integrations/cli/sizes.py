@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from samkv_integrations.cache.budget import MOST
 from samkv_integrations.errors import InvalidOption
 
 _UNITS = {"": 1} | {
@@ -17,10 +18,10 @@ _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)")
 def bytes_of(option: str, text: str) -> int:
     """The number of bytes of a size with or without a unit: ``500MB``, ``1.5 GiB``, ``4096``.
 
-    Raises InvalidOption, which names ``option``, for something else or less than a byte.
+    Raises InvalidOption, which names ``option``, for something else, or what no file can have.
     """
     found = _SIZE.fullmatch(text.strip())
     unit = _UNITS.get(found[2].lower()) if found else None
-    if found is None or unit is None or (size := int(float(found[1]) * unit)) < 1:
+    if found is None or unit is None or not 1 <= (size := float(found[1]) * unit) < MOST:
         raise InvalidOption(f"{option} {text}; give a number of bytes, or a size such as 20GB")
-    return size
+    return int(size)

@@ -79,9 +79,12 @@ class TestForks:
     def test_a_thread_that_is_not_in_the_child_holds_nothing_there(self, index: Index) -> None:
         index.keep(entry(1))
         is_in, may_leave = threading.Event(), threading.Event()
-        work = threading.Thread(
-            target=lambda: index.database.read(lambda _: (is_in.set(), may_leave.wait(PATIENCE_S)))
-        )
+
+        def stay(connection: sqlite3.Connection) -> None:
+            is_in.set()
+            may_leave.wait(PATIENCE_S)
+
+        work = threading.Thread(target=lambda: index.database.read(stay))
         work.start()
         assert is_in.wait(PATIENCE_S)
         child = FORKS.Process(target=lambda: index.keep(entry(2)))

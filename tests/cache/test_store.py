@@ -336,7 +336,8 @@ def test_a_folder_of_version_1_is_opened_and_its_chunks_are_counted_misses(
 ) -> None:
     before = contents(folder)
     store, larger = ChunkStore(folder), replace(TINY, block_size=16, n_init=2, store_bits=8)
-    for fingerprint, ids in itertools.product((TINY, larger), old.values()):
+    hashed_otherwise = replace(TINY, weights="w1", rope="r1")
+    for fingerprint, ids in itertools.product((TINY, larger, hashed_otherwise), old.values()):
         key = store.key(fingerprint, ids)
         assert not store.contains(key, fingerprint)
         with pytest.raises(CacheMiss, match="version 1 only.*next step: ingest again") as miss:

@@ -142,7 +142,7 @@ class TestBudget:
             put(store, seed)
         assert len(store.keys()) == 2
 
-    @pytest.mark.parametrize("value", [0, -1, 1.5, "1GB", True])
+    @pytest.mark.parametrize("value", [0, -1, 1.5, "1GB", True, 2**63])
     def test_what_is_no_number_of_bytes_is_refused(self, folder: Path, value: object) -> None:
         with pytest.raises(InvalidOption, match="max_bytes=.*a number of bytes"):
             ChunkStore(folder, max_bytes=value)  # type: ignore[arg-type]
