@@ -265,7 +265,9 @@ def _otherwise_made() -> sqlite3.DatabaseError:
 
 def _is_damage(error: sqlite3.DatabaseError) -> bool:
     code = getattr(error, "sqlite_errorcode", None)
-    return code is not None and (code & 0xFF in _DAMAGED or code == sqlite3.SQLITE_READONLY_DBMOVED)
+    if code is None:  # a string that is no text
+        return isinstance(error, sqlite3.OperationalError)
+    return bool(code & 0xFF in _DAMAGED or code == sqlite3.SQLITE_READONLY_DBMOVED)
 
 
 def _is_busy(error: Exception) -> bool:

@@ -237,22 +237,26 @@ class Index:
     # -- texts ----------------------------------------------------------------------------------
 
     def text(self, namespace: str, key: str) -> str | None:
-        found = self.database.read(
-            lambda c: c.execute(
+
+        def work(connection: sqlite3.Connection) -> str | None:
+            found = connection.execute(
                 "SELECT form, body FROM texts WHERE key = ? AND +namespace = ? ORDER BY id DESC",
                 [key, namespace],
             ).fetchone()
-        )
-        return tables.body(*found) if found else None
+            return tables.body(*found) if found else None
+
+        return self.database.read(work)
 
     def texts(self, namespace: str) -> Iterator[tuple[str, str, str]]:
         """(digest, key, body) of every text."""
-        rows = self.database.read(
-            lambda c: c.execute(
+
+        def work(connection: sqlite3.Connection) -> list[tuple[str, str, str]]:
+            rows = connection.execute(
                 "SELECT digest, key, form, body FROM texts WHERE namespace = ?", [namespace]
-            ).fetchall()
-        )
-        return ((digest, key, tables.body(form, body)) for digest, key, form, body in rows)
+            )
+            return [(digest, key, tables.body(form, body)) for digest, key, form, body in rows]
+
+        return iter(self.database.read(work))
 
     def add_text(self, namespace: str, digest: str, key: str, text: str) -> None:
         """Another text of a chunk: some tokenizers make the same tokens of different ones."""
@@ -287,7 +291,7 @@ class Index:
         """See `Store.texts_like`."""
         probe, n_steps = tables.encode(bare), 0
         while len(probe) >= LOOKUP_CHARS and n_steps < MAX_STEPS:
-            form = self._largest_form([namespace, digest, probe])
+            form = tables.encode(self._largest_form([namespace, digest, probe]))
             if not probe.startswith(form):
                 probe, n_steps = common_beginning(probe, form), n_steps + 1
                 continue
@@ -295,26 +299,29 @@ class Index:
                 yield tables.decode(form), found
             probe, n_steps = form[:-1], 0
 
-    def _largest_form(self, below: list[object]) -> bytes:
+    def _largest_form(self, below: list[object]) -> str:
         """The last bare form up to ``below`` (namespace, digest, form); empty if there is none."""
-        found = self.database.read(
-            lambda c: c.execute(
+
+        def work(connection: sqlite3.Connection) -> str:
+            found = connection.execute(
                 "SELECT form FROM texts WHERE namespace = ? AND digest = ? AND form <= ? "
                 "ORDER BY form DESC LIMIT 1",
                 below,
             ).fetchone()
-        )
-        return bytes(found[0]) if found else b""
+            return tables.decode(found[0]) if found else ""
+
+        return self.database.read(work)
 
     def _bodies(self, of_form: list[object]) -> list[str]:
-        rows = self.database.read(
-            lambda c: c.execute(
+        def work(connection: sqlite3.Connection) -> list[str]:
+            rows = connection.execute(
                 "SELECT DISTINCT form, body FROM texts "
                 f"WHERE namespace = ? AND digest = ? AND form = ? LIMIT {MAX_ALIKE}",
                 of_form,
-            ).fetchall()
-        )
-        return [normalise(tables.body(form, body)) for form, body in rows]
+            )
+            return [normalise(tables.body(form, body)) for form, body in rows]
+
+        return self.database.read(work)
 
     # -- what does not change ---------------------------------------------------------------------
 
@@ -330,15 +337,20 @@ class Index:
 
     def fingerprints(self, namespace: str | None = None) -> dict[str, dict[str, Any]]:
         """Fields by digest, of those with a chunk that is there."""
-        rows = self.database.read(
-            lambda c: c.execute(
+
+        def work(connection: sqlite3.Connection) -> dict[str, dict[str, Any]]:
+            rows = connection.execute(
                 "SELECT digest, fields FROM fingerprints "
                 f"WHERE digest IN (SELECT digest FROM chunks WHERE state = {PRESENT} "
                 "AND namespace = coalesce(?, namespace)) ORDER BY digest",
                 [namespace],
-            ).fetchall()
-        )
-        return {digest: json.loads(fields) for digest, fields in rows}
+            )
+            try:
+                return {digest: dict(json.loads(fields)) for digest, fields in rows}
+            except (ValueError, TypeError, RecursionError) as error:
+                raise tables.damaged("a fingerprint") from error
+
+        return self.database.read(work)
 
     def totals(self, namespace: str | None) -> list[tuple[str, str, int, int]]:
         """(namespace, digest, chunks, bytes) of those that are there."""

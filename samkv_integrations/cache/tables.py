@@ -278,8 +278,18 @@ def encode(text: str) -> bytes:
 
 
 def decode(data: bytes) -> str:
-    """What `encode` was given."""
-    return data.decode(errors="surrogatepass")
+    """What `encode` was given. Raises sqlite3.DatabaseError if it is something else."""
+    try:
+        return data.decode(errors="surrogatepass")
+    except (UnicodeDecodeError, AttributeError) as error:
+        raise damaged("a text") from error
+
+
+def damaged(what: str) -> sqlite3.DatabaseError:
+    """What SQLite would raise, had it seen that a row is not as it was written."""
+    error = sqlite3.DatabaseError(f"{what} is damaged")
+    error.sqlite_errorcode = sqlite3.SQLITE_CORRUPT
+    return error
 
 
 def body(form: bytes, text: bytes | None) -> str:

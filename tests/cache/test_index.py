@@ -357,6 +357,22 @@ class TestDamage:
         assert entry(1).key in index.keys("", None)
 
 
+@pytest.mark.parametrize(
+    "change",
+    ["texts SET form = x'ad00'", "texts SET form = 5", "texts SET body = x'ff'",
+     "texts SET key = CAST(x'ff' AS TEXT)", "fingerprints SET fields = '{'",
+     "fingerprints SET fields = '5'"],
+)  # fmt: skip
+def test_rows_that_sqlite_takes_for_sound_are_damage_too(tmp_path: Path, change: str) -> None:
+    """It has no checksums: what was overwritten within a row is handed out."""
+    index = Index(tmp_path, lambda: [entry(1)])
+    index.database.write(lambda c: c.execute(f"UPDATE {change}"))
+    assert list(index.texts("")) == [(DIGEST, entry(1).key, entry(1).text)] or "fields" in change
+    assert index.fingerprints() == {DIGEST: {"model": "tiny"}}
+    assert index.text("", entry(1).key) == entry(1).text
+    assert like(index, entry(1).text) == [entry(1).text]
+
+
 def test_is_of_use_after_a_fork(index: Index) -> None:
     index.keep(entry(1))
     context = multiprocessing.get_context("fork")
