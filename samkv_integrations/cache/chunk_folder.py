@@ -21,7 +21,7 @@ from samkv_integrations.cache.files import (
 from samkv_integrations.cache.fingerprint import digest_of
 from samkv_integrations.cache.index import Index
 from samkv_integrations.cache.tables import Entry
-from samkv_integrations.errors import CacheMiss
+from samkv_integrations.errors import CacheMiss, StoreError
 
 _HEX_NAME = re.compile("[0-9a-f]{32}")
 _IN_QUARANTINE = re.compile("[0-9a-f]{32}(\\.[0-9a-f]+)?")
@@ -39,6 +39,26 @@ class ChunkFolder:
         self.path = path
         self.secret = secret
         self.index = Index(path, self._entries)
+
+    def require_own(self) -> None:
+        """See that the folder is still the store that was opened, before something is written.
+
+        Who empties it takes the secret away; what was written then, nobody could ever open. A store
+        that another process has made there since takes nothing of ours for sound.
+
+        Raises StoreError if it is not, OSError if nobody can tell. A folder that is gone altogether
+        is left to whatever is tried next.
+        """
+        try:
+            found = (self.path / "secret").read_bytes()
+            is_own = found == self.secret and (self.path / "store.json").exists()
+        except FileNotFoundError:
+            is_own = not self.path.exists()
+        if not is_own:
+            raise StoreError(
+                f"{self.path} is not the store any more that was opened: its files were deleted or "
+                "replaced; next step: open it anew, in a new engine or process"
+            )
 
     def file(self, key: str, digest: str) -> Path:
         """Where the cache of a chunk is, or would be. Raises CacheMiss for what is no key."""
@@ -64,6 +84,7 @@ class ChunkFolder:
 
     def _entries(self) -> Iterator[Entry]:
         """What the index is made of; a damaged file is left to `verify`."""
+        self.require_own()
         for digest in self.digests():
             for file in self.files(digest):
                 if file.suffix != TEMPORARY:

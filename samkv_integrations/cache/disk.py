@@ -102,6 +102,7 @@ class ChunkStore:
     def put_note(self, name: str, text: str, *, replace: bool = True) -> bool:
         file = self.path / f"{name}.json"
         try:
+            self.files.require_own()
             return write_small(file, text.encode(), self.writer, replace=replace)
         except OSError as error:
             raise cannot("write", file, error) from error
@@ -125,6 +126,7 @@ class ChunkStore:
             used_at=time.time(),
         )
         try:
+            self.files.require_own()
             if self._is_older:
                 write_marker(self.path, self.writer, self.secret, replace=True)
                 self._is_older = False
@@ -212,6 +214,10 @@ class ChunkStore:
     # -- files that go --------------------------------------------------------------------------
 
     def delete(self, *keys: str) -> int:
+        try:
+            self.files.require_own()
+        except OSError as error:
+            raise cannot("delete in", self.path, error) from error
         found = self.index.begin_to_delete(self._namespace, keys)
         n_older = older.delete(self.path, keys)
         self.files.remove(found)

@@ -14,7 +14,7 @@ from samkv_integrations.cache.files import TEMPORARY, Writer, write_file
 from samkv_integrations.cache.fingerprint import FORMAT_VERSION
 from samkv_integrations.errors import StoreError
 
-_OWN_NAME = re.compile(rf"(store\.json|secret)(\..*{re.escape(TEMPORARY)})?|writers")
+_OWN_NAME = re.compile(rf"(store\.json|secret)(\..*{re.escape(TEMPORARY)})?|writers|index\.lock")
 _CHECKED_SINCE = 4
 
 

@@ -70,6 +70,7 @@ def reconcile(store: ChunkFolder) -> Recovered:
     Others may read and write meanwhile. Raises like `recover`.
     """
     try:
+        store.require_own()
         dead = dead_writers(store.path)
         store.index.database.clear_up()
         n_unfinished = _finish_deleting(store)

@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import random
 import resource
+import shutil
 import signal
 import stat
 import sys
@@ -33,7 +34,7 @@ from samkv_integrations.cache.disk import ChunkStore
 from samkv_integrations.cache.files import unlink_unless_read
 from samkv_integrations.cache.memory import MemoryStore
 from samkv_integrations.cache.stats import FingerprintStats
-from samkv_integrations.cache.upkeep import gc
+from samkv_integrations.cache.upkeep import gc, verify
 from samkv_integrations.errors import CacheMiss, StoreError
 from tests.contracts.store_contract import (
     TINY,
@@ -533,6 +534,53 @@ def test_a_store_that_was_removed_is_not_made_again(store: ChunkStore, folder: P
         store.keys()
     assert reason(lambda: store.open(chunk.key, TINY)) == "absent"
     assert not folder.exists()
+
+
+def test_a_store_that_was_emptied_stays_empty(store: ChunkStore, folder: Path) -> None:
+    """Nothing of a half of a store is left: the next process makes it anew."""
+    store.put(chunk_for(store, 1))
+    shutil.rmtree(folder)
+    folder.mkdir(mode=0o700)
+    for use in (
+        lambda: store.put(chunk_for(store, 1)),
+        lambda: store.put_note("measured", "{}"),
+        lambda: store.set_budget(1_000_000),
+        lambda: store.delete(chunk_for(store, 1).key),
+        lambda: store.forget(lambda text: True),
+        lambda: gc(store),
+        lambda: verify(store, repair=True),
+        store.stats,
+        store.keys,
+    ):
+        with pytest.raises(StoreError, match="next step: open it anew"):
+            use()
+    again = ChunkStore(folder)
+    again.put(chunk_for(again, 2))
+    assert len(assert_sound(folder).keys()) == 1
+
+
+def test_a_store_that_was_made_anew_by_another_is_left_alone(
+    store: ChunkStore, folder: Path
+) -> None:
+    """Under its secret what is ours would be damage, and under ours everything of it."""
+    store.put(chunk_for(store, 1))
+    shutil.rmtree(folder)
+    anew = ChunkStore(folder)
+    theirs = chunk_for(anew, 1)
+    anew.put(theirs)
+    for use in (
+        lambda: store.put(chunk_for(store, 2)),
+        lambda: store.put_note("measured", "{}"),
+        lambda: store.delete(chunk_for(store, 1).key),
+        lambda: store.forget(lambda text: True),
+        lambda: gc(store),
+        lambda: verify(store, repair=True),
+    ):
+        with pytest.raises(StoreError, match="next step: open it anew"):
+            use()
+    assert reason(lambda: store.open(chunk_for(store, 1).key, TINY)) == "absent"
+    assert anew.keys() == [theirs.key] == assert_sound(folder).keys()
+    assert verify(anew).damaged == ()
 
 
 # -- many processes ------------------------------------------------------------------------------

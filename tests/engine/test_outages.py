@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import resource
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -46,6 +47,22 @@ def replaced_by_a_file(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
+def emptied(folder: Path) -> Iterator[None]:
+    with removed(folder):
+        folder.mkdir(mode=0o700)
+        yield
+        shutil.rmtree(folder)
+
+
+@contextmanager
+def another(folder: Path) -> Iterator[None]:
+    with removed(folder):
+        ChunkStore(folder)
+        yield
+        shutil.rmtree(folder)
+
+
+@contextmanager
 def forbidden(folder: Path) -> Iterator[None]:
     mode, is_root = folder.stat().st_mode, os.geteuid() == 0
     folder.chmod(0)
@@ -77,7 +94,7 @@ def read_only(folder: Path) -> AbstractContextManager[None]:
     return refusing(errno.EROFS)
 
 
-FAILURES = [removed, replaced_by_a_file, forbidden, full, read_only]
+FAILURES = [removed, replaced_by_a_file, emptied, forbidden, full, read_only]
 Failure = Callable[[Path], AbstractContextManager[None]]
 
 
@@ -94,7 +111,7 @@ def engine(tmp_path: Path) -> Engine:
 
 
 @pytest.mark.parametrize("on_miss", ["compute", "text"])
-@pytest.mark.parametrize("fails", FAILURES)
+@pytest.mark.parametrize("fails", [*FAILURES, another])
 def test_a_prompt_is_answered(
     engine: Engine, fails: Failure, on_miss: OnMiss, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -152,7 +169,7 @@ def test_an_engine_that_knows_nothing_of_the_store_yet_answers(
     assert (report.reused, report.chunk_misses) == (3, {})
 
 
-@pytest.mark.parametrize("fails", FAILURES)
+@pytest.mark.parametrize("fails", [*FAILURES, another])
 def test_an_ingest_says_so_in_one_line(engine: Engine, fails: Failure) -> None:
     with fails(folder_of(engine)), pytest.raises(StoreError, match="next step: ") as caught:
         engine.cache_chunks([NEW])
