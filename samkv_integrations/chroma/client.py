@@ -89,7 +89,14 @@ def _client_of(folder: Path, *, create: bool) -> ClientAPI:
         from chromadb.config import Settings
     except ImportError as error:
         raise MissingExtra.of("chromadb", "chroma") from error
-    if not create and not (folder / "chroma.sqlite3").is_file():
+    try:
+        is_there = (folder / "chroma.sqlite3").is_file()
+    except OSError as error:
+        raise InvalidOption(
+            f"{folder} cannot be looked into: {error.strerror}; allow access to it, or give the "
+            "folder of another database"
+        ) from error
+    if not create and not is_there:
         raise InvalidOption(f"{folder} holds no Chroma database; ingest documents into it first")
     with chroma_errors(f"Chroma cannot open {folder}"):
         return PersistentClient(folder, settings=Settings(anonymized_telemetry=False))

@@ -247,6 +247,8 @@ class TestOpenCollection:
         (tmp_path / "file").write_text("not a folder")
         with pytest.raises(InvalidOption, match="cannot open .*file"):
             open_collection(tmp_path / "file", "town", create=True)
+        with pytest.raises(InvalidOption, match="cannot be looked into: .*; allow access"):
+            open_collection(tmp_path / ("long" * 100), "town", create=False)
 
 
 def test_caches_inside_chromas_folder_are_refused(tmp_path: Path) -> None:
