@@ -20,8 +20,9 @@ def use_threads_for(model: str) -> None:
 
 
 def engine_of(
-    model: str, store: Path, device: str, dtype: str, store_bits: int, max_bytes: int | None = None
-) -> Engine:
+    model: str, store: Path, device: str, dtype: str, store_bits: int,
+    max_bytes: int | None = None, namespace: str = "",
+) -> Engine:  # fmt: skip
     """An engine whose chunk caches are in the folder ``store``, which is made if it is missing.
 
     max_bytes: what they may take from now on; None for what was said before.
@@ -30,7 +31,7 @@ def engine_of(
     check_store_bits(store_bits)  # before a folder is made
     return Engine.from_pretrained(
         model,
-        ChunkStore(store, max_bytes=max_bytes),
+        ChunkStore(store, namespace=namespace, max_bytes=max_bytes),
         device=device,
         dtype=dtype,
         store_bits=store_bits,

@@ -20,7 +20,7 @@ from samkv_integrations.cli import tables
 from samkv_integrations.cli.loading import engine_of
 from samkv_integrations.cli.store_archive import export, import_
 from samkv_integrations.cli.store_care import budget, gc, verify, warm
-from samkv_integrations.cli.stores import store_in
+from samkv_integrations.cli.stores import require_own_records, store_in
 from samkv_integrations.documents import read_text
 from samkv_integrations.errors import EmptyInput
 
@@ -63,7 +63,8 @@ def sync(
     folder: args.Folder = Path(".samkv"), collections: args.Collections = None,
     model: args.ModelName = "builtin", device: args.Device = "auto", dtype: args.Dtype = "auto",
     store_bits: args.StoreBits = DEFAULT_STORE_BITS, grace_s: args.Grace = 3600.0,
-    prune: args.Prune = True, build: args.Build = True, as_json: args.Json = False,
+    prune: args.Prune = True, build: args.Build = True, namespace: args.Namespace = "",
+    as_json: args.Json = False,
 ) -> None:  # fmt: skip
     """Bring caches into line with the records: build what is missing, delete what nothing uses."""
     database = folder / "chroma"
@@ -71,7 +72,8 @@ def sync(
     if not names:
         raise EmptyInput(f"{database} holds no collection; ingest documents first")
     opened = [open_collection(database, name, create=False) for name in names]
-    engine = engine_of(model, folder / "kv", device, dtype, store_bits)
+    engine = engine_of(model, folder / "kv", device, dtype, store_bits, namespace=namespace)
+    require_own_records(store_in(folder, namespace), database, names)
     engine.store.require(engine.fingerprint)
     # What nothing uses belongs to no collection: it is looked for once, when all have been read.
     done = [

@@ -9,6 +9,7 @@ from pathlib import Path
 from tqdm.auto import tqdm
 
 from samkv_integrations.cache.disk import ChunkStore
+from samkv_integrations.cache.tables import EVICTED, LOST, PRESENT
 from samkv_integrations.chroma.client import open_collection
 from samkv_integrations.chroma.records import Records
 from samkv_integrations.errors import InvalidOption
@@ -30,6 +31,25 @@ def keys_of(folder: Path, collections: Sequence[str] | None) -> set[str] | None:
     for name in collections:
         keys |= Records(open_collection(folder / "chroma", name, create=False)).keys()
     return keys
+
+
+def require_own_records(store: ChunkStore, database: Path, names: Sequence[str]) -> None:
+    """See that no collection is another namespace's, whose texts would be cached in the store's.
+
+    It is if its records name caches of another namespace only. Raises InvalidOption.
+    """
+    places = store.index.places(None, PRESENT, EVICTED, LOST)
+    own = {key for _, key, namespace in places if namespace == store.namespace}
+    others = {key: namespace for _, key, namespace in places if namespace != store.namespace}
+    for name in names if others else ():
+        keys = Records(open_collection(database, name, create=False)).keys()
+        found = sorted({others[key] for key in keys & others.keys()})
+        if found and not keys & own:
+            raise InvalidOption(
+                f"the records of collection {name!r} have their caches in namespace {found[0]!r}, "
+                f"not in {store.namespace!r}; give --namespace, and --collection for each that is "
+                "of that namespace"
+            )
 
 
 @contextmanager
