@@ -127,14 +127,14 @@ class ChunkFolder:
         file.rename(folder / name)
         self.index.quarantined(namespace, file.parents[1].name, key, name, n_bytes)
 
-    def empty_quarantine(self, is_wanted: Callable[[str], bool]) -> int:
-        """Delete damaged files; how many bytes they took."""
+    def empty_quarantine(self, is_wanted: Callable[[str], bool]) -> tuple[int, int]:
+        """Delete damaged files; how many there were, and the bytes that they took."""
         folder = self.path / "quarantine"
         names = [entry.name for entry in _entries_of(folder) if is_wanted(entry.name)]
         n_bytes = sum(remove(folder / name) for name in names)
         if names:
             self.index.leave_quarantine(names)
-        return n_bytes
+        return len(names), n_bytes
 
     def evict(self, digest: str, key: str) -> bool:
         """Delete a cache for want of room, unless it is being read; whether it is gone."""

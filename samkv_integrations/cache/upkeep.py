@@ -21,12 +21,14 @@ class GcResult:
     """What `gc` did.
 
     recovered: what processes had left that were killed. n_forgotten: texts whose cache had gone by
-    itself. n_older: caches of older format versions that were deleted. bytes_freed: on disk.
+    itself. n_older: caches of older format versions that were deleted. n_damaged: files of the
+    quarantine that were deleted. bytes_freed: on disk.
     """
 
     recovered: Recovered
     n_forgotten: int
     n_older: int
+    n_damaged: int
     bytes_freed: int
 
 
@@ -70,12 +72,13 @@ def gc(store: ChunkStore) -> GcResult:
     ):
         remove(folder)
         n_older, older_bytes = n_older + chunks, older_bytes + n_bytes
-    freed = store.files.empty_quarantine(lambda name: True)
+    n_damaged, freed = store.files.empty_quarantine(lambda name: True)
     store.index.database.scrub()
     return GcResult(
         recovered=recovered,
         n_forgotten=len(lost),
         n_older=n_older,
+        n_damaged=n_damaged,
         bytes_freed=recovered.bytes_freed + older_bytes + freed,
     )
 

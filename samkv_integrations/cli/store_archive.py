@@ -12,6 +12,7 @@ from samkv_integrations.cli import arguments as args
 from samkv_integrations.cli import tables
 from samkv_integrations.cli.loading import engine_of
 from samkv_integrations.cli.stores import keys_of, progress_bar, store_in
+from samkv_integrations.errors import InvalidOption
 from samkv_integrations.figures import size
 
 
@@ -47,6 +48,8 @@ def import_(
     documents here too; their caches are found.
     """
     path = folder / "kv"
+    if not file.is_file():  # before a store is made
+        raise InvalidOption(f"{file} cannot be read; name a file that 'samkv store export' wrote")
     fingerprint = None
     if model is not None:
         fingerprint = engine_of(model, path, device, dtype, store_bits).fingerprint

@@ -9,6 +9,7 @@ import typer
 
 from samkv_integrations import figures
 from samkv_integrations.cache.disk import ChunkStore
+from samkv_integrations.cache.upkeep import VerifyResult
 from samkv_integrations.cache.upkeep import gc as collect_garbage
 from samkv_integrations.cache.upkeep import verify as verify_caches
 from samkv_integrations.cache.warming import warm as warm_caches
@@ -36,8 +37,9 @@ def gc(folder: args.Folder = Path(".samkv"), as_json: args.Json = False) -> None
         return
     found = done.recovered
     tables.console().print(
-        f"{found.n_unfinished} unfinished files, {done.n_forgotten} texts whose cache had gone and "
-        f"{done.n_older} caches of older formats deleted, {size(done.bytes_freed)} in all\n"
+        f"{found.n_unfinished} unfinished files, {done.n_damaged} damaged ones, "
+        f"{done.n_forgotten} texts whose cache had gone and {done.n_older} caches of older formats "
+        f"deleted, {size(done.bytes_freed)} in all\n"
         f"{found.n_adopted} caches found that the index did not know, {found.n_lost} missed, "
         f"{found.n_set_aside} damaged"
     )
@@ -62,8 +64,18 @@ def verify(
             out.print(f"and {len(found.damaged) - SHOWN_DAMAGE} more; --json names each")
         out.print(f"{found.n_chunks} chunks, {size(found.n_bytes)} read: {len(found.damaged)} "
                   f"damaged, {found.n_repaired} of them moved away")  # fmt: skip
+        if found.damaged:
+            out.print(_next_step(found, repair=repair))
     if len(found.damaged) > found.n_repaired:
         raise typer.Exit(DAMAGE_LEFT)
+
+
+def _next_step(found: VerifyResult, *, repair: bool) -> str:
+    if not repair:
+        return "'samkv store verify --repair' moves damaged ones away"
+    if found.n_repaired < len(found.damaged):
+        return "what could not be read stays; look at its permissions, and at the disk"
+    return "they are computed again when they are asked for; 'samkv store sync' does all at once"
 
 
 def budget(
@@ -75,6 +87,7 @@ def budget(
     What was used longest ago makes room, and is computed again when it is asked for.
     """
     store = store_in(folder)
+    n_before = store.stats(everyone=True).n_chunks
     if max_bytes is not None:
         limit = None if max_bytes == NO_LIMIT else bytes_of("--max-bytes", max_bytes)
         most, quota = store.index.budget.read()
@@ -88,7 +101,10 @@ def budget(
         tables.write_json("store budget", None, rows)
         return
     cells = [(_whose(row), size(row["bytes"]), _limit(row["max_bytes"])) for row in rows]
-    tables.console().print(tables.table(("namespace", "bytes", "limit"), cells))
+    out = tables.console()
+    out.print(tables.table(("namespace", "bytes", "limit"), cells))
+    if max_bytes is not None and (n_gone := n_before - store.stats(everyone=True).n_chunks) > 0:
+        out.print(f"{n_gone} caches had to make room, and will be computed when they are asked for")
 
 
 def _budget_rows(store: ChunkStore) -> list[Row]:

@@ -19,6 +19,11 @@ def store_in(folder: Path, namespace: str = "") -> ChunkStore:
     """The store that ``samkv ingest --dir`` has made. Raises InvalidOption if there is none."""
     path = folder / "kv"
     if not path.is_dir():
+        if (folder / "store.json").is_file():
+            raise InvalidOption(
+                f"{folder} is itself a folder of caches; give --dir the folder that holds it under "
+                "the name 'kv'"
+            )
         raise InvalidOption(f"{path} does not exist; give the --dir that 'samkv ingest' used")
     return ChunkStore(path, namespace=namespace)
 

@@ -190,18 +190,25 @@ class TestVerify:
         assert result.exit_code == 1
         assert "6 chunks" in result.stdout and "1 damaged, 0 of them moved away" in result.stdout
         assert file.stem in result.stdout and "verifying" in result.stderr
+        assert "'samkv store verify --repair' moves damaged ones away" in result.stdout
         assert file.exists()
         (row,) = rows_of("store", "verify", "--repair")
         assert (row["n_repaired"], [each["reason"] for each in row["damaged"]]) == (1, ["corrupt"])
         assert not file.exists()
         assert "5 chunks" in ran("store", "verify")
 
-    def test_gc_empties_the_quarantine(self, filled: ChunkStore) -> None:
+    def test_gc_empties_the_quarantine(self, filled: ChunkStore, tiny: str) -> None:
         size = damage(filled).stat().st_size
-        ran("store", "verify", "--repair")
+        assert "'samkv store sync' does all" in ran("store", "verify", "--repair").replace(
+            "\n", " "
+        )
         (row,) = rows_of("store", "gc")
-        assert row["bytes_freed"] == size and row["n_forgotten"] == 1
-        assert "0 unfinished files" in ran("store", "gc")
+        assert row["bytes_freed"] == size and row["n_forgotten"] == row["n_damaged"] == 1
+        assert "0 unfinished files, 0 damaged ones" in ran("store", "gc")
+        assert rows_of("store", "sync", "--model", tiny)[0]["n_cached"] == 1
+        damage(filled)
+        ran("store", "verify", "--repair")
+        assert "0 unfinished files, 1 damaged ones" in ran("store", "gc")
 
 
 class TestBudget:
@@ -215,7 +222,10 @@ class TestBudget:
         ran(*budget, "--max-bytes", "1.5 MiB", "--namespace", "tenant")
         quota = {"namespace": "tenant", "bytes": 0, "max_bytes": 3 * 2**19}
         assert quota in rows_of(*budget)
-        assert rows_of(*budget, "--max-bytes", str(taken // 2))[0]["bytes"] <= taken // 2
+        shown = ran(*budget, "--max-bytes", str(taken // 2))
+        n_left = filled.stats().n_chunks
+        assert f"{6 - n_left} caches had to make room" in shown and 0 < n_left < 6
+        assert rows_of(*budget)[0]["bytes"] <= taken // 2
         assert quota in rows_of(*budget, "--max-bytes", "none")
         assert rows_of(*budget, "--max-bytes", "none", "--namespace", "tenant")[0] == {
             "namespace": None, "bytes": filled.stats().bytes, "max_bytes": None,
@@ -275,7 +285,8 @@ class TestMoving:
         assert "no chunk cache in namespace 'x'" in error_of(
             "store", "export", "x.tar", "--namespace", "x"
         )
-        assert "gone.tar cannot be read" in error_of("store", "import", "gone.tar")
+        assert "gone.tar cannot be read" in error_of("store", "import", "gone.tar", "--dir", "new")
+        assert not Path("new").exists()
         Path("bad.tar").write_text("something else")
         assert "bad.tar is no archive" in error_of("store", "import", "bad.tar")
         hf_model("llama", seed=1).save_pretrained("other")
@@ -290,3 +301,5 @@ class TestMoving:
         assert "6 caches" in ran("store", "warm")
         assert ", 1 left unread" in ran("store", "warm", "--bytes", str(taken - 1))
         assert "samkv ingest' used" in error_of("store", "warm", "--dir", "nowhere")
+        line = error_of("store", "warm", "--dir", ".samkv/kv")
+        assert ".samkv/kv is itself a folder of caches; give --dir the folder that" in line
