@@ -116,5 +116,9 @@ class TimedOut(SamkvError, TimeoutError):
     """An answer took longer than the caller had asked for."""
 
 
+class Overloaded(SamkvError):
+    """More answers wait than the scheduler takes on."""
+
+
 class EmptyInput(SamkvError):
     """A folder without documents, an empty collection, an empty question file."""

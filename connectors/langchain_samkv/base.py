@@ -248,6 +248,18 @@ class LocalModel(LocalLLM, BaseLanguageModel[Any]):
     def _run(
         self, prompt: Prompt, stop: list[str] | None, given: Mapping[str, Any]
     ) -> AnswerStream:
+        return self.engine.stream(prompt, self._chunks, **self._options(stop, given))
+
+    async def _arun(
+        self, prompt: Prompt, stop: list[str] | None, given: Mapping[str, Any]
+    ) -> AnswerStream:
+        return await self.engine.astream(prompt, self._chunks, **self._options(stop, given))
+
+    @property
+    def _chunks(self) -> tuple[str, ...] | None:
+        return None if self.match_text else ()
+
+    def _options(self, stop: list[str] | None, given: Mapping[str, Any]) -> dict[str, Any]:
         call = _under_one_name(given)
         call.pop("stream", None)  # LangChain's own, which it leaves in
         for name in call.keys() & _INSTEAD.keys():
@@ -256,16 +268,13 @@ class LocalModel(LocalLLM, BaseLanguageModel[Any]):
             if call.get("stop") is not None:
                 raise InvalidOption("stop_sequences and stop are the same thing; give one")
             call["stop"] = stop
-        options = to_options(call, self._always, self._most_tokens)
-        return self.engine.stream(
-            prompt,
-            None if self.match_text else (),
-            method=self.method,
-            eviction=self.eviction,
-            on_miss=self.on_miss,
-            stop_ids=self.stopping_ids,
-            **options,
-        )
+        return {
+            "method": self.method,
+            "eviction": self.eviction,
+            "on_miss": self.on_miss,
+            "stop_ids": self.stopping_ids,
+            **to_options(call, self._always, self._most_tokens),
+        }
 
 
 def _written(part: str | Method | Eviction | None) -> str:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import aclosing, closing
+from contextlib import closing
 from typing import Any, Literal
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
@@ -23,7 +22,6 @@ from langchain_samkv.structured import json_schema_of, parsed, parser_of
 from langchain_samkv.tools import ShownText, chunks_of, invalid_call_of, tool_call_of
 from samkv_integrations.engine.stream import AnswerStream
 from samkv_integrations.errors import InvalidOption, UnknownOption
-from samkv_integrations.frameworks.off_loop import off_loop
 from samkv_integrations.frameworks.tool_calls import ToolAnswer, ToolUse
 from samkv_integrations.model.chat import Chat
 from samkv_integrations.prompt.reader import Prompt
@@ -107,9 +105,9 @@ class ChatSamKV(LocalModel, BaseChatModel):
         **kwargs: Any,  # noqa: ANN401
     ) -> ChatResult:
         prompt, use = self._prompt(messages, kwargs)
-        answer = await asyncio.to_thread(self._run, prompt, stop, kwargs)
-        # delta by delta, so that no thread goes on with an answer when its task is cancelled
-        return self._result("".join([delta async for delta in off_loop(answer)]), answer, use)
+        async with await self._arun(prompt, stop, kwargs) as answer:
+            text = "".join([delta async for delta in answer])
+        return self._result(text, answer, use)
 
     def _stream(
         self,
@@ -141,9 +139,8 @@ class ChatSamKV(LocalModel, BaseChatModel):
     ) -> AsyncIterator[ChatGenerationChunk]:
         prompt, use = self._prompt(messages, kwargs)
         shown = ShownText(use)
-        answer = await asyncio.to_thread(self._run, prompt, stop, kwargs)
-        async with aclosing(off_loop(answer)) as deltas:
-            async for delta in deltas:
+        async with await self._arun(prompt, stop, kwargs) as answer:
+            async for delta in answer:
                 if text := shown.push(delta):
                     chunk = _chunk(text)
                     if run_manager:

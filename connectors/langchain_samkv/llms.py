@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Iterator
-from contextlib import aclosing, closing
+from contextlib import closing
 from typing import Any
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
@@ -15,7 +14,6 @@ from langchain_core.runnables import Runnable
 from langchain_samkv.base import LocalModel
 from langchain_samkv.conversion import metadata_of
 from samkv_integrations.engine.stream import AnswerStream
-from samkv_integrations.frameworks.off_loop import off_loop
 
 
 class SamKV(LocalModel, BaseLLM):
@@ -83,9 +81,8 @@ class SamKV(LocalModel, BaseLLM):
     ) -> LLMResult:
         found = []
         for prompt in prompts:
-            answer = await asyncio.to_thread(self._run, prompt, stop, kwargs)
-            # delta by delta, so that no thread goes on with an answer when its task is cancelled
-            text = "".join([delta async for delta in off_loop(answer)])
+            async with await self._arun(prompt, stop, kwargs) as answer:
+                text = "".join([delta async for delta in answer])
             found.append(self._generation(text, answer))
         return self._result(found)
 
@@ -111,9 +108,8 @@ class SamKV(LocalModel, BaseLLM):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,  # noqa: ANN401
     ) -> AsyncIterator[GenerationChunk]:
-        answer = await asyncio.to_thread(self._run, prompt, stop, kwargs)
-        async with aclosing(off_loop(answer)) as deltas:
-            async for delta in deltas:
+        async with await self._arun(prompt, stop, kwargs) as answer:
+            async for delta in answer:
                 chunk = GenerationChunk(text=delta)
                 if run_manager:
                     await run_manager.on_llm_new_token(delta, chunk=chunk)

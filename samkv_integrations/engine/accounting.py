@@ -95,7 +95,6 @@ def report_of(
     """The figures so far."""
     model, spent, resolved = request.model, clock.seconds, request.resolved
     n_context = layout.n_context + layout.n_missed
-    entry_bytes = 2 * model.n_kv_heads * model.head_dim * model.dtype.itemsize
     return Report(
         method=request.method.name,
         ran=ran,
@@ -113,13 +112,14 @@ def report_of(
         chunk_misses=dict(resolved.misses),
         bytes_read=clock.bytes_lost + n_read,
         kv_bytes=cache.prompt_bytes,
-        full_kv_bytes=model.n_layers * layout.n_tokens * entry_bytes,
+        full_kv_bytes=layout.n_tokens * model.token_kv_bytes,
         decode_kv_bytes=cache.kv_bytes,
         probe_s=spent["probe"],
         select_s=spent["select"],
         load_s=spent["load"],
         blend_s=spent["blend"],
         announce_s=0.0,
+        wait_s=0.0,
         ttft_s=0.0,
         completion_tokens=0,
         decode_tokens_per_s=0.0,

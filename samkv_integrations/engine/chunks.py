@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from typing import Literal
 
 import torch
@@ -29,6 +30,7 @@ from samkv_integrations.cache.outage import Outage
 from samkv_integrations.engine.agreed import AgreedFingerprint
 from samkv_integrations.engine.options import check_on_miss
 from samkv_integrations.engine.prefill import batches, prefill
+from samkv_integrations.engine.scheduler import Scheduler
 from samkv_integrations.errors import CacheMiss, ChunkNotCached, InvalidChunk, StoreError
 from samkv_integrations.model.model import Model
 from samkv_integrations.prompt.resolve import OnMiss
@@ -53,7 +55,7 @@ class Chunks:
         scheme: the blocks of chunks; None for those of what the store holds for this model, else by
             the lengths of the first chunks that are computed.
         store_bits: bits of the numbers in chunk caches.
-        lock: held around each pass through the model.
+        scheduler: runs the model.
         on_change: called when the model is seen to have changed.
 
     has_own_scheme: whether ``scheme`` was given. outage: told when the store fails a prompt.
@@ -67,13 +69,13 @@ class Chunks:
         prefix: tuple[int, ...],
         scheme: BlockScheme | None,
         store_bits: int,
-        lock: threading.RLock,
+        scheduler: Scheduler,
         on_change: Callable[[], None],
     ) -> None:
         self._model = model
         self._store = store
         self._prefix = prefix
-        self._lock = lock
+        self._scheduler = scheduler
         self._on_change = on_change
         self.has_own_scheme = scheme is not None
         self.outage = Outage()
@@ -106,8 +108,7 @@ class Chunks:
 
     def key_of(self, text: str) -> str:
         """Key of the chunk cache that ``text`` has, or would have."""
-        (ref,) = self._refer([text])
-        return ref.key
+        return self._refer([text])[0].key
 
     def key_of_ids(self, token_ids: tuple[int, ...]) -> str:
         """Key of the chunk of these tokens."""
@@ -220,8 +221,7 @@ class Chunks:
         """
         with self._preparing:
             is_prepared = ref.key in self._prepared
-            self._prepared.pop(ref.key, None)
-            return is_prepared
+            return is_prepared and self._prepared.pop(ref.key) is None
 
     def prepare(
         self,
@@ -237,7 +237,7 @@ class Chunks:
 
         on_miss: ``compute`` (now, and keep it), ``text`` (nothing: a prompt computes its text) or
             ``error``.
-        for_prompt: a prompt waits: caches are opened, and not read as a whole, and what the store
+        for_prompt: a prompt waits: caches are opened, not read as a whole, and what the store
             cannot take stays a miss.
         names, remedy: what the chunks are called, and what makes a cache again, in an error.
 
@@ -298,8 +298,9 @@ class Chunks:
             written: Iterator[None] = iter(())
             try:
                 for batch in batches(list(missed.values())):
-                    with self._lock, torch.inference_mode():
-                        caches = prefill(self._model, batch, fingerprint, self._prefix)
+                    caches = self._scheduler.run(
+                        partial(prefill, self._model, batch, fingerprint, self._prefix)
+                    )
                     if not is_same_model():
                         raise StoreError(
                             "the model changed while chunks were being cached, and what it was "
@@ -324,7 +325,7 @@ class Chunks:
         """Caches of a prompt's missed chunks by their token ids, opened from memory.
 
         They are kept if the store takes them. A chunk that no cache can hold is left out, and
-        nothing is computed in a store that cannot settle its block size.
+        nothing is computed in a store that cannot settle its block size. For the model's thread.
         """
         chunks: list[ChunkRef] = []
         with self.outage.survived():
@@ -377,8 +378,7 @@ class Chunks:
     @property
     def stable_layers(self) -> tuple[int, ...]:
         """The layers N* (paper: Appendix A.2): published for this shape, or from stored chunks."""
-        model = self._model
-        config = model.config
+        model, config = self._model, self._model.config
         shape = (config.model_type, model.n_layers, config.hidden_size, model.n_kv_heads)
         if shape in PUBLISHED_STABLE_LAYERS:
             return PUBLISHED_STABLE_LAYERS[shape]

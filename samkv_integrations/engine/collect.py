@@ -20,8 +20,8 @@ class Total:
     kept_ratio, recompute_ratio: over the context tokens of all answers; 1 and 0 without any.
     ttft_s and the seconds of stages: added up, which is more than what a clock showed if answers
         were computed at once, or waited for each other.
-    decode_s: seconds of all tokens after the first ones. decode_tokens_per_s: those tokens a
-        second; 0 without any.
+    decode_s: seconds of all tokens after the first ones, added up likewise. decode_tokens_per_s:
+        those tokens a second; 0 without any.
 
     A chunk that stands in the prompts of several answers counts in each.
     """
@@ -44,6 +44,7 @@ class Total:
     load_s: float
     blend_s: float
     announce_s: float
+    wait_s: float
     ttft_s: float
     decode_s: float
     completion_tokens: int
@@ -84,7 +85,7 @@ class Total:
 _SUMS = (
     "prompt_tokens", "context_tokens", "prefix_tokens", "uncached_tokens", "found", "reused",
     "computed_now", "bytes_read", "probe_s", "select_s", "load_s", "blend_s", "announce_s",
-    "ttft_s", "completion_tokens",
+    "wait_s", "ttft_s", "completion_tokens",
 )  # fmt: skip
 
 

@@ -1,6 +1,8 @@
-"""The tokens of an answer after the first."""
+"""The tokens of answers after their first ones, those of several answers in one step."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -23,9 +25,28 @@ class Decoder:
 
     def step(self, token: int) -> Tensor:
         """Logits (vocabulary,) after ``token``."""
-        cos, sin = self.model.cos_sin(torch.tensor([self.position]))
-        hidden = self.model.embed(torch.tensor([[token]]))
-        for layer in range(self.model.n_layers):
-            hidden = self.model.layer(layer, hidden, cos, sin, self.cache.attend)
-        self.position += 1
-        return self.model.logits(hidden[0])[0]
+        return decode([self], [token])[0]
+
+
+def decode(decoders: Sequence[Decoder], tokens: Sequence[int]) -> Tensor:
+    """Logits (answers, vocabulary) after the next token of each answer, from one step of the model.
+
+    The weights are read once for all answers, each of which attends to its own working cache. The
+    decoders are of one model.
+    """
+    model = decoders[0].model
+    cos, sin = model.cos_sin(torch.tensor([decoder.position for decoder in decoders]))
+    caches = [decoder.cache for decoder in decoders]
+
+    def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        sides = (torch.split(side, 1, 2) for side in (query, key, value))
+        own = zip(caches, *sides, strict=True)
+        return torch.cat([cache.attend(layer, q, k, v, scaling) for cache, q, k, v in own], 2)
+
+    # The layers see answers as tokens of one sequence: they meet nowhere but in attention.
+    hidden = model.embed(torch.tensor([list(tokens)]))
+    for layer in range(model.n_layers):
+        hidden = model.layer(layer, hidden, cos, sin, attend)
+    for decoder in decoders:
+        decoder.position += 1
+    return model.logits(hidden[0])

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from functools import cached_property, partial
 from typing import Literal, Unpack
 
 import torch
@@ -15,10 +14,12 @@ from samkv_integrations.cache.blocks import BlockScheme
 from samkv_integrations.cache.fingerprint import Fingerprint
 from samkv_integrations.cache.memory import MemoryStore
 from samkv_integrations.cache.quantise import DEFAULT_STORE_BITS, check_store_bits
+from samkv_integrations.engine.asking import answering_of
 from samkv_integrations.engine.chunks import Chunks
 from samkv_integrations.engine.costs import CostModel, keep_costs, kept_costs, measure
 from samkv_integrations.engine.decode import Decoder
 from samkv_integrations.engine.first_token import first_token
+from samkv_integrations.engine.off_loop import off_loop
 from samkv_integrations.engine.options import (
     AnswerOptions,
     AnswerSettings,
@@ -26,20 +27,19 @@ from samkv_integrations.engine.options import (
     PrefixPolicy,
     check_on_miss,
     check_parts,
+    check_tokens,
     prefix_ids,
 )
 from samkv_integrations.engine.prefix_cache import PrefixCache
 from samkv_integrations.engine.prepared import Prepared
 from samkv_integrations.engine.request import Request
-from samkv_integrations.engine.stream import Answer, AnswerStream, TextStream
-from samkv_integrations.errors import InvalidOption
+from samkv_integrations.engine.scheduler import Scheduler
+from samkv_integrations.engine.stream import Answer, AnswerStream
 from samkv_integrations.eviction import Eviction, get_eviction
 from samkv_integrations.methods import DEFAULT_METHOD, Method, get_method
-from samkv_integrations.model.constraint import JsonConstraint
 from samkv_integrations.model.loading import load_model
 from samkv_integrations.model.model import Model
 from samkv_integrations.model.quoting import RenderedPrompt
-from samkv_integrations.model.sampling import Sampler
 from samkv_integrations.prompt.finder import KnownTexts
 from samkv_integrations.prompt.reader import Prompt, PromptReader
 from samkv_integrations.prompt.resolve import OnMiss, Resolved, Resolver
@@ -65,9 +65,9 @@ class Engine:
         store_bits: bits of the keys and values in chunk caches (4, 8, or 16 for the model's dtype).
         prefix_bytes: memory for the beginnings of prompts that ``auto`` computed in full, so that
             the next question about the same documents goes on from there; 0 for none.
+        scheduler: runs the model, for other engines of the same model too; None for one of its own.
 
-    One engine may be used from many threads: a lock is held around each pass through the model,
-    never while a caller consumes a stream.
+    Many threads and tasks may use one engine. Their answers are decoded together, see `Scheduler`.
     """
 
     def __init__(
@@ -82,6 +82,7 @@ class Engine:
         prefix_text: str = "",
         store_bits: int = DEFAULT_STORE_BITS,
         prefix_bytes: int = 2**28,
+        scheduler: Scheduler | None = None,
     ) -> None:
         check_parts(model, store, prefix, prefix_text)
         self.model = model
@@ -93,15 +94,14 @@ class Engine:
         self.store_bits = store_bits
         self.prefixes = PrefixCache(prefix_bytes)
         self._prepared = Prepared()
-        self._lock = threading.RLock()
-        self._costs: CostModel | None = None
+        self.scheduler = Scheduler.of(model, scheduler)
         self.chunks = Chunks(
             model,
             self.store,
             prefix=self.prefix,
             scheme=None if block_size == "auto" else BlockScheme(size=block_size),
             store_bits=store_bits,
-            lock=self._lock,
+            scheduler=self.scheduler,
             on_change=self.prefixes.clear,
         )
         outage, chunks = self.chunks.outage, self.chunks
@@ -261,11 +261,21 @@ class Engine:
             HandleError: a handle was cut.
             ChunkNotCached: a chunk has no usable cache and on_miss is ``error``.
             TimedOut: the answer was not complete after ``timeout`` seconds.
+            Overloaded: more answers wait than the scheduler's limits allow.
             InvalidOption, UnknownOption, MissingExtra: an argument is wrong, or needs an extra.
         """
         stream = self.stream(prompt, chunks, **options)
-        text, report = "".join(stream), stream.report
-        return Answer(text=text, report=report, finish_reason=stream.finish_reason or "stop")
+        return Answer.of("".join(stream), stream)
+
+    async def agenerate(
+        self,
+        prompt: Prompt,
+        chunks: Sequence[str] | None = None,
+        **options: Unpack[AnswerOptions],
+    ) -> Answer:
+        """Like `generate`, for a task: while it waits, it holds no thread."""
+        async with await self.astream(prompt, chunks, **options) as stream:
+            return Answer.of("".join([piece async for piece in stream]), stream)
 
     def stream(
         self,
@@ -277,36 +287,35 @@ class Engine:
 
         The first token is computed before this returns, so mistakes raise here.
         """
-        began = time.perf_counter()
-        settings = AnswerSettings.of(**options)
-        end_ids = self.model.end_ids(settings.stop_ids)
-        text = TextStream(self.model, settings.stop)
-        form = JsonConstraint.of(self.model, settings.json_schema, end_ids)
-        with (
-            self.resolve(
-                prompt, chunks, on_miss=settings.on_miss, context_window=settings.context_window
-            ) as resolved,
-            self._lock,
-            torch.inference_mode(),
-        ):
-            announce_s = self._prepared.claim(resolved, self.chunks.key_of_ids)
-            request = self.request(resolved, settings, settings.sampling.max_new_tokens)
-            begun = first_token(request)
-            sampler = Sampler(self.model, begun.layout.token_ids.tolist(), settings.sampling, form)
-            first = sampler.next(begun.logits)
-        self.store.record(self.fingerprint, used=resolved.used, missed=resolved.missed)
-        ttft_s = time.perf_counter() - began
-        report = replace(begun.report, ttft_s=ttft_s, announce_s=announce_s)
-        decoder = Decoder(self.model, begun.cache, begun.layout.n_tokens)
+        return self._asked(prompt, chunks, options).start()
 
-        def step(token: int) -> int:
-            with self._lock, torch.inference_mode():
-                return sampler.next(decoder.step(token))
+    async def astream(
+        self,
+        prompt: Prompt,
+        chunks: Sequence[str] | None = None,
+        **options: Unpack[AnswerOptions],
+    ) -> AnswerStream:
+        """Like `stream`, for a task: read it with ``async for``."""
+        return await (await off_loop(self._asked, prompt, chunks, options)).astart()
 
-        return AnswerStream(
-            first, step, end_ids, settings.sampling.max_new_tokens, text, report, begun.cache,
-            settings.timeout, began,
+    def _asked(
+        self, prompt: Prompt, chunks: Sequence[str] | None, options: AnswerOptions
+    ) -> AnswerStream:
+        began, settings = time.perf_counter(), AnswerSettings.of(**options)
+        length, window = settings.sampling.max_new_tokens, settings.context_window
+        answering, resolved = answering_of(
+            self.model, settings, began,
+            resolve=partial(
+                self.resolve, prompt, chunks, on_miss=settings.on_miss, context_window=window
+            ),
+            request=lambda found: self.request(found, settings, length),
+            announced_s=lambda found: self._prepared.claim(found, self.chunks.key_of_ids),
         )  # fmt: skip
+
+        def record() -> None:
+            self.store.record(self.fingerprint, used=resolved.used, missed=resolved.missed)
+
+        return AnswerStream(self.scheduler, answering, record, settings.timeout, began)
 
     def logits(
         self,
@@ -322,18 +331,16 @@ class Engine:
         Returns (1 + len(follow), vocabulary) float32 on the CPU. Other arguments and errors are
         those of `generate`; chunks without a cache are computed as text.
         """
-        n_known = self.model.config.vocab_size
-        if unknown := [token for token in follow if not 0 <= token < n_known]:
-            raise InvalidOption(
-                f"follow holds {unknown[0]}, which is no token; {self.model.name!r} has "
-                f"{n_known}, counted from 0"
-            )
+        check_tokens("follow", follow, self.model)
         settings = AnswerSettings.of(method=method, eviction=eviction, on_miss="text")
-        with self.resolve(prompt, chunks) as resolved, self._lock, torch.inference_mode():
+
+        def compute() -> torch.Tensor:
             begun = first_token(self.request(resolved, settings, max(1, len(follow))))
             decoder = Decoder(self.model, begun.cache, begun.layout.n_tokens)
-            of_tokens = [begun.logits, *map(decoder.step, follow)]
-            return torch.stack(of_tokens).float().cpu()
+            return torch.stack([begun.logits, *map(decoder.step, follow)]).float().cpu()
+
+        with self.resolve(prompt, chunks) as resolved:
+            return self.scheduler.run(compute)
 
     def resolve(
         self,
@@ -378,23 +385,16 @@ class Engine:
 
     # -- what passes cost -------------------------------------------------------------------
 
-    @property
+    @cached_property
     def costs(self) -> CostModel:
         """What passes cost here: as `calibrate` measured, else as assumed."""
-        if self._costs is None:
-            self._costs = kept_costs(self.model, self.store)
-        return self._costs
-
-    @costs.setter
-    def costs(self, costs: CostModel) -> None:
-        self._costs = costs
+        return kept_costs(self.model, self.store)
 
     def calibrate(self) -> CostModel:
         """Measure what passes cost on this machine, and keep it beside the caches; seconds.
 
         Raises StoreError if the store cannot be written.
         """
-        with self._lock:
-            self.costs = measure(self.model, self.fingerprint.entry_format)
+        self.costs = self.scheduler.run(partial(measure, self.model, self.fingerprint.entry_format))
         keep_costs(self.model, self.store, self.costs)
         return self.costs

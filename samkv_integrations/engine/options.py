@@ -41,7 +41,7 @@ class AnswerOptions(SamplingOptions, total=False):
     json_schema: a JSON schema, which the answer keeps to; see `JsonConstraint`. One that reaches
         max_new_tokens is cut, and its finish_reason is ``length``. Needs the extra ``structured``.
     timeout: seconds after which an answer that is not complete ends with TimedOut; None for no end
-        of patience. The pass that computes the first token is not interrupted.
+        of patience. It counts from the call, waiting for other answers included.
     on_miss: what to do for a chunk without a usable cache: ``compute`` (as a chunk, and keep it;
         ``auto`` only where that does not take longer than full prefill, ``recompute`` never),
         ``text`` (compute it with the rest of the prompt, keep nothing), ``error``. What turns out
@@ -114,6 +114,16 @@ def check_timeout(timeout: Any) -> None:  # noqa: ANN401
     is_number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
     if timeout is not None and not (is_number and 0 < timeout < math.inf):
         raise InvalidOption(f"timeout={timeout!r}; it must be above 0 seconds, or None")
+
+
+def check_tokens(name: str, ids: Sequence[int], model: Model) -> None:
+    """Raises InvalidOption if one of ``ids`` is no token of the model."""
+    n_known = model.config.vocab_size
+    if unknown := [token for token in ids if not 0 <= token < n_known]:
+        raise InvalidOption(
+            f"{name} holds {unknown[0]}, which is no token; {model.name!r} has {n_known}, counted "
+            "from 0"
+        )
 
 
 def check_parts(model: object, store: object, prefix: str, prefix_text: object) -> None:

@@ -39,9 +39,11 @@ class Report:
     decode_kv_bytes: working cache at the end of the answer: grown by its tokens, or shrunk.
     probe_s, select_s, load_s, blend_s: seconds of each stage, load_s being all reading, blend_s
         with eviction.
-    ttft_s: from the call to the first token, reading included. announce_s: before that, in
-        announcements: their part for the chunks of this prompt that they computed.
-    decode_tokens_per_s: tokens after the first, per second; 0 with one token.
+    wait_s: from when the prompt was read until the model was free for its first pass.
+    ttft_s: from the call to the first token, waiting and reading included. announce_s: before that,
+        in announcements: their part for the chunks of this prompt that they computed.
+    decode_tokens_per_s: tokens after the first, per second of the steps that computed them, which
+        other answers may have shared; 0 with one token.
     """
 
     method: str
@@ -67,6 +69,7 @@ class Report:
     load_s: float
     blend_s: float
     announce_s: float
+    wait_s: float
     ttft_s: float
     completion_tokens: int
     decode_tokens_per_s: float
@@ -79,7 +82,8 @@ class Report:
             f"model={self.model} method={self.method} ran={self.ran} "
             f"prompt_tokens={self.prompt_tokens} completion_tokens={self.completion_tokens} "
             f"found={self.found} reused={self.reused} computed_now={self.computed_now} "
-            f"misses={misses or 'none'} ttft_s={self.ttft_s:.3f} bytes_read={self.bytes_read}"
+            f"misses={misses or 'none'} wait_s={self.wait_s:.3f} ttft_s={self.ttft_s:.3f} "
+            f"bytes_read={self.bytes_read}"
         )
 
     def to_dict(self) -> dict[str, Any]:

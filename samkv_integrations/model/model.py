@@ -8,7 +8,8 @@ from __future__ import annotations
 import copy
 import hashlib
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
@@ -85,6 +86,7 @@ class Model:
         self.dtype: torch.dtype = hf.dtype
         self.device: torch.device = hf.device
         self._tokenizing = threading.Lock()
+        self._passing = threading.local()
         self.special_tokens = SpecialTokens(self.tokenizer)
         self.constraint_tokenizers: dict[frozenset[int], Any] = {}  # of `JsonConstraint`, by ends
 
@@ -108,6 +110,11 @@ class Model:
     @property
     def dtype_name(self) -> str:
         return str(self.dtype).removeprefix("torch.")
+
+    @property
+    def token_kv_bytes(self) -> int:
+        """Bytes of one token's keys and values in all layers, in the model's dtype."""
+        return 2 * self.n_layers * self.n_kv_heads * self.head_dim * self.dtype.itemsize
 
     @property
     def context_window(self) -> int:
@@ -240,11 +247,22 @@ class Model:
         cos, sin = self.hf.model.rotary_emb(probe, positions.to(self.device)[None])
         return cos[0], sin[0]
 
+    @contextmanager
+    def interruptible(self, check: Callable[[], None]) -> Iterator[None]:
+        """Have the layers of this thread's passes call ``check`` first, which may raise."""
+        self._passing.check = check
+        try:
+            yield
+        finally:
+            del self._passing.check
+
     def layer(self, index: int, hidden: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         """Run decoder layer ``index`` on tokens ``hidden`` (batch, R, hidden).
 
         cos, sin: (R, D) of the tokens' positions. Keys and values go to ``attend``.
         """
+        if (check := getattr(self._passing, "check", None)) is not None:
+            check()
         output: Tensor = self.hf.model.layers[index](
             hidden,
             attention_mask=None,

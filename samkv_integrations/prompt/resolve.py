@@ -135,6 +135,10 @@ class Resolved:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the caches."""
         for chunk in set(self.opened):
             chunk.close()
 
@@ -179,7 +183,7 @@ class Resolver:
                     found[ids] = self._open(ids, is_held=len(found) < MAX_HELD)
                 self._add_chunk(resolved, ids, found[ids])
         except BaseException:
-            resolved.__exit__(None, None, None)
+            resolved.close()
             raise
         self._begin_with_bos(resolved)
         return resolved

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Generator, Mapping
+from collections.abc import AsyncGenerator, Generator, Mapping
 from contextlib import closing
 from typing import Any
 
@@ -13,16 +12,18 @@ from llama_index.llms.samkv.conversion import to_completion
 from samkv_integrations.engine.stream import AnswerStream
 from samkv_integrations.errors import AnswerCut, InvalidOption
 from samkv_integrations.frameworks.local_llm import LocalLLM
-from samkv_integrations.frameworks.off_loop import off_loop
 from samkv_integrations.frameworks.tool_calls import ToolUse
 from samkv_integrations.model.chat import Chat
 from samkv_integrations.prompt.reader import Prompt
 
 
 class AnsweringLLM(LocalLLM):
-    """An LLM whose every answer begins with `_run`; ``given``: the options of a call."""
+    """An LLM whose every answer begins with `_run` or `_arun`; ``given``: the options of a call."""
 
     def _run(self, prompt: Prompt, given: dict[str, Any]) -> AnswerStream:
+        raise NotImplementedError
+
+    async def _arun(self, prompt: Prompt, given: dict[str, Any]) -> AnswerStream:
         raise NotImplementedError
 
     def _asked(self, prompt: Prompt, call: dict[str, Any]) -> tuple[Prompt, ToolUse | None]:
@@ -45,9 +46,8 @@ class AnsweringLLM(LocalLLM):
         return self._finished(text, stream, given)
 
     async def _awhole(self, prompt: Prompt, given: dict[str, Any]) -> CompletionResponse:
-        stream = await asyncio.to_thread(self._run, prompt, given)
-        # delta by delta, so that no thread goes on with an answer when its task is cancelled
-        text = "".join([delta async for delta in off_loop(stream)])
+        async with await self._arun(prompt, given) as stream:
+            text = "".join([delta async for delta in stream])
         return self._finished(text, stream, given)
 
     def _deltas(
@@ -56,6 +56,16 @@ class AnsweringLLM(LocalLLM):
         text = ""
         with closing(stream):
             for delta in stream:
+                text += delta
+                yield to_completion(text, stream.report, delta)
+        yield self._finished(text, stream, given, delta="")
+
+    async def _adeltas(
+        self, stream: AnswerStream, given: Mapping[str, Any]
+    ) -> AsyncGenerator[CompletionResponse]:
+        text = ""
+        async with stream:
+            async for delta in stream:
                 text += delta
                 yield to_completion(text, stream.report, delta)
         yield self._finished(text, stream, given, delta="")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Annotated, Any
 
@@ -32,6 +32,7 @@ from llama_index.llms.samkv.conversion import (
     as_in_repr,
     checked_outputs_to_remove,
     rendered,
+    to_achats,
     to_chat,
     to_chats,
     to_turns,
@@ -43,6 +44,7 @@ from llama_index.llms.samkv.retrievals import expect_retrieved
 from llama_index.llms.samkv.structured import StructuredPredictions
 from llama_index.llms.samkv.tools import ToolCallingLLM
 from samkv_integrations.engine.engine import Engine
+from samkv_integrations.engine.off_loop import off_loop
 from samkv_integrations.engine.stream import AnswerStream
 from samkv_integrations.errors import InvalidOption, PromptTooLong
 from samkv_integrations.frameworks.call_options import (
@@ -51,7 +53,6 @@ from samkv_integrations.frameworks.call_options import (
     to_options,
 )
 from samkv_integrations.frameworks.engine_args import ModelSource, check_fits
-from samkv_integrations.frameworks.off_loop import off_loop
 from samkv_integrations.frameworks.tool_calls import takes_tools
 from samkv_integrations.prompt.reader import Prompt
 from samkv_integrations.prompt.text import check_text
@@ -272,7 +273,7 @@ class SamKVLLM(AnsweringLLM, WrittenLLM, StructuredPredictions, ToolCallingLLM):
     ) -> CompletionResponseAsyncGen:
         """Like `stream_complete`, off the event loop."""
         complete = self._completion_prompt(prompt, formatted)
-        return off_loop(self._deltas(await asyncio.to_thread(self._run, complete, kwargs), kwargs))
+        return self._adeltas(await self._arun(complete, kwargs), kwargs)
 
     # -- chat -------------------------------------------------------------------------------
 
@@ -306,8 +307,7 @@ class SamKVLLM(AnsweringLLM, WrittenLLM, StructuredPredictions, ToolCallingLLM):
     ) -> ChatResponseAsyncGen:
         """Like `stream_chat`, off the event loop."""
         prompt, use = self._asked(self._chat_prompt(messages), kwargs)
-        deltas = self._deltas(await asyncio.to_thread(self._run, prompt, kwargs), kwargs)
-        return off_loop(to_chats(deltas, use))
+        return to_achats(self._adeltas(await self._arun(prompt, kwargs), kwargs), use)
 
     # -- the one way to an answer -----------------------------------------------------------
 
@@ -335,22 +335,42 @@ class SamKVLLM(AnsweringLLM, WrittenLLM, StructuredPredictions, ToolCallingLLM):
         return turns
 
     def _run(self, prompt: Prompt, given: dict[str, Any]) -> AnswerStream:
+        options = self._options(given)
+        self._announce(prompt)
+        with _saying_how_llama_index_counts():
+            return self.engine.stream(prompt, self._chunks, **options)
+
+    async def _arun(self, prompt: Prompt, given: dict[str, Any]) -> AnswerStream:
+        options = self._options(given)
+        await off_loop(self._announce, prompt)
+        with _saying_how_llama_index_counts():
+            return await self.engine.astream(prompt, self._chunks, **options)
+
+    @property
+    def _chunks(self) -> tuple[str, ...] | None:
+        return None if self.match_text else ()
+
+    def _options(self, given: dict[str, Any]) -> dict[str, Any]:
         always = {"timeout": self.timeout, **self.generate_kwargs}
-        options = to_options(given, always, self.max_new_tokens)
+        return {
+            "method": self.method,
+            "eviction": self.eviction,
+            "on_miss": self.on_miss,
+            "stop_ids": self.stopping_ids,
+            **to_options(given, always, self.max_new_tokens),
+        }
+
+    def _announce(self, prompt: Prompt) -> None:
         if self.cache_retrieved:  # for later prompts, even where `auto` computes this one in full
             self.engine.announce(self.engine.found_in(prompt), "compute")
-        try:
-            return self.engine.stream(
-                prompt,
-                None if self.match_text else (),
-                method=self.method,
-                eviction=self.eviction,
-                on_miss=self.on_miss,
-                stop_ids=self.stopping_ids,
-                **options,
-            )
-        except PromptTooLong as error:
-            raise PromptTooLong(
-                f"{error}. If LlamaIndex packed the prompt: it counts with another tokenizer, "
-                "unless told Settings.tokenizer = llm.tokenizer_fn"
-            ) from error
+
+
+@contextmanager
+def _saying_how_llama_index_counts() -> Iterator[None]:
+    try:
+        yield
+    except PromptTooLong as error:
+        raise PromptTooLong(
+            f"{error}. If LlamaIndex packed the prompt: it counts with another tokenizer, "
+            "unless told Settings.tokenizer = llm.tokenizer_fn"
+        ) from error

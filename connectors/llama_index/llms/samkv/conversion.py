@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Generator, Sequence
-from contextlib import closing
+from collections.abc import AsyncGenerator, Callable, Generator, Sequence
+from contextlib import aclosing, closing
 from typing import Any
 
 from llama_index.core.base.llms.types import (
@@ -192,21 +192,55 @@ def to_chat(response: CompletionResponse, use: ToolUse | None = None) -> ChatRes
     )
 
 
+class Chats:
+    """Responses of a stream as those of a chat; what may become a call of a tool is held back."""
+
+    def __init__(self, use: ToolUse | None = None) -> None:
+        self._use = use
+        self._shown = ""
+        self._last: CompletionResponse | None = None
+
+    def push(self, response: CompletionResponse) -> ChatResponse | None:
+        """The next response; None if all that is new in it is held back."""
+        if self._use is None:
+            return to_chat(response)
+        self._last = response
+        text = self._use.shown(response.text)
+        if len(text) <= len(self._shown):
+            return None
+        delta, self._shown = text[len(self._shown) :], text
+        return to_chat(response.model_copy(update={"text": text, "delta": delta}))
+
+    def rest(self) -> ChatResponse | None:
+        """The last response, calls of tools in it; None if nothing was held back."""
+        if self._last is None:
+            return None
+        whole = to_chat(self._last, self._use)
+        whole.delta = (whole.message.content or "")[len(self._shown) :]
+        return whole
+
+
 def to_chats(
     responses: Generator[CompletionResponse], use: ToolUse | None = None
 ) -> Generator[ChatResponse]:
-    """The same for a stream. What may become a call is held back until the last response."""
+    """A stream of completions as one of a chat."""
+    chats = Chats(use)
     with closing(responses):
-        if use is None:
-            yield from map(to_chat, responses)
-            return
-        shown, last = "", None
-        for last in responses:
-            text = use.shown(last.text)
-            if len(text) > len(shown):
-                delta, shown = text[len(shown) :], text
-                yield to_chat(last.model_copy(update={"text": text, "delta": delta}))
-        if last is not None:
-            whole = to_chat(last, use)
-            whole.delta = (whole.message.content or "")[len(shown) :]
-            yield whole
+        for response in responses:
+            if (chat := chats.push(response)) is not None:
+                yield chat
+        if (last := chats.rest()) is not None:
+            yield last
+
+
+async def to_achats(
+    responses: AsyncGenerator[CompletionResponse], use: ToolUse | None = None
+) -> AsyncGenerator[ChatResponse]:
+    """Like `to_chats`, for a task."""
+    chats = Chats(use)
+    async with aclosing(responses):
+        async for response in responses:
+            if (chat := chats.push(response)) is not None:
+                yield chat
+        if (last := chats.rest()) is not None:
+            yield last

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +12,7 @@ from pydantic import computed_field
 
 from samkv_integrations.cache.chunk import normalise
 from samkv_integrations.engine.engine import Engine
+from samkv_integrations.engine.off_loop import off_loop
 from samkv_integrations.frameworks.engine_ref import EngineRef
 
 
@@ -115,7 +115,7 @@ class SamKVCacheTransform(TransformComponent):
 
     async def acall(self, nodes: Sequence[BaseNode], **kwargs: Any) -> Sequence[BaseNode]:  # noqa: ANN401
         """Like a call, off the event loop."""
-        return await asyncio.to_thread(self, nodes, **kwargs)
+        return await off_loop(self, nodes, **kwargs)
 
 
 def body_of(node: BaseNode) -> str:

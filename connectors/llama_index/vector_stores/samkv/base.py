@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from samkv_integrations.chroma.client import chroma_errors, connect_collection, 
 from samkv_integrations.chroma.link import ChromaLink
 from samkv_integrations.chroma.results import KEY_FIELD
 from samkv_integrations.engine.engine import Engine
+from samkv_integrations.engine.off_loop import off_loop
 from samkv_integrations.errors import InvalidOption
 from samkv_integrations.frameworks.engine_ref import EngineRef
 
@@ -228,7 +228,7 @@ class SamKVChromaVectorStore(ChromaVectorStore):
 
     async def async_add(self, nodes: Sequence[BaseNode], **kwargs: Any) -> list[str]:  # noqa: ANN401
         """Like `add`, off the event loop."""
-        return await asyncio.to_thread(self.add, nodes, **kwargs)
+        return await off_loop(self.add, nodes, **kwargs)
 
     def delete(self, ref_doc_id: str, **delete_kwargs: Any) -> None:  # noqa: ANN401
         """Delete the nodes of a document, and the caches that nothing needs any more.
@@ -239,7 +239,7 @@ class SamKVChromaVectorStore(ChromaVectorStore):
 
     async def adelete(self, ref_doc_id: str, **delete_kwargs: Any) -> None:  # noqa: ANN401
         """Like `delete`, off the event loop."""
-        await asyncio.to_thread(self.delete, ref_doc_id, **delete_kwargs)
+        await off_loop(self.delete, ref_doc_id, **delete_kwargs)
 
     # Upstream declares a list of filters and takes one object, as the base class declares.
     def delete_nodes(  # type: ignore[override]
@@ -264,7 +264,7 @@ class SamKVChromaVectorStore(ChromaVectorStore):
         **delete_kwargs: Any,  # noqa: ANN401
     ) -> None:
         """Like `delete_nodes`, off the event loop."""
-        await asyncio.to_thread(self.delete_nodes, node_ids, filters, **delete_kwargs)
+        await off_loop(self.delete_nodes, node_ids, filters, **delete_kwargs)
 
     def clear(self) -> None:
         """Delete all nodes of the collection, and the caches that no other collection needs."""
@@ -272,7 +272,7 @@ class SamKVChromaVectorStore(ChromaVectorStore):
 
     async def aclear(self) -> None:
         """Like `clear`, off the event loop."""
-        await asyncio.to_thread(self.clear)
+        await off_loop(self.clear)
 
     # -- reading ----------------------------------------------------------------------------
 
@@ -289,7 +289,7 @@ class SamKVChromaVectorStore(ChromaVectorStore):
         self, node_ids: list[str] | None = None, filters: MetadataFilters | None = None
     ) -> list[BaseNode]:
         """Like `get_nodes`, off the event loop."""
-        return await asyncio.to_thread(self.get_nodes, node_ids, filters)
+        return await off_loop(self.get_nodes, node_ids, filters)
 
     def query(self, query: VectorStoreQuery, **kwargs: Any) -> VectorStoreQueryResult:  # noqa: ANN401
         """The nodes nearest to the query's embedding.
@@ -305,7 +305,7 @@ class SamKVChromaVectorStore(ChromaVectorStore):
 
     async def aquery(self, query: VectorStoreQuery, **kwargs: Any) -> VectorStoreQueryResult:  # noqa: ANN401
         """Like `query`, off the event loop."""
-        return await asyncio.to_thread(self.query, query, **kwargs)
+        return await off_loop(self.query, query, **kwargs)
 
 
 def _embedding(node: BaseNode) -> list[float]:
