@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.support.chroma_server import chroma_server
+from tests.support.steps import Steps
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -24,3 +25,11 @@ def chroma_port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
     """
     with chroma_server(tmp_path_factory.mktemp("server") / "chroma") as port:
         yield port
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[Steps]:
+    """The steps of answers after their first tokens."""
+    counted = Steps(monkeypatch)
+    yield counted
+    counted.release()

@@ -140,6 +140,8 @@ class Answering:
     def fail(self, error: BaseException) -> None:
         """Raise ``error`` where the answer is read, after all that is there."""
         self.is_complete = True
+        if self._start is not None:
+            self._put("")  # how far it came
         self.outbox.put(error)
 
     def _go_on(self, token: int) -> None:

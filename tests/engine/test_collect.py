@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from samkv_integrations import Engine, Report, Total, collect_reports
-from samkv_integrations.engine.decode import Decoder
 from tests.support.served import PROMPT, TEXTS, engine_on
+from tests.support.steps import Steps
 
 SHORT = f"{TEXTS[0]}\n\nQ?"
 
@@ -91,13 +91,11 @@ def test_a_stream_that_nobody_reads_has_cost_its_first_token(engine: Engine) -> 
     assert reports.total.ttft_s > 0
 
 
-def test_an_answer_that_fails_reports_how_far_it_came(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(self: Decoder, token: int) -> None:
+def test_an_answer_that_fails_reports_how_far_it_came(engine: Engine, steps: Steps) -> None:
+    def fail() -> None:
         raise MemoryError
 
-    monkeypatch.setattr(Decoder, "step", fail)
+    steps.on_step = fail
     with collect_reports() as reports, pytest.raises(MemoryError):
         answer(engine)
     assert [report.completion_tokens for report in reports] == [1]

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from samkv_integrations.engine.decode import Decoder
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.engine.loader import Context
 from samkv_integrations.engine.plan import PassPlan
+from samkv_integrations.engine.scheduler import Scheduler
 from samkv_integrations.eviction import EVICTIONS
 from samkv_integrations.methods import METHODS
 from samkv_integrations.model.model import Model
@@ -36,10 +38,18 @@ ONE_COPY = {"to the device": 1}
 AS_CLOSE = {"rtol": 1e-4, "atol": 1e-3}
 
 
+class OnThisThread(Scheduler):
+    """Where the device is pretended, which is a matter of one thread."""
+
+    def run(self, work: Callable[[], Any]) -> Any:
+        with torch.inference_mode():
+            return work()
+
+
 def engine(store: MemoryStore | None = None, *, n_layers: int = 4, **options: object) -> Engine:
     hf = hf_model("llama", num_hidden_layers=n_layers)
     model = Model(hf.to("cpu" if store is None else DEVICE), byte_tokenizer(bos=True), "tiny")
-    return Engine(model, store, block_size=8, **options)
+    return Engine(model, store, block_size=8, scheduler=OnThisThread(model), **options)
 
 
 @cache

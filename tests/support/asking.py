@@ -10,11 +10,11 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from samkv_integrations.engine import engine as engine_module
 from samkv_integrations.engine import first_token as first_token_module
 from samkv_integrations.engine.decode import Decoder
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.engine.first_token import first_token
+from samkv_integrations.engine.options import AnswerSettings
 from samkv_integrations.engine.plan import PassPlan, plan_pass
 from samkv_integrations.engine.report import Report
 from samkv_integrations.engine.request import FirstToken, Request
@@ -87,16 +87,11 @@ def first_token_by(
     eviction: Eviction | str | None,
     capacity: int = 8,
 ) -> None:
-    """An answer of ``capacity`` tokens is begun, with ``call`` in place of `first_token`."""
-    with mock.patch.object(engine_module, "first_token", call):
-        engine.stream(
-            prompt,
-            chunks,
-            method=method,
-            eviction=eviction,
-            max_new_tokens=capacity,
-            on_miss="text",
-        )
+    """An answer of ``capacity`` tokens is begun by ``call``, in place of `first_token`."""
+    settings = AnswerSettings.of(method=method, eviction=eviction, on_miss="text")
+    with engine.resolve(prompt, chunks) as resolved:
+        request = engine.request(resolved, settings, capacity)
+        engine.scheduler.run(lambda: call(request))
 
 
 def ask(

@@ -31,7 +31,6 @@ from langchain_core.runnables import ConfigurableField
 import langchain_samkv
 from langchain_samkv import ChatSamKV, SamKV
 from samkv_integrations import ChunkStore, Engine
-from samkv_integrations.engine.decode import Decoder
 from samkv_integrations.errors import (
     ChunkNotCached,
     HandleError,
@@ -57,6 +56,7 @@ from tests.support.records import (
     Record,
     builtin,
 )
+from tests.support.steps import Steps
 
 ASKED = RECORDS[2]
 ENDLESS = "Documents:\n\n[Dunlux"  # a prompt that the model goes on with for long
@@ -98,20 +98,6 @@ def given(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         return stream(self, prompt, chunks, **options)
 
     monkeypatch.setattr(Engine, "stream", spied)
-    return seen
-
-
-@pytest.fixture
-def steps(monkeypatch: pytest.MonkeyPatch) -> list[Decoder]:
-    """The decoder of every step, and what to do at each."""
-    seen: list[Decoder] = []
-    step = Decoder.step
-
-    def spied(self: Decoder, token: int) -> Any:
-        seen.append(self)
-        return step(self, token)
-
-    monkeypatch.setattr(Decoder, "step", spied)
     return seen
 
 
@@ -161,12 +147,14 @@ class TestChat:
         assert reason(prompt_about(), stop=[ASKED.workers[1:]]) == "stop"
         assert reason(prompt_about(), max_tokens=n_tokens, stop=[ASKED.workers[-1]]) == "stop"
 
-    def test_stream(self, chat: ChatSamKV, steps: list[Decoder]) -> None:
+    def test_stream(self, chat: ChatSamKV, steps: Steps) -> None:
         handler, full, seen_at = Tokens(), None, []
+        steps.hold()
         for chunk in chat.stream(prompt_about(), {"callbacks": [handler]}):
             full = chunk if full is None else full + chunk
-            seen_at.append(len(steps))
-        assert seen_at[0] == 0 < seen_at[1]  # decoded while it is consumed
+            seen_at.append(steps.n)
+            steps.release()
+        assert seen_at[0] == 0 < seen_at[-1]  # it is there before the second token is
         whole = chat.invoke(prompt_about())
         assert full.content == "".join(handler.tokens) == whole.content
         assert handler.ends == 1
@@ -177,17 +165,7 @@ class TestChat:
         figures = full.response_metadata["samkv"]
         assert (figures["found"], figures["chunk_misses"]) == (len(TEXTS), {})
 
-    def test_every_way_answers_alike_off_the_loop(
-        self, chat: ChatSamKV, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        threads = set()
-        step = Decoder.step
-
-        def spied(self: Decoder, token: int) -> Any:
-            threads.add(threading.current_thread())
-            return step(self, token)
-
-        monkeypatch.setattr(Decoder, "step", spied)
+    def test_every_way_answers_alike_off_the_loop(self, chat: ChatSamKV, steps: Steps) -> None:
         prompt = prompt_about()
 
         async def ask() -> list[str]:
@@ -208,7 +186,7 @@ class TestChat:
             ]
 
         assert asyncio.run(ask()) == [f" {ASKED.workers}"] * 5
-        assert threads and threading.main_thread() not in threads
+        assert steps.threads and threading.main_thread() not in steps.threads
 
     def test_streaming_as_an_argument(self, engine: Engine) -> None:
         """LangChain streams ``invoke`` to callbacks if it is True, and never streams on False."""
@@ -276,16 +254,17 @@ class TestChat:
 
 
 class TestStrings:
-    def test_invoke_and_stream(self, llm: SamKV, steps: list[Decoder]) -> None:
+    def test_invoke_and_stream(self, llm: SamKV, steps: Steps) -> None:
         prompt = prompt_about(kind=SamKV)
         assert llm.invoke(prompt).strip() == ASKED.workers  # and not the prompt before it
         assert (llm.last_report.found, llm.last_report.chunk_misses) == (len(TEXTS), {})
-        steps.clear()
-        handler, seen_at, pieces = Tokens(), [], []
+        handler, seen_at, pieces, before = Tokens(), [], [], steps.n
+        steps.hold()
         for piece in llm.stream(prompt, {"callbacks": [handler]}):
             pieces.append(piece)
-            seen_at.append(len(steps))
-        assert seen_at[0] == 0 < seen_at[1]
+            seen_at.append(steps.n - before)
+            steps.release()
+        assert seen_at[0] == 0 < seen_at[-1]
         assert "".join(pieces) == "".join(handler.tokens) == f" {ASKED.workers}"
 
     def test_async_and_batches(self, llm: SamKV) -> None:
@@ -667,7 +646,7 @@ class TestTokenCounts:
 
 class TestTime:
     @pytest.mark.parametrize("kind", KINDS)
-    def test_timeout(self, engine: Engine, kind: type, steps: list[Decoder]) -> None:
+    def test_timeout(self, engine: Engine, kind: type, steps: Steps) -> None:
         model = kind(engine=engine, max_tokens=100, timeout=1e-9)
 
         async def astream() -> None:
@@ -682,7 +661,7 @@ class TestTime:
         ):
             with pytest.raises(TimedOut, match="timeout=1e-09: the answer was not complete"):
                 call()
-        assert len(steps) < 10 and model.last_report is None
+        assert steps.n == 0 and model.last_report is None
         with pytest.raises(TimeoutError):  # what others catch
             model.invoke(ENDLESS)
         assert model.invoke(ENDLESS, timeout=PATIENCE_S)
@@ -874,27 +853,25 @@ class TestCallersThatGoAway:
     """Nothing is computed for them any more, and nobody else has to wait."""
 
     @pytest.mark.parametrize("kind", KINDS)
-    def test_closed_stream(self, engine: Engine, kind: type, steps: list[Decoder]) -> None:
+    def test_closed_stream(self, engine: Engine, kind: type, steps: Steps) -> None:
         model = kind(engine=engine, max_tokens=100)
+        steps.hold()
+        steps.allow(5)
         stream: Iterator[Any] = model.stream(ENDLESS)
         next(stream)
         next(stream)
         stream.close()
-        n_steps = len(steps)
         assert list(stream) == [] and model.last_report is None
+        steps.release()
         for _ in model.stream(ENDLESS):
             break
-        assert len(steps) == n_steps
+        assert steps.of_the_first <= 6  # one of them was under way
         assert SamKV(engine=engine, max_tokens=12).invoke(prompt_about(kind=SamKV)).strip()
 
     @pytest.mark.parametrize("form", ["ainvoke", "astream", "abatch"])
     @pytest.mark.parametrize("kind", KINDS)
-    def test_cancelled_task(
-        self, engine: Engine, kind: type, form: str, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_cancelled_task(self, engine: Engine, kind: type, form: str, steps: Steps) -> None:
         model = kind(engine=engine, max_tokens=200)
-        counts: dict[Decoder, int] = {}
-        step = Decoder.step
 
         async def call() -> None:
             if form == "astream":
@@ -906,46 +883,36 @@ class TestCallersThatGoAway:
                 await model.ainvoke(ENDLESS)
 
         async def cancel_on_the_way() -> None:
-            loop, decoding = asyncio.get_running_loop(), asyncio.Event()
-
-            def counted(self: Decoder, token: int) -> Any:
-                counts[self] = counts.get(self, 0) + 1
-                loop.call_soon_threadsafe(decoding.set)
-                return step(self, token)
-
-            monkeypatch.setattr(Decoder, "step", counted)
+            steps.hold()
+            steps.allow(3)
             task = asyncio.create_task(call())
-            await asyncio.wait_for(decoding.wait(), PATIENCE_S)
+            await asyncio.to_thread(steps.wait_for, 3)
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
-            (n_steps,) = counts.values()
-            assert n_steps < 20
-            monkeypatch.setattr(Decoder, "step", step)
+            steps.release()
             other = SamKV(engine=engine, max_tokens=12)
             answer = await other.ainvoke(prompt_about(kind=SamKV))
             assert answer == f" {ASKED.workers}"
-            assert [*counts.values()] == [n_steps]
+            assert steps.of_the_first <= 4  # one was under way
             assert asyncio.all_tasks() == {asyncio.current_task()}
 
         asyncio.run(cancel_on_the_way())
 
-    def test_failure_on_the_way(
-        self, chat: ChatSamKV, llm: SamKV, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        def fail(self: Decoder, token: int) -> Any:
+    def test_failure_on_the_way(self, chat: ChatSamKV, llm: SamKV, steps: Steps) -> None:
+        def fail() -> None:
             raise RuntimeError("the device is gone")
 
-        with monkeypatch.context() as patch:
-            patch.setattr(Decoder, "step", fail)
-            for model in (chat, llm):
-                pieces = []
-                with pytest.raises(RuntimeError, match="the device is gone"):
-                    for piece in model.stream(ENDLESS):
-                        pieces.append(piece)
-                assert pieces  # what was decided before is not lost
-                with pytest.raises(RuntimeError, match="the device is gone"):
-                    asyncio.run(model.ainvoke(ENDLESS))
+        steps.on_step = fail
+        for model in (chat, llm):
+            pieces = []
+            with pytest.raises(RuntimeError, match="the device is gone"):
+                for piece in model.stream(ENDLESS):
+                    pieces.append(piece)
+            assert pieces  # what was decided before is not lost
+            with pytest.raises(RuntimeError, match="the device is gone"):
+                asyncio.run(model.ainvoke(ENDLESS))
+        steps.on_step = lambda: None
         assert chat.invoke(prompt_about()).content == f" {ASKED.workers}"
 
 

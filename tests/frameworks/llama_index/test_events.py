@@ -23,9 +23,9 @@ from llama_index.core.instrumentation.events.llm import (
 from llama_index.core.llms import ChatMessage
 
 from llama_index.llms.samkv import SamKVLLM
-from samkv_integrations.engine.decode import Decoder
 from samkv_integrations.errors import PromptTooLong
 from tests.support.llama_index_corpus import Corpus, cached_prompt
+from tests.support.steps import Steps
 
 pytest_plugins = ("tests.support.llama_index_fixtures",)
 pytestmark = pytest.mark.usefixtures("no_other_model")
@@ -140,9 +140,7 @@ def test_what_was_asked_is_in_the_events(corpus: Corpus, dispatched: Dispatched)
     assert start.prompt == end.prompt == "Hello"
 
 
-def test_a_failed_call_ends_too(
-    corpus: Corpus, dispatched: Dispatched, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_call_ends_too(corpus: Corpus, dispatched: Dispatched, steps: Steps) -> None:
     events = LlmEvents()
     llm = corpus.llm(callback_manager=CallbackManager([events]))
     calls = every_call(llm, "salt " * 5000)
@@ -153,10 +151,10 @@ def test_a_failed_call_ends_too(
         assert isinstance(events.ended[-1]["exception"], PromptTooLong)
     assert [type(event) for event in dispatched.drain()].count(LLMChatEndEvent) == 0
 
-    def fail(*arguments: object) -> None:
+    def fail() -> None:
         raise RuntimeError("the device is gone")
 
-    monkeypatch.setattr(Decoder, "step", fail)
+    steps.on_step = fail
     calls = every_call(llm, cached_prompt(corpus))
     for n_calls, name in enumerate(CALLS[:8], start=9):  # streams fail after their first piece
         with pytest.raises(RuntimeError, match="the device is gone"):

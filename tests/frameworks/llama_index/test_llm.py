@@ -24,12 +24,12 @@ from llama_index.core.schema import (
 from llama_index.llms.samkv import SamKVCacheTransform, SamKVLLM
 from llama_index.postprocessor.samkv import SamKVPostprocessor
 from samkv_integrations import Engine
-from samkv_integrations.engine.decode import Decoder
 from samkv_integrations.errors import HandleError, InvalidOption, PromptTooLong, UnknownOption
 from tests.support.handles import HANDLE, issued
 from tests.support.llama_index_corpus import ASKED, Corpus, cached_prompt
 from tests.support.models import tiny_model
 from tests.support.records import COMPLETION_TEMPLATE, TEXTS, builtin
+from tests.support.steps import Steps
 
 pytest_plugins = ("tests.support.llama_index_fixtures",)
 pytestmark = pytest.mark.usefixtures("no_other_model")
@@ -96,45 +96,29 @@ class TestCalls:
         # LlamaIndex writes these into the prompts of later turns
         assert response.message.additional_kwargs == {}
 
-    def test_streams_are_incremental(self, corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
-        steps = []
-        step = Decoder.step
-
-        def counted(self: Decoder, token: int) -> Any:
-            steps.append(token)
-            return step(self, token)
-
-        monkeypatch.setattr(Decoder, "step", counted)
+    def test_streams_are_incremental(self, corpus: Corpus, steps: Steps) -> None:
         llm = corpus.llm()
         prompt = "Documents:\n\n[Dunlux"  # goes on and on
         whole = llm.complete(prompt, formatted=True)
         messages = [ChatMessage(role="user", content=cached_prompt(corpus))]
-        for stream, text_of, expected in (
-            (llm.stream_complete(prompt, formatted=True), lambda r: r.text, whole.text),
-            (llm.stream_chat(messages), lambda r: r.message.content, f" {ASKED.workers}"),
+        steps.hold()
+        for start, text_of, expected in (
+            (lambda: llm.stream_complete(prompt, formatted=True), lambda r: r.text, whole.text),
+            (lambda: llm.stream_chat(messages), lambda r: r.message.content, f" {ASKED.workers}"),
         ):
-            steps.clear()
-            text, seen_at = "", []
-            for response in stream:
+            text, seen_at, before = "", [], steps.n
+            for response in start():
                 text += response.delta
                 assert text_of(response) == text
-                seen_at.append(len(steps))
+                seen_at.append(steps.n - before)
+                steps.release()
+            steps.hold()
             assert text == expected
-            assert seen_at[0] == 0 < seen_at[1] < seen_at[-1]  # decoded while it is consumed
+            assert seen_at[0] == 0 < seen_at[-1]  # it is there before the second token is
             assert response.delta == "" and response.raw["samkv"] == llm.last_report.to_dict()
         assert len(seen_at) > 3 or len(text) < 12
 
-    def test_async_calls_answer_alike_off_the_loop(
-        self, corpus: Corpus, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        threads = set()
-        step = Decoder.step
-
-        def spied(self: Decoder, token: int) -> Any:
-            threads.add(threading.current_thread())
-            return step(self, token)
-
-        monkeypatch.setattr(Decoder, "step", spied)
+    def test_async_calls_answer_alike_off_the_loop(self, corpus: Corpus, steps: Steps) -> None:
         llm, prompt = corpus.llm(), cached_prompt(corpus)
         messages = [ChatMessage(role="user", content=prompt)]
 
@@ -152,7 +136,7 @@ class TestCalls:
             ]
 
         texts = asyncio.run(calls())
-        assert threads and threading.main_thread() not in threads
+        assert steps.threads and threading.main_thread() not in steps.threads
         assert texts == [f" {ASKED.workers}"] * 6
 
 
