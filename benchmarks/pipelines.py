@@ -18,7 +18,7 @@ from unittest import mock
 import numpy as np
 import torch
 
-from samkv_integrations import Engine
+from samkv_integrations import AnswerStream, Engine
 from samkv_integrations.bench.data import Question, load
 from samkv_integrations.bench.markdown import table
 from samkv_integrations.bench.scoring import f1_words
@@ -119,10 +119,19 @@ Ask = Callable[[str], Asked]
 def recorded() -> Iterator[list[Callable[[], Call]]]:
     """Calls of all engines; each is to be called when its answer is complete."""
     calls: list[Callable[[], Call]] = []
-    stream = Engine.stream
+    stream, astream = Engine.stream, Engine.astream
 
-    def spied(self: Engine, prompt: Any, *rest: Any, **options: Any) -> Any:
+    def spied(self: Engine, prompt: Any, *rest: Any, **options: Any) -> AnswerStream:
         answer = stream(self, prompt, *rest, **options)
+        record(prompt, answer)
+        return answer
+
+    async def aspied(self: Engine, prompt: Any, *rest: Any, **options: Any) -> AnswerStream:
+        answer = await astream(self, prompt, *rest, **options)
+        record(prompt, answer)
+        return answer
+
+    def record(prompt: Any, answer: AnswerStream) -> None:
         turns = [prompt] if isinstance(prompt, str) else [turn["content"] for turn in prompt]
 
         def call() -> Call:
@@ -136,9 +145,8 @@ def recorded() -> Iterator[list[Callable[[], Call]]]:
             )
 
         calls.append(call)
-        return answer
 
-    with mock.patch.object(Engine, "stream", spied):
+    with mock.patch.multiple(Engine, stream=spied, astream=aspied):
         yield calls
 
 

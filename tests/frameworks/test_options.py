@@ -18,6 +18,7 @@ from llama_index.llms.samkv import SamKVCacheTransform, SamKVLLM
 from samkv_integrations import Engine
 from samkv_integrations.errors import InvalidOption, UnknownOption
 from samkv_integrations.model.sampling import OPTIONS
+from tests.support.asked import listen
 from tests.support.records import builtin
 
 NAMES = sorted(OPTIONS.keys() - {"max_new_tokens"})
@@ -38,13 +39,7 @@ def engine() -> Engine:
 def sampled(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """The options of every answer that an engine is asked for."""
     seen: list[dict[str, Any]] = []
-    stream = Engine.stream
-
-    def spy(engine: Engine, *arguments: Any, **options: Any) -> Any:
-        seen.append(options)
-        return stream(engine, *arguments, **options)
-
-    monkeypatch.setattr(Engine, "stream", spy)
+    listen(monkeypatch, lambda *_, **options: seen.append(options))
     return seen
 
 

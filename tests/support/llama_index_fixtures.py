@@ -11,8 +11,8 @@ import pytest
 from llama_index.core import Settings
 from llama_index.core.llms.mock import MockLLM
 
-from samkv_integrations import Engine
 from samkv_integrations.model.quoting import RenderedPrompt
+from tests.support.asked import listen
 from tests.support.llama_index_corpus import Corpus, ingest
 
 
@@ -46,11 +46,9 @@ def tokenizer_restored(monkeypatch: pytest.MonkeyPatch) -> None:
 def prompts(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Every prompt that an engine is given, one that was rendered already as its text."""
     seen: list[Any] = []
-    stream = Engine.stream
 
-    def spied(self: Engine, prompt: Any, *rest: Any, **options: Any) -> Any:
+    def told(prompt: Any, *_: Any, **options: Any) -> None:
         seen.append(prompt.text if isinstance(prompt, RenderedPrompt) else prompt)
-        return stream(self, prompt, *rest, **options)
 
-    monkeypatch.setattr(Engine, "stream", spied)
+    listen(monkeypatch, told)
     return seen

@@ -46,6 +46,7 @@ from samkv_integrations.frameworks import engine_args
 from samkv_integrations.methods import METHODS
 from samkv_integrations.methods.epic import EpicRecompute
 from samkv_integrations.model.model import Model
+from tests.support.asked import listen
 from tests.support.handles import issued
 from tests.support.models import byte_tokenizer, hf_model, tiny_model
 from tests.support.records import (
@@ -91,13 +92,11 @@ def llm(engine: Engine) -> SamKV:
 def given(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """Prompts and options that an engine is given."""
     seen: list[dict[str, Any]] = []
-    stream = Engine.stream
 
-    def spied(self: Engine, prompt: Any, chunks: Any = None, **options: Any) -> Any:
+    def told(prompt: Any, chunks: Any, **options: Any) -> None:
         seen.append({"prompt": prompt, "chunks": chunks, **options})
-        return stream(self, prompt, chunks, **options)
 
-    monkeypatch.setattr(Engine, "stream", spied)
+    listen(monkeypatch, told)
     return seen
 
 

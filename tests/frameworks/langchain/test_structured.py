@@ -15,6 +15,7 @@ from typing_extensions import TypedDict
 from langchain_samkv import ChatSamKV
 from samkv_integrations import Engine
 from samkv_integrations.errors import InvalidOption, UnknownOption
+from tests.support.asked import listen
 from tests.support.models import tiny_model
 
 QUESTION = "Where was Tobias Trulman born?"
@@ -85,13 +86,12 @@ def test_include_raw(chat: ChatSamKV) -> None:
 def test_json_mode(chat: ChatSamKV, monkeypatch: pytest.MonkeyPatch) -> None:
     """Any object, which only the class is asked about."""
     seen: list[Any] = []
-    stream = Engine.stream
 
-    def spy(engine: Engine, *arguments: Any, json_schema: Any, **options: Any) -> Any:
+    def told(*_: Any, json_schema: Any, **options: Any) -> dict[str, Any]:
         seen.append(json_schema)
-        return stream(engine, *arguments, json_schema={"const": {"name": "Denbury"}}, **options)
+        return {"json_schema": {"const": {"name": "Denbury"}}, **options}
 
-    monkeypatch.setattr(Engine, "stream", spy)
+    listen(monkeypatch, told)
     found = chat.with_structured_output(Town, method="json_mode", include_raw=True).invoke(QUESTION)
     assert seen == [{"type": "object"}]
     assert "kind" in str(found["parsing_error"]) and found["raw"].text == '{"name": "Denbury"}'

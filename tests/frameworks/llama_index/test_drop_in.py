@@ -12,10 +12,10 @@ import pytest
 from llama_index.core import PromptTemplate
 
 from llama_index.llms.samkv import SamKVLLM
-from samkv_integrations import Engine
 from samkv_integrations.errors import InvalidOption, ModelNotFound, UnknownOption, UnsupportedModel
 from samkv_integrations.frameworks import engine_args
 from samkv_integrations.model.model import Model
+from tests.support.asked import listen
 from tests.support.llama_index_corpus import ASKED, Corpus, cached_prompt
 from tests.support.models import byte_tokenizer, hf_model
 from tests.support.records import COMPLETION_TEMPLATE
@@ -168,13 +168,7 @@ class TestStoppingIds:
 class TestGenerateKwargs:
     def spied(self, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         seen: list[dict[str, Any]] = []
-        stream = Engine.stream
-
-        def spy(engine: Engine, prompt: Any, *rest: Any, **options: Any) -> Any:
-            seen.append(options)
-            return stream(engine, prompt, *rest, **options)
-
-        monkeypatch.setattr(Engine, "stream", spy)
+        listen(monkeypatch, lambda *_, **options: seen.append(options))
         return seen
 
     @pytest.mark.parametrize(
