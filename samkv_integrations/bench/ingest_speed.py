@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,11 +22,21 @@ from samkv_integrations.bench.grid import check_counts, check_folder
 from samkv_integrations.cache.disk import ChunkStore
 from samkv_integrations.cache.memory import MemoryStore
 from samkv_integrations.engine.engine import Engine
+from samkv_integrations.engine.scheduler import Scheduler
 from samkv_integrations.model.model import Model
+
+_Made = TypeVar("_Made")
 
 _PACKAGE = Path(__file__).parents[1]
 _PASSES = frozenset(
-    {"engine.chunks", "engine.engine", "engine.prefill", "model.attention", "model.model"}
+    {
+        "engine.chunks",
+        "engine.engine",
+        "engine.prefill",
+        "engine.scheduler",
+        "model.attention",
+        "model.model",
+    }
 )
 """Modules that run the pass itself: what they call is a stage, they are none."""
 
@@ -143,8 +153,18 @@ def _measure(
             disk_s=seconds_of(model, partial(to_disk.cache_chunks, texts)),
         )
         rounds.append(measured)
-    profiled = Engine(model, ChunkStore(folder / "profiled"))
+    # Python's profiler sees one thread
+    store, here = ChunkStore(folder / "profiled"), _OnThisThread(model)
+    profiled = Engine(model, store, scheduler=here)
     return rounds[1:], stages_of(lambda: profiled.cache_chunks(texts))
+
+
+class _OnThisThread(Scheduler):
+    """Runs the model where it is asked to."""
+
+    def run(self, work: Callable[[], _Made]) -> _Made:
+        with torch.inference_mode():
+            return work()
 
 
 def seconds_of(model: Model, call: Callable[[], object]) -> float:

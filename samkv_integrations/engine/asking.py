@@ -40,8 +40,7 @@ def answering_of(
     end_ids = model.end_ids(settings.stop_ids)
     form = JsonConstraint.of(model, settings.json_schema, end_ids)
     text = TextStream(model, settings.stop)
-    resolved = resolve()
-    max_new_tokens = settings.sampling.max_new_tokens
+    resolved, most = resolve(), settings.sampling.max_new_tokens
     n_tokens = sum(len(segment.token_ids) for segment in resolved.segments)
     asked = time.perf_counter()
 
@@ -63,9 +62,9 @@ def answering_of(
     answering = Answering(
         begin,
         resolved.close,
-        kv_bytes=(n_tokens + max_new_tokens) * model.token_kv_bytes,
+        kv_bytes=(n_tokens + most) * model.token_kv_bytes,
         end_ids=end_ids,
-        max_new_tokens=max_new_tokens,
+        max_new_tokens=most,
         text=text,
     )
     return answering, resolved

@@ -478,6 +478,7 @@ def test_a_dropped_stream_frees_its_cache(talking: Engine, steps: Steps) -> None
     del stream
     gc.collect()
     eventually(lambda: cache() is None, talking)
+    assert talking.scheduler.load.running == 0
 
 
 # -- failures -----------------------------------------------------------------------------------
