@@ -1,6 +1,6 @@
 """How much faster answers are decoded together than one by one.
 
-    python -m benchmarks.batched_decoding --layers 8 --dtype float32
+    python -m benchmarks.batched_decoding --layers 6 --dtype bfloat16 --steps 8
 
 Answers to different questions about the same chunks. A step is timed alone, for each number of
 answers in turn, over working caches that first passes have left; and all answers of a round are
@@ -119,7 +119,7 @@ def measure(engine: Engine, prompts: Sequence[str], method: str, steps: int) -> 
 def main() -> None:
     """The table, on standard output."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.batched_decoding")
-    parser.add_argument("--shape", default="0.5B")
+    parser.add_argument("--shape", default="qwen2.5-0.5b")
     parser.add_argument("--layers", type=int)
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--device", default="auto")
