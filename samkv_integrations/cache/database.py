@@ -11,7 +11,7 @@ import weakref
 import zlib
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TypeVar
 from urllib.parse import quote
@@ -60,6 +60,7 @@ class Database:
         self._is_makeshift = False  # cannot be written, nor sees what others write
         self._gave_up_at = -_BUSY_S
         self._is_held = False  # for a fork
+        _watch_forks()
         _ALL[id(self)] = self
 
     def read(self, work: Callable[[sqlite3.Connection], _T]) -> _T:
@@ -299,8 +300,11 @@ def _after_fork(*, is_child: bool) -> None:
     _FORKING.release()
 
 
-os.register_at_fork(
-    before=_before_fork,
-    after_in_parent=partial(_after_fork, is_child=False),
-    after_in_child=partial(_after_fork, is_child=True),
-)
+@cache
+def _watch_forks() -> None:
+    """Once a process, and not at import."""
+    os.register_at_fork(
+        before=_before_fork,
+        after_in_parent=partial(_after_fork, is_child=False),
+        after_in_child=partial(_after_fork, is_child=True),
+    )

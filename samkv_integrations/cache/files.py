@@ -11,6 +11,7 @@ import time
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 
 from samkv_integrations.errors import StoreError
@@ -189,6 +190,7 @@ class Writer:
             except FileNotFoundError:  # taken for dead already
                 os.close(handle)
                 continue
+            _watch_forks()
             _HANDLES.add(handle)
             weakref.finalize(self, _leave, self._folder / name, handle, os.getpid())
             return name
@@ -208,7 +210,10 @@ def _leave_to_parent() -> None:
         os.close(_HANDLES.pop())
 
 
-os.register_at_fork(after_in_child=_leave_to_parent)
+@cache
+def _watch_forks() -> None:
+    """Once a process, and not at import."""
+    os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 def dead_writers(store: Path) -> list[str]:
