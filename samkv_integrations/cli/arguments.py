@@ -94,6 +94,32 @@ EvictionBudget = Annotated[
 ]
 MaxNewTokens = Annotated[int, typer.Option(help="Longest answer, in tokens.")]
 
+Served = Annotated[
+    list[str] | None, typer.Option("--collection", help="One that may be asked; again for more.")
+]
+ServedName = Annotated[str | None, typer.Option(help="What clients call the model; else its own.")]
+Host = Annotated[str, typer.Option(help="Address to listen on; others than loopback need keys.")]
+Port = Annotated[int, typer.Option(help="Port to listen on; 0 for a free one.")]
+ApiKeyFile = Annotated[
+    Path | None,
+    typer.Option("--api-keys", help="Lines of KEY, KEY NAMESPACE, KEY NAMESPACE COLLECTION..."),
+]
+ServedMethod = Annotated[
+    str, typer.Option("--method", help="Of answers that ask for no other; see 'samkv methods'.")
+]
+MaxBatch = Annotated[int, typer.Option(help="Answers that are decoded together.")]
+MaxWaiting = Annotated[int, typer.Option(help="Answers that may wait; more are told to come back.")]
+MaxKv = Annotated[str | None, typer.Option(help="Most KV of all running answers, such as 8GB.")]
+ServedTokens = Annotated[
+    int, typer.Option("--max-tokens", help="Of an answer whose client names no number.")
+]
+MaxBody = Annotated[str, typer.Option(help="Largest request, such as 8MB.")]
+Timeout = Annotated[float | None, typer.Option(help="Seconds that an answer may take, in all.")]
+EndGrace = Annotated[
+    int, typer.Option("--grace", help="Seconds that running answers have when the server ends.")
+]
+LogPrompts = Annotated[bool, typer.Option("--log-prompts", help="Write prompts to the log.")]
+
 SampleFolder = Annotated[Path, typer.Option(help="Folder of sample documents.")]
 SampleQuestions = Annotated[
     Path | None, typer.Option(help="Their questions; questions.jsonl in that folder.")

@@ -75,6 +75,15 @@ class Report:
     decode_tokens_per_s: float
 
     @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens that were not computed for it: held from before, in a cache or in memory.
+
+        A mean over layers, as methods compute other tokens at each.
+        """
+        computed = self.uncached_tokens + self.recompute_ratio * self.context_tokens
+        return max(0, round(self.prompt_tokens - computed))
+
+    @property
     def line(self) -> str:
         """The figures that say most, on one line for a log; no text of anybody."""
         misses = ",".join(f"{reason}:{n}" for reason, n in sorted(self.chunk_misses.items()))

@@ -28,7 +28,7 @@ FLOORS = (
     {"methods"},
     {"engine"},
     {"bench", "chroma", "frameworks", ""},
-    {"connectors"},
+    {"connectors", "server"},
     {"cli"},
 )
 """Rooms from the bottom up: one imports from lower floors, and from within itself, only.
@@ -46,6 +46,7 @@ CONNECTORS = (
 OWNERS = {
     "transformers": {"model"},
     "chromadb": {"chroma", "connectors"},
+    **dict.fromkeys(("fastapi", "prometheus_client", "starlette", "uvicorn"), {"server"}),
     "llama_index": {"connectors"},
     **dict.fromkeys(("langchain", "langchain_chroma", "langchain_core"), {"connectors"}),
 }

@@ -1,0 +1,1 @@
+"""An OpenAI-compatible server in front of engines that share one model."""

@@ -1,0 +1,85 @@
+"""A server at work, from the first connection to the last answer."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+
+import uvicorn
+
+from samkv_integrations.server.app import create_app
+from samkv_integrations.server.guard import Rules
+from samkv_integrations.server.keys import ApiKeys
+from samkv_integrations.server.metrics import Metrics
+from samkv_integrations.server.service import Service
+from samkv_integrations.server.tenancy import Tenancy
+
+MAX_HEADER_BYTES = 2**16
+"""Of one request; more is answered with a 400."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What a server can be told beside its model, its folder and its keys; see `Service`.
+
+    max_body_bytes: of a request. grace_s: seconds that running answers have when the server ends;
+    None for as long as they take.
+    """
+
+    model_name: str
+    most_tokens: int = 1024
+    timeout_s: float | None = None
+    logs_prompts: bool = False
+    max_body_bytes: int = 8_000_000
+    grace_s: int | None = 30
+
+
+def run(
+    tenancy: Tenancy,
+    keys: ApiKeys,
+    listening: socket.socket,
+    settings: Settings,
+    ready: Callable[[str], None],
+) -> None:
+    """Answer requests until SIGTERM or SIGINT; running answers are let end then.
+
+    ready: called with the server's address, once it answers.
+    """
+    service = Service(
+        tenancy=tenancy,
+        metrics=Metrics(tenancy.scheduler),
+        model_name=settings.model_name,
+        most_tokens=settings.most_tokens,
+        timeout_s=settings.timeout_s,
+        logs_prompts=settings.logs_prompts,
+    )
+    config = uvicorn.Config(
+        create_app(service, Rules(keys=keys, max_body_bytes=settings.max_body_bytes)),
+        http="h11",  # the one that bounds headers
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+        timeout_graceful_shutdown=settings.grace_s,
+    )
+    host, port = listening.getsockname()[:2]
+    address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    with suppress(KeyboardInterrupt):
+        _Server(config, lambda: ready(address)).run(sockets=[listening])
+
+
+class _Server(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config, ready: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._ready = ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._ready()
