@@ -14,6 +14,7 @@ from samkv_integrations.cli.loading import use_threads_for
 from samkv_integrations.cli.method_options import eviction_of, methods_of
 from samkv_integrations.cli.sizes import bytes_of
 from samkv_integrations.cli.stores import require_own_records, store_in
+from samkv_integrations.engine.options import check_timeout
 from samkv_integrations.engine.scheduler import Limits, Scheduler
 from samkv_integrations.errors import InvalidOption, MissingExtra
 from samkv_integrations.model.loading import load_model
@@ -46,6 +47,10 @@ def serve(
     except ImportError as error:
         raise MissingExtra.of(error.name or "fastapi", "server") from error
     check_store_bits(store_bits)
+    check_timeout(timeout)
+    for option, number, least in (("--max-tokens", max_tokens, 1), ("--grace", grace, 0)):
+        if number < least:
+            raise InvalidOption(f"{option} {number}; give at least {least}")
     (chosen,), rule = methods_of([method], settings or []), eviction_of(eviction, eviction_budget)
     most_kv = None if max_kv is None else bytes_of("--max-kv", max_kv)
     limits = Limits(max_batch=max_batch, max_waiting=max_waiting, max_kv_bytes=most_kv)
@@ -55,6 +60,8 @@ def serve(
     )  # fmt: skip
     everybody = Tenant(namespace=namespace, collections=tuple(collection or ()))
     keys = ApiKeys(_keys_text(api_keys), everybody)
+    if api_keys is not None and not keys:
+        raise InvalidOption(f"--api-keys {api_keys} holds no key; give one a line, or leave it out")
     with listen_on(host, port, keys) as listening:  # before a model is loaded for nothing
         for tenant in keys.tenants:
             _require_own(folder, tenant)
@@ -77,8 +84,6 @@ def _keys_text(file: Path | None) -> str:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidOption(f"--api-keys {file} cannot be read: {error}") from error
-    if not text.strip():
-        raise InvalidOption(f"--api-keys {file} holds no key; give a key a line, or leave it out")
     return text
 
 

@@ -63,7 +63,7 @@ class Failure(Exception):
         """What a body is refused for: the first of pydantic's errors."""
         error = errors[0]
         where = [str(part) for part in error["loc"] if part != "body"]
-        param = ".".join(where) or None
+        param = ".".join(where)[:_SHOWN] or None
         match error["type"]:
             case "json_invalid":
                 return cls(status=400, message=f"the body is no JSON: {_cause(error)}")

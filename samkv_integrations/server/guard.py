@@ -127,17 +127,18 @@ def _too_large(most: int) -> Failure:
 
 
 class _Replayed:
-    """A body that was read already, and after it what comes next: that the client goes away."""
+    """A body that was read already, and after it that the client goes away, however often asked."""
 
     def __init__(self, body: bytes, receive: Receive) -> None:
-        self._body: bytes | None = body
+        self._next: Message | None = {
+            "type": "http.request", "body": body, "more_body": False,
+        }  # fmt: skip
         self._receive = receive
 
     async def __call__(self) -> Message:
-        if self._body is None:
-            return await self._receive()
-        body, self._body = self._body, None
-        return {"type": "http.request", "body": body, "more_body": False}
+        message = self._next or await self._receive()
+        self._next = message if message["type"] == "http.disconnect" else None
+        return message
 
 
 class _Reply:

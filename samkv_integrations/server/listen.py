@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import ipaddress
+import os
 import socket
 
 from samkv_integrations.errors import InvalidOption
@@ -25,11 +26,10 @@ def listen_on(host: str, port: int, keys: ApiKeys) -> socket.socket:
     try:
         return socket.create_server((host, port), family=family)
     except OSError as error:
+        why = os.strerror(error.errno) if error.errno else error  # without what was tried
         taken = error.errno == errno.EADDRINUSE
         remedy = "give another --port, or 0 for a free one" if taken else "give --host and --port"
-        raise InvalidOption(
-            f"cannot listen on {host} port {port}: {error.strerror}; {remedy}"
-        ) from error
+        raise InvalidOption(f"cannot listen on {host} port {port}: {why}; {remedy}") from error
     except OverflowError as error:
         raise InvalidOption(f"--port {port}; give 0 to 65535") from error
 

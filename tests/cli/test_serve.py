@@ -1,0 +1,166 @@
+"""``samkv serve``: a process that answers, and what it refuses to begin with."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.request import Request, urlopen
+
+import pytest
+
+from samkv_integrations.cli.serve import KEYS_VARIABLE
+from samkv_integrations.server import run as run_module
+from tests.cli.running import error_of, ran
+from tests.support.records import RECORDS
+
+PATIENCE_S = 120
+COMMAND = [sys.executable, "-c", "from samkv_integrations.cli.app import main; main()", "serve"]
+PROMPT = f"Documents:\n\n{RECORDS[0].text}\n\nQuestion: {RECORDS[0].question}\nAnswer:"
+
+
+@contextmanager
+def serving(*arguments: str, **variables: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A server, and its address; killed in the end."""
+    process = subprocess.Popen(
+        [*COMMAND, "--port", "0", *arguments],
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | variables,
+    )
+    try:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if found := re.fullmatch(
+                r"samkv: serving (\S+) on (http://127\.0\.0\.1:\d+)/v1\n", line
+            ):
+                yield process, found[2]
+                break
+        else:
+            pytest.fail("it never served")
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def posted(address: str, path: str, body: dict[str, Any], **headers: str) -> Any:
+    """An open response."""
+    sent = json.dumps(body).encode()
+    asked = Request(address + path, sent, {"content-type": "application/json", **headers})
+    return urlopen(asked, timeout=PATIENCE_S)
+
+
+@pytest.fixture
+def documents(working_folder: Path) -> Path:
+    folder = working_folder / "documents"
+    folder.mkdir()
+    for record in RECORDS:
+        (folder / f"{record.name}.txt").write_text(record.text)
+    ran("ingest", str(folder), "--collection", "notes")
+    return folder
+
+
+def test_it_answers_from_what_was_ingested_and_ends_what_it_began(documents: Path) -> None:
+    asked = {"model": "builtin", "prompt": PROMPT, "max_tokens": 8}
+    with serving("--collection", "notes") as (process, address):
+        with posted(address, "/v1/completions", asked) as reply:
+            found = json.load(reply)
+        assert found["choices"][0]["text"].strip(" .") == RECORDS[0].workers
+        assert found["samkv"]["found"] == 1  # so few tokens are computed sooner than read
+        endless = {"model": "builtin", "prompt": "Documents:\n\n[Dunlux", "max_tokens": 300}
+        with posted(address, "/v1/completions", endless | {"stream": True}) as stream:
+            first = stream.readline()
+            process.send_signal(signal.SIGTERM)
+            rest = stream.read()
+    assert first.startswith(b"data: {")
+    assert rest.endswith(b"data: [DONE]\n\n")
+    assert rest.count(b"data: ") > 20
+    assert process.returncode is not None
+
+
+def test_it_ends_without_a_traceback(working_folder: Path) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        with serving() as (process, _):
+            process.send_signal(number)
+            assert process.stderr is not None
+            said = process.stderr.read()
+            code = process.wait(PATIENCE_S)
+        assert "Traceback" not in said
+        assert code in (0, -number)
+
+
+def test_keys_of_the_environment(working_folder: Path) -> None:
+    key = "sk-of-the-red-team"
+    with serving(**{KEYS_VARIABLE: f"{key} red; sk-of-the-blue-team blue"}) as (_, address):
+        asked = {"model": "builtin", "prompt": "Q:", "max_tokens": 1}
+        with pytest.raises(OSError, match="401"):
+            posted(address, "/v1/completions", asked)
+        with posted(address, "/v1/completions", asked, authorization=f"Bearer {key}") as reply:
+            assert json.load(reply)["usage"]["prompt_tokens"] > 0
+
+
+def test_another_model_name(working_folder: Path) -> None:
+    with serving("--name", "house/model") as (_, address):
+        asked = {"model": "house/model", "prompt": "Q:", "max_tokens": 1}
+        with posted(address, "/v1/completions", asked) as reply:
+            assert json.load(reply)["model"] == "house/model"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--host", "0.0.0.0"), "--host 0.0.0.0 without API keys"),
+        (("--port", "70000"), "--port 70000; give 0 to 65535"),
+        (("--api-keys", "nowhere.txt"), "--api-keys nowhere.txt cannot be read"),
+        (("--collection", "notes"), "holds no Chroma database"),
+        (("--method", "reus"), "did you mean 'reuse'?"),
+        (("--max-batch", "0"), "max_batch=0"),
+        (("--max-waiting", "-1"), "max_waiting=-1"),
+        (("--max-kv", "many"), "--max-kv many"),
+        (("--max-body", "0"), "--max-body 0"),
+        (("--max-tokens", "0"), "--max-tokens 0"),
+        (("--timeout", "0"), "timeout=0"),
+        (("--grace", "-1"), "--grace -1"),
+        (("--model", "nowhere/at-all"), "nowhere/at-all"),
+        (("--namespace", "\udcff"), "namespace"),
+    ],
+)
+def test_what_it_does_not_begin_with(
+    arguments: tuple[str, ...],
+    message: str,
+    working_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(run_module, "run", lambda *_: pytest.fail("it serves"))
+    port = () if "--port" in arguments else ("--port", "0")
+    assert message in error_of("serve", *port, *arguments)
+
+
+def test_a_collection_that_is_not_there(documents: Path) -> None:
+    assert "unknown collection 'letters'" in error_of("serve", "--collection", "letters")
+
+
+def test_a_collection_of_another_namespace(documents: Path) -> None:
+    line = error_of("serve", "--collection", "notes", "--namespace", "red")
+    assert "have their caches in namespace ''" in line
+
+
+def test_a_file_of_keys_and_the_variable(
+    working_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = working_folder / "keys"
+    file.write_text("sk-of-the-red-team red\n")
+    monkeypatch.setenv(KEYS_VARIABLE, "sk-of-the-red-team red")
+    assert "are both given" in error_of("serve", "--api-keys", str(file))
+    monkeypatch.delenv(KEYS_VARIABLE)
+    file.write_text("# none\n")
+    assert "holds no key" in error_of("serve", "--api-keys", str(file))
+    file.write_text("sk-of-the-red-team red notes\n")
+    assert "holds no Chroma database" in error_of("serve", "--api-keys", str(file))

@@ -1,0 +1,56 @@
+"""A server within the test's own event loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from samkv_integrations.engine.scheduler import Limits, Scheduler
+from samkv_integrations.server.app import create_app
+from samkv_integrations.server.guard import Rules
+from samkv_integrations.server.keys import ApiKeys, Tenant
+from samkv_integrations.server.metrics import Metrics
+from samkv_integrations.server.service import Service
+from samkv_integrations.server.tenancy import Tenancy
+from tests.support.asgi import Client
+from tests.support.models import tiny_model
+
+KEYS = "sk-of-the-red-team red\nsk-of-the-blue-team blue notes\nsk-of-nobody-else-1"
+
+
+class App:
+    """An application on a tiny model, and what stands behind it."""
+
+    def __init__(
+        self, folder: Path, *, keys: str = "", limits: Limits | None = None, **options: Any
+    ) -> None:
+        self.scheduler = Scheduler(tiny_model("llama"), limits)
+        self.tenancy = Tenancy(self.scheduler, folder, method="reuse", block_size=8)
+        defaults = {"model_name": "tiny", "most_tokens": 6, "timeout_s": None}
+        max_body = options.pop("max_body_bytes", 100_000)
+        self.service = Service(
+            tenancy=self.tenancy, metrics=Metrics(self.scheduler), **{**defaults, **options}
+        )
+        self.keys = ApiKeys(keys, Tenant())
+        self.asgi = create_app(self.service, Rules(keys=self.keys, max_body_bytes=max_body))
+        self.client = Client(self.asgi)
+
+    def of(self, key: str) -> Client:
+        """A client that has a key."""
+        return Client(self.asgi, authorization=f"Bearer {key}")
+
+    def engine(self, namespace: str = "") -> Any:
+        return self.tenancy.engine(Tenant(namespace=namespace))
+
+
+@pytest.fixture
+def make_app(tmp_path: Path) -> Callable[..., App]:
+    return lambda **options: App(tmp_path, **options)
+
+
+@pytest.fixture
+def app(make_app: Callable[..., App]) -> App:
+    return make_app()

@@ -1,0 +1,165 @@
+"""What is taken of OpenAI's API, and what is refused by name."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.server.conftest import App
+
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}
+
+
+def chat(**more: object) -> dict[str, Any]:
+    return {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": "Q?"}],
+        "max_tokens": 2,
+        **more,
+    }
+
+
+def text(**more: object) -> dict[str, Any]:
+    return {"model": "tiny", "prompt": "Q?", "max_tokens": 2, **more}
+
+
+def says(*content: object) -> dict[str, Any]:
+    return chat(messages=[{"role": "user", "content": each} for each in content])
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        chat(n=1, logprobs=False, top_logprobs=0, presence_penalty=0, frequency_penalty=0.0),
+        chat(tools=[], tool_choice="none", user="u", metadata={"a": "b"}, store=False, stop=[]),
+        chat(stop=None, temperature=None, tools=None, seed=None, stream_options=None, samkv=None),
+        chat(response_format={"type": "text"}, service_tier="auto", modalities=["text"]),
+        chat(temperature=1, top_p=1),
+        says([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]),
+        chat(
+            messages=[
+                {"role": "developer", "content": "Be brief.", "name": None},
+                {"role": "user", "content": "Q?", "name": "Ann"},
+                {"role": "assistant", "content": "A.", "refusal": None, "tool_calls": None},
+                {"role": "user", "content": "Q?"},
+            ]
+        ),
+    ],
+)  # fmt: skip
+async def test_chats_that_are_taken(body: dict[str, Any], app: App) -> None:
+    reply = await app.client.posted(CHAT, body)
+    assert reply.status == 200, reply.text
+
+
+@pytest.mark.parametrize("body", [text(best_of=1, echo=False, n=1), text(prompt=["Q?"])])
+async def test_prompts_that_are_taken(body: dict[str, Any], app: App) -> None:
+    reply = await app.client.posted(TEXT, body)
+    assert reply.status == 200, reply.text
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        (chat(n=2), "n"),
+        (chat(n="1"), "n"),
+        (chat(logprobs=True), "logprobs"),
+        (chat(top_logprobs=3), "top_logprobs"),
+        (chat(tools=[{"type": "function", "function": {"name": "f"}}]), "tools"),
+        (chat(tool_choice="auto"), "tool_choice"),
+        (chat(functions=[]), "functions"),
+        (chat(presence_penalty=0.5), "presence_penalty"),
+        (chat(logit_bias={"50": 1.0}), "logit_bias"),
+        (chat(modalities=["audio"]), "modalities"),
+        (chat(store=True), "store"),
+        (chat(prompt="Q?"), "prompt"),
+        (chat(max_tokens=0), "max_tokens"),
+        (chat(max_tokens=2.5), "max_tokens"),
+        (chat(max_tokens=True), "max_tokens"),
+        (chat(max_completion_tokens=3), None),
+        (chat(temperature="hot"), "temperature"),
+        (chat(temperature=-0.5), "temperature"),
+        (chat(top_p=7), "top_p"),
+        (chat(seed=2**70), "seed"),
+        (chat(stream="yes"), "stream"),
+        (chat(stream_options={"include_usage": True}), None),
+        (chat(stream=True, stream_options={"include_use": True}), "stream_options.include_use"),
+        (chat(stop=["a", ""]), "stop.1"),
+        (chat(stop=3), "stop"),
+        (chat(samkv={"methode": "reuse"}), "samkv.methode"),
+        (chat(samkv={"on_miss": "shrug"}), "samkv.on_miss"),
+        (chat(response_format={"type": "xml"}), "response_format.type"),
+        (chat(response_format={"type": "json_schema"}), "response_format"),
+        (chat(model=None), "model"),
+        (chat(messages=[]), "messages"),
+        (chat(messages="Q?"), "messages"),
+        (chat(messages=[{"role": "user"}]), "messages.0.content"),
+        (chat(messages=[{"role": "wizard", "content": ""}]), "messages.0.role"),
+        (chat(messages=[{"role": "tool", "content": "", "tool_call_id": "1"}]), "messages.0.role"),
+        (says([IMAGE]), "messages.0.content"),
+        (says("a", [{"type": "text"}]), "messages.1.content"),
+        (says([{"type": "text", "text": 3}]), "messages.0.content"),
+        (says(["text"]), "messages.0.content"),
+        (says(7), "messages.0.content"),
+        ([chat()], None),
+        ("chat", None),
+        (7, None),
+    ],
+)  # fmt: skip
+async def test_chats_that_are_refused(body: object, param: str | None, app: App) -> None:
+    reply = await app.client.posted(CHAT, body)
+    assert reply.status == 400, reply.text
+    assert reply.error["param"] == param
+    assert reply.error["type"] == "invalid_request_error"
+    assert (param or "").rpartition(".")[2] in reply.error["message"]
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        (text(prompt=["a", "b"]), "prompt"),
+        (text(prompt=[1, 2]), "prompt"),
+        (text(prompt=None), "prompt"),
+        (text(suffix="!"), "suffix"),
+        (text(echo=True), "echo"),
+        (text(best_of=3), "best_of"),
+        (text(logprobs=0), "logprobs"),
+        (text(messages=[]), "messages"),
+    ],
+)
+async def test_prompts_that_are_refused(body: object, param: str | None, app: App) -> None:
+    reply = await app.client.posted(TEXT, body)
+    assert (reply.status, reply.error["param"]) == (400, param), reply.text
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [b"", b"{", b"null", b"\xff\xfe", b'{"model": "tiny"', b"[" * 50_000, b'{"a":' * 10_000],
+)
+async def test_what_is_no_json(sent: bytes, app: App) -> None:
+    reply = await app.client.posted(CHAT, sent)
+    assert reply.status == 400, reply.text
+    assert reply.error["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "1e400", "-Infinity"])
+async def test_numbers_that_are_none(number: str, app: App) -> None:
+    sent = json.dumps(text()).replace("}", f', "temperature": {number}}}').encode()
+    reply = await app.client.posted(TEXT, sent)
+    assert (reply.status, reply.error["param"]) == (400, "temperature"), reply.text
+
+
+async def test_a_message_of_lone_surrogates(app: App) -> None:
+    """JSON can write what no text is."""
+    reply = await app.client.posted(TEXT, rb'{"model": "tiny", "prompt": "a\ud800b"}')
+    assert reply.status == 400, reply.text
+    assert reply.error["type"] == "invalid_request_error"
+
+
+async def test_a_wrong_value_is_not_repeated_at_length(app: App) -> None:
+    reply = await app.client.posted(CHAT, chat(temperature="x" * 50_000))
+    assert len(reply.text) < 500
+    reply = await app.client.posted(CHAT, chat(**{"y" * 50_000: 1}))
+    assert len(reply.text) < 500

@@ -1,0 +1,127 @@
+"""Clients that go away, or read nothing: their answers end, and nobody waits for them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+
+from samkv_integrations.engine import asking as asking_module
+from samkv_integrations.engine.first_token import first_token
+from samkv_integrations.engine.request import FirstToken, Request
+from samkv_integrations.engine.scheduler import Limits
+from samkv_integrations.server import connection as module
+from tests.server.conftest import App
+from tests.support.asgi import PATIENCE_S
+from tests.support.served import PROMPT, TEXTS
+from tests.support.steps import Steps
+
+PATH = "/v1/completions"
+LONG = {"model": "tiny", "prompt": PROMPT, "max_tokens": 400}
+
+
+@pytest.fixture
+def app(make_app: Callable[..., App]) -> App:
+    app = make_app(limits=Limits(max_batch=1))
+    app.engine().cache_chunks(TEXTS)
+    return app
+
+
+@pytest.fixture
+def begun(monkeypatch: pytest.MonkeyPatch) -> list[Request]:
+    """The requests whose first pass has begun."""
+    found: list[Request] = []
+
+    def noted(request: Request) -> FirstToken:
+        found.append(request)
+        return first_token(request)
+
+    monkeypatch.setattr(asking_module, "first_token", noted)
+    return found
+
+
+async def idle(app: App) -> None:
+    """Wait until nothing runs nor waits."""
+    async with asyncio.timeout(PATIENCE_S):
+        while (load := app.scheduler.load).running or load.waiting:
+            await asyncio.to_thread(app.scheduler.run, lambda: None)
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_who_leaves_in_the_midst_ends_the_answer(
+    is_streamed: bool, app: App, steps: Steps
+) -> None:
+    steps.hold()
+    exchange = app.client.post(PATH, LONG | {"stream": is_streamed})
+    await asyncio.to_thread(steps.wait_until_held)
+    exchange.leave()
+    await exchange.end()
+    steps.release()
+    await idle(app)
+    assert steps.n < 50
+    assert app.scheduler.load.kv_bytes == 0
+
+
+async def test_who_leaves_while_waiting_is_never_begun(
+    app: App, steps: Steps, begun: list[Request]
+) -> None:
+    steps.hold()
+    running = app.client.post(PATH, LONG | {"stream": True, "max_tokens": 5})
+    await asyncio.to_thread(steps.wait_until_held)
+    waiting = [app.client.post(PATH, LONG | {"stream": place % 2 == 0}) for place in range(4)]
+    async with asyncio.timeout(PATIENCE_S):
+        while app.scheduler.load.waiting < 4:
+            await asyncio.sleep(0)
+    for exchange in waiting:
+        exchange.leave()
+        assert not (await exchange.end()).messages or exchange.status == 499
+    steps.release()
+    await running.end()
+    await idle(app)
+    assert len(begun) == 1
+
+
+async def test_nobody_waits_behind_one_who_left(app: App, steps: Steps) -> None:
+    steps.hold()
+    gone = app.client.post(PATH, LONG | {"stream": True})
+    await asyncio.to_thread(steps.wait_until_held)
+    gone.leave()
+    await gone.end()
+    steps.release()
+    reply = await app.client.posted(PATH, LONG | {"max_tokens": 3})
+    assert reply.status == 200
+    assert steps.n < 50
+
+
+async def test_one_who_reads_nothing_counts_as_gone(
+    app: App, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "SEND_S", 0.05)
+    exchange = app.client.post(PATH, LONG | {"stream": True})
+    await exchange.wait_for(1)
+    exchange.is_blocked = True
+    await exchange.end()
+    await idle(app)
+    assert len(exchange.messages) < 400
+
+
+async def test_a_reader_who_stalls_holds_up_nobody(app: App) -> None:
+    """With room for one answer at a time."""
+    stalled = app.client.post(PATH, LONG | {"stream": True})
+    await stalled.wait_for(1)
+    stalled.is_blocked = True
+    async with asyncio.timeout(PATIENCE_S):
+        reply = await app.client.posted(PATH, LONG | {"max_tokens": 3})
+    assert reply.status == 200
+    stalled.leave()
+    await stalled.end()
+    await idle(app)
+
+
+async def test_an_answer_in_time_is_whole_though_its_client_leaves_later(app: App) -> None:
+    exchange = app.client.post(PATH, LONG | {"max_tokens": 3})
+    await exchange.end()
+    exchange.leave()
+    assert exchange.status == 200
+    assert exchange.body["usage"]["completion_tokens"] == 3
