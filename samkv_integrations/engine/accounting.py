@@ -16,6 +16,7 @@ from samkv_integrations.engine.request import Request
 from samkv_integrations.engine.working_cache import WorkingCache
 from samkv_integrations.eviction import Eviction
 from samkv_integrations.prompt.layout import Layout
+from samkv_integrations.prompt.resolve import Resolved
 
 
 class Stopwatch:
@@ -43,12 +44,27 @@ class ChunkWork:
     """What became of a prompt's chunks.
 
     kept, computed: their tokens that a step of the answer attends to, and that were computed, mean
-    over layers. reused: chunks of which an entry that was there before the prompt was used.
+    over layers. held: those that were held in memory. reused: chunks of which an entry that was
+    there before the prompt was used.
     """
 
     kept: float
     computed: float
     reused: int
+    held: int = 0
+
+    @classmethod
+    def behind(cls, n_held: int, resolved: Resolved) -> ChunkWork:
+        """Where full prefill went on from the ``n_held`` first tokens of the prompt."""
+        chunks = [segment for segment in resolved.segments if segment.is_context]
+        kept = computed = reused = held = 0
+        for span, chunk in zip(resolved.context_spans, chunks, strict=True):
+            of_chunk = min(max(0, n_held - span.start), len(span))
+            kept += len(span)
+            held += of_chunk
+            computed += len(span) if chunk.computed_now else len(span) - of_chunk
+            reused += of_chunk > 0 and not chunk.computed_now
+        return cls(kept=kept, computed=computed, reused=reused, held=held)
 
     @classmethod
     def of_pass(
@@ -82,37 +98,36 @@ class ChunkWork:
 
 def report_of(
     request: Request,
-    layout: Layout,
     cache: WorkingCache,
     clock: Stopwatch,
     *,
     ran: str,
     eviction: Eviction | None,
     work: ChunkWork,
-    n_read: int,
-    prefix_tokens: int = 0,
+    prefix_tokens: int,
 ) -> Report:
     """The figures so far."""
     model, spent, resolved = request.model, clock.seconds, request.resolved
-    n_context = layout.n_context + layout.n_missed
+    n_tokens = sum(len(segment.token_ids) for segment in resolved.segments)
+    n_context = sum(map(len, resolved.context_spans))
     return Report(
         method=request.method.name,
         ran=ran,
         eviction=None if eviction is None else eviction.name,
         model=model.name,
-        prompt_tokens=layout.n_tokens,
+        prompt_tokens=n_tokens,
         context_tokens=n_context,
         prefix_tokens=prefix_tokens,
         kept_ratio=work.kept / n_context if n_context else 1.0,
         recompute_ratio=work.computed / n_context if n_context else 0.0,
-        uncached_tokens=layout.n_tokens - n_context,
+        uncached_tokens=n_tokens - n_context - (prefix_tokens - work.held),
         found=sum(segment.is_context for segment in resolved.segments),
         reused=work.reused,
         computed_now=sum(segment.computed_now for segment in resolved.segments),
         chunk_misses=dict(resolved.misses),
-        bytes_read=clock.bytes_lost + n_read,
+        bytes_read=clock.bytes_lost + resolved.bytes_read,
         kv_bytes=cache.prompt_bytes,
-        full_kv_bytes=layout.n_tokens * model.token_kv_bytes,
+        full_kv_bytes=n_tokens * model.token_kv_bytes,
         decode_kv_bytes=cache.kv_bytes,
         probe_s=spent["probe"],
         select_s=spent["select"],

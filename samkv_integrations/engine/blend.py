@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from samkv_integrations.engine.plan import LayerPlan, PassPlan
+from samkv_integrations.engine.prefix_cache import NewPrefix, Prefix
 from samkv_integrations.engine.working_cache import LayerEntries, WorkingCache, as_heads
 from samkv_integrations.methods.base import (
     Checked,
@@ -48,6 +49,8 @@ class Blend:
     cos, sin: (T, D) of all positions.
     update: how a recomputed entry and the stored one combine. weigh: how computed tokens weigh the
     context against the rest, None as the model does.
+    held: entries of the prompt's first tokens, for a plan that takes them from memory. leaves:
+    takes those that the next prompt may begin with.
     cache: takes what the pass leaves at a layer. observe: looks at each layer instead.
     check: a layer, and who decides there what all later layers do.
     """
@@ -59,6 +62,8 @@ class Blend:
     sin: Tensor
     update: Update = overwrite
     weigh: ContextAttention | None = None
+    held: Prefix | None = None
+    leaves: NewPrefix | None = None
     cache: WorkingCache | None = None
     observe: Observe | None = None
     check: tuple[int, Decide] | None = None
@@ -90,9 +95,11 @@ class Blend:
         self, layer: int, plan: LayerPlan, query: Tensor, key: Tensor, value: Tensor, scaling: float
     ) -> Tensor:
         stored = self.context.keys_and_values(layer, plan.cached)
+        computed = (key[0].transpose(0, 1), value[0].transpose(0, 1))
+        held = () if self.held is None else self.held.of_layer(layer, plan.n_held)
         keys, values = (
-            self._assemble(plan, old, new[0].transpose(0, 1))
-            for old, new in zip(stored, (key, value), strict=True)
+            self._assemble(plan, sides)
+            for sides in zip(*filter(None, (held, stored, computed)), strict=True)
         )
         if self.observe is not None:
             at = plan.positions
@@ -107,18 +114,21 @@ class Blend:
         else:
             causal = plan.mask is None and plan.n_entries > 1
             output = attention(query, *as_rows, scaling, plan.mask, causal)
+        if self.leaves is not None:
+            self.leaves.take(keys, values)
         if self.cache is not None:
             self.cache.take(layer, self._entries(layer, plan, keys, values, query[0], scaling))
             self.context.release(layer)
         return output
 
-    def _assemble(self, plan: LayerPlan, stored: Tensor, computed: Tensor) -> Tensor:
-        """(S + room, G, D) from what was stored (n, G, D) and what was computed (R, G, D)."""
-        room = 0 if self.cache is None else self.cache.room
+    def _assemble(self, plan: LayerPlan, sides: tuple[Tensor, ...]) -> Tensor:
+        """(S + room, G, D) from the keys, or values, that were held, stored and computed.
+
+        sides: (n, G, D) each, those that were computed last.
+        """
+        room, computed = 0 if self.cache is None else self.cache.room, sides[-1]
         entries = computed.new_empty(plan.n_entries + room, *computed.shape[1:])
-        torch.index_select(
-            torch.cat((stored, computed)), 0, plan.source, out=entries[: plan.n_entries]
-        )
+        torch.index_select(torch.cat(sides), 0, plan.source, out=entries[: plan.n_entries])
         if len(plan.mixed):
             entries[plan.mixed_slots] = self.update(entries[plan.mixed_slots], computed[plan.mixed])
         return entries

@@ -60,27 +60,31 @@ class CostModel:
             read_s=1e-9 * model.n_kv_heads * model.head_dim,
         )
 
-    def full_prefill_s(self, n_tokens: int) -> float:
-        """A layer's share of computing ``n_tokens`` tokens, causally."""
-        return self._pass_s(n_tokens, n_tokens * (n_tokens + 1) / 2)
+    def full_prefill_s(self, n_tokens: int, n_held: int = 0) -> float:
+        """A layer's share of computing ``n_tokens`` tokens, causally, but the first that are held.
+
+        n_held: tokens whose entries an earlier prompt has left in memory.
+        """
+        n_rest = n_tokens - n_held
+        return self._pass_s(n_rest, n_rest * (n_held + n_tokens + 1) / 2)
 
     def two_passes_s(
-        self, n_tokens: int, n_context: int, n_probed: int, recomputed_ratio: float
+        self,
+        n_tokens: int,
+        n_context: int,
+        n_probed: int,
+        recomputed_ratio: float,
+        n_held: int = 0,
     ) -> float:
         """A layer's share of a probe of ``n_probed`` tokens and a pass of all that is uncached.
 
         n_context: tokens with a cache. recomputed_ratio: the share of them that is computed again,
-        mean over layers.
+        mean over layers. n_held: as above, before the context.
         """
-        n_again = n_tokens - n_context + recomputed_ratio * n_context
+        n_again = n_tokens - n_held - n_context + recomputed_ratio * n_context
         probe = self._pass_s(n_probed, n_probed * n_tokens)
         second = self._pass_s(n_again, n_again * n_tokens)
         return probe + second + n_context * (2 * self.entry_s + self.read_s)
-
-    def after_prefix_s(self, n_tokens: int, n_held: int) -> float:
-        """A layer's share of computing what follows the first ``n_held`` of ``n_tokens`` tokens."""
-        n_rest = n_tokens - n_held
-        return self._pass_s(n_rest, n_rest * (n_held + n_tokens + 1) / 2)
 
     def chunks_s(self, lengths: Sequence[int]) -> float:
         """A layer's share of computing chunks of these lengths as chunks, kept for later."""

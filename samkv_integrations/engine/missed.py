@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from samkv_integrations.engine.full_prefill import held_prefix, is_whole, two_passes_s
+from samkv_integrations.engine.full_prefill import is_whole, two_passes_s
+from samkv_integrations.engine.held import held_of
 from samkv_integrations.engine.request import Request, check_length
 from samkv_integrations.prompt.layout import Layout
 
@@ -23,8 +24,6 @@ def with_missed(request: Request) -> Request:
         return request
     layout = check_length(request)
     missed = [len(ids) for ids in texts]
-    if held_prefix(request, layout, missed) is not None:
-        return request
     if not _is_worth_computing(request, layout, missed):
         return request
     request.resolved.add_computed(chunks.compute_for(texts))
@@ -34,12 +33,15 @@ def with_missed(request: Request) -> Request:
 def _is_worth_computing(request: Request, layout: Layout, missed: Sequence[int]) -> bool:
     """Whether chunks of ``missed`` tokens and two passes take no longer than full prefill.
 
+    Either goes on from what is held of the prompt.
+
     A method that does not go by time always computes them.
     """
     method, costs = request.method, request.costs
     if not method.whole_if_faster or costs is None:
         return True
-    if is_whole(method, costs, layout, missed):
+    held = held_of(request, layout)
+    if is_whole(method, costs, layout, missed, held=held):
         return False
-    both = costs.chunks_s(missed) + two_passes_s(method, costs, layout, missed)
-    return both <= costs.full_prefill_s(layout.n_tokens)
+    both = costs.chunks_s(missed) + two_passes_s(method, costs, layout, missed, held=held)
+    return both <= costs.full_prefill_s(layout.n_tokens, held.n_whole)

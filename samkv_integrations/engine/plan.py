@@ -18,8 +18,10 @@ class LayerPlan:
 
     positions: (R,) of the tokens that the layer computes. narrow: (R,) where they are among those
         of the layer before, None if they are the same.
+    n_held: the first tokens of the prompt, whose entries are held in memory.
     cached: (n,) context tokens whose stored entries are used.
-    source: (S,) where each entry comes from: below n one of those, else n plus the computed token.
+    source: (S,) where each entry comes from: the held ones, those n, then the computed tokens, as
+        counted through.
     mixed: (k,) which computed tokens update a stored entry, mixed_slots: (k,) their places.
     carried: (c,) computed context tokens, on the CPU, carried_rows: (c,) which computed tokens
         they are.
@@ -37,6 +39,7 @@ class LayerPlan:
     """
 
     n_entries: int
+    n_held: int
     positions: Tensor
     narrow: Tensor | None
     cached: Tensor
@@ -79,6 +82,7 @@ def plan_pass(
     device: torch.device,
     dtype: torch.dtype,
     uncached: Tensor | None = None,
+    n_held: int = 0,
     mixes: bool = False,
     weighs: bool = False,
 ) -> PassPlan:
@@ -90,7 +94,8 @@ def plan_pass(
 
     keep: (L, Nb) bool. recompute: (L, Tctx) bool, ignored where the block is not kept.
     device, dtype: the model's.
-    uncached: (T,) bool, other tokens to compute, all uncached ones if None.
+    uncached: (T,) bool, other tokens that take part, all uncached ones if None. They are computed,
+        but for the first ``n_held`` tokens of the prompt, which are among them and held in memory.
     mixes: whether a recomputed entry needs the stored one. weighs: whether the method weighs the
         context in its own way, so that a mask is always wanted.
     """
@@ -103,7 +108,10 @@ def plan_pass(
     is_new = [True, *(masks[:, 1:] != masks[:, :-1]).flatten(2).any(2).any(0).tolist()]
     layers: list[LayerPlan] = []
     before: Tensor | None = None
-    planner = _Planner(layout, uncached, mixes=mixes, weighs=weighs, device=device, dtype=dtype)
+    assert bool(uncached[:n_held].all())
+    planner = _Planner(
+        layout, uncached, n_held, mixes=mixes, weighs=weighs, device=device, dtype=dtype
+    )
     for layer, differs in enumerate(is_new):
         if differs:
             plan, before = planner.plan(held[layer], recompute[layer], carried[layer], before)
@@ -118,6 +126,7 @@ def plan_pass(
 class _Planner:
     layout: Layout
     uncached: Tensor
+    n_held: int
     mixes: bool
     weighs: bool
     device: torch.device
@@ -130,23 +139,25 @@ class _Planner:
 
         before: that mask of the layer before.
         """
-        device, at = self.device, self.layout.context_positions
+        device, at, n_held = self.device, self.layout.context_positions, self.n_held
         is_held, is_again = self._in_prompt(held), self._in_prompt(recompute)
         is_computed = self.uncached | self._in_prompt(carried)
         stays, present = self.uncached | is_held, is_computed | is_held
+        is_computed[:n_held] = False
         slot, final = present.cumsum(0) - 1, stays.cumsum(0) - 1
         positions, entries = is_computed.nonzero()[:, 0], present.nonzero()[:, 0]
         cached = (held if self.mixes else held & ~recompute).nonzero()[:, 0]
-        source = torch.empty(len(entries), dtype=torch.long)
+        source = torch.arange(len(entries))  # right for those held in memory
         brings = (~is_held[positions] | (is_again[positions] & (not self.mixes))).nonzero()[:, 0]
-        source[slot[positions[brings]]] = len(cached) + brings
-        source[slot[at[cached]]] = torch.arange(len(cached))
+        source[slot[positions[brings]]] = n_held + len(cached) + brings
+        source[slot[at[cached]]] = n_held + torch.arange(len(cached))
         mixed = (is_again[positions] & self.mixes).nonzero()[:, 0]
         context = held.nonzero()[:, 0]
         query_rows = stays[positions].nonzero()[:, 0]
         narrows = before is not None and not torch.equal(before, is_computed)
         plan = LayerPlan(
             n_entries=len(entries),
+            n_held=n_held,
             positions=positions.to(device),
             narrow=is_computed[before].nonzero()[:, 0].to(device) if narrows else None,
             cached=cached.to(device),

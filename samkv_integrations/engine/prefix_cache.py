@@ -1,44 +1,88 @@
-"""Prompts that were computed in full a moment ago: their beginnings, up to the last chunk.
+"""The beginnings of prompts whose KV entries are full prefill's, held for the next prompt.
 
-The same chunks in the same order are the same prefix, whose KV entries are exact. Held in memory
-only, and by one engine, so nothing crosses a namespace or outlives the process.
+Causal attention makes the entries of a prompt's first tokens depend on those tokens alone, as long
+as nothing that is reused stands among them. Held in memory only, and by one engine, so nothing
+crosses a namespace or outlives the process.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
+import torch
 from torch import Tensor
 
 from samkv_integrations.errors import InvalidOption
 
+LEAST = 8
+"""Fewer tokens are neither held nor taken: they are computed before they are found."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Prefix:
-    """The KV entries of a prompt's first tokens, rotated: (L, P, G, D) each, as lists of layers."""
+    """The entries of a prompt's first ``n_tokens`` tokens, rotated.
 
-    token_ids: tuple[int, ...]
+    keys, values: (P, G, D) of each layer, P being that many or more.
+    """
+
+    n_tokens: int
     keys: tuple[Tensor, ...]
     values: tuple[Tensor, ...]
 
-    @property
-    def n_bytes(self) -> int:
-        return sum(side.nbytes for side in (*self.keys, *self.values))
+    def first(self, n_tokens: int) -> Prefix:
+        """The entries of fewer tokens."""
+        assert n_tokens <= self.n_tokens
+        return replace(self, n_tokens=n_tokens)
 
-    def keys_and_values(self, layer: int, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Entries (n, G, D) of tokens (n,), which are at their positions already."""
-        keys, values = self.keys[layer], self.values[layer]
-        return keys.index_select(0, tokens), values.index_select(0, tokens)
+    def of_layer(self, layer: int, n_tokens: int) -> tuple[Tensor, Tensor]:
+        """Keys and values (n_tokens, G, D) of the first tokens."""
+        assert n_tokens <= self.n_tokens
+        return self.keys[layer][:n_tokens], self.values[layer][:n_tokens]
 
-    def release(self, layer: int) -> None:
-        """Nothing: the next prompt may begin so too."""
+
+@dataclass(frozen=True, kw_only=True)
+class NewPrefix:
+    """What a pass leaves for the next prompt, layer by layer.
+
+    made_by, token_ids: (P,), see `PrefixCache`. cleared: how often the cache had been cleared when
+    the pass began.
+    """
+
+    made_by: str
+    token_ids: Tensor
+    cleared: int
+    keys: list[Tensor] = field(default_factory=list)
+    values: list[Tensor] = field(default_factory=list)
+
+    def take(self, keys: Tensor, values: Tensor) -> None:
+        """Copy the first tokens' entries of the next layer, (S, G, D) each."""
+        length = len(self.token_ids)
+        self.keys.append(keys[:length].clone())
+        self.values.append(values[:length].clone())
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Held:
+    made_by: str
+    token_ids: Tensor
+    prefix: Prefix
+    n_bytes: int
+
+    def common(self, made_by: str, token_ids: Tensor) -> int:
+        """First tokens that it shares with a prompt (T,)."""
+        if made_by != self.made_by:
+            return 0
+        length = min(len(token_ids), len(self.token_ids))
+        differs = (token_ids[:length] != self.token_ids[:length]).nonzero()
+        return int(differs[0]) if len(differs) else length
 
 
 class PrefixCache:
-    """The last few prefixes; the one that was used longest ago makes room. For many threads.
+    """The last few beginnings of prompts; the one that was used longest ago makes room.
+
+    A prompt takes the longest that it shares with any of them, which may be a part of one. A
+    beginning that another one goes on from is held once, in that. For many threads.
 
     max_bytes: of all together; 0 for none.
 
@@ -51,47 +95,66 @@ class PrefixCache:
                 f"prefix_bytes={max_bytes!r}; it must be a whole number of bytes, 0 for none"
             )
         self._max_bytes = max_bytes
-        self._held: OrderedDict[tuple[str, tuple[int, ...]], Prefix] = OrderedDict()
+        self._held: list[_Held] = []  # the one that was used last at the end
+        self._n_cleared = 0
         self._lock = threading.Lock()
 
-    def find(self, made_by: str, token_ids: Sequence[int]) -> Prefix | None:
-        """The longest prefix of ``token_ids`` that is held, and shorter than all of them.
+    def find(self, made_by: str, token_ids: Tensor) -> Prefix | None:
+        """The most first tokens of a prompt (T,) that are held, its last token never being one.
 
-        made_by: what computed it, see `Fingerprint.computed_by`.
+        made_by: what computed them, see `Fingerprint.computed_by`.
         """
-        ids = tuple(token_ids)
         with self._lock:
-            fits = [
-                (maker, held)
-                for maker, held in self._held
-                if maker == made_by and len(held) < len(ids) and ids[: len(held)] == held
-            ]
-            if not fits:
+            if not self._held:
                 return None
-            longest = max(fits, key=lambda each: len(each[1]))
-            self._held.move_to_end(longest)
-            return self._held[longest]
+            asked = token_ids[:-1]
+            common, _, longest = max(
+                (held.common(made_by, asked), at, held) for at, held in enumerate(self._held)
+            )
+            if common < LEAST:
+                return None
+            self._used(longest)
+            return longest.prefix.first(common)
 
-    def keep(
-        self, made_by: str, token_ids: Sequence[int], keys: list[Tensor], values: list[Tensor]
-    ) -> None:
-        """Copy the entries of the first tokens, (S, G, D) a layer, if they fit into the budget."""
-        ids, n_tokens = tuple(token_ids), len(token_ids)
-        n_bytes = 2 * len(keys) * keys[0][:n_tokens].nbytes
-        if not n_tokens or n_bytes > self._max_bytes:
-            return
-        prefix = Prefix(
-            token_ids=ids,
-            keys=tuple(side[:n_tokens].clone() for side in keys),
-            values=tuple(side[:n_tokens].clone() for side in values),
-        )
+    def begin(
+        self, made_by: str, token_ids: Tensor, n_held: int, token_bytes: int
+    ) -> NewPrefix | None:
+        """What a pass is to leave, to be given to `keep` at its end; None for nothing.
+
+        token_ids: (P,) the prompt's first tokens whose entries will be full prefill's; as many as
+        there is room for are held. n_held: how many of them the pass took from here. token_bytes:
+        of an entry, of all layers.
+        """
+        token_ids = token_ids[: self._max_bytes // token_bytes]
+        if len(token_ids) < n_held + LEAST:
+            return None
         with self._lock:
-            self._held[made_by, ids] = prefix
-            self._held.move_to_end((made_by, ids))
-            while sum(held.n_bytes for held in self._held.values()) > self._max_bytes:
-                self._held.popitem(last=False)
+            return NewPrefix(made_by=made_by, token_ids=token_ids, cleared=self._n_cleared)
+
+    def keep(self, new: NewPrefix) -> None:
+        """Hold what a pass has left. Not if the cache was cleared since the pass began."""
+        keys, values = tuple(new.keys), tuple(new.values)
+        prefix = Prefix(n_tokens=len(new.token_ids), keys=keys, values=values)
+        n_bytes = sum(side.nbytes for side in (*keys, *values))
+        made_by, token_ids = new.made_by, torch.clone(new.token_ids)
+        with self._lock:
+            if new.cleared != self._n_cleared:
+                return
+            self._held = [
+                held for held in self._held if held.common(made_by, token_ids) < len(held.token_ids)
+            ]
+            self._held.append(
+                _Held(made_by=made_by, token_ids=token_ids, prefix=prefix, n_bytes=n_bytes)
+            )
+            while sum(held.n_bytes for held in self._held) > self._max_bytes:
+                self._held.pop(0)
 
     def clear(self) -> None:
         """Forget all of them, such as after a document was deleted, or the model changed."""
         with self._lock:
             self._held.clear()
+            self._n_cleared += 1
+
+    def _used(self, held: _Held) -> None:
+        self._held.remove(held)
+        self._held.append(held)

@@ -28,9 +28,9 @@ class Request:
     resolved: the prompt's segments, and the open caches of its chunks. prefix: what chunks were
     prefilled after. stable_layers: N*, for methods that need statistics. capacity: most tokens of
     the answer. context_window: most of prompt and answer, if fewer than the model's. own_eviction:
-    take the method's eviction in place of ``eviction``. costs, prefixes: for a method that computes
-    everything where that is faster. chunks: what makes caches of missed chunks; None to leave them
-    text.
+    take the method's eviction in place of ``eviction``. costs: for a method that computes
+    everything where that is faster. prefixes: beginnings of earlier prompts, None for none. chunks:
+    what makes caches of missed chunks; None to leave them text.
     """
 
     model: Model
@@ -46,6 +46,12 @@ class Request:
     costs: CostModel | None = None
     prefixes: PrefixCache | None = None
     chunks: Chunks | None = None
+
+    def rule(self, *, whole: bool) -> Eviction | None:
+        """What the answer goes on with; a method's own rule is none of full prefill."""
+        if not self.own_eviction:
+            return self.eviction
+        return None if whole else self.method.eviction
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -180,6 +180,14 @@ class DroppingEviction(Eviction):
     slides: ClassVar[bool]
     """Whether it evicts during the answer too, and so never holds more than its budget."""
 
+    @property
+    def n_queries(self) -> int | None:
+        """Of how many of the prompt's last entries it wants the queries; None for all.
+
+        The others may then be entries that were computed for an earlier prompt.
+        """
+        return None
+
     @abstractmethod
     def keeper(self, budget: int) -> Keeper:
         """A keeper of one layer for one answer."""

@@ -46,6 +46,10 @@ class SageKV(DroppingEviction):
     def min_tokens(self) -> int:
         return 4
 
+    @property
+    def n_queries(self) -> int:
+        return 1
+
     def keeper(self, budget: int) -> Keeper:
         end = budget // 4
 

@@ -70,6 +70,10 @@ class SnapKV(DroppingEviction):
     def min_tokens(self) -> int:
         return self.window + 1
 
+    @property
+    def n_queries(self) -> int:
+        return self.window
+
     def keeper(self, budget: int) -> Keeper:
         def choose(seen: Seen) -> Tensor:
             chosen = best_of_heads(self._scores(seen), budget - self.window)

@@ -39,6 +39,10 @@ class StreamingLLM(DroppingEviction):
     def min_tokens(self) -> int:
         return self.sinks + 1
 
+    @property
+    def n_queries(self) -> int:
+        return 0
+
     def keeper(self, budget: int) -> Keeper:
         recent = budget - self.sinks
 

@@ -117,6 +117,10 @@ class Layout:
             n_prefix=len(prefix),
         )
 
+    def as_text(self) -> Layout:
+        """The same prompt without any chunk."""
+        return Layout.of([Segment(token_ids=tuple(self.token_ids.tolist()))], ())
+
     @property
     def n_tokens(self) -> int:
         return int(self.token_ids.shape[0])
