@@ -1,8 +1,8 @@
 """What of a prompt's beginning an earlier prompt has left in memory, and what this one leaves.
 
 Tokens before the first chunk depend on nothing that is reused, whichever the method: the chat
-template's head, the system prompt, earlier turns. Full prefill reuses nothing, so there it may be
-the chunks too.
+template's head, the system prompt, earlier turns. Where ``auto`` computes everything, it may be the
+chunks too.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from samkv_integrations.prompt.layout import Layout
 class Held:
     """The beginning of a prompt that is held.
 
-    prefix: its entries, None if it is not held. n_whole, n_blended: how many of them full prefill
-    may take, and how many a pass over caches of chunks.
+    prefix: its entries, None if it is not held. n_whole, n_blended: how many of them the request
+    may take if everything is computed, and how many if caches of chunks are used.
     """
 
     prefix: Prefix | None = None
@@ -51,12 +51,20 @@ def held_of(request: Request, layout: Layout) -> Held:
 def _most(request: Request, layout: Layout, *, whole: bool) -> int:
     """How many of a prompt's first tokens need not be computed, if they are held."""
     rule = request.rule(whole=whole)
-    if whole and rule is None:
+    if rule is None and _holds_chunks(request, whole=whole):
         return layout.n_tokens
     most = first_chunk(request, layout)
     if isinstance(rule, DroppingEviction):
         most = min(most, _first_query(layout, rule.n_queries))
     return most
+
+
+def _holds_chunks(request: Request, *, whole: bool) -> bool:
+    """Whether entries of chunks may be held: full prefill's, if it is not what was asked for.
+
+    Who asks for ``recompute`` wants what others are compared with.
+    """
+    return whole and request.method.whole_if_faster
 
 
 def first_chunk(request: Request, layout: Layout) -> int:
@@ -85,14 +93,17 @@ def leaving(
 ) -> Iterator[NewPrefix | None]:
     """What a pass in the block is to leave for the next prompt; None for no more than is held.
 
-    Full prefill leaves everything up to the end of the last chunk: the same documents may be asked
-    about again, whatever the question. Any other pass leaves what stands before the first one.
+    Where ``auto`` computes everything, all up to the end of the last chunk is left: the same
+    documents may be asked about again, whatever the question. Any other pass leaves what stands
+    before the first one.
     """
     prefixes, spans = request.prefixes, request.resolved.context_spans
     if prefixes is None:
         yield None
         return
-    last = spans[-1].stop if spans and whole else first_chunk(request, layout)
+    last = first_chunk(request, layout)
+    if spans and _holds_chunks(request, whole=whole):
+        last = spans[-1].stop
     n_held = 0 if held.prefix is None else held.prefix.n_tokens
     new = prefixes.begin(
         request.fingerprint.computed_by, layout.token_ids[:last], n_held,

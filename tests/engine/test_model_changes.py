@@ -32,7 +32,7 @@ Change = Callable[[Any], object]
 
 
 def engine_of(hf: Any, store: Store | None = None, **options: Any) -> Engine:  # noqa: ANN401
-    options = {"method": "samkv-guided", "block_size": 8} | options
+    options = {"method": "samkv-guided", "block_size": 8, "prefix_bytes": 0} | options
     model = Model(hf, byte_tokenizer(bos=True), "tiny")
     return Engine(model, MemoryStore() if store is None else store, **options)
 
@@ -125,7 +125,7 @@ def test_caches_come_back_with_the_weights() -> None:
 
 
 def test_beginnings_of_prompts_go_with_the_weights_that_computed_them() -> None:
-    engine = engine_of(hf_model("llama"), method="auto")
+    engine = engine_of(hf_model("llama"), method="auto", prefix_bytes=2**24)
     engine.costs = ONE_PASS
     engine.cache_chunks(TEXTS)
     ran = [engine.generate(PROMPT, max_new_tokens=4).report.ran for _ in range(2)]

@@ -255,6 +255,7 @@ def test_an_answer_begins_between_the_steps_of_others(engine: Engine, steps: Ste
     first = engine.stream(PROMPTS[0], max_new_tokens=20)
     steps.allow(3)
     steps.wait_for(3)
+    steps.wait_until_held()
     with ThreadPoolExecutor(1) as threads:
         second = threads.submit(engine.stream, PROMPTS[1], max_new_tokens=20)
         while engine.scheduler.load.waiting == 0:

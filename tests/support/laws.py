@@ -55,8 +55,11 @@ def assert_same_answer(query: Asked, logits: Tensor, expected: Tensor, other: As
             torch.testing.assert_close(mine, theirs, **TOLERANCE)
 
 
-def engine_of(family: str, store_bits: int) -> Engine:
-    engine = Engine(tiny_model(family), block_size=8, store_bits=store_bits)
+def engine_of(family: str, store_bits: int, *, prefix_bytes: int = 0) -> Engine:
+    """An engine whose answers know nothing of each other, unless it has room for beginnings."""
+    engine = Engine(
+        tiny_model(family), block_size=8, store_bits=store_bits, prefix_bytes=prefix_bytes
+    )
     engine.cache_chunks(CHUNKS)
     return engine
 

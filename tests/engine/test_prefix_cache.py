@@ -1,0 +1,160 @@
+"""Beginnings of prompts in memory: which is found, how much of it, and what makes room."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from samkv_integrations.engine.prefix_cache import LEAST, PrefixCache
+
+TOKEN_BYTES = 2 * 2 * 4 * 4
+"""Of an entry of these tests: keys and values of two layers, one head of 4 channels, float32."""
+
+
+def entries(token_ids: Sequence[int]) -> Tensor:
+    """(S, G, D) that tell each token and its place, so that a wrong one shows."""
+    at = torch.arange(len(token_ids), dtype=torch.float32)
+    return (torch.tensor(token_ids) * 1000.0 + at)[:, None, None].expand(-1, 1, 4)
+
+
+def leave(cache: PrefixCache, token_ids: Sequence[int], made_by: str = "w", room: int = 3) -> bool:
+    """Hold a beginning as a pass does; whether it was asked for."""
+    found = cache.find(made_by, torch.tensor([*token_ids, 0]))
+    n_held = 0 if found is None else found.n_tokens
+    new = cache.begin(made_by, torch.tensor(token_ids), n_held, TOKEN_BYTES)
+    if new is None:
+        return False
+    for _ in range(2):
+        side = torch.cat((entries(token_ids), torch.zeros(room, 1, 4)))
+        new.take(side, -side)
+    cache.keep(new)
+    return True
+
+
+def taken(cache: PrefixCache, token_ids: Sequence[int], made_by: str = "w") -> int:
+    """How many first tokens of a prompt are found; their entries are looked at."""
+    found = cache.find(made_by, torch.tensor(token_ids))
+    if found is None:
+        return 0
+    expected = entries(token_ids)[: found.n_tokens]
+    for layer in range(2):
+        keys, values = found.of_layer(layer, found.n_tokens)
+        assert torch.equal(keys, expected) and torch.equal(values, -expected)
+    return found.n_tokens
+
+
+def common(a: Sequence[int], b: Sequence[int]) -> int:
+    """First tokens that agree."""
+    n = 0
+    while n < min(len(a), len(b)) and a[n] == b[n]:
+        n += 1
+    return n
+
+
+@given(
+    held=st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=40), max_size=5),
+    asked=st.lists(st.integers(0, 1), min_size=1, max_size=40),
+)
+def test_the_longest_beginning_that_agrees_with_any_is_taken(
+    held: list[list[int]], asked: list[int]
+) -> None:
+    shared = [1, 1, 0, 1, 0, 0, 1, 0, 1, 1]
+    cache, prompt = PrefixCache(2**20), shared + asked
+    for each in held:
+        leave(cache, shared + each)
+    longest = max((common(shared + each, prompt[:-1]) for each in held), default=0)
+    found = taken(cache, prompt)
+    assert longest - LEAST < found <= longest  # what adds fewer tokens is not held
+
+
+def test_a_part_of_a_held_beginning_is_taken() -> None:
+    cache = PrefixCache(2**20)
+    leave(cache, [*range(700), *range(5000, 5200)])
+    assert taken(cache, [*range(700), 9, 9, 9]) == 700
+
+
+def test_the_last_token_is_computed_even_if_it_is_held() -> None:
+    """It gives the logits."""
+    cache = PrefixCache(2**20)
+    leave(cache, range(30))
+    assert taken(cache, range(30)) == 29
+    assert taken(cache, range(20)) == 19
+
+
+def test_few_tokens_are_neither_held_nor_taken() -> None:
+    cache = PrefixCache(2**20)
+    assert not leave(cache, range(LEAST - 1))
+    assert leave(cache, range(30))
+    assert taken(cache, [*range(LEAST - 1), 99, 99]) == 0
+    assert taken(cache, [*range(LEAST), 99, 99]) == LEAST
+    assert not leave(cache, range(30 + LEAST - 1)) and leave(cache, range(30 + LEAST))
+
+
+def test_what_another_model_computed_is_not_found() -> None:
+    cache = PrefixCache(2**20)
+    leave(cache, range(30))
+    assert taken(cache, range(40), "other weights") == 0
+
+
+def test_a_beginning_that_another_one_goes_on_from_is_held_once() -> None:
+    """So a conversation takes the room of its latest turn."""
+    cache = PrefixCache(70 * TOKEN_BYTES)
+    leave(cache, [7] * 20)
+    for length in (20, 30, 40, 50):
+        leave(cache, range(length))
+    assert taken(cache, range(60)) == 50
+    assert taken(cache, [7] * 30) == 20  # it had room all the time
+
+
+def test_they_stay_within_their_budget_and_the_one_used_longest_ago_goes_first() -> None:
+    cache = PrefixCache(100 * TOKEN_BYTES)
+    for first in (1, 2):
+        leave(cache, [first] * 40)
+    assert taken(cache, [1] * 41) == 40  # used: 2 is the oldest now
+    leave(cache, [3] * 40)
+    assert [taken(cache, [first] * 41) for first in (1, 2, 3)] == [40, 0, 40]
+
+
+def test_of_one_that_is_too_long_the_first_tokens_are_held() -> None:
+    cache = PrefixCache(100 * TOKEN_BYTES)
+    leave(cache, [1] * 40)
+    leave(cache, range(5000, 5300))
+    assert taken(cache, range(5000, 5300)) == 100
+    assert taken(cache, [1] * 41) == 0
+    assert not leave(cache, range(5000, 5300))  # there is no room for more
+
+
+@pytest.mark.parametrize("max_bytes", [0, 1, LEAST * TOKEN_BYTES - 1])
+def test_nothing_is_held_where_there_is_no_room(max_bytes: int) -> None:
+    cache = PrefixCache(max_bytes)
+    assert not leave(cache, range(30)) and taken(cache, range(30)) == 0
+
+
+def test_a_pass_that_began_before_they_were_cleared_leaves_nothing() -> None:
+    """Its prompt may hold the very text that was deleted meanwhile."""
+    cache = PrefixCache(2**20)
+    leave(cache, range(30))
+    new = cache.begin("w", torch.arange(100, 130), 0, TOKEN_BYTES)
+    assert new is not None
+    cache.clear()
+    assert taken(cache, range(30)) == 0
+    for _ in range(2):
+        new.take(entries(range(100, 130)), -entries(range(100, 130)))
+    cache.keep(new)
+    assert taken(cache, range(100, 130)) == 0
+
+
+def test_what_is_held_does_not_change_with_the_pass_that_left_it() -> None:
+    cache, side = PrefixCache(2**20), entries(range(30)).clone()
+    new = cache.begin("w", torch.arange(30), 0, TOKEN_BYTES)
+    assert new is not None
+    for _ in range(2):
+        new.take(side, -side)
+    cache.keep(new)
+    side.zero_()
+    assert taken(cache, range(31)) == 30
