@@ -69,8 +69,9 @@ class QuestionCaches:
     def engine(self, question: Question) -> Iterator[Engine]:
         """An engine that holds the chunks of ``question``."""
         engine = Engine(
-            self._model, self._store, block_size=self._block_size, store_bits=self._store_bits
-        )
+            self._model, self._store, block_size=self._block_size, store_bits=self._store_bits,
+            prefix_bytes=0,
+        )  # fmt: skip
         shared = engine.cache_chunks(self._calibration)
         own = engine.cache_chunks(question.documents)
         yield engine

@@ -99,7 +99,6 @@ def _warm_up(engine: Engine, question: Question, options: AskOptions) -> None:
     """Run a first pass, which is slower than all later ones of a process."""
     prompt = question.prompt(chat=options.chat)
     engine.generate(prompt, question.documents, method=options.methods[0], max_new_tokens=1)
-    engine.prefixes.clear()  # or `auto` would go on from there
 
 
 def _answers(
@@ -108,6 +107,8 @@ def _answers(
     """A row for each method."""
     answers = []
     for method in options.methods:
+        if len(options.methods) > 1:  # they are compared: none goes on from another one's beginning
+            engine.prefixes.clear()
         answer = engine.generate(
             question.prompt(chat=options.chat),
             question.documents,

@@ -63,8 +63,8 @@ class Engine:
         prefix_text: text that follows it, such as the system prompt that begins every request. The
             first chunk of a prompt that begins so is exact.
         store_bits: bits of the keys and values in chunk caches (4, 8, or 16 for the model's dtype).
-        prefix_bytes: memory for the beginnings of prompts that ``auto`` computed in full, so that
-            the next question about the same documents goes on from there; 0 for none.
+        prefix_bytes: memory for beginnings of prompts (system prompt, earlier turns; documents that
+            ``auto`` computed in full), so that the next prompt goes on from there; 0 for none.
         scheduler: runs the model, for other engines of the same model too; None for one of its own.
 
     Many threads and tasks may use one engine. Their answers are decoded together, see `Scheduler`.

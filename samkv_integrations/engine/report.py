@@ -12,16 +12,19 @@ class Report:
     """Figures of one answer.
 
     method, eviction: names; None without eviction. ran: what the method came to: its own name,
-        ``recompute`` where it computed everything, ``prefix`` where it went on from a prompt with
-        the same beginning.
+        ``recompute`` where it computed everything, ``prefix`` where it computed everything that
+        was not held from a prompt with the same beginning.
     prompt_tokens: logical prompt, chunks at full size. context_tokens: those of chunks.
-        prefix_tokens: held in memory from an earlier prompt.
+        prefix_tokens: the first ones of the prompt, as far as an earlier prompt with the same
+        beginning has left them in memory: up to the first chunk, and with ``prefix`` in chunks too.
     kept_ratio: context tokens that the answer goes on with after its first token, so after an
         eviction, mean over layers and key-value heads, over all context tokens; with quest, those
         that a step attends to.
     recompute_ratio: context tokens computed at query time, mean over layers, likewise. Chunks that
         are ``computed_now``, or have no usable cache, count as computed whole.
-    uncached_tokens: tokens outside chunks, always computed.
+    uncached_tokens: tokens outside chunks that were computed: all but those of ``prefix_tokens``.
+        What was not computed at all is ``prompt_tokens - uncached_tokens - recompute_ratio *
+        context_tokens``: a server's cached tokens.
     found: chunks that were recognised in the prompt, with or without a cache. Each is either
         reused, computed now, or (all others) computed with the rest of the prompt, as full prefill
         does; a chunk that stands in two places counts twice.

@@ -36,8 +36,9 @@ class Sets:
     """One layer of a pass as sets of positions."""
 
     def __init__(
-        self, request: Request, keep: Tensor, rows: Tensor, uncached: set[int], layer: int
-    ) -> None:
+        self, request: Request, keep: Tensor, rows: Tensor, uncached: set[int], layer: int,
+        n_in_memory: int,
+    ) -> None:  # fmt: skip
         at, last = positions_of(request), request.layout.n_tokens - 1
         block_of = [b.index for b in request.blocks for _ in range(b.start, b.stop)]
 
@@ -55,8 +56,9 @@ class Sets:
         }
         self.again = again(layer)
         self.carried = set().union(*(again(n) for n in range(layer, request.shape.n_layers)))
-        self.computed = uncached | self.carried
-        self.entries = sorted(self.computed | self.held)
+        self.in_memory = list(range(n_in_memory))
+        self.computed = uncached - set(self.in_memory) | self.carried
+        self.entries = sorted(uncached | self.carried | self.held)
         self.staying = sorted(uncached | self.held)
 
 
@@ -73,8 +75,11 @@ def assert_layer(plan: LayerPlan, sets: Sets, request: Request, mixes: bool, wei
     assert [at[t] for t in plan.cached.tolist()] == used
     mixed = sorted(sets.again) if mixes else []
     brought = (sets.computed - sets.held) | (set() if mixes else sets.again)
+    given_order = [*sets.in_memory, *used, *computed]  # held in memory, stored, computed
+    n_old = len(given_order) - len(computed)
+    assert plan.n_held == len(sets.in_memory)
     assert plan.source.tolist() == [
-        len(used) + computed.index(entry) if entry in brought else used.index(entry)
+        n_old + computed.index(entry) if entry in brought else given_order.index(entry)
         for entry in entries
     ]
     assert plan.mixed.tolist() == places(computed, mixed)
@@ -112,6 +117,7 @@ def assert_layer(plan: LayerPlan, sets: Sets, request: Request, mixes: bool, wei
     st.booleans(),
     st.booleans(),
     st.booleans(),
+    st.integers(0, 4),
 )
 def test_every_layer_is_that_of_the_sets(
     shape: Shape,
@@ -121,6 +127,7 @@ def test_every_layer_is_that_of_the_sets(
     mixes: bool,
     weighs: bool,
     some_wait: bool,
+    most_in_memory: int,
 ) -> None:
     request = request_of(shape)
     layout = request.layout
@@ -129,15 +136,17 @@ def test_every_layer_is_that_of_the_sets(
     uncached = {at for at in fresh if not some_wait or at % 2 or at == fresh[-1]}
     mask = torch.zeros(layout.n_tokens, dtype=torch.bool)
     mask[list(uncached)] = True
+    first = next(at for at in range(layout.n_tokens) if at not in uncached or at == fresh[-1])
+    in_memory = min(most_in_memory, first)
     plan = plan_pass(
-        layout, keep, rows, **MODEL, uncached=mask if some_wait else None, mixes=mixes,
-        weighs=weighs,
+        layout, keep, rows, **MODEL, uncached=mask if some_wait else None, n_held=in_memory,
+        mixes=mixes, weighs=weighs,
     )  # fmt: skip
     assert len(plan.layers) == shape.n_layers and torch.equal(plan.kept, keep)
     at = positions_of(request)
     before: list[int] | None = None
     for layer, of_layer in enumerate(plan.layers):
-        sets = Sets(request, keep, rows, uncached, layer)
+        sets = Sets(request, keep, rows, uncached, layer, in_memory)
         assert_layer(of_layer, sets, request, mixes, weighs)
         computed = sorted(sets.computed)
         if of_layer.narrow is None:

@@ -185,3 +185,34 @@ def test_streaming_keeps_the_prompts_ends(engine: Engine) -> None:
     report = asked(engine, method="recompute", eviction=rule)
     behind = report.prompt_tokens - (1 + PROMPT.index(TEXTS[2]) + len(TEXTS[2]))
     assert report.kept_ratio == pytest.approx((60 - 4 - behind) / report.context_tokens)
+
+
+# -- a beginning that is held -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["reuse", "samkv-guided", "samkv-fusion", "recompute"])
+def test_tokens_of_a_held_beginning_are_counted_apart_from_chunks(
+    engine: Engine, method: str
+) -> None:
+    first, again = (asked(engine, method=method) for _ in range(2))
+    n_before = 1 + PROMPT.index(TEXTS[0])
+    assert (first.prefix_tokens, again.prefix_tokens) == (0, n_before)
+    assert chunks_of(again) == chunks_of(first) and again.ran == first.ran
+    assert again.uncached_tokens == first.uncached_tokens - n_before
+    reused = (1 - again.recompute_ratio) * again.context_tokens
+    assert cached_tokens(again) == pytest.approx(n_before + reused)
+
+
+def test_held_tokens_of_chunks_count_once() -> None:
+    engine = Engine(tiny_model("llama"), block_size=8)
+    first, again = (asked(engine, on_miss="text") for _ in range(2))
+    assert (first.ran, again.ran) == ("recompute", "prefix")
+    assert again.prefix_tokens == 1 + PROMPT.index(TEXTS[2]) + len(TEXTS[2])
+    assert cached_tokens(first) == 0 and cached_tokens(again) == again.prefix_tokens
+    assert again.uncached_tokens == again.prompt_tokens - again.prefix_tokens
+
+
+def cached_tokens(report: Report) -> float:
+    """As the docstring of `Report` has it."""
+    computed = report.uncached_tokens + report.recompute_ratio * report.context_tokens
+    return report.prompt_tokens - computed
