@@ -126,6 +126,20 @@ def test_more_to_compute_never_costs_less(
     two = model.two_passes_s(n_tokens, n_context, 64, ratio)
     assert two <= model.two_passes_s(n_tokens + 1, n_context, 64, ratio)
     assert two >= 2 * model.layer_s
+    held = n_rest // 2
+    assert model.full_prefill_s(n_tokens, held) <= model.full_prefill_s(n_tokens)
+    assert model.two_passes_s(n_tokens, n_context, 64, ratio, held) <= two
+
+
+def test_both_ways_are_shorter_by_a_beginning_that_is_held() -> None:
+    """Behind much text that either way computes, few documents spare too little."""
+    chunks = texts(3, 50)
+    asked = prompt(chunks, before=3000)
+    for room, ran in ((0, "recompute"), (2**24, "samkv-guided")):
+        engine = engine_with(TOKENS_ONLY, prefix_bytes=room)
+        engine.cache_chunks(chunks)
+        engine.generate(asked, chunks, method="reuse", max_new_tokens=1)
+        assert engine.generate(asked, chunks, max_new_tokens=1).report.ran == ran
 
 
 def test_measured_costs_are_kept_beside_the_caches_and_found_again(tmp_path: Path) -> None:
