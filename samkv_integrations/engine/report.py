@@ -23,8 +23,7 @@ class Report:
     recompute_ratio: context tokens computed at query time, mean over layers, likewise. Chunks that
         are ``computed_now``, or have no usable cache, count as computed whole.
     uncached_tokens: tokens outside chunks that were computed: all but those of ``prefix_tokens``.
-        What was not computed at all is ``prompt_tokens - uncached_tokens - recompute_ratio *
-        context_tokens``: a server's cached tokens.
+        What was not computed at all, chunks included, is `cached_tokens`.
     found: chunks that were recognised in the prompt, with or without a cache. Each is either
         reused, computed now, or (all others) computed with the rest of the prompt, as full prefill
         does; a chunk that stands in two places counts twice.

@@ -200,7 +200,7 @@ def test_tokens_of_a_held_beginning_are_counted_apart_from_chunks(
     assert chunks_of(again) == chunks_of(first) and again.ran == first.ran
     assert again.uncached_tokens == first.uncached_tokens - n_before
     reused = (1 - again.recompute_ratio) * again.context_tokens
-    assert cached_tokens(again) == pytest.approx(n_before + reused)
+    assert again.cached_tokens == round(n_before + reused)
 
 
 def test_held_tokens_of_chunks_count_once() -> None:
@@ -208,11 +208,5 @@ def test_held_tokens_of_chunks_count_once() -> None:
     first, again = (asked(engine, on_miss="text") for _ in range(2))
     assert (first.ran, again.ran) == ("recompute", "prefix")
     assert again.prefix_tokens == 1 + PROMPT.index(TEXTS[2]) + len(TEXTS[2])
-    assert cached_tokens(first) == 0 and cached_tokens(again) == again.prefix_tokens
+    assert first.cached_tokens == 0 and again.cached_tokens == again.prefix_tokens
     assert again.uncached_tokens == again.prompt_tokens - again.prefix_tokens
-
-
-def cached_tokens(report: Report) -> float:
-    """As the docstring of `Report` has it."""
-    computed = report.uncached_tokens + report.recompute_ratio * report.context_tokens
-    return report.prompt_tokens - computed
