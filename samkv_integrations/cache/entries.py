@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -9,6 +10,9 @@ from torch import Tensor
 
 from samkv_integrations.cache.quantise import EntryFormat, groups
 from samkv_integrations.cache.rope import unrotate
+
+_TILE = 1 << 19
+"""Numbers of keys that a CPU computes at once, so that what is kept for it stays small."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,10 +43,40 @@ class Entries:
 
     def keys(self) -> Tensor:
         """(n, G, D) at their positions, in the model's dtype."""
-        cos, sin = self.cos, self.sin
-        if self.tokens is not None:
-            cos, sin = cos.index_select(0, self.tokens), sin.index_select(0, self.tokens)
-        return self.form.rotated_keys(self.codes, self.key_range, self.group, cos, sin)
+        form = self.form
+        keys = self.codes.new_empty(len(self), form.n_kv_heads, form.head_dim, dtype=form.dtype)
+        for part, turned in self._turned():
+            keys[part] = turned
+        return keys
+
+    def logits(self, query: Tensor) -> Tensor:
+        """(G, H / G, n) float32 products of a query (H, D) and all keys, which are not rounded.
+
+        A fraction of the time that `keys` would take first, of which a CPU keeps nothing.
+        """
+        grouped = query.float().view(self.form.n_kv_heads, -1, self.form.head_dim)
+        logits = grouped.new_empty(*grouped.shape[:2], len(self))
+        for part, turned in self._turned():
+            logits[..., part] = grouped @ turned.permute(1, 2, 0)
+        return logits
+
+    def _turned(self) -> Iterator[tuple[slice, Tensor]]:
+        """Keys (m, G, D) float32 of some places after the others, as `EntryFormat.turned_keys`."""
+        numbers = self.form.n_kv_heads * self.form.head_dim
+        size = max(1, _TILE // numbers if self.codes.is_cpu else len(self))
+        for first in range(0, len(self), size):
+            part = slice(first, first + size)
+            if self.tokens is None:
+                cos, sin = self.cos[part], self.sin[part]
+            else:
+                at = self.tokens[part]
+                cos, sin = self.cos.index_select(0, at), self.sin.index_select(0, at)
+            yield (
+                part,
+                self.form.turned_keys(
+                    self.codes[part], self.key_range, self.group[part], cos, sin
+                ),
+            )
 
     def values(self) -> Tensor:
         """(n, G, D) in the model's dtype."""
