@@ -11,7 +11,7 @@ from torch import Tensor
 from samkv_integrations.cache.quantise import EntryFormat, groups
 from samkv_integrations.cache.rope import unrotate
 
-_TILE = 1 << 19
+_TILE = 1 << 18
 """Numbers of keys that a CPU computes at once, so that what is kept for it stays small."""
 
 

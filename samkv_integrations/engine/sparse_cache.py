@@ -13,6 +13,8 @@ from samkv_integrations.engine.working_cache import LayerEntries, WorkingCache, 
 from samkv_integrations.methods.base import ContextAttention
 from samkv_integrations.model.attention import attention
 
+_LEAST = torch.finfo(torch.float32).tiny
+
 
 class StoredContext(Protocol):
     """Where the entries of the context are read, see `loader.Context`."""
@@ -90,22 +92,23 @@ class SparseCache(WorkingCache):
         length, context = self._lengths[layer], self._context[layer]
         self._keys[layer][length], self._values[layer][length] = key[0, :, 0], value[0, :, 0]
         self._lengths[layer] = length + 1
-        keys, values = self._keys[layer][: length + 1], self._values[layer][: length + 1]
-        n_context, mask = 0, None
+        parts = [(self._keys[layer][: length + 1], self._values[layer][: length + 1])]
+        n_context, rest_logit, mask = 0, None, None
         if context is not None:
-            best, best_keys, rest_logit = self._choose(context, query[0, :, 0], scaling)
-            n_context = len(best)
-            keys = torch.cat((best_keys, keys))
-            values = torch.cat((context.select(best).values(), values))
-            if rest_logit is not None:
-                # A key of zeros has a logit of 0 with every query, to which the mask adds. All
-                # logits are moved alike, or the dtype's rounding would be of so large a number.
-                keys = torch.cat((keys, keys.new_zeros(1, *keys.shape[1:])))
-                values = torch.cat((values, self._mean_value[layer]))
-                moved = rest_logit.to(query.dtype)
-                mask = -moved[None, :, None, None].repeat(1, 1, 1, len(keys))
-                mask[0, :, 0, -1] = rest_logit - moved.float()
-        keys, values = as_heads(keys), as_heads(values)
+            if self._budget < len(context):
+                best, rest_logit = self._choose(context, query[0, :, 0], scaling)
+                context = context.select(best)
+            n_context = len(context)
+            parts.insert(0, (context.keys(), context.values()))
+        if rest_logit is not None:
+            # A key of zeros has a logit of 0 with every query, to which the mask adds. All
+            # logits are moved alike, or the dtype's rounding would be of so large a number.
+            mean_value = self._mean_value[layer]
+            parts.append((torch.zeros_like(mean_value), mean_value))
+            moved = rest_logit.to(query.dtype)
+            mask = -moved[None, :, None, None].repeat(1, 1, 1, n_context + length + 2)
+            mask[0, :, 0, -1] = rest_logit - moved.float()
+        keys, values = (as_heads(torch.cat(side)) for side in zip(*parts, strict=True))
         if self._weigh is None:
             return attention(query, keys, values, scaling, mask, False)
         is_context = torch.arange(keys.shape[2], device=keys.device) < n_context
@@ -113,18 +116,17 @@ class SparseCache(WorkingCache):
 
     def _choose(
         self, context: Entries, query: Tensor, scaling: float
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """What a query (H, D) attends to: tokens, in order, their keys, and the logit of the rest.
+    ) -> tuple[Tensor, Tensor | None]:
+        """What a query (H, D) attends to: tokens, in order, and the logit of the rest.
 
-        One choice for all heads. The logit is (H,), None if there is no rest or nobody wants it.
+        One choice for all heads. The logit is (H,), None if nobody wants it.
         """
-        keys = context.keys()
-        if self._budget >= len(keys):
-            return torch.arange(len(keys), device=keys.device), keys, None
-        grouped = query.float().view(keys.shape[1], -1, keys.shape[2])  # (G, H / G, D)
-        logits = grouped @ keys.float().permute(1, 2, 0) * scaling
-        best = logits.softmax(-1).sum((0, 1)).topk(self._budget).indices.sort().values
-        rest = None
-        if self._weigh is None:
-            rest = logits.index_fill(-1, best, -torch.inf).logsumexp(-1).flatten()
-        return best, keys.index_select(0, best), rest
+        logits = context.logits(query).flatten(0, 1).mul_(scaling)
+        top = logits.amax(-1, keepdim=True)
+        weights = logits.sub_(top).exp_()  # of each head (H, n), over that of its largest
+        scores = weights.sum(-1).reciprocal() @ weights  # the softmax, summed over heads
+        best = scores.topk(self._budget, sorted=False).indices.sort().values
+        if self._weigh is not None:
+            return best, None
+        rest = weights.index_fill_(-1, best, 0).sum(-1)
+        return best, top[:, 0] + rest.clamp_min(_LEAST).log()
