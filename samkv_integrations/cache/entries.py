@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -12,7 +11,7 @@ from samkv_integrations.cache.quantise import EntryFormat, groups
 from samkv_integrations.cache.rope import unrotate
 
 _TILE = 1 << 18
-"""Numbers of keys that a CPU computes at once, so that what is kept for it stays small."""
+"""Numbers of keys, which with what they are computed from fill a few MB (docs/decisions.md)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,40 +42,29 @@ class Entries:
 
     def keys(self) -> Tensor:
         """(n, G, D) at their positions, in the model's dtype."""
-        form = self.form
-        keys = self.codes.new_empty(len(self), form.n_kv_heads, form.head_dim, dtype=form.dtype)
-        for part, turned in self._turned():
-            keys[part] = turned
-        return keys
+        return self._rotated(slice(None)).to(self.form.dtype)
 
     def logits(self, query: Tensor) -> Tensor:
-        """(G, H / G, n) float32 products of a query (H, D) and all keys, which are not rounded.
+        """(G, H / G, n) float32 products of a query (H, D) with all keys, which are not rounded.
 
-        A fraction of the time that `keys` would take first, of which a CPU keeps nothing.
+        Sooner than `keys` and a product: a CPU computes as many keys at once as its cache holds.
         """
         grouped = query.float().view(self.form.n_kv_heads, -1, self.form.head_dim)
         logits = grouped.new_empty(*grouped.shape[:2], len(self))
-        for part, turned in self._turned():
-            logits[..., part] = grouped @ turned.permute(1, 2, 0)
-        return logits
-
-    def _turned(self) -> Iterator[tuple[slice, Tensor]]:
-        """Keys (m, G, D) float32 of some places after the others, as `EntryFormat.turned_keys`."""
-        numbers = self.form.n_kv_heads * self.form.head_dim
-        size = max(1, _TILE // numbers if self.codes.is_cpu else len(self))
+        size = max(1, _TILE // grouped[:, 0].numel()) if self.codes.is_cpu else len(self)
         for first in range(0, len(self), size):
             part = slice(first, first + size)
-            if self.tokens is None:
-                cos, sin = self.cos[part], self.sin[part]
-            else:
-                at = self.tokens[part]
-                cos, sin = self.cos.index_select(0, at), self.sin.index_select(0, at)
-            yield (
-                part,
-                self.form.turned_keys(
-                    self.codes[part], self.key_range, self.group[part], cos, sin
-                ),
-            )
+            logits[..., part] = grouped @ self._rotated(part).permute(1, 2, 0)
+        return logits
+
+    def _rotated(self, part: slice) -> Tensor:
+        """(m, G, D) float32 keys of some places, at their positions."""
+        if self.tokens is None:
+            cos, sin = self.cos[part], self.sin[part]
+        else:
+            at = self.tokens[part]
+            cos, sin = self.cos.index_select(0, at), self.sin.index_select(0, at)
+        return self.form.rotated_keys(self.codes[part], self.key_range, self.group[part], cos, sin)
 
     def values(self) -> Tensor:
         """(n, G, D) in the model's dtype."""

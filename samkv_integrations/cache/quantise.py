@@ -18,7 +18,6 @@ from functools import cached_property, lru_cache
 import torch
 from torch import Tensor
 
-from samkv_integrations.cache.scratch import Scratch
 from samkv_integrations.errors import InvalidChunk, InvalidOption
 
 STORE_BITS = (4, 8, 16)
@@ -32,7 +31,6 @@ _HALF_MAX = torch.finfo(torch.float16).max
 HALF_STEP = 2.0**-24
 """The smallest positive float16."""
 
-_SCRATCH = Scratch()
 _HALF_MARGIN = 2.0**-11  # the relative error of rounding to float16
 
 
@@ -145,24 +143,28 @@ class EntryFormat:
     def rotated_keys(
         self, entries: Tensor, key_range: Tensor, group: Tensor, cos: Tensor, sin: Tensor
     ) -> Tensor:
-        """(T, G, D) keys of entries (T, E) in ``dtype``, rotated to the positions of cos and sin.
+        """(T, G, D) float32 keys of entries (T, E), rotated to the positions of cos and sin.
 
-        The same as `keys` and then `rope.rotate`, several times sooner: this is most of what a pass
-        does for a context token.
+        As `keys` and then `rope.rotate`, several times sooner, and not rounded to ``dtype`` yet:
+        this is most of what a pass does for a context token.
 
         key_range, group: see `keys`. cos, sin: (T, G, D / 2) float32, contiguous: a product that
             broadcasts takes twice as long.
         """
-        turned = self.turned_keys(entries, key_range, group, cos, sin)
-        return turned.to(self.dtype, copy=True)
-
-    def turned_keys(
-        self, entries: Tensor, key_range: Tensor, group: Tensor, cos: Tensor, sin: Tensor
-    ) -> Tensor:
-        """`rotated_keys` in float32 and not rounded; this thread's next call writes over them."""
         half = self.head_dim // 2
-        out = self._scratch("turned", entries, (len(entries), self.n_kv_heads, self.head_dim))
-        first, second = self._unrotated_halves(entries, key_range, group)
+        side = entries[:, : self._side]
+        if self.is_quantised:
+            first, second = (
+                self._mix(torch.addcmul(offset, codes, scale))
+                for codes, (scale, offset) in zip(
+                    self._halves(side),
+                    (self._of_tokens(part, group) for part in key_range.chunk(2, dim=-1)),
+                    strict=True,
+                )
+            )
+        else:
+            first, second = self._raw(side).float().chunk(2, dim=-1)
+        out = self._empty(entries)
         for part, one, other, sign in (
             (out[..., :half], first, second, -1),
             (out[..., half:], second, first, 1),
@@ -170,33 +172,6 @@ class EntryFormat:
             torch.mul(one, cos, out=part)
             part.addcmul_(other, sin, value=sign)
         return out
-
-    def _unrotated_halves(
-        self, entries: Tensor, key_range: Tensor, group: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Channels of keys, (T, G, D / 2) float32 each: of the first half and of the rest."""
-        side = entries[:, : self._side]
-        shape = (2, len(entries), self.n_kv_heads, self.head_dim // 2)
-        halves = self._scratch("halves", entries, shape)
-        if not self.is_quantised:
-            first, second = self._raw(side).chunk(2, dim=-1)
-            return halves[0].copy_(first), halves[1].copy_(second)
-        # (N, half, scale or offset, G, D / 2), so that a token's ranges are one copy
-        of_groups = key_range.float().unflatten(-1, (2, -1)).permute(0, 3, 1, 2, 4).contiguous()
-        of_tokens = self._scratch("ranges", entries, (len(entries), *of_groups.shape[1:]))
-        torch.index_select(of_groups, 0, group, out=of_tokens)
-        for half, codes, ranges in zip(
-            halves, self._halves(side), of_tokens.unbind(1), strict=True
-        ):
-            half.copy_(codes)
-            torch.addcmul(ranges[:, 1], half, ranges[:, 0], out=half)
-        size = self._mixed_channels
-        mixed = self._scratch("mixed", entries, shape)
-        torch.mm(
-            halves.view(-1, size), _hadamard(size, entries.device), out=mixed.view(-1, size)
-        )
-        first, second = mixed
-        return first, second
 
     def values(self, entries: Tensor) -> Tensor:
         """(T, G, D) values of entries (T, E) in ``dtype``."""
@@ -246,10 +221,6 @@ class EntryFormat:
         )
         return scale, offset
 
-    def _scratch(self, name: str, entries: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """Room for what is computed of entries on the way, float32."""
-        return _SCRATCH.empty(name, shape, torch.float32, entries.device)
-
     def _empty(self, entries: Tensor) -> Tensor:
         """Room for the keys, or the values, of entries: (T, G, D) float32."""
         shape = (len(entries), self.n_kv_heads, self.head_dim)
@@ -277,13 +248,7 @@ class EntryFormat:
         if self.bits == 8:
             half = self.head_dim // 2
             return codes[..., :half], codes[..., half:]
-        shape, device = codes.shape, codes.device
-        lower = _SCRATCH.empty("lower", shape, torch.uint8, device)
-        upper = _SCRATCH.empty("upper", shape, torch.uint8, device)
-        return (
-            torch.bitwise_and(codes, 15, out=lower),
-            torch.bitwise_right_shift(codes, 4, out=upper),
-        )
+        return codes & 15, codes >> 4
 
     def _unpack(self, side: Tensor) -> Tensor:
         """(T, bytes) -> (T, G, D) float32 codes."""

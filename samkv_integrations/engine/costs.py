@@ -189,5 +189,5 @@ def _dequantise(model: Model, form: EntryFormat, n_tokens: int) -> None:
     key_range = torch.ones(form.range_shape(n_tokens), dtype=torch.float16, device=device)
     order = torch.arange(n_tokens, device=device)
     keys = form.rotated_keys(entries, key_range, groups(n_tokens, device), turns, turns)
-    for side in (keys, form.values(entries)):
+    for side in (keys.to(form.dtype), form.values(entries)):
         side.index_select(0, order)

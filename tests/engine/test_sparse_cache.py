@@ -278,6 +278,47 @@ def test_where_all_values_are_one_leaving_tokens_out_changes_nothing() -> None:
     torch.testing.assert_close(*outputs, rtol=1e-5, atol=1e-6)
 
 
+def context_alone(form: EntryFormat, keys: Tensor, values: Tensor) -> tuple[SparseCache, Entries]:
+    """A cache of a context at no positions, and its entries; a step attends to 64 of them."""
+    n = len(keys)
+    codes, key_range = form.encode(keys, values)
+    nowhere = torch.ones(n, GROUPS, DIM // 2)
+    stored = Stored(0, 16)
+    stored.all = Entries(
+        form=form, codes=codes, key_range=key_range, group=groups(n, codes.device),
+        cos=nowhere, sin=torch.zeros_like(nowhere),
+    )  # fmt: skip
+    at = torch.arange(n)
+    cache = SparseCache(1, stored, 64, 1)
+    cache.take(
+        0,
+        LayerEntries(
+            keys=stored.all.keys(), values=stored.all.values(), n_entries=n,
+            is_context=torch.ones(n, dtype=torch.bool), context=at, context_slots=at,
+            other_slots=at[:0], changed=at[:0], queries=torch.empty(HEADS, 0, DIM),
+            query_slots=at[:0], scaling=SCALING,
+        ),
+    )  # fmt: skip
+    return cache, stored.all
+
+
+def test_a_rest_of_hardly_any_weight_changes_nothing() -> None:
+    """Its weight, e^-120 of the largest, is no float32: it counts as none, and not as NaN."""
+    keys, values = normal(0, CONTEXT, GROUPS, DIM), normal(1, CONTEXT, GROUPS, DIM)
+    liked = torch.arange(CONTEXT) < 64
+    keys[..., 0] = torch.where(liked, 40.0, -80.0)[:, None] / SCALING
+    query, new = normal(2, HEADS, DIM), normal(3, 2, GROUPS, DIM)
+    query[:, 0] = 1
+    cache, _ = context_alone(form_of(16), keys, values)
+    output = cache.attend(
+        0, query[None, :, None], new[0][None, :, None], new[1][None, :, None], SCALING
+    )
+    expected = slow_attention(
+        query, torch.cat((keys[liked], new[:1])), torch.cat((values[liked], new[1:]))
+    )
+    torch.testing.assert_close(output[0, :, 0], expected, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("height", [1.0, 60.0, 1000.0])
 def test_large_logits_do_not_round_the_weight_of_the_rest(height: float) -> None:
     """In bfloat16, whose numbers near 1000 are 4 apart: biases of queries and keys go that far.
@@ -288,24 +329,7 @@ def test_large_logits_do_not_round_the_weight_of_the_rest(height: float) -> None
     form = EntryFormat(bits=16, n_kv_heads=GROUPS, head_dim=DIM, dtype=torch.bfloat16)
     keys, values = normal(0, CONTEXT, GROUPS, DIM), normal(1, CONTEXT, GROUPS, DIM)
     keys[..., 0] = 8
-    codes, key_range = form.encode(keys.bfloat16(), values.bfloat16())
-    nowhere = torch.ones(CONTEXT, GROUPS, DIM // 2)
-    stored = Stored(0, 16)
-    stored.all = Entries(
-        form=form, codes=codes, key_range=key_range, group=groups(CONTEXT, codes.device),
-        cos=nowhere, sin=torch.zeros_like(nowhere),
-    )  # fmt: skip
-    at = torch.arange(CONTEXT)
-    cache = SparseCache(1, stored, 64, 1)
-    cache.take(
-        0,
-        LayerEntries(
-            keys=stored.all.keys(), values=stored.all.values(), n_entries=CONTEXT,
-            is_context=torch.ones(CONTEXT, dtype=torch.bool), context=at, context_slots=at,
-            other_slots=at[:0], changed=at[:0], queries=torch.empty(HEADS, 0, DIM),
-            query_slots=at[:0], scaling=SCALING,
-        ),
-    )  # fmt: skip
+    cache, entries = context_alone(form, keys.bfloat16(), values.bfloat16())
     query = normal(2, HEADS, DIM)
     query[:, 0] = height / 8 / SCALING
     query = query.bfloat16()
@@ -313,12 +337,12 @@ def test_large_logits_do_not_round_the_weight_of_the_rest(height: float) -> None
     output = cache.attend(
         0, query[None, :, None], key[0][None, :, None], value[0][None, :, None], SCALING
     )
-    held = torch.cat((stored.all.keys(), key)).double()
+    held = torch.cat((entries.keys(), key)).double()
     grouped = query.double().view(GROUPS, -1, DIM)
     logits = torch.einsum("grd,tgd->grt", grouped, held) * SCALING
     best = logits[..., :-1].softmax(-1).sum((0, 1)).topk(64).indices
-    by_value = stored.all.values().double().mean(0, keepdim=True).repeat(CONTEXT + 1, 1, 1)
-    by_value[best], by_value[-1] = stored.all.values().double()[best], value[0].double()
+    by_value = entries.values().double().mean(0, keepdim=True).repeat(CONTEXT + 1, 1, 1)
+    by_value[best], by_value[-1] = entries.values().double()[best], value[0].double()
     expected = torch.einsum("grt,tgd->grd", logits.softmax(-1), by_value).flatten(0, 1)
     torch.testing.assert_close(output[0, :, 0].double(), expected, rtol=0.02, atol=0.02)
 
