@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.support.chroma_server import chroma_server
+from tests.support.live_server import LiveServer, live_server
 from tests.support.steps import Steps
 
 
@@ -33,3 +34,10 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[Steps]:
     counted = Steps(monkeypatch)
     yield counted
     counted.release()
+
+
+@pytest.fixture(scope="session")
+def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    """A server that all tests share: none of them changes what it holds."""
+    with live_server(tmp_path_factory.mktemp("live")) as server:
+        yield server

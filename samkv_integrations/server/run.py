@@ -48,6 +48,26 @@ def run(
 
     ready: called with the server's address, once it answers.
     """
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    address = address_of(listening)
+    server = server_of(tenancy, keys, settings, lambda: ready(address))
+    with suppress(KeyboardInterrupt):
+        server.run(sockets=[listening])
+
+
+def address_of(listening: socket.socket) -> str:
+    """The URL of a socket that listens, without a path."""
+    host, port = listening.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def server_of(
+    tenancy: Tenancy, keys: ApiKeys, settings: Settings, ready: Callable[[], None]
+) -> uvicorn.Server:
+    """A server whose `run` has to be called, with sockets, and ends once its should_exit is set.
+
+    In a thread that is not the main one it leaves signals alone. ready: called once it answers.
+    """
     service = Service(
         tenancy=tenancy,
         metrics=Metrics(tenancy.scheduler),
@@ -68,11 +88,7 @@ def run(
         h11_max_incomplete_event_size=MAX_HEADER_BYTES,
         timeout_graceful_shutdown=settings.grace_s,
     )
-    host, port = listening.getsockname()[:2]
-    address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    with suppress(KeyboardInterrupt):
-        _Server(config, lambda: ready(address)).run(sockets=[listening])
+    return _Server(config, ready)
 
 
 class _Server(uvicorn.Server):
