@@ -33,19 +33,18 @@ CHAT: list[dict[str, str]] = [{"role": "user", "content": QUESTION}]
 
 @dataclass(frozen=True, kw_only=True)
 class LiveServer:
-    """A server that runs. url: with ``/v1``. scheduler: runs its model."""
+    """A server that runs.
+
+    url: with ``/v1``. beside: an engine on the server's folder that shares nothing else with it but
+    the model, and has none of the prompts in memory that the server was asked before.
+    """
 
     url: str
-    scheduler: Scheduler
-    folder: Path
+    beside: Engine
 
     def answer(self, prompt: Prompt, **options: Any) -> str:
-        """What an engine answers that shares the server's folder, and nothing else but the model.
-
-        It has no prompts in memory that the server was asked before.
-        """
-        engine = Engine(builtin(), ChunkStore(self.folder / "kv"), method=METHOD, prefix_bytes=0)
-        answer = engine.generate(prompt, **{"max_new_tokens": MAX_TOKENS, **options})
+        """What the engine beside the server answers from the caches of all records."""
+        answer = self.beside.generate(prompt, **{"max_new_tokens": MAX_TOKENS, **options})
         assert answer.report.reused == len(TEXTS)
         return answer.text
 
@@ -66,8 +65,8 @@ def live_server(
         thread.start()
         try:
             assert is_ready.wait(START_S), "the server did not start"
-            url = f"{address_of(listening)}/v1"
-            yield LiveServer(url=url, scheduler=scheduler, folder=folder)
+            beside = Engine(builtin(), ChunkStore(folder / "kv"), method=METHOD, prefix_bytes=0)
+            yield LiveServer(url=f"{address_of(listening)}/v1", beside=beside)
         finally:
             server.should_exit = True
             thread.join(START_S)

@@ -1,0 +1,142 @@
+"""What Open WebUI sends, replayed: its requests were read in its source, and it was not run here.
+
+Its backend takes apart what its page sends, and asks with what is left
+(``main.py``, ``routers/openai.py``, ``routers/tasks.py`` and ``utils/payload.py`` of its backend).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.support.live_server import ASKED, CHAT, KEY, QUESTION, LiveServer
+from tests.support.records import TEXTS
+
+HEADERS = {
+    "Content-Type": "application/json",
+    "Authorization": f"Bearer {KEY}",
+    # of ENABLE_FORWARD_USER_INFO_HEADERS
+    "X-OpenWebUI-User-Name": "Ann%20Other",
+    "X-OpenWebUI-User-Id": "8d8f2f5e",
+    "X-OpenWebUI-User-Email": "ann@example.com",
+    "X-OpenWebUI-User-Role": "user",
+    "X-OpenWebUI-Chat-Id": "c0ffee",
+}
+
+USER = {"role": "user", "content": "Who are you?"}
+TASK = "### Task:\nGenerate a concise title.\n### Chat History:\n<chat_history>\n</chat_history>"
+
+
+@pytest.fixture
+def web_ui(live: LiveServer) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=live.url, headers=HEADERS, trust_env=False, timeout=60) as client:
+        yield client
+
+
+def events_of(response: httpx.Response) -> list[dict[str, Any]]:
+    assert response.headers["content-type"].startswith("text/event-stream")
+    lines = [line.removeprefix("data: ") for line in response.text.splitlines() if line]
+    assert lines.pop() == "[DONE]"
+    return [json.loads(line) for line in lines]
+
+
+def text_of(events: list[dict[str, Any]]) -> str:
+    deltas = [event["choices"][0]["delta"] for event in events if event["choices"]]
+    return "".join(delta.get("content") or "" for delta in deltas)
+
+
+def test_it_finds_the_model(web_ui: httpx.Client) -> None:
+    """When a connection is verified, and whenever models are listed."""
+    (model,) = web_ui.get("/models").raise_for_status().json()["data"]
+    assert model["id"] == "builtin"
+    assert "name" not in model or model["name"]
+
+
+def test_a_connection_with_a_wrong_key_says_why(web_ui: httpx.Client) -> None:
+    reply = web_ui.get("/models", headers={"Authorization": "Bearer sk-of-openai-itself"})
+    assert reply.status_code == 401
+    assert "API key" in reply.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"stream_options": {"include_usage": True}},
+        # what a user may set under "Advanced Params", as its mappings cast it
+        {"temperature": 0.0, "top_p": 1.0, "min_p": 0.0, "max_tokens": 12, "seed": 0},
+        {"frequency_penalty": 0.0, "presence_penalty": 0.0, "stop": ["\n\n"]},
+        {"top_k": 40, "temperature": 0.0, "response_format": {"type": "text"}},
+    ],
+)
+def test_a_chat_with_documents(
+    web_ui: httpx.Client, live: LiveServer, more: dict[str, Any]
+) -> None:
+    body = {"stream": True, "model": "builtin", "messages": CHAT, **more}
+    events = events_of(web_ui.post("/chat/completions", json=body).raise_for_status())
+    assert text_of(events) == live.answer(CHAT)
+    assert events[-1]["samkv"]["reused"] == len(TEXTS)
+    assert ("usage" in events[-1]) == ("stream_options" in more)
+
+
+def test_documents_as_its_template_of_retrieval_writes_them(web_ui: httpx.Client) -> None:
+    """Each in a tag with its number and name, which are not part of the chunk."""
+    sources = "\n".join(
+        f'<source id="{number}" name="town.txt">{text}</source>'
+        for number, text in enumerate(TEXTS, start=1)
+    )
+    content = f"### Task:\nAnswer.\n\n<context>\n{sources}\n</context>\n\n{ASKED.question}"
+    body = {"stream": True, "model": "builtin", "messages": [{"role": "user", "content": content}]}
+    events = events_of(web_ui.post("/chat/completions", json=body).raise_for_status())
+    assert events[-1]["samkv"]["reused"] == len(TEXTS)
+
+
+def test_a_conversation_with_a_system_prompt(web_ui: httpx.Client) -> None:
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": QUESTION},
+        {"role": "assistant", "content": "1846"},
+        {"role": "user", "content": [{"type": "text", "text": "Who are you?"}]},
+    ]
+    body = {"stream": True, "model": "builtin", "messages": messages}
+    events = events_of(web_ui.post("/chat/completions", json=body).raise_for_status())
+    assert events[-1]["samkv"]["reused"] == len(TEXTS)
+
+
+@pytest.mark.parametrize(
+    "limit",
+    [
+        {
+            "max_tokens": 1000
+        },  # titles; of the field that it renames for servers that are not OpenAI's
+        {"max_completion_tokens": 1000},
+        {},  # tags, follow-up questions, search queries
+    ],
+)
+def test_titles_and_tags(web_ui: httpx.Client, limit: dict[str, int]) -> None:
+    messages = [{"role": "user", "content": TASK}]
+    # the stop is ours: the built-in model would go on to the thousandth token
+    body = {"model": "builtin", "messages": messages, "stream": False, "stop": [" "], **limit}
+    reply = web_ui.post("/chat/completions", json=body).raise_for_status().json()
+    assert isinstance(reply["choices"][0]["message"]["content"], str)
+    assert reply["usage"]["completion_tokens"] > 0
+
+
+def test_its_own_tools_are_refused_by_name(web_ui: httpx.Client) -> None:
+    """Native function calling, its default in newer versions; the guide says how to do without."""
+    tools = [{"type": "function", "function": {"name": "get_current_timestamp", "parameters": {}}}]
+    body = {"stream": True, "model": "builtin", "messages": [USER], "tools": tools}
+    reply = web_ui.post("/chat/completions", json=body)
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "tools")
+
+
+def test_images_are_refused_by_name(web_ui: httpx.Client) -> None:
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}
+    messages = [{"role": "user", "content": [{"type": "text", "text": "What?"}, image]}]
+    reply = web_ui.post("/chat/completions", json={"model": "builtin", "messages": messages})
+    assert reply.status_code == 400
+    assert "image_url" in reply.json()["error"]["message"]
