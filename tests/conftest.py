@@ -9,6 +9,7 @@ import torch
 
 from tests.support.chroma_server import chroma_server
 from tests.support.live_server import LiveServer, live_server
+from tests.support.serve_process import serving_town
 from tests.support.steps import Steps
 
 
@@ -41,3 +42,10 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     """A server that all tests share: none of them changes what it holds."""
     with live_server(tmp_path_factory.mktemp("live")) as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def town_address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Where ``samkv serve`` answers on the sample documents, as the README starts it."""
+    with serving_town(tmp_path_factory.mktemp("town")) as address:
+        yield address
