@@ -24,8 +24,16 @@ PRINTED = {  # by the snippets of a page, one after the other
     "llama-index": ("Vasumex Trading", "Hadorix Press"),
     "methods": (),
     "security": ("'tenant-7']",),
+    "server": (
+        "Vasumex Trading True\nreused: 4 of 4",
+        "LangChain: Vasumex Trading",
+        "LlamaIndex: Vasumex Trading 4",
+    ),
     "troubleshooting": ("1 0 False", "1 1 True"),
 }
+
+SERVED = "http://127.0.0.1:8000"
+"""Where pages have their server, as ``samkv serve`` starts it; here it has another port."""
 
 
 def page(path: str) -> str:
@@ -59,11 +67,15 @@ def test_a_snippet_of_the_readme_answers_from_caches_in_an_empty_folder(
 
 
 @pytest.mark.parametrize("name", PRINTED)
-def test_the_snippets_of_a_page_run_one_after_the_other(tmp_path: Path, name: str) -> None:
+def test_the_snippets_of_a_page_run_one_after_the_other(
+    tmp_path: Path, name: str, request: pytest.FixtureRequest
+) -> None:
     (tmp_path / "examples").symlink_to(ROOT / "examples")
-    snippets = PYTHON.findall(page(f"docs/{name}.md"))
-    assert snippets
-    printed = run("\n".join(snippets), tmp_path)
+    code = "\n".join(PYTHON.findall(page(f"docs/{name}.md")))
+    assert code
+    if SERVED in code:
+        code = code.replace(SERVED, request.getfixturevalue("town_address"))
+    printed = run(code, tmp_path)
     assert [answer for answer in PRINTED[name] if answer not in printed] == []
 
 

@@ -59,9 +59,18 @@ def test_it_explains_every_field_that_it_names() -> None:
         (" stands in a prompt and is read as text", "prompt/handles.py"),
         ("the prompt does not hold them as they were stored", "prompt/announced.py"),
         ("the store fails (", "cache/outage.py"),
+        ("no API key, or a wrong one", "server/guard.py"),
+        ("the Host header names another machine", "server/guard.py"),
+        ("a body of more than", "server/guard.py"),
+        ("there is no model", "server/service.py"),
+        ("is unknown or not supported here", "server/failures.py"),
+        ("context_length_exceeded", "server/failures.py"),
+        ("answers wait already", "engine/scheduler.py"),
+        ("without API keys: everybody who reaches this machine could ask", "server/listen.py"),
+        ("cannot listen on", "server/listen.py"),
     ],
 )
-def test_what_it_quotes_of_the_log_is_logged(quoted: str, file: str) -> None:
+def test_what_it_quotes_is_said(quoted: str, file: str) -> None:
     assert quoted in PAGE
     assert quoted in (ROOT / "samkv_integrations" / file).read_text(encoding="utf-8")
 
