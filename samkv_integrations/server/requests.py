@@ -63,7 +63,8 @@ def _text_of(content: object) -> object:
             raise PydanticCustomError(
                 "unsupported", "a part of type {kind}; this model reads text only", {"kind": kind}
             )
-        if part.keys() != {"type", "text"} or not isinstance(part["text"], str):
+        given = {name: value for name, value in part.items() if value is not None}
+        if given.keys() != {"type", "text"} or not isinstance(given["text"], str):
             raise PydanticCustomError("text_part", "a part of type 'text' has a string, 'text'")
     return "\n".join(part["text"] for part in content)
 
@@ -183,7 +184,7 @@ class Asked(Body):
 
 
 class ChatRequest(Asked):
-    """``POST /v1/chat/completions``."""
+    """``POST /v1/chat/completions``. safety_identifier, prompt_cache_key: hints, and not read."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: Annotated[int | None, Field(ge=1)] = None
@@ -196,6 +197,8 @@ class ChatRequest(Asked):
     modalities: Annotated[list[str], _only(["text"])] = ["text"]
     store: Annotated[bool, _only(False)] = False
     service_tier: Literal["auto", "default"] = "auto"
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
 
     @model_validator(mode="after")
     def _check_length(self) -> ChatRequest:

@@ -26,8 +26,8 @@ PRINTED = {  # by the snippets of a page, one after the other
     "security": ("'tenant-7']",),
     "server": (
         "Vasumex Trading True\nreused: 4 of 4",
-        "LangChain: Vasumex Trading",
-        "LlamaIndex: Vasumex Trading 4",
+        "LangChain:  Vasumex Trading True",
+        "LlamaIndex:  Vasumex Trading 4",
     ),
     "troubleshooting": ("1 0 False", "1 1 True"),
 }

@@ -8,6 +8,7 @@ import openai
 import pytest
 from langchain_chroma import Chroma
 from langchain_core.documents import Document
+from langchain_core.messages import HumanMessage, SystemMessage
 from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.runnables import RunnablePassthrough
 from langchain_openai import ChatOpenAI, OpenAI
@@ -81,9 +82,10 @@ def test_batch(llm: ChatOpenAI, live: LiveServer) -> None:
 
 
 def test_a_system_message_and_a_conversation(llm: ChatOpenAI) -> None:
-    turns = [("system", "Be brief."), ("user", QUESTION), ("assistant", "1846"), ("user", "Yes?")]
+    turns = [SystemMessage("Be brief."), HumanMessage(QUESTION)]
     answer = llm.invoke(turns)
     check_reused(answer)
+    check_reused(llm.invoke([*turns, answer, HumanMessage("And who else?")]))
 
 
 def test_options_of_ours(llm: ChatOpenAI, live: LiveServer) -> None:

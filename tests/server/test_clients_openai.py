@@ -114,6 +114,29 @@ async def test_asynchronous_chats_at_once(live: LiveServer, expected: str) -> No
         check_reused(answer.usage, report_of(answer))
 
 
+def test_an_answer_is_sent_back_as_it_came(client: OpenAI, live: LiveServer) -> None:
+    answer = client.chat.completions.create(**ASK).choices[0].message
+    asked = {"role": "user", "content": "And who else?"}
+    turns = [*CHAT, answer, asked]
+    second = client.chat.completions.create(**ASK | {"messages": turns})
+    said = {"role": "assistant", "content": answer.content or ""}
+    assert second.choices[0].message.content == live.answer([*CHAT, said, asked])
+    dumped = [*CHAT, answer.model_dump(), asked]  # with all its nulls
+    third = client.chat.completions.create(**ASK | {"messages": dumped})
+    assert third.choices[0].message.content == second.choices[0].message.content
+
+
+def test_what_changes_no_answer_is_taken(client: OpenAI, expected: str) -> None:
+    part = {"type": "text", "text": CHAT[0]["content"], "cache_control": None}
+    answer = client.chat.completions.create(
+        **ASK | {"messages": [{"role": "user", "content": [part]}]},
+        n=1, user="u", metadata={"a": "b"}, store=False, stop=None, seed=None, logit_bias={},
+        safety_identifier="s", prompt_cache_key="k", service_tier="auto", tools=[],
+        presence_penalty=0, frequency_penalty=0, logprobs=False, parallel_tool_calls=False,
+    )  # fmt: skip
+    assert answer.choices[0].message.content == expected
+
+
 def test_options_of_ours(client: OpenAI, live: LiveServer) -> None:
     answer = client.chat.completions.create(**ASK, extra_body={"samkv": {"method": "recompute"}})
     assert report_of(answer)["method"] == "recompute"
