@@ -60,5 +60,10 @@ class Retrieved:
     metadata: Metadata
     distance: float
 
+    @property
+    def source(self) -> str:
+        """What it was taken from, as ``samkv ingest`` writes it down; else the record's id."""
+        return str(self.metadata.get("source", self.id))
+
 
 KEY_FIELD = "samkv_key"

@@ -11,6 +11,7 @@ from tqdm.auto import tqdm
 from samkv_integrations.bench.data import Question
 from samkv_integrations.cache.quantise import DEFAULT_STORE_BITS
 from samkv_integrations.chroma.client import open_collection
+from samkv_integrations.chroma.lexical import nearest
 from samkv_integrations.chroma.link import ChromaLink
 from samkv_integrations.cli import arguments as args
 from samkv_integrations.cli import tables
@@ -18,7 +19,6 @@ from samkv_integrations.cli.answers import answer_row, with_ratios
 from samkv_integrations.cli.loading import engine_of
 from samkv_integrations.cli.method_options import eviction_of, methods_of
 from samkv_integrations.cli.questions import question_of, read_questions
-from samkv_integrations.embedding import HashingEmbedding
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.errors import InvalidOption
 from samkv_integrations.eviction import Eviction
@@ -86,9 +86,8 @@ def _ask(
     question: Question, link: ChromaLink, engine: Engine, options: AskOptions, *, is_first: bool
 ) -> Asked:
     """Retrieve chunks, and answer by every method. is_first: of the questions of this process."""
-    found = link.query(HashingEmbedding().embed([question.question])[0], options.top_k)
-    texts = tuple(record.text for record in found)
-    sources = [str(record.metadata.get("source", record.id)) for record in found]
+    found = nearest(link, question.question, options.top_k)
+    texts, sources = tuple(one.text for one in found), [one.source for one in found]
     given = replace(question, documents=texts)
     if is_first and len(options.methods) > 1:
         _warm_up(engine, given, options)

@@ -7,7 +7,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from samkv_integrations.engine.report import Report
 from samkv_integrations.engine.stream import Answer, AnswerStream
@@ -62,6 +62,18 @@ def usage_of(report: Report) -> dict[str, Any]:
     }
 
 
+def figures_of(report: Report, model: str) -> dict[str, Any]:
+    """The report, without the name of the model in this machine, such as a folder."""
+    return report.to_dict() | {"model": model}
+
+
+class EventWriter(Protocol):
+    """Writes an answer as events."""
+
+    def events(self, stream: AnswerStream, *, include_usage: bool) -> AsyncIterator[str]:
+        """The data of the events of a stream; what goes wrong in its midst is an event, too."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Writer:
     """Writes one answer. model: the name that the server has for it."""
@@ -78,7 +90,7 @@ class Writer:
             **self._head(self.form.whole),
             "choices": [choice],
             "usage": usage_of(answer.report),
-            "samkv": self.figures(answer.report),
+            "samkv": figures_of(answer.report, self.model),
         }
 
     async def events(self, stream: AnswerStream, *, include_usage: bool) -> AsyncIterator[str]:
@@ -92,17 +104,13 @@ class Writer:
             yield json.dumps(Failure.of(error).body)
             return
         end, report = self._choice(self.form.event(""), stream.finish_reason), stream.report
-        last: dict[str, Any] = {"samkv": self.figures(report)}
+        last: dict[str, Any] = {"samkv": figures_of(report, self.model)}
         if include_usage:
             yield self._event([end])
             yield self._event([], usage=usage_of(report), **last)
         else:
             yield self._event([end], **last)
         yield DONE
-
-    def figures(self, report: Report) -> dict[str, Any]:
-        """The report, without the name of the model in this machine, such as a folder."""
-        return report.to_dict() | {"model": self.model}
 
     def _event(self, choices: list[dict[str, Any]], **more: object) -> str:
         return json.dumps({**self._head(self.form.part), "choices": choices, **more})

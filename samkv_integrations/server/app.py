@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastapi import FastAPI, Request
+from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
+from fastapi.security import HTTPBearer
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 
 from samkv_integrations import figures
 from samkv_integrations.errors import SamkvError
-from samkv_integrations.server import completions
+from samkv_integrations.server import ask, chunks, completions
+from samkv_integrations.server.documented import ERRORS
 from samkv_integrations.server.failures import Failure
 from samkv_integrations.server.guard import Guard, Rules
 from samkv_integrations.server.service import Service
@@ -29,30 +31,40 @@ def create_app(service: Service, rules: Rules) -> FastAPI:
     )  # fmt: skip
     app.add_middleware(Guard, rules=rules, metrics=service.metrics)
     _add_handlers(app)
-    app.include_router(completions.router(service))
 
     @app.get("/health", tags=["server"])
     async def health() -> dict[str, str]:
         """Whether the server is up."""
         return {"status": "ok"}
 
-    @app.get("/metrics", tags=["server"], response_class=Response)
+    app.include_router(_guarded(service))
+    return app
+
+
+def _guarded(service: Service) -> APIRouter:
+    """The routes that need a key, where there are keys; the guard has asked for it."""
+    bearer = Depends(HTTPBearer(auto_error=False))  # for the documentation alone
+    routes = APIRouter(responses=ERRORS, dependencies=[bearer])
+    for part in (completions, chunks, ask):
+        routes.include_router(part.router(service))
+
+    @routes.get("/metrics", tags=["server"], response_class=Response)
     async def metrics() -> Response:
         """Figures for Prometheus."""
         return Response(service.metrics.text, media_type=CONTENT_TYPE_LATEST)
 
-    @app.get("/v1/models", tags=["models"])
+    @routes.get("/v1/models", tags=["models"])
     async def models() -> dict[str, Any]:
         """The models, of which there is one."""
         return {"object": "list", "data": [_model(service)]}
 
-    @app.get("/v1/models/{model:path}", tags=["models"])
+    @routes.get("/v1/models/{model:path}", tags=["models"])
     async def model(model: str) -> dict[str, Any]:
         """One model."""
         service.require_model(model)
         return _model(service)
 
-    return app
+    return routes
 
 
 def _model(service: Service) -> dict[str, Any]:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from fastapi.responses import JSONResponse
 
 from samkv_integrations.errors import (
     ChunkNotCached,
+    InvalidChunk,
     Overloaded,
     PromptTooLong,
     SamkvError,
@@ -27,6 +28,7 @@ _SHOWN = 80
 _KINDS: Sequence[tuple[type[SamkvError], int, str, str | None]] = (
     (PromptTooLong, 400, "invalid_request_error", "context_length_exceeded"),
     (ChunkNotCached, 400, "invalid_request_error", "chunk_not_cached"),
+    (InvalidChunk, 400, "invalid_request_error", "invalid_chunk"),
     (Overloaded, 429, "rate_limit_error", "overloaded"),
     (TimedOut, 504, "timeout_error", "timeout"),
     (StoreError, 500, "server_error", "store_error"),
@@ -39,7 +41,7 @@ class Failure(Exception):
     """Why a request is not answered.
 
     status: of HTTP. type, code, param: as OpenAI's errors have them; param is the field of the
-    request that is wrong.
+    request that is wrong. more: what the body says beside the error.
     """
 
     status: int
@@ -47,6 +49,7 @@ class Failure(Exception):
     type: str = "invalid_request_error"
     code: str | None = None
     param: str | None = None
+    more: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, error: SamkvError) -> Failure:
@@ -82,7 +85,7 @@ class Failure(Exception):
     def body(self) -> dict[str, Any]:
         """The body of the response, or the last event of a stream."""
         error = {name: getattr(self, name) for name in ("message", "type", "param", "code")}
-        return {"error": error}
+        return {"error": error, **self.more}
 
     @property
     def headers(self) -> dict[str, str]:

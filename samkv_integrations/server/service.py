@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
 from samkv_integrations.engine.engine import Engine
@@ -12,7 +12,7 @@ from samkv_integrations.engine.off_loop import off_loop
 from samkv_integrations.engine.options import AnswerOptions
 from samkv_integrations.engine.stream import Answer, AnswerStream
 from samkv_integrations.prompt.reader import Prompt
-from samkv_integrations.server.answers import Writer
+from samkv_integrations.server.answers import EventWriter
 from samkv_integrations.server.failures import Failure
 from samkv_integrations.server.keys import Tenant
 from samkv_integrations.server.metrics import Metrics
@@ -51,22 +51,32 @@ class Service:
         return await off_loop(self.tenancy.engine, tenant)
 
     async def begin(
-        self, engine: Engine, prompt: Prompt, most_tokens: int | None, options: AnswerOptions
+        self,
+        engine: Engine,
+        prompt: Prompt,
+        most_tokens: int | None,
+        options: AnswerOptions,
+        chunks: Sequence[str] | None = None,
     ) -> AnswerStream:
-        """An answer whose first token is there. Raises as `Engine.stream` does."""
+        """An answer whose first token is there. Arguments and errors: as of `Engine.stream`."""
         if self.logs_prompts:
             _log.info("prompt: %r", prompt)
         if most_tokens is None:
             room = engine.model.context_window - await off_loop(engine.count_tokens, prompt)
             most_tokens = max(1, min(self.most_tokens, room))
         given = options | {"max_new_tokens": most_tokens, "timeout": self.timeout_s}
-        return await engine.astream(prompt, **given)
+        return await engine.astream(prompt, chunks, **given)
 
     async def whole(
-        self, engine: Engine, prompt: Prompt, most_tokens: int | None, options: AnswerOptions
+        self,
+        engine: Engine,
+        prompt: Prompt,
+        most_tokens: int | None,
+        options: AnswerOptions,
+        chunks: Sequence[str] | None = None,
     ) -> Answer:
-        """A whole answer. Raises as `Engine.generate` does."""
-        stream = await self.begin(engine, prompt, most_tokens, options)
+        """A whole answer. Arguments and errors: as of `Engine.generate`."""
+        stream = await self.begin(engine, prompt, most_tokens, options, chunks)
         try:
             async with stream:
                 return Answer.of("".join([piece async for piece in stream]), stream)
@@ -74,7 +84,7 @@ class Service:
             self.metrics.count_answer(stream.report)
 
     async def events(
-        self, stream: AnswerStream, writer: Writer, *, include_usage: bool
+        self, stream: AnswerStream, writer: EventWriter, *, include_usage: bool
     ) -> AsyncIterator[str]:
         """The data of the events of an answer, which ends with them."""
         try:

@@ -57,5 +57,8 @@ class Tenancy:
         """
         if collection not in tenant.collections:
             raise UnknownOption.among("collection", collection, tenant.collections or ["none"])
-        opened = open_collection(self._folder / "chroma", collection, create=False)
+        try:
+            opened = open_collection(self._folder / "chroma", collection, create=False)
+        except UnknownOption:  # deleted meanwhile; the error lists the collections of others
+            raise UnknownOption(f"collection {collection!r} is gone; ingest it again") from None
         return ChromaLink(opened, self.engine(tenant))

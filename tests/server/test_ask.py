@@ -1,0 +1,227 @@
+"""Questions about collections: retrieved in the server, answered as the engine answers."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from samkv_integrations.chroma.client import open_collection
+from samkv_integrations.chroma.lexical import nearest
+from samkv_integrations.engine.costs import CostModel, keep_costs
+from samkv_integrations.engine.engine import Engine
+from samkv_integrations.engine.stream import AnswerStream
+from samkv_integrations.errors import StoreError
+from samkv_integrations.methods import METHODS
+from samkv_integrations.prompt.template import rag_prompt
+from samkv_integrations.server.keys import Tenant
+from tests.support.records import RECORDS, TEXTS, builtin
+from tests.support.served_town import BLUE, KEYS, RED, Town, events_of, fill
+
+PATH = "/v1/samkv/ask"
+QUESTION = RECORDS[0].question
+
+
+@pytest.fixture(scope="module")
+def filled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of a collection that is only read."""
+    folder = tmp_path_factory.mktemp("filled")
+    fill(folder, "town")
+    return folder
+
+
+@pytest.fixture
+def town(filled: Path, tmp_path: Path) -> Town:
+    shutil.copytree(filled, tmp_path / "own")
+    return Town(tmp_path / "own", collections=["town"], method="reuse")
+
+
+@pytest.mark.parametrize("chat", [False, True])
+async def test_the_answer_is_the_engines_own(town: Town, chat: bool) -> None:
+    body = {"question": QUESTION, "top_k": 3, "max_tokens": 8, "chat": chat}
+    found = await town.json("POST", PATH, body)
+    link = town.tenancy.link(Tenant(collections=("town",)), "town")
+    records = nearest(link, QUESTION, 3)
+    texts = [record.text for record in records]
+    prompt = rag_prompt(QUESTION, texts, chat=chat)
+    answer = town.engine().generate(prompt, texts, max_new_tokens=8)
+    assert found["answer"] == answer.text
+    assert RECORDS[0].workers in found["answer"]
+    assert found["finish_reason"] == answer.finish_reason
+    assert found["sources"] == [
+        {"id": r.id, "source": r.metadata["source"], "text": r.text, "distance": r.distance}
+        for r in records
+    ]
+    report = found["samkv"]
+    assert (report["found"], report["reused"], report["method"]) == (3, 3, "reuse")
+    assert found["model"] == report["model"] == "town-model"
+    assert found["usage"]["prompt_tokens"] == answer.report.prompt_tokens
+    assert found["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+
+
+async def test_a_stream_has_sources_then_text_then_the_report(town: Town) -> None:
+    body = {"question": QUESTION, "top_k": 2, "max_tokens": 8, "method": "samkv-guided"}
+    whole = await town.json("POST", PATH, body)
+    first, *pieces, end = events_of(await town.send("POST", PATH, {**body, "stream": True}))
+    assert first == {"object": "samkv.answer.sources", "sources": whole["sources"]}
+    assert {piece["object"] for piece in pieces} == {"samkv.answer.text"}
+    assert len(pieces) > 1
+    assert "".join(piece["text"] for piece in pieces) == whole["answer"]
+    assert end.keys() == whole.keys() - {"answer", "sources"}
+    assert end["object"] == "samkv.answer.end"
+    assert end["usage"] == whole["usage"]
+    assert end["samkv"]["method"] == "samkv-guided"
+    assert end["estimated_full_prefill_s"] == whole["estimated_full_prefill_s"] > 0
+
+
+async def test_an_error_in_the_midst_of_a_stream_is_its_last_event(
+    town: Town, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take, n_taken = AnswerStream.__anext__, 0
+
+    async def fails(self: AnswerStream) -> str:
+        nonlocal n_taken
+        n_taken += 1
+        if n_taken > 1:
+            raise StoreError("the disk is gone")
+        return await take(self)
+
+    monkeypatch.setattr(AnswerStream, "__anext__", fails)
+    response = await town.send("POST", PATH, {"question": QUESTION, "stream": True})
+    assert '"text"' in response.text
+    assert response.text.strip().split("\n\n")[-1].startswith('data: {"error": {"message": "the d')
+    assert "[DONE]" not in response.text
+    await asyncio.to_thread(town.tenancy.scheduler.run, lambda: None)  # its thread has followed
+    assert town.tenancy.scheduler.load.running == 0
+
+
+async def test_the_estimate_says_what_it_is_made_of(town: Town) -> None:
+    body = {"question": QUESTION, "max_tokens": 1}
+    assumed = await town.json("POST", PATH, body)
+    assert assumed["estimated_from"] == "assumed"
+    costs = CostModel(layer_s=1.0, token_s=0.5, pair_s=0.0, entry_s=0.0, read_s=0.0)
+    keep_costs(builtin(), town.engine().store, costs)
+    again = Town(town.folder, collections=["town"], method="reuse")
+    measured = await again.json("POST", PATH, body)
+    assert measured["estimated_from"] == "measured"
+    n_tokens = measured["usage"]["prompt_tokens"]
+    assert measured["estimated_full_prefill_s"] == builtin().n_layers * (1 + 0.5 * n_tokens)
+
+
+async def test_nothing_is_measured_on_the_model_for_an_estimate(
+    town: Town, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(self: Engine) -> CostModel:
+        raise AssertionError
+
+    monkeypatch.setattr(Engine, "calibrate", never)
+    assert (await town.json("POST", PATH, {"question": QUESTION}))["answer"]
+
+
+async def test_a_collection_is_named_where_there_are_several(filled: Path, tmp_path: Path) -> None:
+    for names, message in (
+        (["town", "other"], "collection is missing; give one of: town, other"),
+        ([], "collection is missing; give one of: none"),
+    ):
+        town = Town(filled, collections=names)
+        error = await town.error(400, "POST", PATH, {"question": QUESTION})
+        assert (error["param"], error["message"]) == ("collection", message)
+    several = Town(filled, collections=["other", "town"])
+    found = await several.json("POST", PATH, {"question": QUESTION, "collection": "town"})
+    assert found["sources"][0]["text"] == TEXTS[0]
+    listed = await several.json("GET", "/v1/samkv/collections")
+    assert listed == {"object": "list", "data": [{"id": "other"}, {"id": "town"}]}
+
+
+async def test_another_tenants_collection_is_like_one_that_is_not_there(tmp_path: Path) -> None:
+    fill(tmp_path, "red-town", "red", TEXTS[:3])
+    fill(tmp_path, "blue-town", "blue", TEXTS[3:])
+    town = Town(tmp_path, keys=KEYS, method="reuse")
+    body = {"question": RECORDS[4].question}
+    assert (await town.error(401, "POST", PATH, body))["code"] == "invalid_api_key"
+    found = await town.json("POST", PATH, body, key=BLUE)
+    assert {source["text"] for source in found["sources"]} == set(TEXTS[3:])
+    assert found["samkv"]["reused"] == 3
+    errors = []
+    for name in ("blue-town", "grey-town"):
+        asked = {**body, "collection": name}
+        errors.append(await town.error(404, "POST", PATH, asked, key=RED))
+        errors[-1]["message"] = errors[-1]["message"].replace(name, "NAME")
+    assert errors[0] == errors[1]
+    assert errors[0]["code"] == "collection_not_found"
+    assert "known: red-town, shared" in errors[0]["message"]
+    # one that its key names and that is gone lists no collection of others either
+    gone = await town.error(404, "POST", PATH, {**body, "collection": "shared"}, key=RED)
+    assert "blue" not in gone["message"]
+    listed = await town.json("GET", "/v1/samkv/collections", key=BLUE)
+    assert listed["data"] == [{"id": "blue-town"}]
+
+
+async def test_embeddings_of_another_size_are_an_error(town: Town) -> None:
+    other = open_collection(town.folder / "chroma", "learned", create=True)
+    other.add(ids=["a"], documents=[TEXTS[0]], embeddings=[[1.0, 0.0]])
+    asking = Town(town.folder, collections=["learned"])
+    error = await asking.error(400, "POST", PATH, {"question": QUESTION})
+    assert "dimension" in error["message"]
+    assert "samkv ingest" in error["message"]
+    open_collection(town.folder / "chroma", "nothing", create=True)
+    empty = Town(town.folder, collections=["nothing"])
+    error = await empty.error(400, "POST", PATH, {"question": QUESTION})
+    assert "is empty" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("more", "param"),
+    [
+        ({"question": " "}, "question"),
+        ({"question": None}, "question"),
+        ({"top_k": 0}, "top_k"),
+        ({"top_k": 101}, "top_k"),
+        ({"top_k": "4"}, "top_k"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"method": "no-such-method"}, "method"),
+        ({"eviction": "no-such-rule"}, "eviction"),
+        ({"temperature": 1.0}, "temperature"),
+        ({"collection": 3}, "collection"),
+    ],
+)
+async def test_bodies_that_are_refused(town: Town, more: dict[str, Any], param: str) -> None:
+    error = await town.error(400, "POST", PATH, {"question": QUESTION, **more})
+    assert error["param"] == param
+
+
+async def test_a_prompt_that_is_too_long(town: Town) -> None:
+    body = {"question": "Why? " * 5000}
+    error = await town.error(400, "POST", PATH, body)
+    assert error["code"] == "context_length_exceeded"
+
+
+async def test_a_question_of_half_a_character_is_refused(town: Town) -> None:
+    error = await town.error(400, "POST", PATH, {"question": "Why \ud83d?"})
+    assert "surrogate" in error["message"]
+
+
+async def test_the_event_loop_is_free_while_a_collection_is_searched(
+    town: Town, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = asyncio.get_running_loop()
+    answered = asyncio.Event()
+
+    def slow(*_: Any) -> list[Any]:
+        health = asyncio.run_coroutine_threadsafe(town.send("GET", "/health"), loop)
+        assert health.result(60).status_code == 200
+        loop.call_soon_threadsafe(answered.set)
+        return nearest(*_)
+
+    monkeypatch.setattr("samkv_integrations.server.ask.nearest", slow)
+    assert (await town.json("POST", PATH, {"question": QUESTION}))["answer"]
+    assert answered.is_set()
+
+
+async def test_methods_are_listed(town: Town) -> None:
+    listed = (await town.json("GET", "/v1/samkv/methods"))["data"]
+    assert [one["id"] for one in listed] == list(METHODS)
+    assert all(one["summary"] and one["paper"] for one in listed)

@@ -1,0 +1,244 @@
+"""Chunks over HTTP: cached, counted and deleted, each tenant's apart from all others'."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from samkv_integrations import Engine
+from samkv_integrations.cache.disk import ChunkStore
+from samkv_integrations.engine.chunks import Chunks
+from samkv_integrations.errors import InvalidChunk, Overloaded, StoreError
+from samkv_integrations.server import chunks as routes
+from samkv_integrations.server.turns import Turns, to_its_end
+from tests.support.records import RECORDS, TEXTS
+from tests.support.served_town import BLUE, KEYS, RED, Town
+
+PATH = "/v1/samkv/chunks"
+
+
+@pytest.fixture
+def town(tmp_path: Path) -> Town:
+    return Town(tmp_path)
+
+
+async def test_texts_are_cached_once(town: Town) -> None:
+    body = {"texts": [TEXTS[0], f"\n {TEXTS[1]} ", TEXTS[0]]}
+    first = (await town.json("POST", PATH, body))["data"]
+    assert [one["was_cached"] for one in first] == [False, False, False]
+    engine = town.engine()
+    assert [one["key"] for one in first] == [engine.key_of(text) for text in body["texts"]]
+    assert [one["tokens"] for one in first] == [
+        len(engine.model.tokenize(text.strip(), special=False)) for text in body["texts"]
+    ]
+    files = {file.stem: file.stat().st_size for file in town.folder.rglob("*.safetensors")}
+    assert {one["key"]: one["bytes"] for one in first} == files
+    again = (await town.json("POST", PATH, body))["data"]
+    assert again == [{**one, "was_cached": True} for one in first]
+
+
+async def test_a_prompt_is_answered_from_them(town: Town) -> None:
+    await town.json("POST", PATH, {"texts": TEXTS[:3]})
+    prompt = "Documents:\n\n" + "\n\n".join(TEXTS[:3]) + f"\n\nQuestion: {RECORDS[0].question}"
+    body = {"model": "town-model", "prompt": prompt + "\nAnswer:", "samkv": {"method": "reuse"}}
+    answer = await town.json("POST", "/v1/completions", body)
+    assert answer["samkv"]["reused"] == 3
+    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] > 100
+
+
+async def test_what_is_deleted_is_gone(town: Town) -> None:
+    await town.json("POST", PATH, {"texts": TEXTS})
+    assert await town.json("DELETE", PATH, {"texts": [TEXTS[0], "never seen"]}) == {"deleted": 1}
+    assert (await town.json("GET", PATH))["chunks"] == len(TEXTS) - 1
+    assert await town.json("DELETE", PATH, {"texts": [TEXTS[0]]}) == {"deleted": 0}
+    again = await town.json("POST", PATH, {"texts": TEXTS[:2]})
+    assert [one["was_cached"] for one in again["data"]] == [False, True]
+
+
+async def test_a_text_that_cannot_be_cached_does_not_keep_others_from_it(
+    town: Town, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(routes, "SLICE", 2)
+    texts = [TEXTS[0], " ", TEXTS[1], "long " * 5000, "half a \ud83d", TEXTS[2]]
+    found = await town.json("POST", PATH, {"texts": texts}, status=400)
+    error = found["error"]
+    assert error["param"] == "texts.1"
+    assert error["code"] == "invalid_chunk"
+    assert "3 of 6 texts are cached" in error["message"]
+    keys = [one["key"] for one in found["data"]]
+    assert [key is None for key in keys] == [False, True, False, True, True, False]
+    assert "holds no text" in found["data"][1]["error"]
+    assert "context window" in found["data"][3]["error"]
+    assert "surrogate" in found["data"][4]["error"]
+    assert all(town.engine().is_cached(text) for text in TEXTS[:3])
+
+
+async def test_a_chunk_beyond_store_bits_is_found_among_others(
+    town: Town, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compute = Chunks.compute
+
+    def picky(self: Chunks, chunks: Any, **options: Any) -> None:
+        if any(ref.text == TEXTS[1] for ref in chunks):
+            raise InvalidChunk("beyond store_bits")
+        compute(self, chunks, **options)
+
+    monkeypatch.setattr(Chunks, "compute", picky)
+    found = await town.json("POST", PATH, {"texts": TEXTS[:3]}, status=400)
+    assert found["error"]["param"] == "texts.1"
+    assert [one["key"] is None for one in found["data"]] == [False, True, False]
+    assert (await town.json("GET", PATH))["chunks"] == 2
+
+
+async def test_a_store_that_fails_says_what_it_took(
+    town: Town, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put, n_put = ChunkStore.put, 0
+
+    def full(self: ChunkStore, chunk: Any) -> None:
+        nonlocal n_put
+        n_put += 1
+        if n_put > 1:
+            raise StoreError("the disk is full")
+        put(self, chunk)
+
+    monkeypatch.setattr(ChunkStore, "put", full)
+    monkeypatch.setattr(routes, "SLICE", 1)
+    found = await town.json("POST", PATH, {"texts": TEXTS[:3]}, status=500)
+    assert found["error"]["code"] == "store_error"
+    assert found["error"]["param"] == "texts.1"
+    assert [one["key"] is None for one in found["data"]] == [False, True, True]
+    assert "not tried" in found["data"][2]["error"]
+    assert n_put == 2
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"texts": []}, "texts"),
+        ({"texts": ["x"] * (routes.MAX_TEXTS + 1)}, "texts"),
+        ({"texts": "a text"}, "texts"),
+        ({"texts": ["a", 1]}, "texts.1"),
+        ({"texts": ["a"], "text": "b"}, "text"),
+        ({}, "texts"),
+    ],
+)
+@pytest.mark.parametrize("method", ["POST", "DELETE"])
+async def test_bodies_that_are_refused(
+    town: Town, method: str, body: dict[str, Any], param: str
+) -> None:
+    assert (await town.error(400, method, PATH, body))["param"] == param
+
+
+async def test_tenants_see_nothing_of_each_other(tmp_path: Path) -> None:
+    town = Town(tmp_path, keys=KEYS)
+    assert (await town.error(401, "GET", PATH))["code"] == "invalid_api_key"
+    red = await town.json("POST", PATH, {"texts": TEXTS[:2]}, key=RED)
+    blue = await town.json("POST", PATH, {"texts": TEXTS[:1]}, key=BLUE)
+    assert blue["data"][0]["was_cached"] is False
+    assert blue["data"][0]["key"] != red["data"][0]["key"]
+    assert await town.json("DELETE", PATH, {"texts": TEXTS}, key=BLUE) == {"deleted": 1}
+    figures = await town.json("GET", PATH, key=RED)
+    assert figures["chunks"] == 2
+    assert figures["bytes"] == sum(one["bytes"] for one in red["data"])
+    empty = {"object": "samkv.chunks", "chunks": 0, "bytes": 0, "data": []}
+    assert await town.json("GET", PATH, key=BLUE) == empty
+
+
+async def test_figures_name_no_folder_of_this_machine(town: Town) -> None:
+    await town.json("POST", PATH, {"texts": TEXTS})
+    (row,) = (await town.json("GET", PATH))["data"]
+    assert row["model"] == "town-model"
+    assert (row["chunks"], row["store_bits"], row["corrupt"]) == (len(TEXTS), 4, 0)
+    (counted,) = town.engine().store.stats().rows
+    assert row["bytes"] == counted.bytes
+
+
+async def test_a_client_that_goes_away_begins_no_further_slice(
+    town: Town, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(routes, "SLICE", 1)
+    began, go_on, referred = threading.Event(), threading.Event(), []
+    refer = Chunks.refer
+
+    def slow(self: Chunks, texts: Any) -> Any:
+        referred.append(texts)
+        began.set()
+        assert go_on.wait(60)
+        return refer(self, texts)
+
+    monkeypatch.setattr(Chunks, "refer", slow)
+    asking = asyncio.ensure_future(town.send("POST", PATH, {"texts": TEXTS}))
+    await asyncio.to_thread(began.wait)
+    asking.cancel()
+    await asyncio.sleep(0)
+    assert not asking.done()  # its thread is still at work, so its place is not free
+    go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await asking
+    assert len(referred) == 1
+
+
+async def test_turns_bound_what_works_and_what_waits() -> None:
+    turns, inside, most = Turns(at_once=2, most_waiting=1), 0, 0
+    go_on = asyncio.Event()
+
+    async def work() -> None:
+        nonlocal inside, most
+        async with turns.turn():
+            inside, most = inside + 1, max(most, inside + 1)
+            await go_on.wait()
+            inside -= 1
+
+    tasks = [asyncio.ensure_future(work()) for _ in range(3)]
+    await asyncio.sleep(0)
+    with pytest.raises(Overloaded, match="1 requests wait already"):
+        async with turns.turn():
+            pass
+    waiting = tasks.pop()
+    waiting.cancel()  # who gives up makes room
+    await asyncio.gather(waiting, return_exceptions=True)
+    tasks.append(asyncio.ensure_future(work()))
+    await asyncio.sleep(0)
+    go_on.set()
+    await asyncio.gather(*tasks)
+    assert (inside, most) == (0, 2)
+
+
+async def test_to_its_end_gives_what_the_work_gives() -> None:
+    async def fails() -> None:
+        raise KeyError("x")
+
+    async def works() -> int:
+        return 3
+
+    assert await to_its_end(works()) == 3
+    with pytest.raises(KeyError):
+        await to_its_end(fails())
+
+
+async def test_other_requests_are_answered_while_chunks_are_cached(
+    town: Town, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests for chunks hold at most `AT_ONCE` threads, however many there are."""
+    began, go_on = threading.Semaphore(0), threading.Event()
+
+    def slow(self: Engine, texts: Any) -> int:
+        began.release()
+        assert go_on.wait(60)
+        return 0
+
+    monkeypatch.setattr(Engine, "forget", slow)
+    asking = [asyncio.ensure_future(town.send("DELETE", PATH, {"texts": TEXTS})) for _ in range(40)]
+    for _ in range(routes.AT_ONCE):
+        await asyncio.to_thread(began.acquire)
+    assert (await town.json("GET", PATH))["chunks"] == 0
+    assert not began.acquire(blocking=False)
+    go_on.set()
+    statuses = [response.status_code for response in await asyncio.gather(*asking)]
+    n_refused = 40 - routes.AT_ONCE - routes.MOST_WAITING
+    assert sorted(statuses) == [200] * (40 - n_refused) + [429] * n_refused
