@@ -13,7 +13,7 @@ from starlette.exceptions import HTTPException
 
 from samkv_integrations import figures
 from samkv_integrations.errors import SamkvError
-from samkv_integrations.server import ask, chunks, completions
+from samkv_integrations.server import ask, chunks, completions, page
 from samkv_integrations.server.documented import ERRORS
 from samkv_integrations.server.failures import Failure
 from samkv_integrations.server.guard import Guard, Rules
@@ -37,6 +37,7 @@ def create_app(service: Service, rules: Rules) -> FastAPI:
         """Whether the server is up."""
         return {"status": "ok"}
 
+    app.include_router(page.router())
     app.include_router(_guarded(service))
     return app
 

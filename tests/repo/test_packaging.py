@@ -120,7 +120,8 @@ def test_nothing_else_is_shipped(names: set[str]) -> None:
     """No tests, no caches, no leftovers of a run inside the package."""
     rest = {n for n in names if not n.endswith(".py") and ".dist-info/" not in n}
     assert rest == {f"{package}/py.typed" for package in TYPED} | {
-        f"samkv_integrations/assets/{name}" for name in ASSETS
+        *(f"samkv_integrations/assets/{name}" for name in ASSETS),
+        "samkv_integrations/server/page.html",
     }
 
 

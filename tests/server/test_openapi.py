@@ -9,10 +9,12 @@ from fastapi.routing import APIRoute
 from jsonschema import Draft202012Validator
 from openapi_spec_validator import validate
 
+from samkv_integrations.server.guard import OPEN_PATHS
 from tests.support.records import RECORDS, TEXTS
 from tests.support.served_town import KEYS, RED, Town, fill
 
 ROUTES = {
+    ("get", "/"),
     ("get", "/health"),
     ("get", "/metrics"),
     ("get", "/v1/models"),
@@ -66,11 +68,11 @@ def test_it_is_valid_and_holds_every_route(town: Town, document: dict[str, Any])
     assert served <= described
 
 
-def test_only_health_is_open(document: dict[str, Any]) -> None:
+def test_only_health_and_the_page_are_open(document: dict[str, Any]) -> None:
     for path, methods in document["paths"].items():
         for operation in methods.values():
             assert operation.get("security") == (
-                None if path == "/health" else [{"HTTPBearer": []}]
+                None if path in OPEN_PATHS else [{"HTTPBearer": []}]
             )
 
 
@@ -78,7 +80,7 @@ def test_errors_are_in_openais_shape_everywhere(document: dict[str, Any]) -> Non
     for path, methods in document["paths"].items():
         for operation in methods.values():
             assert "422" not in operation["responses"]  # the server has none
-            if path != "/health":
+            if path not in OPEN_PATHS:
                 assert {"400", "401", "404", "429", "500"} <= operation["responses"].keys()
     error = schema_of(document, "post", "/v1/samkv/ask", 429)
     assert error["$ref"].endswith("/ErrorBody")
