@@ -50,8 +50,9 @@ class Town:
             tenancy=self.tenancy, metrics=Metrics(self.tenancy.scheduler), model_name="town-model",
             most_tokens=16, timeout_s=None,
         )  # fmt: skip
-        known = ApiKeys(keys, Tenant(collections=tuple(collections)))
-        self.asgi = create_app(self.service, Rules(keys=known, max_body_bytes=1_000_000))
+        self.keys = ApiKeys(keys, Tenant(collections=tuple(collections)))
+        rules = Rules(keys=self.keys, max_body_bytes=1_000_000)
+        self.asgi = create_app(self.service, rules)
 
     def engine(self, namespace: str = "") -> Engine:
         return self.tenancy.engine(Tenant(namespace=namespace))
