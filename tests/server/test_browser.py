@@ -58,10 +58,8 @@ def figure(page: Page, name: str) -> str:
 
 
 def test_a_question_is_answered_with_sources_and_figures(page: Page) -> None:
-    assert [option.text for option in page.all("#collection option")] == ["town", "small"]
-    assert [option.get_attribute("value") for option in page.all("#method option")] == [
-        "", *METHODS,
-    ]  # fmt: skip
+    assert page.choices("collection") == ["town", "small"]
+    assert page.choices("method") == ["", *METHODS]
     page.write("top-k", "3")
     page.ask(QUESTION)
     page.wait_for_figures()
@@ -242,10 +240,10 @@ def test_a_key_is_asked_for_and_kept_for_the_tab_alone(driver: Chrome, tmp_path:
         page.wait(lambda: page.run("return document.activeElement.id") == "key")
         page.wait(lambda: not page.is_busy and "API key" in page.error)
         assert page.run("return sessionStorage.length") == 0
-        assert not page.all("#collection option")
+        assert page.choices("collection") == []
         page.write("key", BLUE, Keys.TAB)
         page.wait_for_choices()
-        assert [option.text for option in page.all("#collection option")] == ["blue-town"]
+        assert page.choices("collection") == ["blue-town"]
         page.ask(RECORDS[4].question)
         page.wait_for_figures()
         assert page.one("answer").text.startswith(RECORDS[4].workers)
@@ -256,6 +254,4 @@ def test_a_key_is_asked_for_and_kept_for_the_tab_alone(driver: Chrome, tmp_path:
         page.driver.refresh()  # the tab still has it
         page.wait_for_choices()
         page.write("key", RED, Keys.TAB)
-        page.wait(
-            lambda: [o.text for o in page.all("#collection option")] == ["red-town", "shared"]
-        )
+        page.wait(lambda: page.choices("collection") == ["red-town", "shared"])

@@ -94,7 +94,12 @@ class Page:
         WebDriverWait(self.driver, PATIENCE_S, poll_frequency=0.05).until(lambda _: until())
 
     def wait_for_choices(self) -> None:
-        self.wait(lambda: self.all("#method option:nth-child(2)"))
+        self.wait(lambda: len(self.choices("method")) > 1)
+
+    def choices(self, id_: str) -> list[str]:
+        """The values of a list, read at once: the page may be about to fill it anew."""
+        script = "return [...document.getElementById(arguments[0]).options].map((o) => o.value)"
+        return list(self.run(script, id_))
 
     def write(self, id_: str, *keys: str) -> None:
         """Write in place of what is there."""
