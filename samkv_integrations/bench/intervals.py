@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,8 +21,12 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
     return float(found.low), float(found.high)
 
 
-def ratio_interval(values: Sequence[float], bases: Sequence[float]) -> tuple[float, float] | None:
-    """The interval of the ratio of two means, over questions that they share.
+def ratio_interval(
+    values: Sequence[float],
+    bases: Sequence[float],
+    middle: Callable[..., Any] = np.mean,
+) -> tuple[float, float] | None:
+    """The interval of the ratio of two means, or other ``middle``, over questions that they share.
 
     The two figures of a question are drawn together: what makes a question hard for both cancels.
     None if a base is 0, because a resample may hold nothing else. Raises MissingExtra without
@@ -35,7 +39,7 @@ def ratio_interval(values: Sequence[float], bases: Sequence[float]) -> tuple[flo
     if len(ratios) < 2:  # nothing to resample
         return (only := ratios.pop()), only
     found = bootstrap(
-        (values, bases), lambda v, b, axis: np.mean(v, axis=axis) / np.mean(b, axis=axis),
+        (values, bases), lambda v, b, axis: middle(v, axis=axis) / middle(b, axis=axis),
         paired=True, n_resamples=2_000, vectorized=True, method="percentile", rng=0,
     ).confidence_interval  # fmt: skip
     return float(found.low), float(found.high)

@@ -37,15 +37,22 @@ def common_settings(
 
 
 def hardware(model: Model) -> dict[str, Any]:
-    """The hardware of a run: names of processor and device, threads, torch, dtype."""
+    """The hardware of a run: `machine`, and the device and dtype of its model."""
+    on_gpu = model.device.type == "cuda"
+    return {
+        **machine(),
+        "device": torch.cuda.get_device_name(model.device) if on_gpu else str(model.device),
+        "dtype": model.dtype_name,
+    }
+
+
+def machine() -> dict[str, Any]:
+    """This machine: name of the processor, threads, torch."""
     info = Path("/proc/cpuinfo")
     text = info.read_text(encoding="utf-8") if info.exists() else ""
     names = re.findall(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
-    on_gpu = model.device.type == "cuda"
     return {
         "cpu": names[0] if names else platform.processor() or platform.machine(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
-        "device": torch.cuda.get_device_name(model.device) if on_gpu else str(model.device),
-        "dtype": model.dtype_name,
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -98,6 +99,24 @@ def build(
     # Tokens per second are measured over as many tokens for every method, whatever they say.
     model.eos_ids = frozenset()
     return model
+
+
+def save(model: Model, folder: Path) -> None:
+    """Write a model of `build` with random weights, and its tokenizer, for another process to load.
+
+    Its answers there are texts of as many tokens as are asked for: whatever its tokenizer cannot
+    say, and what ends an answer, is never the most likely token.
+    """
+    tokenizer = model.tokenizer
+    weight = model.hf.get_output_embeddings().weight
+    silent = torch.ones(len(weight), dtype=torch.bool)
+    for token in range(len(tokenizer)):
+        text = tokenizer.decode([token], skip_special_tokens=True)
+        silent[token] = not text or "\N{REPLACEMENT CHARACTER}" in text
+    with torch.no_grad():
+        weight[silent.to(weight.device)] = 0  # the best of thousands of random logits is above 0
+    model.hf.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
 
 
 def device_name(model: Model) -> str:

@@ -211,3 +211,50 @@ Memory = Annotated[bool, typer.Option(help="Measure memory, in one more round.")
 LatencyPlot = Annotated[
     Path | None, typer.Option(help="Draw first token over chunk length, .png or .svg.")
 ]
+
+# -- of the bench of a server -------------------------------------------------------------------
+Url = Annotated[
+    str | None,
+    typer.Option(help="A running server, up to /v1. Default: one of its own, with --model."),
+]
+ServedModel = Annotated[
+    str | None,
+    typer.Option("--model", help="Hub id, folder or 'builtin'; with --url, its name there."),
+]
+ServedShape = Annotated[
+    str | None,
+    typer.Option("--shape", help=f"Random weights and words: {', '.join(shape_names())}."),
+]
+ServedQuestions = Annotated[
+    str | None,
+    typer.Option("--questions", help="short, long or a JSON Lines file. Default: short."),
+]
+PromptChunks = Annotated[
+    int | None, typer.Option("--chunks", help="Of random words: chunks in a prompt. [8]")
+]
+PromptChunkTokens = Annotated[
+    int | None, typer.Option("--chunk-tokens", help="Of random words: tokens in a chunk. [512]")
+]
+WarmShare = Annotated[
+    float | None,
+    typer.Option(help="Of random words: share of a prompt's chunks that are cached before. [1.0]"),
+]
+Concurrency = Annotated[
+    str, typer.Option(help="Clients that each wait for their answer: 8 or 1,4,8,... [8]")
+]
+Rate = Annotated[
+    str, typer.Option(help="Instead: requests a second that come whether or not: 0.5,2,...")
+]
+Requests = Annotated[int, typer.Option(help="Of each method, at each concurrency or rate.")]
+Rounds = Annotated[int, typer.Option(help="Turns in which a method sends them.")]
+RequestSeconds = Annotated[float, typer.Option("--timeout", help="Seconds a request may take.")]
+ApiKey = Annotated[
+    str | None,
+    typer.Option(envvar="SAMKV_API_KEY", help="A key of the server; better in the environment."),
+]
+LoadFolder = Annotated[
+    Path | None, typer.Option(help="Folder to keep every request in, as JSON Lines.")
+]
+LoadPlot = Annotated[
+    Path | None, typer.Option(help="Draw times to first token and throughput, .png or .svg.")
+]

@@ -8,7 +8,8 @@ from samkv_integrations.cli.bench_fidelity import fidelity
 from samkv_integrations.cli.bench_ingest import ingest
 from samkv_integrations.cli.bench_latency import latency
 from samkv_integrations.cli.bench_quality import quality
+from samkv_integrations.cli.bench_serve import serve
 
 app = typer.Typer(help="Measure answers and time.", no_args_is_help=True)
-for command in (latency, ingest, quality, fidelity):
+for command in (latency, ingest, serve, quality, fidelity):
     app.command()(command)
