@@ -189,7 +189,7 @@ class Client:
         *,
         label: str,
         index: int,
-        method: str | None,
+        method: str | None = None,
         due: float | None = None,
     ) -> Record:
         """Send one prompt and read its answer. Never raises for what a server does.

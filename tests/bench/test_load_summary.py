@@ -1,0 +1,124 @@
+"""The rows and the picture of a run of load, from records made by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from samkv_integrations.bench import load_plot
+from samkv_integrations.bench.load import Record
+from samkv_integrations.bench.load_run import Block, Pace
+from samkv_integrations.bench.load_summary import percentile, rows_of
+from samkv_integrations.errors import InvalidOption
+
+EIGHT = Pace(concurrency=8)
+
+
+def record(index: int, ttft_s: float | None, **fields: Any) -> Record:
+    given = {"label": "m", "index": index, "ttft_s": ttft_s, "completion_tokens": 3,
+             "gaps_s": (0.1, 0.3), "total_s": 2.0}  # fmt: skip
+    return Record(**{**given, **fields})
+
+
+def block(label: str, *records: Record, pace: Pace = EIGHT, round: int = 0) -> Block:
+    return Block(label=label, pace=pace, round=round, duration_s=4.0, records=records)
+
+
+def failed(index: int, kind: str, message: str = "") -> Record:
+    return record(index, None, error=kind, message=message, completion_tokens=2)
+
+
+def test_percentiles_lie_between_the_nearest_two() -> None:
+    values = [4.0, 1.0, 2.0, 3.0]
+    assert percentile(values, 50) == 2.5
+    assert percentile(values, 90) == pytest.approx(3.7)  # at 0.9 * 3 = 2.7 of the sorted places
+    assert percentile(values, 99) == pytest.approx(3.97)
+    assert percentile([5.0], 99) == 5.0
+    assert percentile([], 50) is None
+
+
+def test_a_row_counts_what_was_answered_over_the_time_of_its_own_blocks() -> None:
+    reports = [{"ran": "auto", "wait_s": 1.0}, {"ran": "auto", "wait_s": 2.0},
+               {"ran": "recompute", "wait_s": 6.0}]  # fmt: skip
+    (row,) = rows_of([
+        block("auto", record(1, 1.0, report=reports[0], prompt_tokens=10, cached_tokens=8),
+              failed(2, "429", "first")),
+        block("auto", record(3, 3.0, report=reports[1], prompt_tokens=12, cached_tokens=8),
+              record(4, 2.0, report=reports[2], gaps_s=(0.5, 0.7), total_s=5.0,
+                     prompt_tokens=20, cached_tokens=0),
+              failed(5, "429", "second"), failed(6, "cut", "gone"), round=1),
+    ])  # fmt: skip
+    assert (row["label"], row["concurrency"], row["rate"]) == ("auto", 8, None)
+    assert (row["requests"], row["answered"]) == (6, 3)
+    assert row["errors"] == {"429": 2, "cut": 1}
+    assert row["error_messages"] == {"429": "first", "cut": "gone"}
+    assert row["duration_s"] == 8.0
+    assert row["requests_per_s"] == 3 / 8
+    assert row["output_tokens_per_s"] == 3 * 3 / 8  # what failed answers said does not count
+    assert (row["ttft_p50_s"], row["ttft_p90_s"]) == (2.0, pytest.approx(2.8))
+    assert row["token_p50_s"] == pytest.approx(0.2)  # of (0.4, 0.4, 1.2) / 2
+    assert row["token_p99_s"] == pytest.approx(0.6 - 0.02 * 0.4)
+    assert row["gap_p50_s"] == pytest.approx(0.3)  # of 0.1, 0.3, 0.1, 0.3, 0.5, 0.7
+    assert (row["total_p50_s"], row["total_p99_s"]) == (2.0, pytest.approx(4.94))
+    assert (row["prompt_tokens"], row["cached_tokens"], row["completion_tokens"]) == (12, 8, 3)
+    assert (row["wait_p50_s"], row["ran"]) == (2.0, {"auto": 2, "recompute": 1})
+    assert row["ttft_ratio"] is None
+
+
+def test_ratios_are_of_medians_over_the_prompts_that_both_answered() -> None:
+    rows = rows_of([
+        block("auto", record(1, 1.0), record(2, 2.0), record(3, 30.0), failed(4, "429")),
+        block("recompute", record(1, 10.0), record(2, 10.0), failed(3, "cut"), record(4, 99.0)),
+        block("recompute", record(7, 5.0), pace=Pace(concurrency=1)),
+        block("auto", record(7, 4.0), pace=Pace(concurrency=1)),
+    ])  # fmt: skip
+    assert [(row["label"], row["concurrency"]) for row in rows] == [
+        ("auto", 8), ("recompute", 8), ("recompute", 1), ("auto", 1),
+    ]  # fmt: skip
+    assert [row["ttft_ratio"] for row in rows] == pytest.approx([0.15, 1.0, 1.0, 0.8])
+    low, high = rows[0]["ttft_ratio_low"], rows[0]["ttft_ratio_high"]
+    assert (low, high) == pytest.approx((0.1, 0.2))  # both prompts the one, both the other
+    assert (rows[3]["ttft_ratio_low"], rows[3]["ttft_ratio_high"]) == (0.8, 0.8)
+
+
+def test_a_row_without_answers_has_no_times() -> None:
+    (row,) = rows_of([block("recompute", failed(1, "429"), failed(2, "timeout"))])
+    assert row["errors"] == {"429": 1, "timeout": 1}
+    assert row["requests_per_s"] == row["output_tokens_per_s"] == 0
+    times = ("ttft_p50_s", "token_p99_s", "gap_p90_s", "total_p50_s", "ttft_ratio", "wait_p50_s")
+    assert [row[name] for name in times] == [None] * len(times)
+
+
+def test_a_distribution_ends_below_one_where_requests_failed() -> None:
+    found = load_plot.distributions([
+        block("auto", record(1, 3.0), failed(2, "429")),
+        block("auto", record(3, 1.0), record(4, 2.0), round=1),
+        block("recompute", failed(1, "429")),
+    ])  # fmt: skip
+    assert found == {
+        EIGHT: {"auto": [(1.0, 0.25), (2.0, 0.5), (3.0, 0.75)], "recompute": []},
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("paces", [(EIGHT,), (EIGHT, Pace(concurrency=1)), (Pace(rate=0.5),)])
+def test_a_picture_is_drawn(paces: tuple[Pace, ...], tmp_path: Path) -> None:
+    blocks = [
+        block(label, *records, pace=pace)
+        for pace in paces
+        for label, records in (
+            ("auto", (record(1, 1.0), record(2, 2.0))), ("recompute", (failed(1, "429"),)),
+        )
+    ]  # fmt: skip
+    path = tmp_path / "load.svg"
+    load_plot.draw(blocks, rows_of(blocks), path, "a model")
+    drawn = path.read_text(encoding="utf-8")
+    assert drawn.startswith("<?xml") and len(drawn) > 5_000
+
+
+def test_a_picture_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidOption, match="must end in"):
+        load_plot.check(tmp_path / "load.gif")
+    with pytest.raises(InvalidOption, match="does not exist"):
+        load_plot.check(tmp_path / "missing" / "load.png")
