@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +18,6 @@ from tests.cli.running import error_of, ran, run
 from tests.support.chroma_server import free_port
 from tests.support.openai_endpoint import Endpoint, Reply, openai_endpoint
 
-ROOT = Path(__file__).parents[2]
 COMMAND = ("bench", "serve")
 SMALL = ("--requests", "4", "--rounds", "2", "--concurrency", "2")
 
@@ -196,21 +194,13 @@ def test_it_ends_whatever_happens(tmp_path: Path, error: type[BaseException]) ->
 
 
 def test_it_ends_when_its_owner_is_told_to(tmp_path: Path) -> None:
-    owner = f"""
-import sys, time
-from samkv_integrations.cli.bench_server import serving
-with serving(("--dir", {str(tmp_path)!r}), command=(sys.executable, "-c", {PRETEND!r})) as url:
-    print(url, flush=True)
-    time.sleep(600)
-"""
-    command = (sys.executable, "-c", owner)
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
-    assert process.stdout is not None
-    with process.stdout:
-        assert process.stdout.readline().startswith("http")
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 128 + signal.SIGTERM
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as ended, pretend(tmp_path):
+        assert signal.getsignal(signal.SIGTERM) != before  # else this process would end here
+        signal.raise_signal(signal.SIGTERM)
+    assert ended.value.code == 128 + signal.SIGTERM
     assert has_ended(tmp_path)
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 def test_one_that_does_not_start_is_quoted(tmp_path: Path) -> None:
