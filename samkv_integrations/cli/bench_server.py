@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import IO
 
+from samkv_integrations.cli.serve import KEYS_VARIABLE
 from samkv_integrations.errors import InvalidOption
 
 STOP_S = 10.0
@@ -32,11 +33,13 @@ def serving(options: Sequence[str], command: Sequence[str] = _COMMAND) -> Iterat
 
     Raises InvalidOption with the server's last words if it ends before it is ready.
     """
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    environment.pop(KEYS_VARIABLE, None)  # of another server: nobody has a key of this one
     with _ends_on_sigterm():
         server = subprocess.Popen(
             [*command, "serve", "--port", "0", *options],
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
-            text=True, errors="replace", env={**os.environ, "PYTHONUNBUFFERED": "1"},
+            text=True, errors="replace", env=environment,
         )  # fmt: skip
         assert server.stderr is not None
         # a pipe that nobody reads would fill up and stop the server
