@@ -106,6 +106,9 @@ class Subject:
             self.shape, layers=self.layers, dtype=self.dtype, device=self.device, seed=self.seed,
             window=max_tokens + (words.n_tokens if words else 0),
         )  # fmt: skip
+        served = BUILTIN
+        if self.shape != shapes.BUILTIN:
+            model, served = shapes.save(model, folder), str(folder)
         if words is None:
             prompts = self._of_questions(labels, n_prompts)
         else:
@@ -113,10 +116,7 @@ class Subject:
                 shapes.Words(model, self.seed), words, labels, n_prompts, chat=self.chat,
                 seed=self.seed,
             )  # fmt: skip
-        if self.shape == shapes.BUILTIN:
-            return Prepared(name=model.name, served=BUILTIN, prompts=prompts)
-        shapes.save(model, folder)
-        return Prepared(name=model.name, served=str(folder), prompts=prompts)
+        return Prepared(name=model.name, served=served, prompts=prompts)
 
     def _of_questions(self, labels: Sequence[str], n_prompts: int) -> Prompts:
         named = self.questions or SHORT

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from samkv_integrations.errors import InvalidOption, UnknownOption
-from samkv_integrations.model.loading import DTYPES, load_model, random_model
+from samkv_integrations.model.loading import DTYPES, load_model, load_tokenizer, random_model
 from samkv_integrations.model.model import Model
 
 BUILTIN = "builtin"
@@ -101,13 +101,16 @@ def build(
     return model
 
 
-def save(model: Model, folder: Path) -> None:
-    """Write a model of `build` with random weights, and its tokenizer, for another process to load.
+def save(model: Model, folder: Path) -> Model:
+    """Write a model of `build` with random weights, and return it as another process loads it.
 
     Its answers there are texts of as many tokens as are asked for: whatever its tokenizer cannot
     say, and what ends an answer, is never the most likely token.
     """
-    tokenizer = model.tokenizer
+    model.hf.config.save_pretrained(folder)
+    model.tokenizer.save_pretrained(folder)
+    # transformers may take another class for it, by the kind of the model, and cut words otherwise
+    tokenizer = load_tokenizer(str(folder))
     weight = model.hf.get_output_embeddings().weight
     silent = torch.ones(len(weight), dtype=torch.bool)
     for token in range(len(tokenizer)):
@@ -116,7 +119,7 @@ def save(model: Model, folder: Path) -> None:
     with torch.no_grad():
         weight[silent.to(weight.device)] = 0  # the best of thousands of random logits is above 0
     model.hf.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    return Model(model.hf, tokenizer, model.name)
 
 
 def device_name(model: Model) -> str:

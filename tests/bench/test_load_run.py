@@ -229,6 +229,8 @@ def test_a_random_model_on_disk_says_as_many_texts_as_it_is_asked_for(
     assert len(made.prompts.by_label["auto"]) == 3
     loaded = load_model(made.served, device="cpu")
     assert loaded.context_window > 2 * 40 + 5
+    # a model of this kind is loaded with another class of tokenizer, which cut the words in two
+    assert [len(loaded.tokenize(text, special=False)) for text in made.prompts.cached] == [40] * 4
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(200, 32, generator=generator)
     best = (hidden @ loaded.hf.get_output_embeddings().weight.float().T).argmax(-1).tolist()
