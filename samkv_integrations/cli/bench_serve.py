@@ -150,7 +150,6 @@ def _target(
         options = (
             "--model", made.served, "--dir", str(Path(place) / "served"),
             "--device", subject.device, "--dtype", subject.dtype,
-            "--max-tokens", str(endpoint.max_tokens),
         )  # fmt: skip
         with serving(options) as url:
             yield replace(endpoint, url=url), made
