@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from samkv_integrations.cli.bench_server import serving
+from samkv_integrations.cli.serve import KEYS_VARIABLE
 from samkv_integrations.errors import InvalidOption
 from tests.cli.running import error_of, ran, run
 from tests.support.chroma_server import free_port
@@ -211,3 +212,23 @@ def test_one_that_does_not_start_is_quoted(tmp_path: Path) -> None:
         pretend(tmp_path, "--fail"),
     ):
         raise AssertionError("not reached")
+
+
+def test_it_measures_the_real_server(working_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # keys of another server of the user, which nobody would have for this one
+    monkeypatch.setenv(KEYS_VARIABLE, "key-of-another")
+    found = json.loads(
+        ran(*COMMAND, "--methods", "reuse,recompute", "--questions", "long", "--requests", "2",
+            "--rounds", "1", "--concurrency", "2", "--max-tokens", "4", "--json")
+    )  # fmt: skip
+    assert found["model"] == "builtin"
+    reuse, recompute = found["rows"]
+    assert (reuse["label"], reuse["ran"]) == ("reuse", {"reuse": 2})
+    assert (recompute["label"], recompute["ran"]) == ("recompute", {"recompute": 2})
+    assert reuse["errors"] == recompute["errors"] == {}
+    # the same prompts, of which the one method has nearly everything from caches, the other nothing
+    assert reuse["prompt_tokens"] == pytest.approx(recompute["prompt_tokens"], abs=4)
+    assert reuse["cached_tokens"] > 0.8 * reuse["prompt_tokens"]
+    assert recompute["cached_tokens"] == 0
+    assert reuse["wait_p50_s"] is not None and reuse["completion_tokens"] > 1
+    assert not list(working_folder.iterdir())
