@@ -215,7 +215,6 @@ def test_one_that_does_not_start_is_quoted(tmp_path: Path) -> None:
 
 
 # strict: with the route in place this mark must go
-@pytest.mark.xfail(strict=True, reason="samkv serve has no /v1/samkv/chunks yet")
 def test_it_measures_the_real_server(working_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # keys of another server of the user, which nobody would have for this one
     monkeypatch.setenv(KEYS_VARIABLE, "key-of-another")
