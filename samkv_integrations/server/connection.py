@@ -16,6 +16,9 @@ from samkv_integrations.server.failures import Failure, gone
 SEND_S = 60.0
 """Seconds after which a client that reads nothing of a stream counts as gone."""
 
+_HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}
+"""No cache keeps an answer, and nginx passes each event on as it comes."""
+
 _Made = TypeVar("_Made")
 
 
@@ -51,8 +54,8 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncIterator[str], headers: dict[str, str] | None = None) -> None:
-        super().__init__(headers={"cache-control": "no-store", **(headers or {})})
+    def __init__(self, events: AsyncIterator[str]) -> None:
+        super().__init__(headers=_HEADERS)
         del self.headers["content-length"]
         self._events = events
 

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    generate_latest,
+)
 
 from samkv_integrations.engine.report import Report
 from samkv_integrations.engine.scheduler import Scheduler
@@ -15,6 +22,7 @@ class Metrics:
 
     def __init__(self, scheduler: Scheduler) -> None:
         own = self._registry = CollectorRegistry()
+        ProcessCollector(registry=own)  # memory, file descriptors, CPU
         self._requests = Counter(
             "samkv_requests", "Requests by path and status.", ("path", "status"), registry=own
         )

@@ -227,8 +227,8 @@ def test_it_measures_the_real_server(working_folder: Path, monkeypatch: pytest.M
     assert (reuse["label"], reuse["ran"]) == ("reuse", {"reuse": 2})
     assert (recompute["label"], recompute["ran"]) == ("recompute", {"recompute": 2})
     assert reuse["errors"] == recompute["errors"] == {}
-    # the same prompts, of which the one method has nearly everything from caches; the other has what
-    # stands before the first chunk, as any answer after the first one does
+    # the same prompts, of which the one method has nearly everything from caches; the other has
+    # what stands before the first chunk, as any answer after the first one does
     assert reuse["prompt_tokens"] == pytest.approx(recompute["prompt_tokens"], abs=4)
     assert reuse["cached_tokens"] > 0.8 * reuse["prompt_tokens"]
     assert recompute["cached_tokens"] < 0.02 * recompute["prompt_tokens"]

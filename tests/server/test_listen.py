@@ -17,8 +17,8 @@ SOME = ApiKeys("sk-of-the-red-team red", Tenant())
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "127.0.0.2"])
 def test_loopback_needs_no_keys(host: str) -> None:
     with listen_on(host, 0, NO_KEYS) as listening:
-        with socket.create_connection(listening.getsockname()[:2], timeout=10):
-            pass
+        with socket.create_connection(listening.getsockname()[:2], timeout=10) as connected:
+            assert connected.getpeername()[0] == listening.getsockname()[0]
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "", "192.0.2.1", "example.com", "::"])

@@ -1,0 +1,299 @@
+"""A server, many clients, and all that clients do: leave in mid-answer, send nonsense, wrong keys.
+
+    python -m benchmarks.server_soak --requests 1000 --clients 16
+
+``samkv serve`` runs in a process of its own on the built-in model. Two tenants have keys and half
+of the documents each. Of the requests a tenth leave at once, after the first event or in the midst,
+and a tenth are refused, each in its own way; some ask for the other tenant's documents, which must
+not be found. Every answer is compared with that of an engine that answers one by one over the same
+chunk caches. Memory and file descriptors are the server's own figures, after a fifth of the
+requests, half of them, and all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import statistics
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import torch
+from prometheus_client.parser import text_string_to_metric_families
+
+from samkv_integrations import ChunkStore, Engine
+from samkv_integrations.bench.data import load
+from samkv_integrations.cli.bench_server import serving
+from samkv_integrations.figures import commit
+from samkv_integrations.model import load_model
+from samkv_integrations.prompt import rag_prompt
+
+KEYS = {"red": "sk-soak-of-the-red-team", "blue": "sk-soak-of-the-blue-team"}
+METHODS = ("reuse", "samkv-guided", "recompute")
+"""Not auto, which goes by time and may answer either way."""
+MAX_TOKENS = 16
+PATIENCE_S = 300.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """A prompt of a tenant, and its answer by each method."""
+
+    tenant: str
+    prompt: str
+    documents: tuple[str, ...]
+    answers: dict[str, str]
+
+
+@dataclass
+class Tally:
+    """What has come of the requests so far."""
+
+    outcomes: Counter[str] = field(default_factory=Counter)
+    seconds: list[float] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+    figures: list[dict[str, float]] = field(default_factory=list)
+
+
+def questions(n: int) -> list[tuple[str, str, tuple[str, ...]]]:
+    """Tenant, prompt and documents of ``n`` questions of the shipped set."""
+    found = [each for each in load() if len(each.documents) > 1][:n]
+    return [
+        (("red", "blue")[at % 2], str(rag_prompt(q.question, q.documents)), tuple(q.documents))
+        for at, q in enumerate(found)
+    ]
+
+
+def expected(folder: Path, rows: Sequence[tuple[str, str, tuple[str, ...]]]) -> list[Asked]:
+    """Each question with its answers, one by one, over the server's own caches."""
+    torch.set_num_threads(1)
+    model = load_model("builtin")
+    engines = {
+        name: Engine(model, ChunkStore(folder / "kv", namespace=name), prefix_bytes=0)
+        for name in KEYS
+    }
+    return [
+        Asked(
+            tenant=tenant, prompt=prompt, documents=documents,
+            answers={
+                method: engines[tenant]
+                .generate(prompt, method=method, max_new_tokens=MAX_TOKENS)
+                .text
+                for method in METHODS
+            },
+        )
+        for tenant, prompt, documents in rows
+    ]  # fmt: skip
+
+
+def refused(rng: random.Random, good: dict[str, Any]) -> tuple[bytes, dict[str, str], set[int]]:
+    """A body, headers of its own, and the statuses that it may have."""
+    bad: list[tuple[Any, dict[str, str], set[int]]] = [
+        (good | {"n": 2}, {}, {400}),
+        (good | {"model": "gpt-4"}, {}, {404}),
+        (good | {"max_tokens": 100_000}, {}, {400}),
+        (good | {"prompt": ["a", "b"]}, {}, {400}),
+        (good | {"tools": [1]}, {}, {400}),
+        (good | {"temperature": -1}, {}, {400}),
+        (good | {"unknown": 1}, {}, {400}),
+        (good, {"authorization": "Bearer sk-soak-of-nobody-at-all"}, {401}),
+        (good, {"authorization": ""}, {401}),
+        (b"{", {}, {400}),
+        (b"\xff\x00", {}, {400}),
+        (b"[" * 10_000, {}, {400}),
+        (b" " * 9_000_000, {}, {413}),
+        (good, {"content-type": "text/plain"}, {400}),
+    ]
+    body, headers, statuses = rng.choice(bad)
+    return (body if isinstance(body, bytes) else json.dumps(body).encode()), headers, statuses
+
+
+class Soak:
+    """The clients. asked: what they ask; tally: what has come of it."""
+
+    def __init__(self, http: httpx.AsyncClient, asked: Sequence[Asked], seed: int) -> None:
+        self._http, self._asked, self._rng = http, asked, random.Random(seed)
+        self.tally = Tally()
+
+    async def run(self, n_requests: int, n_clients: int) -> None:
+        """Send so many requests, and look at the server in between."""
+        left = iter(range(n_requests))
+        looks = {n_requests // 5, n_requests // 2}
+
+        async def client() -> None:
+            for number in left:
+                if number in looks:
+                    await self.look()
+                await self._one()
+
+        async with asyncio.TaskGroup() as group:
+            for _ in range(n_clients):
+                group.create_task(client())
+        await self.look()
+
+    async def look(self) -> None:
+        """Note the server's figures."""
+        reply = await self._http.get("/metrics", headers=_of("red"))
+        found = {
+            sample.name: sample.value
+            for family in text_string_to_metric_families(reply.text)
+            for sample in family.samples
+        }
+        names = ("process_resident_memory_bytes", "process_open_fds", "samkv_requests_running",
+                 "samkv_requests_waiting", "samkv_kv_bytes")  # fmt: skip
+        self.tally.figures.append({name: found[name] for name in names})
+
+    async def _one(self) -> None:
+        rng, asked = self._rng, self._rng.choice(self._asked)
+        method, kind = rng.choice(METHODS), rng.random()
+        body = {
+            "model": "builtin", "prompt": asked.prompt, "max_tokens": MAX_TOKENS,
+            "samkv": {"method": method}, "stream": rng.random() < 0.5,
+        }  # fmt: skip
+        began = time.perf_counter()
+        async with asyncio.timeout(PATIENCE_S):  # one that passes ends the soak: it hangs
+            if kind < 0.1:
+                await self._leave(asked, body | {"stream": True, "max_tokens": 200})
+                return
+            if kind < 0.2:
+                await self._be_refused(asked, body)
+                return
+            if kind < 0.25:
+                await self._spy(asked, body | {"stream": False})
+                return
+            await self._ask(asked, body, method)
+        self.tally.seconds.append(time.perf_counter() - began)
+
+    async def _ask(self, asked: Asked, body: dict[str, Any], method: str) -> None:
+        reply = await self._http.post("/v1/completions", json=body, headers=_of(asked.tenant))
+        if reply.status_code != 200:
+            self.tally.wrong.append(f"{reply.status_code}: {reply.text[:200]}")
+            return
+        if body["stream"]:
+            data = [line.removeprefix("data: ") for line in reply.text.split("\n\n") if line]
+            is_whole = data.pop() == "[DONE]"
+            events = [json.loads(each) for each in data]
+            text = "".join(event["choices"][0]["text"] for event in events)
+            found = events[-1]["samkv"]["found"]
+        else:
+            is_whole, (choice,) = True, reply.json()["choices"]
+            text, found = choice["text"], reply.json()["samkv"]["found"]
+        self.tally.outcomes["streamed" if body["stream"] else "whole"] += 1
+        if not is_whole or text != asked.answers[method] or found != len(asked.documents):
+            self.tally.wrong.append(f"{method}: {text!r} for {asked.answers[method]!r}, {found}")
+
+    async def _leave(self, asked: Asked, body: dict[str, Any]) -> None:
+        n_events = self._rng.choice((0, 1, 5))
+        if n_events == 0:
+            task = asyncio.create_task(
+                self._http.post("/v1/completions", json=body, headers=_of(asked.tenant))
+            )
+            await asyncio.sleep(self._rng.random() / 10)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        else:
+            async with self._http.stream(
+                "POST", "/v1/completions", json=body, headers=_of(asked.tenant)
+            ) as reply:
+                async for line in reply.aiter_lines():
+                    n_events -= line.startswith("data: ")
+                    if not n_events:
+                        break
+        self.tally.outcomes["left"] += 1
+
+    async def _be_refused(self, asked: Asked, body: dict[str, Any]) -> None:
+        content, headers, statuses = refused(self._rng, body)
+        own = {"content-type": "application/json", **_of(asked.tenant), **headers}
+        try:
+            reply = await self._http.post("/v1/completions", content=content, headers=own)
+        except httpx.TransportError:
+            if statuses != {413}:  # the server need not read to the end what is too large
+                raise
+            self.tally.outcomes["refused"] += 1
+            return
+        self.tally.outcomes["refused"] += 1
+        is_shaped = "message" in reply.json().get("error", {})
+        if reply.status_code not in statuses or not is_shaped:
+            self.tally.wrong.append(f"{statuses}: {reply.status_code} {reply.text[:200]}")
+
+    async def _spy(self, asked: Asked, body: dict[str, Any]) -> None:
+        """Ask with the other tenant's key."""
+        other = next(name for name in KEYS if name != asked.tenant)
+        own = body | {"samkv": {"method": "reuse", "on_miss": "text"}}
+        reply = await self._http.post("/v1/completions", json=own, headers=_of(other))
+        self.tally.outcomes["spied"] += 1
+        if reply.status_code != 200 or reply.json()["samkv"]["found"]:
+            self.tally.wrong.append(f"leak: {reply.text[:300]}")
+
+
+def _of(tenant: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {KEYS[tenant]}"}
+
+
+async def soak(url: str, asked: Sequence[Asked], args: argparse.Namespace) -> Tally:
+    """All clients; the figures end with those of a server that has nothing to do."""
+    base = url.removesuffix("/v1")
+    async with httpx.AsyncClient(
+        base_url=base,
+        timeout=PATIENCE_S,
+        trust_env=False,
+        limits=httpx.Limits(max_connections=None),
+    ) as http:
+        clients = Soak(http, asked, args.seed)
+        await clients.run(args.requests, args.clients)
+        while clients.tally.figures[-1]["samkv_requests_running"]:
+            await clients.look()
+        return clients.tally
+
+
+async def fill(url: str, rows: Sequence[tuple[str, str, tuple[str, ...]]]) -> None:
+    """Have each tenant's documents cached."""
+    async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_S, trust_env=False) as http:
+        for tenant in KEYS:
+            texts = list(dict.fromkeys(t for name, _, of in rows if name == tenant for t in of))
+            for at in range(0, len(texts), 32):
+                body = {"texts": texts[at : at + 32]}
+                reply = await http.post("/samkv/chunks", json=body, headers=_of(tenant))
+                reply.raise_for_status()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--requests", type=int, default=1000)
+    parser.add_argument("--clients", type=int, default=16)
+    parser.add_argument("--questions", type=int, default=40)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    rows = questions(args.questions)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        keys = folder / "keys"
+        keys.write_text("".join(f"{key} {tenant}\n" for tenant, key in KEYS.items()))
+        with serving(["--dir", name, "--api-keys", str(keys), "--max-waiting", "1000"]) as url:
+            asyncio.run(fill(url, rows))
+            asked = expected(folder, rows)
+            began = time.perf_counter()
+            tally = asyncio.run(soak(url, asked, args))
+            seconds = time.perf_counter() - began
+    row = {
+        "requests": args.requests, "clients": args.clients, **tally.outcomes,
+        "wrong": len(tally.wrong), "seconds": round(seconds, 1),
+        "median_s": round(statistics.median(tally.seconds), 3),
+        "longest_s": round(max(tally.seconds), 3), "figures": tally.figures, "commit": commit(),
+    }  # fmt: skip
+    print(json.dumps(row, indent=2))
+    for each in tally.wrong[:10]:
+        print(each)
+    raise SystemExit(bool(tally.wrong))
+
+
+if __name__ == "__main__":
+    main()
