@@ -12,6 +12,7 @@ from pydantic import Field, PrivateAttr
 
 from samkv_integrations.cache.chunk import normalise
 from samkv_integrations.engine.engine import Engine
+from samkv_integrations.engine.off_loop import off_loop
 from samkv_integrations.errors import InvalidOption
 from samkv_integrations.frameworks.engine_ref import EngineRef
 from samkv_integrations.prompt.handles import is_handle
@@ -68,7 +69,7 @@ class SamKVDocumentTransformer(BaseDocumentTransformer):
         self._engine = EngineRef.of(llm, engine)
         self._show_progress = show_progress
 
-    # The base class takes any keyword there is, and has the asynchronous twin, in a thread.
+    # The base class takes any keyword there is.
     def transform_documents(self, documents: Sequence[Document]) -> Sequence[Document]:  # type: ignore[override]
         """Cache the documents' texts; returns the documents.
 
@@ -82,6 +83,10 @@ class SamKVDocumentTransformer(BaseDocumentTransformer):
             [text for text in texts if normalise(text)], progress=self._show_progress
         )
         return list(documents)
+
+    async def atransform_documents(self, documents: Sequence[Document]) -> Sequence[Document]:  # type: ignore[override]
+        """Like `transform_documents`, for a task; it holds no thread that others wait for."""
+        return await off_loop(self.transform_documents, documents)
 
 
 class SamKVDocumentCompressor(BaseDocumentCompressor):
@@ -160,7 +165,6 @@ class SamKVDocumentCompressor(BaseDocumentCompressor):
         self.on_miss = on_miss
         self._engine = held
 
-    # The asynchronous twin of the base class runs it in a thread.
     def compress_documents(
         self,
         documents: Sequence[Document],
@@ -188,6 +192,15 @@ class SamKVDocumentCompressor(BaseDocumentCompressor):
         if self.mode == "text":
             return list(documents)
         return [self._shown(*pair) for pair in zip(documents, texts, strict=True)]
+
+    async def acompress_documents(
+        self,
+        documents: Sequence[Document],
+        query: str = "",
+        callbacks: Callbacks | None = None,
+    ) -> Sequence[Document]:
+        """Like `compress_documents`, for a task; it holds no thread that others wait for."""
+        return await off_loop(self.compress_documents, documents, query, callbacks)
 
     def _text(self, document: Document) -> str:
         """The text of a document, which may have been replaced by its handle before."""

@@ -19,6 +19,7 @@ from samkv_integrations.cache.chunk import normalise
 from samkv_integrations.chroma.client import check_name, chroma_errors
 from samkv_integrations.chroma.link import ChromaLink
 from samkv_integrations.engine.engine import Engine
+from samkv_integrations.engine.off_loop import off_loop
 from samkv_integrations.errors import InvalidChunk, InvalidOption
 from samkv_integrations.frameworks.engine_ref import EngineRef
 
@@ -235,6 +236,17 @@ class SamKVChroma(KeylessChroma):
         known = list(metadatas or ())
         self._add(names, bodies, known + [{}] * (len(bodies) - len(known)))
         return names
+
+    async def aadd_texts(  # type: ignore[override]
+        self,
+        texts: Iterable[str],
+        metadatas: list[dict[str, Any]] | None = None,
+        ids: Sequence[str | None] | None = None,
+        *,
+        batch_size: int | None = None,
+    ) -> list[str]:
+        """Like `add_texts`, for a task; it holds no thread that others wait for."""
+        return await off_loop(self.add_texts, texts, metadatas, ids, batch_size=batch_size)
 
     def _add(
         self, ids: Sequence[str], texts: Sequence[str], metadatas: Sequence[Mapping[str, Any]]

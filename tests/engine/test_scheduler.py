@@ -29,6 +29,7 @@ from samkv_integrations.eviction import EVICTIONS
 from samkv_integrations.methods import METHODS
 from samkv_integrations.model.model import Model
 from samkv_integrations.model.sampling import Sampler
+from tests.support.executors import Nobody
 from tests.support.models import FAMILIES, tiny_model
 from tests.support.records import builtin
 from tests.support.served import TEXTS
@@ -518,13 +519,6 @@ def test_a_failed_step_ends_its_answers_alone(engine: Engine, steps: Steps) -> N
 
 
 # -- tasks --------------------------------------------------------------------------------------
-
-
-class Nobody(ThreadPoolExecutor):
-    """A default executor that nobody may use."""
-
-    def submit(self, *given: object, **options: object) -> object:  # type: ignore[override]
-        raise AssertionError("a thread of asyncio's default executor was asked for")
 
 
 def test_tasks_hold_no_thread_of_the_default_executor(engine: Engine, steps: Steps) -> None:

@@ -23,6 +23,7 @@ from llama_index.llms.samkv.transform import body_of
 from samkv_integrations.cache.chunk import normalise
 from samkv_integrations.chroma.results import KEY_FIELD
 from samkv_integrations.engine.engine import Engine
+from samkv_integrations.engine.off_loop import off_loop
 from samkv_integrations.errors import InvalidOption
 from samkv_integrations.frameworks.engine_ref import EngineRef
 from samkv_integrations.prompt.resolve import OnMiss
@@ -110,6 +111,11 @@ class SamKVPostprocessor(BaseNodePostprocessor):
         names = [f"node {node_id!r}" for node_id in bodies]
         engine.announce(list(bodies.values()), self.on_miss, names=names, remedy=_REMEDY)
         return [node.model_copy(update={"node": self._shown(node.node)}) for node in nodes]
+
+    async def _apostprocess_nodes(
+        self, nodes: list[NodeWithScore], query_bundle: QueryBundle | None = None
+    ) -> list[NodeWithScore]:
+        return await off_loop(self._postprocess_nodes, nodes, query_bundle)
 
     def _shown(self, node: BaseNode) -> BaseNode:
         """The node as a prompt shall show it: a copy if it is not so already.

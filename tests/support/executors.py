@@ -1,0 +1,12 @@
+"""An asyncio default executor that tells who uses it."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+
+class Nobody(ThreadPoolExecutor):
+    """A default executor that nobody may use."""
+
+    def submit(self, *given: object, **options: object) -> object:  # type: ignore[override]
+        raise AssertionError("a thread of asyncio's default executor was asked for")
