@@ -1,4 +1,4 @@
-"""How long other work of a process waits while answers queue: ``asyncio.to_thread``, again and again.
+"""How long other work of a process waits while answers queue: ``asyncio.to_thread``, repeatedly.
 
     python -m benchmarks.unrelated_work --answers 20
 
