@@ -55,7 +55,7 @@ $(VENV)/torch-installed: constraints.txt
 	@touch $@
 
 $(VENV)/installed: pyproject.toml constraints.txt $(VENV)/torch-installed
-	@$(PIP) -e '.[llama-index,chroma]'
+	@$(PIP) -e '.[llama-index,chroma,server]'
 	@touch $@
 
 $(VENV)/installed-dev: pyproject.toml constraints.txt $(VENV)/torch-installed
