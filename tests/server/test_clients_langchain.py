@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -103,9 +104,9 @@ def test_the_llm_of_plain_strings(live: LiveServer) -> None:
     assert "".join(llm.stream(COMPLETION)) == live.answer(COMPLETION)
 
 
-def test_a_chain_over_a_plain_chroma(llm: ChatOpenAI, live: LiveServer) -> None:
+def test_a_chain_over_a_plain_chroma(llm: ChatOpenAI, live: LiveServer, tmp_path: Path) -> None:
     """The client's own store, whose texts the server has cached."""
-    store = Chroma("town", OfflineEmbeddings())
+    store = Chroma("town", OfflineEmbeddings(), persist_directory=str(tmp_path / "chroma"))
     store.add_texts(TEXTS)
     shown: list[str] = []
 

@@ -37,7 +37,9 @@ def serving_town(folder: Path) -> Iterator[str]:
     patience = threading.Timer(START_S, served.kill)
     patience.start()
     try:
-        yield _address(served)
+        address = _address(served)
+        patience.cancel()
+        yield address
     finally:
         patience.cancel()
         served.kill()
