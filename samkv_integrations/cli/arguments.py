@@ -52,7 +52,7 @@ DeletedFiles = Annotated[
 DeletedTexts = Annotated[
     list[str] | None, typer.Option("--text", help="The text of a chunk; again for more.")
 ]
-Namespace = Annotated[str, typer.Option(help="Whose caches, if they were made in a namespace.")]
+Namespace = Annotated[str, typer.Option(help="Whose caches: each namespace has its own.")]
 Grace = Annotated[
     float, typer.Option("--grace", help="Keep unused caches that are younger, in seconds.")
 ]

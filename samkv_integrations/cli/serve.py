@@ -93,7 +93,11 @@ def _require_own(folder: Path, tenant: Tenant) -> None:
     for name in names:
         open_collection(database, name, create=False)
     if names and (folder / "kv").is_dir():
-        require_own_records(store_in(folder, tenant.namespace), database, names)
+        store = store_in(folder, tenant.namespace)
+        try:
+            require_own_records(store, database, names)
+        except InvalidOption as error:
+            raise InvalidOption(f"collections of namespace {tenant.namespace!r}: {error}") from None
 
 
 def _name_of(model: str) -> str:

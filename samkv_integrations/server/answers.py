@@ -11,8 +11,6 @@ from typing import Any, Protocol
 
 from samkv_integrations.engine.report import Report
 from samkv_integrations.engine.stream import Answer, AnswerStream
-from samkv_integrations.errors import SamkvError
-from samkv_integrations.server.failures import Failure
 
 DONE = "[DONE]"
 """The data of the last event."""
@@ -71,7 +69,7 @@ class EventWriter(Protocol):
     """Writes an answer as events."""
 
     def events(self, stream: AnswerStream, *, include_usage: bool) -> AsyncIterator[str]:
-        """The data of the events of a stream; what goes wrong in its midst is an event, too."""
+        """The data of the events of a stream. Raises what goes wrong in its midst."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,14 +93,10 @@ class Writer:
 
     async def events(self, stream: AnswerStream, *, include_usage: bool) -> AsyncIterator[str]:
         """The data of the events of a stream; what goes wrong in its midst is an event, too."""
-        try:
-            if self.form.first is not None:
-                yield self._event([self._choice(self.form.first)])
-            async for text in stream:
-                yield self._event([self._choice(self.form.event(text))])
-        except SamkvError as error:
-            yield json.dumps(Failure.of(error).body)
-            return
+        if self.form.first is not None:
+            yield self._event([self._choice(self.form.first)])
+        async for text in stream:
+            yield self._event([self._choice(self.form.event(text))])
         end, report = self._choice(self.form.event(""), stream.finish_reason), stream.report
         last: dict[str, Any] = {"samkv": figures_of(report, self.model)}
         if include_usage:

@@ -20,7 +20,7 @@ from samkv_integrations.engine.off_loop import off_loop
 from samkv_integrations.engine.options import AnswerOptions
 from samkv_integrations.engine.report import Report
 from samkv_integrations.engine.stream import Answer, AnswerStream
-from samkv_integrations.errors import SamkvError, UnknownOption
+from samkv_integrations.errors import UnknownOption
 from samkv_integrations.eviction import get_eviction
 from samkv_integrations.methods import METHODS, get_method
 from samkv_integrations.prompt.template import rag_prompt
@@ -37,6 +37,12 @@ MAX_TOP_K = 100
 
 _EVENTS = """Each event's data is an object, the last one `[DONE]`. The first has `sources`, the
 next ones `text`, the last but one what else the body has. An error is an object with `error`."""
+
+
+_NO_COLLECTION = (
+    "there is no collection that may be asked here; --collection of 'samkv serve' names some, or "
+    "the line of the key in the file of keys"
+)
 
 
 def _not_blank(text: str) -> str:
@@ -218,14 +224,10 @@ class _Retrieved:
         return {"object": "samkv.answer", **text, "sources": self.shown, **end}
 
     async def events(self, stream: AnswerStream, *, include_usage: bool) -> AsyncIterator[str]:
-        """The data of the events of a stream; what goes wrong in its midst is an event, too."""
+        """The data of the events of a stream. Raises what goes wrong in its midst."""
         yield json.dumps({"object": "samkv.answer.sources", "sources": self.shown})
-        try:
-            async for text in stream:
-                yield json.dumps({"object": "samkv.answer.text", "text": text})
-        except SamkvError as error:
-            yield json.dumps(Failure.of(error).body)
-            return
+        async for text in stream:
+            yield json.dumps({"object": "samkv.answer.text", "text": text})
         end = self._end(stream.report, stream.finish_reason)
         if not include_usage:
             del end["usage"]
@@ -294,7 +296,6 @@ async def _retrieved(service: Service, tenant: Tenant, asked: Question) -> _Retr
 def _only_one(tenant: Tenant) -> str:
     if len(tenant.collections) == 1:
         return tenant.collections[0]
-    known = ", ".join(tenant.collections) or "none"
-    raise Failure(
-        status=400, param="collection", message=f"collection is missing; give one of: {known}"
-    )
+    known = ", ".join(tenant.collections)
+    message = f"collection is missing; give one of: {known}" if known else _NO_COLLECTION
+    raise Failure(status=400, param="collection", message=message)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import aclosing, suppress
 from typing import Any, TypeVar
@@ -11,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from samkv_integrations.errors import SamkvError
 from samkv_integrations.server.failures import Failure, gone
 
 SEND_S = 60.0
@@ -49,7 +51,9 @@ async def _disconnect(receive: Receive) -> None:
 class EventStream(Response):
     """Server-sent events, one for each data that ``events`` gives.
 
-    They end, and ``events`` is closed, when the client goes away or reads nothing for `SEND_S`.
+    They end, and ``events`` is closed, when the client goes away or reads nothing for `SEND_S`. An
+    error that ``events`` raises is the last one. The status of an early end is left in the request's
+    state, under ``ended``.
     """
 
     media_type = "text/event-stream"
@@ -60,9 +64,17 @@ class EventStream(Response):
         self._events = events
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with aclosing(self._events):  # type: ignore[type-var]
-            with suppress(Failure, TimeoutError):  # nobody is there to be told
+        try:
+            async with aclosing(self._events):  # type: ignore[type-var]
                 await _until(self._send(send), receive)
+        except SamkvError as error:
+            failure = Failure.of(error)
+            await self._send_last(send, json.dumps(failure.body))
+        except (Failure, TimeoutError):  # nobody is there to be told
+            failure = gone()
+        else:
+            return
+        scope["state"]["ended"] = failure.status
 
     async def _send(self, send: Send) -> None:
         head = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
@@ -71,6 +83,11 @@ class EventStream(Response):
             async with asyncio.timeout(SEND_S):
                 await send(self._part(f"data: {data}\n\n".encode(), True))
         await send(self._part(b"", False))
+
+    async def _send_last(self, send: Send, data: str) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(SEND_S):
+                await send(self._part(f"data: {data}\n\n".encode(), False))
 
     @staticmethod
     def _part(body: bytes, more: bool) -> dict[str, Any]:

@@ -22,6 +22,9 @@ from samkv_integrations.errors import (
 RETRY_AFTER_S = 1
 """What a client is told that comes while too many wait."""
 
+_TOO_LATE = (
+    "the answer was not complete within the server's --timeout; ask for fewer tokens, or ask later"
+)
 _FIELD = re.compile(r"(\w+)=")
 _SHOWN = 80
 
@@ -57,9 +60,12 @@ class Failure(Exception):
         status, kind, code = next(
             (status, kind, code) for of, status, kind, code in _KINDS if isinstance(error, of)
         )
-        named = _FIELD.match(str(error))
+        message = _TOO_LATE if isinstance(error, TimedOut) else str(error)
+        named = _FIELD.match(message)
         param = named[1] if named and status == 400 else None
-        return cls(status=status, message=str(error), type=kind, code=code, param=param)
+        if param is not None and code is None:
+            code = "invalid_value"
+        return cls(status=status, message=message, type=kind, code=code, param=param)
 
     @classmethod
     def of_body(cls, errors: Sequence[Any]) -> Failure:
@@ -77,8 +83,14 @@ class Failure(Exception):
                 return cls(
                     status=400, message=f"{param or 'the body'} is missing; give it", param=param
                 )
+        if not where:
+            message = (
+                f"the body: {error['msg']}; send one JSON object, with the header 'content-type: "
+                "application/json'"
+            )
+            return cls(status=400, message=message, code="invalid_value")
         shown = _shown(error.get("input"))
-        message = f"{param or 'the body'}={shown}: {error['msg']}"
+        message = f"{param}={shown}: {error['msg']}"
         return cls(status=400, message=message, param=param, code="invalid_value")
 
     @property

@@ -67,10 +67,10 @@ class Guard:
             _log.error("request %s: %s\n%s", reply.request_id, type(error).__name__, where)
             await reply.fail(_unexpected(), scope, receive)
         finally:
-            path = _route(scope)
-            self._metrics.count_request(path, reply.status)
+            path, status = _route(scope), scope.get("state", {}).get("ended", reply.status)
+            self._metrics.count_request(path, status)
             _log.info(
-                "%s %s %d %.3f s request=%s", scope["method"], path, reply.status,
+                "%s %s %d %.3f s request=%s", scope["method"], path, status,
                 time.perf_counter() - began, reply.request_id,
             )  # fmt: skip
 

@@ -173,3 +173,15 @@ def test_the_records_of_an_emptied_document_go(town: Path, tiny: str) -> None:
     ran("ingest", str(town), "--model", tiny)
     collection = open_collection(Path(".samkv/chroma").resolve(), "documents", create=False)
     assert collection.count() == len(RECORDS) - 1
+
+
+def test_a_namespace_of_its_own(documents: Path) -> None:
+    """Each has its caches, and neither finds the other's."""
+    folder, name = str(documents), ("--collection", "letters")
+    (row,) = rows_of("ingest", folder, *name, "--namespace", "tenant-8")
+    assert row["n_cached"] > 0
+    question = f"How many people work at {RECORDS[0].name}?"
+    asked = ("ask", question, *name, "--method", "reuse")
+    (answered,) = rows_of(*asked, "--namespace", "tenant-8")
+    assert answered["found"] > 0 and answered["chunk_misses"] == {}
+    assert "--namespace" in error_of("store", "sync", *name)

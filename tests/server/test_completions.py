@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -184,6 +185,19 @@ async def test_too_many_wait(make_app: Callable[..., App], steps: Steps, path: s
 async def test_an_answer_that_takes_too_long(make_app: Callable[..., App], path: str) -> None:
     reply = await make_app(timeout_s=1e-6).client.posted(path, body_of(path))
     assert (reply.status, reply.error["code"]) == (504, "timeout")
+
+
+async def test_a_stream_that_takes_too_long_ends_with_an_event(
+    make_app: Callable[..., App], steps: Steps, path: str
+) -> None:
+    app = make_app(timeout_s=5.0)
+    steps.hold()
+    reply = await app.client.posted(path, body_of(path, stream=True))
+    steps.release()
+    parts = [part for part in reply.text.split("\n\n") if part]
+    assert reply.status == 200
+    assert json.loads(parts[-1].removeprefix("data: "))["error"]["code"] == "timeout"
+    assert f'path="{path}",status="504"}} 1.0' in (await app.client.got("/metrics")).text
 
 
 async def test_a_failure_in_the_midst_of_a_stream_is_its_last_event(

@@ -61,6 +61,8 @@ async def test_who_leaves_in_the_midst_ends_the_answer(
     await idle(app)
     assert steps.n < 50
     assert app.scheduler.load.kv_bytes == 0
+    counted = (await app.client.got("/metrics")).text
+    assert f'samkv_requests_total{{path="{PATH}",status="499"}} 1.0' in counted
 
 
 async def test_who_leaves_while_waiting_is_never_begun(

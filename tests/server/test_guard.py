@@ -73,6 +73,7 @@ async def test_a_form_of_another_page_is_no_request(app: App) -> None:
     for kind in ("text/plain", "application/x-www-form-urlencoded"):
         reply = await app.client.posted("/v1/completions", ASKED, content_type=kind)
         assert reply.status == 400
+        assert "content-type: application/json" in reply.error["message"]
 
 
 # -- sizes and times ----------------------------------------------------------------------------
