@@ -42,6 +42,8 @@ class TextStream:
 
     def _undecided(self, text: str) -> int:
         """Length of the longest end of ``text`` that begins a stop string."""
+        tail = text[self._sent :]  # what was sent is decided, however long a stop string is
+        ends = ((s, min(len(s) - 1, len(tail))) for s in self._stop)
         return max(
-            (n for s in self._stop for n in range(1, len(s)) if text.endswith(s[:n])), default=0
+            (n for s, most in ends for n in range(1, most + 1) if tail.endswith(s[:n])), default=0
         )

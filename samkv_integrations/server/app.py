@@ -28,6 +28,7 @@ def create_app(service: Service, rules: Rules) -> FastAPI:
     app = FastAPI(
         title="samkv", version=figures.version(), description=_DESCRIPTION,
         docs_url=None, redoc_url=None,  # pages that load scripts from elsewhere
+        redirect_slashes=False,  # an error is said, in OpenAI's form
     )  # fmt: skip
     app.add_middleware(Guard, rules=rules, metrics=service.metrics)
     _add_handlers(app)
@@ -93,6 +94,12 @@ def _add_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def not_found(request: Request, error: HTTPException) -> JSONResponse:
+        if error.status_code == 400:  # FastAPI's, of a body that Python cannot decode
+            message = (
+                "the body is no JSON that can be read: it has to be UTF-8, with numbers of at most "
+                "4,300 digits, and lists and objects that are not too deep"
+            )
+            return Failure(status=400, message=message).response
         what = f"{request.method} {request.url.path[:80]}"
         message = f"{what}: {error.detail}; /openapi.json lists what there is"
         return Failure(status=error.status_code, message=message, code="not_found").response

@@ -22,6 +22,10 @@ from samkv_integrations.engine.options import AnswerOptions
 from samkv_integrations.errors import InvalidOption
 from samkv_integrations.prompt.resolve import OnMiss
 
+MAX_STOPS, MAX_STOP_LENGTH = 64, 1024
+"""Most stop strings of a request, and characters of one: each token of the answer is compared with
+all of them, while other answers wait."""
+
 
 class Body(BaseModel):
     """A body, or a part of one. A null is as good as nothing."""
@@ -61,8 +65,9 @@ def _text_of(content: object) -> object:
         if not (isinstance(part, dict) and part.get("type") == "text"):
             kind = part.get("type") if isinstance(part, dict) else type(part).__name__
             raise PydanticCustomError(
-                "unsupported", "a part of type {kind}; this model reads text only", {"kind": kind}
-            )
+                "unsupported", "a part of type {kind}; this model reads text only",
+                {"kind": ascii(kind)[:80]},  # pydantic can write no lone surrogate
+            )  # fmt: skip
         given = {name: value for name, value in part.items() if value is not None}
         if given.keys() != {"type", "text"} or not isinstance(given["text"], str):
             raise PydanticCustomError("text_part", "a part of type 'text' has a string, 'text'")
@@ -152,7 +157,8 @@ class Asked(Body):
     repetition_penalty: float | None = None
     seed: int | None = None
     stop: Annotated[
-        list[Annotated[str, Field(min_length=1)]],
+        list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]],
+        Field(max_length=MAX_STOPS),
         BeforeValidator(_listed, json_schema_input_type=str | list[str]),
     ] = []
     samkv: Samkv = Samkv()

@@ -493,3 +493,10 @@ def test_threads_do_not_mix_how_special_tokens_are_read(engine: Engine) -> None:
     for thread in threads:
         thread.join()
     assert not wrong
+
+
+def test_a_stop_string_that_is_longer_than_any_answer(engine: Engine) -> None:
+    """It is compared with what is undecided of the answer, and no further."""
+    free = engine.generate(PROMPT, TEXTS, max_new_tokens=24).text
+    stop = [free[:1] + "x" * 1_000_000, free + "x" * 1_000_000]
+    assert engine.generate(PROMPT, TEXTS, max_new_tokens=24, stop=stop).text == free

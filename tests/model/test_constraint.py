@@ -12,6 +12,7 @@ from jsonschema import validate
 
 from samkv_integrations import Engine
 from samkv_integrations.errors import InvalidOption, MissingExtra
+from samkv_integrations.model.constraint import check_json_schema
 from samkv_integrations.model.model import Model
 from tests.support.models import byte_tokenizer, hf_model, tiny_model
 
@@ -140,6 +141,13 @@ def test_stop_ids_end_it_when_it_is_complete_and_not_before() -> None:
         ({"$ref": "#/$defs/none"}, "does not exist"),
         ({"type": "array", "uniqueItems": True}, 'Unimplemented keys: \\["uniqueItems"\\]'),
         ({"enum": []}, "Unsatisfiable"),
+        ({"minimum": float("nan")}, "it must be a JSON schema as a dict"),
+        ({"const": "\ud800"}, "give a simpler schema"),
+        ({"type": "integer", "multipleOf": 9_999_991}, "common multiple of more than 100000"),
+        (
+            {"allOf": [{"multipleOf": 9973}, {"multipleOf": 9.967}], "type": "number"},
+            "common multiple of more than 100000",
+        ),
     ],
     ids=str,
 )
@@ -176,3 +184,23 @@ def test_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(MissingExtra, match=r"samkv-integrations\[structured\]"):
         engine().generate(PROMPT, json_schema=SCHEMAS["list"])
     assert engine().generate(PROMPT, max_new_tokens=2).report.completion_tokens <= 2
+
+
+def test_multiples_that_are_few_enough() -> None:
+    schema = {"type": "array", "items": {"type": "number", "multipleOf": 0.05}, "maxItems": 2}
+    check_json_schema({**schema, "prefixItems": [{"multipleOf": 60}, {"multipleOf": 10**9}]})
+
+
+@pytest.mark.parametrize("depth", [200, 900, 100_000])
+def test_a_schema_that_is_nested_too_deep(depth: int) -> None:
+    schema: dict[str, Any] = {"type": "string"}
+    for _ in range(depth):
+        schema = {"items": schema}
+    with pytest.raises(InvalidOption, match="schema"):
+        engine().generate(PROMPT, json_schema=schema)
+
+
+def test_a_schema_that_takes_too_long_to_read() -> None:
+    names = {f"property-{number}": {"type": "string"} for number in range(10_000)}
+    with pytest.raises(InvalidOption, match="it may have 100000"):
+        check_json_schema({"type": "object", "properties": names})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -163,3 +164,44 @@ async def test_a_wrong_value_is_not_repeated_at_length(app: App) -> None:
     assert len(reply.text) < 500
     reply = await app.client.posted(CHAT, chat(**{"y" * 50_000: 1}))
     assert len(reply.text) < 500
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"[" * 100_000,
+        b'{"model": "\xff"}',
+        b'{"seed": ' + b"9" * 5000 + b"}",
+    ],
+    ids=["deep", "no UTF-8", "long number"],
+)
+async def test_a_body_that_cannot_be_decoded(sent: bytes, make_app: Callable[..., App]) -> None:
+    reply = await make_app(max_body_bytes=200_000).client.posted(CHAT, sent)
+    assert (reply.status, reply.error["code"]) == (400, None), reply.text
+    assert reply.error["message"].startswith("the body is no JSON")
+
+
+async def test_a_part_whose_type_is_half_a_character(app: App) -> None:
+    body = rb'{"model": "tiny", "messages": [{"role": "user", "content": [{"type": "\ud800"}]}]}'
+    reply = await app.client.posted(CHAT, body)
+    assert (reply.status, reply.error["param"]) == (400, "messages.0.content"), reply.text
+    assert r"\ud800" in reply.error["message"]
+
+
+async def test_a_schema_of_half_a_character(app: App) -> None:
+    form = rb'{"type": "json_schema", "json_schema": {"schema": {"const": "\ud800"}}}'
+    turns = rb'[{"role": "user", "content": "Q?"}]'
+    body = rb'{"model": "tiny", "messages": ' + turns + rb', "response_format": ' + form + b"}"
+    reply = await app.client.posted(CHAT, body)
+    assert reply.status == 400, reply.text
+
+
+@pytest.mark.parametrize("stop", [["x"] * 65, ["x" * 1025]], ids=["many", "long"])
+async def test_stop_strings_that_hold_others_up(stop: list[str], app: App) -> None:
+    reply = await app.client.posted(CHAT, chat(stop=stop))
+    assert (reply.status, reply.error["code"]) == (400, "invalid_value"), reply.text
+
+
+async def test_a_path_with_a_slash_too_many(app: App) -> None:
+    reply = await app.client.posted(f"{CHAT}/", chat())
+    assert (reply.status, reply.error["code"]) == (404, "not_found"), reply.text
