@@ -28,7 +28,7 @@ MAX_SCHEMA_LENGTH = 100_000
 
 MAX_MULTIPLE = 100_000
 """Largest common multiple of all values of ``multipleOf``, in units of their last decimal place:
-reading 99,991 takes about a second, and one a hundred times as large takes minutes and gigabytes."""
+reading 99,991 takes about a second, and far larger ones take minutes and gigabytes."""
 
 _VALUES = ("const", "enum", "default", "examples")  # what is in them is no schema
 
