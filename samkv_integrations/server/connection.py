@@ -52,7 +52,7 @@ class EventStream(Response):
     """Server-sent events, one for each data that ``events`` gives.
 
     They end, and ``events`` is closed, when the client goes away or reads nothing for `SEND_S`. An
-    error that ``events`` raises is the last one. The status of an early end is left in the request's
+    error that ``events`` raises is the last one. An early end leaves its status in the request's
     state, under ``ended``.
     """
 

@@ -175,9 +175,9 @@ def test_the_records_of_an_emptied_document_go(town: Path, tiny: str) -> None:
     assert collection.count() == len(RECORDS) - 1
 
 
-def test_a_namespace_of_its_own(documents: Path) -> None:
+def test_a_namespace_of_its_own(town: Path) -> None:
     """Each has its caches, and neither finds the other's."""
-    folder, name = str(documents), ("--collection", "letters")
+    folder, name = str(town), ("--collection", "letters")
     (row,) = rows_of("ingest", folder, *name, "--namespace", "tenant-8")
     assert row["n_cached"] > 0
     question = f"How many people work at {RECORDS[0].name}?"

@@ -124,11 +124,12 @@ async def test_nothing_is_measured_on_the_model_for_an_estimate(
 async def test_a_collection_is_named_where_there_are_several(filled: Path, tmp_path: Path) -> None:
     for names, message in (
         (["town", "other"], "collection is missing; give one of: town, other"),
-        ([], "collection is missing; give one of: none"),
+        ([], "there is no collection that may be asked here; "),
     ):
         town = Town(filled, collections=names)
         error = await town.error(400, "POST", PATH, {"question": QUESTION})
-        assert (error["param"], error["message"]) == ("collection", message)
+        assert error["param"] == "collection"
+        assert error["message"].startswith(message)
     several = Town(filled, collections=["other", "town"])
     found = await several.json("POST", PATH, {"question": QUESTION, "collection": "town"})
     assert found["sources"][0]["text"] == TEXTS[0]
