@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
@@ -22,6 +24,20 @@ class StoredContext(Protocol):
     def entries(self, layer: int, tokens: Tensor) -> Entries:
         """Those of context tokens (n,), in order."""
         ...
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """One thread of PyTorch's, for operations so small that several wait for each other longer."""
+    n_threads = torch.get_num_threads()
+    if n_threads == 1:
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(n_threads)
 
 
 class SparseCache(WorkingCache):
@@ -87,6 +103,12 @@ class SparseCache(WorkingCache):
             self.prompt_bytes = self.kv_bytes
 
     def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float
+    ) -> Tensor:
+        with _one_thread():
+            return self._attend(layer, query, key, value, scaling)
+
+    def _attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float
     ) -> Tensor:
         length, context = self._lengths[layer], self._context[layer]

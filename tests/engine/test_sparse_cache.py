@@ -520,3 +520,26 @@ def test_room_for_all_is_no_eviction_but_for_what_was_computed(family: str, bits
         float((a - b).square().mean().sqrt()) for a, b in ((computed, true), (dense, as_stored))
     )
     assert 0 < off < 2 * by_store
+
+
+def test_a_step_takes_one_thread_and_gives_the_others_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    logits = Entries.logits
+
+    def noted(self: Entries, query: Tensor) -> Tensor:
+        seen.append(torch.get_num_threads())
+        return logits(self, query)
+
+    monkeypatch.setattr(Entries, "logits", noted)
+    before = torch.get_num_threads()
+    engine = Engine(tiny_model("llama"), block_size=8)
+    engine.cache_chunks(CHUNKS)
+    torch.set_num_threads(3)
+    try:
+        with_three = engine.logits(PROMPT, method="reuse", eviction="quest", follow=FOLLOW)
+        assert engine.scheduler.run(torch.get_num_threads) == 3
+    finally:
+        torch.set_num_threads(before)
+    assert set(seen) == {1}
+    alone = engine.logits(PROMPT, method="reuse", eviction="quest", follow=FOLLOW)
+    torch.testing.assert_close(with_three, alone, rtol=0, atol=1e-4)
