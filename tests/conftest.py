@@ -7,6 +7,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from samkv_integrations.engine import asking as asking_module
+from samkv_integrations.engine.first_token import first_token
+from samkv_integrations.engine.request import FirstToken, Request
 from tests.support.chroma_server import chroma_server
 from tests.support.live_server import LiveServer, live_server
 from tests.support.serve_process import serving_town
@@ -35,6 +38,19 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[Steps]:
     counted = Steps(monkeypatch)
     yield counted
     counted.release()
+
+
+@pytest.fixture
+def begun(monkeypatch: pytest.MonkeyPatch) -> list[Request]:
+    """The requests whose first pass has begun."""
+    found: list[Request] = []
+
+    def noted(request: Request) -> FirstToken:
+        found.append(request)
+        return first_token(request)
+
+    monkeypatch.setattr(asking_module, "first_token", noted)
+    return found
 
 
 @pytest.fixture(scope="session")

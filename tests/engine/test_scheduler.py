@@ -16,12 +16,11 @@ import pytest
 import torch
 
 from samkv_integrations import Engine
-from samkv_integrations.engine import asking as asking_module
 from samkv_integrations.engine.answering import AHEAD
 from samkv_integrations.engine.decode import Decoder, decode
 from samkv_integrations.engine.first_token import first_token
 from samkv_integrations.engine.options import AnswerSettings
-from samkv_integrations.engine.request import FirstToken, Request
+from samkv_integrations.engine.request import Request
 from samkv_integrations.engine.scheduler import Limits, Scheduler
 from samkv_integrations.engine.stream import AnswerStream
 from samkv_integrations.errors import InvalidOption, Overloaded, TimedOut
@@ -52,19 +51,6 @@ def engine_of(model: Model, limits: Limits | None = None, **options: object) -> 
 @pytest.fixture
 def engine() -> Engine:
     return engine_of(tiny_model("llama"))
-
-
-@pytest.fixture
-def begun(monkeypatch: pytest.MonkeyPatch) -> list[Request]:
-    """The requests whose first pass has begun."""
-    found: list[Request] = []
-
-    def noted(request: Request) -> FirstToken:
-        found.append(request)
-        return first_token(request)
-
-    monkeypatch.setattr(asking_module, "first_token", noted)
-    return found
 
 
 def all_at_once(engine: Engine, prompts: list[str], **options: object) -> list[str]:

@@ -7,9 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from samkv_integrations.engine import asking as asking_module
-from samkv_integrations.engine.first_token import first_token
-from samkv_integrations.engine.request import FirstToken, Request
+from samkv_integrations.engine.request import Request
 from samkv_integrations.engine.scheduler import Limits
 from samkv_integrations.server import connection as module
 from tests.server.conftest import App
@@ -26,19 +24,6 @@ def app(make_app: Callable[..., App]) -> App:
     app = make_app(limits=Limits(max_batch=1))
     app.engine().cache_chunks(TEXTS)
     return app
-
-
-@pytest.fixture
-def begun(monkeypatch: pytest.MonkeyPatch) -> list[Request]:
-    """The requests whose first pass has begun."""
-    found: list[Request] = []
-
-    def noted(request: Request) -> FirstToken:
-        found.append(request)
-        return first_token(request)
-
-    monkeypatch.setattr(asking_module, "first_token", noted)
-    return found
 
 
 async def idle(app: App) -> None:
