@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from samkv_integrations.cache.entries import Entries
+from samkv_integrations.engine.one_thread import on_one_thread
 from samkv_integrations.engine.working_cache import LayerEntries, WorkingCache, as_heads
 from samkv_integrations.methods.base import ContextAttention
 from samkv_integrations.model.attention import attention
@@ -24,20 +24,6 @@ class StoredContext(Protocol):
     def entries(self, layer: int, tokens: Tensor) -> Entries:
         """Those of context tokens (n,), in order."""
         ...
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """One thread of PyTorch's, for operations so small that several wait for each other longer."""
-    n_threads = torch.get_num_threads()
-    if n_threads == 1:
-        yield
-        return
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(n_threads)
 
 
 class SparseCache(WorkingCache):
@@ -105,8 +91,8 @@ class SparseCache(WorkingCache):
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float
     ) -> Tensor:
-        with _one_thread():
-            return self._attend(layer, query, key, value, scaling)
+        attend = partial(self._attend, layer, query, key, value, scaling)
+        return on_one_thread(attend) if query.device.type == "cpu" else attend()
 
     def _attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float

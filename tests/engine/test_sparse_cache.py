@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import cache
+from threading import Thread
 
 import pytest
 import torch
@@ -522,12 +523,19 @@ def test_room_for_all_is_no_eviction_but_for_what_was_computed(family: str, bits
     assert 0 < off < 2 * by_store
 
 
-def test_a_step_takes_one_thread_and_gives_the_others_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_takes_one_thread_and_leaves_all_others_theirs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Threads that begin in its midst too, which take the process's number for good."""
     seen: list[int] = []
+    of_others: list[int] = []
     logits = Entries.logits
 
     def noted(self: Entries, query: Tensor) -> Tensor:
         seen.append(torch.get_num_threads())
+        other = Thread(target=lambda: of_others.append(torch.get_num_threads()))
+        other.start()
+        other.join()
         return logits(self, query)
 
     monkeypatch.setattr(Entries, "logits", noted)
@@ -540,6 +548,6 @@ def test_a_step_takes_one_thread_and_gives_the_others_back(monkeypatch: pytest.M
         assert engine.scheduler.run(torch.get_num_threads) == 3
     finally:
         torch.set_num_threads(before)
-    assert set(seen) == {1}
+    assert (set(seen), set(of_others)) == ({1}, {3})
     alone = engine.logits(PROMPT, method="reuse", eviction="quest", follow=FOLLOW)
     torch.testing.assert_close(with_three, alone, rtol=0, atol=1e-4)
