@@ -81,12 +81,14 @@ def _add_handlers(app: FastAPI) -> None:
     """Errors in OpenAI's shape."""
 
     @app.exception_handler(Failure)
-    async def failed(_: Request, error: Failure) -> JSONResponse:
+    async def failed(request: Request, error: Failure) -> JSONResponse:
+        request.state.failure = error
         return error.response
 
     @app.exception_handler(SamkvError)
-    async def refused(_: Request, error: SamkvError) -> JSONResponse:
-        return Failure.of(error).response
+    async def refused(request: Request, error: SamkvError) -> JSONResponse:
+        request.state.failure = failure = Failure.of(error)
+        return failure.response
 
     @app.exception_handler(RequestValidationError)
     async def invalid(_: Request, error: RequestValidationError) -> JSONResponse:

@@ -20,7 +20,7 @@ from samkv_integrations.engine.off_loop import off_loop
 from samkv_integrations.engine.options import AnswerOptions
 from samkv_integrations.engine.report import Report
 from samkv_integrations.engine.stream import Answer, AnswerStream
-from samkv_integrations.errors import UnknownOption
+from samkv_integrations.errors import InvalidOption, StoreError, UnknownOption
 from samkv_integrations.eviction import get_eviction
 from samkv_integrations.methods import METHODS, get_method
 from samkv_integrations.prompt.template import rag_prompt
@@ -287,6 +287,10 @@ async def _retrieved(service: Service, tenant: Tenant, asked: Question) -> _Retr
 
     try:
         return await off_loop(retrieve)
+    except InvalidOption as error:
+        if error.__cause__ is None:
+            raise
+        raise StoreError(str(error)) from error  # in Chroma's words, which may name folders
     except UnknownOption as error:
         raise Failure(
             status=404, code="collection_not_found", param="collection", message=str(error)

@@ -143,7 +143,7 @@ class _Outcome:
     def shown(self) -> dict[str, object]:
         if self.chunk is not None:
             return self.chunk.model_dump()
-        return {"key": None, "error": str(self.error)}
+        return {"key": None, "error": Failure.of(self.error).message if self.error else None}
 
 
 async def _cached(turns: Turns, engine: Engine, texts: Sequence[str]) -> list[_Outcome]:
@@ -155,7 +155,7 @@ async def _cached(turns: Turns, engine: Engine, texts: Sequence[str]) -> list[_O
             outcomes += await to_its_end(off_loop(_cache, engine, part))
             if any(isinstance(each.error, StoreError) for each in outcomes):
                 break
-    left_out = StoreError("not tried, as the store had failed before")
+    left_out = SamkvError("not tried, as the store had failed before")
     return outcomes + [_Outcome(error=left_out)] * (len(texts) - len(outcomes))
 
 
@@ -224,9 +224,10 @@ def _require_all(outcomes: Sequence[_Outcome]) -> None:
     place, error = failed[0]
     failure = Failure.of(error)
     failure.param = f"texts.{place}"
+    n_cached = len(outcomes) - len(failed)
     failure.message = (
-        f"texts.{place}: {error}; {len(outcomes) - len(failed)} of {len(outcomes)} texts are "
-        "cached, and data says which"
+        f"texts.{place}: {failure.message}; {n_cached} of {len(outcomes)} texts are cached, and "
+        "data says which"
     )
     failure.more = {"data": [each.shown for each in outcomes]}
     raise failure

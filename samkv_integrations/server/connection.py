@@ -52,8 +52,8 @@ class EventStream(Response):
     """Server-sent events, one for each data that ``events`` gives.
 
     They end, and ``events`` is closed, when the client goes away or reads nothing for `SEND_S`. An
-    error that ``events`` raises is the last one. An early end leaves its status in the request's
-    state, under ``ended``.
+    error that ``events`` raises is the last one. The Failure of an early end is left in the
+    request's state, under ``failure``.
     """
 
     media_type = "text/event-stream"
@@ -74,7 +74,7 @@ class EventStream(Response):
             failure = gone()
         else:
             return
-        scope["state"]["ended"] = failure.status
+        scope["state"]["failure"] = failure
 
     async def _send(self, send: Send) -> None:
         head = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}

@@ -25,6 +25,10 @@ RETRY_AFTER_S = 1
 _TOO_LATE = (
     "the answer was not complete within the server's --timeout; ask for fewer tokens, or ask later"
 )
+_STORE = (
+    "the server's store of chunk caches failed; its log says how, under the x-request-id of this "
+    "response"
+)
 _FIELD = re.compile(r"(\w+)=")
 _SHOWN = 80
 
@@ -44,7 +48,8 @@ class Failure(Exception):
     """Why a request is not answered.
 
     status: of HTTP. type, code, param: as OpenAI's errors have them; param is the field of the
-    request that is wrong. more: what the body says beside the error.
+    request that is wrong. more: what the body says beside the error. cause: what the log says of
+    it; the client is not told, as it names folders of the server.
     """
 
     status: int
@@ -53,13 +58,16 @@ class Failure(Exception):
     code: str | None = None
     param: str | None = None
     more: Mapping[str, Any] = field(default_factory=dict)
+    cause: str | None = None
 
     @classmethod
     def of(cls, error: SamkvError) -> Failure:
-        """An error of ours, whose message is made for the user."""
+        """An error of ours: its message is made for the user, but for those of the store."""
         status, kind, code = next(
             (status, kind, code) for of, status, kind, code in _KINDS if isinstance(error, of)
         )
+        if isinstance(error, StoreError):
+            return cls(status=status, message=_STORE, type=kind, code=code, cause=str(error))
         message = _TOO_LATE if isinstance(error, TimedOut) else str(error)
         named = _FIELD.match(message)
         param = named[1] if named and status == 400 else None

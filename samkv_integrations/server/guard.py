@@ -67,7 +67,11 @@ class Guard:
             _log.error("request %s: %s\n%s", reply.request_id, type(error).__name__, where)
             await reply.fail(_unexpected(), scope, receive)
         finally:
-            path, status = _route(scope), scope.get("state", {}).get("ended", reply.status)
+            path, status = _route(scope), reply.status
+            if failed := scope.get("state", {}).get("failure"):
+                status = failed.status
+                if failed.cause is not None:
+                    _log.error("request %s: %s", reply.request_id, failed.cause)
             self._metrics.count_request(path, status)
             _log.info(
                 "%s %s %d %.3f s request=%s", scope["method"], path, status,

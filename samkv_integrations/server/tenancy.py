@@ -12,7 +12,7 @@ from samkv_integrations.chroma.link import ChromaLink
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.engine.options import EngineOptions
 from samkv_integrations.engine.scheduler import Scheduler
-from samkv_integrations.errors import UnknownOption
+from samkv_integrations.errors import InvalidOption, StoreError, UnknownOption
 from samkv_integrations.server.keys import Tenant
 
 
@@ -53,12 +53,15 @@ class Tenancy:
 
         Raises:
             UnknownOption: it may not, or there is none; the same, so that it tells nothing.
-            InvalidOption: there is no Chroma database, or it is another's.
+            StoreError: there is no Chroma database that can be used, or it is another's.
         """
         if collection not in tenant.collections:
             raise UnknownOption.among("collection", collection, tenant.collections or ["none"])
+        engine = self.engine(tenant)
         try:
             opened = open_collection(self._folder / "chroma", collection, create=False)
+            return ChromaLink(opened, engine)
         except UnknownOption:  # deleted meanwhile; the error lists the collections of others
             raise UnknownOption(f"collection {collection!r} is gone; ingest it again") from None
-        return ChromaLink(opened, self.engine(tenant))
+        except InvalidOption as error:  # the server's fault, and no client's
+            raise StoreError(str(error)) from error

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+from chromadb import Collection
+from chromadb.errors import InternalError
 
 from samkv_integrations.chroma.client import open_collection
 from samkv_integrations.chroma.lexical import nearest
@@ -92,7 +95,8 @@ async def test_an_error_in_the_midst_of_a_stream_is_its_last_event(
     monkeypatch.setattr(AnswerStream, "__anext__", fails)
     response = await town.send("POST", PATH, {"question": QUESTION, "stream": True})
     assert '"text"' in response.text
-    assert response.text.strip().split("\n\n")[-1].startswith('data: {"error": {"message": "the d')
+    assert json.loads(response.text.strip().split("data: ")[-1])["error"]["code"] == "store_error"
+    assert "disk" not in response.text
     assert "[DONE]" not in response.text
     await asyncio.to_thread(town.tenancy.scheduler.run, lambda: None)  # its thread has followed
     assert town.tenancy.scheduler.load.running == 0
@@ -159,6 +163,29 @@ async def test_another_tenants_collection_is_like_one_that_is_not_there(tmp_path
     assert "blue" not in gone["message"]
     listed = await town.json("GET", "/v1/samkv/collections", key=BLUE)
     assert listed["data"] == [{"id": "blue-town"}]
+
+
+async def test_a_database_that_is_gone_is_not_named(
+    town: Town, caplog: pytest.LogCaptureFixture
+) -> None:
+    shutil.rmtree(town.folder / "chroma")
+    error = await town.error(500, "POST", PATH, {"question": QUESTION})
+    assert error["code"] == "store_error"
+    assert str(town.folder) not in error["message"]
+    assert f"{town.folder / 'chroma'} holds no Chroma database" in caplog.text
+
+
+async def test_what_chroma_says_is_not_passed_on(
+    town: Town, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise InternalError("unable to open /srv/secret/index")
+
+    monkeypatch.setattr(Collection, "query", fail)
+    error = await town.error(500, "POST", PATH, {"question": QUESTION})
+    assert error["code"] == "store_error"
+    assert "secret" not in error["message"]
+    assert "unable to open /srv/secret/index" in caplog.text
 
 
 async def test_embeddings_of_another_size_are_an_error(town: Town) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from pathlib import Path
 from typing import Any
@@ -111,6 +112,7 @@ async def test_a_store_that_fails_says_what_it_took(
     found = await town.json("POST", PATH, {"texts": TEXTS[:3]}, status=500)
     assert found["error"]["code"] == "store_error"
     assert found["error"]["param"] == "texts.1"
+    assert "disk" not in json.dumps(found)
     assert [one["key"] is None for one in found["data"]] == [False, True, True]
     assert "not tried" in found["data"][2]["error"]
     assert n_put == 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -144,6 +145,19 @@ async def test_what_fails_by_surprise_tells_nothing(
     assert "RuntimeError" in caplog.text
     assert "service.py" in caplog.text
     assert SECRET not in caplog.text
+
+
+async def test_where_the_store_lies_goes_to_the_log_alone(
+    make_app: Callable[..., App], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "kv").write_text("no folder")
+    app = make_app()
+    for path, body in (("/v1/completions", ASKED), ("/v1/samkv/chunks", {"texts": ["a"]})):
+        reply = await app.client.posted(path, body, x_request_id="id-8")
+        assert (reply.status, reply.error["code"]) == (500, "store_error")
+        assert str(tmp_path) not in reply.text
+        assert f"request id-8: {tmp_path / 'kv'} is not a folder" in caplog.text
+        caplog.clear()
 
 
 @pytest.mark.parametrize("is_asked_for", [False, True])
