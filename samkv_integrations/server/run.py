@@ -14,6 +14,7 @@ from samkv_integrations.server.app import create_app
 from samkv_integrations.server.guard import Rules
 from samkv_integrations.server.keys import ApiKeys
 from samkv_integrations.server.metrics import Metrics
+from samkv_integrations.server.protocol import Connection
 from samkv_integrations.server.service import Service
 from samkv_integrations.server.tenancy import Tenancy
 
@@ -78,7 +79,7 @@ def server_of(
     )
     config = uvicorn.Config(
         create_app(service, Rules(keys=keys, max_body_bytes=settings.max_body_bytes)),
-        http="h11",  # the one that bounds headers
+        http=Connection,  # h11, the one that bounds headers
         ws="none",
         lifespan="off",
         log_config=None,
