@@ -130,6 +130,7 @@ ERRORS: dict[int | str, dict[str, Any]] = {
         (413, "The body is too large."),
         (429, "Too many requests wait; Retry-After says when to ask again."),
         (500, "The server failed, or its folder cannot be used."),
+        (503, "The server ends."),
         (504, "The answer was not complete in time."),
         ("default", "Any other error."),
     )

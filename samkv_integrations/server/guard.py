@@ -61,6 +61,8 @@ class Guard:
             await self._app(scope, _Replayed(body, receive), reply)
         except Failure as failure:
             await reply.fail(failure, scope, receive)
+        except asyncio.CancelledError:  # by the server, which ends
+            await reply.fail(_ending(), scope, receive)
         except Exception as error:
             # not the message, which may hold a prompt
             where = "".join(traceback.format_tb(error.__traceback__))
@@ -119,6 +121,13 @@ def _unexpected() -> Failure:
     return Failure(
         status=500, type="server_error", code="internal_error",
         message="the server failed; its log says where, under the x-request-id of this response",
+    )  # fmt: skip
+
+
+def _ending() -> Failure:
+    return Failure(
+        status=503, type="server_error", code="shutting_down",
+        message="the server ends, and the answer was not complete; ask again later",
     )  # fmt: skip
 
 

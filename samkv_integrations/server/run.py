@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import socket
 from collections.abc import Callable
@@ -20,6 +21,9 @@ from samkv_integrations.server.tenancy import Tenancy
 
 MAX_HEADER_BYTES = 2**16
 """Of one request; more is answered with a 400."""
+
+LAST_WORDS_S = 2.0
+"""Seconds that answers have which are cut off, to say so and to let go."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,3 +104,12 @@ class _Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self._ready()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().shutdown(sockets)
+        # who is cut off is told so: the process may end with this call
+        if tasks := set(self.server_state.tasks):
+            for task in tasks:
+                if not task.cancelling():  # a second Ctrl-C
+                    task.cancel()
+            await asyncio.wait(tasks, timeout=LAST_WORDS_S)
