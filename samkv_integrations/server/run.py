@@ -22,7 +22,7 @@ from samkv_integrations.server.tenancy import Tenancy
 MAX_HEADER_BYTES = 2**16
 """Of one request; more is answered with a 400."""
 
-LAST_WORDS_S = 2.0
+LAST_WORDS_S = 5.0
 """Seconds that answers have which are cut off, to say so and to let go."""
 
 
