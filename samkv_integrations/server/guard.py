@@ -63,6 +63,7 @@ class Guard:
             await reply.fail(failure, scope, receive)
         except asyncio.CancelledError:  # by the server, which ends
             await reply.fail(_ending(), scope, receive)
+            raise
         except Exception as error:
             # not the message, which may hold a prompt
             where = "".join(traceback.format_tb(error.__traceback__))

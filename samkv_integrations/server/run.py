@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 import uvicorn
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from samkv_integrations.server.app import create_app
 from samkv_integrations.server.guard import Rules
@@ -81,8 +82,9 @@ def server_of(
         timeout_s=settings.timeout_s,
         logs_prompts=settings.logs_prompts,
     )
+    app = create_app(service, Rules(keys=keys, max_body_bytes=settings.max_body_bytes))
     config = uvicorn.Config(
-        create_app(service, Rules(keys=keys, max_body_bytes=settings.max_body_bytes)),
+        _until_cut_off(app),
         http=Connection,  # h11, the one that bounds headers
         ws="none",
         lifespan="off",
@@ -94,6 +96,16 @@ def server_of(
         timeout_graceful_shutdown=settings.grace_s,
     )
     return _Server(config, ready)
+
+
+def _until_cut_off(app: ASGIApp) -> ASGIApp:
+    """The application, for a server that takes the end of a cancelled request for an error."""
+
+    async def cut_off(scope: Scope, receive: Receive, send: Send) -> None:
+        with suppress(asyncio.CancelledError):
+            await app(scope, receive, send)
+
+    return cut_off
 
 
 class _Server(uvicorn.Server):
