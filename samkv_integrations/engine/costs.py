@@ -20,6 +20,7 @@ from samkv_integrations.cache.base import Store
 from samkv_integrations.cache.quantise import EntryFormat, groups
 from samkv_integrations.model.attention import attention
 from samkv_integrations.model.model import Model
+from samkv_integrations.model.shape import ModelShape
 
 MARGIN = 0.95
 """Two passes must be estimated below this share of full prefill to be worth their approximation."""
@@ -50,7 +51,11 @@ class CostModel:
     @classmethod
     def assumed(cls, model: Model) -> CostModel:
         """What a machine of today does, where nothing was measured."""
-        on_gpu = model.device.type == "cuda"
+        return cls.assumed_on(model, on_gpu=model.device.type == "cuda")
+
+    @classmethod
+    def assumed_on(cls, model: Model | ModelShape, *, on_gpu: bool) -> CostModel:
+        """The same of a processor or a GPU, for a model that need not be there."""
         flops = 60e12 if on_gpu else 60e9
         return cls(
             layer_s=4e-4 if on_gpu else 3e-4,

@@ -25,6 +25,7 @@ from samkv_integrations.errors import (
 )
 from samkv_integrations.model.model import Model
 from samkv_integrations.model.remembered import Checkpoint
+from samkv_integrations.model.shape import ModelShape
 from samkv_integrations.model.support import SUPPORTED_DTYPES, refuse_unsupported
 
 DTYPES = ("auto", *SUPPORTED_DTYPES)
@@ -65,8 +66,7 @@ def load_model(
     model_kwargs, tokenizer_kwargs: passed on to ``from_pretrained``, such as ``revision``,
         ``token``, ``cache_dir``, ``local_files_only``.
     """
-    if dtype not in DTYPES:
-        raise InvalidOption(f"dtype={dtype!r}; allowed: {', '.join(DTYPES)}")
+    _check_dtype(dtype)
     place, further = _device(device), dict(model_kwargs or {})
     for decided in _DECIDED.keys() & further.keys():
         raise InvalidOption(f"model_kwargs holds {decided!r}: {_DECIDED[decided]}")
@@ -88,6 +88,32 @@ def load_model(
         tokenizer = load_tokenizer(name, tokenizer_kwargs)
     checkpoint = before if is_complete and before == after else None
     return Model(hf.to(place), tokenizer, name, checkpoint)
+
+
+def load_shape(name: str, *, dtype: str = "auto") -> ModelShape:
+    """The sizes of a model by hub id, local folder or ``"builtin"``: its config, no weights.
+
+    dtype: ``float32``, ``bfloat16``, or ``auto`` for the checkpoint's, on whatever machine.
+    """
+    _check_dtype(dtype)
+    source = _source(name)
+    _check_source(name, source)
+    with _loading("model", name, {}):
+        config = AutoConfig.from_pretrained(source, **_as_reachable(source, {}))
+        return ModelShape.of(config, name, dtype)
+
+
+def random_shape(shape: Mapping[str, Any], *, name: str, dtype: str = "auto") -> ModelShape:
+    """The sizes of what `random_model` makes; ``auto`` is bfloat16 here, on whatever machine."""
+    _check_dtype(dtype)
+    fields = dict(shape)
+    config = AutoConfig.for_model(fields.pop("model_type"), **fields)
+    return ModelShape.of(config, name, "bfloat16" if dtype == "auto" else dtype)
+
+
+def _check_dtype(dtype: str) -> None:
+    if dtype not in DTYPES:
+        raise InvalidOption(f"dtype={dtype!r}; allowed: {', '.join(DTYPES)}")
 
 
 def _check_source(name: str, source: str) -> None:

@@ -25,6 +25,7 @@ from samkv_integrations.model.chat import Chat, tool_template
 from samkv_integrations.model.identity import Identity
 from samkv_integrations.model.quoting import RenderedPrompt, SpecialTokens
 from samkv_integrations.model.remembered import Checkpoint
+from samkv_integrations.model.shape import context_window_of, head_dim_of
 from samkv_integrations.model.support import refuse_adapters, refuse_unsupported
 from samkv_integrations.model.token_bound import TokenBound
 
@@ -80,9 +81,7 @@ class Model:
         self.n_layers: int = self.config.num_hidden_layers
         self.n_heads: int = self.config.num_attention_heads
         self.n_kv_heads: int = self.config.num_key_value_heads
-        self.head_dim: int = (
-            getattr(self.config, "head_dim", None) or self.config.hidden_size // self.n_heads
-        )
+        self.head_dim: int = head_dim_of(self.config)
         self.dtype: torch.dtype = hf.dtype
         self.device: torch.device = hf.device
         self._tokenizing = threading.Lock()
@@ -119,10 +118,7 @@ class Model:
     @property
     def context_window(self) -> int:
         """Most tokens of prompt and answer together."""
-        window = getattr(self.config, "sliding_window", None)
-        if window and getattr(self.config, "use_sliding_window", True):
-            return int(min(self.config.max_position_embeddings, window))
-        return int(self.config.max_position_embeddings)
+        return context_window_of(self.config)
 
     # -- text -------------------------------------------------------------------------------
 
