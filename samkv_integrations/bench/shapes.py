@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from samkv_integrations.errors import InvalidOption, UnknownOption
-from samkv_integrations.model.loading import DTYPES, load_model, load_tokenizer, random_model
+from samkv_integrations.errors import InvalidOption, UnknownOption, meant
+from samkv_integrations.model.loading import (
+    DTYPES,
+    load_model,
+    load_shape,
+    load_tokenizer,
+    random_model,
+    random_shape,
+)
 from samkv_integrations.model.model import Model
+from samkv_integrations.model.shape import ModelShape
 
 BUILTIN = "builtin"
 """The shape that is the built-in model itself, its trained weights included."""
@@ -100,6 +109,33 @@ def check(shape: str, layers: int | None, dtype: str) -> None:
     most = SHAPES[shape]["num_hidden_layers"]
     if not 1 <= layers <= most:
         raise InvalidOption(f"layers={layers}; shape {shape!r} takes 1 to {most}")
+
+
+def sizes_of(name: str, *, layers: int | None, dtype: str) -> ModelShape:
+    """The sizes of a shape, or of any other model by its config; no weights are looked at.
+
+    layers: how many it has; None for all.
+
+    Raises:
+        UnknownOption: the name is no shape, no folder and no hub id of anybody.
+        InvalidOption: any other value that there is not.
+        ModelNotFound: a folder or hub id without a config.
+        UnsupportedModel: a model that could not be computed exactly.
+    """
+    if name in SHAPES:
+        found = random_shape(SHAPES[name], name=name, dtype=dtype)
+    elif name == BUILTIN or "/" in name or Path(name).is_dir():
+        found = load_shape(name, dtype=dtype)
+    else:
+        raise UnknownOption(
+            f"unknown model {name!r}; known shapes: {', '.join(shape_names())}"
+            f"{meant(name, shape_names())} Or give a folder with a config.json, or a hub id"
+        )
+    if layers is None:
+        return found
+    if not 1 <= layers <= found.n_layers:
+        raise InvalidOption(f"layers={layers}; {name!r} has 1 to {found.n_layers}")
+    return replace(found, n_layers=layers)
 
 
 def build(

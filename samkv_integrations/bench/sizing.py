@@ -117,13 +117,14 @@ class Sizing:
     chunk_bytes: of a chunk's file. chunk_ratio: those over the chunk's keys and values in bfloat16.
     read_bytes: of a chunk's file that an answer reads. total_bytes: of all files, on disk and again
         in the remote tier, where each is an object.
-    read_s, fetch_s: a question's chunks read from disk and checked, and fetched into the disk.
+    read_s, check_s, fetch_s: a question's chunks read from disk, their MACs checked after that on
+        the same thread, and the chunks fetched from the remote tier.
     recompute_s: those chunks computed again as chunks. full_prefill_s: the whole prompt without
         caches. first_token_s: the prompt with all chunks on disk, by ``samkv-guided``.
     break_even_gb_s: of the remote tier; below it recomputing a question's chunks is faster than
         fetching and checking them. None if it is faster whatever the bandwidth.
-    requests_per_s: with all chunks on disk; bound: what takes most of a request then, ``compute``
-        or ``disk``. remote_requests_per_s, remote_bound: where every chunk is fetched first.
+    requests_per_s: with all chunks on disk; bound: what takes most of a request then, ``compute``,
+        ``disk`` or ``check``. remote_requests_per_s, remote_bound: where all are fetched first.
     ingest_s: computing all chunks.
     disk_usd_month, remote_usd_month: all files, in the one and in the other place.
     """
@@ -133,6 +134,7 @@ class Sizing:
     read_bytes: int
     total_bytes: int
     read_s: float
+    check_s: float
     fetch_s: float | None
     recompute_s: float
     full_prefill_s: float
@@ -237,10 +239,9 @@ class _Question:
 
     @property
     def read_s(self) -> float:
-        """From disk, and checked after that on the same thread."""
         n_bytes = self.work.chunks_per_question * read_bytes(self.layout)
         disk = self.machine.disk_gb_s
-        return self.check_s + (0.0 if disk is None else n_bytes / _GIGA / disk)
+        return 0.0 if disk is None else n_bytes / _GIGA / disk
 
     @property
     def latency_s(self) -> float:
@@ -293,9 +294,11 @@ def size_up(shape: ModelShape, work: Workload, machine: Machine) -> Sizing:
     _check(shape, work, machine)
     layout = file_layout(shape, chunk_tokens=work.chunk_tokens, store_bits=work.store_bits)
     question = _Question(shape=shape, work=work, machine=machine, layout=layout)
-    # An engine reads and computes on one thread, and chunks are fetched beside it.
-    rate = 1 / (question.compute_s + question.read_s)
-    bound = "disk" if question.read_s > question.compute_s else "compute"
+    # An engine reads, checks and computes on one thread, and chunks are fetched beside it.
+    on_thread = {
+        "compute": question.compute_s, "disk": question.read_s, "check": question.check_s
+    }  # fmt: skip
+    rate, bound = 1 / sum(on_thread.values()), max(on_thread, key=on_thread.__getitem__)
     remote_rate = remote_bound = None
     if machine.remote_gb_s is not None:
         most = machine.remote_gb_s * _GIGA / question.n_bytes
@@ -306,9 +309,10 @@ def size_up(shape: ModelShape, work: Workload, machine: Machine) -> Sizing:
     one_chunk_s = shape.n_layers * question.costs.chunks_s([work.chunk_tokens])
     return Sizing(
         chunk_bytes=chunk_bytes, chunk_ratio=chunk_bytes / bf16, read_bytes=read_bytes(layout),
-        total_bytes=total, read_s=question.read_s, fetch_s=question.fetch_s,
+        total_bytes=total, read_s=question.read_s, check_s=question.check_s,
+        fetch_s=question.fetch_s,
         recompute_s=question.recompute_s, full_prefill_s=question.full_prefill_s,
-        first_token_s=question.passes_s + question.read_s,
+        first_token_s=question.passes_s + question.read_s + question.check_s,
         break_even_gb_s=question.break_even_gb_s, requests_per_s=rate, bound=bound,
         remote_requests_per_s=remote_rate, remote_bound=remote_bound,
         ingest_s=work.n_chunks * one_chunk_s,

@@ -17,6 +17,7 @@ from samkv_integrations.cli.ask import ask
 from samkv_integrations.cli.doctor import doctor
 from samkv_integrations.cli.ingest import ingest
 from samkv_integrations.cli.methods import methods
+from samkv_integrations.cli.plan import plan
 from samkv_integrations.cli.quickstart import quickstart
 from samkv_integrations.cli.serve import serve
 from samkv_integrations.errors import SamkvError
@@ -43,7 +44,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (methods, doctor, ingest, ask, serve, quickstart):
+for command in (methods, doctor, ingest, ask, serve, quickstart, plan):
     app.command()(command)
 app.add_typer(store.app, name="store")
 app.add_typer(bench.app, name="bench")

@@ -258,3 +258,60 @@ LoadFolder = Annotated[
 LoadPlot = Annotated[
     Path | None, typer.Option(help="Draw times to first token and throughput, .png or .svg.")
 ]
+
+# -- of plan ------------------------------------------------------------------------------------
+PlannedModels = Annotated[
+    list[str],
+    typer.Option(
+        "--model",
+        help=f"Again for more: a hub id, a folder, or one of {', '.join(shape_names())}; "
+        "'all' for these but the last.",
+    ),
+]
+PlannedChunks = Annotated[str, typer.Option("--chunks", help="Kept in all: 1000000,...")]
+PlannedChunkTokens = Annotated[str, typer.Option("--chunk-tokens", help="Of a chunk: 256,512,...")]
+PlannedBits = Annotated[
+    str, typer.Option("--store-bits", help="4, 8 or 16 for the dtype's own: 4,8,...")
+]
+QuestionChunks = Annotated[
+    int, typer.Option("--chunks-per-question", help="Chunks in a prompt, all of them cached.")
+]
+QuestionTokens = Annotated[int, typer.Option(help="Of a prompt, beside its chunks.")]
+PlannedAnswer = Annotated[int, typer.Option("--answer-tokens", help="Of an answer.")]
+PlannedDevice = Annotated[
+    str, typer.Option("--device", help="cpu or cuda: whose proportions are assumed.")
+]
+PrefillSpeed = Annotated[
+    str | None,
+    typer.Option(
+        "--prefill-tokens-s",
+        help="Tokens a second that are cached ('samkv bench ingest'); else assumed.",
+    ),
+]
+DecodeSpeed = Annotated[
+    float | None,
+    typer.Option("--decode-tokens-s", help="Tokens a second that a replica decodes."),
+]
+DiskSpeed = Annotated[
+    str | None,
+    typer.Option("--disk-gb-s", help="Reading files, in GB/s: 0.5,3,...; else from memory."),
+]
+CheckSpeed = Annotated[
+    float, typer.Option("--check-gb-s", help="Checking what was read, in GB/s on one thread.")
+]
+RemoteSpeed = Annotated[
+    str | None, typer.Option("--remote-gb-s", help="The remote tier, in GB/s: 0.1,1.25,...")
+]
+RemoteLatency = Annotated[
+    float, typer.Option("--remote-latency-ms", help="Until its first byte, in ms.")
+]
+DiskPrice = Annotated[
+    float | None, typer.Option("--disk-usd-gb-month", help="What a GB on disk costs a month.")
+]
+RemotePrice = Annotated[
+    float | None, typer.Option("--remote-usd-gb-month", help="And one in the remote tier.")
+]
+Columns = Annotated[
+    str | None, typer.Option(help="A row for each combination, with NAME,NAME,... of --json.")
+]
+PlanMarkdown = Annotated[bool, typer.Option("--markdown", help="As the tables of docs/scale.md.")]
