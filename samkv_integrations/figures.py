@@ -88,8 +88,8 @@ def seconds(value: float) -> str:
 
 def size(n_bytes: float) -> str:
     """Bytes in the decimal unit that suits them."""
-    for unit in ("B", "kB", "MB", "GB"):
+    for unit in ("B", "kB", "MB", "GB", "TB"):
         if n_bytes < 1000:
             return f"{n_bytes:.0f} {unit}" if unit == "B" else f"{n_bytes:.1f} {unit}"
         n_bytes /= 1000
-    return f"{n_bytes:.1f} TB"
+    return f"{n_bytes:.1f} PB"

@@ -1,4 +1,4 @@
-"""Models to time: the shape of one that people use with random weights, or the built-in one."""
+"""Models to time and to size up: shapes of models that people use, or the built-in one."""
 
 from __future__ import annotations
 

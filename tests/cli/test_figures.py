@@ -16,6 +16,8 @@ from samkv_integrations import figures
         (figures.size(999), "999 B"),
         (figures.size(1500), "1.5 kB"),
         (figures.size(2e12), "2.0 TB"),
+        (figures.size(1.96e15), "2.0 PB"),
+        (figures.size(5e18), "5000.0 PB"),
         (figures.seconds(0.0421), "42 ms"),
         (figures.seconds(1.25), "1.2 s"),
         (figures.percent(0.155), "16 %"),
