@@ -287,7 +287,7 @@ def test_ingest_is_a_command(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--shape", "huge"), "unknown shape 'huge'; known: builtin, llama-3.1-8b, qwen2.5-0.5b"),
+        (("--shape", "huge"), "unknown shape 'huge'; known: builtin, llama-3.1-8b, llama-3.2-1b, "),
         (("--layers", "25"), "layers=25; shape 'qwen2.5-0.5b' takes 1 to 24"),
         (("--layers", "0"), "layers=0; shape 'qwen2.5-0.5b' takes 1 to 24"),
         (("--shape", "builtin", "--layers", "2"), "layers=2 with shape='builtin'"),
