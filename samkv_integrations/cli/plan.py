@@ -80,23 +80,21 @@ def _show(
             (_HEADS.get(n, n.replace("_", " ")), _CELLS[n](rows[0][n])) for n in named
         ]
     else:
-        wanted = columns or _differing(rows)
+        wanted = columns or _compared(rows)
         heads = [_HEADS.get(name, name.replace("_", " ")) for name in wanted]
         cells = [tuple(_cell(name, row[name]) for name in wanted) for row in rows]
     if markdown:
         typer.echo(markdown_tables.table(heads, cells))
     else:
-        tables.console().print(tables.table(heads, cells))
+        narrow = [head.replace(" ", "\n") for head in heads]
+        tables.console().print(tables.table(narrow, cells, gap=1))
 
 
-def _differing(rows: Sequence[Row]) -> list[str]:
-    """The settings that differ between rows, and every figure that is known in one of them."""
-    figures_ = set(sizing.Sizing.__dataclass_fields__)
-    return [
-        name for name in _CELLS
-        if (any(row[name] is not None for row in rows) if name in figures_
-            else len({row[name] for row in rows}) > 1)
-    ]  # fmt: skip
+def _compared(rows: Sequence[Row]) -> list[str]:
+    """The settings that differ between rows, and the figures that decide."""
+    settings = [name for name in _CELLS if name not in sizing.Sizing.__dataclass_fields__]
+    differing = [name for name in settings if len({row[name] for row in rows}) > 1]
+    return [*differing, *(n for n in _DECISIVE if any(row[n] is not None for row in rows))]
 
 
 def _cell(name: str, value: object) -> str:
@@ -136,6 +134,12 @@ _CELLS: Mapping[str, Callable[..., str]] = {
     **dict.fromkeys(("disk_usd_month", "remote_usd_month"), _number),
 }  # fmt: skip
 """Every column -> how a value of it is written."""
+
+_DECISIVE = (
+    "chunk_bytes", "total_bytes", "first_token_s", "full_prefill_s", "break_even_gb_s",
+    "requests_per_s", "bound", "ingest_s",
+)  # fmt: skip
+"""Figures that fit beside each other; --columns gives others."""
 
 _HEADS: Mapping[str, str] = {
     "n_chunks": "chunks",

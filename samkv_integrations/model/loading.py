@@ -11,7 +11,10 @@ from typing import Any
 
 import torch
 from huggingface_hub import constants, get_session
-from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]  # of its client
+from huggingface_hub.errors import (  # type: ignore[attr-defined]  # of its client
+    HTTPError,
+    StrictDataclassError,
+)
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
@@ -46,6 +49,13 @@ _DECIDED = {
         "quantised weights are not supported; leave it out",
     ),
 }
+
+
+# What transformers raises for a config, weights or a tokenizer that are damaged or not there.
+_OF_BAD_FILES = (
+    OSError, ValueError, RuntimeError, LookupError, EOFError, ArithmeticError, AttributeError,
+    SafetensorError, StrictDataclassError,
+)  # fmt: skip
 
 
 def load_model(
@@ -186,7 +196,7 @@ def _loading(kind: str, name: str, further: Mapping[str, Any]) -> Iterator[None]
             f"{kind} {name!r} could not be loaded with {kind}_kwargs={sorted(further)} ({error}); "
             "leave out what from_pretrained does not know"
         ) from error
-    except (OSError, ValueError, RuntimeError, LookupError, EOFError, SafetensorError) as error:
+    except _OF_BAD_FILES as error:
         raise _not_loaded(kind, name, error) from error
 
 

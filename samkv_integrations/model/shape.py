@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
 
+from samkv_integrations.errors import UnsupportedModel
 from samkv_integrations.model.support import refuse_unsupported
 
 
@@ -18,6 +19,8 @@ class ModelShape:
     dtype: name of the dtype of its weights, ``"bfloat16"``.
     layer_parameters: numbers in the weights of one layer.
     context_window: most tokens of prompt and answer together.
+
+    Raises UnsupportedModel for sizes that no model has.
     """
 
     name: str
@@ -28,6 +31,16 @@ class ModelShape:
     head_dim: int
     layer_parameters: int
     context_window: int
+
+    def __post_init__(self) -> None:
+        sizes = {name: n for name, n in asdict(self).items() if name not in ("name", "dtype")}
+        too_small = [f"{name}={n}" for name, n in sizes.items() if n < 1]
+        if too_small or self.n_heads % self.n_kv_heads:
+            found = ", ".join(too_small) or f"{self.n_heads} heads over {self.n_kv_heads} of KV"
+            raise UnsupportedModel(
+                f"the config of {self.name!r} describes no model: {found}; sizes are at least 1, "
+                "and heads a multiple of KV heads"
+            )
 
     @classmethod
     def of(cls, config: Any, name: str, dtype: str = "auto") -> ModelShape:  # noqa: ANN401

@@ -56,11 +56,24 @@ def test_a_folder_with_a_config_is_enough(tmp_path: Path) -> None:
     assert (row["model"], row["dtype"]) == (str(tmp_path), "float32")
     (builtin,) = json.loads(ran("plan", "--model", "builtin", "--chunks", "9", *small))["rows"]
     assert builtin["chunk_bytes"] > row["chunk_bytes"] > 100 * 3 * 2 * 2 * 16 // 2
-    fields |= {"model_type": "gemma3_text"}
-    (tmp_path / "config.json").write_text(json.dumps(fields), encoding="utf-8")
-    assert "model family 'gemma3_text' is not supported; supported: llama" in error_of(
-        "plan", "--model", str(tmp_path), "--chunks", "9"
-    )
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ("no json", "could not be loaded (It looks like the config file at"),
+        ("{}", "could not be loaded (Unrecognized model in"),
+        ('{"model_type": "gemma3_text"}', "model family 'gemma3_text' is not supported; supported"),
+        ('{"model_type": "llama", "num_attention_heads": 0}', "could not be loaded (integer divi"),
+        ('{"model_type": "llama", "head_dim": "x"}', "(Validation error for field 'head_dim':)"),
+        ('{"model_type": "llama", "dtype": "float8"}', "could not be loaded (module 'torch' has"),
+        ('{"model_type": "llama", "num_hidden_layers": 0}', "describes no model: n_layers=0; size"),
+        ('{"model_type": "llama", "num_key_value_heads": 5}', "no model: 32 heads over 5 of KV; "),
+    ],
+)
+def test_a_config_of_no_model_is_refused(tmp_path: Path, config: str, message: str) -> None:
+    (tmp_path / "config.json").write_text(config, encoding="utf-8")
+    assert message in error_of("plan", "--model", str(tmp_path), "--chunks", "9")
 
 
 @pytest.mark.parametrize(
