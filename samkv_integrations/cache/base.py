@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -118,8 +118,8 @@ class Store(Protocol):
 
     Only `put`, `put_text`, `touch`, `delete`, `forget` and `quarantine` modify the chunks of a
     store, and what any process did is seen at once by all. Methods other than `key`, `open`,
-    `contains`, `age_s`, `touch`, `put_text`, `prefetch`, `note`, `record` and `quarantine` raise
-    `StoreError` if the store itself is not usable.
+    `contains`, `is_elsewhere`, `look_ahead`, `age_s`, `touch`, `put_text`, `prefetch`, `note`,
+    `record` and `quarantine` raise `StoreError` if the store itself is not usable.
     """
 
     @property
@@ -149,6 +149,12 @@ class Store(Protocol):
 
     def contains(self, key: str, fingerprint: Fingerprint) -> bool:
         """Whether a chunk is there. Cheap: nothing is read, so opening it may still miss."""
+
+    def is_elsewhere(self, key: str, fingerprint: Fingerprint) -> bool:
+        """Whether a chunk is in the remote tier only: `open` fetches it, and verifies all of it."""
+
+    def look_ahead(self, keys: Collection[str], fingerprint: Fingerprint) -> None:
+        """Chunks that `contains` is going to be asked for, so that a remote tier is asked once."""
 
     def age_s(self, key: str, fingerprint: Fingerprint) -> float | None:
         """Seconds since a chunk was put or touched, None if it is not there."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
@@ -33,8 +33,10 @@ from samkv_integrations.cache.fingerprint import (
     _require,
     _without_block_size,
 )
-from samkv_integrations.cache.marker import claim, write_marker, write_small
+from samkv_integrations.cache.marker import claim, secret_of, write_marker, write_small
 from samkv_integrations.cache.recovery import reconcile, recover
+from samkv_integrations.cache.remote import RemoteTier
+from samkv_integrations.cache.shared import SharedTier
 from samkv_integrations.cache.stats import StoreStats, _stats
 from samkv_integrations.cache.tables import EVICTED, Entry
 from samkv_integrations.errors import CacheMiss, StoreError
@@ -59,23 +61,35 @@ class ChunkStore:
         namespace: str = "",
         max_bytes: int | None = None,
         quota: Mapping[str, int] | None = None,
+        remote: str | None = None,
+        remote_options: Mapping[str, object] | None = None,
+        secret: bytes | None = None,
     ) -> None:
         """Opens the store in folder ``path``, which is made if it is absent or empty.
 
         namespace: whose chunks these are; those of others are not seen.
         max_bytes, quota: see `set_budget`; None for the budget that the store has.
+        remote: where machines share their caches, a URL of fsspec's such as
+            ``s3://bucket/prefix``; the folder is the local tier of it. While it does not answer,
+            its chunks are misses ("io").
+        remote_options: of fsspec's file system, such as ``{"endpoint_url": ...}``.
+        secret: what keys and MACs are made with, 32 bytes, the same on all machines that share;
+            None for the one in the environment variable SAMKV_STORE_SECRET (64 hex digits), or that
+            of the folder, which is random in a new one.
 
         Raises:
             StoreError: the folder is something else, of a newer format version, damaged, writable
-                for others than its owner, or not usable.
-            InvalidOption: a budget is no number of bytes, or the namespace no name.
+                for others than its owner, not usable, or of another secret, as may ``remote`` be.
+            InvalidOption: a budget is no number of bytes, the namespace no name, the secret none,
+                or the URL names no place.
+            MissingExtra: what ``remote`` needs is not installed.
         """
         self.path = Path(path)
         self._namespace = check_namespace(namespace)
         try:
             claim_folder(self.path)
             self.writer = Writer(self.path)
-            version, self.secret = claim(self.path, self.writer)
+            version, self.secret = claim(self.path, self.writer, secret_of(secret))
             self._is_older = version < FORMAT_VERSION
         except OSError as error:
             raise cannot("open a store in", self.path, error) from error
@@ -86,6 +100,18 @@ class ChunkStore:
         if max_bytes is not None or quota:
             _, known = self.index.budget.read()
             self.set_budget(max_bytes, {**known, **(quota or {})})
+        self.shared = self._share_with(remote, remote_options) if remote is not None else None
+
+    def _share_with(self, url: str, options: Mapping[str, object] | None) -> SharedTier:
+        remote = RemoteTier(url, self.secret, self._namespace, options)
+        shared = SharedTier(self.files, remote, self.writer, self._namespace, self._reserve)
+        try:
+            remote.claim()
+        except CacheMiss as miss:
+            shared.tell(miss)
+        else:
+            shared.refresh_soon()
+        return shared
 
     @property
     def namespace(self) -> str:
@@ -133,12 +159,16 @@ class ChunkStore:
             # One by one: the store's own folder is not made again if someone removed it.
             make_folder(file.parents[1])
             make_folder(file.parent)
+            data: Iterable[bytes | memoryview] = encode(chunk, self._namespace, self.secret)
+            if self.shared is not None:  # first: a retry finds what is here, and would not send it
+                data = [b"".join(data)]
+                self.shared.share(entry, bytes(data[0]))
             if file.is_dir() and not file.is_symlink():
                 self.quarantine(chunk.key, fingerprint)
             temporary = self.writer.temporary(file)
             self._reserve(entry, temporary.name)
             try:
-                write_file(file, encode(chunk, self._namespace, self.secret), temporary)
+                write_file(file, data, temporary)
             except BaseException:
                 with suppress(StoreError):
                     self.index.budget.release(temporary.name)
@@ -168,9 +198,8 @@ class ChunkStore:
     def open(
         self, key: str, fingerprint: Fingerprint, token_ids: Sequence[int] | None = None
     ) -> StoredChunk:
-        file = self.file(key, fingerprint.digest)
         try:
-            found = ChunkFile(file, key, fingerprint, namespace=self._namespace, secret=self.secret)
+            found = self._opened(key, fingerprint)
         except CacheMiss as miss:
             if miss.reason != "absent" or token_ids is None:
                 raise
@@ -186,17 +215,40 @@ class ChunkStore:
             ) from miss
         return _expect(found, token_ids)
 
+    def _opened(self, key: str, fingerprint: Fingerprint) -> ChunkFile:
+        file = self.file(key, fingerprint.digest)
+        try:
+            return ChunkFile(file, key, fingerprint, namespace=self._namespace, secret=self.secret)
+        except CacheMiss as miss:
+            if miss.reason != "absent" or self.shared is None:
+                raise
+        self.shared.fetch(key, fingerprint)
+        return ChunkFile(file, key, fingerprint, namespace=self._namespace, secret=self.secret)
+
     def contains(self, key: str, fingerprint: Fingerprint) -> bool:
+        return self._is_here(key, fingerprint) or self.is_elsewhere(key, fingerprint)
+
+    def _is_here(self, key: str, fingerprint: Fingerprint) -> bool:
         with suppress(CacheMiss):
             return os.path.isfile(self.file(key, fingerprint.digest))
         return False
 
+    def is_elsewhere(self, key: str, fingerprint: Fingerprint) -> bool:
+        if self.shared is None or self._is_here(key, fingerprint):
+            return False
+        return self.shared.remote.has(fingerprint.digest, key)
+
+    def look_ahead(self, keys: Collection[str], fingerprint: Fingerprint) -> None:
+        if self.shared is not None:
+            self.shared.remote.look_ahead(fingerprint.digest, keys)
+
     def age_s(self, key: str, fingerprint: Fingerprint) -> float | None:
-        try:
-            modified_at = self.file(key, fingerprint.digest).stat().st_mtime
-        except (CacheMiss, OSError):
-            return None
-        return max(0.0, time.time() - modified_at)
+        ages = []
+        with suppress(CacheMiss, OSError):
+            ages.append(self.file(key, fingerprint.digest).stat().st_mtime)
+        if self.shared and (there := self.shared.remote.info(fingerprint.digest, key)):
+            ages.append(there.modified_at)
+        return max(0.0, time.time() - max(ages)) if ages else None
 
     def touch(self, key: str, fingerprint: Fingerprint) -> None:
         now = time.time()
@@ -205,6 +257,9 @@ class ChunkStore:
             self.index.use(self._namespace, fingerprint.digest, [key])
 
     def prefetch(self, key: str, fingerprint: Fingerprint) -> None:
+        if self.shared is not None and not self._is_here(key, fingerprint):
+            self.shared.begin(key, fingerprint)
+            return
         if not hasattr(os, "posix_fadvise"):  # macOS
             return
         with suppress(CacheMiss, OSError):
@@ -218,10 +273,12 @@ class ChunkStore:
             self.files.require_own()
         except OSError as error:
             raise cannot("delete in", self.path, error) from error
+        # first: what fails there has not been deleted, and is not said to be
+        gone = self.shared.delete(keys) if self.shared is not None else set()
         found = self.index.begin_to_delete(self._namespace, keys)
         n_older = older.delete(self.path, keys)
         self.files.remove(found)
-        return len({key for _, key in found} & {*keys}) + n_older
+        return len(gone | ({key for _, key in found} & {*keys})) + n_older
 
     def forget(
         self,
@@ -229,15 +286,20 @@ class ChunkStore:
         token_ids: Sequence[Sequence[int]] = (),
     ) -> int:
         reconcile(self.files)  # what a killed writer left is a text too
+        if self.shared is not None:
+            self.shared.refresh()
         texts = self.index.texts(self._namespace)
         found = {(digest, key) for digest, key, body in texts if is_wanted(normalise(body))}
-        for digest in self.files.digests():
+        shared = [made_by.digest for made_by in self.shared.fingerprints()] if self.shared else []
+        for digest in {*self.files.digests(), *shared}:
             for ids in token_ids:
                 key = chunk_key(self.secret, self._namespace, digest, ids)
                 if self.index.state(digest, key) is not None or os.path.lexists(
                     self.file(key, digest)
                 ):
                     found.add((digest, key))
+        if self.shared is not None:
+            self.shared.delete({key for _, key in found})
         self.index.begin_to_delete(self._namespace, sorted({key for _, key in found}))
         self.files.remove(sorted(found))
         self.files.empty_quarantine(lambda name: True)  # damaged files cannot say what they hold
@@ -276,6 +338,8 @@ class ChunkStore:
             self.index.add_text(self._namespace, fingerprint.digest, key, text)
 
     def beginnings(self, fingerprint: Fingerprint, since: Hashable | None = None) -> Beginnings:
+        if self.shared is not None:
+            self.shared.refresh_soon()
         return self.index.beginnings(self._namespace, fingerprint.digest, since)
 
     def texts_like(self, fingerprint: Fingerprint, bare: str) -> Iterator[tuple[str, list[str]]]:
@@ -297,6 +361,8 @@ class ChunkStore:
         return self.index.keys(self._namespace, fingerprint.digest if fingerprint else None)
 
     def known_keys(self, fingerprint: Fingerprint | None = None) -> list[str]:
+        if self.shared is not None:
+            self.shared.refresh()
         return self.index.known(self._namespace, fingerprint.digest if fingerprint else None)
 
     def same_texts(self, *keys: str) -> set[str]:
@@ -304,11 +370,15 @@ class ChunkStore:
 
     def agree_block_size(self, fingerprint: Fingerprint, size: int) -> int:
         name = f"block-size {_without_block_size(fingerprint)} {self._namespace}"
+        if self.shared is not None:
+            size = self.shared.agree(name, size)
         return self.index.agree(name, size)
 
     def fingerprints(self) -> list[Fingerprint]:
-        found = self.index.fingerprints(self._namespace)
-        return [Fingerprint(**fields) for fields in found.values()]
+        found = {d: Fingerprint(**f) for d, f in self.index.fingerprints(self._namespace).items()}
+        if self.shared is not None:
+            found |= {made_by.digest: made_by for made_by in self.shared.fingerprints()}
+        return [found[digest] for digest in sorted(found)]
 
     def stats(self, *, everyone: bool = False) -> StoreStats:
         """What the store holds; everyone: of all namespaces, not only of this one."""

@@ -12,16 +12,39 @@ from pathlib import Path
 from samkv_integrations.cache.chunk import SECRET_BYTES
 from samkv_integrations.cache.files import TEMPORARY, Writer, write_file
 from samkv_integrations.cache.fingerprint import FORMAT_VERSION
-from samkv_integrations.errors import StoreError
+from samkv_integrations.errors import InvalidOption, StoreError
 
 _OWN_NAME = re.compile(rf"(store\.json|secret)(\..*{re.escape(TEMPORARY)})?|writers|index\.lock")
 _CHECKED_SINCE = 4
 
 
-def claim(folder: Path, writer: Writer) -> tuple[int, bytes]:
+SECRET_VARIABLE = "SAMKV_STORE_SECRET"
+"""Environment variable with the secret of all stores that a process opens, 64 hex digits."""
+
+
+def secret_of(given: bytes | None) -> bytes | None:
+    """The secret that was given, or is in the environment. Raises InvalidOption if it is none."""
+    if given is None and (said := os.environ.get(SECRET_VARIABLE)):
+        try:
+            given = bytes.fromhex(said)
+        except ValueError:
+            given = b""
+    if given is not None and (not isinstance(given, bytes) or len(given) != SECRET_BYTES):
+        raise InvalidOption(  # not what it is
+            f"the secret of a store is {SECRET_BYTES} bytes, in {SECRET_VARIABLE} "
+            f"{2 * SECRET_BYTES} hex digits; make one with 'openssl rand -hex {SECRET_BYTES}', or "
+            "take that of the store that other machines share"
+        )
+    return given
+
+
+def claim(folder: Path, writer: Writer, given: bytes | None = None) -> tuple[int, bytes]:
     """The format version and the secret of a folder, which is made a store if it is empty.
 
-    Raises StoreError if it is something else, damaged, or of a newer format version.
+    given: the secret that it has to have; None for any, and a random one in a new store.
+
+    Raises StoreError if it is something else, damaged, of a newer format version, or of another
+    secret.
     """
     marker, file = folder / "store.json", folder / "secret"
     if not marker.exists():
@@ -33,24 +56,30 @@ def claim(folder: Path, writer: Writer) -> tuple[int, bytes]:
                 "next step: name a new or empty folder"
             )
         if not file.exists():
-            write_small(file, secrets.token_bytes(SECRET_BYTES), writer, replace=False)
+            own = given or secrets.token_bytes(SECRET_BYTES)
+            write_small(file, own, writer, replace=False)
         write_marker(folder, writer, file.read_bytes(), replace=False)
     version, check = _read_marker(marker)
     try:
         secret = file.read_bytes()
     except FileNotFoundError:
         secret = b""
-    if len(secret) != SECRET_BYTES or check not in (None, _check_of(secret)):
+    if len(secret) != SECRET_BYTES or check not in (None, check_of(secret)):
         raise StoreError(
             f"{file} is damaged, and nothing in {folder} can be read without it; next step: "
             f"restore it from a copy, or ingest into a new folder"
+        )
+    if given not in (None, secret):
+        raise StoreError(
+            f"{folder} is a store of another secret than the one that is given; next step: name a "
+            f"new folder, or take the secret in {file}"
         )
     return version, secret
 
 
 def write_marker(folder: Path, writer: Writer, secret: bytes, *, replace: bool) -> None:
     """Make a folder one of this format version."""
-    fields = {"format_version": FORMAT_VERSION, "secret_check": _check_of(secret)}
+    fields = {"format_version": FORMAT_VERSION, "secret_check": check_of(secret)}
     write_small(folder / "store.json", json.dumps(fields).encode(), writer, replace=replace)
 
 
@@ -83,5 +112,6 @@ def _read_marker(marker: Path) -> tuple[int, str | None]:
     return version, check
 
 
-def _check_of(secret: bytes) -> str:
+def check_of(secret: bytes) -> str:
+    """Says whether a secret is the right one, and nothing of it."""
     return hashlib.blake2b(key=secret, digest_size=16, person=b"samkv check").hexdigest()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import asdict
 
 from torch import Tensor
@@ -171,6 +171,12 @@ class MemoryStore:
 
     def contains(self, key: str, fingerprint: Fingerprint) -> bool:
         return (fingerprint.digest, key) in self._chunks
+
+    def is_elsewhere(self, key: str, fingerprint: Fingerprint) -> bool:
+        return False
+
+    def look_ahead(self, keys: Collection[str], fingerprint: Fingerprint) -> None:
+        """There is no remote tier."""
 
     def age_s(self, key: str, fingerprint: Fingerprint) -> float | None:
         put_at = self._put_at.get((fingerprint.digest, key))

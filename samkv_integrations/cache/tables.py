@@ -71,8 +71,8 @@ class Entry:
     used_at: float
 
 
-def keep(connection: sqlite3.Connection, entry: Entry) -> None:
-    """Take note of a chunk file that is there, in place of one of this key."""
+def keep(connection: sqlite3.Connection, entry: Entry, *, state: int = PRESENT) -> None:
+    """Take note of a chunk, in place of one of this key. state: of its file."""
     connection.execute(
         "INSERT OR IGNORE INTO fingerprints VALUES(?, ?)",
         [entry.digest, json.dumps(entry.fields, sort_keys=True)],
@@ -80,7 +80,7 @@ def keep(connection: sqlite3.Connection, entry: Entry) -> None:
     connection.execute(
         "INSERT INTO chunks VALUES(?, ?, ?, ?, ?, ?) ON CONFLICT DO UPDATE SET "
         "bytes = excluded.bytes, state = excluded.state, used_at = excluded.used_at",
-        [entry.digest, entry.key, entry.namespace, entry.n_bytes, PRESENT, entry.used_at],
+        [entry.digest, entry.key, entry.namespace, entry.n_bytes, state, entry.used_at],
     )
     known = connection.execute(
         "SELECT form, body FROM texts WHERE key = ? AND digest = ?", [entry.key, entry.digest]
@@ -127,6 +127,39 @@ def forget_texts(
         connection.execute(
             "UPDATE spaces SET deletions = deletions + 1 WHERE namespace = ?", [namespace]
         )
+
+
+# Not in the schema: a folder that shares nothing has none, and its index stays as it is.
+_SHARED = """
+CREATE TABLE IF NOT EXISTS shared(
+  namespace TEXT, digest TEXT, key TEXT, PRIMARY KEY(namespace, digest, key)) WITHOUT ROWID"""
+
+
+def mark_shared(
+    connection: sqlite3.Connection, namespace: str, places: Iterable[tuple[str, str]]
+) -> None:
+    """Take note that chunks (digest, key) are in the remote tier."""
+    connection.execute(_SHARED)
+    connection.executemany(
+        "INSERT OR IGNORE INTO shared VALUES(?, ?, ?)", [(namespace, *place) for place in places]
+    )
+
+
+def unmark_shared(connection: sqlite3.Connection, namespace: str, keys: Iterable[str]) -> None:
+    """Take note that chunks are in the remote tier no more."""
+    connection.execute(_SHARED)
+    connection.executemany(
+        "DELETE FROM shared WHERE namespace = ? AND key = ?", [(namespace, key) for key in keys]
+    )
+
+
+def shared(connection: sqlite3.Connection, namespace: str) -> set[tuple[str, str]]:
+    """(digest, key) of the chunks that were in the remote tier when this machine looked last."""
+    name = "SELECT name FROM sqlite_master WHERE type = 'table' AND name = 'shared'"
+    if connection.execute(name).fetchone() is None:
+        return set()
+    rows = connection.execute("SELECT digest, key FROM shared WHERE namespace = ?", [namespace])
+    return set(rows.fetchall())
 
 
 def forget_missing(

@@ -172,6 +172,7 @@ class Chunks:
 
     def look_up(self, chunks: Sequence[ChunkRef], depth: Depth = "whole") -> list[ChunkRef]:
         """The chunks, ``cached`` or ``missed``; nothing is computed."""
+        self._store.look_ahead([ref.key for ref in chunks], self.fingerprint)
         return [
             replace(ref, state="cached" if self._is_there(ref, depth) else "missed")
             for ref in chunks
@@ -180,6 +181,8 @@ class Chunks:
     def _is_there(self, ref: ChunkRef, depth: Depth) -> bool:
         if depth == "exists":
             return self._store.contains(ref.key, self.fingerprint)
+        if depth == "whole" and self._store.is_elsewhere(ref.key, self.fingerprint):
+            return True  # `open` will verify it
         try:
             with self._store.open(ref.key, self.fingerprint, ref.token_ids) as chunk:
                 if depth == "whole":

@@ -1,0 +1,213 @@
+"""Objects in a place of fsspec's, such as a bucket: whole, with retries, and for many threads."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import datetime
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from samkv_integrations.errors import CacheMiss, InvalidOption, MissingExtra
+
+if TYPE_CHECKING:
+    from fsspec import AbstractFileSystem
+
+AT_ONCE = 16
+"""Objects that are read or written at a time."""
+
+GONE_S = 15.0
+"""Seconds in which a place that failed is not asked again, but by who is patient."""
+
+_ATTEMPTS = 3
+_FINAL = (FileNotFoundError, FileExistsError, PermissionError)
+_TIMES = ("LastModified", "mtime", "created")
+_S3 = {"connect_timeout": 5, "read_timeout": 10, "retries": {"max_attempts": 2}}
+_Result = TypeVar("_Result")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObjectInfo:
+    """Bytes of an object, and when it was written (seconds since 1970)."""
+
+    n_bytes: int
+    modified_at: float
+
+
+class Objects:
+    """The objects under a URL, by their paths below it.
+
+    Every method raises `CacheMiss` ("io") if the place does not answer after several tries; those
+    that are not ``patiently`` asked at once, if it did not a moment ago. Forked processes may use
+    it too.
+
+    Args:
+        url: such as ``s3://bucket/prefix``, ``file:///mnt/share/kv`` or ``memory://name``.
+        options: of the file system, as fsspec takes them, such as ``{"endpoint_url": ...}``.
+
+    Raises InvalidOption if the URL names no place, MissingExtra if its file system is missing.
+    """
+
+    def __init__(self, url: str, options: Mapping[str, Any]) -> None:
+        self.url = url
+        self._options = options
+        self._lock = threading.Lock()
+        self._process = -1
+        self._gone_until = 0.0
+        self._use()
+
+    def _use(self) -> AbstractFileSystem:
+        """The file system, which a forked process needs anew."""
+        with self._lock:
+            if self._process != os.getpid():
+                self._fs, self._root = _file_system(self.url, self._options)
+                self._pool = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="samkv-remote")
+                self._process = os.getpid()
+            return self._fs
+
+    @property
+    def pool(self) -> ThreadPoolExecutor:
+        """Threads for what is done with several objects at a time."""
+        self._use()
+        return self._pool
+
+    def read(self, path: str, *, n_bytes: int | None = None, patiently: bool = False) -> bytes:
+        """An object, or its first ``n_bytes``. Raises FileNotFoundError."""
+
+        def work(fs: AbstractFileSystem, file: str) -> bytes:
+            return bytes(fs.cat_file(file, start=None if n_bytes is None else 0, end=n_bytes))
+
+        return self._try(work, path, patiently=patiently)
+
+    def write(
+        self, path: str, data: bytes, *, is_new: bool = False, patiently: bool = False
+    ) -> None:
+        """Write an object that others see whole or not at all.
+
+        is_new: raise FileExistsError if there is one.
+        """
+        self._try(lambda fs, file: _write(fs, file, data, is_new), path, patiently=patiently)
+
+    def info(self, path: str, *, patiently: bool = False) -> ObjectInfo:
+        """What is known of an object. Raises FileNotFoundError."""
+        return _info(self._try(lambda fs, file: fs.info(file), path, patiently=patiently))
+
+    def listed(self, path: str, *, patiently: bool = False) -> dict[str, ObjectInfo]:
+        """All objects in a folder and below, by their paths in it."""
+
+        def work(fs: AbstractFileSystem, folder: str) -> dict[str, ObjectInfo]:
+            found = fs.find(folder, detail=True)
+            return {name[len(folder) + 1 :]: _info(info) for name, info in found.items()}
+
+        return self._try(work, path, patiently=patiently)
+
+    def names(self, path: str, *, patiently: bool = False) -> list[str]:
+        """The names of what is in a folder; none if there is no such folder."""
+
+        def work(fs: AbstractFileSystem, folder: str) -> list[str]:
+            return [name.rstrip("/").rpartition("/")[2] for name in fs.ls(folder, detail=False)]
+
+        try:
+            return self._try(work, path, patiently=patiently)
+        except FileNotFoundError:
+            return []
+
+    def remove(self, path: str) -> bool:
+        """Delete an object; whether there was one."""
+
+        def work(fs: AbstractFileSystem, file: str) -> bool:
+            if not fs.exists(file):
+                return False
+            with suppress(FileNotFoundError):
+                fs.rm_file(file)
+            return True
+
+        return self._try(work, path, patiently=True)
+
+    def _try(
+        self, work: Callable[[AbstractFileSystem, str], _Result], path: str, *, patiently: bool
+    ) -> _Result:
+        import tenacity
+
+        if not patiently and time.monotonic() < self._gone_until:
+            raise CacheMiss("io", f"{self.url} did not answer a moment ago")
+        trying = tenacity.Retrying(
+            retry=tenacity.retry_if_not_exception_type(_FINAL),
+            stop=tenacity.stop_after_attempt(_ATTEMPTS),
+            wait=tenacity.wait_random_exponential(multiplier=0.1, max=1.0),
+            reraise=True,
+        )
+        try:
+            fs = self._use()
+            result = trying(work, fs, f"{self._root}/{path}")
+        except (FileNotFoundError, FileExistsError):
+            self._gone_until = 0.0
+            raise
+        except Exception as error:  # file systems raise what their libraries raise
+            self._gone_until = time.monotonic() + GONE_S
+            raise CacheMiss("io", f"{self.url}: {type(error).__name__}: {error}") from error
+        self._gone_until = 0.0
+        return result
+
+
+def _file_system(url: str, options: Mapping[str, Any]) -> tuple[AbstractFileSystem, str]:
+    """The file system of a URL, and the path in it. Raises InvalidOption, MissingExtra."""
+    try:
+        import tenacity  # noqa: F401
+        from fsspec.core import url_to_fs
+    except ImportError as error:
+        raise MissingExtra.of(error.name or "fsspec", "remote") from error
+    given = dict(options)
+    if str(url).startswith(("s3://", "s3a://")):
+        given = {"config_kwargs": _S3, **given}
+    try:
+        # listings are ours to remember, and instances are not safe in forked processes
+        fs, path = url_to_fs(url, use_listings_cache=False, skip_instance_cache=True, **given)
+    except ImportError as error:
+        raise MissingExtra.of(error.name or url.partition(":")[0], "remote") from error
+    except (ValueError, TypeError) as error:
+        raise InvalidOption(
+            f"remote={url!r} with options {sorted(options)}: {error}; give a URL of fsspec's, such "
+            "as 's3://bucket/prefix' or 'file:///mnt/share/kv'"
+        ) from error
+    if "://" not in url or not path.strip("/"):
+        raise InvalidOption(
+            f"remote={url!r} names no place; give a URL with a bucket or folder, such as "
+            "'s3://bucket/prefix' or 'file:///mnt/share/kv'"
+        )
+    return fs, path.rstrip("/")
+
+
+def _write(fs: AbstractFileSystem, file: str, data: bytes, is_new: bool) -> None:
+    from fsspec.implementations.local import LocalFileSystem
+
+    if isinstance(fs, LocalFileSystem):
+        _write_file(file, data, is_new)
+    else:
+        fs.pipe_file(file, data, mode="create" if is_new else "overwrite")
+
+
+def _write_file(file: str, data: bytes, is_new: bool) -> None:
+    """Write a file as object stores do: it is there when it is whole."""
+    os.makedirs(os.path.dirname(file), exist_ok=True)
+    temporary = f"{file}.{secrets.token_hex(8)}.tmp"
+    try:
+        with open(temporary, "xb") as out:
+            out.write(data)
+            out.flush()
+            os.fsync(out.fileno())
+        (os.link if is_new else os.replace)(temporary, file)
+    finally:
+        with suppress(FileNotFoundError):
+            os.unlink(temporary)
+
+
+def _info(info: Mapping[str, Any]) -> ObjectInfo:
+    when = next((info[name] for name in _TIMES if info.get(name)), 0.0)
+    at = when.timestamp() if isinstance(when, datetime) else float(when)
+    return ObjectInfo(n_bytes=int(info["size"] or 0), modified_at=at)

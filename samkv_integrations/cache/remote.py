@@ -1,0 +1,255 @@
+"""Chunk files as objects in a place that many machines reach: S3, or whatever fsspec knows.
+
+Objects are whole, written once and named by what they hold, so machines never disagree about one.
+The secret that their names and MACs are made with stays on the machines.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import time
+from collections.abc import Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from hashlib import blake2b
+from typing import Any
+
+from samkv_integrations.cache.fingerprint import FORMAT_VERSION, Fingerprint
+from samkv_integrations.cache.marker import check_of
+from samkv_integrations.cache.objects import ObjectInfo, Objects
+from samkv_integrations.errors import CacheMiss, StoreError
+
+HEAD_BYTES = 1 << 17
+"""Bytes of a chunk file that hold what its index is told, unless its text is very long."""
+
+KNOWN_S = 30.0
+"""Seconds for which a listing is believed."""
+
+_LISTED = 32
+"""Objects that are looked for one by one; more are listed."""
+
+_DIGEST = re.compile("[0-9a-f]{32}")
+_CHUNK = re.compile(r"[0-9a-f]{2}/([0-9a-f]{32})\.safetensors")
+
+Place = tuple[str, str]
+"""Digest of the fingerprint, and key, of a chunk."""
+
+
+class RemoteTier:
+    """The chunk files of one namespace, in a place of fsspec's. For many threads and processes.
+
+    Whatever is raised while a question waits is a `CacheMiss`: "absent", or "io" if the place does
+    not answer, at once while that is known. Most methods raise StoreError if the place is another
+    store's, see `claim`.
+
+    Args:
+        url, options: see `Objects`.
+        secret: of the store; the place takes no other one.
+        namespace: whose chunks these are.
+    """
+
+    def __init__(
+        self, url: str, secret: bytes, namespace: str, options: Mapping[str, Any] | None = None
+    ) -> None:
+        self.url = url
+        self._objects = Objects(url, options or {})
+        self._check = check_of(secret)
+        self._space = blake2b(
+            namespace.encode(), key=secret, digest_size=16, person=b"samkv space"
+        ).hexdigest()
+        self._is_claimed = False
+        self._lock = threading.RLock()
+        self._known: dict[str, tuple[float, set[str]]] = {}  # keys by digest, and until when
+        self._fingerprints: tuple[float, dict[str, Fingerprint]] = (0.0, {})
+
+    @property
+    def pool(self) -> ThreadPoolExecutor:
+        """Threads for what is done with several objects at a time."""
+        return self._objects.pool
+
+    def claim(self) -> None:
+        """See that the objects are of this secret and format, and write that down in a new place.
+
+        Raises StoreError if they are not, CacheMiss ("io") if the place does not answer.
+        """
+        if self._is_claimed:
+            return
+        mine = {"format_version": FORMAT_VERSION, "secret_check": self._check}
+        found = self._agree("store.json", mine)
+        if found.get("secret_check") != self._check:
+            raise StoreError(
+                f"{self.url} holds chunk caches that were written under another secret; next step: "
+                "give this machine the secret of the store that filled it (docs/remote.md), or "
+                "name another place"
+            )
+        if (version := found.get("format_version")) != FORMAT_VERSION:
+            raise StoreError(
+                f"{self.url} has format version {version!r}, this release uses {FORMAT_VERSION}; "
+                "next step: name another place, or use the release that filled it"
+            )
+        self._is_claimed = True
+
+    # -- chunks ---------------------------------------------------------------------------------
+
+    def _path(self, digest: str, key: str) -> str:
+        return f"{self._space}/{digest}/{key[:2]}/{key}.safetensors"
+
+    def look_ahead(self, digest: str, keys: Collection[str]) -> None:
+        """Many chunks are going to be looked for: list them, once for all. Best effort."""
+        if len(keys) > _LISTED:
+            with suppress(CacheMiss, StoreError):
+                self.claim()
+                self._list(digest, patiently=False)
+
+    def has(self, digest: str, key: str) -> bool:
+        """Whether a chunk is there; False if nobody can tell."""
+        until, known = self._known.get(digest, (0.0, set()))
+        if time.monotonic() < until:
+            return key in known
+        return self.info(digest, key) is not None
+
+    def info(self, digest: str, key: str) -> ObjectInfo | None:
+        """What is known of a chunk's object, None if there is none or nobody can tell."""
+        with suppress(CacheMiss, StoreError, FileNotFoundError):
+            self.claim()
+            return self._objects.info(self._path(digest, key))
+        return None
+
+    def get(
+        self, digest: str, key: str, *, n_bytes: int | None = None, patiently: bool = False
+    ) -> bytes:
+        """A chunk's file, or its first ``n_bytes``. Raises CacheMiss."""
+        self.claim()
+        try:
+            return self._objects.read(self._path(digest, key), n_bytes=n_bytes, patiently=patiently)
+        except FileNotFoundError as error:
+            self._forget([key])
+            raise CacheMiss("absent", f"{self.url}: {key}") from error
+
+    def put(
+        self, digest: str, key: str, fields: Mapping[str, Any], data: bytes, *, patiently: bool
+    ) -> None:
+        """Keep a chunk's file. fields: of its fingerprint. Raises CacheMiss ("io")."""
+        self.claim()
+        if digest not in self.fingerprints():
+            self._agree(f"{self._space}/{digest}/fingerprint.json", dict(fields))
+            self._fingerprints = (0.0, {})
+        self._objects.write(self._path(digest, key), data, patiently=patiently)
+        with self._lock:
+            if digest in self._known:
+                self._known[digest][1].add(key)
+
+    def delete(self, keys: Collection[str]) -> set[str]:
+        """Delete chunks of whatever fingerprint; the keys of those that there were.
+
+        Raises StoreError if it cannot be done for all: what is left is deleted by the next try.
+        """
+        try:
+            self.claim()
+            digests = self._digests(patiently=True)
+            paths = [(key, self._path(digest, key)) for digest in digests for key in keys]
+            gone = self.pool.map(lambda one: one[0] if self._objects.remove(one[1]) else "", paths)
+            return {*gone} - {""}
+        except CacheMiss as miss:
+            raise StoreError(
+                f"nothing can be deleted from the remote tier ({miss}); next step: try again when "
+                "it answers"
+            ) from miss
+        finally:
+            self._forget(keys)
+
+    def discard(self, digest: str, key: str) -> None:
+        """Delete a damaged object, so that a sound one is put in its place. Best effort."""
+        with suppress(CacheMiss):
+            self._objects.remove(self._path(digest, key))
+        self._forget([key])
+
+    def _forget(self, keys: Collection[str]) -> None:
+        with self._lock:
+            for _, known in self._known.values():
+                known.difference_update(keys)
+
+    def listed(self) -> dict[Place, ObjectInfo]:
+        """All chunks. Raises CacheMiss ("io")."""
+        self.claim()
+        found: dict[Place, ObjectInfo] = {}
+        for digest in self._digests(patiently=True):
+            found |= self._list(digest, patiently=True)
+        return found
+
+    def _list(self, digest: str, *, patiently: bool) -> dict[Place, ObjectInfo]:
+        listed = self._objects.listed(f"{self._space}/{digest}", patiently=patiently)
+        named = ((_CHUNK.fullmatch(name), info) for name, info in listed.items())
+        found = {(digest, name[1]): info for name, info in named if name}
+        with self._lock:
+            until = time.monotonic() + KNOWN_S
+            self._known[digest] = (until, {key for _, key in found})
+        return found
+
+    def _digests(self, *, patiently: bool) -> list[str]:
+        names = self._objects.names(self._space, patiently=patiently)
+        return [name for name in names if _DIGEST.fullmatch(name)]
+
+    # -- what machines agree on -----------------------------------------------------------------
+
+    def fingerprints(self) -> dict[str, Fingerprint]:
+        """Fingerprints by digest, of which there may be a chunk. Raises CacheMiss ("io")."""
+        until, found = self._fingerprints
+        if time.monotonic() < until:
+            return found
+        self.claim()
+        found = {}
+        for digest in self._digests(patiently=False):
+            # its chunks have not come yet, or it is not one that this release knows
+            with suppress(FileNotFoundError, TypeError):
+                made_by = Fingerprint(**self._read(f"{self._space}/{digest}/fingerprint.json"))
+                if made_by.digest == digest:
+                    found[digest] = made_by
+        self._fingerprints = (time.monotonic() + KNOWN_S, found)
+        return found
+
+    def agree(self, name: str, value: int) -> int:
+        """The value of a setting: that of which machine was first. Raises CacheMiss ("io")."""
+        self.claim()
+        named = blake2b(name.encode(), digest_size=16).hexdigest()
+        return int(self._agree(f"{self._space}/notes/{named}.json", {"value": value})["value"])
+
+    def note(self, name: str) -> str | None:
+        """A note that `put_note` left. Raises CacheMiss ("io")."""
+        self.claim()
+        try:
+            return self._objects.read(self._note(name)).decode(errors="replace")
+        except FileNotFoundError:
+            return None
+
+    def put_note(self, name: str, text: str, *, replace: bool) -> bool:
+        """Keep a note; whether it was kept, as there may be one. Raises CacheMiss ("io")."""
+        self.claim()
+        try:
+            self._objects.write(self._note(name), text.encode(), is_new=not replace)
+        except FileExistsError:
+            return False
+        return True
+
+    def _note(self, name: str) -> str:
+        return f"{self._space}/notes/{name}.json"
+
+    def _agree(self, path: str, mine: dict[str, Any]) -> dict[str, Any]:
+        """What an object says that is written once, by whichever machine was first."""
+        try:
+            return self._read(path)
+        except FileNotFoundError:
+            with suppress(FileExistsError):
+                self._objects.write(path, json.dumps(mine).encode(), is_new=True)
+            return self._read(path)
+
+    def _read(self, path: str) -> dict[str, Any]:
+        text = self._objects.read(path)
+        try:
+            return dict(json.loads(text))
+        except (ValueError, TypeError, RecursionError) as error:
+            raise StoreError(
+                f"{self.url}/{path} is damaged; next step: delete it, or name another place"
+            ) from error

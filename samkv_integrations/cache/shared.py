@@ -1,0 +1,336 @@
+"""The folder of a store as the local tier of a place that many machines share."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as TooLate
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from sqlite3 import Connection
+from tempfile import TemporaryDirectory
+
+from samkv_integrations.cache import tables
+from samkv_integrations.cache.checked_file import BAD_JSON
+from samkv_integrations.cache.chunk_file import ChunkFile
+from samkv_integrations.cache.chunk_folder import ChunkFolder
+from samkv_integrations.cache.chunk_head import read_head
+from samkv_integrations.cache.files import Writer, make_folder, remove, write_file
+from samkv_integrations.cache.fingerprint import Fingerprint, digest_of
+from samkv_integrations.cache.objects import ObjectInfo
+from samkv_integrations.cache.remote import HEAD_BYTES, Place, RemoteTier
+from samkv_integrations.cache.tables import EVICTED, PRESENT, Entry
+from samkv_integrations.errors import CacheMiss, SamkvError, StoreError
+
+ASKED_S = 10.0
+"""Seconds after which a question waits no longer for a chunk."""
+
+REFRESH_S = 60.0
+"""Seconds after which the remote tier is asked again which texts there are."""
+
+Progress = Callable[[int, int], None]
+"""Called with the chunks that are done, and of how many."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refreshed:
+    """What `SharedTier.refresh` found. n_new: chunks of other machines whose texts are known now.
+
+    n_deleted: chunks that other machines deleted, and this one has deleted too.
+    """
+
+    n_new: int
+    n_deleted: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moved:
+    """What `push` or `pull` did.
+
+    n_chunks, n_bytes: that were copied. n_left: that could not be, or that there was no room for.
+    """
+
+    n_chunks: int
+    n_bytes: int
+    n_left: int
+
+
+class SharedTier:
+    """What the folder of a store and a remote tier do for each other.
+
+    Args:
+        files: of the store. writer: this process. namespace: of the store.
+        reserve: makes room for a file in the folder. Raises StoreError.
+    """
+
+    def __init__(
+        self,
+        files: ChunkFolder,
+        remote: RemoteTier,
+        writer: Writer,
+        namespace: str,
+        reserve: Callable[[Entry, str], None],
+    ) -> None:
+        self.remote = remote
+        self._files, self._index, self._writer = files, files.index, writer
+        self._namespace, self._reserve = namespace, reserve
+        self._lock = threading.Lock()
+        self._coming: dict[Place, Future[None]] = {}
+        self._refreshes_at = 0.0
+        self._has_warned = False
+
+    # -- chunks that are read -------------------------------------------------------------------
+
+    def begin(self, key: str, fingerprint: Fingerprint) -> Future[None]:
+        """Begin to fetch a chunk, unless that has begun already."""
+        place = (fingerprint.digest, key)
+        with self._lock:
+            found = self._coming.get(place)
+            if found is None:
+                fetch = partial(self._fetch, key, fingerprint)
+                found = self._coming[place] = self.remote.pool.submit(fetch)
+                found.add_done_callback(lambda _: self._coming.pop(place, None))
+            return found
+
+    def fetch(self, key: str, fingerprint: Fingerprint) -> None:
+        """Bring a chunk into the folder, all of it verified.
+
+        Raises CacheMiss: "absent", "corrupt" (which is deleted, to be put again), or "io" if it
+        takes longer than a question waits, or the folder has no room for it.
+        """
+        try:
+            self.begin(key, fingerprint).result(ASKED_S)
+        except TooLate as error:
+            raise CacheMiss("io", f"{self.remote.url} takes longer than {ASKED_S:.0f} s") from error
+        except (StoreError, OSError) as error:
+            raise CacheMiss("io", str(error)) from error
+
+    def _fetch(self, key: str, fingerprint: Fingerprint) -> None:
+        self._keep(key, fingerprint, self.remote.get(fingerprint.digest, key))
+
+    def _keep(self, key: str, fingerprint: Fingerprint, data: bytes) -> None:
+        """Write a fetched file into the folder, if it is sound."""
+        file = self._files.file(key, fingerprint.digest)
+        make_folder(file.parents[1])
+        make_folder(file.parent)
+        arrived = self._writer.temporary(file)
+        try:
+            write_file(arrived, [data], self._writer.temporary(file))
+            try:
+                with ChunkFile(
+                    arrived, key, fingerprint, namespace=self._namespace, secret=self._files.secret
+                ) as chunk:
+                    chunk.verify()
+                    entry = self._entry(key, fingerprint, chunk.text(), len(data))
+            except CacheMiss as miss:
+                if miss.is_damage:
+                    self.remote.discard(fingerprint.digest, key)
+                raise
+            self._reserve(entry, arrived.name)
+            try:
+                arrived.rename(file)
+                self._index.keep(entry, arrived.name, is_gone=self._files.is_gone)
+            except BaseException:
+                with suppress(StoreError):
+                    self._index.budget.release(arrived.name)
+                raise
+        finally:
+            remove(arrived)
+        self._mark([(fingerprint.digest, key)])
+
+    def _entry(self, key: str, fingerprint: Fingerprint, text: str, n_bytes: int) -> Entry:
+        return Entry(
+            digest=fingerprint.digest, key=key, namespace=self._namespace, text=text,
+            n_bytes=n_bytes, fields=asdict(fingerprint), used_at=time.time(),
+        )  # fmt: skip
+
+    # -- chunks that are written ----------------------------------------------------------------
+
+    def share(self, entry: Entry, data: bytes) -> None:
+        """Put a chunk into the remote tier. If that fails it stays here, for `push`."""
+        try:
+            self.remote.put(entry.digest, entry.key, entry.fields, data, patiently=False)
+        except (CacheMiss, StoreError) as error:
+            self.tell(error)
+        else:
+            self._mark([(entry.digest, entry.key)])
+
+    def tell(self, error: SamkvError) -> None:
+        """Log that the remote tier fails: a warning the first time, at DEBUG from then on."""
+        with self._lock:
+            is_first, self._has_warned = not self._has_warned, True
+        _log.log(
+            logging.WARNING if is_first else logging.DEBUG,
+            "the remote tier fails (%s); what it cannot give is computed, and what it cannot take "
+            "stays here until 'samkv store push'. This is said once",
+            error,
+        )
+
+    def delete(self, keys: Collection[str]) -> set[str]:
+        """Delete chunks for all machines; the keys of those that there were. Raises StoreError."""
+        gone = self.remote.delete(keys)
+        self._index.database.write(lambda c: tables.unmark_shared(c, self._namespace, keys))
+        return gone
+
+    def _mark(self, places: Collection[Place]) -> None:
+        with suppress(StoreError):  # one that is not marked is put again by `push`
+            self._index.database.write(lambda c: tables.mark_shared(c, self._namespace, places))
+
+    # -- what all machines have -----------------------------------------------------------------
+
+    def fingerprints(self) -> list[Fingerprint]:
+        """Of the remote tier; none if it does not answer."""
+        try:
+            return list(self.remote.fingerprints().values())
+        except (CacheMiss, StoreError) as error:
+            self.tell(error)
+            return []
+
+    def agree(self, name: str, value: int) -> int:
+        """The value of a setting on all machines. Raises StoreError if the remote does not say."""
+        try:
+            return self.remote.agree(name, value)
+        except CacheMiss as miss:
+            raise StoreError(
+                f"{miss}; the first chunks need to know what other machines have agreed on; next "
+                "step: try again when the remote tier answers"
+            ) from miss
+
+    def refresh_soon(self) -> None:
+        """`refresh` in a thread of its own, unless that was done a moment ago."""
+        with self._lock:
+            if time.monotonic() < self._refreshes_at:
+                return
+            self._refreshes_at = time.monotonic() + REFRESH_S
+        threading.Thread(target=self._refresh_quietly, name="samkv-refresh", daemon=True).start()
+
+    def _refresh_quietly(self) -> None:
+        try:
+            self.refresh()
+        except SamkvError as error:
+            self.tell(error)
+
+    def refresh(self) -> Refreshed:
+        """Learn the texts of chunks that other machines have put, and delete what they deleted.
+
+        Raises StoreError if the remote tier does not answer.
+        """
+        before = self._index.database.read(lambda c: tables.shared(c, self._namespace))
+        listed = self._listed()  # after: what this machine has put since is no stranger
+        gone = sorted({key for _, key in before - listed.keys()})
+        if gone:
+            found = self._index.begin_to_delete(self._namespace, gone)
+            self._files.remove(found)
+            self._index.database.write(lambda c: tables.unmark_shared(c, self._namespace, gone))
+        digests = {digest for digest, _ in listed}
+        known = {(d, key) for d in digests for key in self._index.known(self._namespace, d)}
+        new = [(place, listed[place]) for place in sorted(listed.keys() - known)]
+        read = [entry for entry in self.remote.pool.map(self._head, new) if entry is not None]
+        self._index.database.write(lambda c: self._learn(c, read))
+        self._mark([*(listed.keys() & known), *((e.digest, e.key) for e in read)])
+        return Refreshed(n_new=len(read), n_deleted=len(gone))
+
+    def _learn(self, connection: Connection, entries: Sequence[Entry]) -> None:
+        """Take note of chunks that are not here."""
+        for entry in entries:
+            if self._files.is_gone(entry.digest, entry.key):
+                tables.keep(connection, entry, state=EVICTED)
+
+    def _head(self, found: tuple[Place, ObjectInfo]) -> Entry | None:
+        """What the index is told of a remote chunk; None if it is damaged or has gone."""
+        (digest, key), there = found
+        for n_bytes in (HEAD_BYTES, there.n_bytes):
+            with suppress(CacheMiss, OSError, *BAD_JSON), TemporaryDirectory("samkv") as folder:
+                file = Path(folder) / key
+                file.write_bytes(self.remote.get(digest, key, n_bytes=n_bytes, patiently=True))
+                os.truncate(file, there.n_bytes)  # what was not read is a hole
+                head = read_head(file, self._files.secret)
+                if (digest_of(head.fields), head.key, head.namespace) == (
+                    digest, key, self._namespace,
+                ):  # fmt: skip
+                    return Entry(
+                        digest=digest, key=key, namespace=head.namespace, text=head.text,
+                        n_bytes=0, fields=head.fields, used_at=there.modified_at,
+                    )  # fmt: skip
+        return None
+
+    # -- all at once ----------------------------------------------------------------------------
+
+    def push(self, progress: Progress | None = None) -> Moved:
+        """Put what the remote tier lacks of this namespace's chunks. Raises StoreError."""
+        here = {(d, k) for d, k, _ in self._index.places(self._namespace, PRESENT)}
+        lacking = sorted(here - self._listed().keys())
+        return self._move(self._send, lacking, progress)
+
+    def _send(self, place: Place) -> int:
+        file = self._files.file(place[1], place[0])
+        with suppress(FileNotFoundError):  # evicted meanwhile
+            data = file.read_bytes()
+            entry = self._files.entry(file)
+            self.remote.put(*place, entry.fields, data, patiently=True)
+            self._mark([place])
+            return len(data)
+        return 0
+
+    def pull(
+        self,
+        keys: Collection[str] | None = None,
+        *,
+        max_bytes: int | None = None,
+        progress: Progress | None = None,
+    ) -> Moved:
+        """Bring chunks into the folder, the newest first. Raises StoreError.
+
+        keys: which; None for all. max_bytes: stop before a chunk that would exceed it.
+        """
+        listed, n_bytes, wanted = self._listed(), 0, []
+        self.refresh()
+        by_age = sorted(listed, key=lambda place: -listed[place].modified_at)
+        lacking = [p for p in by_age if self._files.is_gone(*p) and (keys is None or p[1] in keys)]
+        for place in lacking:
+            n_bytes += listed[place].n_bytes
+            if max_bytes is not None and n_bytes > max_bytes:
+                break
+            wanted.append(place)
+        done = self._move(self._bring, wanted, progress)
+        return replace(done, n_left=done.n_left + len(lacking) - len(wanted))
+
+    def _bring(self, place: Place) -> int:
+        made_by = self.remote.fingerprints().get(place[0])
+        if made_by is None:
+            raise CacheMiss("fingerprint", f"{self.remote.url}: {place[0]}")
+        data = self.remote.get(*place, patiently=True)
+        self._keep(place[1], made_by, data)
+        return len(data)
+
+    def _listed(self) -> dict[Place, ObjectInfo]:
+        try:
+            return self.remote.listed()
+        except CacheMiss as miss:
+            raise StoreError(f"{miss}; next step: try again when the remote tier answers") from miss
+
+    def _move(
+        self, copy: Callable[[Place], int], places: Sequence[Place], progress: Progress | None
+    ) -> Moved:
+        def moved(place: Place) -> int | None:
+            try:
+                return copy(place)
+            except (SamkvError, OSError) as error:
+                self.tell(error if isinstance(error, SamkvError) else StoreError(str(error)))
+                return None
+
+        sizes: list[int | None] = []
+        for size in self.remote.pool.map(moved, places):
+            sizes.append(size)
+            if progress is not None:
+                progress(len(sizes), len(places))
+        copied = [size for size in sizes if size is not None]
+        return Moved(n_chunks=len(copied), n_bytes=sum(copied), n_left=len(sizes) - len(copied))

@@ -1,0 +1,480 @@
+"""Stores that share their caches through a place of fsspec's."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+
+from samkv_integrations.cache.base import Store
+from samkv_integrations.cache.disk import ChunkStore
+from samkv_integrations.cache.objects import Objects
+from samkv_integrations.cache.shared import Moved, Refreshed
+from samkv_integrations.errors import CacheMiss, InvalidOption, StoreError
+from tests.contracts.store_contract import TINY, StoreContract, chunk_for, read_all, reason
+from tests.support.chunks import tiny_fingerprint
+from tests.support.s3_server import s3_server
+
+SECRET = bytes(range(32))
+NUMBERS = count()
+Machine = Callable[..., ChunkStore]
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[dict[str, Any]]:
+    with s3_server() as options:
+        yield options
+
+
+@pytest.fixture(params=["memory", "file", "s3"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, dict[str, Any]]:
+    """The URL of a new place, and fsspec's options."""
+    name = f"place{next(NUMBERS)}"
+    match request.param:
+        case "memory":
+            return f"memory://{name}", {}
+        case "file":
+            return f"file://{tmp_path}/{name}", {}
+    return f"s3://caches/{name}", request.getfixturevalue("s3")
+
+
+@pytest.fixture
+def machine(place: tuple[str, dict[str, Any]], tmp_path: Path) -> Machine:
+    """Makes stores as of different machines, in folders of their own."""
+    url, remote_options = place
+    numbers = count()
+
+    def make(**options: Any) -> ChunkStore:
+        given = {"remote": url, "remote_options": remote_options, "secret": SECRET}
+        return ChunkStore(tmp_path / f"machine{next(numbers)}", **{**given, **options})
+
+    return make
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """The folder of the place of `local`, which a test may damage."""
+    return tmp_path / "place"
+
+
+@pytest.fixture
+def local(folder: Path, tmp_path: Path) -> Machine:
+    numbers = count()
+
+    def make(**options: Any) -> ChunkStore:
+        given = {"remote": f"file://{folder}", "secret": SECRET}
+        return ChunkStore(tmp_path / f"machine{next(numbers)}", **{**given, **options})
+
+    return make
+
+
+class TestSharedStore(StoreContract):
+    """As of one machine, a shared store is one like any other."""
+
+    @pytest.fixture
+    def make(self, tmp_path: Path) -> Callable[..., Store]:
+        def made(**options: Any) -> Store:
+            number = next(NUMBERS)
+            folder, remote = tmp_path / f"store{number}", f"memory://contract{number}"
+            return ChunkStore(folder, remote=remote, **options)
+
+        return made
+
+
+def files_of(folder: Path) -> list[Path]:
+    return sorted(folder.rglob("*.safetensors"))
+
+
+def fill(store: ChunkStore, n_chunks: int = 1, **options: Any) -> list[Any]:
+    chunks = [chunk_for(store, seed, **options) for seed in range(n_chunks)]
+    for chunk in chunks:
+        store.put(chunk)
+    return chunks
+
+
+# -- two machines -------------------------------------------------------------------------------
+
+
+def test_another_machine_reads_what_one_has_put(machine: Machine) -> None:
+    first, second = machine(), machine()
+    (chunk,) = fill(first)
+    assert second.contains(chunk.key, TINY)
+    assert second.is_elsewhere(chunk.key, TINY)
+    assert not first.is_elsewhere(chunk.key, TINY)
+    assert second.age_s(chunk.key, TINY) == pytest.approx(first.age_s(chunk.key, TINY), abs=5)
+    with second.open(chunk.key, TINY, chunk.token_ids.tolist()) as stored:
+        assert read_all(stored).equal(chunk.entries)
+    assert not second.is_elsewhere(chunk.key, TINY)
+    assert second.keys() == [chunk.key]
+    assert [made_by.digest for made_by in machine().fingerprints()] == [TINY.digest]
+
+
+def test_the_files_are_the_same_bytes_everywhere(local: Machine, folder: Path) -> None:
+    first, second = local(), local()
+    (chunk,) = fill(first)
+    second.open(chunk.key, TINY).close()
+    (there,) = files_of(folder)
+    for store in (first, second):
+        assert store.file(chunk.key, TINY.digest).read_bytes() == there.read_bytes()
+
+
+def test_texts_of_other_machines_are_learned(machine: Machine) -> None:
+    first, second = machine(), machine()
+    chunks = fill(first, 3)
+    assert second.shared and second.shared.refresh() == Refreshed(n_new=3, n_deleted=0)
+    assert second.keys() == []
+    assert second.known_keys() == sorted(chunk.key for chunk in chunks)
+    assert second.beginnings(TINY).heads
+    assert {second.text(chunk.key) for chunk in chunks} == {chunk.text for chunk in chunks}
+    assert second.shared.refresh() == Refreshed(n_new=0, n_deleted=0)
+
+
+def test_a_text_longer_than_what_is_read_of_a_head(
+    local: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("samkv_integrations.cache.shared.HEAD_BYTES", 100)
+    first, second = local(), local()
+    (chunk,) = fill(first)
+    assert second.shared and second.shared.refresh().n_new == 1
+    assert second.text(chunk.key) == chunk.text
+
+
+def test_what_one_deletes_all_delete(machine: Machine) -> None:
+    first, second, third = machine(), machine(), machine()
+    kept, gone = fill(first, 2)
+    for chunk in (kept, gone):
+        second.open(chunk.key, TINY).close()
+    assert third.shared and third.shared.refresh().n_new == 2
+    assert first.delete(gone.key) == 1
+    for store in (first, third):
+        assert reason(lambda store=store: store.open(gone.key, TINY)) == "absent"  # type: ignore[misc]
+    assert second.shared and second.shared.refresh() == Refreshed(n_new=0, n_deleted=1)
+    assert third.shared.refresh() == Refreshed(n_new=0, n_deleted=1)
+    for store in (first, second, third):
+        assert not store.contains(gone.key, TINY)
+        assert store.text(gone.key) is None
+        assert store.known_keys() == [kept.key]
+        assert not store.file(gone.key, TINY.digest).exists()
+
+
+def test_who_has_not_got_a_chunk_deletes_it(machine: Machine) -> None:
+    first, second = machine(), machine()
+    (chunk,) = fill(first)
+    assert second.delete(chunk.key, "0" * 32) == 1
+    assert not machine().contains(chunk.key, TINY)
+
+
+def test_texts_are_forgotten_on_all_machines(machine: Machine) -> None:
+    first, second = machine(), machine()
+    kept, gone = fill(first, 2)
+    assert second.forget(lambda body: body == gone.text.strip()) == 1
+    assert first.shared and first.shared.refresh().n_deleted == 1
+    assert first.known_keys() == [kept.key]
+    assert second.forget(lambda body: False, [kept.token_ids.tolist()]) == 1
+    assert machine().known_keys() == []
+
+
+def test_namespaces_do_not_see_each_other(machine: Machine) -> None:
+    red, blue = machine(namespace="red"), machine(namespace="blue")
+    (chunk,) = fill(red)
+    assert blue.fingerprints() == []
+    assert blue.known_keys() == []
+    assert not blue.contains(chunk.key, TINY)
+    assert blue.delete(chunk.key) == 0
+    assert machine(namespace="red").contains(chunk.key, TINY)
+
+
+def test_machines_agree_on_a_block_size(machine: Machine) -> None:
+    assert machine().agree_block_size(TINY, 16) == 16
+    assert machine().agree_block_size(TINY, 32) == 16
+    assert machine(namespace="other").agree_block_size(TINY, 32) == 32
+
+
+def test_the_local_tier_keeps_to_its_budget(local: Machine) -> None:
+    first = local()
+    chunks = fill(first, 6)
+    n_bytes = first.stats().bytes // 6
+    second = local(max_bytes=int(2.5 * n_bytes))
+    for _ in range(2):
+        for chunk in chunks:
+            with second.open(chunk.key, TINY) as stored:
+                assert read_all(stored).equal(chunk.entries)
+            assert second.stats().bytes <= 2.5 * n_bytes
+    held = [second.open(chunk.key, TINY) for chunk in chunks[:2]]
+    assert reason(lambda: second.open(chunks[2].key, TINY)) == "io"  # no room while those are read
+    for stored in held:
+        stored.close()
+    second.open(chunks[2].key, TINY).close()
+
+
+def test_chunks_of_a_request_are_fetched_together(
+    local: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each read waits for the others: one after the other they would never end."""
+    import threading
+
+    first, second = local(), local()
+    chunks = fill(first, 4)
+    barrier, get = threading.Barrier(4, timeout=30), Objects.read
+
+    def together(self: Objects, path: str, **options: Any) -> bytes:
+        if path.endswith(".safetensors"):
+            barrier.wait()
+        return get(self, path, **options)
+
+    monkeypatch.setattr(Objects, "read", together)
+    for chunk in chunks:
+        second.prefetch(chunk.key, TINY)
+    for chunk in chunks:
+        second.open(chunk.key, TINY).close()
+
+
+# -- what is damaged, and what is gone ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "empty", "stranger"])
+def test_a_damaged_object_is_a_miss_and_goes(damage: str, local: Machine, folder: Path) -> None:
+    first, second = local(), local()
+    chunk, other = fill(first, 2)
+    (file,) = [file for file in files_of(folder) if file.stem == chunk.key]
+    data = bytearray(file.read_bytes())
+    match damage:
+        case "flip":
+            data[-1] ^= 1
+        case "cut":
+            del data[-100:]
+        case "empty":
+            data.clear()
+        case "stranger":
+            data[:] = first.file(other.key, TINY.digest).read_bytes()
+    file.write_bytes(data)
+    assert reason(lambda: second.open(chunk.key, TINY)) in ("corrupt", "tokens")
+    assert not second.contains(chunk.key, TINY)
+    assert not list(second.path.rglob("*.tmp"))
+    assert second.stats().bytes == 0
+    second.put(chunk)
+    with local().open(chunk.key, TINY) as stored:
+        stored.verify()
+
+
+def test_a_damaged_local_file_is_fetched_again(local: Machine) -> None:
+    store = local()
+    (chunk,) = fill(store)
+    file = store.file(chunk.key, TINY.digest)
+    file.write_bytes(file.read_bytes()[:-1])
+    assert reason(lambda: store.open(chunk.key, TINY)) == "corrupt"
+    store.quarantine(chunk.key, TINY)
+    with store.open(chunk.key, TINY) as stored:
+        stored.verify()
+
+
+def test_another_secret_is_refused(machine: Machine) -> None:
+    machine()
+    with pytest.raises(StoreError, match="another secret"):
+        machine(secret=bytes(32))
+
+
+def test_another_format_is_refused(local: Machine, folder: Path) -> None:
+    local()
+    marker = folder / "store.json"
+    marker.write_text(json.dumps(json.loads(marker.read_text()) | {"format_version": 1}))
+    with pytest.raises(StoreError, match="has format version 1"):
+        local()
+
+
+def test_a_folder_of_another_secret_is_refused(local: Machine, tmp_path: Path) -> None:
+    ChunkStore(tmp_path / "own")
+    with pytest.raises(StoreError, match="is a store of another secret"):
+        ChunkStore(tmp_path / "own", secret=SECRET)
+
+
+@pytest.mark.parametrize("secret", ["zz", "00" * 31])
+def test_a_secret_that_is_none(
+    secret: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SAMKV_STORE_SECRET", secret)
+    with pytest.raises(InvalidOption, match="32 bytes, in SAMKV_STORE_SECRET 64 hex") as caught:
+        ChunkStore(tmp_path / "store")
+    assert secret not in str(caught.value)
+
+
+def test_the_secret_may_be_in_the_environment(
+    local: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (chunk,) = fill(local())
+    monkeypatch.setenv("SAMKV_STORE_SECRET", SECRET.hex())
+    assert local(secret=None).contains(chunk.key, TINY)
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("bucket/prefix", "names no place"),
+        ("s3://", "names no place"),
+        ("nowhere://x", "Protocol not known: nowhere"),
+        ("", "names no place"),
+    ],
+)
+def test_a_url_that_is_none(url: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(InvalidOption, match=message):
+        ChunkStore(tmp_path / "store", remote=url)
+
+
+@pytest.fixture
+def no_place(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Makes a place that fails whatever it is asked."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise ConnectionError("nobody answers")
+
+    def breaks() -> None:
+        for name in ("cat_file", "info", "find", "ls", "exists", "rm_file"):
+            monkeypatch.setattr(f"fsspec.implementations.local.LocalFileSystem.{name}", fail)
+        monkeypatch.setattr("samkv_integrations.cache.objects._write_file", fail)
+
+    return breaks
+
+
+def test_a_place_that_is_gone_is_a_miss_and_no_error(
+    local: Machine, no_place: Callable[[], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second = local(), local()
+    chunk, other = fill(first, 2)
+    no_place()
+    assert reason(lambda: second.open(chunk.key, TINY)) == "io"
+    assert not second.contains(chunk.key, TINY)
+    assert second.fingerprints() == []
+    with first.open(chunk.key, TINY) as stored:  # its own it has
+        stored.verify()
+    second.put(other)
+    second.open(other.key, TINY).close()
+    assert "the remote tier fails" in caplog.text
+    with pytest.raises(StoreError, match="nothing can be deleted"):
+        second.delete(other.key)
+    assert second.contains(other.key, TINY)
+    late = local()  # opening one is no error either
+    assert reason(lambda: late.open(chunk.key, TINY)) == "io"
+
+
+def test_what_could_not_be_sent_is_pushed_later(
+    local: Machine, folder: Path, no_place: Callable[[], None]
+) -> None:
+    store = local()
+    fill(store)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            "samkv_integrations.cache.objects._write_file",
+            lambda *_: (_ for _ in ()).throw(ConnectionError()),
+        )
+        sent, unsent, gone = fill(store, 3)
+    assert len(files_of(folder)) == 1
+    store.delete(gone.key)
+    assert store.shared
+    n_bytes = store.file(unsent.key, TINY.digest).stat().st_size
+    assert store.shared.push() == Moved(n_chunks=1, n_bytes=n_bytes, n_left=0)
+    assert {file.stem for file in files_of(folder)} == {sent.key, unsent.key}
+    assert store.shared.push() == Moved(n_chunks=0, n_bytes=0, n_left=0)
+    assert store.shared.refresh() == Refreshed(n_new=0, n_deleted=0)
+    assert store.contains(unsent.key, TINY)
+
+
+def test_all_is_pulled_or_as_much_as_there_may_be(local: Machine) -> None:
+    first, second = local(), local()
+    chunks = fill(first, 4)
+    n_bytes = first.stats().bytes
+    calls: list[tuple[int, int]] = []
+    assert second.shared
+    some = second.shared.pull({chunks[0].key}, progress=lambda *done: calls.append(done))
+    assert (some.n_chunks, some.n_left, calls) == (1, 0, [(1, 1)])
+    more = second.shared.pull(max_bytes=n_bytes // 2)
+    assert (more.n_chunks, more.n_left) == (2, 1)
+    assert second.shared.pull().n_chunks == 1
+    assert second.keys() == sorted(chunk.key for chunk in chunks)
+    assert second.stats().bytes == n_bytes
+
+
+def test_an_upload_that_is_killed_leaves_nothing_to_be_found(local: Machine, folder: Path) -> None:
+    script = (
+        "import os, sys\n"
+        "from samkv_integrations.cache.objects import Objects\n"
+        "def die(source, target):\n"
+        "    os.kill(os.getpid(), 9)\n"
+        "place = Objects(sys.argv[1], {})\n"
+        "os.replace = die\n"
+        "place.write('a/b', b'x' * 1000)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script, f"file://{folder}"], timeout=120)
+    assert done.returncode == -9
+    place = Objects(f"file://{folder}", {})
+    with pytest.raises(FileNotFoundError):
+        place.read("a/b")
+    place.write("a/b", b"y")
+    assert place.read("a/b") == b"y"
+
+
+def test_a_forked_process_uses_the_place_too(machine: Machine) -> None:
+    store = machine()
+    (chunk,) = fill(machine())
+    child = os.fork()
+    if child == 0:
+        try:
+            store.open(chunk.key, TINY).close()
+            os._exit(0)
+        except BaseException:
+            os._exit(1)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    store.open(chunk.key, TINY).close()
+
+
+def test_an_object_is_written_once(place: tuple[str, dict[str, Any]]) -> None:
+    objects = Objects(*place)
+    objects.write("x/y", b"first", is_new=True)
+    with pytest.raises(FileExistsError):
+        objects.write("x/y", b"second", is_new=True)
+    assert objects.read("x/y") == b"first"
+    assert objects.read("x/y", n_bytes=2) == b"fi"
+    assert objects.names("x") == ["y"]
+    assert objects.names("z") == []
+    assert list(objects.listed("x")) == ["y"]
+    assert objects.info("x/y").n_bytes == 5
+    assert objects.remove("x/y")
+    assert not objects.remove("x/y")
+
+
+def test_a_gone_place_is_not_asked_twice_by_questions(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    objects, n_asked = Objects(f"file://{folder}", {}), 0
+
+    def fail(*_: object, **__: object) -> bytes:
+        nonlocal n_asked
+        n_asked += 1
+        raise OSError("timed out")
+
+    monkeypatch.setattr(fsspec.implementations.local.LocalFileSystem, "cat_file", fail)
+    for _ in range(5):
+        with pytest.raises(CacheMiss, match="io"):
+            objects.read("a")
+    assert n_asked == 3  # tries of the first
+    with pytest.raises(CacheMiss, match="timed out"):
+        objects.read("a", patiently=True)
+    assert n_asked == 6
+
+
+def test_a_changed_fingerprint_is_another_one(local: Machine, folder: Path) -> None:
+    store = local()
+    fill(store)
+    fill(store, fingerprint=tiny_fingerprint(weights="w1"))
+    first, second = sorted(folder.rglob("fingerprint.json"))
+    first.write_text(second.read_text())  # not what its folder is named by
+    assert [f.digest for f in local().fingerprints()] != [f.digest for f in store.fingerprints()]
+    assert len(local().fingerprints()) == 1
