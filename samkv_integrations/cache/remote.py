@@ -151,6 +151,7 @@ class RemoteTier:
             digests = self._digests(patiently=True)
             paths = [(key, self._path(digest, key)) for digest in digests for key in keys]
             gone = self.pool.map(lambda one: one[0] if self._objects.remove(one[1]) else "", paths)
+            self._fingerprints = (0.0, {})
             return {*gone} - {""}
         except CacheMiss as miss:
             raise StoreError(
@@ -204,8 +205,10 @@ class RemoteTier:
         for digest in self._digests(patiently=False):
             # its chunks have not come yet, or it is not one that this release knows
             with suppress(FileNotFoundError, TypeError):
-                made_by = Fingerprint(**self._read(f"{self._space}/{digest}/fingerprint.json"))
-                if made_by.digest == digest:
+                folder = f"{self._space}/{digest}"
+                made_by = Fingerprint(**self._read(f"{folder}/fingerprint.json"))
+                has_chunks = self._objects.names(folder) != ["fingerprint.json"]
+                if made_by.digest == digest and has_chunks:
                     found[digest] = made_by
         self._fingerprints = (time.monotonic() + KNOWN_S, found)
         return found

@@ -88,6 +88,17 @@ class TestSharedStore(StoreContract):
 
         return made
 
+    def test_a_damaged_chunk_is_put_away_and_its_text_stays(self, store: Store) -> None:
+        """And is fetched again."""
+        chunk = chunk_for(store, 1)
+        store.put(chunk)
+        store.quarantine(chunk.key, TINY)
+        assert store.keys() == []
+        assert store.contains(chunk.key, TINY)
+        with store.open(chunk.key, TINY) as stored:
+            stored.verify()
+        assert store.text(chunk.key) == chunk.text
+
 
 def files_of(folder: Path) -> list[Path]:
     return sorted(folder.rglob("*.safetensors"))
