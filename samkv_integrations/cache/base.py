@@ -118,8 +118,9 @@ class Store(Protocol):
 
     Only `put`, `put_text`, `touch`, `delete`, `forget` and `quarantine` modify the chunks of a
     store, and what any process did is seen at once by all. Methods other than `key`, `open`,
-    `contains`, `is_elsewhere`, `look_ahead`, `age_s`, `touch`, `put_text`, `prefetch`, `note`,
-    `record` and `quarantine` raise `StoreError` if the store itself is not usable.
+    `contains`, `is_elsewhere`, `look_ahead`, `begin_to_fetch`, `age_s`, `touch`, `put_text`,
+    `prefetch`, `note`, `record` and `quarantine` raise `StoreError` if the store itself is not
+    usable.
     """
 
     @property
@@ -155,6 +156,9 @@ class Store(Protocol):
 
     def look_ahead(self, keys: Collection[str], fingerprint: Fingerprint) -> None:
         """Chunks that `contains` is going to be asked for, so that a remote tier is asked once."""
+
+    def begin_to_fetch(self, keys: Collection[str], fingerprint: Fingerprint) -> None:
+        """Begins to bring chunks here that are in a remote tier only, together. Best effort."""
 
     def age_s(self, key: str, fingerprint: Fingerprint) -> float | None:
         """Seconds since a chunk was put or touched, None if it is not there."""

@@ -36,7 +36,7 @@ from samkv_integrations.cache.fingerprint import (
 from samkv_integrations.cache.marker import claim, secret_of, write_marker, write_small
 from samkv_integrations.cache.recovery import reconcile, recover
 from samkv_integrations.cache.remote import RemoteTier
-from samkv_integrations.cache.shared import SharedTier
+from samkv_integrations.cache.shared import SharedTier, require_unshared
 from samkv_integrations.cache.stats import StoreStats, _stats
 from samkv_integrations.cache.tables import EVICTED, Entry
 from samkv_integrations.errors import CacheMiss, StoreError
@@ -100,18 +100,11 @@ class ChunkStore:
         if max_bytes is not None or quota:
             _, known = self.index.budget.read()
             self.set_budget(max_bytes, {**known, **(quota or {})})
-        self.shared = self._share_with(remote, remote_options) if remote is not None else None
-
-    def _share_with(self, url: str, options: Mapping[str, object] | None) -> SharedTier:
-        remote = RemoteTier(url, self.secret, self._namespace, options)
-        shared = SharedTier(self.files, remote, self.writer, self._namespace, self._reserve)
-        try:
-            remote.claim()
-        except CacheMiss as miss:
-            shared.tell(miss)
-        else:
-            shared.refresh_soon()
-        return shared
+        self.shared: SharedTier | None = None
+        if remote is not None:
+            tier = RemoteTier(remote, self.secret, self._namespace, remote_options)
+            self.shared = SharedTier(self.files, tier, self.writer, self._namespace, self._reserve)
+            self.shared.begin_to_share()
 
     @property
     def namespace(self) -> str:
@@ -242,6 +235,12 @@ class ChunkStore:
         if self.shared is not None:
             self.shared.remote.look_ahead(fingerprint.digest, keys)
 
+    def begin_to_fetch(self, keys: Collection[str], fingerprint: Fingerprint) -> None:
+        if self.shared is not None:
+            for key in keys:
+                if not self._is_here(key, fingerprint):
+                    self.shared.begin(key, fingerprint)
+
     def age_s(self, key: str, fingerprint: Fingerprint) -> float | None:
         ages = []
         with suppress(CacheMiss, OSError):
@@ -257,9 +256,7 @@ class ChunkStore:
             self.index.use(self._namespace, fingerprint.digest, [key])
 
     def prefetch(self, key: str, fingerprint: Fingerprint) -> None:
-        if self.shared is not None and not self._is_here(key, fingerprint):
-            self.shared.begin(key, fingerprint)
-            return
+        self.begin_to_fetch([key], fingerprint)
         if not hasattr(os, "posix_fadvise"):  # macOS
             return
         with suppress(CacheMiss, OSError):
@@ -273,12 +270,21 @@ class ChunkStore:
             self.files.require_own()
         except OSError as error:
             raise cannot("delete in", self.path, error) from error
-        # first: what fails there has not been deleted, and is not said to be
-        gone = self.shared.delete(keys) if self.shared is not None else set()
+        gone = self._delete_elsewhere(keys)
         found = self.index.begin_to_delete(self._namespace, keys)
         n_older = older.delete(self.path, keys)
         self.files.remove(found)
         return len(gone | ({key for _, key in found} & {*keys})) + n_older
+
+    def _delete_elsewhere(self, keys: Collection[str]) -> set[str]:
+        """Delete chunks of a remote tier; keys of those that there were.
+
+        Before they are deleted here, so that nothing is said to be gone that is not.
+        """
+        if self.shared is not None:
+            return self.shared.delete(keys)
+        require_unshared(self.index, self._namespace, keys)
+        return set()
 
     def forget(
         self,
@@ -298,8 +304,7 @@ class ChunkStore:
                     self.file(key, digest)
                 ):
                     found.add((digest, key))
-        if self.shared is not None:
-            self.shared.delete({key for _, key in found})
+        self._delete_elsewhere({key for _, key in found})
         self.index.begin_to_delete(self._namespace, sorted({key for _, key in found}))
         self.files.remove(sorted(found))
         self.files.empty_quarantine(lambda name: True)  # damaged files cannot say what they hold

@@ -178,6 +178,9 @@ class MemoryStore:
     def look_ahead(self, keys: Collection[str], fingerprint: Fingerprint) -> None:
         """There is no remote tier."""
 
+    def begin_to_fetch(self, keys: Collection[str], fingerprint: Fingerprint) -> None:
+        """There is no remote tier."""
+
     def age_s(self, key: str, fingerprint: Fingerprint) -> float | None:
         put_at = self._put_at.get((fingerprint.digest, key))
         return None if put_at is None else max(0.0, time.time() - put_at)

@@ -71,6 +71,15 @@ class Objects:
             return self._fs
 
     @property
+    def is_gone(self) -> bool:
+        """Whether it did not answer a moment ago."""
+        return time.monotonic() < self._gone_until
+
+    def give_up(self) -> None:
+        """Somebody has waited too long for it."""
+        self._gone_until = time.monotonic() + GONE_S
+
+    @property
     def pool(self) -> ThreadPoolExecutor:
         """Threads for what is done with several objects at a time."""
         self._use()
@@ -134,7 +143,7 @@ class Objects:
     ) -> _Result:
         import tenacity
 
-        if not patiently and time.monotonic() < self._gone_until:
+        if not patiently and self.is_gone:
             raise CacheMiss("io", f"{self.url} did not answer a moment ago")
         trying = tenacity.Retrying(
             retry=tenacity.retry_if_not_exception_type(_FINAL),
@@ -149,7 +158,7 @@ class Objects:
             self._gone_until = 0.0
             raise
         except Exception as error:  # file systems raise what their libraries raise
-            self._gone_until = time.monotonic() + GONE_S
+            self.give_up()
             raise CacheMiss("io", f"{self.url}: {type(error).__name__}: {error}") from error
         self._gone_until = 0.0
         return result

@@ -11,7 +11,6 @@ import re
 import threading
 import time
 from collections.abc import Collection, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from hashlib import blake2b
 from typing import Any
@@ -54,7 +53,7 @@ class RemoteTier:
         self, url: str, secret: bytes, namespace: str, options: Mapping[str, Any] | None = None
     ) -> None:
         self.url = url
-        self._objects = Objects(url, options or {})
+        self.objects = Objects(url, options or {})
         self._check = check_of(secret)
         self._space = blake2b(
             namespace.encode(), key=secret, digest_size=16, person=b"samkv space"
@@ -63,11 +62,6 @@ class RemoteTier:
         self._lock = threading.RLock()
         self._known: dict[str, tuple[float, set[str]]] = {}  # keys by digest, and until when
         self._fingerprints: tuple[float, dict[str, Fingerprint]] = (0.0, {})
-
-    @property
-    def pool(self) -> ThreadPoolExecutor:
-        """Threads for what is done with several objects at a time."""
-        return self._objects.pool
 
     def claim(self) -> None:
         """See that the objects are of this secret and format, and write that down in a new place.
@@ -114,7 +108,7 @@ class RemoteTier:
         """What is known of a chunk's object, None if there is none or nobody can tell."""
         with suppress(CacheMiss, StoreError, FileNotFoundError):
             self.claim()
-            return self._objects.info(self._path(digest, key))
+            return self.objects.info(self._path(digest, key))
         return None
 
     def get(
@@ -123,7 +117,7 @@ class RemoteTier:
         """A chunk's file, or its first ``n_bytes``. Raises CacheMiss."""
         self.claim()
         try:
-            return self._objects.read(self._path(digest, key), n_bytes=n_bytes, patiently=patiently)
+            return self.objects.read(self._path(digest, key), n_bytes=n_bytes, patiently=patiently)
         except FileNotFoundError as error:
             self._forget([key])
             raise CacheMiss("absent", f"{self.url}: {key}") from error
@@ -136,7 +130,7 @@ class RemoteTier:
         if digest not in self.fingerprints():
             self._agree(f"{self._space}/{digest}/fingerprint.json", dict(fields))
             self._fingerprints = (0.0, {})
-        self._objects.write(self._path(digest, key), data, patiently=patiently)
+        self.objects.write(self._path(digest, key), data, patiently=patiently)
         with self._lock:
             if digest in self._known:
                 self._known[digest][1].add(key)
@@ -150,7 +144,9 @@ class RemoteTier:
             self.claim()
             digests = self._digests(patiently=True)
             paths = [(key, self._path(digest, key)) for digest in digests for key in keys]
-            gone = self.pool.map(lambda one: one[0] if self._objects.remove(one[1]) else "", paths)
+            gone = self.objects.pool.map(
+                lambda one: one[0] if self.objects.remove(one[1]) else "", paths
+            )
             self._fingerprints = (0.0, {})
             return {*gone} - {""}
         except CacheMiss as miss:
@@ -164,7 +160,7 @@ class RemoteTier:
     def discard(self, digest: str, key: str) -> None:
         """Delete a damaged object, so that a sound one is put in its place. Best effort."""
         with suppress(CacheMiss):
-            self._objects.remove(self._path(digest, key))
+            self.objects.remove(self._path(digest, key))
         self._forget([key])
 
     def _forget(self, keys: Collection[str]) -> None:
@@ -181,7 +177,7 @@ class RemoteTier:
         return found
 
     def _list(self, digest: str, *, patiently: bool) -> dict[Place, ObjectInfo]:
-        listed = self._objects.listed(f"{self._space}/{digest}", patiently=patiently)
+        listed = self.objects.listed(f"{self._space}/{digest}", patiently=patiently)
         named = ((_CHUNK.fullmatch(name), info) for name, info in listed.items())
         found = {(digest, name[1]): info for name, info in named if name}
         with self._lock:
@@ -190,7 +186,7 @@ class RemoteTier:
         return found
 
     def _digests(self, *, patiently: bool) -> list[str]:
-        names = self._objects.names(self._space, patiently=patiently)
+        names = self.objects.names(self._space, patiently=patiently)
         return [name for name in names if _DIGEST.fullmatch(name)]
 
     # -- what machines agree on -----------------------------------------------------------------
@@ -207,7 +203,7 @@ class RemoteTier:
             with suppress(FileNotFoundError, TypeError):
                 folder = f"{self._space}/{digest}"
                 made_by = Fingerprint(**self._read(f"{folder}/fingerprint.json"))
-                has_chunks = self._objects.names(folder) != ["fingerprint.json"]
+                has_chunks = self.objects.names(folder) != ["fingerprint.json"]
                 if made_by.digest == digest and has_chunks:
                     found[digest] = made_by
         self._fingerprints = (time.monotonic() + KNOWN_S, found)
@@ -223,7 +219,7 @@ class RemoteTier:
         """A note that `put_note` left. Raises CacheMiss ("io")."""
         self.claim()
         try:
-            return self._objects.read(self._note(name)).decode(errors="replace")
+            return self.objects.read(self._note(name)).decode(errors="replace")
         except FileNotFoundError:
             return None
 
@@ -231,10 +227,14 @@ class RemoteTier:
         """Keep a note; whether it was kept, as there may be one. Raises CacheMiss ("io")."""
         self.claim()
         try:
-            self._objects.write(self._note(name), text.encode(), is_new=not replace)
+            self.objects.write(self._note(name), text.encode(), is_new=not replace)
         except FileExistsError:
             return False
         return True
+
+    def note_url(self, name: str) -> str:
+        """Where a note is."""
+        return f"{self.url.rstrip('/')}/{self._note(name)}"
 
     def _note(self, name: str) -> str:
         return f"{self._space}/notes/{name}.json"
@@ -245,11 +245,11 @@ class RemoteTier:
             return self._read(path)
         except FileNotFoundError:
             with suppress(FileExistsError):
-                self._objects.write(path, json.dumps(mine).encode(), is_new=True)
+                self.objects.write(path, json.dumps(mine).encode(), is_new=True)
             return self._read(path)
 
     def _read(self, path: str) -> dict[str, Any]:
-        text = self._objects.read(path)
+        text = self.objects.read(path)
         try:
             return dict(json.loads(text))
         except (ValueError, TypeError, RecursionError) as error:

@@ -6,10 +6,10 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as TooLate
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -23,6 +23,7 @@ from samkv_integrations.cache.chunk_folder import ChunkFolder
 from samkv_integrations.cache.chunk_head import read_head
 from samkv_integrations.cache.files import Writer, make_folder, remove, write_file
 from samkv_integrations.cache.fingerprint import Fingerprint, digest_of
+from samkv_integrations.cache.index import Index
 from samkv_integrations.cache.objects import ObjectInfo
 from samkv_integrations.cache.remote import HEAD_BYTES, Place, RemoteTier
 from samkv_integrations.cache.tables import EVICTED, PRESENT, Entry
@@ -63,6 +64,26 @@ class Moved:
     n_left: int
 
 
+def require_unshared(index: Index, namespace: str, keys: Collection[str]) -> None:
+    """Raises StoreError if one of these chunks is in a remote tier, as far as this machine knows."""
+    found = index.database.read(lambda c: tables.shared(c, namespace))
+    there = {key for _, key in found}.intersection(keys)
+    if there:
+        raise StoreError(
+            f"{len(there)} of these chunk caches are in a remote tier too, where other machines "
+            "would still find them; next step: open the store with remote=, or give --remote"
+        )
+
+
+@contextmanager
+def _answering() -> Iterator[None]:
+    """What cannot go on without the remote tier: a `CacheMiss` is a StoreError."""
+    try:
+        yield
+    except CacheMiss as miss:
+        raise StoreError(f"{miss}; next step: try again when the remote tier answers") from miss
+
+
 class SharedTier:
     """What the folder of a store and a remote tier do for each other.
 
@@ -87,6 +108,18 @@ class SharedTier:
         self._refreshes_at = 0.0
         self._has_warned = False
 
+    def begin_to_share(self) -> None:
+        """See whose the remote tier is, and begin to learn what there is.
+
+        Raises StoreError if it is another store's. That it does not answer is no error.
+        """
+        try:
+            self.remote.claim()
+        except CacheMiss as miss:
+            self.tell(miss)
+        else:
+            self.refresh_soon()
+
     # -- chunks that are read -------------------------------------------------------------------
 
     def begin(self, key: str, fingerprint: Fingerprint) -> Future[None]:
@@ -96,7 +129,7 @@ class SharedTier:
             found = self._coming.get(place)
             if found is None:
                 fetch = partial(self._fetch, key, fingerprint)
-                found = self._coming[place] = self.remote.pool.submit(fetch)
+                found = self._coming[place] = self.remote.objects.pool.submit(fetch)
                 found.add_done_callback(lambda _: self._coming.pop(place, None))
             return found
 
@@ -106,9 +139,11 @@ class SharedTier:
         Raises CacheMiss: "absent", "corrupt" (which is deleted, to be put again), or "io" if it
         takes longer than a question waits, or the folder has no room for it.
         """
+        objects = self.remote.objects
         try:
-            self.begin(key, fingerprint).result(ASKED_S)
+            self.begin(key, fingerprint).result(0 if objects.is_gone else ASKED_S)
         except TooLate as error:
+            objects.give_up()  # the next chunk does not wait as long again
             raise CacheMiss("io", f"{self.remote.url} takes longer than {ASKED_S:.0f} s") from error
         except (StoreError, OSError) as error:
             raise CacheMiss("io", str(error)) from error
@@ -196,13 +231,18 @@ class SharedTier:
 
     def agree(self, name: str, value: int) -> int:
         """The value of a setting on all machines. Raises StoreError if the remote does not say."""
-        try:
+        with _answering():
             return self.remote.agree(name, value)
-        except CacheMiss as miss:
-            raise StoreError(
-                f"{miss}; the first chunks need to know what other machines have agreed on; next "
-                "step: try again when the remote tier answers"
-            ) from miss
+
+    def note(self, name: str) -> str | None:
+        """See `Store.note`; one of all machines. Raises StoreError if the remote does not say."""
+        with _answering():
+            return self.remote.note(name)
+
+    def put_note(self, name: str, text: str, *, replace: bool = True) -> bool:
+        """See `Store.put_note`. Raises StoreError."""
+        with _answering():
+            return self.remote.put_note(name, text, replace=replace)
 
     def refresh_soon(self) -> None:
         """`refresh` in a thread of its own, unless that was done a moment ago."""
@@ -233,7 +273,9 @@ class SharedTier:
         digests = {digest for digest, _ in listed}
         known = {(d, key) for d in digests for key in self._index.known(self._namespace, d)}
         new = [(place, listed[place]) for place in sorted(listed.keys() - known)]
-        read = [entry for entry in self.remote.pool.map(self._head, new) if entry is not None]
+        read = [
+            entry for entry in self.remote.objects.pool.map(self._head, new) if entry is not None
+        ]
         self._index.database.write(lambda c: self._learn(c, read))
         self._mark([*(listed.keys() & known), *((e.digest, e.key) for e in read)])
         return Refreshed(n_new=len(read), n_deleted=len(gone))
@@ -312,10 +354,8 @@ class SharedTier:
         return len(data)
 
     def _listed(self) -> dict[Place, ObjectInfo]:
-        try:
+        with _answering():
             return self.remote.listed()
-        except CacheMiss as miss:
-            raise StoreError(f"{miss}; next step: try again when the remote tier answers") from miss
 
     def _move(
         self, copy: Callable[[Place], int], places: Sequence[Place], progress: Progress | None
@@ -328,7 +368,7 @@ class SharedTier:
                 return None
 
         sizes: list[int | None] = []
-        for size in self.remote.pool.map(moved, places):
+        for size in self.remote.objects.pool.map(moved, places):
             sizes.append(size)
             if progress is not None:
                 progress(len(sizes), len(places))

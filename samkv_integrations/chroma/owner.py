@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import socket
 from collections.abc import Callable, Collection
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from samkv_integrations.cache.base import Store
@@ -94,6 +95,13 @@ class _Owner:
         return cls(location=location, caches=caches, collections=tuple(names))
 
 
+def _on_this_machine(location: Location) -> Location:
+    """A place that other machines are told of: folders of the same name are on all of them."""
+    if not location.folder:
+        return location
+    return replace(location, part=f"{location.part} on {socket.gethostname()}".strip())
+
+
 class Ownership:
     """The claim of one collection's database on the caches of a store's namespace.
 
@@ -111,12 +119,16 @@ class Ownership:
         collections: Callable[[], Collection[str]],
     ) -> None:
         self._store = store
-        self._mine = mine
+        # a store that machines share has its note where they share it
+        self._shared = store.shared if isinstance(store, ChunkStore) else None
+        self._mine = mine if self._shared is None else _on_this_machine(mine)
         self._collection = collection
         self._collections = collections
         name = hashlib.blake2b(store.namespace.encode(), digest_size=8).hexdigest()
         self._note = f"chroma-owner-{name}"
         self._caches = str(store.path.resolve()) if isinstance(store, ChunkStore) else ""
+        if self._shared is not None:
+            self._caches = self._shared.remote.url
 
     def claim(self) -> None:
         """Make sure that the caches are this database's, and take note of it.
@@ -164,7 +176,8 @@ class Ownership:
             return True
         if not mine.is_lasting or (theirs.exists and mine.folder):
             return False
-        return self._has_one_of(owner) or bool(theirs.folder and not theirs.exists)
+        is_gone = self._shared is None and bool(theirs.folder and not theirs.exists)
+        return self._has_one_of(owner) or is_gone
 
     def _is_copied(self, owner: _Owner) -> bool:
         """Whether the note speaks of another folder of caches, which is there too."""
@@ -190,7 +203,10 @@ class Ownership:
     # -- the note ---------------------------------------------------------------------------
 
     def _read(self) -> _Owner | None:
-        text = self._store.note(self._note)
+        try:
+            text = (self._shared or self._store).note(self._note)
+        except StoreError as error:  # a remote tier that does not answer
+            raise _NotWritten(str(error)) from error
         if text is None:
             return None
         try:
@@ -200,13 +216,17 @@ class Ownership:
 
     def _put(self, owner: _Owner, *, replace: bool) -> bool:
         try:
-            return self._store.put_note(self._note, owner.to_json(), replace=replace)
+            return (self._shared or self._store).put_note(
+                self._note, owner.to_json(), replace=replace
+            )
         except StoreError as error:
             raise _NotWritten(str(error)) from error
 
     @property
     def _file(self) -> str:
         store = self._store
+        if self._shared is not None:
+            return self._shared.remote.note_url(self._note)
         return str(store.path / f"{self._note}.json") if isinstance(store, ChunkStore) else ""
 
     def _damaged(self) -> StoreError:

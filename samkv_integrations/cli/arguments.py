@@ -53,6 +53,12 @@ DeletedTexts = Annotated[
     list[str] | None, typer.Option("--text", help="The text of a chunk; again for more.")
 ]
 Namespace = Annotated[str, typer.Option(help="Whose caches: each namespace has its own.")]
+Remote = Annotated[
+    str | None,
+    typer.Option(
+        envvar="SAMKV_REMOTE", help="Where machines share their caches: s3://BUCKET/PREFIX."
+    ),
+]
 Grace = Annotated[
     float, typer.Option("--grace", help="Keep unused caches that are younger, in seconds.")
 ]

@@ -54,7 +54,7 @@ def ask(
     method: args.MethodName = "auto", compare: args.Compare = "", settings: args.Settings = None,
     eviction: args.EvictionName = None, eviction_budget: args.EvictionBudget = None,
     max_new_tokens: args.MaxNewTokens = 64, chat: args.Chat = False, namespace: args.Namespace = "",
-    as_json: args.Json = False,
+    remote: args.Remote = None, as_json: args.Json = False,
 ) -> None:  # fmt: skip
     """Answer from the ingested chunks."""
     if (question is None) == (questions is None):
@@ -70,7 +70,9 @@ def ask(
         chat=chat,
     )
     opened = open_collection(folder / "chroma", collection, create=False)
-    engine = engine_of(model, folder / "kv", device, dtype, store_bits, namespace=namespace)
+    engine = engine_of(
+        model, folder / "kv", device, dtype, store_bits, namespace=namespace, remote=remote
+    )
     engine.store.require(engine.fingerprint)
     link = ChromaLink(opened, engine)
     asked = [

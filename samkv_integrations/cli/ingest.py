@@ -31,7 +31,8 @@ def ingest(
     collection: args.Collection = "documents", folder: args.Folder = Path(".samkv"),
     model: args.ModelName = "builtin", device: args.Device = "auto", dtype: args.Dtype = "auto",
     store_bits: args.StoreBits = DEFAULT_STORE_BITS, chunk_size: args.ChunkSize = 512,
-    max_bytes: args.IngestBudget = None, namespace: args.Namespace = "", as_json: args.Json = False,
+    max_bytes: args.IngestBudget = None, namespace: args.Namespace = "",
+    remote: args.Remote = None, as_json: args.Json = False,
 ) -> None:  # fmt: skip
     """Read documents once, and keep what the model made of them.
 
@@ -40,7 +41,7 @@ def ingest(
     """
     found = find_documents(paths, leave_out=folder)
     limit = None if max_bytes is None else bytes_of("--max-bytes", max_bytes)
-    engine = engine_of(model, folder / "kv", device, dtype, store_bits, limit, namespace)
+    engine = engine_of(model, folder / "kv", device, dtype, store_bits, limit, namespace, remote)
     read = read_chunks(found.files, engine.model, chunk_size)
     chunks, skipped = read.chunks, [*found.skipped, *read.skipped]
     opened = open_collection(folder / "chroma", collection, create=True)

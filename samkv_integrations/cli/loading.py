@@ -21,17 +21,18 @@ def use_threads_for(model: str) -> None:
 
 def engine_of(
     model: str, store: Path, device: str, dtype: str, store_bits: int,
-    max_bytes: int | None = None, namespace: str = "",
+    max_bytes: int | None = None, namespace: str = "", remote: str | None = None,
 ) -> Engine:  # fmt: skip
     """An engine whose chunk caches are in the folder ``store``, which is made if it is missing.
 
     max_bytes: what they may take from now on; None for what was said before.
+    remote: where machines share them.
     """
     use_threads_for(model)
     check_store_bits(store_bits)  # before a folder is made
     return Engine.from_pretrained(
         model,
-        ChunkStore(store, namespace=namespace, max_bytes=max_bytes),
+        ChunkStore(store, namespace=namespace, max_bytes=max_bytes, remote=remote),
         device=device,
         dtype=dtype,
         store_bits=store_bits,

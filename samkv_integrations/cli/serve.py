@@ -29,7 +29,7 @@ def serve(
     collection: args.Served = None, folder: args.Folder = Path(".samkv"),
     model: args.ModelName = "builtin", name: args.ServedName = None,
     host: args.Host = "127.0.0.1", port: args.Port = 8000,
-    namespace: args.Namespace = "", api_keys: args.ApiKeyFile = None,
+    namespace: args.Namespace = "", remote: args.Remote = None, api_keys: args.ApiKeyFile = None,
     device: args.Device = "auto", dtype: args.Dtype = "auto",
     store_bits: args.StoreBits = DEFAULT_STORE_BITS,
     method: args.ServedMethod = "auto", settings: args.Settings = None,
@@ -67,7 +67,9 @@ def serve(
             _require_own(folder, tenant)
         use_threads_for(model)
         scheduler = Scheduler(load_model(model, device=device, dtype=dtype), limits)
-        tenancy = Tenancy(scheduler, folder, method=chosen, eviction=rule, store_bits=store_bits)
+        tenancy = Tenancy(
+            scheduler, folder, remote, method=chosen, eviction=rule, store_bits=store_bits
+        )
         for tenant in keys.tenants:  # what is wrong with a folder is said now
             tenancy.engine(tenant)
         say = f"samkv: serving {wanted.model_name} on {{}}/v1"

@@ -20,6 +20,7 @@ from samkv_integrations.cli import tables
 from samkv_integrations.cli.loading import engine_of
 from samkv_integrations.cli.store_archive import export, import_
 from samkv_integrations.cli.store_care import budget, gc, verify, warm
+from samkv_integrations.cli.store_shared import pull, push
 from samkv_integrations.cli.stores import require_own_records, store_in
 from samkv_integrations.documents import read_text
 from samkv_integrations.errors import EmptyInput
@@ -64,7 +65,7 @@ def sync(
     model: args.ModelName = "builtin", device: args.Device = "auto", dtype: args.Dtype = "auto",
     store_bits: args.StoreBits = DEFAULT_STORE_BITS, grace_s: args.Grace = 3600.0,
     prune: args.Prune = True, build: args.Build = True, namespace: args.Namespace = "",
-    as_json: args.Json = False,
+    remote: args.Remote = None, as_json: args.Json = False,
 ) -> None:  # fmt: skip
     """Bring caches into line with the records: build what is missing, delete what nothing uses."""
     database = folder / "chroma"
@@ -72,7 +73,9 @@ def sync(
     if not names:
         raise EmptyInput(f"{database} holds no collection; ingest documents first")
     opened = [open_collection(database, name, create=False) for name in names]
-    engine = engine_of(model, folder / "kv", device, dtype, store_bits, namespace=namespace)
+    engine = engine_of(
+        model, folder / "kv", device, dtype, store_bits, namespace=namespace, remote=remote
+    )
     require_own_records(store_in(folder, namespace), database, names)
     engine.store.require(engine.fingerprint)
     # What nothing uses belongs to no collection: it is looked for once, when all have been read.
@@ -93,7 +96,7 @@ def sync(
 def forget(
     files: args.DeletedFiles = None, texts: args.DeletedTexts = None,
     folder: args.Folder = Path(".samkv"), namespace: args.Namespace = "",
-    as_json: args.Json = False,
+    remote: args.Remote = None, as_json: args.Json = False,
 ) -> None:  # fmt: skip
     """Delete caches and texts of deleted documents, whatever model they are of. Loads no model.
 
@@ -103,7 +106,7 @@ def forget(
     bodies = {normalise(text) for text in texts or ()} - {""}
     if not documents and not bodies:
         raise EmptyInput("nothing to forget; name the files of documents, or give --text")
-    store = store_in(folder, namespace)
+    store = store_in(folder, namespace, remote)
     n_chunks = store.forget(
         lambda body: body in bodies or bool(body) and any(body in text for text in documents)
     )
@@ -115,7 +118,7 @@ def forget(
     )
 
 
-for command in (gc, verify, budget, warm, export):
+for command in (gc, verify, budget, warm, push, pull, export):
     app.command()(command)
 app.command("import")(import_)
 

@@ -15,17 +15,20 @@ from samkv_integrations.chroma.records import Records
 from samkv_integrations.errors import InvalidOption
 
 
-def store_in(folder: Path, namespace: str = "") -> ChunkStore:
-    """The store that ``samkv ingest --dir`` has made. Raises InvalidOption if there is none."""
+def store_in(folder: Path, namespace: str = "", remote: str | None = None) -> ChunkStore:
+    """The store that ``samkv ingest --dir`` has made; with ``remote`` it may be a new one.
+
+    Raises InvalidOption if there is none.
+    """
     path = folder / "kv"
-    if not path.is_dir():
+    if not path.is_dir() and remote is None:
         if (folder / "store.json").is_file():
             raise InvalidOption(
                 f"{folder} is itself a folder of caches; give --dir the folder that holds it under "
                 "the name 'kv'"
             )
         raise InvalidOption(f"{path} does not exist; give the --dir that 'samkv ingest' used")
-    return ChunkStore(path, namespace=namespace)
+    return ChunkStore(path, namespace=namespace, remote=remote)
 
 
 def keys_of(folder: Path, collections: Sequence[str] | None) -> set[str] | None:

@@ -32,6 +32,7 @@ class ModelSource:
     model: of transformers, and then ``tokenizer`` or ``tokenizer_name`` is needed.
     model_name: what to load, or the label of ``model``.
     kv_dir: folder of the chunk caches; None keeps them in memory.
+    kv_remote: where machines share their caches, see `ChunkStore`; ``kv_dir`` is its local tier.
     namespace: of the chunk caches; None for the engine's, which is "" if it has to be made.
     store_bits: None for the engine's, which is the default of one that has to be made.
     max_bytes: what the chunk caches of ``kv_dir`` may take on disk; None for what was said before.
@@ -47,6 +48,7 @@ class ModelSource:
     model_kwargs: Mapping[str, Any] = field(default_factory=dict)
     tokenizer_kwargs: Mapping[str, Any] = field(default_factory=dict)
     kv_dir: str | Path | None = None
+    kv_remote: str | None = None
     namespace: str | None = None
     store_bits: int | None = None
     max_bytes: int | None = None
@@ -78,10 +80,17 @@ def engine_of(source: ModelSource) -> Engine:
         raise InvalidOption("kv_dir=''; give a folder, or None to keep chunk caches in memory")
     if folder is None and source.max_bytes is not None:
         raise _no_folder(source.max_bytes)
+    if folder is None and source.kv_remote is not None:
+        raise InvalidOption(
+            f"kv_remote={source.kv_remote!r} needs a folder for what this machine has read of it; "
+            "give kv_dir as well"
+        )
     store = (
         MemoryStore(namespace=namespace)
         if folder is None
-        else ChunkStore(folder, namespace=namespace, max_bytes=source.max_bytes)
+        else ChunkStore(
+            folder, namespace=namespace, max_bytes=source.max_bytes, remote=source.kv_remote
+        )
     )
     bits = DEFAULT_STORE_BITS if source.store_bits is None else source.store_bits
     return Engine(_model_of(source), store, store_bits=bits)
@@ -96,6 +105,8 @@ def _check_engine(engine: Engine, source: ModelSource) -> None:
     folder, kv_dir = folder_of(engine), source.kv_dir
     if kv_dir is not None and not (folder and Path(folder).resolve() == Path(kv_dir).resolve()):
         raise _contradiction("kv_dir", str(kv_dir), folder)
+    if source.kv_remote not in (None, remote_of(engine)):
+        raise _contradiction("kv_remote", source.kv_remote, remote_of(engine))
     if source.namespace not in (None, engine.store.namespace):
         raise _contradiction("namespace", source.namespace, engine.store.namespace)
     if source.store_bits not in (None, engine.store_bits):
@@ -163,6 +174,12 @@ def _contradiction(name: str, value: object, actual: object) -> InvalidOption:
 def folder_of(engine: Engine) -> str | None:
     """Where the engine keeps its chunk caches; None for memory."""
     return str(engine.store.path) if isinstance(engine.store, ChunkStore) else None
+
+
+def remote_of(engine: Engine) -> str | None:
+    """Where the engine shares its chunk caches with other machines; None for nowhere."""
+    shared = engine.store.shared if isinstance(engine.store, ChunkStore) else None
+    return shared.remote.url if shared else None
 
 
 def own_choices(engine: Engine) -> tuple[str | None, str | None]:

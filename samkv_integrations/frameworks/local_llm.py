@@ -33,6 +33,7 @@ from samkv_integrations.frameworks.engine_args import (
     engine_of,
     folder_of,
     own_choices,
+    remote_of,
 )
 from samkv_integrations.frameworks.engine_ref import EngineRef
 from samkv_integrations.prompt.resolve import OnMiss
@@ -85,6 +86,9 @@ class LocalLLM(BaseModel):
     """Token ids that end an answer, beside the model's own."""
     kv_dir: str | Path | None = None
     """Folder of the chunk caches; None keeps them in memory."""
+    kv_remote: str | None = None
+    """Where machines share their chunk caches, such as ``s3://bucket/prefix``; ``kv_dir`` is then
+    what this machine keeps of them. None for caches of this machine alone."""
     namespace: str | None = None
     """Whose the chunk caches are, such as a tenant's: none is found, or read, under another one;
     None for the engine's, which is ``""`` by default."""
@@ -164,6 +168,7 @@ class LocalLLM(BaseModel):
             model_kwargs=self.model_kwargs,
             tokenizer_kwargs=self.tokenizer_kwargs,
             kv_dir=self.kv_dir,
+            kv_remote=self.kv_remote,
             namespace=self.namespace,
             store_bits=self.store_bits,
             max_bytes=self.max_bytes,
@@ -178,6 +183,7 @@ class LocalLLM(BaseModel):
         if was_given:  # "auto" may load it in another one, under which there are no caches
             self.dtype = self.engine.model.dtype_name
         self.kv_dir, self.store_bits = folder_of(self.engine), self.engine.store_bits
+        self.kv_remote = remote_of(self.engine)
         self.namespace = self.engine.store.namespace
         method, eviction = own_choices(self.engine)
         self.method, self.eviction = self.method or method, self.eviction or eviction

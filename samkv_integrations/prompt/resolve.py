@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate
@@ -16,7 +16,7 @@ from samkv_integrations.cache.outage import Outage
 from samkv_integrations.errors import CacheMiss, ChunkNotCached, InvalidOption
 from samkv_integrations.model.model import Model
 from samkv_integrations.prompt.layout import Segment
-from samkv_integrations.prompt.split import Piece, PlainText
+from samkv_integrations.prompt.split import ChunkText, Piece, PlainText
 
 MAX_HELD = 32
 """Files that one prompt holds open while it waits for the model; of further ones each read opens
@@ -173,8 +173,9 @@ class Resolver:
         )
         found: dict[tuple[int, ...], StoredChunk | CacheMiss] = {}
         try:
-            for piece in pieces:
-                ids = self._ids_of(piece)
+            tokenised = [(piece, self._ids_of(piece)) for piece in pieces]
+            self._begin_to_fetch({ids for piece, ids in tokenised if isinstance(piece, ChunkText)})
+            for piece, ids in tokenised:
                 if isinstance(piece, PlainText):
                     resolved.segments.append(Segment(token_ids=ids))
                     continue
@@ -197,6 +198,13 @@ class Resolver:
         self._begin_with_bos(counted)
         return sum(len(segment.token_ids) for segment in counted.segments)
 
+    def _begin_to_fetch(self, chunks: Collection[tuple[int, ...]]) -> None:
+        """Those of a remote tier come together, and not each when it is opened."""
+        self._store.begin_to_fetch([self._key(ids) for ids in chunks], self._fingerprint)
+
+    def _key(self, ids: tuple[int, ...]) -> str:
+        return self._store.key(self._fingerprint, ids)
+
     def _ids_of(self, piece: Piece) -> tuple[int, ...]:
         if isinstance(piece, PlainText):
             return tuple(self._model.tokenize_prompt(piece.prompt))
@@ -214,7 +222,7 @@ class Resolver:
             segments[0] = Segment(token_ids=(bos, *first.token_ids))
 
     def _open(self, ids: tuple[int, ...], *, is_held: bool) -> StoredChunk | CacheMiss:
-        key = self._store.key(self._fingerprint, ids)
+        key = self._key(ids)
         try:
             stored = self._store.open(key, self._fingerprint, ids)
             if not is_held:
@@ -229,7 +237,7 @@ class Resolver:
         self, resolved: Resolved, ids: tuple[int, ...], found: StoredChunk | CacheMiss
     ) -> None:
         if isinstance(found, CacheMiss):
-            resolved.count_miss(self._store.key(self._fingerprint, ids), found)
+            resolved.count_miss(self._key(ids), found)
             resolved.segments.append(Segment(token_ids=ids, is_context=True))
         else:
             resolved.opened.append(found)

@@ -23,14 +23,19 @@ class Tenancy:
         scheduler: runs the model, for all.
         folder: holds the chunk caches under ``kv`` and the Chroma database under ``chroma``, as
             ``samkv ingest --dir`` leaves them.
+        remote: where machines share the chunk caches; None for nowhere.
         options: of every engine.
     """
 
     def __init__(
-        self, scheduler: Scheduler, folder: Path, **options: Unpack[EngineOptions]
+        self,
+        scheduler: Scheduler,
+        folder: Path,
+        remote: str | None = None,
+        **options: Unpack[EngineOptions],
     ) -> None:
         self.scheduler = scheduler
-        self._folder, self._options = folder, options
+        self._folder, self._remote, self._options = folder, remote, options
         self._engines: dict[str, Engine] = {}
         self._opening = threading.Lock()
 
@@ -41,7 +46,9 @@ class Tenancy:
         """
         with self._opening:
             if (engine := self._engines.get(tenant.namespace)) is None:
-                store = ChunkStore(self._folder / "kv", namespace=tenant.namespace)
+                store = ChunkStore(
+                    self._folder / "kv", namespace=tenant.namespace, remote=self._remote
+                )
                 engine = Engine(
                     self.scheduler.model, store, scheduler=self.scheduler, **self._options
                 )

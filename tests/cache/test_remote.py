@@ -248,6 +248,20 @@ def test_chunks_of_a_request_are_fetched_together(
         second.open(chunk.key, TINY).close()
 
 
+def test_what_is_shared_is_not_deleted_here_alone(local: Machine, tmp_path: Path) -> None:
+    store = local()
+    (chunk,) = fill(store)
+    alone = ChunkStore(store.path, secret=SECRET)
+    for delete in (
+        lambda: alone.delete(chunk.key), lambda: alone.forget(lambda body: True)
+    ):  # fmt: skip
+        with pytest.raises(StoreError, match="1 of these chunk caches are in a remote tier too"):
+            delete()
+    assert alone.contains(chunk.key, TINY)
+    assert store.delete(chunk.key) == 1
+    assert alone.delete(chunk.key) == 0
+
+
 # -- what is damaged, and what is gone ----------------------------------------------------------
 
 
