@@ -23,8 +23,8 @@ from samkv_integrations.errors import CacheMiss, StoreError
 HEAD_BYTES = 1 << 17
 """Bytes of a chunk file that hold what its index is told, unless its text is very long."""
 
-KNOWN_S = 30.0
-"""Seconds for which a listing is believed."""
+KNOWN_S = 10.0
+"""Seconds for which a listing is believed that was made to look ahead."""
 
 _LISTED = 32
 """Objects that are looked for one by one; more are listed."""
@@ -92,10 +92,14 @@ class RemoteTier:
 
     def look_ahead(self, digest: str, keys: Collection[str]) -> None:
         """Many chunks are going to be looked for: list them, once for all. Best effort."""
+        with self._lock:
+            self._known.pop(digest, None)
         if len(keys) > _LISTED:
             with suppress(CacheMiss, StoreError):
                 self.claim()
-                self._list(digest, patiently=False)
+                found = {key for _, key in self._list(digest, patiently=False)}
+                with self._lock:
+                    self._known[digest] = (time.monotonic() + KNOWN_S, found)
 
     def has(self, digest: str, key: str) -> bool:
         """Whether a chunk is there; False if nobody can tell."""
@@ -179,11 +183,7 @@ class RemoteTier:
     def _list(self, digest: str, *, patiently: bool) -> dict[Place, ObjectInfo]:
         listed = self.objects.listed(f"{self._space}/{digest}", patiently=patiently)
         named = ((_CHUNK.fullmatch(name), info) for name, info in listed.items())
-        found = {(digest, name[1]): info for name, info in named if name}
-        with self._lock:
-            until = time.monotonic() + KNOWN_S
-            self._known[digest] = (until, {key for _, key in found})
-        return found
+        return {(digest, name[1]): info for name, info in named if name}
 
     def _digests(self, *, patiently: bool) -> list[str]:
         names = self.objects.names(self._space, patiently=patiently)

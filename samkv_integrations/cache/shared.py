@@ -65,7 +65,7 @@ class Moved:
 
 
 def require_unshared(index: Index, namespace: str, keys: Collection[str]) -> None:
-    """Raises StoreError if one of these chunks is in a remote tier, as far as this machine knows."""
+    """Raises StoreError if one of these chunks is known to be in a remote tier."""
     found = index.database.read(lambda c: tables.shared(c, namespace))
     there = {key for _, key in found}.intersection(keys)
     if there:
