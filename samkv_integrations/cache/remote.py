@@ -26,6 +26,9 @@ HEAD_BYTES = 1 << 17
 KNOWN_S = 10.0
 """Seconds for which a listing is believed that was made to look ahead."""
 
+FINGERPRINTS_S = 30.0
+"""Seconds for which fingerprints are remembered."""
+
 _LISTED = 32
 """Objects that are looked for one by one; more are listed."""
 
@@ -206,7 +209,7 @@ class RemoteTier:
                 has_chunks = self.objects.names(folder) != ["fingerprint.json"]
                 if made_by.digest == digest and has_chunks:
                     found[digest] = made_by
-        self._fingerprints = (time.monotonic() + KNOWN_S, found)
+        self._fingerprints = (time.monotonic() + FINGERPRINTS_S, found)
         return found
 
     def agree(self, name: str, value: int) -> int:

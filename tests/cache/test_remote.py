@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
@@ -17,7 +18,7 @@ import pytest
 from samkv_integrations.cache.base import Store
 from samkv_integrations.cache.disk import ChunkStore
 from samkv_integrations.cache.objects import Objects
-from samkv_integrations.cache.shared import Moved, Refreshed
+from samkv_integrations.cache.shared import Moved, Refreshed, SharedTier
 from samkv_integrations.errors import CacheMiss, InvalidOption, StoreError
 from tests.contracts.store_contract import TINY, StoreContract, chunk_for, read_all, reason
 from tests.support.chunks import tiny_fingerprint
@@ -26,6 +27,14 @@ from tests.support.s3_server import s3_server
 SECRET = bytes(range(32))
 NUMBERS = count()
 Machine = Callable[..., ChunkStore]
+
+
+@pytest.fixture(autouse=True)
+def refresh_soon(monkeypatch: pytest.MonkeyPatch) -> Callable[[SharedTier], None]:
+    """What goes on in a thread of its own, and would be counted now here and now there."""
+    soon = SharedTier.refresh_soon
+    monkeypatch.setattr(SharedTier, "refresh_soon", lambda self: None)
+    return soon
 
 
 @pytest.fixture(scope="module")
@@ -148,6 +157,19 @@ def test_texts_of_other_machines_are_learned(machine: Machine) -> None:
     assert second.shared.refresh() == Refreshed(n_new=0, n_deleted=0)
 
 
+def test_who_looks_for_texts_learns_them_by_and_by(
+    local: Machine, refresh_soon: Callable[[SharedTier], None]
+) -> None:
+    first, second = local(), local()
+    fill(first, 3)
+    assert second.shared and second.beginnings(TINY).heads == []
+    refresh_soon(second.shared)
+    for thread in threading.enumerate():
+        if thread.name == "samkv-refresh":
+            thread.join(60)
+    assert len(second.beginnings(TINY).heads) == 3
+
+
 def test_a_text_longer_than_what_is_read_of_a_head(
     local: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -230,8 +252,6 @@ def test_chunks_of_a_request_are_fetched_together(
     local: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each read waits for the others: one after the other they would never end."""
-    import threading
-
     first, second = local(), local()
     chunks = fill(first, 4)
     barrier, get = threading.Barrier(4, timeout=30), Objects.read
@@ -260,6 +280,26 @@ def test_what_is_shared_is_not_deleted_here_alone(local: Machine, tmp_path: Path
     assert alone.contains(chunk.key, TINY)
     assert store.delete(chunk.key) == 1
     assert alone.delete(chunk.key) == 0
+
+
+def test_many_are_looked_for_at_once(local: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = local(), local()
+    chunks = fill(first, 40)
+    n_asked, info = 0, Objects.info
+
+    def counted(self: Objects, path: str, **options: Any) -> Any:
+        nonlocal n_asked
+        n_asked += 1
+        return info(self, path, **options)
+
+    monkeypatch.setattr(Objects, "info", counted)
+    second.look_ahead([chunk.key for chunk in chunks], TINY)
+    assert all(second.contains(chunk.key, TINY) for chunk in chunks)
+    assert not second.contains("0" * 32, TINY)
+    assert n_asked == 0
+    second.look_ahead(["0" * 32], TINY)
+    assert second.contains(chunks[0].key, TINY)
+    assert n_asked == 1
 
 
 # -- what is damaged, and what is gone ----------------------------------------------------------
