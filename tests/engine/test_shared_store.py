@@ -1,0 +1,131 @@
+"""An engine of one machine answers from what another one has put into a remote tier."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from samkv_integrations.cache.disk import ChunkStore
+from samkv_integrations.cache.objects import Objects
+from samkv_integrations.engine.engine import Engine
+from samkv_integrations.errors import CacheMiss
+from tests.support.models import tiny_model
+
+SECRET = bytes(32)
+TEXTS = [f"Document {n}: the harbour of town number {n} is closed at night." for n in range(12)]
+PROMPT = "Read. " + "\n\n".join(TEXTS[:8]) + "\n\nWhich harbour is open?"
+Machine = Callable[..., Engine]
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    """Makes engines as of machines with folders of their own."""
+
+    def make(name: str, **options: Any) -> Engine:
+        remote = f"file://{tmp_path}/shared"
+        store = ChunkStore(tmp_path / name, remote=remote, secret=SECRET)
+        return Engine(tiny_model("llama"), store, prefix_bytes=0, method="reuse", **options)
+
+    return make
+
+
+@pytest.fixture
+def fetched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """Keys of chunks that were read of the remote tier, and how many bytes."""
+    seen: list[tuple[str, int]] = []
+    read = Objects.read
+
+    def counted(self: Objects, path: str, **options: Any) -> bytes:
+        data = read(self, path, **options)
+        if path.endswith(".safetensors") and options.get("n_bytes") is None:
+            seen.append((path[-44:-12], len(data)))
+        return data
+
+    monkeypatch.setattr(Objects, "read", counted)
+    return seen
+
+
+def test_a_new_machine_fetches_what_a_question_needs_and_once(
+    machine: Machine, fetched: list[tuple[str, int]]
+) -> None:
+    first = machine("first")
+    first.cache_chunks(TEXTS)
+    expected = first.generate(PROMPT, max_new_tokens=8)
+    second = machine("second")
+    # retrieved, as a connector announces it: the texts of other machines are not learned yet
+    answer = second.generate(PROMPT, chunks=TEXTS[:8], max_new_tokens=8)
+    keys = {first.key_of(text) for text in TEXTS[:8]}
+    assert {key for key, _ in fetched} == keys
+    assert len(fetched) == 8
+    assert sum(n for _, n in fetched) == second.store.stats().bytes
+    assert answer.report.reused == 8
+    assert answer.text == expected.text
+    fetched.clear()
+    again = second.generate(PROMPT, chunks=TEXTS[:8], max_new_tokens=8)
+    assert fetched == []
+    assert (again.text, again.report.reused) == (expected.text, 8)
+
+
+def test_texts_of_other_machines_are_found_in_plain_prompts(machine: Machine) -> None:
+    first, second = machine("first"), machine("second")
+    first.cache_chunks(TEXTS)
+    assert isinstance(second.store, ChunkStore) and second.store.shared
+    second.store.shared.refresh()
+    report = second.generate(PROMPT, max_new_tokens=2).report
+    assert (report.found, report.reused) == (8, 8)
+
+
+def test_a_second_machine_computes_nothing_twice(
+    machine: Machine, fetched: list[tuple[str, int]]
+) -> None:
+    first, second = machine("first"), machine("second")
+    first.cache_chunks(TEXTS[:6])
+    second.cache_chunks(TEXTS)
+    assert fetched == []  # nor are those read that are there
+    assert len(second.store.keys()) == 6
+    assert first.is_cached(TEXTS[11])
+    assert second.fingerprint == first.fingerprint
+
+
+def test_the_block_size_is_that_of_the_first_machine(machine: Machine) -> None:
+    first = machine("first")
+    first.cache_chunks([text * 20 for text in TEXTS[:3]])
+    second = machine("second")
+    second.cache_chunks(["Short."])
+    assert second.fingerprint.block_size == first.fingerprint.block_size
+
+
+def test_without_the_remote_tier_answers_come_from_text(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = machine("first"), machine("second")
+    first.cache_chunks(TEXTS)
+    second.generate(TEXTS[0], chunks=TEXTS[:1], max_new_tokens=1)
+
+    def fail(self: Objects, path: str, **_: Any) -> bytes:
+        raise CacheMiss("io", "nobody answers")
+
+    monkeypatch.setattr(Objects, "read", fail)
+    monkeypatch.setattr(Objects, "info", fail)
+    whole = first.generate(PROMPT, max_new_tokens=8, method="recompute").text
+    answer = second.generate(
+        PROMPT, chunks=TEXTS[:8], max_new_tokens=8, method="recompute", on_miss="text"
+    )
+    assert answer.text == whole
+    assert answer.report.chunk_misses == {"io": 7}
+    computed = second.generate(PROMPT, chunks=TEXTS[:8], max_new_tokens=8, on_miss="compute")
+    assert computed.text == first.generate(PROMPT, max_new_tokens=8).text
+
+
+def test_what_is_forgotten_is_forgotten_for_all(machine: Machine) -> None:
+    first, second = machine("first"), machine("second")
+    first.cache_chunks(TEXTS[:2])
+    second.generate(PROMPT, chunks=TEXTS[:2], max_new_tokens=1)
+    assert second.forget(TEXTS[:1]) == 1
+    assert isinstance(first.store, ChunkStore) and first.store.shared
+    first.store.shared.refresh()
+    assert not first.is_cached(TEXTS[0])
+    assert first.is_cached(TEXTS[1])
