@@ -69,9 +69,8 @@ class ChunkStore:
 
         namespace: whose chunks these are; those of others are not seen.
         max_bytes, quota: see `set_budget`; None for the budget that the store has.
-        remote: where machines share their caches, a URL of fsspec's such as
-            ``s3://bucket/prefix``; the folder is the local tier of it. While it does not answer,
-            its chunks are misses ("io").
+        remote: where machines share their caches, such as ``s3://bucket/prefix`` (a URL of
+            fsspec's); the folder is its local tier. While it does not answer, it is misses ("io").
         remote_options: of fsspec's file system, such as ``{"endpoint_url": ...}``.
         secret: what keys and MACs are made with, 32 bytes, the same on all machines that share;
             None for the one in the environment variable SAMKV_STORE_SECRET (64 hex digits), or that

@@ -196,12 +196,12 @@ def _write(fs: AbstractFileSystem, file: str, data: bytes, is_new: bool) -> None
     from fsspec.implementations.local import LocalFileSystem
 
     if isinstance(fs, LocalFileSystem):
-        _write_file(file, data, is_new)
+        write_whole(file, data, is_new)
     else:
         fs.pipe_file(file, data, mode="create" if is_new else "overwrite")
 
 
-def _write_file(file: str, data: bytes, is_new: bool) -> None:
+def write_whole(file: str, data: bytes, is_new: bool) -> None:
     """Write a file as object stores do: it is there when it is whole."""
     os.makedirs(os.path.dirname(file), exist_ok=True)
     temporary = f"{file}.{secrets.token_hex(8)}.tmp"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
@@ -30,6 +28,7 @@ from samkv_integrations.cache.outage import Outage
 from samkv_integrations.engine.agreed import AgreedFingerprint
 from samkv_integrations.engine.options import check_on_miss
 from samkv_integrations.engine.prefill import batches, prefill
+from samkv_integrations.engine.recent_keys import RecentKeys
 from samkv_integrations.engine.scheduler import Scheduler
 from samkv_integrations.errors import CacheMiss, ChunkNotCached, InvalidChunk, StoreError
 from samkv_integrations.model.model import Model
@@ -42,9 +41,6 @@ is; all of it is read and verified."""
 
 _WRITERS = 4
 """Threads that write chunk caches: most of the time each waits for its disk."""
-
-_MAX_PREPARED = 2**16
-"""Chunks that are remembered as prepared: some 10 MB, and more than one ingest adds at once."""
 
 
 class Chunks:
@@ -84,8 +80,7 @@ class Chunks:
             outage=self.outage, on_change=self._model_changed,
         )  # fmt: skip
         self._stable_layers: tuple[int, ...] | None = None
-        self._prepared: OrderedDict[str, None] = OrderedDict()  # keys, oldest first
-        self._preparing = threading.Lock()
+        self._prepared = RecentKeys()
 
     # -- identity ---------------------------------------------------------------------------
 
@@ -211,20 +206,12 @@ class Chunks:
         alike = next(self._store.texts_like(self.fingerprint, form), ("", []))
         return alike[0] == form and ref.text in alike[1]
 
-    def _remember(self, chunks: Sequence[ChunkRef]) -> None:
-        with self._preparing:
-            self._prepared.update(dict.fromkeys(ref.key for ref in chunks))
-            while len(self._prepared) > _MAX_PREPARED:
-                self._prepared.popitem(last=False)
-
     def take_prepared(self, ref: ChunkRef) -> bool:
         """Whether this process has prepared the chunk, and nobody has asked since.
 
         Who indexes what a step before has cached need not read and verify all of it again.
         """
-        with self._preparing:
-            is_prepared = ref.key in self._prepared
-            return is_prepared and self._prepared.pop(ref.key) is None
+        return self._prepared.take(ref.key)
 
     def prepare(
         self,
@@ -261,7 +248,7 @@ class Chunks:
                 if for_prompt:
                     self._keep_texts(found)
                 else:
-                    self._remember(found)
+                    self._prepared.add(ref.key for ref in found)
             return found
         found = self.look_up(found, depth)
         for place, ref in enumerate(found):
@@ -360,8 +347,7 @@ class Chunks:
         """
         found = [ref for ref in self.refer(texts) if ref.text]
         bodies = {ref.text for ref in found}
-        with self._preparing:
-            self._prepared.clear()
+        self._prepared.clear()
         return self._store.forget(bodies.__contains__, [ref.token_ids for ref in found])
 
     def n_bytes(self, chunks: Sequence[ChunkRef]) -> int:

@@ -15,6 +15,7 @@ from typing import Any
 import fsspec
 import pytest
 
+from benchmarks.s3_server import s3_server
 from samkv_integrations.cache.base import Store
 from samkv_integrations.cache.disk import ChunkStore
 from samkv_integrations.cache.objects import Objects
@@ -22,7 +23,6 @@ from samkv_integrations.cache.shared import Moved, Refreshed, SharedTier
 from samkv_integrations.errors import CacheMiss, InvalidOption, StoreError
 from tests.contracts.store_contract import TINY, StoreContract, chunk_for, read_all, reason
 from tests.support.chunks import tiny_fingerprint
-from tests.support.s3_server import s3_server
 
 SECRET = bytes(range(32))
 NUMBERS = count()
@@ -266,6 +266,7 @@ def test_chunks_of_a_request_are_fetched_together(
         second.prefetch(chunk.key, TINY)
     for chunk in chunks:
         second.open(chunk.key, TINY).close()
+    assert second.keys() == sorted(chunk.key for chunk in chunks)
 
 
 def test_what_is_shared_is_not_deleted_here_alone(local: Machine, tmp_path: Path) -> None:
@@ -403,7 +404,7 @@ def no_place(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None
     def breaks() -> None:
         for name in ("cat_file", "info", "find", "ls", "exists", "rm_file"):
             monkeypatch.setattr(f"fsspec.implementations.local.LocalFileSystem.{name}", fail)
-        monkeypatch.setattr("samkv_integrations.cache.objects._write_file", fail)
+        monkeypatch.setattr("samkv_integrations.cache.objects.write_whole", fail)
 
     return breaks
 
@@ -436,7 +437,7 @@ def test_what_could_not_be_sent_is_pushed_later(
     fill(store)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            "samkv_integrations.cache.objects._write_file",
+            "samkv_integrations.cache.objects.write_whole",
             lambda *_: (_ for _ in ()).throw(ConnectionError()),
         )
         sent, unsent, gone = fill(store, 3)
