@@ -23,7 +23,7 @@ PRINTED = {  # by the snippets of a page, one after the other
     "langchain": ("Vasumex Trading", "Hadorix Press"),
     "llama-index": ("Vasumex Trading", "Hadorix Press"),
     "methods": (),
-    "remote": ("1 memory://kv",),
+    "remote": ("1 True",),
     "security": ("'tenant-7']",),
     "server": (
         "Vasumex Trading True\nreused: 4 of 4",
