@@ -88,10 +88,16 @@ class ChunkStore:
         try:
             claim_folder(self.path)
             self.writer = Writer(self.path)
-            version, self.secret = claim(self.path, self.writer, secret_of(secret))
+            wanted = secret_of(secret)
+            version, self.secret = claim(self.path, self.writer, wanted)
             self._is_older = version < FORMAT_VERSION
         except OSError as error:
             raise cannot("open a store in", self.path, error) from error
+        if wanted not in (None, self.secret) and (secret or remote):
+            raise StoreError(
+                f"{self.path} is a store of another secret than the one that is given; next step: "
+                "name a new folder, or give the secret that is in its file 'secret'"
+            )
         self.files = ChunkFolder(self.path, self.secret)
         self.index, self.file = self.files.index, self.files.file
         with suppress(StoreError):  # the folder may be one that can only be read

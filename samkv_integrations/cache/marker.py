@@ -41,10 +41,9 @@ def secret_of(given: bytes | None) -> bytes | None:
 def claim(folder: Path, writer: Writer, given: bytes | None = None) -> tuple[int, bytes]:
     """The format version and the secret of a folder, which is made a store if it is empty.
 
-    given: the secret that it has to have; None for any, and a random one in a new store.
+    given: the secret of a new store; None for a random one.
 
-    Raises StoreError if it is something else, damaged, of a newer format version, or of another
-    secret.
+    Raises StoreError if it is something else, damaged, or of a newer format version.
     """
     marker, file = folder / "store.json", folder / "secret"
     if not marker.exists():
@@ -68,11 +67,6 @@ def claim(folder: Path, writer: Writer, given: bytes | None = None) -> tuple[int
         raise StoreError(
             f"{file} is damaged, and nothing in {folder} can be read without it; next step: "
             f"restore it from a copy, or ingest into a new folder"
-        )
-    if given not in (None, secret):
-        raise StoreError(
-            f"{folder} is a store of another secret than the one that is given; next step: name a "
-            f"new folder, or take the secret in {file}"
         )
     return version, secret
 

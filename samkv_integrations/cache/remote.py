@@ -12,13 +12,15 @@ import threading
 import time
 from collections.abc import Collection, Mapping
 from contextlib import suppress
+from dataclasses import fields as fields_of
 from hashlib import blake2b
 from typing import Any
 
+from samkv_integrations.cache.checked_file import BAD_JSON
 from samkv_integrations.cache.fingerprint import FORMAT_VERSION, Fingerprint
 from samkv_integrations.cache.marker import check_of
 from samkv_integrations.cache.objects import ObjectInfo, Objects
-from samkv_integrations.errors import CacheMiss, StoreError
+from samkv_integrations.errors import CacheMiss, SamkvError, StoreError
 
 HEAD_BYTES = 1 << 17
 """Bytes of a chunk file that hold what its index is told, unless its text is very long."""
@@ -32,6 +34,9 @@ FINGERPRINTS_S = 30.0
 _LISTED = 32
 """Objects that are looked for one by one; more are listed."""
 
+_MAX_AGREED = 1 << 16
+# What the fields of a fingerprint may raise if a stranger made them up.
+_STRANGE = (*BAD_JSON, AssertionError, RuntimeError, MemoryError, ArithmeticError, SamkvError)
 _DIGEST = re.compile("[0-9a-f]{32}")
 _CHUNK = re.compile(r"[0-9a-f]{2}/([0-9a-f]{32})\.safetensors")
 
@@ -202,12 +207,10 @@ class RemoteTier:
         self.claim()
         found = {}
         for digest in self._digests(patiently=False):
-            # its chunks have not come yet, or it is not one that this release knows
-            with suppress(FileNotFoundError, TypeError):
-                folder = f"{self._space}/{digest}"
-                made_by = Fingerprint(**self._read(f"{folder}/fingerprint.json"))
-                has_chunks = self.objects.names(folder) != ["fingerprint.json"]
-                if made_by.digest == digest and has_chunks:
+            folder = f"{self._space}/{digest}"
+            with suppress(FileNotFoundError):  # its chunks have not come yet
+                made_by = _fingerprint(self._read(f"{folder}/fingerprint.json"), digest)
+                if made_by and self.objects.names(folder) != ["fingerprint.json"]:
                     found[digest] = made_by
         self._fingerprints = (time.monotonic() + FINGERPRINTS_S, found)
         return found
@@ -216,7 +219,11 @@ class RemoteTier:
         """The value of a setting: that of which machine was first. Raises CacheMiss ("io")."""
         self.claim()
         named = blake2b(name.encode(), digest_size=16).hexdigest()
-        return int(self._agree(f"{self._space}/notes/{named}.json", {"value": value})["value"])
+        path = f"{self._space}/notes/{named}.json"
+        found = self._agree(path, {"value": value}).get("value")
+        if not isinstance(found, int) or not 0 < found <= _MAX_AGREED:
+            raise self._damaged(path)
+        return found
 
     def note(self, name: str) -> str | None:
         """A note that `put_note` left. Raises CacheMiss ("io")."""
@@ -256,6 +263,22 @@ class RemoteTier:
         try:
             return dict(json.loads(text))
         except (ValueError, TypeError, RecursionError) as error:
-            raise StoreError(
-                f"{self.url}/{path} is damaged; next step: delete it, or name another place"
-            ) from error
+            raise self._damaged(path) from error
+
+    def _damaged(self, path: str) -> StoreError:
+        return StoreError(
+            f"{self.url}/{path} is damaged; next step: delete it, or name another place"
+        )
+
+
+def _fingerprint(fields: Mapping[str, Any], digest: str) -> Fingerprint | None:
+    """The fingerprint of these fields, if it is a sound one and the one that ``digest`` names."""
+    try:
+        made_by = Fingerprint(**fields)
+        is_typed = all(
+            type(getattr(made_by, f.name)).__name__ == f.type for f in fields_of(made_by)
+        )
+        is_sound = made_by.scheme.of(1).n_blocks > 0 and made_by.entry_format.n_bytes > 0
+        return made_by if is_typed and is_sound and made_by.digest == digest else None
+    except _STRANGE:  # of a later release, or made up
+        return None

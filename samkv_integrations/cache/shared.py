@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as TooLate
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from sqlite3 import Connection
@@ -26,7 +26,7 @@ from samkv_integrations.cache.fingerprint import Fingerprint, digest_of
 from samkv_integrations.cache.index import Index
 from samkv_integrations.cache.objects import ObjectInfo
 from samkv_integrations.cache.remote import HEAD_BYTES, Place, RemoteTier
-from samkv_integrations.cache.tables import EVICTED, PRESENT, Entry
+from samkv_integrations.cache.tables import EVICTED, Entry
 from samkv_integrations.errors import CacheMiss, SamkvError, StoreError
 
 ASKED_S = 10.0
@@ -35,8 +35,8 @@ ASKED_S = 10.0
 REFRESH_S = 60.0
 """Seconds after which the remote tier is asked again which texts there are."""
 
-Progress = Callable[[int, int], None]
-"""Called with the chunks that are done, and of how many."""
+SLICE = 64
+"""New chunks that are looked at in one go, so that a question's do not wait behind all of them."""
 
 _log = logging.getLogger(__name__)
 
@@ -50,18 +50,6 @@ class Refreshed:
 
     n_new: int
     n_deleted: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Moved:
-    """What `push` or `pull` did.
-
-    n_chunks, n_bytes: that were copied. n_left: that could not be, or that there was no room for.
-    """
-
-    n_chunks: int
-    n_bytes: int
-    n_left: int
 
 
 def require_unshared(index: Index, namespace: str, keys: Collection[str]) -> None:
@@ -264,7 +252,7 @@ class SharedTier:
         Raises StoreError if the remote tier does not answer.
         """
         before = self._index.database.read(lambda c: tables.shared(c, self._namespace))
-        listed = self._listed()  # after: what this machine has put since is no stranger
+        listed = self.listed()  # after: what this machine has put since is no stranger
         gone = sorted({key for _, key in before - listed.keys()})
         if gone:
             found = self._index.begin_to_delete(self._namespace, gone)
@@ -272,19 +260,23 @@ class SharedTier:
             self._index.database.write(lambda c: tables.unmark_shared(c, self._namespace, gone))
         digests = {digest for digest, _ in listed}
         known = {(d, key) for d in digests for key in self._index.known(self._namespace, d)}
+        self._mark(listed.keys() & known)
         new = [(place, listed[place]) for place in sorted(listed.keys() - known)]
-        read = [
-            entry for entry in self.remote.objects.pool.map(self._head, new) if entry is not None
-        ]
-        self._index.database.write(lambda c: self._learn(c, read))
-        self._mark([*(listed.keys() & known), *((e.digest, e.key) for e in read)])
-        return Refreshed(n_new=len(read), n_deleted=len(gone))
+        slices = (new[begin : begin + SLICE] for begin in range(0, len(new), SLICE))
+        return Refreshed(n_new=sum(map(self._learn, slices)), n_deleted=len(gone))
 
-    def _learn(self, connection: Connection, entries: Sequence[Entry]) -> None:
-        """Take note of chunks that are not here."""
-        for entry in entries:
-            if self._files.is_gone(entry.digest, entry.key):
-                tables.keep(connection, entry, state=EVICTED)
+    def _learn(self, new: Sequence[tuple[Place, ObjectInfo]]) -> int:
+        """Take note of chunks that are not here; how many could be read."""
+        read = [entry for entry in self.remote.objects.pool.map(self._head, new) if entry]
+
+        def work(connection: Connection) -> None:
+            for entry in read:
+                if self._files.is_gone(entry.digest, entry.key):
+                    tables.keep(connection, entry, state=EVICTED)
+
+        self._index.database.write(work)
+        self._mark([(entry.digest, entry.key) for entry in read])
+        return len(read)
 
     def _head(self, found: tuple[Place, ObjectInfo]) -> Entry | None:
         """What the index is told of a remote chunk; None if it is damaged or has gone."""
@@ -304,73 +296,39 @@ class SharedTier:
                     )  # fmt: skip
         return None
 
-    # -- all at once ----------------------------------------------------------------------------
+    # -- chunks that are copied, whether or not a question needs them ------------------------------
 
-    def push(self, progress: Progress | None = None) -> Moved:
-        """Put what the remote tier lacks of this namespace's chunks. Raises StoreError."""
-        here = {(d, k) for d, k, _ in self._index.places(self._namespace, PRESENT)}
-        lacking = sorted(here - self._listed().keys())
-        return self._move(self._send, lacking, progress)
+    def listed(self) -> dict[Place, ObjectInfo]:
+        """The chunks of the remote tier. Raises StoreError if it does not answer."""
+        with _answering():
+            return self.remote.listed()
 
-    def _send(self, place: Place) -> int:
-        file = self._files.file(place[1], place[0])
-        with suppress(FileNotFoundError):  # evicted meanwhile
-            data = file.read_bytes()
-            entry = self._files.entry(file)
-            self.remote.put(*place, entry.fields, data, patiently=True)
-            self._mark([place])
-            return len(data)
-        return 0
+    def lacks(self, place: Place) -> bool:
+        """Whether the folder has no file of a chunk."""
+        return self._files.is_gone(*place)
 
-    def pull(
-        self,
-        keys: Collection[str] | None = None,
-        *,
-        max_bytes: int | None = None,
-        progress: Progress | None = None,
-    ) -> Moved:
-        """Bring chunks into the folder, the newest first. Raises StoreError.
+    def send(self, place: Place) -> int:
+        """Put a chunk of the folder into the remote tier; its bytes, 0 if it has gone.
 
-        keys: which; None for all. max_bytes: stop before a chunk that would exceed it.
+        Raises CacheMiss, OSError or StoreError.
         """
-        listed, n_bytes, wanted = self._listed(), 0, []
-        self.refresh()
-        by_age = sorted(listed, key=lambda place: -listed[place].modified_at)
-        lacking = [p for p in by_age if self._files.is_gone(*p) and (keys is None or p[1] in keys)]
-        for place in lacking:
-            n_bytes += listed[place].n_bytes
-            if max_bytes is not None and n_bytes > max_bytes:
-                break
-            wanted.append(place)
-        done = self._move(self._bring, wanted, progress)
-        return replace(done, n_left=done.n_left + len(lacking) - len(wanted))
+        file = self._files.file(place[1], place[0])
+        try:
+            data, entry = file.read_bytes(), self._files.entry(file)
+        except FileNotFoundError:  # evicted meanwhile
+            return 0
+        self.remote.put(*place, entry.fields, data, patiently=True)
+        self._mark([place])
+        return len(data)
 
-    def _bring(self, place: Place) -> int:
+    def bring(self, place: Place) -> int:
+        """Bring a chunk of the remote tier into the folder; its bytes.
+
+        Raises CacheMiss, OSError or StoreError.
+        """
         made_by = self.remote.fingerprints().get(place[0])
         if made_by is None:
             raise CacheMiss("fingerprint", f"{self.remote.url}: {place[0]}")
         data = self.remote.get(*place, patiently=True)
         self._keep(place[1], made_by, data)
         return len(data)
-
-    def _listed(self) -> dict[Place, ObjectInfo]:
-        with _answering():
-            return self.remote.listed()
-
-    def _move(
-        self, copy: Callable[[Place], int], places: Sequence[Place], progress: Progress | None
-    ) -> Moved:
-        def moved(place: Place) -> int | None:
-            try:
-                return copy(place)
-            except (SamkvError, OSError) as error:
-                self.tell(error if isinstance(error, SamkvError) else StoreError(str(error)))
-                return None
-
-        sizes: list[int | None] = []
-        for size in self.remote.objects.pool.map(moved, places):
-            sizes.append(size)
-            if progress is not None:
-                progress(len(sizes), len(places))
-        copied = [size for size in sizes if size is not None]
-        return Moved(n_chunks=len(copied), n_bytes=sum(copied), n_left=len(sizes) - len(copied))

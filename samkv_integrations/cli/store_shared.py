@@ -7,8 +7,9 @@ from pathlib import Path
 
 import typer
 
-from samkv_integrations.cache.disk import ChunkStore
-from samkv_integrations.cache.shared import Moved, SharedTier
+from samkv_integrations.cache.transfer import Moved
+from samkv_integrations.cache.transfer import pull as pull_caches
+from samkv_integrations.cache.transfer import push as push_caches
 from samkv_integrations.cli import arguments as args
 from samkv_integrations.cli import tables
 from samkv_integrations.cli.sizes import bytes_of
@@ -29,9 +30,9 @@ def push(
     'samkv ingest --remote' does it as it goes; this is for what was made without it, or while it
     did not answer.
     """
-    store = store_in(folder, namespace)
+    store = store_in(folder, namespace, _given(remote), is_new=False)
     with progress_bar("pushing") as show:
-        done = _shared(store.path, namespace, remote).push(show)
+        done = push_caches(store, progress=show)
     _show("push", done, "put", as_json=as_json)
     if done.n_left:
         raise typer.Exit(SOME_LEFT)
@@ -45,19 +46,18 @@ def pull(
     """Fetch caches that other machines have made, the newest first, before questions need them."""
     limit = None if max_bytes is None else bytes_of("--bytes", max_bytes)
     keys = keys_of(folder, collections)
+    store = store_in(folder, namespace, _given(remote))
     with progress_bar("pulling") as show:
-        done = _shared(folder / "kv", namespace, remote).pull(keys, max_bytes=limit, progress=show)
+        done = pull_caches(store, keys, max_bytes=limit, progress=show)
     _show("pull", done, "fetched", as_json=as_json)
 
 
-def _shared(path: Path, namespace: str, remote: str | None) -> SharedTier:
+def _given(remote: str | None) -> str:
     if remote is None:
         raise InvalidOption(
             "--remote is missing; give the URL that machines share, or SAMKV_REMOTE"
         )
-    shared = ChunkStore(path, namespace=namespace, remote=remote).shared
-    assert shared is not None
-    return shared
+    return remote
 
 
 def _show(command: str, done: Moved, what: str, *, as_json: bool) -> None:

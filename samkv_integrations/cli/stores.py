@@ -15,13 +15,17 @@ from samkv_integrations.chroma.records import Records
 from samkv_integrations.errors import InvalidOption
 
 
-def store_in(folder: Path, namespace: str = "", remote: str | None = None) -> ChunkStore:
-    """The store that ``samkv ingest --dir`` has made; with ``remote`` it may be a new one.
+def store_in(
+    folder: Path, namespace: str = "", remote: str | None = None, *, is_new: bool = True
+) -> ChunkStore:
+    """The store that ``samkv ingest --dir`` has made.
+
+    is_new: whether it may be a new one, if there is a remote tier.
 
     Raises InvalidOption if there is none.
     """
     path = folder / "kv"
-    if not path.is_dir() and remote is None:
+    if not path.is_dir() and not (remote and is_new):
         if (folder / "store.json").is_file():
             raise InvalidOption(
                 f"{folder} is itself a folder of caches; give --dir the folder that holds it under "

@@ -18,8 +18,10 @@ import pytest
 from benchmarks.s3_server import s3_server
 from samkv_integrations.cache.base import Store
 from samkv_integrations.cache.disk import ChunkStore
+from samkv_integrations.cache.fingerprint import digest_of
 from samkv_integrations.cache.objects import Objects
-from samkv_integrations.cache.shared import Moved, Refreshed, SharedTier
+from samkv_integrations.cache.shared import Refreshed, SharedTier
+from samkv_integrations.cache.transfer import Moved, pull, push
 from samkv_integrations.errors import CacheMiss, InvalidOption, StoreError
 from tests.contracts.store_contract import TINY, StoreContract, chunk_for, read_all, reason
 from tests.support.chunks import tiny_fingerprint
@@ -362,6 +364,17 @@ def test_a_folder_of_another_secret_is_refused(local: Machine, tmp_path: Path) -
         ChunkStore(tmp_path / "own", secret=SECRET)
 
 
+def test_the_environment_does_not_lock_out_of_a_folder_of_one_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = ChunkStore(tmp_path / "own").secret
+    monkeypatch.setenv("SAMKV_STORE_SECRET", SECRET.hex())
+    assert ChunkStore(tmp_path / "own").secret == own
+    assert ChunkStore(tmp_path / "new").secret == SECRET
+    with pytest.raises(StoreError, match="is a store of another secret"):
+        ChunkStore(tmp_path / "own", remote=f"file://{tmp_path}/place")
+
+
 @pytest.mark.parametrize("secret", ["zz", "00" * 31])
 def test_a_secret_that_is_none(
     secret: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -445,9 +458,9 @@ def test_what_could_not_be_sent_is_pushed_later(
     store.delete(gone.key)
     assert store.shared
     n_bytes = store.file(unsent.key, TINY.digest).stat().st_size
-    assert store.shared.push() == Moved(n_chunks=1, n_bytes=n_bytes, n_left=0)
+    assert push(store) == Moved(n_chunks=1, n_bytes=n_bytes, n_left=0)
     assert {file.stem for file in files_of(folder)} == {sent.key, unsent.key}
-    assert store.shared.push() == Moved(n_chunks=0, n_bytes=0, n_left=0)
+    assert push(store) == Moved(n_chunks=0, n_bytes=0, n_left=0)
     assert store.shared.refresh() == Refreshed(n_new=0, n_deleted=0)
     assert store.contains(unsent.key, TINY)
 
@@ -458,11 +471,11 @@ def test_all_is_pulled_or_as_much_as_there_may_be(local: Machine) -> None:
     n_bytes = first.stats().bytes
     calls: list[tuple[int, int]] = []
     assert second.shared
-    some = second.shared.pull({chunks[0].key}, progress=lambda *done: calls.append(done))
+    some = pull(second, {chunks[0].key}, progress=lambda *done: calls.append(done))
     assert (some.n_chunks, some.n_left, calls) == (1, 0, [(1, 1)])
-    more = second.shared.pull(max_bytes=n_bytes // 2)
+    more = pull(second, max_bytes=n_bytes // 2)
     assert (more.n_chunks, more.n_left) == (2, 1)
-    assert second.shared.pull().n_chunks == 1
+    assert pull(second).n_chunks == 1
     assert second.keys() == sorted(chunk.key for chunk in chunks)
     assert second.stats().bytes == n_bytes
 
@@ -544,3 +557,26 @@ def test_a_changed_fingerprint_is_another_one(local: Machine, folder: Path) -> N
     first.write_text(second.read_text())  # not what its folder is named by
     assert [f.digest for f in local().fingerprints()] != [f.digest for f in store.fingerprints()]
     assert len(local().fingerprints()) == 1
+
+
+@pytest.mark.parametrize("fields", [{"block_size": 0}, {"n_layers": "two"}, {"dtype": "Tensor"}])
+def test_a_made_up_fingerprint_is_none(
+    fields: dict[str, Any], local: Machine, folder: Path
+) -> None:
+    store = local()
+    fill(store)
+    (file,) = folder.rglob("fingerprint.json")
+    made_up = json.loads(file.read_text()) | fields
+    other = file.parents[1] / digest_of(made_up)
+    (other / "aa").mkdir(parents=True)
+    (other / "fingerprint.json").write_text(json.dumps(made_up))
+    assert local().fingerprints() == store.fingerprints() == [TINY]
+
+
+@pytest.mark.parametrize("value", [0, -1, 1 << 40, "4", None])
+def test_a_made_up_block_size_is_refused(value: object, local: Machine, folder: Path) -> None:
+    assert local().agree_block_size(TINY, 4) == 4
+    (file,) = [file for file in folder.rglob("*.json") if file.parent.name == "notes"]
+    file.write_text(json.dumps({"value": value}))
+    with pytest.raises(StoreError, match="is damaged"):
+        local().agree_block_size(TINY, 4)

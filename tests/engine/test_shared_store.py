@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,28 @@ def test_a_new_machine_fetches_what_a_question_needs_and_once(
     again = second.generate(PROMPT, chunks=TEXTS[:8], max_new_tokens=8)
     assert fetched == []
     assert (again.text, again.report.reused) == (expected.text, 8)
+
+
+@pytest.mark.parametrize("announced", [True, False])
+def test_chunks_of_a_prompt_come_together(
+    announced: bool, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each read waits for the others: one after the other they would time out."""
+    first, second = machine("first"), machine("second")
+    first.cache_chunks(TEXTS[:8])
+    assert isinstance(second.store, ChunkStore) and second.store.shared
+    second.store.shared.refresh()
+    barrier, read = threading.Barrier(8, timeout=8), Objects.read
+
+    def together(self: Objects, path: str, **options: Any) -> bytes:
+        if path.endswith(".safetensors"):
+            barrier.wait()
+        return read(self, path, **options)
+
+    monkeypatch.setattr(Objects, "read", together)
+    if announced:
+        second.announce(TEXTS[:8])
+    assert second.generate(PROMPT, max_new_tokens=1).report.reused == 8
 
 
 def test_texts_of_other_machines_are_found_in_plain_prompts(machine: Machine) -> None:
