@@ -79,8 +79,7 @@ class ChunkStore:
         Raises:
             StoreError: the folder is something else, of a newer format version, damaged, writable
                 for others than its owner, not usable, or of another secret, as may ``remote`` be.
-            InvalidOption: a budget is no number of bytes, the namespace no name, the secret none,
-                or the URL names no place.
+            InvalidOption: a budget, the namespace, the secret or the URL is not what it has to be.
             MissingExtra: what ``remote`` needs is not installed.
         """
         self.path = Path(path)
@@ -88,16 +87,11 @@ class ChunkStore:
         try:
             claim_folder(self.path)
             self.writer = Writer(self.path)
-            wanted = secret_of(secret)
-            version, self.secret = claim(self.path, self.writer, wanted)
+            is_bound = secret is not None or remote is not None
+            version, self.secret = claim(self.path, self.writer, secret_of(secret), is_bound)
             self._is_older = version < FORMAT_VERSION
         except OSError as error:
             raise cannot("open a store in", self.path, error) from error
-        if wanted not in (None, self.secret) and (secret or remote):
-            raise StoreError(
-                f"{self.path} is a store of another secret than the one that is given; next step: "
-                "name a new folder, or give the secret that is in its file 'secret'"
-            )
         self.files = ChunkFolder(self.path, self.secret)
         self.index, self.file = self.files.index, self.files.file
         with suppress(StoreError):  # the folder may be one that can only be read

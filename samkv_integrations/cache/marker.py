@@ -38,12 +38,16 @@ def secret_of(given: bytes | None) -> bytes | None:
     return given
 
 
-def claim(folder: Path, writer: Writer, given: bytes | None = None) -> tuple[int, bytes]:
+def claim(
+    folder: Path, writer: Writer, given: bytes | None = None, is_bound: bool = False
+) -> tuple[int, bytes]:
     """The format version and the secret of a folder, which is made a store if it is empty.
 
     given: the secret of a new store; None for a random one.
+    is_bound: whether it has to be the secret of a store that is there, too.
 
-    Raises StoreError if it is something else, damaged, or of a newer format version.
+    Raises StoreError if it is something else, damaged, of a newer format version, or of another
+    secret.
     """
     marker, file = folder / "store.json", folder / "secret"
     if not marker.exists():
@@ -67,6 +71,11 @@ def claim(folder: Path, writer: Writer, given: bytes | None = None) -> tuple[int
         raise StoreError(
             f"{file} is damaged, and nothing in {folder} can be read without it; next step: "
             f"restore it from a copy, or ingest into a new folder"
+        )
+    if is_bound and given not in (None, secret):
+        raise StoreError(
+            f"{folder} is a store of another secret than the one that is given; next step: name a "
+            f"new folder, or give the secret that is in {file}"
         )
     return version, secret
 
