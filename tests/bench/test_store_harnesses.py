@@ -33,6 +33,7 @@ def rows_of(folder: Path, module: str, *arguments: object) -> list[dict[str, Any
     return rows
 
 
+@pytest.mark.slow  # starts a process for each kill; the next test is made of fewer
 def test_a_store_survives_kills_at_random_instants(tmp_path: Path) -> None:
     (row,) = rows_of(tmp_path, "store_kills", "--kills", 24, "--sync-kills", 0)
     assert row["violations"] == 0 and row["kills"] >= 24 and row["chunks"] > 0
