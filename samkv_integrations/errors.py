@@ -116,6 +116,10 @@ class TimedOut(SamkvError, TimeoutError):
     """An answer took longer than the caller had asked for."""
 
 
+class ClusterError(SamkvError):
+    """The workers of a cluster cannot do their work."""
+
+
 class Overloaded(SamkvError):
     """More answers wait than the scheduler takes on."""
 

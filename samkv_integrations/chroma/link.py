@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -93,6 +93,7 @@ class ChromaLink:
         progress: bool = False,
         *,
         without_cache: Container[str] = (),
+        build_missing: bool = True,
     ) -> IngestResult:
         """Cache the chunks, then write their records; records with these ids are replaced.
 
@@ -102,6 +103,8 @@ class ChromaLink:
         there; all other caches are verified as a whole.
 
         without_cache: ids of records whose text is no chunk, such as that of an image.
+        build_missing: whether to cache the chunks that are not. If other processes have just done
+            it, no cache is read here, and one that had to make room again is left so.
 
         Raises:
             InvalidOption: lengths differ, an id occurs twice, an embedding has another size than
@@ -110,19 +113,19 @@ class ChromaLink:
             StoreError: the store cannot be written.
         """
         began = time.perf_counter()
-        rows: Sequence[Metadata | None] = [None] * len(ids) if metadatas is None else metadatas
-        _check_lengths(ids, texts, embeddings, rows)
-        self._records.check_sizes(embeddings)
+        rows = self.check(ids, texts, embeddings, metadatas)
         # Everything is looked at before anything is computed or written.
-        chunks = self._look_up(ids, texts, rows, without_cache)
-        missed = {chunk.key: chunk for chunk in chunks if chunk and chunk.state == "missed"}
-        replaced = self._write(ids, texts, embeddings, rows, chunks, progress)
+        chunks = self._look_up(ids, texts, rows, without_cache, build_missing)
+        missing = [chunk for chunk in chunks if chunk and chunk.state == "missed"]
+        missed = {chunk.key: chunk for chunk in missing if build_missing}
+        compute = self.engine.chunks.compute if build_missing else _compute_nothing
+        replaced = self._write(ids, texts, embeddings, rows, chunks, compute, progress)
         self.release(replaced)
         store, fingerprint = self.engine.store, self.engine.fingerprint
         return IngestResult(
             n_records=len(ids),
             n_cached=len(missed),
-            n_hit=sum(chunk is not None for chunk in chunks) - len(missed),
+            n_hit=sum(chunk is not None for chunk in chunks) - len(missed or missing),
             n_evicted=sum(
                 store.is_evicted(key, fingerprint)
                 for key in {chunk.key for chunk in chunks if chunk}
@@ -132,12 +135,29 @@ class ChromaLink:
             bytes_on_disk=self.engine.chunks.n_bytes(list(missed.values())),
         )
 
+    def check(
+        self,
+        ids: Sequence[str],
+        texts: Sequence[str],
+        embeddings: Sequence[Sequence[float]],
+        metadatas: Sequence[Metadata | None] | None = None,
+    ) -> Sequence[Metadata | None]:
+        """What `add` looks at before chunks; returns the metadata of each record.
+
+        Raises InvalidOption as `add` does.
+        """
+        rows: Sequence[Metadata | None] = [None] * len(ids) if metadatas is None else metadatas
+        _check_lengths(ids, texts, embeddings, rows)
+        self._records.check_sizes(embeddings)
+        return rows
+
     def _look_up(
         self,
         ids: Sequence[str],
         texts: Sequence[str],
         rows: Sequence[Metadata | None],
         without_cache: Container[str],
+        build_missing: bool,
     ) -> list[ChunkRef | None]:
         """The chunk of each record, None for one that gets no cache."""
         chunks = self.engine.chunks
@@ -148,7 +168,9 @@ class ChromaLink:
         for place, ref in zip(places, chunks.agree(found), strict=True):
             is_named = (rows[place] or {}).get(KEY_FIELD) == ref.key
             is_prepared = chunks.take_prepared(ref)
-            depth: Depth = "exists" if is_named or is_prepared else "whole"
+            depth: Depth = "whole"
+            if is_named or is_prepared or not build_missing:
+                depth = "exists"
             (at_place[place],) = chunks.look_up([ref], depth)
         return [at_place.get(place) for place in range(len(ids))]
 
@@ -159,6 +181,7 @@ class ChromaLink:
         embeddings: Sequence[Sequence[float]],
         rows: Sequence[Metadata | None],
         chunks: Sequence[ChunkRef | None],
+        compute: Callable[[Sequence[ChunkRef]], None],
         progress: bool,
     ) -> set[str]:
         """Computes what is missing and writes the records; returns keys that records lost."""
@@ -168,7 +191,7 @@ class ChromaLink:
             # Page by page, so that no cache waits for its record longer than `sync` has patience.
             for part in self._records.slices(len(ids)):
                 page = [chunk for chunk in chunks[part] if chunk and chunk.key not in computed]
-                self.engine.chunks.compute(page)
+                compute(page)
                 computed |= {chunk.key for chunk in page}
                 keys = [chunk.key if chunk else None for chunk in chunks[part]]
                 replaced |= self._records.write(
@@ -322,6 +345,9 @@ class ChromaLink:
                 the collection, or a record was added without a text.
         """
         return self._records.query(embedding, k)
+
+
+def _compute_nothing(chunks: Sequence[ChunkRef]) -> None: ...
 
 
 def _check_lengths(

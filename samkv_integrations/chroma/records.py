@@ -16,8 +16,10 @@ if TYPE_CHECKING:
     from chromadb.api.types import GetResult
     from chromadb.types import Collection as CollectionModel
 
-_PAGE_SIZE = 256
-"""Records at once, if Chroma takes as many: a bar moves, and little is lost on an interruption."""
+PAGE_SIZE = 256
+"""Records at once, if Chroma takes as many: a bar moves, and little is lost on an interruption.
+
+Chunks of a page are computed together, and in which passes shows in the last bits of a cache."""
 
 
 class Records:
@@ -93,7 +95,7 @@ class Records:
         """Pages of what Chroma is given or asked for at once."""
         with chroma_errors("Chroma does not say how much it takes at once"):
             allowed = self._client.get_max_batch_size()  # -1 if a server does not say
-        size = min(allowed, _PAGE_SIZE) if allowed > 0 else _PAGE_SIZE
+        size = min(allowed, PAGE_SIZE) if allowed > 0 else PAGE_SIZE
         return (slice(at, at + size) for at in range(0, n_records, size))
 
     def models(self) -> Sequence[CollectionModel]:

@@ -36,6 +36,7 @@ class ModelSource:
     namespace: of the chunk caches; None for the engine's, which is "" if it has to be made.
     store_bits: None for the engine's, which is the default of one that has to be made.
     max_bytes: what the chunk caches of ``kv_dir`` may take on disk; None for what was said before.
+    block_size: tokens a block; None for that of the engine, or of what the store holds.
     """
 
     engine: Engine | None = None
@@ -52,6 +53,7 @@ class ModelSource:
     namespace: str | None = None
     store_bits: int | None = None
     max_bytes: int | None = None
+    block_size: int | None = None
 
     def __post_init__(self) -> None:
         for live, names in MADE_BY.items():
@@ -93,7 +95,10 @@ def engine_of(source: ModelSource) -> Engine:
         )
     )
     bits = DEFAULT_STORE_BITS if source.store_bits is None else source.store_bits
-    return Engine(_model_of(source), store, store_bits=bits)
+    size = source.block_size
+    return Engine(
+        _model_of(source), store, store_bits=bits, block_size="auto" if size is None else size
+    )
 
 
 def _check_engine(engine: Engine, source: ModelSource) -> None:
@@ -111,6 +116,8 @@ def _check_engine(engine: Engine, source: ModelSource) -> None:
         raise _contradiction("namespace", source.namespace, engine.store.namespace)
     if source.store_bits not in (None, engine.store_bits):
         raise _contradiction("store_bits", source.store_bits, engine.store_bits)
+    if source.block_size not in (None, engine.fingerprint.block_size):
+        raise _contradiction("block_size", source.block_size, engine.fingerprint.block_size)
     if source.max_bytes is not None:
         _set_budget(engine, source.max_bytes)
 

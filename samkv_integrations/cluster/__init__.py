@@ -1,0 +1,1 @@
+"""Work that several processes and machines share, through Ray."""
