@@ -41,6 +41,26 @@ IngestBudget = Annotated[
     str | None,
     typer.Option("--max-bytes", help="What all caches may take on disk from now on: 20GB."),
 ]
+ChromaServer = Annotated[
+    str | None,
+    typer.Option(
+        "--chroma", metavar="URL", help="Keep records on this Chroma server, http://HOST:PORT."
+    ),
+]
+OnRay = Annotated[
+    bool, typer.Option("--ray", help="Compute by several workers on Ray, each with the model.")
+]
+RayAddress = Annotated[
+    str | None,
+    typer.Option(help="HOST:PORT of a Ray cluster, or auto. Default: this machine alone."),
+]
+Workers = Annotated[int | None, typer.Option(help="Workers on Ray. [default: 2]")]
+WorkerCpus = Annotated[
+    int | None, typer.Option(help="CPUs, and threads, of each worker. [default: 1]")
+]
+WorkerGpus = Annotated[
+    float | None, typer.Option(help="GPUs of each worker, such as 1 or 0.5. [default: 0]")
+]
 ChunkSize = Annotated[int, typer.Option(help="Longest chunk, in the model's tokens.")]
 
 Collections = Annotated[

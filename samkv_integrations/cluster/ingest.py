@@ -10,6 +10,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+import torch
 from tqdm.auto import tqdm
 
 from samkv_integrations.chroma.records import PAGE_SIZE
@@ -21,6 +22,7 @@ from samkv_integrations.cluster.worker import PROBE, CacheWorker, WorkerSettings
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.errors import ClusterError, InvalidOption
 from samkv_integrations.frameworks.engine_args import ModelSource
+from samkv_integrations.model.loading import bfloat16_is_slow
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -36,8 +38,9 @@ _LIVE = ("engine", "model", "tokenizer")
 class ClusterIngest:
     """What one ingest by many workers did.
 
-    n_chunks: chunks among the texts, each once. n_cached: those that were computed. n_hit: those
-    that had a sound cache. failed: place of a text -> why its chunk has no cache.
+    n_records: texts whose chunks have caches now. n_cached: chunks that were computed. n_hit: texts
+    whose chunk was cached before, or stood among them already. failed: place of a text -> why its
+    chunk has no cache.
     n_retried: batches that were begun again, because their worker ended. n_evicted: chunks that had
     gone again at its end, for want of room. n_workers: processes that finished a batch.
     bytes_on_disk: what the caches that were missing take.
@@ -45,7 +48,7 @@ class ClusterIngest:
     the start of the cluster and the loading of models.
     """
 
-    n_chunks: int
+    n_records: int
     n_cached: int
     n_hit: int
     failed: Mapping[int, str] = field(default_factory=dict)
@@ -120,6 +123,11 @@ def _settings_of(engine: Engine, source: ModelSource, pool: WorkerPool) -> Worke
         raise InvalidOption(
             f"device {source.device_map!r} for workers without a GPU; say how many each has"
         )
+    if pool.n_gpus and source.dtype == "auto" and bfloat16_is_slow(torch.device("cpu")):
+        raise InvalidOption(
+            "dtype='auto' may mean another one on a GPU of the workers than on this machine; give "
+            "bfloat16 or float32"
+        )
     sent = replace(
         source,
         kv_dir=os.path.abspath(source.kv_dir),
@@ -179,10 +187,10 @@ def _ray_errors(ray: ModuleType) -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Ray Data tells of its plans on standard output, line by line; its warnings stay."""
+    """Ray Data tells of its plans line by line, and warns that it shows no bar; errors stay."""
     logger = logging.getLogger("ray.data")
     before = logger.level
-    logger.setLevel(logging.WARNING)
+    logger.setLevel(logging.ERROR)
     try:
         yield
     finally:
@@ -257,13 +265,15 @@ class _Tally:
     def result(self, engine: Engine, seconds: float) -> ClusterIngest:
         done, plan = [*self._done.values()], self._plan
         n_cached = sum(one.n_computed for one in done)
+        failed = self._failed(range(len(plan.refs)))
+        n_records = len(plan.refs) - len(failed)
         keys = {ref.key for ref in plan.refs if ref is not None}
         began = min((one.began_at for one in done), default=0.0)
         return ClusterIngest(
-            n_chunks=plan.n_chunks,
+            n_records=n_records,
             n_cached=n_cached,
-            n_hit=plan.n_chunks - n_cached - len(self._failed_keys),
-            failed=self._failed(range(len(plan.refs))),
+            n_hit=n_records - n_cached,
+            failed=failed,
             n_retried=self.n_retried,
             n_evicted=sum(engine.store.is_evicted(key, engine.fingerprint) for key in keys),
             n_workers=len({one.worker for one in done}),

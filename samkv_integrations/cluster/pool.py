@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import secrets
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from samkv_integrations.errors import InvalidOption, MissingExtra
@@ -14,8 +17,27 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 
-def require_ray() -> ModuleType:
-    """Ray, which is imported where it is used. Raises MissingExtra."""
+_OWN_CLUSTER = {
+    # Ray listens on all addresses of a machine, and runs the code that it is sent.
+    "RAY_AUTH_MODE": "token",
+    "RAY_AUTH_TOKEN": secrets.token_hex(32),
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_BACKEND_LOG_LEVEL": "fatal",  # which tells of things that its own Ray Data does
+}
+"""Variables of a cluster that is this process's alone, unless they are set. Ray reads them when it
+is imported."""
+
+
+def require_ray() -> None:
+    """Raises MissingExtra if Ray is not installed. It is not imported."""
+    if find_spec("ray") is None:
+        raise MissingExtra.of("ray", "ray")
+
+
+def _imported(*, for_own_cluster: bool) -> ModuleType:
+    if for_own_cluster and "ray" not in sys.modules:
+        for name, value in _OWN_CLUSTER.items():
+            os.environ.setdefault(name, value)
     try:
         import ray
         import ray.data
@@ -56,7 +78,7 @@ class WorkerPool:
             MissingExtra: Ray is not installed.
             InvalidOption: the cluster cannot be reached, or has no room for a worker.
         """
-        ray = require_ray()
+        ray = _imported(for_own_cluster=self.address is None)
         if ray.is_initialized():
             self._require_room(ray)
             yield ray
@@ -70,11 +92,7 @@ class WorkerPool:
 
     def _connect(self, ray: ModuleType) -> None:
         if self.address is None:
-            # Nothing of it is for other machines, nor for Ray's makers.
-            os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-            given: dict[str, Any] = {
-                "address": "local", "include_dashboard": False, "_node_ip_address": "127.0.0.1",
-            }  # fmt: skip
+            given: dict[str, Any] = {"address": "local", "include_dashboard": False}
         else:
             given = {"address": self.address}
         try:
