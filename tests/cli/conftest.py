@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.models import byte_tokenizer, hf_model
+from tests.support.models import saved_tiny
 from tests.support.records import RECORDS
 
 
@@ -31,10 +31,7 @@ def working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A folder with a tiny random model, one token a byte."""
-    folder = tmp_path_factory.mktemp("model") / "tiny"
-    hf_model("llama", max_position_embeddings=2048).save_pretrained(folder)
-    byte_tokenizer(bos=True).save_pretrained(folder)
-    return str(folder)
+    return saved_tiny(tmp_path_factory.mktemp("model") / "tiny")
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -89,6 +90,13 @@ def hf_model(family: str, seed: int = 0, **changes: object) -> PreTrainedModel:
     if family == "qwen3":
         return Qwen3ForCausalLM(Qwen3Config(**shape))
     raise ValueError(family)
+
+
+def saved_tiny(folder: Path) -> str:
+    """``folder``, with a tiny model that any process can load by that name."""
+    hf_model("llama", max_position_embeddings=2048).save_pretrained(folder)
+    byte_tokenizer(bos=True).save_pretrained(folder)
+    return str(folder)
 
 
 @cache
