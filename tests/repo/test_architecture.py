@@ -28,7 +28,7 @@ FLOORS = (
     {"methods"},
     {"engine"},
     {"bench", "chroma", "frameworks", ""},
-    {"connectors", "server"},
+    {"cluster", "connectors", "server"},
     {"cli"},
 )
 """Rooms from the bottom up: one imports from lower floors, and from within itself, only.
@@ -48,6 +48,7 @@ OWNERS = {
     "chromadb": {"chroma", "connectors"},
     **dict.fromkeys(("fastapi", "prometheus_client", "starlette", "uvicorn"), {"server"}),
     "llama_index": {"connectors"},
+    "ray": {"cluster"},
     **dict.fromkeys(("langchain", "langchain_chroma", "langchain_core"), {"connectors"}),
 }
 """Top-level package -> what alone may import it."""
@@ -325,7 +326,7 @@ def test_a_framework_needs_no_other(frameworks: tuple[str, ...], modules: list[s
 def test_importing_needs_no_extra_and_changes_nothing() -> None:
     """In a process of its own: here other tests have made engines, which do register."""
     extras = ("llama_index", "langchain_core", "chromadb", "sklearn", "scipy",
-              "semantic_text_splitter", "matplotlib", "jieba", "rouge")  # fmt: skip
+              "semantic_text_splitter", "matplotlib", "jieba", "rouge", "ray")  # fmt: skip
     modules = [m for m in SOURCES if room(m) != "connectors"]
     found = subprocess.run(
         [sys.executable, "-c", IMPORT_ALL.format(extras=extras, modules=modules)],
@@ -336,6 +337,31 @@ def test_importing_needs_no_extra_and_changes_nothing() -> None:
     )
     assert found.returncode == 0, found.stderr
     assert not found.stdout
+
+
+IMPORTED_BY = """
+import importlib, sys
+
+for module in {modules}:
+    importlib.import_module(module)
+print(*sorted({{name.split(".")[0] for name in sys.modules}}))
+"""
+
+
+def test_the_core_imports_no_cluster_and_no_remote_file_system() -> None:
+    """Not even where they are installed: they take seconds, and are of those who ask for them."""
+    modules = [m for m in SOURCES if room(m) not in ("connectors", "server")]
+    found = subprocess.run(
+        [sys.executable, "-c", IMPORTED_BY.format(modules=modules)],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert found.returncode == 0, found.stderr
+    imported = set(found.stdout.split())
+    assert {"torch", "transformers", PACKAGE} <= imported
+    assert not imported & {"ray", "fsspec", "s3fs", "boto3", "botocore", "aiobotocore"}
 
 
 @pytest.mark.parametrize("module", SOURCES)

@@ -28,6 +28,7 @@ PUBLIC = (
     "llama_index.vector_stores.samkv",
     "samkv_integrations",
     "samkv_integrations.chroma",
+    "samkv_integrations.cluster",
     "samkv_integrations.eviction",
     "samkv_integrations.methods",
     "samkv_integrations.model",

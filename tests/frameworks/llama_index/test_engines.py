@@ -364,6 +364,32 @@ class TestCacheTransform:
         with pytest.raises(InvalidOption, match="use it in the one that it came from"):
             travelled([TextNode(text=ASKED.text)])
 
+    def test_plain_arguments_load_a_model_over_the_folder(
+        self, corpus: Corpus, tmp_path: Path
+    ) -> None:
+        transform = SamKVCacheTransform(
+            model_name="builtin", kv_dir=tmp_path / "kv", namespace="town", store_bits=8
+        )
+        transform([TextNode(text=ASKED.text)])
+        store = ChunkStore(tmp_path / "kv", namespace="town")
+        assert Engine(corpus.engine.model, store, store_bits=8).is_cached(ASKED.text)
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            ({"kv_dir": "kv"}, "model_name and kv_dir"),
+            ({"model_name": "builtin"}, "without kv_dir"),
+            ({"model_name": "builtin", "engine": None}, "leave the other arguments out"),
+            ({"namespace": "town", "engine": None}, "leave the other arguments out"),
+        ],
+    )
+    def test_arguments_that_do_not_say_what_caches(
+        self, corpus: Corpus, arguments: dict[str, Any], message: str
+    ) -> None:
+        given = {"engine": corpus.engine} if "engine" in arguments else {}
+        with pytest.raises(InvalidOption, match=message):
+            SamKVCacheTransform(**arguments | given)
+
     def test_dict_round_trip(self, corpus: Corpus) -> None:
         transform = SamKVCacheTransform(engine=corpus.engine)
         data = transform.to_dict()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from llama_index.core.bridge.pydantic import Field, PrivateAttr
@@ -13,6 +14,8 @@ from pydantic import computed_field
 from samkv_integrations.cache.chunk import normalise
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.engine.off_loop import off_loop
+from samkv_integrations.errors import InvalidOption
+from samkv_integrations.frameworks.engine_args import ModelSource, engine_of
 from samkv_integrations.frameworks.engine_ref import EngineRef
 
 
@@ -23,10 +26,17 @@ class SamKVCacheTransform(TransformComponent):
     none. Doing it twice computes nothing twice.
 
     Args:
-        llm, engine: what caches, one of the two.
+        llm, engine: what caches, one of the two; or else
+        model_name, kv_dir: the model to load, and the folder of chunk caches; plain values, which
+            another process can make a transform of, such as an actor of Ray.
+        tokenizer_name, device_map, dtype, model_kwargs, tokenizer_kwargs, namespace, max_bytes,
+            store_bits: beside these two, see `SamKVLLM`.
         show_progress: whether to show a progress bar.
 
     In a pickle the engine is left behind, so pipelines must run with ``num_workers=None``.
+
+    Raises InvalidOption unless exactly one of llm, engine and model_name is given, or if an
+    argument would be ignored.
 
     Instantiate:
         ```python
@@ -65,8 +75,24 @@ class SamKVCacheTransform(TransformComponent):
         llm: LLM | None = None,
         engine: Engine | None = None,
         show_progress: bool = False,
+        model_name: str | None = None,
+        tokenizer_name: str | None = None,
+        device_map: str | None = "auto",
+        dtype: str = "auto",
+        model_kwargs: Mapping[str, Any] | None = None,
+        tokenizer_kwargs: Mapping[str, Any] | None = None,
+        kv_dir: str | Path | None = None,
+        namespace: str | None = None,
+        max_bytes: int | None = None,
+        store_bits: int | None = None,
     ) -> None:
-        held = EngineRef.of(llm, engine)
+        source = ModelSource(
+            model_name=model_name, tokenizer_name=tokenizer_name,
+            device_map="cpu" if device_map is None else device_map, dtype=dtype,
+            model_kwargs=model_kwargs or {}, tokenizer_kwargs=tokenizer_kwargs or {},
+            kv_dir=kv_dir, namespace=namespace, max_bytes=max_bytes, store_bits=store_bits,
+        )  # fmt: skip
+        held = _loaded(source) if llm is None and engine is None else _given(llm, engine, source)
         super().__init__()
         self.show_progress = show_progress
         self._engine = held
@@ -116,6 +142,28 @@ class SamKVCacheTransform(TransformComponent):
     async def acall(self, nodes: Sequence[BaseNode], **kwargs: Any) -> Sequence[BaseNode]:  # noqa: ANN401
         """Like a call, off the event loop."""
         return await off_loop(self, nodes, **kwargs)
+
+
+def _given(llm: LLM | None, engine: Engine | None, source: ModelSource) -> EngineRef:
+    if source != ModelSource():
+        raise InvalidOption(
+            "llm and engine have their model and folder; leave the other arguments out, or give "
+            "model_name and kv_dir in place of both"
+        )
+    return EngineRef.of(llm, engine)
+
+
+def _loaded(source: ModelSource) -> EngineRef:
+    if source.model_name is None:
+        raise InvalidOption(
+            "give either llm (one of samkv-integrations) or engine, or model_name and kv_dir"
+        )
+    if source.kv_dir is None:
+        raise InvalidOption(
+            f"model_name={source.model_name!r} without kv_dir: chunk caches in memory would be "
+            "found by nobody else; give the folder of the LLM that shall find them"
+        )
+    return EngineRef(engine_of(source))
 
 
 def body_of(node: BaseNode) -> str:
