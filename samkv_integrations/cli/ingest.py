@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import urlsplit
 
 import typer
@@ -25,11 +25,9 @@ from samkv_integrations.cluster.ingest import ClusterIngest
 from samkv_integrations.cluster.pool import WorkerPool
 from samkv_integrations.cluster.records import add_on_ray
 from samkv_integrations.embedding import HashingEmbedding
+from samkv_integrations.engine.engine import Engine
 from samkv_integrations.errors import InvalidOption
 from samkv_integrations.frameworks.engine_args import ModelSource
-
-if TYPE_CHECKING:
-    from chromadb.api.models.Collection import Collection
 
 SOME_UNREADABLE = 1
 """Exit code if documents were left out because they cannot be read, or chunks not cached."""
@@ -60,7 +58,7 @@ def ingest(
     here = device if pool is None else "cpu"
     engine = engine_of(model, folder / "kv", here, dtype, store_bits, limit, namespace, remote)
     read = read_chunks(found.files, engine.model, chunk_size)
-    link = ChromaLink(_collection(chroma, folder, collection), engine)
+    link = _link(chroma, folder, collection, engine)
     source = ModelSource(
         model_name=model, device_map=device, dtype=dtype, kv_dir=folder / "kv",
         namespace=namespace, store_bits=store_bits, max_bytes=limit, kv_remote=remote,
@@ -78,10 +76,10 @@ def ingest(
         raise typer.Exit(SOME_UNREADABLE)
 
 
-def _collection(server: str | None, folder: Path, name: str) -> Collection:
-    """The collection in the folder, or that of a server, by its address."""
+def _link(server: str | None, folder: Path, name: str, engine: Engine) -> ChromaLink:
+    """Caches and the collection in the folder, or that of a server, by its address."""
     if server is None:
-        return open_collection(folder / "chroma", name, create=True)
+        return ChromaLink(open_collection(folder / "chroma", name, create=True), engine)
     wrong = InvalidOption(f"--chroma {server}; give http://HOST:PORT, or https://HOST:PORT")
     try:
         parts = urlsplit(server)
@@ -92,7 +90,8 @@ def _collection(server: str | None, folder: Path, name: str) -> Collection:
         raise wrong
     if parts.path.strip("/") or parts.query or parts.username:
         raise wrong
-    return connect_collection(host, port, name, create=True, ssl=parts.scheme == "https")
+    held = connect_collection(host, port, name, create=True, ssl=parts.scheme == "https")
+    return ChromaLink(held, engine)
 
 
 def _add(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -22,25 +22,10 @@ from tests.support.documents import texts_of_many_lengths
 from tests.support.ray_workers import WatchedWorker, computed_by
 from tests.support.stores import chunk_files, twin_folders
 
-ray = pytest.importorskip("ray", reason="the extra 'ray' is not installed")
+pytestmark = pytest.mark.usefixtures("cluster")
 
 TEXTS = texts_of_many_lengths(60)
 TWO = WorkerPool(n_workers=2)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cluster() -> Iterator[None]:
-    """Two processors of this machine."""
-    ray.init(
-        address="local",
-        num_cpus=2,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level="ERROR",
-        object_store_memory=80 * 2**20,
-    )
-    yield
-    ray.shutdown()
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,23 +12,9 @@ from llama_index.llms.samkv import SamKVCacheTransform
 from samkv_integrations.frameworks.engine_args import ModelSource, engine_of
 from tests.support.documents import texts_of_many_lengths
 
-ray = pytest.importorskip("ray", reason="the extra 'ray' is not installed")
+pytestmark = pytest.mark.usefixtures("cluster")
 
 TEXTS = texts_of_many_lengths(12)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cluster() -> Iterator[None]:
-    ray.init(
-        address="local",
-        num_cpus=2,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level="ERROR",
-        object_store_memory=80 * 2**20,
-    )
-    yield
-    ray.shutdown()
 
 
 class Actor:
@@ -45,6 +30,8 @@ class Actor:
 def test_an_actor_makes_a_transform_of_plain_arguments(tmp_path: Path, tiny: str) -> None:
     arguments = {"model_name": tiny, "kv_dir": str(tmp_path / "kv"), "namespace": "town"}
     nodes = [TextNode(text=text) for text in TEXTS]
+    import ray
+
     actor = ray.remote(num_cpus=1)(Actor).remote(SamKVCacheTransform, arguments)
     assert ray.get(actor.run.remote(nodes)) == nodes
     engine = engine_of(ModelSource(**arguments))

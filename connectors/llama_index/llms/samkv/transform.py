@@ -26,11 +26,10 @@ class SamKVCacheTransform(TransformComponent):
     none. Doing it twice computes nothing twice.
 
     Args:
-        llm, engine: what caches, one of the two; or else
-        model_name, kv_dir: the model to load, and the folder of chunk caches; plain values, which
-            another process can make a transform of, such as an actor of Ray.
-        tokenizer_name, device_map, dtype, model_kwargs, tokenizer_kwargs, namespace, max_bytes,
-            store_bits: beside these two, see `SamKVLLM`.
+        llm, engine: what caches, one of the two.
+        model_name, kv_dir: in place of them, the model to load and the folder of chunk caches:
+            plain values, of which another process can make a transform, such as an actor of Ray.
+            All further arguments go with these two, and are those of `SamKVLLM`.
         show_progress: whether to show a progress bar.
 
     In a pickle the engine is left behind, so pipelines must run with ``num_workers=None``.
