@@ -26,7 +26,7 @@ from samkv_integrations.errors import (
     MissingExtra,
     UnknownOption,
 )
-from tests.support.chroma_link import any_bytes_of, client_of
+from tests.support.chroma_link import VECTOR, any_bytes_of, client_of, link_of
 from tests.support.records import COMPLETION_TEMPLATE, RECORDS, TEXTS, builtin
 
 IDS = [record.name for record in RECORDS]
@@ -390,3 +390,22 @@ def test_many_caches_are_deleted_at_once(
     )
     link.clear()
     assert [len(keys) for keys in calls] == [len(set(TEXTS))]
+
+
+def test_records_of_chunks_that_another_process_caches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is computed, nor read, and what is not there is left so."""
+    link = link_of(tmp_path)
+    texts = [record.text for record in RECORDS[:3]]
+    Engine(builtin(), ChunkStore(tmp_path / "kv"), block_size=8).cache_chunks(texts[:2])
+
+    def refused(*arguments: Any) -> None:
+        raise AssertionError("a cache was opened")
+
+    monkeypatch.setattr(ChunkStore, "open", refused)
+    done = link.add(IDS[:3], texts, [VECTOR] * 3, build_missing=False)
+    assert (done.n_records, done.n_cached, done.n_hit, done.bytes_on_disk) == (3, 0, 2, 0)
+    rows = link.collection.get(include=["metadatas"])["metadatas"]
+    assert [row[KEY_FIELD] for row in rows] == [link.engine.key_of(text) for text in texts]
+    assert not link.engine.store.contains(link.engine.key_of(texts[2]), link.engine.fingerprint)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from samkv_integrations.chroma.client import open_collection
+from samkv_integrations.chroma.client import connect_collection, open_collection
 from samkv_integrations.cli.documents import Found, find_documents
 from tests.cli.running import error_of, ran, rows_of, run
 from tests.support.records import RECORDS
@@ -185,3 +185,47 @@ def test_a_namespace_of_its_own(town: Path) -> None:
     (answered,) = rows_of(*asked, "--namespace", "tenant-8")
     assert answered["found"] > 0 and answered["chunk_misses"] == {}
     assert "--namespace" in error_of("store", "sync", *name)
+
+
+# -- on Ray, as far as it needs none ------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--workers", "2"), "--workers 2 is about workers on Ray; give --ray too"),
+        (("--ray-address", "auto"), "give --ray too"),
+        (("--ray", "--workers", "0"), "--workers 0; give at least 1"),
+        (("--ray", "--worker-gpus", "-1"), "--worker-gpus -1.0; give at least 0"),
+        (("--ray", "--device", "cuda"), "'cuda' for workers without a GPU"),
+    ],
+)
+def test_options_of_workers_that_say_nothing(
+    town: Path, options: tuple[str, ...], message: str
+) -> None:
+    assert message in error_of("ingest", str(town), *options)
+    assert not list(town.parent.rglob("*.safetensors"))
+
+
+def test_ray_is_an_extra(town: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    line = error_of("ingest", str(town), "--ray")
+    assert "pip install 'samkv-integrations[ray]'" in line
+    assert not Path(".samkv").exists()
+
+
+@pytest.mark.parametrize(
+    "server", ["127.0.0.1:8000", "http://127.0.0.1", "ftp://a:1", "http://a:b", "http://a:1/path"]
+)
+def test_a_chroma_server_is_an_address(town: Path, tiny: str, server: str) -> None:
+    line = error_of("ingest", str(town), "--model", tiny, "--chroma", server)
+    assert f"--chroma {server}; give http://HOST:PORT" in line
+
+
+def test_records_on_a_chroma_server(town: Path, tiny: str, chroma_port: int) -> None:
+    server = f"http://127.0.0.1:{chroma_port}"
+    (row,) = rows_of("ingest", str(town), "--model", tiny, "--chroma", server)
+    assert row["n_cached"] == row["n_records"] == len(RECORDS)
+    held = connect_collection("127.0.0.1", chroma_port, "documents", create=False)
+    assert held.count() == len(RECORDS)
+    assert not Path(".samkv/chroma").exists()

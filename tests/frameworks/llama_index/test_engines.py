@@ -367,12 +367,14 @@ class TestCacheTransform:
     def test_plain_arguments_load_a_model_over_the_folder(
         self, corpus: Corpus, tmp_path: Path
     ) -> None:
+        model, folder = corpus.engine.model, tmp_path / "kv"
         transform = SamKVCacheTransform(
-            model_name="builtin", kv_dir=tmp_path / "kv", namespace="town", store_bits=8
-        )
+            model_name="builtin", dtype=model.dtype_name, kv_dir=folder, namespace="town",
+            store_bits=8,
+        )  # fmt: skip
         transform([TextNode(text=ASKED.text)])
-        store = ChunkStore(tmp_path / "kv", namespace="town")
-        assert Engine(corpus.engine.model, store, store_bits=8).is_cached(ASKED.text)
+        store = ChunkStore(folder, namespace="town")
+        assert Engine(model, store, store_bits=8).is_cached(ASKED.text)
 
     @pytest.mark.parametrize(
         ("arguments", "message"),
