@@ -1,6 +1,6 @@
 """How much faster two workers on Ray ingest than one, and whether the files are the same.
 
-    python -m benchmarks.ray_ingest --workers 1,2 --chunks 200 --repeats 3
+    python -m benchmarks.ray_ingest --workers 1,2 --repeats 3
 
 Each worker has one CPU and one thread. Work is timed from the first batch's beginning to the last
 one's end; the start of Ray and the loading of models stand beside it. Every ingest is into an empty
@@ -30,9 +30,10 @@ from samkv_integrations.cluster import ModelSource, WorkerPool, cache_on_ray, en
 class Row:
     """The ingests of one number of workers; median and, for the work, all repeats.
 
-    times_as_fast: as with the first number of workers, by the work alone. same_files: whether all
-    files have the bytes of the first ingest. load: processes that could run, per processor, as the
-    ingests ended.
+    times_as_fast: as with the first number of workers, by the work alone. cpu_s: processor seconds
+    of the busiest worker; cpu_times_as_fast: by these, so if no other program had run. same_files:
+    whether all files have the bytes of the first ingest. load: processes that could run, per
+    processor, as the ingests ended.
     """
 
     workers: int
@@ -40,6 +41,8 @@ class Row:
     work_s_each: str
     total_s: float
     times_as_fast: float
+    cpu_s: float
+    cpu_times_as_fast: float
     same_files: bool
     load: float
 
@@ -50,6 +53,7 @@ class Ingest:
 
     work_s: float
     total_s: float
+    cpu_s: float
     digest: str
     load: float
 
@@ -71,7 +75,9 @@ def ingest(model: str, empty: Path, folder: Path, texts: list[str], n_workers: i
     found = digest_of(folder)
     shutil.rmtree(folder)
     load = os.getloadavg()[0] / (os.cpu_count() or 1)
-    return Ingest(work_s=done.working_s, total_s=done.seconds, digest=found, load=load)
+    return Ingest(
+        work_s=done.working_s, total_s=done.seconds, cpu_s=done.cpu_s, digest=found, load=load
+    )
 
 
 def measure(arguments: argparse.Namespace, folder: Path) -> list[Row]:
@@ -103,6 +109,9 @@ def measure(arguments: argparse.Namespace, folder: Path) -> list[Row]:
             total_s=median(one.total_s for one in found[number]),
             times_as_fast=median(one.work_s for one in first)
             / median(one.work_s for one in found[number]),
+            cpu_s=median(one.cpu_s for one in found[number]),
+            cpu_times_as_fast=median(one.cpu_s for one in first)
+            / median(one.cpu_s for one in found[number]),
             same_files=all(one.digest == first[0].digest for one in found[number]),
             load=max(one.load for one in found[number]),
         )

@@ -45,7 +45,8 @@ class ClusterIngest:
     gone again at its end, for want of room. n_workers: processes that finished a batch.
     bytes_on_disk: what the caches that were missing take.
     seconds: in all. working_s: from the first batch's beginning to the last one's end, so without
-    the start of the cluster and the loading of models.
+    the start of the cluster and the loading of models. cpu_s: processor seconds of the worker that
+    took most: what working_s would be if nothing else ran on its machine.
     """
 
     n_records: int
@@ -58,6 +59,7 @@ class ClusterIngest:
     bytes_on_disk: int
     seconds: float
     working_s: float
+    cpu_s: float
 
 
 OnPage = Callable[[range, Mapping[int, str]], None]
@@ -268,6 +270,9 @@ class _Tally:
         failed = self._failed(range(len(plan.refs)))
         n_records = len(plan.refs) - len(failed)
         keys = {ref.key for ref in plan.refs if ref is not None}
+        cpu_s: dict[str, float] = {}
+        for one in done:
+            cpu_s[one.worker] = cpu_s.get(one.worker, 0.0) + one.cpu_s
         began = min((one.began_at for one in done), default=0.0)
         return ClusterIngest(
             n_records=n_records,
@@ -280,4 +285,5 @@ class _Tally:
             bytes_on_disk=engine.chunks.n_bytes(plan.missed),
             seconds=seconds,
             working_s=max((one.ended_at for one in done), default=0.0) - began,
+            cpu_s=max(cpu_s.values(), default=0.0),
         )

@@ -30,6 +30,7 @@ class BatchDone:
     n_computed: chunks that were computed for it, by attempts that were cut off too.
     failed: place in the batch -> why that chunk has no cache.
     worker: node and process. began_at, ended_at: seconds since the epoch, by the worker's clock.
+    cpu_s: processor seconds of all its threads.
     refusal: why the worker can do nothing at all; empty if it can.
     """
 
@@ -37,6 +38,7 @@ class BatchDone:
     worker: str
     began_at: float
     ended_at: float
+    cpu_s: float = 0.0
     n_computed: int = 0
     failed: Mapping[int, str] = field(default_factory=dict)
     refusal: str = ""

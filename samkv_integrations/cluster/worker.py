@@ -61,7 +61,7 @@ class CacheWorker:
             self._refusal = f"{platform.node()}: {reason_of(error)}"
 
     def __call__(self, row: Mapping[str, bytes]) -> dict[str, bytes]:
-        batch, began_at = batch_in(row), time.time()
+        batch, began_at, cpu_before = batch_in(row), time.time(), time.process_time()
         n_computed, failed = 0, dict[int, str]()
         if self._engine is not None:
             attempt = self._call("begin", batch.number) or 1
@@ -72,6 +72,7 @@ class CacheWorker:
             worker=f"{platform.node()}:{os.getpid()}",
             began_at=began_at,
             ended_at=time.time(),
+            cpu_s=time.process_time() - cpu_before,
             n_computed=n_computed,
             failed=failed,
             refusal=self._refusal,
