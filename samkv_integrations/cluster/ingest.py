@@ -161,11 +161,11 @@ def _work(
     data, n_batches = ray.data, len(plan.batches)
     rows = [to_row(batch) for batch in plan.batches]
     # Ray warns of both together; a worker with an accelerator asks for that.
-    # One task at a time: what waits at a worker is kept from one that is idle.
     share = {"num_gpus": pool.n_gpus} if pool.n_gpus else {"num_cpus": pool.n_cpus}
     with _quiet(), _ray_errors(ray):
         work = data.from_items(rows, override_num_blocks=min(n_batches, _MAX_TASKS)).map(
             CacheWorker,
+            # one task at a time: what waits at a worker is kept from one that is idle
             compute=data.ActorPoolStrategy(
                 size=min(pool.n_workers, n_batches), max_tasks_in_flight_per_actor=1
             ),
