@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import secrets
+import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +18,9 @@ from samkv_integrations.errors import InvalidOption, MissingExtra
 if TYPE_CHECKING:
     from types import ModuleType
 
+
+_ADDRESS = re.compile(r"[^/\s]+:[0-9]+")
+_PATIENCE_S = 5.0
 
 _OWN_CLUSTER = {
     # Ray listens on all addresses of a machine, and runs the code that it is sent.
@@ -69,6 +74,8 @@ class WorkerPool:
                 raise InvalidOption(f"{name}={value!r}; give a whole number of at least {least}")
         if not self.n_gpus >= 0:
             raise InvalidOption(f"n_gpus={self.n_gpus!r}; give 0 or more")
+        if self.address not in (None, "auto") and not _ADDRESS.fullmatch(str(self.address)):
+            raise InvalidOption(f"address={self.address!r}; give HOST:PORT of a cluster, or 'auto'")
 
     @contextmanager
     def connected(self) -> Iterator[ModuleType]:
@@ -96,8 +103,10 @@ class WorkerPool:
         else:
             given = {"address": self.address}
         try:
+            if self.address not in (None, "auto"):
+                _require_answer(str(self.address))
             ray.init(log_to_driver=False, logging_level="ERROR", **given)
-        except (ConnectionError, RuntimeError, ValueError) as error:
+        except (OSError, OverflowError, RuntimeError, ValueError) as error:
             where = "on this machine" if self.address is None else f"at {self.address!r}"
             raise InvalidOption(
                 f"there is no Ray cluster {where} ({_first_line(error)}); start one with "
@@ -124,6 +133,12 @@ class WorkerPool:
                 f"{total.get('CPU', 0):g} CPUs and {total.get('GPU', 0):g} GPUs in all, room for "
                 f"{n_fitting}; give fewer or smaller ones"
             )
+
+
+def _require_answer(address: str) -> None:
+    """Raises OSError if nothing listens there, for which Ray itself would wait minutes."""
+    host, _, port = address.rpartition(":")
+    socket.create_connection((host.strip("[]"), int(port)), timeout=_PATIENCE_S).close()
 
 
 def _first_line(error: Exception) -> str:

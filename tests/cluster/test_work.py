@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -258,7 +259,22 @@ def test_what_cannot_be_sent_is_said_before_anything_begins(
         cache_on_ray(engine_in(tmp_path / "kv"), source, TEXTS, WorkerPool(**pool))
 
 
-@pytest.mark.parametrize("wrong", [{"n_workers": 0}, {"n_cpus": 0}, {"n_gpus": -1.0}])
+@pytest.mark.parametrize(
+    "wrong", [{"n_workers": 0}, {"n_cpus": 0}, {"n_gpus": -1.0}, {"address": "ray://a:1"}]
+)
 def test_a_pool_has_something(wrong: dict[str, Any]) -> None:
     with pytest.raises(InvalidOption, match=next(iter(wrong))):
         WorkerPool(**wrong)
+
+
+def test_a_cluster_that_does_not_answer_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ray = pytest.importorskip("ray", reason="the extra 'ray' is not installed")
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    source = ModelSource(model_name="tiny", kv_dir=tmp_path / "kv")
+    with socket.socket() as held:  # bound, and not listening
+        held.bind(("127.0.0.1", 0))
+        pool = WorkerPool(address=f"127.0.0.1:{held.getsockname()[1]}")
+        with pytest.raises(InvalidOption, match="there is no Ray cluster at '127.0.0.1:"):
+            cache_on_ray(engine_in(tmp_path / "kv"), source, TEXTS[:2], pool)
