@@ -94,8 +94,8 @@ def open_engine(settings: WorkerSettings) -> Engine:
 
     Raises InvalidOption if it would make other caches than the ingest means, or put them elsewhere.
     """
-    folder = settings.source.kv_dir
-    if folder is not None and not Path(folder).is_dir():  # it would be made, for nobody
+    folder, remote = settings.source.kv_dir, settings.source.kv_remote
+    if folder is not None and remote is None and not Path(folder).is_dir():  # made for nobody
         raise InvalidOption(
             f"the folder {folder} of chunk caches does not exist here; give one that all machines "
             "share under the same path"
@@ -109,7 +109,7 @@ def open_engine(settings: WorkerSettings) -> Engine:
     if engine.key_of(PROBE) != settings.probe_key:
         raise InvalidOption(
             f"{folder} is another store here: it has another secret; give a folder that all "
-            "machines share"
+            "machines share, or SAMKV_STORE_SECRET to all that share a remote tier"
         )
     return engine
 

@@ -105,6 +105,7 @@ def test_a_text_that_kills_workers_does_not_lose_the_others(tmp_path: Path, tiny
     assert 5 in done.failed and f"{MAX_ATTEMPTS} workers ended" in done.failed[5]
 
 
+@pytest.mark.slow  # begins a cluster, whose workers take their time to import torch
 def test_records_go_to_a_chroma_server(
     tmp_path: Path, tiny: str, chroma_port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -152,6 +153,7 @@ def test_workers_that_fit_nowhere_are_not_waited_for(tmp_path: Path, tiny: str) 
             cache_on_ray(engine_of(source), source, TEXTS[:2], pool)
 
 
+@pytest.mark.slow  # begins a cluster, whose workers take their time to import torch
 def test_the_command(tmp_path: Path, tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "docs").mkdir()

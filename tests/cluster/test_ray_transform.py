@@ -27,6 +27,7 @@ class Actor:
         return [*self.transform(nodes, show_progress=False)]
 
 
+@pytest.mark.slow  # begins a cluster, whose workers take their time to import torch
 def test_an_actor_makes_a_transform_of_plain_arguments(tmp_path: Path, tiny: str) -> None:
     arguments = {"model_name": tiny, "kv_dir": str(tmp_path / "kv"), "namespace": "town"}
     nodes = [TextNode(text=text) for text in TEXTS]
@@ -38,6 +39,7 @@ def test_an_actor_makes_a_transform_of_plain_arguments(tmp_path: Path, tiny: str
     assert all(map(engine.is_cached, TEXTS))
 
 
+@pytest.mark.slow  # begins a cluster, whose workers take their time to import torch
 def test_the_pipeline_of_llama_index_on_ray(tmp_path: Path, tiny: str) -> None:
     hosted = pytest.importorskip(
         "llama_index.ingestion.ray", reason="llama-index-ingestion-ray is not installed"

@@ -219,6 +219,23 @@ def test_a_worker_opens_the_store_of_the_ingest(settings: WorkerSettings) -> Non
     assert open_engine(settings).key_of(PROBE) == settings.probe_key
 
 
+def test_a_worker_of_another_machine_shares_what_it_computes(
+    settings: WorkerSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    secret = ChunkStore(settings.source.kv_dir or "").secret
+    remote = f"file://{tmp_path}/shared"
+    own = replace(settings.source, kv_remote=remote, kv_dir=tmp_path / "own")
+    monkeypatch.setenv("SAMKV_STORE_SECRET", secret.hex())
+    batch = Batch(number=0, page=0, texts=tuple(TEXTS[:2]), is_missed=True)
+    assert cache_batch(open_engine(replace(settings, source=own)), batch) == (2, {})
+    driver = engine_of(replace(settings.source, kv_remote=remote))
+    assert [driver.is_cached(text) for text in TEXTS[:3]] == [True, True, False]
+    monkeypatch.setenv("SAMKV_STORE_SECRET", bytes(32).hex())
+    strange = replace(own, kv_dir=tmp_path / "strange", kv_remote=f"file://{tmp_path}/other")
+    with pytest.raises(InvalidOption, match="SAMKV_STORE_SECRET"):
+        open_engine(replace(settings, source=strange))
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
