@@ -63,9 +63,9 @@ def measure(args: argparse.Namespace) -> list[Row]:
         engine("first").cache_chunks(chunks)
         for round_ in tqdm(range(args.rounds + 1), desc="rounds"):
             second = engine(f"second{round_}")
-            for question, method in (
-                ("full prefill", "recompute"), ("first", args.method), ("second", args.method),
-            ):  # fmt: skip
+            # full prefill last: it opens caches too, to say which there are
+            for question in ("first", "second", "full prefill"):
+                method = "recompute" if question == "full prefill" else args.method
                 before = second.store.stats().bytes
                 report = second.generate(
                     prompt, chunks, method=method, max_new_tokens=1, on_miss="text"
