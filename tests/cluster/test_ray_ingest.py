@@ -66,6 +66,7 @@ def test_two_workers_make_the_files_of_one_process(tmp_path: Path, tiny: str) ->
     assert engine.found_in(f"Read this: {TEXTS[7]}") == [TEXTS[7]]
 
 
+@pytest.mark.slow  # a worker that is killed is begun anew, and takes its time to import torch
 @pytest.mark.usefixtures("watched")
 def test_a_worker_that_is_killed_loses_nothing_and_repeats_its_batch(
     tmp_path: Path, tiny: str

@@ -55,12 +55,13 @@ def run(code: str, folder: Path) -> str:
     return done.stdout
 
 
+@pytest.mark.parametrize("times", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", SNIPPETS)
 def test_a_snippet_of_the_readme_answers_from_caches_in_an_empty_folder(
-    tmp_path: Path, name: str
+    tmp_path: Path, name: str, times: int
 ) -> None:
     """With the installed package alone; before, it asked about sample documents of a checkout."""
-    for _ in range(2):  # people run it again
+    for _ in range(times):  # people run it again
         printed = run(SNIPPETS[name], tmp_path)
         answer, _, report = printed.partition("Report(")
         assert answer.strip() == "Vasumex Trading"
