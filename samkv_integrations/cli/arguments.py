@@ -145,6 +145,26 @@ EndGrace = Annotated[
     int, typer.Option("--grace", help="Seconds that running answers have when the server ends.")
 ]
 LogPrompts = Annotated[bool, typer.Option("--log-prompts", help="Write prompts to the log.")]
+ServedOnRay = Annotated[
+    bool, typer.Option("--ray", help="Answer by several replicas on Ray, each with the model.")
+]
+Replicas = Annotated[int | None, typer.Option(help="Replicas on Ray, at first. [default: 2]")]
+MinReplicas = Annotated[
+    int | None, typer.Option(help="With --max-replicas: scale by load, to no fewer. [default: 1]")
+]
+MaxReplicas = Annotated[
+    int | None, typer.Option(help="Scale by load, to no more. Default: always as many.")
+]
+ReplicaCpus = Annotated[
+    int | None, typer.Option(help="CPUs, and threads, of each replica. [default: 1]")
+]
+ReplicaGpus = Annotated[
+    float | None, typer.Option(help="GPUs of each replica, such as 1 or 0.5. [default: 0]")
+]
+Route = Annotated[
+    str | None,
+    typer.Option(help="To which replica: load, or collection (by the header x-session-id). [load]"),
+]
 
 SampleFolder = Annotated[Path, typer.Option(help="Folder of sample documents.")]
 SampleQuestions = Annotated[

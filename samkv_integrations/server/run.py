@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 import uvicorn
+from fastapi import FastAPI
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from samkv_integrations.server.app import create_app
@@ -74,15 +75,7 @@ def server_of(
 
     In a thread that is not the main one it leaves signals alone. ready: called once it answers.
     """
-    service = Service(
-        tenancy=tenancy,
-        metrics=Metrics(tenancy.scheduler),
-        model_name=settings.model_name,
-        most_tokens=settings.most_tokens,
-        timeout_s=settings.timeout_s,
-        logs_prompts=settings.logs_prompts,
-    )
-    app = create_app(service, Rules(keys=keys, max_body_bytes=settings.max_body_bytes))
+    app = application(tenancy, keys, settings)
     config = uvicorn.Config(
         _until_cut_off(app),
         http=Connection,  # h11, the one that bounds headers
@@ -96,6 +89,19 @@ def server_of(
         timeout_graceful_shutdown=settings.grace_s,
     )
     return _Server(config, ready)
+
+
+def application(tenancy: Tenancy, keys: ApiKeys, settings: Settings) -> FastAPI:
+    """What answers, without the server that holds its connections."""
+    service = Service(
+        tenancy=tenancy,
+        metrics=Metrics(tenancy.scheduler),
+        model_name=settings.model_name,
+        most_tokens=settings.most_tokens,
+        timeout_s=settings.timeout_s,
+        logs_prompts=settings.logs_prompts,
+    )
+    return create_app(service, Rules(keys=keys, max_body_bytes=settings.max_body_bytes))
 
 
 def _until_cut_off(app: ASGIApp) -> ASGIApp:
