@@ -1,0 +1,176 @@
+"""``samkv serve --ray``: two replicas on this machine, one of which is killed under load."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.cli.running import ran
+from tests.support.records import RECORDS
+
+pytestmark = pytest.mark.slow
+
+PATIENCE_S = 180.0
+ATTEMPTS = 100
+KEY = "sk-of-the-red-team"
+COMMAND = [sys.executable, "-c", "from samkv_integrations.cli.app import main; main()", "serve"]
+READY = re.compile(r"samkv: serving builtin on (http://127\.0\.0\.1:\d+)/v1\n")
+
+
+@contextmanager
+def serving(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], httpx.Client]]:
+    """Two replicas, and a client that has a key; killed in the end."""
+    pytest.importorskip("ray.serve", reason="the extra 'ray' is not installed")
+    process = subprocess.Popen(
+        [*COMMAND, "--ray", "--replicas", "2", "--port", "0", *arguments],
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "SAMKV_API_KEYS": f"{KEY} '' notes"},
+    )
+    try:
+        assert process.stderr is not None
+        said = []
+        for line in process.stderr:
+            said.append(line)
+            if found := READY.fullmatch(line):
+                key = {"authorization": f"Bearer {KEY}"}
+                with httpx.Client(base_url=found[1], headers=key, timeout=PATIENCE_S) as client:
+                    yield process, client
+                break
+        else:
+            pytest.fail(f"it never served: {''.join(said)}")
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.fixture
+def documents(tmp_path: Path) -> Path:
+    folder = tmp_path / "documents"
+    folder.mkdir()
+    for record in RECORDS:
+        (folder / f"{record.name}.txt").write_text(record.text)
+    ran("ingest", str(folder), "--collection", "notes", "--dir", str(tmp_path / "samkv"))
+    return tmp_path / "samkv"
+
+
+def asking(place: int, **further: Any) -> dict[str, Any]:
+    """A question whose document is cached."""
+    record = RECORDS[place % len(RECORDS)]
+    prompt = f"Documents:\n\n{record.text}\n\nQuestion: {record.question}\nAnswer:"
+    samkv = {"method": "samkv-guided"}
+    return {"model": "builtin", "prompt": prompt, "max_tokens": 8, "samkv": samkv} | further
+
+
+def text_of(reply: httpx.Response, *, is_stream: bool) -> str:
+    """What was generated. Raises HTTPError if it is not all there."""
+    reply.raise_for_status()
+    if not is_stream:
+        return str(reply.json()["choices"][0]["text"])
+    parts = [part.removeprefix("data: ") for part in reply.text.split("\n\n") if part]
+    if not parts or parts.pop() != "[DONE]":
+        raise httpx.RemoteProtocolError("the stream was cut off")
+    found = [json.loads(part) for part in parts]
+    return "".join(each["choices"][0]["text"] for each in found if each["choices"])
+
+
+def answer(client: httpx.Client, place: int) -> tuple[str, int]:
+    """An answer, every other one a stream, and how often it was asked for in vain."""
+    is_stream = place % 2 == 1
+    for n_failed in range(ATTEMPTS):
+        try:
+            reply = client.post("/v1/completions", json=asking(place, stream=is_stream))
+            return text_of(reply, is_stream=is_stream), n_failed
+        except httpx.HTTPError as error:
+            if isinstance(error, httpx.HTTPStatusError):
+                assert error.response.status_code >= 500, error.response.text
+    raise AssertionError("no attempt succeeded")
+
+
+def children_of(process: int) -> dict[int, str]:
+    """The processes below one -> their command lines."""
+    parents, lines = dict[int, int](), dict[int, str]()
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            try:
+                stat, line = (entry / "stat").read_text(), (entry / "cmdline").read_text()
+            except OSError:  # it has ended
+                continue
+            number = int(entry.name)
+            parents[number] = int(stat.rpartition(")")[2].split()[1])
+            lines[number] = line
+    found: dict[int, str] = {}
+    at = [process]
+    while at:
+        parent = at.pop()
+        at += (below := [number for number, of in parents.items() if of == parent])
+        found |= {number: lines[number] for number in below}
+    return found
+
+
+def replicas_of(process: int) -> list[int]:
+    return [number for number, line in children_of(process).items() if "ServeReplica" in line]
+
+
+def test_a_replica_that_is_killed_costs_a_retry_and_no_answer(documents: Path) -> None:
+    with serving("--collection", "notes", "--dir", str(documents)) as (process, client):
+        expected = [answer(client, place) for place in range(len(RECORDS))]
+        assert all(n_failed == 0 for _, n_failed in expected)
+        assert [text.strip(" .") for text, _ in expected] == [one.workers for one in RECORDS]
+        before = replicas_of(process.pid)
+        assert len(before) == 2
+        places = range(120)
+        with ThreadPoolExecutor(8) as pool:
+            coming = [pool.submit(answer, client, place) for place in places]
+            coming[20].result()
+            os.kill(before[0], signal.SIGKILL)
+            found = [one.result() for one in coming]
+        for place, (text, _) in zip(places, found, strict=True):
+            assert text == expected[place % len(RECORDS)][0]
+        print("asked again:", sum(n_failed for _, n_failed in found))
+        assert before[1] in replicas_of(process.pid)
+
+
+def test_what_clients_see_is_what_one_process_shows_and_the_end_is_quiet(documents: Path) -> None:
+    arguments = ("--collection", "notes", "--dir", str(documents), "--route", "collection")
+    with serving(*arguments, "--max-body", "4KB") as (process, client):
+        named = {"x-request-id": "mine", "x-session-id": "notes"}
+        reply = client.post("/v1/completions", json=asking(0), headers=named)
+        assert reply.headers.get_list("x-request-id") == ["mine"]
+        assert reply.json()["samkv"]["reused"] == 1
+        reply = client.post("/v1/completions", json=asking(0), headers={"authorization": "none"})
+        assert (reply.status_code, reply.json()["error"]["code"]) == (401, "invalid_api_key")
+        reply = client.post("/v1/completions", json=asking(0, prompt="a" * 5_000))
+        assert (reply.status_code, reply.json()["error"]["code"]) == (413, "body_too_large")
+        asked = {"collection": "notes", "question": RECORDS[0].question, "max_tokens": 8}
+        reply = client.post("/v1/samkv/ask", json=asked, headers=named)
+        assert reply.status_code == 200, reply.text
+        # one replica has counted all requests of its collection
+        counted = client.get("/metrics", headers=named).text
+        line = r'^samkv_requests_total\{path="/v1/samkv/ask",status="200"\} 1\.0$'
+        assert re.search(line, counted, re.M), counted
+        below = children_of(process.pid)
+        endless = asking(0, prompt="Documents:\n\n[Dunlux", max_tokens=300, stream=True)
+        with client.stream("POST", "/v1/completions", json=endless) as stream:
+            parts = stream.iter_lines()
+            assert next(parts).startswith("data: {")
+            process.send_signal(signal.SIGTERM)
+            rest = [part for part in parts if part]
+        assert rest[-1] == "data: [DONE]" and len(rest) > 20
+        assert process.wait(PATIENCE_S) == 128 + signal.SIGTERM
+        assert process.stderr is not None
+        assert "Traceback" not in process.stderr.read()
+        assert len(below) > 4
+        assert not [number for number in below if Path(f"/proc/{number}").exists()]

@@ -1,0 +1,172 @@
+"""Replicas of the server: what Ray is told, and what each of them answers. No cluster is begun."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from samkv_integrations.cluster import replicas as replicas_module
+from samkv_integrations.cluster.replicas import Replicas
+from samkv_integrations.cluster.serve import without_request_id
+from samkv_integrations.engine.options import EngineOptions
+from samkv_integrations.engine.scheduler import Limits
+from samkv_integrations.errors import InvalidOption, UnknownOption
+from samkv_integrations.methods import get_method
+from samkv_integrations.server.keys import ApiKeys, Tenant
+from samkv_integrations.server.run import Settings, application
+from samkv_integrations.server.source import ServerSource
+from tests.cli.running import error_of
+from tests.support.asgi import Client
+
+KEY = "sk-of-the-red-team"
+ASKED = {"model": "tiny", "prompt": "abc def", "max_tokens": 6}
+
+
+def source_in(folder: Path, model: str) -> ServerSource:
+    return ServerSource(
+        model=model,
+        device="cpu",
+        folder=folder,
+        options=EngineOptions(method=get_method("samkv-guided"), eviction="snapkv", block_size=8),
+        limits=Limits(max_batch=2, max_waiting=3),
+        keys=ApiKeys(f"{KEY} red", Tenant()),
+        settings=Settings(model_name="tiny", most_tokens=6, max_body_bytes=2_000),
+    )
+
+
+async def asked(app: Any, body: dict[str, Any], **headers: str) -> tuple[int, Any]:
+    """Status, and what of the answer depends on no time."""
+    client = Client(app, authorization=f"Bearer {KEY}")
+    found = await client.posted("/v1/completions", body, **headers)
+    if body.get("stream"):
+        return found.status, [each.get("choices") for each in found.events]
+    return found.status, found.body.get("choices") or found.error
+
+
+async def test_a_replica_is_made_of_what_is_sent_and_answers_like_one_process(
+    tmp_path: Path, tiny: str
+) -> None:
+    source = source_in(tmp_path, tiny)
+    alone = application(source.tenancy(), source.keys, source.settings)
+    sent = pickle.dumps(source.replica)
+    assert KEY.encode() not in sent
+    replica = without_request_id(pickle.loads(sent)())
+    statuses = []
+    for body in (
+        ASKED,
+        ASKED | {"stream": True},
+        ASKED | {"model": "another"},
+        ASKED | {"surprise": 1},
+        ASKED | {"prompt": "a" * 3_000},
+    ):
+        expected, found = await asked(alone, body), await asked(replica, body)
+        assert found == expected
+        statuses.append(found[0])
+    assert statuses == [200, 200, 404, 400, 413]
+    assert (await asked(replica, ASKED, authorization="Bearer wrong"))[0] == 401
+
+
+async def test_the_header_of_the_id_is_left_to_the_proxy(tmp_path: Path, tiny: str) -> None:
+    """Ray's proxies add it to every response: a client saw it twice."""
+    source = source_in(tmp_path, tiny)
+    app = application(source.tenancy(), source.keys, source.settings)
+    found = await Client(app).got("/health", x_request_id="mine")
+    assert found.headers["x-request-id"] == "mine"
+    found = await Client(without_request_id(app)).got("/health", x_request_id="mine")
+    assert found.status == 200 and "content-type" in found.headers
+    assert "x-request-id" not in found.headers
+
+
+def test_a_folder_that_is_not_on_the_machine_of_a_replica(tmp_path: Path, tiny: str) -> None:
+    with pytest.raises(InvalidOption, match="does not exist here"):
+        source_in(tmp_path / "elsewhere", tiny).replica()
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_what_ray_is_told_of_as_many_replicas_as_ever() -> None:
+    options = Replicas(n_replicas=3, n_cpus=2, n_gpus=0.5, grace_s=7).deployment_options()
+    assert options["num_replicas"] == 3 and "autoscaling_config" not in options
+    assert options["max_ongoing_requests"] == options["max_queued_requests"] == 72
+    assert options["graceful_shutdown_timeout_s"] == 7
+    assert options["ray_actor_options"] == {"num_cpus": 2, "num_gpus": 0.5}
+    assert "request_router_config" not in options
+
+
+def test_what_ray_is_told_of_replicas_that_scale() -> None:
+    replicas = Replicas(n_replicas=2, least=1, most=5, n_at_once=4, n_waiting=0)
+    assert replicas.pool.n_workers == 5
+    options = replicas.deployment_options()
+    assert "num_replicas" not in options and options["max_ongoing_requests"] == 4
+    assert options["autoscaling_config"] == {
+        "min_replicas": 1, "initial_replicas": 2, "max_replicas": 5, "target_ongoing_requests": 4,
+    }  # fmt: skip
+
+
+def test_ray_takes_what_it_is_told() -> None:
+    """Ray checks names and values of options itself."""
+    serve = pytest.importorskip("ray.serve", reason="the extra 'ray' is not installed")
+    for replicas in (
+        Replicas(route="collection", grace_s=0),
+        Replicas(n_replicas=2, least=1, most=5, n_waiting=0),
+    ):
+        options = replicas.deployment_options()
+        made = serve.deployment(name="replica", **options)(type("Answering", (), {}))
+        assert made.max_ongoing_requests == options["max_ongoing_requests"]
+        router = options.get("request_router_config", {}).get("request_router_class", "")
+        assert router in ("", "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter")
+
+
+def test_a_release_of_ray_without_the_router(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("ray", reason="the extra 'ray' is not installed")
+    there = replicas_module.find_spec
+    monkeypatch.setattr(
+        replicas_module, "find_spec", lambda name: there(name) if name == "ray" else None
+    )
+    with pytest.raises(InvalidOption, match="this release of Ray cannot do that"):
+        Replicas(route="collection").deployment_options()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"n_replicas": 0},
+        {"n_cpus": 0},
+        {"least": 1},
+        {"least": 3, "most": 5},
+        {"least": 1, "most": 1},
+        {"address": "nowhere"},
+    ],
+)
+def test_numbers_that_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(InvalidOption):
+        Replicas(**wrong)
+
+
+def test_a_route_that_there_is_not() -> None:
+    with pytest.raises(UnknownOption, match="did you mean 'load'"):
+        Replicas(route="laod")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--replicas", "2"), "--replicas 2 is about replicas on Ray; give --ray too"),
+        (("--route", "load"), "--route load is about replicas on Ray"),
+        (("--ray-address", "auto"), "--ray-address auto is about replicas on Ray"),
+        (("--ray", "--replicas", "0"), "--replicas 0; give at least 1"),
+        (("--ray", "--min-replicas", "2"), "--min-replicas 2 without --max-replicas"),
+        (("--ray", "--min-replicas", "3", "--max-replicas", "2"), "--max-replicas 2; none may"),
+        (("--ray", "--replica-cpus", "0"), "--replica-cpus 0"),
+        (("--ray", "--replica-gpus", "-1"), "--replica-gpus -1"),
+        (("--ray", "--route", "laod"), "did you mean 'load'"),
+        (("--ray", "--device", "cuda"), "--device cuda for replicas without a GPU"),
+        (("--ray", "--ray-address", "nowhere"), "address='nowhere'"),
+        (("--ray", "--host", "0.0.0.0"), "--host 0.0.0.0 without API keys"),
+        (("--ray", "--port", "0", "--model", "nowhere/at-all"), "nowhere/at-all"),
+    ],
+)
+def test_what_the_command_refuses(arguments: tuple[str, ...], message: str, tmp_path: Path) -> None:
+    assert message in error_of("serve", "--dir", str(tmp_path), *arguments)
