@@ -8,7 +8,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -124,7 +124,9 @@ def replicas_of(process: int) -> list[int]:
     return [number for number, line in children_of(process).items() if "ServeReplica" in line]
 
 
-def test_a_replica_that_is_killed_costs_a_retry_and_no_answer(documents: Path) -> None:
+def test_a_replica_that_is_killed_costs_a_retry_and_no_answer(
+    documents: Path, record_property: Callable[[str, object], None]
+) -> None:
     with serving("--collection", "notes", "--dir", str(documents)) as (process, client):
         expected = [answer(client, place) for place in range(len(RECORDS))]
         assert all(n_failed == 0 for _, n_failed in expected)
@@ -139,7 +141,7 @@ def test_a_replica_that_is_killed_costs_a_retry_and_no_answer(documents: Path) -
             found = [one.result() for one in coming]
         for place, (text, _) in zip(places, found, strict=True):
             assert text == expected[place % len(RECORDS)][0]
-        print("asked again:", sum(n_failed for _, n_failed in found))
+        record_property("asked_again", sum(n_failed for _, n_failed in found))
         assert before[1] in replicas_of(process.pid)
 
 
