@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -20,6 +21,7 @@ _ENDING_S = 15.0
 """Seconds that Ray may take beside the grace of the answers."""
 
 _REQUEST_ID = b"x-request-id"
+_ERROR = re.compile(r"[\w.]+(Error|Exception|Interrupt): ")
 
 App = Callable[[Any, Any, Any], Awaitable[None]]
 """An ASGI application."""
@@ -102,14 +104,19 @@ def _run(serve: Any, bound: Any) -> None:  # noqa: ANN401
     try:
         serve.run(bound, name=APPLICATION, route_prefix="/")
     except RuntimeError as error:
-        raise ClusterError(f"no replica can begin: {_reason_in(str(error))}") from error
+        found = serve.status().applications.get(APPLICATION)
+        told = [one.message for one in found.deployments.values()] if found else []
+        reason = reason_in("\n".join([str(error), *told]))
+        raise ClusterError(f"no replica can begin: {reason}") from error
 
 
-def _reason_in(message: str) -> str:
-    """What went wrong in a replica: Ray hands on its traceback, whose lines name the error."""
+def reason_in(message: str) -> str:
+    """What went wrong in a replica: Ray hands on its traceback, and lines of its own after it."""
     lines = [line.strip() for line in message.splitlines() if line.strip()]
-    marked = [line for line in lines if line.startswith("samkv_integrations.errors.")]
-    return marked[-1].partition(": ")[2] if marked else lines[-1] if lines else "Ray does not say"
+    if ours := [line for line in lines if line.startswith("samkv_integrations.errors.")]:
+        return ours[-1].partition(": ")[2]
+    errors = [line for line in lines if _ERROR.match(line)]
+    return errors[-1] if errors else lines[0] if lines else "Ray does not say"
 
 
 def _end(serve: Any, grace_s: float) -> None:  # noqa: ANN401
