@@ -17,8 +17,18 @@ from typing import Any
 import httpx
 import pytest
 
+from samkv_integrations import ChunkStore, Engine
+from samkv_integrations.cluster.replicas import Replicas
+from samkv_integrations.cluster.serve import serving
+from samkv_integrations.engine.options import EngineOptions
+from samkv_integrations.errors import InvalidOption
+from samkv_integrations.server.keys import ApiKeys, Tenant
+from samkv_integrations.server.listen import listen_on
+from samkv_integrations.server.run import Settings
+from samkv_integrations.server.source import ServerSource
 from tests.cli.running import ran
 from tests.support.records import RECORDS
+from tests.support.stores import twin_folders
 
 pytestmark = pytest.mark.slow
 
@@ -30,7 +40,7 @@ READY = re.compile(r"samkv: serving builtin on (http://127\.0\.0\.1:\d+)/v1\n")
 
 
 @contextmanager
-def serving(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], httpx.Client]]:
+def serving_command(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], httpx.Client]]:
     """Two replicas, and a client that has a key; killed in the end."""
     pytest.importorskip("ray.serve", reason="the extra 'ray' is not installed")
     process = subprocess.Popen(
@@ -125,7 +135,7 @@ def replicas_of(process: int) -> list[int]:
 
 
 def test_a_replica_that_is_killed_costs_a_retry_and_no_answer(documents: Path) -> None:
-    with serving("--collection", "notes", "--dir", str(documents)) as (process, client):
+    with serving_command("--collection", "notes", "--dir", str(documents)) as (process, client):
         expected = [answer(client, place) for place in range(len(RECORDS))]
         assert all(n_failed == 0 for _, n_failed in expected)
         assert [text.strip(" .") for text, _ in expected] == [one.workers for one in RECORDS]
@@ -145,7 +155,7 @@ def test_a_replica_that_is_killed_costs_a_retry_and_no_answer(documents: Path) -
 
 def test_what_clients_see_is_what_one_process_shows_and_the_end_is_quiet(documents: Path) -> None:
     arguments = ("--collection", "notes", "--dir", str(documents), "--route", "collection")
-    with serving(*arguments, "--max-body", "4KB") as (process, client):
+    with serving_command(*arguments, "--max-body", "4KB") as (process, client):
         named = {"x-request-id": "mine", "x-session-id": "notes"}
         reply = client.post("/v1/completions", json=asking(0), headers=named)
         assert reply.headers.get_list("x-request-id") == ["mine"]
@@ -174,3 +184,35 @@ def test_what_clients_see_is_what_one_process_shows_and_the_end_is_quiet(documen
         assert "Traceback" not in process.stderr.read()
         assert len(below) > 4
         assert not [number for number in below if Path(f"/proc/{number}").exists()]
+
+
+@pytest.mark.usefixtures("cluster")
+def test_a_cluster_that_runs_already_stays_and_shares_a_remote_tier(
+    tmp_path: Path, tiny: str
+) -> None:
+    """Its replicas find what another folder has put into the remote tier."""
+    import ray
+
+    remote = (tmp_path / "remote").as_uri()
+    text = "The ferry takes three hours, and leaves at noon."
+    one, _ = twin_folders(tmp_path, "one", "another")
+    filled = ChunkStore(one, remote=remote)
+    Engine.from_pretrained(tiny, filled, device="cpu").cache_chunks([text])
+    source = ServerSource(
+        model=tiny, device="cpu", folder=tmp_path / "another", remote=remote,
+        options=EngineOptions(method="reuse"), keys=ApiKeys("", Tenant()),
+        settings=Settings(model_name="tiny"),
+    )  # fmt: skip
+    replicas = Replicas(n_replicas=1, grace_s=5)
+    with listen_on("127.0.0.1", 0, source.keys) as listening:
+        port = listening.getsockname()[1]
+    with serving(source.replica, replicas, "127.0.0.1", port, n_threads=1):
+        body = {"model": "tiny", "prompt": f"Read: {text} So:", "max_tokens": 4}
+        reply = httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=PATIENCE_S)
+        assert reply.json()["samkv"]["reused"] == 1, reply.text
+        another = serving(source.replica, replicas, "127.0.0.1", port, n_threads=1)
+        with pytest.raises(InvalidOption, match="runs on this cluster already"), another:
+            pytest.fail("it serves twice")
+    assert ray.is_initialized()
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"http://127.0.0.1:{port}/health")

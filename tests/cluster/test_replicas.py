@@ -10,7 +10,7 @@ import pytest
 
 from samkv_integrations.cluster import replicas as replicas_module
 from samkv_integrations.cluster.replicas import Replicas
-from samkv_integrations.cluster.serve import without_request_id
+from samkv_integrations.cluster.serve import reason_in, without_request_id
 from samkv_integrations.engine.options import EngineOptions
 from samkv_integrations.engine.scheduler import Limits
 from samkv_integrations.errors import InvalidOption, UnknownOption
@@ -127,6 +127,22 @@ def test_a_release_of_ray_without_the_router(monkeypatch: pytest.MonkeyPatch) ->
     )
     with pytest.raises(InvalidOption, match="this release of Ray cannot do that"):
         Replicas(route="collection").deployment_options()
+
+
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        (
+            "Deploying failed.\n  File a.py\nsamkv_integrations.errors.StoreError: no: x\nRay",
+            "no: x",
+        ),
+        ("Deploying failed.\n  File a.py\nOSError: no disk\nSee the logs.", "OSError: no disk"),
+        ("Deploying failed.", "Deploying failed."),
+        ("", "Ray does not say"),
+    ],
+)
+def test_why_no_replica_begins(message: str, reason: str) -> None:
+    assert reason_in(message) == reason
 
 
 @pytest.mark.parametrize(
