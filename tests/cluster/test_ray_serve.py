@@ -41,7 +41,7 @@ READY = re.compile(r"samkv: serving builtin on (http://127\.0\.0\.1:\d+)/v1\n")
 
 @contextmanager
 def serving_command(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], httpx.Client]]:
-    """Two replicas, and a client that has a key; killed in the end."""
+    """Two replicas, and a client that has a key; ended in the end."""
     pytest.importorskip("ray.serve", reason="the extra 'ray' is not installed")
     process = subprocess.Popen(
         [*COMMAND, "--ray", "--replicas", "2", "--port", "0", *arguments],
@@ -62,8 +62,12 @@ def serving_command(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], ht
         else:
             pytest.fail(f"it never served: {''.join(said)}")
     finally:
-        process.kill()
-        process.communicate()
+        process.terminate()  # or processes of Ray's outlive it
+        try:
+            process.communicate(timeout=PATIENCE_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.communicate()
 
 
 @pytest.fixture
