@@ -10,15 +10,23 @@ from contextlib import contextmanager
 from samkv_integrations.errors import SamkvError, StoreError
 
 _log = logging.getLogger(__name__)
+_OF_THE_STORE = (
+    "the store fails (%s); prompts are answered all the same, from the text of what it cannot "
+    "give. This is said once"
+)
 
 
 class Outage:
     """What one engine does about a store that fails under it: a prompt needs no store.
 
     Safe to use from many threads.
+
+    Args:
+        says: what is logged, with a place for the error.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, says: str = _OF_THE_STORE) -> None:
+        self._says = says
         self._lock = threading.Lock()
         self._has_warned = False
 
@@ -36,7 +44,6 @@ class Outage:
             is_first, self._has_warned = not self._has_warned, True
         _log.log(
             logging.WARNING if is_first else logging.DEBUG,
-            "the store fails (%s); prompts are answered all the same, from the text of what it "
-            "cannot give. This is said once",
+            self._says,
             error,
         )

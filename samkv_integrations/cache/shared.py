@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 import time
@@ -25,6 +24,7 @@ from samkv_integrations.cache.files import Writer, make_folder, remove, write_fi
 from samkv_integrations.cache.fingerprint import Fingerprint, digest_of
 from samkv_integrations.cache.index import Index
 from samkv_integrations.cache.objects import ObjectInfo
+from samkv_integrations.cache.outage import Outage
 from samkv_integrations.cache.remote import HEAD_BYTES, Place, RemoteTier
 from samkv_integrations.cache.tables import EVICTED, Entry
 from samkv_integrations.errors import CacheMiss, SamkvError, StoreError
@@ -38,7 +38,10 @@ REFRESH_S = 60.0
 SLICE = 64
 """New chunks that are looked at in one go, so that a question's do not wait behind all of them."""
 
-_log = logging.getLogger(__name__)
+_FAILS = (
+    "the remote tier fails (%s); what it cannot give is computed, and what it cannot take stays "
+    "here until 'samkv store push'. This is said once"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +97,7 @@ class SharedTier:
         self._lock = threading.Lock()
         self._coming: dict[Place, Future[None]] = {}
         self._refreshes_at = 0.0
-        self._has_warned = False
+        self._outage = Outage(_FAILS)
 
     def begin_to_share(self) -> None:
         """See whose the remote tier is, and begin to learn what there is.
@@ -188,14 +191,7 @@ class SharedTier:
 
     def tell(self, error: SamkvError) -> None:
         """Log that the remote tier fails: a warning the first time, at DEBUG from then on."""
-        with self._lock:
-            is_first, self._has_warned = not self._has_warned, True
-        _log.log(
-            logging.WARNING if is_first else logging.DEBUG,
-            "the remote tier fails (%s); what it cannot give is computed, and what it cannot take "
-            "stays here until 'samkv store push'. This is said once",
-            error,
-        )
+        self._outage.tell(error)
 
     def delete(self, keys: Collection[str]) -> set[str]:
         """Delete chunks for all machines; the keys of those that there were. Raises StoreError."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -16,7 +15,7 @@ from tqdm.auto import tqdm
 from samkv_integrations.chroma.records import PAGE_SIZE
 from samkv_integrations.cluster.attempts import Attempts
 from samkv_integrations.cluster.plan import Plan
-from samkv_integrations.cluster.pool import WorkerPool
+from samkv_integrations.cluster.pool import WorkerPool, errors_only
 from samkv_integrations.cluster.work import BatchDone, done_in, to_row
 from samkv_integrations.cluster.worker import PROBE, CacheWorker, WorkerSettings, reason_of
 from samkv_integrations.engine.engine import Engine
@@ -162,7 +161,8 @@ def _work(
     rows = [to_row(batch) for batch in plan.batches]
     # Ray warns of both together; a worker with an accelerator asks for that.
     share = {"num_gpus": pool.n_gpus} if pool.n_gpus else {"num_cpus": pool.n_cpus}
-    with _quiet(), _ray_errors(ray):
+    # its plans, line by line, and that it shows no bar
+    with errors_only("ray.data"), _ray_errors(ray):
         work = data.from_items(rows, override_num_blocks=min(n_batches, _MAX_TASKS)).map(
             CacheWorker,
             # one task at a time: what waits at a worker is kept from one that is idle
@@ -186,18 +186,6 @@ def _ray_errors(ray: ModuleType) -> Iterator[None]:
             f"the ingest on Ray ended ({reason_of(error)}); what was cached stays, so begin it "
             "again once the cluster works"
         ) from error
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Ray Data tells of its plans line by line, and warns that it shows no bar; errors stay."""
-    logger = logging.getLogger("ray.data")
-    before = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)
 
 
 def _n_retried(ray: ModuleType, attempts: Any) -> int:  # noqa: ANN401

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import secrets
@@ -31,6 +32,18 @@ _OWN_CLUSTER = {
 }
 """Variables of a cluster that is this process's alone, unless they are set. Ray reads them when it
 is imported."""
+
+
+@contextmanager
+def errors_only(logger_name: str) -> Iterator[None]:
+    """A block in which a logger of Ray's tells of errors and of nothing else."""
+    logger = logging.getLogger(logger_name)
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 def require_ray() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from samkv_integrations.cluster.pool import errors_only
 from samkv_integrations.cluster.replicas import Replicas
 from samkv_integrations.errors import ClusterError, InvalidOption, MissingExtra
 
@@ -50,7 +51,7 @@ def serving(
         except ImportError as error:
             raise MissingExtra.of("ray", "ray") from error
         _require_unused(serve)
-        with _quiet():
+        with errors_only("ray.serve"):  # it tells of each step
             try:
                 serve.start(
                     proxy_location="EveryNode",
@@ -129,15 +130,3 @@ def _end(serve: Any, grace_s: float) -> None:  # noqa: ANN401
                 break
     finally:
         serve.shutdown()
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Ray Serve tells of each step; errors stay."""
-    logger = logging.getLogger("ray.serve")
-    before = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)
