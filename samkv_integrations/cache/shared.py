@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as TooLate
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from sqlite3 import Connection
@@ -49,10 +49,12 @@ class Refreshed:
     """What `SharedTier.refresh` found. n_new: chunks of other machines whose texts are known now.
 
     n_deleted: chunks that other machines deleted, and this one has deleted too.
+    listed: all chunks of the remote tier.
     """
 
     n_new: int
     n_deleted: int
+    listed: Mapping[Place, ObjectInfo] = field(repr=False, compare=False)
 
 
 def require_unshared(index: Index, namespace: str, keys: Collection[str]) -> None:
@@ -259,7 +261,8 @@ class SharedTier:
         self._mark(listed.keys() & known)
         new = [(place, listed[place]) for place in sorted(listed.keys() - known)]
         slices = (new[begin : begin + SLICE] for begin in range(0, len(new), SLICE))
-        return Refreshed(n_new=sum(map(self._learn, slices)), n_deleted=len(gone))
+        n_new = sum(map(self._learn, slices))
+        return Refreshed(n_new=n_new, n_deleted=len(gone), listed=listed)
 
     def _learn(self, new: Sequence[tuple[Place, ObjectInfo]]) -> int:
         """Take note of chunks that are not here; how many could be read."""

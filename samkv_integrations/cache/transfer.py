@@ -50,8 +50,7 @@ def pull(
     Raises like `push`.
     """
     shared = _shared(store)
-    shared.refresh()
-    listed = shared.listed()
+    listed = shared.refresh().listed
     by_age = sorted(listed, key=lambda place: -listed[place].modified_at)
     lacking = [p for p in by_age if shared.lacks(p) and (keys is None or p[1] in keys)]
     wanted, n_bytes = [], 0

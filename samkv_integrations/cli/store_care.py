@@ -9,6 +9,7 @@ import typer
 
 from samkv_integrations import figures
 from samkv_integrations.cache.disk import ChunkStore
+from samkv_integrations.cache.transfer import pull as pull_caches
 from samkv_integrations.cache.upkeep import VerifyResult
 from samkv_integrations.cache.upkeep import gc as collect_garbage
 from samkv_integrations.cache.upkeep import verify as verify_caches
@@ -130,16 +131,28 @@ def _limit(n_bytes: int | None) -> str:
 
 
 def warm(
-    folder: args.Folder = Path(".samkv"), collections: args.Collections = None,
-    max_bytes: args.WarmBytes = None, namespace: args.Namespace = "", as_json: args.Json = False,
+    folder: args.Folder = Path(".samkv"), remote: args.Remote = None,
+    collections: args.Collections = None, max_bytes: args.WarmBytes = None,
+    namespace: args.Namespace = "", as_json: args.Json = False,
 ) -> None:  # fmt: skip
-    """Read caches ahead, those used last first, so that the first questions find them in memory."""
+    """Read caches ahead, those used last first, so that the first questions find them in memory.
+
+    With --remote what the folder lacks is then fetched, as by 'samkv store pull'.
+    """
     limit = None if max_bytes is None else bytes_of("--bytes", max_bytes)
-    store = store_in(folder, namespace)
+    store, keys = store_in(folder, namespace, remote), keys_of(folder, collections)
     with progress_bar("warming") as show:
-        done = warm_caches(store, keys_of(folder, collections), max_bytes=limit, progress=show)
+        done = warm_caches(store, keys, max_bytes=limit, progress=show)
+    row = asdict(done)
+    if remote:
+        room = None if limit is None else limit - done.bytes_read
+        with progress_bar("fetching") as show:
+            fetched = pull_caches(store, keys, max_bytes=room, progress=show)
+        row |= {"n_fetched": fetched.n_chunks, "bytes_fetched": fetched.n_bytes,
+                "n_left": done.n_left + fetched.n_left}  # fmt: skip
     if as_json:
-        tables.write_json("store warm", None, [asdict(done)])
-    else:
-        left = f", {done.n_left} left unread" if done.n_left else ""
-        tables.console().print(f"{done.n_chunks} caches, {size(done.bytes_read)} read{left}")
+        tables.write_json("store warm", None, [row])
+        return
+    came = f", {row['n_fetched']} fetched, {size(row['bytes_fetched'])}" if remote else ""
+    left = f", {row['n_left']} left" if row["n_left"] else ""
+    tables.console().print(f"{done.n_chunks} caches, {size(done.bytes_read)} read{came}{left}")

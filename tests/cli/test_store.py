@@ -299,7 +299,7 @@ class TestMoving:
         taken = filled.stats().bytes
         assert rows_of("store", "warm") == [{"n_chunks": 6, "bytes_read": taken, "n_left": 0}]
         assert "6 caches" in ran("store", "warm")
-        assert ", 1 left unread" in ran("store", "warm", "--bytes", str(taken - 1))
+        assert ", 1 left" in ran("store", "warm", "--bytes", str(taken - 1))
         assert "samkv ingest' used" in error_of("store", "warm", "--dir", "nowhere")
         line = error_of("store", "warm", "--dir", ".samkv/kv")
         assert ".samkv/kv is itself a folder of caches; give --dir the folder that" in line
