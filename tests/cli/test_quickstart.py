@@ -13,7 +13,7 @@ from tests.cli.running import REPORT_FIELDS, error_of, ran, run
 from tests.support.records import RECORDS, TEXTS
 
 
-def test_quickstart_compares_every_method_and_prefills_once(town: Path) -> None:
+def test_quickstart_compares_every_method_and_follows_the_documents(town: Path) -> None:
     pytest.importorskip("llama_index.core")
     shown = ran("quickstart", "--documents", str(town))
     assert "6 prefilled now, 0 already cached" in shown
@@ -21,8 +21,11 @@ def test_quickstart_compares_every_method_and_prefills_once(town: Path) -> None:
     assert all(f"\n{name} " in shown for name in COMPARED)
     assert "nonsense with every method, full prefill included" in " ".join(shown.split())
     assert "auto, the default, ran " in shown and "samkv bench quality" in shown
+    # what a document said in an earlier run, and documents that are gone, are never retrieved
+    (town / "breltech-shipping.txt").unlink()
+    (town / "krasplex-systems.txt").write_text(TEXTS[1].replace("4524", "7391"))
     result = run("quickstart", "--documents", str(town), "--json")
-    assert "0 prefilled now, 6 already cached" in result.stderr
+    assert "1 prefilled now, 4 already cached" in result.stderr
     rows = json.loads(result.stdout)["rows"]
     assert len(rows) == len(RECORDS) * len(COMPARED)
     for row in rows:
@@ -30,24 +33,13 @@ def test_quickstart_compares_every_method_and_prefills_once(town: Path) -> None:
         prefix = row["ran"] == "prefix"  # the same five chunks as for another question
         assert prefix or (row["found"], row["chunk_misses"]) == (5, {})
         assert row["reused"] == 0 if row["ran"] == "recompute" else row["reused"] > 0
+    answers = {row["answer"] for row in rows if row["question"] == RECORDS[1].question}
+    assert "7391" in answers
     full, auto = (
         sum(row["exact_match"] for row in rows if row["method"] == name)
         for name in ("recompute", "auto")
     )
-    assert full >= 5 and auto >= 5
-
-
-def test_quickstart_follows_the_documents(town: Path) -> None:
-    """What a document said in an earlier run, and documents that are gone, are never retrieved."""
-    pytest.importorskip("llama_index.core")
-    ran("quickstart", "--documents", str(town))
-    (town / "breltech-shipping.txt").unlink()
-    (town / "krasplex-systems.txt").write_text(TEXTS[1].replace("4524", "7391"))
-    result = run("quickstart", "--documents", str(town), "--json")
-    assert "1 prefilled now, 4 already cached" in result.stderr
-    rows = json.loads(result.stdout)["rows"]
-    answer = next(r["answer"] for r in rows if r["question"] == RECORDS[1].question)
-    assert answer == "7391"
+    assert full >= 3 and auto >= 3  # of the four that are still answered so
 
 
 def test_quickstart_of_blank_documents(working_folder: Path) -> None:

@@ -45,6 +45,7 @@ def one_process(model: str, folder: Path, texts: list[str]) -> dict[str, bytes]:
     return chunk_files(folder)
 
 
+@pytest.mark.slow  # two clusters, whose workers take their time to import torch
 def test_two_workers_make_the_files_of_one_process(tmp_path: Path, tiny: str) -> None:
     alone, shared = twin_folders(tmp_path, "alone", "shared")
     expected = one_process(tiny, alone, TEXTS)
@@ -136,6 +137,7 @@ def test_a_wrong_record_is_said_before_anything_is_computed(tmp_path: Path, tiny
     assert chunk_files(tmp_path / "kv") == {}
 
 
+@pytest.mark.slow  # begins a cluster, whose workers take their time to import torch
 def test_workers_that_see_another_model_do_nothing(
     tmp_path: Path, tiny: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -59,6 +59,7 @@ def test_script(framework: str) -> None:
     assert "samkv:" not in out
 
 
+@pytest.mark.slow  # the scripts do the same
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_notebook_answers(framework: str) -> None:
     _, (_, ingested, asked, full, streamed, several, deleted) = kept_and_executed(framework)
@@ -70,6 +71,7 @@ def test_notebook_answers(framework: str) -> None:
     assert "39 chunks cached" in deleted and "n_pruned=0" in deleted
 
 
+@pytest.mark.slow  # the scripts do the same
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_notebook_holds_what_it_prints(framework: str) -> None:
     """If this fails, execute the notebook again and keep its outputs.
