@@ -16,6 +16,7 @@ from samkv_integrations.cli import bench, store
 from samkv_integrations.cli.ask import ask
 from samkv_integrations.cli.doctor import doctor
 from samkv_integrations.cli.ingest import ingest
+from samkv_integrations.cli.inspect import inspect
 from samkv_integrations.cli.methods import methods
 from samkv_integrations.cli.plan import plan
 from samkv_integrations.cli.quickstart import quickstart
@@ -44,7 +45,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (methods, doctor, ingest, ask, serve, quickstart, plan):
+for command in (methods, doctor, ingest, ask, inspect, serve, quickstart, plan):
     app.command()(command)
 app.add_typer(store.app, name="store")
 app.add_typer(bench.app, name="bench")

@@ -98,6 +98,13 @@ OnlyModel = Annotated[
     str | None, typer.Option("--model", help="Take the caches of this model only.")
 ]
 
+InspectedQuestion = Annotated[str, typer.Argument(help="What to ask.", metavar="QUESTION")]
+HtmlPage = Annotated[
+    Path | None, typer.Option("--html", help="Write it there as a page for a browser too.")
+]
+ShownLayer = Annotated[
+    int | None, typer.Option("--layer", help="What becomes of the tokens there. Default: anywhere.")
+]
 QuestionText = Annotated[str | None, typer.Argument(help="What to ask.")]
 QuestionFile = Annotated[
     Path | None, typer.Option(help="JSON Lines file of many (question, answers).")

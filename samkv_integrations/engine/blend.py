@@ -11,6 +11,7 @@ from torch import Tensor
 
 from samkv_integrations.engine.plan import LayerPlan, PassPlan
 from samkv_integrations.engine.prefix_cache import NewPrefix, Prefix
+from samkv_integrations.engine.watch import Watch
 from samkv_integrations.engine.working_cache import LayerEntries, WorkingCache, as_heads
 from samkv_integrations.methods.base import (
     Checked,
@@ -52,7 +53,7 @@ class Blend:
     held: entries of the prompt's first tokens, for a plan that takes them from memory. leaves:
     takes those that the next prompt may begin with.
     cache: takes what the pass leaves at a layer. observe: looks at each layer instead.
-    check: a layer, and who decides there what all later layers do.
+    check: a layer, and who decides there what all later layers do. watch: sees every layer.
     """
 
     model: Model
@@ -67,6 +68,7 @@ class Blend:
     cache: WorkingCache | None = None
     observe: Observe | None = None
     check: tuple[int, Decide] | None = None
+    watch: Watch | None = None
 
     def run(self, plan: PassPlan) -> Tensor:
         """Logits (vocabulary,) of the last token. Its stored entries must have been loaded."""
@@ -108,6 +110,9 @@ class Blend:
                 sin=self.sin[at], keys=stored[0], scaling=scaling,
             )  # fmt: skip
             self.observe(probed)
+        if self.watch is not None:
+            seen = keys[: plan.n_entries]
+            self.watch.see_layer(layer, self.layout, plan, query[0, :, -1], seen, scaling)
         as_rows = (as_heads(keys[: plan.n_entries]), as_heads(values[: plan.n_entries]))
         if self.weigh is not None:
             output = self.weigh(query, *as_rows, scaling, plan.mask, plan.is_context)

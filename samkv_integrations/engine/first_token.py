@@ -79,7 +79,10 @@ def _answer(request: Request, layout: Layout, clock: Stopwatch) -> FirstToken:
 
     with clock("blend"), leaving(request, layout, in_memory, whole=whole) as leaves:
         checks = None if check is None else (check, decide)
-        logits = replace(blend, cache=cache, check=checks, leaves=leaves).run(plan)
+        watch = request.watch
+        logits = replace(blend, cache=cache, check=checks, leaves=leaves, watch=watch).run(plan)
+    if watch is not None:
+        watch.see_plan(layout, selection, plans[-1])
     if holds_chunks:
         work = ChunkWork.behind(n_held, request.resolved)
     else:

@@ -12,6 +12,7 @@ from samkv_integrations.engine.chunks import Chunks
 from samkv_integrations.engine.costs import CostModel
 from samkv_integrations.engine.prefix_cache import PrefixCache
 from samkv_integrations.engine.report import Report
+from samkv_integrations.engine.watch import Watch
 from samkv_integrations.engine.working_cache import WorkingCache
 from samkv_integrations.errors import PromptTooLong
 from samkv_integrations.eviction import Eviction
@@ -30,7 +31,7 @@ class Request:
     the answer. context_window: most of prompt and answer, if fewer than the model's. own_eviction:
     take the method's eviction in place of ``eviction``. costs: for a method that computes
     everything where that is faster. prefixes: beginnings of earlier prompts, None for none. chunks:
-    what makes caches of missed chunks; None to leave them text.
+    what makes caches of missed chunks; None to leave them text. watch: sees the pass.
     """
 
     model: Model
@@ -46,6 +47,7 @@ class Request:
     costs: CostModel | None = None
     prefixes: PrefixCache | None = None
     chunks: Chunks | None = None
+    watch: Watch | None = None
 
     def rule(self, *, whole: bool) -> Eviction | None:
         """What the answer goes on with; a method's own rule is none of full prefill."""

@@ -27,7 +27,7 @@ FLOORS = (
     {"prompt"},
     {"methods"},
     {"engine"},
-    {"bench", "chroma", "frameworks", ""},
+    {"bench", "chroma", "frameworks", "inspection", ""},
     {"cluster", "connectors", "server"},
     {"cli"},
 )

@@ -1,0 +1,172 @@
+"""What `inspect` found, token by token, and what it comes to for each chunk."""
+
+from __future__ import annotations
+
+import html
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from samkv_integrations.engine.report import Report
+from samkv_integrations.engine.watch import State
+from samkv_integrations.errors import InvalidOption
+from samkv_integrations.inspection import page
+
+FRAME_HEIGHT = 720
+
+
+@dataclass(frozen=True, kw_only=True)
+class InspectedChunk:
+    """A chunk of an inspected prompt. All figures are means over layers.
+
+    name: where it comes from. kept, recomputed, dropped: shares of its tokens; all 0 without a
+    cache. attention, full_attention: the last prompt token's attention to the whole chunk, in this
+    answer and in full prefill's. score: the largest of its tokens, None if the method scores none.
+    """
+
+    name: str
+    text: str
+    n_tokens: int
+    is_cached: bool
+    kept: float
+    recomputed: float
+    dropped: float
+    attention: float
+    full_attention: float
+    score: float | None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Inspection:
+    """One answer and all that it read. T tokens of the prompt, L layers.
+
+    In a notebook it shows itself as the page of `to_html`.
+
+    title: what was asked. pieces: (T) text that each token adds to the prompt; of characters that
+        several tokens make, the last one has the text. chunk_of: (T,) chunk of each token, -1
+        outside chunks. names, texts: of the chunks.
+    states: (L, T) uint8, a `State` each.
+    attention, full_attention: (L, T) share of the last prompt token's attention that each token
+        has, mean over heads, in this answer and in full prefill's.
+    scores: (T,) what the method chose tokens by, nan for a token without a score; None if it scores
+        none.
+    answer, full_answer: of this method, and of full prefill. report, full_report: figures of their
+        first tokens; times are of single passes that were watched, and mean little.
+    """
+
+    title: str
+    pieces: tuple[str, ...]
+    chunk_of: Tensor
+    names: tuple[str, ...]
+    texts: tuple[str, ...]
+    states: Tensor
+    attention: Tensor
+    full_attention: Tensor
+    scores: Tensor | None
+    answer: str
+    full_answer: str
+    report: Report
+    full_report: Report
+
+    @property
+    def n_layers(self) -> int:
+        return len(self.states)
+
+    @property
+    def is_same(self) -> bool:
+        """Whether full prefill gives the same answer."""
+        return self.answer == self.full_answer
+
+    def state_at(self, layer: int | None = None) -> list[State]:
+        """(T) what becomes of each token at a layer.
+
+        layer: counted from 0; None for all: a token is recomputed if it is so at any layer, else
+            kept if it is so at any.
+
+        Raises InvalidOption if there is no such layer.
+        """
+        if layer is not None:
+            if not 0 <= layer < self.n_layers:
+                raise InvalidOption(
+                    f"layer={layer}; {self.report.model!r} has {self.n_layers}, counted from 0"
+                )
+            return [State(int(state)) for state in self.states[layer]]
+        found = self.states[0].clone()
+        for state in (State.DROPPED, State.KEPT, State.RECOMPUTED):
+            found[(self.states == state).any(0)] = state
+        return [State(int(state)) for state in found]
+
+    @cached_property
+    def chunks(self) -> tuple[InspectedChunk, ...]:
+        """The chunks in the order of the prompt."""
+        return tuple(map(self._chunk, range(len(self.names))))
+
+    def _chunk(self, index: int) -> InspectedChunk:
+        own = self.chunk_of == index
+        states = self.states[:, own]
+        kept, recomputed, dropped = (
+            float((states == state).float().mean())
+            for state in (State.KEPT, State.RECOMPUTED, State.DROPPED)
+        )
+        scores = torch.empty(0) if self.scores is None else self.scores[own]
+        scores = scores[~scores.isnan()]
+        return InspectedChunk(
+            name=self.names[index],
+            text=self.texts[index],
+            n_tokens=int(own.sum()),
+            is_cached=not bool((states == State.MISSED).any()),
+            kept=kept,
+            recomputed=recomputed,
+            dropped=dropped,
+            attention=float(self.attention[:, own].sum(1).mean()),
+            full_attention=float(self.full_attention[:, own].sum(1).mean()),
+            score=float(scores.max()) if len(scores) else None,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The answers, the chunks and the reports, as JSON-able values; no tensors."""
+        return {
+            "title": self.title,
+            "answer": self.answer,
+            "full_answer": self.full_answer,
+            "same": self.is_same,
+            "n_layers": self.n_layers,
+            "chunks": [asdict(chunk) for chunk in self.chunks],
+            "report": self.report.to_dict(),
+            "full_report": self.full_report.to_dict(),
+        }
+
+    def to_html(self) -> str:
+        """A page that needs nothing but a browser, with every token and a slider over layers."""
+        return page.of(self.to_dict(), self._tokens())
+
+    def save_html(self, file: str | Path) -> None:
+        """Write `to_html`. Raises InvalidOption if the file cannot be written."""
+        try:
+            Path(file).write_text(self.to_html(), encoding="utf-8")
+        except OSError as error:
+            raise InvalidOption(f"{file} cannot be written ({error}); name another") from error
+
+    def _repr_html_(self) -> str:
+        document = html.escape(self.to_html(), quote=True)
+        return (
+            f'<iframe srcdoc="{document}" sandbox="allow-scripts" title="What an answer read" '
+            f'style="width: 100%; height: {FRAME_HEIGHT}px; border: 0"></iframe>'
+        )
+
+    def _tokens(self) -> dict[str, Any]:
+        """What the page draws."""
+        return {
+            "pieces": list(self.pieces),
+            "chunk_of": self.chunk_of.tolist(),
+            "states": page.packed(self.states.to(torch.uint8)),
+            "attention": page.packed(page.shares(self.attention)),
+            "full_attention": page.packed(page.shares(self.full_attention)),
+            "scores": None
+            if self.scores is None
+            else [None if value != value else round(value, 6) for value in self.scores.tolist()],
+        }
