@@ -26,7 +26,7 @@ from samkv_integrations.inspection import Inspection
 from samkv_integrations.inspection import inspect as inspect_answer
 
 STYLES = {
-    State.MISSED: "black on red", State.KEPT: "black on green",
+    State.MISSED: "black on red", State.KEPT: "green",
     State.RECOMPUTED: "black on yellow", State.DROPPED: "dim strike",
 }  # fmt: skip
 MARKS = {
@@ -76,16 +76,16 @@ def inspect(
     if as_json:
         tables.write_json("inspect", model, [seen.to_dict()])
         return
-    _show(seen, layer)
+    show(seen, layer, tables.console())
     if html is not None:
         tables.console().print(f"\n{html}: the same as a page, with every layer and figure")
 
 
-def _show(seen: Inspection, layer: int | None) -> None:
-    out = tables.console()
+def show(seen: Inspection, layer: int | None, out: Console) -> None:
+    """The chunks, the prompt in colours, and both answers. layer: None for all of them."""
     out.print(_chunk_table(seen))
     out.print()
-    out.print(_text(seen, layer, out), soft_wrap=True)
+    out.print(_text(seen, layer, out), soft_wrap=not out.is_terminal)
     same = "the same answer" if seen.is_same else "another answer"
     out.print(f"\n{seen.report.ran}: {seen.answer}\nfull prefill: {seen.full_answer} ({same})")
     if seen.report.chunk_misses:

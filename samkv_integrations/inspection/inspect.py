@@ -68,19 +68,16 @@ def inspect(
         segments = _Segments.of(engine.model, resolved)
     with engine.resolve(prompt, chunks) as resolved:
         full = _watched(engine, resolved, truth)
-    missed = torch.tensor(segments.missed)[segments.chunk_of] & (segments.chunk_of >= 0)
-    states = ours.watch.states
-    states[:, missed] = State.MISSED
+    called = [
+        (names or {}).get(text, f"chunk {number}") for number, text in enumerate(segments.texts, 1)
+    ]
     return Inspection(
         title=title,
         pieces=segments.pieces,
         chunk_of=segments.chunk_of,
-        names=tuple(
-            (names or {}).get(text, f"chunk {number}")
-            for number, text in enumerate(segments.texts, start=1)
-        ),
+        names=tuple(called),
         texts=segments.texts,
-        states=states,
+        states=_states(ours.watch, segments),
         attention=ours.watch.attention,
         full_attention=full.watch.attention,
         scores=_scores(ours.watch),
@@ -112,6 +109,14 @@ def _answer(model: Model, request: Request, settings: AnswerSettings, watch: Wat
         begun.report, completion_tokens=len(found), decode_kv_bytes=begun.cache.kv_bytes
     )
     return _Watched(text=model.detokenize(found).strip(), report=report, watch=watch)
+
+
+def _states(watch: Watch, segments: _Segments) -> Tensor:
+    """(L, T) a `State` each."""
+    states = watch.states
+    is_missed = torch.tensor(segments.missed)[segments.chunk_of] & (segments.chunk_of >= 0)
+    states[:, is_missed] = State.MISSED
+    return states
 
 
 def _scores(watch: Watch) -> Tensor | None:

@@ -45,7 +45,7 @@ def test_colours_where_a_terminal_has_them(ingested: Path, monkeypatch: pytest.M
     monkeypatch.setattr(tables, "console", coloured)
     shown = ran("inspect", QUESTION, *HOW)
     assert "<recomputed>" in plain and "<recomputed>" not in shown
-    assert "\x1b[30;43mrecomputed\x1b[0m" in shown and "\x1b[30;42m" in shown
+    assert "\x1b[30;43mrecomputed\x1b[0m" in shown and "\x1b[32m" in shown
 
 
 def test_json_and_the_page(ingested: Path, tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 SNIPPETS = dict(zip(("llama-index", "langchain"), PYTHON.findall(README), strict=True))
 PRINTED = {  # by the snippets of a page, one after the other
     "index": ("Nombury", "found=2", "chunk_misses={}"),
+    "inspect": ("[Nadine Frost] kept 100%", "Nombury True"),
     "langchain": ("Vasumex Trading", "Hadorix Press"),
     "llama-index": ("Vasumex Trading", "Hadorix Press"),
     "methods": (),
