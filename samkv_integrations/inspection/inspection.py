@@ -40,7 +40,7 @@ class InspectedChunk:
     score: float | None
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Inspection:
     """One answer and all that it read. T tokens of the prompt, L layers.
 
@@ -71,6 +71,13 @@ class Inspection:
     full_answer: str
     report: Report
     full_report: Report
+
+    def __repr__(self) -> str:
+        verdict = "the answer" if self.is_same else "not the answer"
+        return (
+            f"Inspection({self.title!r}, {self.report.ran}: {self.answer!r}, {verdict} of full "
+            f"prefill, {len(self.pieces)} tokens, {len(self.names)} chunks, {self.n_layers} layers)"
+        )
 
     @property
     def n_layers(self) -> int:

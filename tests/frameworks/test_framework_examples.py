@@ -6,38 +6,12 @@ import os
 import re
 import subprocess
 import sys
-from functools import cache
-from pathlib import Path
-from typing import Any
 
-import nbformat
 import pytest
-from nbclient import NotebookClient
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+from tests.support.notebooks import EXAMPLES, kept_and_executed
+
 FRAMEWORKS = ("llama_index", "langchain")
-
-
-def printed(notebook: Any) -> list[str]:
-    """What each cell of code wrote to standard output."""
-    return [
-        "".join(o.text for o in cell.outputs if o.output_type == "stream" and o.name == "stdout")
-        for cell in notebook.cells
-        if cell.cell_type == "code"
-    ]
-
-
-@cache
-def kept_and_executed(framework: str) -> tuple[list[str], list[str]]:
-    """What the notebook's cells printed when it was kept, and what they print now."""
-    notebook = nbformat.read(EXAMPLES / f"{framework}.ipynb", as_version=4)
-    kept = printed(notebook)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OMP_NUM_THREADS", "1")
-        NotebookClient(
-            notebook, timeout=240, resources={"metadata": {"path": str(EXAMPLES)}}
-        ).execute()
-    return kept, printed(notebook)
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
