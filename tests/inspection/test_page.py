@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from IPython.core.formatters import HTMLFormatter
 from selenium.webdriver import Chrome
 from selenium.webdriver.common.by import By
 
@@ -126,7 +127,8 @@ def test_a_token_tells_its_figures(page: Chrome) -> None:
 
 
 def test_in_a_notebook_it_is_a_frame_of_its_own(driver: Chrome, tmp_path: Path) -> None:
-    shown = found()._repr_html_()
+    shown = HTMLFormatter()(found())
+    assert isinstance(shown, str)
     assert html.unescape(shown.split('srcdoc="')[1].split('"')[0]) == found().to_html()
     (tmp_path / "notebook.html").write_text(f"<meta charset=utf-8><body>{shown}</body>")
     driver.get(f"file://{tmp_path}/notebook.html")
