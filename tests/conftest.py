@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 
 import pytest
@@ -14,6 +15,12 @@ from tests.support.chroma_server import chroma_server
 from tests.support.live_server import LiveServer, live_server
 from tests.support.serve_process import serving_town
 from tests.support.steps import Steps
+
+
+def pytest_collection_finish() -> None:
+    """What has been imported stays: a collection of garbage need not look through it again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="session")

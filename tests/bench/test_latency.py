@@ -158,6 +158,7 @@ def test_methods_take_turns_after_a_round_that_warms_up(monkeypatch: pytest.Monk
     assert asked == [*NAMES] * (1 + 2 + 1)
 
 
+@pytest.mark.slow  # a process for the memory of each cell
 def test_the_built_in_model_is_a_shape(tmp_path: Path) -> None:
     command = ["bench", "latency", "--shape", "builtin", "--chunks", "2", "--chunk-tokens", "48,64",
                "--methods", "recompute,reuse", "--repeats", "1", "--new-tokens", "2", "--json",

@@ -214,7 +214,7 @@ def test_one_that_does_not_start_is_quoted(tmp_path: Path) -> None:
         raise AssertionError("not reached")
 
 
-# strict: with the route in place this mark must go
+@pytest.mark.slow  # a server process, and eight prompts of long documents
 def test_it_measures_the_real_server(working_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # keys of another server of the user, which nobody would have for this one
     monkeypatch.setenv(KEYS_VARIABLE, "key-of-another")

@@ -237,7 +237,8 @@ class TestBudget:
     @pytest.mark.parametrize(
         "size", ["", "much", "-5", "0", "20 parsecs", "0.1", "1e9", "GB", "9999999TB"] + ["9" * 400]
     )
-    def test_says_what_a_size_is(self, filled: ChunkStore, size: str) -> None:
+    def test_says_what_a_size_is(self, working_folder: Path, size: str) -> None:
+        ChunkStore(".samkv/kv")
         assert "such as 20GB" in error_of("store", "budget", f"--max-bytes={size}")
 
     def test_holds_during_an_ingest(self, town: Path, tiny: str) -> None:

@@ -121,6 +121,7 @@ def test_nothing_else_is_shipped(names: set[str]) -> None:
     rest = {n for n in names if not n.endswith(".py") and ".dist-info/" not in n}
     assert rest == {f"{package}/py.typed" for package in TYPED} | {
         *(f"samkv_integrations/assets/{name}" for name in ASSETS),
+        "samkv_integrations/inspection/page.html",
         "samkv_integrations/server/page.html",
     }
 
