@@ -38,7 +38,8 @@ class ChatSamKV(LocalModel, BaseChatModel):
     Arguments are those of `LocalModel`, and ``streaming``, which LangChain reads: True has answers
     of ``invoke`` streamed to callbacks, False never streams.
 
-    ``response_metadata["samkv"]`` of a message, or `last_report`, says what the answer cost.
+    ``response_metadata["samkv"]`` of a message, ``generation_info["samkv"]`` in a callback, or
+    `last_report`, says what the answer cost.
 
     Instantiate:
         ```python
@@ -166,28 +167,29 @@ class ChatSamKV(LocalModel, BaseChatModel):
 
     def _result(self, text: str, answer: AnswerStream, use: ToolUse | None) -> ChatResult:
         self._last_report = report = answer.report
-        found = ToolAnswer(text) if use is None else use.read(text)
+        found, metadata = ToolAnswer(text) if use is None else use.read(text), metadata_of(answer)
         message = AIMessage(
             found.text,
             tool_calls=[tool_call_of(call) for call in found.calls],
             invalid_tool_calls=[invalid_call_of(call) for call in found.broken],
             usage_metadata=usage_of(report),
-            response_metadata=metadata_of(answer),
+            response_metadata=metadata,
         )
-        return ChatResult(generations=[ChatGeneration(message=message)])
+        generation = ChatGeneration(message=message, generation_info=metadata)
+        return ChatResult(generations=[generation])
 
     def _last_chunk(self, answer: AnswerStream, shown: ShownText) -> ChatGenerationChunk:
         """What was held back, calls of tools included, and the figures, which LangChain adds up."""
         self._last_report = report = answer.report
-        text, found = shown.rest()
+        (text, found), metadata = shown.rest(), metadata_of(answer)
         message = AIMessageChunk(
             content=text,
             tool_call_chunks=chunks_of(found),
             usage_metadata=usage_of(report),
-            response_metadata=metadata_of(answer),
+            response_metadata=metadata,
             chunk_position="last",
         )
-        return ChatGenerationChunk(message=message)
+        return ChatGenerationChunk(message=message, generation_info=metadata)
 
     # -- tools and objects ----------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from langchain_core.messages import (
     SystemMessage,
     ToolMessage,
 )
-from langchain_core.messages.ai import UsageMetadata
+from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
 
 from samkv_integrations.engine.report import Report
 from samkv_integrations.engine.stream import AnswerStream
@@ -97,20 +97,36 @@ def _text(message: BaseMessage) -> str:
 
 
 def usage_of(report: Report) -> UsageMetadata:
-    """Token counts where LangChain looks for them; chunks count at full length."""
+    """Token counts where LangChain looks for them; chunks count at full length.
+
+    ``cache_read``, a part of ``input_tokens``: those that were not computed for this answer.
+    """
     return UsageMetadata(
         input_tokens=report.prompt_tokens,
         output_tokens=report.completion_tokens,
         total_tokens=report.prompt_tokens + report.completion_tokens,
+        input_token_details=InputTokenDetails(cache_read=report.cached_tokens),
     )
 
 
 def metadata_of(stream: AnswerStream) -> dict[str, Any]:
-    """What a finished answer's ``response_metadata``, or ``generation_info``, says."""
+    """What a finished answer's ``generation_info`` and ``response_metadata`` say."""
     report = stream.report
     return {
         "model_name": report.model,
         "model_provider": PROVIDER,
         "finish_reason": stream.finish_reason,
         "samkv": report.to_dict(),
+    }
+
+
+def token_usage(reports: Sequence[Report]) -> dict[str, Any]:
+    """The counts of several answers, in the form that ``llm_output`` has of OpenAI's models."""
+    prompt_tokens = sum(report.prompt_tokens for report in reports)
+    completion_tokens = sum(report.completion_tokens for report in reports)
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": sum(report.cached_tokens for report in reports)},
     }

@@ -12,7 +12,8 @@ from langchain_core.outputs import Generation, GenerationChunk, LLMResult
 from langchain_core.runnables import Runnable
 
 from langchain_samkv.base import LocalModel
-from langchain_samkv.conversion import metadata_of
+from langchain_samkv.conversion import metadata_of, token_usage
+from samkv_integrations.engine.report import Report
 from samkv_integrations.engine.stream import AnswerStream
 
 
@@ -66,11 +67,12 @@ class SamKV(LocalModel, BaseLLM):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,  # noqa: ANN401
     ) -> LLMResult:
-        found = []
+        found, reports = [], []
         for prompt in prompts:
             answer = self._run(prompt, stop, kwargs)
             found.append(self._generation("".join(answer), answer))
-        return self._result(found)
+            reports.append(answer.report)
+        return self._result(found, reports)
 
     async def _agenerate(
         self,
@@ -79,12 +81,13 @@ class SamKV(LocalModel, BaseLLM):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,  # noqa: ANN401
     ) -> LLMResult:
-        found = []
+        found, reports = [], []
         for prompt in prompts:
             async with await self._arun(prompt, stop, kwargs) as answer:
                 text = "".join([delta async for delta in answer])
             found.append(self._generation(text, answer))
-        return self._result(found)
+            reports.append(answer.report)
+        return self._result(found, reports)
 
     def _stream(
         self,
@@ -129,16 +132,8 @@ class SamKV(LocalModel, BaseLLM):
         self._last_report = answer.report
         return GenerationChunk(text="", generation_info=metadata_of(answer))
 
-    def _result(self, found: list[Generation]) -> LLMResult:
-        usage = {"prompt_tokens": 0, "completion_tokens": 0}
-        for generation in found:
-            assert generation.generation_info is not None
-            for name in usage:
-                usage[name] += generation.generation_info["samkv"][name]
+    def _result(self, found: list[Generation], reports: list[Report]) -> LLMResult:
         return LLMResult(
             generations=[[generation] for generation in found],
-            llm_output={
-                "token_usage": {**usage, "total_tokens": sum(usage.values())},
-                "model_name": self.model_name,
-            },
+            llm_output={"token_usage": token_usage(reports), "model_name": self.model_name},
         )

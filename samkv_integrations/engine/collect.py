@@ -16,7 +16,7 @@ from samkv_integrations.engine.report import Report
 class Total:
     """What several answers cost together. A field that `Report` has too is its sum, but for these.
 
-    answers: how many. ran: what each came to -> answers.
+    answers: how many. ran: what each came to -> answers. cached_tokens: `Report.cached_tokens`.
     kept_ratio, recompute_ratio: over the context tokens of all answers; 1 and 0 without any.
     ttft_s and the seconds of stages: added up, which is more than what a clock showed if answers
         were computed at once, or waited for each other.
@@ -31,6 +31,7 @@ class Total:
     prompt_tokens: int
     context_tokens: int
     prefix_tokens: int
+    cached_tokens: int
     kept_ratio: float
     recompute_ratio: float
     uncached_tokens: int
@@ -83,9 +84,9 @@ class Total:
 
 
 _SUMS = (
-    "prompt_tokens", "context_tokens", "prefix_tokens", "uncached_tokens", "found", "reused",
-    "computed_now", "bytes_read", "probe_s", "select_s", "load_s", "blend_s", "announce_s",
-    "wait_s", "ttft_s", "completion_tokens",
+    "prompt_tokens", "context_tokens", "prefix_tokens", "cached_tokens", "uncached_tokens", "found",
+    "reused", "computed_now", "bytes_read", "probe_s", "select_s", "load_s", "blend_s",
+    "announce_s", "wait_s", "ttft_s", "completion_tokens",
 )  # fmt: skip
 
 

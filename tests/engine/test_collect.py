@@ -176,6 +176,7 @@ def test_the_total_adds_up_what_can_be_added_up(engine: Engine) -> None:
     assert total.kept_ratio == 1.0
     assert total.decode_tokens_per_s == pytest.approx(full.decode_tokens_per_s)
     assert total.decode_s == pytest.approx(4 / full.decode_tokens_per_s)
+    assert total.cached_tokens == full.cached_tokens + reuse.cached_tokens > 0
     assert total.to_dict()["chunk_misses"] == {"absent": 1}
 
 

@@ -128,6 +128,7 @@ class TestChat:
             "input_tokens": report.prompt_tokens,
             "output_tokens": report.completion_tokens,
             "total_tokens": report.prompt_tokens + report.completion_tokens,
+            "input_token_details": {"cache_read": report.cached_tokens},
         }
         assert message.response_metadata == {
             "model_name": "builtin",

@@ -151,11 +151,15 @@ def checked_outputs_to_remove(names: Any) -> Any:  # noqa: ANN401
 
 
 def to_completion(text: str, report: Report, delta: str | None = None) -> CompletionResponse:
-    """A response with token counts where LlamaIndex looks for them, and the report beside."""
-    usage = {
+    """A response with token counts where LlamaIndex looks for them, and the report beside.
+
+    Cached tokens are among them as OpenAI's API has them, which is what tracers read.
+    """
+    usage: dict[str, Any] = {
         "prompt_tokens": report.prompt_tokens,
         "completion_tokens": report.completion_tokens,
         "total_tokens": report.prompt_tokens + report.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": report.cached_tokens},
     }
     figures: dict[str, Any] = report.to_dict()
     return CompletionResponse(
