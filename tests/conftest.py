@@ -15,6 +15,7 @@ from tests.support.chroma_server import chroma_server
 from tests.support.live_server import LiveServer, live_server
 from tests.support.serve_process import serving_town
 from tests.support.steps import Steps
+from tests.support.telemetry import Told, listening
 
 
 def pytest_collection_finish() -> None:
@@ -45,6 +46,13 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[Steps]:
     counted = Steps(monkeypatch)
     yield counted
     counted.release()
+
+
+@pytest.fixture
+def told() -> Iterator[Told]:
+    """What OpenTelemetry is told."""
+    with listening() as told:
+        yield told
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from samkv_integrations.engine.plan import PassPlan
-from samkv_integrations.engine.report import Report
+from samkv_integrations.engine.report import Report, Stage
 from samkv_integrations.engine.request import Request
 from samkv_integrations.engine.working_cache import WorkingCache
 from samkv_integrations.eviction import Eviction
@@ -20,7 +20,7 @@ from samkv_integrations.prompt.resolve import Resolved
 
 
 class Stopwatch:
-    """Seconds spent in each stage of a request, which do not overlap.
+    """Seconds spent in each stage of a request, which do not overlap, and when that was.
 
     On a GPU a stage counts until its work is launched; the first one that waits for the device
     counts what came before.
@@ -28,6 +28,7 @@ class Stopwatch:
 
     def __init__(self) -> None:
         self.seconds: defaultdict[str, float] = defaultdict(float)
+        self.stages: list[Stage] = []
         self.bytes_lost = 0
 
     @contextmanager
@@ -36,7 +37,9 @@ class Stopwatch:
         try:
             yield
         finally:
-            self.seconds[stage] += time.perf_counter() - began
+            ended = time.perf_counter()
+            self.seconds[stage] += ended - began
+            self.stages.append(Stage(name=stage, began=began, ended=ended))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -10,8 +10,9 @@ from torch import Tensor
 
 from samkv_integrations.engine.decode import Decoder
 from samkv_integrations.engine.outbox import Outbox
-from samkv_integrations.engine.report import Report
+from samkv_integrations.engine.report import Report, Stage
 from samkv_integrations.engine.text_stream import TextStream
+from samkv_integrations.engine.tracing import Trace
 from samkv_integrations.model.sampling import Sampler
 
 AHEAD = 32
@@ -26,9 +27,10 @@ class Abandoned(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Begun:
-    """The first token is there. report: the figures so far."""
+    """The first token is there. report: the figures so far. stages: what came before it."""
 
     report: Report
+    stages: Sequence[Stage]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +56,7 @@ class Start:
     sampler: Sampler
     decoder: Decoder
     report: Report
+    stages: Sequence[Stage]
 
 
 class Answering:
@@ -66,6 +69,7 @@ class Answering:
         release: frees what the prompt holds if there is no first pass.
         kv_bytes: the most that its working cache can take.
         end_ids: tokens that end it. max_new_tokens: most tokens. text: what they are written to.
+        trace: what its reader tells of it.
 
     outbox: for whoever reads it. is_complete: whether all of it is in there.
     """
@@ -79,10 +83,11 @@ class Answering:
         end_ids: frozenset[int],
         max_new_tokens: int,
         text: TextStream,
+        trace: Trace,
     ) -> None:
         self._first_pass, self._release = begin, release
         self._end_ids, self._max_new_tokens, self._text = end_ids, max_new_tokens, text
-        self.kv_bytes = kv_bytes
+        self.kv_bytes, self.trace = kv_bytes, trace
         self.outbox: Outbox[Begun | Piece | BaseException] = Outbox()
         self.is_complete = False
         self.is_abandoned = False
@@ -112,7 +117,7 @@ class Answering:
     def begin(self) -> None:
         """Compute the first token."""
         self._start = start = self._first_pass(self._check)
-        self.outbox.put(Begun(report=start.report))
+        self.outbox.put(Begun(report=start.report, stages=start.stages))
         self._go_on(start.token)
 
     def _check(self) -> None:

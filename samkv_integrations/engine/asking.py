@@ -10,8 +10,10 @@ from samkv_integrations.engine.answering import Answering, Start
 from samkv_integrations.engine.decode import Decoder
 from samkv_integrations.engine.first_token import first_token
 from samkv_integrations.engine.options import AnswerSettings
+from samkv_integrations.engine.report import Stage
 from samkv_integrations.engine.request import Request
 from samkv_integrations.engine.text_stream import TextStream
+from samkv_integrations.engine.tracing import Trace
 from samkv_integrations.model.constraint import JsonConstraint
 from samkv_integrations.model.model import Model
 from samkv_integrations.model.sampling import Sampler
@@ -22,6 +24,7 @@ def answering_of(
     model: Model,
     settings: AnswerSettings,
     began: float,
+    trace: Trace,
     *,
     resolve: Callable[[], Resolved],
     request: Callable[[Resolved], Request],
@@ -29,7 +32,7 @@ def answering_of(
 ) -> tuple[Answering, Resolved]:
     """The answer to a prompt, nothing computed yet, and the prompt's open caches, which it closes.
 
-    began: when the caller asked, a time of `time.perf_counter`.
+    began: when the caller asked, a time of `time.perf_counter`. trace: what to tell of it.
     resolve: reads the prompt, once the settings are known to fit the model.
     request: how to answer it; asked on the model's thread, as is ``announced_s``: the seconds that
         its chunks took in announcements.
@@ -37,10 +40,11 @@ def answering_of(
     Raises InvalidOption or MissingExtra for what is wrong in the settings, and what ``resolve``
     raises.
     """
-    end_ids = model.end_ids(settings.stop_ids)
-    form = JsonConstraint.of(model, settings.json_schema, end_ids)
-    text = TextStream(model, settings.stop)
-    resolved, most = resolve(), settings.sampling.max_new_tokens
+    with trace.until_asked():
+        end_ids = model.end_ids(settings.stop_ids)
+        form = JsonConstraint.of(model, settings.json_schema, end_ids)
+        text = TextStream(model, settings.stop)
+        resolved, most = resolve(), settings.sampling.max_new_tokens
     n_tokens = sum(len(segment.token_ids) for segment in resolved.segments)
     asked = time.perf_counter()
 
@@ -57,14 +61,20 @@ def answering_of(
             sampler=sampler,
             decoder=Decoder(model, begun.cache, begun.layout.n_tokens),
             report=replace(begun.report, wait_s=wait_s, announce_s=announce_s, ttft_s=ttft_s),
+            stages=(*_before(began, asked, wait_s), *begun.stages),
         )
 
+    kv_bytes = (n_tokens + most) * model.token_kv_bytes
     answering = Answering(
-        begin,
-        resolved.close,
-        kv_bytes=(n_tokens + most) * model.token_kv_bytes,
-        end_ids=end_ids,
-        max_new_tokens=most,
-        text=text,
-    )
+        begin, resolved.close, kv_bytes=kv_bytes, end_ids=end_ids, max_new_tokens=most, text=text,
+        trace=trace,
+    )  # fmt: skip
     return answering, resolved
+
+
+def _before(began: float, asked: float, wait_s: float) -> tuple[Stage, Stage]:
+    """The stages before the first pass."""
+    return (
+        Stage(name="read", began=began, ended=asked),
+        Stage(name="wait", began=asked, ended=asked + wait_s),
+    )

@@ -35,6 +35,7 @@ from samkv_integrations.engine.prepared import Prepared
 from samkv_integrations.engine.request import Request
 from samkv_integrations.engine.scheduler import Scheduler
 from samkv_integrations.engine.stream import Answer, AnswerStream
+from samkv_integrations.engine.tracing import begin_trace
 from samkv_integrations.eviction import Eviction, get_eviction
 from samkv_integrations.methods import DEFAULT_METHOD, Method, get_method
 from samkv_integrations.model.loading import load_model
@@ -302,13 +303,11 @@ class Engine:
         self, prompt: Prompt, chunks: Sequence[str] | None, options: AnswerOptions
     ) -> AnswerStream:
         began, settings = time.perf_counter(), AnswerSettings.of(**options)
-        length, window = settings.sampling.max_new_tokens, settings.context_window
         answering, resolved = answering_of(
-            self.model, settings, began,
-            resolve=partial(
-                self.resolve, prompt, chunks, on_miss=settings.on_miss, context_window=window
-            ),
-            request=lambda found: self.request(found, settings, length),
+            self.model, settings, began, begin_trace(self.model.name, prompt, settings, began),
+            resolve=partial(self.resolve, prompt, chunks, on_miss=settings.on_miss,
+                            context_window=settings.context_window),
+            request=lambda found: self.request(found, settings, settings.sampling.max_new_tokens),
             announced_s=lambda found: self._prepared.claim(found, self.chunks.key_of_ids),
         )  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
@@ -39,7 +40,8 @@ def first_token(request: Request) -> FirstToken:
     clock = Stopwatch()
     resolved = request.resolved
     while True:
-        request = with_missed(request)
+        with clock("compute_chunks") if resolved.missed_texts else nullcontext():
+            request = with_missed(request)
         layout = check_length(request)
         try:
             return _answer(request, layout, clock)
@@ -91,7 +93,7 @@ def _answer(request: Request, layout: Layout, clock: Stopwatch) -> FirstToken:
     report = report_of(
         request, cache, clock, ran=ran, eviction=rule, work=work, prefix_tokens=n_held
     )
-    return FirstToken(logits=logits, cache=cache, layout=layout, report=report)
+    return FirstToken(logits=logits, cache=cache, layout=layout, report=report, stages=clock.stages)
 
 
 def _begin(

@@ -1,10 +1,19 @@
-"""What one answer cost, the same fields for every method."""
+"""What one answer cost, the same fields for every method, and when its stages were."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """When a stage of an answer was: times of `time.perf_counter`."""
+
+    name: str
+    began: float
+    ended: float
 
 
 @dataclass(frozen=True, kw_only=True)

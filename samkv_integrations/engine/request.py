@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -11,7 +12,7 @@ from samkv_integrations.cache.fingerprint import Fingerprint
 from samkv_integrations.engine.chunks import Chunks
 from samkv_integrations.engine.costs import CostModel
 from samkv_integrations.engine.prefix_cache import PrefixCache
-from samkv_integrations.engine.report import Report
+from samkv_integrations.engine.report import Report, Stage
 from samkv_integrations.engine.watch import Watch
 from samkv_integrations.engine.working_cache import WorkingCache
 from samkv_integrations.errors import PromptTooLong
@@ -61,13 +62,14 @@ class FirstToken:
     """What an answer begins with.
 
     logits: (vocabulary,) of its first token. cache: what its later tokens go on with. report: the
-    figures so far, ``ttft_s`` and those of decoding left at 0.
+    figures so far, ``ttft_s`` and those of decoding left at 0. stages: in order.
     """
 
     logits: Tensor
     cache: WorkingCache
     layout: Layout
     report: Report
+    stages: Sequence[Stage]
 
 
 def check_length(request: Request) -> Layout:

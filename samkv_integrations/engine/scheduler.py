@@ -122,6 +122,12 @@ class Scheduler:
         finally:
             done.cancel()  # of a caller who was interrupted while it waited
 
+    def later(self, work: Callable[[], object]) -> None:
+        """Have ``work`` done by the model's thread, if there is one. Takes no lock, like `wake`."""
+        if self._thread is not None:
+            done: Future[object] = Future()
+            self._thread.mail.put(partial(_settle, done, work))
+
     def _running_thread(self) -> _Thread:
         with self._starting:
             if self._thread is None or self._thread.pid != os.getpid():

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NoReturn, Self
 
 from samkv_integrations.engine.answering import AHEAD, Answering, Begun, FinishReason, Piece
@@ -59,7 +60,7 @@ class AnswerStream:
         self._timeout, self._began = timeout, began
         self._report: Report | None = None
         self._last = Piece(text="", n_tokens=0, decode_s=0.0, kv_bytes=0)
-        self._is_submitted = self._is_over = False
+        self._is_submitted = self._is_over = self._is_dropped = False
         self._collectors = collectors()
 
     # -- reading ----------------------------------------------------------------------------
@@ -126,6 +127,7 @@ class AnswerStream:
             raise item
         if isinstance(item, Begun):
             self._report = item.report
+            self._answering.trace.begun(item.stages)
             return ""
         if len(self._answering.outbox) == AHEAD - 1:
             self._scheduler.wake()
@@ -137,12 +139,13 @@ class AnswerStream:
         return item.text
 
     def _fail(self, error: BaseException) -> NoReturn:
-        self.close()
         if isinstance(error, TimeoutError) and (left := self._left) is not None and left <= 0:
-            raise TimedOut(
+            error = TimedOut(
                 f"timeout={self._timeout}: the answer was not complete after that many seconds; "
                 "give more, or ask for fewer tokens"
-            ) from None
+            )
+            error.__suppress_context__ = True
+        self._close(error)
         raise error
 
     # -- ending -----------------------------------------------------------------------------
@@ -161,8 +164,11 @@ class AnswerStream:
 
     def close(self) -> None:
         """Stop decoding and free what this answer holds; at once, the model's thread follows."""
+        self._close()
+
+    def _close(self, error: BaseException | None = None) -> None:
         if not self._is_over:
-            self._end()
+            self._end(error)
             if self._is_submitted:
                 self._answering.abandon()
                 self._scheduler.wake()
@@ -174,16 +180,25 @@ class AnswerStream:
         self.close()
 
     def __del__(self) -> None:
+        self._is_dropped = True
         self.close()
 
-    def _end(self) -> None:
+    def _end(self, error: BaseException | None = None) -> None:
         self._is_over = True
-        if self._report is None:  # it never began
-            return
-        report = self.report
-        _log.info("answered: %s", report.line, extra={"samkv": report})
-        for reports in self._collectors:
-            reports.append(report)
+        report = None if self._report is None else self.report  # None: it never began
+        if report is not None:
+            _log.info("answered: %s", report.line, extra={"samkv": report})
+            for reports in self._collectors:
+                reports.append(report)
+        self._tell(report, error)
+
+    def _tell(self, report: Report | None, error: BaseException | None) -> None:
+        end, now = self._answering.trace.end, time.perf_counter()
+        end = partial(end, now, report=report, finish_reason=self.finish_reason, error=error)
+        if self._is_dropped:  # perhaps by a thread that holds a lock of who is told
+            self._scheduler.later(end)
+        else:
+            end()
 
     # -- figures ----------------------------------------------------------------------------
 

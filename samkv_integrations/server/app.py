@@ -29,6 +29,7 @@ def create_app(service: Service, rules: Rules) -> FastAPI:
         title="samkv", version=figures.version(), description=_DESCRIPTION,
         docs_url=None, redoc_url=None,  # pages that load scripts from elsewhere
         redirect_slashes=False,  # an error is said, in OpenAI's form
+        telemetry={"logs": False},  # messages of errors, which may hold a prompt
     )  # fmt: skip
     app.add_middleware(Guard, rules=rules, metrics=service.metrics)
     _add_handlers(app)

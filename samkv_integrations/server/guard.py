@@ -16,6 +16,7 @@ from typing import Any
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from samkv_integrations.engine.tracing import below_caller
 from samkv_integrations.server.failures import Failure, gone
 from samkv_integrations.server.keys import ApiKeys
 from samkv_integrations.server.metrics import Metrics
@@ -58,7 +59,8 @@ class Guard:
         try:
             self._admit(scope, headers)
             body = await self._body(headers, receive)
-            await self._app(scope, _Replayed(body, receive), reply)
+            with below_caller(headers):
+                await self._app(scope, _Replayed(body, receive), reply)
         except Failure as failure:
             await reply.fail(failure, scope, receive)
         except asyncio.CancelledError:  # by the server, which ends

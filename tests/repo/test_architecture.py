@@ -48,6 +48,7 @@ OWNERS = {
     "chromadb": {"chroma", "connectors"},
     **dict.fromkeys(("fastapi", "prometheus_client", "starlette", "uvicorn"), {"server"}),
     "llama_index": {"connectors"},
+    "opentelemetry": {"engine"},
     "ray": {"cluster"},
     **dict.fromkeys(("langchain", "langchain_chroma", "langchain_core"), {"connectors"}),
 }
@@ -361,7 +362,8 @@ def test_the_core_imports_no_cluster_and_no_remote_file_system() -> None:
     assert found.returncode == 0, found.stderr
     imported = set(found.stdout.split())
     assert {"torch", "transformers", PACKAGE} <= imported
-    assert not imported & {"ray", "fsspec", "s3fs", "boto3", "botocore", "aiobotocore"}
+    remote = {"fsspec", "s3fs", "boto3", "botocore", "aiobotocore"}
+    assert not imported & {"ray", "opentelemetry", *remote}
 
 
 @pytest.mark.parametrize("module", SOURCES)
