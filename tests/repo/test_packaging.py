@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
-import subprocess
-import sys
 import tomllib
 from email import message_from_bytes
 from email.message import Message
@@ -16,7 +13,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-ROOT = Path(__file__).parents[2]
+from tests.support.wheels import ROOT, built, main_source
+
 MAX_WHEEL_BYTES = 45_000_000
 TYPED = (
     "langchain_samkv",
@@ -50,17 +48,8 @@ EXTRA_OF_AN_ERROR = re.compile(r"""MissingExtra\.of\(.*, "([a-z-]+)"\)""")
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from a copy: setuptools leaves files behind, and takes up those that it left before."""
-    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source)
-    for name in ("samkv_integrations", "connectors"):
-        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
-    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(out)]
-    built = subprocess.run([*command, str(source)], cwd=out, capture_output=True, text=True)
-    assert built.returncode == 0, built.stdout + built.stderr
-    (path,) = out.glob("*.whl")
-    return path
+    source = main_source(tmp_path_factory.mktemp("source"))
+    return built(source, tmp_path_factory.mktemp("wheel"))
 
 
 @pytest.fixture(scope="module")
