@@ -65,15 +65,13 @@ def alone_us(model: str, report: Report) -> float:
 
 def row(name: str, off: list[float], on: list[float], alone: float) -> dict[str, object]:
     """off, on: seconds of the answers, in turns."""
-    halves = [statistics.median(off[::2]), statistics.median(off[1::2])]
+    pairs = [1e6 * (b - a) for a, b in zip(off, on, strict=True)]
+    low, middle, high = statistics.quantiles(pairs, n=4)
     return {
         "told": name, "answers": len(on),
         "off_ms": round(1e3 * statistics.median(off), 3),
         "on_ms": round(1e3 * statistics.median(on), 3),
-        "difference_of_pairs_us": round(
-            1e6 * statistics.median(b - a for a, b in zip(off, on, strict=True)), 1
-        ),
-        "two_halves_of_off_differ_us": round(1e6 * abs(halves[0] - halves[1]), 1),
+        "pairs_differ_us": {"median": round(middle), "half_between": [round(low), round(high)]},
         "alone_us": round(alone, 1), "commit": commit(),
     }  # fmt: skip
 

@@ -34,6 +34,11 @@ PRINTED = {  # by the snippets of a page, one after the other
         "LangChain:  Vasumex Trading True",
         "LlamaIndex:  Vasumex Trading 4",
     ),
+    "tracing": (
+        "LangChain: 1 1 0\nTrue\nLlamaIndex: 1 1 0",
+        "total: 2 2 2 {'reuse': 2}",
+        "samkv.blend\nsamkv.decode\nchat builtin hits=1\na query",
+    ),
     "troubleshooting": ("1 0 False", "1 1 True"),
 }
 
