@@ -37,7 +37,8 @@ PRINTED = {  # by the snippets of a page, one after the other
     "tracing": (
         "LangChain: 1 1 0\nTrue\nLlamaIndex: 1 1 0",
         "total: 2 2 2 {'reuse': 2}",
-        "samkv.blend\nsamkv.decode\nchat builtin hits=1\na query",
+        "samkv.read\nsamkv.wait\nsamkv.load\nsamkv.select\nsamkv.load\nsamkv.blend\nsamkv.decode\n"
+        "chat builtin hits=1\na query",
     ),
     "troubleshooting": ("1 0 False", "1 1 True"),
 }
