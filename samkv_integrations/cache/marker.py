@@ -14,7 +14,9 @@ from samkv_integrations.cache.files import TEMPORARY, Writer, write_file
 from samkv_integrations.cache.fingerprint import FORMAT_VERSION
 from samkv_integrations.errors import InvalidOption, StoreError
 
-_OWN_NAME = re.compile(rf"(store\.json|secret)(\..*{re.escape(TEMPORARY)})?|writers|index\.lock")
+_OWN_NAME = re.compile(
+    rf"(store\.json|secret)(\..*{re.escape(TEMPORARY)})?|writers|index\.lock|samkv\.toml"
+)
 _CHECKED_SINCE = 4
 
 

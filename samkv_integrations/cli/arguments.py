@@ -22,6 +22,14 @@ Dtype = Annotated[str, typer.Option(help="auto, float32 or bfloat16.")]
 StoreBits = Annotated[
     int, typer.Option(help="Bits of the numbers in caches: 4, 8, or 16 for the model's own.")
 ]
+CacheBits = Annotated[
+    int | None,
+    typer.Option(
+        "--store-bits",
+        help="Bits of the numbers in caches: 4, 8, or 16 for the model's own. "
+        "Default: as tuned, else 4.",
+    ),
+]
 # absolute, because Chroma remembers a folder under the name by which it was opened
 Folder = Annotated[
     Path, typer.Option("--dir", resolve_path=True, help="Where collection and caches are kept.")
@@ -110,7 +118,10 @@ QuestionFile = Annotated[
     Path | None, typer.Option(help="JSON Lines file of many (question, answers).")
 ]
 TopK = Annotated[int, typer.Option(help="Chunks to retrieve.")]
-MethodName = Annotated[str, typer.Option("--method", help="See 'samkv methods'.")]
+MethodName = Annotated[
+    str | None,
+    typer.Option("--method", help="See 'samkv methods'. Default: as tuned, else auto."),
+]
 Compare = Annotated[str, typer.Option(help="Methods to run side by side: NAME,NAME,...")]
 Settings = Annotated[
     list[str] | None, typer.Option("--set", help="An option of the method, NAME=VALUE.")
@@ -138,7 +149,11 @@ ApiKeyFile = Annotated[
     typer.Option("--api-keys", help="Lines of KEY, KEY NAMESPACE, KEY NAMESPACE COLLECTION..."),
 ]
 ServedMethod = Annotated[
-    str, typer.Option("--method", help="Of answers that ask for no other; see 'samkv methods'.")
+    str | None,
+    typer.Option(
+        "--method",
+        help="Of answers that ask for no other; see 'samkv methods'. Default: as tuned, else auto.",
+    ),
 ]
 MaxBatch = Annotated[int, typer.Option(help="Answers that are decoded together.")]
 MaxWaiting = Annotated[int, typer.Option(help="Answers that may wait; more are told to come back.")]

@@ -9,15 +9,15 @@ from pathlib import Path
 from tqdm.auto import tqdm
 
 from samkv_integrations.bench.data import Question
-from samkv_integrations.cache.quantise import DEFAULT_STORE_BITS
 from samkv_integrations.chroma.client import open_collection
 from samkv_integrations.chroma.lexical import nearest
 from samkv_integrations.chroma.link import ChromaLink
 from samkv_integrations.cli import arguments as args
 from samkv_integrations.cli import tables
 from samkv_integrations.cli.answers import answer_row, with_ratios
+from samkv_integrations.cli.comma_lists import words
 from samkv_integrations.cli.loading import engine_of
-from samkv_integrations.cli.method_options import eviction_of, methods_of
+from samkv_integrations.cli.method_options import eviction_of, given_methods
 from samkv_integrations.cli.questions import question_of, read_questions
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.errors import InvalidOption
@@ -28,7 +28,10 @@ from samkv_integrations.methods import Method
 
 @dataclass(frozen=True, kw_only=True)
 class AskOptions:
-    """How each question is answered. eviction: a rule, ``"none"``, or None for the method's own."""
+    """How each question is answered.
+
+    methods: none for the engine's. eviction: a rule, ``"none"``, or None for the method's own.
+    """
 
     methods: Sequence[Method]
     eviction: Eviction | str | None
@@ -50,8 +53,8 @@ def ask(
     question: args.QuestionText = None, questions: args.QuestionFile = None,
     collection: args.Collection = "documents", folder: args.Folder = Path(".samkv"),
     model: args.ModelName = "builtin", device: args.Device = "auto", dtype: args.Dtype = "auto",
-    store_bits: args.StoreBits = DEFAULT_STORE_BITS, top_k: args.TopK = 4,
-    method: args.MethodName = "auto", compare: args.Compare = "", settings: args.Settings = None,
+    store_bits: args.CacheBits = None, top_k: args.TopK = 4,
+    method: args.MethodName = None, compare: args.Compare = "", settings: args.Settings = None,
     eviction: args.EvictionName = None, eviction_budget: args.EvictionBudget = None,
     max_new_tokens: args.MaxNewTokens = 64, chat: args.Chat = False, namespace: args.Namespace = "",
     remote: args.Remote = None, as_json: args.Json = False,
@@ -61,9 +64,7 @@ def ask(
         raise InvalidOption("give either a question or --questions FILE")
     wanted = read_questions(questions) if questions else [question_of(question or "")]
     options = AskOptions(
-        methods=methods_of(
-            [name.strip() for name in (compare or method).split(",")], settings or []
-        ),
+        methods=given_methods(words(compare or method or ""), settings or []),
         eviction=eviction_of(eviction, eviction_budget),
         top_k=top_k,
         max_new_tokens=max_new_tokens,
@@ -74,6 +75,7 @@ def ask(
         model, folder / "kv", device, dtype, store_bits, namespace=namespace, remote=remote
     )
     engine.store.require(engine.fingerprint)
+    options = options if options.methods else replace(options, methods=[engine.method])
     link = ChromaLink(opened, engine)
     asked = [
         _ask(one, link, engine, options, is_first=one is wanted[0])

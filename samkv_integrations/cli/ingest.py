@@ -11,7 +11,6 @@ from urllib.parse import urlsplit
 import typer
 
 from samkv_integrations import figures
-from samkv_integrations.cache.quantise import DEFAULT_STORE_BITS
 from samkv_integrations.chroma.client import connect_collection, open_collection
 from samkv_integrations.chroma.link import ChromaLink
 from samkv_integrations.chroma.results import IngestResult
@@ -40,7 +39,7 @@ def ingest(
     collection: args.Collection = "documents", folder: args.Folder = Path(".samkv"),
     chroma: args.ChromaServer = None,
     model: args.ModelName = "builtin", device: args.Device = "auto", dtype: args.Dtype = "auto",
-    store_bits: args.StoreBits = DEFAULT_STORE_BITS, chunk_size: args.ChunkSize = 512,
+    store_bits: args.CacheBits = None, chunk_size: args.ChunkSize = 512,
     max_bytes: args.IngestBudget = None, namespace: args.Namespace = "",
     remote: args.Remote = None, on_ray: args.OnRay = False, ray_address: args.RayAddress = None,
     workers: args.Workers = None, worker_cpus: args.WorkerCpus = None,
@@ -61,7 +60,7 @@ def ingest(
     link = _link(chroma, folder, collection, engine)
     source = ModelSource(
         model_name=model, device_map=device, dtype=dtype, kv_dir=folder / "kv",
-        namespace=namespace, store_bits=store_bits, max_bytes=limit, kv_remote=remote,
+        namespace=namespace, store_bits=engine.store_bits, max_bytes=limit, kv_remote=remote,
     )  # fmt: skip
     done = _add(link, read, None if pool is None else (source, pool))
     _delete_outdated(link, read)

@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 
 from samkv_integrations.cache.disk import ChunkStore
-from samkv_integrations.cache.quantise import check_store_bits
 from samkv_integrations.engine.engine import Engine
+from samkv_integrations.engine.options import check_given_bits
 
 BUILTIN = "builtin"
 
@@ -20,7 +20,7 @@ def use_threads_for(model: str) -> None:
 
 
 def engine_of(
-    model: str, store: Path, device: str, dtype: str, store_bits: int,
+    model: str, store: Path, device: str, dtype: str, store_bits: int | None,
     max_bytes: int | None = None, namespace: str = "", remote: str | None = None,
 ) -> Engine:  # fmt: skip
     """An engine whose chunk caches are in the folder ``store``, which is made if it is missing.
@@ -29,7 +29,7 @@ def engine_of(
     remote: where machines share them.
     """
     use_threads_for(model)
-    check_store_bits(store_bits)  # before a folder is made
+    check_given_bits(store_bits)  # before a folder is made
     return Engine.from_pretrained(
         model,
         ChunkStore(store, namespace=namespace, max_bytes=max_bytes, remote=remote),

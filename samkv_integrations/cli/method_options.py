@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from samkv_integrations.bench.variants import check_shares
 from samkv_integrations.errors import InvalidOption, UnknownOption
-from samkv_integrations.eviction import Eviction, get_eviction
-from samkv_integrations.methods import Method, get_method
+from samkv_integrations.eviction import Eviction, get_eviction, with_budget
+from samkv_integrations.methods import DEFAULT_METHOD, Method, get_method
 from samkv_integrations.methods.base import option_names
+from samkv_integrations.methods.options import with_option
 
 
 def methods_of(names: Sequence[str], settings: Sequence[str] = ()) -> list[Method]:
@@ -23,15 +21,23 @@ def methods_of(names: Sequence[str], settings: Sequence[str] = ()) -> list[Metho
     """
     methods = [get_method(name) for name in names]
     for setting in settings:
-        name, _, text = setting.partition("=")
+        name = setting.partition("=")[0]
         known = {option for method in methods for option in option_names(method)}
         if name not in known:
             raise UnknownOption.among(f"option of {', '.join(names)}", name, known or {"none"})
         methods = [
-            _changed(method, name, text) if name in option_names(method) else method
+            with_option(method, setting) if name in option_names(method) else method
             for method in methods
         ]
     return methods
+
+
+def given_methods(names: Sequence[str], settings: Sequence[str]) -> list[Method]:
+    """As `methods_of`; none if neither names nor options are given: then the engine chooses.
+
+    Options without a name are those of the default method.
+    """
+    return methods_of(names or [DEFAULT_METHOD], settings) if names or settings else []
 
 
 def eviction_of(name: str | None, budget_ratio: float | None = None) -> Eviction | str | None:
@@ -49,7 +55,7 @@ def eviction_of(name: str | None, budget_ratio: float | None = None) -> Eviction
             f"an eviction budget of {budget_ratio} without an eviction; name one, or leave the "
             "budget out"
         )
-    return _with_budget(rule, budget_ratio)
+    return with_budget(rule, budget_ratio)
 
 
 def evictions_of(texts: Sequence[str]) -> dict[str, Eviction | None]:
@@ -74,39 +80,4 @@ def _named_eviction(text: str) -> Eviction | None:
     except ValueError as error:
         raise InvalidOption(f"eviction {text!r}; give NAME or NAME@RATIO") from error
     check_shares(f"eviction {text!r}", [share])
-    return _with_budget(rule, share)
-
-
-def _with_budget(rule: Eviction, ratio: float) -> Eviction:
-    return replace(rule, budget_tokens=None, budget_ratio=ratio)
-
-
-def _changed(method: Method, name: str, text: str) -> Method:
-    part_name, field = name.split(".")
-    part: Any = getattr(method, part_name)
-    try:
-        value = ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        value = text  # a word
-    hint = get_type_hints(type(part))[field]
-    if not _fits(value, hint):
-        raise InvalidOption(f"{name}={text} of {method.name!r}: {value!r} is not {_words(hint)}")
-    part = replace(part, **{field: value})
-    return replace(method, **{part_name: part})
-
-
-def _fits(value: object, hint: Any) -> bool:  # noqa: ANN401
-    if get_origin(hint) is Literal:
-        return value in get_args(hint)
-    if get_args(hint):  # a union
-        return any(_fits(value, kind) for kind in get_args(hint))
-    return type(value) in ((int, float) if hint is float else (hint,))
-
-
-def _words(hint: Any) -> str:  # noqa: ANN401
-    if get_origin(hint) is Literal:
-        return f"one of {', '.join(map(str, get_args(hint)))}"
-    return " or ".join(map(_words, get_args(hint))) if get_args(hint) else _NAMES[hint]
-
-
-_NAMES = {float: "a number", int: "a whole number", bool: "True or False", type(None): "None"}
+    return with_budget(rule, share)

@@ -8,16 +8,15 @@ from typing import Any
 
 import typer
 
-from samkv_integrations.cache.quantise import DEFAULT_STORE_BITS, check_store_bits
 from samkv_integrations.chroma.client import open_collection
 from samkv_integrations.cli import arguments as args
 from samkv_integrations.cli.loading import use_threads_for
-from samkv_integrations.cli.method_options import eviction_of, methods_of
+from samkv_integrations.cli.method_options import eviction_of, given_methods
 from samkv_integrations.cli.replicas import replicas_of, require_device, serve_on_ray
 from samkv_integrations.cli.sizes import bytes_of
 from samkv_integrations.cli.stores import require_own_records, store_in
 from samkv_integrations.cluster.replicas import Replicas
-from samkv_integrations.engine.options import EngineOptions, check_timeout
+from samkv_integrations.engine.options import EngineOptions, check_given_bits, check_timeout
 from samkv_integrations.engine.scheduler import Limits
 from samkv_integrations.errors import InvalidOption, MissingExtra
 from samkv_integrations.server.keys import ApiKeys, Tenant
@@ -32,8 +31,8 @@ def serve(
     host: args.Host = "127.0.0.1", port: args.Port = 8000,
     namespace: args.Namespace = "", remote: args.Remote = None, api_keys: args.ApiKeyFile = None,
     device: args.Device = "auto", dtype: args.Dtype = "auto",
-    store_bits: args.StoreBits = DEFAULT_STORE_BITS,
-    method: args.ServedMethod = "auto", settings: args.Settings = None,
+    store_bits: args.CacheBits = None,
+    method: args.ServedMethod = None, settings: args.Settings = None,
     eviction: args.EvictionName = None, eviction_budget: args.EvictionBudget = None,
     max_batch: args.MaxBatch = 8, max_waiting: args.MaxWaiting = 64, max_kv: args.MaxKv = None,
     max_tokens: args.ServedTokens = 1024, max_body: args.MaxBody = "8MB",
@@ -47,12 +46,13 @@ def serve(
 
     Texts of cached chunks are found in prompts, so a client gains without a change.
     """
-    check_store_bits(store_bits)
+    check_given_bits(store_bits)
     check_timeout(timeout)
     for option, number, least in (("--max-tokens", max_tokens, 1), ("--grace", grace, 0)):
         if number < least:
             raise InvalidOption(f"{option} {number}; give at least {least}")
-    (chosen,), rule = methods_of([method], settings or []), eviction_of(eviction, eviction_budget)
+    chosen = [*given_methods([method] if method else [], settings or []), None][0]
+    rule = eviction_of(eviction, eviction_budget)
     most_kv = None if max_kv is None else bytes_of("--max-kv", max_kv)
     limits = Limits(max_batch=max_batch, max_waiting=max_waiting, max_kv_bytes=most_kv)
     several = replicas_of(

@@ -11,7 +11,6 @@ import typer
 from samkv_integrations import figures
 from samkv_integrations.cache.chunk import normalise
 from samkv_integrations.cache.fingerprint import FORMAT_VERSION
-from samkv_integrations.cache.quantise import DEFAULT_STORE_BITS
 from samkv_integrations.chroma.client import collection_names, open_collection
 from samkv_integrations.chroma.link import ChromaLink
 from samkv_integrations.chroma.results import SyncResult
@@ -63,7 +62,7 @@ def stats(folder: args.Folder = Path(".samkv"), as_json: args.Json = False) -> N
 def sync(
     folder: args.Folder = Path(".samkv"), collections: args.Collections = None,
     model: args.ModelName = "builtin", device: args.Device = "auto", dtype: args.Dtype = "auto",
-    store_bits: args.StoreBits = DEFAULT_STORE_BITS, grace_s: args.Grace = 3600.0,
+    store_bits: args.CacheBits = None, grace_s: args.Grace = 3600.0,
     prune: args.Prune = True, build: args.Build = True, namespace: args.Namespace = "",
     remote: args.Remote = None, as_json: args.Json = False,
 ) -> None:  # fmt: skip

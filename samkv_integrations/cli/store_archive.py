@@ -7,7 +7,6 @@ from pathlib import Path
 
 from samkv_integrations.cache.archive import export_caches, import_caches
 from samkv_integrations.cache.disk import ChunkStore
-from samkv_integrations.cache.quantise import DEFAULT_STORE_BITS
 from samkv_integrations.cli import arguments as args
 from samkv_integrations.cli import tables
 from samkv_integrations.cli.loading import engine_of
@@ -40,7 +39,7 @@ def export(
 def import_(
     file: args.Archive, folder: args.Folder = Path(".samkv"), namespace: args.Namespace = "",
     model: args.OnlyModel = None, device: args.Device = "auto", dtype: args.Dtype = "auto",
-    store_bits: args.StoreBits = DEFAULT_STORE_BITS, as_json: args.Json = False,
+    store_bits: args.CacheBits = None, as_json: args.Json = False,
 ) -> None:  # fmt: skip
     """Take over the caches of a file that 'samkv store export' wrote, each verified.
 

@@ -13,7 +13,6 @@ from samkv_integrations.cache.base import Store
 from samkv_integrations.cache.blocks import BlockScheme
 from samkv_integrations.cache.fingerprint import Fingerprint
 from samkv_integrations.cache.memory import MemoryStore
-from samkv_integrations.cache.quantise import DEFAULT_STORE_BITS, check_store_bits
 from samkv_integrations.engine.asking import answering_of
 from samkv_integrations.engine.chunks import Chunks
 from samkv_integrations.engine.costs import CostModel, keep_costs, kept_costs, measure
@@ -25,6 +24,7 @@ from samkv_integrations.engine.options import (
     AnswerSettings,
     EngineOptions,
     PrefixPolicy,
+    check_given_bits,
     check_on_miss,
     check_parts,
     check_tokens,
@@ -36,8 +36,9 @@ from samkv_integrations.engine.request import Request
 from samkv_integrations.engine.scheduler import Scheduler
 from samkv_integrations.engine.stream import Answer, AnswerStream
 from samkv_integrations.engine.tracing import begin_trace
+from samkv_integrations.engine.tuned import choices_of
 from samkv_integrations.eviction import Eviction, get_eviction
-from samkv_integrations.methods import DEFAULT_METHOD, Method, get_method
+from samkv_integrations.methods import Method
 from samkv_integrations.model.loading import load_model
 from samkv_integrations.model.model import Model
 from samkv_integrations.model.quoting import RenderedPrompt
@@ -54,16 +55,17 @@ class Engine:
     Args:
         model: the model, see `Model`.
         store: where chunk caches live; None keeps them in memory.
-        method: a name out of `METHODS`, or a `Method`.
+        method: a name out of `METHODS`, or a `Method`; None for the one that ``samkv tune`` wrote
+            beside the caches (``samkv.toml``), else ``"auto"``.
         eviction: which entries an answer's later tokens go on with: a name out of `EVICTIONS`, or
             an `Eviction`; None for the method's own, ``"none"`` for all.
         block_size: tokens a block; ``"auto"`` takes the size of what the store already holds for
             this model, else follows the length of the first chunks that are cached.
-        prefix: what a chunk is prefilled after: ``"bos"`` (the beginning-of-sequence token, if the
-            tokenizer has one) or ``"none"``.
-        prefix_text: text that follows it, such as the system prompt that begins every request. The
-            first chunk of a prompt that begins so is exact.
-        store_bits: bits of the keys and values in chunk caches (4, 8, or 16 for the model's dtype).
+        prefix: what a chunk is prefilled after: ``"bos"`` (that token, if there is one) or "none".
+        prefix_text: text that follows it, as at the beginning of every request: a system prompt.
+            The first chunk behind it is exact.
+        store_bits: bits of the numbers in chunk caches (4, 8, or 16 for the model's dtype); None
+            for those that were tuned if the store holds such or no caches, else 4.
         prefix_bytes: memory for beginnings of prompts (system prompt, earlier turns; documents that
             ``auto`` computed in full), so that the next prompt goes on from there; 0 for none.
         scheduler: runs the model, for other engines of the same model too; None for one of its own.
@@ -76,23 +78,22 @@ class Engine:
         model: Model,
         store: Store | None = None,
         *,
-        method: str | Method = DEFAULT_METHOD,
+        method: str | Method | None = None,
         eviction: str | Eviction | None = None,
         block_size: int | Literal["auto"] = "auto",
         prefix: PrefixPolicy = "bos",
         prefix_text: str = "",
-        store_bits: int = DEFAULT_STORE_BITS,
+        store_bits: int | None = None,
         prefix_bytes: int = 2**28,
         scheduler: Scheduler | None = None,
     ) -> None:
         check_parts(model, store, prefix, prefix_text)
         self.model = model
         self.store: Store = MemoryStore() if store is None else store
-        self.method = get_method(method)
-        get_eviction(eviction)  # raises if it is unknown
+        chosen = choices_of(model, self.store, method, eviction, store_bits)
+        self.method, self.store_bits, self.tuned = chosen.method, chosen.store_bits, chosen.tuned
         self.eviction = eviction
         self.prefix = prefix_ids(model, prefix, prefix_text)
-        self.store_bits = store_bits
         self.prefixes = PrefixCache(prefix_bytes)
         self._prepared = Prepared()
         self.scheduler = Scheduler.of(model, scheduler)
@@ -101,12 +102,12 @@ class Engine:
             self.store,
             prefix=self.prefix,
             scheme=None if block_size == "auto" else BlockScheme(size=block_size),
-            store_bits=store_bits,
+            store_bits=self.store_bits,
             scheduler=self.scheduler,
             on_change=self.prefixes.clear,
         )
-        outage, chunks = self.chunks.outage, self.chunks
-        known = KnownTexts(self.store, lambda: chunks.fingerprint, chunks.key_of, outage)
+        of = self.chunks
+        known = KnownTexts(self.store, lambda: of.fingerprint, of.key_of, of.outage)
         self._reader = PromptReader(model, known)
 
     @classmethod
@@ -123,7 +124,7 @@ class Engine:
 
         device, dtype: see `load_model`. options: those of the class.
         """
-        check_store_bits(options.get("store_bits", DEFAULT_STORE_BITS))  # loading takes its time
+        check_given_bits(options.get("store_bits"))  # loading takes its time
         return cls(load_model(name, device=device, dtype=dtype), store, **options)
 
     # -- chunks -----------------------------------------------------------------------------
@@ -163,8 +164,7 @@ class Engine:
         Raises InvalidChunk if ``text`` can have none: it is empty, or longer than the context
         window.
         """
-        found = self.chunks.refer([text])
-        self.chunks.require_fit(found)
+        self.chunks.require_fit(found := self.chunks.refer([text]))
         return self.chunks.look_up(found)[0].state == "cached"
 
     def cache_chunks(self, texts: Sequence[str], *, progress: bool = False) -> list[str]:

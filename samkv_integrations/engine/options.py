@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypedDict, Unpack, get_args
 
+from samkv_integrations.cache.quantise import check_store_bits
 from samkv_integrations.errors import InvalidOption, UnknownOption
 from samkv_integrations.eviction import Eviction, get_eviction
 from samkv_integrations.methods import Method, get_method
@@ -23,12 +24,12 @@ PrefixPolicy = Literal["bos", "none"]
 class EngineOptions(TypedDict, total=False):
     """What an engine can be told beside its model and its store; see `Engine`."""
 
-    method: str | Method
+    method: str | Method | None
     eviction: str | Eviction | None
     block_size: int | Literal["auto"]
     prefix: PrefixPolicy
     prefix_text: str
-    store_bits: int
+    store_bits: int | None
     prefix_bytes: int
 
 
@@ -100,6 +101,12 @@ class AnswerSettings:
                     "ends by itself; leave out either"
                 )
         check_on_miss(self.on_miss)
+
+
+def check_given_bits(store_bits: int | None) -> None:
+    """Raises InvalidOption if caches cannot have so many bits; None is the engine's choice."""
+    if store_bits is not None:
+        check_store_bits(store_bits)
 
 
 def check_stop(stop: Collection[object]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from types import MappingProxyType
 
 from samkv_integrations.errors import UnknownOption
@@ -14,7 +15,7 @@ from samkv_integrations.eviction.sage_kv import SageKV
 from samkv_integrations.eviction.snapkv import SnapKV
 from samkv_integrations.eviction.streaming_llm import StreamingLLM
 
-__all__ = ["EVICTIONS", "Eviction", "Quest", "get_eviction"]
+__all__ = ["EVICTIONS", "Eviction", "Quest", "get_eviction", "with_budget"]
 
 NO_EVICTION = "none"
 
@@ -46,3 +47,8 @@ def get_eviction(name: str | Eviction | None) -> Eviction | None:
     if not isinstance(name, str) or name not in EVICTIONS:
         raise UnknownOption.among("eviction", name, (*EVICTIONS, NO_EVICTION))
     return EVICTIONS[name]
+
+
+def with_budget(rule: Eviction, ratio: float) -> Eviction:
+    """The rule with another budget, as a share. Raises InvalidOption if it is out of range."""
+    return replace(rule, budget_tokens=None, budget_ratio=ratio)

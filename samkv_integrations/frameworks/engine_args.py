@@ -9,7 +9,7 @@ from typing import Any
 
 from samkv_integrations.cache.disk import ChunkStore
 from samkv_integrations.cache.memory import MemoryStore
-from samkv_integrations.cache.quantise import DEFAULT_STORE_BITS, check_store_bits
+from samkv_integrations.cache.quantise import check_store_bits
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.errors import InvalidOption
 from samkv_integrations.eviction import EVICTIONS, Eviction, get_eviction
@@ -34,7 +34,7 @@ class ModelSource:
     kv_dir: folder of the chunk caches; None keeps them in memory.
     kv_remote: where machines share their caches, see `ChunkStore`; ``kv_dir`` is its local tier.
     namespace: of the chunk caches; None for the engine's, which is "" if it has to be made.
-    store_bits: None for the engine's, which is the default of one that has to be made.
+    store_bits: None for the engine's, see `Engine` for one that has to be made.
     max_bytes: what the chunk caches of ``kv_dir`` may take on disk; None for what was said before.
     block_size: tokens a block; None for that of the engine, or of what the store holds.
     """
@@ -94,11 +94,11 @@ def engine_of(source: ModelSource) -> Engine:
             folder, namespace=namespace, max_bytes=source.max_bytes, remote=source.kv_remote
         )
     )
-    bits = DEFAULT_STORE_BITS if source.store_bits is None else source.store_bits
     size = source.block_size
     return Engine(
-        _model_of(source), store, store_bits=bits, block_size="auto" if size is None else size
-    )
+        _model_of(source), store, store_bits=source.store_bits,
+        block_size="auto" if size is None else size,
+    )  # fmt: skip
 
 
 def _check_engine(engine: Engine, source: ModelSource) -> None:
