@@ -21,6 +21,7 @@ from samkv_integrations.cli.methods import methods
 from samkv_integrations.cli.plan import plan
 from samkv_integrations.cli.quickstart import quickstart
 from samkv_integrations.cli.serve import serve
+from samkv_integrations.cli.tune import tune
 from samkv_integrations.errors import SamkvError
 
 USER_ERROR = 2
@@ -45,7 +46,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (methods, doctor, ingest, ask, inspect, serve, quickstart, plan):
+for command in (methods, doctor, ingest, ask, inspect, serve, quickstart, plan, tune):
     app.command()(command)
 app.add_typer(store.app, name="store")
 app.add_typer(bench.app, name="bench")

@@ -36,7 +36,12 @@ def console(*, stderr: bool = False) -> Console:
 
 def write_json(command: str, model: str | None, rows: Iterable[Row]) -> None:
     """Write what ``--json`` writes, to standard output. model: None without one."""
-    typer.echo(to_json(command, model, rows))
+    write_text(to_json(command, model, rows))
+
+
+def write_text(text: str) -> None:
+    """Write to standard output what another program reads."""
+    typer.echo(text)
 
 
 def table(

@@ -1,0 +1,113 @@
+"""What ``samkv tune`` shows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from samkv_integrations.cli import tables
+from samkv_integrations.engine.tuned import FILE, TunedSetting
+from samkv_integrations.figures import percent, ratio, seconds, size
+from samkv_integrations.tuning.retrieval import Retrieval
+from samkv_integrations.tuning.run import Result, TuneConfig
+from samkv_integrations.tuning.standing import Standing
+
+BAR = 20
+"""Characters of a bar of agreement."""
+
+
+def show(
+    out: Console,
+    result: Result,
+    setting: TunedSetting | None,
+    config: TuneConfig,
+    retrieval: Retrieval,
+    folder: Path,
+) -> None:
+    """The table of all candidates, and the check."""
+    standings = sorted(result.race.standings.values(), key=lambda each: each.ttft_ratio)
+    out.print(_table(standings, result, config.agree))
+    out.print(
+        f"\n{len(standings)} settings on up to {result.n_choice} questions, "
+        f"{seconds(result.seconds)}; every figure against full prefill on the same prompts. "
+        f"Rows are kept in {folder}; the same command with more --minutes goes on."
+    )
+    if left_out := retrieval.too_long + retrieval.uncached:
+        out.print(
+            f"{left_out} questions were left out: {retrieval.too_long} too long, "
+            f"{retrieval.uncached} with chunks that have no cache."
+        )
+    for checked in result.checked:
+        each = checked.standing
+        verdict = "is enough" if checked.is_enough else "is not enough"
+        out.print(
+            f"On {each.n} held-out questions {each.label} {verdict}: agreement "
+            f"{_agreement(each)}, first token {ratio(each.ttft_ratio)} of full prefill."
+        )
+
+
+def show_end(
+    out: Console, setting: TunedSetting | None, written: Path | None, bits: int, model: str
+) -> None:
+    """What is recommended, and where it was written."""
+    if setting is None:
+        out.print("\nRecommended: full prefill, --method recompute.")
+        if written is None:
+            out.print("Nothing was written; --fall-back writes it.")
+        else:
+            out.print(f"Written to {written}.")
+        return
+    out.print(f"\nRecommended: {setting.line}")
+    if setting.store_bits != bits:
+        out.print(
+            f"It was measured on caches of {setting.store_bits} bits, and yours have {bits}: "
+            f"ingest again with --store-bits {setting.store_bits}."
+        )
+    if written is not None:
+        out.print(f"Written to {written}, for {model!r}; explicit arguments win.")
+    else:
+        out.print(f"Not written: --write keeps it in {FILE} beside the caches.")
+
+
+def _table(standings: Sequence[Standing], result: Result, target: float) -> Table:
+    columns = (
+        "setting", "agreement", "", "asked", "F1", "KL", "top-1", "log-lik.\ngap",
+        "first\ntoken", "read", "KV", "",
+    )  # fmt: skip
+    return tables.table(
+        columns,
+        [
+            (
+                each.label, _agreement(each), _bar(each.agreement), str(each.n), ratio(each.f1),
+                f"{each.first_kl:.3f}", percent(each.first_top1), f"{each.loglik_gap:.3f}",
+                ratio(each.ttft_ratio), size(each.bytes_read), percent(each.kv_ratio),
+                _state(each, result, target),
+            )
+            for each in standings
+        ],
+        left=1,
+        gap=1,
+    )  # fmt: skip
+
+
+def _agreement(each: Standing) -> str:
+    return f"{each.agreement:.2f} [{each.low:.2f}, {each.high:.2f}]"
+
+
+def _bar(share: float) -> str:
+    full = round(BAR * share)
+    return "█" * full + "░" * (BAR - full)
+
+
+def _state(each: Standing, result: Result, target: float) -> str:
+    if each.label == result.chosen:
+        return "recommended"
+    if each.label in result.race.dropped:
+        return f"cannot reach {target:g}"
+    refused = [one.standing.label for one in result.checked if not one.is_enough]
+    if each.label in refused:
+        return "not on held-out"
+    return "at target" if each.agreement >= target else "below target"

@@ -1,0 +1,134 @@
+"""Successive halving: many candidates on few questions, few candidates on many.
+
+Time is counted, not looked at: asking says what it took, and a run that is taken up again counts
+what it took before. So the same rows lead to the same end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from samkv_integrations.tuning.standing import Standing, cheapest_first
+
+FIRST = 8
+"""Questions of the first round; each round doubles them."""
+
+Ask = Callable[[str, Sequence[str]], float]
+"""Ask a question, by its id, of some candidates; returns the seconds that it took."""
+
+
+@dataclass(kw_only=True)
+class Budget:
+    """Seconds that asking may take, and took.
+
+    Asking ends before they are over, as far as one can tell from what came before.
+    """
+
+    seconds: float
+    spent: float = 0.0
+    _most: float = 0.0  # that one answer took, of full prefill or of a candidate, on the average
+
+    def allows(self, n_answers: int) -> bool:
+        """Whether so many answers to one question will probably fit."""
+        return self.spent + self._most * n_answers <= self.seconds and self.spent < self.seconds
+
+    def take(self, seconds: float, n_answers: int) -> None:
+        """Count what so many answers took."""
+        self.spent += seconds
+        self._most = max(self._most, seconds / n_answers)
+
+
+@dataclass(kw_only=True)
+class Race:
+    """How a race ended.
+
+    standings: of all candidates that were asked anything, by label. dropped: cannot reach the
+    target, in order of their going. shelved: might, but cheaper ones or nearer ones go first.
+    left: still in it. n_questions: that the last one was asked.
+    """
+
+    standings: dict[str, Standing] = field(default_factory=dict)
+    dropped: list[str] = field(default_factory=list)
+    shelved: list[str] = field(default_factory=list)
+    left: list[str] = field(default_factory=list)
+    n_questions: int = 0
+    is_out_of_time: bool = False
+
+
+def race(
+    labels: Sequence[str],
+    questions: Sequence[str],
+    ask: Ask,
+    standing: Callable[[str], Standing],
+    *,
+    target: float,
+    budget: Budget,
+) -> Race:
+    """Find the candidates that reach ``target``, cheapest ones first.
+
+    After each round: what cannot reach the target any more is dropped, by the upper bound of its
+    interval; then the dearer half is shelved, but for the candidate nearest to full prefill, which
+    stays whatever it costs. If none that is left is at the target, the shelved ones are taken up
+    again. It ends when one is left that is at the target, when the cheapest one is above it by the
+    lower bound of its interval, and when the questions or the time are over.
+
+    labels: cheapest first, as far as one can say before. standing: of a label, from what it was
+    asked.
+    """
+    found, n = Race(left=list(labels)), min(FIRST, len(questions))
+    asked: dict[str, set[str]] = {label: set() for label in labels}
+    while found.left:
+        _round(found, questions[:n], ask, asked, budget)
+        _look(found, standing, asked)
+        if found.is_out_of_time:
+            break
+        _drop(found, target)
+        ordered = cheapest_first([found.standings[label] for label in found.left])
+        is_met = any(each.agreement >= target for each in ordered)
+        if not is_met and found.shelved:
+            found.left, found.shelved = [*found.left, *found.shelved], []
+            continue
+        is_settled = is_met and (len(ordered) == 1 or ordered[0].low >= target)
+        if n >= len(questions) or is_settled:
+            break
+        if is_met:
+            _shelve(found, ordered)
+        n = min(2 * n, len(questions))
+    found.n_questions = n
+    return found
+
+
+def _round(
+    found: Race, questions: Sequence[str], ask: Ask, asked: dict[str, set[str]], budget: Budget
+) -> None:
+    """Ask what the candidates that are left were not asked yet."""
+    for question in questions:
+        labels = [label for label in found.left if question not in asked[label]]
+        if not labels:
+            continue
+        if not budget.allows(1 + len(labels)):
+            found.is_out_of_time = True
+            return
+        budget.take(ask(question, labels), 1 + len(labels))
+        for label in labels:
+            asked[label].add(question)
+
+
+def _look(found: Race, standing: Callable[[str], Standing], asked: dict[str, set[str]]) -> None:
+    found.standings |= {label: standing(label) for label in found.left if asked[label]}
+
+
+def _drop(found: Race, target: float) -> None:
+    for label in list(found.left):
+        if found.standings[label].reach < target:
+            found.left.remove(label)
+            found.dropped.append(label)
+
+
+def _shelve(found: Race, ordered: Sequence[Standing]) -> None:
+    """Shelve the dearer half, but for what is nearest to full prefill."""
+    nearest = min(ordered, key=lambda each: (-each.agreement, each.first_kl))
+    kept = {each.label for each in ordered[: (len(ordered) + 1) // 2]} | {nearest.label}
+    found.shelved += [label for label in found.left if label not in kept]
+    found.left = [label for label in found.left if label in kept]
