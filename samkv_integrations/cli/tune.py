@@ -75,8 +75,8 @@ def tune(
     written = _written(store.path, setting, engine, writes=writes, fall_back=fall_back)
     if as_json:
         _write_json(model, result, setting, written, config)
-    shown.show(out, result, setting, config, retrieval, place)
-    shown.show_end(out, setting, written, engine.store_bits, model)
+    shown.show(out, result, config, retrieval, place)
+    shown.show_end(out, setting, result.why, written, engine.store_bits, model)
 
 
 def _check(**counts: int) -> None:

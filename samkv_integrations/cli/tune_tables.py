@@ -10,26 +10,32 @@ from rich.table import Table
 
 from samkv_integrations.cli import tables
 from samkv_integrations.engine.tuned import FILE, TunedSetting
-from samkv_integrations.figures import percent, ratio, seconds, size
+from samkv_integrations.figures import ratio, seconds, size
 from samkv_integrations.tuning.retrieval import Retrieval
 from samkv_integrations.tuning.run import Result, TuneConfig
 from samkv_integrations.tuning.standing import Standing
 
-BAR = 20
+BAR = 40
 """Characters of a bar of agreement."""
+
+STATES = """\
+out: cannot reach {target:g}; refused: did not on held-out questions; shelved: might, but cheaper
+ones were enough, or the time was over. KL, top-1: of the first token; log-lik gap: how much more
+likely full prefill finds its own answer, a token; first token, KV: of full prefill's."""
 
 
 def show(
     out: Console,
     result: Result,
-    setting: TunedSetting | None,
     config: TuneConfig,
     retrieval: Retrieval,
     folder: Path,
 ) -> None:
     """The table of all candidates, and the check."""
     standings = sorted(result.race.standings.values(), key=lambda each: each.ttft_ratio)
-    out.print(_table(standings, result, config.agree))
+    out.print(_table(standings, result))
+    out.print(STATES.format(target=config.agree))
+    out.print(f"\n{_plot(standings, config.agree)}")
     out.print(
         f"\n{len(standings)} settings on up to {result.n_choice} questions, "
         f"{seconds(result.seconds)}; every figure against full prefill on the same prompts. "
@@ -50,11 +56,16 @@ def show(
 
 
 def show_end(
-    out: Console, setting: TunedSetting | None, written: Path | None, bits: int, model: str
+    out: Console,
+    setting: TunedSetting | None,
+    why: str,
+    written: Path | None,
+    bits: int,
+    model: str,
 ) -> None:
     """What is recommended, and where it was written."""
     if setting is None:
-        out.print("\nRecommended: full prefill, --method recompute.")
+        out.print(f"\nRecommended: full prefill, --method recompute: {why}.")
         if written is None:
             out.print("Nothing was written; --fall-back writes it.")
         else:
@@ -72,42 +83,48 @@ def show_end(
         out.print(f"Not written: --write keeps it in {FILE} beside the caches.")
 
 
-def _table(standings: Sequence[Standing], result: Result, target: float) -> Table:
+def _table(standings: Sequence[Standing], result: Result) -> Table:
     columns = (
-        "setting", "agreement", "", "asked", "F1", "KL", "top-1", "log-lik.\ngap",
-        "first\ntoken", "read", "KV", "",
+        "setting", "agreement", "asked", "F1", "KL", "top-1", "log-lik\ngap", "first\ntoken",
+        "read", "KV", "",
     )  # fmt: skip
     return tables.table(
         columns,
         [
             (
-                each.label, _agreement(each), _bar(each.agreement), str(each.n), ratio(each.f1),
-                f"{each.first_kl:.3f}", percent(each.first_top1), f"{each.loglik_gap:.3f}",
-                ratio(each.ttft_ratio), size(each.bytes_read), percent(each.kv_ratio),
-                _state(each, result, target),
+                each.label, _agreement(each), str(each.n), ratio(each.f1),
+                f"{each.first_kl:.3f}", ratio(each.first_top1), f"{each.loglik_gap:.3f}",
+                ratio(each.ttft_ratio), size(each.bytes_read), ratio(each.kv_ratio),
+                _state(each, result),
             )
             for each in standings
         ],
-        left=1,
         gap=1,
     )  # fmt: skip
+
+
+def _plot(standings: Sequence[Standing], target: float) -> str:
+    """Agreement over first token, a line a setting."""
+    mark = round(BAR * target)
+    lines = [f"first token, of full prefill; agreement ({target:g} is asked for); setting"]
+    for each in standings:
+        full = round(BAR * each.agreement)
+        bar = "".join(
+            "|" if place == mark else ("=" if place < full else " ") for place in range(BAR + 1)
+        )
+        lines.append(f"{ratio(each.ttft_ratio)} {bar} {ratio(each.agreement)} {each.label}")
+    return "\n".join(lines)
 
 
 def _agreement(each: Standing) -> str:
     return f"{each.agreement:.2f} [{each.low:.2f}, {each.high:.2f}]"
 
 
-def _bar(share: float) -> str:
-    full = round(BAR * share)
-    return "█" * full + "░" * (BAR - full)
-
-
-def _state(each: Standing, result: Result, target: float) -> str:
+def _state(each: Standing, result: Result) -> str:
     if each.label == result.chosen:
-        return "recommended"
+        return "chosen"
     if each.label in result.race.dropped:
-        return f"cannot reach {target:g}"
-    refused = [one.standing.label for one in result.checked if not one.is_enough]
-    if each.label in refused:
-        return "not on held-out"
-    return "at target" if each.agreement >= target else "below target"
+        return "out"
+    if each.label in [one.standing.label for one in result.checked]:
+        return "refused"
+    return "shelved" if each.label in result.race.shelved else ""

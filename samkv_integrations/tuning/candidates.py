@@ -54,14 +54,14 @@ def full_prefill(model: str, store_bits: int) -> Candidate:
 
 
 def as_label(setting: TunedSetting) -> str:
-    """A setting in few words: ``auto, 5 % recomputed, quest@0.1``."""
+    """A setting in few words: ``auto, 5 %, quest@0.1``."""
     words = [setting.method]
     for option in setting.set:
         name, _, value = option.partition("=")
         if name == "recompute.ratio":
-            words.append(f"{100 * float(value):g} % recomputed")
+            words.append(f"{100 * float(value):g} %")
         elif option != _NO_LIMIT:
-            words.append(option)
+            words.append(option.partition(".")[2])
     if setting.eviction != NO_EVICTION:
         budget = "" if setting.eviction_budget is None else f"@{setting.eviction_budget:g}"
         words.append(f"{setting.eviction}{budget}")

@@ -44,7 +44,7 @@ class Race:
     """How a race ended.
 
     standings: of all candidates that were asked anything, by label. dropped: cannot reach the
-    target, in order of their going. shelved: might, but cheaper ones or nearer ones go first.
+    target, in order of their going. shelved: might, but others were enough.
     left: still in it. n_questions: that the last one was asked.
     """
 
@@ -64,20 +64,23 @@ def race(
     *,
     target: float,
     budget: Budget,
+    later: Sequence[str] = (),
 ) -> Race:
     """Find the candidates that reach ``target``, cheapest ones first.
 
     After each round: what cannot reach the target any more is dropped, by the upper bound of its
     interval; then the dearer half is shelved, but for the candidate nearest to full prefill, which
-    stays whatever it costs. If none that is left is at the target, the shelved ones are taken up
-    again. It ends when one is left that is at the target, when the cheapest one is above it by the
-    lower bound of its interval, and when the questions or the time are over.
+    stays whatever it costs. If none is left, or none is at the target when the questions are over,
+    the shelved ones are taken up again. It ends when one is left that is at the target, when the
+    cheapest one is above it by the lower bound of its interval, and when the questions or the time
+    are over.
 
-    labels: cheapest first, as far as one can say before. standing: of a label, from what it was
-    asked.
+    labels: cheapest first, as far as one can say before. later: begin shelved. standing: of a
+    label, from what it was asked.
     """
-    found, n = Race(left=list(labels)), min(FIRST, len(questions))
-    asked: dict[str, set[str]] = {label: set() for label in labels}
+    found = Race(left=list(labels), shelved=list(later))
+    n = min(FIRST, len(questions))
+    asked: dict[str, set[str]] = {label: set() for label in (*labels, *later)}
     while found.left:
         _round(found, questions[:n], ask, asked, budget)
         _look(found, standing, asked)
@@ -86,14 +89,13 @@ def race(
         _drop(found, target)
         ordered = cheapest_first([found.standings[label] for label in found.left])
         is_met = any(each.agreement >= target for each in ordered)
-        if not is_met and found.shelved:
+        if found.shelved and (not ordered or (n >= len(questions) and not is_met)):
             found.left, found.shelved = [*found.left, *found.shelved], []
             continue
         is_settled = is_met and (len(ordered) == 1 or ordered[0].low >= target)
-        if n >= len(questions) or is_settled:
+        if n >= len(questions) or is_settled or not ordered:
             break
-        if is_met:
-            _shelve(found, ordered)
+        _shelve(found, ordered)
         n = min(2 * n, len(questions))
     found.n_questions = n
     return found

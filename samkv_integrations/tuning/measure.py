@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -74,22 +74,33 @@ class Measurer:
             "spent_s": self._clock() - began,
         }
         likelihoods = {full.tokens: own}
-        for label in labels:
-            began = self._clock()
-            with self._engine_for(label, question) as engine:
-                if label not in self._warm:
-                    self._warm.add(label)
-                    self._answer(engine, question, label, 1)
-                answer = self._answer(engine, question, label)
-            if answer.tokens not in likelihoods:
-                likelihoods[answer.tokens] = self._likelihood(question, answer.tokens)
-            yield {
-                **_common(question, label, answer),
-                **_compared(full, answer),
-                "answer_loglik": likelihoods[answer.tokens],
-                "full_answer_loglik": own,
-                "spent_s": self._clock() - began,
-            }
+        with ExitStack() as cached:
+            for label in labels:
+                began = self._clock()
+                answer = self._compared_answer(cached, question, label)
+                if answer.tokens not in likelihoods:
+                    likelihoods[answer.tokens] = self._likelihood(question, answer.tokens)
+                yield {
+                    **_common(question, label, answer),
+                    **_compared(full, answer),
+                    "answer_loglik": likelihoods[answer.tokens],
+                    "full_answer_loglik": own,
+                    "spent_s": self._clock() - began,
+                }
+
+    def _compared_answer(self, cached: ExitStack, question: Question, label: str) -> GreedyAnswer:
+        """A candidate's answer. cached: undoes what was cached for the question."""
+        candidate, engine = self._candidates[label], self._engine
+        if not candidate.in_store:
+            engine = self._engine_of(candidate.setting.store_bits)
+            before = engine.store.known_keys()
+            keys = set(engine.cache_chunks(question.documents)) - set(before)
+            if keys:
+                cached.callback(engine.store.delete, *sorted(keys))
+        if label not in self._warm:
+            self._warm.add(label)
+            self._answer(engine, question, label, 1)
+        return self._answer(engine, question, label)
 
     def _answer(
         self, engine: Engine, question: Question, label: str, most: int | None = None
@@ -106,19 +117,6 @@ class Measurer:
             question.prompt(chat=self._chat), question.documents, follow=tokens[:-1], method=FULL
         )
         return log_likelihood(logits, tokens)
-
-    @contextmanager
-    def _engine_for(self, label: str, question: Question) -> Iterator[Engine]:
-        candidate = self._candidates[label]
-        if candidate.in_store:
-            yield self._engine
-            return
-        engine = self._engine_of(candidate.setting.store_bits)
-        keys = engine.cache_chunks(question.documents)
-        try:
-            yield engine
-        finally:
-            engine.store.delete(*keys)
 
     def _engine_of(self, bits: int) -> Engine:
         if bits not in self._engines:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
 
 from samkv_integrations.bench.data import Question
@@ -12,22 +13,26 @@ from samkv_integrations.bench.data import Question
 _BRACKETED = re.compile(r"\[([^\[\]\n]{1,120})\]")
 _HEADING = re.compile(r"#{1,6}\s+(.{1,120})")
 _END = re.compile(r"(?<=[.!?…])\s+|(?<=[。！？])|\n+")
-_LEAST_WORDS, _LEAST_CHARACTERS = 4, 8
-"""Of a sentence that a question is made of."""
+_EDGES = re.compile(r"^\W+|\W+$")
+_LEAST_WORDS, _LEAST_CHARACTERS = 3, 8
+"""Of a sentence that a question is made of: words before the one that is left out, and characters
+where nothing parts words."""
 
 
 def from_chunks(texts: Sequence[str], *, seed: int) -> list[Question]:
     """Questions made of chunks: ``TITLE?`` and ``TITLE: beginning of a sentence ...?``.
 
-    They ask for what a chunk says, in its own words, so that retrieval finds it, and need no
-    knowledge of its language. Chunks take turns, in an order that follows from the seed. A text
-    without a title asks by its sentences alone.
+    A sentence ends before its rarest word, the one that the fewest chunks have: that is what it
+    says of this chunk and of no other. So questions ask for what a chunk says, in its own words,
+    which retrieval finds, and need no knowledge of its language. Chunks take turns, in an order
+    that follows from the seed, and each begins with the sentences of its rarest words.
     """
+    spread = Counter(word for text in texts for word in set(_words(text)))
     order = random.Random(seed)
     of_chunks = []
     for place in order.sample(range(len(texts)), len(texts)):
-        asked = list(dict.fromkeys(_of_chunk(texts[place])))
-        of_chunks.append(order.sample(asked, len(asked)))
+        rated = sorted(_of_chunk(texts[place], spread), key=lambda one: (one[0], order.random()))
+        of_chunks.append([text for _, text in rated])
     turns = [text for turn in zip_longest(*of_chunks) for text in turn if text is not None]
     return [_question(f"chunks-{text}", text) for text in dict.fromkeys(turns)]
 
@@ -43,13 +48,22 @@ def _question(id_: str, text: str) -> Question:
     )
 
 
-def _of_chunk(text: str) -> Iterator[str]:
+def _words(text: str) -> Iterator[str]:
+    """Words as they are counted: in lower case, without what stands around them."""
+    return (bare for word in text.split() if (bare := _EDGES.sub("", word).lower()))
+
+
+def _of_chunk(text: str, spread: Mapping[str, int]) -> Iterator[tuple[int, str]]:
+    """Questions of a chunk, each with the number of chunks that have the word asked for."""
     title, rest = split_title(text)
-    if title:
-        yield f"{title}?"
+    named = set(_words(title))
     for sentence in _END.split(rest):
-        if beginning := half_of(sentence.strip()):
-            yield f"{title}: {beginning} ...?" if title else f"{beginning} ...?"
+        n_chunks, beginning = before_rarest(sentence.strip(), spread, named)
+        if beginning:
+            known = not title or title.lower() in beginning.lower()
+            yield n_chunks, f"{beginning} ...?" if known else f"{title}: {beginning} ...?"
+    if title:
+        yield len(spread), f"{title}?"  # the last: it asks for nothing certain
 
 
 def split_title(text: str) -> tuple[str, str]:
@@ -62,14 +76,25 @@ def split_title(text: str) -> tuple[str, str]:
     return (found[1].strip(), rest) if found else ("", text)
 
 
-def half_of(sentence: str) -> str:
-    """The first half of a sentence, by words, or by characters where nothing parts words.
+def before_rarest(
+    sentence: str, spread: Mapping[str, int], named: set[str] | frozenset[str] = frozenset()
+) -> tuple[int, str]:
+    """In how many chunks the rarest word of a sentence is, and what stands before it.
 
-    Empty for one that is too short to be told from others by its beginning.
+    Words of the title count as everywhere. Where nothing parts words, the first half of the
+    characters. The text is empty if there is too little before the word.
+
+    spread: word -> chunks that have it. named: words of the title.
     """
     words = sentence.split()
-    if len(words) >= _LEAST_WORDS:
-        return " ".join(words[: (len(words) + 1) // 2])
-    if len(words) == 1 and len(sentence) >= _LEAST_CHARACTERS and not sentence.isascii():
-        return sentence[: len(sentence) // 2]
-    return ""
+    if len(words) == 1 and not sentence.isascii() and len(sentence) >= _LEAST_CHARACTERS:
+        return 1, sentence[: len(sentence) // 2]
+    rated = []
+    for place, word in enumerate(words):
+        bare = _EDGES.sub("", word).lower()
+        if bare and bare not in named and place >= _LEAST_WORDS:
+            rated.append((spread.get(bare, 1), -place))
+    if not rated:
+        return 0, ""
+    n_chunks, place = min(rated)
+    return n_chunks, " ".join(words[:-place])

@@ -125,8 +125,10 @@ class Run:
             ask = self._asker(bar)
             self._asked = {}
             found = race(
-                list(self._candidates), [q.id for q in self._choice], ask, self._standing,
+                [each.label for each in self._candidates.values() if each.in_store],
+                [q.id for q in self._choice], ask, self._standing,
                 target=config.agree, budget=budget,
+                later=[each.label for each in self._candidates.values() if not each.in_store],
             )  # fmt: skip
             n_choice = found.n_questions
             budget.seconds = 60 * config.minutes

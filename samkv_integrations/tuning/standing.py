@@ -82,12 +82,15 @@ def bootstrap(rows: Sequence[Row]) -> dict[str, tuple[float, float]]:
 
 
 def cheapest_first(standings: Sequence[Standing]) -> list[Standing]:
-    """In order of cost; of those that cost the same within noise, what agrees most comes first."""
+    """In order of first token; what agrees most comes first of those that are equal within noise.
+
+    Then what is nearest to full prefill at the first token, then what holds least.
+    """
     left, ordered = list(standings), []
     while left:
         bound = min(each.ttft_ratio for each in left) * NOISE
         near = [each for each in left if each.ttft_ratio <= bound]
-        best = min(near, key=lambda each: (-each.agreement, each.first_kl))
+        best = min(near, key=lambda each: (-each.agreement, each.first_kl, each.kv_ratio))
         ordered.append(best)
         left.remove(best)
     return ordered
