@@ -15,7 +15,7 @@ from samkv_integrations.eviction.sage_kv import SageKV
 from samkv_integrations.eviction.snapkv import SnapKV
 from samkv_integrations.eviction.streaming_llm import StreamingLLM
 
-__all__ = ["EVICTIONS", "Eviction", "Quest", "get_eviction", "with_budget"]
+__all__ = ["EVICTIONS", "Eviction", "Quest", "get_eviction"]
 
 NO_EVICTION = "none"
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from tqdm.auto import tqdm
 
@@ -14,7 +14,6 @@ from samkv_integrations.errors import EmptyInput, InvalidOption
 from samkv_integrations.figures import Row
 from samkv_integrations.tuning.candidates import FULL, Candidate
 from samkv_integrations.tuning.halving import Budget, Race, race
-from samkv_integrations.tuning.measure import Measurer
 from samkv_integrations.tuning.standing import (
     By,
     Standing,
@@ -34,6 +33,14 @@ NARROW = 0.1
 
 WORTH = 0.95
 """First token of full prefill's that a setting must stay below to be worth its approximation."""
+
+
+class Measures(Protocol):
+    """What answers questions; a `Measurer`."""
+
+    def rows(self, question: Question, labels: Sequence[str]) -> Iterable[Row]:
+        """A row for full prefill and one for each of ``labels``."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +110,7 @@ class Run:
         config: TuneConfig,
         candidates: Sequence[Candidate],
         questions: Sequence[Question],
-        measurer: Measurer,
+        measurer: Measures,
         journal: Journal,
     ) -> None:
         if len(questions) < 2:

@@ -1,0 +1,169 @@
+"""``samkv.toml``: what it may say, and who follows it."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from samkv_integrations import METHODS, ChunkStore, Engine
+from samkv_integrations.cache.upkeep import gc, verify
+from samkv_integrations.engine.tuned import FILE, TunedSetting, read, write
+from samkv_integrations.errors import InvalidOption, UnknownOption
+from samkv_integrations.eviction import EVICTIONS
+from samkv_integrations.frameworks.engine_args import ModelSource, engine_of, own_choices
+from samkv_integrations.prompt import rag_prompt
+from tests.support.models import tiny_model
+
+TEXTS = ["The river of Hesmere is the Hidow. " * 6, "The fair of Herstead is in January. " * 6]
+PROMPT = rag_prompt("On which river does Hesmere lie?", TEXTS)
+SETTING = TunedSetting(
+    model="tiny-llama", method="samkv-guided", set=("recompute.ratio=0.3", "recompute.hits=None"),
+    eviction="quest", eviction_budget=0.5, measured={"collection": 'notes "1"', "agreement": 0.97},
+)  # fmt: skip
+
+
+def engine_on(folder: Path, **options: object) -> Engine:
+    return Engine(tiny_model(), ChunkStore(folder / "kv"), **options)  # type: ignore[arg-type]
+
+
+def tuned_folder(folder: Path, setting: TunedSetting = SETTING) -> Path:
+    ChunkStore(folder / "kv")
+    write(folder / "kv", setting)
+    return folder
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    odd = replace(SETTING, model='a "b"\\ü\x7f\n/😀', set=(), eviction="none", eviction_budget=None)
+    write(tmp_path, SETTING)
+    write(tmp_path, odd)
+    assert read(tmp_path) == {SETTING.model: SETTING, odd.model: odd}
+    newer = replace(SETTING, method="reuse", set=(), eviction="none", eviction_budget=None)
+    write(tmp_path, newer)
+    assert read(tmp_path) == {SETTING.model: newer, odd.model: odd}
+    assert [file.name for file in tmp_path.iterdir()] == [FILE]
+
+
+def test_a_setting_of_the_file_answers_as_the_same_setting_given(tmp_path: Path) -> None:
+    tuned = engine_on(tuned_folder(tmp_path))
+    tuned.cache_chunks(TEXTS)
+    rule = replace(EVICTIONS["quest"], budget_tokens=None, budget_ratio=0.5)
+    guided = METHODS["samkv-guided"]
+    again = replace(guided.recompute, ratio=0.3, hits=None)  # type: ignore[call-arg]
+    given = engine_on(tmp_path, method=replace(guided, recompute=again), eviction=rule)
+    default = engine_on(tmp_path, method="samkv-guided")
+    follow = list(range(20, 28))
+    one, other, third = (
+        engine.logits(PROMPT, TEXTS, follow=follow) for engine in (tuned, given, default)
+    )
+    assert torch.equal(one, other) and not torch.equal(one, third)
+    texts = [engine.generate(PROMPT, TEXTS, max_new_tokens=8) for engine in (tuned, given)]
+    assert texts[0].text == texts[1].text
+    assert texts[0].report.eviction == texts[1].report.eviction == "quest"
+    assert texts[0].report.method == "samkv-guided"
+    assert tuned.tuned == SETTING and given.tuned is None
+
+
+def test_explicit_arguments_win(tmp_path: Path) -> None:
+    tuned_folder(tmp_path)
+    assert engine_on(tmp_path, method="reuse").method == METHODS["reuse"]
+    engine = engine_on(tmp_path, eviction="none")
+    assert engine.method == SETTING.to_method() and engine.eviction == "none"
+    engine = engine_on(tmp_path)
+    engine.cache_chunks(TEXTS)
+    report = engine.generate(PROMPT, TEXTS, max_new_tokens=2, method="recompute").report
+    assert (report.method, report.eviction) == ("recompute", None)
+    assert engine_on(tmp_path, store_bits=8).store_bits == 8
+
+
+def test_another_model_has_the_default(tmp_path: Path) -> None:
+    tuned_folder(tmp_path, replace(SETTING, model="another"))
+    assert engine_on(tmp_path).method == METHODS["auto"]
+    assert Engine(tiny_model()).method == METHODS["auto"]
+
+
+def test_bits_of_the_file_are_for_a_folder_without_other_caches(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    eight = replace(SETTING, store_bits=8)
+    assert engine_on(tuned_folder(tmp_path / "new", eight)).store_bits == 8
+    held = tmp_path / "held"
+    engine_on(held).cache_chunks(TEXTS)
+    write(held / "kv", eight)
+    with caplog.at_level(logging.WARNING):
+        engine = engine_on(held)
+    assert engine.store_bits == 4 and engine.is_cached(TEXTS[0])  # and nothing is a miss
+    assert engine.method == SETTING.to_method()
+    assert "ingest again with --store-bits 8" in caplog.text
+    engine_on(held, store_bits=8).cache_chunks(TEXTS)
+    assert engine_on(held).store_bits == 8
+
+
+def test_connectors_follow(tmp_path: Path) -> None:
+    tuned_folder(tmp_path, replace(SETTING, store_bits=8))
+    source = ModelSource(
+        model=tiny_model().hf, tokenizer=tiny_model().tokenizer, model_name="tiny-llama",
+        kv_dir=tmp_path / "kv",
+    )  # fmt: skip
+    engine = engine_of(source)
+    assert engine.method == SETTING.to_method() and engine.store_bits == 8
+    # no name stands for it, so that what is remade from a description reads the file again
+    assert own_choices(engine) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("method = ", "Invalid value"),
+        ("[other]\nx = 1", "key 'other'; allowed: models"),
+        ("models = 3", "key 'models' is 3"),
+        ("[models]\na = 3", "key models.'a' is 3; it must be a table"),
+        ("[models.a]\nset = []", "key models.'a'.method is missing"),
+        ("[models.a]\nmethod = 'magic'", "key models.'a': unknown method 'magic'; known: a3"),
+        ("[models.a]\nmethod = 1", "key models.'a'.method is 1; it must be a text"),
+        ("[models.a]\nmetod = 'x'", "key models.'a'.metod; allowed: method, set"),
+        ("[models.a]\nmethod = 'epic'\nset = ['recompute.firs=3']", "did you mean 'recompute.fir"),
+        ("[models.a]\nmethod = 'epic'\nset = ['recompute.first=x']", "is not a whole number"),
+        ("[models.a]\nmethod = 'epic'\nset = [3]", "must be a list of 'NAME=VALUE'"),
+        ("[models.a]\nmethod = 'epic'\neviction_budget = 0.1", "without an eviction"),
+        ("[models.a]\nmethod = 'epic'\neviction = 'h2o'\neviction_budget = 7", "budget_ratio=7"),
+        ("[models.a]\nmethod = 'epic'\nstore_bits = 5", "store_bits=5"),
+        ("[models.a]\nmethod = 'epic'\nstore_bits = true", "must be a whole number"),
+    ],
+)
+def test_a_broken_file_is_named_with_what_is_allowed(
+    tmp_path: Path, text: str, expected: str
+) -> None:
+    ChunkStore(tmp_path / "kv")
+    (tmp_path / "kv" / FILE).write_text(text, encoding="utf-8")
+    with pytest.raises(InvalidOption) as raised:
+        engine_on(tmp_path)
+    assert str(tmp_path / "kv" / FILE) in str(raised.value) and expected in str(raised.value)
+    assert "samkv tune" in str(raised.value)
+    with pytest.raises(InvalidOption):
+        write(tmp_path / "kv", SETTING)  # what others wrote is not lost
+    engine_on(tmp_path, method="reuse", store_bits=4)  # who says all needs no file
+
+
+def test_what_no_engine_could_do_is_no_setting() -> None:
+    with pytest.raises(UnknownOption, match="unknown eviction 'x'"):
+        TunedSetting(model="m", method="reuse", eviction="x")
+
+
+def test_the_store_leaves_the_file_alone(tmp_path: Path) -> None:
+    engine = engine_on(tuned_folder(tmp_path))
+    engine.cache_chunks(TEXTS)
+    before = (tmp_path / "kv" / FILE).read_bytes()
+    store = ChunkStore(tmp_path / "kv")
+    assert not verify(store, repair=True).damaged
+    gc(store)
+    engine.forget(TEXTS)
+    assert (tmp_path / "kv" / FILE).read_bytes() == before
+
+
+def test_a_new_folder_may_begin_with_the_file(tmp_path: Path) -> None:
+    write(tmp_path, SETTING)
+    assert Engine(tiny_model(), ChunkStore(tmp_path)).tuned == SETTING
