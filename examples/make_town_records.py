@@ -8,6 +8,7 @@ town or the only year in sight. Names, words and wordings are in reference_model
     python examples/make_town_records.py                        # rewrite examples/town_records
     python examples/make_town_records.py --length long          # rewrite examples/town_archive
     python examples/make_town_records.py --seed 7 --folder more_records
+    python examples/make_town_records.py --length long --every-question archive.jsonl
 
 The short ones are a few sentences each, to read along with. The long ones state as much, among
 sentences that say nothing about anybody: five make a prompt of 2,000 tokens, where it shows what
@@ -128,6 +129,20 @@ def make_folder(seed: int, length: Length = "short") -> dict[str, str]:
     return files | {"questions.jsonl": "".join(rows)}
 
 
+def every_question(seed: int, length: Length = "short") -> str:
+    """What the records of `make_folder` answer: each fact in each wording, as JSON Lines."""
+    world, rng = World.load(), rng_of(seed, length)
+    _, drawn = make_records(world, rng, list(world.facts), RECORDS_PER_KIND, length)
+    rows = []
+    for q in drawn:
+        fact = next(f for f in world.facts[q.kind] if q.id.endswith(f"-{f.name}"))
+        for number, ask in enumerate(fact.asks):
+            question = ask.format(s=in_a_sentence(q.kind, q.title))
+            row = {"id": f"{q.id}-{number}", "question": question, "answers": [q.answer]}
+            rows.append(json.dumps(row) + "\n")
+    return "".join(rows)
+
+
 def main() -> None:
     """Write the folder."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
@@ -136,7 +151,15 @@ def main() -> None:
         "--length", choices=get_args(Length), default="short", help="of the records (short)"
     )
     parser.add_argument("--folder", type=Path, help="where the records go")
+    parser.add_argument(
+        "--every-question", type=Path, metavar="FILE",
+        help="write no records, but every question that they answer, in all its wordings",
+    )  # fmt: skip
     options = parser.parse_args()
+    if options.every_question:
+        text = every_question(options.seed, options.length)
+        options.every_question.write_text(text, encoding="utf-8", newline="\n")
+        return
     folder = options.folder or FOLDERS[options.length]
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in make_folder(options.seed, options.length).items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,14 +25,20 @@ from samkv_integrations.cli.stores import store_in
 from samkv_integrations.engine.costs import name_of
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.engine.tuned import TunedSetting, write
-from samkv_integrations.errors import InvalidOption
+from samkv_integrations.errors import InvalidOption, MissingExtra
+from samkv_integrations.tuning import picture
 from samkv_integrations.tuning.candidates import Candidate, full_prefill, grid
 from samkv_integrations.tuning.measure import Measurer
+from samkv_integrations.tuning.model_questions import asked_by_model
 from samkv_integrations.tuning.questions import from_chunks, shuffled
 from samkv_integrations.tuning.recommend import recommended
 from samkv_integrations.tuning.retrieval import Retrieval, texts_of
 from samkv_integrations.tuning.run import Result, Run, TuneConfig
 from samkv_integrations.tuning.standing import By
+
+PICTURE = "agreement.svg"
+MOST_ASKED_BY_MODEL = 100
+"""Questions that the model is asked to write; each takes a pass over a chunk, and an answer."""
 
 
 def tune(
@@ -40,13 +47,13 @@ def tune(
     store_bits: args.CacheBits = None, namespace: args.Namespace = "",
     questions: args.QuestionFile = None, agree: own.Agree = 0.95, by: own.AgreedBy = "exact",
     minutes: own.Minutes = 10.0, top_k: args.TopK = 4, max_new_tokens: args.MaxNewTokens = 64,
-    chat: args.Chat = False, seed: own.Seed = 0, most: own.MostTuned = 400,
-    output: args.RunFolder = None, fresh: args.Fresh = False, writes: own.Writes = True,
-    fall_back: own.FallBack = False, as_json: args.Json = False,
+    asked_by: own.AskedBy = "chunks", chat: args.Chat = False, seed: own.Seed = 0,
+    most: own.MostTuned = 400, output: args.RunFolder = None, fresh: args.Fresh = False,
+    writes: own.Writes = True, fall_back: own.FallBack = False, as_json: args.Json = False,
 ) -> None:  # fmt: skip
     """Find the cheapest setting that answers as full prefill does, on your model and documents."""
     config = TuneConfig(agree=agree, by=cast(By, by), minutes=minutes)
-    _check(most=most, top_k=top_k, max_new_tokens=max_new_tokens)
+    _check(asked_by, most=most, top_k=top_k, max_new_tokens=max_new_tokens)
     intervals.require_extras()
     asked = read_questions(questions) if questions else None
     opened = open_collection(folder / "chroma", collection, create=False)
@@ -58,7 +65,9 @@ def tune(
     store.require(engine.fingerprint)
     link, out = ChromaLink(opened, engine), tables.console(stderr=as_json)
     ordered = (
-        from_chunks(texts_of(link), seed=seed) if asked is None else shuffled(asked, seed=seed)
+        shuffled(asked, seed=seed)
+        if asked
+        else _made(link, asked_by, folder / "tune", seed=seed, most=most, chat=chat)
     )
     retrieval = Retrieval()
     ready = retrieval.with_documents(
@@ -72,6 +81,7 @@ def tune(
         with Measurer(engine, candidates, max_new_tokens=max_new_tokens, chat=chat) as measurer:
             result = Run(config, candidates, ready, measurer, journal).run()
     setting = recommended(result, candidates, config, collection)
+    _draw(place, result, config)
     written = _written(store.path, setting, engine, writes=writes, fall_back=fall_back)
     if as_json:
         _write_json(model, result, setting, written, config)
@@ -79,7 +89,22 @@ def tune(
     shown.show_end(out, setting, result.why, written, engine.store_bits, model)
 
 
-def _check(**counts: int) -> None:
+def _made(
+    link: ChromaLink, asked_by: str, folder: Path, *, seed: int, most: int, chat: bool
+) -> list[Question]:
+    """Questions that are made of the collection. folder: keeps those that the model asks."""
+    texts, engine = texts_of(link), link.engine
+    if asked_by == "chunks":
+        return from_chunks(texts, seed=seed)
+    settings = {"model": engine.model.name, "weights": engine.model.weights_digest, "chat": chat}
+    with Journal(folder / f"questions-{digest(settings)}", settings) as journal:
+        most = min(most, MOST_ASKED_BY_MODEL)
+        return asked_by_model(engine, texts, journal, seed=seed, most=most, chat=chat)
+
+
+def _check(asked_by: str, **counts: int) -> None:
+    if asked_by not in ("chunks", "model"):
+        raise InvalidOption(f"--asked-by {asked_by!r}; allowed: chunks, model")
     for name, value in counts.items():
         if value < 1:
             raise InvalidOption(f"--{name.replace('_', '-')} {value}; give at least 1")
@@ -113,6 +138,13 @@ def _written(
     if setting is None and fall_back:
         setting = full_prefill(engine.model.name, engine.store_bits).setting
     return write(folder, setting) if writes and setting else None
+
+
+def _draw(folder: Path, result: Result, config: TuneConfig) -> None:
+    """A picture in the folder of the run, where matplotlib is there to draw it."""
+    with suppress(MissingExtra):
+        standings = sorted(result.race.standings.values(), key=lambda each: each.ttft_ratio)
+        picture.draw(standings, folder / PICTURE, target=config.agree, chosen=result.chosen)
 
 
 def _write_json(

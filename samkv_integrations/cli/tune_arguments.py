@@ -14,6 +14,12 @@ AgreedBy = Annotated[
 Minutes = Annotated[
     float, typer.Option(help="That measuring may take, an interrupted part included.")
 ]
+AskedBy = Annotated[
+    str,
+    typer.Option(
+        help="Who asks without --questions: chunks (their sentences, cut) or model (as it reads)."
+    ),
+]
 Seed = Annotated[int, typer.Option(help="Of the order of questions.")]
 MostTuned = Annotated[int, typer.Option("--most", help="Most questions.")]
 Writes = Annotated[

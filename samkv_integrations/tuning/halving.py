@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from samkv_integrations.tuning.standing import Standing, cheapest_first
+from samkv_integrations.tuning.standing import Standing, best_first
 
 FIRST = 8
 """Questions of the first round; each round doubles them."""
@@ -69,11 +69,12 @@ def race(
     """Find the candidates that reach ``target``, cheapest ones first.
 
     After each round: what cannot reach the target any more is dropped, by the upper bound of its
-    interval; then the dearer half is shelved, but for the candidate nearest to full prefill, which
-    stays whatever it costs. If none is left, or none is at the target when the questions are over,
-    the shelved ones are taken up again. It ends when one is left that is at the target, when the
-    cheapest one is above it by the lower bound of its interval, and when the questions or the time
-    are over.
+    interval; then half of the others are shelved: the dearer ones of those at the target, and what
+    is farthest below it. The candidate nearest to full prefill stays whatever it costs. If none is
+    left, or none is at the target when the questions are over, the shelved ones are taken up again.
+
+    It ends when one is left that is at the target, when the cheapest one is above it by the lower
+    bound of its interval, and when the questions or the time are over.
 
     labels: cheapest first, as far as one can say before. later: begin shelved. standing: of a
     label, from what it was asked.
@@ -87,7 +88,7 @@ def race(
         if found.is_out_of_time:
             break
         _drop(found, target)
-        ordered = cheapest_first([found.standings[label] for label in found.left])
+        ordered = best_first([found.standings[label] for label in found.left], target)
         is_met = any(each.agreement >= target for each in ordered)
         if found.shelved and (not ordered or (n >= len(questions) and not is_met)):
             found.left, found.shelved = [*found.left, *found.shelved], []
@@ -123,13 +124,13 @@ def _look(found: Race, standing: Callable[[str], Standing], asked: dict[str, set
 
 def _drop(found: Race, target: float) -> None:
     for label in list(found.left):
-        if found.standings[label].reach < target:
+        if found.standings[label].high < target:
             found.left.remove(label)
             found.dropped.append(label)
 
 
 def _shelve(found: Race, ordered: Sequence[Standing]) -> None:
-    """Shelve the dearer half, but for what is nearest to full prefill."""
+    """Shelve the worse half, but for what is nearest to full prefill; ordered: by `best_first`."""
     nearest = min(ordered, key=lambda each: (-each.agreement, each.first_kl))
     kept = {each.label for each in ordered[: (len(ordered) + 1) // 2]} | {nearest.label}
     found.shelved += [label for label in found.left if label not in kept]

@@ -17,7 +17,7 @@ from samkv_integrations.tuning.halving import Budget, Race, race
 from samkv_integrations.tuning.standing import (
     By,
     Standing,
-    cheapest_first,
+    best_first,
     check_target,
     standing_of,
 )
@@ -183,8 +183,8 @@ class Run:
         """Held-out questions for what the race chose; if it fails, for the next one."""
         checked: list[Checked] = []
         able = [s for label, s in found.standings.items() if label not in found.dropped]
-        able = [s for s in able if s.agreement >= self._config.agree and s.ttft_ratio < WORTH]
-        for each in cheapest_first(able):
+        able = [s for s in able if s.ttft_ratio < WORTH]
+        for each in best_first(able, self._config.agree):
             rows = self._asked.pop(each.label)
             standing = self._held_out_standing(each.label, ask, budget)
             self._asked[each.label] = rows

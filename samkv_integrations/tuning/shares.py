@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-Z95, Z99 = 1.959964, 2.575829
+Z95 = 1.959964
 
 
 def wilson(share: float, n: int, z: float = Z95) -> tuple[float, float]:

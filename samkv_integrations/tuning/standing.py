@@ -10,7 +10,7 @@ from typing import Any, Literal
 from samkv_integrations.bench import intervals
 from samkv_integrations.errors import InvalidOption
 from samkv_integrations.figures import Row
-from samkv_integrations.tuning.shares import Z95, Z99, wilson
+from samkv_integrations.tuning.shares import wilson
 
 By = Literal["exact", "f1"]
 """What counts as agreement: the same answer, or the tokens that both have."""
@@ -45,11 +45,6 @@ class Standing:
     kv_ratio: float
     whole: float
 
-    @property
-    def reach(self) -> float:
-        """The most that its agreement may be, by a 99 % interval: it is looked at repeatedly."""
-        return wilson(self.agreement, self.n, Z99)[1]
-
     def to_row(self) -> dict[str, Any]:
         """The figures as JSON-able values."""
         return asdict(self)
@@ -58,7 +53,7 @@ class Standing:
 def standing_of(label: str, rows: Sequence[Row], by: By = "exact") -> Standing:
     """The standing of a candidate. rows: its own, one a question, at least one."""
     agreement = mean(row[by] for row in rows)
-    low, high = wilson(agreement, len(rows), Z95)
+    low, high = wilson(agreement, len(rows))
     return Standing(
         label=label,
         n=len(rows),
@@ -94,6 +89,15 @@ def cheapest_first(standings: Sequence[Standing]) -> list[Standing]:
         ordered.append(best)
         left.remove(best)
     return ordered
+
+
+def best_first(standings: Sequence[Standing], target: float) -> list[Standing]:
+    """Those at the target, the cheapest at the head; then those below it, the nearest at the head.
+
+    What is below it on few questions may be at it on many.
+    """
+    ordered = cheapest_first(standings)
+    return sorted(ordered, key=lambda each: max(0.0, target - each.agreement))
 
 
 def check_target(agree: float, by: str) -> None:
