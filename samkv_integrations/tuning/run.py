@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from tqdm.auto import tqdm
@@ -75,7 +75,8 @@ class Result:
 
     chosen: the candidate that is recommended, None for full prefill; why: in words, then.
     checked: candidates on held-out questions, in the order in which they were tried.
-    full: rows of full prefill.
+    n_choice, n_checked: questions that the choice was made by, and held-out ones, at most.
+    seconds: that measuring took, in all parts of the run.
     """
 
     race: Race
@@ -85,7 +86,6 @@ class Result:
     n_choice: int
     n_checked: int
     seconds: float
-    full: Sequence[Row] = field(default_factory=tuple)
 
     @property
     def interval_of(self) -> Standing | None:
@@ -149,7 +149,6 @@ class Run:
             n_choice=n_choice,
             n_checked=max((each.standing.n for each in checked), default=0),
             seconds=budget.spent,
-            full=[row for (_, label), row in self._journal.rows.items() if label == FULL],
         )
 
     def _standing(self, label: str) -> Standing:
