@@ -22,6 +22,10 @@ AskedBy = Annotated[
 ]
 Seed = Annotated[int, typer.Option(help="Of the order of questions.")]
 MostTuned = Annotated[int, typer.Option("--most", help="Most questions.")]
+CheckOnly = Annotated[
+    bool,
+    typer.Option("--check", help="Measure the setting that was written, on all these questions."),
+]
 Writes = Annotated[
     bool, typer.Option("--write/--no-write", help="Write the setting beside the caches.")
 ]

@@ -19,9 +19,9 @@ BAR = 40
 """Characters of a bar of agreement."""
 
 STATES = """\
-out: cannot reach {target:g}; refused: did not on held-out questions; shelved: might, but cheaper
-ones were enough, or the time was over. KL, top-1: of the first token; log-lik gap: how much more
-likely full prefill finds its own answer, a token; first token, KV: of full prefill's."""
+out: cannot reach {target:g}; refused: did not on held-out questions; shelved: might, but others
+came first; in: might. KL, top-1: of the first token; log-lik gap: how much more likely full prefill
+finds its own answer, a token; first token, KV: of full prefill's."""
 
 
 def show(
@@ -83,6 +83,28 @@ def show_end(
         out.print(f"Not written: --write keeps it in {FILE} beside the caches.")
 
 
+def show_check(out: Console, entry: TunedSetting, standing: Standing) -> None:
+    """A setting on questions of now, beside what was said of it when it was written."""
+    out.print(
+        f"{entry.line}\nOn {standing.n} questions: agreement {_agreement(standing)}, F1 "
+        f"{ratio(standing.f1)}, first token {ratio(standing.ttft_ratio)} of full prefill."
+    )
+    low, high = entry.measured.get("agreement_low"), entry.measured.get("agreement_high")
+    if not isinstance(low, float | int) or not isinstance(high, float | int):
+        out.print(f"{FILE} does not say what was measured when it was written.")
+        return
+    if low <= standing.agreement <= high:
+        verdict = "within"
+    else:
+        verdict = "below" if standing.agreement < low else "above"
+    out.print(
+        f"That is {verdict} its interval, [{low:.2f}, {high:.2f}] on "
+        f"{entry.measured.get('held_out_questions', '?')} questions."
+    )
+    if verdict == "below":
+        out.print("Documents or questions are others now: tune again.")
+
+
 def _table(standings: Sequence[Standing], result: Result) -> Table:
     columns = (
         "setting", "agreement", "asked", "F1", "KL", "top-1", "log-lik\ngap", "first\ntoken",
@@ -123,8 +145,6 @@ def _agreement(each: Standing) -> str:
 def _state(each: Standing, result: Result) -> str:
     if each.label == result.chosen:
         return "chosen"
-    if each.label in result.race.dropped:
-        return "out"
     if each.label in [one.standing.label for one in result.checked]:
         return "refused"
-    return "shelved" if each.label in result.race.shelved else ""
+    return result.race.state_of(each.label)

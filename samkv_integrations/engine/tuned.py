@@ -165,7 +165,7 @@ def read(folder: Path) -> dict[str, TunedSetting]:
         return {name: _entry(name, value) for name, value in entries.items()}
     except (tomllib.TOMLDecodeError, _Broken) as error:
         raise InvalidOption(
-            f"{file}: {error}; mend or delete it, or let 'samkv tune' write it again"
+            f"{file}: {error}; mend or delete it; 'samkv tune' writes a new one"
         ) from error
 
 

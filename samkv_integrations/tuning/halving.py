@@ -55,6 +55,12 @@ class Race:
     n_questions: int = 0
     is_out_of_time: bool = False
 
+    def state_of(self, label: str) -> str:
+        """``out``, ``shelved``, or ``in`` for what is left."""
+        if label in self.dropped:
+            return "out"
+        return "shelved" if label in self.shelved else "in"
+
 
 def race(
     labels: Sequence[str],

@@ -73,7 +73,10 @@ def standing_of(label: str, rows: Sequence[Row], by: By = "exact") -> Standing:
 
 def bootstrap(rows: Sequence[Row]) -> dict[str, tuple[float, float]]:
     """95 % bootstrap intervals of F1 and first-token KL. Raises MissingExtra without scipy."""
-    return {name: intervals.interval([row[name] for row in rows]) for name in ("f1", "first_kl")}
+    return {
+        f"{name}_interval": intervals.interval([row[name] for row in rows])
+        for name in ("f1", "first_kl")
+    }
 
 
 def cheapest_first(standings: Sequence[Standing]) -> list[Standing]:
