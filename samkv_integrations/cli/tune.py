@@ -128,7 +128,7 @@ def _write_json(
 ) -> None:
     race = result.race
     rows = [
-        standing.to_row() | result.intervals[label] | {"state": race.state_of(label)}
+        {**standing.to_row(), **result.intervals[label], "state": race.state_of(label)}
         for label, standing in race.standings.items()
     ]
     more = {
