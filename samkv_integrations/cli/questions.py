@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 from samkv_integrations.bench.data import Question
@@ -23,8 +24,10 @@ def question_of(text: str, answers: tuple[str, ...] = (), *, id: str = "1") -> Q
     )
 
 
-def read_questions(path: Path) -> list[Question]:
+def read_questions(path: Path, *, with_documents: bool = False) -> list[Question]:
     """Questions of a JSON Lines file: ``question`` and, if they are known, ``answers``, a list.
+
+    with_documents: whether ``documents``, a list of the texts of chunks, are read too, if given.
 
     Raises:
         InvalidOption: the file is missing, or a line is not such an object.
@@ -39,6 +42,7 @@ def read_questions(path: Path) -> list[Question]:
             question, answers = row["question"], row.get("answers", [])
             if not isinstance(question, str) or not isinstance(answers, list):
                 raise TypeError("question must be a string and answers a list")
+            documents = _texts(row.get("documents", [])) if with_documents else ()
             if not question.strip():
                 raise ValueError("the question is empty")
         except (ValueError, LookupError, TypeError, AttributeError) as error:
@@ -46,7 +50,15 @@ def read_questions(path: Path) -> list[Question]:
                 f"{path}, line {number}: {error!r}; each line must be a JSON object with "
                 "question and, if they are known, answers"
             ) from error
-        questions.append(question_of(question, tuple(map(str, answers)), id=str(number)))
+        asked = question_of(question, tuple(map(str, answers)), id=str(number))
+        questions.append(replace(asked, documents=documents))
     if not questions:
         raise EmptyInput(f"{path} holds no question")
     return questions
+
+
+def _texts(value: object) -> tuple[str, ...]:
+    """The documents of a line. Raises TypeError if they are no list of texts."""
+    if not isinstance(value, list) or any(not isinstance(t, str) or not t.strip() for t in value):
+        raise TypeError("documents must be a list of texts, those of cached chunks")
+    return tuple(value)

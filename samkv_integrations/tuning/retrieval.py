@@ -39,13 +39,17 @@ class Retrieval:
     ) -> list[Question]:
         """The first ``most`` questions that can be asked, each with its nearest chunks.
 
+        A question that has documents keeps them: another retriever has found them.
+
         Raises EmptyInput if there is none, else as `nearest` does.
         """
         found: list[Question] = []
         for question in questions:
             if len(found) == most:
                 break
-            documents = tuple(one.text for one in nearest(link, question.question, top_k))
+            documents = question.documents or tuple(
+                one.text for one in nearest(link, question.question, top_k)
+            )
             ready = replace(question, documents=documents, max_new_tokens=max_new_tokens)
             if self._can_be_asked(link, ready, chat=chat):
                 found.append(ready)

@@ -96,6 +96,12 @@ class Result:
         return self.checked[-1].standing if self.chosen else None
 
 
+def _bar(desc: str, minutes: float) -> tqdm[Any]:
+    """A bar of seconds, which are those of the rows and not of the clock."""
+    form = "{desc}: {percentage:3.0f}%|{bar}| {n:.0f}/{total:.0f} s{postfix}"
+    return tqdm(total=60 * minutes, desc=desc, bar_format=form)
+
+
 def split(questions: Sequence[Question]) -> tuple[list[Question], list[Question]]:
     """Questions to choose by, and held-out ones: of every five the last two."""
     choice = [q for place, q in enumerate(questions) if place % 5 < 3]
@@ -131,7 +137,7 @@ class Run:
         """Race, check, recommend. Progress goes to standard error."""
         config = self._config
         budget = Budget(seconds=60 * config.minutes * CHOICE_SHARE)
-        with tqdm(total=round(60 * config.minutes), desc="tuning", unit="s") as bar:
+        with _bar("tuning", config.minutes) as bar:
             ask = self._asker(bar)
             self._asked = {}
             found = race(
@@ -159,7 +165,7 @@ class Run:
         """One candidate on all questions, as far as the time allows; None if for none."""
         budget = Budget(seconds=60 * self._config.minutes)
         self._asked = {}
-        with tqdm(total=round(budget.seconds), desc="checking", unit="s") as bar:
+        with _bar("checking", self._config.minutes) as bar:
             ask = self._asker(bar)
             for question in self._by_id:
                 if not budget.allows(2):
@@ -177,7 +183,7 @@ class Run:
                 self._asked.setdefault(label, []).append(rows[label])
             seconds: float = sum(row["spent_s"] for row in rows.values())
             bar.set_postfix_str(f"{len(labels)} settings", refresh=False)
-            bar.update(min(round(seconds, 3), max(0.0, bar.total - bar.n)))
+            bar.update(min(seconds, max(0.0, bar.total - bar.n)))
             return seconds
 
         return ask
