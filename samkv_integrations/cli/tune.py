@@ -45,7 +45,8 @@ def tune(
     config = TuneConfig(agree=agree, by=cast(By, by), minutes=minutes)
     options = QuestionOptions(
         given=read_questions(questions, with_documents=True) if questions else None,
-        asked_by=asked_by, top_k=top_k, max_new_tokens=max_new_tokens, chat=chat, seed=seed, most=most,
+        asked_by=asked_by, top_k=top_k, max_new_tokens=max_new_tokens, chat=chat, seed=seed,
+        most=most,
     )  # fmt: skip
     intervals.require_extras()
     opened = open_collection(folder / "chroma", collection, create=False)

@@ -28,7 +28,7 @@ FLOORS = (
     {"methods"},
     {"engine"},
     {"bench", "chroma", "frameworks", "inspection", ""},
-    {"cluster", "connectors", "server"},
+    {"cluster", "connectors", "server", "tuning"},
     {"cli"},
 )
 """Rooms from the bottom up: one imports from lower floors, and from within itself, only.
