@@ -81,7 +81,8 @@ def _unwritten(engine: Engine, method: str | None, eviction: str | None) -> list
     """
     bos = engine.model.bos_id
     own_method, own_eviction = own_choices(engine)
-    is_default = METHODS.get(engine.method.name) == engine.method
+    # a tuned one lies in the folder of the caches, where the next engine finds it
+    is_default = METHODS.get(engine.method.name) == engine.method or engine.tuned is not None
     left_out = {
         "method": method is None and own_method is None and not is_default,
         "eviction": eviction is None and own_eviction is None and engine.eviction is not None,

@@ -1,0 +1,59 @@
+"""LLMs of the frameworks take what was tuned for their folder of caches."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from langchain_samkv import ChatSamKV
+from llama_index.llms.samkv import SamKVLLM
+from samkv_integrations import METHODS, ChunkStore
+from samkv_integrations.engine.tuned import TunedSetting, write
+from tests.support.models import saved_tiny
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return saved_tiny(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture
+def setting(tiny: str, tmp_path: Path) -> TunedSetting:
+    found = TunedSetting(model=tiny, method="epic", set=("recompute.first=3",), eviction="h2o")
+    ChunkStore(tmp_path / "kv")
+    write(tmp_path / "kv", found)
+    return found
+
+
+@pytest.mark.parametrize("kind", ["llama_index", "langchain"])
+def test_a_method_that_is_named_wins_over_the_file(
+    kind: str, tiny: str, setting: TunedSetting, tmp_path: Path
+) -> None:
+    def llm(**options: Any) -> Any:
+        where = {"kv_dir": str(tmp_path / "kv"), **options}
+        if kind == "langchain":
+            return ChatSamKV(model=tiny, max_tokens=4, **where)
+        return SamKVLLM(model_name=tiny, max_new_tokens=4, **where)
+
+    tuned, named = llm(), llm(method="reuse")
+    assert tuned.engine.method == setting.to_method() and tuned.engine.tuned == setting
+    assert named.method == "reuse"
+    for each, method in ((tuned, "epic"), (named, "reuse")):
+        text = "[Town]\nThe river of the town is called R1, and its fair is in May."
+        each.engine.cache_chunks([text])
+        prompt = f"{text}\n\nWhich river?"
+        each.invoke(prompt) if kind == "langchain" else each.complete(prompt)
+        report = each.last_report
+        assert (report.method, report.eviction) == (method, "h2o" if method == "epic" else None)
+
+
+def test_an_llm_that_is_made_again_of_its_description_reads_the_file_again(
+    tiny: str, setting: TunedSetting, tmp_path: Path
+) -> None:
+    llm = SamKVLLM(model_name=tiny, kv_dir=str(tmp_path / "kv"))
+    again = SamKVLLM.from_dict(llm.to_dict())
+    assert again.engine.method == llm.engine.method == setting.to_method()
+    write(tmp_path / "kv", TunedSetting(model=tiny, method="reuse"))
+    assert SamKVLLM.from_dict(llm.to_dict()).engine.method == METHODS["reuse"]
