@@ -10,14 +10,13 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from samkv_integrations.cache.quantise import DEFAULT_STORE_BITS
 from samkv_integrations.chroma.client import open_collection
 from samkv_integrations.chroma.lexical import nearest
 from samkv_integrations.chroma.link import ChromaLink
 from samkv_integrations.cli import arguments as args
 from samkv_integrations.cli import tables
 from samkv_integrations.cli.loading import engine_of
-from samkv_integrations.cli.method_options import eviction_of, methods_of
+from samkv_integrations.cli.method_options import eviction_of, given_methods
 from samkv_integrations.cli.questions import question_of
 from samkv_integrations.engine.watch import State
 from samkv_integrations.errors import InvalidOption
@@ -45,8 +44,8 @@ def inspect(
     question: args.InspectedQuestion,
     collection: args.Collection = "documents", folder: args.Folder = Path(".samkv"),
     model: args.ModelName = "builtin", device: args.Device = "auto", dtype: args.Dtype = "auto",
-    store_bits: args.StoreBits = DEFAULT_STORE_BITS, top_k: args.TopK = 4,
-    method: args.MethodName = "auto", settings: args.Settings = None,
+    store_bits: args.CacheBits = None, top_k: args.TopK = 4,
+    method: args.MethodName = None, settings: args.Settings = None,
     eviction: args.EvictionName = None, eviction_budget: args.EvictionBudget = None,
     max_new_tokens: args.MaxNewTokens = 64, chat: args.Chat = False, namespace: args.Namespace = "",
     remote: args.Remote = None, html: args.HtmlPage = None, layer: args.ShownLayer = None,
@@ -54,7 +53,7 @@ def inspect(
 ) -> None:  # fmt: skip
     """Show what one answer read: tokens kept, recomputed and dropped, beside full prefill."""
     asked = question_of(question)
-    (chosen,) = methods_of([method], settings or [])
+    chosen = [*given_methods([method] if method else [], settings or []), None][0]
     rule = eviction_of(eviction, eviction_budget)
     if html is not None and not html.parent.is_dir():
         raise InvalidOption(f"{html.parent} is not a folder; make it, or name another file")

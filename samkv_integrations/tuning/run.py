@@ -248,7 +248,7 @@ def _why(found: Race, checked: Sequence[Checked], config: TuneConfig) -> str:
     ):
         return f"the time was over before a setting could be shown to reach {target}"
     if checked:
-        return f"what had reached {target} on the first questions did not on held-out ones"
+        return f"what came nearest does not reach {target} on held-out questions"
     if all(each.ttft_ratio >= WORTH for each in found.standings.values()):
         return "no setting is faster than full prefill here"
     return f"no setting reaches {target}"
