@@ -36,7 +36,7 @@ def open_collection(path: str | os.PathLike[str], name: str, create: bool) -> Co
         UnknownOption: there is no such collection; lists those that exist.
         InvalidOption: there is no database, it cannot be opened, or Chroma refuses the name.
     """
-    return _collection(_client_of(Path(path), create=create), name, create)
+    return collection_of(client_of_folder(Path(path), create=create), name, create)
 
 
 def connect_collection(
@@ -57,20 +57,8 @@ def connect_collection(
         UnknownOption: there is no such collection; lists those that exist.
         InvalidOption: the server does not answer, or Chroma refuses the name.
     """
-    try:
-        from chromadb import HttpClient
-        from chromadb.config import Settings
-    except ImportError as error:
-        raise MissingExtra.of("chromadb", "chroma") from error
-    with chroma_errors(f"Chroma at {host}:{port} cannot be reached"):
-        client = HttpClient(
-            host=host,
-            port=port,
-            ssl=ssl,
-            headers=dict(headers or {}),
-            settings=Settings(anonymized_telemetry=False),
-        )
-    return _collection(client, name, create)
+    client = client_of_server(host, port, ssl=ssl, headers=headers)
+    return collection_of(client, name, create)
 
 
 def collection_names(path: str | os.PathLike[str]) -> list[str]:
@@ -78,12 +66,30 @@ def collection_names(path: str | os.PathLike[str]) -> list[str]:
 
     Raises InvalidOption as `open_collection` does.
     """
-    client = _client_of(Path(path), create=False)
-    with chroma_errors("Chroma cannot list its collections"):
-        return sorted(collection.name for collection in client.list_collections())
+    return names_of(client_of_folder(Path(path), create=False))
 
 
-def _client_of(folder: Path, *, create: bool) -> ClientAPI:
+def client_of_server(
+    host: str, port: int, *, ssl: bool = False, headers: Mapping[str, str] | None = None
+) -> ClientAPI:
+    """A client of a Chroma server. Raises InvalidOption if it does not answer."""
+    try:
+        from chromadb import HttpClient
+        from chromadb.config import Settings
+    except ImportError as error:
+        raise MissingExtra.of("chromadb", "chroma") from error
+    with chroma_errors(f"Chroma at {host}:{port} cannot be reached"):
+        return HttpClient(
+            host=host,
+            port=port,
+            ssl=ssl,
+            headers=dict(headers or {}),
+            settings=Settings(anonymized_telemetry=False),
+        )
+
+
+def client_of_folder(folder: Path, *, create: bool) -> ClientAPI:
+    """A client of the database in a folder. Raises InvalidOption as `open_collection` does."""
     try:
         from chromadb import PersistentClient
         from chromadb.config import Settings
@@ -102,7 +108,14 @@ def _client_of(folder: Path, *, create: bool) -> ClientAPI:
         return PersistentClient(folder, settings=Settings(anonymized_telemetry=False))
 
 
-def _collection(client: ClientAPI, name: str, create: bool) -> Collection:
+def names_of(client: ClientAPI) -> list[str]:
+    """Sorted names of all collections. Raises InvalidOption if Chroma cannot tell."""
+    with chroma_errors("Chroma cannot list its collections"):
+        return sorted(collection.name for collection in client.list_collections())
+
+
+def collection_of(client: ClientAPI, name: str, create: bool) -> Collection:
+    """A collection of a client's database. Raises as `open_collection` does."""
     from chromadb.errors import NotFoundError
 
     check_name(name)

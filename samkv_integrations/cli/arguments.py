@@ -52,7 +52,7 @@ IngestBudget = Annotated[
 ChromaServer = Annotated[
     str | None,
     typer.Option(
-        "--chroma", metavar="URL", help="Keep records on this Chroma server, http://HOST:PORT."
+        "--chroma", metavar="URL", help="Records are on this Chroma server, http://HOST:PORT."
     ),
 ]
 OnRay = Annotated[

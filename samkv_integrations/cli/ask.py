@@ -9,7 +9,7 @@ from pathlib import Path
 from tqdm.auto import tqdm
 
 from samkv_integrations.bench.data import Question
-from samkv_integrations.chroma.client import open_collection
+from samkv_integrations.chroma.database import Database
 from samkv_integrations.chroma.lexical import nearest
 from samkv_integrations.chroma.link import ChromaLink
 from samkv_integrations.cli import arguments as args
@@ -52,7 +52,8 @@ class Asked:
 def ask(
     question: args.QuestionText = None, questions: args.QuestionFile = None,
     collection: args.Collection = "documents", folder: args.Folder = Path(".samkv"),
-    model: args.ModelName = "builtin", device: args.Device = "auto", dtype: args.Dtype = "auto",
+    chroma: args.ChromaServer = None, model: args.ModelName = "builtin",
+    device: args.Device = "auto", dtype: args.Dtype = "auto",
     store_bits: args.CacheBits = None, top_k: args.TopK = 4,
     method: args.MethodName = None, compare: args.Compare = "", settings: args.Settings = None,
     eviction: args.EvictionName = None, eviction_budget: args.EvictionBudget = None,
@@ -70,7 +71,7 @@ def ask(
         max_new_tokens=max_new_tokens,
         chat=chat,
     )
-    opened = open_collection(folder / "chroma", collection, create=False)
+    opened = Database(folder / "chroma", chroma).collection(collection)
     engine = engine_of(
         model, folder / "kv", device, dtype, store_bits, namespace=namespace, remote=remote
     )

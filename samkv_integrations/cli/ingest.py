@@ -6,12 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import typer
 
 from samkv_integrations import figures
-from samkv_integrations.chroma.client import connect_collection, open_collection
+from samkv_integrations.chroma.database import Database
 from samkv_integrations.chroma.link import ChromaLink
 from samkv_integrations.chroma.results import IngestResult
 from samkv_integrations.cli import arguments as args
@@ -24,8 +23,6 @@ from samkv_integrations.cluster.ingest import ClusterIngest
 from samkv_integrations.cluster.pool import WorkerPool
 from samkv_integrations.cluster.records import add_on_ray
 from samkv_integrations.embedding import HashingEmbedding
-from samkv_integrations.engine.engine import Engine
-from samkv_integrations.errors import InvalidOption
 from samkv_integrations.frameworks.engine_args import ModelSource
 
 SOME_UNREADABLE = 1
@@ -51,13 +48,14 @@ def ingest(
     cached; the others are ingested.
     """
     pool = pool_of(on_ray, ray_address, workers, worker_cpus, worker_gpus)
+    database = Database(folder / "chroma", chroma)
     found = find_documents(paths, leave_out=folder)
     limit = None if max_bytes is None else bytes_of("--max-bytes", max_bytes)
     # where workers compute, this process only reads texts
     here = device if pool is None else "cpu"
     engine = engine_of(model, folder / "kv", here, dtype, store_bits, limit, namespace, remote)
     read = read_chunks(found.files, engine.model, chunk_size)
-    link = _link(chroma, folder, collection, engine)
+    link = ChromaLink(database.collection(collection, create=True), engine)
     source = ModelSource(
         model_name=model, device_map=device, dtype=dtype, kv_dir=folder / "kv",
         namespace=namespace, store_bits=engine.store_bits, max_bytes=limit, kv_remote=remote,
@@ -73,24 +71,6 @@ def ingest(
     failed = isinstance(done, ClusterIngest) and done.failed
     if failed or any(one.is_failure for one in skipped):
         raise typer.Exit(SOME_UNREADABLE)
-
-
-def _link(server: str | None, folder: Path, name: str, engine: Engine) -> ChromaLink:
-    """Caches and the collection in the folder, or that of a server, by its address."""
-    if server is None:
-        return ChromaLink(open_collection(folder / "chroma", name, create=True), engine)
-    wrong = InvalidOption(f"--chroma {server}; give http://HOST:PORT, or https://HOST:PORT")
-    try:
-        parts = urlsplit(server)
-        host, port = parts.hostname, parts.port
-    except ValueError as error:
-        raise wrong from error
-    if parts.scheme not in ("http", "https") or not host or port is None:
-        raise wrong
-    if parts.path.strip("/") or parts.query or parts.username:
-        raise wrong
-    held = connect_collection(host, port, name, create=True, ssl=parts.scheme == "https")
-    return ChromaLink(held, engine)
 
 
 def _add(

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from samkv_integrations.chroma.client import open_collection
 from samkv_integrations.cli import arguments as args
 from samkv_integrations.cli.loading import use_threads_for
 from samkv_integrations.cli.method_options import eviction_of, given_methods
@@ -22,13 +21,16 @@ from samkv_integrations.errors import InvalidOption, MissingExtra
 from samkv_integrations.server.keys import ApiKeys, Tenant
 from samkv_integrations.server.listen import listen_on
 
+if TYPE_CHECKING:
+    from samkv_integrations.server.source import ServerSource
+
 KEYS_VARIABLE = "SAMKV_API_KEYS"
 
 
 def serve(
     collection: args.Served = None, folder: args.Folder = Path(".samkv"),
-    model: args.ModelName = "builtin", name: args.ServedName = None,
-    host: args.Host = "127.0.0.1", port: args.Port = 8000,
+    chroma: args.ChromaServer = None, model: args.ModelName = "builtin",
+    name: args.ServedName = None, host: args.Host = "127.0.0.1", port: args.Port = 8000,
     namespace: args.Namespace = "", remote: args.Remote = None, api_keys: args.ApiKeyFile = None,
     device: args.Device = "auto", dtype: args.Dtype = "auto",
     store_bits: args.CacheBits = None,
@@ -67,7 +69,7 @@ def serve(
          "logs_prompts": log_prompts, "max_body_bytes": bytes_of("--max-body", max_body),
          "grace_s": grace},
         model=model, device=device if several is None else require_device(several, device),
-        dtype=dtype, folder=folder, remote=remote, limits=limits,
+        dtype=dtype, folder=folder, chroma=chroma, remote=remote, limits=limits,
         options=EngineOptions(method=chosen, eviction=rule, store_bits=store_bits),
     )  # fmt: skip
 
@@ -89,7 +91,7 @@ def _begin(
 
     with listen_on(*address, keys) as listening:  # before a model is loaded for nothing
         for tenant in keys.tenants:
-            _require_own(source.folder, tenant)
+            _require_own(source, tenant)
         if several is None:
             use_threads_for(source.model)
             run(source.tenancy(), keys, listening, source.settings, say)
@@ -118,13 +120,13 @@ def _keys_text(file: Path | None) -> str:
     return text
 
 
-def _require_own(folder: Path, tenant: Tenant) -> None:
+def _require_own(source: ServerSource, tenant: Tenant) -> None:
     """See that its collections are there, and its own. Raises as their opening does."""
-    names, database = tenant.collections, folder / "chroma"
+    names, database = tenant.collections, source.database()
     for name in names:
-        open_collection(database, name, create=False)
-    if names and (folder / "kv").is_dir():
-        store = store_in(folder, tenant.namespace)
+        database.collection(name)
+    if names and (source.folder / "kv").is_dir():
+        store = store_in(source.folder, tenant.namespace)
         try:
             require_own_records(store, database, names)
         except InvalidOption as error:

@@ -11,7 +11,7 @@ import typer
 from samkv_integrations import figures
 from samkv_integrations.cache.chunk import normalise
 from samkv_integrations.cache.fingerprint import FORMAT_VERSION
-from samkv_integrations.chroma.client import collection_names, open_collection
+from samkv_integrations.chroma.database import Database
 from samkv_integrations.chroma.link import ChromaLink
 from samkv_integrations.chroma.results import SyncResult
 from samkv_integrations.cli import arguments as args
@@ -61,17 +61,18 @@ def stats(folder: args.Folder = Path(".samkv"), as_json: args.Json = False) -> N
 @app.command()
 def sync(
     folder: args.Folder = Path(".samkv"), collections: args.Collections = None,
+    chroma: args.ChromaServer = None,
     model: args.ModelName = "builtin", device: args.Device = "auto", dtype: args.Dtype = "auto",
     store_bits: args.CacheBits = None, grace_s: args.Grace = 3600.0,
     prune: args.Prune = True, build: args.Build = True, namespace: args.Namespace = "",
     remote: args.Remote = None, as_json: args.Json = False,
 ) -> None:  # fmt: skip
     """Bring caches into line with the records: build what is missing, delete what nothing uses."""
-    database = folder / "chroma"
-    names = list(dict.fromkeys(collections or ())) or collection_names(database)
+    database = Database(folder / "chroma", chroma)
+    names = list(dict.fromkeys(collections or ())) or database.names()
     if not names:
         raise EmptyInput(f"{database} holds no collection; ingest documents first")
-    opened = [open_collection(database, name, create=False) for name in names]
+    opened = [database.collection(name) for name in names]
     engine = engine_of(
         model, folder / "kv", device, dtype, store_bits, namespace=namespace, remote=remote
     )

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from samkv_integrations.cache.archive import export_caches, import_caches
 from samkv_integrations.cache.disk import ChunkStore
+from samkv_integrations.chroma.database import Database
 from samkv_integrations.cli import arguments as args
 from samkv_integrations.cli import tables
 from samkv_integrations.cli.loading import engine_of
@@ -17,16 +18,17 @@ from samkv_integrations.figures import size
 
 def export(
     file: args.NewArchive, folder: args.Folder = Path(".samkv"),
-    collections: args.Collections = None, namespace: args.Namespace = "",
-    as_json: args.Json = False,
+    collections: args.Collections = None, chroma: args.ChromaServer = None,
+    namespace: args.Namespace = "", as_json: args.Json = False,
 ) -> None:  # fmt: skip
     """Write caches, with their texts, into one file that another machine can import.
 
     It is as confidential as the documents. Records of the vector store are not in it.
     """
     store = store_in(folder, namespace)
+    keys = keys_of(Database(folder / "chroma", chroma), collections)
     with progress_bar("exporting") as show:
-        done = export_caches(store, file, keys_of(folder, collections), progress=show)
+        done = export_caches(store, file, keys, progress=show)
     if as_json:
         tables.write_json("store export", None, [asdict(done)])
         return

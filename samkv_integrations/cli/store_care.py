@@ -14,6 +14,7 @@ from samkv_integrations.cache.upkeep import VerifyResult
 from samkv_integrations.cache.upkeep import gc as collect_garbage
 from samkv_integrations.cache.upkeep import verify as verify_caches
 from samkv_integrations.cache.warming import warm as warm_caches
+from samkv_integrations.chroma.database import Database
 from samkv_integrations.cli import arguments as args
 from samkv_integrations.cli import tables
 from samkv_integrations.cli.sizes import bytes_of
@@ -132,7 +133,8 @@ def _limit(n_bytes: int | None) -> str:
 
 def warm(
     folder: args.Folder = Path(".samkv"), remote: args.Remote = None,
-    collections: args.Collections = None, max_bytes: args.WarmBytes = None,
+    collections: args.Collections = None, chroma: args.ChromaServer = None,
+    max_bytes: args.WarmBytes = None,
     namespace: args.Namespace = "", as_json: args.Json = False,
 ) -> None:  # fmt: skip
     """Read caches ahead, those used last first, so that the first questions find them in memory.
@@ -140,7 +142,8 @@ def warm(
     With --remote what the folder lacks is then fetched, as by 'samkv store pull'.
     """
     limit = None if max_bytes is None else bytes_of("--bytes", max_bytes)
-    store, keys = store_in(folder, namespace, remote), keys_of(folder, collections)
+    store = store_in(folder, namespace, remote)
+    keys = keys_of(Database(folder / "chroma", chroma), collections)
     with progress_bar("warming") as show:
         done = warm_caches(store, keys, max_bytes=limit, progress=show)
     row = asdict(done)

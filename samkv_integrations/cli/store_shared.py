@@ -10,6 +10,7 @@ import typer
 from samkv_integrations.cache.transfer import Moved
 from samkv_integrations.cache.transfer import pull as pull_caches
 from samkv_integrations.cache.transfer import push as push_caches
+from samkv_integrations.chroma.database import Database
 from samkv_integrations.cli import arguments as args
 from samkv_integrations.cli import tables
 from samkv_integrations.cli.sizes import bytes_of
@@ -40,12 +41,13 @@ def push(
 
 def pull(
     folder: args.Folder = Path(".samkv"), remote: args.Remote = None,
-    collections: args.Collections = None, max_bytes: args.WarmBytes = None,
+    collections: args.Collections = None, chroma: args.ChromaServer = None,
+    max_bytes: args.WarmBytes = None,
     namespace: args.Namespace = "", as_json: args.Json = False,
 ) -> None:  # fmt: skip
     """Fetch caches that other machines have made, the newest first, before questions need them."""
     limit = None if max_bytes is None else bytes_of("--bytes", max_bytes)
-    keys = keys_of(folder, collections)
+    keys = keys_of(Database(folder / "chroma", chroma), collections)
     store = store_in(folder, namespace, _given(remote))
     with progress_bar("pulling") as show:
         done = pull_caches(store, keys, max_bytes=limit, progress=show)

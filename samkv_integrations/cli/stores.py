@@ -10,7 +10,7 @@ from tqdm.auto import tqdm
 
 from samkv_integrations.cache.disk import ChunkStore
 from samkv_integrations.cache.tables import EVICTED, LOST, PRESENT
-from samkv_integrations.chroma.client import open_collection
+from samkv_integrations.chroma.database import Database
 from samkv_integrations.chroma.records import Records
 from samkv_integrations.errors import InvalidOption
 
@@ -35,17 +35,17 @@ def store_in(
     return ChunkStore(path, namespace=namespace, remote=remote)
 
 
-def keys_of(folder: Path, collections: Sequence[str] | None) -> set[str] | None:
+def keys_of(database: Database, collections: Sequence[str] | None) -> set[str] | None:
     """The keys that the records of these collections name; None for no collection, which is all."""
     if not collections:
         return None
     keys: set[str] = set()
     for name in collections:
-        keys |= Records(open_collection(folder / "chroma", name, create=False)).keys()
+        keys |= Records(database.collection(name)).keys()
     return keys
 
 
-def require_own_records(store: ChunkStore, database: Path, names: Sequence[str]) -> None:
+def require_own_records(store: ChunkStore, database: Database, names: Sequence[str]) -> None:
     """See that no collection is another namespace's, whose texts would be cached in the store's.
 
     It is if its records name caches of another namespace only. Raises InvalidOption.
@@ -54,7 +54,7 @@ def require_own_records(store: ChunkStore, database: Path, names: Sequence[str])
     own = {key for _, key, namespace in places if namespace == store.namespace}
     others = {key: namespace for _, key, namespace in places if namespace != store.namespace}
     for name in names if others else ():
-        keys = Records(open_collection(database, name, create=False)).keys()
+        keys = Records(database.collection(name)).keys()
         found = sorted({others[key] for key in keys & others.keys()})
         if found and not keys & own:
             raise InvalidOption(

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from fastapi import FastAPI
 
+from samkv_integrations.chroma.database import Database
 from samkv_integrations.engine.options import EngineOptions
 from samkv_integrations.engine.scheduler import Limits, Scheduler
 from samkv_integrations.errors import InvalidOption
@@ -21,18 +22,24 @@ class ServerSource:
     """Where a server comes from. It can be pickled; keys are in it as digests.
 
     model: a hub id, a local folder or ``"builtin"``. device, dtype: as of `load_model`.
-    folder, remote, options: as of `Tenancy`.
+    folder, remote, options: as of `Tenancy`. chroma: the address of a Chroma server; None for the
+        database in ``folder``.
     """
 
     model: str
     device: str = "auto"
     dtype: str = "auto"
     folder: Path
+    chroma: str | None = None
     remote: str | None = None
     options: EngineOptions = field(default_factory=EngineOptions)
     limits: Limits = field(default_factory=Limits)
     keys: ApiKeys
     settings: Settings
+
+    def database(self) -> Database:
+        """Where the collections are. Raises InvalidOption for what is no address."""
+        return Database(self.folder / "chroma", self.chroma)
 
     def tenancy(self) -> Tenancy:
         """The model, loaded, and an engine for each namespace: a wrong folder is found out now.
@@ -42,7 +49,9 @@ class ServerSource:
         scheduler = Scheduler(
             load_model(self.model, device=self.device, dtype=self.dtype), self.limits
         )
-        tenancy = Tenancy(scheduler, self.folder, self.remote, **self.options)
+        tenancy = Tenancy(
+            scheduler, self.folder, self.remote, database=self.database(), **self.options
+        )
         for tenant in self.keys.tenants:
             tenancy.engine(tenant)
         return tenancy

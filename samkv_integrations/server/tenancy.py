@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Unpack
 
 from samkv_integrations.cache.disk import ChunkStore
-from samkv_integrations.chroma.client import open_collection
+from samkv_integrations.chroma.database import Database
 from samkv_integrations.chroma.link import ChromaLink
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.engine.options import EngineOptions
@@ -21,9 +21,9 @@ class Tenancy:
 
     Args:
         scheduler: runs the model, for all.
-        folder: holds the chunk caches under ``kv`` and the Chroma database under ``chroma``, as
-            ``samkv ingest --dir`` leaves them.
+        folder: holds the chunk caches under ``kv``, as ``samkv ingest --dir`` leaves them.
         remote: where machines share the chunk caches; None for nowhere.
+        database: of the collections; None for the one under ``chroma`` in ``folder``.
         options: of every engine.
     """
 
@@ -32,10 +32,13 @@ class Tenancy:
         scheduler: Scheduler,
         folder: Path,
         remote: str | None = None,
+        *,
+        database: Database | None = None,
         **options: Unpack[EngineOptions],
     ) -> None:
         self.scheduler = scheduler
         self._folder, self._remote, self._options = folder, remote, options
+        self._database = database or Database(folder / "chroma")
         self._engines: dict[str, Engine] = {}
         self._opening = threading.Lock()
 
@@ -66,8 +69,7 @@ class Tenancy:
             raise UnknownOption.among("collection", collection, tenant.collections or ["none"])
         engine = self.engine(tenant)
         try:
-            opened = open_collection(self._folder / "chroma", collection, create=False)
-            return ChromaLink(opened, engine)
+            return ChromaLink(self._database.collection(collection), engine)
         except UnknownOption:  # deleted meanwhile; the error lists the collections of others
             raise UnknownOption(f"collection {collection!r} is gone; ingest it again") from None
         except InvalidOption as error:  # the server's fault, and no client's

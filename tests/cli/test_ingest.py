@@ -219,7 +219,7 @@ def test_ray_is_an_extra(town: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_a_chroma_server_is_an_address(town: Path, tiny: str, server: str) -> None:
     line = error_of("ingest", str(town), "--model", tiny, "--chroma", server)
-    assert f"--chroma {server}; give http://HOST:PORT" in line
+    assert f"Chroma server {server!r}; give http://HOST:PORT" in line
 
 
 def test_records_on_a_chroma_server(town: Path, tiny: str, chroma_port: int) -> None:

@@ -1,0 +1,123 @@
+"""``--chroma``: commands whose records are on a Chroma server."""
+
+from __future__ import annotations
+
+import pickle
+import shutil
+from pathlib import Path
+
+import httpx
+import pytest
+
+from samkv_integrations.chroma import client as client_module
+from samkv_integrations.engine.options import EngineOptions
+from samkv_integrations.server.keys import ApiKeys, Tenant
+from samkv_integrations.server.run import Settings
+from samkv_integrations.server.source import ServerSource
+from tests.cli.running import error_of, ran, rows_of
+from tests.support.chroma_server import free_port
+from tests.support.records import RECORDS, TEXTS
+
+QUESTION = RECORDS[1].question
+
+
+@pytest.fixture
+def server(chroma_port: int) -> str:
+    return f"http://127.0.0.1:{chroma_port}"
+
+
+def source_on(server: str, *collections: str) -> ServerSource:
+    return ServerSource(
+        model="builtin", device="cpu", folder=Path(".samkv").resolve(), chroma=server,
+        options=EngineOptions(method="reuse"),
+        keys=ApiKeys("", Tenant(collections=collections)),
+        settings=Settings(model_name="builtin"),
+    )  # fmt: skip
+
+
+def test_ask_retrieves_from_a_server(town: Path, server: str) -> None:
+    ran("ingest", str(town), "--collection", "asked", "--chroma", server)
+    assert not Path(".samkv/chroma").exists()
+    ask = ("ask", QUESTION, "--collection", "asked", "--method", "reuse")
+    (row,) = rows_of(*ask, "--chroma", server)
+    assert row["answer"].strip(" .") == RECORDS[1].workers
+    assert row["reused"] == len(row["sources"]) == 4
+    assert row["sources"][0].endswith("/krasplex-systems.txt")
+    assert "unknown collection 'aksed'" in error_of("ask", "x", "--collection", "aksed",
+                                                    "--chroma", server)  # fmt: skip
+
+
+def test_the_store_is_kept_in_line_with_a_servers_records(town: Path, server: str) -> None:
+    ran("ingest", str(town), "--collection", "kept", "--chroma", server)
+    files = sorted(Path(".samkv/kv").rglob("*.safetensors"))
+    for file in files[:2]:
+        file.unlink()
+    of_server = ("--collection", "kept", "--chroma", server)
+    (done,) = rows_of("store", "sync", *of_server)
+    assert (done["n_records"], done["n_cached"]) == (len(RECORDS), 2)
+    assert rows_of("store", "warm", *of_server)[0]["n_chunks"] == len(RECORDS)
+    (done,) = rows_of("store", "export", "caches.tar", *of_server)
+    assert done["n_chunks"] == len(RECORDS)
+
+
+def test_a_machine_pulls_the_caches_of_a_servers_collection(
+    town: Path, server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SAMKV_STORE_SECRET", "5a" * 32)
+    monkeypatch.setenv("SAMKV_REMOTE", (tmp_path / "shared").as_uri())
+    of_server = ("--chroma", server)
+    (town / "rest").mkdir()
+    (town / "rest/letter.txt").write_text("The ferry takes three hours.")
+    ran("ingest", str(town / "rest"), "--collection", "rest", *of_server)
+    shutil.rmtree(town / "rest")
+    ran("ingest", str(town), "--collection", "pulled", *of_server)
+    pull = ("store", "pull", "--dir", "second", "--collection", "pulled")
+    (done,) = rows_of(*pull, *of_server)
+    assert done["n_chunks"] == len(RECORDS)
+    (row,) = rows_of("ask", QUESTION, "--dir", "second", "--collection", "pulled", *of_server)
+    assert (row["found"], row["chunk_misses"]) == (4, {})
+
+
+@pytest.mark.parametrize("command", ["ask x", "serve --port 0 --collection notes", "store sync"])
+def test_an_address_that_is_none_and_a_server_that_is_not_there(town: Path, command: str) -> None:
+    line = error_of(*command.split(), "--chroma", "127.0.0.1:8000")
+    assert "Chroma server '127.0.0.1:8000'; give http://HOST:PORT" in line
+    port = free_port()
+    line = error_of(*command.split(), "--chroma", f"http://127.0.0.1:{port}")
+    assert f"Chroma at 127.0.0.1:{port} cannot be reached" in line
+
+
+async def test_a_replica_asks_one_client_for_all_its_questions(
+    town: Path, server: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """chromadb never lets go of a client of a server: one for each question would be a leak."""
+    ran("ingest", str(town), "--collection", "served", "--chroma", server)
+    made: list[object] = []
+    make = client_module.client_of_server
+
+    def counted(*args: object, **options: object) -> object:
+        made.append(args)
+        return make(*args, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("samkv_integrations.chroma.database.client_of_server", counted)
+    app = pickle.loads(pickle.dumps(source_on(server, "served").replica))()
+    asked = {"question": QUESTION, "top_k": 3, "max_tokens": 8}
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+        for _ in range(3):
+            found = (await client.post("/v1/samkv/ask", json=asked)).json()
+            assert found["answer"].strip(" .") == RECORDS[1].workers
+            assert found["samkv"]["reused"] == 3
+            assert {source["text"] for source in found["sources"]} < {*TEXTS}
+    assert len(made) == 1
+
+
+async def test_a_server_that_ends_is_the_services_fault(
+    town: Path, server: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran("ingest", str(town), "--collection", "gone")
+    app = source_on(f"http://127.0.0.1:{free_port()}", "gone").replica()
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+        reply = await client.post("/v1/samkv/ask", json={"question": QUESTION})
+    assert (reply.status_code, reply.json()["error"]["code"]) == (500, "store_error")
