@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
+from contextlib import redirect_stdout
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -83,7 +85,8 @@ def _add(
     if on_ray is None:
         return link.add(ids, texts, embeddings, rows, progress=True)
     source, pool = on_ray
-    return add_on_ray(link, source, ids, texts, embeddings, rows, pool=pool, progress=True)
+    with redirect_stdout(sys.stderr):  # Ray writes there of a worker that ends, between our JSON
+        return add_on_ray(link, source, ids, texts, embeddings, rows, pool=pool, progress=True)
 
 
 def _show(done: IngestResult | ClusterIngest, read: Read, collection: str) -> None:

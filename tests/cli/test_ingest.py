@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from samkv_integrations.chroma.client import connect_collection, open_collection
+from samkv_integrations.chroma.link import ChromaLink
+from samkv_integrations.chroma.results import IngestResult
 from samkv_integrations.cli.documents import Found, find_documents
 from tests.cli.running import error_of, ran, rows_of, run
 from tests.support.records import RECORDS
@@ -205,6 +207,20 @@ def test_options_of_workers_that_say_nothing(
 ) -> None:
     assert message in error_of("ingest", str(town), *options)
     assert not list(town.parent.rglob("*.safetensors"))
+
+
+def test_what_ray_writes_is_not_among_the_json(
+    town: Path, tiny: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It tells on standard output of a worker that was killed."""
+
+    def noisy(link: ChromaLink, source: object, *records: Any, **options: object) -> IngestResult:
+        sys.stdout.write("(raylet) Task MapWorker failed\n")
+        return link.add(*records)
+
+    monkeypatch.setattr("samkv_integrations.cli.ingest.add_on_ray", noisy)
+    (row,) = rows_of("ingest", str(town), "--model", tiny, "--ray")
+    assert row["n_records"] == len(RECORDS)
 
 
 def test_ray_is_an_extra(town: Path, monkeypatch: pytest.MonkeyPatch) -> None:
