@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import random
 import threading
 from collections import Counter
@@ -14,6 +15,8 @@ from typing import Any, Self
 import httpx
 
 from tests.support.processes import PATIENCE_S, wait_until
+
+_log = logging.getLogger(__name__)
 
 ATTEMPTS = 200
 _PAUSE_S = 0.1
@@ -88,11 +91,24 @@ class Load:
     def enter(self, phase: str, n_served: int, holds: Callable[[], bool] = lambda: True) -> None:
         """Begin a phase, and wait for ``n_served`` answers of it, and until something holds."""
         self.phase = phase
-        wait_until(
-            lambda: bool(self.failed) or (len(self.of(phase)) >= n_served and holds()),
-            f"{n_served} answers of phase {phase!r}",
-        )
+        try:
+            wait_until(
+                lambda: bool(self.failed) or (len(self.of(phase)) >= n_served and holds()),
+                f"{n_served} answers of phase {phase!r}",
+            )
+        finally:
+            _log.info("%s", self.figures(phase))
         assert not self.failed, self.failed[:3]
+
+    def figures(self, phase: str) -> str:
+        """What came of a phase, on one line."""
+        served = self.of(phase)
+        missed = sum((one.misses for one in served), Counter[str]())
+        return (
+            f"{phase}: {len(served)} served, {self.retried[phase]} asked again, "
+            f"{sum(one.samkv['found'] for one in served)} chunks, misses {dict(missed)}, "
+            f"{sum(one.n_as_text for one in served)} as text"
+        )
 
     def _run(self, number: int) -> None:
         draw = random.Random(number)
