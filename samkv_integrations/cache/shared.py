@@ -133,9 +133,12 @@ class SharedTier:
         takes longer than a question waits, or the folder has no room for it.
         """
         objects = self.remote.objects
+        is_gone = objects.is_gone
         try:
-            self.begin(key, fingerprint).result(0 if objects.is_gone else ASKED_S)
+            self.begin(key, fingerprint).result(0 if is_gone else ASKED_S)
         except TooLate as error:
+            if is_gone:  # who does not wait learns nothing of it: it is to be asked again in time
+                raise CacheMiss("io", f"{self.remote.url} did not answer a moment ago") from error
             objects.give_up()  # the next chunk does not wait as long again
             raise CacheMiss("io", f"{self.remote.url} takes longer than {ASKED_S:.0f} s") from error
         except (StoreError, OSError) as error:

@@ -16,15 +16,17 @@ import fsspec
 import pytest
 
 from benchmarks.s3_server import s3_server
+from samkv_integrations.cache import objects as objects_module
 from samkv_integrations.cache.base import Store
 from samkv_integrations.cache.disk import ChunkStore
 from samkv_integrations.cache.fingerprint import digest_of
-from samkv_integrations.cache.objects import Objects
+from samkv_integrations.cache.objects import AT_ONCE, Objects
 from samkv_integrations.cache.shared import Refreshed, SharedTier
 from samkv_integrations.cache.transfer import Moved, pull, push
 from samkv_integrations.errors import CacheMiss, InvalidOption, StoreError
 from tests.contracts.store_contract import TINY, StoreContract, chunk_for, read_all, reason
 from tests.support.chunks import tiny_fingerprint
+from tests.support.processes import wait_until
 
 SECRET = bytes(range(32))
 NUMBERS = count()
@@ -426,6 +428,26 @@ def no_place(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None
         monkeypatch.setattr("samkv_integrations.cache.objects.write_whole", fail)
 
     return breaks
+
+
+def test_questions_during_an_outage_do_not_make_it_longer(
+    local: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under load each one put off the next try, and the place was never asked again."""
+    first, second = local(), local()
+    (chunk,) = fill(first, 1)
+    assert second.shared is not None
+    objects, has_come = second.shared.remote.objects, threading.Event()
+    busy = [objects.pool.submit(has_come.wait, 60) for _ in range(AT_ONCE)]
+    monkeypatch.setattr(objects_module, "GONE_S", 1.0)
+    objects.give_up()
+    monkeypatch.setattr(objects_module, "GONE_S", 1_000.0)
+    assert objects.is_gone and reason(lambda: second.open(chunk.key, TINY)) == "io"
+    wait_until(lambda: not objects.is_gone, "it is asked again", patience_s=10.0)
+    has_come.set()
+    assert all(one.result() for one in busy)
+    with second.open(chunk.key, TINY) as stored:
+        stored.verify()
 
 
 def test_a_place_that_is_gone_is_a_miss_and_no_error(
