@@ -170,18 +170,25 @@ def kill_one_after_the_other(world: World) -> Load:
     ) as (process, address):  # fmt: skip
         questions = [record.question for record in ASKED]
         with Load(address, questions, n_clients=4, top_k=TOP_K) as load:
-            load.enter("whole", N_EACH)
+            load.enter("whole", lambda: None, N_EACH)
             before = replicas_of(process.pid)
             assert len(before) == 2
-            os.kill(before[0], signal.SIGKILL)
-            load.enter("a replica killed", N_EACH, lambda: len(replicas_of(process.pid)) == 2)
-            assert before[0] not in replicas_of(process.pid)
-            world.bucket.kill()
-            load.enter("S3 killed", N_EACH, lambda: _missed(load.of("S3 killed"))["io"] > 0)
-            world.bucket.start()
+            load.enter(
+                "a replica killed", lambda: os.kill(before[0], signal.SIGKILL), N_EACH,
+                lambda: len({*replicas_of(process.pid)} - {before[0]}) == 2,
+            )  # fmt: skip
+            load.enter(
+                "S3 killed", world.bucket.kill, N_EACH,
+                lambda: _missed(load.of("S3 killed"))["io"] > 0,
+            )  # fmt: skip
             n_before = world.bucket.n_fetched()
-            load.enter("S3 back", N_EACH, lambda: world.bucket.n_fetched() > n_before)
-            load.enter("whole again", N_EACH)
+            load.enter(
+                "S3 back", world.bucket.start, N_EACH,
+                lambda: (
+                    world.bucket.n_fetched() > n_before
+                    and not _missed(load.of("S3 back")[-N_EACH:])
+                ),
+            )  # fmt: skip
         return load
 
 

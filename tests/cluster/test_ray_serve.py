@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -27,47 +26,25 @@ from samkv_integrations.server.listen import listen_on
 from samkv_integrations.server.run import Settings
 from samkv_integrations.server.source import ServerSource
 from tests.cli.running import ran
+from tests.support.processes import PATIENCE_S, children_of, replicas_of, serving_replicas
 from tests.support.records import RECORDS
 from tests.support.stores import twin_folders
 
 pytestmark = pytest.mark.slow
 
-PATIENCE_S = 180.0
 ATTEMPTS = 100
 KEY = "sk-of-the-red-team"
-COMMAND = [sys.executable, "-c", "from samkv_integrations.cli.app import main; main()", "serve"]
-READY = re.compile(r"samkv: serving builtin on (http://127\.0\.0\.1:\d+)/v1\n")
 
 
 @contextmanager
 def serving_command(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], httpx.Client]]:
     """Two replicas, and a client that has a key; ended in the end."""
     pytest.importorskip("ray.serve", reason="the extra 'ray' is not installed")
-    process = subprocess.Popen(
-        [*COMMAND, "--ray", "--replicas", "2", "--port", "0", *arguments],
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "SAMKV_API_KEYS": f"{KEY} '' notes"},
-    )
-    try:
-        assert process.stderr is not None
-        said = []
-        for line in process.stderr:
-            said.append(line)
-            if found := READY.fullmatch(line):
-                key = {"authorization": f"Bearer {KEY}"}
-                with httpx.Client(base_url=found[1], headers=key, timeout=PATIENCE_S) as client:
-                    yield process, client
-                break
-        else:
-            pytest.fail(f"it never served: {''.join(said)}")
-    finally:
-        process.terminate()  # or processes of Ray's outlive it
-        try:
-            process.communicate(timeout=PATIENCE_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.communicate()
+    keys = {"SAMKV_API_KEYS": f"{KEY} '' notes"}
+    with serving_replicas(*arguments, **keys) as (process, address):
+        key = {"authorization": f"Bearer {KEY}"}
+        with httpx.Client(base_url=address, headers=key, timeout=PATIENCE_S) as client:
+            yield process, client
 
 
 @pytest.fixture
@@ -111,31 +88,6 @@ def answer(client: httpx.Client, place: int) -> tuple[str, int]:
             if isinstance(error, httpx.HTTPStatusError):
                 assert error.response.status_code >= 500, error.response.text
     raise AssertionError("no attempt succeeded")
-
-
-def children_of(process: int) -> dict[int, str]:
-    """The processes below one -> their command lines."""
-    parents, lines = dict[int, int](), dict[int, str]()
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdecimal():
-            try:
-                stat, line = (entry / "stat").read_text(), (entry / "cmdline").read_text()
-            except OSError:  # it has ended
-                continue
-            number = int(entry.name)
-            parents[number] = int(stat.rpartition(")")[2].split()[1])
-            lines[number] = line
-    found: dict[int, str] = {}
-    at = [process]
-    while at:
-        parent = at.pop()
-        at += (below := [number for number, of in parents.items() if of == parent])
-        found |= {number: lines[number] for number in below}
-    return found
-
-
-def replicas_of(process: int) -> list[int]:
-    return [number for number, line in children_of(process).items() if "ServeReplica" in line]
 
 
 def test_a_replica_that_is_killed_costs_a_retry_and_no_answer(documents: Path) -> None:

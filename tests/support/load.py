@@ -24,7 +24,10 @@ _PAUSE_S = 0.1
 
 @dataclass(frozen=True, kw_only=True)
 class Served:
-    """An answer. place: of the question. phase: in which it was asked. samkv: its report."""
+    """An answer. place: of the question. samkv: its report.
+
+    phase: in which it was asked and answered; empty for one that was under way as it changed.
+    """
 
     place: int
     phase: str
@@ -88,9 +91,16 @@ class Load:
         with self._lock:
             return [one for one in self.served if one.phase == phase]
 
-    def enter(self, phase: str, n_served: int, holds: Callable[[], bool] = lambda: True) -> None:
-        """Begin a phase, and wait for ``n_served`` answers of it, and until something holds."""
+    def enter(
+        self,
+        phase: str,
+        act: Callable[[], object],
+        n_served: int,
+        holds: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """Begin a phase by doing something; wait for ``n_served`` answers, and until it holds."""
         self.phase = phase
+        act()
         try:
             wait_until(
                 lambda: bool(self.failed) or (len(self.of(phase)) >= n_served and holds()),
@@ -124,7 +134,7 @@ class Load:
                     return
                 one = Served(
                     place=place,
-                    phase=phase,
+                    phase=phase if phase == self.phase else "",
                     text=body["answer"],
                     sources=tuple(source["text"] for source in body["sources"]),
                     samkv=body["samkv"],

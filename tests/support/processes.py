@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -115,12 +115,10 @@ def end(process: subprocess.Popen[str]) -> None:
 
 @contextmanager
 def serving_replicas(
-    *arguments: str, variables: Mapping[str, str] | None = None
+    *arguments: str, **variables: str
 ) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """``samkv serve --ray`` with two replicas, and its address; ended in the end."""
-    process = started(
-        "serve", "--ray", "--replicas", "2", "--port", "0", *arguments, **(variables or {})
-    )
+    process = started("serve", "--ray", "--replicas", "2", "--port", "0", *arguments, **variables)
     try:
         assert process.stderr is not None
         said = []
