@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -72,7 +72,7 @@ class KeptObjects:
     app: moto's. folder: holds a file for each object, and the log.
     """
 
-    app: Callable[[Mapping[str, Any], StartResponse], Iterable[bytes]]
+    app: Callable[[dict[str, Any], StartResponse], Iterable[bytes]]
     folder: Path
     _lock: Lock = field(default_factory=Lock)
 
@@ -85,9 +85,7 @@ class KeptObjects:
             backend.put_object(BUCKET, unquote(name), (self._objects / name).read_bytes())
         return len(kept)
 
-    def __call__(
-        self, environ: Mapping[str, Any], start_response: StartResponse
-    ) -> Iterable[bytes]:
+    def __call__(self, environ: dict[str, Any], start_response: StartResponse) -> Iterable[bytes]:
         told: list[str] = []
 
         def start(status: str, *rest: Any) -> Any:
