@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from samkv_integrations.chroma.client import open_collection
+from samkv_integrations.chroma.database import Database
 from samkv_integrations.chroma.lexical import nearest
 from samkv_integrations.chroma.link import ChromaLink
 from samkv_integrations.cli import arguments as args
@@ -43,7 +43,8 @@ NAMES = {
 def inspect(
     question: args.InspectedQuestion,
     collection: args.Collection = "documents", folder: args.Folder = Path(".samkv"),
-    model: args.ModelName = "builtin", device: args.Device = "auto", dtype: args.Dtype = "auto",
+    chroma: args.ChromaServer = None, model: args.ModelName = "builtin",
+    device: args.Device = "auto", dtype: args.Dtype = "auto",
     store_bits: args.CacheBits = None, top_k: args.TopK = 4,
     method: args.MethodName = None, settings: args.Settings = None,
     eviction: args.EvictionName = None, eviction_budget: args.EvictionBudget = None,
@@ -57,7 +58,7 @@ def inspect(
     rule = eviction_of(eviction, eviction_budget)
     if html is not None and not html.parent.is_dir():
         raise InvalidOption(f"{html.parent} is not a folder; make it, or name another file")
-    opened = open_collection(folder / "chroma", collection, create=False)
+    opened = Database(folder / "chroma", chroma).collection(collection)
     engine = engine_of(
         model, folder / "kv", device, dtype, store_bits, namespace=namespace, remote=remote
     )

@@ -8,7 +8,7 @@ from typing import cast
 
 from samkv_integrations import figures
 from samkv_integrations.bench import intervals
-from samkv_integrations.chroma.client import open_collection
+from samkv_integrations.chroma.database import Database
 from samkv_integrations.chroma.link import ChromaLink
 from samkv_integrations.cli import arguments as args
 from samkv_integrations.cli import tables
@@ -32,6 +32,7 @@ PICTURE = "agreement.svg"
 
 def tune(
     collection: args.Collection = "documents", folder: args.Folder = Path(".samkv"),
+    chroma: args.ChromaServer = None,
     model: args.ModelName = "builtin", device: args.Device = "auto", dtype: args.Dtype = "auto",
     store_bits: args.CacheBits = None, namespace: args.Namespace = "",
     questions: args.QuestionFile = None, agree: own.Agree = 0.95, by: own.AgreedBy = "exact",
@@ -49,7 +50,7 @@ def tune(
         most=most,
     )  # fmt: skip
     intervals.require_extras()
-    opened = open_collection(folder / "chroma", collection, create=False)
+    opened = Database(folder / "chroma", chroma).collection(collection)
     use_threads_for(model)
     store = store_in(folder, namespace)
     engine = Engine.from_pretrained(

@@ -78,7 +78,9 @@ def test_a_machine_pulls_the_caches_of_a_servers_collection(
     assert (row["found"], row["chunk_misses"]) == (4, {})
 
 
-@pytest.mark.parametrize("command", ["ask x", "serve --port 0 --collection notes", "store sync"])
+@pytest.mark.parametrize(
+    "command", ["ask x", "inspect x", "serve --port 0 --collection notes", "store sync"]
+)
 def test_an_address_that_is_none_and_a_server_that_is_not_there(town: Path, command: str) -> None:
     line = error_of(*command.split(), "--chroma", "127.0.0.1:8000")
     assert "Chroma server '127.0.0.1:8000'; give http://HOST:PORT" in line
