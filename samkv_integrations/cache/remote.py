@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import secrets
 import threading
 import time
 from collections.abc import Collection, Mapping
@@ -34,6 +35,7 @@ FINGERPRINTS_S = 30.0
 _LISTED = 32
 """Objects that are looked for one by one; more are listed."""
 
+_MARKER = "store.json"
 _MAX_AGREED = 1 << 16
 # What the fields of a fingerprint may raise if a stranger made them up.
 _STRANGE = (*BAD_JSON, AssertionError, RuntimeError, MemoryError, ArithmeticError, SamkvError)
@@ -67,6 +69,7 @@ class RemoteTier:
             namespace.encode(), key=secret, digest_size=16, person=b"samkv space"
         ).hexdigest()
         self._is_claimed = False
+        self._identity = ""
         self._lock = threading.RLock()
         self._known: dict[str, tuple[float, set[str]]] = {}  # keys by digest, and until when
         self._fingerprints: tuple[float, dict[str, Fingerprint]] = (0.0, {})
@@ -78,8 +81,11 @@ class RemoteTier:
         """
         if self._is_claimed:
             return
-        mine = {"format_version": FORMAT_VERSION, "secret_check": self._check}
-        found = self._agree("store.json", mine)
+        mine = {
+            "format_version": FORMAT_VERSION, "secret_check": self._check,
+            "identity": secrets.token_hex(8),
+        }  # fmt: skip
+        found = self._agree(_MARKER, mine)
         if found.get("secret_check") != self._check:
             raise StoreError(
                 f"{self.url} holds chunk caches that were written under another secret; next step: "
@@ -91,7 +97,17 @@ class RemoteTier:
                 f"{self.url} has format version {version!r}, this release uses {FORMAT_VERSION}; "
                 "next step: name another place, or use the release that filled it"
             )
+        self._identity = str(found.get("identity", ""))
         self._is_claimed = True
+
+    def identity(self) -> str:
+        """What the place was named when it was new; another one if it was emptied since.
+
+        Raises like `claim`.
+        """
+        self._is_claimed = False
+        self.claim()
+        return self._identity
 
     # -- chunks ---------------------------------------------------------------------------------
 

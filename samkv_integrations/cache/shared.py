@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -28,6 +29,8 @@ from samkv_integrations.cache.outage import Outage
 from samkv_integrations.cache.remote import HEAD_BYTES, Place, RemoteTier
 from samkv_integrations.cache.tables import EVICTED, Entry
 from samkv_integrations.errors import CacheMiss, SamkvError, StoreError
+
+_log = logging.getLogger(__name__)
 
 ASKED_S = 10.0
 """Seconds after which a question waits no longer for a chunk."""
@@ -252,6 +255,7 @@ class SharedTier:
 
         Raises StoreError if the remote tier does not answer.
         """
+        self._follow_place()
         before = self._index.database.read(lambda c: tables.shared(c, self._namespace))
         listed = self.listed()  # after: what this machine has put since is no stranger
         gone = sorted({key for _, key in before - listed.keys()})
@@ -266,6 +270,25 @@ class SharedTier:
         slices = (new[begin : begin + SLICE] for begin in range(0, len(new), SLICE))
         n_new = sum(map(self._learn, slices))
         return Refreshed(n_new=n_new, n_deleted=len(gone), listed=listed)
+
+    def _follow_place(self) -> None:
+        """What was in another remote tier, or in this one before it was emptied, was not deleted.
+
+        It is unknown again whether it is there, and `push` puts it.
+        """
+        with _answering():
+            place = self.remote.identity()
+        name = f"remote tier of {self._namespace}"
+
+        def work(connection: Connection) -> bool:
+            before = tables.value(connection, name)
+            tables.set_value(connection, name, place)
+            if is_other := before not in (None, place):
+                tables.unmark_shared(connection, self._namespace)
+            return is_other
+
+        if self._index.database.write(work):
+            _log.warning("%s is a new one; 'samkv store push' puts what is here", self.remote.url)
 
     def _learn(self, new: Sequence[tuple[Place, ObjectInfo]]) -> int:
         """Take note of chunks that are not here; how many could be read."""

@@ -145,9 +145,14 @@ def mark_shared(
     )
 
 
-def unmark_shared(connection: sqlite3.Connection, namespace: str, keys: Iterable[str]) -> None:
-    """Take note that chunks are in the remote tier no more."""
+def unmark_shared(
+    connection: sqlite3.Connection, namespace: str, keys: Iterable[str] | None = None
+) -> None:
+    """Take note that chunks are in the remote tier no more; all of them for None."""
     connection.execute(_SHARED)
+    if keys is None:
+        connection.execute("DELETE FROM shared WHERE namespace = ?", [namespace])
+        return
     connection.executemany(
         "DELETE FROM shared WHERE namespace = ? AND key = ?", [(namespace, key) for key in keys]
     )
@@ -300,7 +305,7 @@ def value(connection: sqlite3.Connection, name: str) -> Any:  # noqa: ANN401
     return found[0] if found else None
 
 
-def set_value(connection: sqlite3.Connection, name: str, new: int | None) -> None:
+def set_value(connection: sqlite3.Connection, name: str, new: int | str | None) -> None:
     """Write a setting down."""
     connection.execute("INSERT OR REPLACE INTO settings VALUES(?, ?)", [name, new])
 

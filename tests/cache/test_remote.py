@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -206,6 +207,35 @@ def test_what_one_deletes_all_delete(machine: Machine) -> None:
         assert store.text(gone.key) is None
         assert store.known_keys() == [kept.key]
         assert not store.file(gone.key, TINY.digest).exists()
+
+
+def test_a_place_that_was_emptied_deletes_nothing(local: Machine, folder: Path) -> None:
+    """It was not asked to: machines put there again what they have."""
+    first, second = local(), local()
+    chunks = fill(first, 3)
+    assert second.shared and first.shared
+    assert (first.shared.refresh().n_deleted, second.shared.refresh().n_new) == (0, 3)
+    second.open(chunks[0].key, TINY).close()
+    shutil.rmtree(folder)
+    assert counts(second.shared.refresh()) == (0, 0)
+    assert second.keys() == [chunks[0].key]
+    assert push(second).n_chunks == 1
+    assert counts(first.shared.refresh()) == (0, 0)  # though some are there, and others not
+    assert len(first.keys()) == 3
+    assert push(first).n_chunks == 2
+    assert {file.stem for file in files_of(folder)} == {chunk.key for chunk in chunks}
+    assert first.delete(chunks[0].key) == 1  # which is meant
+    assert counts(second.shared.refresh()) == (0, 1)
+
+
+def test_another_place_deletes_nothing(local: Machine, tmp_path: Path) -> None:
+    store = local()
+    chunks = fill(store, 2)
+    assert store.shared and counts(store.shared.refresh()) == (0, 0)
+    again = ChunkStore(store.path, remote=f"file://{tmp_path}/other", secret=SECRET)
+    assert again.shared and counts(again.shared.refresh()) == (0, 0)
+    assert sorted(again.keys()) == sorted(chunk.key for chunk in chunks)
+    assert push(again).n_chunks == 2
 
 
 def test_who_has_not_got_a_chunk_deletes_it(machine: Machine) -> None:

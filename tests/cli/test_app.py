@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,14 @@ from tests.cli.running import error_of, ran, run
 
 def test_version() -> None:
     assert ran("--version") == f"samkv {figures.version()}\n"
+
+
+def test_the_package_is_the_command() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "samkv_integrations", "--version"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (0, f"samkv {figures.version()}\n")
 
 
 def test_bench_is_part_of_it() -> None:

@@ -34,7 +34,7 @@ FLOORS = (
 """Rooms from the bottom up: one imports from lower floors, and from within itself, only.
 
 A room is a package of the core, or one of the few files beside the packages; "" is the core's
-``__init__``, "connectors" all of those."""
+``__init__``, "connectors" all of those, and ``__main__`` is of the command line."""
 
 CONNECTORS = (
     "langchain_samkv",
@@ -71,7 +71,8 @@ SOURCES = sources()
 def room(module: str) -> str:
     """What `FLOORS` calls the package, or the file, that a module of ours belongs to."""
     head, _, rest = module.partition(".")
-    return rest.split(".")[0] if head == PACKAGE else "connectors"
+    room = rest.split(".")[0] if head == PACKAGE else "connectors"
+    return "cli" if room == "__main__" else room
 
 
 @cache
