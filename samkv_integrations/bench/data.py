@@ -94,6 +94,7 @@ def load(
     kinds: Sequence[str] = (),
     documents: Sequence[int] = (),
     max_new_tokens: int | None = None,
+    labelled: bool = True,
 ) -> list[Question]:
     """The questions of all ``sources``, which take turns.
 
@@ -101,10 +102,12 @@ def load(
         id, question, answers, contexts (each with title and text), and maybe dataset, kind, set,
             or supporting (places in contexts);
         or LongBench's own: _id, input, context, answers, dataset.
+        ``documents``, a list of texts, may stand in place of contexts: they are taken as they are.
     builtin_set: which of `SETS` ``builtin`` stands for.
     prompt: ``auto`` asks LongBench's data sets as LongBench does, all others as ``rag`` does.
     kinds, documents: keep only these kinds, or values of ``set``, and numbers of documents; empty
         for all. max_new_tokens: of the answers; None for LongBench's, and 16 for others.
+    labelled: whether every question must have answers and an id; without, lines are counted.
 
     Raises:
         InvalidOption: a file is missing or broken (with its line), or an option is wrong.
@@ -118,7 +121,8 @@ def load(
     if builtin_set not in SETS:
         raise UnknownOption.among("set of built-in questions", builtin_set, SETS)
     paths = {s: SETS[builtin_set] if s == BUILTIN else Path(s) for s in sources}
-    files = [_read(path, prompt, max_new_tokens) for path in paths.values()]
+    form = _Form(prompt=prompt, max_new_tokens=max_new_tokens, labelled=labelled)
+    files = [_read(path, form) for path in paths.values()]
     turns = [found for found in chain(*zip_longest(*files)) if found is not None]
     _refuse_repeats(question for question, _ in turns)
     kept = _selected(turns, kinds, documents)
@@ -157,9 +161,26 @@ def _refuse_repeats(questions: Iterable[Question]) -> None:
         seen.add(question.id)
 
 
-def _read(
-    path: Path, prompt: PromptStyle, max_new_tokens: int | None
-) -> list[tuple[Question, set[str]]]:
+_NEEDED = (
+    "needed are id, question, answers and contexts of title and text, or LongBench's _id, input, "
+    "context, answers, dataset"
+)
+_NEEDED_UNLABELLED = (
+    "needed are question and documents, a list of texts (or contexts of title and text), or "
+    "LongBench's input, context, dataset"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Form:
+    """What `load` was asked for that changes how a line is read."""
+
+    prompt: PromptStyle
+    max_new_tokens: int | None
+    labelled: bool
+
+
+def _read(path: Path, form: _Form) -> list[tuple[Question, set[str]]]:
     """Questions of a file, each with the names by which `load` may be asked for it."""
     if not path.exists():
         raise InvalidOption(
@@ -173,15 +194,18 @@ def _read(
             record = json.loads(line)
             if not isinstance(record, dict):
                 raise TypeError("a line must be a JSON object")
+            if not form.labelled:
+                name = f"{path.stem}:{number}"
+                record = {"id": name, "_id": name, "answers": []} | record
             question = (
-                _of_longbench(record, prompt, max_new_tokens)
+                _of_longbench(record, form)
                 if "input" in record and "context" in record
-                else _of_record(record, path.stem, prompt, max_new_tokens)
+                else _of_record(record, path.stem, form)
             )
         except (ValueError, KeyError, TypeError) as error:
             raise InvalidOption(
-                f"{path}, line {number}: {_reason(error)}; needed are id, question, answers and "
-                "contexts of title and text, or LongBench's _id, input, context, answers, dataset"
+                f"{path}, line {number}: {_reason(error)}; "
+                f"{_NEEDED if form.labelled else _NEEDED_UNLABELLED}"
             ) from error
         except (InvalidOption, UnknownOption) as error:
             raise type(error)(f"{path}, line {number}: {error}") from error
@@ -208,49 +232,61 @@ def _text(record: Mapping[str, Any], field: str) -> str:
     return value
 
 
-def _answers(record: Mapping[str, Any]) -> tuple[str, ...]:
+def _answers(record: Mapping[str, Any], form: _Form) -> tuple[str, ...]:
     value = record["answers"]
+    if not value and not form.labelled:
+        return ()
     if not isinstance(value, list) or not value or not all(isinstance(a, str) for a in value):
         raise TypeError(f"answers is {value!r}; it must be a list of one text or more")
     return tuple(value)
 
 
-def _of_record(
-    record: Mapping[str, Any], stem: str, prompt: PromptStyle, max_new_tokens: int | None
-) -> Question:
-    contexts = record["contexts"]
-    if not isinstance(contexts, list) or not contexts:
-        raise TypeError("contexts must be a list of one document or more")
-    pairs = []
-    for context in contexts:
-        if not isinstance(context, dict) or not isinstance(context["title"], str):
-            raise TypeError("each of contexts must have a title and a text")
-        pairs.append((context["title"], _text(context, "text")))
+def _of_record(record: Mapping[str, Any], stem: str, form: _Form) -> Question:
     dataset = record.get("dataset") or stem
     if not isinstance(dataset, str):
         raise TypeError(f"dataset is {dataset!r}; it must be a text")
     known = longbench().get(dataset)
-    if known is None and prompt == "longbench":
+    if known is None and form.prompt == "longbench":
         raise UnknownOption.among("data set of LongBench", dataset, longbench())
-    as_longbench = known is not None and prompt != "rag"
+    as_longbench = known is not None and form.prompt != "rag"
     language: Language = known.language if known else "en"
-    if as_longbench:
-        bodies = [_as_passage(n, *pair, language) for n, pair in enumerate(pairs, start=1)]
-    else:
-        bodies = [normalise(f"[{title}]\n{text}") for title, text in pairs]
+    bodies = _bodies(record, language if as_longbench else None)
     kind = record.get("set") or record.get("kind") or dataset
     return Question(
         id=_text(record, "id"),
         dataset=dataset,
         kind=str(kind),
         question=_text(record, "question"),
-        answers=_answers(record),
-        documents=tuple(bodies),
+        answers=_answers(record, form),
+        documents=bodies,
         context="\n".join(bodies) if as_longbench else None,
         language=language,
-        max_new_tokens=max_new_tokens or (known.max_new_tokens if known else ANSWER_TOKENS),
+        max_new_tokens=form.max_new_tokens or (known.max_new_tokens if known else ANSWER_TOKENS),
         supporting=_supporting(record, len(bodies)),
     )
+
+
+def _bodies(record: Mapping[str, Any], passages_in: Language | None) -> tuple[str, ...]:
+    """The documents of a record, as LongBench writes them in a language, or as the command does."""
+    if "contexts" not in record and "documents" in record:
+        texts = record["documents"]
+        if not isinstance(texts, list) or not texts:
+            raise TypeError("documents must be a list of one text or more")
+        return tuple(normalise(_text({"documents": text}, "documents")) for text in texts)
+    contexts = record["contexts"]
+    if not isinstance(contexts, list) or not contexts:
+        raise TypeError("contexts must be a list of one document or more")
+    bodies = []
+    for number, context in enumerate(contexts, start=1):
+        if not isinstance(context, dict) or not isinstance(context["title"], str):
+            raise TypeError("each of contexts must have a title and a text")
+        title, text = context["title"], _text(context, "text")
+        bodies.append(
+            _as_passage(number, title, text, passages_in)
+            if passages_in
+            else normalise(f"[{title}]\n{text}")
+        )
+    return tuple(bodies)
 
 
 def _supporting(record: Mapping[str, Any], n_documents: int) -> tuple[int, ...]:
@@ -267,9 +303,7 @@ def _as_passage(number: int, title: str, text: str, language: Language) -> str:
     return normalise(f"Passage {number}:\n{title}\n{text}")
 
 
-def _of_longbench(
-    record: Mapping[str, Any], prompt: PromptStyle, max_new_tokens: int | None
-) -> Question:
+def _of_longbench(record: Mapping[str, Any], form: _Form) -> Question:
     dataset = _text(record, "dataset")
     if dataset not in longbench():
         raise UnknownOption.among("data set of LongBench", dataset, longbench())
@@ -285,11 +319,11 @@ def _of_longbench(
         dataset=dataset,
         kind=dataset,
         question=_text(record, "input"),
-        answers=_answers(record),
+        answers=_answers(record, form),
         documents=tuple(
             normalise(context[start:end]) for start, end in zip(starts, ends, strict=True)
         ),
-        context=None if prompt == "rag" else context,
+        context=None if form.prompt == "rag" else context,
         language=known.language,
-        max_new_tokens=max_new_tokens or known.max_new_tokens,
+        max_new_tokens=form.max_new_tokens or known.max_new_tokens,
     )

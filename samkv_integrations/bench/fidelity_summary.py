@@ -6,13 +6,13 @@ from collections.abc import Iterable, Sequence
 from statistics import fmean, median
 from typing import Any
 
-from samkv_integrations.bench.divergence import DIVERGENCES, MEASURES
+from samkv_integrations.bench.divergence import DIVERGENCES, MEASURES, OF_REFERENCE
 from samkv_integrations.bench.intervals import interval, ratio_interval
 from samkv_integrations.bench.quality_summary import ALL
 from samkv_integrations.figures import Row
 
 REUSE = "reuse"
-"""Label of chunk caches as they are, which other labels' figures are divided by."""
+"""The method of chunk caches as they are, which other labels' figures are divided by."""
 
 _SHARED = (*DIVERGENCES, "first_top1", "top1")
 
@@ -21,17 +21,20 @@ def summarise(rows: Iterable[Row]) -> list[Row]:
     """A row for each (label, kind), and for each label over all kinds, which is `ALL`.
 
     Figures are means over questions with 95 % bootstrap intervals, those of KL also medians. With
-    `REUSE` among the labels, each figure but ``answer_llr`` also as a multiple of its
-    (``kl_of_reuse``), those of KL with intervals; None where that is 0. All labels must have the
-    same questions, in the same order.
+    `REUSE` without eviction among the labels, each figure but ``answer_llr`` also as a multiple of
+    the first such label's (``kl_of_reuse``), those of KL with intervals; None where that is 0.
+    ``answer_llr`` is left out unless all questions have it. All labels must have the same
+    questions, in the same order.
     """
+    rows = list(rows)
+    base = next((r["label"] for r in rows if r["method"] == REUSE and not r["eviction"]), None)
     groups: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         for kind in (ALL, row["kind"]):
             groups.setdefault((kind, row["label"]), []).append(row)
     kinds = list(dict.fromkeys([ALL, *(kind for kind, _ in groups)]))
     order = sorted(groups, key=lambda name: kinds.index(name[0]))
-    return [_summary(*name, groups[name], groups.get((name[0], REUSE))) for name in order]
+    return [_summary(*name, groups[name], groups.get((name[0], base or ""))) for name in order]
 
 
 def _summary(
@@ -41,10 +44,13 @@ def _summary(
     reuse: Sequence[Row] | None,
 ) -> Row:
     line: dict[str, Any] = {"label": label, "kind": kind, "questions": len(group)}
-    for key in ("method", "eviction"):
+    for key in ("method", "eviction", "store_bits"):
         line[key] = group[0][key]
-    line["tokens"] = fmean(row["tokens"] for row in group)
+    for name in ("tokens", "recompute_ratio"):
+        line[name] = fmean(row[name] for row in group)
     for name in MEASURES:
+        if name == OF_REFERENCE and any(row[name] is None for row in group):
+            continue
         values = [row[name] for row in group]
         line[name] = fmean(values)
         line[f"{name}_low"], line[f"{name}_high"] = interval(values)

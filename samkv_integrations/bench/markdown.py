@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import fmean
 
+from samkv_integrations.bench.divergence import OF_REFERENCE
 from samkv_integrations.bench.quality_summary import ALL
 from samkv_integrations.bench.variants import Table4Row
 from samkv_integrations.figures import Row, size
@@ -33,6 +34,7 @@ _NEEDS = {
 }
 
 _FIDELITY: Mapping[str, Callable[[Row], str]] = {
+    "model": lambda row: str(row["model"]),
     "label": lambda row: str(row["label"]),
     "first KL": lambda row: _within(row, "first_kl"),
     "median": lambda row: f"{row['first_kl_median']:.4f}",
@@ -45,9 +47,12 @@ _FIDELITY: Mapping[str, Callable[[Row], str]] = {
     "KL, of reuse": lambda row: _of_reuse(row, "kl"),
     "first top-1, of reuse": lambda row: _of_reuse(row, "first_top1"),
     "top-1, of reuse": lambda row: _of_reuse(row, "top1"),
+    "recomputed": lambda row: f"{row['recompute_ratio']:.3f}",
     "tokens": lambda row: f"{row['tokens']:.1f}",
     "questions": lambda row: str(row["questions"]),
 }
+_FIDELITY_NEEDS = {"model": "model", "recomputed": "model", "answer LLR": OF_REFERENCE}
+"""Column -> what all rows must have; ``model`` is in tables of several models."""
 _OF_REUSE = ", of reuse"
 
 
@@ -82,16 +87,23 @@ def _one(rows: Sequence[Row]) -> str:
 
 
 def fidelity(rows: Sequence[Row]) -> str:
-    """Tables of the summary rows of `fidelity_summary.summarise`: all questions, each data set."""
+    """Tables of the summary rows of `fidelity_summary.summarise`: all questions, each data set.
+
+    Rows with ``model`` are of several models, in a column more.
+    """
     kinds = list(dict.fromkeys(row["kind"] for row in rows))
     parts = []
     for kind in kinds if len(kinds) > 2 else [ALL]:
         chosen = [row for row in rows if row["kind"] == kind]
         has_reuse = all("kl_of_reuse" in row for row in chosen)
-        columns = [c for c in _FIDELITY if has_reuse or not c.endswith(_OF_REUSE)]
+        columns = [
+            c for c in _FIDELITY
+            if (has_reuse or not c.endswith(_OF_REUSE))
+            and (c not in _FIDELITY_NEEDS or all(_FIDELITY_NEEDS[c] in row for row in chosen))
+        ]  # fmt: skip
         cells = [[_FIDELITY[c](row) for c in columns] for row in chosen]
         title = "All questions" if kind == ALL else kind
-        parts.append(f"## {title}\n\n{table(columns, cells)}")
+        parts.append(f"## {title}\n\n{table(columns, cells, left=1 + ('model' in columns))}")
     return "\n\n".join(parts)
 
 

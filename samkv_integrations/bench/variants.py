@@ -25,10 +25,15 @@ AT = " @ "
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """One way of answering. eviction: the rule while it is decoded, None to keep every KV entry."""
+    """One way of answering.
+
+    eviction: the rule while it is decoded, None to keep every KV entry. store_bits: bits of the
+        numbers in the caches that it reads; None for those of the run.
+    """
 
     method: Method
     eviction: Eviction | None = None
+    store_bits: int | None = None
 
     @classmethod
     def of(cls, method: Method) -> Variant:
@@ -42,7 +47,8 @@ class Variant:
         parts = (
             method.select, method.recompute, update, method.positions, method.attend, self.eviction,
         )  # fmt: skip
-        return f"{method.name}: {'; '.join(map(str, parts))}"
+        bits = "" if self.store_bits is None else f"; {self.store_bits} bits"
+        return f"{method.name}: {'; '.join(map(str, parts))}{bits}"
 
 
 def combine(
@@ -88,6 +94,23 @@ def combine(
                 for kept, suffix in _at_budgets(recomputed, budgets):
                     variants[label + suffix] = Variant.of(kept)
     return variants
+
+
+def at_store_bits(variants: Mapping[str, Variant], bits: Sequence[int]) -> dict[str, Variant]:
+    """Each of ``variants`` with caches in each of ``bits``, named in its label if it reads any.
+
+    One number of bits leaves labels alone: it is then that of the run.
+    """
+    if len(bits) == 1:
+        return dict(variants)
+    found: dict[str, Variant] = {}
+    for label, variant in variants.items():
+        if not variant.method.recompute.uses_caches:
+            found[label] = variant
+            continue
+        for number in bits:
+            found[f"{label}, {number} bits"] = replace(variant, store_bits=number)
+    return found
 
 
 def check_shares(what: str, values: Sequence[float]) -> None:

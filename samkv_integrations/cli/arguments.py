@@ -238,20 +238,6 @@ Table1 = Annotated[bool, typer.Option(help="Print the columns of the paper's Tab
 Table3 = Annotated[bool, typer.Option(help="Print F1 by data set, as its Table 3.")]
 Plot = Annotated[Path | None, typer.Option(help="Draw a picture, .png or .svg.")]
 
-Part = Annotated[
-    str, typer.Option(help="choose (to choose settings on), report (for figures) or all.")
-]
-MostDocuments = Annotated[int, typer.Option(help="Most documents a question.")]
-ForcedTokens = Annotated[
-    int, typer.Option(help="Most tokens of full prefill's answer that are forced on all.")
-]
-PastEnd = Annotated[
-    bool, typer.Option(help="So many tokens whether or not that answer ends before.")
-]
-FidelityRatios = Annotated[
-    str, typer.Option(help="Shares for the methods that recompute one: 0.05,0.1,...")
-]
-
 # -- of the benches of time ---------------------------------------------------------------------
 Shape = Annotated[str, typer.Option(help=f"One of {', '.join(shape_names())}.")]
 Layers = Annotated[int | None, typer.Option(help="So many of the shape's layers; else all.")]
