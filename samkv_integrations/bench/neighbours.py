@@ -30,8 +30,8 @@ def neighbour_questions(chunks: Sequence[str], n_documents: int, name: str) -> l
     """A question about each run of ``n_documents`` neighbouring ``chunks``, without answers.
 
     It asks for what one of them begins with, each place in turn. The last run may be shorter; a
-    single chunk is left out, because the first chunk of a prompt is as full prefill has it. Equal
-    chunks count once. name: of the data, and what ids begin with.
+    single chunk is left out, as no other stands before it. Equal chunks count once. name: of the
+    data, and what ids begin with.
 
     Raises:
         InvalidOption: ``n_documents`` is less than 2.
@@ -39,8 +39,8 @@ def neighbour_questions(chunks: Sequence[str], n_documents: int, name: str) -> l
     """
     if n_documents < 2:
         raise InvalidOption(
-            f"documents={n_documents}; it must be at least 2 for a folder, as a prompt's first "
-            "chunk is always as full prefill has it"
+            f"documents={n_documents}; it must be at least 2 for a folder, as what is measured is "
+            "what chunks lack of each other"
         )
     distinct = list(dict.fromkeys(chunks))
     runs = [distinct[at : at + n_documents] for at in range(0, len(distinct), n_documents)]

@@ -230,3 +230,34 @@ def test_what_is_not_there_is_refused(tmp_path: Path) -> None:
                   [{"title": "x", "text": "y"}]})  # fmt: skip
     with pytest.raises(EmptyInput, match="asked for: b, 2 documents"):
         data.load([two], kinds=["b"], documents=[2])
+
+
+def test_without_labels_a_question_and_its_documents_are_enough(tmp_path: Path) -> None:
+    bare = {"question": "Who?", "documents": ["One. ", "Two."]}
+    theirs = {name: THEIRS[name] for name in ("input", "context", "dataset")}
+    path = written(tmp_path, bare, bare | {"id": "mine", "answers": ["Ada"]}, theirs, RECORD)
+    found = data.load([path], labelled=False)
+    assert [q.id for q in found] == ["asked:1", "mine", "asked:3", RECORD["id"]]
+    assert [q.answers for q in found] == [(), ("Ada",), (), ("Ada",)]
+    assert found[0].documents == ("One.", "Two.") and found[2].context == THEIRS["context"]
+    assert found[0].prompt() == rag_prompt("Who?", ["One.", "Two."])
+    with pytest.raises(InvalidOption, match="line 1: the field 'id' is missing; needed are id, qu"):
+        data.load([path])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"documents": []}, "documents must be a list of one text or more"),
+        ({"documents": "One."}, "documents must be a list of one text or more"),
+        ({"documents": ["One.", " "]}, "documents is ' '; it must be a text"),
+        ({"answers": "Ada"}, "answers is 'Ada'"),
+        ({"question": ""}, "question is ''; .*needed are question and documents, a list of texts"),
+    ],
+)
+def test_a_broken_line_without_labels_is_named(
+    tmp_path: Path, change: dict[str, object], message: str
+) -> None:
+    bare = {"question": "Who?", "documents": ["One."]}
+    with pytest.raises(InvalidOption, match=f"asked.jsonl, line 1: {message}"):
+        data.load([written(tmp_path, bare | change)], labelled=False)

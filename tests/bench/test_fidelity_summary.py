@@ -12,7 +12,8 @@ from samkv_integrations.bench import divergence, fidelity_summary, markdown
 def row(label: str, id: str, kind: str, **measures: float) -> dict[str, Any]:
     empty = dict.fromkeys(divergence.MEASURES, 0.0)
     return {"label": label, "id": id, "kind": kind, "method": label, "eviction": None,
-            "tokens": 4, **empty, **measures}  # fmt: skip
+            "store_bits": None, "recompute_ratio": 0.0, "tokens": 4,
+            **empty, **measures}  # fmt: skip
 
 
 def test_summaries_by_hand() -> None:
@@ -47,3 +48,35 @@ def test_summaries_by_hand() -> None:
     alone = fidelity_summary.summarise([line for line in rows if line["label"] == "epic"])
     assert not [key for key in alone[0] if "of_reuse" in key]
     assert "of reuse" not in markdown.fidelity(alone)
+
+
+def test_caches_in_several_bits_are_divided_by_the_first_reuse() -> None:
+    rows = [
+        row("reuse, 4 bits", "a", "one", kl=2) | {"method": "reuse", "store_bits": 4},
+        row("reuse, 8 bits", "a", "one", kl=1) | {"method": "reuse", "store_bits": 8},
+        row("reuse + snapkv", "a", "one", kl=8) | {"method": "reuse", "eviction": "snapkv"},
+    ]
+    found = [line for line in fidelity_summary.summarise(rows) if line["kind"] == "all"]
+    assert [line["kl_of_reuse"] for line in found] == [1, 0.5, 4]
+    assert [line["store_bits"] for line in found] == [4, 8, None]
+    alone = fidelity_summary.summarise(rows[2:])
+    assert "kl_of_reuse" not in alone[0]
+
+
+def test_answers_that_are_not_known_leave_no_column() -> None:
+    rows = [row("reuse", "a", "one", answer_llr=1), row("reuse", "b", "two")]
+    rows[1]["answer_llr"] = None
+    found = {line["kind"]: line for line in fidelity_summary.summarise(rows)}
+    assert "answer_llr" not in found["all"] and "answer_llr" not in found["two"]
+    assert found["one"]["answer_llr"] == 1
+    first, *others = markdown.fidelity(list(found.values())).split("## ")[1:]
+    assert "answer LLR" not in first and "answer LLR" in others[0]
+
+
+def test_several_models_have_a_column() -> None:
+    line = fidelity_summary.summarise([row("reuse", "a", "one") | {"recompute_ratio": 0.25}])
+    together = [{"model": name, **line[0]} for name in ("m1", "m2")]
+    text = markdown.fidelity(together)
+    assert "| model | label | first KL |" in text and "| --- | --- | ---: |" in text
+    assert "| m1 | reuse | " in text and "| m2 | reuse | " in text and "| 0.250 | 4.0 | 1 |" in text
+    assert "model" not in markdown.fidelity(line) and "recomputed" not in markdown.fidelity(line)

@@ -51,6 +51,20 @@ def test_recompute_ratios_reach_what_recomputes_a_share(monkeypatch: pytest.Monk
     assert made["partial, 10 % recomputed"].method.recompute == alone
 
 
+def test_caches_in_several_bits_are_variants_of_what_reads_them() -> None:
+    base = variants.combine(["recompute", "reuse", "samkv-fusion"], budgets=[0.1],
+                            evictions={"none": None, "snapkv": EVICTIONS["snapkv"]})  # fmt: skip
+    assert variants.at_store_bits(base, [8]) == base
+    made = variants.at_store_bits(base, [4, 16])
+    assert [label for label in made if label.startswith("re")] == [
+        "recompute", "recompute + snapkv", "reuse, 4 bits", "reuse, 16 bits",
+        "reuse + snapkv, 4 bits", "reuse + snapkv, 16 bits",
+    ]  # fmt: skip
+    assert {variant.store_bits for variant in made.values()} == {None, 4, 16}
+    assert made["reuse, 4 bits"].method == base["reuse"].method
+    assert len({variant.describe() for variant in made.values()}) == len(made)
+
+
 def test_a_variant_is_described_the_same_in_every_process() -> None:
     texts = [variant.describe() for variant in variants.knobs().values()]
     texts += [v.describe() for v in variants.combine(list(METHODS), evictions=EVICTIONS).values()]
