@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice
 from typing import Any, Literal, get_args
 
@@ -21,7 +22,8 @@ from samkv_integrations.bench.truth_files import TruthFiles
 from samkv_integrations.bench.variants import TRUTH, Variant
 from samkv_integrations.cache.quantise import DEFAULT_STORE_BITS, check_store_bits
 from samkv_integrations.engine.engine import Engine
-from samkv_integrations.engine.forced import forced
+from samkv_integrations.engine.forced import ForcedTokens, force
+from samkv_integrations.engine.options import AnswerSettings
 from samkv_integrations.errors import EmptyInput, InvalidOption, UnknownOption
 from samkv_integrations.figures import Row
 from samkv_integrations.model.model import Model
@@ -315,21 +317,23 @@ def _forced(
 ) -> _Measured:
     """Logits of one variant. The last forced token is not fed: no logits after it are compared."""
     variant, prompt = config.variants[label], question.prompt(chat=config.chat)
-    along = [
-        forced(
-            engine, prompt, question.documents, follow=tokens[:-1],
-            method=variant.method, eviction=variant.eviction or "none",
-        )
-        for tokens in (own, expected)
-        if tokens
-    ]  # fmt: skip
+    settings = AnswerSettings.of(
+        method=variant.method, eviction=variant.eviction or "none", on_miss="text"
+    )
+
+    def along(tokens: Sequence[int]) -> ForcedTokens:
+        with engine.resolve(prompt, question.documents) as resolved:
+            request = engine.request(resolved, settings, len(tokens))
+            return engine.scheduler.run(partial(force, request, tokens[:-1]))
+
+    answered = along(own)
     return _Measured(
         forced=Forced(
-            own=along[0].logits,
-            reference=along[1].logits if expected else None,
+            own=answered.logits,
+            reference=along(expected).logits if expected else None,
             expected=expected,
         ),
-        recompute_ratio=along[0].report.recompute_ratio,
+        recompute_ratio=answered.report.recompute_ratio,
     )
 
 

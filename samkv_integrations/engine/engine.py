@@ -16,7 +16,7 @@ from samkv_integrations.cache.memory import MemoryStore
 from samkv_integrations.engine.asking import answering_of
 from samkv_integrations.engine.chunks import Chunks
 from samkv_integrations.engine.costs import CostModel, keep_costs, kept_costs, measure
-from samkv_integrations.engine.forced import forced
+from samkv_integrations.engine.forced import force
 from samkv_integrations.engine.off_loop import off_loop
 from samkv_integrations.engine.options import (
     AnswerOptions,
@@ -26,6 +26,7 @@ from samkv_integrations.engine.options import (
     check_given_bits,
     check_on_miss,
     check_parts,
+    check_tokens,
     prefix_ids,
 )
 from samkv_integrations.engine.prefix_cache import PrefixCache
@@ -328,8 +329,14 @@ class Engine:
         Returns (1 + len(follow), vocabulary) float32 on the CPU. Other arguments and errors are
         those of `generate`; chunks without a cache are computed as text.
         """
-        found = forced(self, prompt, chunks, follow=follow, method=method, eviction=eviction)
-        return found.logits
+        check_tokens("follow", follow, self.model)
+        settings = AnswerSettings.of(method=method, eviction=eviction, on_miss="text")
+
+        def compute() -> torch.Tensor:
+            return force(self.request(resolved, settings, max(1, len(follow))), follow).logits
+
+        with self.resolve(prompt, chunks) as resolved:
+            return self.scheduler.run(compute)
 
     def resolve(
         self,
