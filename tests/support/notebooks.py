@@ -29,7 +29,7 @@ def executed(name: str) -> tuple[Any, Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
         NotebookClient(
-            again, timeout=240, resources={"metadata": {"path": str(EXAMPLES)}}
+            again, timeout=600, resources={"metadata": {"path": str(EXAMPLES)}}
         ).execute()
     return kept, again
 
