@@ -92,9 +92,11 @@ class TestMessages:
         blocks = [{"type": kind, kind: "Let me see."}, {"type": "text", "text": "It is blue."}]
         llm = ChatSamKV(engine=engine, max_tokens=1)
         asked = HumanMessage("And now?")
-        seen = llm.invoke([HumanMessage("Which?"), AIMessage(blocks), asked]).usage_metadata
-        plain = llm.invoke([HumanMessage("Which?"), AIMessage("It is blue."), asked])
-        assert seen == plain.usage_metadata
+        seen, plain = (
+            llm.invoke([HumanMessage("Which?"), AIMessage(answer), asked]).usage_metadata
+            for answer in (blocks, "It is blue.")
+        )
+        assert seen["input_tokens"] == plain["input_tokens"] > 0
 
     def test_that_of_llama_index(self, engine: Engine) -> None:
         llm = SamKVLLM(engine=engine, max_new_tokens=1)
@@ -104,10 +106,10 @@ class TestMessages:
                 ChatMessage(role="user", content="Which?"),
                 ChatMessage(role="assistant", blocks=answer),
                 ChatMessage(role="user", content="And now?"),
-            ]).raw["usage"]
+            ]).raw["usage"]["prompt_tokens"]
             for answer in (blocks, blocks[1:])
         )  # fmt: skip
-        assert seen == plain
+        assert seen == plain > 0
 
     def test_a_message_of_another_kind(self, engine: Engine) -> None:
         with pytest.raises(InvalidOption, match="a FunctionMessage is not .* put its text into"):
