@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from samkv_integrations.bench.run_settings import common_settings
 from samkv_integrations.bench.variants import Variant
 from samkv_integrations.cache.disk import ChunkStore
 from samkv_integrations.chroma.link import ChromaLink
+from samkv_integrations.chroma.records import Records
 from samkv_integrations.engine.costs import name_of
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.errors import InvalidOption
@@ -54,11 +56,15 @@ class QuestionOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class TuneSetup:
-    """Ready to measure. folder: of what a run keeps. retrieval: what was left out."""
+    """Ready to measure. folder: of what a run keeps. retrieval: what was left out.
+
+    asked: all questions, without what is retrieved for them.
+    """
 
     link: ChromaLink
     store: ChunkStore
     options: QuestionOptions
+    asked: Sequence[Question]
     questions: Sequence[Question]
     retrieval: Retrieval
     folder: Path
@@ -72,14 +78,14 @@ class TuneSetup:
         Raises EmptyInput if none can be asked.
         """
         _calibrate(link.engine)
-        retrieval = Retrieval()
+        retrieval, asked = Retrieval(), _questions(link, options, folder)
         questions = retrieval.with_documents(
-            link, _questions(link, options, folder), top_k=options.top_k,
+            link, asked, top_k=options.top_k,
             max_new_tokens=options.max_new_tokens, chat=options.chat, most=options.most,
         )  # fmt: skip
         return cls(
-            link=link, store=store, options=options, questions=questions, retrieval=retrieval,
-            folder=folder,
+            link=link, store=store, options=options, asked=asked, questions=questions,
+            retrieval=retrieval, folder=folder,
         )  # fmt: skip
 
     @property
@@ -108,13 +114,22 @@ class TuneSetup:
             yield Run(config, candidates, self.questions, measurer, journal), place
 
     def _settings(self, candidates: Sequence[Candidate]) -> Mapping[str, Any]:
-        """What the rows of a run depend on: not the target, nor the minutes."""
+        """What the rows of a run depend on: not the target, nor the minutes.
+
+        Nor single chunks that were found: Chroma's search is approximate, and finds another one
+        where two are nearly as near. The collection's chunks stand for them.
+        """
         variants = {each.label: Variant.of(each.method) for each in candidates}
+        keys = "".join(sorted(Records(self.link.collection).keys()))
         return {
-            **common_settings(self.engine.model, self.questions, variants),
+            **common_settings(self.engine.model, self.asked, variants),
             "store_bits": [each.setting.store_bits for each in candidates],
             "collection": self.link.collection.name,
+            "chunks": hashlib.sha256(keys.encode()).hexdigest(),
             "chat": self.options.chat,
+            "top_k": self.options.top_k,
+            "max_new_tokens": self.options.max_new_tokens,
+            "most": self.options.most,
         }
 
 
