@@ -88,6 +88,9 @@ def show(seen: Inspection, layer: int | None, out: Console) -> None:
     out.print(_text(seen, layer, out), soft_wrap=not out.is_terminal)
     same = "the same answer" if seen.is_same else "another answer"
     out.print(f"\n{seen.report.ran}: {seen.answer}\nfull prefill: {seen.full_answer} ({same})")
+    if seen.report.eviction:
+        share = percent(seen.report.kept_ratio)
+        out.print(f"later tokens go on with {share} of the chunks' tokens ({seen.report.eviction})")
     if seen.report.chunk_misses:
         misses = ", ".join(f"{n} {reason}" for reason, n in seen.report.chunk_misses.items())
         out.print(f"without a usable cache: {misses}")

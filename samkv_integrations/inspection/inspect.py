@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from samkv_integrations.engine.decode import Decoder
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.engine.first_token import first_token
+from samkv_integrations.engine.greedy import decode_greedily
 from samkv_integrations.engine.options import AnswerSettings
 from samkv_integrations.engine.report import Report
 from samkv_integrations.engine.request import Request
@@ -20,7 +20,6 @@ from samkv_integrations.eviction import Eviction
 from samkv_integrations.inspection.inspection import Inspection
 from samkv_integrations.methods import Method
 from samkv_integrations.model.model import Model
-from samkv_integrations.model.sampling import Sampler
 from samkv_integrations.prompt.reader import Prompt
 from samkv_integrations.prompt.resolve import Resolved
 
@@ -100,15 +99,11 @@ def _watched(engine: Engine, resolved: Resolved, settings: AnswerSettings) -> _W
 
 def _answer(model: Model, request: Request, settings: AnswerSettings, watch: Watch) -> _Watched:
     begun = first_token(request)
-    sampler = Sampler(model, begun.layout.token_ids.tolist(), settings.sampling)
-    decoder = Decoder(model, begun.cache, begun.layout.n_tokens)
-    found = [sampler.next(begun.logits)]
-    while found[-1] not in model.eos_ids and len(found) < settings.sampling.max_new_tokens:
-        found.append(sampler.next(decoder.step(found[-1])))
+    found = decode_greedily(model, begun, settings.sampling.max_new_tokens)
     report = replace(
-        begun.report, completion_tokens=len(found), decode_kv_bytes=begun.cache.kv_bytes
+        begun.report, completion_tokens=len(found.tokens), decode_kv_bytes=begun.cache.kv_bytes
     )
-    return _Watched(text=model.detokenize(found).strip(), report=report, watch=watch)
+    return _Watched(text=found.text, report=report, watch=watch)
 
 
 def _states(watch: Watch, segments: _Segments) -> Tensor:

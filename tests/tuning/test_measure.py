@@ -58,6 +58,18 @@ def test_an_answer_is_the_engines_own(engine: Engine) -> None:
         assert torch.equal(logits, mine.logits)
 
 
+def test_an_answer_has_the_repetition_penalty_of_the_model(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`Engine.generate` takes it too; many models that chat have one. Below 1, as few tokens are too few to repeat."""
+    plain = greedy_answer(engine, QUESTION.prompt(), TEXTS, METHODS["reuse"], 6)
+    monkeypatch.setattr(engine.model.hf.generation_config, "repetition_penalty", 0.1)
+    mine = greedy_answer(engine, QUESTION.prompt(), TEXTS, METHODS["reuse"], 6)
+    theirs = engine.generate(QUESTION.prompt(), TEXTS, method="reuse", max_new_tokens=6)
+    assert mine.text == theirs.text.strip() != plain.text
+    assert torch.equal(mine.logits[0], plain.logits[0])  # the model's own
+
+
 def test_rows_say_how_far_candidates_are_from_full_prefill(
     engine: Engine, candidates: list[Candidate], tmp_path: Path
 ) -> None:
