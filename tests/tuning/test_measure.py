@@ -61,7 +61,7 @@ def test_an_answer_is_the_engines_own(engine: Engine) -> None:
 def test_an_answer_has_the_repetition_penalty_of_the_model(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`Engine.generate` takes it too; many models that chat have one. Below 1, as few tokens are too few to repeat."""
+    """`Engine.generate` takes it too. Here it is below 1: six tokens are too few to repeat any."""
     plain = greedy_answer(engine, QUESTION.prompt(), TEXTS, METHODS["reuse"], 6)
     monkeypatch.setattr(engine.model.hf.generation_config, "repetition_penalty", 0.1)
     mine = greedy_answer(engine, QUESTION.prompt(), TEXTS, METHODS["reuse"], 6)
