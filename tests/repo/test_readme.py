@@ -44,8 +44,8 @@ PRINTED = {  # by the snippets of a page, one after the other
     "troubleshooting": ("1 0 False", "1 1 True"),
 }
 
-APART = ("ray", "tracing")
-"""Pages whose snippets begin workers, or set what a process can set but once."""
+APART = ("ray", "tracing", "troubleshooting")
+"""Pages whose snippets begin workers, or set what outlasts them: a tracer, the level of a log."""
 
 SERVED = "http://127.0.0.1:8000"
 """Where pages have their server, as ``samkv serve`` starts it; here it has another port."""
