@@ -33,10 +33,10 @@ from samkv_integrations.cache.fingerprint import (
     _require,
     _without_block_size,
 )
-from samkv_integrations.cache.marker import claim, secret_of, write_marker, write_small
+from samkv_integrations.cache.marker import write_marker, write_small
 from samkv_integrations.cache.recovery import reconcile, recover
 from samkv_integrations.cache.remote import RemoteTier
-from samkv_integrations.cache.shared import SharedTier, require_unshared
+from samkv_integrations.cache.shared import SharedTier, claim_folder_of, require_unshared
 from samkv_integrations.cache.stats import StoreStats, _stats
 from samkv_integrations.cache.tables import EVICTED, Entry
 from samkv_integrations.errors import CacheMiss, StoreError
@@ -87,8 +87,9 @@ class ChunkStore:
         try:
             claim_folder(self.path)
             self.writer = Writer(self.path)
-            is_bound = secret is not None or remote is not None
-            version, self.secret = claim(self.path, self.writer, secret_of(secret), is_bound)
+            version, self.secret = claim_folder_of(
+                self.path, self.writer, secret, remote, remote_options
+            )
             self._is_older = version < FORMAT_VERSION
         except OSError as error:
             raise cannot("open a store in", self.path, error) from error

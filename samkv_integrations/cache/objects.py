@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from samkv_integrations.errors import CacheMiss, InvalidOption, MissingExtra
@@ -59,6 +60,7 @@ class Objects:
         self._lock = threading.Lock()
         self._process = -1
         self._gone_until = 0.0
+        self._why_gone = ""
         self._use()
 
     def _use(self) -> AbstractFileSystem:
@@ -75,9 +77,20 @@ class Objects:
         """Whether it did not answer a moment ago."""
         return time.monotonic() < self._gone_until
 
-    def give_up(self) -> None:
-        """Somebody has waited too long for it."""
-        self._gone_until = time.monotonic() + GONE_S
+    @property
+    def local_folder(self) -> Path | None:
+        """The folder of this machine that the URL means, if it means one."""
+        from fsspec.implementations.local import LocalFileSystem
+
+        return Path(self._root) if isinstance(self._use(), LocalFileSystem) else None
+
+    def give_up(self, why: str) -> None:
+        """Who is not patient does not ask it for a while, because of ``why``."""
+        self._gone_until, self._why_gone = time.monotonic() + GONE_S, why
+
+    def gone(self) -> CacheMiss:
+        """What to raise instead of asking it."""
+        return CacheMiss("io", f"{self.url} did not answer a moment ago ({self._why_gone})")
 
     @property
     def pool(self) -> ThreadPoolExecutor:
@@ -144,7 +157,7 @@ class Objects:
         import tenacity
 
         if not patiently and self.is_gone:
-            raise CacheMiss("io", f"{self.url} did not answer a moment ago")
+            raise self.gone()
         trying = tenacity.Retrying(
             retry=tenacity.retry_if_not_exception_type(_FINAL),
             stop=tenacity.stop_after_attempt(_ATTEMPTS),
@@ -158,8 +171,9 @@ class Objects:
             self._gone_until = 0.0
             raise
         except Exception as error:  # file systems raise what their libraries raise
-            self.give_up()
-            raise CacheMiss("io", f"{self.url}: {type(error).__name__}: {error}") from error
+            why = f"{type(error).__name__}: {error}"
+            self.give_up(why)
+            raise CacheMiss("io", f"{self.url}: {why}") from error
         self._gone_until = 0.0
         return result
 

@@ -86,12 +86,7 @@ class RemoteTier:
             "identity": secrets.token_hex(8),
         }  # fmt: skip
         found = self._agree(_MARKER, mine)
-        if found.get("secret_check") != self._check:
-            raise StoreError(
-                f"{self.url} holds chunk caches that were written under another secret; next step: "
-                "give this machine the secret of the store that filled it (docs/remote.md), or "
-                "name another place"
-            )
+        self._require_same_secret(found)
         if (version := found.get("format_version")) != FORMAT_VERSION:
             raise StoreError(
                 f"{self.url} has format version {version!r}, this release uses {FORMAT_VERSION}; "
@@ -99,6 +94,22 @@ class RemoteTier:
             )
         self._identity = str(found.get("identity", ""))
         self._is_claimed = True
+
+    def _require_same_secret(self, found: Mapping[str, Any]) -> None:
+        if found.get("secret_check") != self._check:
+            raise StoreError(
+                f"{self.url} holds chunk caches that were written under another secret; next step: "
+                "give this machine the secret of the store that filled it (docs/remote.md), or "
+                "name another place"
+            )
+
+    def require_same_secret(self) -> None:
+        """See that the objects, if there are any, are of this secret; nothing is written.
+
+        Raises like `claim`.
+        """
+        with suppress(FileNotFoundError):  # a new place
+            self._require_same_secret(self._read(_MARKER))
 
     def identity(self) -> str:
         """What the place was named when it was new; another one if it was emptied since.
@@ -277,9 +288,12 @@ class RemoteTier:
     def _read(self, path: str) -> dict[str, Any]:
         text = self.objects.read(path)
         try:
-            return dict(json.loads(text))
-        except (ValueError, TypeError, RecursionError) as error:
+            found = json.loads(text)
+        except (ValueError, RecursionError) as error:
             raise self._damaged(path) from error
+        if not isinstance(found, dict):
+            raise self._damaged(path)
+        return found
 
     def _damaged(self, path: str) -> StoreError:
         return StoreError(

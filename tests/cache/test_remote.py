@@ -388,6 +388,48 @@ def test_another_secret_is_refused(machine: Machine) -> None:
         machine(secret=bytes(32))
 
 
+@pytest.mark.parametrize("wrong", [None, bytes(32)])
+def test_who_was_refused_for_the_secret_may_try_again_with_the_right_one(
+    machine: Machine, place: tuple[str, dict[str, Any]], tmp_path: Path, wrong: bytes | None
+) -> None:
+    """The folder had taken a secret of its own, and refused the right one from then on."""
+    url, remote_options = place
+    (chunk,) = fill(machine(), 1)
+    with pytest.raises(StoreError, match="another secret"):
+        ChunkStore(tmp_path / "late", remote=url, remote_options=remote_options, secret=wrong)
+    late = ChunkStore(tmp_path / "late", remote=url, remote_options=remote_options, secret=SECRET)
+    with late.open(chunk.key, TINY) as stored:
+        stored.verify()
+
+
+def test_a_new_folder_without_a_secret_begins_a_new_place(
+    place: tuple[str, dict[str, Any]], tmp_path: Path
+) -> None:
+    url, remote_options = place
+    first = ChunkStore(tmp_path / "first", remote=url, remote_options=remote_options)
+    (chunk,) = fill(first, 1)
+    second = ChunkStore(
+        tmp_path / "second", remote=url, remote_options=remote_options, secret=first.secret
+    )
+    assert second.contains(chunk.key, TINY)
+
+
+@pytest.mark.parametrize("inside", ["", "/place", "/../own/place"])
+def test_a_place_in_the_folder_itself_is_refused(tmp_path: Path, inside: str) -> None:
+    with pytest.raises(InvalidOption, match="in .*own, the folder of the store itself"):
+        ChunkStore(tmp_path / "own", remote=f"file://{tmp_path}/own{inside}")
+    beside = ChunkStore(tmp_path / "own", remote=f"file://{tmp_path}/own-place")
+    assert beside.shared is not None
+
+
+@pytest.mark.parametrize("marker", ["[]", '"x"', "[[1, 2]]", "{", "null"])
+def test_a_damaged_marker_is_not_another_secret(local: Machine, folder: Path, marker: str) -> None:
+    local()
+    (folder / "store.json").write_text(marker)
+    with pytest.raises(StoreError, match="store.json is damaged; next step"):
+        local()
+
+
 def test_another_format_is_refused(local: Machine, folder: Path) -> None:
     local()
     marker = folder / "store.json"
@@ -470,7 +512,7 @@ def test_questions_during_an_outage_do_not_make_it_longer(
     objects, has_come = second.shared.remote.objects, threading.Event()
     busy = [objects.pool.submit(has_come.wait, 60) for _ in range(AT_ONCE)]
     monkeypatch.setattr(objects_module, "GONE_S", 1.0)
-    objects.give_up()
+    objects.give_up("takes long")
     monkeypatch.setattr(objects_module, "GONE_S", 1_000.0)
     assert objects.is_gone and reason(lambda: second.open(chunk.key, TINY)) == "io"
     wait_until(lambda: not objects.is_gone, "it is asked again", patience_s=10.0)
@@ -487,6 +529,8 @@ def test_a_place_that_is_gone_is_a_miss_and_no_error(
     chunk, other = fill(first, 2)
     no_place()
     assert reason(lambda: second.open(chunk.key, TINY)) == "io"
+    with pytest.raises(CacheMiss, match=r"a moment ago \(ConnectionError: nobody answers\)"):
+        second.open(chunk.key, TINY)
     assert not second.contains(chunk.key, TINY)
     assert second.fingerprints() == []
     with first.open(chunk.key, TINY) as stored:  # its own it has
