@@ -34,7 +34,7 @@ def tune(
     collection: args.Collection = "documents", folder: args.Folder = Path(".samkv"),
     chroma: args.ChromaServer = None,
     model: args.ModelName = "builtin", device: args.Device = "auto", dtype: args.Dtype = "auto",
-    store_bits: args.CacheBits = None, namespace: args.Namespace = "",
+    store_bits: args.CacheBits = None, namespace: args.Namespace = "", remote: args.Remote = None,
     questions: args.QuestionFile = None, agree: own.Agree = 0.95, by: own.AgreedBy = "exact",
     minutes: own.Minutes = 10.0, top_k: args.TopK = 4, max_new_tokens: args.MaxNewTokens = 64,
     asked_by: own.AskedBy = "chunks", chat: args.Chat = False, seed: own.Seed = 0,
@@ -50,9 +50,11 @@ def tune(
         most=most,
     )  # fmt: skip
     intervals.require_extras()
+    if output is not None and output.exists() and not output.is_dir():
+        raise InvalidOption(f"--output {output} is no folder; name a new one, or that of a run")
     opened = Database(folder / "chroma", chroma).collection(collection)
     use_threads_for(model)
-    store = store_in(folder, namespace)
+    store = store_in(folder, namespace, remote)
     engine = Engine.from_pretrained(
         model, store, device=device, dtype=dtype, store_bits=store_bits, prefix_bytes=0
     )

@@ -37,7 +37,7 @@ def show(
     out.print(STATES.format(target=config.agree))
     out.print(f"\n{_plot(standings, config.agree)}")
     out.print(
-        f"\n{len(standings)} settings on up to {result.n_choice} questions, "
+        f"\n{len(standings)} settings on up to {max(each.n for each in standings)} questions, "
         f"{seconds(result.seconds)}; every figure against full prefill on the same prompts. "
         f"Rows are kept in {folder}; the same command with more --minutes goes on."
     )

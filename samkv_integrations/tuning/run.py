@@ -77,7 +77,7 @@ class Result:
     chosen: the candidate that is recommended, None for full prefill; why: in words, then.
     checked: candidates on held-out questions, in the order in which they were tried.
     intervals: 95 % bootstrap intervals of each candidate's F1 and KL of the first token.
-    n_choice, n_checked: questions that the choice was made by, and held-out ones, at most.
+    n_checked: held-out questions, at most.
     seconds: that measuring took, in all parts of the run.
     """
 
@@ -86,7 +86,6 @@ class Result:
     chosen: str | None
     why: str
     intervals: Mapping[str, Mapping[str, tuple[float, float]]]
-    n_choice: int
     n_checked: int
     seconds: float
 
@@ -156,7 +155,6 @@ class Run:
             chosen=chosen,
             why="" if chosen else _why(found, checked, config),
             intervals=intervals,
-            n_choice=found.n_questions,
             n_checked=max((each.standing.n for each in checked), default=0),
             seconds=budget.spent,
         )

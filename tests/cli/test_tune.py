@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +89,24 @@ def test_tune_says_what_is_wrong(town: Path) -> None:
     assert "holds no Chroma database" in error_of("tune")
     ran("ingest", str(town), "--collection", "town")
     assert "unknown collection 'twon'" in error_of("tune", "--collection", "twon")
+    assert "questions.jsonl is no folder" in error_of(
+        "tune", "--collection", "town", "--output", str(town / "questions.jsonl")
+    )
     assert "has no entry for 'builtin'" in error_of("tune", "--collection", "town", "--check")
+
+
+@pytest.mark.slow  # every setting answers a question
+def test_another_machine_tunes_on_caches_of_a_remote_tier(
+    town: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without one its chunks had no caches, and no question was left."""
+    monkeypatch.setenv("SAMKV_STORE_SECRET", "5a" * 32)
+    remote = ("--remote", f"file://{Path.cwd()}/bucket")
+    ran("ingest", str(town), "--collection", "town", *remote)
+    shutil.move(".samkv/kv", "first-machine")
+    found = tuned("--collection", "town", "--minutes", "0.001", "--no-write", *remote)
+    assert {row["n"] for row in found["rows"]} == {1}
+    assert list(Path(".samkv/kv").rglob("*.safetensors"))
 
 
 def test_a_broken_file_is_an_error_of_every_command_that_opens_the_caches(town: Path) -> None:
