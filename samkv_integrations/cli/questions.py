@@ -39,15 +39,17 @@ def read_questions(path: Path, *, with_documents: bool = False) -> list[Question
             continue
         try:
             row = json.loads(line)
-            question, answers = row["question"], row.get("answers", [])
+            if not isinstance(row, dict):
+                raise TypeError("it is no JSON object")
+            question, answers = row.get("question"), row.get("answers", [])
             if not isinstance(question, str) or not isinstance(answers, list):
                 raise TypeError("question must be a string and answers a list")
             documents = _texts(row.get("documents", [])) if with_documents else ()
             if not question.strip():
                 raise ValueError("the question is empty")
-        except (ValueError, LookupError, TypeError, AttributeError) as error:
+        except (ValueError, TypeError, RecursionError) as error:
             raise InvalidOption(
-                f"{path}, line {number}: {error!r}; each line must be a JSON object with "
+                f"{path}, line {number}: {error}; each line must be a JSON object with "
                 "question and, if they are known, answers"
             ) from error
         asked = question_of(question, tuple(map(str, answers)), id=str(number))

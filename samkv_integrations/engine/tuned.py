@@ -148,12 +148,12 @@ def _bits(model: Model, store: Store, entry: TunedSetting | None) -> int:
     return DEFAULT_STORE_BITS
 
 
-def read(folder: Path) -> dict[str, TunedSetting]:
+def read(folder: str | os.PathLike[str]) -> dict[str, TunedSetting]:
     """The entries in a folder of chunk caches, by model; none without the file.
 
     Raises InvalidOption, with file, key and what is allowed, if it is broken.
     """
-    file = folder / FILE
+    file = Path(folder) / FILE
     try:
         text = file.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -169,12 +169,12 @@ def read(folder: Path) -> dict[str, TunedSetting]:
         ) from error
 
 
-def write(folder: Path, setting: TunedSetting) -> Path:
+def write(folder: str | os.PathLike[str], setting: TunedSetting) -> Path:
     """Write an entry, in place of the one that the model had; returns the file.
 
     Raises InvalidOption if the file that is there is broken, or cannot be written.
     """
-    file, entries = folder / FILE, {**read(folder), setting.model: setting}
+    file, entries = Path(folder) / FILE, {**read(folder), setting.model: setting}
     text = _HEADER + "".join(_text_of(entry) for _, entry in sorted(entries.items()))
     made = file.with_name(f".{FILE}.{os.getpid()}")
     try:

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from samkv_integrations.chroma.client import open_collection
+from samkv_integrations.cli.questions import read_questions
+from samkv_integrations.errors import InvalidOption
 from tests.cli.running import REPORT_FIELDS, error_of, ran, rows_of
 from tests.support.records import RECORDS
 
@@ -75,6 +77,26 @@ def test_ask_many_questions(town: Path) -> None:
     n_right = sum(row["exact_match"] for row in rows if row["method"] == "recompute")
     assert n_right >= 5  # the built-in model answers such questions
     assert f"{n_right:.0f} of 6" in ran(*command)
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        ("[1]", "it is no JSON object"),
+        ("{}", "question must be a string"),
+        ('{"question": 1}', "question must be a string"),
+        ('{"question": "Who?", "answers": "one"}', "answers a list"),
+        ('{"question": " "}', "the question is empty"),
+        ("{", "Expecting property name"),
+        ("[" * 100_000, "recursion depth"),
+    ],
+)
+def test_a_line_that_is_no_question(tmp_path: Path, line: str, why: str) -> None:
+    file = tmp_path / "questions.jsonl"
+    file.write_text(f'{{"question": "Who?"}}\n{line}\n')
+    with pytest.raises(InvalidOption, match=f"line 2: {why}|line 2: .*{why}") as caught:
+        read_questions(file)
+    assert "Error(" not in str(caught.value)
 
 
 def test_ask_with_the_chat_template(town: Path, tiny: str) -> None:

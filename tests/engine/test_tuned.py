@@ -42,7 +42,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     write(tmp_path, odd)
     assert read(tmp_path) == {SETTING.model: SETTING, odd.model: odd}
     newer = replace(SETTING, method="reuse", set=(), eviction="none", eviction_budget=None)
-    write(tmp_path, newer)
+    write(str(tmp_path), newer)
     assert read(tmp_path) == {SETTING.model: newer, odd.model: odd}
     assert [file.name for file in tmp_path.iterdir()] == [FILE]
 
