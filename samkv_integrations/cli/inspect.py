@@ -83,7 +83,7 @@ def inspect(
 
 def show(seen: Inspection, layer: int | None, out: Console) -> None:
     """The chunks, the prompt in colours, and both answers. layer: None for all of them."""
-    out.print(_chunk_table(seen))
+    out.print(_chunk_table(seen, layer))
     out.print()
     out.print(_text(seen, layer, out), soft_wrap=not out.is_terminal)
     same = "the same answer" if seen.is_same else "another answer"
@@ -96,13 +96,13 @@ def show(seen: Inspection, layer: int | None, out: Console) -> None:
         out.print(f"without a usable cache: {misses}")
 
 
-def _chunk_table(seen: Inspection) -> object:
+def _chunk_table(seen: Inspection, layer: int | None) -> object:
     columns = (
         "chunk", "tokens", "kept", "recom-\nputed", "dropped", "attention", "in full\nprefill",
         "best\nscore",
     )  # fmt: skip
     rows = []
-    for chunk in seen.chunks:
+    for chunk in seen.chunks_at(layer):
         shares = (chunk.kept, chunk.recomputed, chunk.dropped)
         rows.append((
             chunk.name, str(chunk.n_tokens),

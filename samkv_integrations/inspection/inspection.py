@@ -21,7 +21,7 @@ FRAME_HEIGHT = 720
 
 @dataclass(frozen=True, kw_only=True)
 class InspectedChunk:
-    """A chunk of an inspected prompt. All figures are means over layers.
+    """A chunk of an inspected prompt. All figures are means over layers, or of one layer.
 
     name: where it comes from. kept, recomputed, dropped: shares of its tokens; all 0 without a
     cache. attention, full_attention: the last prompt token's attention to the whole chunk, in this
@@ -97,11 +97,7 @@ class Inspection:
         Raises InvalidOption if there is no such layer.
         """
         if layer is not None:
-            if not 0 <= layer < self.n_layers:
-                raise InvalidOption(
-                    f"layer={layer}; {self.report.model!r} has {self.n_layers}, counted from 0"
-                )
-            return [State(int(state)) for state in self.states[layer]]
+            return [State(int(state)) for state in self.states[self._layers(layer)][0]]
         found = self.states[0].clone()
         for state in (State.DROPPED, State.KEPT, State.RECOMPUTED):
             found[(self.states == state).any(0)] = state
@@ -109,12 +105,29 @@ class Inspection:
 
     @cached_property
     def chunks(self) -> tuple[InspectedChunk, ...]:
-        """The chunks in the order of the prompt."""
-        return tuple(map(self._chunk, range(len(self.names))))
+        """The chunks in the order of the prompt, all layers together."""
+        return self.chunks_at()
 
-    def _chunk(self, index: int) -> InspectedChunk:
+    def chunks_at(self, layer: int | None = None) -> tuple[InspectedChunk, ...]:
+        """The chunks in the order of the prompt, at a layer; None for the mean over all.
+
+        Raises InvalidOption if there is no such layer.
+        """
+        layers = self._layers(layer)
+        return tuple(self._chunk(index, layers) for index in range(len(self.names)))
+
+    def _layers(self, layer: int | None) -> slice:
+        if layer is None:
+            return slice(None)
+        if not 0 <= layer < self.n_layers:
+            raise InvalidOption(
+                f"layer={layer}; {self.report.model!r} has {self.n_layers}, counted from 0"
+            )
+        return slice(layer, layer + 1)
+
+    def _chunk(self, index: int, layers: slice) -> InspectedChunk:
         own = self.chunk_of == index
-        states = self.states[:, own]
+        states = self.states[layers, own]
         kept, recomputed, dropped = (
             float((states == state).float().mean())
             for state in (State.KEPT, State.RECOMPUTED, State.DROPPED)
@@ -129,8 +142,8 @@ class Inspection:
             kept=kept,
             recomputed=recomputed,
             dropped=dropped,
-            attention=float(self.attention[:, own].sum(1).mean()),
-            full_attention=float(self.full_attention[:, own].sum(1).mean()),
+            attention=float(self.attention[layers, own].sum(1).mean()),
+            full_attention=float(self.full_attention[layers, own].sum(1).mean()),
             score=float(scores.max()) if len(scores) else None,
         )
 

@@ -133,8 +133,26 @@ def test_a_layer_or_all_of_them() -> None:
         else:
             assert (found.states[:, token] == state).any()
     for layer in (-1, found.n_layers):
-        with pytest.raises(InvalidOption, match=f"layer={layer}; .* counted from 0"):
-            found.state_at(layer)
+        for of_layer in (found.state_at, found.chunks_at):
+            with pytest.raises(InvalidOption, match=f"layer={layer}; .* counted from 0"):
+                of_layer(layer)
+
+
+def test_the_chunks_of_a_layer() -> None:
+    """Their mean over layers is what is said of all layers."""
+    found = seen_by("samkv-guided")
+    assert found.chunks_at() == found.chunks
+    for index, chunk in enumerate(found.chunks):
+        at = [found.chunks_at(layer)[index] for layer in range(found.n_layers)]
+        own = found.chunk_of == index
+        for layer, each in enumerate(at):
+            recomputed = (found.states[layer, own] == State.RECOMPUTED).sum()
+            assert each.recomputed * each.n_tokens == pytest.approx(float(recomputed))
+            assert (each.text, each.score) == (chunk.text, chunk.score)
+        for name in ("kept", "recomputed", "dropped", "attention", "full_attention"):
+            mean = sum(getattr(each, name) for each in at) / len(at)
+            assert mean == pytest.approx(getattr(chunk, name), abs=1e-6)
+    assert found.chunks_at(0) != found.chunks_at(found.n_layers - 1)
 
 
 def test_nothing_is_stored_and_nothing_is_taken_from_earlier_prompts() -> None:
