@@ -239,12 +239,19 @@ class Ownership:
     def _refusal(self, owner: _Owner) -> InvalidOption:
         store = self._store
         where = str(store.path) if isinstance(store, ChunkStore) else "this store"
+        ways = "give each database a folder of caches (kv_dir) or a namespace of its own"
+        if self._shared is not None:
+            where = self._shared.remote.url
+            ways = (
+                "have all machines keep their records in one Chroma server (--chroma "
+                "http://HOST:PORT of the commands, connect_collection), or give each database a "
+                "remote tier or a namespace of its own"
+            )
         gone = f"; if that database is gone for good, delete {self._file}" if self._file else ""
         return InvalidOption(
             f"the chunk caches in {where} (namespace {store.namespace!r}) are those of the Chroma "
             f"database {owner.location}, and would be deleted for want of a record in "
-            f"{self._mine}; give each database a folder of caches (kv_dir) or a namespace of its "
-            f"own{gone}"
+            f"{self._mine}; {ways}{gone}"
         )
 
 
