@@ -87,10 +87,8 @@ class ChunkStore:
         try:
             claim_folder(self.path)
             self.writer = Writer(self.path)
-            version, self.secret = claim_folder_of(
-                self.path, self.writer, secret, remote, remote_options
-            )
-            self._is_older = version < FORMAT_VERSION
+            claimed = claim_folder_of(self.path, self.writer, secret, remote, remote_options)
+            self.secret, self._is_older = claimed.secret, claimed.version < FORMAT_VERSION
         except OSError as error:
             raise cannot("open a store in", self.path, error) from error
         self.files = ChunkFolder(self.path, self.secret)

@@ -8,6 +8,7 @@ import os
 import re
 import secrets
 from pathlib import Path
+from typing import NamedTuple
 
 from samkv_integrations.cache.chunk import SECRET_BYTES
 from samkv_integrations.cache.files import TEMPORARY, Writer, write_file
@@ -40,10 +41,17 @@ def secret_of(given: bytes | None) -> bytes | None:
     return given
 
 
+class Claimed(NamedTuple):
+    """The format version and the secret of a folder."""
+
+    version: int
+    secret: bytes
+
+
 def claim(
     folder: Path, writer: Writer, given: bytes | None = None, is_bound: bool = False
-) -> tuple[int, bytes]:
-    """The format version and the secret of a folder, which is made a store if it is empty.
+) -> Claimed:
+    """What a folder is, which is made a store if it is empty.
 
     given: the secret of a new store; None for a random one.
     is_bound: whether it has to be the secret of a store that is there, too.
@@ -79,7 +87,7 @@ def claim(
             f"{folder} is a store of another secret than the one that is given; next step: name a "
             f"new folder, or give the secret that is in {file}"
         )
-    return version, secret
+    return Claimed(version, secret)
 
 
 def write_marker(folder: Path, writer: Writer, secret: bytes, *, replace: bool) -> None:

@@ -26,7 +26,7 @@ from samkv_integrations.cache.chunk_head import read_head
 from samkv_integrations.cache.files import Writer, make_folder, remove, write_file
 from samkv_integrations.cache.fingerprint import Fingerprint, digest_of
 from samkv_integrations.cache.index import Index
-from samkv_integrations.cache.marker import claim, secret_of
+from samkv_integrations.cache.marker import Claimed, claim, secret_of
 from samkv_integrations.cache.objects import ObjectInfo
 from samkv_integrations.cache.outage import Outage
 from samkv_integrations.cache.remote import HEAD_BYTES, Place, RemoteTier
@@ -80,8 +80,8 @@ def claim_folder_of(
     given: bytes | None,
     remote: str | None,
     options: Mapping[str, object] | None,
-) -> tuple[int, bytes]:
-    """The format version and the secret of a folder, see `marker.claim`.
+) -> Claimed:
+    """What a folder is, see `marker.claim`.
 
     Nothing is written into a new folder if ``remote`` is another store's, so that the right secret
     is taken at the next try.

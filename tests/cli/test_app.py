@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import runpy
 from pathlib import Path
 
 import pytest
@@ -16,12 +15,13 @@ def test_version() -> None:
     assert ran("--version") == f"samkv {figures.version()}\n"
 
 
-def test_the_package_is_the_command() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "samkv_integrations", "--version"],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert (done.returncode, done.stdout) == (0, f"samkv {figures.version()}\n")
+def test_the_package_is_the_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["samkv", "--version"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("samkv_integrations", run_name="__main__")
+    assert (ended.value.code, capsys.readouterr().out) == (0, f"samkv {figures.version()}\n")
 
 
 def test_bench_is_part_of_it() -> None:

@@ -624,7 +624,7 @@ def most_kept(method: Method, layout: Layout) -> float:
     return n_context
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     st.lists(letters, min_size=1, max_size=4),
     st.sampled_from(["", "Read: "]),

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from unittest import mock
@@ -13,6 +15,7 @@ from unittest import mock
 import pytest
 
 ROOT = Path(__file__).parents[2]
+Run = Callable[[str], str]
 SCREEN = 45
 """Lines that a reader sees at once."""
 
@@ -44,8 +47,8 @@ PRINTED = {  # by the snippets of a page, one after the other
     "troubleshooting": ("1 0 False", "1 1 True"),
 }
 
-APART = ("ray", "tracing", "troubleshooting")
-"""Pages whose snippets begin workers, or set what outlasts them: a tracer, the level of a log."""
+APART = ("ray", "tracing")
+"""Pages whose snippets begin workers, or set what a process can set but once."""
 
 SERVED = "http://127.0.0.1:8000"
 """Where pages have their server, as ``samkv serve`` starts it; here it has another port."""
@@ -68,29 +71,59 @@ def run(code: str, folder: Path) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("times", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", SNIPPETS)
 def test_a_snippet_of_the_readme_answers_from_caches_in_an_empty_folder(
-    tmp_path: Path, name: str, times: int
+    tmp_path: Path, name: str, here: Run
 ) -> None:
-    """With the installed package alone; before, it asked about sample documents of a checkout."""
-    for _ in range(times):  # people run it again
-        printed = run(SNIPPETS[name], tmp_path)
-        answer, _, report = printed.partition("Report(")
-        assert answer.strip() == "Vasumex Trading"
-        assert "found=2" in report and "chunk_misses={}" in report
+    answers_of_readme(here(SNIPPETS[name]))
     assert {path.name for path in tmp_path.iterdir()} == {"chroma", "kv"}
 
 
-@pytest.mark.parametrize("name", PRINTED)
+@pytest.mark.slow  # two processes each
+@pytest.mark.parametrize("name", SNIPPETS)
+def test_a_snippet_of_the_readme_may_be_run_again(tmp_path: Path, name: str) -> None:
+    for _ in range(2):
+        answers_of_readme(run(SNIPPETS[name], tmp_path))
+    assert {path.name for path in tmp_path.iterdir()} == {"chroma", "kv"}
+
+
+def answers_of_readme(printed: str) -> None:
+    answer, _, report = printed.partition("Report(")
+    assert answer.strip() == "Vasumex Trading"
+    assert "found=2" in report and "chunk_misses={}" in report
+
+
+@pytest.fixture
+def here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Iterator[Run]:
+    """Runs code in this process, which has imported what it imports; returns what it prints."""
+    log = logging.getLogger("samkv_integrations")
+    level = log.level
+
+    def run_here(code: str) -> str:
+        module = ModuleType("snippets")  # pydantic looks up the names of a class in its module
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        monkeypatch.chdir(tmp_path)
+        with mock.patch.dict(os.environ):
+            exec(compile(code, module.__name__, "exec"), vars(module))
+        return capsys.readouterr().out
+
+    yield run_here
+    log.setLevel(level)  # which a page sets
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] if name == "ray" else [])  # workers load models
+        for name in PRINTED
+    ],
+)
 def test_the_snippets_of_a_page_run_one_after_the_other(
-    tmp_path: Path,
-    name: str,
-    request: pytest.FixtureRequest,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, name: str, request: pytest.FixtureRequest, here: Run
 ) -> None:
-    """In this process, which has imported what they import, unless they need one of their own."""
+    """In this process, unless they need one of their own."""
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     code = "\n".join(PYTHON.findall(page(f"docs/{name}.md")))
     assert code
@@ -98,15 +131,7 @@ def test_the_snippets_of_a_page_run_one_after_the_other(
         code = code.replace(SERVED, request.getfixturevalue("town_address"))
     if name == "ray":
         pytest.importorskip("ray", reason="the extra 'ray' is not installed")
-    if name in APART:
-        printed = run(code, tmp_path)
-    else:
-        module = ModuleType("snippets")  # pydantic looks up the names of a class in its module
-        monkeypatch.setitem(sys.modules, module.__name__, module)
-        monkeypatch.chdir(tmp_path)
-        with mock.patch.dict(os.environ):
-            exec(compile(code, f"docs/{name}.md", "exec"), vars(module))
-        printed = capsys.readouterr().out
+    printed = run(code, tmp_path) if name in APART else here(code)
     assert [answer for answer in PRINTED[name] if answer not in printed] == []
 
 
