@@ -93,7 +93,12 @@ def claim_folder_of(
     """
     secret = secret_of(given)
     if remote is not None:
-        tier = RemoteTier(remote, secret or secrets.token_bytes(SECRET_BYTES), "", options)
+        tried = secret or secrets.token_bytes(SECRET_BYTES)
+        with suppress(FileNotFoundError):  # it may have been copied from another machine
+            tried = (folder / "secret").read_bytes()
+        if len(tried) != SECRET_BYTES:  # damaged, as `claim` says
+            return claim(folder, writer, secret, is_bound=True)
+        tier = RemoteTier(remote, tried, "", options)
         place = tier.objects.local_folder
         if place is not None and place.resolve().is_relative_to(folder.resolve()):
             raise InvalidOption(

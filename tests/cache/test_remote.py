@@ -402,6 +402,19 @@ def test_who_was_refused_for_the_secret_may_try_again_with_the_right_one(
         stored.verify()
 
 
+def test_the_secret_may_be_copied_into_an_empty_folder(
+    machine: Machine, place: tuple[str, dict[str, Any]], tmp_path: Path
+) -> None:
+    url, remote_options = place
+    first = machine()
+    (chunk,) = fill(first, 1)
+    (tmp_path / "copied").mkdir()
+    shutil.copy(first.path / "secret", tmp_path / "copied")
+    second = ChunkStore(tmp_path / "copied", remote=url, remote_options=remote_options)
+    with second.open(chunk.key, TINY) as stored:
+        stored.verify()
+
+
 def test_a_new_folder_without_a_secret_begins_a_new_place(
     place: tuple[str, dict[str, Any]], tmp_path: Path
 ) -> None:
