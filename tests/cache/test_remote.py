@@ -411,6 +411,7 @@ def test_the_secret_may_be_copied_into_an_empty_folder(
     (tmp_path / "copied").mkdir()
     shutil.copy(first.path / "secret", tmp_path / "copied")
     second = ChunkStore(tmp_path / "copied", remote=url, remote_options=remote_options)
+    assert second.secret == first.secret
     with second.open(chunk.key, TINY) as stored:
         stored.verify()
 
