@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from contextlib import ExitStack
+from unittest import mock
 
 import pytest
 import torch
+from chromadb.api.shared_system_client import SharedSystemClient
 
 from samkv_integrations.engine import asking as asking_module
 from samkv_integrations.engine.first_token import first_token
@@ -38,6 +41,20 @@ def chroma_port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
     """
     with chroma_server(tmp_path_factory.mktemp("server") / "chroma") as port:
         yield port
+
+
+@pytest.fixture
+def databases_of_its_own() -> Iterator[None]:
+    """Chroma remembers the folders that a process has opened by the paths it was given.
+
+    After a change of directory ``chroma`` would mean the database of another test still.
+    """
+    known = SharedSystemClient._identifier_to_system, SharedSystemClient._identifier_to_refcount
+    with ExitStack() as stack:
+        for each in known:
+            stack.enter_context(mock.patch.dict(each, clear=True))
+        yield
+        gc.collect()  # clients say that they go
 
 
 @pytest.fixture

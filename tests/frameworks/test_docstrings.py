@@ -44,6 +44,7 @@ def test_every_public_class_is_looked_at() -> None:
     }  # fmt: skip
 
 
+@pytest.mark.usefixtures("databases_of_its_own")
 @pytest.mark.parametrize("kind", CLASSES)
 async def test_examples_run(
     kind: type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -95,7 +95,10 @@ def answers_of_readme(printed: str) -> None:
 
 @pytest.fixture
 def here(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    databases_of_its_own: None,
 ) -> Iterator[Run]:
     """Runs code in this process, which has imported what it imports; returns what it prints."""
     log = logging.getLogger("samkv_integrations")
