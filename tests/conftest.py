@@ -9,7 +9,6 @@ from unittest import mock
 
 import pytest
 import torch
-from chromadb.api.shared_system_client import SharedSystemClient
 
 from samkv_integrations.engine import asking as asking_module
 from samkv_integrations.engine.first_token import first_token
@@ -49,6 +48,8 @@ def databases_of_its_own() -> Iterator[None]:
 
     After a change of directory ``chroma`` would mean the database of another test still.
     """
+    from chromadb.api.shared_system_client import SharedSystemClient
+
     known = SharedSystemClient._identifier_to_system, SharedSystemClient._identifier_to_refcount
     with ExitStack() as stack:
         for each in known:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,8 +17,6 @@ from samkv_integrations.errors import (
 
 _NAME = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9._-]{1,510}[a-zA-Z0-9]")
 """What Chroma allows; its own message says it in the words of a schema."""
-
-_ATTEMPTS = 3
 
 if TYPE_CHECKING:
     from chromadb.api import ClientAPI
@@ -150,21 +148,3 @@ def chroma_errors(what: str) -> Iterator[None]:
         yield
     except (ChromaError, TransportError, ValueError, TypeError) as error:
         raise InvalidOption(f"{what}: {error}") from error
-
-
-def persistently(write: Callable[[], None]) -> None:
-    """Call what may be called twice, again if Chroma failed within itself.
-
-    Chroma 1.x writes what it was told into its segments by threads of its own, and tells
-    whoever writes next that they failed ("Error in compaction"), busy machines being when it is
-    seen. What it refuses for its arguments is refused at once.
-    """
-    import tenacity
-    from chromadb.errors import InternalError
-
-    tenacity.Retrying(
-        retry=tenacity.retry_if_exception_type(InternalError),
-        stop=tenacity.stop_after_attempt(_ATTEMPTS),
-        wait=tenacity.wait_random_exponential(multiplier=0.1, max=1.0),
-        reraise=True,
-    )(write)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from samkv_integrations.chroma.client import chroma_errors, persistently
+from samkv_integrations.chroma.client import chroma_errors
 from samkv_integrations.chroma.owner import Location
 from samkv_integrations.chroma.results import KEY_FIELD, Metadata, Retrieved
 from samkv_integrations.errors import EmptyInput, InvalidOption
@@ -157,13 +157,11 @@ class Records:
             f"collection {self.collection.name!r} refused the records (their chunks stay cached "
             "until they are added again, or pruned by sync)"
         ):
-            persistently(
-                lambda: self.collection.upsert(
-                    ids=list(ids),
-                    documents=list(texts),
-                    embeddings=list(embeddings),
-                    metadatas=cast("list[Any]", metadatas),
-                )
+            self.collection.upsert(
+                ids=list(ids),
+                documents=list(texts),
+                embeddings=list(embeddings),
+                metadatas=cast("list[Any]", metadatas),
             )
         return keys_in(held) - set(keys)
 

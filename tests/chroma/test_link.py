@@ -7,12 +7,10 @@ import subprocess
 import sys
 import sysconfig
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
-from chromadb.errors import InternalError
 
 import samkv_integrations.engine.chunks
 from samkv_integrations import ChunkStore, Engine, MemoryStore
@@ -174,29 +172,6 @@ class TestAdd:
         link.add(["a"], TEXTS[:1], two[:1])
         with pytest.raises(InvalidOption, match="dimension"):
             link.add(["b"], TEXTS[1:2], [[1.0, 0.0]])
-
-    @pytest.mark.parametrize(("n_failures", "n_records"), [(1, 1), (2, 1), (3, 0)])
-    def test_a_chroma_that_failed_within_itself_is_told_again(
-        self,
-        link: ChromaLink,
-        embedding: HashingEmbedding,
-        monkeypatch: pytest.MonkeyPatch,
-        n_failures: int,
-        n_records: int,
-    ) -> None:
-        """As it does now and then on a busy machine; what is told twice is told once."""
-        upsert, left = link.collection.upsert, iter(range(n_failures))
-
-        def fails(**given: Any) -> None:
-            if next(left, None) is not None:
-                raise InternalError("Error in compaction: Error purging logs")
-            upsert(**given)
-
-        monkeypatch.setattr(link.collection, "upsert", fails)
-        refused = pytest.raises(InvalidOption, match="refused the records .*Error purging logs")
-        with nullcontext() if n_records else refused:
-            link.add(["a"], TEXTS[:1], embedding.embed(TEXTS[:1]))
-        assert link.collection.count() == n_records
 
 
 class TestQuery:
