@@ -34,9 +34,10 @@ from samkv_integrations.cache.fingerprint import (
     _without_block_size,
 )
 from samkv_integrations.cache.marker import write_marker, write_small
+from samkv_integrations.cache.objects import Objects
 from samkv_integrations.cache.recovery import reconcile, recover
-from samkv_integrations.cache.remote import RemoteTier
-from samkv_integrations.cache.shared import SharedTier, claim_folder_of, require_unshared
+from samkv_integrations.cache.remote import RemoteTier, claim_with_remote
+from samkv_integrations.cache.shared import SharedTier, require_unshared
 from samkv_integrations.cache.stats import StoreStats, _stats
 from samkv_integrations.cache.tables import EVICTED, Entry
 from samkv_integrations.errors import CacheMiss, StoreError
@@ -73,8 +74,7 @@ class ChunkStore:
             fsspec's); the folder is its local tier. While it does not answer, it is misses ("io").
         remote_options: of fsspec's file system, such as ``{"endpoint_url": ...}``.
         secret: what keys and MACs are made with, 32 bytes, the same on all machines that share;
-            None for the one in the environment variable SAMKV_STORE_SECRET (64 hex digits), or that
-            of the folder, which is random in a new one.
+            None for that of the variable SAMKV_STORE_SECRET (64 hex digits), else the folder's.
 
         Raises:
             StoreError: the folder is something else, of a newer format version, damaged, writable
@@ -84,10 +84,11 @@ class ChunkStore:
         """
         self.path = Path(path)
         self._namespace = check_namespace(namespace)
+        objects = None if remote is None else Objects(remote, remote_options or {})
         try:
             claim_folder(self.path)
             self.writer = Writer(self.path)
-            claimed = claim_folder_of(self.path, self.writer, secret, remote, remote_options)
+            claimed = claim_with_remote(self.path, self.writer, secret, objects)
             self.secret, self._is_older = claimed.secret, claimed.version < FORMAT_VERSION
         except OSError as error:
             raise cannot("open a store in", self.path, error) from error
@@ -99,8 +100,8 @@ class ChunkStore:
             _, known = self.index.budget.read()
             self.set_budget(max_bytes, {**known, **(quota or {})})
         self.shared: SharedTier | None = None
-        if remote is not None:
-            tier = RemoteTier(remote, self.secret, self._namespace, remote_options)
+        if objects is not None:
+            tier = RemoteTier(objects, self.secret, self._namespace)
             self.shared = SharedTier(self.files, tier, self.writer, self._namespace, self._reserve)
             self.shared.begin_to_share()
 

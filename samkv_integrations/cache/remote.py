@@ -15,13 +15,16 @@ from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import fields as fields_of
 from hashlib import blake2b
+from pathlib import Path
 from typing import Any
 
 from samkv_integrations.cache.checked_file import BAD_JSON
+from samkv_integrations.cache.chunk import SECRET_BYTES
+from samkv_integrations.cache.files import Writer
 from samkv_integrations.cache.fingerprint import FORMAT_VERSION, Fingerprint
-from samkv_integrations.cache.marker import check_of
+from samkv_integrations.cache.marker import Claimed, check_of, claim, secret_of
 from samkv_integrations.cache.objects import ObjectInfo, Objects
-from samkv_integrations.errors import CacheMiss, SamkvError, StoreError
+from samkv_integrations.errors import CacheMiss, InvalidOption, SamkvError, StoreError
 
 HEAD_BYTES = 1 << 17
 """Bytes of a chunk file that hold what its index is told, unless its text is very long."""
@@ -54,16 +57,13 @@ class RemoteTier:
     store's, see `claim`.
 
     Args:
-        url, options: see `Objects`.
+        objects: of the place.
         secret: of the store; the place takes no other one.
         namespace: whose chunks these are.
     """
 
-    def __init__(
-        self, url: str, secret: bytes, namespace: str, options: Mapping[str, Any] | None = None
-    ) -> None:
-        self.url = url
-        self.objects = Objects(url, options or {})
+    def __init__(self, objects: Objects, secret: bytes, namespace: str) -> None:
+        self.url, self.objects = objects.url, objects
         self._check = check_of(secret)
         self._space = blake2b(
             namespace.encode(), key=secret, digest_size=16, person=b"samkv space"
@@ -299,6 +299,46 @@ class RemoteTier:
         return StoreError(
             f"{self.url}/{path} is damaged; next step: delete it, or name another place"
         )
+
+
+def claim_with_remote(
+    folder: Path, writer: Writer, given: bytes | None, objects: Objects | None
+) -> Claimed:
+    """What a folder is, see `marker.claim`.
+
+    Nothing is written into a new folder if its remote tier is another store's, so that the right
+    secret is taken at the next try.
+
+    given: the secret, if not that of the environment or of the folder.
+    objects: of the remote tier; None for a folder of one machine.
+
+    Raises StoreError and InvalidOption as `ChunkStore` does.
+    """
+    secret = secret_of(given)
+    if objects is not None:
+        _require_outside(objects, folder)
+        if not (folder / "store.json").exists():
+            _require_right_secret(objects, folder / "secret", secret)
+    return claim(folder, writer, secret, is_bound=given is not None or objects is not None)
+
+
+def _require_outside(objects: Objects, folder: Path) -> None:
+    place = objects.local_folder
+    if place is not None and place.resolve().is_relative_to(folder.resolve()):
+        raise InvalidOption(
+            f"remote={objects.url!r} is in {folder}, the folder of the store itself; name a place "
+            "outside, which other machines reach"
+        )
+
+
+def _require_right_secret(objects: Objects, copied: Path, given: bytes | None) -> None:
+    """Raises StoreError if a remote tier that answers is not of a new folder's secret."""
+    secret = given or secrets.token_bytes(SECRET_BYTES)
+    with suppress(FileNotFoundError):  # it may have been copied from another machine
+        secret = copied.read_bytes()
+    if len(secret) == SECRET_BYTES:  # else it is damaged, as `claim` says
+        with suppress(CacheMiss):
+            RemoteTier(objects, secret, namespace="").require_same_secret()
 
 
 def _fingerprint(fields: Mapping[str, Any], digest: str) -> Fingerprint | None:

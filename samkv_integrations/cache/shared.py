@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import secrets
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -19,19 +18,17 @@ from tempfile import TemporaryDirectory
 
 from samkv_integrations.cache import tables
 from samkv_integrations.cache.checked_file import BAD_JSON
-from samkv_integrations.cache.chunk import SECRET_BYTES
 from samkv_integrations.cache.chunk_file import ChunkFile
 from samkv_integrations.cache.chunk_folder import ChunkFolder
 from samkv_integrations.cache.chunk_head import read_head
 from samkv_integrations.cache.files import Writer, make_folder, remove, write_file
 from samkv_integrations.cache.fingerprint import Fingerprint, digest_of
 from samkv_integrations.cache.index import Index
-from samkv_integrations.cache.marker import Claimed, claim, secret_of
 from samkv_integrations.cache.objects import ObjectInfo
 from samkv_integrations.cache.outage import Outage
 from samkv_integrations.cache.remote import HEAD_BYTES, Place, RemoteTier
 from samkv_integrations.cache.tables import EVICTED, Entry
-from samkv_integrations.errors import CacheMiss, InvalidOption, SamkvError, StoreError
+from samkv_integrations.errors import CacheMiss, SamkvError, StoreError
 
 _log = logging.getLogger(__name__)
 
@@ -72,43 +69,6 @@ def require_unshared(index: Index, namespace: str, keys: Collection[str]) -> Non
             f"{len(there)} of these chunk caches are in a remote tier too, where other machines "
             "would still find them; next step: open the store with remote=, or give --remote"
         )
-
-
-def claim_folder_of(
-    folder: Path,
-    writer: Writer,
-    given: bytes | None,
-    remote: str | None,
-    options: Mapping[str, object] | None,
-) -> Claimed:
-    """What a folder is, see `marker.claim`.
-
-    Nothing is written into a new folder if ``remote`` is another store's, so that the right secret
-    is taken at the next try.
-
-    given: the secret, if not that of the environment or of the folder.
-    remote, options: see `Objects`; None for a folder of one machine.
-
-    Raises StoreError, InvalidOption and MissingExtra as `ChunkStore` does.
-    """
-    secret = secret_of(given)
-    if remote is not None:
-        tried = secret or secrets.token_bytes(SECRET_BYTES)
-        with suppress(FileNotFoundError):  # it may have been copied from another machine
-            tried = (folder / "secret").read_bytes()
-        if len(tried) != SECRET_BYTES:  # damaged, as `claim` says
-            return claim(folder, writer, secret, is_bound=True)
-        tier = RemoteTier(remote, tried, "", options)
-        place = tier.objects.local_folder
-        if place is not None and place.resolve().is_relative_to(folder.resolve()):
-            raise InvalidOption(
-                f"remote={remote!r} is in {folder}, the folder of the store itself; name a place "
-                "outside, which other machines reach"
-            )
-        if not (folder / "store.json").exists():
-            with suppress(CacheMiss):  # nobody can tell now; it is seen when it answers
-                tier.require_same_secret()
-    return claim(folder, writer, secret, is_bound=given is not None or remote is not None)
 
 
 @contextmanager
