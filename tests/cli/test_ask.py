@@ -94,7 +94,7 @@ def test_ask_many_questions(town: Path) -> None:
 def test_a_line_that_is_no_question(tmp_path: Path, line: str, why: str) -> None:
     file = tmp_path / "questions.jsonl"
     file.write_text(f'{{"question": "Who?"}}\n{line}\n')
-    with pytest.raises(InvalidOption, match=f"line 2: {why}|line 2: .*{why}") as caught:
+    with pytest.raises(InvalidOption, match=f"line 2: .*{why}") as caught:
         read_questions(file)
     assert "Error(" not in str(caught.value)
 
