@@ -9,14 +9,16 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TextIO
 
+from samkv_integrations.cache.files import locked
 from samkv_integrations.errors import InvalidOption
 from samkv_integrations.figures import Row
 
-ROWS, RUN = "rows.jsonl", "run.json"
+ROWS, RUN, LOCK = "rows.jsonl", "run.json", "lock"
 
 
 def digest(settings: Mapping[str, Any]) -> str:
@@ -29,18 +31,29 @@ class Journal:
 
     ``rows`` holds the rows of this and of earlier processes under (question id, label).
 
-    Raises InvalidOption if the folder belongs to a run of other settings, or is not writable.
+    Raises InvalidOption if the folder belongs to a run of other settings, if another process
+    measures into it, or if it is not writable.
     """
 
     def __init__(self, folder: Path, settings: Mapping[str, Any], *, fresh: bool = False) -> None:
         self.folder = folder
         self.rows: dict[tuple[str, str], Row] = {}
         self._out: TextIO | None = None
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            self._claim(json.loads(json.dumps(settings)), fresh)
-        except OSError as error:
-            raise InvalidOption(f"{folder} cannot be written ({error}); name another") from error
+        with ExitStack() as opened:
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                opened.enter_context(locked(folder / LOCK, patience_s=0))
+                self._claim(json.loads(json.dumps(settings)), fresh)
+            except TimeoutError as error:
+                raise InvalidOption(
+                    f"another process measures into {folder}; wait for it, or name another folder "
+                    "with --output"
+                ) from error
+            except OSError as error:
+                raise InvalidOption(
+                    f"{folder} cannot be written ({error}); name another"
+                ) from error
+            self._opened = opened.pop_all()
 
     def _claim(self, settings: Mapping[str, Any], fresh: bool) -> None:
         run, rows = self.folder / RUN, self.folder / ROWS
@@ -89,7 +102,8 @@ class Journal:
     def add(self, row: Row) -> None:
         """Keep a row, here and in the file."""
         if self._out is None:
-            self._out = (self.folder / ROWS).open("a", encoding="utf-8", newline="\n")
+            rows = (self.folder / ROWS).open("a", encoding="utf-8", newline="\n")
+            self._out = self._opened.enter_context(rows)
         self._out.write(json.dumps(dict(row), ensure_ascii=False) + "\n")
         self._out.flush()
         self.rows[row["id"], row["label"]] = row
@@ -103,5 +117,4 @@ class Journal:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if self._out is not None:
-            self._out.close()
+        self._opened.close()

@@ -6,15 +6,16 @@ it where it was told nothing else.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
+
+import tomli_w
 
 from samkv_integrations.cache.base import Store
 from samkv_integrations.cache.disk import ChunkStore
@@ -63,6 +64,11 @@ class TunedSetting:
     def __post_init__(self) -> None:
         check_store_bits(self.store_bits)
         self.to_method()  # raises
+        for name, value in self.measured.items():
+            if not isinstance(value, Scalar):
+                raise InvalidOption(
+                    f"measured.{name} is {value!r}; it must be a text, a number, true or false"
+                )
 
     def to_method(self) -> Method:
         """The method with its options, and with the eviction as its own rule."""
@@ -115,6 +121,13 @@ def choices_of(
     if method is not None or entry is None:
         chosen = get_method(DEFAULT_METHOD if method is None else method)
         return EngineChoices(method=chosen, store_bits=bits)
+    if entry.store_bits != bits:  # what was enough on finer caches may not be on these
+        _LOG.warning(
+            "%s: the setting for %r was measured on caches of %d bits and is not taken with %d; "
+            "ingest again with --store-bits %d, or tune again",
+            FILE, model.name, entry.store_bits, bits, entry.store_bits,
+        )  # fmt: skip
+        return EngineChoices(method=get_method(DEFAULT_METHOD), store_bits=bits)
     _LOG.info("%s: %r answers with %s", FILE, model.name, entry.line)
     return EngineChoices(method=entry.to_method(), store_bits=bits, tuned=entry)
 
@@ -138,14 +151,7 @@ def _bits(model: Model, store: Store, entry: TunedSetting | None) -> int:
     with suppress(StoreError):
         mine = (model.identity.weights, model.dtype_name)
         held = {f.store_bits for f in store.fingerprints() if (f.weights, f.dtype) == mine}
-    if not held or entry.store_bits in held:
-        return entry.store_bits
-    _LOG.warning(
-        "%s was measured on caches of %d bits, and those of %r here have %s; ingest again with "
-        "--store-bits %d",
-        FILE, entry.store_bits, model.name, ", ".join(map(str, sorted(held))), entry.store_bits,
-    )  # fmt: skip
-    return DEFAULT_STORE_BITS
+    return entry.store_bits if not held or entry.store_bits in held else DEFAULT_STORE_BITS
 
 
 def read(folder: str | os.PathLike[str]) -> dict[str, TunedSetting]:
@@ -175,12 +181,13 @@ def write(folder: str | os.PathLike[str], setting: TunedSetting) -> Path:
     Raises InvalidOption if the file that is there is broken, or cannot be written.
     """
     file, entries = Path(folder) / FILE, {**read(folder), setting.model: setting}
-    text = _HEADER + "".join(_text_of(entry) for _, entry in sorted(entries.items()))
+    tables = {name: _table(entry) for name, entry in sorted(entries.items())}
+    text = f"{_HEADER}\n{tomli_w.dumps({'models': tables})}"
     made = file.with_name(f".{FILE}.{os.getpid()}")
     try:
         made.write_text(text, encoding="utf-8")
         made.replace(file)
-    except OSError as error:
+    except (OSError, UnicodeEncodeError) as error:
         made.unlink(missing_ok=True)
         raise InvalidOption(f"{file} cannot be written ({error}); allow access there") from error
     return file
@@ -235,20 +242,9 @@ def _entry(name: str, found: object) -> TunedSetting:
         raise _Broken(f"key models.{name!r}: {error}") from error
 
 
-def _text_of(entry: TunedSetting) -> str:
-    table = f"models.{_toml(entry.model)}"
-    values: dict[str, Any] = {
-        each.name: getattr(entry, each.name)
-        for each in fields(entry)
-        if each.name not in ("model", "measured")
-    }
-    measured = "".join(f"{key} = {_toml(value)}\n" for key, value in entry.measured.items())
-    own = "".join(f"{k} = {_toml(v)}\n" for k, v in values.items() if v is not None)
-    return f"\n[{table}]\n{own}\n[{table}.measured]\n{measured}"
-
-
-def _toml(value: Scalar | Sequence[str]) -> str:
-    """A value as TOML: JSON's forms, but for one character that TOML wants escaped."""
-    if isinstance(value, float) and value != value:  # JSON has no word for it
-        return "nan"
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+def _table(entry: TunedSetting) -> dict[str, Any]:
+    """An entry as what `tomllib` would read of it; TOML has no word for None."""
+    values = {each.name: getattr(entry, each.name) for each in fields(entry)}
+    del values["model"]
+    values |= {"set": list(entry.set), "measured": dict(entry.measured)}
+    return {name: value for name, value in values.items() if value is not None}

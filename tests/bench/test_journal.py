@@ -79,6 +79,17 @@ def test_a_killed_run_goes_on_to_the_same_table(file: Path, tmp_path: Path) -> N
     assert (folder / ROWS).read_bytes() == before
 
 
+def test_two_runs_at_once_do_not_share_a_folder(tmp_path: Path) -> None:
+    """Each would measure what the other one measures, and write its rows again."""
+    with Journal(tmp_path, {"model": "a"}) as journal:
+        for fresh in (False, True):
+            with pytest.raises(InvalidOption, match="another process measures into .*--output"):
+                Journal(tmp_path, {"model": "a"}, fresh=fresh)
+        journal.add({"id": "q", "label": "reuse"})
+    with Journal(tmp_path, {"model": "a"}) as journal:
+        assert list(journal.rows) == [("q", "reuse")]
+
+
 def test_a_folder_belongs_to_one_run(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     row = {"id": "q", "label": "reuse"}

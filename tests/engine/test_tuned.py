@@ -47,6 +47,18 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert [file.name for file in tmp_path.iterdir()] == [FILE]
 
 
+def test_what_people_write_of_their_measurements_is_kept(tmp_path: Path) -> None:
+    (tmp_path / FILE).write_text(
+        "[models.a]\nmethod = 'reuse'\n[models.a.measured]\n'by hand' = 'a \"b\"'\n'ü' = true\n"
+        "most = inf\nleast = -inf\nn = 3\n",
+        encoding="utf-8",
+    )
+    before = read(tmp_path)
+    write(tmp_path, SETTING)
+    assert read(tmp_path) == {**before, SETTING.model: SETTING}
+    assert before["a"].measured["by hand"] == 'a "b"' and before["a"].measured["n"] == 3
+
+
 def test_a_setting_of_the_file_answers_as_the_same_setting_given(tmp_path: Path) -> None:
     tuned = engine_on(tuned_folder(tmp_path))
     tuned.cache_chunks(TEXTS)
@@ -76,7 +88,6 @@ def test_explicit_arguments_win(tmp_path: Path) -> None:
     engine.cache_chunks(TEXTS)
     report = engine.generate(PROMPT, TEXTS, max_new_tokens=2, method="recompute").report
     assert (report.method, report.eviction) == ("recompute", None)
-    assert engine_on(tmp_path, store_bits=8).store_bits == 8
 
 
 def test_another_model_has_the_default(tmp_path: Path) -> None:
@@ -96,10 +107,25 @@ def test_bits_of_the_file_are_for_a_folder_without_other_caches(
     with caplog.at_level(logging.WARNING):
         engine = engine_on(held)
     assert engine.store_bits == 4 and engine.is_cached(TEXTS[0])  # and nothing is a miss
-    assert engine.method == SETTING.to_method()
+    assert (engine.method, engine.tuned) == (METHODS["auto"], None)  # measured on finer caches
     assert "ingest again with --store-bits 8" in caplog.text
     engine_on(held, store_bits=8).cache_chunks(TEXTS)
-    assert engine_on(held).store_bits == 8
+    engine = engine_on(held)
+    assert (engine.store_bits, engine.method) == (8, SETTING.to_method())
+
+
+@pytest.mark.parametrize(("measured", "given"), [(4, 8), (8, 4), (8, 16)])
+def test_a_setting_is_not_for_caches_of_bits_that_it_was_not_measured_on(
+    measured: int, given: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tuned_folder(tmp_path, replace(SETTING, store_bits=measured))
+    engine = engine_on(tmp_path, store_bits=given)
+    assert (engine.store_bits, engine.method) == (given, METHODS["auto"])
+    assert f"measured on caches of {measured} bits" in caplog.text
+    caplog.clear()
+    assert engine_on(tmp_path, store_bits=measured).method == SETTING.to_method()
+    assert engine_on(tmp_path, store_bits=given, method="reuse").method == METHODS["reuse"]
+    assert caplog.text == ""
 
 
 def test_connectors_follow(tmp_path: Path) -> None:
@@ -132,6 +158,8 @@ def test_connectors_follow(tmp_path: Path) -> None:
         ("[models.a]\nmethod = 'epic'\neviction = 'h2o'\neviction_budget = 7", "budget_ratio=7"),
         ("[models.a]\nmethod = 'epic'\nstore_bits = 5", "store_bits=5"),
         ("[models.a]\nmethod = 'epic'\nstore_bits = true", "must be a whole number"),
+        ("[models.a]\nmethod = 'epic'\nmeasured.at = 2026-01-01", "measured.at is datetime"),
+        ("[models.a]\nmethod = 'epic'\nmeasured.of = {a = 1}", "measured.of is {'a': 1}; it must"),
     ],
 )
 def test_a_broken_file_is_named_with_what_is_allowed(
