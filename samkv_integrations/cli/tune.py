@@ -97,8 +97,6 @@ def _check(
     )  # fmt: skip
     with setup.run(config, [candidate], output, fresh=fresh) as (run, _):
         standing = run.measure_all(candidate.label)
-    if standing is None:
-        raise InvalidOption(f"--minutes {config.minutes:g} are too few for a single question")
     if as_json:
         more = {"setting": entry.line, "measured": dict(entry.measured)}
         text = figures.to_json("tune", entry.model, [standing.to_row()], more)

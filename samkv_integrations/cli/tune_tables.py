@@ -19,9 +19,10 @@ BAR = 40
 """Characters of a bar of agreement."""
 
 STATES = """\
-out: cannot reach {target:g}; refused: did not on held-out questions; shelved: might, but others
-came first; in: might. KL, top-1: of the first token; log-lik gap: how much more likely full prefill
-finds its own answer, a token; first token, KV: of full prefill's."""
+out: cannot reach {target:g}, or slower than full prefill; refused: did not reach it on held-out
+questions; shelved: might, but others came first; in: might. KL, top-1: of the first token; log-lik
+gap: how much more likely full prefill finds its own answer, a token; first token, KV: of full
+prefill's."""
 
 
 def show(

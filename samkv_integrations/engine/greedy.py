@@ -17,11 +17,12 @@ from samkv_integrations.model.sampling import Sampler, Sampling
 class Greedy:
     """One answer.
 
-    tokens: (n,) ids, the one that ends the answer included if it came. text: without that one.
-    logits: (n, vocabulary) float32 on the CPU, the model's own before each token.
+    tokens: (n,) ids, the one that ends the answer included if it came. shown: without that one;
+    text: of these. logits: (n, vocabulary) float32 on the CPU, the model's own before each token.
     """
 
     tokens: tuple[int, ...]
+    shown: tuple[int, ...]
     text: str
     logits: Tensor
 
@@ -43,5 +44,8 @@ def decode_greedily(model: Model, begun: FirstToken, most_tokens: int) -> Greedy
         tokens.append(sampler.next(found))
     shown = tokens[:-1] if tokens[-1] in end_ids else tokens
     return Greedy(
-        tokens=tuple(tokens), text=model.detokenize(shown).strip(), logits=torch.stack(logits)
+        tokens=tuple(tokens),
+        shown=tuple(shown),
+        text=model.detokenize(shown).strip(),
+        logits=torch.stack(logits),
     )

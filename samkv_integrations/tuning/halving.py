@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from samkv_integrations.tuning.standing import Standing, best_first
+from samkv_integrations.tuning.standing import NOISE, WORTH, Standing, best_first
 
 FIRST = 8
 """Questions of the first round; each round doubles them."""
@@ -44,16 +44,23 @@ class Race:
     """How a race ended.
 
     standings: of all candidates that were asked anything, by label. dropped: cannot reach the
-    target, in order of their going. shelved: might, but others were enough.
-    left: still in it. n_questions: that the last one was asked.
+    target or are slower than full prefill, in order of their going. shelved: might be enough, but
+    others came first. left: still in it.
     """
 
     standings: dict[str, Standing] = field(default_factory=dict)
     dropped: list[str] = field(default_factory=list)
     shelved: list[str] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
-    n_questions: int = 0
     is_out_of_time: bool = False
+
+    def include(self, other: Race) -> None:
+        """Add what a race among other candidates found."""
+        self.standings |= other.standings
+        self.dropped += other.dropped
+        self.shelved += other.shelved
+        self.left += other.left
+        self.is_out_of_time = self.is_out_of_time or other.is_out_of_time
 
     def state_of(self, label: str) -> str:
         """``out``, ``shelved``, or ``in`` for what is left."""
@@ -70,24 +77,24 @@ def race(
     *,
     target: float,
     budget: Budget,
-    later: Sequence[str] = (),
 ) -> Race:
     """Find the candidates that reach ``target``, cheapest ones first.
 
     After each round: what cannot reach the target any more is dropped, by the upper bound of its
-    interval; then half of the others are shelved: the dearer ones of those at the target, and what
-    is farthest below it. The candidate nearest to full prefill stays whatever it costs. If none is
-    left, or none is at the target when the questions are over, the shelved ones are taken up again.
+    interval, and what is slower than full prefill by more than noise; then half of the others are
+    shelved: the dearer ones of those at the target, and what is farthest below it. The candidate
+    nearest to full prefill stays whatever it costs. If none is left, or none is enough when the
+    questions are over, the shelved ones are taken up again.
 
-    It ends when one is left that is at the target, when the cheapest one is above it by the lower
-    bound of its interval, and when the questions or the time are over.
+    It ends when one is left that is enough, when the cheapest of these is above the target by the
+    lower bound of its interval, and when the questions or the time are over.
 
-    labels: cheapest first, as far as one can say before. later: begin shelved. standing: of a
-    label, from what it was asked.
+    labels: cheapest first, as far as one can say before. standing: of a label, from what it was
+    asked.
     """
-    found = Race(left=list(labels), shelved=list(later))
+    found = Race(left=list(labels))
     n = min(FIRST, len(questions))
-    asked: dict[str, set[str]] = {label: set() for label in (*labels, *later)}
+    asked: dict[str, set[str]] = {label: set() for label in labels}
     while found.left:
         _round(found, questions[:n], ask, asked, budget)
         _look(found, standing, asked)
@@ -95,7 +102,7 @@ def race(
             break
         _drop(found, target)
         ordered = best_first([found.standings[label] for label in found.left], target)
-        is_met = any(each.agreement >= target for each in ordered)
+        is_met = any(each.is_enough(target) for each in ordered)
         if found.shelved and (not ordered or (n >= len(questions) and not is_met)):
             found.left, found.shelved = [*found.left, *found.shelved], []
             continue
@@ -104,7 +111,6 @@ def race(
             break
         _shelve(found, ordered)
         n = min(2 * n, len(questions))
-    found.n_questions = n
     return found
 
 
@@ -130,7 +136,8 @@ def _look(found: Race, standing: Callable[[str], Standing], asked: dict[str, set
 
 def _drop(found: Race, target: float) -> None:
     for label in list(found.left):
-        if found.standings[label].high < target:
+        standing = found.standings[label]
+        if standing.high < target or standing.ttft_ratio > WORTH * NOISE:
             found.left.remove(label)
             found.dropped.append(label)
 

@@ -18,7 +18,7 @@ from samkv_integrations.engine.engine import Engine
 from samkv_integrations.figures import Row
 from samkv_integrations.methods import METHODS
 from samkv_integrations.tuning.candidates import FULL, Candidate
-from samkv_integrations.tuning.greedy import Clock, GreedyAnswer, greedy_answer
+from samkv_integrations.tuning.timed_answer import Clock, TimedAnswer, timed_answer
 
 
 class Measurer:
@@ -29,7 +29,8 @@ class Measurer:
     as long as the question is asked.
 
     Args:
-        engine: on the collection's caches. Nothing of one prompt is held for the next one.
+        engine: on the collection's caches, with the default prefix. Nothing of one prompt is held
+            for the next one.
         max_new_tokens: of an answer. chat: whether prompts go through the chat template.
         clock: tells seconds.
     """
@@ -88,7 +89,7 @@ class Measurer:
                     "spent_s": self._clock() - began,
                 }
 
-    def _compared_answer(self, cached: ExitStack, question: Question, label: str) -> GreedyAnswer:
+    def _compared_answer(self, cached: ExitStack, question: Question, label: str) -> TimedAnswer:
         """A candidate's answer. cached: undoes what was cached for the question."""
         candidate, engine = self._candidates[label], self._engine
         if not candidate.in_store:
@@ -104,9 +105,9 @@ class Measurer:
 
     def _answer(
         self, engine: Engine, question: Question, label: str, most: int | None = None
-    ) -> GreedyAnswer:
+    ) -> TimedAnswer:
         method = METHODS[FULL] if label == FULL else self._candidates[label].method
-        return greedy_answer(
+        return timed_answer(
             engine, question.prompt(chat=self._chat), question.documents, method,
             most or self._max_new_tokens, self._clock,
         )  # fmt: skip
@@ -132,7 +133,7 @@ class Measurer:
         return self._engines[bits]
 
 
-def _common(question: Question, label: str, answer: GreedyAnswer) -> dict[str, Any]:
+def _common(question: Question, label: str, answer: TimedAnswer) -> dict[str, Any]:
     report = answer.report
     return {
         "label": label,
@@ -149,12 +150,12 @@ def _common(question: Question, label: str, answer: GreedyAnswer) -> dict[str, A
     }
 
 
-def _compared(full: GreedyAnswer, other: GreedyAnswer) -> Mapping[str, float]:
+def _compared(full: TimedAnswer, other: TimedAnswer) -> Mapping[str, float]:
     """The distance of an answer from full prefill's."""
     first, mine = full.logits[:1], other.logits[:1]
     return {
         "exact": float(full.text == other.text),
-        "f1": token_f1(other.tokens, full.tokens),
+        "f1": token_f1(other.shown, full.shown),
         "first_kl": float(kl(first, mine)[0]),
         "first_top1": float(same_top1(first, mine)[0]),
         "full_ttft_s": full.ttft_s,
@@ -162,6 +163,11 @@ def _compared(full: GreedyAnswer, other: GreedyAnswer) -> Mapping[str, float]:
 
 
 def token_f1(mine: Sequence[int], theirs: Sequence[int]) -> float:
-    """F1 over tokens of the model, their order ignored: the same in languages without spaces."""
+    """F1 over tokens of the model, their order ignored: the same in languages without spaces.
+
+    1 for two empty answers.
+    """
+    if not mine and not theirs:
+        return 1.0
     common = sum((Counter(mine) & Counter(theirs)).values())
     return 2 * common / (len(mine) + len(theirs)) if common else 0.0

@@ -16,7 +16,7 @@ def recommended(
     result: Result, candidates: Sequence[Candidate], config: TuneConfig, collection: str
 ) -> TunedSetting | None:
     """The setting that is recommended, with what it was measured with; None for full prefill."""
-    standing = result.interval_of
+    standing = result.chosen_standing
     if standing is None:
         return None
     (candidate,) = [each for each in candidates if each.label == result.chosen]
@@ -29,6 +29,7 @@ def recommended(
             "target": config.agree,
             "agreed_by": config.by,
             "held_out_questions": standing.n,
+            "held_out_tries": len(result.checked),
             "agreement": round(standing.agreement, 4),
             "agreement_low": round(standing.low, 4),
             "agreement_high": round(standing.high, 4),

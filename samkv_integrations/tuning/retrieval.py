@@ -75,8 +75,9 @@ class Retrieval:
 
 
 def texts_of(link: ChromaLink, most: int = MOST_CHUNKS) -> list[str]:
-    """The texts of a collection's first records."""
-    return [text for text in _texts(Records(link.collection), most) if text.strip()]
+    """The texts of a collection's first records, each once."""
+    texts = dict.fromkeys(_texts(Records(link.collection), most))
+    return [text for text in texts if text.strip()]
 
 
 def _texts(records: Records, most: int) -> Iterator[str]:

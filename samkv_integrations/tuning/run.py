@@ -15,6 +15,7 @@ from samkv_integrations.figures import Row
 from samkv_integrations.tuning.candidates import FULL, Candidate
 from samkv_integrations.tuning.halving import Budget, Race, race
 from samkv_integrations.tuning.standing import (
+    WORTH,
     By,
     Standing,
     best_first,
@@ -27,13 +28,16 @@ CHOICE_SHARE = 0.6
 """Of the time, and of the questions, that the race may take; the rest is for the check."""
 
 LEAST_CHECKED = 16
-"""Held-out questions without which nothing is recommended."""
+"""Held-out questions without which nothing is recommended, where there are so many."""
 
 NARROW = 0.1
 """Width of the check's interval that is enough."""
 
-WORTH = 0.95
-"""First token of full prefill's that a setting must stay below to be worth its approximation."""
+MOST_TRIED = 3
+"""Candidates of a race that are tried on held-out questions: of many, one would pass by luck."""
+
+LEAST_QUESTIONS = 5
+"""Of which three are for the choice and two are held out."""
 
 
 class Measures(Protocol):
@@ -74,10 +78,10 @@ class Checked:
 class Result:
     """What a run found.
 
-    chosen: the candidate that is recommended, None for full prefill; why: in words, then.
+    race: among the candidates on the collection's own caches, and among the others if it came to
+        that. chosen: the candidate that is recommended, None for full prefill; why: in words, then.
     checked: candidates on held-out questions, in the order in which they were tried.
     intervals: 95 % bootstrap intervals of each candidate's F1 and KL of the first token.
-    n_checked: held-out questions, at most.
     seconds: that measuring took, in all parts of the run.
     """
 
@@ -86,11 +90,10 @@ class Result:
     chosen: str | None
     why: str
     intervals: Mapping[str, Mapping[str, tuple[float, float]]]
-    n_checked: int
     seconds: float
 
     @property
-    def interval_of(self) -> Standing | None:
+    def chosen_standing(self) -> Standing | None:
         """The held-out figures of what is recommended."""
         return self.checked[-1].standing if self.chosen else None
 
@@ -121,11 +124,6 @@ class Run:
         measurer: Measures,
         journal: Journal,
     ) -> None:
-        if len(questions) < 2:
-            raise EmptyInput(
-                f"{len(questions)} questions are too few; give more with --questions, or ingest "
-                "more documents"
-            )
         self._config, self._measurer, self._journal = config, measurer, journal
         self._candidates = {candidate.label: candidate for candidate in candidates}
         self._choice, self._held_out = split(questions)
@@ -133,34 +131,44 @@ class Run:
         self._asked: dict[str, list[Row]] = {}
 
     def run(self) -> Result:
-        """Race, check, recommend. Progress goes to standard error."""
-        config = self._config
-        budget = Budget(seconds=60 * config.minutes * CHOICE_SHARE)
-        with _bar("tuning", config.minutes) as bar:
+        """Race, check, recommend; with caches of other bits if none of the own ones is enough.
+
+        Progress goes to standard error. Raises EmptyInput for fewer than LEAST_QUESTIONS questions.
+        """
+        if len(self._by_id) < LEAST_QUESTIONS:
+            raise EmptyInput(
+                f"{len(self._by_id)} questions are too few to choose by some and check by others; "
+                f"give at least {LEAST_QUESTIONS} with --questions, or ingest more documents"
+            )
+        seconds = 60 * self._config.minutes
+        budget, found, checked = Budget(seconds=seconds), Race(), list[Checked]()
+        self._asked = {}
+        with _bar("tuning", self._config.minutes) as bar:
             ask = self._asker(bar)
-            self._asked = {}
-            found = race(
-                [each.label for each in self._candidates.values() if each.in_store],
-                [q.id for q in self._choice], ask, self._standing,
-                target=config.agree, budget=budget,
-                later=[each.label for each in self._candidates.values() if not each.in_store],
-            )  # fmt: skip
-            intervals = {label: bootstrap(self._asked[label]) for label in found.standings}
-            budget.seconds = 60 * config.minutes
-            checked = self._check(found, ask, budget)
+            for in_store in (True, False):
+                budget.seconds = budget.spent + CHOICE_SHARE * (seconds - budget.spent)
+                raced = race(
+                    [one.label for one in self._candidates.values() if one.in_store == in_store],
+                    [question.id for question in self._choice],
+                    ask, self._standing, target=self._config.agree, budget=budget,
+                )  # fmt: skip
+                found.include(raced)
+                budget.seconds = seconds
+                checked += self._check(raced, ask, budget)
+                if checked and checked[-1].is_enough:
+                    break
         chosen = checked[-1].standing.label if checked and checked[-1].is_enough else None
         return Result(
             race=found,
             checked=checked,
             chosen=chosen,
-            why="" if chosen else _why(found, checked, config),
-            intervals=intervals,
-            n_checked=max((each.standing.n for each in checked), default=0),
+            why="" if chosen else self._why(found, checked),
+            intervals={label: bootstrap(self._asked[label]) for label in found.standings},
             seconds=budget.spent,
         )
 
-    def measure_all(self, label: str) -> Standing | None:
-        """One candidate on all questions, as far as the time allows; None if for none."""
+    def measure_all(self, label: str) -> Standing:
+        """One candidate on all questions, as far as the time allows; on one in any case."""
         budget = Budget(seconds=60 * self._config.minutes)
         self._asked = {}
         with _bar("checking", self._config.minutes) as bar:
@@ -169,7 +177,7 @@ class Run:
                 if not budget.allows(2):
                     break
                 budget.take(ask(question, [label]), 2)
-        return self._standing(label) if label in self._asked else None
+        return self._standing(label)
 
     def _standing(self, label: str) -> Standing:
         return standing_of(label, self._asked[label], self._config.by)
@@ -203,17 +211,13 @@ class Run:
         checked: list[Checked] = []
         able = [s for label, s in found.standings.items() if label not in found.dropped]
         able = [s for s in able if s.ttft_ratio < WORTH]
-        for each in best_first(able, self._config.agree):
+        for each in best_first(able, self._config.agree)[:MOST_TRIED]:
             rows = self._asked.pop(each.label)
             standing = self._held_out_standing(each.label, ask, budget)
             self._asked[each.label] = rows
             if standing is None:
                 break
-            is_enough = (
-                standing.n >= min(LEAST_CHECKED, len(self._held_out))
-                and standing.agreement >= self._config.agree
-                and standing.ttft_ratio < WORTH
-            )
+            is_enough = standing.n >= self._least and standing.is_enough(self._config.agree)
             checked.append(Checked(standing=standing, is_enough=is_enough))
             if is_enough:
                 break
@@ -229,24 +233,28 @@ class Run:
                 break
             budget.take(ask(question.id, [label]), 2)
             standing = self._standing(label)
-            if standing.n >= LEAST_CHECKED and (
+            if standing.n >= self._least and (
                 standing.high - standing.low <= NARROW or standing.high < self._config.agree
             ):
                 break
         return standing
 
+    @property
+    def _least(self) -> int:
+        """Held-out questions without which nothing is recommended."""
+        return min(LEAST_CHECKED, len(self._held_out))
 
-def _why(found: Race, checked: Sequence[Checked], config: TuneConfig) -> str:
-    """Why nothing is recommended but full prefill."""
-    target = f"{100 * config.agree:g} % agreement"
-    if not found.standings:
-        return "nothing was measured: give more minutes"
-    if any(each.standing.n < LEAST_CHECKED for each in checked) or (
-        found.is_out_of_time and not checked
-    ):
-        return f"the time was over before a setting could be shown to reach {target}"
-    if checked:
-        return f"what came nearest does not reach {target} on held-out questions"
-    if all(each.ttft_ratio >= WORTH for each in found.standings.values()):
-        return "no setting is faster than full prefill here"
-    return f"no setting reaches {target}"
+    def _why(self, found: Race, checked: Sequence[Checked]) -> str:
+        """Why nothing is recommended but full prefill."""
+        target = f"{100 * self._config.agree:g} % agreement"
+        if any(each.standing.n < self._least for each in checked) or (
+            found.is_out_of_time and not checked
+        ):
+            return f"the time was over before a setting could be shown to reach {target}"
+        if checked:
+            return f"what came nearest does not reach {target} on held-out questions"
+        standings = found.standings.values()
+        if all(each.ttft_ratio >= WORTH for each in standings):
+            return "no setting is faster than full prefill here"
+        faster = "" if all(each.agreement < self._config.agree for each in standings) else " faster"
+        return f"no{faster} setting reaches {target}"

@@ -18,6 +18,9 @@ By = Literal["exact", "f1"]
 NOISE = 1.1
 """Times within this factor are taken for equal: medians of pairs differ so much from run to run."""
 
+WORTH = 0.95
+"""First token of full prefill's that a setting must stay below to be worth its approximation."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Standing:
@@ -44,6 +47,10 @@ class Standing:
     bytes_read: float
     kv_ratio: float
     whole: float
+
+    def is_enough(self, target: float) -> bool:
+        """Whether it agrees as often as is asked for, and sooner than full prefill."""
+        return self.agreement >= target and self.ttft_ratio < WORTH
 
     def to_row(self) -> dict[str, Any]:
         """The figures as JSON-able values."""

@@ -18,7 +18,7 @@ Clock = Callable[[], float]
 
 
 @dataclass(frozen=True, kw_only=True)
-class GreedyAnswer(Greedy):
+class TimedAnswer(Greedy):
     """One answer.
 
     report: its times of decoding and its ``ttft_s`` are not filled in.
@@ -29,14 +29,14 @@ class GreedyAnswer(Greedy):
     ttft_s: float
 
 
-def greedy_answer(
+def timed_answer(
     engine: Engine,
     prompt: Prompt,
     chunks: Sequence[str],
     method: Method,
     most_tokens: int,
     clock: Clock = time.perf_counter,
-) -> GreedyAnswer:
+) -> TimedAnswer:
     """The likeliest token after another, at most ``most_tokens``, as `Engine.generate` takes them.
 
     Nothing is stored: a chunk without a cache is text.
@@ -46,12 +46,12 @@ def greedy_answer(
     began = clock()
     settings = AnswerSettings.of(method=method, on_miss="text")
 
-    def compute() -> GreedyAnswer:
+    def compute() -> TimedAnswer:
         begun = first_token(engine.request(resolved, settings, most_tokens))
         begun.logits.cpu()  # waits for the device
         ttft_s = clock() - began
         answer = decode_greedily(engine.model, begun, most_tokens)
-        return GreedyAnswer(**vars(answer), report=begun.report, ttft_s=ttft_s)
+        return TimedAnswer(**vars(answer), report=begun.report, ttft_s=ttft_s)
 
     with engine.resolve(prompt, chunks) as resolved:
         return engine.scheduler.run(compute)

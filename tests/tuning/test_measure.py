@@ -13,8 +13,8 @@ from samkv_integrations.bench.data import Question
 from samkv_integrations.bench.fidelity import greedy
 from samkv_integrations.bench.question_caches import prompt_ids
 from samkv_integrations.tuning.candidates import FULL, Candidate, grid
-from samkv_integrations.tuning.greedy import greedy_answer
 from samkv_integrations.tuning.measure import Measurer, token_f1
+from samkv_integrations.tuning.timed_answer import timed_answer
 from tests.support.models import tiny_model
 from tests.support.stores import chunk_files
 
@@ -50,7 +50,7 @@ def clock() -> Iterator[float]:
 
 def test_an_answer_is_the_engines_own(engine: Engine) -> None:
     for method in ("recompute", "reuse", "samkv-guided"):
-        mine = greedy_answer(engine, QUESTION.prompt(), TEXTS, METHODS[method], 6)
+        mine = timed_answer(engine, QUESTION.prompt(), TEXTS, METHODS[method], 6)
         theirs = engine.generate(QUESTION.prompt(), TEXTS, method=method, max_new_tokens=6)
         assert mine.text == theirs.text.strip()
         assert mine.report.bytes_read == theirs.report.bytes_read
@@ -62,9 +62,9 @@ def test_an_answer_has_the_repetition_penalty_of_the_model(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`Engine.generate` takes it too. Here it is below 1: six tokens are too few to repeat any."""
-    plain = greedy_answer(engine, QUESTION.prompt(), TEXTS, METHODS["reuse"], 6)
+    plain = timed_answer(engine, QUESTION.prompt(), TEXTS, METHODS["reuse"], 6)
     monkeypatch.setattr(engine.model.hf.generation_config, "repetition_penalty", 0.1)
-    mine = greedy_answer(engine, QUESTION.prompt(), TEXTS, METHODS["reuse"], 6)
+    mine = timed_answer(engine, QUESTION.prompt(), TEXTS, METHODS["reuse"], 6)
     theirs = engine.generate(QUESTION.prompt(), TEXTS, method="reuse", max_new_tokens=6)
     assert mine.text == theirs.text.strip() != plain.text
     assert torch.equal(mine.logits[0], plain.logits[0])  # the model's own
@@ -117,3 +117,20 @@ def test_f1_is_over_tokens_in_any_order() -> None:
     assert token_f1([1, 2, 3], [3, 2, 1]) == 1.0
     assert token_f1([1, 2], [3]) == 0.0
     assert token_f1([1, 1], [1]) == pytest.approx(2 / 3)
+    assert token_f1([], []) == 1.0
+    assert token_f1([], [1]) == token_f1([1], []) == 0.0
+
+
+def test_the_token_that_ends_an_answer_is_no_agreement(
+    engine: Engine, candidates: list[Candidate], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two empty answers agree, whatever token ends them."""
+    methods = ("recompute", "reuse")
+    one, other = (timed_answer(engine, QUESTION.prompt(), TEXTS, METHODS[m], 6) for m in methods)
+    assert one.tokens[0] != other.tokens[0]
+    ends = frozenset({one.tokens[0], other.tokens[0]})
+    monkeypatch.setattr(type(engine.model), "end_ids", lambda *_: ends)
+    with Measurer(engine, candidates, max_new_tokens=6) as measurer:
+        full, row = measurer.rows(QUESTION, ["reuse"])
+    assert (full["tokens"], row["tokens"]) == (1, 1)
+    assert (row["answer"], row["exact"], row["f1"]) == ("", 1.0, 1.0)

@@ -45,6 +45,11 @@ def test_a_question_gets_what_is_nearest_and_keeps_what_it_brings(link: ChromaLi
     assert texts_of(link, most=1) == [TEXTS[1]]
 
 
+def test_a_text_that_two_records_have_is_asked_about_once(link: ChromaLink) -> None:
+    link.add(["c"], [TEXTS[0]], HashingEmbedding().embed([TEXTS[0]]))
+    assert texts_of(link) == [TEXTS[1], TEXTS[0]]
+
+
 def test_what_cannot_be_measured_is_left_out_and_counted(link: ChromaLink) -> None:
     retrieval = Retrieval()
     asked = [question("Where is Hesmere?"), question("Where?", "a text that nobody has cached")]

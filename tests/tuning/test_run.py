@@ -14,7 +14,7 @@ from samkv_integrations.errors import EmptyInput, InvalidOption
 from samkv_integrations.figures import Row
 from samkv_integrations.tuning.candidates import FULL, Candidate, grid
 from samkv_integrations.tuning.recommend import recommended
-from samkv_integrations.tuning.run import LEAST_CHECKED, Result, Run, TuneConfig, split
+from samkv_integrations.tuning.run import LEAST_CHECKED, MOST_TRIED, Result, Run, TuneConfig, split
 
 CANDIDATES = grid("m", 4)
 LABELS = [candidate.label for candidate in CANDIDATES]
@@ -75,7 +75,7 @@ def only(*labels: str) -> Callable[[str, int], bool]:
 def test_it_recommends_the_cheapest_that_agrees_on_held_out_questions(tmp_path: Path) -> None:
     found, _ = run(tmp_path, Fake(only(DEAR, "auto, 5 %, quest@0.1")), minutes=60)
     assert found.chosen == "auto, 5 %, quest@0.1"
-    standing = found.interval_of
+    standing = found.chosen_standing
     assert standing is not None and standing.agreement == 1.0
     assert standing.n >= LEAST_CHECKED and standing.high - standing.low <= 0.1
     assert CHEAP in found.race.dropped
@@ -95,10 +95,73 @@ def test_what_fails_on_held_out_questions_gives_way_to_the_next(tmp_path: Path) 
 
 def test_none_that_agrees_is_full_prefill_and_a_reason(tmp_path: Path) -> None:
     found, _ = run(tmp_path, Fake(only()), minutes=60)
-    assert found.chosen is None and found.interval_of is None
+    assert found.chosen is None and found.chosen_standing is None
     assert found.why == "no setting reaches 95 % agreement"
     assert set(found.race.dropped) == set(LABELS)  # those of other bits were tried as well
     assert recommended(found, CANDIDATES, TuneConfig(), "notes") is None
+
+
+OTHERS = [each.label for each in CANDIDATES if not each.in_store]
+
+
+def test_caches_of_other_bits_are_not_made_where_the_own_are_enough(tmp_path: Path) -> None:
+    found, journal = run(tmp_path, Fake(only(DEAR, *OTHERS)), minutes=60)
+    assert found.chosen == DEAR and not {label for _, label in journal.rows} & {*OTHERS}
+
+
+def test_caches_of_other_bits_are_tried_when_all_others_are_refused(tmp_path: Path) -> None:
+    later = {q.id for q in split(questions())[1]}
+    fake = Fake(lambda label, n: label in OTHERS or str(n) not in later)
+    found, _ = run(tmp_path, fake, minutes=240)
+    assert found.chosen in OTHERS and not {*OTHERS} <= {*found.race.dropped}
+    assert [each.is_enough for each in found.checked] == [False] * MOST_TRIED + [True]
+    setting = recommended(found, CANDIDATES, TuneConfig(), "notes")
+    assert setting is not None and setting.store_bits == 8
+    assert setting.measured["held_out_tries"] == MOST_TRIED + 1
+
+
+def test_caches_of_other_bits_are_tried_when_all_others_are_slow(tmp_path: Path) -> None:
+    class Slow(Fake):
+        def row(self, question: Question, label: str) -> dict[str, Any]:
+            row = super().row(question, label)
+            return row | {"ttft_s": 0.97} if label in LABELS and label not in OTHERS else row
+
+    found, _ = run(tmp_path, Slow(only(*LABELS)), minutes=240)
+    assert found.chosen == OTHERS[0]
+
+
+def test_no_more_than_a_few_are_tried_on_held_out_questions(tmp_path: Path) -> None:
+    later = {q.id for q in split(questions())[1]}
+    fake = Fake(lambda label, n: label not in OTHERS and str(n) not in later)
+    found, _ = run(tmp_path, fake, minutes=600)
+    assert [each.is_enough for each in found.checked] == [False] * MOST_TRIED
+    assert found.why == "what came nearest does not reach 95 % agreement on held-out questions"
+
+
+def test_few_questions_are_no_lack_of_time(tmp_path: Path) -> None:
+    found, _ = run(tmp_path / "all", Fake(only(*LABELS)), questions(10), minutes=60)
+    assert found.chosen == CHEAP and found.checked[0].standing.n == 4  # all that were held out
+    later = {q.id for q in split(questions(10))[1]}
+    fake = Fake(lambda label, n: str(n) not in later)
+    found, _ = run(tmp_path / "none", fake, questions(10), minutes=60)
+    assert found.chosen is None and "time was over" not in found.why
+
+
+def test_what_agrees_may_be_slow_and_what_is_fast_may_not_agree(tmp_path: Path) -> None:
+    class Slow(Fake):
+        def row(self, question: Question, label: str) -> dict[str, Any]:
+            row = super().row(question, label)
+            return row | {"ttft_s": 1.0} if label == DEAR else row
+
+    found, _ = run(tmp_path, Slow(only(DEAR)), minutes=60)
+    assert (found.chosen, found.why) == (None, "no faster setting reaches 95 % agreement")
+
+
+def test_a_check_needs_no_more_than_a_question(tmp_path: Path) -> None:
+    with Journal(tmp_path, {}) as journal:
+        config = TuneConfig(minutes=0.001)
+        one = Run(config, CANDIDATES, questions(3), Fake(only()), journal).measure_all(CHEAP)
+    assert (one.n, one.agreement) == (1, 1.0)
 
 
 def test_a_setting_as_slow_as_full_prefill_is_no_recommendation(tmp_path: Path) -> None:
@@ -161,15 +224,16 @@ def test_the_entry_says_what_it_was_measured_with(tmp_path: Path) -> None:
         "--method auto --set recompute.ratio=0.2 --set recompute.hits=None --eviction none"
     )
     assert setting.measured["collection"] == "notes" and setting.measured["agreement"] == 1.0
-    assert setting.measured["held_out_questions"] == found.n_checked
+    assert setting.measured["held_out_questions"] == found.checked[0].standing.n
+    assert setting.measured["held_out_tries"] == 1
 
 
 def test_what_cannot_be_measured_is_refused(tmp_path: Path) -> None:
     for wrong in ({"agree": 0.0}, {"agree": 1.5}, {"minutes": 0}, {"by": "bleu"}):
         with pytest.raises(InvalidOption, match=next(iter(wrong))):
             TuneConfig(**wrong)  # type: ignore[arg-type]
-    with pytest.raises(EmptyInput, match="1 questions are too few"):
-        run(tmp_path, Fake(only()), questions(1))
+    with pytest.raises(EmptyInput, match="4 questions are too few"):
+        run(tmp_path, Fake(only()), questions(4))
 
 
 def test_candidates_have_names_of_their_own_and_can_be_written(tmp_path: Path) -> None:
