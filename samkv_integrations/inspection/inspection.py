@@ -18,6 +18,8 @@ from samkv_integrations.inspection import page
 
 FRAME_HEIGHT = 720
 
+_UNMEASURED = ("announce_s", "wait_s", "ttft_s", "decode_tokens_per_s")
+
 
 @dataclass(frozen=True, kw_only=True)
 class InspectedChunk:
@@ -148,7 +150,10 @@ class Inspection:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """The answers, the chunks and the reports, as JSON-able values; no tensors."""
+        """The answers, the chunks and the reports, as JSON-able values; no tensors.
+
+        Reports are without the times that an answer which is watched does not have.
+        """
         return {
             "title": self.title,
             "answer": self.answer,
@@ -156,8 +161,8 @@ class Inspection:
             "same": self.is_same,
             "n_layers": self.n_layers,
             "chunks": [asdict(chunk) for chunk in self.chunks],
-            "report": self.report.to_dict(),
-            "full_report": self.full_report.to_dict(),
+            "report": _measured(self.report),
+            "full_report": _measured(self.full_report),
         }
 
     def to_html(self) -> str:
@@ -190,3 +195,7 @@ class Inspection:
             if self.scores is None
             else [None if value != value else round(value, 6) for value in self.scores.tolist()],
         }
+
+
+def _measured(report: Report) -> dict[str, Any]:
+    return {name: value for name, value in report.to_dict().items() if name not in _UNMEASURED}

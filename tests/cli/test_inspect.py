@@ -56,6 +56,8 @@ def test_json_and_the_page(ingested: Path, tmp_path: Path) -> None:
     assert [chunk["name"] for chunk in row["chunks"]][0] == "breltech-shipping.txt"
     assert row["report"]["method"] == "samkv-guided"
     assert row["full_report"]["recompute_ratio"] == 1
+    for report in (row["report"], row["full_report"]):  # 0 would say that it was measured
+        assert not {"ttft_s", "wait_s", "decode_tokens_per_s"} & set(report)
     page = (tmp_path / "page.html").read_text()
     assert QUESTION in page and "http://" not in page and "https://" not in page
 
