@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import threading
 import time
@@ -25,7 +26,11 @@ AT_ONCE = 16
 GONE_S = 15.0
 """Seconds in which a place that failed is not asked again, but by who is patient."""
 
+LEFT_S = 86400.0
+"""Seconds after which a file that is not whole yet is one that a killed process has left."""
+
 _ATTEMPTS = 3
+_UNFINISHED = re.compile(r".*\.[0-9a-f]{16}\.tmp", re.DOTALL)
 _FINAL = (FileNotFoundError, FileExistsError, PermissionError)
 _TIMES = ("LastModified", "mtime", "created")
 _S3 = {"connect_timeout": 5, "read_timeout": 10, "retries": {"max_attempts": 2}}
@@ -80,9 +85,7 @@ class Objects:
     @property
     def local_folder(self) -> Path | None:
         """The folder of this machine that the URL means, if it means one."""
-        from fsspec.implementations.local import LocalFileSystem
-
-        return Path(self._root) if isinstance(self._use(), LocalFileSystem) else None
+        return Path(self._root) if _is_local(self._use()) else None
 
     def give_up(self, why: str) -> None:
         """Who is not patient does not ask it for a while, because of ``why``."""
@@ -120,11 +123,19 @@ class Objects:
         return _info(self._try(lambda fs, file: fs.info(file), path, patiently=patiently))
 
     def listed(self, path: str, *, patiently: bool = False) -> dict[str, ObjectInfo]:
-        """All objects in a folder and below, by their paths in it."""
+        """All objects in a folder and below, by their paths in it.
+
+        In a folder of a file system, what killed processes were writing there is deleted.
+        """
 
         def work(fs: AbstractFileSystem, folder: str) -> dict[str, ObjectInfo]:
-            found = fs.find(folder, detail=True)
-            return {name[len(folder) + 1 :]: _info(info) for name, info in found.items()}
+            found = {name: _info(info) for name, info in fs.find(folder, detail=True).items()}
+            left = [name for name in found if _UNFINISHED.fullmatch(name)] if _is_local(fs) else []
+            for name in left:
+                if found.pop(name).modified_at < time.time() - LEFT_S:
+                    with suppress(OSError):
+                        os.unlink(name)
+            return {name[len(folder) + 1 :]: info for name, info in found.items()}
 
         return self._try(work, path, patiently=patiently)
 
@@ -206,10 +217,15 @@ def _file_system(url: str, options: Mapping[str, Any]) -> tuple[AbstractFileSyst
     return fs, path.rstrip("/")
 
 
-def _write(fs: AbstractFileSystem, file: str, data: bytes, is_new: bool) -> None:
+def _is_local(fs: AbstractFileSystem) -> bool:
+    """Whether these are folders and files, which this process writes itself."""
     from fsspec.implementations.local import LocalFileSystem
 
-    if isinstance(fs, LocalFileSystem):
+    return isinstance(fs, LocalFileSystem)
+
+
+def _write(fs: AbstractFileSystem, file: str, data: bytes, is_new: bool) -> None:
+    if _is_local(fs):
         write_whole(file, data, is_new)
     else:
         fs.pipe_file(file, data, mode="create" if is_new else "overwrite")

@@ -156,9 +156,11 @@ class SharedTier:
         file = self._files.file(key, fingerprint.digest)
         make_folder(file.parents[1])
         make_folder(file.parent)
-        arrived = self._writer.temporary(file)
+        # Not beside its place: nothing counts it yet, and this is where `recover` looks for it.
+        at_first = self._files.path / file.name
+        arrived = self._writer.temporary(at_first)
         try:
-            write_file(arrived, [data], self._writer.temporary(file))
+            write_file(arrived, [data], self._writer.temporary(at_first))
             try:
                 with ChunkFile(
                     arrived, key, fingerprint, namespace=self._namespace, secret=self._files.secret

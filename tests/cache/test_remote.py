@@ -615,6 +615,56 @@ def test_an_upload_that_is_killed_leaves_nothing_to_be_found(local: Machine, fol
     assert place.read("a/b") == b"y"
 
 
+@pytest.mark.parametrize("call", ["fsync", "replace", "rename"])
+def test_a_fetch_that_is_killed_leaves_no_file_for_long(
+    call: str, local: Machine, tmp_path: Path
+) -> None:
+    """It is cleared up by who opens the folder next, without looking at every chunk's."""
+    first, second = local(), local()
+    (chunk,) = fill(first)
+    child = os.fork()
+    if child == 0:
+        fetched = second.file(chunk.key, TINY.digest).name
+        before = getattr(os, call)
+
+        def die(what: int | Path, *others: Any) -> None:
+            name = os.readlink(f"/proc/self/fd/{what}") if isinstance(what, int) else str(what)
+            if fetched in name:
+                os.kill(os.getpid(), 9)
+            before(what, *others)
+
+        try:
+            setattr(os, call, die)
+            second.open(chunk.key, TINY).close()
+        finally:
+            os._exit(1)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == -9
+    assert len(list(second.path.rglob("*.tmp"))) == 1
+    again = ChunkStore(second.path, secret=SECRET, remote=f"file://{tmp_path / 'place'}")
+    assert list(second.path.rglob("*.tmp")) == []
+    assert again.index.budget.pending() == []
+    again.open(chunk.key, TINY).close()
+    assert again.keys() == [chunk.key]
+
+
+def test_what_killed_uploads_left_goes_after_a_day(local: Machine, folder: Path) -> None:
+    """It may be anything a chunk holds, its text too; younger ones may still be written."""
+    store = local()
+    (chunk,) = fill(store)
+    (there,) = files_of(folder)
+    old, young, other = (
+        there.with_name(f"{there.name}.{name}.tmp") for name in ("0" * 16, "1" * 16, "of-others")
+    )
+    for file in (old, young, other):
+        file.write_bytes(b"half")
+    day = objects_module.LEFT_S
+    os.utime(old, (there.stat().st_mtime - day - 60,) * 2)
+    os.utime(other, (there.stat().st_mtime - day - 60,) * 2)
+    assert store.shared and list(store.shared.refresh().listed) == [(TINY.digest, chunk.key)]
+    assert [file.exists() for file in (there, old, young, other)] == [True, False, True, True]
+
+
 def test_a_forked_process_uses_the_place_too(machine: Machine) -> None:
     store = machine()
     (chunk,) = fill(machine())
