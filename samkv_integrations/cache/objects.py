@@ -116,7 +116,12 @@ class Objects:
 
         is_new: raise FileExistsError if there is one.
         """
-        self._try(lambda fs, file: _write(fs, file, data, is_new), path, patiently=patiently)
+        try:
+            self._try(lambda fs, file: _write(fs, file, data, is_new), path, patiently=patiently)
+        except (FileNotFoundError, FileExistsError) as error:
+            if is_new and isinstance(error, FileExistsError):
+                raise
+            raise self._failed(error) from error  # a folder that cannot be made: no share there
 
     def info(self, path: str, *, patiently: bool = False) -> ObjectInfo:
         """What is known of an object. Raises FileNotFoundError."""
@@ -182,11 +187,14 @@ class Objects:
             self._gone_until = 0.0
             raise
         except Exception as error:  # file systems raise what their libraries raise
-            why = f"{type(error).__name__}: {error}"
-            self.give_up(why)
-            raise CacheMiss("io", f"{self.url}: {why}") from error
+            raise self._failed(error) from error
         self._gone_until = 0.0
         return result
+
+    def _failed(self, error: Exception) -> CacheMiss:
+        why = f"{type(error).__name__}: {error}"
+        self.give_up(why)
+        return CacheMiss("io", f"{self.url}: {why}")
 
 
 def _file_system(url: str, options: Mapping[str, Any]) -> tuple[AbstractFileSystem, str]:

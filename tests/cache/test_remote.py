@@ -559,6 +559,24 @@ def test_a_place_that_is_gone_is_a_miss_and_no_error(
     assert reason(lambda: late.open(chunk.key, TINY)) == "io"
 
 
+@pytest.mark.parametrize("in_its_place", ["link", "file"])
+def test_a_share_that_is_not_mounted_is_an_outage(
+    in_its_place: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    share = tmp_path / "share"
+    if in_its_place == "link":
+        share.symlink_to(tmp_path / "not mounted")
+    else:
+        share.write_bytes(b"")
+    store = ChunkStore(tmp_path / "machine", remote=f"file://{share}/kv", secret=SECRET)
+    (chunk,) = fill(store)
+    assert store.keys() == [chunk.key]
+    assert "the remote tier fails" in caplog.text
+    share.unlink()
+    again = ChunkStore(store.path, remote=f"file://{share}/kv", secret=SECRET)
+    assert push(again).n_chunks == 1
+
+
 def test_what_could_not_be_sent_is_pushed_later(
     local: Machine, folder: Path, no_place: Callable[[], None]
 ) -> None:
