@@ -31,11 +31,21 @@ class Journal:
 
     ``rows`` holds the rows of this and of earlier processes under (question id, label).
 
+    beside: a pattern of files in the folder that belong to its run as well. A new run begins
+        without those that an earlier one left.
+
     Raises InvalidOption if the folder belongs to a run of other settings, if another process
     measures into it, or if it is not writable.
     """
 
-    def __init__(self, folder: Path, settings: Mapping[str, Any], *, fresh: bool = False) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        settings: Mapping[str, Any],
+        *,
+        fresh: bool = False,
+        beside: str | None = None,
+    ) -> None:
         self.folder = folder
         self.rows: dict[tuple[str, str], Row] = {}
         self._out: TextIO | None = None
@@ -43,7 +53,7 @@ class Journal:
             try:
                 folder.mkdir(parents=True, exist_ok=True)
                 opened.enter_context(locked(folder / LOCK, patience_s=0))
-                self._claim(json.loads(json.dumps(settings)), fresh)
+                self._claim(json.loads(json.dumps(settings)), fresh, beside)
             except TimeoutError as error:
                 raise InvalidOption(
                     f"another process measures into {folder}; wait for it, or name another folder "
@@ -55,7 +65,7 @@ class Journal:
                 ) from error
             self._opened = opened.pop_all()
 
-    def _claim(self, settings: Mapping[str, Any], fresh: bool) -> None:
+    def _claim(self, settings: Mapping[str, Any], fresh: bool, beside: str | None) -> None:
         run, rows = self.folder / RUN, self.folder / ROWS
         if fresh:
             rows.unlink(missing_ok=True)
@@ -66,6 +76,9 @@ class Journal:
         elif rows.exists():
             raise InvalidOption(f"{self.folder} has {ROWS} but no {RUN}; name another folder")
         else:
+            # before the run is there: one that is killed here goes on without them, too
+            for left in self.folder.glob(beside) if beside else ():
+                left.unlink()
             # whole or not at all: a process that is killed here leaves no half file behind
             made = run.with_suffix(".tmp")
             made.write_text(json.dumps(settings, ensure_ascii=False, indent=1) + "\n", "utf-8")

@@ -11,6 +11,9 @@ from safetensors.torch import load_file, save_file
 
 from samkv_integrations.bench.divergence import Forced
 
+PATTERN = "[0-9a-f]" * 32 + ".*"
+"""Names of the files in a folder of `TruthFiles`, whole or not."""
+
 
 class TruthFiles:
     """A file for each question: the tokens that were forced, and full prefill's logits along them.

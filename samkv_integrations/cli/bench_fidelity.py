@@ -15,7 +15,7 @@ import typer
 
 from samkv_integrations import figures
 from samkv_integrations.bench import fidelity as bench
-from samkv_integrations.bench import fidelity_plot, markdown, variants
+from samkv_integrations.bench import fidelity_plot, markdown, truth_files, variants
 from samkv_integrations.bench import plot as picture
 from samkv_integrations.bench.data import BUILTIN, Question
 from samkv_integrations.bench.fidelity_summary import summarise
@@ -74,7 +74,8 @@ def fidelity(
     for name in names:
         folder = output / _file_name(name) if output and len(names) > 1 else output
         load = partial(runs.loaded_model, name, device)
-        opened = partial(runs.journal_of, folder, fresh=fresh)
+        beside = f"{_TRUTHS}/{truth_files.PATTERN}"
+        opened = partial(runs.journal_of, folder, fresh=fresh, beside=beside)
         done.append(_measured(config, partial(load, dtype), load, asked.of, opened, half))
     _show(dict(zip(names, done, strict=True)), json_file, plot)
 

@@ -27,9 +27,11 @@ def loaded_model(model: str, device: str, dtype: str) -> Model:
     return load_model(model, device=device, dtype=dtype)
 
 
-def journal_of(output: Path | None, settings: Mapping[str, Any], *, fresh: bool) -> Journal:
+def journal_of(
+    output: Path | None, settings: Mapping[str, Any], *, fresh: bool, beside: str | None = None
+) -> Journal:
     """The journal in ``output``, or in a folder of `RUNS` that is named after the settings."""
-    return Journal(output or RUNS / digest(settings), settings, fresh=fresh)
+    return Journal(output or RUNS / digest(settings), settings, fresh=fresh, beside=beside)
 
 
 def require_folder(file: Path | None) -> None:

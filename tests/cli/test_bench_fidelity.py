@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner, Result
 
+from samkv_integrations.bench import fidelity
 from samkv_integrations.bench.fidelity import part_of
 from samkv_integrations.cli import bench_runs
 from samkv_integrations.cli.app import app
@@ -106,6 +108,33 @@ def test_several_models_one_after_the_other(
     assert [row["kl"] for row in rows] == [
         row["kl"] for row in found["rows"] if row["model"] == "three"
     ]
+
+
+def test_a_fresh_run_drops_the_truths_of_an_earlier_one(
+    tmp_path: Path, loaded: list[tuple[str, str, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They would be taken for its own: what the new model is measured by would be the old one's."""
+    own = asked(tmp_path, {"question": RECORDS[0].question, "documents": TEXTS[:2]})
+    folder, out = tmp_path / "run", tmp_path / "out.json"
+    how = ["--model", "one", "--data", own, "--tokens", "2", "--methods", "reuse", "--floor",
+           "--output", folder, "--json", out]  # fmt: skip
+    with monkeypatch.context() as stopped:
+        stopped.setattr(fidelity, "measure_floor", interrupted)
+        assert isinstance(command(*how).exception, SystemExit)
+    (truth,) = (folder / "truths").iterdir()
+    tensors = load_file(truth)
+    save_file({**tensors, "own": tensors["own"].flip(-1).contiguous()}, truth)  # another model's
+    (folder / "truths" / "mine.txt").touch()
+    rows = []
+    for more in (["--fresh"], ["--output", tmp_path / "elsewhere"]):
+        assert command(*how, *more).exit_code == 0
+        rows.append(json.loads(out.read_text("utf-8"))["rows"])
+    assert rows[0] == rows[1] and rows[0][1]["label"] == "recompute, bfloat16"
+    assert [path.name for path in (folder / "truths").iterdir()] == ["mine.txt"]
+
+
+def interrupted(*_: object) -> None:
+    raise KeyboardInterrupt
 
 
 def test_a_folder_of_documents_is_asked_about(
