@@ -35,6 +35,7 @@ from samkv_integrations.methods import METHODS
 from samkv_integrations.model.model import Model
 
 _TRUTHS = "truths"
+_TRUTH_FILES = f"{_TRUTHS}/{truth_files.PATTERN}"
 """The folder in that of a run where full prefill's logits wait for the floor."""
 
 
@@ -74,8 +75,7 @@ def fidelity(
     for name in names:
         folder = output / _file_name(name) if output and len(names) > 1 else output
         load = partial(runs.loaded_model, name, device)
-        beside = f"{_TRUTHS}/{truth_files.PATTERN}"
-        opened = partial(runs.journal_of, folder, fresh=fresh, beside=beside)
+        opened = partial(runs.journal_of, folder, fresh=fresh, beside=_TRUTH_FILES)
         done.append(_measured(config, partial(load, dtype), load, asked.of, opened, half))
     _show(dict(zip(names, done, strict=True)), json_file, plot)
 
