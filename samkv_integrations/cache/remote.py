@@ -323,11 +323,20 @@ def claim_with_remote(
 
 
 def _require_outside(objects: Objects, folder: Path) -> None:
+    """Raises InvalidOption if place and folder lie in each other: the folder has the secret."""
     place = objects.local_folder
-    if place is not None and place.resolve().is_relative_to(folder.resolve()):
+    if place is None:
+        return
+    place, own = place.resolve(), folder.resolve()
+    if place.is_relative_to(own):
         raise InvalidOption(
             f"remote={objects.url!r} is in {folder}, the folder of the store itself; name a place "
             "outside, which other machines reach"
+        )
+    if own.is_relative_to(place):
+        raise InvalidOption(
+            f"{folder}, the folder of the store, is in remote={objects.url!r}: other machines "
+            "would read its secret there; name a folder of this machine outside"
         )
 
 

@@ -436,6 +436,18 @@ def test_a_place_in_the_folder_itself_is_refused(tmp_path: Path, inside: str) ->
     assert beside.shared is not None
 
 
+@pytest.mark.parametrize("own", ["machine/kv", "link/kv"])
+def test_a_folder_in_the_place_would_give_others_its_secret(own: str, tmp_path: Path) -> None:
+    place = tmp_path / "place"
+    place.mkdir()
+    (tmp_path / "link").symlink_to(place)
+    folder = (place if own.startswith("machine") else tmp_path) / own
+    with pytest.raises(InvalidOption, match="other machines would read its secret"):
+        ChunkStore(folder, remote=f"file://{place}", secret=SECRET)
+    assert list(place.rglob("secret")) == []
+    ChunkStore(tmp_path / "place-of-its-own", remote=f"file://{place}", secret=SECRET)
+
+
 @pytest.mark.parametrize("marker", ["[]", '"x"', "[[1, 2]]", "{", "null"])
 def test_a_damaged_marker_is_not_another_secret(local: Machine, folder: Path, marker: str) -> None:
     local()
