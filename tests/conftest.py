@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Iterator
 from contextlib import ExitStack
 from unittest import mock
@@ -30,6 +31,14 @@ def pytest_collection_finish() -> None:
 def one_thread() -> None:
     """The tensors are tiny, and threads that wait for each other on a busy machine cost more."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def no_settings_of_the_user() -> Iterator[None]:
+    """A secret, a remote tier or keys that whoever runs the tests has set are not the tests'."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("SAMKV_")}
+    with mock.patch.dict(os.environ, kept, clear=True):
+        yield
 
 
 @pytest.fixture(scope="module")

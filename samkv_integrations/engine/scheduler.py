@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import os
 import threading
 import time
@@ -9,6 +10,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -123,10 +125,17 @@ class Scheduler:
             done.cancel()  # of a caller who was interrupted while it waited
 
     def later(self, work: Callable[[], object]) -> None:
-        """Have ``work`` done by the model's thread, if there is one. Takes no lock, like `wake`."""
-        if self._thread is not None:
-            done: Future[object] = Future()
-            self._thread.mail.put(partial(_settle, done, work))
+        """Have ``work`` done by another thread, the model's if it runs. Takes no lock, like `wake`.
+
+        After a fork it is the parent's to do: nothing is done here.
+        """
+        thread = self._thread
+        if thread is None or thread.is_stopped:
+            # a `threading.Thread` takes a lock to start, which who is interrupted here may hold
+            with suppress(RuntimeError):  # the interpreter ends
+                _thread.start_new_thread(_settle, (Future[object](), work))
+        elif thread.pid == os.getpid():
+            thread.mail.put(partial(_settle, Future[object](), work))
 
     def _running_thread(self) -> _Thread:
         with self._starting:
@@ -149,7 +158,8 @@ def _settle(done: Future[_Made], work: Callable[[], _Made]) -> None:
 class _Thread:
     """The thread of a scheduler, of which it holds nothing, so that it ends with it.
 
-    mail: answers, work, and None for a change of either; from any thread.
+    mail: answers, work, and None for a change of either; from any thread. is_stopped: whether what
+        comes now may not be read any more.
     """
 
     def __init__(self, limits: Limits) -> None:
@@ -159,7 +169,7 @@ class _Thread:
         self.mail: SimpleQueue[Answering | Callable[[], None] | None] = SimpleQueue()
         self._counting = threading.Lock()
         self._n_waiting = 0
-        self._is_stopped = False
+        self.is_stopped = False
         self._queue: deque[Answering | Callable[[], None]] = deque()
         self._running: list[Answering] = []
         self._thread = threading.Thread(target=self._serve, name="samkv-model", daemon=True)
@@ -193,14 +203,14 @@ class _Thread:
 
     def stop(self) -> None:
         """End the thread after the step that it is at."""
-        self._is_stopped = True
+        self.is_stopped = True
         self.mail.put(None)
         if not self.is_current and self.pid == os.getpid():
             self._thread.join()
 
     def _serve(self) -> None:
         with torch.inference_mode():
-            while not self._is_stopped:
+            while not self.is_stopped:
                 self._read_mail()
                 self._drop()
                 if torch.get_num_threads() != self.n_torch_threads:  # each thread has its own
