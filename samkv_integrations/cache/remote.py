@@ -74,8 +74,10 @@ class RemoteTier:
         self._known: dict[str, tuple[float, set[str]]] = {}  # keys by digest, and until when
         self._fingerprints: tuple[float, dict[str, Fingerprint]] = (0.0, {})
 
-    def claim(self) -> None:
+    def claim(self, *, patiently: bool = False) -> None:
         """See that the objects are of this secret and format, and write that down in a new place.
+
+        patiently: ask although the place did not answer a moment ago.
 
         Raises StoreError if they are not, CacheMiss ("io") if the place does not answer.
         """
@@ -85,7 +87,7 @@ class RemoteTier:
             "format_version": FORMAT_VERSION, "secret_check": self._check,
             "identity": secrets.token_hex(8),
         }  # fmt: skip
-        found = self._agree(_MARKER, mine)
+        found = self._agree(_MARKER, mine, patiently=patiently)
         self._require_same_secret(found)
         if (version := found.get("format_version")) != FORMAT_VERSION:
             raise StoreError(
@@ -114,10 +116,10 @@ class RemoteTier:
     def identity(self) -> str:
         """What the place was named when it was new; another one if it was emptied since.
 
-        Raises like `claim`.
+        It is asked patiently. Raises like `claim`.
         """
         self._is_claimed = False
-        self.claim()
+        self.claim(patiently=True)
         return self._identity
 
     # -- chunks ---------------------------------------------------------------------------------
@@ -180,7 +182,7 @@ class RemoteTier:
         Raises StoreError if it cannot be done for all: what is left is deleted by the next try.
         """
         try:
-            self.claim()
+            self.claim(patiently=True)
             digests = self._digests(patiently=True)
             paths = [(key, self._path(digest, key)) for digest in digests for key in keys]
             gone = self.objects.pool.map(
@@ -209,7 +211,7 @@ class RemoteTier:
 
     def listed(self) -> dict[Place, ObjectInfo]:
         """All chunks. Raises CacheMiss ("io")."""
-        self.claim()
+        self.claim(patiently=True)
         found: dict[Place, ObjectInfo] = {}
         for digest in self._digests(patiently=True):
             found |= self._list(digest, patiently=True)
@@ -276,17 +278,17 @@ class RemoteTier:
     def _note(self, name: str) -> str:
         return f"{self._space}/notes/{name}.json"
 
-    def _agree(self, path: str, mine: dict[str, Any]) -> dict[str, Any]:
+    def _agree(self, path: str, mine: dict[str, Any], *, patiently: bool = False) -> dict[str, Any]:
         """What an object says that is written once, by whichever machine was first."""
         try:
-            return self._read(path)
+            return self._read(path, patiently=patiently)
         except FileNotFoundError:
             with suppress(FileExistsError):
                 self.objects.write(path, json.dumps(mine).encode(), is_new=True)
             return self._read(path)
 
-    def _read(self, path: str) -> dict[str, Any]:
-        text = self.objects.read(path)
+    def _read(self, path: str, *, patiently: bool = False) -> dict[str, Any]:
+        text = self.objects.read(path, patiently=patiently)
         try:
             found = json.loads(text)
         except (ValueError, RecursionError) as error:
