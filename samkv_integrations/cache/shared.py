@@ -149,7 +149,8 @@ class SharedTier:
             raise CacheMiss("io", str(error)) from error
 
     def _fetch(self, key: str, fingerprint: Fingerprint) -> None:
-        self._keep(key, fingerprint, self.remote.get(fingerprint.digest, key))
+        if not self._files.file(key, fingerprint.digest).is_file():  # it came since it was missed
+            self._keep(key, fingerprint, self.remote.get(fingerprint.digest, key))
 
     def _keep(self, key: str, fingerprint: Fingerprint, data: bytes) -> None:
         """Write a fetched file into the folder, if it is sound."""

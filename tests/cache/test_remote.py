@@ -309,6 +309,26 @@ def test_chunks_of_a_request_are_fetched_together(
     assert second.keys() == sorted(chunk.key for chunk in chunks)
 
 
+def test_a_chunk_that_came_since_it_was_missed_is_not_fetched_again(
+    local: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = local(), local()
+    (chunk,) = fill(first)
+    n_read, get = 0, Objects.read
+
+    def counted(self: Objects, path: str, **options: Any) -> bytes:
+        nonlocal n_read
+        n_read += path.endswith(".safetensors")
+        return get(self, path, **options)
+
+    monkeypatch.setattr(Objects, "read", counted)
+    assert second.shared
+    for _ in range(2):  # as by two who both looked before it came
+        second.shared.begin(chunk.key, TINY).result()
+    assert n_read == 1
+    second.open(chunk.key, TINY).close()
+
+
 def test_what_is_shared_is_not_deleted_here_alone(local: Machine, tmp_path: Path) -> None:
     store = local()
     (chunk,) = fill(store)
