@@ -134,7 +134,7 @@ class Objects:
         """
 
         def work(fs: AbstractFileSystem, folder: str) -> dict[str, ObjectInfo]:
-            found = {name: _info(info) for name, info in fs.find(folder, detail=True).items()}
+            found = {name: _info(info) for name, info in _find(fs, folder).items()}
             left = [name for name in found if _UNFINISHED.fullmatch(name)] if _is_local(fs) else []
             for name in left:
                 if found.pop(name).modified_at < time.time() - LEFT_S:
@@ -223,6 +223,29 @@ def _file_system(url: str, options: Mapping[str, Any]) -> tuple[AbstractFileSyst
             "'s3://bucket/prefix' or 'file:///mnt/share/kv'"
         )
     return fs, path.rstrip("/")
+
+
+def _find(fs: AbstractFileSystem, folder: str) -> dict[str, Mapping[str, Any]]:
+    """All files below a folder, with what is known of them; none if there is no such folder.
+
+    What fsspec does by itself takes a folder that cannot be read for an empty one, and what is not
+    listed counts as deleted.
+    """
+    from fsspec import AbstractFileSystem
+
+    if type(fs).find is not AbstractFileSystem.find:  # its own, in one request to a bucket
+        return dict(fs.find(folder, detail=True))
+
+    found: dict[str, Mapping[str, Any]] = {}
+    folders = [folder]
+    while folders:
+        with suppress(FileNotFoundError):  # there is none, or it went meanwhile
+            for info in fs.ls(folders.pop(), detail=True):
+                if info["type"] == "directory":
+                    folders.append(info["name"])
+                else:
+                    found[info["name"]] = info
+    return found
 
 
 def _is_local(fs: AbstractFileSystem) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -607,6 +608,28 @@ def test_a_share_that_is_not_mounted_is_an_outage(
     share.unlink()
     assert store.shared and store.shared.remote.objects.is_gone
     assert push(store).n_chunks == 1  # who pushes does not want to be told what was a moment ago
+
+
+def test_a_folder_that_cannot_be_listed_has_not_been_emptied(
+    local: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a share whose connection drops: nothing here is deleted for it."""
+    from fsspec.implementations.local import LocalFileSystem
+
+    store = local()
+    (chunk,) = fill(store)
+    ls = LocalFileSystem.ls
+
+    def stale(self: LocalFileSystem, path: str, *args: Any, **options: Any) -> Any:
+        if str(path).endswith(f"/{TINY.digest}/{chunk.key[:2]}"):
+            raise OSError(errno.ESTALE, "stale")
+        return ls(self, path, *args, **options)
+
+    monkeypatch.setattr(LocalFileSystem, "ls", stale)
+    assert store.shared
+    with pytest.raises(StoreError, match="stale"):
+        store.shared.refresh()
+    assert store.keys() == [chunk.key]
 
 
 def test_what_could_not_be_sent_is_pushed_later(
