@@ -231,11 +231,8 @@ def _find(fs: AbstractFileSystem, folder: str) -> dict[str, Mapping[str, Any]]:
     What fsspec does by itself takes a folder that cannot be read for an empty one, and what is not
     listed counts as deleted.
     """
-    from fsspec import AbstractFileSystem
-
-    if type(fs).find is not AbstractFileSystem.find:  # its own, in one request to a bucket
+    if not _walks_to_find(fs):  # but in one request to a bucket
         return dict(fs.find(folder, detail=True))
-
     found: dict[str, Mapping[str, Any]] = {}
     folders = [folder]
     while folders:
@@ -246,6 +243,16 @@ def _find(fs: AbstractFileSystem, folder: str) -> dict[str, Mapping[str, Any]]:
                 else:
                     found[info["name"]] = info
     return found
+
+
+def _walks_to_find(fs: AbstractFileSystem) -> bool:
+    """Whether it has no ``find`` of its own, but that of fsspec, which lists folder by folder."""
+    from fsspec import AbstractFileSystem
+    from fsspec.asyn import AsyncFileSystem
+
+    if isinstance(fs, AsyncFileSystem):
+        return type(fs)._find is AsyncFileSystem._find
+    return type(fs).find is AbstractFileSystem.find
 
 
 def _is_local(fs: AbstractFileSystem) -> bool:

@@ -632,6 +632,27 @@ def test_a_folder_that_cannot_be_listed_has_not_been_emptied(
     assert store.keys() == [chunk.key]
 
 
+def test_a_bucket_is_not_listed_folder_by_folder(
+    s3: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from s3fs import S3FileSystem
+
+    objects = Objects(f"s3://caches/place{next(NUMBERS)}", s3)
+    names = {"aa/1", "ab/2", "ab/deep/3"}
+    for name in names:
+        objects.write(f"space/{name}", b"some")
+    n_asked, lsdir = 0, S3FileSystem._lsdir
+
+    async def counted(self: S3FileSystem, *args: Any, **options: Any) -> Any:
+        nonlocal n_asked
+        n_asked += 1
+        return await lsdir(self, *args, **options)
+
+    monkeypatch.setattr(S3FileSystem, "_lsdir", counted)
+    assert objects.listed("space").keys() == names
+    assert n_asked == 1
+
+
 def test_what_could_not_be_sent_is_pushed_later(
     local: Machine, folder: Path, no_place: Callable[[], None]
 ) -> None:
