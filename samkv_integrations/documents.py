@@ -10,7 +10,7 @@ from samkv_integrations.errors import InvalidOption
 
 
 def read_text(path: Path) -> str:
-    """The text of a file. Raises InvalidOption if it cannot be read as UTF-8."""
+    """The text of a file, without a byte order mark. Raises InvalidOption if it is not UTF-8."""
     return _read(path, 0)
 
 
@@ -25,7 +25,7 @@ def read_document(path: Path) -> str:
 def _read(path: Path, flags: int) -> str:
     try:
         opener = lambda name, mode: os.open(name, mode | flags)  # noqa: E731
-        with open(path, encoding="utf-8", opener=opener) as file:
+        with open(path, encoding="utf-8-sig", opener=opener) as file:
             if flags and not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise InvalidOption(f"{path} is no regular file; give a file that holds the text")
             return file.read()

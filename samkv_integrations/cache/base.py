@@ -204,6 +204,9 @@ class Store(Protocol):
         Nothing but a hint: whatever goes wrong, `open` will say.
         """
 
+    def check_delete(self, *keys: str) -> None:
+        """Raises StoreError if `delete` would, as far as that can be known before."""
+
     def delete(self, *keys: str) -> int:
         """Removes chunks and their texts under all fingerprints; how many there were."""
 

@@ -36,7 +36,8 @@ from samkv_integrations.cache.fingerprint import (
 from samkv_integrations.cache.marker import write_marker, write_small
 from samkv_integrations.cache.objects import Objects
 from samkv_integrations.cache.recovery import reconcile, recover
-from samkv_integrations.cache.remote import RemoteTier, claim_with_remote
+from samkv_integrations.cache.remote import RemoteTier
+from samkv_integrations.cache.remote_claim import claim_with_remote
 from samkv_integrations.cache.shared import SharedTier, require_unshared
 from samkv_integrations.cache.stats import StoreStats, _stats
 from samkv_integrations.cache.tables import EVICTED, Entry
@@ -264,26 +265,24 @@ class ChunkStore:
 
     # -- files that go --------------------------------------------------------------------------
 
-    def delete(self, *keys: str) -> int:
+    def check_delete(self, *keys: str) -> None:
         try:
             self.files.require_own()
         except OSError as error:
             raise cannot("delete in", self.path, error) from error
-        gone = self._delete_elsewhere(keys)
+        if self.shared is None:
+            require_unshared(self.index, self._namespace, keys)
+        else:
+            self.shared.remote.check_answers()
+
+    def delete(self, *keys: str) -> int:
+        self.check_delete(*keys)
+        # There before here, so that nothing is said to be gone that is not.
+        gone = self.shared.delete(keys) if self.shared else set()
         found = self.index.begin_to_delete(self._namespace, keys)
         n_older = older.delete(self.path, keys)
         self.files.remove(found)
         return len(gone | ({key for _, key in found} & {*keys})) + n_older
-
-    def _delete_elsewhere(self, keys: Collection[str]) -> set[str]:
-        """Delete chunks of a remote tier; keys of those that there were.
-
-        Before they are deleted here, so that nothing is said to be gone that is not.
-        """
-        if self.shared is not None:
-            return self.shared.delete(keys)
-        require_unshared(self.index, self._namespace, keys)
-        return set()
 
     def forget(
         self,
@@ -303,8 +302,11 @@ class ChunkStore:
                     self.file(key, digest)
                 ):
                     found.add((digest, key))
-        self._delete_elsewhere({key for _, key in found})
-        self.index.begin_to_delete(self._namespace, sorted({key for _, key in found}))
+        keys = sorted({key for _, key in found})
+        self.check_delete(*keys)
+        if self.shared is not None:
+            self.shared.delete(keys)
+        self.index.begin_to_delete(self._namespace, keys)
         self.files.remove(sorted(found))
         self.files.empty_quarantine(lambda name: True)  # damaged files cannot say what they hold
         n_older = older.forget(self.path, self.secret, self._namespace, is_wanted, token_ids)

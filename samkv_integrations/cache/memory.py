@@ -205,6 +205,9 @@ class MemoryStore:
     def prefetch(self, key: str, fingerprint: Fingerprint) -> None:
         """There is nothing to read from."""
 
+    def check_delete(self, *keys: str) -> None:
+        """Nothing is in the way."""
+
     def delete(self, *keys: str) -> int:
         with self._changing:
             found = [key for key in dict.fromkeys(keys) if key in self._texts]

@@ -13,18 +13,16 @@ import threading
 import time
 from collections.abc import Collection, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from dataclasses import fields as fields_of
 from hashlib import blake2b
-from pathlib import Path
 from typing import Any
 
 from samkv_integrations.cache.checked_file import BAD_JSON
-from samkv_integrations.cache.chunk import SECRET_BYTES
-from samkv_integrations.cache.files import Writer
 from samkv_integrations.cache.fingerprint import FORMAT_VERSION, Fingerprint
-from samkv_integrations.cache.marker import Claimed, check_of, claim, secret_of
+from samkv_integrations.cache.marker import check_of
 from samkv_integrations.cache.objects import ObjectInfo, Objects
-from samkv_integrations.errors import CacheMiss, InvalidOption, SamkvError, StoreError
+from samkv_integrations.errors import CacheMiss, SamkvError, StoreError
 
 HEAD_BYTES = 1 << 17
 """Bytes of a chunk file that hold what its index is told, unless its text is very long."""
@@ -47,6 +45,18 @@ _CHUNK = re.compile(r"[0-9a-f]{2}/([0-9a-f]{32})\.safetensors")
 
 Place = tuple[str, str]
 """Digest of the fingerprint, and key, of a chunk."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Listing:
+    """What there is of a namespace's chunks: those with a file, and those found damaged."""
+
+    chunks: Mapping[Place, ObjectInfo]
+    damaged: frozenset[Place]
+
+    def __contains__(self, place: Place) -> bool:
+        """Whether a chunk was put, and not deleted since."""
+        return place in self.chunks or place in self.damaged
 
 
 class RemoteTier:
@@ -134,7 +144,8 @@ class RemoteTier:
         if len(keys) > _LISTED:
             with suppress(CacheMiss, StoreError):
                 self.claim()
-                found = {key for _, key in self._list(digest, patiently=False)}
+                listed = self._list(digest, patiently=False)
+                found = {key for (_, key), info in listed.items() if info.n_bytes}
                 with self._lock:
                     self._known[digest] = (time.monotonic() + KNOWN_S, found)
 
@@ -149,7 +160,8 @@ class RemoteTier:
         """What is known of a chunk's object, None if there is none or nobody can tell."""
         with suppress(CacheMiss, StoreError, FileNotFoundError):
             self.claim()
-            return self.objects.info(self._path(digest, key))
+            found = self.objects.info(self._path(digest, key))
+            return found if found.n_bytes else None
         return None
 
     def get(
@@ -157,11 +169,12 @@ class RemoteTier:
     ) -> bytes:
         """A chunk's file, or its first ``n_bytes``. Raises CacheMiss."""
         self.claim()
-        try:
-            return self.objects.read(self._path(digest, key), n_bytes=n_bytes, patiently=patiently)
-        except FileNotFoundError as error:
-            self._forget([key])
-            raise CacheMiss("absent", f"{self.url}: {key}") from error
+        path = self._path(digest, key)
+        with suppress(FileNotFoundError):
+            if data := self.objects.read(path, n_bytes=n_bytes, patiently=patiently):
+                return data
+        self._forget([key])
+        raise CacheMiss("absent", f"{self.url}: {key}")
 
     def put(
         self, digest: str, key: str, fields: Mapping[str, Any], data: bytes, *, patiently: bool
@@ -192,16 +205,32 @@ class RemoteTier:
             return {*gone} - {""}
         except CacheMiss as miss:
             raise StoreError(
-                f"nothing can be deleted from the remote tier ({miss}); next step: try again when "
+                f"not all can be deleted from the remote tier ({miss}); next step: try again when "
                 "it answers"
             ) from miss
         finally:
             self._forget(keys)
 
+    def check_answers(self) -> None:
+        """Ask it something, patiently. Raises StoreError if it does not answer."""
+        try:
+            self.claim(patiently=True)
+            self._digests(patiently=True)
+        except CacheMiss as miss:
+            raise StoreError(
+                f"nothing is deleted while the remote tier does not answer ({miss}); next step: "
+                "try again when it does"
+            ) from miss
+
     def discard(self, digest: str, key: str) -> None:
-        """Delete a damaged object, so that a sound one is put in its place. Best effort."""
-        with suppress(CacheMiss):
-            self.objects.remove(self._path(digest, key))
+        """Empty a damaged object, so that a sound one is put in its place. Best effort.
+
+        It is not deleted: other machines delete what they have of a chunk that was.
+        """
+        path = self._path(digest, key)
+        with suppress(CacheMiss, FileNotFoundError):  # it was deleted meanwhile
+            self.objects.info(path)
+            self.objects.write(path, b"")
         self._forget([key])
 
     def _forget(self, keys: Collection[str]) -> None:
@@ -209,13 +238,17 @@ class RemoteTier:
             for _, known in self._known.values():
                 known.difference_update(keys)
 
-    def listed(self) -> dict[Place, ObjectInfo]:
+    def listed(self) -> Listing:
         """All chunks. Raises CacheMiss ("io")."""
         self.claim(patiently=True)
         found: dict[Place, ObjectInfo] = {}
         for digest in self._digests(patiently=True):
             found |= self._list(digest, patiently=True)
-        return found
+        damaged = frozenset(place for place, info in found.items() if not info.n_bytes)
+        return Listing(
+            chunks={place: info for place, info in found.items() if place not in damaged},
+            damaged=damaged,
+        )
 
     def _list(self, digest: str, *, patiently: bool) -> dict[Place, ObjectInfo]:
         listed = self.objects.listed(f"{self._space}/{digest}", patiently=patiently)
@@ -301,55 +334,6 @@ class RemoteTier:
         return StoreError(
             f"{self.url}/{path} is damaged; next step: delete it, or name another place"
         )
-
-
-def claim_with_remote(
-    folder: Path, writer: Writer, given: bytes | None, objects: Objects | None
-) -> Claimed:
-    """What a folder is, see `marker.claim`.
-
-    Nothing is written into a new folder if its remote tier is another store's, so that the right
-    secret is taken at the next try.
-
-    given: the secret, if not that of the environment or of the folder.
-    objects: of the remote tier; None for a folder of one machine.
-
-    Raises StoreError and InvalidOption as `ChunkStore` does.
-    """
-    secret = secret_of(given)
-    if objects is not None:
-        _require_outside(objects, folder)
-        if not (folder / "store.json").exists():
-            _require_right_secret(objects, folder / "secret", secret)
-    return claim(folder, writer, secret, is_bound=given is not None or objects is not None)
-
-
-def _require_outside(objects: Objects, folder: Path) -> None:
-    """Raises InvalidOption if place and folder lie in each other: the folder has the secret."""
-    place = objects.local_folder
-    if place is None:
-        return
-    place, own = place.resolve(), folder.resolve()
-    if place.is_relative_to(own):
-        raise InvalidOption(
-            f"remote={objects.url!r} is in {folder}, the folder of the store itself; name a place "
-            "outside, which other machines reach"
-        )
-    if own.is_relative_to(place):
-        raise InvalidOption(
-            f"{folder}, the folder of the store, is in remote={objects.url!r}: other machines "
-            "would read its secret there; name a folder of this machine outside"
-        )
-
-
-def _require_right_secret(objects: Objects, copied: Path, given: bytes | None) -> None:
-    """Raises StoreError if a remote tier that answers is not of a new folder's secret."""
-    secret = given or secrets.token_bytes(SECRET_BYTES)
-    with suppress(FileNotFoundError):  # it may have been copied from another machine
-        secret = copied.read_bytes()
-    if len(secret) == SECRET_BYTES:  # else it is damaged, as `claim` says
-        with suppress(CacheMiss):
-            RemoteTier(objects, secret, namespace="").require_same_secret()
 
 
 def _fingerprint(fields: Mapping[str, Any], digest: str) -> Fingerprint | None:

@@ -26,7 +26,7 @@ from samkv_integrations.cache.fingerprint import Fingerprint, digest_of
 from samkv_integrations.cache.index import Index
 from samkv_integrations.cache.objects import ObjectInfo
 from samkv_integrations.cache.outage import Outage
-from samkv_integrations.cache.remote import HEAD_BYTES, Place, RemoteTier
+from samkv_integrations.cache.remote import HEAD_BYTES, Listing, Place, RemoteTier
 from samkv_integrations.cache.tables import EVICTED, Entry
 from samkv_integrations.errors import CacheMiss, SamkvError, StoreError
 
@@ -42,8 +42,8 @@ SLICE = 64
 """New chunks that are looked at in one go, so that a question's do not wait behind all of them."""
 
 _FAILS = (
-    "the remote tier fails (%s); what it cannot give is computed, and what it cannot take stays "
-    "here until 'samkv store push'. This is said once"
+    "caches cannot be shared with the remote tier (%s); what it cannot give is computed, and what "
+    "it cannot take stays here until 'samkv store push'. This is said once"
 )
 
 
@@ -52,12 +52,12 @@ class Refreshed:
     """What `SharedTier.refresh` found. n_new: chunks of other machines whose texts are known now.
 
     n_deleted: chunks that other machines deleted, and this one has deleted too.
-    listed: all chunks of the remote tier.
+    chunks: those of the remote tier.
     """
 
     n_new: int
     n_deleted: int
-    listed: Mapping[Place, ObjectInfo] = field(repr=False, compare=False)
+    chunks: Mapping[Place, ObjectInfo] = field(repr=False, compare=False)
 
 
 def require_unshared(index: Index, namespace: str, keys: Collection[str]) -> None:
@@ -132,7 +132,7 @@ class SharedTier:
     def fetch(self, key: str, fingerprint: Fingerprint) -> None:
         """Bring a chunk into the folder, all of it verified.
 
-        Raises CacheMiss: "absent", "corrupt" (which is deleted, to be put again), or "io" if it
+        Raises CacheMiss: "absent", "corrupt" (which is emptied, to be put again), or "io" if it
         takes longer than a question waits, or the folder has no room for it.
         """
         objects = self.remote.objects
@@ -262,18 +262,19 @@ class SharedTier:
         self._follow_place()
         before = self._index.database.read(lambda c: tables.shared(c, self._namespace))
         listed = self.listed()  # after: what this machine has put since is no stranger
-        gone = sorted({key for _, key in before - listed.keys()})
+        gone = sorted({key for digest, key in before if (digest, key) not in listed})
         if gone:
             found = self._index.begin_to_delete(self._namespace, gone)
             self._files.remove(found)
             self._index.database.write(lambda c: tables.unmark_shared(c, self._namespace, gone))
-        digests = {digest for digest, _ in listed}
+        chunks = listed.chunks
+        digests = {digest for digest, _ in chunks}
         known = {(d, key) for d in digests for key in self._index.known(self._namespace, d)}
-        self._mark(listed.keys() & known)
-        new = [(place, listed[place]) for place in sorted(listed.keys() - known)]
+        self._mark(chunks.keys() & known)
+        new = [(place, chunks[place]) for place in sorted(chunks.keys() - known)]
         slices = (new[begin : begin + SLICE] for begin in range(0, len(new), SLICE))
         n_new = sum(map(self._learn, slices))
-        return Refreshed(n_new=n_new, n_deleted=len(gone), listed=listed)
+        return Refreshed(n_new=n_new, n_deleted=len(gone), chunks=chunks)
 
     def _follow_place(self) -> None:
         """What was in another remote tier, or in this one before it was emptied, was not deleted.
@@ -327,7 +328,7 @@ class SharedTier:
 
     # -- chunks that are copied, whether or not a question needs them ------------------------------
 
-    def listed(self) -> dict[Place, ObjectInfo]:
+    def listed(self) -> Listing:
         """The chunks of the remote tier. Raises StoreError if it does not answer."""
         with _answering():
             return self.remote.listed()

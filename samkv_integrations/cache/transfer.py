@@ -32,7 +32,7 @@ def push(store: ChunkStore, *, progress: Progress | None = None) -> Moved:
     """
     shared = _shared(store)
     here = {(digest, key) for digest, key, _ in store.index.places(store.namespace, PRESENT)}
-    return _move(shared, shared.send, sorted(here - shared.listed().keys()), progress)
+    return _move(shared, shared.send, sorted(here - shared.listed().chunks.keys()), progress)
 
 
 def pull(
@@ -50,12 +50,12 @@ def pull(
     Raises like `push`.
     """
     shared = _shared(store)
-    listed = shared.refresh().listed
-    by_age = sorted(listed, key=lambda place: -listed[place].modified_at)
+    chunks = shared.refresh().chunks
+    by_age = sorted(chunks, key=lambda place: -chunks[place].modified_at)
     lacking = [p for p in by_age if shared.lacks(p) and (keys is None or p[1] in keys)]
     wanted, n_bytes = [], 0
     for place in lacking:
-        n_bytes += listed[place].n_bytes
+        n_bytes += chunks[place].n_bytes
         if max_bytes is not None and n_bytes > max_bytes:
             break
         wanted.append(place)

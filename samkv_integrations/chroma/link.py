@@ -31,7 +31,7 @@ from samkv_integrations.chroma.results import (
 from samkv_integrations.chroma.sync import Sync
 from samkv_integrations.engine.chunks import Depth
 from samkv_integrations.engine.engine import Engine
-from samkv_integrations.errors import InvalidOption
+from samkv_integrations.errors import InvalidOption, StoreError
 
 if TYPE_CHECKING:
     from chromadb.api.models.Collection import Collection
@@ -110,17 +110,19 @@ class ChromaLink:
             InvalidOption: lengths differ, an id occurs twice, an embedding has another size than
                 the others in the collection, or Chroma refuses a record.
             InvalidChunk: a text is empty, or longer than the context window.
-            StoreError: the store cannot be written.
+            StoreError: the store cannot be written, or what replaced records had cannot be
+                released, such as while a remote tier does not answer; no record is written then.
         """
         began = time.perf_counter()
         rows = self.check(ids, texts, embeddings, metadatas)
         # Everything is looked at before anything is computed or written.
         chunks = self._look_up(ids, texts, rows, without_cache, build_missing)
+        self._check_release(self._records.keys(ids) - {chunk.key for chunk in chunks if chunk})
         missing = [chunk for chunk in chunks if chunk and chunk.state == "missed"]
         missed = {chunk.key: chunk for chunk in missing if build_missing}
         compute = self.engine.chunks.compute if build_missing else _compute_nothing
         replaced = self._write(ids, texts, embeddings, rows, chunks, compute, progress)
-        self.release(replaced)
+        self._release(replaced)
         store, fingerprint = self.engine.store, self.engine.fingerprint
         return IngestResult(
             n_records=len(ids),
@@ -209,7 +211,8 @@ class ChromaLink:
 
         Raises:
             InvalidOption: neither is given (see `clear`), or Chroma refuses one of them.
-            StoreError: a cache cannot be deleted; the records are gone.
+            StoreError: the caches cannot be deleted, such as while a remote tier does not answer;
+                the records are there still, unless the error says that they are gone.
         """
         if not ids and not where:
             raise InvalidOption(
@@ -228,16 +231,38 @@ class ChromaLink:
         return self._delete(self._records.ids(None), None)
 
     def _delete(self, ids: Sequence[str], where: Mapping[str, Any] | None) -> int:
+        doomed: list[str] = []
         keys: set[str] = set()
         for part in self._records.slices(len(ids)):
             found = self._records.read(
                 self.collection, ids=list(ids[part]), where=where, include=["metadatas"]
             )
+            doomed += found["ids"]
             keys |= keys_in(found)
-            if found["ids"]:
-                with chroma_errors(f"collection {self.collection.name!r} refused to delete"):
-                    self.collection.delete(ids=found["ids"])
-        return self.release(keys)
+        self._check_release(keys)
+        for part in self._records.slices(len(doomed)):
+            with chroma_errors(f"collection {self.collection.name!r} refused to delete"):
+                self.collection.delete(ids=doomed[part])
+        return self._release(keys)
+
+    def _check_release(self, keys: set[str]) -> None:
+        """Raises StoreError if caches cannot be deleted: asked while their records are there.
+
+        Without records nothing would know of them any more, until the next `sync`.
+        """
+        if keys:
+            store = self.engine.store
+            store.check_delete(*store.same_texts(*keys))
+
+    def _release(self, keys: set[str]) -> int:
+        """`release` of keys whose records are written or gone, which no second try would name."""
+        try:
+            return self.release(keys)
+        except StoreError as error:
+            raise StoreError(
+                f"the records are gone or replaced, but not all of their caches ({error}); they go "
+                "with kv_link.sync(grace_s=0), or 'samkv store sync --grace 0'"
+            ) from error
 
     def release(self, keys: Iterable[str]) -> int:
         """Delete the caches of ``keys`` that no record references; returns how many there were.

@@ -84,11 +84,11 @@ class Records:
         ids: list[str] = self.read(self.collection, where=where, include=[])["ids"]
         return ids
 
-    def keys(self) -> set[str]:
-        """The keys that the records name."""
-        ids, keys = self.ids(None), set()
-        for part in self.slices(len(ids)):
-            keys |= keys_in(self.read(self.collection, ids=ids[part], include=["metadatas"]))
+    def keys(self, ids: Sequence[str] | None = None) -> set[str]:
+        """The keys that records name. ids: which; None for all."""
+        named, keys = self.ids(None) if ids is None else list(ids), set()
+        for part in self.slices(len(named)):
+            keys |= keys_in(self.read(self.collection, ids=named[part], include=["metadatas"]))
         return keys
 
     def slices(self, n_records: int) -> Iterator[slice]:

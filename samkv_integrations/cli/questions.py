@@ -47,6 +47,8 @@ def read_questions(path: Path, *, with_documents: bool = False) -> list[Question
             documents = _texts(row.get("documents", [])) if with_documents else ()
             if not question.strip():
                 raise ValueError("the question is empty")
+            for text in (question, *documents):
+                text.encode()  # half a character, as JSON allows, is no text
         except (ValueError, TypeError, RecursionError) as error:
             raise InvalidOption(
                 f"{path}, line {number}: {error}; each line must be a JSON object with "

@@ -59,13 +59,13 @@ def tune(
         model, store, device=device, dtype=dtype, store_bits=store_bits, prefix_bytes=0
     )
     store.require(engine.fingerprint)
-    entry = tuned_setting(engine.model, store)
+    entry = tuned_setting(engine.model, store) if check else None
     if check and entry is None:
         raise InvalidOption(
             f"--check, and {store.path / FILE} has no entry for {model!r}; run 'samkv tune' first"
         )
     setup = TuneSetup.of(ChromaLink(opened, engine), store, options, folder / "tune")
-    if check and entry:
+    if entry is not None:
         _check(setup, entry, config, output, fresh=fresh, as_json=as_json)
         return
     candidates = grid(engine.model.name, engine.store_bits)

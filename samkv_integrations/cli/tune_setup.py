@@ -18,11 +18,11 @@ from samkv_integrations.chroma.link import ChromaLink
 from samkv_integrations.chroma.records import Records
 from samkv_integrations.engine.costs import name_of
 from samkv_integrations.engine.engine import Engine
-from samkv_integrations.errors import InvalidOption
+from samkv_integrations.errors import EmptyInput, InvalidOption
 from samkv_integrations.tuning.candidates import Candidate
 from samkv_integrations.tuning.measure import Measurer
 from samkv_integrations.tuning.model_questions import asked_by_model
-from samkv_integrations.tuning.questions import from_chunks, shuffled
+from samkv_integrations.tuning.questions import distinct, from_chunks, shuffled
 from samkv_integrations.tuning.retrieval import Retrieval, texts_of
 from samkv_integrations.tuning.run import Run, TuneConfig
 
@@ -136,10 +136,16 @@ class TuneSetup:
 def _questions(link: ChromaLink, options: QuestionOptions, folder: Path) -> list[Question]:
     """In the order of asking, without documents. folder: keeps those that the model asks."""
     if options.given is not None:
-        return shuffled(options.given, seed=options.seed)
+        return shuffled(distinct(options.given), seed=options.seed)
     texts, engine = texts_of(link), link.engine
     if options.asked_by == "chunks":
-        return from_chunks(texts, seed=options.seed)
+        if asked := from_chunks(texts, seed=options.seed):
+            return asked
+        raise EmptyInput(
+            f"no question can be made of the {len(texts)} chunks of collection "
+            f"{link.collection.name!r}: none has a title, or a sentence of a few words; give "
+            "--questions FILE, or --asked-by model"
+        )
     model = engine.model
     settings = {"model": model.name, "weights": model.weights_digest, "chat": options.chat}
     with Journal(folder / f"questions-{digest(settings)}", settings) as journal:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import logging
 import os
 import tomllib
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -135,9 +135,13 @@ def choices_of(
 def tuned_setting(model: Model, store: Store) -> TunedSetting | None:
     """The entry for the model in the folder of the store; None for a store without such a file.
 
-    Raises InvalidOption if the file is broken.
+    Raises InvalidOption if the file is broken; what it says of other models may be.
     """
-    return read(store.path).get(model.name) if isinstance(store, ChunkStore) else None
+    if not isinstance(store, ChunkStore):
+        return None
+    with _explained(store.path / FILE):
+        found = _tables(store.path / FILE)
+        return _entry(model.name, found[model.name]) if model.name in found else None
 
 
 def _bits(model: Model, store: Store, entry: TunedSetting | None) -> int:
@@ -160,29 +164,21 @@ def read(folder: str | os.PathLike[str]) -> dict[str, TunedSetting]:
     Raises InvalidOption, with file, key and what is allowed, if it is broken.
     """
     file = Path(folder) / FILE
-    try:
-        text = file.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        return {}
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidOption(f"{file} cannot be read ({error}); mend or delete it") from error
-    try:
-        entries = _tables(tomllib.loads(text), "models")
-        return {name: _entry(name, value) for name, value in entries.items()}
-    except (tomllib.TOMLDecodeError, _Broken) as error:
-        raise InvalidOption(
-            f"{file}: {error}; mend or delete it; 'samkv tune' writes a new one"
-        ) from error
+    with _explained(file):
+        return {name: _entry(name, found) for name, found in _tables(file).items()}
 
 
 def write(folder: str | os.PathLike[str], setting: TunedSetting) -> Path:
     """Write an entry, in place of the one that the model had; returns the file.
 
-    Raises InvalidOption if the file that is there is broken, or cannot be written.
+    Entries of other models stay as they are.
+
+    Raises InvalidOption if the file that is there is no TOML, or cannot be written.
     """
-    file, entries = Path(folder) / FILE, {**read(folder), setting.model: setting}
-    tables = {name: _table(entry) for name, entry in sorted(entries.items())}
-    text = f"{_HEADER}\n{tomli_w.dumps({'models': tables})}"
+    file = Path(folder) / FILE
+    with _explained(file):
+        tables = {**_tables(file), setting.model: _table(setting)}
+    text = f"{_HEADER}\n{tomli_w.dumps({'models': dict(sorted(tables.items()))})}"
     made = file.with_name(f".{FILE}.{os.getpid()}")
     try:
         made.write_text(text, encoding="utf-8")
@@ -197,11 +193,28 @@ class _Broken(ValueError):
     """What is wrong with a file, and at which key."""
 
 
-def _tables(found: Mapping[str, Any], *known: str) -> Mapping[str, Any]:
-    """The table of tables ``models``, which is all that there may be."""
+@contextmanager
+def _explained(file: Path) -> Iterator[None]:
+    """What is wrong with a file, as InvalidOption."""
+    try:
+        yield
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidOption(f"{file} cannot be read ({error}); mend or delete it") from error
+    except (tomllib.TOMLDecodeError, RecursionError, _Broken) as error:
+        raise InvalidOption(
+            f"{file}: {error}; mend or delete it; without it, 'samkv tune' writes a new one"
+        ) from error
+
+
+def _tables(file: Path) -> Mapping[str, Any]:
+    """The table of tables ``models``, which is all that there may be; empty without the file."""
+    try:
+        found = tomllib.loads(file.read_text(encoding="utf-8-sig"))
+    except FileNotFoundError:
+        return {}
     for name in found:
-        if name not in known:
-            raise _Broken(f"key {name!r}; allowed: {', '.join(known)}")
+        if name != "models":
+            raise _Broken(f"key {name!r}; allowed: models")
     models = found.get("models", {})
     if not isinstance(models, dict):
         raise _Broken(f"key 'models' is {models!r}; it must hold a table for each model")

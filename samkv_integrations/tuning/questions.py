@@ -37,6 +37,14 @@ def from_chunks(texts: Sequence[str], *, seed: int) -> list[Question]:
     return [_question(f"chunks-{text}", text) for text in dict.fromkeys(turns)]
 
 
+def distinct(questions: Sequence[Question]) -> list[Question]:
+    """Each question over the same documents once: a second answer would say nothing new."""
+    found: dict[object, Question] = {}
+    for one in questions:
+        found.setdefault((one.question, one.documents), one)
+    return list(found.values())
+
+
 def shuffled(questions: Sequence[Question], *, seed: int) -> list[Question]:
     """The questions in an order that follows from the seed."""
     return random.Random(seed).sample(list(questions), len(questions))

@@ -368,7 +368,9 @@ def test_many_are_looked_for_at_once(local: Machine, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "empty", "stranger"])
-def test_a_damaged_object_is_a_miss_and_goes(damage: str, local: Machine, folder: Path) -> None:
+def test_a_damaged_object_is_a_miss_and_is_emptied(
+    damage: str, local: Machine, folder: Path
+) -> None:
     first, second = local(), local()
     chunk, other = fill(first, 2)
     (file,) = [file for file in files_of(folder) if file.stem == chunk.key]
@@ -383,13 +385,54 @@ def test_a_damaged_object_is_a_miss_and_goes(damage: str, local: Machine, folder
         case "stranger":
             data[:] = first.file(other.key, TINY.digest).read_bytes()
     file.write_bytes(data)
-    assert reason(lambda: second.open(chunk.key, TINY)) in ("corrupt", "tokens")
+    found = reason(lambda: second.open(chunk.key, TINY))
+    assert found in (("absent",) if damage == "empty" else ("corrupt", "tokens"))
+    assert file.read_bytes() == b""
     assert not second.contains(chunk.key, TINY)
+    assert second.age_s(chunk.key, TINY) is None
+    assert reason(lambda: local().open(chunk.key, TINY)) == "absent"
     assert not list(second.path.rglob("*.tmp"))
     assert second.stats().bytes == 0
     second.put(chunk)
     with local().open(chunk.key, TINY) as stored:
         stored.verify()
+
+
+def test_a_damaged_object_was_not_deleted(machine: Machine) -> None:
+    """Machines that have a sound file keep it, and may put it again."""
+    first, second, third = machine(), machine(), machine()
+    chunk, other = fill(first, 2)
+    second.open(other.key, TINY).close()
+    assert first.shared and second.shared and third.shared
+    assert first.shared.refresh().n_deleted == second.shared.refresh().n_deleted == 0
+    remote = second.shared.remote
+    remote.objects.write(remote._path(TINY.digest, chunk.key), b"damaged")
+    assert reason(lambda: second.open(chunk.key, TINY)) == "corrupt"
+    assert counts(first.shared.refresh()) == (0, 0)
+    assert first.keys() == sorted([chunk.key, other.key])
+    assert first.text(chunk.key) == chunk.text
+    assert counts(third.shared.refresh()) == (1, 0)  # of what it was, nothing can be learned
+    assert pull(third).n_left == 0 and third.keys() == [other.key]
+    third.look_ahead([f"{n:032x}" for n in range(40)], TINY)  # so many that they are listed
+    assert third.contains(other.key, TINY) and not third.contains(chunk.key, TINY)
+    assert push(first) == Moved(
+        n_chunks=1, n_bytes=first.file(chunk.key, TINY.digest).stat().st_size, n_left=0
+    )
+    with third.open(chunk.key, TINY) as stored:
+        stored.verify()
+
+
+def test_what_was_found_damaged_is_deleted_as_all_is(machine: Machine) -> None:
+    first, second = machine(), machine()
+    (chunk,) = fill(first)
+    assert first.shared and counts(first.shared.refresh()) == (0, 0)
+    remote = first.shared.remote
+    remote.discard(TINY.digest, chunk.key)
+    assert second.delete(chunk.key) == 1
+    assert counts(first.shared.refresh()) == (0, 1)
+    assert first.known_keys() == []
+    remote.discard(TINY.digest, chunk.key)  # by who read it before it went: it stays away
+    assert list(remote.listed().damaged) == []
 
 
 def test_a_damaged_local_file_is_fetched_again(local: Machine) -> None:
@@ -584,8 +627,8 @@ def test_a_place_that_is_gone_is_a_miss_and_no_error(
         stored.verify()
     second.put(other)
     second.open(other.key, TINY).close()
-    assert "the remote tier fails" in caplog.text
-    with pytest.raises(StoreError, match="nothing can be deleted"):
+    assert "cannot be shared with the remote tier" in caplog.text
+    with pytest.raises(StoreError, match="nothing is deleted while"):
         second.delete(other.key)
     assert second.contains(other.key, TINY)
     late = local()  # opening one is no error either
@@ -604,7 +647,7 @@ def test_a_share_that_is_not_mounted_is_an_outage(
     store = ChunkStore(tmp_path / "machine", remote=f"file://{share}/kv", secret=SECRET)
     (chunk,) = fill(store)
     assert store.keys() == [chunk.key]
-    assert "the remote tier fails" in caplog.text
+    assert "cannot be shared with the remote tier" in caplog.text
     share.unlink()
     assert store.shared and store.shared.remote.objects.is_gone
     assert push(store).n_chunks == 1  # who pushes does not want to be told what was a moment ago
@@ -755,7 +798,7 @@ def test_what_killed_uploads_left_goes_after_a_day(local: Machine, folder: Path)
     day = objects_module.LEFT_S
     os.utime(old, (there.stat().st_mtime - day - 60,) * 2)
     os.utime(other, (there.stat().st_mtime - day - 60,) * 2)
-    assert store.shared and list(store.shared.refresh().listed) == [(TINY.digest, chunk.key)]
+    assert store.shared and list(store.shared.refresh().chunks) == [(TINY.digest, chunk.key)]
     assert [file.exists() for file in (there, old, young, other)] == [True, False, True, True]
 
 

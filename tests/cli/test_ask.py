@@ -89,6 +89,7 @@ def test_ask_many_questions(town: Path) -> None:
         ('{"question": " "}', "the question is empty"),
         ("{", "Expecting property name"),
         ("[" * 100_000, "recursion depth"),
+        (r'{"question": "Who \ud800?"}', "surrogates not allowed"),
     ],
 )
 def test_a_line_that_is_no_question(tmp_path: Path, line: str, why: str) -> None:
@@ -97,6 +98,12 @@ def test_a_line_that_is_no_question(tmp_path: Path, line: str, why: str) -> None
     with pytest.raises(InvalidOption, match=f"line 2: .*{why}") as caught:
         read_questions(file)
     assert "Error(" not in str(caught.value)
+
+
+def test_a_file_that_a_windows_editor_wrote(tmp_path: Path) -> None:
+    file = tmp_path / "questions.jsonl"
+    file.write_text('{"question": "Who?"}\n', encoding="utf-8-sig")
+    assert [one.question for one in read_questions(file)] == ["Who?"]
 
 
 def test_ask_with_the_chat_template(town: Path, tiny: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 
@@ -144,22 +145,44 @@ def test_connectors_follow(tmp_path: Path) -> None:
     ("text", "expected"),
     [
         ("method = ", "Invalid value"),
+        ("models = " + 20_000 * "[", "recursion"),
         ("[other]\nx = 1", "key 'other'; allowed: models"),
         ("models = 3", "key 'models' is 3"),
-        ("[models]\na = 3", "key models.'a' is 3; it must be a table"),
-        ("[models.a]\nset = []", "key models.'a'.method is missing"),
-        ("[models.a]\nmethod = 'magic'", "key models.'a': unknown method 'magic'; known: a3"),
-        ("[models.a]\nmethod = 1", "key models.'a'.method is 1; it must be a text"),
-        ("[models.a]\nmetod = 'x'", "key models.'a'.metod; allowed: method, set"),
-        ("[models.a]\nmethod = 'epic'\nset = ['recompute.firs=3']", "did you mean 'recompute.fir"),
-        ("[models.a]\nmethod = 'epic'\nset = ['recompute.first=x']", "is not a whole number"),
-        ("[models.a]\nmethod = 'epic'\nset = [3]", "must be a list of 'NAME=VALUE'"),
-        ("[models.a]\nmethod = 'epic'\neviction_budget = 0.1", "without an eviction"),
-        ("[models.a]\nmethod = 'epic'\neviction = 'h2o'\neviction_budget = 7", "budget_ratio=7"),
-        ("[models.a]\nmethod = 'epic'\nstore_bits = 5", "store_bits=5"),
-        ("[models.a]\nmethod = 'epic'\nstore_bits = true", "must be a whole number"),
-        ("[models.a]\nmethod = 'epic'\nmeasured.at = 2026-01-01", "measured.at is datetime"),
-        ("[models.a]\nmethod = 'epic'\nmeasured.of = {a = 1}", "measured.of is {'a': 1}; it must"),
+        ("[models]\ntiny-llama = 3", "key models.'tiny-llama' is 3; it must be a table"),
+        ("[models.tiny-llama]\nset = []", "key models.'tiny-llama'.method is missing"),
+        (
+            "[models.tiny-llama]\nmethod = 'magic'",
+            "key models.'tiny-llama': unknown method 'magic'; known: a3",
+        ),
+        (
+            "[models.tiny-llama]\nmethod = 1",
+            "key models.'tiny-llama'.method is 1; it must be a text",
+        ),
+        ("[models.tiny-llama]\nmetod = 'x'", "key models.'tiny-llama'.metod; allowed: method, set"),
+        (
+            "[models.tiny-llama]\nmethod = 'epic'\nset = ['recompute.firs=3']",
+            "did you mean 'recompute.fir",
+        ),
+        (
+            "[models.tiny-llama]\nmethod = 'epic'\nset = ['recompute.first=x']",
+            "is not a whole number",
+        ),
+        ("[models.tiny-llama]\nmethod = 'epic'\nset = [3]", "must be a list of 'NAME=VALUE'"),
+        ("[models.tiny-llama]\nmethod = 'epic'\neviction_budget = 0.1", "without an eviction"),
+        (
+            "[models.tiny-llama]\nmethod = 'epic'\neviction = 'h2o'\neviction_budget = 7",
+            "budget_ratio=7",
+        ),
+        ("[models.tiny-llama]\nmethod = 'epic'\nstore_bits = 5", "store_bits=5"),
+        ("[models.tiny-llama]\nmethod = 'epic'\nstore_bits = true", "must be a whole number"),
+        (
+            "[models.tiny-llama]\nmethod = 'epic'\nmeasured.at = 2026-01-01",
+            "measured.at is datetime",
+        ),
+        (
+            "[models.tiny-llama]\nmethod = 'epic'\nmeasured.of = {a = 1}",
+            "measured.of is {'a': 1}; it must",
+        ),
     ],
 )
 def test_a_broken_file_is_named_with_what_is_allowed(
@@ -171,9 +194,36 @@ def test_a_broken_file_is_named_with_what_is_allowed(
         engine_on(tmp_path)
     assert str(tmp_path / "kv" / FILE) in str(raised.value) and expected in str(raised.value)
     assert "samkv tune" in str(raised.value)
-    with pytest.raises(InvalidOption):
-        write(tmp_path / "kv", SETTING)  # what others wrote is not lost
     engine_on(tmp_path, method="reuse", store_bits=4)  # who says all needs no file
+
+
+@pytest.mark.parametrize("text", ["method = ", "[other]\nx = 1"])
+def test_a_file_of_something_else_is_not_replaced(tmp_path: Path, text: str) -> None:
+    (tmp_path / FILE).write_text(text, encoding="utf-8")
+    with pytest.raises(InvalidOption, match="mend or delete it"):
+        write(tmp_path, SETTING)
+    assert (tmp_path / FILE).read_text(encoding="utf-8") == text
+
+
+def test_a_broken_entry_is_that_of_its_model_alone(tmp_path: Path) -> None:
+    """Whose setting is written has it mended, and loses nothing of the others."""
+    tuned_folder(tmp_path, replace(SETTING, model="another"))
+    file = tmp_path / "kv" / FILE
+    with file.open("a") as text:
+        text.write("[models.broken]\nmetod = 'x'\n[models.tiny-llama]\nmethod = 1\n")
+    with pytest.raises(InvalidOption, match="models.'tiny-llama'.method"):
+        engine_on(tmp_path)
+    write(tmp_path / "kv", SETTING)
+    assert engine_on(tmp_path).tuned == SETTING
+    tables = tomllib.loads(file.read_text(encoding="utf-8"))["models"]
+    assert sorted(tables) == ["another", "broken", "tiny-llama"]
+    assert tables["broken"] == {"metod": "x"}
+
+
+def test_windows_editors_begin_a_file_with_a_byte_order_mark(tmp_path: Path) -> None:
+    file = write(tmp_path, SETTING)
+    file.write_text(file.read_text(encoding="utf-8"), encoding="utf-8-sig")
+    assert read(tmp_path) == {SETTING.model: SETTING}
 
 
 def test_what_no_engine_could_do_is_no_setting() -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from samkv_integrations.cli.questions import question_of
 from samkv_integrations.tuning.questions import (
     before_rarest,
+    distinct,
     from_chunks,
     shuffled,
     split_title,
@@ -70,3 +74,9 @@ def test_titles(text: str, title: str, rest: str) -> None:
 def test_it_asks_in_any_language(sentence: str, expected: tuple[int, str]) -> None:
     spread = {word: 9 for word in ("die", "hauptstadt", "von", "frankreich", "heißt")}
     assert before_rarest(sentence, spread) == expected
+
+
+def test_the_same_question_over_the_same_documents_counts_once() -> None:
+    asked = [question_of("Who?"), question_of("When?"), question_of("Who?", id="3")]
+    of_other = replace(asked[0], documents=("Another text.",))
+    assert distinct([*asked, of_other]) == [asked[0], asked[1], of_other]
