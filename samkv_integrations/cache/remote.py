@@ -212,15 +212,23 @@ class RemoteTier:
             self._forget(keys)
 
     def check_answers(self) -> None:
-        """Ask it something, patiently. Raises StoreError if it does not answer."""
+        """See that the place answers, and is the one that was claimed; patiently.
+
+        Raises StoreError if it does not, or if a share is not mounted: then its folder is empty.
+        """
         try:
             self.claim(patiently=True)
-            self._digests(patiently=True)
+            self._read(_MARKER, patiently=True)
         except CacheMiss as miss:
             raise StoreError(
                 f"nothing is deleted while the remote tier does not answer ({miss}); next step: "
                 "try again when it does"
             ) from miss
+        except FileNotFoundError as error:
+            raise StoreError(
+                f"nothing is deleted: {self.url}/{_MARKER} is gone; next step: mount the share, "
+                "or, if the place was emptied, begin it anew with 'samkv store push'"
+            ) from error
 
     def discard(self, digest: str, key: str) -> None:
         """Empty a damaged object, so that a sound one is put in its place. Best effort.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -97,10 +97,10 @@ class ChromaLink:
     ) -> IngestResult:
         """Cache the chunks, then write their records; records with these ids are replaced.
 
-        What replaced records had is released. Calling it again after it was interrupted computes
-        only what is missing. What this process has cached a moment ago (`Engine.cache_chunks`), and
-        a record whose metadata hold the right key already, is taken for cached if its file is
-        there; all other caches are verified as a whole.
+        What replaced records had is released. After an interruption only what is missing is
+        computed. What this process has cached a moment ago (`Engine.cache_chunks`), and a record
+        that names the right key already, is taken for cached if its file is there; else all of a
+        cache is verified.
 
         without_cache: ids of records whose text is no chunk, such as that of an image.
         build_missing: whether to cache the chunks that are not. If other processes have just done
@@ -110,18 +110,16 @@ class ChromaLink:
             InvalidOption: lengths differ, an id occurs twice, an embedding has another size than
                 the others in the collection, or Chroma refuses a record.
             InvalidChunk: a text is empty, or longer than the context window.
-            StoreError: the store cannot be written, or what replaced records had cannot be
-                released, such as while a remote tier does not answer; no record is written then.
+            StoreError: the store cannot be written, or caches of replaced records not deleted.
         """
         began = time.perf_counter()
         rows = self.check(ids, texts, embeddings, metadatas)
-        # Everything is looked at before anything is computed or written.
+        # All is looked at before anything is computed or written.
         chunks = self._look_up(ids, texts, rows, without_cache, build_missing)
         self._check_release(self._records.keys(ids) - {chunk.key for chunk in chunks if chunk})
         missing = [chunk for chunk in chunks if chunk and chunk.state == "missed"]
         missed = {chunk.key: chunk for chunk in missing if build_missing}
-        compute = self.engine.chunks.compute if build_missing else _compute_nothing
-        replaced = self._write(ids, texts, embeddings, rows, chunks, compute, progress)
+        replaced = self._write(ids, texts, embeddings, rows, chunks, build_missing, progress)
         self._release(replaced)
         store, fingerprint = self.engine.store, self.engine.fingerprint
         return IngestResult(
@@ -131,7 +129,7 @@ class ChromaLink:
             n_evicted=sum(
                 store.is_evicted(key, fingerprint)
                 for key in {chunk.key for chunk in chunks if chunk}
-                if missed  # or nothing was written that needed room
+                if missed  # else nothing needed room
             ),
             seconds=time.perf_counter() - began,
             bytes_on_disk=self.engine.chunks.n_bytes(list(missed.values())),
@@ -183,7 +181,7 @@ class ChromaLink:
         embeddings: Sequence[Sequence[float]],
         rows: Sequence[Metadata | None],
         chunks: Sequence[ChunkRef | None],
-        compute: Callable[[Sequence[ChunkRef]], None],
+        build_missing: bool,
         progress: bool,
     ) -> set[str]:
         """Computes what is missing and writes the records; returns keys that records lost."""
@@ -193,7 +191,8 @@ class ChromaLink:
             # Page by page, so that no cache waits for its record longer than `sync` has patience.
             for part in self._records.slices(len(ids)):
                 page = [chunk for chunk in chunks[part] if chunk and chunk.key not in computed]
-                compute(page)
+                if build_missing:
+                    self.engine.chunks.compute(page)
                 computed |= {chunk.key for chunk in page}
                 keys = [chunk.key if chunk else None for chunk in chunks[part]]
                 replaced |= self._records.write(
@@ -370,9 +369,6 @@ class ChromaLink:
                 the collection, or a record was added without a text.
         """
         return self._records.query(embedding, k)
-
-
-def _compute_nothing(chunks: Sequence[ChunkRef]) -> None: ...
 
 
 def _check_lengths(

@@ -398,15 +398,15 @@ def test_a_damaged_object_is_a_miss_and_is_emptied(
         stored.verify()
 
 
-def test_a_damaged_object_was_not_deleted(machine: Machine) -> None:
+def test_a_damaged_object_was_not_deleted(local: Machine, folder: Path) -> None:
     """Machines that have a sound file keep it, and may put it again."""
-    first, second, third = machine(), machine(), machine()
+    first, second, third = local(), local(), local()
     chunk, other = fill(first, 2)
     second.open(other.key, TINY).close()
     assert first.shared and second.shared and third.shared
     assert first.shared.refresh().n_deleted == second.shared.refresh().n_deleted == 0
-    remote = second.shared.remote
-    remote.objects.write(remote._path(TINY.digest, chunk.key), b"damaged")
+    (file,) = [file for file in files_of(folder) if file.stem == chunk.key]
+    file.write_bytes(b"damaged")
     assert reason(lambda: second.open(chunk.key, TINY)) == "corrupt"
     assert counts(first.shared.refresh()) == (0, 0)
     assert first.keys() == sorted([chunk.key, other.key])

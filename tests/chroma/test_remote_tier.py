@@ -36,13 +36,16 @@ def linked(folder: Path, remote: str | None) -> ChromaLink:
 
 
 @contextmanager
-def outage(folder: Path) -> Iterator[None]:
+def outage(folder: Path, leaves: str = "nothing to be read") -> Iterator[None]:
     """The share is not mounted."""
     share, away = folder / "share", folder / "away"
     share.rename(away)
-    share.write_bytes(b"")
+    if leaves == "an empty folder":
+        share.mkdir()
+    else:
+        share.write_bytes(b"")
     yield
-    share.unlink()
+    share.rmdir() if share.is_dir() else share.unlink()
     away.rename(share)
 
 
@@ -69,11 +72,18 @@ CHANGES: dict[str, Change] = {
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+@pytest.mark.parametrize(
+    ("leaves", "why"),
+    [
+        ("nothing to be read", "nothing is deleted while the remote tier does not answer"),
+        ("an empty folder", r"store.json is gone; next step: mount the share"),
+    ],
+)
 def test_nothing_goes_while_the_remote_tier_does_not_answer(
-    change: Change, link: ChromaLink, tmp_path: Path
+    leaves: str, why: str, change: Change, link: ChromaLink, tmp_path: Path
 ) -> None:
-    with outage(tmp_path):
-        with pytest.raises(StoreError, match="nothing is deleted while the remote tier does not"):
+    with outage(tmp_path, leaves):
+        with pytest.raises(StoreError, match=why):
             change(link)
         assert texts_of(link) == TEXTS
         assert link.engine.is_cached(TEXTS["a"])
