@@ -78,8 +78,9 @@ class RemoteTier:
         self._space = blake2b(
             namespace.encode(), key=secret, digest_size=16, person=b"samkv space"
         ).hexdigest()
+        self.is_known = False  # whether this machine has used the place before
+        self.identity = ""  # what the place was named when it was new, once it is claimed
         self._is_claimed = False
-        self._identity = ""
         self._lock = threading.RLock()
         self._known: dict[str, tuple[float, set[str]]] = {}  # keys by digest, and until when
         self._fingerprints: tuple[float, dict[str, Fingerprint]] = (0.0, {})
@@ -93,6 +94,7 @@ class RemoteTier:
         """
         if self._is_claimed:
             return
+        self._require_mounted(patiently=patiently)
         mine = {
             "format_version": FORMAT_VERSION, "secret_check": self._check,
             "identity": secrets.token_hex(8),
@@ -104,8 +106,8 @@ class RemoteTier:
                 f"{self.url} has format version {version!r}, this release uses {FORMAT_VERSION}; "
                 "next step: name another place, or use the release that filled it"
             )
-        self._identity = str(found.get("identity", ""))
-        self._is_claimed = True
+        self.identity = str(found.get("identity", ""))
+        self._is_claimed = self.is_known = True
 
     def _require_same_secret(self, found: Mapping[str, Any]) -> None:
         if found.get("secret_check") != self._check:
@@ -123,14 +125,31 @@ class RemoteTier:
         with suppress(FileNotFoundError):  # a new place
             self._require_same_secret(self._read(_MARKER))
 
-    def identity(self) -> str:
-        """What the place was named when it was new; another one if it was emptied since.
-
-        It is asked patiently. Raises like `claim`.
-        """
+    def reclaim(self) -> None:
+        """`claim` again, patiently: the place may have been emptied since. Raises as it does."""
         self._is_claimed = False
         self.claim(patiently=True)
-        return self._identity
+
+    def begin_anew(self) -> None:
+        """`claim` of a place that was emptied on purpose. Raises as it does."""
+        self.is_known = False
+        self.reclaim()
+
+    def _require_mounted(self, *, patiently: bool) -> None:
+        """Raises CacheMiss ("io") for the empty folder that stands where a share is not mounted.
+
+        It would take all that is written. A bucket that is empty was emptied.
+        """
+        if self.is_known and self.objects.local_folder is not None:
+            try:
+                self.objects.info(_MARKER, patiently=patiently)
+            except FileNotFoundError as error:
+                why = (
+                    f"{_MARKER} is gone; mount the share, or, if it was emptied, begin it anew "
+                    "with 'samkv store push'"
+                )
+                self.objects.give_up(why)
+                raise CacheMiss("io", f"{self.url}: {why}") from error
 
     # -- chunks ---------------------------------------------------------------------------------
 
@@ -181,6 +200,7 @@ class RemoteTier:
     ) -> None:
         """Keep a chunk's file. fields: of its fingerprint. Raises CacheMiss ("io")."""
         self.claim()
+        self._require_mounted(patiently=patiently)
         if digest not in self.fingerprints():
             self._agree(f"{self._space}/{digest}/fingerprint.json", dict(fields))
             self._fingerprints = (0.0, {})
@@ -212,23 +232,14 @@ class RemoteTier:
             self._forget(keys)
 
     def check_answers(self) -> None:
-        """See that the place answers, and is the one that was claimed; patiently.
-
-        Raises StoreError if it does not, or if a share is not mounted: then its folder is empty.
-        """
+        """Raises StoreError if the place does not answer, or is one that is not mounted."""
         try:
-            self.claim(patiently=True)
-            self._read(_MARKER, patiently=True)
+            self.reclaim()
         except CacheMiss as miss:
             raise StoreError(
                 f"nothing is deleted while the remote tier does not answer ({miss}); next step: "
                 "try again when it does"
             ) from miss
-        except FileNotFoundError as error:
-            raise StoreError(
-                f"nothing is deleted: {self.url}/{_MARKER} is gone; next step: mount the share, "
-                "or, if the place was emptied, begin it anew with 'samkv store push'"
-            ) from error
 
     def discard(self, digest: str, key: str) -> None:
         """Empty a damaged object, so that a sound one is put in its place. Best effort.

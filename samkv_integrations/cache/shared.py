@@ -109,12 +109,26 @@ class SharedTier:
 
         Raises StoreError if it is another store's. That it does not answer is no error.
         """
+        with suppress(StoreError):  # an index that cannot be read says so elsewhere
+            known = self._index.database.read(lambda c: tables.value(c, self._named("place")))
+            self.remote.is_known = known == self.remote.url
         try:
             self.remote.claim()
         except CacheMiss as miss:
             self.tell(miss)
         else:
+            with suppress(StoreError):  # a folder that can only be read
+                self._follow_place()
             self.refresh_soon()
+
+    def begin_anew(self) -> None:
+        """Begin the remote tier anew if it was emptied. Raises StoreError."""
+        with _answering():
+            self.remote.begin_anew()
+        self._follow_place()
+
+    def _named(self, setting: str) -> str:
+        return f"{setting} of the remote tier of {self._namespace}"
 
     # -- chunks that are read -------------------------------------------------------------------
 
@@ -259,6 +273,8 @@ class SharedTier:
 
         Raises StoreError if the remote tier does not answer.
         """
+        with _answering():
+            self.remote.reclaim()
         self._follow_place()
         before = self._index.database.read(lambda c: tables.shared(c, self._namespace))
         listed = self.listed()  # after: what this machine has put since is no stranger
@@ -279,16 +295,15 @@ class SharedTier:
     def _follow_place(self) -> None:
         """What was in another remote tier, or in this one before it was emptied, was not deleted.
 
-        It is unknown again whether it is there, and `push` puts it.
+        It is unknown again whether it is there, and `push` puts it. For a place that is claimed.
         """
-        with _answering():
-            place = self.remote.identity()
-        name = f"remote tier of {self._namespace}"
+        name, identity = self._named("identity"), self.remote.identity
 
         def work(connection: Connection) -> bool:
             before = tables.value(connection, name)
-            tables.set_value(connection, name, place)
-            if is_other := before not in (None, place):
+            tables.set_value(connection, name, identity)
+            tables.set_value(connection, self._named("place"), self.remote.url)
+            if is_other := before not in (None, identity):
                 tables.unmark_shared(connection, self._namespace)
             return is_other
 

@@ -26,11 +26,12 @@ class Moved:
 
 
 def push(store: ChunkStore, *, progress: Progress | None = None) -> Moved:
-    """Put what the remote tier lacks of the namespace's chunks.
+    """Put what the remote tier lacks of the namespace's chunks; one that was emptied begins anew.
 
     Raises InvalidOption if there is no remote tier, StoreError if it does not answer.
     """
     shared = _shared(store)
+    shared.begin_anew()
     here = {(digest, key) for digest, key, _ in store.index.places(store.namespace, PRESENT)}
     return _move(shared, shared.send, sorted(here - shared.listed().chunks.keys()), progress)
 

@@ -251,6 +251,8 @@ class Run:
             found.is_out_of_time and not checked
         ):
             return f"the time was over before a setting could be shown to reach {target}"
+        if any(each.standing.agreement >= self._config.agree for each in checked):
+            return f"what reaches {target} on held-out questions is not faster than full prefill"
         if checked:
             return f"what came nearest does not reach {target} on held-out questions"
         standings = found.standings.values()

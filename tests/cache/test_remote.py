@@ -210,23 +210,59 @@ def test_what_one_deletes_all_delete(machine: Machine) -> None:
         assert not store.file(gone.key, TINY.digest).exists()
 
 
-def test_a_place_that_was_emptied_deletes_nothing(local: Machine, folder: Path) -> None:
+def test_a_bucket_that_was_emptied_deletes_nothing(
+    machine: Machine, place: tuple[str, dict[str, Any]]
+) -> None:
     """It was not asked to: machines put there again what they have."""
-    first, second = local(), local()
+    first, second = machine(), machine()
     chunks = fill(first, 3)
     assert second.shared and first.shared
     assert (first.shared.refresh().n_deleted, second.shared.refresh().n_new) == (0, 3)
     second.open(chunks[0].key, TINY).close()
-    shutil.rmtree(folder)
-    assert counts(second.shared.refresh()) == (0, 0)
+    url, options = place
+    fs, path = fsspec.core.url_to_fs(url, skip_instance_cache=True, **options)
+    fs.rm(path, recursive=True)
+    if url.startswith("file:"):  # it may be a share that is not mounted
+        with pytest.raises(StoreError, match=r"store\.json is gone; mount the share, or"):
+            second.shared.refresh()
+    else:
+        assert counts(second.shared.refresh()) == (0, 0)
     assert second.keys() == [chunks[0].key]
     assert push(second).n_chunks == 1
     assert counts(first.shared.refresh()) == (0, 0)  # though some are there, and others not
     assert len(first.keys()) == 3
     assert push(first).n_chunks == 2
-    assert {file.stem for file in files_of(folder)} == {chunk.key for chunk in chunks}
+    assert set(first.shared.listed().chunks) == {(TINY.digest, chunk.key) for chunk in chunks}
     assert first.delete(chunks[0].key) == 1  # which is meant
     assert counts(second.shared.refresh()) == (0, 1)
+
+
+@pytest.mark.parametrize("process", ["the same", "a new one"])
+def test_an_empty_folder_in_place_of_a_share_takes_nothing(
+    process: str, local: Machine, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second = local(), local()
+    chunk, other = fill(first, 1)[0], chunk_for(first, 1)
+    folder.rename(folder.with_name("away"))
+    folder.mkdir()
+    if process == "a new one":
+        first = ChunkStore(first.path, remote=f"file://{folder}", secret=SECRET)
+        assert "store.json is gone" in caplog.text
+    assert first.shared and second.shared
+    first.put(other)
+    assert "cannot be shared with the remote tier" in caplog.text
+    with first.open(other.key, TINY) as stored:
+        stored.verify()
+    for delete in (lambda: first.delete(chunk.key), lambda: first.forget(lambda text: True)):
+        with pytest.raises(StoreError, match=r"store\.json is gone"):
+            delete()
+    assert list(folder.iterdir()) == []
+    folder.rmdir()
+    folder.with_name("away").rename(folder)
+    assert counts(first.shared.refresh()) == (0, 0)  # nor is what was put meanwhile "deleted"
+    assert first.keys() == sorted([chunk.key, other.key])
+    assert push(first).n_chunks == 1
+    assert counts(second.shared.refresh()) == (2, 0)
 
 
 def test_another_place_deletes_nothing(local: Machine, tmp_path: Path) -> None:

@@ -76,7 +76,7 @@ CHANGES: dict[str, Change] = {
     ("leaves", "why"),
     [
         ("nothing to be read", "nothing is deleted while the remote tier does not answer"),
-        ("an empty folder", r"store.json is gone; next step: mount the share"),
+        ("an empty folder", r"store\.json is gone; mount the share"),
     ],
 )
 def test_nothing_goes_while_the_remote_tier_does_not_answer(

@@ -130,6 +130,23 @@ def test_caches_of_other_bits_are_tried_when_all_others_are_slow(tmp_path: Path)
     assert found.chosen == OTHERS[0]
 
 
+def test_what_agrees_on_held_out_questions_and_is_slow_there_is_said_to_be_slow(
+    tmp_path: Path,
+) -> None:
+    later = {q.id for q in split(questions())[1]}
+
+    class SlowLater(Fake):
+        def row(self, question: Question, label: str) -> dict[str, Any]:
+            row = super().row(question, label)
+            return row | {"ttft_s": 0.97} if question.id in later and label != FULL else row
+
+    found, _ = run(tmp_path, SlowLater(only(*LABELS, *OTHERS)), minutes=600)
+    assert [each.is_enough for each in found.checked] == [False] * len(found.checked) != []
+    assert found.why == (
+        "what reaches 95 % agreement on held-out questions is not faster than full prefill"
+    )
+
+
 def test_no_more_than_a_few_are_tried_on_held_out_questions(tmp_path: Path) -> None:
     later = {q.id for q in split(questions())[1]}
     fake = Fake(lambda label, n: label not in OTHERS and str(n) not in later)
