@@ -17,7 +17,6 @@ from samkv_integrations.cache.attention_stats import (
     PUBLISHED_STABLE_LAYERS,
     stable_layers,
 )
-from samkv_integrations.cache.bare import bare_form
 from samkv_integrations.cache.base import Store, StoredChunk
 from samkv_integrations.cache.blocks import BlockScheme
 from samkv_integrations.cache.chunk import ChunkRef
@@ -105,10 +104,6 @@ class Chunks:
         """Key of the chunk cache that ``text`` has, or would have."""
         return self._refer([text])[0].key
 
-    def key_of_ids(self, token_ids: tuple[int, ...]) -> str:
-        """Key of the chunk of these tokens."""
-        return self._store.key(self.fingerprint, token_ids)
-
     # -- from texts to caches ---------------------------------------------------------------
 
     def refer(self, texts: Sequence[str]) -> list[ChunkRef]:
@@ -189,24 +184,6 @@ class Chunks:
             return False
         return True
 
-    def _keep_texts(self, chunks: Sequence[ChunkRef]) -> None:
-        """Have prompts searched for the texts of these chunks, if there are caches of them.
-
-        A text may have been lost, and some tokenizers make the same token ids, and so the same
-        chunk, of different texts: the cache came with one of them.
-        """
-        for ref in chunks:
-            if not self._has_text(ref) and self._store.contains(ref.key, self.fingerprint):
-                self._store.put_text(ref.key, self.fingerprint, ref.text)
-
-    def _has_text(self, ref: ChunkRef) -> bool:
-        """Whether prompts are searched for the text of a chunk."""
-        if self._store.text(ref.key) == ref.text:
-            return True
-        form, _ = bare_form(ref.text)
-        alike = next(self._store.texts_like(self.fingerprint, form), ("", []))
-        return alike[0] == form and ref.text in alike[1]
-
     def take_prepared(self, ref: ChunkRef) -> bool:
         """Whether this process has prepared the chunk, and nobody has asked since.
 
@@ -246,9 +223,7 @@ class Chunks:
                 found = self.look_up(self.agree(found), depth)
                 missed = [ref for ref in found if ref.state == "missed"]
                 self.compute(missed if for_prompt else found, progress=progress)
-                if for_prompt:
-                    self._keep_texts(found)
-                else:
+                if not for_prompt:
                     self._prepared.add(ref.key for ref in found)
             return found
         found = self.look_up(found, depth)
@@ -270,7 +245,7 @@ class Chunks:
         """Compute the chunks that are ``missed``, several a pass, and keep them.
 
         Those that are cached are young again: who prepares a chunk is about to need it. One whose
-        file has gone meanwhile is computed too. Prompts are searched for the texts of all.
+        file has gone meanwhile is computed too.
 
         Raises InvalidChunk or StoreError like `prepare`.
         """
@@ -308,7 +283,6 @@ class Chunks:
             finally:
                 # Chunks vote, and were fewer if somebody asked meanwhile.
                 self._stable_layers = None
-        self._keep_texts(chunks)
 
     def compute_for(
         self, texts: Mapping[tuple[int, ...], str]

@@ -23,7 +23,7 @@ def with_missed(request: Request) -> Request:
     if chunks is None or not texts or not request.method.recompute.uses_caches:
         return request
     layout = check_length(request)
-    missed = [len(ids) for ids in texts]
+    missed = [len(ids) for ids in texts]  # all of a chunk is computed, whatever the prompt holds
     if not _is_worth_computing(request, layout, missed):
         return request
     request.resolved.add_computed(chunks.compute_for(texts))

@@ -36,6 +36,7 @@ from samkv_integrations.frameworks.engine_args import (
     remote_of,
 )
 from samkv_integrations.frameworks.engine_ref import EngineRef
+from samkv_integrations.model.quoting import RenderedPrompt
 from samkv_integrations.prompt.resolve import OnMiss
 
 
@@ -219,4 +220,4 @@ class LocalLLM(BaseModel):
         """Tokens of a part of a prompt, handles at the length of their chunks, without BOS."""
         if not text:
             return 0
-        return self.engine.count_tokens(text) - int(self.engine.model.bos_id is not None)
+        return self.engine.count_tokens(RenderedPrompt(text, is_chat=True))
