@@ -343,9 +343,10 @@ class IndexedChunks:
 
     def token_ids(self, keys: Iterable[str]) -> Mapping[str, Ids]:
         def work(connection: sqlite3.Connection) -> dict[str, Ids]:
-            of_one = "SELECT ids FROM texts WHERE key = ? AND digest = ?"
+            of_one = "SELECT ids FROM texts WHERE key = ? AND digest = ? AND +namespace = ?"
             found = {
-                key: connection.execute(of_one, [key, self._digest]).fetchone() for key in keys
+                key: connection.execute(of_one, [key, self._digest, self._namespace]).fetchone()
+                for key in keys
             }
             return {key: tables.ids_of(row[0]) for key, row in found.items() if row}
 

@@ -233,7 +233,7 @@ class Engine:
     def found_in(self, prompt: Prompt) -> list[str]:
         """Bodies of the chunks that stand in a prompt, handles' too, in order, each once."""
         found: dict[str, None] = {}
-        for chunk in self._reader.read(prompt, None).chunks:
+        for chunk in self._reader.find(prompt):
             text = chunk.text
             if text is None and chunk.key is not None:
                 with self.chunks.outage.survived():
