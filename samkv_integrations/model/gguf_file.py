@@ -219,6 +219,7 @@ class GgufFile:
         hf: PreTrainedModel = kind.from_pretrained(
             None, config=config, state_dict=weights, dtype=dtype, **options
         )
+        hf.config._name_or_path = hf.name_or_path = str(self.path)
         return hf
 
     def _weight(self, name: str, config: Any, dtype: torch.dtype) -> Tensor:  # noqa: ANN401
@@ -236,9 +237,20 @@ class GgufFile:
 
 
 def gguf_tokenizer(path: Path, options: Mapping[str, Any]) -> Any:  # noqa: ANN401
-    """The tokenizer in a GGUF file, its chat template included, and no other in its folder."""
+    """The tokenizer in a GGUF file, its chat template included, and no other in its folder.
+
+    Raises UnsupportedModel if transformers cannot read it.
+    """
     kind: Any = PreTrainedTokenizerFast
-    return kind(name_or_path=str(path.parent), gguf_file=path.name, **options)
+    try:
+        return kind(name_or_path=str(path.parent), gguf_file=path.name, **options)
+    except Exception as error:  # tokenizers raises whatever it likes
+        if isinstance(error, TypeError) and options:
+            raise
+        raise UnsupportedModel(
+            f"transformers cannot read the tokenizer in {str(path)!r} ({error!r}); give another as "
+            "tokenizer, such as that of the checkpoint that the file was made from"
+        ) from error
 
 
 def _parts(path: Path) -> list[Path]:
@@ -280,4 +292,3 @@ def _reader(path: Path) -> Any:  # noqa: ANN401
         raise ModelNotFound(
             f"{str(path)!r} is no GGUF file that is whole ({error}); fetch it again"
         ) from error
-

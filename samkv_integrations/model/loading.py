@@ -97,7 +97,7 @@ def load_model(
     if gguf_file is not None:
         with _loading("model", name, further), _quiet(True):
             weights_dtype = getattr(torch, "float32" if dtype == "auto" else dtype)
-            hf = GgufFile(gguf_file).model(weights_dtype, further)
+            hf: Any = GgufFile(gguf_file).model(weights_dtype, further)
         if tokenizer is None:
             tokenizer = load_tokenizer(name, tokenizer_kwargs)
         return Model(hf.to(place), tokenizer, name)
