@@ -121,7 +121,9 @@ class LocalModel(LocalLLM, BaseLanguageModel[Any]):
         checked_generate_kwargs(self._always, self._most_tokens)
         super()._check()
         if not self.model_name and self.engine is None:
-            raise InvalidOption("give model (a hub id, a folder, a GGUF file or 'builtin'), or engine")
+            raise InvalidOption(
+                "give model (a hub id, a folder, a GGUF file or 'builtin'), or engine"
+            )
 
     def _attach(self) -> None:
         super()._attach()

@@ -242,14 +242,16 @@ def _leaves(name: str, value: Any) -> Iterator[tuple[str, Tensor | str]]:  # noq
     """The tensors in a value of a state dict, and all else in it as texts."""
     if type(value) in (Tensor, torch.nn.Parameter):
         if value.is_quantized:
-            per_channel = value.qscheme() in (torch.per_channel_affine, torch.per_channel_symmetric)
-            yield f"{name}.values", value.int_repr()
-            yield from _leaves(
-                f"{name}.scale",
-                [value.q_per_channel_axis(), value.q_per_channel_scales(),
-                 value.q_per_channel_zero_points()]
-                if per_channel else [value.q_scale(), value.q_zero_point()],
+            is_one = value.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric)
+            scale: list[Any] = (
+                [value.q_scale(), value.q_zero_point()]
+                if is_one
+                else [
+                    value.q_per_channel_axis(), value.q_per_channel_scales(),
+                    value.q_per_channel_zero_points(),
+                ]
             )  # fmt: skip
+            yield from _leaves(name, [value.int_repr(), *scale])
         else:
             yield name, value
     elif isinstance(value, (tuple, list)):
