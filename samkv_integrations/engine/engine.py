@@ -117,7 +117,7 @@ class Engine:
         dtype: str = "auto",
         **options: Unpack[EngineOptions],
     ) -> Engine:
-        """An engine on the model called ``name``: a hub id, a local folder, or ``"builtin"``.
+        """An engine on the model called ``name``: a hub id, folder or GGUF file, see `load_model`.
 
         device, dtype: see `load_model`. options: those of the class.
         """
