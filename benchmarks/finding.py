@@ -53,18 +53,21 @@ def prompts(n_chunks: int, size: int) -> Iterator[tuple[str, str]]:
         return text[:size]
 
     yield "chunks of the store", filled(lambda: f"{text_of(dice.randrange(n_chunks))}\n\n")
-    yield "chunks, quoted", filled(
-        lambda: text_of(dice.randrange(n_chunks)).replace(" the ", "\n> the ")
+    yield (
+        "chunks, quoted",
+        filled(lambda: text_of(dice.randrange(n_chunks)).replace(" the ", "\n> the ")),
     )
     yield "none of them", filled(lambda: dice.choice(WORDS) + " ")
     yield "what all chunks share", filled(lambda: SHARED)
-    yield "pieces of 20 characters", filled(
-        lambda: text_of(dice.randrange(n_chunks))[dice.randrange(900) :][:20]
+    yield (
+        "pieces of 20 characters",
+        filled(lambda: text_of(dice.randrange(n_chunks))[dice.randrange(900) :][:20]),
     )
     yield "one letter", "a" * size
     yield "digits", filled(lambda: str(dice.random()))
-    yield "every second word of a chunk", filled(
-        lambda: " ".join(text_of(dice.randrange(n_chunks)).split()[::2]) + " "
+    yield (
+        "every second word of a chunk",
+        filled(lambda: " ".join(text_of(dice.randrange(n_chunks)).split()[::2]) + " "),
     )
 
 

@@ -326,10 +326,10 @@ class IndexedChunks:
 
     def places(self, hashes: Iterable[int]) -> Mapping[int, Sequence[Place]]:
         def work(connection: sqlite3.Connection) -> dict[int, list[Place]]:
-            # the hash is keyed by both; the join makes sure of it
+            # The hash is keyed by both; the join makes sure of it. CROSS and "+": windows first.
             of_one = (
-                "SELECT key, at FROM windows JOIN texts ON id = chunk "
-                f"WHERE hash = ? AND namespace = ? AND digest = ? LIMIT {MAX_PLACES}"
+                "SELECT key, at FROM windows CROSS JOIN texts ON id = chunk "
+                f"WHERE hash = ? AND +namespace = ? AND +digest = ? LIMIT {MAX_PLACES}"
             )
             found = {
                 hashed: connection.execute(
