@@ -59,9 +59,11 @@ class Engine:
             an `Eviction`; None for the method's own, ``"none"`` for all.
         block_size: tokens a block; ``"auto"`` takes the size of what the store already holds for
             this model, else follows the length of the first chunks that are cached.
-        prefix: what a chunk is prefilled after: ``"bos"`` (that token, if there is one) or "none".
-        prefix_text: text that follows it, as at the beginning of every request: a system prompt.
-            The first chunk behind it is exact.
+        prefix: what a chunk is prefilled after: ``"documents"`` (BOS, if there is one, and two
+            short made-up documents), ``"bos"`` or ``"none"``. With ``"bos"`` a chunk that stands
+            first in a prompt is exact; with the documents all others are nearer to full prefill.
+        prefix_text: text in place of the documents, as at the beginning of every request, such as a
+            system prompt: the first chunk behind it is exact.
         store_bits: bits of the numbers in chunk caches (4, 8, or 16 for the model's dtype); None
             for those that were tuned if the store holds such or no caches, else 4.
         prefix_bytes: memory for beginnings of prompts (system prompt, earlier turns; documents that
@@ -79,7 +81,7 @@ class Engine:
         method: str | Method | None = None,
         eviction: str | Eviction | None = None,
         block_size: int | Literal["auto"] = "auto",
-        prefix: PrefixPolicy = "bos",
+        prefix: PrefixPolicy = "documents",
         prefix_text: str = "",
         store_bits: int | None = None,
         prefix_bytes: int = 2**28,
