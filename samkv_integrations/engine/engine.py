@@ -321,6 +321,8 @@ class Engine:
 
         def record() -> None:
             self.store.record(self.fingerprint, used=resolved.used, missed=resolved.missed)
+            if not resolved.used:
+                self.chunks.tell_of_unusable()
 
         return AnswerStream(self.scheduler, answering, record, settings.timeout, began)
 
