@@ -34,7 +34,7 @@ from samkv_integrations.methods.multi_infllm import MultiInfllmSelect
 from samkv_integrations.methods.parts import Fusion, RecomputeAll, RecomputeNone, SelectAll
 from samkv_integrations.methods.samkv import SamkvRecompute, SamkvSelect
 from samkv_integrations.model.model import Model
-from samkv_integrations.prompt.layout import Layout, Segment
+from samkv_integrations.prompt.layout import ChunkPart, Layout
 from tests.support.chunks import cache_of, decoded
 from tests.support.laws import CHUNKS, FROM_THE_START, PROMPT, changed, first_logits
 from tests.support.models import FAMILIES, tiny_model, turned
@@ -183,10 +183,11 @@ def test_a3_computes_what_the_question_attends_to(family: str, layer: int, promp
 
 def layout_of(lengths: tuple[int, ...], *, before: int = 0, size: int = 4) -> Layout:
     scheme = BlockScheme(size=size)
-    chunks = [Segment(token_ids=(9,) * n, blocks=scheme.of(n), is_context=True) for n in lengths]
-    return Layout.of(
-        [Segment(token_ids=(1,) * (1 + before)), *chunks, Segment(token_ids=(5, 5))], (1,)
-    )
+    ids, chunks = [1] * (1 + before), []
+    for n in lengths:
+        chunks.append(ChunkPart.whole(scheme.of(n), len(ids)))
+        ids += [9] * n
+    return Layout.of([*ids, 5, 5], chunks, (1,))
 
 
 def checked_of(seed: int, tokens: list[int], *, groups: int = 2, heads: int = 2) -> Checked:
@@ -339,8 +340,8 @@ def slow_infllm(request: Request, ratio: float) -> list[set[int]]:
         mean_query = request.mean_query[layer].tolist()
         means = request.inputs.block_means[layer].tolist()
         kept = {b.index for b in request.blocks if b.anchor}
-        for chunk, length in enumerate(shape.lengths):
-            room = ratio * length
+        for chunk, tokens in enumerate(request.held):
+            room = ratio * len(tokens)
             room -= sum(b.stop - b.start for b in request.blocks if b.chunk == chunk and b.anchor)
             scores = {
                 # summed over heads, where a head that shares keys counts by its share
@@ -612,12 +613,15 @@ def most_kept(method: Method, layout: Layout) -> float:
     select, n_context = method.select, layout.n_context
     if n_context <= method.recompute.whole_tokens:
         return n_context
-    anchors = [chunk.n_anchor for chunk in layout.chunk_blocks]
+    lengths, anchors = [0] * layout.n_chunks, [0] * layout.n_chunks
+    for n, chunk, is_anchor in zip(
+        layout.block_lengths.tolist(), layout.block_chunk.tolist(), layout.is_anchor.tolist(),
+        strict=True,
+    ):  # fmt: skip
+        lengths[chunk] += n
+        anchors[chunk] += n if is_anchor else 0
     if isinstance(select, MultiInfllmSelect):
-        return sum(
-            max(select.max_kept_ratio * chunk.n_tokens, n)
-            for chunk, n in zip(layout.chunk_blocks, anchors, strict=True)
-        )
+        return sum(max(select.max_kept_ratio * n, of) for n, of in zip(lengths, anchors, strict=True))
     if isinstance(select, SamkvSelect):
         cap = 1.0 if select.max_kept_ratio is None else select.max_kept_ratio
         return max(cap * n_context if select.middle else 0, sum(anchors))
