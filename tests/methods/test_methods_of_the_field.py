@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from samkv_integrations.cache.blocks import BlockScheme
+from samkv_integrations.cache.windows import MIN_RUN
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.errors import InvalidOption
 from samkv_integrations.eviction import EVICTIONS
@@ -568,6 +569,7 @@ def test_bad_options_name_the_value_and_what_is_allowed(
 
 share = st.floats(0, 1)
 letters = st.text("abcdefgh \n.é", min_size=1, max_size=60)
+cuts = st.sampled_from(["whole", "at both ends", "in two"])
 
 selections = st.one_of(
     st.just(SelectAll()),
@@ -621,16 +623,29 @@ def most_kept(method: Method, layout: Layout) -> float:
         lengths[chunk] += n
         anchors[chunk] += n if is_anchor else 0
     if isinstance(select, MultiInfllmSelect):
-        return sum(max(select.max_kept_ratio * n, of) for n, of in zip(lengths, anchors, strict=True))
+        return sum(
+            max(select.max_kept_ratio * n, of) for n, of in zip(lengths, anchors, strict=True)
+        )
     if isinstance(select, SamkvSelect):
         cap = 1.0 if select.max_kept_ratio is None else select.max_kept_ratio
         return max(cap * n_context if select.middle else 0, sum(anchors))
     return n_context
 
 
+def cut(text: str, how: str) -> list[str]:
+    """The pieces of a text that a prompt holds."""
+    middle = len(text) // 2
+    return {
+        "whole": [text],
+        "at both ends": [text[3:-2]],
+        "in two": [text[:middle], text[middle + 1 :]],
+    }[how]
+
+
 @settings(max_examples=60, deadline=None)
 @given(
-    st.lists(letters, min_size=1, max_size=4),
+    st.lists(st.tuples(letters, cuts), max_size=3),
+    st.tuples(st.text("abcdefgh .", min_size=40, max_size=60), cuts),
     st.sampled_from(["", "Read: "]),
     st.sampled_from(["", "?", "\n\nWhy was it so?"]),
     methods,
@@ -638,20 +653,21 @@ def most_kept(method: Method, layout: Layout) -> float:
     st.sampled_from((4, 8, 16)),
 )
 def test_any_method_answers_and_keeps_to_its_budget(
-    texts: list[str],
+    some: list[tuple[str, str]],
+    long: tuple[str, str],
     before: str,
     question: str,
     method: Method,
     eviction: str,
     store_bits: int,
 ) -> None:
-    assume(all(text.strip() for text in texts))
+    held = {text.strip(): cut(text.strip(), how) for text, how in (*some, long)}
+    assume(all(held) and max(map(len, held[long[0].strip()])) >= MIN_RUN)
     method = guided_pair(method)
     engine = Engine(tiny_model("llama"), block_size=4, store_bits=store_bits)
-    engine.cache_chunks(texts)
-    prompt = before + "\n".join(text.strip() for text in texts) + question
-    chunks = sorted({text.strip() for text in texts})
-    logits, query = first_logits(engine, prompt, chunks, method)
+    engine.cache_chunks(list(held))
+    prompt = before + "\n".join("\n > ".join(of) for of in held.values()) + question
+    logits, query = first_logits(engine, prompt, None, method)
     assert bool(logits.isfinite().all())
     layout, report = query.layout, query.report
     assert layout.n_chunks >= 1 and report.chunk_misses == {}
@@ -663,9 +679,9 @@ def test_any_method_answers_and_keeps_to_its_budget(
     assert float(kept.max()) <= limit + 1e-6
     assert 0 <= report.kept_ratio <= min(1.0, limit / layout.n_context + 1e-9)
     assert 0 <= report.recompute_ratio <= 1
-    again, _ = first_logits(engine, prompt, chunks, method)
+    again, _ = first_logits(engine, prompt, None, method)
     torch.testing.assert_close(again, logits)
-    answer = engine.generate(prompt, chunks, method=method, eviction=eviction, max_new_tokens=3)
+    answer = engine.generate(prompt, method=method, eviction=eviction, max_new_tokens=3)
     assert 0 <= answer.report.kept_ratio <= report.kept_ratio
     assert answer.report.recompute_ratio == report.recompute_ratio
 
