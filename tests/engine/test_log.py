@@ -98,7 +98,7 @@ def test_no_text_is_logged(
     flip_last(file_of(engine, TEXTS[1]))
     engine.generate(PROMPT, max_new_tokens=2)
     engine.announce(TEXTS, "compute")
-    engine.generate(PROMPT.upper(), max_new_tokens=2)  # rewritten
+    engine.generate(PROMPT.upper(), max_new_tokens=2)  # no chunk is in it
     for wrong in (
         lambda: engine.generate(f"{TEXTS[0]} {MARK}", [MARK * 2]),
         lambda: engine.generate(f"{TEXTS[0]} and new {MARK}", [f"new {MARK}"], on_miss="error"),

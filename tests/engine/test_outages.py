@@ -150,7 +150,7 @@ def test_nothing_that_prompts_need_raises(
         report = engine.generate(f"{handle} {ASKED}", method="reuse", max_new_tokens=1).report
         assert report.found == 5
         with engine.resolve(ASKED) as resolved:
-            assert len(resolved.context_spans) == 4
+            assert len(resolved.chunks) == 4
         assert engine.logits(ASKED).isfinite().all()
         assert engine.costs.full_prefill_s(100) > 0
     assert len(caplog.records) == 1

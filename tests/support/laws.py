@@ -32,7 +32,7 @@ FOLLOW = (70, 9, 201, 33, 8, 61, 97, 115)
 
 
 def first_logits(
-    engine: Engine, prompt: str, chunks: list[str], method: Method | str
+    engine: Engine, prompt: str, chunks: list[str] | None, method: Method | str
 ) -> tuple[Tensor, Asked]:
     asked = ask(engine, prompt, chunks, method)
     return asked.first.logits, asked
