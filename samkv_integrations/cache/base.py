@@ -217,6 +217,12 @@ class Store(Protocol):
     def require(self, fingerprint: Fingerprint) -> None:
         """Raises `FingerprintMismatch` if there are chunks, and none of this fingerprint."""
 
+    def elsewhere(self) -> str | None:
+        """Where there are caches that look like these, if this namespace has none; None if nowhere.
+
+        In other namespaces of the store, or in a folder beside it.
+        """
+
     def record(
         self, fingerprint: Fingerprint, *, used: Sequence[str] = (), missed: Sequence[str] = ()
     ) -> None:

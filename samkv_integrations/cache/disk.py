@@ -382,6 +382,19 @@ class ChunkStore:
             found |= {made_by.digest: made_by for made_by in self.shared.fingerprints()}
         return [found[digest] for digest in sorted(found)]
 
+    def elsewhere(self) -> str | None:
+        totals = self.index.totals(None)
+        if any(namespace == self._namespace for namespace, *_ in totals):
+            return None
+        if totals:
+            names = sorted({repr(namespace) for namespace, *_ in totals})
+            return f"namespace {' and '.join(names[:3])} of {self.path} (give namespace=)"
+        with suppress(OSError):
+            for marker in sorted(self.path.resolve().parent.glob("*/store.json")):
+                if marker.parent != self.path.resolve() and any(marker.parent.glob("*/*/*.safe*")):
+                    return f"the folder {marker.parent} (give kv_dir=, or the store's path)"
+        return None
+
     def stats(self, *, everyone: bool = False) -> StoreStats:
         """What the store holds; everyone: of all namespaces, not only of this one."""
         space = None if everyone else self._namespace

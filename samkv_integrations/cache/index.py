@@ -326,10 +326,10 @@ class IndexedChunks:
 
     def places(self, hashes: Iterable[int]) -> Mapping[int, Sequence[Place]]:
         def work(connection: sqlite3.Connection) -> dict[int, list[Place]]:
-            # the hash is keyed by both; the join makes sure of it
+            # The hash is keyed by both; the join makes sure of it. CROSS and "+": windows first.
             of_one = (
-                "SELECT key, at FROM windows JOIN texts ON id = chunk "
-                f"WHERE hash = ? AND namespace = ? AND digest = ? LIMIT {MAX_PLACES}"
+                "SELECT key, at FROM windows CROSS JOIN texts ON id = chunk "
+                f"WHERE hash = ? AND +namespace = ? AND +digest = ? LIMIT {MAX_PLACES}"
             )
             found = {
                 hashed: connection.execute(
@@ -343,9 +343,10 @@ class IndexedChunks:
 
     def token_ids(self, keys: Iterable[str]) -> Mapping[str, Ids]:
         def work(connection: sqlite3.Connection) -> dict[str, Ids]:
-            of_one = "SELECT ids FROM texts WHERE key = ? AND digest = ?"
+            of_one = "SELECT ids FROM texts WHERE key = ? AND digest = ? AND +namespace = ?"
             found = {
-                key: connection.execute(of_one, [key, self._digest]).fetchone() for key in keys
+                key: connection.execute(of_one, [key, self._digest, self._namespace]).fetchone()
+                for key in keys
             }
             return {key: tables.ids_of(row[0]) for key, row in found.items() if row}
 

@@ -286,6 +286,9 @@ class MemoryStore:
     def require(self, fingerprint: Fingerprint) -> None:
         _require(fingerprint, self.fingerprints(), "the memory store")
 
+    def elsewhere(self) -> str | None:
+        return None
+
     def record(
         self, fingerprint: Fingerprint, *, used: Sequence[str] = (), missed: Sequence[str] = ()
     ) -> None:

@@ -21,7 +21,7 @@ MIN_RUN = 16
 WINDOW = 8
 PICKED_OF = MIN_RUN - WINDOW + 1
 
-MAX_PLACES = 8
+MAX_PLACES = 4
 """Chunks that are tried for one window: of those that share a stretch, such as a licence, the
 others are found by what is their own."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
@@ -29,7 +30,13 @@ from samkv_integrations.engine.options import check_on_miss
 from samkv_integrations.engine.prefill import batches, prefill
 from samkv_integrations.engine.recent_keys import RecentKeys
 from samkv_integrations.engine.scheduler import Scheduler
-from samkv_integrations.errors import CacheMiss, ChunkNotCached, InvalidChunk, StoreError
+from samkv_integrations.errors import (
+    CacheMiss,
+    ChunkNotCached,
+    FingerprintMismatch,
+    InvalidChunk,
+    StoreError,
+)
 from samkv_integrations.model.model import Model
 from samkv_integrations.prompt.resolve import OnMiss
 from samkv_integrations.prompt.text import bodies_of
@@ -37,6 +44,8 @@ from samkv_integrations.prompt.text import bodies_of
 Depth = Literal["exists", "opens", "whole"]
 """How closely a cache is looked at: its file is there; it can be opened, which verifies whose it
 is; all of it is read and verified."""
+
+_log = logging.getLogger(__name__)
 
 _WRITERS = 4
 """Threads that write chunk caches: most of the time each waits for its disk."""
@@ -80,6 +89,7 @@ class Chunks:
         )  # fmt: skip
         self._stable_layers: tuple[int, ...] | None = None
         self._prepared = RecentKeys()
+        self._has_looked = False
 
     # -- identity ---------------------------------------------------------------------------
 
@@ -313,6 +323,24 @@ class Chunks:
                         self._store.put(cache)
         self._stable_layers = None
         return made
+
+    def tell_of_unusable(self) -> None:
+        """Warn once, if there are caches in or beside the store and none that fits this engine."""
+        if self._has_looked:
+            return
+        self._has_looked = True
+        with self.outage.survived():
+            try:
+                self._store.require(self.fingerprint)
+            except FingerprintMismatch as error:
+                _log.warning("no cache is used: %s. This is said once", error)
+                return
+            if (where := self._store.elsewhere()) is not None:
+                _log.warning(
+                    "no cache is used: there is none in namespace %r, but there are some in %s. "
+                    "This is said once",
+                    self._store.namespace, where,
+                )  # fmt: skip
 
     def forget(self, texts: Sequence[str]) -> int:
         """Delete caches and texts of these chunks, whichever model they are of; how many.

@@ -59,9 +59,11 @@ class Engine:
             an `Eviction`; None for the method's own, ``"none"`` for all.
         block_size: tokens a block; ``"auto"`` takes the size of what the store already holds for
             this model, else follows the length of the first chunks that are cached.
-        prefix: what a chunk is prefilled after: ``"bos"`` (that token, if there is one) or "none".
-        prefix_text: text that follows it, as at the beginning of every request: a system prompt.
-            The first chunk behind it is exact.
+        prefix: what a chunk is prefilled after: ``"documents"`` (BOS, if there is one, and two
+            short made-up documents), ``"bos"`` or ``"none"``. With ``"bos"`` a chunk that stands
+            first in a prompt is exact; with the documents all others are nearer to full prefill.
+        prefix_text: text in place of the documents, as at the beginning of every request, such as a
+            system prompt: the first chunk behind it is exact.
         store_bits: bits of the numbers in chunk caches (4, 8, or 16 for the model's dtype); None
             for those that were tuned if the store holds such or no caches, else 4.
         prefix_bytes: memory for beginnings of prompts (system prompt, earlier turns; documents that
@@ -79,7 +81,7 @@ class Engine:
         method: str | Method | None = None,
         eviction: str | Eviction | None = None,
         block_size: int | Literal["auto"] = "auto",
-        prefix: PrefixPolicy = "bos",
+        prefix: PrefixPolicy = "documents",
         prefix_text: str = "",
         store_bits: int | None = None,
         prefix_bytes: int = 2**28,
@@ -117,7 +119,7 @@ class Engine:
         dtype: str = "auto",
         **options: Unpack[EngineOptions],
     ) -> Engine:
-        """An engine on the model called ``name``: a hub id, a local folder, or ``"builtin"``.
+        """An engine on the model called ``name``: a hub id, folder or GGUF file, see `load_model`.
 
         device, dtype: see `load_model`. options: those of the class.
         """
@@ -233,7 +235,7 @@ class Engine:
     def found_in(self, prompt: Prompt) -> list[str]:
         """Bodies of the chunks that stand in a prompt, handles' too, in order, each once."""
         found: dict[str, None] = {}
-        for chunk in self._reader.read(prompt, None).chunks:
+        for chunk in self._reader.find(prompt):
             text = chunk.text
             if text is None and chunk.key is not None:
                 with self.chunks.outage.survived():
@@ -319,6 +321,8 @@ class Engine:
 
         def record() -> None:
             self.store.record(self.fingerprint, used=resolved.used, missed=resolved.missed)
+            if not resolved.used:
+                self.chunks.tell_of_unusable()
 
         return AnswerStream(self.scheduler, answering, record, settings.timeout, began)
 

@@ -70,7 +70,7 @@ class LocalLLM(BaseModel):
     )
 
     model_name: str = ""
-    """A hub id, a local folder, or ``"builtin"``."""
+    """A hub id, a local folder, a GGUF file, ``"smollm2"`` or ``"builtin"``."""
     tokenizer_name: str | None = None
     """Hub id or folder of the tokenizer, if it is not the model's own."""
     device_map: str | None = "auto"

@@ -71,6 +71,15 @@ class _ForNext:
 _FOR_NEXT: ContextVar[_ForNext | None] = ContextVar("samkv_for_next_prompt", default=None)
 
 
+@dataclass(frozen=True)
+class _SpelledOut:
+    """A prompt with the bodies of chunks in place of their handles, and the texts around these."""
+
+    prompt: RenderedPrompt
+    bodies: list[str]
+    around: list[str]
+
+
 class PromptReader:
     """Reads the prompts of one engine. Safe to use from many threads.
 
@@ -110,7 +119,7 @@ class PromptReader:
 
     def count_tokens(self, prompt: Prompt) -> int:
         """Tokens of a prompt, handles at the length of their chunks."""
-        return len(self._model.tokenize_prompt(self._spelled_out(self.render(prompt))[0]))
+        return len(self._model.tokenize_prompt(self._spelled_out(self.render(prompt)).prompt))
 
     def read(
         self,
@@ -120,7 +129,7 @@ class PromptReader:
         must_hold: bool = False,
         context_window: int | None = None,
     ) -> ReadPrompt:
-        """The tokens of a prompt, and the chunks in it.
+        """The tokens of a prompt that is to be answered, and the chunks in it.
 
         chunks: texts of chunks to look for; None for those that were announced and those of the
             store. Chunks of handles are looked for anyway.
@@ -131,56 +140,72 @@ class PromptReader:
         Raises:
             PromptTooLong: it cannot fit, however it is tokenised.
             HandleError: something cut a handle in two, or its chunk has been deleted.
-            InvalidOption: a chunk is not in the prompt.
+            InvalidOption: it is empty, or a chunk is not in it.
             ChunkNotCached: see ``must_hold``.
         """
-        rendered, named = self._spelled_out(self.render(prompt))
-        refuse_too_long(self._model, rendered.text, context_window)
-        indexes: list[ChunkIndex] = [self._index_of([*named, *bodies_of(chunks or ())])]
-        if chunks is None:
-            indexes.append(self._expected)
-        if isinstance(prompt, str):
-            rendered = self._with_documents_quoted(rendered, indexes, chunks is None)
-        ids = self._model.tokenize_prompt(rendered)
-        if not ids:
+        spelled = self._spelled_out(self.render(prompt))
+        refuse_too_long(self._model, spelled.prompt.text, context_window)
+        for text in spelled.around:
+            self.handles.require_whole(text)
+            self.handles.require_live(text)
+        read = self._read(spelled, chunks, holds_control=not isinstance(prompt, str))
+        if not read.token_ids:
             raise InvalidOption("the prompt is empty; it must hold at least one token")
-        found = self._find(ids, indexes, chunks is None)
-        texts = {each.key for each in found if each.index < len(indexes)}
+        texts = {chunk.text for chunk in read.chunks if chunk.text is not None}
         if chunks is None:
             self._see_announced(texts, must_hold)
-        else:
-            self._require(chunks, texts, rendered.text)
-        return ReadPrompt(
-            token_ids=ids,
-            chunks=[
-                FoundChunk(
-                    key=None if each.index < len(indexes) else each.key,
-                    token_ids=each.token_ids,
-                    runs=each.runs,
-                    text=each.key if each.index < len(indexes) else None,
+        for body in bodies_of(chunks or ()):
+            if body not in texts and body not in spelled.prompt.text:
+                raise InvalidOption(
+                    f"chunk {shorten(body)!r} does not occur in the prompt; put the text of every "
+                    "chunk (or its handle) where the model should read it"
                 )
-                for each in found
-            ],
-        )
+        return read
 
-    def _spelled_out(self, rendered: RenderedPrompt) -> tuple[RenderedPrompt, list[str]]:
-        """The prompt with chunks in place of their handles, and these chunks."""
-        parts: list[RenderedPrompt] = []
+    def find(self, prompt: Prompt) -> list[FoundChunk]:
+        """The chunks in a prompt that nobody answers, in order."""
+        spelled = self._spelled_out(self.render(prompt))
+        return self._read(spelled, None, holds_control=not isinstance(prompt, str)).chunks
+
+    def _read(
+        self, spelled: _SpelledOut, chunks: Sequence[str] | None, *, holds_control: bool
+    ) -> ReadPrompt:
+        """holds_control: whether it is known which names of special tokens count."""
+        rendered, is_store_asked = spelled.prompt, chunks is None
+        indexes: list[ChunkIndex] = [self._index_of([*spelled.bodies, *bodies_of(chunks or ())])]
+        if is_store_asked:
+            indexes.append(self._expected)
+        if not holds_control:
+            rendered = self._with_documents_quoted(rendered, indexes, is_store_asked)
+        ids, found = self._model.tokenize_prompt(rendered), []
+        for each in self._runs(ids, indexes, is_store_asked):
+            is_text = each.index < len(indexes)
+            found.append(
+                FoundChunk(
+                    key=None if is_text else each.key, token_ids=each.token_ids, runs=each.runs,
+                    text=each.key if is_text else None,
+                )
+            )  # fmt: skip
+        return ReadPrompt(token_ids=ids, chunks=found)
+
+    def _spelled_out(self, rendered: RenderedPrompt) -> _SpelledOut:
+        """The prompt with chunks in place of their handles."""
+        around: list[RenderedPrompt] = []
         bodies: list[str] = []
         end = 0
         for span in self.handles.find(rendered.text):
             if self._is_kept(span.body):
-                parts.append(rendered.part(end, span.start))
-                parts.append(self._model.special_tokens.quote(span.body))
+                around.append(rendered.part(end, span.start))
                 bodies.append(span.body)
                 end = span.stop
-        parts.append(rendered.part(end, len(rendered.text)))
-        for part in parts[::2]:
-            self.handles.require_whole(part.text)
-            self.handles.require_live(part.text)
-        if not bodies:
-            return rendered, []
-        return RenderedPrompt.joined(parts, is_chat=rendered.is_chat), bodies
+        around.append(rendered.part(end, len(rendered.text)))
+        quoted = map(self._model.special_tokens.quote, bodies)
+        parts = [part for pair in zip(around, quoted, strict=False) for part in pair]
+        return _SpelledOut(
+            RenderedPrompt.joined([*parts, around[-1]], is_chat=rendered.is_chat),
+            bodies,
+            [part.text for part in around],
+        )
 
     def _is_kept(self, body: str) -> bool:
         """Whether the store has a text or a cache of it: it was not deleted, as far as it says."""
@@ -198,7 +223,7 @@ class PromptReader:
             index.add(body, self._model.tokenize(body, special=False))
         return index
 
-    def _find(
+    def _runs(
         self, ids: Sequence[int], indexes: Sequence[ChunkIndex], is_store_asked: bool
     ) -> list[Occurrence]:
         if is_store_asked:
@@ -222,7 +247,7 @@ class PromptReader:
         ids, spans = self._model.token_spans(rendered.text)
         starts, quoted = [start for start, _ in spans], set(rendered.quoted)
         of_chunk = [False] * (len(ids) + 1)
-        for chunk in self._find(ids, indexes, is_store_asked):
+        for chunk in self._runs(ids, indexes, is_store_asked):
             for run in chunk.runs:
                 of_chunk[run.position : run.span.stop] = [True] * len(run)
         n_others = [0, *accumulate(not each for each in of_chunk)]
@@ -232,15 +257,6 @@ class PromptReader:
             if n_others[last] == n_others[max(first, 0)]:
                 quoted.add(name)
         return replace(rendered, quoted=tuple(sorted(quoted, key=lambda span: span.start)))
-
-    def _require(self, chunks: Sequence[str], found: set[str], text: str) -> None:
-        """Raises InvalidOption if a chunk is not in the prompt: no run of it, nor its text."""
-        for body in bodies_of(chunks):
-            if body not in found and body not in text:
-                raise InvalidOption(
-                    f"chunk {shorten(body)!r} does not occur in the prompt; put the text of every "
-                    "chunk (or its handle) where the model should read it"
-                )
 
     # -- announced chunks -----------------------------------------------------------------------
 
