@@ -101,7 +101,9 @@ def test_no_text_is_logged(
     engine.generate(PROMPT.upper(), max_new_tokens=2)  # no chunk is in it
     for wrong in (
         lambda: engine.generate(f"{TEXTS[0]} {MARK}", [MARK * 2]),
-        lambda: engine.generate(f"{TEXTS[0]} and new {MARK}", [f"new {MARK}"], on_miss="error"),
+        lambda: engine.generate(
+            f"{TEXTS[0]} and a new {MARK}", [f"and a new {MARK}"], on_miss="error"
+        ),
         lambda: engine.generate(MARK, max_new_tokens=10**6),
         lambda: engine.cache_chunks([f"{MARK} " * 2000]),
     ):

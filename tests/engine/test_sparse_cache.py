@@ -471,7 +471,7 @@ def divergence(p: Tensor, q: Tensor) -> float:
 
 def logits_of(bits: int, eviction: Quest | str, strength: float = 1.0) -> Tensor:
     """Of the first token, and after each of eight more that see the whole context."""
-    engine = Engine(biased_model(strength), block_size=8, store_bits=bits)
+    engine = Engine(biased_model(strength), block_size=8, store_bits=bits, prefix="bos")
     for chunk in CHUNKS:
         engine.cache_chunks([chunk])
     return engine.logits(PROMPT, CHUNKS, follow=FOLLOW, method="reuse", eviction=eviction)
