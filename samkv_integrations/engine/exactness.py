@@ -43,7 +43,8 @@ def _full_prefill(engine: Engine) -> Check:
 
 def _prefix_reuse(engine: Engine) -> Check:
     """A chunk right after the prefix is exact: its cache must give what its text gives."""
-    prompt = f"{CHUNKS[0]}\n\nQuestion: {QUESTION}\nAnswer:"
+    bos = engine.model.tokenizer.bos_token or ""  # which not every tokenizer adds to a text
+    prompt = f"{bos}{CHUNKS[0]}\n\nQuestion: {QUESTION}\nAnswer:"
     ours, ids = _first_logits(engine, prompt, CHUNKS[:1], "reuse")
     return _compare(
         "prefix reuse", engine.model, "logits", ours, _plain_logits(engine.model, ids)[-1]

@@ -215,7 +215,7 @@ def test_what_is_read_follows_the_method(engine: Engine) -> None:
     assert reports["samkv-guided"].bytes_read == full, "nothing is read twice"
     assert reports["multi-infllm"].bytes_read < full
     assert reports["samkv-fusion"].bytes_read < full
-    assert reports["recompute"].bytes_read < full / 5  # headers and token ids
+    assert reports["recompute"].bytes_read < full / 4  # headers and token ids
 
 
 def test_fewer_bits_are_fewer_bytes_read(engine: Engine) -> None:

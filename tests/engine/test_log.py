@@ -17,6 +17,7 @@ from tests.support.models import tiny_model
 LOGGER = "samkv_integrations"
 MARK = "zugzwang"
 TEXTS = [f"The mill of {MARK} number {at} was built in 1871 by two brothers." for at in range(3)]
+NEW = f"and a new one about {MARK}"
 QUESTION = f"\n\nWho built {MARK}?"
 PROMPT = "\n\n".join(TEXTS) + QUESTION
 
