@@ -165,7 +165,8 @@ def _source(name: str) -> tuple[str, Path | None]:
         raise ModelNotFound(
             f"the folder {name!r} does not exist; give one saved with save_pretrained, {others}"
         )
-    if is_folder and not (Path(source) / "config.json").is_file():
+    files = ("config.json", "tokenizer.json")  # a tokenizer may have a folder of its own
+    if is_folder and not any((Path(source) / file).is_file() for file in files):
         raise ModelNotFound(
             f"{source!r} holds no config.json; give a folder saved with save_pretrained, {others}"
         )
