@@ -58,8 +58,8 @@ class Resolved:
 
     on_miss: with ``error`` a miss raises; else the tokens of its chunk are computed.
     misses: reason -> number of chunks without a usable cache. missed: keys of these.
-    quarantine: told the keys of damaged caches. text_of: the text of a chunk that is to be computed,
-    by key; None if it is not known, or if none is to be.
+    quarantine: told the keys of damaged caches. text_of: the text of a chunk that is to be
+    computed, by key; None if it is not known, or if none is to be.
     """
 
     token_ids: list[int]

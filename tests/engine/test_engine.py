@@ -105,15 +105,30 @@ def test_words_of_a_chunk_never_act_as_special_tokens(engine: Engine) -> None:
         assert not set(chunk.token_ids.tolist()) & engine.model.eos_ids
 
 
-def test_a_handle_inside_a_document_names_nothing(engine: Engine) -> None:
-    """A document that quotes another chunk's handle is text, whether or not it is cached."""
-    spy = f"my neighbour is {issued(engine, TEXTS[0])}"
-    for cached in (False, True):
-        if cached:
-            engine.cache_chunks([spy])
-        report = engine.generate(f"{spy}\n\nQ?", [spy], max_new_tokens=1, on_miss="text").report
-        assert (report.found, report.chunk_misses) == (1, {} if cached else {"absent": 1})
-        assert report.context_tokens == len(spy)
+@pytest.mark.parametrize("is_announced", [False, True])
+def test_a_handle_inside_a_document_names_nothing(engine: Engine, is_announced: bool) -> None:
+    """A document that quotes another chunk's handle is text, whether or not it is cached, and
+    whether or not that chunk is still there; so is one that quotes a piece of it."""
+    handle = issued(engine, TEXTS[0])
+    spies = [f"my neighbour is {handle}", f"my neighbour was {handle[:-9]}"]
+    for step in ("new", "cached", "the other is deleted"):
+        if step == "cached":
+            engine.cache_chunks(spies)
+        elif step != "new":
+            engine.store.delete(engine.key_of(TEXTS[0]))
+        for spy in spies:
+            if is_announced:
+                engine.expect([spy])
+            chunks = None if is_announced else [spy]
+            report = engine.generate(
+                f"{spy}\n\nQ?", chunks, max_new_tokens=1, on_miss="text"
+            ).report
+            assert (report.found, report.context_tokens) == (1, len(spy))
+            assert report.chunk_misses == ({"absent": 1} if step == "new" else {})
+            if is_announced:
+                assert engine.found_in(f"{spy}\n\nQ?") == [spy]
+    with pytest.raises(HandleError, match="has been deleted"):
+        engine.generate(f"{spies[0]}\n\n{handle} Q?", spies[:1], max_new_tokens=1)
 
 
 def test_handles_and_texts_are_the_same_prompt(engine: Engine) -> None:
