@@ -43,7 +43,8 @@ def _full_prefill(engine: Engine) -> Check:
 
 def _prefix_reuse(engine: Engine) -> Check:
     """A chunk right after the prefix is exact: its cache must give what its text gives."""
-    prompt = f"{CHUNKS[0]}\n\nQuestion: {QUESTION}\nAnswer:"
+    bos = engine.model.tokenizer.bos_token or ""  # which not every tokenizer adds to a text
+    prompt = f"{bos}{CHUNKS[0]}\n\nQuestion: {QUESTION}\nAnswer:"
     ours, ids = _first_logits(engine, prompt, CHUNKS[:1], "reuse")
     return _compare(
         "prefix reuse", engine.model, "logits", ours, _plain_logits(engine.model, ids)[-1]
@@ -113,26 +114,21 @@ def _greedy(engine: Engine) -> Check:
 
 def _tokens(engine: Engine) -> Check:
     """Whether prompts are read in the tokens that transformers makes of them."""
-    model, prompt = engine.model, _prompt()
+    model, prompt, kinds = engine.model, _prompt(), "plain prompt"
     with engine.resolve(prompt, CHUNKS) as resolved:
-        n_context, same = (
-            resolved.n_context,
-            resolved.token_ids == model.tokenizer(prompt).input_ids,
-        )
-    kinds = "a plain prompt"
+        same = resolved.token_ids == model.tokenizer(prompt).input_ids
+        n_context, n_tokens = resolved.n_context, len(resolved.token_ids)
     if model.has_chat_template:
-        messages = [{"role": "user", "content": prompt}]
+        messages, kinds = [{"role": "user", "content": prompt}], "plain prompt and chat"
         theirs = model.tokenizer.apply_chat_template(
             messages, add_generation_prompt=True, return_dict=False
         )
         with engine.resolve(messages, CHUNKS) as resolved:
             same &= resolved.token_ids == theirs
-        kinds = "a plain prompt and a chat"
     detail = (
-        f"{kinds} have the tokenizer's own tokens; {n_context} of {len(resolved.token_ids)} are "
-        "taken from caches"
+        f"{kinds}: those of the tokenizer; caches have {n_context} of {n_tokens}"
         if same
-        else f"{kinds} do not have the tokenizer's own tokens"
+        else f"{kinds}: not those of the tokenizer"
     )
     return Check(name="tokens", ok=same, detail=detail)
 

@@ -43,5 +43,6 @@ def _is_worth_computing(request: Request, layout: Layout, missed: Sequence[int])
     held = held_of(request, layout)
     if is_whole(method, costs, layout, missed, held=held):
         return False
-    both = costs.chunks_s(missed) + two_passes_s(method, costs, layout, missed, held=held)
+    chunks_s = costs.chunks_s(missed, len(request.prefix))
+    both = chunks_s + two_passes_s(method, costs, layout, missed, held=held)
     return both <= costs.full_prefill_s(layout.n_tokens, held.n_whole)

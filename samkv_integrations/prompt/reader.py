@@ -73,7 +73,10 @@ _FOR_NEXT: ContextVar[_ForNext | None] = ContextVar("samkv_for_next_prompt", def
 
 @dataclass(frozen=True)
 class _SpelledOut:
-    """A prompt with the bodies of chunks in place of their handles, and the texts around these."""
+    """A prompt with the bodies of chunks in place of their handles.
+
+    bodies: of these chunks. around: the texts around the handles, without those of documents.
+    """
 
     prompt: RenderedPrompt
     bodies: list[str]
@@ -119,7 +122,7 @@ class PromptReader:
 
     def count_tokens(self, prompt: Prompt) -> int:
         """Tokens of a prompt, handles at the length of their chunks."""
-        return len(self._model.tokenize_prompt(self._spelled_out(self.render(prompt)).prompt))
+        return len(self._model.tokenize_prompt(self._spelled_out(self.render(prompt), ()).prompt))
 
     def read(
         self,
@@ -143,7 +146,7 @@ class PromptReader:
             InvalidOption: it is empty, or a chunk is not in it.
             ChunkNotCached: see ``must_hold``.
         """
-        spelled = self._spelled_out(self.render(prompt))
+        spelled = self._spelled_out(self.render(prompt), chunks)
         refuse_too_long(self._model, spelled.prompt.text, context_window)
         for text in spelled.around:
             self.handles.require_whole(text)
@@ -164,7 +167,7 @@ class PromptReader:
 
     def find(self, prompt: Prompt) -> list[FoundChunk]:
         """The chunks in a prompt that nobody answers, in order."""
-        spelled = self._spelled_out(self.render(prompt))
+        spelled = self._spelled_out(self.render(prompt), None)
         return self._read(spelled, None, holds_control=not isinstance(prompt, str)).chunks
 
     def _read(
@@ -188,24 +191,46 @@ class PromptReader:
             )  # fmt: skip
         return ReadPrompt(token_ids=ids, chunks=found)
 
-    def _spelled_out(self, rendered: RenderedPrompt) -> _SpelledOut:
-        """The prompt with chunks in place of their handles."""
-        around: list[RenderedPrompt] = []
+    def _spelled_out(self, rendered: RenderedPrompt, chunks: Sequence[str] | None) -> _SpelledOut:
+        """The prompt with chunks in place of their handles, but for handles within ``chunks``."""
+        documents = self._documents(rendered.text, chunks)
+        parts: list[RenderedPrompt] = []
         bodies: list[str] = []
+        around: list[str] = []
         end = 0
+        spans = list(documents)
         for span in self.handles.find(rendered.text):
-            if self._is_kept(span.body):
-                around.append(rendered.part(end, span.start))
+            is_quoted = any(of.start <= span.start and span.stop <= of.stop for of in documents)
+            if not is_quoted and self._is_kept(span.body):
+                parts.append(rendered.part(end, span.start))
+                parts.append(self._model.special_tokens.quote(span.body))
                 bodies.append(span.body)
+                spans.append(range(span.start, span.stop))
                 end = span.stop
-        around.append(rendered.part(end, len(rendered.text)))
-        quoted = map(self._model.special_tokens.quote, bodies)
-        parts = [part for pair in zip(around, quoted, strict=False) for part in pair]
-        return _SpelledOut(
-            RenderedPrompt.joined([*parts, around[-1]], is_chat=rendered.is_chat),
-            bodies,
-            [part.text for part in around],
-        )
+        parts.append(rendered.part(end, len(rendered.text)))
+        end = 0
+        for each in sorted(spans, key=lambda of: of.start):
+            around.append(rendered.text[end : each.start])
+            end = max(end, each.stop)
+        around.append(rendered.text[end:])
+        return _SpelledOut(RenderedPrompt.joined(parts, is_chat=rendered.is_chat), bodies, around)
+
+    def _documents(self, text: str, chunks: Sequence[str] | None) -> list[range]:
+        """Where documents stand that may quote a handle, which is text there.
+
+        chunks: as in `read`.
+        """
+        if "[[" not in text and "]]" not in text:
+            return []
+        with self._lock:
+            bodies = list(self._order) if chunks is None else bodies_of(chunks)
+        found = []
+        for body in bodies:
+            at = text.find(body) if "[[" in body or "]]" in body else -1
+            while at >= 0:
+                found.append(range(at, at + len(body)))
+                at = text.find(body, at + len(body))
+        return found
 
     def _is_kept(self, body: str) -> bool:
         """Whether the store has a text or a cache of it: it was not deleted, as far as it says."""

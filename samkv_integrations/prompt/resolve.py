@@ -58,7 +58,8 @@ class Resolved:
 
     on_miss: with ``error`` a miss raises; else the tokens of its chunk are computed.
     misses: reason -> number of chunks without a usable cache. missed: keys of these.
-    quarantine: told the keys of damaged caches.
+    quarantine: told the keys of damaged caches. text_of: the text of a chunk that is to be
+    computed, by key; None if it is not known, or if none is to be.
     """
 
     token_ids: list[int]
@@ -67,6 +68,7 @@ class Resolved:
     misses: Counter[str] = field(default_factory=Counter)
     missed: list[str] = field(default_factory=list)
     quarantine: Callable[[str], None] = lambda key: None
+    text_of: Callable[[str], str | None] = lambda key: None
 
     @property
     def parts(self) -> list[ChunkPart]:
@@ -120,6 +122,8 @@ class Resolved:
             chunk.stored, chunk.miss = None, miss.reason
             if chunk.computed_now:
                 chunk.text = None
+            elif chunk.text is None:
+                chunk.text = self.text_of(lost.key)
         lost.close()
 
     def count_miss(self, key: str, miss: CacheMiss, n_places: int = 1) -> None:
@@ -162,10 +166,18 @@ def resolve(
 
     Raises ChunkNotCached if ``on_miss`` is ``error`` and a chunk has no usable cache.
     """
+
+    def text_of(key: str) -> str | None:
+        if on_miss == "compute":
+            with outage.survived():
+                return store.text(key)
+        return None
+
     resolved = Resolved(
         token_ids=prompt.token_ids,
         on_miss=on_miss,
         quarantine=partial(store.quarantine, fingerprint=fingerprint),
+        text_of=text_of,
     )
     keys = {
         chunk.token_ids: chunk.key or store.key(fingerprint, chunk.token_ids)
@@ -185,9 +197,8 @@ def resolve(
                     cache.let_go()
             if isinstance(cache, CacheMiss):
                 chunk.miss = cache.reason
-                if chunk.text is None and on_miss == "compute":
-                    with outage.survived():
-                        chunk.text = store.text(key)
+                if chunk.text is None:
+                    chunk.text = text_of(key)
                 resolved.count_miss(key, cache)
             else:
                 chunk.stored = cache
