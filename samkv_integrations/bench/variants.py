@@ -143,9 +143,8 @@ def _at_ratios(method: Method, ratios: Sequence[float]) -> Iterator[tuple[Method
         return
     for ratio in ratios:
         part: Any = method.recompute
-        no_other_limit = {"hits": None} if hasattr(part, "hits") else {}
         label = f"{method.name}, {100 * ratio:g} % recomputed"
-        yield replace(method, recompute=replace(part, ratio=ratio, **no_other_limit)), label
+        yield replace(method, recompute=replace(part, ratio=ratio)), label
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,17 +205,16 @@ def knobs() -> dict[str, Variant]:
     selects = {
         "the probe sees all uncached text": replace(select, window=1_000_000),
         "the probe sees the last 16 tokens": replace(select, window=16),
-        "the probe has no sinks": replace(select, sinks=0),
+        "hits in short chunks too": replace(select, long=0),
         "chunks compete": CompetingSelect(),
     }
     recomputed = {
-        "hits and no words before them": replace(again, before=0, first=0),
-        "no first tokens of chunks": replace(again, first=0),
-        "4 tokens before a hit": replace(again, before=4),
-        "tokens before a hit in all layers": replace(again, lead_layers=1.0),
-        "2 % recomputed": replace(again, ratio=0.02),
-        "5 % recomputed": replace(again, ratio=0.05),
-        "20 % recomputed": replace(again, ratio=0.2),
+        "no first tokens of chunks": replace(again, first=0, share=0.0),
+        "the first 8 tokens of chunks": replace(again, first=8),
+        "the first 32 tokens of chunks": replace(again, first=32),
+        "an eighth of long chunks": replace(again, share=0.125),
+        "no hits": replace(again, hits=0.0),
+        "2.5 hits a chunk": replace(again, hits=2.5),
     }
     methods = {
         TRUTH: METHODS[TRUTH],
@@ -227,6 +225,5 @@ def knobs() -> dict[str, Variant]:
         "fusion": replace(ours, update=Fusion()),
         "a step attends to 5 %": replace(ours, eviction=Quest(budget_ratio=0.05)),
         "a step attends to 20 %": replace(ours, eviction=Quest(budget_ratio=0.2)),
-        "a step attends to everything": replace(ours, eviction=None),
     }
     return {label: Variant.of(method) for label, method in methods.items()}

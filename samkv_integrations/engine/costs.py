@@ -81,15 +81,18 @@ class CostModel:
         recomputed_ratio: float,
         n_held: int = 0,
     ) -> float:
-        """A layer's share of a probe of ``n_probed`` tokens and a pass of all that is uncached.
+        """A layer's share of a probe of ``n_probed`` tokens, 0 for none, and a pass of the rest.
 
         n_context: tokens with a cache. recomputed_ratio: the share of them that is computed again,
         mean over layers. n_held: as above, before the context.
         """
         n_again = n_tokens - n_held - n_context + recomputed_ratio * n_context
-        probe = self._pass_s(n_probed, n_probed * n_tokens)
-        second = self._pass_s(n_again, n_again * n_tokens)
-        return probe + second + n_context * (2 * self.entry_s + self.read_s)
+        seconds = self._pass_s(n_again, n_again * n_tokens) + n_context * (
+            self.entry_s + self.read_s
+        )
+        if n_probed:
+            seconds += self._pass_s(n_probed, n_probed * n_tokens) + n_context * self.entry_s
+        return seconds
 
     def chunks_s(self, lengths: Sequence[int], n_prefix: int = 0) -> float:
         """A layer's share of computing chunks of these lengths as chunks, kept for later.

@@ -61,7 +61,7 @@ def _answer(request: Request, layout: Layout, clock: Stopwatch) -> FirstToken:
     context, blend = _begin(request, method, layout, held)
     with clock("load"):
         inputs = context.inputs(method.needs, request.stable_layers)
-    scores = _probe(blend, context, method, clock) if method.select.probes else None
+    scores = _probe(blend, context, method, clock) if _probes(method, layout) else None
     with clock("select"):
         selection = method.select.choose(scores, inputs, layout)
         recompute = method.recompute.choose(selection, inputs, layout)
@@ -113,6 +113,10 @@ def _begin(
         weigh=method.attend, held=held,
     )  # fmt: skip
     return context, blend
+
+
+def _probes(method: Method, layout: Layout) -> bool:
+    return method.select.probes and bool(method.select.probe_tokens(layout).any())
 
 
 def _probe(blend: Blend, context: Context, method: Method, clock: Stopwatch) -> Tensor:

@@ -49,7 +49,7 @@ def two_passes_s(
     """A layer's share of a request that is not computed as a whole; arguments as in `is_whole`."""
     n_context, n_chunks = layout.n_context + sum(missed), layout.n_chunks + len(missed)
     n_probed = int(method.select.probe_tokens(layout).sum())
-    ratio = method.recompute.most_ratio(n_context, n_chunks)
+    ratio = method.recompute.most_ratio(n_context, n_chunks, scored=n_probed > 0)
     return costs.two_passes_s(layout.n_tokens, n_context, n_probed, ratio, held.n_blended)
 
 

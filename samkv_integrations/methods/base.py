@@ -140,7 +140,10 @@ class Select(ABC):
         return torch.ones(layout.n_blocks, dtype=torch.bool)
 
     def probe_tokens(self, layout: Layout) -> Tensor:
-        """(T,) bool, uncached tokens that the probe computes, the last one among them."""
+        """(T,) bool, uncached tokens that the probe computes, the last one among them.
+
+        No token for no probe of this prompt: `choose` is then given no scores.
+        """
         return layout.uncached
 
     def score(self, probed: ProbedLayer, layout: Layout) -> Tensor | None:
@@ -197,8 +200,11 @@ class Recompute(ABC):
         """Whether any stored entry is ever used."""
         return True
 
-    def most_ratio(self, n_context: int, n_chunks: int) -> float:
-        """Recomputed tokens as a share of the context, mean over layers, at most."""
+    def most_ratio(self, n_context: int, n_chunks: int, *, scored: bool) -> float:
+        """Recomputed tokens as a share of the context, mean over layers, at most.
+
+        scored: whether a probe gave the context's tokens scores.
+        """
         return 1.0
 
     @abstractmethod

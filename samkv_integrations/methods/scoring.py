@@ -20,18 +20,6 @@ def token_budget(ratio: float, n_tokens: Tensor) -> Tensor:
     return (ratio * n_tokens.double() - 1e-6).ceil().clamp(min=0).long()
 
 
-def best_within(scores: Tensor, cost: Tensor, budget: float) -> Tensor:
-    """(Tctx,) bool: tokens of the highest scores, -inf never, whose costs add up to ``budget``.
-
-    scores, cost: (Tctx,). Taking ends at the first token that the rest of the budget is too small
-    for; of equal scores the first token comes first, as many share the score of one hit.
-    """
-    order = scores.argsort(descending=True, stable=True)
-    affordable = cost[order].cumsum(0) <= budget + 1e-3
-    affordable &= ~scores[order].isneginf()
-    return torch.zeros_like(affordable).scatter(0, order, affordable)
-
-
 def top_tokens(scores: Tensor, tokens: Tensor, ratio: float, layout: Layout) -> Tensor:
     """(Tctx,) bool, CPU: the best of ``tokens`` (n,) by scores (n,), ``ratio`` of the context."""
     recomputed = torch.zeros(layout.n_context, dtype=torch.bool)

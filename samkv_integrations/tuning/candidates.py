@@ -54,14 +54,10 @@ def full_prefill(model: str, store_bits: int) -> Candidate:
 
 
 def as_label(setting: TunedSetting) -> str:
-    """A setting in few words: ``auto, 5 %, quest@0.1``."""
+    """A setting in few words: ``auto, hits=3.0, quest@0.1``."""
     words = [setting.method]
     for option in setting.set:
-        name, _, value = option.partition("=")
-        if name == "recompute.ratio":
-            words.append(f"{100 * float(value):g} %")
-        elif option != _NO_LIMIT:
-            words.append(option.partition(".")[2])
+        words.append(option.partition(".")[2])
     if setting.eviction != NO_EVICTION:
         budget = "" if setting.eviction_budget is None else f"@{setting.eviction_budget:g}"
         words.append(f"{setting.eviction}{budget}")
@@ -87,20 +83,12 @@ def _of(
     )  # fmt: skip
 
 
-_NO_LIMIT = "recompute.hits=None"
-
 _Words = tuple[str, tuple[str, ...], str, float | None]
-
-
-def _share(ratio: float) -> tuple[str, str]:
-    """Options that recompute this share of the context, whatever the number of chunks."""
-    return f"recompute.ratio={ratio:g}", _NO_LIMIT
-
 
 _REUSE: _Words = ("reuse", (), NO_EVICTION, None)
 _EPIC: _Words = ("epic", (), NO_EVICTION, None)
-_DEFAULT: _Words = ("auto", (), "quest", 0.1)
-_MOST: _Words = ("auto", _share(0.2), NO_EVICTION, None)
+_DEFAULT: _Words = ("auto", (), NO_EVICTION, None)
+_MOST: _Words = ("auto", ("recompute.first=48", "recompute.share=0.15"), NO_EVICTION, None)
 
 # `auto` in place of samkv-guided: it is the same setting, with full prefill where that is faster
 _SETTINGS: tuple[_Words, ...] = (
@@ -108,13 +96,10 @@ _SETTINGS: tuple[_Words, ...] = (
     ("reuse", (), "quest", 0.1),
     _EPIC,
     ("epic", ("recompute.first=48",), NO_EVICTION, None),
-    ("auto", _share(0.02), "quest", 0.1),
-    ("auto", _share(0.05), "quest", 0.1),
-    ("auto", (), "quest", 0.05),
-    _DEFAULT,
+    ("auto", (), "quest", 0.1),
     ("auto", (), "snapkv", 0.3),
-    ("auto", (), NO_EVICTION, None),
-    ("auto", _share(0.1), "quest", 0.1),
+    _DEFAULT,
+    ("auto", ("recompute.hits=3.0",), NO_EVICTION, None),
     _MOST,
 )
 _WITH_OTHER_BITS: tuple[_Words, ...] = (_REUSE, _DEFAULT, _MOST)

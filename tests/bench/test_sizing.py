@@ -125,7 +125,7 @@ def test_seconds_are_those_of_the_cost_model() -> None:
     n_tokens, n_context = 8 * 512 + 64, 8 * 512
     assert found.full_prefill_s == SHAPE.n_layers * costs.full_prefill_s(n_tokens)
     assert found.recompute_s == SHAPE.n_layers * costs.chunks_s([512] * 8)
-    ratio = METHODS["samkv-guided"].recompute.most_ratio(n_context, 8)
+    ratio = METHODS["samkv-guided"].recompute.most_ratio(n_context, 8, scored=True)
     on_disk_s = 8 * found.read_bytes * (1 / 2e9 + 1 / 0.6e9)
     with_disk = replace(costs, read_s=on_disk_s / (n_context * SHAPE.n_layers))
     expected = SHAPE.n_layers * with_disk.two_passes_s(n_tokens, n_context, 64, ratio)

@@ -9,7 +9,7 @@ import pytest
 from samkv_integrations import METHODS
 from samkv_integrations.bench import variants
 from samkv_integrations.eviction import EVICTIONS
-from samkv_integrations.methods.guided import GuidedRecompute
+from samkv_integrations.methods.cacheblend import CacheblendRecompute
 from tests.bench.asking import EVICTION
 
 
@@ -32,23 +32,21 @@ def test_methods_meet_every_budget_and_eviction() -> None:
 
 
 def test_without_evictions_a_method_has_its_own_and_with_none_it_has_none() -> None:
-    ours = METHODS["samkv-guided"]
-    assert variants.combine(["samkv-guided"])["samkv-guided"].eviction is ours.eviction is not None
+    assert variants.combine(["samkv-guided"])["samkv-guided"].eviction is None
     made = variants.combine(
         ["samkv-guided"], evictions={"none": None, "snapkv": EVICTIONS["snapkv"]}
     )
-    assert list(made) == ["samkv-guided + none", "samkv-guided + snapkv"]
-    assert made["samkv-guided + none"].eviction is None
+    assert list(made) == ["samkv-guided", "samkv-guided + snapkv"]
+    assert made["samkv-guided"].eviction is None
 
 
 def test_recompute_ratios_reach_what_recomputes_a_share(monkeypatch: pytest.MonkeyPatch) -> None:
     """A method that has none of its own among the shipped ones is made for the test."""
-    partial = replace(METHODS["samkv-guided"], name="partial", recompute=GuidedRecompute(ratio=0.5))
+    partial = replace(METHODS["cacheblend"], name="partial")
     monkeypatch.setattr(variants, "get_method", {**METHODS, "partial": partial}.__getitem__)
     made = variants.combine(["reuse", "partial"], recompute_ratios=[0.05, 0.1])
     assert list(made) == ["reuse", "partial, 5 % recomputed", "partial, 10 % recomputed"]
-    alone = GuidedRecompute(ratio=0.1, hits=None)  # no other limit
-    assert made["partial, 10 % recomputed"].method.recompute == alone
+    assert made["partial, 10 % recomputed"].method.recompute == CacheblendRecompute(ratio=0.1)
 
 
 def test_caches_in_several_bits_are_variants_of_what_reads_them() -> None:

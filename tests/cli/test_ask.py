@@ -119,7 +119,10 @@ def test_ask_with_the_chat_template(town: Path, tiny: str) -> None:
 def test_an_option_of_a_method_changes_it(town: Path) -> None:
     ran("ingest", str(town))
     ask = ("ask", RECORDS[0].question, "--method", "samkv-guided", "--set")
-    none, some = (rows_of(*ask, f"recompute.ratio={ratio}")[0] for ratio in (0, 0.1))
+    none, some = (
+        rows_of(*ask, f"recompute.share={share}", "--set", "recompute.first=0")[0]
+        for share in (0, 0.1)
+    )
     assert none["recompute_ratio"] == 0 < some["recompute_ratio"]
 
 

@@ -24,13 +24,14 @@ from samkv_integrations.engine.request import FirstToken, Request
 from samkv_integrations.engine.sparse_cache import SparseCache
 from samkv_integrations.errors import CacheMiss, PromptTooLong
 from samkv_integrations.eviction import Quest
-from samkv_integrations.methods import METHODS
-from samkv_integrations.methods.guided import GuidedRecompute, GuidedSelect
+from samkv_integrations.methods import METHODS, Method
+from samkv_integrations.methods.guided import SINKS, GuidedRecompute, GuidedSelect
 from tests.support.asking import ask, first_token_by
 from tests.support.laws import CHUNKS, FOLLOW, PROMPT, plain_logits
 from tests.support.models import tiny_model
 
 GUIDED = METHODS["samkv-guided"]
+PROBING = replace(GUIDED, select=GuidedSelect(long=0))  # the chunks here are short
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +101,7 @@ def test_a_prompt_that_ends_with_a_chunk_is_answered(engine: Engine, method: str
         torch.testing.assert_close(asked.first.logits, expected, rtol=2e-4, atol=2e-4)
 
 
-def test_what_an_answer_goes_on_with_is_the_method_s_rule_unless_a_call_says_so(
+def test_an_answer_goes_on_with_everything_unless_a_call_says_so(
     engine: Engine,
 ) -> None:
     kinds = {
@@ -109,8 +110,7 @@ def test_what_an_answer_goes_on_with_is_the_method_s_rule_unless_a_call_says_so(
         for rule in (None, "none", "quest", "h2o")
     }
     for (method, rule), kind in kinds.items():
-        sparse = rule == "quest" or (rule == "None" and method == "samkv-guided")
-        assert kind is (SparseCache if sparse else DenseCache), (method, rule)
+        assert kind is (SparseCache if rule == "quest" else DenseCache), (method, rule)
     budget = Quest(budget_tokens=70)
     report = ask(engine, PROMPT, CHUNKS, "reuse", eviction=budget).report
     assert report.kept_ratio == pytest.approx(70 / report.context_tokens)
@@ -148,21 +148,19 @@ def counted_tokens(engine: Engine) -> Iterator[list[int]]:
         del model.layer
 
 
-@pytest.mark.parametrize(("window", "sinks"), [(1, 0), (5, 2), (24, 4), (30, 0), (9999, 0)])
-def test_the_probe_computes_nothing_but_its_window_and_sinks(
-    engine: Engine, window: int, sinks: int
-) -> None:
+@pytest.mark.parametrize("window", [1, 5, 24, 30, 9999])
+def test_the_probe_computes_nothing_but_its_window_and_sinks(engine: Engine, window: int) -> None:
     """And the answer's pass what was chosen, with all uncached text."""
-    method = replace(GUIDED, select=GuidedSelect(window=window, sinks=sinks))
+    method = replace(GUIDED, select=GuidedSelect(window=window, long=0))
     with counted_tokens(engine) as rows:
         asked = ask(engine, PROMPT, CHUNKS, method)
     layout, n_layers = asked.layout, engine.model.n_layers
     uncached = layout.uncached.nonzero()[:, 0].tolist()
-    near = [at for at in uncached if at < sinks or at >= layout.n_tokens - window]
+    near = [at for at in uncached if at < SINKS or at >= layout.n_tokens - window]
     assert rows[:n_layers] == [len(near)] * n_layers
     computed = asked.planned[-1].plan.computed.sum(1).tolist()
     assert rows[n_layers:] == [len(uncached) + n for n in computed]
-    assert 0 < sum(computed) <= 0.1 * n_layers * layout.n_context + 1e-2
+    assert sum(computed) > 0
     n_context = layout.n_context
     assert asked.report.recompute_ratio == pytest.approx(sum(computed) / n_layers / n_context)
 
@@ -173,21 +171,24 @@ def test_methods_without_a_probe_run_one_pass(engine: Engine) -> None:
             continue
         with counted_tokens(engine) as rows:
             asked = ask(engine, PROMPT, CHUNKS, method)
-        passes = 2 if method.select.probes else 1
+        probed = method.select.probes and name != "samkv-guided"  # none where chunks are short
+        passes = 2 if probed else 1
         assert len(rows) == passes * engine.model.n_layers, name
-        assert (asked.report.probe_s > 0) == method.select.probes
+        assert (asked.report.probe_s > 0) == probed
 
 
 def test_a_window_over_all_uncached_text_is_the_probe_of_all(engine: Engine) -> None:
     layout = ask(engine, PROMPT, CHUNKS, "reuse").layout
     seen: dict[int, Tensor] = {}
     for window in (layout.n_tokens - int(layout.uncached.nonzero()[0]), 10_000):
-        asked = ask(engine, PROMPT, CHUNKS, replace(GUIDED, select=GuidedSelect(window=window)))
+        asked = ask(
+            engine, PROMPT, CHUNKS, replace(GUIDED, select=GuidedSelect(window=window, long=0))
+        )
         assert bool((asked.planned[0].uncached == layout.uncached).all())
         seen[window] = torch.cat((asked.recomputed.float().flatten(), asked.first.logits))
     one, two = seen.values()
     assert torch.equal(one, two)
-    shorter = ask(engine, PROMPT, CHUNKS, replace(GUIDED, select=GuidedSelect(window=1, sinks=0)))
+    shorter = ask(engine, PROMPT, CHUNKS, replace(GUIDED, select=GuidedSelect(window=1, long=0)))
     assert not torch.equal(shorter.recomputed.float().flatten(), one[: shorter.recomputed.numel()])
 
 
@@ -212,7 +213,7 @@ def test_each_chunk_is_read_once_from_its_first_entry_to_its_last(
 
     monkeypatch.setattr(kind, "read_all", read_all)
     monkeypatch.setattr(kind, "read_blocks", read_blocks)
-    ask(asked_of, PROMPT, CHUNKS, "samkv-guided")
+    ask(asked_of, PROMPT, CHUNKS, PROBING)
     assert calls == {asked_of.key_of(text): 1 for text in CHUNKS}
 
 
@@ -220,7 +221,7 @@ def test_bytes_read_are_those_of_the_files_without_what_is_not_needed(
     on_disk: Engine, tmp_path: Path
 ) -> None:
     """Texts, and local queries and block_means for some methods, lie in the files unread."""
-    report = ask(on_disk, PROMPT, CHUNKS, "samkv-guided").report
+    report = ask(on_disk, PROMPT, CHUNKS, PROBING).report
     unread = total = 0
     for text in CHUNKS:
         total += file_of(on_disk, tmp_path, text).stat().st_size
@@ -242,10 +243,10 @@ def test_full_prefill_reads_no_entry(engine: Engine) -> None:
 # --- broken caches -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", ["samkv-guided", "reuse", "samkv-fusion", "cacheblend"])
+@pytest.mark.parametrize("method", [PROBING, "reuse", "samkv-fusion", "cacheblend"], ids=str)
 @pytest.mark.parametrize("broken", [[0], [3], [1, 4]], ids=str)
 def test_a_chunk_lost_on_the_way_is_computed_from_its_text(
-    on_disk: Engine, tmp_path: Path, method: str, broken: list[int]
+    on_disk: Engine, tmp_path: Path, method: str | Method, broken: list[int]
 ) -> None:
     """The answer is that of a store without it, and what was read of it counts as read."""
     for index in broken:
@@ -298,7 +299,8 @@ def n_range_bytes(engine: Engine) -> int:
 def test_every_chunk_lost_is_full_prefill(on_disk: Engine, tmp_path: Path) -> None:
     for text in CHUNKS:
         spoil(file_of(on_disk, tmp_path, text), -1)
-    asked = ask(on_disk, PROMPT, CHUNKS, replace(GUIDED, recompute=GuidedRecompute(ratio=0.0)))
+    nothing = GuidedRecompute(first=0, share=0.0, small_context=0)
+    asked = ask(on_disk, PROMPT, CHUNKS, replace(PROBING, recompute=nothing))
     assert asked.report.chunk_misses == {"corrupt": len(CHUNKS)}
     assert (asked.report.found, asked.report.reused) == (len(CHUNKS), 0)
     expected = plain_logits(on_disk.model, asked.layout)

@@ -25,7 +25,7 @@ from samkv_integrations.methods.base import (
 )
 from samkv_integrations.methods.cacheblend import CacheblendRecompute
 from samkv_integrations.methods.epic import EpicRecompute
-from samkv_integrations.methods.guided import GuidedRecompute
+from samkv_integrations.methods.guided import GuidedRecompute, GuidedSelect
 from samkv_integrations.model.attention import attention
 from samkv_integrations.prompt.layout import Layout
 from tests.support.laws import (
@@ -117,7 +117,10 @@ FUTURES = {
 """Prompt, chunks, and the first chunk that is another one (5: none)."""
 
 EAGER = {
-    "samkv-guided": {"recompute": GuidedRecompute(ratio=0.3, hits=None)},
+    "samkv-guided": {
+        "select": GuidedSelect(long=0),
+        "recompute": GuidedRecompute(first=8, hits=3.0),
+    },
     "epic": {"recompute": EpicRecompute(first=12, last=6)},
     "cacheblend": {"recompute": CacheblendRecompute(ratio=0.4)},
     "a3": {"recompute": A3Recompute(ratio=0.4, layer=0)},

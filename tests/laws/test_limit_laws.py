@@ -100,7 +100,7 @@ def test_reuse_of_many_chunks_is_not_full_prefill(engine: Engine) -> None:
 def test_keeping_and_recomputing_all_is_recompute(engine: Engine, name: str) -> None:
     select = {
         "samkv-overwrite": KeepAll(),
-        "samkv-guided": GuidedSelect(),
+        "samkv-guided": GuidedSelect(long=0),
     }[name]
     method = replace(METHODS[name], select=select, recompute=RecomputeAll())
     logits, query = first_logits(engine, PROMPT, CHUNKS, method)
@@ -115,12 +115,17 @@ class KeepAll(SamkvSelect):
         return Selection(keep=torch.ones_like(chosen.keep))
 
 
-SELECTS = [GuidedSelect(), GuidedSelect(window=1, sinks=0), CompetingSelect()]
+SELECTS = [
+    GuidedSelect(),
+    GuidedSelect(long=0),
+    GuidedSelect(window=1, long=0),
+    CompetingSelect(long=0),
+]
 
 
 @pytest.mark.parametrize("select", SELECTS, ids=str)
 def test_guided_recomputing_nothing_is_reuse(any_engine: Engine, select: GuidedSelect) -> None:
-    for recompute in (RecomputeNone(), GuidedRecompute(ratio=0.0)):
+    for recompute in (RecomputeNone(), GuidedRecompute(first=0, share=0.0, hits=0.0)):
         method = replace(METHODS["samkv-guided"], select=select, recompute=recompute)
         guided, query = first_logits(any_engine, PROMPT, CHUNKS, method)
         assert query.report.kept_ratio == 1.0 and query.report.recompute_ratio == 0.0
@@ -129,8 +134,8 @@ def test_guided_recomputing_nothing_is_reuse(any_engine: Engine, select: GuidedS
 
 @pytest.mark.parametrize("select", SELECTS, ids=str)
 def test_guided_recomputing_all_is_recompute(any_engine: Engine, select: GuidedSelect) -> None:
-    """At any number of bits: no stored entry is left. What leads up must go all the way, too."""
-    for recompute in (RecomputeAll(), GuidedRecompute(ratio=1.0, hits=None, lead_layers=1.0)):
+    """At any number of bits: no stored entry is left."""
+    for recompute in (RecomputeAll(), GuidedRecompute(share=1.0)):
         method = replace(METHODS["samkv-guided"], select=select, recompute=recompute)
         guided, query = first_logits(any_engine, PROMPT, CHUNKS, method)
         full = first_logits(any_engine, PROMPT, CHUNKS, "recompute")
@@ -231,7 +236,7 @@ def test_ape_without_temperature_and_scale_is_reuse_local(any_engine: Engine) ->
 def test_fusion_with_weight_one_is_overwrite(any_engine: Engine, name: str) -> None:
     method = METHODS[name]
     if name == "samkv-guided":
-        method = replace(method, recompute=GuidedRecompute(ratio=0.3, hits=None))
+        method = replace(method, select=GuidedSelect(long=0), recompute=GuidedRecompute(first=8))
     overwritten, of_overwrite = first_logits(any_engine, PROMPT, CHUNKS, method)
     assert of_overwrite.report.recompute_ratio > 0.1
     fused, query = first_logits(
@@ -279,7 +284,7 @@ def test_no_method_changes_an_exact_first_chunk(engine: Engine, name: str) -> No
     """Entries of the first chunk that are kept at all must be those of full prefill."""
     method = METHODS[name]
     if name == "samkv-guided":
-        method = replace(method, recompute=GuidedRecompute(ratio=0.3, hits=None))
+        method = replace(method, select=GuidedSelect(long=0), recompute=GuidedRecompute(first=8))
     _, query = first_logits(engine, FROM_THE_START, CHUNKS, method)
     _, full = first_logits(engine, FROM_THE_START, CHUNKS, "recompute")
     layout = query.layout

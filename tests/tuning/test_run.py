@@ -18,7 +18,7 @@ from samkv_integrations.tuning.run import LEAST_CHECKED, MOST_TRIED, Result, Run
 
 CANDIDATES = grid("m", 4)
 LABELS = [candidate.label for candidate in CANDIDATES]
-DEAR, CHEAP = "auto, 20 %", "reuse"
+DEAR, CHEAP = "auto, first=48, share=0.15", "reuse"
 
 
 def questions(n: int = 150) -> list[Question]:
@@ -73,8 +73,8 @@ def only(*labels: str) -> Callable[[str, int], bool]:
 
 
 def test_it_recommends_the_cheapest_that_agrees_on_held_out_questions(tmp_path: Path) -> None:
-    found, _ = run(tmp_path, Fake(only(DEAR, "auto, 5 %, quest@0.1")), minutes=60)
-    assert found.chosen == "auto, 5 %, quest@0.1"
+    found, _ = run(tmp_path, Fake(only(DEAR, "auto, quest@0.1")), minutes=60)
+    assert found.chosen == "auto, quest@0.1"
     standing = found.chosen_standing
     assert standing is not None and standing.agreement == 1.0
     assert standing.n >= LEAST_CHECKED and standing.high - standing.low <= 0.1
@@ -201,7 +201,7 @@ def test_it_keeps_to_its_minutes(tmp_path: Path, minutes: float) -> None:
 
 
 def test_the_same_rows_lead_to_the_same_end_and_nothing_is_measured_again(tmp_path: Path) -> None:
-    agrees = only(DEAR, "auto, 5 %, quest@0.1")
+    agrees = only(DEAR, "auto, quest@0.1")
     once, _ = run(tmp_path, Fake(agrees), minutes=6)
     again = Fake(agrees)
     twice, _ = run(tmp_path, again, minutes=6)
@@ -238,7 +238,7 @@ def test_the_entry_says_what_it_was_measured_with(tmp_path: Path) -> None:
     found, _ = run(tmp_path, Fake(only(DEAR)), minutes=60)
     setting = recommended(found, CANDIDATES, config, "notes")
     assert setting is not None and setting.line == (
-        "--method auto --set recompute.ratio=0.2 --set recompute.hits=None --eviction none"
+        "--method auto --set recompute.first=48 --set recompute.share=0.15 --eviction none"
     )
     assert setting.measured["collection"] == "notes" and setting.measured["agreement"] == 1.0
     assert setting.measured["held_out_questions"] == found.checked[0].standing.n
