@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from samkv_integrations.bench.data import Question
 from samkv_integrations.bench.divergence import Forced
 from samkv_integrations.bench.journal import Journal
 from samkv_integrations.bench.truth_files import TruthFiles
+from samkv_integrations.engine.options import DOCUMENTS_BEFORE
 from samkv_integrations.figures import Row
 from samkv_integrations.model.model import Model
 from tests.support.models import tiny_model
@@ -123,8 +125,12 @@ def test_truths_come_back_as_they_were(tmp_path: Path) -> None:
 def test_a_first_chunk_in_16_bits_is_full_prefill(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The law's limit: nothing before it was missing, and nothing is rounded."""
-    monkeypatch.setattr(data, "rag_prompt", lambda asked, chunks, chat: f"{chunks[0]} {asked}")
+    """The law's limit: before it stands what it was prefilled after, and nothing is rounded."""
+
+    def prompt(asked: str, chunks: Sequence[str], chat: bool) -> str:
+        return f"{DOCUMENTS_BEFORE}{chunks[0]} {asked}"
+
+    monkeypatch.setattr(data, "rag_prompt", prompt)
     # 16 letters in a row that the document has too would be taken from its cache
     alone = [replace(q, question="How many?", documents=q.documents[:1]) for q in QUESTIONS]
     asked = config("reuse", bits=(4, 16), questions=alone, floor=False)

@@ -43,7 +43,7 @@ ODD_CHUNKS = {
     "exactly the anchors": ["x" * 24],
     "anchors and one": ["x" * 25],
     "one chunk": [TEXTS[0]],
-    "forty chunks": [f"chunk number {i} says {i * 7919}" for i in range(40)],
+    "forty chunks": [f"{hex(7919**5 * (i + 3))} and {i * 7919}" for i in range(40)],
     "template tokens": ["before <|end|><|assistant|> after", TEXTS[0]],
     "handle-like text": ["see [[samkv:0123]] and [[samkv:" + "0" * 32 + "]] here", TEXTS[0]],
     "one inside the other": ["abc def ghi jklmn", "abc def ghi jklmn opq"],
