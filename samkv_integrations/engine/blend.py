@@ -134,7 +134,9 @@ class Blend:
         room, computed = 0 if self.cache is None else self.cache.room, sides[-1]
         entries = room_for(plan.n_entries + room, computed)
         mixed_up = len(plan.cached) or plan.n_held  # else all are computed, in prompt order
-        entries[: plan.n_entries] = torch.cat(sides)[plan.source] if mixed_up else computed
+        entries[: plan.n_entries] = (
+            torch.cat(sides).index_select(0, plan.source) if mixed_up else computed
+        )
         if len(plan.mixed):
             entries[plan.mixed_slots] = self.update(entries[plan.mixed_slots], computed[plan.mixed])
         return entries
@@ -167,7 +169,9 @@ class Blend:
             room, n_entries = len(keys) - n_entries, len(plan.staying)
             before = (keys, values)
             keys, values = (room_for(n_entries + room, side) for side in before)
-            keys[:n_entries], values[:n_entries] = (side[plan.staying] for side in before)
+            keys[:n_entries], values[:n_entries] = (
+                side.index_select(0, plan.staying) for side in before
+            )
             is_context = is_context[plan.staying]
         return LayerEntries(
             keys=keys, values=values, n_entries=n_entries, is_context=is_context,
