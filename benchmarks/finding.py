@@ -1,178 +1,120 @@
-"""How long it takes to find chunks in prompts by their text, by the number of chunks in a store.
+"""How long it takes to find chunks in prompts of 100,000 characters, hostile ones among them.
 
-    python -m benchmarks.finding --chunks 1000 10000 100000 [--dir FOLDER] [--json FILE]
+    python -m benchmarks.finding --chunks 100000
 
-No model is loaded: the store is given texts alone. Without ``--dir`` it is one in memory.
+The texts and token ids of that many chunks are put into the index of a store, without caches. Then
+prompts are searched for them. What a prompt costs anyway, tokenising it, is shown beside.
 """
 
 from __future__ import annotations
 
 import argparse
 import random
-import sys
+import tempfile
 import time
-import tracemalloc
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 
-from samkv_integrations.bench.markdown import table
-from samkv_integrations.cache.base import Store
-from samkv_integrations.cache.disk import ChunkStore
-from samkv_integrations.cache.fingerprint import Fingerprint
-from samkv_integrations.cache.memory import MemoryStore
-from samkv_integrations.figures import to_json
-from samkv_integrations.model.quoting import RenderedPrompt
-from samkv_integrations.prompt.finder import KnownTexts
-from samkv_integrations.prompt.handles import MAX_ISSUED, Handles
-from samkv_integrations.prompt.split import split_prompt
+from samkv_integrations.cache.index import Index, IndexedChunks
+from samkv_integrations.cache.tables import Entry
+from samkv_integrations.cache.windows import ChunkIndex
+from samkv_integrations.model.loading import load_tokenizer
+from samkv_integrations.prompt.runs import find_runs
 
-WORDS_OF_A_CHUNK = 120
-CHARS_OF_A_PROMPT = 16_384
-"""Some 4,096 tokens of English."""
-LONG = 5_000_000
-LOOK_ALIKES = 1_000
-REPEATS = 5
-SLOW_MS = 200
-"""What takes longer is asked once more only."""
-
-MADE_BY = Fingerprint(
-    model="none", weights="w", config="c", tokenizer="t", dtype="float32", rope="r", n_layers=1,
-    n_heads=1, n_kv_heads=1, head_dim=8, prefix="", block_size=8, n_init=1, n_local=1, store_bits=4,
-)  # fmt: skip
-
-BOILERPLATE = {
-    "none": "",
-    "24 characters": "Confidential. Do not share",
-    "200 characters": "This page is confidential and may not be shown to anybody. " * 4,
-}
+DIGEST, SECRET = "d" * 32, bytes(32)
+SHARED = (
+    "This document is the property of the archive and may be copied with this notice only, in full "
+    "or in part, by anybody who names its source. "
+)
+WORDS = (
+    "the of and to in a is that it was for on are as with his they at be this from have or by one "
+    "had not but what all were when we there can an your which their said if do will each about how"
+).split()
 
 
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """How long one prompt takes.
-
-    begins: what all chunks begin with. first_ms: the first prompt of a process, which learns how
-    the stored texts begin. ms: each later one. bytes_each: what a chunk takes in this process.
-    """
-
-    chunks: int
-    begins: str
-    prompt: str
-    chars: int
-    found: int
-    first_ms: float
-    ms: float
-    bytes_each: int
+def text_of(number: int) -> str:
+    """A chunk of some 200 tokens, a third of which all chunks have in common."""
+    dice = random.Random(number)
+    return SHARED * 2 + " ".join(
+        dice.choice(WORDS) + (str(dice.randrange(9)) if dice.random() < 0.1 else "")
+        for _ in range(140)
+    )
 
 
-class Texts:
-    """Paragraphs of made-up words, the same ones for the same number."""
+def prompts(n_chunks: int, size: int) -> Iterator[tuple[str, str]]:
+    """What is asked, by name; each of ``size`` characters."""
+    dice = random.Random(0)
 
-    def __init__(self) -> None:
-        letters = random.Random(0)
-        self._words = [
-            "".join(letters.choices("abcdefghijklmnoprstuvw", k=letters.randint(2, 9)))
-            for _ in range(5_000)
-        ]
+    def filled(part: Callable[[], str]) -> str:
+        text = ""
+        while len(text) < size:
+            text += part()
+        return text[:size]
 
-    def __call__(self, number: int, begins: str = "", n_words: int = WORDS_OF_A_CHUNK) -> str:
-        return (
-            f"{begins} {' '.join(random.Random(number).choices(self._words, k=n_words))}.".strip()
-        )
-
-
-def filled(store: Store, n_chunks: int, begins: str, text: Texts) -> Store:
-    """The store with the texts of so many chunks."""
-    for number in range(n_chunks):
-        store.put_text(f"{number:032x}", MADE_BY, text(number, begins))
-    return store
-
-
-def prompts(n_chunks: int, begins: str, text: Texts) -> Iterator[tuple[str, str]]:
-    """Prompts by name."""
-    held = [text(number, begins) for number in range(min(8, n_chunks))]
-    rest = CHARS_OF_A_PROMPT - sum(map(len, held))
-    yield "4,096 tokens, 8 chunks", "\n\n".join([*held, text(n_chunks, n_words=rest // 7)])
-    alike = [text(n_chunks + number, begins) for number in range(LOOK_ALIKES)]
-    yield f"{LOOK_ALIKES:,} that begin alike", "\n\n".join(alike)
-    words = text(n_chunks, n_words=LONG // 7)
-    yield "5 MB of words", words
-    if begins:
-        yield "5 MB of beginnings", f"{begins} and so on. " * (LONG // (len(begins) + 12))
-    yield "1.1 kB of brackets", "[[1, 20240101]] " * 70
-    yield "5 MB of brackets", "[[1, 20240101]] " * (LONG // 16)
-
-
-def timed_ms(call: Callable[[], object], repeats: int) -> float:
-    times = []
-    for _ in range(repeats):
-        began = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - began)
-    return median(times) * 1000
-
-
-def measure(store: Store, n_chunks: int, begins: str, text: Texts) -> Iterator[Row]:
-    """A row for each prompt."""
-    handles = Handles()
-    for number in range(MAX_ISSUED):
-        handles.issue(str(number))
-
-    def ask(known: KnownTexts, prompt: str) -> int:
-        spans = [*handles.find(prompt), *known.find(prompt)]
-        for piece in split_prompt(RenderedPrompt(prompt), spans):
-            handles.require_whole(piece.text)
-            handles.require_live(piece.text)
-        return len(spans)
-
-    for name, prompt in prompts(n_chunks, BOILERPLATE[begins], text):
-        known = KnownTexts(store, lambda: MADE_BY, str)
-        tracemalloc.start()
-        known.find("x")
-        bytes_each = tracemalloc.get_traced_memory()[0] // n_chunks
-        tracemalloc.stop()
-        known = KnownTexts(store, lambda: MADE_BY, str)
-        first_ms = timed_ms(lambda known=known, prompt=prompt: ask(known, prompt), 1)
-        repeats = 1 if first_ms > SLOW_MS else REPEATS
-        yield Row(
-            chunks=n_chunks,
-            begins=begins,
-            prompt=name,
-            chars=len(prompt),
-            found=len(known.find(prompt)),
-            first_ms=round(first_ms, 2),
-            ms=round(timed_ms(lambda known=known, prompt=prompt: ask(known, prompt), repeats), 2),
-            bytes_each=bytes_each,
-        )
+    yield "chunks of the store", filled(lambda: f"{text_of(dice.randrange(n_chunks))}\n\n")
+    yield (
+        "chunks, quoted",
+        filled(lambda: text_of(dice.randrange(n_chunks)).replace(" the ", "\n> the ")),
+    )
+    yield "none of them", filled(lambda: dice.choice(WORDS) + " ")
+    yield "what all chunks share", filled(lambda: SHARED)
+    yield (
+        "pieces of 20 characters",
+        filled(lambda: text_of(dice.randrange(n_chunks))[dice.randrange(900) :][:20]),
+    )
+    yield "one letter", "a" * size
+    yield "digits", filled(lambda: str(dice.random()))
+    yield (
+        "every second word of a chunk",
+        filled(lambda: " ".join(text_of(dice.randrange(n_chunks)).split()[::2]) + " "),
+    )
 
 
 def main() -> None:
-    """The table, on standard output."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.finding")
-    parser.add_argument("--chunks", type=int, nargs="+", default=[1_000, 10_000, 100_000])
-    parser.add_argument("--begins", nargs="+", choices=BOILERPLATE, default=list(BOILERPLATE))
-    parser.add_argument("--dir", type=Path, help="a new folder for stores on disk")
-    parser.add_argument("--json", type=Path)
-    chosen = parser.parse_args()
-    text, rows = Texts(), []
-    for begins in chosen.begins:
-        for number in chosen.chunks:
-            folder = chosen.dir and chosen.dir / f"{number}-{begins[:3].strip()}"
-            store: Store = ChunkStore(folder) if folder else MemoryStore()
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--chunks", type=int, default=100_000)
+    parser.add_argument("--characters", type=int, default=100_000)
+    parser.add_argument("--model", default="builtin", help="whose tokenizer")
+    args = parser.parse_args()
+    tokenizer = load_tokenizer(args.model)
+
+    def ids_of(text: str) -> list[int]:
+        found: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+        return found
+
+    def entries() -> Iterator[Entry]:
+        for number in range(args.chunks):
+            text = text_of(number)
+            yield Entry(
+                digest=DIGEST, key=f"{number:032x}", namespace="", text=text,
+                token_ids=ids_of(text), n_bytes=0, fields={}, used_at=0.0,
+            )  # fmt: skip
+
+    with tempfile.TemporaryDirectory() as folder:
+        began = time.perf_counter()
+        index = Index(Path(folder), entries, SECRET)
+        index.keys("", None)
+        size = sum(file.stat().st_size for file in Path(folder).iterdir())
+        print(
+            f"{args.chunks} chunks: made in {time.perf_counter() - began:.0f} s, "
+            f"{size / args.chunks:.0f} bytes a chunk"
+        )
+        known: ChunkIndex = IndexedChunks(index, "", DIGEST)
+        print(f"{'prompt':30s} {'tokens':>8s} {'tokenise s':>11s} {'find s':>8s} in runs")
+        for name, prompt in prompts(args.chunks, args.characters):
             began = time.perf_counter()
-            filled(store, number, BOILERPLATE[begins], text)
-            seconds = time.perf_counter() - began
-            sys.stderr.write(f"{number} texts, {begins}: stored in {seconds:.1f} s\n")
-            for row in measure(store, number, begins, text):
-                rows.append(row)
-                sys.stderr.write(f"{row}\n")
-    if chosen.json:
-        rows_of = [asdict(row) for row in rows]
-        chosen.json.write_text(f"{to_json('finding', None, rows_of)}\n", encoding="utf-8")
-    cells = [[str(value) for value in asdict(row).values()] for row in rows]
-    sys.stdout.write(table(tuple(asdict(rows[0])), cells, left=3) + "\n")
+            ids = ids_of(prompt)
+            tokenise_s, seconds = time.perf_counter() - began, []
+            for _ in range(5):
+                began = time.perf_counter()
+                found = find_runs(ids, [known])
+                seconds.append(time.perf_counter() - began)
+            in_runs = sum(len(run) for each in found for run in each.runs)
+            print(
+                f"{name:30s} {len(ids):8d} {tokenise_s:11.3f} {median(seconds):8.3f} "
+                f"{in_runs / len(ids):.3f}"
+            )
 
 
 if __name__ == "__main__":

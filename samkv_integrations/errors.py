@@ -73,7 +73,7 @@ class CacheMiss(SamkvError):
         return self.reason in ("corrupt", "fingerprint", "tokens")
 
 
-MISS_REASONS = ("absent", "corrupt", "format", "fingerprint", "tokens", "io", "rewritten")
+MISS_REASONS = ("absent", "corrupt", "format", "fingerprint", "tokens", "io")
 """Why a chunk cache could not be used; docs/format.md says what each was found by."""
 
 

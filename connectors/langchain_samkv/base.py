@@ -67,7 +67,7 @@ class LocalModel(LocalLLM, BaseLanguageModel[Any]):
         api_key: SecretStr | str | None = None
     else:
         model_name: str = Field(default="", alias="model")
-        """A hub id, a local folder, or ``"builtin"``."""
+        """A hub id, a local folder, a GGUF file, ``"smollm2"`` or ``"builtin"``."""
         api_key: SecretStr | None = Field(default=None, exclude=True, repr=False)
         """Accepted so that arguments of other models fit: nothing here needs one."""
 
@@ -121,7 +121,9 @@ class LocalModel(LocalLLM, BaseLanguageModel[Any]):
         checked_generate_kwargs(self._always, self._most_tokens)
         super()._check()
         if not self.model_name and self.engine is None:
-            raise InvalidOption("give model (a hub id, a folder or 'builtin'), or engine")
+            raise InvalidOption(
+                "give model (a hub id, a folder, a GGUF file or 'builtin'), or engine"
+            )
 
     def _attach(self) -> None:
         super()._attach()

@@ -14,8 +14,6 @@ from samkv_integrations.cache.quantise import DEFAULT_STORE_BITS
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.model.model import Model
 from samkv_integrations.model.quoting import RenderedPrompt
-from samkv_integrations.prompt.finder import find_given
-from samkv_integrations.prompt.split import PlainText, split_prompt
 
 
 def prompt_tokens(model: Model, question: Question, *, chat: bool = False) -> int:
@@ -24,17 +22,10 @@ def prompt_tokens(model: Model, question: Question, *, chat: bool = False) -> in
 
 
 def prompt_ids(model: Model, question: Question, *, chat: bool = False) -> list[int]:
-    """Token ids of a question's prompt, each of its documents tokenised alone, as a chunk is."""
+    """Token ids of a question's prompt, as transformers makes them."""
     prompt = question.prompt(chat=chat)
     rendered = RenderedPrompt(prompt) if isinstance(prompt, str) else model.render_chat(prompt)
-    ids: list[int] = []
-    for piece in split_prompt(rendered, find_given(rendered.text, question.documents)):
-        if isinstance(piece, PlainText):
-            ids += model.tokenize_prompt(piece.prompt)
-        else:
-            ids += model.tokenize(piece.text, special=False)
-    bos = model.bos_id
-    return ids if bos is None or ids[:1] == [bos] else [bos, *ids]
+    return model.tokenize_prompt(rendered)
 
 
 class QuestionCaches:

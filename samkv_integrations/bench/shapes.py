@@ -117,19 +117,20 @@ def sizes_of(name: str, *, layers: int | None, dtype: str) -> ModelShape:
     layers: how many it has; None for all.
 
     Raises:
-        UnknownOption: the name is no shape, no folder and no hub id of anybody.
+        UnknownOption: the name is no shape, no folder or file and no hub id of anybody.
         InvalidOption: any other value that there is not.
         ModelNotFound: a folder or hub id without a config.
         UnsupportedModel: a model that could not be computed exactly.
     """
     if name in SHAPES:
         found = random_shape(SHAPES[name], name=name, dtype=dtype)
-    elif name == BUILTIN or "/" in name or Path(name).is_dir():
+    elif name in (BUILTIN, "smollm2") or "/" in name or Path(name).exists():
         found = load_shape(name, dtype=dtype)
     else:
         raise UnknownOption(
             f"unknown model {name!r}; known shapes: {', '.join(shape_names())}"
-            f"{meant(name, shape_names())} Or give a folder with a config.json, or a hub id"
+            f"{meant(name, shape_names())} Or give a folder with a config.json, a GGUF "
+            "file, or a hub id"
         )
     if layers is None:
         return found

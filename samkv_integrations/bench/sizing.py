@@ -21,7 +21,7 @@ from samkv_integrations.engine.full_prefill import two_passes_s
 from samkv_integrations.errors import InvalidOption
 from samkv_integrations.methods import METHODS
 from samkv_integrations.model.shape import ModelShape
-from samkv_integrations.prompt.layout import Layout, Segment
+from samkv_integrations.prompt.layout import ChunkPart, Layout
 
 TEXT_BYTES = 4
 """Bytes of text a token, as in English: a thousandth of a chunk's file."""
@@ -264,10 +264,9 @@ class _Question:
     @cached_property
     def passes_s(self) -> float:
         """Both passes of the default method, as the engine estimates them to choose a way."""
-        ids = tuple(range(self.work.chunk_tokens))
-        chunk = Segment(token_ids=ids, blocks=self.layout.blocks, is_context=True)
-        asked = Segment(token_ids=tuple(range(self.work.question_tokens)))
-        prompt = Layout.of([chunk] * self.work.chunks_per_question + [asked], ())
+        n, n_chunks = self.work.chunk_tokens, self.work.chunks_per_question
+        chunks = [ChunkPart.whole(self.layout.blocks, n * at) for at in range(n_chunks)]
+        prompt = Layout.of([0] * (n * n_chunks + self.work.question_tokens), chunks, ())
         return self.shape.n_layers * two_passes_s(METHODS["samkv-guided"], self.costs, prompt)
 
     @property

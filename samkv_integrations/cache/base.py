@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -12,31 +11,8 @@ from samkv_integrations.cache.blocks import ChunkBlocks
 from samkv_integrations.cache.chunk import BlockMeans, ChunkCache, ChunkStatistics
 from samkv_integrations.cache.fingerprint import Fingerprint
 from samkv_integrations.cache.stats import StoreStats
+from samkv_integrations.cache.windows import ChunkIndex
 from samkv_integrations.errors import CacheMiss
-
-MAX_ALIKE = 64
-"""Most texts of one bare form that a look-up gives: they differ in white space and escapes only."""
-
-MAX_STEPS = 64
-"""Look-ups in a row that find nothing, after which a search for a text is given up. Texts that
-share their beginnings need one for every few characters after those; only texts that were made to
-take long need more."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Beginnings:
-    """How the texts of a store begin, see `Store.beginnings`.
-
-    cursor: the state of the store that this tells of.
-    heads: the first `LOOKUP_CHARS` characters of bare forms, each once, in no order.
-    longest: characters of the longest bare form that is stored, or more.
-    is_all: whether these are all heads that there are; else those that came since.
-    """
-
-    cursor: Hashable
-    heads: list[str]
-    longest: int
-    is_all: bool
 
 
 class StoredChunk(Protocol):
@@ -116,9 +92,9 @@ class StoredChunk(Protocol):
 class Store(Protocol):
     """Chunk caches by key. Whatever cannot be read is a `CacheMiss`, never a wrong tensor.
 
-    Only `put`, `put_text`, `touch`, `delete`, `forget` and `quarantine` modify the chunks of a
+    Only `put`, `touch`, `delete`, `forget` and `quarantine` modify the chunks of a
     store, and what any process did is seen at once by all. Methods other than `key`, `open`,
-    `contains`, `is_elsewhere`, `look_ahead`, `begin_to_fetch`, `age_s`, `touch`, `put_text`,
+    `contains`, `is_elsewhere`, `look_ahead`, `begin_to_fetch`, `age_s`, `touch`, `chunk_index`,
     `prefetch`, `note`, `record` and `quarantine` raise `StoreError` if the store itself is not
     usable.
     """
@@ -172,30 +148,11 @@ class Store(Protocol):
     def text(self, key: str) -> str | None:
         """The text of a chunk of any fingerprint, the one put last; None if it is unknown."""
 
-    def put_text(self, key: str, fingerprint: Fingerprint, text: str) -> None:
-        """Keeps a text of a chunk beside the ones that it has, to be found in prompts by.
+    def chunk_index(self, fingerprint: Fingerprint) -> ChunkIndex:
+        """The chunks of a fingerprint and this namespace, to be found in prompts by token ids.
 
-        Some tokenizers make the same token ids, and so the same chunk, of several texts, such as
-        the composed and decomposed forms of Unicode. Best effort: a store that cannot be written
-        goes without.
-        """
-
-    def beginnings(self, fingerprint: Fingerprint, since: Hashable | None = None) -> Beginnings:
-        """How the texts of the chunks of a fingerprint begin, in their bare forms.
-
-        since: the cursor of an earlier answer. If nothing was deleted after that, only what came
-            after it is listed, which is cheap, and nearly nothing if there is none.
-
-        Texts whose bare form is shorter than `LOOKUP_CHARS` are left out here and in `texts_like`.
-        Texts of other namespaces are in neither.
-        """
-
-    def texts_like(self, fingerprint: Fingerprint, bare: str) -> Iterator[tuple[str, list[str]]]:
-        """The bare forms of stored texts that ``bare`` begins with, the longest first.
-
-        Each with bodies that have it, `MAX_ALIKE` at most. Every step is a few look-ups, at most
-        `MAX_STEPS`, made when it is asked for, in time that grows with the logarithm of the number
-        of texts. A text whose cache was evicted or lost is found all the same: a counted miss.
+        A chunk whose cache was evicted or lost is in it all the same: a counted miss. Its methods
+        raise `StoreError` if the store is not usable.
         """
 
     def prefetch(self, key: str, fingerprint: Fingerprint) -> None:
@@ -259,6 +216,12 @@ class Store(Protocol):
 
     def require(self, fingerprint: Fingerprint) -> None:
         """Raises `FingerprintMismatch` if there are chunks, and none of this fingerprint."""
+
+    def elsewhere(self) -> str | None:
+        """Where there are caches that look like these, if this namespace has none; None if nowhere.
+
+        In other namespaces of the store, or in a folder beside it.
+        """
 
     def record(
         self, fingerprint: Fingerprint, *, used: Sequence[str] = (), missed: Sequence[str] = ()

@@ -27,7 +27,8 @@ def mean_of_blocks(entries: Tensor, lengths: Tensor) -> Tensor:
     n_layers, _, *shape = entries.shape
     block = torch.arange(len(lengths)).repeat_interleave(lengths).to(entries.device)
     total = torch.zeros(n_layers, len(lengths), *shape, device=entries.device)
-    return total.index_add_(1, block, entries.float()) / lengths.to(entries.device)[:, None, None]
+    counts = lengths.clamp(min=1).to(entries.device)  # of no tokens: 0
+    return total.index_add_(1, block, entries.float()) / counts[:, None, None]
 
 
 def decode_means(block_means: BlockMeans) -> Tensor:

@@ -128,7 +128,14 @@ class Budget:
         def work(connection: sqlite3.Connection) -> None:
             for (namespace,) in connection.execute("SELECT namespace FROM spaces").fetchall():
                 nothing = Entry(
-                    digest="", key="", namespace=namespace, text="", n_bytes=0, fields={}, used_at=0
+                    digest="",
+                    key="",
+                    namespace=namespace,
+                    text="",
+                    token_ids=(),
+                    n_bytes=0,
+                    fields={},
+                    used_at=0,
                 )
                 tables.make_room(connection, nothing, evict, drop)
 

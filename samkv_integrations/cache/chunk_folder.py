@@ -38,7 +38,7 @@ class ChunkFolder:
     def __init__(self, path: Path, secret: bytes) -> None:
         self.path = path
         self.secret = secret
-        self.index = Index(path, self._entries)
+        self.index = Index(path, self._entries, secret)
 
     def require_own(self) -> None:
         """See that the folder is still the store that was opened, before something is written.
@@ -101,6 +101,7 @@ class ChunkFolder:
             key=head.key,
             namespace=head.namespace,
             text=head.text,
+            token_ids=head.token_ids,
             n_bytes=head.n_bytes,
             fields=head.fields,
             used_at=file.stat().st_mtime,

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
 from samkv_integrations.cache import older
-from samkv_integrations.cache.base import Beginnings, StoredChunk, _expect
+from samkv_integrations.cache.base import StoredChunk, _expect
 from samkv_integrations.cache.budget import check_budget
 from samkv_integrations.cache.checked_file import open_regular
 from samkv_integrations.cache.chunk import ChunkCache, check_namespace, chunk_key, normalise
@@ -33,6 +33,7 @@ from samkv_integrations.cache.fingerprint import (
     _require,
     _without_block_size,
 )
+from samkv_integrations.cache.index import IndexedChunks
 from samkv_integrations.cache.marker import write_marker, write_small
 from samkv_integrations.cache.objects import Objects
 from samkv_integrations.cache.recovery import reconcile, recover
@@ -41,6 +42,7 @@ from samkv_integrations.cache.remote_claim import claim_with_remote
 from samkv_integrations.cache.shared import SharedTier, require_unshared
 from samkv_integrations.cache.stats import StoreStats, _stats
 from samkv_integrations.cache.tables import EVICTED, Entry
+from samkv_integrations.cache.windows import ChunkIndex
 from samkv_integrations.errors import CacheMiss, StoreError
 
 
@@ -140,6 +142,7 @@ class ChunkStore:
             key=chunk.key,
             namespace=self._namespace,
             text=chunk.text,
+            token_ids=chunk.token_ids.tolist(),
             n_bytes=layout.file_size(chunk.key),
             fields=asdict(fingerprint),
             used_at=time.time(),
@@ -339,17 +342,10 @@ class ChunkStore:
     def text(self, key: str) -> str | None:
         return self.index.text(self._namespace, key)
 
-    def put_text(self, key: str, fingerprint: Fingerprint, text: str) -> None:
-        with suppress(StoreError):
-            self.index.add_text(self._namespace, fingerprint.digest, key, text)
-
-    def beginnings(self, fingerprint: Fingerprint, since: Hashable | None = None) -> Beginnings:
+    def chunk_index(self, fingerprint: Fingerprint) -> ChunkIndex:
         if self.shared is not None:
             self.shared.refresh_soon()
-        return self.index.beginnings(self._namespace, fingerprint.digest, since)
-
-    def texts_like(self, fingerprint: Fingerprint, bare: str) -> Iterator[tuple[str, list[str]]]:
-        return self.index.texts_like(self._namespace, fingerprint.digest, bare)
+        return IndexedChunks(self.index, self._namespace, fingerprint.digest)
 
     def record(
         self, fingerprint: Fingerprint, *, used: Sequence[str] = (), missed: Sequence[str] = ()
@@ -385,6 +381,19 @@ class ChunkStore:
         if self.shared is not None:
             found |= {made_by.digest: made_by for made_by in self.shared.fingerprints()}
         return [found[digest] for digest in sorted(found)]
+
+    def elsewhere(self) -> str | None:
+        totals = self.index.totals(None)
+        if any(namespace == self._namespace for namespace, *_ in totals):
+            return None
+        if totals:
+            names = sorted({repr(namespace) for namespace, *_ in totals})
+            return f"namespace {' and '.join(names[:3])} of {self.path} (give namespace=)"
+        with suppress(OSError):
+            for marker in sorted(self.path.resolve().parent.glob("*/store.json")):
+                if marker.parent != self.path.resolve() and any(marker.parent.glob("*/*/*.safe*")):
+                    return f"the folder {marker.parent} (give kv_dir=, or the store's path)"
+        return None
 
     def stats(self, *, everyone: bool = False) -> StoreStats:
         """What the store holds; everyone: of all namespaces, not only of this one."""

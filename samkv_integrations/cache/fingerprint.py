@@ -99,14 +99,21 @@ def _require(wanted: Fingerprint, held: Sequence[Fingerprint], where: str) -> No
     ]
     closest = min(range(len(held)), key=lambda i: len(differing[i]))
     fields = ", ".join(
-        f"{name} is {mine[name]!r} here and {value!r} there"
+        f"{name} is {mine[name]!r:.40} here and {value!r:.40} there"
         for name, value in differing[closest].items()
     )
     next_step = (
         "ingest again with the loaded model, or open the store with the one it was filled with"
     )
-    if "store_bits" in differing[closest] and differing[closest].keys() <= {*_LAYOUT_FIELDS}:
-        next_step = f"give store_bits={held[closest].store_bits}, or ingest again"
+    there = differing[closest]
+    if "store_bits" in there and there.keys() <= {*_LAYOUT_FIELDS}:
+        next_step = f"give store_bits={there['store_bits']}, or ingest again"
+    elif "dtype" in there and held[closest].model == wanted.model:  # other weights, by their hash
+        next_step = f"give dtype={there['dtype']!r}, or ingest again"
+    elif there.keys() <= {"prefix", *_LAYOUT_FIELDS}:
+        next_step = (
+            "give the prefix= and prefix_text= of the engine that filled it, or ingest again"
+        )
     raise FingerprintMismatch(
         f"{where} holds no cache of the loaded model {wanted.model!r}; the closest it holds is of "
         f"{held[closest].model!r}: {fields}; next step: {next_step}"

@@ -1,7 +1,7 @@
 """The index of a folder of chunk caches: bytes, recency, texts and counts, in SQLite.
 
 The chunk files are the truth, and reading a cache does not ask the index. It knows what takes a
-look at every file to find out: what all of them take, which was used last, and where texts begin.
+look at every file to find out: what all of them take, which was used last, and their token ids.
 """
 
 from __future__ import annotations
@@ -9,18 +9,16 @@ from __future__ import annotations
 import json
 import sqlite3
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from samkv_integrations.cache import tables
-from samkv_integrations.cache.bare import LOOKUP_CHARS
-from samkv_integrations.cache.base import MAX_ALIKE, MAX_STEPS, Beginnings
 from samkv_integrations.cache.budget import Budget
-from samkv_integrations.cache.chunk import normalise
 from samkv_integrations.cache.database import Database
 from samkv_integrations.cache.tables import DELETED, EVICTED, LOST, PRESENT, Entry
-from samkv_integrations.cache.text_index import common_beginning
+from samkv_integrations.cache.windows import MAX_PLACES, Ids, Place, Windows
 
 _PATIENCE_S = 1.0
 """For notes that a question leaves, and does not need."""
@@ -32,12 +30,16 @@ class Index:
     Args:
         folder: of the store.
         entries: all chunk files that are there, read when an index has to be made.
+        secret: of the store, which hashes of token ids are keyed with.
     """
 
-    def __init__(self, folder: Path, entries: Callable[[], Iterable[Entry]]) -> None:
+    def __init__(self, folder: Path, entries: Callable[[], Iterable[Entry]], secret: bytes) -> None:
+        # a function of its own, as caching a method would keep the index alive
+        self.windows_of = lru_cache(64)(lambda space, digest: Windows(secret, space, digest))
+
         def fill(connection: sqlite3.Connection) -> None:
             for entry in entries():
-                tables.keep(connection, entry)
+                tables.keep(connection, entry, self.windows_of)
 
         self.database = Database(folder, tables.SCHEMA, fill)
         self.budget = Budget(self.database)
@@ -60,7 +62,7 @@ class Index:
         def work(connection: sqlite3.Connection) -> None:
             connection.execute("DELETE FROM pending WHERE temporary = ?", [temporary])
             if not is_gone(entry.digest, entry.key):
-                tables.keep(connection, entry)
+                tables.keep(connection, entry, self.windows_of)
 
         self.database.write(work)
 
@@ -144,7 +146,7 @@ class Index:
                 found += connection.execute(
                     f"SELECT digest, key FROM chunks {by_key}", of_key
                 ).fetchall()
-                tables.forget_texts(connection, clause, of_key, namespace)
+                tables.forget_texts(connection, clause, of_key, self.windows_of)
             before = "SELECT digest, key FROM chunks WHERE namespace = ? AND state = ?"
             found += connection.execute(before, [namespace, DELETED]).fetchall()
             return list(dict.fromkeys(found))
@@ -166,7 +168,7 @@ class Index:
                 f"DELETE FROM chunks WHERE digest = ? AND key = ? AND state = {DELETED}", places
             )
             for place in places:
-                tables.forget_missing(connection, place, is_gone)
+                tables.forget_missing(connection, place, is_gone, self.windows_of)
             connection.execute(
                 "DELETE FROM fingerprints WHERE digest NOT IN (SELECT digest FROM chunks)"
             )
@@ -240,88 +242,23 @@ class Index:
 
         def work(connection: sqlite3.Connection) -> str | None:
             found = connection.execute(
-                "SELECT form, body FROM texts WHERE key = ? AND +namespace = ? ORDER BY id DESC",
+                "SELECT body FROM texts WHERE key = ? AND +namespace = ? ORDER BY id DESC",
                 [key, namespace],
             ).fetchone()
-            return tables.body(*found) if found else None
+            return tables.decode(found[0]) if found else None
 
         return self.database.read(work)
 
     def texts(self, namespace: str) -> Iterator[tuple[str, str, str]]:
-        """(digest, key, body) of every text."""
+        """(digest, key, text) of every chunk."""
 
         def work(connection: sqlite3.Connection) -> list[tuple[str, str, str]]:
             rows = connection.execute(
-                "SELECT digest, key, form, body FROM texts WHERE namespace = ?", [namespace]
+                "SELECT digest, key, body FROM texts WHERE namespace = ?", [namespace]
             )
-            return [(digest, key, tables.body(form, body)) for digest, key, form, body in rows]
+            return [(digest, key, tables.decode(body)) for digest, key, body in rows]
 
         return iter(self.database.read(work))
-
-    def add_text(self, namespace: str, digest: str, key: str, text: str) -> None:
-        """Another text of a chunk: some tokenizers make the same tokens of different ones."""
-        self.database.write(lambda c: tables.add_text(c, namespace, digest, key, text))
-
-    def beginnings(self, namespace: str, digest: str, since: Hashable | None) -> Beginnings:
-        """See `Store.beginnings`."""
-
-        def work(connection: sqlite3.Connection) -> Beginnings:
-            deletions = tables.deletions(connection, namespace)
-            before: Any = since
-            is_all = before is None or before[:2] != (digest, deletions)
-            last, longest = (-1, 0) if is_all else before[2:]
-            rows = connection.execute(
-                "SELECT id, head, size FROM texts WHERE namespace = ? AND digest = ? AND id > ?",
-                [namespace, digest, last],
-            ).fetchall()
-            last = max((row[0] for row in rows), default=last)
-            longest = max((row[2] for row in rows), default=longest)
-            if not is_all:
-                longest = max(longest, before[3])
-            return Beginnings(
-                cursor=(digest, deletions, last, longest),
-                heads=[tables.decode(row[1]) for row in rows if row[2] >= LOOKUP_CHARS],
-                longest=longest,
-                is_all=is_all,
-            )
-
-        return self.database.read(work)
-
-    def texts_like(self, namespace: str, digest: str, bare: str) -> Iterator[tuple[str, list[str]]]:
-        """See `Store.texts_like`."""
-        probe, n_steps = tables.encode(bare), 0
-        while len(probe) >= LOOKUP_CHARS and n_steps < MAX_STEPS:
-            form = tables.encode(self._largest_form([namespace, digest, probe]))
-            if not probe.startswith(form):
-                probe, n_steps = common_beginning(probe, form), n_steps + 1
-                continue
-            if found := self._bodies([namespace, digest, form]):
-                yield tables.decode(form), found
-            probe, n_steps = form[:-1], 0
-
-    def _largest_form(self, below: list[object]) -> str:
-        """The last bare form up to ``below`` (namespace, digest, form); empty if there is none."""
-
-        def work(connection: sqlite3.Connection) -> str:
-            found = connection.execute(
-                "SELECT form FROM texts WHERE namespace = ? AND digest = ? AND form <= ? "
-                "ORDER BY form DESC LIMIT 1",
-                below,
-            ).fetchone()
-            return tables.decode(found[0]) if found else ""
-
-        return self.database.read(work)
-
-    def _bodies(self, of_form: list[object]) -> list[str]:
-        def work(connection: sqlite3.Connection) -> list[str]:
-            rows = connection.execute(
-                "SELECT DISTINCT form, body FROM texts "
-                f"WHERE namespace = ? AND digest = ? AND form = ? LIMIT {MAX_ALIKE}",
-                of_form,
-            )
-            return [normalise(tables.body(form, body)) for form, body in rows]
-
-        return self.database.read(work)
 
     # -- what does not change ---------------------------------------------------------------------
 
@@ -372,3 +309,45 @@ class Index:
             ).fetchall()
         )
         return {(space, digest): tuple(of_one) for space, digest, *of_one in rows}
+
+
+class IndexedChunks:
+    """The chunks of a namespace and a fingerprint as a `ChunkIndex`, with a cache or without one.
+
+    Methods raise StoreError as those of `Index` do.
+    """
+
+    def __init__(self, index: Index, namespace: str, digest: str) -> None:
+        self._index, self._namespace, self._digest = index, namespace, digest
+
+    @property
+    def windows(self) -> Windows:
+        return self._index.windows_of(self._namespace, self._digest)
+
+    def places(self, hashes: Iterable[int]) -> Mapping[int, Sequence[Place]]:
+        def work(connection: sqlite3.Connection) -> dict[int, list[Place]]:
+            # The hash is keyed by both; the join makes sure of it. CROSS and "+": windows first.
+            of_one = (
+                "SELECT key, at FROM windows CROSS JOIN texts ON id = chunk "
+                f"WHERE hash = ? AND +namespace = ? AND +digest = ? LIMIT {MAX_PLACES}"
+            )
+            found = {
+                hashed: connection.execute(
+                    of_one, [hashed, self._namespace, self._digest]
+                ).fetchall()
+                for hashed in hashes
+            }
+            return {hashed: places for hashed, places in found.items() if places}
+
+        return self._index.database.read(work)
+
+    def token_ids(self, keys: Iterable[str]) -> Mapping[str, Ids]:
+        def work(connection: sqlite3.Connection) -> dict[str, Ids]:
+            of_one = "SELECT ids FROM texts WHERE key = ? AND digest = ? AND +namespace = ?"
+            found = {
+                key: connection.execute(of_one, [key, self._digest, self._namespace]).fetchone()
+                for key in keys
+            }
+            return {key: tables.ids_of(row[0]) for key, row in found.items() if row}
+
+        return self._index.database.read(work)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict
 
 from torch import Tensor
 
-from samkv_integrations.cache.base import Beginnings, StoredChunk, _expect
+from samkv_integrations.cache.base import StoredChunk, _expect
 from samkv_integrations.cache.chunk import (
     SECRET_BYTES,
     BlockMeans,
@@ -28,7 +28,7 @@ from samkv_integrations.cache.fingerprint import (
 )
 from samkv_integrations.cache.quantise import is_sound
 from samkv_integrations.cache.stats import StoreStats, _stats
-from samkv_integrations.cache.text_index import TextIndex
+from samkv_integrations.cache.windows import ChunkIndex, MemoryIndex
 from samkv_integrations.errors import CacheMiss
 
 
@@ -130,9 +130,9 @@ class MemoryStore:
         self._namespace = check_namespace(namespace)
         self._secret = secrets.token_bytes(SECRET_BYTES)
         self._chunks: dict[tuple[str, str], ChunkCache] = {}
-        # key -> fingerprint -> texts, the latest last; they stay where a cache is lost
-        self._texts: dict[str, dict[str, list[str]]] = {}
-        self._indexes: dict[str, TextIndex] = {}  # of bodies, by fingerprint
+        # key -> fingerprint -> text; they stay where a cache is lost
+        self._texts: dict[str, dict[str, str]] = {}
+        self._indexes: dict[str, MemoryIndex] = {}  # by fingerprint
         self._changing = threading.Lock()
         self._block_sizes: dict[str, int] = {}
         self._put_at: dict[tuple[str, str], float] = {}
@@ -149,17 +149,11 @@ class MemoryStore:
         with self._changing:
             self._chunks[chunk.fingerprint.digest, chunk.key] = chunk
             self._put_at[chunk.fingerprint.digest, chunk.key] = time.time()
-            self._add_text(chunk.fingerprint.digest, chunk.key, chunk.text)
+            self._texts.setdefault(chunk.key, {})[chunk.fingerprint.digest] = chunk.text
+        self._index(chunk.fingerprint.digest).add(chunk.key, chunk.token_ids.tolist())
 
-    def _add_text(self, digest: str, key: str, text: str) -> None:
-        texts = self._texts.setdefault(key, {}).setdefault(digest, [])
-        if text in texts:
-            texts.remove(text)
-        texts.append(text)
-        self._index(digest).add(normalise(text), key)
-
-    def _index(self, digest: str) -> TextIndex:
-        return self._indexes.setdefault(digest, TextIndex())
+    def _index(self, digest: str) -> MemoryIndex:
+        return self._indexes.setdefault(digest, MemoryIndex(self._secret))
 
     def open(
         self, key: str, fingerprint: Fingerprint, token_ids: Sequence[int] | None = None
@@ -190,17 +184,10 @@ class MemoryStore:
             self._put_at[fingerprint.digest, key] = time.time()
 
     def text(self, key: str) -> str | None:
-        return next((texts[-1] for texts in list(self._texts.get(key, {}).values())), None)
+        return next(iter(list(self._texts.get(key, {}).values())), None)
 
-    def put_text(self, key: str, fingerprint: Fingerprint, text: str) -> None:
-        with self._changing:
-            self._add_text(fingerprint.digest, key, text)
-
-    def beginnings(self, fingerprint: Fingerprint, since: Hashable | None = None) -> Beginnings:
-        return self._index(fingerprint.digest).beginnings(since)
-
-    def texts_like(self, fingerprint: Fingerprint, bare: str) -> Iterator[tuple[str, list[str]]]:
-        return self._index(fingerprint.digest).texts_like(bare)
+    def chunk_index(self, fingerprint: Fingerprint) -> ChunkIndex:
+        return self._index(fingerprint.digest)
 
     def prefetch(self, key: str, fingerprint: Fingerprint) -> None:
         """There is nothing to read from."""
@@ -219,8 +206,8 @@ class MemoryStore:
     def _remove(self, digest: str, key: str) -> None:
         self._chunks.pop((digest, key), None)
         self._put_at.pop((digest, key), None)
-        for text in self._texts[key].pop(digest):
-            self._index(digest).remove(normalise(text), key)
+        del self._texts[key][digest]
+        self._index(digest).remove(key)
         if not self._texts[key]:
             del self._texts[key]
 
@@ -236,8 +223,8 @@ class MemoryStore:
             found = [
                 (digest, key)
                 for key, by_digest in self._texts.items()
-                for digest, texts in by_digest.items()
-                if (key in named[digest] or any(is_wanted(normalise(text)) for text in texts))
+                for digest, text in by_digest.items()
+                if (key in named[digest] or is_wanted(normalise(text)))
                 and self._may_be_ours(digest, key)
             ]
             for digest, key in found:
@@ -267,8 +254,7 @@ class MemoryStore:
             return {*keys, *(key for key in self._texts if texts & self._bodies(key))}
 
     def _bodies(self, key: str) -> set[str]:
-        of_key = self._texts.get(key, {}).values()
-        return {normalise(text) for texts in of_key for text in texts}
+        return {normalise(text) for text in self._texts.get(key, {}).values()}
 
     def agree_block_size(self, fingerprint: Fingerprint, size: int) -> int:
         return self._block_sizes.setdefault(_without_block_size(fingerprint), size)
@@ -299,6 +285,9 @@ class MemoryStore:
 
     def require(self, fingerprint: Fingerprint) -> None:
         _require(fingerprint, self.fingerprints(), "the memory store")
+
+    def elsewhere(self) -> str | None:
+        return None
 
     def record(
         self, fingerprint: Fingerprint, *, used: Sequence[str] = (), missed: Sequence[str] = ()

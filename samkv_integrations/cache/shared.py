@@ -181,7 +181,7 @@ class SharedTier:
                     arrived, key, fingerprint, namespace=self._namespace, secret=self._files.secret
                 ) as chunk:
                     chunk.verify()
-                    entry = self._entry(key, fingerprint, chunk.text(), len(data))
+                    entry = self._entry(chunk, len(data))
             except CacheMiss as miss:
                 if miss.is_damage:
                     self.remote.discard(fingerprint.digest, key)
@@ -198,10 +198,12 @@ class SharedTier:
             remove(arrived)
         self._mark([(fingerprint.digest, key)])
 
-    def _entry(self, key: str, fingerprint: Fingerprint, text: str, n_bytes: int) -> Entry:
+    def _entry(self, chunk: ChunkFile, n_bytes: int) -> Entry:
+        made_by = chunk.fingerprint
         return Entry(
-            digest=fingerprint.digest, key=key, namespace=self._namespace, text=text,
-            n_bytes=n_bytes, fields=asdict(fingerprint), used_at=time.time(),
+            digest=made_by.digest, key=chunk.key, namespace=self._namespace, text=chunk.text(),
+            token_ids=chunk.token_ids.tolist(), n_bytes=n_bytes, fields=asdict(made_by),
+            used_at=time.time(),
         )  # fmt: skip
 
     # -- chunks that are written ----------------------------------------------------------------
@@ -317,7 +319,7 @@ class SharedTier:
         def work(connection: Connection) -> None:
             for entry in read:
                 if self._files.is_gone(entry.digest, entry.key):
-                    tables.keep(connection, entry, state=EVICTED)
+                    tables.keep(connection, entry, self._index.windows_of, state=EVICTED)
 
         self._index.database.write(work)
         self._mark([(entry.digest, entry.key) for entry in read])
@@ -337,6 +339,7 @@ class SharedTier:
                 ):  # fmt: skip
                     return Entry(
                         digest=digest, key=key, namespace=head.namespace, text=head.text,
+                        token_ids=head.token_ids,
                         n_bytes=0, fields=head.fields, used_at=there.modified_at,
                     )  # fmt: skip
         return None

@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sqlite3
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from samkv_integrations.cache.bare import LOOKUP_CHARS, bare_form
+import numpy as np
+
 from samkv_integrations.cache.chunk import normalise
+from samkv_integrations.cache.windows import Ids, Windows
 
 PRESENT, EVICTED, LOST, DELETED = range(4)
 """States of a chunk: its file is there; it went for want of room; it was not where it should be;
 its text is gone, and its file is about to go."""
 
 # `spaces` has what is true of a namespace, its bytes kept by triggers. A file that is being written
-# is `pending`: its bytes count before it is begun.
+# is `pending`: its bytes count before it is begun. `texts` has the text and the token ids of each
+# chunk, `same` being a hash of the body, and `windows` says where hashes of token ids occur first.
 SCHEMA = """
 CREATE TABLE settings(name TEXT PRIMARY KEY, value) WITHOUT ROWID;
 CREATE TABLE fingerprints(digest TEXT PRIMARY KEY, fields TEXT NOT NULL) WITHOUT ROWID;
 CREATE TABLE spaces(
-  namespace TEXT PRIMARY KEY, bytes INTEGER NOT NULL DEFAULT 0, quota INTEGER,
-  deletions INTEGER NOT NULL DEFAULT 0) WITHOUT ROWID;
+  namespace TEXT PRIMARY KEY, bytes INTEGER NOT NULL DEFAULT 0, quota INTEGER) WITHOUT ROWID;
 CREATE TABLE chunks(
   digest TEXT, key TEXT, namespace TEXT NOT NULL, bytes INTEGER NOT NULL, state INTEGER NOT NULL,
   used_at REAL NOT NULL, PRIMARY KEY(digest, key)) WITHOUT ROWID;
@@ -39,11 +42,12 @@ CREATE TABLE counts(
   evictions INTEGER NOT NULL DEFAULT 0, corrupt INTEGER NOT NULL DEFAULT 0,
   PRIMARY KEY(namespace, digest)) WITHOUT ROWID;
 CREATE TABLE texts(
-  namespace TEXT, digest TEXT, form BLOB, key TEXT, body BLOB, id INTEGER NOT NULL UNIQUE,
-  head BLOB NOT NULL, size INTEGER NOT NULL,
-  PRIMARY KEY(namespace, digest, form, key)) WITHOUT ROWID;
-CREATE INDEX texts_of ON texts(key, digest);
-CREATE INDEX texts_new ON texts(namespace, digest, id, head, size);
+  id INTEGER PRIMARY KEY, namespace TEXT NOT NULL, digest TEXT NOT NULL, key TEXT NOT NULL,
+  body BLOB NOT NULL, same BLOB NOT NULL, ids BLOB NOT NULL, UNIQUE(key, digest));
+CREATE INDEX texts_of ON texts(namespace, digest, key);
+CREATE INDEX texts_same ON texts(namespace, same);
+CREATE TABLE windows(
+  hash INTEGER, chunk INTEGER, at INTEGER NOT NULL, PRIMARY KEY(hash, chunk)) WITHOUT ROWID;
 """ + "".join(
     f"""
 CREATE TRIGGER {table}_in AFTER INSERT ON {table} BEGIN
@@ -66,12 +70,19 @@ class Entry:
     key: str
     namespace: str
     text: str
+    token_ids: Sequence[int]
     n_bytes: int
     fields: dict[str, Any]
     used_at: float
 
 
-def keep(connection: sqlite3.Connection, entry: Entry, *, state: int = PRESENT) -> None:
+WindowsOf = Callable[[str, str], Windows]
+"""What hashes the token ids of the chunks of a namespace and a fingerprint."""
+
+
+def keep(
+    connection: sqlite3.Connection, entry: Entry, windows_of: WindowsOf, *, state: int = PRESENT
+) -> None:
     """Take note of a chunk, in place of one of this key. state: of its file."""
     connection.execute(
         "INSERT OR IGNORE INTO fingerprints VALUES(?, ?)",
@@ -82,51 +93,63 @@ def keep(connection: sqlite3.Connection, entry: Entry, *, state: int = PRESENT) 
         "bytes = excluded.bytes, state = excluded.state, used_at = excluded.used_at",
         [entry.digest, entry.key, entry.namespace, entry.n_bytes, state, entry.used_at],
     )
-    known = connection.execute(
-        "SELECT form, body FROM texts WHERE key = ? AND digest = ?", [entry.key, entry.digest]
-    ).fetchall()
-    if entry.text not in [body(*row) for row in known]:
-        add_text(connection, entry.namespace, entry.digest, entry.key, entry.text)
+    ids = np.asarray(entry.token_ids, "<i4")
+    (chunk,) = connection.execute(
+        "INSERT INTO texts(namespace, digest, key, body, same, ids) VALUES(?, ?, ?, ?, ?, ?) "
+        "ON CONFLICT(key, digest) DO UPDATE SET body = excluded.body, same = excluded.same "
+        "RETURNING id",
+        [entry.namespace, entry.digest, entry.key, encode(entry.text), same(entry.text),
+         ids.tobytes()],
+    ).fetchone()  # fmt: skip
+    places = windows_of(entry.namespace, entry.digest).first_places(ids)
+    connection.executemany(
+        "INSERT OR IGNORE INTO windows VALUES(?, ?, ?)",
+        [(hashed, chunk, at) for hashed, at in places.items()],
+    )
 
 
-def add_text(
-    connection: sqlite3.Connection, namespace: str, digest: str, key: str, text: str
-) -> None:
-    """Make a text of a chunk known."""
-    form, _ = bare_form(normalise(text))
-    (new_id,) = connection.execute("SELECT coalesce(max(id), 0) + 1 FROM texts").fetchone()
-    connection.execute(
-        "INSERT OR REPLACE INTO texts VALUES(?, ?, ?, ?, ?, ?, ?, ?)",
-        [namespace, digest, encode(form), key, None if text == form else encode(text), new_id,
-         encode(form[:LOOKUP_CHARS]), len(form)],
-    )  # fmt: skip
+def same(text: str) -> bytes:
+    """Names a body: two chunks have the same one if these are the same."""
+    return hashlib.blake2b(encode(normalise(text)), digest_size=16).digest()
 
 
 def same_texts(connection: sqlite3.Connection, namespace: str, keys: Sequence[str]) -> set[str]:
     """These keys, and those of all chunks that have a text of theirs."""
     found = set(keys)
     for key in keys:
-        for form, text in connection.execute(
-            "SELECT form, body FROM texts WHERE key = ? AND +namespace = ?", [key, namespace]
+        for (wanted,) in connection.execute(
+            "SELECT same FROM texts WHERE key = ? AND +namespace = ?", [key, namespace]
         ).fetchall():
-            wanted = normalise(body(form, text))
             alike = connection.execute(
-                "SELECT key, form, body FROM texts WHERE namespace = ? AND form = ? "
+                "SELECT key FROM texts WHERE namespace = ? AND same = ? "
                 "AND digest IN (SELECT digest FROM fingerprints)",
-                [namespace, form],
+                [namespace, wanted],
             )
-            found |= {k for k, *row in alike if normalise(body(*row)) == wanted}
+            found |= {of_one for (of_one,) in alike}
     return found
 
 
 def forget_texts(
-    connection: sqlite3.Connection, clause: str, values: list[str | None], namespace: str
+    connection: sqlite3.Connection, clause: str, values: list[str | None], windows_of: WindowsOf
 ) -> None:
-    """Delete texts, and say so to who remembers where texts begin."""
-    if connection.execute(f"DELETE FROM texts {clause}", values).rowcount:
-        connection.execute(
-            "UPDATE spaces SET deletions = deletions + 1 WHERE namespace = ?", [namespace]
+    """Delete texts, and what they are found by."""
+    for chunk, namespace, digest, data in connection.execute(
+        f"SELECT id, namespace, digest, ids FROM texts {clause}", values
+    ).fetchall():
+        places = windows_of(namespace, digest).first_places(ids_of(data))
+        connection.executemany(
+            "DELETE FROM windows WHERE hash = ? AND chunk = ?",
+            [(hashed, chunk) for hashed in places],
         )
+        connection.execute("DELETE FROM texts WHERE id = ?", [chunk])
+
+
+def ids_of(data: bytes) -> Ids:
+    """Token ids as they are kept. Raises sqlite3.DatabaseError if it is something else."""
+    try:
+        return np.frombuffer(data, "<i4")
+    except (ValueError, TypeError) as error:
+        raise damaged("the token ids of a chunk") from error
 
 
 # Not in the schema: a folder that shares nothing has none, and its index stays as it is.
@@ -168,7 +191,10 @@ def shared(connection: sqlite3.Connection, namespace: str) -> set[tuple[str, str
 
 
 def forget_missing(
-    connection: sqlite3.Connection, place: tuple[str, str], is_gone: Callable[[str, str], bool]
+    connection: sqlite3.Connection,
+    place: tuple[str, str],
+    is_gone: Callable[[str, str], bool],
+    windows_of: WindowsOf,
 ) -> None:
     """Delete a chunk and its texts that is said to be there, if its file is not."""
     found = connection.execute(
@@ -178,15 +204,7 @@ def forget_missing(
     if found and is_gone(*place):
         connection.execute("DELETE FROM chunks WHERE digest = ? AND key = ?", place)
         clause = "WHERE +namespace = ? AND digest = ? AND key = ?"
-        forget_texts(connection, clause, [found[0], *place], found[0])
-
-
-def deletions(connection: sqlite3.Connection, namespace: str) -> int:
-    """How often texts of a namespace were deleted."""
-    found = connection.execute(
-        "SELECT deletions FROM spaces WHERE namespace = ?", [namespace]
-    ).fetchone()
-    return found[0] if found else 0
+        forget_texts(connection, clause, [found[0], *place], windows_of)
 
 
 _OF_ALL = "the store's max_bytes"
@@ -311,7 +329,7 @@ def set_value(connection: sqlite3.Connection, name: str, new: int | str | None) 
 
 
 def encode(text: str) -> bytes:
-    """UTF-8, also of half a character; sorts as the text does."""
+    """UTF-8, also of half a character."""
     return text.encode(errors="surrogatepass")
 
 
@@ -328,8 +346,3 @@ def damaged(what: str) -> sqlite3.DatabaseError:
     error = sqlite3.DatabaseError(f"{what} is damaged")
     error.sqlite_errorcode = sqlite3.SQLITE_CORRUPT
     return error
-
-
-def body(form: bytes, text: bytes | None) -> str:
-    """The text of a row, which leaves it out if it is its own bare form."""
-    return decode(form if text is None else text)

@@ -16,7 +16,10 @@ from samkv_integrations.bench.shapes import shape_names
 
 # -- of several commands ------------------------------------------------------------------------
 
-ModelName = Annotated[str, typer.Option("--model", help="Hub id, local folder, or 'builtin'.")]
+ModelName = Annotated[
+    str,
+    typer.Option("--model", help="Hub id, local folder, GGUF file, 'smollm2' or 'builtin'."),
+]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
 Dtype = Annotated[str, typer.Option(help="auto, float32 or bfloat16.")]
 StoreBits = Annotated[
@@ -273,7 +276,10 @@ Url = Annotated[
 ]
 ServedModel = Annotated[
     str | None,
-    typer.Option("--model", help="Hub id, folder or 'builtin'; with --url, its name there."),
+    typer.Option(
+        "--model",
+        help="Hub id, folder, GGUF file, 'smollm2' or 'builtin'; with --url, its name there.",
+    ),
 ]
 ServedShape = Annotated[
     str | None,
@@ -318,8 +324,8 @@ PlannedModels = Annotated[
     list[str],
     typer.Option(
         "--model",
-        help=f"Again for more: a hub id, a folder, or one of {', '.join(shape_names())}; "
-        "'all' for these but the last.",
+        help=f"Again for more: a hub id, a folder, a GGUF file, or one of "
+        f"{', '.join(shape_names())}; 'all' for these but the last.",
     ),
 ]
 PlannedChunks = Annotated[str, typer.Option("--chunks", help="Kept in all: 1000000,...")]

@@ -8,7 +8,9 @@ import typer
 
 Models = Annotated[
     list[str] | None,
-    typer.Option("--model", help="Hub id, local folder, or 'builtin'; again for more. [builtin]"),
+    typer.Option(
+        "--model", help="Hub id, folder, GGUF file or 'builtin'; again for more. [builtin]"
+    ),
 ]
 Data = Annotated[
     list[str] | None,

@@ -134,5 +134,5 @@ def _require_own(source: ServerSource, tenant: Tenant) -> None:
 
 
 def _name_of(model: str) -> str:
-    """What clients call a model: a folder by its last name."""
-    return Path(model).resolve().name if Path(model).is_dir() else model
+    """What clients call a model: a folder or file by its last name."""
+    return Path(model).resolve().name if Path(model).exists() else model

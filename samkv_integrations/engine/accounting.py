@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -59,13 +59,14 @@ class ChunkWork:
     @classmethod
     def behind(cls, n_held: int, resolved: Resolved) -> ChunkWork:
         """Where full prefill went on from the ``n_held`` first tokens of the prompt."""
-        chunks = [segment for segment in resolved.segments if segment.is_context]
         kept = computed = reused = held = 0
-        for span, chunk in zip(resolved.context_spans, chunks, strict=True):
-            of_chunk = min(max(0, n_held - span.start), len(span))
-            kept += len(span)
+        for chunk in resolved.chunks:
+            of_chunk = sum(
+                len(range(run.span.start, min(n_held, run.span.stop))) for run in chunk.runs
+            )
+            kept += chunk.n_tokens
             held += of_chunk
-            computed += len(span) if chunk.computed_now else len(span) - of_chunk
+            computed += chunk.n_tokens if chunk.computed_now else chunk.n_tokens - of_chunk
             reused += of_chunk > 0 and not chunk.computed_now
         return cls(kept=kept, computed=computed, reused=reused, held=held)
 
@@ -76,13 +77,13 @@ class ChunkWork:
         """Where a pass over the chunks' caches has given the first token."""
         n_layers, resolved = request.model.n_layers, request.resolved
         of_chunks = torch.zeros_like(layout.uncached)
-        for span in resolved.context_spans:
+        for span in (run.span for chunk in resolved.chunks for run in chunk.runs):
             of_chunks[span.start : span.stop] = True
         stays = layout.uncached.repeat(n_layers, 1)
         stays[:, layout.context_positions] |= plan.kept[:, layout.block_of_token]
         kept = sum(cache.attended(at, of_chunks[stays[at]]) for at in range(n_layers))
         is_new = torch.tensor(
-            [segment.computed_now for segment in resolved.segments if segment.blocks is not None],
+            [chunk.computed_now for chunk in resolved.chunks if chunk.stored is not None],
             dtype=torch.bool,
         )
         # the last token is computed whatever it is of
@@ -111,8 +112,11 @@ def report_of(
 ) -> Report:
     """The figures so far."""
     model, spent, resolved = request.model, clock.seconds, request.resolved
-    n_tokens = sum(len(segment.token_ids) for segment in resolved.segments)
-    n_context = sum(map(len, resolved.context_spans))
+    n_tokens, n_context = len(resolved.token_ids), resolved.n_context
+    missed: Counter[str] = Counter()
+    for chunk in resolved.chunks:
+        if chunk.stored is None and chunk.miss is not None:
+            missed[chunk.miss] += chunk.n_tokens
     return Report(
         method=request.method.name,
         ran=ran,
@@ -124,10 +128,11 @@ def report_of(
         kept_ratio=work.kept / n_context if n_context else 1.0,
         recompute_ratio=work.computed / n_context if n_context else 0.0,
         uncached_tokens=n_tokens - n_context - (prefix_tokens - work.held),
-        found=sum(segment.is_context for segment in resolved.segments),
+        found=len(resolved.chunks),
         reused=work.reused,
-        computed_now=sum(segment.computed_now for segment in resolved.segments),
+        computed_now=sum(chunk.computed_now for chunk in resolved.chunks),
         chunk_misses=dict(resolved.misses),
+        missed_tokens=dict(missed),
         bytes_read=clock.bytes_lost + resolved.bytes_read,
         kv_bytes=cache.prompt_bytes,
         full_kv_bytes=n_tokens * model.token_kv_bytes,

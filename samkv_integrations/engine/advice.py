@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator
+from itertools import accumulate
 from statistics import fmean
 
 from torch import Tensor
@@ -19,7 +20,7 @@ from samkv_integrations.engine.full_prefill import is_whole, two_passes_s
 from samkv_integrations.errors import InvalidChunk, InvalidOption
 from samkv_integrations.methods import METHODS
 from samkv_integrations.model.model import Model
-from samkv_integrations.prompt.layout import Layout, Segment
+from samkv_integrations.prompt.layout import ChunkPart, Layout
 from samkv_integrations.prompt.template import rag_prompt
 
 SAMPLES = (
@@ -176,5 +177,8 @@ def _layout(n_context: int) -> Layout:
     """Chunks of `CHUNK_TOKENS` (the last one may be shorter), and a question."""
     lengths = [CHUNK_TOKENS] * (n_context // CHUNK_TOKENS)
     lengths += [n_context % CHUNK_TOKENS] if n_context % CHUNK_TOKENS else []
-    chunks = [Segment(token_ids=(0,) * n, blocks=BlockScheme().of(n)) for n in lengths]
-    return Layout.of([*chunks, Segment(token_ids=(0,) * QUESTION_TOKENS)], ())
+    ends = list(accumulate(lengths))
+    chunks = [
+        ChunkPart.whole(BlockScheme().of(n), end - n) for n, end in zip(lengths, ends, strict=True)
+    ]
+    return Layout.of([0] * (ends[-1] + QUESTION_TOKENS), chunks, ())

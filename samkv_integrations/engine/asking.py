@@ -45,7 +45,7 @@ def answering_of(
         form = JsonConstraint.of(model, settings.json_schema, end_ids)
         text = TextStream(model, settings.stop)
         resolved, most = resolve(), settings.sampling.max_new_tokens
-    n_tokens = sum(len(segment.token_ids) for segment in resolved.segments)
+    n_tokens = len(resolved.token_ids)
     asked = time.perf_counter()
 
     def begin(check: Callable[[], None]) -> Start:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
@@ -17,7 +18,6 @@ from samkv_integrations.cache.attention_stats import (
     PUBLISHED_STABLE_LAYERS,
     stable_layers,
 )
-from samkv_integrations.cache.bare import bare_form
 from samkv_integrations.cache.base import Store, StoredChunk
 from samkv_integrations.cache.blocks import BlockScheme
 from samkv_integrations.cache.chunk import ChunkRef
@@ -30,7 +30,13 @@ from samkv_integrations.engine.options import check_on_miss
 from samkv_integrations.engine.prefill import batches, prefill
 from samkv_integrations.engine.recent_keys import RecentKeys
 from samkv_integrations.engine.scheduler import Scheduler
-from samkv_integrations.errors import CacheMiss, ChunkNotCached, InvalidChunk, StoreError
+from samkv_integrations.errors import (
+    CacheMiss,
+    ChunkNotCached,
+    FingerprintMismatch,
+    InvalidChunk,
+    StoreError,
+)
 from samkv_integrations.model.model import Model
 from samkv_integrations.prompt.resolve import OnMiss
 from samkv_integrations.prompt.text import bodies_of
@@ -38,6 +44,8 @@ from samkv_integrations.prompt.text import bodies_of
 Depth = Literal["exists", "opens", "whole"]
 """How closely a cache is looked at: its file is there; it can be opened, which verifies whose it
 is; all of it is read and verified."""
+
+_log = logging.getLogger(__name__)
 
 _WRITERS = 4
 """Threads that write chunk caches: most of the time each waits for its disk."""
@@ -81,6 +89,7 @@ class Chunks:
         )  # fmt: skip
         self._stable_layers: tuple[int, ...] | None = None
         self._prepared = RecentKeys()
+        self._has_looked = False
 
     # -- identity ---------------------------------------------------------------------------
 
@@ -104,10 +113,6 @@ class Chunks:
     def key_of(self, text: str) -> str:
         """Key of the chunk cache that ``text`` has, or would have."""
         return self._refer([text])[0].key
-
-    def key_of_ids(self, token_ids: tuple[int, ...]) -> str:
-        """Key of the chunk of these tokens."""
-        return self._store.key(self.fingerprint, token_ids)
 
     # -- from texts to caches ---------------------------------------------------------------
 
@@ -189,24 +194,6 @@ class Chunks:
             return False
         return True
 
-    def _keep_texts(self, chunks: Sequence[ChunkRef]) -> None:
-        """Have prompts searched for the texts of these chunks, if there are caches of them.
-
-        A text may have been lost, and some tokenizers make the same token ids, and so the same
-        chunk, of different texts: the cache came with one of them.
-        """
-        for ref in chunks:
-            if not self._has_text(ref) and self._store.contains(ref.key, self.fingerprint):
-                self._store.put_text(ref.key, self.fingerprint, ref.text)
-
-    def _has_text(self, ref: ChunkRef) -> bool:
-        """Whether prompts are searched for the text of a chunk."""
-        if self._store.text(ref.key) == ref.text:
-            return True
-        form, _ = bare_form(ref.text)
-        alike = next(self._store.texts_like(self.fingerprint, form), ("", []))
-        return alike[0] == form and ref.text in alike[1]
-
     def take_prepared(self, ref: ChunkRef) -> bool:
         """Whether this process has prepared the chunk, and nobody has asked since.
 
@@ -246,9 +233,7 @@ class Chunks:
                 found = self.look_up(self.agree(found), depth)
                 missed = [ref for ref in found if ref.state == "missed"]
                 self.compute(missed if for_prompt else found, progress=progress)
-                if for_prompt:
-                    self._keep_texts(found)
-                else:
+                if not for_prompt:
                     self._prepared.add(ref.key for ref in found)
             return found
         found = self.look_up(found, depth)
@@ -270,7 +255,7 @@ class Chunks:
         """Compute the chunks that are ``missed``, several a pass, and keep them.
 
         Those that are cached are young again: who prepares a chunk is about to need it. One whose
-        file has gone meanwhile is computed too. Prompts are searched for the texts of all.
+        file has gone meanwhile is computed too.
 
         Raises InvalidChunk or StoreError like `prepare`.
         """
@@ -308,7 +293,6 @@ class Chunks:
             finally:
                 # Chunks vote, and were fewer if somebody asked meanwhile.
                 self._stable_layers = None
-        self._keep_texts(chunks)
 
     def compute_for(
         self, texts: Mapping[tuple[int, ...], str]
@@ -339,6 +323,24 @@ class Chunks:
                         self._store.put(cache)
         self._stable_layers = None
         return made
+
+    def tell_of_unusable(self) -> None:
+        """Warn once, if there are caches in or beside the store and none that fits this engine."""
+        if self._has_looked:
+            return
+        self._has_looked = True
+        with self.outage.survived():
+            try:
+                self._store.require(self.fingerprint)
+            except FingerprintMismatch as error:
+                _log.warning("no cache is used: %s. This is said once", error)
+                return
+            if (where := self._store.elsewhere()) is not None:
+                _log.warning(
+                    "no cache is used: there is none in namespace %r, but there are some in %s. "
+                    "This is said once",
+                    self._store.namespace, where,
+                )  # fmt: skip
 
     def forget(self, texts: Sequence[str]) -> int:
         """Delete caches and texts of these chunks, whichever model they are of; how many.

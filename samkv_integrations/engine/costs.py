@@ -91,10 +91,14 @@ class CostModel:
         second = self._pass_s(n_again, n_again * n_tokens)
         return probe + second + n_context * (2 * self.entry_s + self.read_s)
 
-    def chunks_s(self, lengths: Sequence[int]) -> float:
-        """A layer's share of computing chunks of these lengths as chunks, kept for later."""
-        pairs = sum(length * (length + 1) / 2 for length in lengths)
-        return self._pass_s(sum(lengths), pairs) + 2 * self.entry_s * sum(lengths)
+    def chunks_s(self, lengths: Sequence[int], n_prefix: int = 0) -> float:
+        """A layer's share of computing chunks of these lengths as chunks, kept for later.
+
+        n_prefix: tokens that each of them is prefilled after.
+        """
+        with_prefix = [n_prefix + length for length in lengths]
+        pairs = sum(length * (length + 1) / 2 for length in with_prefix)
+        return self._pass_s(sum(with_prefix), pairs) + 2 * self.entry_s * sum(lengths)
 
     def _pass_s(self, n_tokens: float, n_pairs: float) -> float:
         return self.layer_s + n_tokens * self.token_s + n_pairs * self.pair_s

@@ -26,7 +26,7 @@ def examine(model: Model, store: ChunkStore | None = None) -> Iterator[Check]:
     Raises StoreError if the store cannot be written.
     """
     # What is exact must not be rounded by the store.
-    engine = Engine(model, method="recompute", store_bits=16)
+    engine = Engine(model, method="recompute", prefix="bos", store_bits=16)
     engine.cache_chunks(CHUNKS)
     with torch.inference_mode():
         for check in EXACTNESS_CHECKS:

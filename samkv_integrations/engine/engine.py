@@ -11,6 +11,7 @@ import torch
 
 from samkv_integrations.cache.base import Store
 from samkv_integrations.cache.blocks import BlockScheme
+from samkv_integrations.cache.chunk import normalise
 from samkv_integrations.cache.fingerprint import Fingerprint
 from samkv_integrations.cache.memory import MemoryStore
 from samkv_integrations.engine.asking import answering_of
@@ -41,10 +42,8 @@ from samkv_integrations.methods import Method
 from samkv_integrations.model.loading import load_model
 from samkv_integrations.model.model import Model
 from samkv_integrations.model.quoting import RenderedPrompt
-from samkv_integrations.prompt.finder import KnownTexts
 from samkv_integrations.prompt.reader import Prompt, PromptReader
-from samkv_integrations.prompt.resolve import OnMiss, Resolved, Resolver
-from samkv_integrations.prompt.split import ChunkText
+from samkv_integrations.prompt.resolve import OnMiss, Resolved, resolve
 from samkv_integrations.prompt.text import bodies_of
 
 
@@ -60,9 +59,11 @@ class Engine:
             an `Eviction`; None for the method's own, ``"none"`` for all.
         block_size: tokens a block; ``"auto"`` takes the size of what the store already holds for
             this model, else follows the length of the first chunks that are cached.
-        prefix: what a chunk is prefilled after: ``"bos"`` (that token, if there is one) or "none".
-        prefix_text: text that follows it, as at the beginning of every request: a system prompt.
-            The first chunk behind it is exact.
+        prefix: what a chunk is prefilled after: ``"documents"`` (BOS, if there is one, and two
+            short made-up documents), ``"bos"`` or ``"none"``. With ``"bos"`` a chunk that stands
+            first in a prompt is exact; with the documents all others are nearer to full prefill.
+        prefix_text: text in place of the documents, as at the beginning of every request, such as a
+            system prompt: the first chunk behind it is exact.
         store_bits: bits of the numbers in chunk caches (4, 8, or 16 for the model's dtype); None
             for those that were tuned if the store holds such or no caches, else 4.
         prefix_bytes: memory for beginnings of prompts (system prompt, earlier turns; documents that
@@ -80,7 +81,7 @@ class Engine:
         method: str | Method | None = None,
         eviction: str | Eviction | None = None,
         block_size: int | Literal["auto"] = "auto",
-        prefix: PrefixPolicy = "bos",
+        prefix: PrefixPolicy = "documents",
         prefix_text: str = "",
         store_bits: int | None = None,
         prefix_bytes: int = 2**28,
@@ -106,8 +107,7 @@ class Engine:
             on_change=self.prefixes.clear,
         )
         of = self.chunks
-        known = KnownTexts(self.store, lambda: of.fingerprint, of.key_of, of.outage)
-        self._reader = PromptReader(model, known)
+        self._reader = PromptReader(model, self.store, lambda: of.fingerprint, of.outage)
 
     @classmethod
     def from_pretrained(
@@ -119,7 +119,7 @@ class Engine:
         dtype: str = "auto",
         **options: Unpack[EngineOptions],
     ) -> Engine:
-        """An engine on the model called ``name``: a hub id, a local folder, or ``"builtin"``.
+        """An engine on the model called ``name``: a hub id, folder or GGUF file, see `load_model`.
 
         device, dtype: see `load_model`. options: those of the class.
         """
@@ -187,7 +187,8 @@ class Engine:
     ) -> None:
         """Get ready the chunks that a prompt is about to hold, as a retriever has found them.
 
-        They are found in prompts even if they are not stored, and their caches begin to be read.
+        They are looked for in prompts first, even if they are not stored, and their caches begin to
+        be read. If the next prompt of this thread or task holds none of them, that is logged.
 
         on_miss: what to do now for one without a cache, see `Chunks.prepare`. What the store cannot
             take stays a miss: a full disk must not fail a request.
@@ -207,16 +208,15 @@ class Engine:
             self._prepared.add(self.chunks.made(found), time.perf_counter() - began)
         for ref in found:
             self.store.prefetch(ref.key, self.chunks.fingerprint)
-        self._reader.expect(bodies, for_next_prompt=True)
+        self._reader.expect(found, for_next_prompt=True)
 
     def expect(self, texts: Sequence[str]) -> None:
-        """Find these chunks in prompts without handles too, as a retriever has just found them.
+        """Look for these chunks in prompts first, as a retriever has just found them.
 
         Chunks in the store are found anyway. One without a usable cache is then a counted miss,
-        and ``on_miss`` says what becomes of it. So is one that a prompt holds in a changed form
-        only, see `Announced`; it stays text.
+        and ``on_miss`` says what becomes of it.
         """
-        self._reader.expect([body for body in bodies_of(texts) if body])
+        self._reader.expect(self.chunks.refer(texts))
 
     def forget(self, texts: Sequence[str]) -> int:
         """Delete all that is kept of these texts, by any model; how many chunks there were.
@@ -234,12 +234,20 @@ class Engine:
 
     def found_in(self, prompt: Prompt) -> list[str]:
         """Bodies of the chunks that stand in a prompt, handles' too, in order, each once."""
-        pieces = self._reader.pieces(prompt, None)
-        return list(dict.fromkeys(piece.text for piece in pieces if isinstance(piece, ChunkText)))
+        found: dict[str, None] = {}
+        for chunk in self._reader.find(prompt):
+            text = chunk.text
+            if text is None and chunk.key is not None:
+                with self.chunks.outage.survived():
+                    text = self.store.text(chunk.key)
+            if text is None:
+                text = self.model.detokenize(chunk.token_ids)
+            found[normalise(text)] = None
+        return list(found)
 
     def count_tokens(self, prompt: Prompt) -> int:
         """Tokens of a prompt or a part of one, handles counted at the length of their chunks."""
-        return self._resolver().count_tokens(self._reader.pieces(prompt, ()))
+        return self._reader.count_tokens(prompt)
 
     # -- answers ----------------------------------------------------------------------------
 
@@ -253,7 +261,8 @@ class Engine:
 
         prompt: see `Prompt`.
         chunks: texts of chunks that occur in it, besides handles; None to find those of the store
-            (and those that `expect` named), see `KnownTexts`.
+            (and those that `expect` named). The prompt is tokenised as transformers would; at least
+            16 token ids in a row that are a chunk's are taken from its cache, the others computed.
         options: see `AnswerOptions` and `SamplingOptions`.
 
         Raises:
@@ -307,11 +316,13 @@ class Engine:
             resolve=partial(self.resolve, prompt, chunks, on_miss=settings.on_miss,
                             context_window=settings.context_window),
             request=lambda found: self.request(found, settings, settings.sampling.max_new_tokens),
-            announced_s=lambda found: self._prepared.claim(found, self.chunks.key_of_ids),
+            announced_s=self._prepared.claim,
         )  # fmt: skip
 
         def record() -> None:
             self.store.record(self.fingerprint, used=resolved.used, missed=resolved.missed)
+            if not resolved.used:
+                self.chunks.tell_of_unusable()
 
         return AnswerStream(self.scheduler, answering, record, settings.timeout, began)
 
@@ -346,18 +357,18 @@ class Engine:
         on_miss: OnMiss = "text",
         context_window: int | None = None,
     ) -> Resolved:
-        """The segments of a prompt, and the open caches of its chunks; a context manager.
+        """The tokens of a prompt, and the open caches of its chunks; a context manager.
 
         Arguments and errors are those of `generate`. Nothing is computed: with ``compute`` a missed
         chunk is text here too.
         """
         check_on_miss(on_miss)
         self.chunks.follow_model()
-        pieces, n_rewritten = self._reader.read(prompt, chunks, on_miss, context_window)
-        return self._resolver().resolve(pieces, on_miss=on_miss, n_rewritten=n_rewritten)
-
-    def _resolver(self) -> Resolver:
-        return Resolver(self.model, self.store, self.chunks.fingerprint, self.chunks.outage)
+        read = self._reader.read(
+            prompt, chunks, must_hold=on_miss == "error", context_window=context_window
+        )
+        made_by, outage = self.chunks.fingerprint, self.chunks.outage
+        return resolve(read, self.store, made_by, outage, on_miss=on_miss)
 
     def request(self, resolved: Resolved, settings: AnswerSettings, capacity: int) -> Request:
         """What `first_token` is given for a prompt, with room for ``capacity`` tokens."""

@@ -69,8 +69,8 @@ def _holds_chunks(request: Request, *, whole: bool) -> bool:
 
 def first_chunk(request: Request, layout: Layout) -> int:
     """Where a prompt's first chunk begins, with or without a cache; its length without any."""
-    spans = request.resolved.context_spans
-    return spans[0].start if spans else layout.n_tokens
+    chunks = request.resolved.chunks
+    return chunks[0].runs[0].position if chunks else layout.n_tokens
 
 
 def _first_query(layout: Layout, n_queries: int | None) -> int:
@@ -97,13 +97,13 @@ def leaving(
     documents may be asked about again, whatever the question. Any other pass leaves what stands
     before the first one.
     """
-    prefixes, spans = request.prefixes, request.resolved.context_spans
+    prefixes, chunks = request.prefixes, request.resolved.chunks
     if prefixes is None:
         yield None
         return
     last = first_chunk(request, layout)
-    if spans and _holds_chunks(request, whole=whole):
-        last = spans[-1].stop
+    if chunks and _holds_chunks(request, whole=whole):
+        last = chunks[-1].runs[-1].span.stop
     n_held = 0 if held.prefix is None else held.prefix.n_tokens
     new = prefixes.begin(
         request.fingerprint.computed_by, layout.token_ids[:last], n_held,

@@ -58,9 +58,10 @@ class Context:
         self.codes = self._read
         no_range = (self.n_layers, *self.form.range_shape(0))
         self.key_range = torch.empty(no_range, dtype=torch.float16, device=self.device)
-        # a group begins wherever a token is the first of one in its chunk
-        self.group_of_token = (layout.offset_in_chunk % GROUP_TOKENS == 0).cumsum(0) - 1
-        self.group_of_token = self.group_of_token.to(self.device)
+        n_groups = [self.form.range_shape(chunk.n_tokens)[0] for chunk in chunks]
+        first_group = torch.tensor([0, *n_groups]).cumsum(0)[:-1]
+        group = first_group[layout.chunk_of_token] + layout.offset_in_chunk // GROUP_TOKENS
+        self.group_of_token = group.to(self.device)
         heads, half = self.form.n_kv_heads, self.form.head_dim // 2
         # of each channel pair and head, see `rotated_keys`
         self._turns = [
@@ -77,25 +78,31 @@ class Context:
 
         A chunk of which most is missing is read at once, from its first byte to its last.
         """
-        missing = blocks & ~self._loaded
-        whole: dict[StoredChunk, int] = {}  # where one begins that was read
+        layout, missing = self.layout, blocks & ~self._loaded
+        whole: dict[StoredChunk, list[Tensor]] = {}  # all entries of chunks that were read, (T, E)
         stop = 0
-        for index, (chunk, first) in enumerate(
-            zip(self.chunks, self.layout.first_block.tolist(), strict=True)
-        ):
-            start, stop = stop, stop + chunk.n_tokens
-            wanted = missing[:, first : first + chunk.blocks.n_blocks]
+        for index, (chunk, part) in enumerate(zip(self.chunks, layout.parts, strict=True)):
+            start, stop = stop, stop + sum(map(len, part.runs))
+            of_chunk = layout.block_range[index]
+            wanted = missing[:, of_chunk.start : of_chunk.stop]
+            out, offsets = [of[start:stop] for of in self._read], layout.offset_in_chunk[start:stop]
             try:
                 if 2 * int(wanted.sum()) > wanted.numel():  # one read of all beats many of most
-                    out = [of_layer[start:stop] for of_layer in self._read]
-                    if (at := whole.setdefault(chunk, start)) == start:
-                        chunk.read_all(out)
-                    else:
-                        for to, of_layer in zip(out, self._read, strict=True):
-                            to.copy_(of_layer[at : at + chunk.n_tokens])
+                    if chunk not in whole:
+                        shape = (chunk.n_tokens, self.form.n_bytes)
+                        whole[chunk] = (
+                            out
+                            if part.is_whole
+                            else list(torch.empty(self.n_layers, *shape, dtype=torch.uint8))
+                        )
+                        chunk.read_all(whole[chunk])
+                    if whole[chunk] is not out:
+                        for to, entries in zip(out, whole[chunk], strict=True):
+                            torch.index_select(entries, 0, offsets, out=to)
                     wanted |= True
                 elif bool(wanted.any()):
-                    self._load_some(chunk, wanted, start)
+                    of_blocks = layout.block_in_chunk[of_chunk.start : of_chunk.stop]
+                    self._load_some(chunk, wanted, of_blocks, out, offsets)
             except CacheMiss as miss:
                 raise ChunkLost(index, miss) from miss
         if bool(missing.any()):
@@ -103,12 +110,22 @@ class Context:
             self.codes = [of_layer.to(self.device) for of_layer in self._read]
             self.key_range = self._key_range()
 
-    def _load_some(self, chunk: StoredChunk, wanted: Tensor, start: int) -> None:
+    def _load_some(
+        self,
+        chunk: StoredChunk,
+        wanted: Tensor,
+        blocks: Tensor,
+        out: Sequence[Tensor],
+        offsets: Tensor,
+    ) -> None:
+        """wanted: (L, n) bool of ``blocks`` (n,) of the chunk. out: (t, E) of its t tokens."""
         for layer, of_layer in enumerate(wanted):
-            for first, last in _runs(of_layer.nonzero()[:, 0].tolist()):
+            for first, last in _runs(blocks[of_layer].tolist()):
                 begin, end = chunk.blocks.span(first)[0], chunk.blocks.span(last)[1]
-                out = self._read[layer][start + begin : start + end]
-                chunk.read_blocks(layer, range(first, last + 1), out)
+                entries = torch.empty(end - begin, self.form.n_bytes, dtype=torch.uint8)
+                chunk.read_blocks(layer, range(first, last + 1), entries)
+                at = ((offsets >= begin) & (offsets < end)).nonzero()[:, 0]
+                out[layer][at] = entries[offsets[at] - begin]
 
     def _key_range(self) -> Tensor:
         ranges = []
@@ -152,11 +169,15 @@ class Context:
     def inputs(self, needs: frozenset[str], stable_layers: tuple[int, ...]) -> SelectionInputs:
         """The inputs named in ``needs``, for all chunks of the request. Raises ChunkLost."""
         parts: dict[str, list[Tensor]] = {}
-        for index, (chunk, first) in enumerate(
-            zip(self.chunks, self.layout.first_block.tolist(), strict=True)
-        ):
+        layout, stop = self.layout, 0
+        for index, (chunk, part) in enumerate(zip(self.chunks, layout.parts, strict=True)):
+            start, stop = stop, stop + sum(map(len, part.runs))
             try:
-                for name, tensor in _of_chunk(chunk, first, needs).items():
+                found = _of_chunk(
+                    chunk, needs, layout.block_range[index], layout.block_in_chunk,
+                    layout.offset_in_chunk[start:stop],
+                )  # fmt: skip
+                for name, tensor in found.items():
                     parts.setdefault(name, []).append(tensor)
             except CacheMiss as miss:
                 raise ChunkLost(index, miss) from miss
@@ -185,20 +206,29 @@ class Context:
         return mean_of_blocks(torch.stack(keys), counts)
 
 
-def _of_chunk(chunk: StoredChunk, first_block: int, needs: frozenset[str]) -> dict[str, Tensor]:
+def _of_chunk(
+    chunk: StoredChunk,
+    needs: frozenset[str],
+    blocks: range,
+    block_in_chunk: Tensor,
+    offsets: Tensor,
+) -> dict[str, Tensor]:
+    """blocks: those of the layout that are the chunk's. offsets: of its tokens in the prompt."""
     found: dict[str, Tensor] = {}
+    held = block_in_chunk[blocks.start : blocks.stop]
     if "block_means" in needs:
-        of_middle, blocks = decode_means(chunk.block_means()), chunk.blocks.middle_blocks
-        around = (0, 0, 0, 0, blocks.start, chunk.blocks.n_blocks - blocks.stop)
-        found["block_means"] = F.pad(of_middle, around)
+        of_middle, middle = decode_means(chunk.block_means()), chunk.blocks.middle_blocks
+        around = (0, 0, 0, 0, middle.start, chunk.blocks.n_blocks - middle.stop)
+        found["block_means"] = F.pad(of_middle, around)[:, held]
     if "local_query" in needs:
         found["local_query"] = chunk.local_query().float()
     if "statistics" in needs:
         statistics = chunk.statistics()
-        for name in ("block_max", "block_min"):
-            block = getattr(statistics, name).long()
-            found[name] = torch.where(block < 0, block, block + first_block)
-        found["outliers"] = statistics.outliers
+        place = torch.full((chunk.blocks.n_blocks + 1,), -1)  # the last is for "no middle", -1
+        place[held] = torch.arange(blocks.start, blocks.stop)
+        found["block_max"] = place[statistics.block_max.long()]
+        found["block_min"] = place[statistics.block_min.long()]
+        found["outliers"] = statistics.outliers[:, offsets]
     return found
 
 

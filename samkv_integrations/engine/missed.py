@@ -23,7 +23,7 @@ def with_missed(request: Request) -> Request:
     if chunks is None or not texts or not request.method.recompute.uses_caches:
         return request
     layout = check_length(request)
-    missed = [len(ids) for ids in texts]
+    missed = [len(ids) for ids in texts]  # all of a chunk is computed, whatever the prompt holds
     if not _is_worth_computing(request, layout, missed):
         return request
     request.resolved.add_computed(chunks.compute_for(texts))
@@ -43,5 +43,6 @@ def _is_worth_computing(request: Request, layout: Layout, missed: Sequence[int])
     held = held_of(request, layout)
     if is_whole(method, costs, layout, missed, held=held):
         return False
-    both = costs.chunks_s(missed) + two_passes_s(method, costs, layout, missed, held=held)
+    chunks_s = costs.chunks_s(missed, len(request.prefix))
+    both = chunks_s + two_passes_s(method, costs, layout, missed, held=held)
     return both <= costs.full_prefill_s(layout.n_tokens, held.n_whole)

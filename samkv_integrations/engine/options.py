@@ -18,7 +18,16 @@ from samkv_integrations.model.sampling import OPTIONS, Sampling, SamplingOptions
 from samkv_integrations.prompt.resolve import OnMiss
 from samkv_integrations.prompt.text import check_text
 
-PrefixPolicy = Literal["bos", "none"]
+PrefixPolicy = Literal["documents", "bos", "none"]
+
+DOCUMENTS_BEFORE = (
+    "[Lake Varen]\nLake Varen is a lake in the north of the country. It is about twelve kilometres "
+    "long and is fed by three rivers.\n\n[Anna Holm]\nAnna Holm (born 4 May 1931) was a writer and "
+    "teacher. She published nine novels and two collections of poems.\n\n"
+)
+"""Two made-up documents that each chunk is prefilled after, so that its entries are those of one
+document of several; their own entries are dropped. They halve what `reuse` loses on short chunks of
+SmolLM2 (docs/results/real_model.md)."""
 
 
 class EngineOptions(TypedDict, total=False):
@@ -149,7 +158,10 @@ def check_parts(model: object, store: object, prefix: str, prefix_text: object) 
 
 def prefix_ids(model: Model, prefix: PrefixPolicy, prefix_text: str) -> tuple[int, ...]:
     """Token ids of what chunks are prefilled after."""
-    text_ids = model.tokenize(prefix_text, special=True) if prefix_text else []
+    if prefix_text:
+        text_ids = model.tokenize(prefix_text, special=True)
+    else:
+        text_ids = model.tokenize(DOCUMENTS_BEFORE if prefix == "documents" else "", special=False)
     return (*(() if prefix == "none" or model.bos_id is None else (model.bos_id,)), *text_ids)
 
 

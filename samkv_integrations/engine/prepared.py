@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 
 from samkv_integrations.prompt.resolve import Resolved
 
@@ -30,20 +30,17 @@ class Prepared:
             while len(self._seconds) > MAX_REMEMBERED:
                 self._seconds.popitem(last=False)
 
-    def claim(self, resolved: Resolved, key_of: Callable[[tuple[int, ...]], str]) -> float:
+    def claim(self, resolved: Resolved) -> float:
         """Mark the chunks of a prompt that were computed for it, and forget them.
 
-        key_of: the key of a chunk of these token ids. Returns the seconds that they took.
+        Returns the seconds that they took.
         """
-        if not self._seconds:
-            return 0.0
-        chunks = {each.token_ids for each in resolved.segments if each.is_context}
-        keys = {token_ids: key_of(token_ids) for token_ids in chunks}
         with self._lock:
             seconds = {
-                token_ids: self._seconds.pop(key)
-                for token_ids, key in keys.items()
-                if key in self._seconds
+                chunk.key: self._seconds.pop(chunk.key)
+                for chunk in resolved.chunks
+                if chunk.key in self._seconds
             }
-        resolved.mark_computed(seconds)
+        for chunk in resolved.chunks:
+            chunk.computed_now |= chunk.key in seconds
         return sum(seconds.values())

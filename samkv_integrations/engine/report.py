@@ -23,7 +23,8 @@ class Report:
     method, eviction: names; None without eviction. ran: what the method came to: its own name,
         ``recompute`` where it computed everything, ``prefix`` where it computed everything that
         was not held from a prompt with the same beginning.
-    prompt_tokens: logical prompt, chunks at full size. context_tokens: those of chunks.
+    prompt_tokens: of the whole prompt. context_tokens: those in runs of at least 16 that are a
+        chunk's; all others are computed as text.
         prefix_tokens: the first ones of the prompt, as far as an earlier prompt with the same
         beginning has left them in memory: up to the first chunk, and with ``prefix`` in chunks too.
     kept_ratio: context tokens that the answer goes on with after its first token, so after an
@@ -42,8 +43,8 @@ class Report:
         while it waited, or by an announcement of which it is the first prompt (`Engine.announce`).
         If full prefill was faster then, such a chunk was computed twice.
     chunk_misses: reason -> chunks without a usable cache when the prompt came (an announcement's
-        have one), and under ``rewritten`` retrieved chunks that the prompt does not hold as they
-        were stored; those are not among the found.
+        have one).
+    missed_tokens: reason -> tokens of the prompt that are in such chunks and were computed with it.
     bytes_read: bytes read from chunk caches, headers and scoring data included.
     kv_bytes: working cache that the first token read, before any eviction; full_kv_bytes: what
         full prefill would hold.
@@ -71,6 +72,7 @@ class Report:
     reused: int
     computed_now: int
     chunk_misses: Mapping[str, int]
+    missed_tokens: Mapping[str, int]
     bytes_read: int
     kv_bytes: int
     full_kv_bytes: int
@@ -108,4 +110,7 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as JSON-able values."""
-        return asdict(self) | {"chunk_misses": dict(self.chunk_misses)}
+        return asdict(self) | {
+            "chunk_misses": dict(self.chunk_misses),
+            "missed_tokens": dict(self.missed_tokens),
+        }

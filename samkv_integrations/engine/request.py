@@ -27,7 +27,7 @@ from samkv_integrations.prompt.resolve import Resolved
 class Request:
     """One prompt and how to answer it.
 
-    resolved: the prompt's segments, and the open caches of its chunks. prefix: what chunks were
+    resolved: the prompt's tokens, and the open caches of its chunks. prefix: what chunks were
     prefilled after. stable_layers: N*, for methods that need statistics. capacity: most tokens of
     the answer. context_window: most of prompt and answer, if fewer than the model's. own_eviction:
     take the method's eviction in place of ``eviction``. costs: for a method that computes
@@ -74,7 +74,8 @@ class FirstToken:
 
 def check_length(request: Request) -> Layout:
     """The layout of a request. Raises PromptTooLong as `first_token` does."""
-    model, layout = request.model, Layout.of(request.resolved.segments, request.prefix)
+    model, found = request.model, request.resolved
+    layout = Layout.of(found.token_ids, found.parts, request.prefix)
     window = min(request.context_window or sys.maxsize, model.context_window)
     if layout.n_tokens + request.capacity > window:
         raise PromptTooLong(

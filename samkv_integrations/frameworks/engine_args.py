@@ -76,7 +76,9 @@ def engine_of(source: ModelSource) -> Engine:
         _check_engine(source.engine, source)
         return source.engine
     if source.model is None and source.model_name is None:
-        raise InvalidOption("give model_name (a hub id, a folder or 'builtin'), model, or engine")
+        raise InvalidOption(
+            "give model_name (a hub id, a folder, a GGUF file or 'builtin'), model, or engine"
+        )
     namespace, folder = source.namespace or "", source.kv_dir
     if folder is not None and not str(folder):
         raise InvalidOption("kv_dir=''; give a folder, or None to keep chunk caches in memory")

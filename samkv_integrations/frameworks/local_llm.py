@@ -36,6 +36,7 @@ from samkv_integrations.frameworks.engine_args import (
     remote_of,
 )
 from samkv_integrations.frameworks.engine_ref import EngineRef
+from samkv_integrations.model.quoting import RenderedPrompt
 from samkv_integrations.prompt.resolve import OnMiss
 
 
@@ -69,7 +70,7 @@ class LocalLLM(BaseModel):
     )
 
     model_name: str = ""
-    """A hub id, a local folder, or ``"builtin"``."""
+    """A hub id, a local folder, a GGUF file, ``"smollm2"`` or ``"builtin"``."""
     tokenizer_name: str | None = None
     """Hub id or folder of the tokenizer, if it is not the model's own."""
     device_map: str | None = "auto"
@@ -219,4 +220,4 @@ class LocalLLM(BaseModel):
         """Tokens of a part of a prompt, handles at the length of their chunks, without BOS."""
         if not text:
             return 0
-        return self.engine.count_tokens(text) - int(self.engine.model.bos_id is not None)
+        return self.engine.count_tokens(RenderedPrompt(text, is_chat=True))

@@ -135,19 +135,16 @@ class _Segments:
 
     @classmethod
     def of(cls, model: Model, resolved: Resolved) -> _Segments:
-        pieces: list[str] = []
-        chunk_of: list[int] = []
+        pieces = list(_pieces(model, resolved.token_ids))
+        chunk_of = torch.full((len(pieces),), -1)
         texts: list[str] = []
-        missed: list[bool] = []
-        for segment in resolved.segments:
-            ids = segment.token_ids
-            pieces += _pieces(model, ids)
-            chunk_of += [len(texts) if segment.is_context else -1] * len(ids)
-            if segment.is_context:
-                texts.append(resolved.texts.get(ids) or model.detokenize(ids))
-                missed.append(segment.blocks is None)
+        for number, chunk in enumerate(resolved.chunks):
+            for run in chunk.runs:
+                chunk_of[run.span.start : run.span.stop] = number
+            texts.append(chunk.text or model.detokenize(chunk.token_ids))
+        missed = [chunk.stored is None for chunk in resolved.chunks]
         return cls(
-            pieces=tuple(pieces), chunk_of=torch.tensor(chunk_of), texts=tuple(texts),
+            pieces=tuple(pieces), chunk_of=chunk_of, texts=tuple(texts),
             missed=tuple(missed) or (False,),
         )  # fmt: skip
 

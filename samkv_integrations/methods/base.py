@@ -63,8 +63,10 @@ class SelectionInputs:
     block_means: (L, Nb, G, D) float32, mean un-rotated key of each middle block; 0 for anchor
         blocks.
     local_query: (L, C, H, D) float32, mean un-rotated query of each chunk's local tokens.
-    anchor_mean: (L, C, G, D) float32, mean un-rotated key of each chunk's anchor tokens.
-    block_max, block_min: (L, C) most and least important middle block, -1 without a middle.
+    anchor_mean: (L, C, G, D) float32, mean un-rotated key of each chunk's anchor tokens; 0 if the
+        prompt holds none.
+    block_max, block_min: (L, C) most and least important middle block, -1 without a middle, and if
+        the prompt holds nothing of that block.
     outliers: (L, Tctx) bool, middle tokens of outstanding attention.
     stable_layers: indices of the layers N* (paper: Appendix A.2).
     """

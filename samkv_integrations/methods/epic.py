@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from samkv_integrations.errors import InvalidOption
@@ -52,7 +51,7 @@ class EpicRecompute(Recompute):
 
     def choose(self, selection: Selection, inputs: SelectionInputs, layout: Layout) -> Tensor:
         chunk, offset = layout.chunk_of_token, layout.offset_in_chunk
-        length = torch.bincount(chunk, minlength=layout.n_chunks)[chunk]
+        length = layout.chunk_lengths[chunk]
         if self.ratio is None:
             wanted = (offset < self.first) | (offset >= length - self.last)
         else:

@@ -66,8 +66,14 @@ class MultiInfllmSelect(Select):
         of_blocks = torch.einsum("lgd,lbgd->lb", query, inputs.block_means)
         middle = layout.middle_of_chunk.to(of_blocks.device)
         order = of_blocks[:, None].masked_fill(~middle, -math.inf)  # (L, C, Nb)
-        room = [self.max_kept_ratio * b.n_tokens - b.n_anchor for b in layout.chunk_blocks]
-        budget = torch.tensor(room, dtype=torch.float64).repeat(inputs.n_layers)[:, None]
+        of_chunk, of_anchor = (
+            torch.bincount(chunk, minlength=layout.n_chunks).double()
+            for chunk in (
+                layout.chunk_of_token,
+                layout.chunk_of_token[layout.is_anchor[layout.block_of_token]],
+            )
+        )
+        budget = (self.max_kept_ratio * of_chunk - of_anchor).repeat(inputs.n_layers)[:, None]
         chosen = fill_budget(order.flatten(0, 1), layout, budget).view_as(order).any(1)
         return Selection(keep=chosen.cpu() | layout.is_anchor)
 

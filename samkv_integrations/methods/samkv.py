@@ -99,13 +99,17 @@ def block_scores(personal: Tensor, block_means: Tensor, layout: Layout) -> Tenso
 
 
 def selected_share(personal: Tensor, scores: Tensor, inputs: SelectionInputs) -> Tensor:
-    """(C,) share P of each chunk's middle blocks to select: equation 2 averaged as equation 3."""
+    """(C,) share P of each chunk's middle blocks to select: equation 2 averaged as equation 3.
+
+    0 where the prompt does not hold both of the blocks that the equation compares.
+    """
     assert inputs.anchor_mean is not None
     assert inputs.block_max is not None and inputs.block_min is not None
     anchor = (personal * inputs.anchor_mean).sum(-1).mean(-1)  # (L, C)
     top = scores.gather(1, inputs.block_max.clamp(min=0))
     low = scores.gather(1, inputs.block_min.clamp(min=0))
-    inside = (low < anchor) & (anchor <= top) & (inputs.block_max >= 0)
+    is_held = (inputs.block_max >= 0) & (inputs.block_min >= 0)
+    inside = (low < anchor) & (anchor <= top) & is_held
     share = torch.where(inside, (top - anchor) / (top - low), 0.0).clamp(0, 1)
     return share[list(inputs.stable_layers)].mean(0)
 

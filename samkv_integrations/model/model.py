@@ -10,6 +10,7 @@ import hashlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -144,11 +145,34 @@ class Model:
         return list(ids["input_ids"])
 
     def tokenize_prompt(self, prompt: RenderedPrompt) -> list[int]:
-        """Token ids of a prompt, or of a part of one, nothing added."""
+        """Token ids of a whole prompt, as transformers makes them.
+
+        Those of ``apply_chat_template`` for a chat, else those of ``tokenizer(text)``, which may
+        add BOS; a text that begins with BOS gets no other.
+        """
         ids: list[int] = []
         for text, counts in self.special_tokens.stretches(prompt):
             ids += self.tokenize(text, special=counts)
-        return ids
+        if prompt.is_chat:
+            return ids
+        before, after = self._added_ids
+        return [*(() if ids[:1] == before[:1] else before), *ids, *after]
+
+    @cached_property
+    def _added_ids(self) -> tuple[list[int], list[int]]:
+        """What the tokenizer adds before and after any text."""
+        ids, bare = self.tokenizer("a")["input_ids"], self.tokenize("a", special=True)
+        at = next(n for n in range(len(ids) + 1) if ids[n : n + len(bare)] == bare)
+        return list(ids[:at]), list(ids[at + len(bare) :])
+
+    def token_spans(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Token ids of a text in which no special token counts, and the characters of each."""
+        with self._tokenizing:
+            found = self.tokenizer(
+                text, add_special_tokens=False, split_special_tokens=True, verbose=False,
+                return_offsets_mapping=True,
+            )  # fmt: skip
+        return list(found["input_ids"]), list(found["offset_mapping"])
 
     @cached_property
     def token_bound(self) -> TokenBound:
@@ -228,7 +252,8 @@ class Model:
             assert isinstance(text, str)
             return text
 
-        return self.special_tokens.rendered([list(chat.messages), list(chat.tools)], render)
+        written = self.special_tokens.rendered([list(chat.messages), list(chat.tools)], render)
+        return replace(written, is_chat=True)
 
     # -- one pass ---------------------------------------------------------------------------
 

@@ -21,10 +21,22 @@ class RenderedPrompt:
 
     quoted: ``[start, stop)`` of each name of a special token that is text here, such as
     ``<|im_end|>`` in a document; in ascending order. All others are control tokens.
+    is_chat: whether a chat template wrote it. Then it is complete; else the tokenizer adds the
+    tokens that it adds to any text, such as BOS.
     """
 
     text: str
     quoted: tuple[range, ...] = ()
+    is_chat: bool = False
+
+    @classmethod
+    def joined(cls, parts: Sequence[RenderedPrompt], *, is_chat: bool) -> RenderedPrompt:
+        """One prompt of several parts."""
+        text, quoted = "", []
+        for part in parts:
+            quoted += [range(len(text) + s.start, len(text) + s.stop) for s in part.quoted]
+            text += part.text
+        return cls(text, tuple(quoted), is_chat)
 
     def part(self, start: int, stop: int) -> RenderedPrompt:
         """Characters ``[start, stop)`` of it."""
@@ -36,6 +48,7 @@ class RenderedPrompt:
                 range(max(span.start, start) - start, min(span.stop, stop) - start)
                 for span in self.quoted[first:last]
             ),
+            self.is_chat,
         )
 
 

@@ -2,7 +2,8 @@
 
 A checkpoint of 16 GB is hashed once, not at every start. What is remembered is used only if the
 files are, by the system's account of them, those that were hashed: path, size, inode, and the times
-of the last write and of the last change of any kind, which no program can set.
+of the last write and of the last change of any kind, which no program can set. A file system
+whose times do not tell that is not believed, and samples of the contents must agree besides.
 """
 
 from __future__ import annotations
@@ -26,6 +27,12 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 MIN_BYTES = 2**28
 """Smaller checkpoints are hashed in a fraction of a second, and nothing is written for them."""
+
+_TICK_S = 0.02
+"""Longer than a tick of the clock that file systems take times from."""
+
+_SAMPLES, _SAMPLE_BYTES = 32, 4096
+"""Slices of each file, spread evenly from its beginning to its end, that have to agree."""
 
 SETTLED_S = 5.0
 """Seconds since the last change of a file before its times tell two contents apart: within a tick
@@ -84,17 +91,22 @@ class Checkpoint:
         """Whether hashing takes long, and the files' times tell every change."""
         newest_s = max(max(wrote, changed) for _, _, _, wrote, changed in self.files) / 1e9
         n_bytes = sum(size for _, size, *_ in self.files)
-        return n_bytes >= MIN_BYTES and self.seen_s - newest_s >= SETTLED_S
+        return (
+            n_bytes >= MIN_BYTES
+            and self.seen_s - newest_s >= SETTLED_S
+            and self.again() == self
+            and all(times_tell(folder) for folder in {Path(path).parent for path, *_ in self.files})
+        )
 
     def recall(self, loaded_as: str) -> str | None:
         """The digest of weights that were loaded from these files as ``loaded_as``, if known.
 
         loaded_as: names what decides how files become weights, such as shapes and dtype.
         """
-        if not self._is_worth_it or self.again() != self:
+        if not self._is_worth_it:
             return None
-        name = self._name(loaded_as)
         try:
+            name = self._name(loaded_as)
             file = os.open(memory_folder() / name, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
             with open(file, "rb") as opened:
                 about = os.fstat(opened.fileno())
@@ -108,10 +120,10 @@ class Checkpoint:
 
     def remember(self, loaded_as: str, digest: str) -> None:
         """Keep the digest for the next process; what cannot be written is not remembered."""
-        if not self._is_worth_it or self.again() != self:
+        if not self._is_worth_it:
             return
-        name = self._name(loaded_as)
         with suppress(OSError, ValueError):
+            name = self._name(loaded_as)
             folder = memory_folder()
             handle, temporary = tempfile.mkstemp(dir=folder, prefix=f"{name}.", suffix=".tmp")
             try:
@@ -124,7 +136,13 @@ class Checkpoint:
 
     def _name(self, loaded_as: str) -> str:
         versions = (torch.__version__, transformers.__version__)  # they turn files into weights
-        return _hash(json.dumps([self.files, loaded_as, *versions]))
+        samples = hashlib.blake2b(digest_size=16)
+        for path, size, *_ in self.files:
+            with open(path, "rb") as file:
+                for index in range(_SAMPLES):
+                    file.seek(max(0, size - _SAMPLE_BYTES) * index // (_SAMPLES - 1))
+                    samples.update(file.read(_SAMPLE_BYTES))
+        return _hash(json.dumps([self.files, loaded_as, *versions, samples.hexdigest()]))
 
 
 def _folder(source: str, config: Any, options: Mapping[str, Any]) -> Path | None:  # noqa: ANN401
@@ -147,6 +165,37 @@ def _weight_files(folder: Path) -> list[Path]:
     index = folder / SAFE_WEIGHTS_INDEX_NAME
     shards = set(json.loads(index.read_bytes())["weight_map"].values())
     return [index, *(folder / name for name in sorted(shards))]
+
+
+def times_tell(folder: Path) -> bool:
+    """Whether the file system of a folder gives every write a time of its own that stays.
+
+    It is tried on a file that is written to and then given its old time of writing: in the folder,
+    or where that is read-only in `memory_folder`. A file system in memory is not tried: it begins
+    anew with the machine, and its inodes with it.
+    """
+    with suppress(OSError):
+        at = os.stat(folder).st_dev
+        for line in Path("/proc/self/mountinfo").read_text().splitlines():
+            mount, _, kind = line.partition(" - ")
+            is_here = mount.split()[2] == f"{os.major(at)}:{os.minor(at)}"
+            if is_here and kind.split()[0] in ("tmpfs", "ramfs"):
+                return False
+    try:
+        file = tempfile.TemporaryFile(dir=folder, buffering=0)
+    except OSError:
+        try:
+            file = tempfile.TemporaryFile(dir=memory_folder(), buffering=0)
+        except OSError:
+            return False
+    with file:
+        file.write(b"before")
+        before = os.fstat(file.fileno())
+        time.sleep(_TICK_S)
+        file.seek(0)
+        file.write(b"after ")
+        os.utime(file.fileno(), ns=(before.st_atime_ns, before.st_mtime_ns))
+        return os.fstat(file.fileno()).st_ctime_ns > before.st_ctime_ns
 
 
 def memory_folder() -> Path:

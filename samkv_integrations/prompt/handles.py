@@ -12,7 +12,6 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from samkv_integrations.errors import HandleError
-from samkv_integrations.prompt.finder import Span
 from samkv_integrations.prompt.text import shorten
 
 LIFETIME_S = 3600.0
@@ -33,6 +32,15 @@ _log = logging.getLogger(__name__)
 def is_handle(text: str) -> bool:
     """Whether ``text`` is a handle and nothing else, whoever wrote it."""
     return _HANDLE.fullmatch(text) is not None
+
+
+@dataclass(frozen=True)
+class Span:
+    """Where a handle stands in a prompt string, ``[start, stop)``, and the body of its chunk."""
+
+    start: int
+    stop: int
+    body: str
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Where tokens sit: the positions of every segment of a request.
+"""Where tokens sit: the positions of a prompt's tokens, and those that chunks have caches of.
 
 Shapes, one legend for the whole package: L layers, H query heads, G key-value heads, D head dim,
 T tokens, S kept tokens, B block size, N blocks, C chunks in a request, R computed tokens.
@@ -14,112 +14,134 @@ import torch
 from torch import Tensor
 
 from samkv_integrations.cache.blocks import ChunkBlocks
+from samkv_integrations.prompt.runs import Run
 
 
 @dataclass(frozen=True, kw_only=True)
-class Segment:
-    """One stretch of a prompt, tokenised on its own.
+class ChunkPart:
+    """What a prompt holds of one chunk.
 
-    blocks: the block structure, for a chunk whose cache is at hand; None for anything that is
-    computed from its tokens.
-    is_context: whether the tokens are a chunk's (with or without a usable cache).
-    computed_now: whether the chunk's cache was made for this very prompt.
+    runs: in order, in the prompt and in the chunk.
+    blocks: the block structure of the whole chunk; None if its cache is not at hand.
     """
 
-    token_ids: tuple[int, ...]
+    runs: tuple[Run, ...]
     blocks: ChunkBlocks | None = None
-    is_context: bool = False
-    computed_now: bool = False
+
+    @classmethod
+    def whole(cls, blocks: ChunkBlocks, position: int) -> ChunkPart:
+        """All of a chunk, from ``position`` on."""
+        return cls(runs=(Run(position, 0, blocks.n_tokens),), blocks=blocks)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the prompt holds all of the chunk in one run."""
+        assert self.blocks is not None
+        return len(self.runs) == 1 and len(self.runs[0]) == self.blocks.n_tokens
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
     """Positions of every token of a request, and the blocks of its cached chunks.
 
-    Cached chunks in prompt order form the *context*: its tokens (Tctx of them) and blocks (Nb) are
-    numbered through. All tensors live on the CPU.
+    The tokens that the prompt holds of cached chunks, in prompt order, form the *context*: its
+    tokens (Tctx of them) and blocks (Nb) are numbered through. Of a chunk that the prompt holds in
+    part there are the blocks that the prompt holds a token of. All tensors live on the CPU.
 
-    token_ids: (T,) the logical prompt, prefix included.
+    token_ids: (T,) the prompt.
     uncached: (T,) bool, tokens that are always computed. The last token always is: it gives the
         logits.
     context_positions: (Tctx,) position of each context token.
+    offset_in_chunk: (Tctx,) index of each context token within its chunk.
     block_of_token: (Tctx,) block of each context token.
     block_lengths, block_chunk: (Nb,) tokens in each block, and the chunk it belongs to.
+    block_in_chunk: (Nb,) which block of its chunk it is.
     is_anchor: (Nb,) bool, initial and local blocks.
-    exact: (C,) bool, chunks that begin right after the prefix that they were prefilled with, so
-        that their cache already equals full prefill.
-    question: (W,) positions of the last plain segment's tokens; the last token alone if the prompt
-        does not end with such a segment.
+    exact: (C,) bool, chunks of which one run begins right after the prefix that they were prefilled
+        with, so that its entries already equal full prefill's.
+    question: (W,) positions of the tokens after the last chunk; the last token alone if there are
+        none.
+    parts: (C) what the prompt holds of each cached chunk.
     n_missed: tokens of chunks that had no usable cache.
+    n_prefix: tokens that chunks were prefilled after.
     """
 
     token_ids: Tensor
     uncached: Tensor
     context_positions: Tensor
+    offset_in_chunk: Tensor
     block_of_token: Tensor
     block_lengths: Tensor
     block_chunk: Tensor
+    block_in_chunk: Tensor
     is_anchor: Tensor
     exact: Tensor
     question: Tensor
-    chunk_starts: tuple[int, ...]
-    chunk_blocks: tuple[ChunkBlocks, ...]
+    parts: tuple[ChunkPart, ...]
     n_missed: int
     n_prefix: int
 
     @classmethod
-    def of(cls, segments: Sequence[Segment], prefix: tuple[int, ...]) -> Layout:
-        """Lay ``segments`` end to end. ``prefix`` is what chunks were prefilled after."""
-        ids: list[int] = []
-        uncached: list[Tensor] = []
-        starts: list[int] = []
-        blocks: list[ChunkBlocks] = []
-        question = torch.empty(0, dtype=torch.long)
-        for segment in segments:
-            start, length = len(ids), len(segment.token_ids)
-            if segment.blocks is not None:
-                assert segment.blocks.n_tokens == length
-                starts.append(start)
-                blocks.append(segment.blocks)
-            elif length and not segment.is_context:
-                question = torch.arange(start, start + length)
-            uncached.append(torch.full((length,), segment.blocks is None))
-            ids.extend(segment.token_ids)
-        is_uncached = torch.cat(uncached)
-        is_uncached[-1] = True
-        if not len(question) or int(question[-1]) != len(ids) - 1:
-            question = torch.tensor([len(ids) - 1])
-        lengths = [b.lengths for b in blocks]
-        first_block = [0]
-        for chunk in blocks:
-            first_block.append(first_block[-1] + chunk.n_blocks)
+    def of(
+        cls, token_ids: Sequence[int], parts: Sequence[ChunkPart], prefix: tuple[int, ...]
+    ) -> Layout:
+        """The layout of a prompt that holds ``parts``, in order.
+
+        prefix: what chunks were prefilled after.
+        """
+        ids = torch.tensor(token_ids, dtype=torch.long)
+        cached = tuple(part for part in parts if part.blocks is not None)
         empty = torch.empty(0, dtype=torch.long)
+        positions, offsets, blocks, anchors = [empty], [empty], [empty], [empty.bool()]
+        for part in cached:
+            assert part.blocks is not None
+            held = torch.cat([torch.arange(run.start, run.stop) for run in part.runs])
+            positions += [torch.arange(run.span.start, run.span.stop) for run in part.runs]
+            offsets.append(held)
+            blocks.append(held // part.blocks.scheme.size)
+            anchors.append(part.blocks.is_anchor[torch.unique(blocks[-1])])
+        chunk_of_token = torch.repeat_interleave(
+            torch.tensor([len(each) for each in offsets[1:]], dtype=torch.long)
+        )
+        of_token = torch.stack((chunk_of_token, torch.cat(blocks)))
+        of_block, block_of_token, lengths = torch.unique(
+            of_token, return_inverse=True, return_counts=True, dim=1
+        )
+        block_chunk, block_in_chunk = of_block
+        context_positions = torch.cat(positions)
+        uncached = torch.ones(len(ids), dtype=torch.bool)
+        uncached[context_positions] = False
+        uncached[-1:] = True
+        ends = [run.span.stop for part in parts for run in part.runs]
+        question = torch.arange(min(max(ends, default=0), len(ids) - 1), len(ids))
+        begins = tuple(token_ids[: len(prefix)]) == prefix
         return cls(
-            token_ids=torch.tensor(ids),
-            uncached=is_uncached,
-            context_positions=_cat(
-                [torch.arange(s, s + b.n_tokens) for s, b in zip(starts, blocks, strict=True)],
-                empty,
-            ),
-            block_of_token=_cat(
-                [f + b.block_of_token for f, b in zip(first_block, blocks, strict=False)], empty
-            ),
-            block_lengths=_cat(lengths, empty),
-            block_chunk=_cat([torch.full((b.n_blocks,), c) for c, b in enumerate(blocks)], empty),
-            is_anchor=_cat([chunk.is_anchor for chunk in blocks], empty.bool()),
+            token_ids=ids,
+            uncached=uncached,
+            context_positions=context_positions,
+            offset_in_chunk=torch.cat(offsets),
+            block_of_token=block_of_token,
+            block_lengths=lengths,
+            block_chunk=block_chunk,
+            block_in_chunk=block_in_chunk,
+            is_anchor=torch.cat(anchors),
             exact=torch.tensor(
-                [s == len(prefix) and tuple(ids[:s]) == prefix for s in starts], dtype=torch.bool
+                [
+                    begins and len(part.runs) == 1
+                    and (part.runs[0].start, part.runs[0].position) == (0, len(prefix))
+                    for part in cached
+                ],
+                dtype=torch.bool,
             ),
             question=question,
-            chunk_starts=tuple(starts),
-            chunk_blocks=tuple(blocks),
-            n_missed=sum(len(s.token_ids) for s in segments if s.is_context and s.blocks is None),
+            parts=cached,
+            n_missed=sum(len(run) for part in parts if part.blocks is None for run in part.runs),
             n_prefix=len(prefix),
-        )
+        )  # fmt: skip
 
     def as_text(self) -> Layout:
         """The same prompt without any chunk."""
-        return Layout.of([Segment(token_ids=tuple(self.token_ids.tolist()))], ())
+        return Layout.of(self.token_ids.tolist(), (), ())
 
     @property
     def n_tokens(self) -> int:
@@ -136,7 +158,7 @@ class Layout:
 
     @property
     def n_chunks(self) -> int:
-        return len(self.chunk_blocks)
+        return len(self.parts)
 
     @cached_property
     def chunk_of_token(self) -> Tensor:
@@ -144,12 +166,9 @@ class Layout:
         return self.block_chunk[self.block_of_token]
 
     @cached_property
-    def offset_in_chunk(self) -> Tensor:
-        """(Tctx,) index of each context token within its chunk."""
-        return (
-            self.context_positions
-            - torch.tensor(self.chunk_starts, dtype=torch.long)[self.chunk_of_token]
-        )
+    def chunk_lengths(self) -> Tensor:
+        """(C,) tokens of each chunk, whether or not the prompt holds all of them."""
+        return torch.tensor([part.blocks.n_tokens for part in self.parts if part.blocks])
 
     def place_in_chunks(self, device: torch.device) -> Tensor:
         """(Tctx,) place of each context token in a table of chunks by offsets, row after row.
@@ -164,7 +183,7 @@ class Layout:
     @cached_property
     def longest_chunk(self) -> int:
         """Tokens of it."""
-        return max(blocks.n_tokens for blocks in self.chunk_blocks)
+        return int(self.chunk_lengths.max())
 
     @cached_property
     def _moved(self) -> dict[torch.device, Tensor]:
@@ -182,11 +201,8 @@ class Layout:
         return (self.block_chunk == chunk) & ~self.is_anchor
 
     @cached_property
-    def first_block(self) -> Tensor:
-        """(C,) index of each chunk's first block."""
-        counts = torch.tensor([b.n_blocks for b in self.chunk_blocks], dtype=torch.long)
-        return counts.cumsum(0) - counts
-
-
-def _cat(parts: list[Tensor], empty: Tensor) -> Tensor:
-    return torch.cat(parts) if parts else empty
+    def block_range(self) -> list[range]:
+        """(C) the blocks of each chunk."""
+        counts = torch.bincount(self.block_chunk, minlength=self.n_chunks)
+        ends = counts.cumsum(0).tolist()
+        return [range(end - n, end) for n, end in zip(counts.tolist(), ends, strict=True)]

@@ -1,38 +1,112 @@
-"""From a prompt to its pieces: rendered, and cut at handles and at the texts of chunks."""
+"""From a prompt to its token ids, and the runs of them that chunks have."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+import secrets
+import threading
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from itertools import accumulate
 
+from samkv_integrations.cache.base import Store
+from samkv_integrations.cache.chunk import ChunkRef
+from samkv_integrations.cache.fingerprint import Fingerprint
+from samkv_integrations.cache.outage import Outage
+from samkv_integrations.cache.windows import MIN_RUN, ChunkIndex, MemoryIndex
+from samkv_integrations.errors import ChunkNotCached, InvalidOption, StoreError
 from samkv_integrations.model.chat import Chat
 from samkv_integrations.model.model import Model
 from samkv_integrations.model.quoting import RenderedPrompt
-from samkv_integrations.prompt.announced import Announced
-from samkv_integrations.prompt.finder import KnownTexts, find_given
 from samkv_integrations.prompt.handles import Handles
-from samkv_integrations.prompt.length import refuse_far_too_long, refuse_too_long
-from samkv_integrations.prompt.resolve import OnMiss
-from samkv_integrations.prompt.split import Piece, PlainText, split_prompt
-from samkv_integrations.prompt.text import bodies_of, check_messages
+from samkv_integrations.prompt.length import refuse_too_long
+from samkv_integrations.prompt.runs import Occurrence, Run, find_runs
+from samkv_integrations.prompt.text import bodies_of, check_messages, shorten
 
 Prompt = str | RenderedPrompt | Sequence[dict[str, str]] | Chat
 """A string, read to the letter: control tokens in it count. Or chat messages (``role``,
 ``content``) for the model's chat template, as a `Chat` if there are tools: those that the template
 writes count, and no others."""
 
+MAX_EXPECTED = 4096
+"""Announced chunks that are remembered; the oldest are forgotten first."""
 
-class PromptReader:
-    """Reads the prompts of one engine.
+_log = logging.getLogger(__name__)
 
-    known: the chunks that are found by their text. handles: those that stand for a chunk.
-    announced: chunks that a retriever has found and no prompt has held yet.
+
+@dataclass(frozen=True, kw_only=True)
+class FoundChunk:
+    """A chunk that a prompt holds at least one run of.
+
+    key: of its cache, None if nobody has looked for one. token_ids: of all of it.
+    text: its body, None if only the store knows it.
     """
 
-    def __init__(self, model: Model, known: KnownTexts) -> None:
-        self._model = model
-        self.known = known
+    key: str | None
+    token_ids: tuple[int, ...]
+    runs: tuple[Run, ...]
+    text: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadPrompt:
+    """A prompt in tokens, and the chunks in it, in order."""
+
+    token_ids: list[int]
+    chunks: list[FoundChunk]
+
+
+@dataclass(frozen=True)
+class _ForNext:
+    """What was announced for the next prompt, which empties it, and to which reader."""
+
+    of: PromptReader
+    bodies: list[str]
+
+
+# A context and not a thread: pools lend one thread to many requests.
+_FOR_NEXT: ContextVar[_ForNext | None] = ContextVar("samkv_for_next_prompt", default=None)
+
+
+@dataclass(frozen=True)
+class _SpelledOut:
+    """A prompt with the bodies of chunks in place of their handles.
+
+    bodies: of these chunks. around: the texts around the handles, without those of documents.
+    """
+
+    prompt: RenderedPrompt
+    bodies: list[str]
+    around: list[str]
+
+
+class PromptReader:
+    """Reads the prompts of one engine. Safe to use from many threads.
+
+    The prompt is tokenised once, as a whole. Nothing in it is ever replaced: a cache is used for
+    the token ids that the prompt and the chunk have in common, see `find_runs`.
+
+    handles: those that stand for a chunk.
+
+    Args:
+        fingerprint: that of the chunks to find in the store, which may change.
+        outage: told when the store fails. Then announced chunks are found only.
+    """
+
+    def __init__(
+        self, model: Model, store: Store, fingerprint: Callable[[], Fingerprint], outage: Outage
+    ) -> None:
+        self._model, self._store = model, store
+        self._fingerprint, self._outage = fingerprint, outage
         self.handles = Handles()
-        self.announced = Announced()
+        self._lock = threading.Lock()
+        self._secret = secrets.token_bytes(32)
+        self._expected = MemoryIndex(self._secret)  # announced chunks, by body
+        self._order: OrderedDict[str, None] = OrderedDict()  # their bodies, oldest first
+        self._has_warned = False
 
     def render(self, prompt: Prompt) -> RenderedPrompt:
         """The prompt as one string.
@@ -46,50 +120,218 @@ class PromptReader:
         check_messages(prompt.messages if isinstance(prompt, Chat) else prompt)
         return self._model.render_chat(prompt)
 
-    def pieces(self, prompt: Prompt, chunks: Sequence[str] | None) -> list[Piece]:
-        """Cut at handles and at ``chunks``; None for all chunks that are known."""
-        rendered = self.render(prompt)
-        handles = self.handles.find(rendered.text)
-        kept = {body for body in {span.body for span in handles} if self.known.is_kept(body)}
-        handles = [span for span in handles if span.body in kept]
-        if chunks is None:
-            return split_prompt(rendered, [*handles, *self.known.find(rendered.text)])
-        return split_prompt(rendered, find_given(rendered.text, chunks, handles))
+    def count_tokens(self, prompt: Prompt) -> int:
+        """Tokens of a prompt, handles at the length of their chunks."""
+        return len(self._model.tokenize_prompt(self._spelled_out(self.render(prompt), ()).prompt))
 
     def read(
         self,
         prompt: Prompt,
         chunks: Sequence[str] | None,
-        on_miss: OnMiss,
+        *,
+        must_hold: bool = False,
         context_window: int | None = None,
-    ) -> tuple[list[Piece], int]:
-        """`pieces`, and how many announced chunks they hold in a changed form.
+    ) -> ReadPrompt:
+        """The tokens of a prompt that is to be answered, and the chunks in it.
 
+        chunks: texts of chunks to look for; None for those that were announced and those of the
+            store. Chunks of handles are looked for anyway.
+        must_hold: whether it is an error if the prompt holds none of the chunks that were announced
+            for it.
         context_window: most tokens of prompt and answer, if fewer than the model's.
 
         Raises:
             PromptTooLong: it cannot fit, however it is tokenised.
             HandleError: something cut a handle in two, or its chunk has been deleted.
-            ChunkNotCached: ``on_miss`` is ``error``, and a chunk is there in a changed form.
+            InvalidOption: it is empty, or a chunk is not in it.
+            ChunkNotCached: see ``must_hold``.
         """
-        rendered = self.render(prompt)
-        refuse_far_too_long(self._model, rendered.text, context_window)
-        pieces = self.pieces(rendered, chunks)
-        refuse_too_long(self._model, pieces, context_window)
-        for piece in pieces:
-            if isinstance(piece, PlainText):
-                self.handles.require_whole(piece.text)
-                self.handles.require_live(piece.text)
-        return pieces, self.announced.count(pieces, on_miss) if chunks is None else 0
+        spelled = self._spelled_out(self.render(prompt), chunks)
+        refuse_too_long(self._model, spelled.prompt.text, context_window)
+        for text in spelled.around:
+            self.handles.require_whole(text)
+            self.handles.require_live(text)
+        read = self._read(spelled, chunks, holds_control=not isinstance(prompt, str))
+        if not read.token_ids:
+            raise InvalidOption("the prompt is empty; it must hold at least one token")
+        texts = {chunk.text for chunk in read.chunks if chunk.text is not None}
+        if chunks is None:
+            self._see_announced(texts, must_hold)
+        for body in bodies_of(chunks or ()):
+            if body not in texts and body not in spelled.prompt.text:
+                raise InvalidOption(
+                    f"chunk {shorten(body)!r} does not occur in the prompt; put the text of every "
+                    "chunk (or its handle) where the model should read it"
+                )
+        return read
 
-    def expect(self, bodies: Sequence[str], *, for_next_prompt: bool = False) -> None:
-        """Find these chunks too, and wait for them, see `Announced.add`."""
-        self.known.expect(bodies)
-        self.announced.add(bodies, for_next_prompt=for_next_prompt)
+    def find(self, prompt: Prompt) -> list[FoundChunk]:
+        """The chunks in a prompt that nobody answers, in order."""
+        spelled = self._spelled_out(self.render(prompt), None)
+        return self._read(spelled, None, holds_control=not isinstance(prompt, str)).chunks
+
+    def _read(
+        self, spelled: _SpelledOut, chunks: Sequence[str] | None, *, holds_control: bool
+    ) -> ReadPrompt:
+        """holds_control: whether it is known which names of special tokens count."""
+        rendered, is_store_asked = spelled.prompt, chunks is None
+        indexes: list[ChunkIndex] = [self._index_of([*spelled.bodies, *bodies_of(chunks or ())])]
+        if is_store_asked:
+            indexes.append(self._expected)
+        if not holds_control:
+            rendered = self._with_documents_quoted(rendered, indexes, is_store_asked)
+        ids, found = self._model.tokenize_prompt(rendered), []
+        for each in self._runs(ids, indexes, is_store_asked):
+            is_text = each.index < len(indexes)
+            found.append(
+                FoundChunk(
+                    key=None if is_text else each.key, token_ids=each.token_ids, runs=each.runs,
+                    text=each.key if is_text else None,
+                )
+            )  # fmt: skip
+        return ReadPrompt(token_ids=ids, chunks=found)
+
+    def _spelled_out(self, rendered: RenderedPrompt, chunks: Sequence[str] | None) -> _SpelledOut:
+        """The prompt with chunks in place of their handles, but for handles within ``chunks``."""
+        documents = self._documents(rendered.text, chunks)
+        parts: list[RenderedPrompt] = []
+        bodies: list[str] = []
+        around: list[str] = []
+        end = 0
+        spans = list(documents)
+        for span in self.handles.find(rendered.text):
+            is_quoted = any(of.start <= span.start and span.stop <= of.stop for of in documents)
+            if not is_quoted and self._is_kept(span.body):
+                parts.append(rendered.part(end, span.start))
+                parts.append(self._model.special_tokens.quote(span.body))
+                bodies.append(span.body)
+                spans.append(range(span.start, span.stop))
+                end = span.stop
+        parts.append(rendered.part(end, len(rendered.text)))
+        end = 0
+        for each in sorted(spans, key=lambda of: of.start):
+            around.append(rendered.text[end : each.start])
+            end = max(end, each.stop)
+        around.append(rendered.text[end:])
+        return _SpelledOut(RenderedPrompt.joined(parts, is_chat=rendered.is_chat), bodies, around)
+
+    def _documents(self, text: str, chunks: Sequence[str] | None) -> list[range]:
+        """Where documents stand that may quote a handle, which is text there.
+
+        chunks: as in `read`.
+        """
+        if "[[" not in text and "]]" not in text:
+            return []
+        with self._lock:
+            bodies = list(self._order) if chunks is None else bodies_of(chunks)
+        found = []
+        for body in bodies:
+            at = text.find(body) if "[[" in body or "]]" in body else -1
+            while at >= 0:
+                found.append(range(at, at + len(body)))
+                at = text.find(body, at + len(body))
+        return found
+
+    def _is_kept(self, body: str) -> bool:
+        """Whether the store has a text or a cache of it: it was not deleted, as far as it says."""
+        with self._outage.survived():
+            made_by = self._fingerprint()
+            key = self._store.key(made_by, self._model.tokenize(body, special=False))
+            return self._store.text(key) is not None or self._store.contains(key, made_by)
+        return True
+
+    def _index_of(self, bodies: Sequence[str]) -> MemoryIndex:
+        if "" in bodies:
+            raise InvalidOption("an empty chunk was given; chunks must hold text")
+        index = MemoryIndex(self._secret)
+        for body in bodies:
+            index.add(body, self._model.tokenize(body, special=False))
+        return index
+
+    def _runs(
+        self, ids: Sequence[int], indexes: Sequence[ChunkIndex], is_store_asked: bool
+    ) -> list[Occurrence]:
+        if is_store_asked:
+            try:
+                of_store = self._store.chunk_index(self._fingerprint())
+                return find_runs(ids, [*indexes, of_store])
+            except StoreError as error:
+                self._outage.tell(error)
+        return find_runs(ids, indexes)
+
+    def _with_documents_quoted(
+        self, rendered: RenderedPrompt, indexes: Sequence[ChunkIndex], is_store_asked: bool
+    ) -> RenderedPrompt:
+        """A prompt in which the names of special tokens within chunks are text.
+
+        Whose text a string holds, only the chunks themselves can say.
+        """
+        names = self._model.special_tokens.quote(rendered.text).quoted
+        if not names:
+            return rendered
+        ids, spans = self._model.token_spans(rendered.text)
+        starts, quoted = [start for start, _ in spans], set(rendered.quoted)
+        of_chunk = [False] * (len(ids) + 1)
+        for chunk in self._runs(ids, indexes, is_store_asked):
+            for run in chunk.runs:
+                of_chunk[run.position : run.span.stop] = [True] * len(run)
+        n_others = [0, *accumulate(not each for each in of_chunk)]
+        for name in names:
+            first = bisect_right(starts, name.start) - 1
+            last = bisect_right(starts, name.stop - 1)
+            if n_others[last] == n_others[max(first, 0)]:
+                quoted.add(name)
+        return replace(rendered, quoted=tuple(sorted(quoted, key=lambda span: span.start)))
+
+    # -- announced chunks -----------------------------------------------------------------------
+
+    def expect(self, chunks: Sequence[ChunkRef], *, for_next_prompt: bool = False) -> None:
+        """Find these chunks too, stored or not: the latest `MAX_EXPECTED` of them.
+
+        for_next_prompt: whether the next prompt of this context is to hold some of them.
+        """
+        long = {chunk.text: chunk for chunk in chunks if len(chunk.token_ids) >= MIN_RUN}
+        with self._lock:
+            for body, chunk in long.items():
+                self._expected.add(body, chunk.token_ids)
+                self._order[body] = None
+                self._order.move_to_end(body)
+            while len(self._order) > MAX_EXPECTED:
+                self._expected.remove(self._order.popitem(last=False)[0])
+        if for_next_prompt and long:
+            _FOR_NEXT.set(_ForNext(self, list(long)))
+
+    def _see_announced(self, found: set[str], must_hold: bool) -> None:
+        """Warn once if a prompt holds none of the chunks that were announced for it."""
+        announcement = _FOR_NEXT.get()
+        if announcement is None or announcement.of is not self or not announcement.bodies:
+            return
+        bodies = list(announcement.bodies)
+        announcement.bodies.clear()
+        if not found.isdisjoint(bodies):
+            return
+        remedy = (
+            "let the prompt hold the text as it was stored, or the chunk's handle (a mode of "
+            "SamKVPostprocessor and of SamKVDocumentCompressor)"
+        )
+        if must_hold:
+            raise ChunkNotCached(
+                f"chunk {shorten(bodies[0])!r} was retrieved, but the prompt holds no {MIN_RUN} "
+                f"tokens in a row of any retrieved chunk; {remedy}, or use on_miss='text'"
+            )
+        if not self._has_warned:
+            self._has_warned = True
+            _log.warning(
+                "%d chunks were retrieved, but the prompt holds no %d tokens in a row of any of "
+                "them, so none of their caches is used; %s. This is said once",
+                len(bodies), MIN_RUN, remedy,
+            )  # fmt: skip
 
     def forget(self, texts: Sequence[str]) -> None:
         """Find none of these texts in prompts because of what is held here, nor by a handle."""
         bodies = set(bodies_of(texts))
-        self.known.forget(texts)
+        with self._lock:
+            for body in bodies:
+                self._order.pop(body, None)
+                self._expected.remove(body)
         self.handles.forget(bodies)
-        self.announced.forget(bodies)

@@ -21,7 +21,7 @@ from samkv_integrations.server.tenancy import Tenancy
 class ServerSource:
     """Where a server comes from. It can be pickled; keys are in it as digests.
 
-    model: a hub id, a local folder or ``"builtin"``. device, dtype: as of `load_model`.
+    model: any name that `load_model` takes. device, dtype: as of `load_model`.
     folder, remote, options: as of `Tenancy`. chroma: the address of a Chroma server; None for the
         database in ``folder``.
     """

@@ -43,7 +43,7 @@ def engine() -> Engine:
 def test_logits_of_full_prefill_are_the_model_s(engine: Engine) -> None:
     model, follow = engine.model, [70, 71, 72]
     with engine.resolve(str(PROMPT), TEXTS[:3]) as resolved:
-        ids = [token for segment in resolved.segments for token in segment.token_ids]
+        ids = resolved.token_ids
     found = engine.logits(PROMPT, TEXTS[:3], follow=follow, method="recompute")
     with torch.inference_mode():
         expected = model.hf(torch.tensor([ids + follow])).logits[0, -4:]

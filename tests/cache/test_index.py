@@ -11,16 +11,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from samkv_integrations.cache.bare import LOOKUP_CHARS, bare_form
-from samkv_integrations.cache.base import MAX_ALIKE
-from samkv_integrations.cache.index import Index
+from samkv_integrations.cache.index import Index, IndexedChunks
 from samkv_integrations.cache.tables import EVICTED, LOST, PRESENT, Entry
 from samkv_integrations.errors import StoreError
+from samkv_integrations.prompt.runs import find_runs
 
-DIGEST = "d" * 32
+DIGEST, SECRET = "d" * 32, b"s" * 32
 LONG = "The quick brown fox jumps over"
 
 
@@ -30,6 +27,7 @@ def entry(number: int, text: str = "", **changes: object) -> Entry:
         key=f"{number:032x}",
         namespace="",
         text=text or f"{LONG} {number} dogs.",
+        token_ids=range(number, number + 40),
         n_bytes=100,
         fields={"model": "tiny"},
         used_at=float(number),
@@ -58,7 +56,7 @@ class Files:
 
 @pytest.fixture
 def index(tmp_path: Path) -> Index:
-    return Index(tmp_path, lambda: [])
+    return Index(tmp_path, lambda: [], SECRET)
 
 
 def used(index: Index) -> int:
@@ -72,8 +70,10 @@ def keys_of(*entries: Entry) -> list[str]:
     return [one.key for one in entries]
 
 
-def like(index: Index, bare: str, namespace: str = "") -> list[str]:
-    return [form for form, _ in index.texts_like(namespace, DIGEST, bare)]
+def found(index: Index, of: Entry, namespace: str = "") -> list[str]:
+    """Keys of the chunks that are found by the token ids of one."""
+    runs = find_runs(list(of.token_ids), [IndexedChunks(index, namespace, DIGEST)])
+    return [each.key for each in runs]
 
 
 class TestBudget:
@@ -152,7 +152,7 @@ class TestBudget:
         assert used(index) == 120
 
     def test_many_processes_share_one_budget(self, tmp_path: Path) -> None:
-        Index(tmp_path, lambda: []).budget.write(500, {})
+        Index(tmp_path, lambda: [], SECRET).budget.write(500, {})
         context = multiprocessing.get_context("fork")
         workers = [context.Process(target=_put_many, args=(tmp_path, n)) for n in range(3)]
         for worker in workers:
@@ -160,92 +160,29 @@ class TestBudget:
         for worker in workers:
             worker.join(60)
         assert [worker.exitcode for worker in workers] == [0, 0, 0]
-        index = Index(tmp_path, lambda: [])
+        index = Index(tmp_path, lambda: [], SECRET)
         assert used(index) == 500 and len(index.keys("", None)) == 5
 
 
 def _put_many(folder: Path, worker: int) -> None:
-    index, files = Index(folder, lambda: []), Files()
+    index, files = Index(folder, lambda: [], SECRET), Files()
     for number in range(30):
         files.put(index, entry(100 * worker + number))
         assert used(index) <= 500
 
 
 class TestTexts:
-    def test_the_longest_form_comes_first(self, index: Index) -> None:
-        texts = [LONG, f"{LONG} the", f"{LONG} the lazy dog", f"{LONG} them all", "Another text."]
-        for number, text in enumerate(texts):
-            index.keep(entry(number, text))
-        assert like(index, f"{LONG} the lazy dog and more") == [texts[2], texts[1], texts[0]]
-        assert like(index, f"{LONG} the lazier") == [texts[1], texts[0]]
-        assert like(index, f"{LONG} a") == [texts[0]]
-        assert like(index, LONG[:-1]) == like(index, "") == like(index, "zzz" * 20) == []
-        assert like(index, f"{LONG} the", namespace="b") == []
-
-    @settings(max_examples=60, deadline=None)
-    @given(
-        st.lists(st.text("ab \ud800é", max_size=8), max_size=12),
-        st.text("ab \ud800é", max_size=10),
-    )
-    def test_finds_what_a_look_at_each_finds(self, endings: list[str], rest: str) -> None:
-        import tempfile
-
-        with tempfile.TemporaryDirectory() as folder:
-            index = Index(Path(folder), lambda: [])
-            forms = {bare_form((LONG + ending).strip())[0] for ending in endings}
-            for number, ending in enumerate(endings):
-                index.keep(entry(number, (LONG + ending).strip()))
-            prompt = LONG + rest
-            found = like(index, prompt)
-            assert found == sorted(
-                (form for form in forms if prompt.startswith(form)), key=len, reverse=True
-            )
-            index.database.close()
-
-    def test_gives_texts_of_one_form_and_not_all_of_them(self, index: Index) -> None:
-        texts = [LONG.replace(" ", " " * n) for n in range(1, MAX_ALIKE + 10)]
-        for number, text in enumerate(texts):
-            index.keep(entry(number, text))
-        ((form, bodies),) = index.texts_like("", DIGEST, LONG)
-        assert form == LONG and set(bodies) <= set(texts) and len(bodies) == MAX_ALIKE
-
-    def test_beginnings_are_told_once(self, index: Index) -> None:
-        first = index.beginnings("", DIGEST, None)
-        assert (list(first.heads), first.longest, first.is_all) == ([], 0, True)
-        index.keep(entry(1))
-        index.keep(entry(2, "too short"))
-        index.keep(entry(3, namespace="b"))
-        second = index.beginnings("", DIGEST, first.cursor)
-        assert list(second.heads) == [LONG[:LOOKUP_CHARS]] and not second.is_all
-        assert second.longest == len(entry(1).text)
-        third = index.beginnings("", DIGEST, second.cursor)
-        assert (list(third.heads), third.longest) == ([], second.longest)
-        assert third.cursor == second.cursor
-        index.begin_to_delete("", [entry(1).key])
-        fourth = index.beginnings("", DIGEST, third.cursor)
-        assert fourth.is_all and list(fourth.heads) == []
-        assert index.beginnings("", "e" * 32, fourth.cursor).is_all
-
-    def test_another_tenants_changes_are_not_told(self, index: Index) -> None:
-        index.keep(entry(1))
-        cursor = index.beginnings("", DIGEST, None).cursor
-        index.keep(entry(2, namespace="b"))
-        index.begin_to_delete("b", [entry(2).key])
-        assert index.beginnings("", DIGEST, cursor).cursor == cursor
-
-    def test_two_texts_of_the_same_tokens(self, index: Index) -> None:
+    def test_the_text_put_last(self, index: Index) -> None:
+        """Some tokenizers make the same tokens, and so the same chunk, of several texts."""
         index.keep(entry(1, f"{LONG} caf\u00e9"))
-        index.add_text("", DIGEST, entry(1).key, f"{LONG} cafe\u0301")
-        for text in (f"{LONG} caf\u00e9", f"{LONG} cafe\u0301"):
-            assert like(index, text) == [text]
-        assert index.text("", entry(1).key) == f"{LONG} cafe\u0301"
-        index.keep(entry(1, f"{LONG} caf\u00e9"))  # again: nothing is deleted
-        assert like(index, f"{LONG} cafe\u0301")
+        index.keep(entry(1, f"{LONG} cafe\u0301 \ud800"))
+        assert index.text("", entry(1).key) == f"{LONG} cafe\u0301 \ud800"
+        assert len(list(index.texts(""))) == 1
 
     def test_what_was_evicted_or_lost_is_known(self, index: Index) -> None:
         index.keep(entry(1))
         index.lose([(DIGEST, entry(1).key)], lambda digest, key: True)
-        assert like(index, entry(1).text) == [entry(1).text] and index.keys("", None) == []
+        assert found(index, entry(1)) == keys_of(entry(1)) and index.keys("", None) == []
         index.keep(entry(1))
         assert index.state(DIGEST, entry(1).key) == PRESENT
 
@@ -280,7 +217,7 @@ class TestDamage:
     @pytest.mark.parametrize("damage", ["flip", "cut", "other", "empty", "gone"])
     def test_it_is_made_anew_from_the_files(self, tmp_path: Path, damage: str) -> None:
         files = [entry(number) for number in range(50)]
-        index = Index(tmp_path, lambda: files)
+        index = Index(tmp_path, lambda: files, SECRET)
         index.keys("", None)
         index.database.close()
         (file,) = tmp_path.glob("index-*.sqlite")
@@ -295,11 +232,11 @@ class TestDamage:
         )
         if damage == "gone":
             file.unlink()
-        assert Index(tmp_path, lambda: files).keys("", None) == keys_of(*files)
-        assert used(Index(tmp_path, lambda: files)) == 100 * len(files)
+        assert Index(tmp_path, lambda: files, SECRET).keys("", None) == keys_of(*files)
+        assert used(Index(tmp_path, lambda: files, SECRET)) == 100 * len(files)
 
     def test_who_has_it_open_goes_on_with_the_new_one(self, tmp_path: Path) -> None:
-        one, other = (Index(tmp_path, lambda: [entry(1)]) for _ in range(2))
+        one, other = (Index(tmp_path, lambda: [entry(1)], SECRET) for _ in range(2))
         assert one.keys("", None) == other.keys("", None) == keys_of(entry(1))
         for file in tmp_path.glob("index-*"):
             file.unlink()
@@ -309,7 +246,7 @@ class TestDamage:
         assert len(list(tmp_path.glob("index-*.sqlite"))) == 1
 
     def test_many_that_find_it_missing_make_one(self, tmp_path: Path) -> None:
-        indices = [Index(tmp_path, lambda: [entry(1)]) for _ in range(6)]
+        indices = [Index(tmp_path, lambda: [entry(1)], SECRET) for _ in range(6)]
         found: list[list[str]] = []
         threads = [
             threading.Thread(target=lambda index=index: found.append(index.keys("", None)))
@@ -332,7 +269,7 @@ class TestDamage:
     def test_a_folder_that_has_gone_is_not_made_again(self, tmp_path: Path) -> None:
         folder = tmp_path / "store"
         folder.mkdir()
-        index = Index(folder, lambda: [])
+        index = Index(folder, lambda: [], SECRET)
         index.keep(entry(1))
         for file in folder.iterdir():
             file.unlink()
@@ -345,7 +282,7 @@ class TestDamage:
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(os, "access", lambda path, mode: False)
-        index = Index(tmp_path, lambda: [entry(1)])
+        index = Index(tmp_path, lambda: [entry(1)], SECRET)
         assert index.keys("", None) == keys_of(entry(1)) and not list(tmp_path.iterdir())
 
     def test_a_full_disk_is_a_store_error(self, index: Index) -> None:
@@ -359,18 +296,18 @@ class TestDamage:
 
 @pytest.mark.parametrize(
     "change",
-    ["texts SET form = x'ad00'", "texts SET form = 5", "texts SET body = x'ff'",
+    ["texts SET ids = x'ad00ff'", "texts SET ids = 5", "texts SET body = x'ff'",
      "texts SET key = CAST(x'ff' AS TEXT)", "fingerprints SET fields = '{'",
      "fingerprints SET fields = '5'"],
 )  # fmt: skip
 def test_rows_that_sqlite_takes_for_sound_are_damage_too(tmp_path: Path, change: str) -> None:
     """It has no checksums: what was overwritten within a row is handed out."""
-    index = Index(tmp_path, lambda: [entry(1)])
+    index = Index(tmp_path, lambda: [entry(1)], SECRET)
     index.database.write(lambda c: c.execute(f"UPDATE {change}"))
-    assert list(index.texts("")) == [(DIGEST, entry(1).key, entry(1).text)] or "fields" in change
+    assert found(index, entry(1)) == keys_of(entry(1))
+    assert list(index.texts("")) == [(DIGEST, entry(1).key, entry(1).text)]
     assert index.fingerprints() == {DIGEST: {"model": "tiny"}}
     assert index.text("", entry(1).key) == entry(1).text
-    assert like(index, entry(1).text) == [entry(1).text]
 
 
 def test_is_of_use_after_a_fork(index: Index) -> None:
@@ -387,14 +324,14 @@ def test_a_foreign_file_of_that_name_does_no_harm(tmp_path: Path) -> None:
     with sqlite3.connect(tmp_path / "index-00000000.sqlite") as foreign:
         foreign.execute("CREATE TABLE mine(x)")
     foreign.close()
-    assert Index(tmp_path, lambda: [entry(1)]).keys("", None) == keys_of(entry(1))
+    assert Index(tmp_path, lambda: [entry(1)], SECRET).keys("", None) == keys_of(entry(1))
 
 
 def test_one_that_another_release_made_is_made_anew(tmp_path: Path) -> None:
-    index = Index(tmp_path, lambda: [])
+    index = Index(tmp_path, lambda: [], SECRET)
     index.database.write(lambda c: c.execute("PRAGMA user_version=7"))
     index.database.close()
-    assert Index(tmp_path, lambda: [entry(1)]).keys("", None) == keys_of(entry(1))
+    assert Index(tmp_path, lambda: [entry(1)], SECRET).keys("", None) == keys_of(entry(1))
 
 
 def test_who_does_not_need_to_write_does_not_wait_long(index: Index, tmp_path: Path) -> None:
@@ -420,7 +357,7 @@ def test_what_is_asked_by_key_looks_at_no_other_chunk(index: Index) -> None:
     assert index.text("", key) and index.same_texts("", [key]) == {key}
     assert index.begin_to_delete("", [key]) == [(DIGEST, key)]
     index.database.read(lambda c: c.set_trace_callback(None))
-    by_key = [one for one in statements if "key = '" in one or "form = " in one]
+    by_key = [one for one in statements if "key = '" in one or "same = " in one]
     steps = [
         step
         for one in by_key
@@ -430,22 +367,22 @@ def test_what_is_asked_by_key_looks_at_no_other_chunk(index: Index) -> None:
         if " chunks " in step or " texts " in step
     ]
     assert len(steps) >= 6
-    assert all("key=?" in step or "form=?" in step for step in steps), steps
+    assert all("key=?" in step or "same=?" in step for step in steps), steps
 
 
 def test_an_emptied_file_is_replaced_at_once_though_others_have_it_open(tmp_path: Path) -> None:
     """SQLite takes an empty file for an empty database, and waited for the other process."""
-    index = Index(tmp_path, lambda: [entry(1)])
+    index = Index(tmp_path, lambda: [entry(1)], SECRET)
     index.keys("", None)
     (file,) = tmp_path.glob("index-*.sqlite")
     file.write_bytes(b"")
-    other = Index(tmp_path, lambda: [entry(1)])
+    other = Index(tmp_path, lambda: [entry(1)], SECRET)
     assert other.keys("", None) == keys_of(entry(1))
 
 
 def test_tables_that_are_not_ours_are_replaced(tmp_path: Path) -> None:
     """A header that was overwritten may be that of a database with another schema, or encoding."""
-    index = Index(tmp_path, lambda: [entry(1)])
+    index = Index(tmp_path, lambda: [entry(1)], SECRET)
     index.keys("", None)
     index.database.write(lambda c: c.execute("DROP TABLE pending"))
     index.keep(entry(2))

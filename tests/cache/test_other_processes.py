@@ -22,7 +22,7 @@ from samkv_integrations.cache.index import Index
 from samkv_integrations.cache.tables import Entry
 from samkv_integrations.errors import StoreError
 
-DIGEST = "d" * 32
+DIGEST, SECRET = "d" * 32, b"s" * 32
 FORKS = multiprocessing.get_context("fork")
 PATIENCE_S = 60
 
@@ -33,6 +33,7 @@ def entry(number: int) -> Entry:
         key=f"{number:032x}",
         namespace="",
         text=f"The quick brown fox jumps over {number} dogs.",
+        token_ids=range(number, number + 40),
         n_bytes=100,
         fields={"model": "tiny"},
         used_at=float(number),
@@ -49,7 +50,7 @@ def no_one_reads(digest: str, key: str) -> bool:
 
 @pytest.fixture
 def index(tmp_path: Path) -> Index:
-    return Index(tmp_path, lambda: [])
+    return Index(tmp_path, lambda: [], SECRET)
 
 
 @contextmanager
@@ -74,7 +75,7 @@ class TestForks:
         goes_on.set()
         child.join(PATIENCE_S)
         assert child.exitcode == 0
-        assert Index(tmp_path, lambda: []).keys("", None) == keys(1, 2, 3)
+        assert Index(tmp_path, lambda: [], SECRET).keys("", None) == keys(1, 2, 3)
 
     def test_a_thread_that_is_not_in_the_child_holds_nothing_there(self, index: Index) -> None:
         index.keep(entry(1))

@@ -164,7 +164,7 @@ def test_texts_of_other_machines_are_learned(machine: Machine) -> None:
     assert counts(second.shared and second.shared.refresh()) == (3, 0)
     assert second.keys() == []
     assert second.known_keys() == sorted(chunk.key for chunk in chunks)
-    assert second.beginnings(TINY).heads
+    assert len(second.chunk_index(TINY).token_ids([chunk.key for chunk in chunks])) == 3
     assert {second.text(chunk.key) for chunk in chunks} == {chunk.text for chunk in chunks}
     assert counts(second.shared.refresh()) == (0, 0)
 
@@ -173,13 +173,13 @@ def test_who_looks_for_texts_learns_them_by_and_by(
     local: Machine, refresh_soon: Callable[[SharedTier], None]
 ) -> None:
     first, second = local(), local()
-    fill(first, 3)
-    assert second.shared and second.beginnings(TINY).heads == []
+    keys = [chunk.key for chunk in fill(first, 3)]
+    assert second.shared and second.chunk_index(TINY).token_ids(keys) == {}
     refresh_soon(second.shared)
     for thread in threading.enumerate():
         if thread.name == "samkv-refresh":
             thread.join(60)
-    assert len(second.beginnings(TINY).heads) == 3
+    assert len(second.chunk_index(TINY).token_ids(keys)) == 3
 
 
 def test_a_text_longer_than_what_is_read_of_a_head(

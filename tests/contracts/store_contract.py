@@ -16,6 +16,7 @@ from samkv_integrations.cache.file_format import FileLayout
 from samkv_integrations.cache.fingerprint import Fingerprint
 from samkv_integrations.cache.stats import FingerprintStats
 from samkv_integrations.errors import CacheMiss, FingerprintMismatch, InvalidOption
+from samkv_integrations.prompt.runs import find_runs
 from tests.support.chunks import random_chunk, tiny_fingerprint
 
 TINY = tiny_fingerprint()
@@ -422,14 +423,34 @@ class StoreContract:
         assert store.same_texts(first) == store.same_texts(second) == {first, second}
         assert store.same_texts(third, "f" * 32) == {third, "f" * 32}
         assert store.same_texts() == set()
-        store.put_text(first, TINY, "Another one.")  # some tokens have two texts
-        assert store.same_texts(first) == {first, second, third}
 
     def test_texts_of_other_namespaces_are_not_the_same(self, make: Callable[..., Store]) -> None:
         mine, theirs = make(), make(namespace="tenant")
         for store in (mine, theirs):
             store.put(chunk_for(store, 1))
         assert mine.same_texts(*mine.keys()) == set(mine.keys())
+
+    def test_chunks_are_found_by_their_token_ids(self, make: Callable[..., Store]) -> None:
+        mine, theirs = make(), make(namespace="tenant")
+        chunks = [chunk_for(mine, seed, 40) for seed in range(3)]
+        for chunk in chunks:
+            mine.put(chunk)
+        theirs.put(chunk_for(theirs, 7, 40))
+        ids = [token for chunk in chunks for token in chunk.token_ids.tolist()]
+
+        def found(store: Store, fingerprint: Fingerprint = TINY) -> list[str]:
+            return [each.key for each in find_runs(ids, [store.chunk_index(fingerprint)])]
+
+        assert found(mine) == [chunk.key for chunk in chunks]
+        assert found(theirs) == found(mine, replace(TINY, block_size=8)) == []
+        mine.quarantine(chunks[0].key, TINY)  # a cache that is lost is missed, not unknown
+        assert found(mine) == [chunk.key for chunk in chunks]
+        mine.delete(chunks[0].key)
+        assert found(mine) == [chunk.key for chunk in chunks[1:]]
+        assert mine.forget({chunks[1].text.strip()}.__contains__) == 1
+        assert found(mine) == [chunks[2].key]
+        mine.put(chunks[0])
+        assert found(mine) == [chunks[0].key, chunks[2].key]
 
     @pytest.mark.parametrize("namespace", [None, 3, "x" * 1001, "\ud800"])
     def test_refuses_a_namespace_that_is_no_name(

@@ -215,7 +215,7 @@ def test_missed_documents_behind_a_short_prefix_are_cached_for_later(on_miss: An
     """Going on from the prefix computes them all; as chunks they are computed once and kept."""
     first, *others = texts(1, 100) + texts(5, 200, seed=1)
     costs = replace(TOKENS_ONLY, pair_s=0.01)  # chunks are cheaper than what attends to them all
-    engine = engine_with(costs)
+    engine = engine_with(costs, prefix="bos")
     engine.generate(prompt([first]), [first], max_new_tokens=1)
     asked = prompt([first, *others])
     report = engine.generate(asked, [first, *others], max_new_tokens=1, on_miss=on_miss).report
@@ -256,7 +256,7 @@ def test_full_prefill_reads_no_entry_of_few_bits(method: str) -> None:
 
 def ids_of(engine: Engine, asked: str, chunks: list[str]) -> list[int]:
     with engine.resolve(asked, chunks) as resolved:
-        return [token for segment in resolved.segments for token in segment.token_ids]
+        return resolved.token_ids
 
 
 @pytest.mark.parametrize(
@@ -349,7 +349,8 @@ def test_a_missed_chunk_that_stands_twice_in_a_prompt_is_computed_once() -> None
         report = engine.generate(asked, [chunk], method="reuse", max_new_tokens=1).report
     assert report.computed_now == 2 and report.reused == 0
     n_rest = report.prompt_tokens - 180
-    assert ours[0] == (90 + 1 + n_rest) * engine.model.n_layers  # the chunk after its BOS, once
+    once = len(engine.prefix) + 90  # the chunk after its prefix
+    assert ours[0] == (once + n_rest) * engine.model.n_layers
 
 
 def test_a_store_that_cannot_be_written_does_not_fail_the_answer(

@@ -14,7 +14,7 @@ position or entry moves them by a hundredth at least (`test_every_kind_of_mistak
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from samkv_integrations.engine.decode import Decoder
 from samkv_integrations.methods.ape import ApeAttention
-from samkv_integrations.methods.base import Checked, Positions, Update
+from samkv_integrations.methods.base import Checked, Positions, Update, overwrite
 from samkv_integrations.model.model import Model
 from tests.support.blend_reference import (
     CLOSE,
@@ -64,6 +64,47 @@ def test_any_lengths_and_shares(lengths: tuple[int, ...], kept: float, stale: fl
         case = case_of(seed, lengths=lengths, kept=kept, stale=stale)
         done = blended(model, case)
         assert_equal(done, reference(model, case), case)
+
+
+CUT_AT_BOTH_ENDS = ([range(3, 20)], [range(1, 5)], [range(9, 17)])
+IN_PIECES = ([range(7), range(7, 15), range(18, 22)], [range(5)], [range(2, 6), range(15, 17)])
+
+
+@pytest.mark.parametrize("cuts", [CUT_AT_BOTH_ENDS, IN_PIECES], ids=["cut", "in pieces"])
+@pytest.mark.parametrize("ends_with_chunk", [False, True])
+@pytest.mark.parametrize(("kept", "stale"), [(1.0, 0.0), (0.6, 0.4), (1.0, 1.0)])
+@pytest.mark.parametrize("family", ["llama", "llama3-rope", "qwen3"])
+def test_chunks_of_which_the_prompt_holds_a_part(
+    family: str, kept: float, stale: float, ends_with_chunk: bool, cuts: Sequence[Sequence[range]]
+) -> None:
+    """Each token has the entry of its own place in the chunk, turned to its place in the prompt."""
+    model = tiny_model(family)
+    for seed, (update, weight) in enumerate(UPDATES):
+        case = case_of(
+            seed, cuts=cuts, kept=kept, stale=stale, ends_with_chunk=ends_with_chunk,
+            prefix=(1,) if seed else (),
+        )  # fmt: skip
+        assert case.layout.n_context == sum(len(run) for of_chunk in cuts for run in of_chunk)
+        done = blended(model, case, update=update, capacity=3)
+        expected = reference(model, case, weight=weight)
+        assert_equal(done, expected, case)
+        if kept == stale == 1.0 and update is overwrite:
+            with torch.inference_mode():
+                plain = model.hf(torch.tensor([case.ids])).logits[0, -1]
+            torch.testing.assert_close(done.logits, plain, **CLOSE)
+        decoder = Decoder(model, done.cache, case.layout.n_tokens)
+        with torch.inference_mode():
+            for token in (70, 9, 201):
+                torch.testing.assert_close(decoder.step(token), expected.step(token), **CLOSE)
+
+
+def test_parts_of_chunks_with_local_positions() -> None:
+    """Keys stay where their own place in the chunk was prefilled."""
+    model = tiny_model("llama")
+    for seed, cuts in enumerate((CUT_AT_BOTH_ENDS, IN_PIECES)):
+        case = case_of(seed, cuts=cuts, stale=0.0)
+        done = blended(model, case, positions="local")
+        assert_equal(done, reference(model, case, positions="local"), case)
 
 
 @pytest.mark.parametrize("stale", [0.0, 0.5])
@@ -277,7 +318,7 @@ def assert_cached(model: Model, case: Case, layer: int, checked: Checked) -> Non
         (piece.decoded, row)
         for piece in case.pieces
         if piece.cache is not None
-        for row in range(len(piece.ids))
+        for row in piece.rows
     ]
     with torch.inference_mode():
         keys, values = checked.cached()

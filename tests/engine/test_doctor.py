@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 import re
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from transformers import GPT2Config, LlamaConfig, PreTrainedTokenizerFast
 from samkv_integrations.cache.disk import ChunkStore
 from samkv_integrations.cache.memory import MemoryStore
 from samkv_integrations.cache.quantise import EntryFormat
+from samkv_integrations.cache.windows import MIN_RUN
 from samkv_integrations.engine import advice, blend, exactness
 from samkv_integrations.engine import prefill as ingest
 from samkv_integrations.engine.advice import CHUNK_TOKENS, QUESTION_TOKENS
@@ -26,10 +28,11 @@ from samkv_integrations.engine.exactness import CHUNKS
 from samkv_integrations.errors import UnsupportedModel
 from samkv_integrations.model.loading import load_model
 from samkv_integrations.model.model import Model
+from samkv_integrations.model.quoting import RenderedPrompt
 from samkv_integrations.model.sampling import Sampler
 from tests.support.models import FAMILIES, SHAPE, byte_tokenizer, hf_model, tiny_model
 
-EXACT = ("full prefill", "prefix reuse", "key rotation", "greedy decoding")
+EXACT = ("full prefill", "prefix reuse", "key rotation", "greedy decoding", "tokens")
 ADVICE = ("store_bits=8", "store_bits=4", "store_bits", "speed")
 
 
@@ -112,28 +115,37 @@ def test_another_greedy_token_is_a_warning_only_in_a_tie(
     assert "after 0 tokens" in check.detail
 
 
-def test_a_template_with_two_bos_fails() -> None:
+@pytest.mark.parametrize("lost", ["BOS", "of a chat"])
+def test_other_tokens_than_transformers_fail(monkeypatch: pytest.MonkeyPatch, lost: str) -> None:
+    original = Model.tokenize_prompt
+
+    def other(model: Model, prompt: RenderedPrompt) -> list[int]:
+        ids = original(model, prompt)
+        return ids[1:] if prompt.is_chat == (lost == "of a chat") else ids
+
+    monkeypatch.setattr(Model, "tokenize_prompt", other)
+    check = examined(tiny_model())["tokens"]
+    assert not check.ok and check.detail == "plain prompt and chat: not those of the tokenizer"
+
+
+@pytest.mark.parametrize(
+    ("template", "kinds"),
+    [
+        ("{{ bos_token }}" * 2, "plain prompt and chat"),  # a chat is as its template has it
+        ("", "plain prompt and chat"),
+        (None, "plain prompt"),
+    ],
+)
+def test_prompts_have_the_tokens_of_any_template(template: str | None, kinds: str) -> None:
     tokenizer = byte_tokenizer(bos=True)
-    tokenizer.chat_template = "{{ bos_token }}" + tokenizer.chat_template
-    check = examined(Model(hf_model("llama"), tokenizer, "two-bos"))["chat template"]
-    assert not check.ok and "BOS twice" in check.detail
+    after = tokenizer.chat_template.removeprefix("{{ bos_token }}")
+    tokenizer.chat_template = None if template is None else template + after
+    check = examined(Model(hf_model("llama"), tokenizer, "other"))["tokens"]
+    assert check.ok and not check.is_warning
+    assert check.detail.startswith(f"{kinds}: those of the tokenizer; caches have ")
 
 
-def test_a_template_without_bos_passes_because_the_engine_adds_it() -> None:
-    tokenizer = byte_tokenizer(bos=True)
-    tokenizer.chat_template = tokenizer.chat_template.removeprefix("{{ bos_token }}")
-    check = examined(Model(hf_model("llama"), tokenizer, "no-bos"))["chat template"]
-    assert check.ok and "the engine adds it" in check.detail
-
-
-def test_a_tokenizer_without_template_passes() -> None:
-    tokenizer = byte_tokenizer(bos=True)
-    tokenizer.chat_template = None
-    check = examined(Model(hf_model("llama"), tokenizer, "plain"))["chat template"]
-    assert check.ok and "plain prompts only" in check.detail
-
-
-def test_tokens_that_merge_across_a_boundary_are_a_warning() -> None:
+def test_tokens_that_merge_across_the_end_of_a_chunk_are_those_of_transformers() -> None:
     """A full stop that ends a chunk and the line break after it become one token."""
     plain = byte_tokenizer(bos=True)
     vocabulary = plain.get_vocab() | {".Ċ": len(plain.get_vocab())}
@@ -144,10 +156,12 @@ def test_tokens_that_merge_across_a_boundary_are_a_warning() -> None:
         tokenizer_object=backend, bos_token="<|bos|>", eos_token="<|end|>"
     )
     hf = hf_model("llama", vocab_size=len(vocabulary) + 1)
-    check = examined(Model(hf, tokenizer, "merging"))["token boundaries"]
-    assert check.ok and check.is_warning
-    assert str(check.to_row()["detail"]).startswith("warning: ")
-    assert CHUNKS[0][-1] == "."
+    checks = examined(Model(hf, tokenizer, "merging"))
+    assert checks["tokens"].ok and all(checks[name].ok for name in EXACT)
+    # all but the full stops at the ends; within a chunk they merge in its cache too
+    n_context = sum(len(chunk.replace(".\n", ".")) - 1 for chunk in CHUNKS)
+    assert f" {n_context} of " in checks["tokens"].detail
+    assert {chunk[-1] for chunk in CHUNKS} == {"."}
 
 
 def biased(size: float) -> Model:
@@ -235,9 +249,9 @@ def test_the_smallest_context_of_two_passes_is_what_auto_does(
     store.put_note(name_of(model), costs.to_json())
     engine = Engine(model, store, prefix_bytes=0)
     for n_context, ran in ((smallest, "samkv-guided"), (smallest - 1, "recompute")):
-        letters = "".join(chr(ord("a") + i % 26) for i in range(n_context))
+        letters = "".join(random.Random(n_context).choices("abcdefghijklm", k=n_context))
         chunks = [letters[i : i + CHUNK_TOKENS] for i in range(0, n_context, CHUNK_TOKENS)]
-        chunks = [f"{chr(ord('A') + i)}{chunk[1:]}" for i, chunk in enumerate(chunks)]
+        assert len(chunks[-1]) >= MIN_RUN  # a shorter one would be text
         engine.cache_chunks(chunks)
         prompt = "".join(chunks) + "?" * QUESTION_TOKENS
         report = engine.generate(prompt, chunks, max_new_tokens=1).report

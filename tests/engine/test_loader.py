@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -13,7 +15,8 @@ from samkv_integrations.cache.fingerprint import Fingerprint
 from samkv_integrations.cache.memory import MemoryChunk
 from samkv_integrations.engine.loader import ChunkLost, Context
 from samkv_integrations.errors import CacheMiss
-from samkv_integrations.prompt.layout import Layout, Segment
+from samkv_integrations.prompt.layout import ChunkPart, Layout
+from samkv_integrations.prompt.runs import Run
 from tests.support.chunks import decoded, random_chunk, tiny_fingerprint
 
 LENGTHS = (22, 5, 17)
@@ -30,35 +33,58 @@ class Opened(MemoryChunk):
 
 
 class Case:
-    """Three random chunks, opened; blocks of 4 tokens."""
+    """Three random chunks, opened; blocks of 4 tokens.
 
-    def __init__(self, bits: int) -> None:
+    cuts: the runs of each chunk that the prompt holds, with a token of text between; None for all
+    of each. order: of the chunks in the prompt, one of which may stand there twice.
+    """
+
+    def __init__(
+        self,
+        bits: int,
+        lengths: Sequence[int] = LENGTHS,
+        cuts: Sequence[Sequence[range]] | None = None,
+        order: Sequence[int] = (0, 1, 2),
+    ) -> None:
         self.made_by: Fingerprint = tiny_fingerprint(store_bits=bits)
         self.caches: list[ChunkCache] = [
-            random_chunk(seed, n, self.made_by) for seed, n in enumerate(LENGTHS)
+            random_chunk(seed, n, self.made_by) for seed, n in enumerate(lengths)
         ]
-        segments = [Segment(token_ids=(1,))]
-        for cache in self.caches:
-            ids = tuple(cache.token_ids.tolist())
-            segments.append(Segment(token_ids=ids, blocks=cache.blocks, is_context=True))
-        segments.append(Segment(token_ids=(5, 6)))
-        self.layout = Layout.of(segments, (1,))
-        self.opened = [Opened(cache, self.made_by) for cache in self.caches]
+        self.held = cuts or [[range(lengths[chunk])] for chunk in order]
+        ids, parts = [1], []
+        for chunk, of_chunk in zip(order, self.held, strict=True):
+            runs = []
+            for rows in of_chunk:
+                ids += [7] if runs else []
+                runs.append(Run(len(ids), rows.start, rows.stop))
+                ids += self.caches[chunk].token_ids[rows.start : rows.stop].tolist()
+            parts.append(ChunkPart(runs=tuple(runs), blocks=self.caches[chunk].blocks))
+        self.layout = Layout.of([*ids, 5, 6], parts, (1,))
+        opened = [Opened(cache, self.made_by) for cache in self.caches]
+        self.opened, self.order = [opened[chunk] for chunk in order], order  # opened once each
         cos = torch.ones(self.layout.n_context, self.made_by.head_dim)  # at no position
         self.context = Context(self.layout, self.opened, self.made_by, cos, 0 * cos)
-        self.ids_bytes = sum(cache.token_ids.nbytes for cache in self.caches)
+        self.ids_bytes = sum(self.caches[chunk].token_ids.nbytes for chunk in set(order))
 
     @property
     def entries_read(self) -> int:
         """Entries, not counting token ids and key ranges."""
-        ranges = sum(c.key_range.nbytes for c, o in zip(self.caches, self.opened, strict=True)
-                     if o.is_range_read)  # fmt: skip
+        ranges = sum(
+            self.caches[chunk].key_range.nbytes
+            for chunk, opened in dict(zip(self.order, self.opened, strict=True)).items()
+            if opened.is_range_read
+        )
         read = self.context.bytes_read - self.ids_bytes - ranges
         assert read % self.made_by.entry_format.n_bytes == 0
         return read // self.made_by.entry_format.n_bytes
 
     def expected(self) -> tuple[Tensor, Tensor]:
-        keys, values = zip(*map(decoded, self.caches), strict=True)
+        """(L, Tctx, G, D) keys and values of the context's tokens."""
+        keys, values = [], []
+        for chunk, of_chunk in zip(self.order, self.held, strict=True):
+            rows = [row for run in of_chunk for row in run]
+            for to, side in zip((keys, values), decoded(self.caches[chunk]), strict=True):
+                to.append(side[:, rows])
         return torch.cat(keys, dim=1), torch.cat(values, dim=1)
 
 
@@ -120,6 +146,131 @@ def test_nothing_asked_for_is_nothing_read() -> None:
     assert case.context.bytes_read == case.ids_bytes
     keys, values = case.context.keys_and_values(0, torch.empty(0).long())
     assert keys.shape == values.shape == (0, 2, 8)
+
+
+# --- parts of chunks -----------------------------------------------------------------------------
+
+LONG = (150, 70, 140)
+"""Tokens of chunks that have several groups of key ranges, one of which is of few tokens."""
+
+PARTS = {
+    "cut at both ends": [[range(5, 149)], [range(9, 66)], [range(70, 131)]],
+    "behind the first groups": [[range(130, 150)], [range(65, 70)], [range(129, 140)]],
+    "in pieces": [
+        [range(2, 20), range(30, 41), range(41, 60), range(126, 150)],
+        [range(70)],
+        [range(60, 66), range(125, 130)],
+    ],
+}
+
+
+def assert_loaded(case: Case, loaded: Tensor) -> None:
+    """The entries of the blocks that were loaded are those of the chunks."""
+    keys, values = case.expected()
+    for layer in range(2):
+        tokens = loaded[layer, case.layout.block_of_token].nonzero()[:, 0]
+        found_keys, found_values = case.context.keys_and_values(layer, tokens)
+        torch.testing.assert_close(found_keys, keys[layer, tokens], rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(found_values, values[layer, tokens], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("bits", [4, 8, 16])
+@pytest.mark.parametrize("share", [0.1, 0.4, 0.6, 1.0])
+@pytest.mark.parametrize("cuts", PARTS.values(), ids=list(PARTS))
+def test_of_a_part_of_a_chunk_there_is_what_the_prompt_holds(
+    bits: int, share: float, cuts: Sequence[Sequence[range]]
+) -> None:
+    """Whether a few blocks are read or all of the chunk; with the key range of each one's group,
+    which is counted from the beginning of its chunk."""
+    case = Case(bits, LONG, cuts)
+    layout = case.layout
+    assert layout.n_context == sum(len(run) for of_chunk in cuts for run in of_chunk)
+    generator = torch.Generator().manual_seed(bits)
+    so_far = torch.zeros(2, layout.n_blocks, dtype=torch.bool)
+    for _ in range(3):
+        blocks = torch.rand(2, layout.n_blocks, generator=generator) < share
+        case.context.load(blocks)
+        so_far |= blocks
+        assert_loaded(case, so_far)
+
+
+def test_of_a_block_that_is_held_in_part_the_whole_block_is_read_and_no_other() -> None:
+    """Chunk 0 in two pieces, blocks of 4: block 5 is held from token 22 on, and the tokens that
+    the prompt lacks lie in blocks 6 and 7."""
+    case = Case(4, LONG, [[range(22, 24), range(33, 36)], [range(70)], [range(140)]])
+    assert case.layout.block_in_chunk[:2].tolist() == [5, 8]
+    assert case.layout.block_lengths[:2].tolist() == [2, 3]
+    some = torch.zeros(2, case.layout.n_blocks, dtype=torch.bool)
+    some[0, 0] = some[1, 1] = True  # half of this chunk's: not most
+    case.context.load(some)
+    assert case.entries_read == 4 + 4
+    assert_loaded(case, some)
+    some[1, 0] = True
+    case.context.load(some)
+    assert case.entries_read == 4 + 4 + 4
+    assert_loaded(case, some)
+
+
+def test_a_chunk_of_which_all_that_is_held_is_missing_is_read_whole() -> None:
+    case = Case(4, LONG, [[range(20, 140)], [range(70)], [range(140)]])
+    blocks = torch.zeros(2, case.layout.n_blocks, dtype=torch.bool)
+    blocks[:, case.layout.block_chunk == 0] = True
+    case.context.load(blocks)
+    assert case.entries_read == 2 * 150
+    assert_loaded(case, blocks)
+
+
+WHOLE, PIECES, END = [range(150)], [range(3, 30), range(64, 129)], [range(65, 150)]
+
+
+@pytest.mark.parametrize(
+    "places", [[WHOLE, PIECES], [PIECES, WHOLE], [PIECES, END], [WHOLE, WHOLE]], ids=str
+)
+def test_a_chunk_in_two_places_is_read_once(places: Sequence[Sequence[range]]) -> None:
+    case = Case(4, LONG, places, order=(0, 0))
+    everything = torch.ones(2, case.layout.n_blocks, dtype=torch.bool)
+    case.context.load(everything)
+    assert case.entries_read == 2 * 150
+    assert_loaded(case, everything)
+
+
+def test_a_selection_is_given_what_it_needs_of_the_blocks_and_tokens_that_are_held() -> None:
+    found = [assert_inputs(Case(16, LONG, cuts)) for cuts in PARTS.values()]
+    blocks = torch.cat(found)
+    assert bool((blocks >= 0).any()) and bool((blocks == -1).any())
+
+
+def assert_inputs(case: Case) -> Tensor:
+    """All inputs, chunk by chunk. Returns the best and worst blocks."""
+    names = frozenset(("block_means", "local_query", "anchor_mean", "statistics"))
+    inputs = case.context.inputs(names, (1,))
+    keys, _ = case.expected()
+    block = token = 0
+    for chunk, (cache, of_chunk) in enumerate(zip(case.caches, case.held, strict=True)):
+        rows = [row for run in of_chunk for row in run]
+        held = sorted({row // 4 for row in rows})
+        middle, statistics = cache.blocks.middle_blocks, cache.statistics
+        assert torch.equal(inputs.local_query[:, chunk], cache.local_query)
+        for place, of_block in enumerate(held, block):
+            if of_block in middle:
+                codes, scale = cache.block_means.codes, cache.block_means.scale.float()
+                at = of_block - middle.start
+                expected = codes[:, at].float() * scale[:, at, :, None]
+            else:
+                expected = torch.zeros_like(inputs.block_means[:, place])
+            assert torch.equal(inputs.block_means[:, place], expected)
+        for name in ("block_max", "block_min"):
+            for layer, best in enumerate(getattr(statistics, name).tolist()):
+                found = int(getattr(inputs, name)[layer, chunk])
+                assert found == (block + held.index(best) if best in held else -1)
+        own = slice(token, token + len(rows))
+        assert torch.equal(inputs.outliers[:, own], statistics.outliers[:, rows])
+        anchors = [token + i for i, row in enumerate(rows) if row // 4 not in middle]
+        mean = keys[:, anchors].mean(1) if anchors else torch.zeros_like(keys[:, 0])
+        torch.testing.assert_close(inputs.anchor_mean[:, chunk], mean, rtol=1e-5, atol=1e-6)
+        block, token = block + len(held), token + len(rows)
+    assert (block, token) == (case.layout.n_blocks, case.layout.n_context)
+    return torch.cat((inputs.block_max, inputs.block_min))
 
 
 @pytest.mark.parametrize("reads", ["read_all", "read_blocks", "key_range", "local_query"])

@@ -17,6 +17,7 @@ from tests.support.models import tiny_model
 LOGGER = "samkv_integrations"
 MARK = "zugzwang"
 TEXTS = [f"The mill of {MARK} number {at} was built in 1871 by two brothers." for at in range(3)]
+NEW = f"and a new one about {MARK}"
 QUESTION = f"\n\nWho built {MARK}?"
 PROMPT = "\n\n".join(TEXTS) + QUESTION
 
@@ -98,10 +99,12 @@ def test_no_text_is_logged(
     flip_last(file_of(engine, TEXTS[1]))
     engine.generate(PROMPT, max_new_tokens=2)
     engine.announce(TEXTS, "compute")
-    engine.generate(PROMPT.upper(), max_new_tokens=2)  # rewritten
+    engine.generate(PROMPT.upper(), max_new_tokens=2)  # no chunk is in it
     for wrong in (
         lambda: engine.generate(f"{TEXTS[0]} {MARK}", [MARK * 2]),
-        lambda: engine.generate(f"{TEXTS[0]} and new {MARK}", [f"new {MARK}"], on_miss="error"),
+        lambda: engine.generate(
+            f"{TEXTS[0]} and a new {MARK}", [f"and a new {MARK}"], on_miss="error"
+        ),
         lambda: engine.generate(MARK, max_new_tokens=10**6),
         lambda: engine.cache_chunks([f"{MARK} " * 2000]),
     ):

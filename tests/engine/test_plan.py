@@ -14,14 +14,6 @@ MANY = settings(max_examples=120, deadline=None)
 MODEL = {"device": torch.device("cpu"), "dtype": torch.bfloat16}
 
 
-def positions_of(request: Request) -> list[int]:
-    """The prompt's position of each context token."""
-    found = []
-    for start, chunk in zip(request.layout.chunk_starts, request.layout.chunk_blocks, strict=True):
-        found += range(start, start + chunk.n_tokens)
-    return found
-
-
 def random_masks(request: Request, kept: float, stale: float, alike: bool) -> tuple[Tensor, Tensor]:
     """(L, Nb) blocks kept, (L, Tctx) tokens to recompute, some of them not kept."""
     generator = torch.Generator().manual_seed(request.shape.seed + 5)
@@ -39,7 +31,7 @@ class Sets:
         self, request: Request, keep: Tensor, rows: Tensor, uncached: set[int], layer: int,
         n_in_memory: int,
     ) -> None:  # fmt: skip
-        at, last = positions_of(request), request.layout.n_tokens - 1
+        at, last = request.positions, request.layout.n_tokens - 1
         block_of = [b.index for b in request.blocks for _ in range(b.start, b.stop)]
 
         def again(n: int) -> set[int]:
@@ -67,7 +59,7 @@ def places(among: list[int], of: list[int]) -> list[int]:
 
 
 def assert_layer(plan: LayerPlan, sets: Sets, request: Request, mixes: bool, weighs: bool) -> None:
-    at = positions_of(request)
+    at = request.positions
     computed, entries = sorted(sets.computed), sets.entries
     assert plan.n_entries == len(entries)
     assert plan.positions.tolist() == computed
@@ -143,7 +135,7 @@ def test_every_layer_is_that_of_the_sets(
         mixes=mixes, weighs=weighs,
     )  # fmt: skip
     assert len(plan.layers) == shape.n_layers and torch.equal(plan.kept, keep)
-    at = positions_of(request)
+    at = request.positions
     before: list[int] | None = None
     for layer, of_layer in enumerate(plan.layers):
         sets = Sets(request, keep, rows, uncached, layer, in_memory)

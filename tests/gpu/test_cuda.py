@@ -182,7 +182,7 @@ def test_recompute_in_bfloat16_is_the_plain_forward(family: str):
     there = filled(family, torch.bfloat16, 16, "cuda")
     exact = filled(family, torch.float32, 16, "cpu")
     with there.resolve(PROMPT, CHUNKS) as resolved:
-        ids = torch.tensor([[t for segment in resolved.segments for t in segment.token_ids]])
+        ids = torch.tensor([resolved.token_ids])
     with torch.inference_mode():
         plain = there.model.hf(ids.cuda()).logits[0, -1].float().cpu()
         true = exact.model.hf(ids).logits[0, -1]

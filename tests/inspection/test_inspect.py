@@ -71,7 +71,7 @@ def test_attention_of_full_prefill_is_what_transformers_says(family: str) -> Non
     model = hf_model(family)
     model.set_attn_implementation("eager")
     with engine(family).resolve(PROMPT, CHUNKS) as resolved:
-        ids = [token for segment in resolved.segments for token in segment.token_ids]
+        ids = resolved.token_ids
     with torch.inference_mode():
         output = model(torch.tensor([ids]), output_attentions=True)
     expected = torch.stack([layer[0, :, -1].mean(0) for layer in output.attentions])

@@ -51,12 +51,6 @@ def sets(mask: Tensor) -> list[set[int]]:
     return [set(row.nonzero()[:, 0].tolist()) for row in mask]
 
 
-def spans(request: Request) -> list[range]:
-    """The context tokens of each chunk."""
-    starts = [sum(request.shape.lengths[:c]) for c in range(len(request.shape.lengths))]
-    return [range(s, s + n) for s, n in zip(starts, request.shape.lengths, strict=True)]
-
-
 # --- scores ------------------------------------------------------------------------------------
 
 
@@ -65,7 +59,7 @@ def loop_scores(request: Request, layer: int, *, compete: bool) -> Vector:
     the whole context. Of the last token of a prompt that ends with a chunk there is no key."""
     shape, keys = request.shape, request.keys[layer].tolist()
     best = [0.0] * request.n_context
-    together = [range(request.n_context)] if compete else spans(request)
+    together = [range(request.n_context)] if compete else request.spans
     for h in range(shape.groups * shape.heads):
         asking = request.queries[layer, h, -1].tolist()
         for tokens in together:
@@ -109,7 +103,7 @@ def test_a_softmax_by_chunk_is_one_over_each_chunk_alone(shape: Shape, spread: f
     assert shares.shape == logits.shape
     for head, row in enumerate(logits.tolist()):
         expected: Vector = []
-        for tokens in spans(request):
+        for tokens in request.spans:
             expected += softmax([row[t] for t in tokens])
         torch.testing.assert_close(shares[head], torch.tensor(expected), rtol=1e-5, atol=1e-6)
 
@@ -163,7 +157,7 @@ def loop_dilate(request: Request, scores: Vector, before: int, after: int) -> Ve
     """A token's best of its own and those around it in its chunk: up to ``before`` behind it, up
     to ``after`` in front of it."""
     found = []
-    for tokens in spans(request):
+    for tokens in request.spans:
         for t in tokens:
             found.append(max(scores[s] for s in tokens if t - after <= s <= t + before))
     return found
@@ -198,9 +192,11 @@ def loop_tokens(request: Request, hits: Vector, part: GuidedRecompute) -> list[s
         hits[-1] = -math.inf
     claims = loop_dilate(request, hits, part.before, module.AFTER)
     behind = loop_dilate(request, hits, 0, module.AFTER)
-    for of_chunk in spans(request):
-        for t in of_chunk[: min(part.first, len(of_chunk) // module.TOKENS_A_FIRST)]:
-            claims[t] = behind[t] = math.inf
+    for of_chunk, offsets in zip(request.spans, request.held, strict=True):
+        n_first = min(part.first, len(of_chunk) // module.TOKENS_A_FIRST)
+        for t, offset in zip(of_chunk, offsets, strict=True):
+            if offset < n_first:
+                claims[t] = behind[t] = math.inf
     lower = math.ceil(part.lead_layers * n_layers)
     rows: list[set[int]] = [set() for _ in range(n_layers)]
     room = part.ratio * request.n_context + 1e-3

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from samkv_integrations.cache.blocks import BlockScheme
+from samkv_integrations.cache.windows import MIN_RUN
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.errors import InvalidOption
 from samkv_integrations.eviction import EVICTIONS
@@ -34,7 +35,7 @@ from samkv_integrations.methods.multi_infllm import MultiInfllmSelect
 from samkv_integrations.methods.parts import Fusion, RecomputeAll, RecomputeNone, SelectAll
 from samkv_integrations.methods.samkv import SamkvRecompute, SamkvSelect
 from samkv_integrations.model.model import Model
-from samkv_integrations.prompt.layout import Layout, Segment
+from samkv_integrations.prompt.layout import ChunkPart, Layout
 from tests.support.chunks import cache_of, decoded
 from tests.support.laws import CHUNKS, FROM_THE_START, PROMPT, changed, first_logits
 from tests.support.models import FAMILIES, tiny_model, turned
@@ -54,7 +55,7 @@ def sets(mask: Tensor) -> list[set[int]]:
 
 @cache
 def engine_of(family: str) -> Engine:
-    engine = Engine(tiny_model(family), block_size=8, store_bits=16)
+    engine = Engine(tiny_model(family), block_size=8, store_bits=16, prefix="bos")
     engine.cache_chunks(CHUNKS)
     return engine
 
@@ -183,10 +184,11 @@ def test_a3_computes_what_the_question_attends_to(family: str, layer: int, promp
 
 def layout_of(lengths: tuple[int, ...], *, before: int = 0, size: int = 4) -> Layout:
     scheme = BlockScheme(size=size)
-    chunks = [Segment(token_ids=(9,) * n, blocks=scheme.of(n), is_context=True) for n in lengths]
-    return Layout.of(
-        [Segment(token_ids=(1,) * (1 + before)), *chunks, Segment(token_ids=(5, 5))], (1,)
-    )
+    ids, chunks = [1] * (1 + before), []
+    for n in lengths:
+        chunks.append(ChunkPart.whole(scheme.of(n), len(ids)))
+        ids += [9] * n
+    return Layout.of([*ids, 5, 5], chunks, (1,))
 
 
 def checked_of(seed: int, tokens: list[int], *, groups: int = 2, heads: int = 2) -> Checked:
@@ -339,8 +341,8 @@ def slow_infllm(request: Request, ratio: float) -> list[set[int]]:
         mean_query = request.mean_query[layer].tolist()
         means = request.inputs.block_means[layer].tolist()
         kept = {b.index for b in request.blocks if b.anchor}
-        for chunk, length in enumerate(shape.lengths):
-            room = ratio * length
+        for chunk, tokens in enumerate(request.held):
+            room = ratio * len(tokens)
             room -= sum(b.stop - b.start for b in request.blocks if b.chunk == chunk and b.anchor)
             scores = {
                 # summed over heads, where a head that shares keys counts by its share
@@ -567,6 +569,7 @@ def test_bad_options_name_the_value_and_what_is_allowed(
 
 share = st.floats(0, 1)
 letters = st.text("abcdefgh \n.é", min_size=1, max_size=60)
+cuts = st.sampled_from(["whole", "at both ends", "in two"])
 
 selections = st.one_of(
     st.just(SelectAll()),
@@ -612,11 +615,16 @@ def most_kept(method: Method, layout: Layout) -> float:
     select, n_context = method.select, layout.n_context
     if n_context <= method.recompute.whole_tokens:
         return n_context
-    anchors = [chunk.n_anchor for chunk in layout.chunk_blocks]
+    lengths, anchors = [0] * layout.n_chunks, [0] * layout.n_chunks
+    for n, chunk, is_anchor in zip(
+        layout.block_lengths.tolist(), layout.block_chunk.tolist(), layout.is_anchor.tolist(),
+        strict=True,
+    ):  # fmt: skip
+        lengths[chunk] += n
+        anchors[chunk] += n if is_anchor else 0
     if isinstance(select, MultiInfllmSelect):
         return sum(
-            max(select.max_kept_ratio * chunk.n_tokens, n)
-            for chunk, n in zip(layout.chunk_blocks, anchors, strict=True)
+            max(select.max_kept_ratio * n, of) for n, of in zip(lengths, anchors, strict=True)
         )
     if isinstance(select, SamkvSelect):
         cap = 1.0 if select.max_kept_ratio is None else select.max_kept_ratio
@@ -624,9 +632,20 @@ def most_kept(method: Method, layout: Layout) -> float:
     return n_context
 
 
+def cut(text: str, how: str) -> list[str]:
+    """The pieces of a text that a prompt holds."""
+    middle = len(text) // 2
+    return {
+        "whole": [text],
+        "at both ends": [text[3:-2]],
+        "in two": [text[:middle], text[middle + 1 :]],
+    }[how]
+
+
 @settings(max_examples=60, deadline=None)
 @given(
-    st.lists(letters, min_size=1, max_size=4),
+    st.lists(st.tuples(letters, cuts), max_size=3),
+    st.tuples(st.text("abcdefgh .", min_size=40, max_size=60), cuts),
     st.sampled_from(["", "Read: "]),
     st.sampled_from(["", "?", "\n\nWhy was it so?"]),
     methods,
@@ -634,20 +653,21 @@ def most_kept(method: Method, layout: Layout) -> float:
     st.sampled_from((4, 8, 16)),
 )
 def test_any_method_answers_and_keeps_to_its_budget(
-    texts: list[str],
+    some: list[tuple[str, str]],
+    long: tuple[str, str],
     before: str,
     question: str,
     method: Method,
     eviction: str,
     store_bits: int,
 ) -> None:
-    assume(all(text.strip() for text in texts))
+    held = {text.strip(): cut(text.strip(), how) for text, how in (*some, long)}
+    assume(all(held) and max(map(len, held[long[0].strip()])) >= MIN_RUN)
     method = guided_pair(method)
     engine = Engine(tiny_model("llama"), block_size=4, store_bits=store_bits)
-    engine.cache_chunks(texts)
-    prompt = before + "\n".join(text.strip() for text in texts) + question
-    chunks = sorted({text.strip() for text in texts})
-    logits, query = first_logits(engine, prompt, chunks, method)
+    engine.cache_chunks(list(held))
+    prompt = before + "\n".join("\n > ".join(of) for of in held.values()) + question
+    logits, query = first_logits(engine, prompt, None, method)
     assert bool(logits.isfinite().all())
     layout, report = query.layout, query.report
     assert layout.n_chunks >= 1 and report.chunk_misses == {}
@@ -657,11 +677,13 @@ def test_any_method_answers_and_keeps_to_its_budget(
         assert float(computed) <= method.recompute.ratio * layout.n_context + 1e-2
     limit = most_kept(method, layout)
     assert float(kept.max()) <= limit + 1e-6
-    assert 0 <= report.kept_ratio <= min(1.0, limit / layout.n_context + 1e-9)
+    # a last token of a chunk is computed, and stays
+    n_last = int(layout.uncached[layout.context_positions].sum())
+    assert 0 <= report.kept_ratio <= min(1.0, (limit + n_last) / layout.n_context + 1e-9)
     assert 0 <= report.recompute_ratio <= 1
-    again, _ = first_logits(engine, prompt, chunks, method)
+    again, _ = first_logits(engine, prompt, None, method)
     torch.testing.assert_close(again, logits)
-    answer = engine.generate(prompt, chunks, method=method, eviction=eviction, max_new_tokens=3)
+    answer = engine.generate(prompt, method=method, eviction=eviction, max_new_tokens=3)
     assert 0 <= answer.report.kept_ratio <= report.kept_ratio
     assert answer.report.recompute_ratio == report.recompute_ratio
 

@@ -41,7 +41,7 @@ from samkv_integrations.methods.samkv import (
     top_share,
 )
 from samkv_integrations.methods.scoring import fill_budget, group_heads, personalise
-from samkv_integrations.prompt.layout import Layout, Segment
+from samkv_integrations.prompt.layout import ChunkPart, Layout
 from tests.support.asking import Asked, ask
 from tests.support.chunks import cache_of, decoded
 from tests.support.models import tiny_model
@@ -113,9 +113,9 @@ def loop_choice(request: Request, select: SamkvSelect) -> Loops:
         of_layer.append([])
         for c in chunks:
             share = 0.0
-            if request.middle(c):
-                top = scores[-1][int(inputs.block_max[layer, c])]
-                low = scores[-1][int(inputs.block_min[layer, c])]
+            best, worst = int(inputs.block_max[layer, c]), int(inputs.block_min[layer, c])
+            if best >= 0 and worst >= 0:
+                top, low = scores[-1][best], scores[-1][worst]
                 anchor = loop_score(personal[c], anchor_mean[layer][c])
                 if low < anchor <= top:
                     share = (top - anchor) / (top - low)
@@ -408,8 +408,9 @@ def test_recomputed_tokens_are_those_of_the_loops(
 def test_a_chunk_is_exact_right_after_its_own_prefix(
     first: tuple[int, ...], prefix: tuple[int, ...], exact: bool
 ) -> None:
-    chunk = Segment(token_ids=(9,) * 20, blocks=BlockScheme(size=4).of(20), is_context=True)
-    layout = Layout.of([Segment(token_ids=first), chunk, chunk, Segment(token_ids=(5,))], prefix)
+    blocks, n = BlockScheme(size=4).of(20), len(first)
+    parts = [ChunkPart.whole(blocks, n), ChunkPart.whole(blocks, n + 20)]
+    layout = Layout.of([*first, *(9,) * 40, 5], parts, prefix)
     assert layout.exact.tolist() == [exact, False]
     selection = Selection(keep=torch.ones(1, 10, dtype=torch.bool))
     rows = SamkvRecompute(outliers=False).choose(selection, SelectionInputs(n_layers=1), layout)
@@ -502,7 +503,7 @@ def test_bias_matters_to_the_choice() -> None:
     assert differ >= 10
 
 
-CHUNKS = ["abcdefgh " * 9, "one two three\n" * 5, "short", "x y z w " * 6]
+CHUNKS = ["abcdefgh " * 9, "one two three\n" * 5, "shorter than the rest", "x y z w " * 6]
 PROMPT = "Read:\n" + "\n--\n".join(text.strip() for text in CHUNKS) + "\nWhy?"
 
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from samkv_integrations.errors import UnsupportedModel
 from samkv_integrations.model import identity, remembered
 from samkv_integrations.model.loading import load_model
 from samkv_integrations.model.model import Model
+from samkv_integrations.model.remembered import Checkpoint, times_tell
 from tests.support.models import FAMILIES, byte_tokenizer, hf_model
 
 Change = Callable[[Any], object]
@@ -135,6 +137,92 @@ class TestDigests:
         before = digests(hf)
         hf.config.update(changed)
         assert digests(hf) == before
+
+
+def quantised(seed: int) -> Any:  # noqa: ANN401
+    """A model whose linear layers keep packed weights, which are no parameters and no buffers."""
+    return torch.ao.quantization.quantize_dynamic(hf_model("llama", seed), {nn.Linear})
+
+
+class Scaled(nn.Linear):
+    """A layer whose numbers are a state of its own kind."""
+
+    extra: Any = None
+
+    def get_extra_state(self) -> object:
+        return self.extra
+
+    def set_extra_state(self, state: object) -> None:
+        self.extra = state
+
+
+def with_extra_state(extra: object) -> Any:  # noqa: ANN401
+    hf = hf_model("llama")
+    layer = Scaled(64, 96, bias=False)
+    layer.weight = hf.model.layers[0].mlp.up_proj.weight
+    layer.extra = extra
+    hf.model.layers[0].mlp.up_proj = layer
+    return hf
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:torch.quantize_per_tensor")
+class TestAllOfTheState:
+    def test_packed_weights(self) -> None:
+        plain, other = quantised(0), quantised(1)
+        # all else that there is of the two is the same
+        other.model.embed_tokens = plain.model.embed_tokens
+        assert len({digests(plain)[0], digests(other)[0], digests(hf_model("llama"))[0]}) == 3
+        assert digests(quantised(0))[0] == digests(plain)[0]
+
+    @pytest.mark.parametrize(
+        ("one", "two"),
+        [
+            (1.5, 2.5),
+            ({"scale": torch.ones(3)}, {"scale": torch.ones(3) * 2}),
+            ([("a", b"1", None)], [("a", b"2", None)]),
+            (torch.ones(3), torch.ones(1, 3)),
+        ],
+    )
+    def test_extra_state(self, one: object, two: object) -> None:
+        first, second = digests(with_extra_state(one))[0], digests(with_extra_state(two))[0]
+        assert first != second and first == digests(with_extra_state(one))[0]
+
+    @pytest.mark.parametrize("per_channel", [False, True])
+    def test_scales_of_quantised_tensors(self, per_channel: bool) -> None:
+        def tensor(scale: float) -> torch.Tensor:
+            values = torch.arange(6.0).reshape(2, 3) * scale  # the same integers for every scale
+            if not per_channel:
+                return torch.quantize_per_tensor(values, scale, 0, torch.qint8)
+            scales, zeros = torch.full((2,), scale), torch.zeros(2)
+            return torch.quantize_per_channel(values, scales, zeros, 0, torch.qint8)
+
+        assert torch.equal(tensor(0.5).int_repr(), tensor(0.25).int_repr())
+        found = [digests(with_extra_state(tensor(scale)))[0] for scale in (0.5, 0.25, 0.5)]
+        assert found[0] == found[2] != found[1]
+
+    def test_what_has_no_digest_is_refused(self) -> None:
+        with pytest.raises(UnsupportedModel, match="up_proj._extra_state.* is a object, which has"):
+            digests(with_extra_state(object()))
+
+    def test_weights_of_a_class_of_their_own_are_refused(self) -> None:
+        class Packed(nn.Parameter):
+            pass
+
+        hf = hf_model("llama")
+        layer = hf.model.layers[0].mlp.up_proj
+        layer.weight = Packed(layer.weight.detach())
+        with pytest.raises(UnsupportedModel, match="up_proj.weight.* is a Packed, which has no"):
+            digests(hf)
+
+    @pytest.mark.parametrize("at", ["model.layers.1.self_attn.q_proj", "lm_head"])
+    def test_a_weight_that_is_nowhere_is_refused(self, at: str) -> None:
+        hf = hf_model("llama")
+        layer = hf.get_submodule(at)
+        weight = layer.weight.detach()
+        del layer.weight
+        layer.weight = weight
+        with pytest.raises(UnsupportedModel, match=f"the weight of '{at}' is no parameter and not"):
+            digests(hf)
 
 
 def rewritten(hf: Any) -> None:
@@ -271,6 +359,7 @@ class Saved:
         monkeypatch.setattr(remembered, "memory_folder", lambda: self.memory)
         monkeypatch.setattr(remembered, "MIN_BYTES", 0)
         monkeypatch.setattr(remembered, "SETTLED_S", -1e9)
+        monkeypatch.setattr(remembered, "times_tell", lambda _: True)  # wherever tests run
 
     @property
     def weights(self) -> Path:
@@ -336,6 +425,26 @@ class TestRememberedDigests:
         assert saved.digest() == saved.digest() and saved.n_hashed == 2
         assert list(saved.memory.iterdir()) == []
 
+    def test_not_where_times_do_not_tell(
+        self, saved: Saved, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        asked = []
+        monkeypatch.setattr(remembered, "times_tell", lambda folder: asked.append(folder))
+        assert saved.digest() == saved.digest() and saved.n_hashed == 2
+        assert set(asked) == {saved.folder} and list(saved.memory.iterdir()) == []
+
+    def test_not_if_samples_of_the_content_differ(
+        self, saved: Saved, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Other weights in files of which the system says that they are the same."""
+        said = Checkpoint.of(str(saved.folder), None, {})
+        assert said is not None
+        monkeypatch.setattr(Checkpoint, "of", lambda *_: said)
+        monkeypatch.setattr(Checkpoint, "again", lambda _: said)
+        before = saved.digest()
+        saved.overwrite()
+        assert saved.digest() == digests(hf_model("llama", seed=1))[0] != before
+
     def test_not_for_weights_that_were_changed_after_loading(self, saved: Saved) -> None:
         before = saved.digest()
         model = saved.load()
@@ -379,6 +488,36 @@ class TestRememberedDigests:
         assert saved.digest() == expected and saved.n_hashed == 2
         if not kept.is_dir():
             assert saved.digest() == expected and saved.n_hashed == 2  # and is whole again
+
+    def test_times_that_tell(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        if "tmpfs" in Path("/proc/self/mountinfo").read_text() and Path("/dev/shm").is_dir():
+            assert not times_tell(Path("/dev/shm"))
+        before = list(tmp_path.iterdir())
+        plain, stat = times_tell(tmp_path), os.fstat
+        assert list(tmp_path.iterdir()) == before
+        # as on a file system that gives back the time of the last write for that of the change
+        names = [name for name in dir(stat(0)) if name.startswith("st_")]
+
+        def lying(file: int) -> SimpleNamespace:
+            about = {name: getattr(stat(file), name) for name in names}
+            return SimpleNamespace(**about | {"st_ctime_ns": about["st_mtime_ns"]})
+
+        monkeypatch.setattr(remembered.os, "fstat", lying)
+        assert not times_tell(tmp_path)
+        assert plain or "tmpfs" in Path("/proc/self/mountinfo").read_text()
+
+    def test_a_read_only_folder_is_judged_by_that_of_the_memory(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        asked: list[object] = []
+
+        def temporary(dir: Path, **_: object) -> object:
+            asked.append(dir)
+            raise PermissionError("read-only")
+
+        monkeypatch.setattr(remembered, "memory_folder", lambda: tmp_path / "memory")
+        monkeypatch.setattr(remembered.tempfile, "TemporaryFile", temporary)
+        assert not times_tell(tmp_path) and asked in ([], [tmp_path, tmp_path / "memory"])
 
     def test_what_cannot_be_kept_is_hashed_again(
         self, saved: Saved, monkeypatch: pytest.MonkeyPatch

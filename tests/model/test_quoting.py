@@ -21,7 +21,7 @@ NAMES = ["<|end|>", "<|user|>", "<|assistant|>", "<|system|>"]
 
 def ids_of(engine: Engine, content: str) -> list[int]:
     with engine.resolve([{"role": "user", "content": content}]) as resolved:
-        return [token for segment in resolved.segments for token in segment.token_ids]
+        return resolved.token_ids
 
 
 @pytest.fixture
@@ -49,19 +49,42 @@ def test_ordinary_contents_are_as_the_tokenizer_has_them(engine: Engine) -> None
         {"role": "user", "content": "Hello <|there|> <"},
     ]
     with engine.resolve(messages) as resolved:
-        ids = [token for segment in resolved.segments for token in segment.token_ids]
+        ids = resolved.token_ids
     theirs = engine.model.tokenizer.apply_chat_template(
         messages, add_generation_prompt=True, return_dict=False
     )
-    assert ids == theirs or ids[1:] == theirs
+    assert ids == theirs
 
 
 def test_in_a_string_they_count(engine: Engine) -> None:
     """A string is read to the letter: who writes the template writes its control tokens."""
     prompt = "<|user|>Hello<|end|><|assistant|>"
     with engine.resolve(prompt) as resolved:
-        (segment,) = resolved.segments
-    assert len(segment.token_ids) == 1 + 3 + len("Hello")
+        assert len(resolved.token_ids) == 1 + 3 + len("Hello")
+
+
+def test_in_a_chunk_they_are_text_though_a_string_holds_it(engine: Engine) -> None:
+    """Whose text a string holds, only the chunks themselves can say: announced, given or stored."""
+    document = f"A document that says {SNEAKY} and nothing else but this."
+    around = "<|user|>Read:\n\n", "\n\nand <|end|> it.<|assistant|>"
+    tokenize, prompt = engine.model.tokenize, document.join(around)
+    letter = [engine.model.bos_id, *tokenize(prompt, special=True)]
+    as_text = [
+        engine.model.bos_id,
+        *tokenize(around[0], special=True),
+        *tokenize(document, special=False),
+        *tokenize(around[1], special=True),
+    ]
+    assert len(letter) < len(as_text)
+    for chunks, expected in ((None, letter), ([document], as_text), ((), letter)):
+        with engine.resolve(prompt, chunks) as resolved:
+            assert resolved.token_ids == expected
+    engine.cache_chunks([document])
+    with engine.resolve(prompt) as resolved:
+        assert resolved.token_ids == as_text
+        assert resolved.n_context == len(tokenize(document, special=False))
+    with engine.resolve(prompt.replace("document", "paper")) as resolved:
+        assert resolved.n_context and len(letter) < len(resolved.token_ids)
 
 
 @given(

@@ -9,8 +9,7 @@ import pytest
 from samkv_integrations import Engine
 from samkv_integrations.errors import HandleError
 from samkv_integrations.prompt import handles as handles_module
-from samkv_integrations.prompt.finder import Span
-from samkv_integrations.prompt.handles import LIFETIME_S, Handles, is_handle
+from samkv_integrations.prompt.handles import LIFETIME_S, Handles, Span, is_handle
 from tests.support.handles import TYPED, issued
 from tests.support.models import tiny_model
 
@@ -43,8 +42,8 @@ def test_what_resembles_a_handle_is_text(engine: Engine, text: str) -> None:
         assert text in plain
         report = engine.generate(prompt, max_new_tokens=1).report
         assert (report.context_tokens, report.chunk_misses) == (0, {})
-        ids = engine.model.tokenizer(plain, add_special_tokens=False)["input_ids"]
-        assert report.prompt_tokens == len(ids) + (ids[0] != engine.model.bos_id)
+        ids = engine.model.tokenizer(plain, add_special_tokens=isinstance(prompt, str))["input_ids"]
+        assert report.prompt_tokens == len(ids)
     assert engine.count_tokens(text) == 1 + len(engine.model.tokenize(text, special=True))
     assert engine.found_in(text) == []
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from samkv_integrations import ChunkStore, Engine
-from samkv_integrations.cache.bare import LOOKUP_CHARS
+from samkv_integrations.cache.windows import MIN_RUN
 from samkv_integrations.engine.report import Report
 from samkv_integrations.errors import MISS_REASONS, FingerprintMismatch
 from samkv_integrations.methods import METHODS
@@ -57,7 +57,8 @@ def test_it_explains_every_field_that_it_names() -> None:
     [
         ("have no chunk cache in ", "chroma/existing.py"),
         (" stands in a prompt and is read as text", "prompt/handles.py"),
-        ("the prompt does not hold them as they were stored", "prompt/announced.py"),
+        ("so none of their caches is used", "prompt/reader.py"),
+        ("no cache is used: ", "engine/chunks.py"),
         ("the store fails (", "cache/outage.py"),
         ("no API key, or a wrong one", "server/guard.py"),
         ("the Host header names another machine", "server/guard.py"),
@@ -76,7 +77,7 @@ def test_what_it_quotes_is_said(quoted: str, file: str) -> None:
 
 
 def test_its_numbers_are_those_of_the_code() -> None:
-    assert f"less than {LOOKUP_CHARS} characters" in PAGE
+    assert f"fewer than {MIN_RUN} tokens" in PAGE
     whole = METHODS["samkv-guided"].recompute.whole_tokens
     assert f"{whole} tokens\n  or less together" in PAGE
 

@@ -81,7 +81,7 @@ def first_token_by(
     call: Callable[[Request], FirstToken],
     engine: Engine,
     prompt: str,
-    chunks: Sequence[str],
+    chunks: Sequence[str] | None,
     method: Method | str,
     *,
     eviction: Eviction | str | None,
@@ -97,7 +97,7 @@ def first_token_by(
 def ask(
     engine: Engine,
     prompt: str,
-    chunks: Sequence[str],
+    chunks: Sequence[str] | None,
     method: Method | str,
     *,
     eviction: Eviction | str | None = "none",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -24,7 +24,8 @@ from samkv_integrations.methods.ape import ApeAttention
 from samkv_integrations.methods.base import Checked, Positions, ProbedLayer, Update, overwrite
 from samkv_integrations.methods.parts import Fusion
 from samkv_integrations.model.model import Model
-from samkv_integrations.prompt.layout import Layout, Segment
+from samkv_integrations.prompt.layout import ChunkPart, Layout
+from samkv_integrations.prompt.runs import Run
 from tests.support.chunks import decoded, random_chunk, tiny_fingerprint
 from tests.support.models import turned
 
@@ -39,14 +40,19 @@ Entry = tuple[int, Tensor, Tensor]  # position, key (G, D) rotated, value (G, D)
 
 @dataclass(frozen=True)
 class Piece:
-    """Tokens of a prompt: a chunk if it has a cache."""
+    """Tokens of a prompt: those ``rows`` of a chunk if it has a cache.
+
+    chunk: which of the prompt's it is; two pieces may be of one.
+    """
 
     ids: tuple[int, ...]
     cache: ChunkCache | None = None
+    rows: range = range(0)
+    chunk: int = -1
 
     @cached_property
     def decoded(self) -> tuple[Tensor, Tensor]:
-        """(L, T, G, D) un-rotated keys, and values, of its entries."""
+        """(L, T, G, D) un-rotated keys, and values, of all entries of the chunk."""
         assert self.cache is not None
         return decoded(self.cache)
 
@@ -71,8 +77,8 @@ class Case:
         return [token for piece in self.pieces for token in piece.ids]
 
     def context(self, cos: Tensor, sin: Tensor) -> Context:
-        caches = [piece.cache for piece in self.pieces if piece.cache is not None]
-        opened = [MemoryChunk(cache, self.fingerprint) for cache in caches]
+        caches = {piece.chunk: piece.cache for piece in self.pieces if piece.cache is not None}
+        opened = [MemoryChunk(cache, self.fingerprint) for cache in caches.values()]
         return Context(self.layout, opened, self.fingerprint, cos.float(), sin.float())
 
 
@@ -87,6 +93,7 @@ def case_of(
     seed: int,
     *,
     lengths: tuple[int, ...] = (22, 5, 17),
+    cuts: Sequence[Sequence[range]] | None = None,
     prefix: tuple[int, ...] = (1,),
     kept: float = 0.6,
     stale: float = 0.4,
@@ -95,6 +102,8 @@ def case_of(
     """Random chunk caches, different blocks kept at every layer, any kept token recomputed.
 
     Entries have 4, 8 and 16 bits in turn.
+
+    cuts: the runs of each chunk that the prompt holds, with text between; None for all of each.
     """
     rng = random.Random(seed)
     made_by = fingerprint((4, 8, 16)[seed % 3])
@@ -106,29 +115,35 @@ def case_of(
     for index, length in enumerate(lengths):
         if index and rng.random() < 0.5:
             pieces.append(Piece(tokens(rng.randint(1, 4))))
-        pieces.append(Piece(tokens(length), random_chunk(100 * seed + index, length, made_by)))
+        ids, cache = tokens(length), random_chunk(100 * seed + index, length, made_by)
+        for number, rows in enumerate([range(length)] if cuts is None else cuts[index]):
+            if number:
+                pieces.append(Piece(tokens(rng.randint(1, 4))))
+            pieces.append(Piece(ids[rows.start : rows.stop], cache, rows, index))
     if not ends_with_chunk:
         pieces.append(Piece(tokens(5)))
+    runs: list[list[Run]] = [[] for _ in lengths]
+    block_of: list[int] = []  # of each context token
+    numbers: dict[tuple[int, int], int] = {}
+    start = 0
+    for piece in pieces:
+        if piece.cache is not None:
+            runs[piece.chunk].append(Run(start, piece.rows.start, piece.rows.stop))
+            places = [(piece.chunk, row // BLOCK) for row in piece.rows]
+            block_of += [numbers.setdefault(place, len(numbers)) for place in places]
+        start += len(piece.ids)
     scheme = BlockScheme(size=BLOCK)
     layout = Layout.of(
+        [token for piece in pieces for token in piece.ids],
         [
-            Segment(
-                token_ids=piece.ids,
-                blocks=None if piece.cache is None else scheme.of(len(piece.ids)),
-                is_context=piece.cache is not None,
-            )
-            for piece in pieces
+            ChunkPart(runs=tuple(of_chunk), blocks=scheme.of(length))
+            for of_chunk, length in zip(runs, lengths, strict=True)
         ],
         prefix,
     )
     generator = torch.Generator().manual_seed(seed)
-    n_blocks = sum(math.ceil(n / BLOCK) for n in lengths)
-    keep = torch.rand(LAYERS, n_blocks, generator=generator) < kept
-    block_of = []
-    for length in lengths:
-        first = block_of[-1] + 1 if block_of else 0
-        block_of += [first + token // BLOCK for token in range(length)]
-    wanted = torch.rand(LAYERS, sum(lengths), generator=generator) < stale
+    keep = torch.rand(LAYERS, len(numbers), generator=generator) < kept
+    wanted = torch.rand(LAYERS, len(block_of), generator=generator) < stale
     return Case(
         pieces=tuple(pieces),
         prefix=prefix,
@@ -256,13 +271,13 @@ def reference(
     ids = case.ids
     # of the context: position, keys and values of its chunk, token there, block, prefilled position
     context: list[tuple[int, tuple[Tensor, Tensor], int, int, int]] = []
-    start = first_block = 0
+    numbers: dict[tuple[int, int], int] = {}  # of the blocks, by chunk and block within it
+    start = 0
     for piece in case.pieces:
         if piece.cache is not None:
-            for row in range(len(piece.ids)):
-                at, block = start + row, first_block + row // BLOCK
+            for at, row in enumerate(piece.rows, start):
+                block = numbers.setdefault((piece.chunk, row // BLOCK), len(numbers))
                 context.append((at, piece.decoded, row, block, len(case.prefix) + row))
-            first_block += math.ceil(len(piece.ids) / BLOCK)
         start += len(piece.ids)
     n_tokens = len(ids)
     # the last token gives the logits and is computed even if it belongs to a chunk

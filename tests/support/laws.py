@@ -24,7 +24,7 @@ def words(seed: int, n: int) -> str:
     return "".join(rng.choice("abcdefghij klmnop\nqrs") for _ in range(n)).strip() or "x"
 
 
-CHUNKS = [words(seed, n) for seed, n in enumerate((90, 41, 7, 66, 24))]
+CHUNKS = [words(seed, n) for seed, n in enumerate((90, 41, 17, 66, 24))]
 FROM_THE_START = "\n\n".join(CHUNKS) + "\n\nQuestion: why?"
 PROMPT = "Read:\n\n" + "\n\n-- more\n".join(CHUNKS) + "\n\nQuestion: why?\nAnswer:"
 FOLLOW = (70, 9, 201, 33, 8, 61, 97, 115)
@@ -32,7 +32,7 @@ FOLLOW = (70, 9, 201, 33, 8, 61, 97, 115)
 
 
 def first_logits(
-    engine: Engine, prompt: str, chunks: list[str], method: Method | str
+    engine: Engine, prompt: str, chunks: list[str] | None, method: Method | str
 ) -> tuple[Tensor, Asked]:
     asked = ask(engine, prompt, chunks, method)
     return asked.first.logits, asked

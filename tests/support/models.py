@@ -6,7 +6,7 @@ from functools import cache
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from torch import Tensor
 from transformers import (
     LlamaConfig,
@@ -40,6 +40,10 @@ def byte_tokenizer(*, bos: bool) -> PreTrainedTokenizerFast:
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
+    if bos:  # added to texts, as Llama's tokenizers do
+        backend.post_processor = processors.TemplateProcessing(
+            single="<|bos|> $A", pair="<|bos|> $A $B", special_tokens=[("<|bos|>", 1)]
+        )
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend,
         pad_token="<|pad|>",

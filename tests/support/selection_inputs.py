@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 from hypothesis import strategies as st
@@ -11,7 +12,8 @@ from torch import Tensor
 
 from samkv_integrations.cache.blocks import BlockScheme
 from samkv_integrations.methods.base import ProbedLayer, SelectionInputs
-from samkv_integrations.prompt.layout import Layout, Segment
+from samkv_integrations.prompt.layout import ChunkPart, Layout
+from samkv_integrations.prompt.runs import Run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,14 +32,16 @@ class Block:
 class Shape:
     """What a random request is made of.
 
-    lengths: tokens of each chunk. before: plain tokens in front of the first chunk, besides the
-    prefix, which is one token where ``prefix`` is set. heads: query heads a group. window: tokens
-    of the question; with 0 the prompt ends with a chunk.
+    lengths: tokens of each chunk. cut: how likely it is that the prompt holds a part of one only:
+    from one token to another, or two such runs with text between. before: plain tokens in front of
+    the first chunk, besides the prefix, which is one token where ``prefix`` is set. heads: query
+    heads a group. window: tokens of the question; with 0 the prompt ends with a chunk.
     scale: spread of the queries; large ones make every softmax one-sided.
     """
 
     seed: int
     lengths: tuple[int, ...]
+    cut: float = 0.0
     size: int = 4
     n_init: int = 1
     n_local: int = 2
@@ -56,6 +60,7 @@ def shapes(**fixed: object) -> st.SearchStrategy[Shape]:
     drawn: dict[str, st.SearchStrategy[object]] = {
         "seed": st.integers(0, 2**32 - 1),
         "lengths": st.lists(st.integers(1, 45), min_size=1, max_size=6).map(tuple),
+        "cut": st.sampled_from((0.0, 0.6)),
         "size": st.integers(1, 5),
         "n_init": st.integers(1, 2),
         "n_local": st.integers(1, 2),
@@ -77,7 +82,9 @@ class Request:
 
     queries: (L, H, R, D), rotated by cos and sin (R, D), of the R uncached tokens. keys: (L, n, G,
     D), rotated, of the context tokens. mean_query: (L, H, D). blocks: all blocks in prompt order.
-    exact: for each chunk, whether it begins right after the prefix that it was prefilled with.
+    exact: for each chunk, whether one run of it begins right after the prefix that it was prefilled
+    with. held: of each chunk, which of its tokens the prompt holds. positions: in the prompt, of
+    the context tokens.
     """
 
     shape: Shape
@@ -90,6 +97,8 @@ class Request:
     mean_query: Tensor
     blocks: list[Block]
     exact: list[bool]
+    held: list[list[int]]
+    positions: list[int]
 
     def probed(self, layer: int) -> ProbedLayer:
         """What a probe over everything shows of ``layer``."""
@@ -105,7 +114,13 @@ class Request:
 
     @property
     def n_context(self) -> int:
-        return sum(self.shape.lengths)
+        return len(self.positions)
+
+    @property
+    def spans(self) -> list[range]:
+        """The context tokens of each chunk."""
+        ends = list(accumulate(map(len, self.held)))
+        return [range(end - len(of), end) for end, of in zip(ends, self.held, strict=True)]
 
     def middle(self, chunk: int) -> list[Block]:
         return [b for b in self.blocks if b.chunk == chunk and not b.anchor]
@@ -114,32 +129,44 @@ class Request:
         return next(b.chunk for b in self.blocks if b.start <= token < b.stop)
 
 
-def blocks_of(shape: Shape) -> list[Block]:
-    """Chunks cut into blocks by counting, one after another."""
+def blocks_of(shape: Shape, held: list[list[int]]) -> list[Block]:
+    """Chunks cut into blocks by counting, one after another; without those that nothing is of."""
     blocks: list[Block] = []
-    first = 0
-    for chunk, length in enumerate(shape.lengths):
+    start = 0
+    for chunk, (length, tokens) in enumerate(zip(shape.lengths, held, strict=True)):
         n_blocks = len(range(0, length, shape.size))
         for i in range(n_blocks):
-            start = first + i * shape.size
+            n_held = sum(i * shape.size <= token < (i + 1) * shape.size for token in tokens)
+            if not n_held:
+                continue
             from_end = n_blocks - 1 - i
             blocks.append(
                 Block(
                     index=len(blocks),
                     chunk=chunk,
                     start=start,
-                    stop=min(start + shape.size, first + length),
+                    stop=start + n_held,
                     anchor=i < shape.n_init or from_end < shape.n_local,
                     initial=i < shape.n_init,
                 )
             )
-        first += length
+            start += n_held
     return blocks
+
+
+def runs_of(rng: random.Random, length: int) -> list[range]:
+    """A part of a chunk of ``length`` tokens: one run, or two that do not touch."""
+    start = rng.randrange(length)
+    stop = rng.randint(start + 1, length)
+    if stop - start < 3 or rng.random() < 0.4:
+        return [range(start, stop)]
+    first = rng.randint(start + 1, stop - 2)
+    return [range(start, first), range(rng.randint(first + 1, stop - 1), stop)]
 
 
 def request_of(shape: Shape) -> Request:
     """The request of ``shape``: its content follows from the seed."""
-    rng = random.Random(shape.seed)
+    rng, cuts = random.Random(shape.seed), random.Random(f"cuts of {shape.seed}")
     generator = torch.Generator().manual_seed(shape.seed)
 
     def normal(*size: int) -> Tensor:
@@ -147,16 +174,25 @@ def request_of(shape: Shape) -> Request:
 
     scheme = BlockScheme(size=shape.size, n_init=shape.n_init, n_local=shape.n_local)
     prefix = (1,) if shape.prefix else ()
-    segments = [Segment(token_ids=prefix + (7,) * shape.before)]
+    ids = [*prefix] + [7] * shape.before
+    parts, held, positions = [], [], []
     for chunk, length in enumerate(shape.lengths):
         if chunk and rng.random() < 0.5:
-            segments.append(Segment(token_ids=(8,) * rng.randint(1, 3)))
-        segments.append(Segment(token_ids=(9,) * length, blocks=scheme.of(length), is_context=True))
-    if shape.window:
-        segments.append(Segment(token_ids=(5,) * shape.window))
-    layout = Layout.of(segments, prefix)
-    blocks = blocks_of(shape)
-    n_chunks, n_blocks, n_context = len(shape.lengths), len(blocks), sum(shape.lengths)
+            ids += [8] * rng.randint(1, 3)
+        is_cut = cuts.random() < shape.cut
+        of_chunk = runs_of(cuts, length) if is_cut else [range(length)]
+        runs = []
+        for run in of_chunk:
+            if runs:
+                ids += [8] * cuts.randint(1, 3)
+            runs.append(Run(len(ids), run.start, run.stop))
+            positions += range(len(ids), len(ids) + len(run))
+            ids += [9] * len(run)
+        parts.append(ChunkPart(runs=tuple(runs), blocks=scheme.of(length)))
+        held.append([token for run in of_chunk for token in run])
+    layout = Layout.of(ids + [5] * shape.window, parts, prefix)
+    blocks = blocks_of(shape, held)
+    n_chunks, n_blocks, n_context = len(shape.lengths), len(blocks), len(positions)
     n_layers, n_heads, dim = shape.n_layers, shape.groups * shape.heads, shape.dim
 
     block_means = normal(n_layers, n_blocks, shape.groups, dim)
@@ -171,6 +207,9 @@ def request_of(shape: Shape) -> Request:
         for layer in range(n_layers):
             top, low = rng.choice(middle).index, rng.choice(middle).index
             block_max[layer, chunk], block_min[layer, chunk] = top, low
+            if len(held[chunk]) < shape.lengths[chunk]:  # one may be of a block that is not held
+                block_max[layer, chunk] = -1 if cuts.random() < 0.2 else top
+                block_min[layer, chunk] = -1 if cuts.random() < 0.2 else low
             # between the two, or just beyond, so that both cases of equation 2 occur
             mix = rng.uniform(-0.3, 1.3)
             between = mix * block_means[layer, top] + (1 - mix) * block_means[layer, low]
@@ -193,7 +232,8 @@ def request_of(shape: Shape) -> Request:
     turns = normal(n_missed, dim // 2)
     angle = torch.cat((turns, turns), dim=1)  # both halves turn alike, as in every rotary model
     n_stored = n_context - (not shape.window)
-    first_is_exact = shape.before == 0
+    one_run = len(parts[0].runs) == 1 and held[0][0] == 0
+    first_is_exact = shape.before == 0 and one_run
     return Request(
         shape=shape,
         layout=layout,
@@ -205,6 +245,8 @@ def request_of(shape: Shape) -> Request:
         mean_query=shape.scale * normal(n_layers, n_heads, dim),
         blocks=blocks,
         exact=[first_is_exact and chunk == 0 for chunk in range(n_chunks)],
+        held=held,
+        positions=positions,
     )
 
 

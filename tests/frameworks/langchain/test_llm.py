@@ -218,7 +218,10 @@ class TestChat:
         ]
 
     def test_a_document_a_block(self) -> None:
-        texts = ["Denbury is a town on the river Tume", "Its bell tower has 1802 steps"]
+        texts = [
+            "Denbury is a town on the river Tume, whose people build boats and mills of stone.",
+            "Its bell tower has 1802 steps, and nobody has ever counted all of them in one day.",
+        ]
         engine = Engine(builtin())
         engine.cache_chunks(texts)
         chat = ChatSamKV(engine=engine, max_tokens=2)

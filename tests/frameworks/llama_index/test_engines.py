@@ -215,10 +215,11 @@ class TestMisses:
             engine=own_corpus.engine, mode="handle", on_miss="compute"
         )
         (shown,) = postprocessor.postprocess_nodes([NodeWithScore(node=TextNode(text=ASKED.text))])
-        shown.node.set_content("Never seen before.")
+        text = "Never seen before, and long enough to be found in a prompt by its tokens."
+        shown.node.set_content(text)
         content = shown.node.get_content(MetadataMode.LLM)
         assert HANDLE.fullmatch(content)
-        assert spelled_out(own_corpus.engine, content) == "Never seen before."
+        assert spelled_out(own_corpus.engine, content) == text
 
     def test_error_names_node_and_next_step(self, own_corpus: Corpus) -> None:
         own_corpus.engine.store.delete(own_corpus.engine.key_of(ASKED.text))

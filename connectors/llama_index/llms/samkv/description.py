@@ -11,6 +11,7 @@ from llama_index.core.llms.custom import CustomLLM
 from samkv_integrations.cache.disk import ChunkStore
 from samkv_integrations.cache.memory import MemoryStore
 from samkv_integrations.engine.engine import Engine
+from samkv_integrations.engine.options import prefix_ids
 from samkv_integrations.errors import InvalidOption
 from samkv_integrations.frameworks.engine_args import MADE_BY, own_choices
 from samkv_integrations.frameworks.local_llm import LocalLLM
@@ -79,14 +80,13 @@ def _unwritten(engine: Engine, method: str | None, eviction: str | None) -> list
 
     method, eviction: those of the LLM, which win over the engine's.
     """
-    bos = engine.model.bos_id
     own_method, own_eviction = own_choices(engine)
     # a tuned one lies in the folder of the caches, where the next engine finds it
     is_default = METHODS.get(engine.method.name) == engine.method or engine.tuned is not None
     left_out = {
         "method": method is None and own_method is None and not is_default,
         "eviction": eviction is None and own_eviction is None and engine.eviction is not None,
-        "prefix": engine.prefix != (() if bos is None else (bos,)),
+        "prefix": engine.prefix != prefix_ids(engine.model, "documents", ""),
         "block_size": engine.chunks.has_own_scheme,
         "store": type(engine.store) not in (ChunkStore, MemoryStore),
     }

@@ -1,0 +1,110 @@
+"""Caches that an engine cannot use, and prompts that hold nothing announced: one warning each."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from samkv_integrations import ChunkStore, Engine
+from samkv_integrations.errors import ChunkNotCached
+from tests.support.models import tiny_model
+
+TEXT = "The mill of Orvik was built in 1871 by two brothers."
+PROMPT = f"Read: {TEXT}\nQuestion: when?"
+
+
+def fill(folder: Path, **options: object) -> None:
+    namespace = str(options.pop("namespace", ""))
+    model = options.pop("model", tiny_model("llama"))
+    engine = Engine(model, ChunkStore(folder, namespace=namespace), **options)  # type: ignore[arg-type]
+    engine.cache_chunks([TEXT])
+
+
+def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"store_bits": 8}, "store_bits is 4 here and 8 there; next step: give store_bits=8"),
+        ({"prefix": "none"}, "prefix is .* next step: give the prefix= and prefix_text="),
+        ({"model": tiny_model("llama", torch.bfloat16)}, r"dtype is .*give dtype='bfloat16'"),
+        ({"model": tiny_model("llama", seed=5)}, "weights is .*ingest again with the loaded model"),
+        ({"namespace": "team"}, "namespace '', but there are some in namespace 'team' of .*kv"),
+    ],
+    ids=["bits", "prefix", "dtype", "model", "namespace"],
+)
+def test_what_would_match_is_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, options: dict[str, object], expected: str
+) -> None:
+    fill(tmp_path / "kv", **options)
+    engine = Engine(tiny_model("llama"), ChunkStore(tmp_path / "kv"), store_bits=4)
+    for _ in range(2):
+        report = engine.generate(PROMPT, max_new_tokens=1, on_miss="text").report
+        assert report.reused == 0
+    (message,) = said(caplog)
+    assert re.search(expected, message), message
+
+
+def test_an_empty_folder_beside_a_full_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    fill(tmp_path / "full")
+    engine = Engine(tiny_model("llama"), ChunkStore(tmp_path / "empty"))
+    engine.generate(PROMPT, max_new_tokens=1, on_miss="text")
+    (message,) = said(caplog)
+    assert str(tmp_path / "full") in message
+
+
+def test_nothing_is_said_where_all_is_well(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    fill(tmp_path / "kv")
+    engine = Engine(tiny_model("llama"), ChunkStore(tmp_path / "kv"))
+    engine.generate(PROMPT, max_new_tokens=1)
+    engine.generate("Nothing of it in here.", max_new_tokens=1)
+    empty = Engine(tiny_model("llama"), ChunkStore(tmp_path / "elsewhere" / "kv"))
+    empty.generate("Nothing of it in here.", max_new_tokens=1)
+    assert said(caplog) == []
+
+
+class TestAnnounced:
+    @pytest.fixture
+    def engine(self) -> Engine:
+        engine = Engine(tiny_model("llama"))
+        engine.cache_chunks([TEXT])
+        return engine
+
+    def test_a_prompt_that_holds_none_of_them(
+        self, engine: Engine, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        for _ in range(2):
+            engine.announce([TEXT])
+            engine.generate(f"Read: {TEXT[:12].upper()}", max_new_tokens=1)
+        (message,) = said(caplog)
+        assert "1 chunks were retrieved" in message and TEXT[:8] not in message
+
+    def test_a_part_of_one_is_enough(
+        self, engine: Engine, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        engine.announce([TEXT])
+        report = engine.generate(f"Read: {TEXT[10:40]}", max_new_tokens=1).report
+        assert (report.context_tokens, report.found) == (30, 1) and said(caplog) == []
+        engine.generate("A prompt that nothing was announced for.", max_new_tokens=1)
+        assert said(caplog) == []
+
+    def test_it_is_an_error_if_misses_are(self, engine: Engine) -> None:
+        engine.announce([TEXT])
+        with pytest.raises(ChunkNotCached, match="no 16 tokens in a row of any retrieved chunk"):
+            engine.generate("Something else.", max_new_tokens=1, on_miss="error")
+
+    def test_one_without_a_cache_is_computed_and_kept(self, engine: Engine) -> None:
+        other = "The bakery on Mill Lane was opened in 1931 by the Holm family."
+        engine.announce([other])
+        report = engine.generate(f"> {other[:30]}", method="reuse", max_new_tokens=1).report
+        assert (report.found, report.computed_now, report.chunk_misses) == (1, 1, {"absent": 1})
+        assert report.context_tokens == 30 and engine.is_cached(other)

