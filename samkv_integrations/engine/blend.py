@@ -12,7 +12,7 @@ from torch import Tensor
 from samkv_integrations.engine.plan import LayerPlan, PassPlan
 from samkv_integrations.engine.prefix_cache import NewPrefix, Prefix
 from samkv_integrations.engine.watch import Watch
-from samkv_integrations.engine.working_cache import LayerEntries, WorkingCache, as_heads
+from samkv_integrations.engine.working_cache import LayerEntries, WorkingCache, as_heads, room_for
 from samkv_integrations.methods.base import (
     Checked,
     ContextAttention,
@@ -132,8 +132,11 @@ class Blend:
         sides: (n, G, D) each, those that were computed last.
         """
         room, computed = 0 if self.cache is None else self.cache.room, sides[-1]
-        entries = computed.new_empty(plan.n_entries + room, *computed.shape[1:])
-        torch.index_select(torch.cat(sides), 0, plan.source, out=entries[: plan.n_entries])
+        entries = room_for(plan.n_entries + room, computed)
+        mixed_up = len(plan.cached) or plan.n_held  # else all are computed, in prompt order
+        entries[: plan.n_entries] = (
+            torch.cat(sides).index_select(0, plan.source) if mixed_up else computed
+        )
         if len(plan.mixed):
             entries[plan.mixed_slots] = self.update(entries[plan.mixed_slots], computed[plan.mixed])
         return entries
@@ -163,10 +166,13 @@ class Blend:
         """What stays of a layer."""
         n_entries, is_context = plan.n_entries, plan.is_context
         if plan.staying is not None:
-            room = torch.arange(n_entries, len(keys), device=keys.device)
-            staying = torch.cat((plan.staying, room))
-            keys, values = keys.index_select(0, staying), values.index_select(0, staying)
-            n_entries, is_context = len(plan.staying), is_context[plan.staying]
+            room, n_entries = len(keys) - n_entries, len(plan.staying)
+            before = (keys, values)
+            keys, values = (room_for(n_entries + room, side) for side in before)
+            keys[:n_entries], values[:n_entries] = (
+                side.index_select(0, plan.staying) for side in before
+            )
+            is_context = is_context[plan.staying]
         return LayerEntries(
             keys=keys, values=values, n_entries=n_entries, is_context=is_context,
             context=plan.context, context_slots=plan.context_slots, changed=plan.changed,

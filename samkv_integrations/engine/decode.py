@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
 
 from samkv_integrations.engine.working_cache import WorkingCache
 from samkv_integrations.model.model import Model
+from samkv_integrations.model.single_token import for_single_token
 
 
 class Decoder:
@@ -44,9 +46,11 @@ def decode(decoders: Sequence[Decoder], tokens: Sequence[int]) -> Tensor:
         return torch.cat([cache.attend(layer, q, k, v, scaling) for cache, q, k, v in own], 2)
 
     # The layers see answers as tokens of one sequence: they meet nowhere but in attention.
-    hidden = model.embed(torch.tensor([list(tokens)]))
-    for layer in range(model.n_layers):
-        hidden = model.layer(layer, hidden, cos, sin, attend)
+    with for_single_token(model.device, model.dtype) if len(tokens) == 1 else nullcontext():
+        hidden = model.embed(torch.tensor([list(tokens)]))
+        for layer in range(model.n_layers):
+            hidden = model.layer(layer, hidden, cos, sin, attend)
+        logits = model.logits(hidden[0])
     for decoder in decoders:
         decoder.position += 1
-    return model.logits(hidden[0])
+    return logits

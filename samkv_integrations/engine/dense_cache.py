@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from samkv_integrations.engine.working_cache import LayerEntries, WorkingCache, as_heads
+from samkv_integrations.engine.working_cache import LayerEntries, WorkingCache, as_heads, room_for
 from samkv_integrations.methods.base import ContextAttention
 from samkv_integrations.model.attention import attention
 
@@ -109,12 +109,11 @@ class DenseCache(WorkingCache):
         for side in self._sides:
             entries = side[layer][: self.lengths[layer]]
             n_kept = len(entries) if slots is None else len(slots)
-            moved = entries.new_empty(room, *entries.shape[1:])
-            if slots is None:
-                moved[:n_kept] = entries
-            else:
+            moved = room_for(room, entries)
+            if slots is not None:
                 at = slots.to(entries.device)[..., None].expand(-1, -1, entries.shape[-1])
-                torch.gather(entries, 0, at, out=moved[:n_kept])
+                entries = entries.gather(0, at)
+            moved[:n_kept] = entries
             side[layer] = moved
         self.lengths[layer], self._kept[layer] = n_kept, slots
 

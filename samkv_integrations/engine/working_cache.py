@@ -69,3 +69,13 @@ class WorkingCache(ABC):
 def as_heads(entries: Tensor) -> Tensor:
     """(S, heads, D) -> (1, heads, S, D), without a copy."""
     return entries.transpose(0, 1)[None]
+
+
+def room_for(n_entries: int, like: Tensor) -> Tensor:
+    """(n_entries, G, D) of undefined numbers, for entries such as ``like`` (S, G, D).
+
+    The entries of a head lie side by side: a step then reads them in one run, which takes little
+    more than half the time of reading every G-th row.
+    """
+    n_heads, size = like.shape[1:]
+    return like.new_empty(n_heads, n_entries, size).transpose(0, 1)
