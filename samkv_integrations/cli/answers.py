@@ -16,7 +16,8 @@ from samkv_integrations.figures import Row
 def answer_row(question: Question, text: str, sources: Sequence[str], report: Report) -> Row:
     """The row of one answer: the texts, whether it is right if that is known, and the report.
 
-    sources: names of the chunks that it was given, nearest first.
+    sources: names of the chunks that it was given, nearest first. ``answer_s`` of the row: seconds
+    from the call to the last token.
     """
     answer = text.strip()
     row: dict[str, Any] = {
@@ -28,27 +29,40 @@ def answer_row(question: Question, text: str, sources: Sequence[str], report: Re
         row["expected"] = list(question.answers)
         row["exact_match"] = exact_match(answer, question.answers)
         row["f1"] = f1_score(answer, question.answers)
-    return row | report.to_dict()
+    steps = report.completion_tokens - 1
+    after = steps / report.decode_tokens_per_s if report.decode_tokens_per_s else 0.0
+    return row | report.to_dict() | {"answer_s": report.ttft_s + after}
 
 
 def with_ratios(rows: Sequence[Row]) -> list[Row]:
-    """Rows of one question; each gets ``ttft_ratio`` if `recompute` is among them."""
-    truth = next((row["ttft_s"] for row in rows if row["method"] == "recompute"), None)
-    added = [{} if truth is None else {"ttft_ratio": row["ttft_s"] / truth} for row in rows]
-    return [{**row, **more} for row, more in zip(rows, added, strict=True)]
+    """Rows of one question; if `recompute` is among them, with ratios to its times."""
+    truth = next((row for row in rows if row["method"] == "recompute"), None)
+    if truth is None:
+        return list(rows)
+    return [
+        {
+            **row,
+            "ttft_ratio": row["ttft_s"] / truth["ttft_s"],
+            "answer_ratio": row["answer_s"] / truth["answer_s"],
+        }
+        for row in rows
+    ]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
     """One method over many questions.
 
-    n_right: exact matches among the n_known questions whose answer is known. same_share: share of
-    the questions with the same answer as by `recompute`. bytes_read: mean over questions;
-    bytes_share: its share of what `reuse` reads. ttft_s: median; ttft_ratio: median of the ratios
-    to `recompute` at each question. None where `recompute` or `reuse` did not run.
+    n_right: exact matches among the n_known questions whose answer is known. n_same: of the
+    questions, those with the same answer as by `recompute`; same_share: their share. bytes_read:
+    mean over questions; bytes_share: its share of what `reuse` reads. ttft_s, answer_s: medians;
+    ttft_ratio, answer_ratio: medians of the ratios to `recompute` at each question. None where
+    `recompute` or `reuse` did not run.
     """
 
     method: str
+    n_questions: int
+    n_same: int | None
     n_known: int
     n_right: int
     same_share: float | None
@@ -58,6 +72,8 @@ class Summary:
     bytes_share: float | None
     ttft_s: float
     ttft_ratio: float | None
+    answer_s: float
+    answer_ratio: float | None
 
 
 def summarise(rows: Sequence[Row]) -> list[Summary]:
@@ -75,11 +91,17 @@ def summarise(rows: Sequence[Row]) -> list[Summary]:
         known = [row for row in mine if row.get("expected")]
         bytes_read, ttft_s = mean(r["bytes_read"] for r in mine), median(r["ttft_s"] for r in mine)
         all_bytes = mean(r["bytes_read"] for r in reused) if reused else 0
-        same = [a["answer"] == b["answer"] for a, b in zip(mine, truth or [], strict=False)]
-        paired = [a["ttft_s"] / b["ttft_s"] for a, b in zip(mine, truth or [], strict=False)]
+        pairs = list(zip(mine, truth, strict=True)) if truth else []
+        same = [a["answer"] == b["answer"] for a, b in pairs]
+        times = {
+            name: median(a[name] / b[name] for a, b in pairs) if pairs else None
+            for name in ("ttft_s", "answer_s")
+        }
         summaries.append(
             Summary(
                 method=name,
+                n_questions=len(mine),
+                n_same=sum(same) if same else None,
                 n_known=len(known),
                 n_right=sum(int(row["exact_match"]) for row in known),
                 same_share=mean(same) if same else None,
@@ -88,7 +110,9 @@ def summarise(rows: Sequence[Row]) -> list[Summary]:
                 bytes_read=bytes_read,
                 bytes_share=bytes_read / all_bytes if all_bytes else None,
                 ttft_s=ttft_s,
-                ttft_ratio=median(paired) if paired else None,
+                ttft_ratio=times["ttft_s"],
+                answer_s=median(row["answer_s"] for row in mine),
+                answer_ratio=times["answer_s"],
             )
         )
     return summaries

@@ -191,7 +191,10 @@ Route = Annotated[
     typer.Option(help="To which replica: load, or collection (by the header x-session-id). [load]"),
 ]
 
-SampleFolder = Annotated[Path, typer.Option(help="Folder of sample documents.")]
+SampleFolder = Annotated[
+    Path | None,
+    typer.Option(help="Folder of documents. Default: in examples/, as suits the model."),
+]
 SampleQuestions = Annotated[
     Path | None, typer.Option(help="Their questions; questions.jsonl in that folder.")
 ]

@@ -21,7 +21,8 @@ def doctor(
 ) -> None:  # fmt: skip
     """Check that a model is computed exactly, and measure what suits it. Exit code 1 if it is not.
 
-    It says which --store-bits to take, and when full prefill is faster.
+    It says which --store-bits to take, when full prefill is faster, and how often each method gives
+    full prefill's answer.
     """
     use_threads_for(model)  # times of another number of threads would not be found again
     loaded = load_model(model, device=device, dtype=dtype)

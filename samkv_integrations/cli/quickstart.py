@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from rich.console import Console
 from tqdm.auto import tqdm
 
 from samkv_integrations import figures
@@ -17,13 +19,25 @@ from samkv_integrations.cli import arguments as args
 from samkv_integrations.cli import tables
 from samkv_integrations.cli.answers import answer_row, with_ratios
 from samkv_integrations.cli.documents import find_documents
-from samkv_integrations.cli.loading import BUILTIN, use_threads_for
+from samkv_integrations.cli.loading import BUILTIN, engine_of
 from samkv_integrations.cli.questions import read_questions
-from samkv_integrations.errors import InvalidOption, MissingExtra
+from samkv_integrations.engine.engine import Engine
+from samkv_integrations.errors import InvalidOption, MissingExtra, ModelNotFound
 from samkv_integrations.figures import Row
 
-COMPARED = ("recompute", "reuse", "epic", "samkv-guided", "auto")
-"""The methods that answer every question."""
+COMPARED = ("recompute", "reuse", "epic", "auto")
+"""The methods that answer every question; the first is full prefill, the last the default."""
+
+SMOLLM2 = "smollm2"
+
+ARCHIVE, PARAGRAPHS = Path("examples/town_archive"), Path("examples/paragraphs")
+"""Sample documents for the built-in model, and for all others."""
+
+TOP_K, MAX_NEW_TOKENS = 8, 24
+"""Chunks of a prompt, and tokens of an answer, for models that read paragraphs."""
+
+ARCHIVE_TOP_K, ARCHIVE_TOKENS = 5, 16
+"""The same for the built-in model: the archive's documents are longer, its answers shorter."""
 
 SHOWN_QUESTIONS = 3
 """How many questions are shown with their answers."""
@@ -34,43 +48,46 @@ IN_DISTRIBUTION = """\
 The built-in model was trained on questions and documents of the samples' kind. To other text it
 answers nonsense with every method, full prefill included."""
 
-ALL_METHODS = """\
-All methods, the paper's among them: 'samkv bench quality' compares their answers, and
-'samkv bench latency' their times in the shape of a larger model."""
-
 
 def quickstart(
-    documents: args.SampleFolder = Path("examples/town_archive"),
+    model: args.ModelName = SMOLLM2,
+    documents: args.SampleFolder = None,
     questions: args.SampleQuestions = None,
     folder: args.Folder = Path(".samkv/quickstart"), as_json: args.Json = False,
 ) -> None:  # fmt: skip
-    """The whole way on the built-in model: index, ask through LlamaIndex, compare the methods."""
-    if not documents.is_dir():
-        raise InvalidOption(
-            f"{documents} is not a folder; run this where the sample documents are (a checkout of "
-            "the repository), or name a folder with --documents"
-        )
+    """The whole way: index paragraphs, ask about them through LlamaIndex, compare the methods.
+
+    Without the model smollm2 it runs the built-in model over documents that this one can read.
+    """
+    out = tables.console(stderr=as_json)
+    for sample in [documents] if documents else [ARCHIVE, PARAGRAPHS]:
+        if not sample.is_dir():
+            raise InvalidOption(
+                f"{sample} is not a folder; run this where the sample documents are (a checkout of "
+                "the repository), or name a folder with --documents"
+            )
+    made = _quickstart_of_llama_index()
+    model, engine = _loaded(model, folder, out)
+    documents = documents or (ARCHIVE if model == BUILTIN else PARAGRAPHS)
     files = find_documents([documents]).files
     asked = read_questions(questions or documents / "questions.jsonl")
-    use_threads_for(BUILTIN)
-    run = _quickstart_of_llama_index()(folder)
-    out = tables.console(stderr=as_json)
+    top_k, n_new = (ARCHIVE_TOP_K, ARCHIVE_TOKENS) if model == BUILTIN else (TOP_K, MAX_NEW_TOKENS)
+    run = made(engine, folder, top_k=top_k, max_new_tokens=n_new)
     done = run.ingest(files)
     out.print(f"{len(files)} documents, {done.n_records} chunks in Chroma: {done.n_cached} "
               f"prefilled now, {done.n_hit} already cached ({figures.seconds(done.seconds)}, "
               f"{figures.size(done.bytes_on_disk)} written to {folder / 'kv'})")  # fmt: skip
-    run.ask(asked[0].question, COMPARED[0])  # the first pass of a process is slower than all others
+    run.ask(asked[0].question, "reuse")  # the first answer of a process is slower than all others
     rows: list[Row] = []
-    shown: list[str] = []
-    for one in tqdm(asked, desc="asking"):
+    for number, one in enumerate(tqdm(asked, desc="asking")):
         replies = {name: run.ask(one.question, name) for name in COMPARED}
         rows += _rows(one, replies)
-        shown += _lines(one, replies["auto"])
-    out.print("\n".join(shown[: len(shown) // len(asked) * SHOWN_QUESTIONS]))
+        if number < SHOWN_QUESTIONS:
+            _show_replies(one, replies, out)
     if as_json:
-        tables.write_json("quickstart", BUILTIN, rows)
+        tables.write_json("quickstart", model, rows)
     else:
-        _show(rows, len(asked))
+        _show(rows, len(asked), model, out)
 
 
 def _quickstart_of_llama_index() -> Any:  # noqa: ANN401
@@ -79,6 +96,17 @@ def _quickstart_of_llama_index() -> Any:  # noqa: ANN401
         return importlib.import_module("llama_index.llms.samkv.quickstart").Quickstart
     except ModuleNotFoundError as error:
         raise MissingExtra.of(error.name or "llama_index", "llama-index") from error
+
+
+def _loaded(model: str, folder: Path, out: Console) -> tuple[str, Engine]:
+    """The model's name and an engine on it; the built-in one where smollm2 cannot be had."""
+    try:
+        return model, engine_of(model, folder / "kv", "auto", "auto", None)
+    except (MissingExtra, ModelNotFound) as error:
+        if model != SMOLLM2:
+            raise
+        out.print(f"Without a real model: {error}\nSo this runs the built-in one, for tests.")
+        return BUILTIN, engine_of(BUILTIN, folder / "kv", "auto", "auto", None)
 
 
 def _rows(question: Question, replies: Mapping[str, Any]) -> list[Row]:
@@ -91,17 +119,32 @@ def _rows(question: Question, replies: Mapping[str, Any]) -> list[Row]:
     )
 
 
-def _lines(question: Question, reply: Any) -> list[str]:  # noqa: ANN401
-    """A question, its answer, and the documents that it comes from."""
-    names = ", ".join(reply.sources[:SHOWN_SOURCES])
-    return ["", question.question, f"  {reply.text.strip()}", f"  from {names}, ..."]
+def _show_replies(question: Question, replies: Mapping[str, Any], out: Console) -> None:
+    """A question, what each method answers, and the documents that the answers come from."""
+    sources = replies[COMPARED[-1]].sources
+    lines = ["", question.question]
+    lines += [f"  {name:10} {' '.join(reply.text.split())}" for name, reply in replies.items()]
+    lines += [
+        f"  from {', '.join(sources[:SHOWN_SOURCES])} and {len(sources) - SHOWN_SOURCES} more"
+    ]
+    with tqdm.external_write_mode():
+        out.print("\n".join(lines), soft_wrap=True)
 
 
-def _show(rows: Sequence[Row], n_questions: int) -> None:
-    out = tables.console()
+def _show(rows: Sequence[Row], n_questions: int, model: str, out: Console) -> None:
     n_tokens = round(mean(row["prompt_tokens"] for row in rows))
-    out.print(f"\n{n_questions} questions, prompts of {n_tokens} tokens:\n")
-    out.print(tables.summary_table(rows))
+    out.print(f"\n{model}, {n_questions} questions, prompts of {n_tokens} tokens; "
+              "shares are of full prefill (recompute):\n")  # fmt: skip
+    out.print(tables.speed_table(rows))
     ran = Counter(row["ran"] for row in rows if row["method"] == "auto").most_common()
     ways = ", ".join(f"{way} for {n} questions" for way, n in ran)
-    out.print(f"\nauto, the default, ran {ways}.\n{IN_DISTRIBUTION}\n{ALL_METHODS}")
+    out.print(f"\nauto, the default, ran {ways}.")
+    if model == BUILTIN:
+        out.print(IN_DISTRIBUTION)
+        return
+    samkv = sys.argv[0] if Path(sys.argv[0]).name == "samkv" else "samkv"
+    out.print(
+        f"\nYour own folder of .txt and .md files:\n  {samkv} ingest FOLDER --model {model} && "
+        f'{samkv} ask "QUESTION" --model {model} --chat',
+        soft_wrap=True,
+    )

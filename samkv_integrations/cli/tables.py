@@ -90,6 +90,23 @@ def summary_table(rows: Sequence[Row]) -> Table:
     )
 
 
+def speed_table(rows: Sequence[Row]) -> Table:
+    """Times and agreement of each method: medians, and of the ratios to `recompute` as well."""
+    return table(
+        ("method", "first token", "whole answer", "same answer as\nfull prefill"),
+        [
+            (
+                s.method,
+                f"{ratio(s.ttft_ratio)} ({seconds(s.ttft_s)})",
+                f"{ratio(s.answer_ratio)} ({seconds(s.answer_s)})",
+                "-" if s.n_same is None else f"{s.n_same} of {s.n_questions}",
+            )
+            for s in summarise(rows)
+        ],
+        gap=3,
+    )
+
+
 def comparison_table(rows: Sequence[Row]) -> Table:
     """The answers to one question, one row a method."""
     columns = ("method", "answer", "kept", "recom-\nputed", "bytes\nread", "first\ntoken", "ratio")

@@ -1,8 +1,13 @@
-"""Advice about a model: which store_bits to take, and when full prefill is faster. Never fails."""
+"""Advice about a model, which never fails.
+
+Which store_bits to take, when full prefill is faster, and how often each method gives its answer.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Generator, Iterator
+from functools import partial
 from itertools import accumulate
 from statistics import fmean
 
@@ -17,7 +22,8 @@ from samkv_integrations.engine.costs import CostModel
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.engine.exactness import CHUNKS, QUESTION
 from samkv_integrations.engine.full_prefill import is_whole, two_passes_s
-from samkv_integrations.errors import InvalidChunk, InvalidOption
+from samkv_integrations.engine.stream import AnswerStream
+from samkv_integrations.errors import InvalidChunk, InvalidOption, PromptTooLong
 from samkv_integrations.methods import METHODS
 from samkv_integrations.model.model import Model
 from samkv_integrations.prompt.layout import ChunkPart, Layout
@@ -57,6 +63,23 @@ SAMPLES = (
     ),
 )
 """Questions, each with its chunks, on which the effect of fewer bits is measured."""
+
+FURTHER_QUESTIONS = (
+    "When was the harbour of Ostmere built?",
+    "What colour is the lighthouse?",
+    "How many trains a day run to Ostmere?",
+    "Which bread does the bakery sell?",
+    "How many people does the ferry take, and how long does it take?",
+    "Why is the clock of the town hall slow?",
+    "What grows in the garden of the school?",
+)
+"""With those of `SAMPLES` a dozen, which are asked over all of its chunks at once."""
+
+COMPARED_METHODS = ("reuse", "epic", "samkv-guided", "auto")
+"""Methods whose answers are compared with full prefill's."""
+
+ANSWER_TOKENS = 16
+"""Longest answer that is compared."""
 
 NEGLIGIBLE_KL = 0.05
 """Nats of KL divergence that fewer bits may add to first tokens, on average.
@@ -182,3 +205,45 @@ def _layout(n_context: int) -> Layout:
         ChunkPart.whole(BlockScheme().of(n), end - n) for n, end in zip(lengths, ends, strict=True)
     ]
     return Layout.of([0] * (ends[-1] + QUESTION_TOKENS), chunks, ())
+
+
+def answers_advice(model: Model, bits: int, costs: CostModel) -> Check:
+    """How often each method gives the greedy answer of full prefill, by chunks stored in ``bits``.
+
+    Each question has all chunks before it, in another rotation. costs: those that ``auto`` goes by.
+    """
+    engine = Engine(model, store_bits=bits, prefix_bytes=0)
+    engine.costs = costs
+    chunks = list(dict.fromkeys(chunk for _, of_one in SAMPLES for chunk in of_one))
+    questions = [question for question, _ in SAMPLES] + list(FURTHER_QUESTIONS)
+    same = Counter(dict.fromkeys(COMPARED_METHODS, 0))
+    engine.cache_chunks(chunks)
+    try:
+        for first, question in enumerate(questions):
+            order = [*chunks[first % len(chunks) :], *chunks[: first % len(chunks)]]
+            prompt = rag_prompt(question, order, chat=model.has_chat_template)
+            asked = partial(engine.stream, prompt, order, max_new_tokens=ANSWER_TOKENS)
+            full = "".join(asked(method="recompute"))
+            for name in COMPARED_METHODS:
+                same[name] += _says(full, asked(method=name))
+    except PromptTooLong as error:
+        return Check(name="answers", ok=True, is_warning=True, detail=str(error))
+    counts = ", ".join(f"{name} {n}" for name, n in same.items())
+    return Check(
+        name="answers",
+        ok=True,
+        detail=f"of {len(questions)} greedy answers of up to {ANSWER_TOKENS} tokens over "
+        f"{len(chunks)} short chunks, so many are those of full prefill: {counts}; "
+        "'samkv tune' compares them on your documents",
+    )
+
+
+def _says(text: str, stream: AnswerStream) -> bool:
+    """Whether an answer is ``text``; it is read up to where it differs."""
+    said = ""
+    with stream:
+        for piece in stream:
+            said += piece
+            if not text.startswith(said):
+                return False
+    return said == text

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 
 from samkv_integrations.cache.disk import ChunkStore
-from samkv_integrations.engine.advice import bits_advice, speed_advice
+from samkv_integrations.engine.advice import answers_advice, bits_advice, speed_advice
 from samkv_integrations.engine.check import Check
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.engine.exactness import CHUNKS, EXACTNESS_CHECKS
@@ -32,4 +32,6 @@ def examine(model: Model, store: ChunkStore | None = None) -> Iterator[Check]:
         for check in EXACTNESS_CHECKS:
             yield check(engine)
     advised = yield from bits_advice(model)
-    yield speed_advice(Engine(model, store, store_bits=advised))
+    measured = Engine(model, store, store_bits=advised)
+    yield speed_advice(measured)
+    yield answers_advice(model, advised, measured.costs)

@@ -33,7 +33,7 @@ from samkv_integrations.model.sampling import Sampler
 from tests.support.models import FAMILIES, SHAPE, byte_tokenizer, hf_model, tiny_model
 
 EXACT = ("full prefill", "prefix reuse", "key rotation", "greedy decoding", "tokens")
-ADVICE = ("store_bits=8", "store_bits=4", "store_bits", "speed")
+ADVICE = ("store_bits=8", "store_bits=4", "store_bits", "speed", "answers")
 
 
 def examined(model: Model) -> dict[str, Check]:

@@ -1,4 +1,4 @@
-"""The quickstart: the built-in model, a folder of documents, Chroma, and a query engine.
+"""The quickstart: an engine, a folder of documents, Chroma, and a query engine.
 
 Everything between the documents and the answers is LlamaIndex as one would write it; `SamKVLLM`,
 `SamKVChromaVectorStore` and `SamKVPostprocessor` are the only parts of ours.
@@ -19,7 +19,6 @@ from llama_index.llms.samkv.base import SamKVLLM
 from llama_index.postprocessor.samkv import SamKVPostprocessor
 from llama_index.vector_stores.samkv import SamKVChromaVectorStore
 from samkv_integrations.cache.chunk import normalise
-from samkv_integrations.cache.disk import ChunkStore
 from samkv_integrations.chroma.client import open_collection
 from samkv_integrations.chroma.results import IngestResult
 from samkv_integrations.documents import read_text
@@ -27,9 +26,6 @@ from samkv_integrations.embedding import HashingEmbedding
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.engine.report import Report
 from samkv_integrations.errors import EmptyInput
-
-TOP_K = 5
-MAX_NEW_TOKENS = 16
 
 
 class OfflineEmbedding(BaseEmbedding):
@@ -58,11 +54,14 @@ class Quickstart:
     """An index of a few documents, and answers from it by any method.
 
     Args:
-        folder: where the Chroma database and, beside it, the chunk caches are kept.
+        engine: answers, and keeps the chunk caches.
+        folder: where the Chroma database is kept.
+        top_k: chunks that are retrieved for a question.
+        max_new_tokens: longest answer.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.engine = Engine.from_pretrained("builtin", ChunkStore(folder / "kv"))
+    def __init__(self, engine: Engine, folder: Path, *, top_k: int, max_new_tokens: int) -> None:
+        self.engine, self._top_k, self._max_new_tokens = engine, top_k, max_new_tokens
         self._collection = open_collection(folder / "chroma", "documents", create=True)
         self._embedding = OfflineEmbedding()
         self._index: VectorStoreIndex | None = None
@@ -108,10 +107,11 @@ class Quickstart:
     def ask(self, question: str, method: str) -> Reply:
         """The answer of a query engine over the index. Call `ingest` first."""
         assert self._index is not None, "nothing was ingested"
-        llm = SamKVLLM(engine=self.engine, method=method, max_new_tokens=MAX_NEW_TOKENS)
+        self.engine.prefixes.clear()  # no method goes on from where another one began
+        llm = SamKVLLM(engine=self.engine, method=method, max_new_tokens=self._max_new_tokens)
         query_engine = self._index.as_query_engine(
             llm=llm,
-            similarity_top_k=TOP_K,
+            similarity_top_k=self._top_k,
             node_postprocessors=[SamKVPostprocessor(llm=llm)],
         )
         response = query_engine.query(question)
