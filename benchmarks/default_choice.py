@@ -1,0 +1,205 @@
+"""How far methods are from full prefill on a model that people use: what the default is chosen by.
+
+    python -m benchmarks.default_choice --model smollm2 --data hotpotqa.jsonl --documents 5
+
+KL and top-1 along full prefill's own answer; with --stray how unlikely full prefill finds the
+method's own answer; with --floor what bfloat16 alone changes. Run it with OMP_NUM_THREADS=1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from samkv_integrations import METHODS, Engine
+from samkv_integrations.bench import fidelity
+from samkv_integrations.bench.data import Question, load
+from samkv_integrations.bench.divergence import kl, same_top1
+from samkv_integrations.bench.markdown import table
+from samkv_integrations.bench.question_caches import prompt_ids
+from samkv_integrations.bench.run_settings import hardware
+from samkv_integrations.cache.memory import MemoryStore
+from samkv_integrations.engine.forced import force
+from samkv_integrations.engine.options import AnswerSettings
+from samkv_integrations.figures import to_json
+from samkv_integrations.methods import Method
+from samkv_integrations.model.loading import load_model
+from samkv_integrations.model.model import Model
+
+BASE = "reuse, after BOS"
+"""What ratios are to."""
+
+
+def candidates() -> dict[str, tuple[Method, str]]:
+    """Label -> method, and the prefix that its chunks were cached after."""
+    guided, epic = METHODS["samkv-guided"], METHODS["epic"]
+    again: Any = guided.recompute
+    select: Any = guided.select
+    first: Any = epic.recompute
+    ours = {
+        "samkv-guided": guided,
+        "samkv-guided, no hits": replace(guided, recompute=replace(again, hits=0.0)),
+        "samkv-guided, hits in all chunks": replace(guided, select=replace(select, long=0)),
+    }
+    counts = {
+        f"first {n}": replace(epic, recompute=replace(first, first=n)) for n in (4, 8, 16, 24, 48)
+    }
+    papers = {name: METHODS[name] for name in METHODS if name not in ("recompute", "auto", *ours)}
+    return {
+        BASE: (METHODS["reuse"], "bos"),
+        "first 16, after BOS": (epic, "bos"),
+        "samkv-guided, after BOS": (guided, "bos"),
+        **{label: (m, "documents") for label, m in {**papers, **ours, **counts}.items()},
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A question and a candidate.
+
+    first_kl, kl, top1: of the first token, and means along the answer. recomputed: share of the
+    context. first_token: seconds over full prefill's. straying: mean over the method's own answer
+    of full prefill's best log-probability less that of the token; NaN if not asked for.
+    """
+
+    label: str
+    id: str
+    prompt_tokens: int
+    first_kl: float
+    kl: float
+    top1: float
+    recomputed: float = math.nan
+    first_token: float = math.nan
+    straying: float = math.nan
+
+
+@torch.inference_mode()
+def logits_along(model: Model, ids: Sequence[int], follow: Sequence[int]) -> Tensor:
+    """(n, vocabulary) float32 of plain transformers: before each of the n tokens of ``follow``."""
+    fed = torch.tensor([[*ids, *follow[:-1]]], device=model.device)
+    return model.hf(input_ids=fed, logits_to_keep=len(follow)).logits[0].float().cpu()  # type: ignore[no-any-return]
+
+
+def measured(
+    model: Model, question: Question, chosen: Mapping[str, tuple[Method, str]], n: int, *,
+    stray: bool, other: Model | None,
+) -> Iterator[Row]:  # fmt: skip
+    """A row for each candidate. other: the model in bfloat16, for the floor."""
+    ids, prompt = prompt_ids(model, question, chat=True), question.prompt(chat=True)
+    own = fidelity.greedy(model, ids, n, end_ids=model.eos_ids)
+    truth = logits_along(model, ids, own)
+    began = time.perf_counter()
+    logits_along(model, ids, own[:1])
+    full_s = time.perf_counter() - began
+    row = partial(Row, id=question.id, prompt_tokens=len(ids))
+
+    def far(logits: Tensor) -> dict[str, float]:
+        divergence = kl(truth, logits)
+        return {
+            "first_kl": float(divergence[0]), "kl": float(divergence.mean()),
+            "top1": float(same_top1(truth, logits).mean()),
+        }  # fmt: skip
+
+    if other is not None:
+        yield row(label="full prefill, bfloat16", **far(logits_along(other, ids, own)))
+    engines: dict[str, Engine] = {}
+    for label, (method, prefix) in chosen.items():
+        if prefix not in engines:
+            found: Any = prefix
+            engines[prefix] = Engine(model, MemoryStore(), prefix=found, prefix_bytes=0)
+            engines[prefix].cache_chunks(question.documents)
+        engine = engines[prefix]
+        settings = AnswerSettings.of(method=method, eviction="none", on_miss="text")
+        with engine.resolve(prompt, question.documents) as resolved:
+            request = engine.request(resolved, settings, len(own))
+            answer = engine.scheduler.run(partial(force, request, own[:-1]))
+        straying = math.nan
+        if stray:
+            said = engine.generate(
+                prompt, question.documents, method=method, eviction="none", max_new_tokens=n
+            )
+            tokens = torch.tensor(model.tokenize(said.text, special=False)[:n])
+            if len(tokens):
+                scores = logits_along(model, ids, tokens.tolist()).log_softmax(-1)
+                of_token = scores.gather(1, tokens[:, None])[:, 0]
+                straying = float((scores.amax(-1) - of_token).mean())
+        yield row(
+            label=label, **far(answer.logits), recomputed=answer.report.recompute_ratio,
+            first_token=answer.report.ttft_s / full_s, straying=straying,
+        )  # fmt: skip
+
+
+def cells(rows: Sequence[Row]) -> list[list[str]]:
+    """A line for each label: means, the median of the first token's ratio."""
+    base = fmean(row.kl for row in rows if row.label == BASE)
+    lines = []
+    for label in dict.fromkeys(row.label for row in rows):
+        mine = [row for row in rows if row.label == label]
+        mean = {
+            name: fmean(getattr(row, name) for row in mine)
+            for name in ("first_kl", "kl", "top1", "recomputed")
+        }
+        stray = [row.straying for row in mine if not math.isnan(row.straying)]
+        lines.append([
+            label, f"{mean['first_kl']:.3f}", f"{mean['kl']:.4f}", f"{mean['kl'] / base:.2f}",
+            f"{median(row.kl for row in mine):.4f}", f"{mean['top1']:.3f}",
+            f"{100 * mean['recomputed']:.1f} %", f"{median(row.first_token for row in mine):.3f}",
+            f"{fmean(stray):.3f}" if stray else "",
+        ])  # fmt: skip
+    return lines
+
+
+def main() -> None:
+    """The table, on standard output."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.default_choice")
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--data", action="append", required=True, help="JSON Lines; again for more")
+    parser.add_argument("--documents", type=int, default=5)
+    parser.add_argument("--questions", type=int, default=30)
+    parser.add_argument("--part", default="report", choices=["choose", "report", "all"])
+    parser.add_argument("--tokens", type=int, default=32)
+    parser.add_argument("--labels", help="of the candidates, with ';' between; all if left out")
+    parser.add_argument("--stray", action="store_true", help="of each candidate's own answer")
+    parser.add_argument("--floor", action="store_true", help="full prefill in bfloat16, too")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    known = candidates()
+    labels = list(dict.fromkeys([BASE, *args.labels.split(";")])) if args.labels else list(known)
+    if unknown := [label for label in labels if label not in known]:
+        parser.error(f"no candidate {unknown[0]!r}; known: {'; '.join(known)}")
+    model = load_model(args.model, dtype="float32")
+    other = load_model(args.model, dtype="bfloat16") if args.floor else None
+    found = fidelity.of_part(load(args.data, prompt="rag"), args.part)[: args.questions]
+    rows = [
+        row
+        for question in tqdm(found, desc="questions")
+        for row in measured(
+            model, fidelity.with_fewer(question, args.documents), {k: known[k] for k in labels},
+            args.tokens, stray=args.stray, other=other,
+        )
+    ]  # fmt: skip
+    if args.json:
+        settings = {"hardware": hardware(model), "part": args.part, "documents": args.documents}
+        text = to_json("default choice", model.name, [asdict(row) for row in rows], settings)
+        args.json.write_text(f"{text}\n", encoding="utf-8")
+    columns = (
+        "candidate", "first KL", f"KL along {args.tokens}", "of reuse's", "median", "top-1",
+        "recomputed", "first token, of full prefill", "straying",
+    )  # fmt: skip
+    sys.stdout.write(f"{len(found)} questions\n\n{table(columns, cells(rows), left=1)}\n")
+
+
+if __name__ == "__main__":
+    main()
