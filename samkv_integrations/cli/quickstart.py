@@ -21,7 +21,6 @@ from samkv_integrations.cli.answers import answer_row, with_ratios
 from samkv_integrations.cli.documents import find_documents
 from samkv_integrations.cli.loading import BUILTIN, engine_of
 from samkv_integrations.cli.questions import read_questions
-from samkv_integrations.engine.engine import Engine
 from samkv_integrations.errors import InvalidOption, MissingExtra, ModelNotFound
 from samkv_integrations.figures import Row
 
@@ -30,8 +29,9 @@ COMPARED = ("recompute", "reuse", "epic", "auto")
 
 SMOLLM2 = "smollm2"
 
-ARCHIVE, PARAGRAPHS = Path("examples/town_archive"), Path("examples/paragraphs")
-"""Sample documents for the built-in model, and for all others."""
+PARAGRAPHS = Path("examples/paragraphs")
+SAMPLES = {BUILTIN: Path("examples/town_archive")}
+"""Sample documents of a model; of all others `PARAGRAPHS`."""
 
 TOP_K, MAX_NEW_TOKENS = 8, 24
 """Chunks of a prompt, and tokens of an answer, for models that read paragraphs."""
@@ -60,17 +60,19 @@ def quickstart(
     Without the model smollm2 it runs the built-in model over documents that this one can read.
     """
     out = tables.console(stderr=as_json)
-    for sample in [documents] if documents else [ARCHIVE, PARAGRAPHS]:
-        if not sample.is_dir():
-            raise InvalidOption(
-                f"{sample} is not a folder; run this where the sample documents are (a checkout of "
-                "the repository), or name a folder with --documents"
-            )
+    files, asked = _samples(documents or SAMPLES.get(model, PARAGRAPHS), questions)
     made = _quickstart_of_llama_index()
-    model, engine = _loaded(model, folder, out)
-    documents = documents or (ARCHIVE if model == BUILTIN else PARAGRAPHS)
-    files = find_documents([documents]).files
-    asked = read_questions(questions or documents / "questions.jsonl")
+    try:
+        engine = engine_of(model, folder / "kv", "auto", "auto", None)
+    except (MissingExtra, ModelNotFound) as error:
+        if model != SMOLLM2:
+            raise
+        model = BUILTIN
+        out.print(
+            f"No real model: {error}\nThis goes on with the built-in one, which is for tests."
+        )
+        files, asked = _samples(documents or SAMPLES[model], questions)
+        engine = engine_of(model, folder / "kv", "auto", "auto", None)
     top_k, n_new = (ARCHIVE_TOP_K, ARCHIVE_TOKENS) if model == BUILTIN else (TOP_K, MAX_NEW_TOKENS)
     run = made(engine, folder, top_k=top_k, max_new_tokens=n_new)
     done = run.ingest(files)
@@ -98,15 +100,14 @@ def _quickstart_of_llama_index() -> Any:  # noqa: ANN401
         raise MissingExtra.of(error.name or "llama_index", "llama-index") from error
 
 
-def _loaded(model: str, folder: Path, out: Console) -> tuple[str, Engine]:
-    """The model's name and an engine on it; the built-in one where smollm2 cannot be had."""
-    try:
-        return model, engine_of(model, folder / "kv", "auto", "auto", None)
-    except (MissingExtra, ModelNotFound) as error:
-        if model != SMOLLM2:
-            raise
-        out.print(f"Without a real model: {error}\nSo this runs the built-in one, for tests.")
-        return BUILTIN, engine_of(BUILTIN, folder / "kv", "auto", "auto", None)
+def _samples(folder: Path, questions: Path | None) -> tuple[Sequence[Path], list[Question]]:
+    """Documents of a folder, and questions about them."""
+    if not folder.is_dir():
+        raise InvalidOption(
+            f"{folder} is not a folder; run this where the sample documents are (a checkout of "
+            "the repository), or name a folder with --documents"
+        )
+    return find_documents([folder]).files, read_questions(questions or folder / "questions.jsonl")
 
 
 def _rows(question: Question, replies: Mapping[str, Any]) -> list[Row]:

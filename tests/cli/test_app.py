@@ -61,7 +61,7 @@ def test_unknown_options_and_commands_are_typers_own() -> None:
         (("ingest", "town", "--store-bits", "3"), "store_bits=3; allowed: 4, 8, 16"),
         (("store", "stats", "--dir", "nowhere"), "nowhere/kv does not exist"),
         (("store", "sync", "--dir", "nowhere"), "nowhere/chroma holds no Chroma database"),
-        (("quickstart",), "examples/town_archive is not a folder"),
+        (("quickstart",), "examples/paragraphs is not a folder"),
         (("quickstart", "--documents", "hollow"), "no document"),
         (("quickstart", "--documents", "blank"), "blank/questions.jsonl does not exist"),
     ],

@@ -174,16 +174,21 @@ def test_words_alone_find_the_long_document_of_a_question() -> None:
     assert len(missed) <= 1, missed
 
 
-def test_gold_paragraphs_are_there_and_state_the_answer() -> None:
+def test_gold_paragraphs_are_there_and_retrieved_by_words_alone() -> None:
+    """Among the eight that the quickstart retrieves."""
+    files = sorted(PARAGRAPHS.glob("*.txt"))
+    vectors = torch.tensor(HashingEmbedding().embed([f.read_text("utf-8") for f in files]))
     rows = rows_of(PARAGRAPHS)
-    assert len(rows) == 20
+    assert len(rows) == 10
     for row in rows:
-        texts = []
-        for gold in row["supporting"]:
-            found = [x for t, x in blocks_of(PARAGRAPHS / gold["document"]) if t == gold["title"]]
-            assert found, (row["id"], gold)
-            texts += found
-        assert any(answer.lower() in text.lower() for answer in row["answers"] for text in texts)
+        gold = {one["document"]: one["title"] for one in row["supporting"]}
+        texts = {name: blocks_of(PARAGRAPHS / name) for name in gold}
+        assert all([title for title, _ in texts[name]] == [gold[name]] for name in gold)
+        stated = " ".join(text for ((_, text),) in texts.values())
+        assert any(answer in stated for answer in row["answers"])
+        asked = torch.tensor(HashingEmbedding().embed([row["question"]])[0])
+        nearest = (vectors @ asked).topk(8).indices.tolist()
+        assert set(gold) <= {files[i].name for i in nearest}, row["id"]
 
 
 def test_every_source_is_named() -> None:
@@ -191,9 +196,8 @@ def test_every_source_is_named() -> None:
     for row in rows_of(PARAGRAPHS):
         assert row["id"].removeprefix(f"{row['dataset']}-") in licence.split()
     assert "dureader" not in licence.lower()
-    assert {path.name.split("-")[0] for path in PARAGRAPHS.glob("*.txt")} == {
-        row["dataset"] for row in rows_of(PARAGRAPHS)
-    }
+    for path in PARAGRAPHS.glob("*.txt"):
+        assert path.name in licence.split()
 
 
 @pytest.mark.parametrize("folder", [TOWN, ARCHIVE, PARAGRAPHS])

