@@ -55,6 +55,7 @@ class SamKVChroma(KeylessChroma):
         llm, engine: what caches, one of the two.
         cache_existing: whether to cache what the collection holds already, with a progress bar. A
             collection of which nothing is cached is else warned of, once, in the log.
+        show_progress: whether to show a progress bar, on standard error, while texts are cached.
 
     Raises:
         InvalidOption: neither or both of ``llm`` and ``engine`` are given, the store of the engine
@@ -108,7 +109,9 @@ class SamKVChroma(KeylessChroma):
         llm: BaseLanguageModel[Any] | None = None,
         engine: Engine | None = None,
         cache_existing: bool = False,
+        show_progress: bool = False,
     ) -> None:
+        self.show_progress = show_progress
         self._engine = EngineRef.of(llm, engine).engine
         check_name(collection_name)
         with chroma_errors(f"Chroma cannot open collection {collection_name!r} {_OPEN_TWICE}"):
@@ -178,8 +181,9 @@ class SamKVChroma(KeylessChroma):
         with chroma_errors(f"Chroma cannot fork collection {self._collection_name!r}"):
             forked = self._collection.fork(new_name=new_name)
         return SamKVChroma(
-            forked.name, self._embedding_function, client=self._client, engine=self._engine
-        )
+            forked.name, self._embedding_function, client=self._client, engine=self._engine,
+            show_progress=self.show_progress,
+        )  # fmt: skip
 
     def __copy__(self) -> SamKVChroma:
         """A copy on the same collection and engine, of which there is one each."""
@@ -258,7 +262,7 @@ class SamKVChroma(KeylessChroma):
         if self._embedding_function is None:
             raise no_embedding("adding documents")
         embeddings = self._embedding_function.embed_documents(list(texts))
-        self.kv_link.add(ids, texts, embeddings, metadatas)
+        self.kv_link.add(ids, texts, embeddings, metadatas, progress=self.show_progress)
 
     def update_document(self, document_id: str, document: Document) -> None:
         """Like `update_documents`, for one."""

@@ -192,13 +192,15 @@ class ChromaLink:
             for part in self._records.slices(len(ids)):
                 page = [chunk for chunk in chunks[part] if chunk and chunk.key not in computed]
                 if build_missing:
-                    self.engine.chunks.compute(page)
+                    self.engine.chunks.compute(page, on_written=bar.update)
                 computed |= {chunk.key for chunk in page}
                 keys = [chunk.key if chunk else None for chunk in chunks[part]]
                 replaced |= self._records.write(
                     ids[part], texts[part], embeddings[part], rows[part], keys
                 )
-                bar.update(len(keys))
+                bar.update(
+                    min(part.stop, len(ids)) - bar.n
+                )  # with those that had a cache, or need none
         return replaced
 
     def delete(

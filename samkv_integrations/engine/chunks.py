@@ -251,8 +251,16 @@ class Chunks:
             if ref.state == "missed" and self._store.contains(ref.key, self.fingerprint)
         }
 
-    def compute(self, chunks: Sequence[ChunkRef], *, progress: bool = False) -> None:
+    def compute(
+        self,
+        chunks: Sequence[ChunkRef],
+        *,
+        progress: bool = False,
+        on_written: Callable[[], object] = lambda: None,
+    ) -> None:
         """Compute the chunks that are ``missed``, several a pass, and keep them.
+
+        progress: whether to show a bar of them. on_written: called after each that is kept.
 
         Those that are cached are young again: who prepares a chunk is about to need it. One whose
         file has gone meanwhile is computed too.
@@ -284,9 +292,11 @@ class Chunks:
                         )
                     for _ in written:  # of the batch before, while this one was computed
                         bar.update()
+                        on_written()
                     written = writers.map(self._store.put, caches)
                 for _ in written:
                     bar.update()
+                    on_written()
             except BaseException:  # who interrupts does not want to wait for a whole batch
                 writers.shutdown(cancel_futures=True)
                 raise

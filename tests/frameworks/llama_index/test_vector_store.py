@@ -7,11 +7,12 @@ import copy
 import pickle
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from llama_index.core import Document, Settings, VectorStoreIndex
+from llama_index.core import Document, Settings, StorageContext, VectorStoreIndex
 from llama_index.core.base.embeddings.base import BaseEmbedding
 from llama_index.core.ingestion import DocstoreStrategy, IngestionPipeline
 from llama_index.core.llms.mock import MockLLM
@@ -32,6 +33,7 @@ from llama_index.core.vector_stores.types import (
     VectorStoreQueryMode,
 )
 
+import samkv_integrations.chroma.link
 import samkv_integrations.engine.chunks
 from llama_index.llms.samkv import SamKVCacheTransform, SamKVLLM
 from llama_index.vector_stores.samkv import SamKVChromaVectorStore
@@ -472,3 +474,24 @@ def _equal(key: str, value: str | int) -> MetadataFilter:
 
 def _not_called(*arguments: object) -> None:
     raise AssertionError("nothing should have been computed")
+
+
+def test_progress_is_shown_chunk_by_chunk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bar = partial(samkv_integrations.chroma.link.tqdm, mininterval=0)
+    monkeypatch.setattr(samkv_integrations.chroma.link, "tqdm", bar)
+    engine = Engine(builtin(), ChunkStore(tmp_path / "kv"), block_size=8)
+    nodes = [TextNode(text=text) for text in TEXTS[:3]]
+    for show in (True, False):
+        store = SamKVChromaVectorStore.from_params(
+            f"shown-{show}", persist_dir=str(tmp_path / "chroma"), engine=engine, show_progress=show
+        )
+        context = StorageContext.from_defaults(vector_store=store)
+        VectorStoreIndex(nodes, storage_context=context, embed_model=Letters())
+        shown = capsys.readouterr().err
+        assert all((f" {n}/3 " in shown) is show for n in (1, 2, 3)), shown
+        pipeline = IngestionPipeline(transformations=[Letters()], vector_store=store)
+        pipeline.run(nodes=[TextNode(text=TEXTS[3])])
+        assert (" 1/1 " in capsys.readouterr().err) is show
+        assert store.to_dict()["show_progress"] is show

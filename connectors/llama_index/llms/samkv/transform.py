@@ -30,7 +30,8 @@ class SamKVCacheTransform(TransformComponent):
         model_name, kv_dir: in place of them, the model to load and the folder of chunk caches:
             plain values, of which another process can make a transform, such as an actor of Ray.
             All further arguments go with these two, and are those of `SamKVLLM`.
-        show_progress: whether to show a progress bar.
+        show_progress: whether to show a progress bar, on standard error. LlamaIndex's own
+            ``show_progress`` of a pipeline or an index counts steps, and does not reach it.
 
     In a pickle the engine is left behind, so pipelines must run with ``num_workers=None``.
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from chromadb.api.models.Collection import Collection
-from llama_index.core.bridge.pydantic import BaseModel, PrivateAttr
+from llama_index.core.bridge.pydantic import BaseModel, Field, PrivateAttr
 from llama_index.core.llms import LLM
 from llama_index.core.schema import BaseNode, ImageNode, MetadataMode
 from llama_index.core.vector_stores.types import (
@@ -46,6 +46,8 @@ class SamKVChromaVectorStore(ChromaVectorStore):
         llm, engine: what caches, one of the two.
         cache_existing: whether to cache what the collection holds already, with a progress bar. A
             collection of which nothing is cached is else warned of, once, in the log.
+        show_progress: whether to show a progress bar, on standard error, while texts are cached.
+            LlamaIndex's own ``show_progress`` of an index or a pipeline does not reach it.
         persist_dir, host, port, ssl: where the collection is, for `to_dict` alone; `from_params`
             sets them.
 
@@ -80,6 +82,8 @@ class SamKVChromaVectorStore(ChromaVectorStore):
         ```
     """
 
+    show_progress: bool = Field(default=False, description="Whether to show a progress bar.")
+
     _engine: EngineRef = PrivateAttr()
     _link: ChromaLink | None = PrivateAttr(default=None)
 
@@ -94,6 +98,7 @@ class SamKVChromaVectorStore(ChromaVectorStore):
         port: int | None = None,
         ssl: bool = False,
         cache_existing: bool = False,
+        show_progress: bool = False,
     ) -> None:
         held = EngineRef.of(llm, engine)
         link = ChromaLink(chroma_collection, held.engine)
@@ -106,6 +111,7 @@ class SamKVChromaVectorStore(ChromaVectorStore):
             port=port,
             ssl=ssl,
         )
+        self.show_progress = show_progress
         self._engine = held
         self._link = link
 
@@ -117,9 +123,13 @@ class SamKVChromaVectorStore(ChromaVectorStore):
         llm: LLM | None = None,
         engine: Engine | None = None,
         cache_existing: bool = False,
+        show_progress: bool = False,
     ) -> SamKVChromaVectorStore:
         """The same as the constructor."""
-        return cls(collection, llm=llm, engine=engine, cache_existing=cache_existing)
+        return cls(
+            collection, llm=llm, engine=engine, cache_existing=cache_existing,
+            show_progress=show_progress,
+        )  # fmt: skip
 
     @classmethod  # upstream takes any keyword there is
     def from_params(  # type: ignore[override]
@@ -134,11 +144,12 @@ class SamKVChromaVectorStore(ChromaVectorStore):
         llm: LLM | None = None,
         engine: Engine | None = None,
         cache_existing: bool = False,
+        show_progress: bool = False,
     ) -> SamKVChromaVectorStore:
         """A store on a collection that is made if there is none.
 
         persist_dir: folder of the database; or host, port, ssl, headers: those of a Chroma server.
-        llm, engine, cache_existing: as for the constructor.
+        llm, engine, cache_existing, show_progress: as for the constructor.
 
         Raises:
             InvalidOption: not exactly one of the two is given, or Chroma refuses.
@@ -153,6 +164,7 @@ class SamKVChromaVectorStore(ChromaVectorStore):
                 engine=engine,
                 persist_dir=str(persist_dir),
                 cache_existing=cache_existing,
+                show_progress=show_progress,
             )
         assert host is not None
         if not str(port).isdecimal():
@@ -169,6 +181,7 @@ class SamKVChromaVectorStore(ChromaVectorStore):
             port=number,
             ssl=ssl,
             cache_existing=cache_existing,
+            show_progress=show_progress,
         )
 
     @classmethod
@@ -222,6 +235,7 @@ class SamKVChromaVectorStore(ChromaVectorStore):
             texts,
             [_embedding(node) for node in nodes],
             [_metadata(node) for node in nodes],
+            progress=self.show_progress,
             without_cache=without_cache,
         )
         return [node.node_id for node in nodes]
