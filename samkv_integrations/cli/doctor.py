@@ -35,7 +35,7 @@ def doctor(
         words = [(c.name, "failed" if not c.ok else "warning" if c.is_warning else "ok", c.detail)
                  for c in checks]  # fmt: skip
         out.print(tables.table(("check", "", "detail"), words, left=3))
-        verdict = f"FAILED: {', '.join(failed)}" if failed else "can be served exactly"
+        verdict = f"FAILED: {', '.join(failed)}" if failed else "computed as by transformers"
         out.print(f"\n{model} in {loaded.dtype_name} on {loaded.device}: {verdict}")
     if failed:
         raise typer.Exit(CHECK_FAILED)

@@ -20,7 +20,7 @@ from tests.support.models import SHAPE
 def test_doctor_exits_with_1_if_a_check_fails(monkeypatch: pytest.MonkeyPatch, tiny: str) -> None:
     rows = rows_of("doctor", "--model", tiny)
     assert all(set(row) == {"check", "ok", "detail"} and row["ok"] for row in rows)
-    assert "can be served exactly" in ran("doctor", "--model", tiny, "--dtype", "bfloat16")
+    assert "computed as by transformers" in ran("doctor", "--model", tiny, "--dtype", "bfloat16")
     checks = [Check(name="rotation", ok=False, detail="off by 3")]
     monkeypatch.setattr("samkv_integrations.cli.doctor.examine", lambda model, store: iter(checks))
     result = run("doctor", "--model", tiny)

