@@ -13,7 +13,13 @@ from samkv_integrations.cli import answers, tables
 
 def _row(method: str, question: str, answer: str, *, right: bool, **changed: float) -> figures.Row:
     known = {"expected": ["x"], "exact_match": float(right)}
-    base = {"kept_ratio": 0.5, "recompute_ratio": 0.25, "bytes_read": 100, "ttft_s": 1.0}
+    base = {
+        "kept_ratio": 0.5,
+        "recompute_ratio": 0.25,
+        "bytes_read": 100,
+        "ttft_s": 1.0,
+        "answer_s": 2.0,
+    }
     return {"method": method, "question": question, "answer": answer} | known | base | changed
 
 
@@ -22,7 +28,16 @@ def test_summary_of_many_answers() -> None:
         _row("recompute", "a", "x", right=True, ttft_s=1.0),
         _row("reuse", "a", "x", right=True, ttft_s=0.5, bytes_read=1000),
         _row("recompute", "b", "x", right=True, ttft_s=3.0),
-        _row("reuse", "b", "y", right=False, ttft_s=0.5, bytes_read=3000, kept_ratio=1.0),
+        _row(
+            "reuse",
+            "b",
+            "y",
+            right=False,
+            ttft_s=0.5,
+            bytes_read=3000,
+            kept_ratio=1.0,
+            answer_s=1.0,
+        ),
     ]
     full, reuse = answers.summarise(rows)
     assert (full.method, full.n_right, full.n_known, full.same_share) == ("recompute", 2, 2, 1.0)
@@ -30,8 +45,11 @@ def test_summary_of_many_answers() -> None:
     assert (reuse.bytes_read, reuse.bytes_share, full.bytes_share) == (2000, 1.0, 0.05)
     assert reuse.ttft_s == 0.5
     assert reuse.ttft_ratio == pytest.approx((0.5 / 1.0 + 0.5 / 3.0) / 2)  # paired by question
+    assert (reuse.n_same, reuse.n_questions) == (1, 2)
+    assert (reuse.answer_s, reuse.answer_ratio) == (1.5, pytest.approx((2.0 / 2.0 + 1.0 / 2.0) / 2))
     (alone,) = answers.summarise(rows[1::2])
     assert (alone.same_share, alone.ttft_ratio) == (None, None)
+    assert (alone.n_same, alone.answer_ratio) == (None, None)
 
 
 def test_the_summary_fits_into_a_terminal() -> None:
