@@ -834,7 +834,9 @@ PIPELINES: Mapping[str, Pipeline] = {
         make=_sentence_window(at_ingest=False), ways=("text", "handle")
     ),
     "sentence windows, cached at ingest": Pipeline(make=_sentence_window(at_ingest=True)),
-    "AutoMergingRetriever": Pipeline(make=_auto_merging),
+    "AutoMergingRetriever": Pipeline(
+        make=_auto_merging, fails={"hits": "leaves of fewer than 16 tokens are computed as text"}
+    ),
     "rerankers before": Pipeline(make=_reranked(first=True)),
     "rerankers after": Pipeline(make=_reranked(first=False), ways=("text", "handle")),
     "metadata templates": Pipeline(make=_templates),

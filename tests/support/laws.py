@@ -58,7 +58,10 @@ def assert_same_answer(query: Asked, logits: Tensor, expected: Tensor, other: As
 def engine_of(family: str, store_bits: int, *, prefix_bytes: int = 0) -> Engine:
     """An engine whose answers know nothing of each other, unless it has room for beginnings."""
     engine = Engine(
-        tiny_model(family), block_size=8, store_bits=store_bits, prefix_bytes=prefix_bytes,
+        tiny_model(family),
+        block_size=8,
+        store_bits=store_bits,
+        prefix_bytes=prefix_bytes,
         prefix="bos",
     )
     engine.cache_chunks(CHUNKS)
