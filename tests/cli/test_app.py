@@ -54,7 +54,7 @@ def test_unknown_options_and_commands_are_typers_own() -> None:
         (("ask", "--questions", "town/breltech-shipping.txt"), "breltech-shipping.txt, line 1"),
         (("ask", "Who?", "--method", "magic"), "'magic'; known: a3, ape, auto, cacheblend"),
         (("ask", "Who?", "--compare", "reuse,magic"), "unknown method 'magic'"),
-        (("ask", "Who?", "--set", "select.top=3"), "known: recompute.before"),
+        (("ask", "Who?", "--set", "select.top=3"), "known: recompute.first"),
         (("ask", "Who?", "--set", "select.window=many"), "'many' is not a whole number"),
         (("ask", "Who?", "--method", "samkv-fusion", "--set", "select.bias=so"), "not True or"),
         (("ask", "Who?", "--set", "select.window=0"), "it must be at least 1"),
