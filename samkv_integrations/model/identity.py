@@ -262,6 +262,8 @@ def _leaves(name: str, value: Any) -> Iterator[tuple[str, Tensor | str]]:  # noq
             yield from _leaves(f"{name}.{key!r}", value[key])
     elif value is None or isinstance(value, (bool, int, float, str, bytes, torch.dtype)):
         yield name, repr(value)
+    elif isinstance(value, Tensor) and type(value.detach().cpu()) is Tensor:
+        yield name, value  # of another device, and plain here
     else:
         raise UnsupportedModel(
             f"{name!r} of the model's state is a {type(value).__name__}, which has no digest, so "

@@ -75,7 +75,7 @@ def test_a_document_is_the_same_by_whatever_path(
 def test_a_chunk_longer_than_the_context_window(working_folder: Path, tiny: str) -> None:
     (working_folder / "long.txt").write_text("words " * 500)
     line = error_of("ingest", "long.txt", "--model", tiny, "--chunk-size", "5000")
-    assert "2999 tokens is longer than the 2047" in line
+    assert "2999 tokens is longer than the 1797" in line
 
 
 def test_a_long_document_without_the_splitter(

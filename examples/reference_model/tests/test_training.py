@@ -158,7 +158,7 @@ def test_added_layers_and_tokens_leave_the_function_unchanged(
     network = tiny(tokenizer)
     network.save(tmp_path / "model", BUILTIN)
     more = json.loads((BUILTIN / "tokenizer.json").read_text("utf-8"))
-    pieces = tokenizer.encode(" Quixotania").ids
+    pieces = tokenizer.encode(" Quixotania", add_special_tokens=False).ids
     assert len(pieces) > 1
     vocabulary = more["model"]["vocab"]
     vocabulary["ĠQuixotania"] = len(vocabulary)
@@ -204,7 +204,10 @@ def test_hints_and_answers_stand_at_the_right_tokens(tokenizer: Tokenizer) -> No
             for place, target in zip(places.places.tolist(), places.targets.tolist(), strict=True)
         ]
 
-    berlin, ann = (tokenizer.encode(" " + name).tokens[0] for name in ("Berlin", "Ann"))
+    berlin, ann = (
+        tokenizer.encode(" " + name, add_special_tokens=False).tokens[0]
+        for name in ("Berlin", "Ann")
+    )
     assert berlin.startswith("Ġ") and ann.startswith("Ġ")
     assert [(text.strip(), target) for text, target in shown(batch.mentions)] == [
         ("same company", berlin)
