@@ -254,7 +254,7 @@ def test_fusion_with_weight_zero_is_reuse(any_engine: Engine) -> None:
 
 def test_order_of_ingest_does_not_matter(engine: Engine) -> None:
     """Nor whether chunks are prefilled together or one by one."""
-    other = Engine(engine.model, block_size=8, store_bits=16)
+    other = Engine(engine.model, block_size=8, store_bits=16, prefix="bos")
     for chunk in reversed(CHUNKS):
         other.cache_chunks([chunk])
     for name in METHODS:
