@@ -262,7 +262,7 @@ def _leaves(name: str, value: Any) -> Iterator[tuple[str, Tensor | str]]:  # noq
             yield from _leaves(f"{name}.{key!r}", value[key])
     elif value is None or isinstance(value, (bool, int, float, str, bytes, torch.dtype)):
         yield name, repr(value)
-    elif isinstance(value, Tensor) and type(value.detach().cpu()) is Tensor:
+    elif isinstance(value, Tensor) and type(value.cpu()) in (Tensor, torch.nn.Parameter):
         yield name, value  # of another device, and plain here
     else:
         raise UnsupportedModel(
