@@ -101,6 +101,7 @@ def load_model(
         if tokenizer is None:
             tokenizer = load_tokenizer(name, tokenizer_kwargs)
         return Model(hf.to(place), tokenizer, name)
+    _check_source(name, source)
     asked = _as_reachable(source, further)
     with _loading("model", name, further), _quiet(name == "builtin"):
         config = AutoConfig.from_pretrained(source, **asked)
@@ -126,6 +127,8 @@ def load_shape(name: str, *, dtype: str = "auto") -> ModelShape:
     """
     _check_dtype(dtype)
     source, gguf_file = _source(name)
+    if gguf_file is None:
+        _check_source(name, source)
     with _loading("model", name, {}):
         if gguf_file is not None:
             return ModelShape.of(GgufFile(gguf_file).config(), name, dtype)
@@ -149,7 +152,7 @@ def _check_dtype(dtype: str) -> None:
 def _source(name: str) -> tuple[str, Path | None]:
     """The folder or hub id that ``name`` means, and the GGUF file, if its weights are in one.
 
-    Raises InvalidOption or ModelNotFound for what can be no model, before the hub is asked.
+    Raises InvalidOption for what is no name, and ModelNotFound as `gguf_file_of` and `smollm2` do.
     """
     if not isinstance(name, str) or not name:
         raise InvalidOption(
@@ -157,8 +160,11 @@ def _source(name: str) -> tuple[str, Path | None]:
             "'builtin'"
         )
     source = {"builtin": lambda: str(builtin_path()), "smollm2": smollm2}.get(name, lambda: name)()
-    if (gguf_file := gguf_file_of(source)) is not None:
-        return source, gguf_file
+    return source, gguf_file_of(source)
+
+
+def _check_source(name: str, source: str) -> None:
+    """Raises ModelNotFound for what can be no model, before the hub is asked."""
     others = "a GGUF file, a hub id, 'smollm2' or 'builtin'"
     is_folder = Path(source).is_dir()
     if source.startswith((".", "/", "~")) and not is_folder:  # no hub id begins so
@@ -177,7 +183,6 @@ def _source(name: str) -> tuple[str, Path | None]:
             f"there is no folder {name!r}{nearly} Give that, a folder saved with save_pretrained, "
             "or a hub id"
         )
-    return source, None
 
 
 def _as_reachable(source: str, options: Mapping[str, Any]) -> dict[str, Any]:

@@ -59,6 +59,11 @@ class Model:
                 f"a {type(hf).__name__} is no transformers model; give what "
                 "AutoModelForCausalLM.from_pretrained returns, adapters merged into it"
             )
+        quantised: Any = getattr(hf.config, "quantization_config", None)
+        is_gguf = getattr(quantised, "quant_method", None) == "gguf"
+        if is_gguf and all(weight.is_floating_point() for weight in hf.parameters()):
+            # transformers has dequantised the file, and leaves a note of what it was
+            del hf.config.quantization_config
         refuse_unsupported(hf.config)
         refuse_adapters(hf, name)
         if len(places := set(getattr(hf, "hf_device_map", {}).values())) > 1:

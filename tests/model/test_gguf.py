@@ -71,6 +71,20 @@ class TestWeights:
         assert same_weights(again.hf, model.hf)
         assert again.identity.weights == model.identity.weights
 
+    def test_a_model_that_transformers_loaded(self, file: Path) -> None:
+        auto: Any = AutoModelForCausalLM
+        theirs = auto.from_pretrained(file.parent, gguf_file=file.name, dtype="float32")
+        mine, given = load(file), Model(theirs, load_tokenizer(str(file)), "given")
+        assert given.identity.weights == mine.identity.weights
+
+    def test_quantised_ones_are_refused(self, file: Path) -> None:
+        auto: Any = AutoModelForCausalLM
+        theirs = auto.from_pretrained(file.parent, gguf_file=file.name, dtype="float32")
+        layer = theirs.model.layers[0].mlp.up_proj
+        layer.weight = torch.nn.Parameter(layer.weight.to(torch.uint8), requires_grad=False)
+        with pytest.raises(UnsupportedModel, match="quantised weights are not supported"):
+            Model(theirs, load_tokenizer(str(file)), "given")
+
     def test_do_not_change_with_the_file(self, file: Path) -> None:
         model = load(file)
         before, data = model.identity.look(), file.read_bytes()
