@@ -171,8 +171,7 @@ def _check_source(name: str, source: str) -> None:
         raise ModelNotFound(
             f"the folder {name!r} does not exist; give one saved with save_pretrained, {others}"
         )
-    files = ("config.json", "tokenizer.json")  # a tokenizer may have a folder of its own
-    if is_folder and not any((Path(source) / file).is_file() for file in files):
+    if is_folder and not (Path(source) / "config.json").is_file():
         raise ModelNotFound(
             f"{source!r} holds no config.json; give a folder saved with save_pretrained, {others}"
         )
