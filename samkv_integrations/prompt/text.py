@@ -1,4 +1,4 @@
-"""Texts of chunks in prompts: their bodies, and where words end."""
+"""Texts and messages that prompts are made of, checked."""
 
 from __future__ import annotations
 
@@ -6,11 +6,6 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from samkv_integrations.cache.chunk import normalise
 from samkv_integrations.errors import InvalidOption
-
-
-def is_in_word(text: str, at: int) -> bool:
-    """Whether the characters around place ``at`` belong to one word."""
-    return 0 < at < len(text) and text[at - 1].isalnum() and text[at].isalnum()
 
 
 def bodies_of(texts: Sequence[str]) -> list[str]:

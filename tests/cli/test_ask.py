@@ -22,7 +22,7 @@ def test_ask_answers_and_names_its_sources(town: Path) -> None:
     assert "krasplex-systems.txt" in shown and f"[{record.name}]" in shown
     assert "4 chunks found, 0 reused, 4 computed with the prompt" in shown
     (row,) = rows_of("ask", record.question, "--top-k", "4")
-    assert REPORT_FIELDS | {"question", "answer", "sources"} == set(row)
+    assert REPORT_FIELDS | {"question", "answer", "answer_s", "sources"} == set(row)
     assert len(row["sources"]) == 4 and row["sources"][0].endswith("/krasplex-systems.txt")
     assert (row["method"], row["found"], row["chunk_misses"]) == ("auto", 4, {})
     assert row["ran"] in ("recompute", "samkv-guided")
@@ -34,8 +34,8 @@ def test_ask_evicts_entries_while_it_answers(town: Path) -> None:
     (row,) = rows_of(*ask, "--method", "recompute")
     assert row["eviction"] is None and row["decode_kv_bytes"] >= row["kv_bytes"]
     guided = (*ask, "--method", "samkv-guided")
-    assert rows_of(*guided)[0]["eviction"] == "quest"  # the method's own
-    assert rows_of(*guided, "--eviction", "none")[0]["eviction"] is None
+    assert rows_of(*guided)[0]["eviction"] is None
+    assert rows_of(*guided, "--eviction", "quest")[0]["eviction"] == "quest"
     evicting = (*ask, "--method", "recompute", "--eviction", "h2o", "--eviction-budget", "0.5")
     (row,) = rows_of(*evicting)
     assert row["eviction"] == "h2o"
@@ -128,7 +128,7 @@ def test_an_option_of_a_method_changes_it(town: Path) -> None:
 
 def test_an_answer_goes_on_with_the_method_s_own_rule_unless_told_otherwise(town: Path) -> None:
     ran("ingest", str(town))
-    for flags, rule in (((), "quest"), (("--eviction", "none"), None)):
+    for flags, rule in (((), None), (("--eviction", "quest"), "quest")):
         (row,) = rows_of("ask", RECORDS[0].question, "--method", "samkv-guided", *flags)
         assert row["eviction"] == rule
 

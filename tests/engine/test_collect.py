@@ -73,7 +73,7 @@ def dropped(stream: Any) -> None:
 @pytest.mark.parametrize("end", [drained, closed, closed_twice, dropped])
 def test_a_stream_reports_once_when_it_ends(engine: Engine, end: Callable[[Any], None]) -> None:
     with collect_reports() as reports:
-        streams = [engine.stream(PROMPT, max_new_tokens=3)]
+        streams = [engine.stream(PROMPT, method="recompute", max_new_tokens=3)]
     assert reports == []
     end(streams[0])
     streams.clear()

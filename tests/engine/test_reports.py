@@ -14,6 +14,7 @@ from samkv_integrations.engine.dense_cache import DenseCache
 from samkv_integrations.engine.prepared import Prepared
 from samkv_integrations.engine.report import Report
 from samkv_integrations.eviction import EVICTIONS
+from tests.support.laws import WHOLE_IS_FASTER
 from tests.support.models import tiny_model
 from tests.support.served import PROMPT, TEXTS, engine_on
 
@@ -37,6 +38,7 @@ def chunks_of(report: Report) -> tuple[int, int, int]:
 @pytest.mark.parametrize("method", ["recompute", "auto"])
 def test_full_prefill_reuses_nothing(engine: Engine, method: str) -> None:
     """Regression: chunks were hits although everything was computed."""
+    engine.costs = WHOLE_IS_FASTER
     report = asked(engine, method=method)
     assert (report.ran, *chunks_of(report)) == ("recompute", 3, 0, 0)
     assert report.chunk_misses == {} and report.recompute_ratio == 1.0
@@ -103,6 +105,7 @@ def test_what_an_announcement_computed_is_the_first_prompts_work() -> None:
 
 def test_it_is_work_even_where_full_prefill_follows() -> None:
     engine = Engine(tiny_model("llama"), block_size=8)
+    engine.costs = WHOLE_IS_FASTER
     engine.announce(TEXTS, "compute")
     report = asked(engine)
     assert (report.ran, *chunks_of(report)) == ("recompute", 3, 0, 3)

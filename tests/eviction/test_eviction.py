@@ -27,6 +27,7 @@ from samkv_integrations.eviction import get_eviction
 from samkv_integrations.eviction.base import DroppingEviction, Keeper, Once, Seen, best_of_heads
 from samkv_integrations.eviction.h2o import H2O
 from samkv_integrations.eviction.pyramidkv import PyramidKV
+from samkv_integrations.eviction.quest import Quest
 from samkv_integrations.eviction.sage_kv import SageKV
 from samkv_integrations.eviction.snapkv import SnapKV
 from samkv_integrations.eviction.streaming_llm import StreamingLLM
@@ -626,7 +627,7 @@ def test_without_a_rule_an_answer_goes_on_with_the_method_s_own() -> None:
     engine = Engine(tiny_model("llama"), block_size=8)
     engine.cache_chunks(CHUNKS)
     dropping = replace(METHODS["reuse"], eviction=H2O(budget_tokens=9))
-    for method, own in (("samkv-guided", "quest"), ("reuse", None), (dropping, "h2o")):
+    for method, own in (("samkv-guided", None), ("reuse", None), (dropping, "h2o")):
         for rule, name in ((None, own), ("none", None), ("snapkv", "snapkv")):
             for asks in (engine, Engine(engine.model, engine.store, eviction=rule)):
                 said = {"eviction": rule} if asks is engine else {}
@@ -637,7 +638,8 @@ def test_without_a_rule_an_answer_goes_on_with_the_method_s_own() -> None:
 
 
 def test_none_attends_to_more_than_the_method_s_own_rule() -> None:
-    engine = Engine(tiny_model("llama"), method="samkv-guided", block_size=8, prefix_bytes=0)
+    own = replace(METHODS["samkv-guided"], eviction=Quest(budget_ratio=0.1))
+    engine = Engine(tiny_model("llama"), method=own, block_size=8, prefix_bytes=0)
     engine.cache_chunks(CHUNKS)
     first, *steps = engine.logits(PROMPT, CHUNKS, follow=(40, 50))
     whole, *others = engine.logits(PROMPT, CHUNKS, follow=(40, 50), eviction="none")

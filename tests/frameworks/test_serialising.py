@@ -172,7 +172,10 @@ class TestTheRestOfAnEngine:
             ("block_size", {"block_size": 16}),
             ("eviction", {"eviction": Quest(budget_ratio=0.5)}),
             ("method", {"method": replace(METHODS["reuse"], name="mine")}),
-            ("method", {"method": replace(METHODS["samkv-guided"], eviction=None)}),
+            (
+                "method",
+                {"method": replace(METHODS["samkv-guided"], eviction=Quest(budget_ratio=0.1))},
+            ),
         ],
     )
     @pytest.mark.parametrize("way", [lambda llm: llm, lambda llm: pickle.loads(pickle.dumps(llm))])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -12,7 +13,8 @@ from samkv_integrations.engine.engine import Engine
 from samkv_integrations.engine.watch import State
 from samkv_integrations.errors import InvalidOption, PromptTooLong
 from samkv_integrations.inspection import Inspection, inspect
-from samkv_integrations.methods import METHODS
+from samkv_integrations.methods import METHODS, Method
+from samkv_integrations.methods.guided import GuidedSelect
 from tests.support.laws import CHUNKS, PROMPT, engine_of
 from tests.support.models import FAMILIES, hf_model
 from tests.support.records import COMPLETION_TEMPLATE, RECORDS, TEXTS
@@ -27,7 +29,7 @@ def engine(family: str = "llama", store_bits: int = 16) -> Engine:
     return made
 
 
-def seen_by(method: str, **options: object) -> Inspection:
+def seen_by(method: str | Method, **options: object) -> Inspection:
     given = {"method": method, "eviction": "none", "max_new_tokens": 4, **options}
     return inspect(engine(), PROMPT, CHUNKS, **given)  # type: ignore[arg-type]
 
@@ -113,7 +115,7 @@ def test_figures_of_chunks_add_up() -> None:
 
 
 def test_scores_are_of_methods_that_score_tokens() -> None:
-    found = seen_by("samkv-guided")
+    found = seen_by(replace(METHODS["samkv-guided"], select=GuidedSelect(long=0)))
     assert found.scores is not None
     has_cache = (found.chunk_of >= 0) & (found.chunk_of < len(CHUNKS) - N_MISSED)
     assert torch.equal(~found.scores.isnan(), has_cache)

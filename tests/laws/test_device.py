@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -25,6 +26,7 @@ from samkv_integrations.engine.plan import PassPlan
 from samkv_integrations.engine.scheduler import Scheduler
 from samkv_integrations.eviction import EVICTIONS
 from samkv_integrations.methods import METHODS
+from samkv_integrations.methods.guided import GuidedSelect
 from samkv_integrations.model.model import Model
 from tests.support.models import byte_tokenizer, hf_model
 from tests.support.pretend_device import DEVICE, Device, OnDevice, pretend_device
@@ -162,9 +164,9 @@ def test_a_chunk_without_a_cache_is_computed_on_the_device():
     on_cpu = filled()
     missing = [*CHUNKS[:2], "a chunk that nobody cached, about the ferry. "]
     prompt = f"A guide: {' and '.join(missing)} Where is the inn?"
-    expected = on_cpu.logits(prompt, missing)
+    expected = on_cpu.logits(prompt, missing, method="samkv-guided")
     with pretend_device():
-        found = engine(on_cpu.store).logits(prompt, missing)
+        found = engine(on_cpu.store).logits(prompt, missing, method="samkv-guided")
     torch.testing.assert_close(found, expected, **AS_CLOSE)
 
 
@@ -217,7 +219,8 @@ def test_neither_pass_of_samkv_guided_waits_for_a_layer(
     monkeypatch: pytest.MonkeyPatch, n_layers: int, rule: str
 ):
     """The probe moves where tokens lie in their chunks besides its tokens, the second pass none."""
-    waits = waits_of(monkeypatch, n_layers, method="samkv-guided", eviction=rule)
+    probing = replace(METHODS["samkv-guided"], select=GuidedSelect(long=0))
+    waits = waits_of(monkeypatch, n_layers, method=probing, eviction=rule)
     assert waits.passes == [{"to the device": 2}, ONE_COPY]
 
 

@@ -20,7 +20,14 @@ from samkv_integrations.methods import METHODS, Method
 from samkv_integrations.methods.guided import GuidedSelect
 from tests.support import asking
 from tests.support.asking import Asked
-from tests.support.laws import CHUNKS, FOLLOW, TOLERANCE, assert_same_answer, engine_of
+from tests.support.laws import (
+    CHUNKS,
+    FOLLOW,
+    TOLERANCE,
+    WHOLE_IS_FASTER,
+    assert_same_answer,
+    engine_of,
+)
 from tests.support.models import FAMILIES, tiny_model
 
 ROOM = 2**24
@@ -128,6 +135,7 @@ def test_a_chunk_behind_the_text_that_it_was_cached_after_stays_exact(name: str)
     ]  # fmt: skip
     asked = []
     for engine in engines:
+        engine.costs = WHOLE_IS_FASTER
         engine.cache_chunks(CHUNKS)
         ask(engine, f"{SYSTEM}{CHUNKS[1]} Who?", "reuse")
         asked.append(ask(engine, f"{SYSTEM}{DOCUMENTS}\n\nQuestion: why?", name))

@@ -41,6 +41,7 @@ from tests.support.laws import (
     FROM_THE_START,
     PROMPT,
     TOLERANCE,
+    WHOLE_IS_FASTER,
     assert_same_answer,
     changed,
     engine_of,
@@ -254,7 +255,8 @@ def test_fusion_with_weight_zero_is_reuse(any_engine: Engine) -> None:
 
 def test_order_of_ingest_does_not_matter(engine: Engine) -> None:
     """Nor whether chunks are prefilled together or one by one."""
-    other = Engine(engine.model, block_size=8, store_bits=16, prefix="bos")
+    other = Engine(engine.model, block_size=8, store_bits=16, prefix="bos", prefix_bytes=0)
+    other.costs = WHOLE_IS_FASTER
     for chunk in reversed(CHUNKS):
         other.cache_chunks([chunk])
     for name in METHODS:
@@ -340,7 +342,9 @@ def test_guided_on_a_small_context_is_full_prefill(engine: Engine, update: Updat
         for small, is_whole in ((65, True), (64, len(asked) == 1), (0, False)):
             method = METHODS["samkv-guided"]
             recompute = replace(method.recompute, small_context=small)
-            method = replace(method, recompute=recompute, update=update)
+            method = replace(
+                method, select=GuidedSelect(long=0), recompute=recompute, update=update
+            )
             logits, query = first_logits(engine, prompt, asked, method)
             report = query.report
             if is_whole:

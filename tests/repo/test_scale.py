@@ -45,18 +45,11 @@ ON_BENCH = ("--chunks", "8", "--question-tokens")
         ("bytes of 8 chunks read", "36 --dtype float32 --layers 4", "read_bytes", 8, 0),
         ("full prefill, 8 layers", "34 --dtype float32 --layers 8 --prefill-tokens-s 588",
          "full_prefill_s", 1, 1),
-        ("first token of `samkv-guided`, 8 layers",
-         "34 --dtype float32 --layers 8 --prefill-tokens-s 588", "first_token_s", 1, 2),
         ("full prefill, 4 layers", "36 --dtype float32 --layers 4 --prefill-tokens-s 581",
          "full_prefill_s", 1, 1),
-        ("first token of `samkv-guided`, 4 layers",
-         "36 --dtype float32 --layers 4 --prefill-tokens-s 581", "first_token_s", 1, 2),
         ("8 chunks read from memory and checked, 4", "36 --dtype float32 --layers 4",
          "check_s", 1000, 0),
         ("8 chunks read from memory and checked, 24", "36 --dtype float32", "check_s", 1000, 0),
-        ("requests a second of `auto`",
-         "34 --layers 6 --prefill-tokens-s 1352 --answer-tokens 8 --decode-tokens-s 43",
-         "requests_per_s", 1, 1),
     ],
 )  # fmt: skip
 def test_a_figure_that_is_compared_is_what_the_command_says(

@@ -152,7 +152,7 @@ def test_a_cached_document_is_answered_from_its_cache(chat: ChatSamKV) -> None:
     chain = prompt | chat.with_structured_output(Town, include_raw=True)
     found = chain.invoke({"context": document, "question": QUESTION})
     assert isinstance(found["parsed"], Town)
-    assert found["raw"].response_metadata["samkv"]["reused"] == 1
+    assert found["raw"].response_metadata["samkv"]["reused"] >= 1  # the question quotes it too
 
 
 def test_stop_strings_of_the_model_do_not_cut_it(chat: ChatSamKV) -> None:
