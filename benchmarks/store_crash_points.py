@@ -273,11 +273,10 @@ def zero_note(folder: Path) -> None:
     ChunkStore(folder).put_note("costs", "zero")
 
 
-def other_text(folder: Path) -> None:
-    """A second text of the same tokens, and use of a chunk."""
+def used(folder: Path) -> None:
+    """Use of a chunk."""
     store = ChunkStore(folder)
     key = key_of(store, 10)
-    store.put_text(key, TINY, f"{text_of(10)} ")
     store.record(TINY, used=[key], missed=[key_of(store, 11)])
     store.touch(key, TINY)
 
@@ -366,7 +365,7 @@ WORKS: Mapping[str, Work] = {
         prepare=filled(further=zero_note), act=partial(note, replace=True),
         notes=frozenset({"costs"}),
     ),
-    "another text": Work(prepare=filled(10), act=other_text, before=OLD, after=OLD),
+    "another text": Work(prepare=filled(10), act=used, before=OLD, after=OLD),
     "import": Work(
         prepare=filled(further=exported), act=take_in,
         before={10: None, 11: None}, after={10: 0, 11: 0},

@@ -32,7 +32,7 @@ from tests.support.models import tiny_model
 
 GUIDED = METHODS["samkv-guided"]
 PROBING = replace(GUIDED, select=GuidedSelect(long=0))  # the chunks here are short
-FEW = replace(PROBING, recompute=GuidedRecompute(first=4))
+FEW = replace(PROBING, recompute=GuidedRecompute(first=2, hits=0.2))
 
 
 @pytest.fixture(scope="module")
