@@ -365,7 +365,7 @@ WORKS: Mapping[str, Work] = {
         prepare=filled(further=zero_note), act=partial(note, replace=True),
         notes=frozenset({"costs"}),
     ),
-    "another text": Work(prepare=filled(10), act=used, before=OLD, after=OLD),
+    "use": Work(prepare=filled(10), act=used, before=OLD, after=OLD),
     "import": Work(
         prepare=filled(further=exported), act=take_in,
         before={10: None, 11: None}, after={10: 0, 11: 0},
