@@ -33,7 +33,8 @@ def test_it_shows_what_became_of_each_token(ingested: Path) -> None:
     assert f"Question: {QUESTION}" in text.replace("<", "").replace(">", "")
     assert f"samkv-guided: {RECORDS[0].workers}\nfull prefill: {RECORDS[0].workers}" in text
     assert "(the same answer)" in text
-    assert re.search(r"later tokens go on with \d+ % of the chunks' tokens \(quest\)", text)
+    sparse = ran("inspect", QUESTION, *HOW, "--eviction", "quest")
+    assert re.search(r"later tokens go on with \d+ % of the chunks' tokens \(quest\)", sparse)
     assert "\x1b" not in shown and "\N{REPLACEMENT CHARACTER}[31mRed." in shown
     of_layer = ran("inspect", QUESTION, *HOW, "--layer", "7")
     assert "at layer 7: " in of_layer and of_layer.split("What became")[0] != table

@@ -101,7 +101,7 @@ def test_recompute_is_what_transformers_computes(file: Path) -> None:
     auto: Any = AutoModelForCausalLM
     theirs = auto.from_pretrained(file.parent, gguf_file=file.name, dtype="float32")
     tokenizer: Any = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-    ids = torch.tensor([[tokenizer.bos_token_id, *tokenizer(prompt)["input_ids"]]])
+    ids = torch.tensor([tokenizer(prompt)["input_ids"]])
     with torch.no_grad():
         expected = theirs(ids).logits[0, -1:]
     found = engine.logits(prompt, chunks, method="recompute")
