@@ -2,8 +2,9 @@
 
     python -m benchmarks.default_choice --model smollm2 --data hotpotqa.jsonl --documents 5
 
-KL and top-1 along full prefill's own answer; with --stray how unlikely full prefill finds the
-method's own answer; with --floor what bfloat16 alone changes. Run it with OMP_NUM_THREADS=1.
+KL and top-1 along full prefill's own answer; with --stray the method's own answer, too: how
+unlikely full prefill finds it, and how near it is to full prefill's; with --floor what bfloat16
+alone changes. Run it with OMP_NUM_THREADS=1.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import argparse
 import math
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -30,9 +31,13 @@ from samkv_integrations.bench.divergence import kl, same_top1
 from samkv_integrations.bench.markdown import table
 from samkv_integrations.bench.question_caches import prompt_ids
 from samkv_integrations.bench.run_settings import hardware
+from samkv_integrations.bench.scoring import f1_score
 from samkv_integrations.cache.memory import MemoryStore
+from samkv_integrations.engine.first_token import first_token
 from samkv_integrations.engine.forced import force
+from samkv_integrations.engine.greedy import decode_greedily
 from samkv_integrations.engine.options import AnswerSettings
+from samkv_integrations.engine.request import Request
 from samkv_integrations.figures import to_json
 from samkv_integrations.methods import Method
 from samkv_integrations.model.loading import load_model
@@ -70,8 +75,9 @@ class Row:
     """A question and a candidate.
 
     first_kl, kl, top1: of the first token, and means along the answer. recomputed: share of the
-    context. first_token: seconds over full prefill's. straying: mean over the method's own answer
-    of full prefill's best log-probability less that of the token; NaN if not asked for.
+    context. first_token: CPU seconds over full prefill's. Of the method's own answer, NaN if not
+    asked for: straying: mean over its tokens of full prefill's best log-probability less that of
+    the token; same: whether its tokens are those of full prefill's; f1: of its words against them.
     """
 
     label: str
@@ -83,6 +89,8 @@ class Row:
     recomputed: float = math.nan
     first_token: float = math.nan
     straying: float = math.nan
+    same: float = math.nan
+    f1: float = math.nan
 
 
 @torch.inference_mode()
@@ -100,20 +108,31 @@ def measured(
     ids, prompt = prompt_ids(model, question, chat=True), question.prompt(chat=True)
     own = fidelity.greedy(model, ids, n, end_ids=model.eos_ids)
     truth = logits_along(model, ids, own)
-    began = time.perf_counter()
-    logits_along(model, ids, own[:1])
-    full_s = time.perf_counter() - began
+    full_s = min(_cpu_s(lambda: logits_along(model, ids, own[:1])) for _ in range(2))
     row = partial(Row, id=question.id, prompt_tokens=len(ids))
 
-    def far(logits: Tensor) -> dict[str, float]:
+    def far(logits: Tensor) -> dict[str, Any]:
         divergence = kl(truth, logits)
         return {
             "first_kl": float(divergence[0]), "kl": float(divergence.mean()),
             "top1": float(same_top1(truth, logits).mean()),
         }  # fmt: skip
 
+    def own_answer(said: Sequence[int]) -> dict[str, Any]:
+        scores = logits_along(model, ids, said).log_softmax(-1)
+        of_token = scores.gather(1, torch.tensor(said)[:, None])[:, 0]
+        words, expected = (model.detokenize(tokens) for tokens in (said, own))
+        return {
+            "straying": float((scores.amax(-1) - of_token).mean()),
+            "same": float(list(said) == own), "f1": f1_score(words, [expected]),
+        }  # fmt: skip
+
+    if stray:
+        yield row(label="full prefill", first_kl=0, kl=0, top1=1, recomputed=1, first_token=1,
+                  **own_answer(own))  # fmt: skip
     if other is not None:
-        yield row(label="full prefill, bfloat16", **far(logits_along(other, ids, own)))
+        figures = own_answer(fidelity.greedy(other, ids, n, end_ids=model.eos_ids)) if stray else {}
+        yield row(label="full prefill, bfloat16", **far(logits_along(other, ids, own)), **figures)
     engines: dict[str, Engine] = {}
     for label, (method, prefix) in chosen.items():
         if prefix not in engines:
@@ -122,23 +141,30 @@ def measured(
             engines[prefix].cache_chunks(question.documents)
         engine = engines[prefix]
         settings = AnswerSettings.of(method=method, eviction="none", on_miss="text")
-        with engine.resolve(prompt, question.documents) as resolved:
-            request = engine.request(resolved, settings, len(own))
-            answer = engine.scheduler.run(partial(force, request, own[:-1]))
-        straying = math.nan
-        if stray:
-            said = engine.generate(
-                prompt, question.documents, method=method, eviction="none", max_new_tokens=n
-            )
-            tokens = torch.tensor(model.tokenize(said.text, special=False)[:n])
-            if len(tokens):
-                scores = logits_along(model, ids, tokens.tolist()).log_softmax(-1)
-                of_token = scores.gather(1, tokens[:, None])[:, 0]
-                straying = float((scores.amax(-1) - of_token).mean())
+
+        def asked(work: Callable[[Request], Any], engine: Engine = engine,
+                  settings: AnswerSettings = settings) -> Any:  # fmt: skip
+            with engine.resolve(prompt, question.documents) as resolved:
+                request = engine.request(resolved, settings, n)
+                return engine.scheduler.run(lambda: work(request))
+
+        first_s = min(asked(lambda request: _cpu_s(lambda: first_token(request))) for _ in range(2))
+        answer = asked(lambda request: force(request, own[:-1]))
+        said = asked(_greedy_ids(model, n)) if stray else ()
         yield row(
             label=label, **far(answer.logits), recomputed=answer.report.recompute_ratio,
-            first_token=answer.report.ttft_s / full_s, straying=straying,
+            first_token=first_s / full_s, **(own_answer(said) if said else {}),
         )  # fmt: skip
+
+
+def _greedy_ids(model: Model, n: int) -> Callable[[Request], tuple[int, ...]]:
+    return lambda request: decode_greedily(model, first_token(request), n).tokens
+
+
+def _cpu_s(work: Callable[[], object]) -> float:
+    began = time.process_time()
+    work()
+    return time.process_time() - began
 
 
 def cells(rows: Sequence[Row]) -> list[list[str]]:
@@ -151,12 +177,13 @@ def cells(rows: Sequence[Row]) -> list[list[str]]:
             name: fmean(getattr(row, name) for row in mine)
             for name in ("first_kl", "kl", "top1", "recomputed")
         }
-        stray = [row.straying for row in mine if not math.isnan(row.straying)]
+        own = [row for row in mine if not math.isnan(row.straying)]
         lines.append([
             label, f"{mean['first_kl']:.3f}", f"{mean['kl']:.4f}", f"{mean['kl'] / base:.2f}",
             f"{median(row.kl for row in mine):.4f}", f"{mean['top1']:.3f}",
             f"{100 * mean['recomputed']:.1f} %", f"{median(row.first_token for row in mine):.3f}",
-            f"{fmean(stray):.3f}" if stray else "",
+            *([f"{fmean(row.straying for row in own):.3f}", f"{sum(row.same for row in own):.0f}",
+               f"{fmean(row.f1 for row in own):.3f}"] if own else ["", "", ""]),
         ])  # fmt: skip
     return lines
 
@@ -182,21 +209,19 @@ def main() -> None:
     model = load_model(args.model, dtype="float32")
     other = load_model(args.model, dtype="bfloat16") if args.floor else None
     found = fidelity.of_part(load(args.data, prompt="rag"), args.part)[: args.questions]
-    rows = [
-        row
-        for question in tqdm(found, desc="questions")
-        for row in measured(
+    settings = {"hardware": hardware(model), "part": args.part, "documents": args.documents}
+    rows: list[Row] = []
+    for question in tqdm(found, desc="questions"):
+        rows += measured(
             model, fidelity.with_fewer(question, args.documents), {k: known[k] for k in labels},
             args.tokens, stray=args.stray, other=other,
-        )
-    ]  # fmt: skip
-    if args.json:
-        settings = {"hardware": hardware(model), "part": args.part, "documents": args.documents}
-        text = to_json("default choice", model.name, [asdict(row) for row in rows], settings)
-        args.json.write_text(f"{text}\n", encoding="utf-8")
+        )  # fmt: skip
+        if args.json:  # hours of work: keep what there is
+            text = to_json("default choice", model.name, [asdict(row) for row in rows], settings)
+            args.json.write_text(f"{text}\n", encoding="utf-8")
     columns = (
         "candidate", "first KL", f"KL along {args.tokens}", "of reuse's", "median", "top-1",
-        "recomputed", "first token, of full prefill", "straying",
+        "recomputed", "first token, of full prefill", "straying", "same answer", "F1",
     )  # fmt: skip
     sys.stdout.write(f"{len(found)} questions\n\n{table(columns, cells(rows), left=1)}\n")
 
