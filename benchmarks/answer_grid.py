@@ -1,0 +1,220 @@
+"""Whole answers against plain transformers' ``generate``, over prompts of many forms.
+
+    python -m benchmarks.answer_grid --quick
+
+Every row is a cell: so many chunks of so many tokens, so many other tokens, a share of the chunks
+cached, so many new tokens. The ways take turns, with greedy answers of exactly that length; figures
+are medians of ratios to ``generate`` in the same round, template and tokenising included on both
+sides. Run it with OMP_NUM_THREADS=1 where others work too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import cycle, product
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from tqdm.auto import tqdm
+
+from samkv_integrations import ChunkStore, Engine
+from samkv_integrations.bench.markdown import table
+from samkv_integrations.bench.run_settings import hardware
+from samkv_integrations.engine.report import Report
+from samkv_integrations.figures import to_json
+from samkv_integrations.model.loading import load_model
+from samkv_integrations.model.model import Model
+from samkv_integrations.prompt import rag_prompt
+
+PARAGRAPHS = Path(__file__).parents[1] / "examples" / "paragraphs"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """A form of prompt. others: tokens in no chunk, besides the template and a short question."""
+
+    chunks: int
+    chunk_tokens: int
+    others: int
+    cached: float
+    new_tokens: int
+
+
+def cells(*, quick: bool) -> list[Cell]:
+    """Those of the whole grid, or one that covers each pair of lengths once."""
+    shapes = list(product((2, 5, 10, 20, 40), (40, 150, 300, 600)))
+    rest = list(product((0, 300, 1000), (0.0, 0.5, 1.0), (1, 16, 128)))
+    if quick:  # 7 and 27 have no common factor, so that neighbours differ in all three
+        turns = cycle(rest[7 * n % len(rest)] for n in range(len(rest)))
+        found = [(*shape, *next(turns)) for shape in shapes for _ in range(3)]
+    else:
+        found = [(*shape, *others) for shape, others in product(shapes, rest)]
+    return [
+        Cell(chunks=n, chunk_tokens=length, others=o, cached=c, new_tokens=new)
+        for n, length, o, c, new in found
+    ]
+
+
+class Texts:
+    """Texts of so many tokens from real paragraphs, each of which begins where the last ended."""
+
+    def __init__(self, model: Model) -> None:
+        files = sorted(PARAGRAPHS.glob("*.txt"))
+        text = "\n\n".join(file.read_text(encoding="utf-8").strip() for file in files)
+        self._model, self._ids = model, model.tokenize(text, special=False)
+        self.at = 0
+
+    def next(self, n_tokens: int) -> str:
+        found = [self._ids[(self.at + offset) % len(self._ids)] for offset in range(n_tokens)]
+        self.at += n_tokens
+        return self._model.detokenize(found).strip()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timed:
+    """Seconds of a whole answer, and what ran."""
+
+    seconds: float
+    report: Report | None = None
+
+
+class Ways:
+    """Each way to answer a prompt. costs: as measured by ``samkv doctor``, or not."""
+
+    def __init__(self, model: Model, *, calibrated: bool) -> None:
+        self.model = model
+        folder = tempfile.mkdtemp(prefix="samkv-grid-")
+        self.engine = Engine(model, ChunkStore(Path(folder) / "kv"))
+        if calibrated:
+            self.engine.calibrate()
+        model.end_ids = lambda more: frozenset()  # type: ignore[method-assign]
+
+    def plain(self, messages: Any, new_tokens: int) -> Timed:
+        """transformers' own."""
+        model, began = self.model, time.perf_counter()
+        with torch.inference_mode():
+            ids = model.tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+            )
+            made = model.hf.generate(  # type: ignore[operator]
+                **ids, max_new_tokens=new_tokens, min_new_tokens=new_tokens, do_sample=False
+            )
+            model.tokenizer.decode(made[0, ids["input_ids"].shape[1] :])
+        return Timed(seconds=time.perf_counter() - began)
+
+    def ours(self, messages: Any, new_tokens: int, chunks: Sequence[str], way: str) -> Timed:
+        """An engine's, with the caches that there are and nothing of an earlier prompt."""
+        self.engine.prefixes.clear()
+        before = set(self.engine.store.known_keys())
+        began = time.perf_counter()
+        answer = self.engine.generate(messages, chunks, method=way, max_new_tokens=new_tokens)
+        spent = time.perf_counter() - began
+        if made := set(self.engine.store.known_keys()) - before:
+            self.engine.store.delete(*made)
+        return Timed(seconds=spent, report=answer.report)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A cell and a way. ratio: to plain ``generate``. ran: what it turned out to be."""
+
+    cell: Cell
+    way: str
+    prompt_tokens: int
+    plain_s: float
+    ratio: float
+    ran: str
+
+
+def measured(ways: Ways, texts: Texts, cell: Cell, names: Sequence[str], rounds: int) -> list[Row]:
+    """A row for each way."""
+    engine = ways.engine
+    if stored := engine.store.known_keys():
+        engine.store.delete(*stored)
+    chunks = [texts.next(cell.chunk_tokens) for _ in range(cell.chunks)]
+    engine.cache_chunks(chunks[: round(cell.cached * cell.chunks)])
+    spent: dict[str, list[Timed]] = {name: [] for name in ("plain", *names)}
+    for _ in range(rounds):
+        others = texts.next(cell.others) + "\n\n" if cell.others else ""
+        messages = rag_prompt(f"{others}What is said about the year?", chunks, chat=True)
+        order: dict[str, Callable[[], Timed]] = {
+            "plain": lambda messages=messages: ways.plain(messages, cell.new_tokens),
+            **{
+                name: lambda name=name, messages=messages: ways.ours(
+                    messages, cell.new_tokens, chunks, name
+                )
+                for name in names
+            },
+        }  # type: ignore[dict-item]
+        for name, run in order.items():
+            spent[name].append(run())
+    return [
+        Row(
+            cell=cell, way=name, prompt_tokens=report.prompt_tokens,
+            plain_s=median(timed.seconds for timed in spent["plain"]),
+            ratio=median(
+                mine.seconds / theirs.seconds
+                for mine, theirs in zip(spent[name], spent["plain"], strict=True)
+            ),
+            ran=report.ran,
+        )
+        for name in names
+        if (report := spent[name][-1].report) is not None
+    ]  # fmt: skip
+
+
+def lines(rows: Sequence[Row]) -> Iterator[list[str]]:
+    for row in rows:
+        cell = row.cell
+        yield [
+            f"{cell.chunks} x {cell.chunk_tokens}", str(cell.others), f"{cell.cached:.0%}",
+            str(cell.new_tokens), str(row.prompt_tokens), f"{row.plain_s:.2f}", row.way,
+            row.ran, f"{row.ratio:.2f}",
+        ]  # fmt: skip
+
+
+def main() -> None:
+    """The table, on standard output, and the worst cell of each way."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.answer_grid")
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--quick", action="store_true", help="a part that covers all lengths")
+    parser.add_argument("--ways", default="auto", help="methods, with ',' between")
+    parser.add_argument("--calibrated", action="store_true", help="as after samkv doctor")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--most-tokens", type=int, default=8000, help="of a prompt")
+    parser.add_argument("--skip", type=int, default=0, help="cells to leave out at the beginning")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    model = load_model(args.model, dtype=args.dtype)
+    ways, texts = Ways(model, calibrated=args.calibrated), Texts(model)
+    warm = Cell(chunks=2, chunk_tokens=40, others=0, cached=1.0, new_tokens=2)
+    measured(ways, texts, warm, args.ways.split(","), 1)
+    rows: list[Row] = []
+    settings = {"hardware": hardware(model), "calibrated": args.calibrated}
+    for cell in tqdm(cells(quick=args.quick)[args.skip :]):
+        length = cell.chunks * cell.chunk_tokens + cell.others + cell.new_tokens + 100
+        if length <= min(args.most_tokens, model.context_window):
+            rows += measured(ways, texts, cell, args.ways.split(","), args.rounds)
+        if args.json:
+            text = to_json("answer grid", model.name, [asdict(row) for row in rows], settings)
+            args.json.write_text(f"{text}\n", encoding="utf-8")
+    columns = (
+        "chunks", "other tokens", "cached", "new tokens", "prompt", "generate, s", "way", "ran",
+        "of generate",
+    )  # fmt: skip
+    sys.stdout.write(table(columns, list(lines(rows)), left=1) + "\n\n")
+    for way in args.ways.split(","):
+        worst = max((row for row in rows if row.way == way), key=lambda row: row.ratio)
+        sys.stdout.write(f"{way}: worst cell {worst.ratio:.2f}, {worst.cell}\n")
+
+
+if __name__ == "__main__":
+    main()
