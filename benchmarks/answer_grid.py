@@ -14,8 +14,9 @@ import argparse
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import cycle, product
 from pathlib import Path
 from statistics import median
@@ -103,7 +104,7 @@ class Ways:
             ids = model.tokenizer.apply_chat_template(
                 messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
             )
-            made = model.hf.generate(  # type: ignore[operator]
+            made = model.hf.generate(
                 **ids, max_new_tokens=new_tokens, min_new_tokens=new_tokens, do_sample=False
             )
             model.tokenizer.decode(made[0, ids["input_ids"].shape[1] :])
@@ -144,15 +145,9 @@ def measured(ways: Ways, texts: Texts, cell: Cell, names: Sequence[str], rounds:
     for _ in range(rounds):
         others = texts.next(cell.others) + "\n\n" if cell.others else ""
         messages = rag_prompt(f"{others}What is said about the year?", chunks, chat=True)
-        order: dict[str, Callable[[], Timed]] = {
-            "plain": lambda messages=messages: ways.plain(messages, cell.new_tokens),
-            **{
-                name: lambda name=name, messages=messages: ways.ours(
-                    messages, cell.new_tokens, chunks, name
-                )
-                for name in names
-            },
-        }  # type: ignore[dict-item]
+        order = {"plain": partial(ways.plain, messages, cell.new_tokens)}
+        for name in names:
+            order[name] = partial(ways.ours, messages, cell.new_tokens, chunks, name)
         for name, run in order.items():
             spent[name].append(run())
     return [

@@ -1,7 +1,7 @@
 """Does `recompute` answer as the LLM that it takes the place of? Counted over the same prompts.
 
     pip install langchain-huggingface llama-index-llms-huggingface  # into an environment of its own
-    python -m benchmarks.same_as_transformers --questions 50
+    python -m benchmarks.same_as_transformers --model FOLDER --sets "real paragraphs"
 
 Every row asks a class of this package with ``method="recompute"`` and the class of the framework
 that runs the same model by transformers. All chunks are cached before, and found in the prompts, so
@@ -15,20 +15,23 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
 from llama_index.core.llms import ChatMessage
 
-from benchmarks.pipelines import model
 from langchain_samkv import ChatSamKV, SamKV
 from llama_index.llms.samkv import SamKVLLM
 from samkv_integrations import Engine, collect_reports
 from samkv_integrations.bench.data import ASSETS, Question, load
 from samkv_integrations.bench.fidelity import questions as real_questions
+from samkv_integrations.bench.fidelity import with_fewer
 from samkv_integrations.bench.markdown import table
 from samkv_integrations.figures import to_json
+from samkv_integrations.model.loading import load_model
+from samkv_integrations.model.model import Model
 from samkv_integrations.prompt import rag_prompt
 
 MAX_TOKENS = 32
@@ -36,18 +39,31 @@ MAX_TOKENS = 32
 
 BUILTIN = str(ASSETS / "builtin")
 DTYPE = torch.float32
+DOCUMENTS = 5
+"""Most paragraphs of a prompt."""
+
+chosen = argparse.Namespace(model=BUILTIN)
+"""The command line: the folder of the model, that the classes of others can read as well."""
 
 Answer = Callable[[str], str]
 Turn = dict[str, str]
 
 SETS: Mapping[str, Callable[[int], list[Question]]] = {
     "sample questions": lambda number: load(kinds=["single-hop", "reference"])[:number],
-    "real paragraphs": lambda number: real_questions("all")[:number],
+    "real paragraphs": lambda number: [
+        with_fewer(question, DOCUMENTS) for question in real_questions("all")[:number]
+    ],
 }
 """What is asked: questions as in training, and HotpotQA, 2WikiMultihopQA and MuSiQue."""
 
 
 # -- the classes of others -------------------------------------------------------------------
+
+
+@cache
+def model() -> Model:
+    """The model, by this package."""
+    return load_model(chosen.model, device="cpu", dtype="float32")
 
 
 def generate(turns: Sequence[Turn]) -> str:
@@ -67,7 +83,7 @@ def _pipeline() -> Any:
 
     options = {"max_new_tokens": MAX_TOKENS, "do_sample": False, "return_full_text": False}
     return HuggingFacePipeline.from_model_id(
-        model_id=BUILTIN,
+        model_id=chosen.model,
         task="text-generation",
         model_kwargs={"dtype": DTYPE},
         pipeline_kwargs=options,
@@ -86,8 +102,8 @@ def _huggingface_llm() -> Any:
     from llama_index.llms.huggingface import HuggingFaceLLM
 
     return HuggingFaceLLM(
-        model_name=BUILTIN,
-        tokenizer_name=BUILTIN,
+        model_name=chosen.model,
+        tokenizer_name=chosen.model,
         device_map="cpu",
         model_kwargs={"dtype": DTYPE},
         max_new_tokens=MAX_TOKENS,
@@ -96,12 +112,9 @@ def _huggingface_llm() -> Any:
     )
 
 
-def _with_bos(prompt: str) -> str:
-    """As a completion: nothing but the string, which begins as prompts of this model do.
-
-    Its tokenizer adds no BOS by itself; this package does where there is none.
-    """
-    return f"{model().tokenizer.bos_token}{prompt}\nAnswer:"
+def _completion(prompt: str) -> str:
+    """Nothing but the string."""
+    return f"{prompt}\nAnswer:"
 
 
 # -- rows ------------------------------------------------------------------------------------
@@ -122,7 +135,7 @@ def _chat_samkv(engine: Engine, method: str) -> Answer:
 
 def _samkv(engine: Engine, method: str) -> Answer:
     llm = SamKV(engine=engine, method=method, max_tokens=MAX_TOKENS)
-    return lambda question: str(llm.invoke(_with_bos(question)))
+    return lambda question: str(llm.invoke(_completion(question)))
 
 
 def _chat_of(llm: Any) -> Answer:
@@ -130,7 +143,7 @@ def _chat_of(llm: Any) -> Answer:
 
 
 def _completion_of(llm: Any) -> Answer:
-    return lambda question: str(llm.complete(_with_bos(question), formatted=True).text)
+    return lambda question: str(llm.complete(_completion(question), formatted=True).text)
 
 
 def _samkv_llm(engine: Engine, method: str) -> SamKVLLM:
@@ -145,7 +158,7 @@ PAIRS: Mapping[str, Pair] = {
     "ChatSamKV and transformers' generate": Pair(ours=_chat_samkv, other=_generated),
     "ChatSamKV and ChatHuggingFace": Pair(ours=_chat_samkv, other=_chat_huggingface),
     "SamKV and HuggingFacePipeline": Pair(
-        ours=_samkv, other=lambda: lambda question: str(_pipeline().invoke(_with_bos(question)))
+        ours=_samkv, other=lambda: lambda question: str(_pipeline().invoke(_completion(question)))
     ),
     "SamKVLLM and HuggingFaceLLM, chat": Pair(
         ours=lambda engine, method: _chat_of(_samkv_llm(engine, method)),
@@ -207,10 +220,13 @@ def main() -> None:
     parser.add_argument("--questions", type=int, default=50)
     parser.add_argument("--pairs", nargs="+", choices=PAIRS, default=list(PAIRS))
     parser.add_argument("--json", type=Path)
-    chosen = parser.parse_args()
-    rows = [measure(pair, asked, chosen.questions) for pair in chosen.pairs for asked in SETS]
+    parser.add_argument("--sets", nargs="+", choices=SETS, default=list(SETS))
+    parser.add_argument("--model", default=BUILTIN, help="a folder, as transformers loads it")
+    parser.parse_args(namespace=chosen)
+    wanted = product(chosen.pairs, chosen.sets)
+    rows = [measure(pair, asked, chosen.questions) for pair, asked in wanted]
     if chosen.json:
-        text = to_json("same as transformers", BUILTIN, [asdict(row) for row in rows])
+        text = to_json("same as transformers", chosen.model, [asdict(row) for row in rows])
         chosen.json.write_text(f"{text}\n", encoding="utf-8")
     cells = [[str(value) for value in asdict(row).values()] for row in rows]
     sys.stdout.write(table(tuple(asdict(rows[0])), cells, left=2) + "\n")

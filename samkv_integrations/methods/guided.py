@@ -1,8 +1,9 @@
-"""The default method: the first tokens of each chunk, and hits of the question in long chunks.
+"""The default method: recomputes first tokens of chunks, and what the question asks about.
 
 Ours. From EPIC (arXiv 2410.15332): the first tokens of a chunk are recomputed. From SAGE-KV
 (arXiv 2503.08879): the last prompt token knows what it looks for. From A3: recompute what the
-question attends to, but chunk by chunk. The settings: docs/results/real_model.md.
+question attends to, but chunk by chunk. What shares rare tokens with the question is found as BM25
+would, without a pass of the model. The settings: docs/results/real_model.md.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ from samkv_integrations.methods.base import (
     Selection,
     SelectionInputs,
     check_count,
-    check_ratio,
 )  # fmt: skip
-from samkv_integrations.methods.scoring import dilate, softmax_by_chunk
+from samkv_integrations.methods.scoring import dilate, matching_segments, softmax_by_chunk
 from samkv_integrations.prompt.layout import Layout
 
 SINKS = 4  # first tokens of the prompt that the probe computes, for attention to rest on
 BEFORE = 8  # tokens before a hit that are recomputed with it: they say whom it is about
 AFTER = 1  # tokens behind a hit that are recomputed with it: the answer goes on there
+SEGMENT = 32  # tokens of a segment of a chunk
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,24 +79,23 @@ class GuidedSelect(Select):
 
 @dataclass(frozen=True, kw_only=True)
 class GuidedRecompute(Recompute):
-    """Recomputes each chunk's first tokens and, if there are scores, the hits with words around.
+    """Recomputes first tokens of chunks, segments that match the question, and hits.
 
     first: first tokens of each chunk: they were cached as if other documents stood before them.
-    share: of a long chunk, this share of its tokens, if that is more than `first`.
-    hits: tokens of the highest scores, a chunk on average; 0 for none.
+    matched: most tokens, in the whole prompt, of segments that share tokens with the question.
+    hits: tokens of the highest scores, a chunk on average, with words around; 0 for none.
     small_context: contexts of at most this many tokens are computed whole, which takes no longer.
     """
 
-    first: int = 24
-    share: float = 0.0625
+    first: int = 16
+    matched: int = 96
     hits: float = 1.0
     small_context: int = 128
 
     def __post_init__(self) -> None:
-        check_ratio("share", self.share)
         if not 0 <= self.hits < math.inf:
             raise InvalidOption(f"hits={self.hits}; it must be 0 or more")
-        for name in ("first", "small_context"):
+        for name in ("first", "matched", "small_context"):
             check_count(name, getattr(self, name))
 
     @property
@@ -103,14 +103,14 @@ class GuidedRecompute(Recompute):
         return self.small_context
 
     def most_ratio(self, n_context: int, n_chunks: int, *, scored: bool) -> float:
-        length = n_context / max(1, n_chunks)
         around_hits = self.hits * (BEFORE + 1 + AFTER) if scored else 0
-        return min(1.0, (max(self.first, self.share * length) + around_hits) / max(1, length))
+        most = (self.first + around_hits) * n_chunks + self.matched
+        return min(1.0, most / max(1, n_context))
 
     def choose(self, selection: Selection, inputs: SelectionInputs, layout: Layout) -> Tensor:
         given = layout.exact[layout.chunk_of_token] | layout.uncached[layout.context_positions]
-        n_first = (self.share * layout.chunk_lengths).long().clamp(min=self.first)
-        recomputed = layout.offset_in_chunk < n_first[layout.chunk_of_token]
+        recomputed = layout.offset_in_chunk < self.first
+        recomputed |= matching_segments(layout, SEGMENT, self.matched)
         if selection.token_scores is not None:
             scores = selection.token_scores.cpu()  # waits for the device
             scores = scores.masked_fill(given | recomputed, -math.inf)
@@ -125,7 +125,7 @@ def samkv_guided() -> Method:
     """Our row, with the defaults that measured best (docs/results/real_model.md)."""
     return Method(
         name="samkv-guided", paper="ours, after arXiv 2410.15332",
-        summary="everything kept; first tokens of chunks, and hits in long ones, recomputed",
+        summary="everything kept; recomputed: first tokens, what the question names, hits",
         select=GuidedSelect(), recompute=GuidedRecompute(),
     )  # fmt: skip
 

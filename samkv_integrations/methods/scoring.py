@@ -95,3 +95,33 @@ def dilate(scores: Tensor, layout: Layout, *, before: int = 0, after: int = 0) -
             moved = scores[shift:].where(same, -math.inf)
             best = torch.cat((best[:-shift].maximum(moved), best[-shift:]))
     return best
+
+
+def matching_segments(layout: Layout, size: int, most: int) -> Tensor:
+    """(Tctx,) bool: segments of chunks that share the rarest tokens with the question.
+
+    Segments have ``size`` tokens; the best are taken until the next one would make it more than
+    ``most`` tokens. A segment scores the sum of log(segments / segments that hold the token) over
+    the question's tokens that it holds, and half of that sum over those that its chunk holds. Ours,
+    after BM25.
+    """
+    ids, chunk = layout.token_ids[layout.context_positions], layout.chunk_of_token
+    asked: Tensor = torch.unique(layout.token_ids[layout.question])
+    place = torch.searchsorted(asked, ids).clamp(max=len(asked) - 1)
+    is_asked = asked[place] == ids
+    (of_chunk, _), segment, length = torch.unique(
+        torch.stack((chunk, layout.offset_in_chunk // size)),
+        return_inverse=True, return_counts=True, dim=1,
+    )  # fmt: skip
+    in_segment = torch.zeros(len(length), len(asked))
+    in_segment[segment[is_asked], place[is_asked]] = 1.0
+    in_chunk = torch.zeros(layout.n_chunks, len(asked))
+    in_chunk[chunk[is_asked], place[is_asked]] = 1.0
+    rarity = ((len(length) + 1) / (in_segment.sum(0) + 0.5)).log().clamp(min=0)
+    own = in_segment @ rarity
+    score = (own + (in_chunk @ rarity)[of_chunk] / 2).masked_fill(own == 0, -math.inf)
+    order = score.argsort(descending=True, stable=True)
+    fits = (length[order].cumsum(0) <= most) & (own[order] > 0)
+    chosen = torch.zeros(len(length), dtype=torch.bool)
+    chosen[order[fits]] = True
+    return chosen[segment]
