@@ -209,10 +209,11 @@ def knobs() -> dict[str, Variant]:
         "chunks compete": CompetingSelect(),
     }
     recomputed = {
-        "no first tokens of chunks": replace(again, first=0, share=0.0),
+        "no first tokens of chunks": replace(again, first=0),
         "the first 8 tokens of chunks": replace(again, first=8),
         "the first 32 tokens of chunks": replace(again, first=32),
-        "an eighth of long chunks": replace(again, share=0.125),
+        "nothing that matches the question": replace(again, matched=0),
+        "192 tokens that match the question": replace(again, matched=192),
         "no hits": replace(again, hits=0.0),
         "2.5 hits a chunk": replace(again, hits=2.5),
     }

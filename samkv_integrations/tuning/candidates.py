@@ -88,7 +88,7 @@ _Words = tuple[str, tuple[str, ...], str, float | None]
 _REUSE: _Words = ("reuse", (), NO_EVICTION, None)
 _EPIC: _Words = ("epic", (), NO_EVICTION, None)
 _DEFAULT: _Words = ("auto", (), NO_EVICTION, None)
-_MOST: _Words = ("auto", ("recompute.first=48", "recompute.share=0.15"), NO_EVICTION, None)
+_MOST: _Words = ("auto", ("recompute.first=48", "recompute.matched=192"), NO_EVICTION, None)
 
 # `auto` in place of samkv-guided: it is the same setting, with full prefill where that is faster
 _SETTINGS: tuple[_Words, ...] = (
