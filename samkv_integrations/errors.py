@@ -104,7 +104,8 @@ class MissingExtra(SamkvError):
     def of(cls, package: str, extra: str) -> MissingExtra:
         """An error that names the extra to install."""
         return cls(
-            f"{package!r} is not installed; next step: pip install 'samkv-integrations[{extra}]'"
+            f"{package!r} is not installed; next step: pip install '.[{extra}]' in a clone of "
+            f"samkv-integrations, or 'FILE[{extra}]' for the file of its wheel"
         )
 
 

@@ -29,6 +29,9 @@ TEXT_BYTES = 4
 CHECK_GB_S = 0.6
 """Checking MACs on one thread, measured (docs/format.md)."""
 
+CHUNK_PREFIX = 64
+"""Tokens, about, that a chunk is prefilled after: those of `DOCUMENTS_BEFORE`."""
+
 _GIGA = 1e9
 _MOST = 1e15  # of any number that is given: far beyond what exists, and no sum overflows
 
@@ -210,7 +213,7 @@ def costs_of(shape: ModelShape, machine: Machine, chunk_tokens: int) -> CostMode
     if machine.prefill_tokens_s is None:
         return assumed
     wanted_s = chunk_tokens / machine.prefill_tokens_s
-    factor = wanted_s / (shape.n_layers * assumed.chunks_s([chunk_tokens]))
+    factor = wanted_s / (shape.n_layers * assumed.chunks_s([chunk_tokens], CHUNK_PREFIX))
     return CostModel(**{name: factor * value for name, value in asdict(assumed).items()})
 
 
@@ -255,7 +258,7 @@ class _Question:
     @cached_property
     def recompute_s(self) -> float:
         lengths = [self.work.chunk_tokens] * self.work.chunks_per_question
-        return self.shape.n_layers * self.costs.chunks_s(lengths)
+        return self.shape.n_layers * self.costs.chunks_s(lengths, CHUNK_PREFIX)
 
     @property
     def full_prefill_s(self) -> float:
@@ -305,7 +308,7 @@ def size_up(shape: ModelShape, work: Workload, machine: Machine) -> Sizing:
     chunk_bytes = file_bytes(layout)
     total = work.n_chunks * chunk_bytes
     bf16 = 4 * shape.n_layers * shape.n_kv_heads * shape.head_dim * work.chunk_tokens
-    one_chunk_s = shape.n_layers * question.costs.chunks_s([work.chunk_tokens])
+    one_chunk_s = shape.n_layers * question.costs.chunks_s([work.chunk_tokens], CHUNK_PREFIX)
     return Sizing(
         chunk_bytes=chunk_bytes, chunk_ratio=chunk_bytes / bf16, read_bytes=read_bytes(layout),
         total_bytes=total, read_s=question.read_s, check_s=question.check_s,

@@ -107,7 +107,7 @@ WORK = Workload(n_chunks=1_000_000)
 
 def test_a_given_speed_is_that_of_caching_chunks_in_the_assumed_proportions() -> None:
     costs = sizing.costs_of(SHAPE, Machine(prefill_tokens_s=2_000), 512)
-    assert SHAPE.n_layers * costs.chunks_s([512]) == pytest.approx(512 / 2_000)
+    assert SHAPE.n_layers * costs.chunks_s([512], sizing.CHUNK_PREFIX) == pytest.approx(512 / 2_000)
     assumed = CostModel.assumed_on(SHAPE, on_gpu=False)
     for name in ("layer_s", "pair_s", "entry_s"):
         share = getattr(costs, name) / costs.token_s
@@ -124,7 +124,7 @@ def test_seconds_are_those_of_the_cost_model() -> None:
     assert costs == replace(CostModel.assumed_on(SHAPE, on_gpu=True), read_s=0.0)
     n_tokens, n_context = 8 * 512 + 64, 8 * 512
     assert found.full_prefill_s == SHAPE.n_layers * costs.full_prefill_s(n_tokens)
-    assert found.recompute_s == SHAPE.n_layers * costs.chunks_s([512] * 8)
+    assert found.recompute_s == SHAPE.n_layers * costs.chunks_s([512] * 8, sizing.CHUNK_PREFIX)
     ratio = METHODS["samkv-guided"].recompute.most_ratio(n_context, 8, scored=True)
     on_disk_s = 8 * found.read_bytes * (1 / 2e9 + 1 / 0.6e9)
     with_disk = replace(costs, read_s=on_disk_s / (n_context * SHAPE.n_layers))

@@ -120,8 +120,8 @@ def test_an_option_of_a_method_changes_it(town: Path) -> None:
     ran("ingest", str(town))
     ask = ("ask", RECORDS[0].question, "--method", "samkv-guided", "--set")
     none, some = (
-        rows_of(*ask, f"recompute.share={share}", "--set", "recompute.first=0")[0]
-        for share in (0, 0.1)
+        rows_of(*ask, f"recompute.matched={matched}", "--set", "recompute.first=0")[0]
+        for matched in (0, 96)
     )
     assert none["recompute_ratio"] == 0 < some["recompute_ratio"]
 

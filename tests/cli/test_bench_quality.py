@@ -164,4 +164,4 @@ def test_a_missing_extra_is_named_before_a_model_is_loaded(
         with monkeypatch.context() as patch:
             patch.setitem(sys.modules, package, None)
             done = command("--data", file, *arguments)
-        assert done.exit_code == 2 and "samkv-integrations[bench]" in done.stderr
+        assert done.exit_code == 2 and "'.[bench]'" in done.stderr

@@ -84,7 +84,7 @@ def test_a_long_document_without_the_splitter(
     monkeypatch.setitem(sys.modules, "semantic_text_splitter", None)
     (working_folder / "long.txt").write_text("words " * 100)
     line = error_of("ingest", "long.txt", "--model", tiny, "--chunk-size", "100")
-    assert "pip install 'samkv-integrations[chroma]'" in line
+    assert "pip install '.[chroma]'" in line
 
 
 class TestWhatIsNotRead:
@@ -226,7 +226,7 @@ def test_what_ray_writes_is_not_among_the_json(
 def test_ray_is_an_extra(town: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     line = error_of("ingest", str(town), "--ray")
-    assert "pip install 'samkv-integrations[ray]'" in line
+    assert "pip install '.[ray]'" in line
     assert not Path(".samkv").exists()
 
 

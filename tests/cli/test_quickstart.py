@@ -103,4 +103,4 @@ def test_quickstart_without_llama_index(town: Path, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(importlib, "import_module", refuse)
     line = error_of(*ON_BUILTIN, str(town))
-    assert "pip install 'samkv-integrations[llama-index]'" in line
+    assert "pip install '.[llama-index]'" in line

@@ -429,7 +429,7 @@ def zip_pieces(streams: list[Iterator[str]]) -> list[list[str]]:
 
 def test_recomputation_in_guided_is_a_constructor_call(engine: Engine) -> None:
     method = replace(
-        METHODS["samkv-guided"], recompute=GuidedRecompute(first=2, share=0.0, small_context=0)
+        METHODS["samkv-guided"], recompute=GuidedRecompute(first=2, matched=0, small_context=0)
     )
     report = engine.generate(PROMPT, TEXTS, method=method, max_new_tokens=1).report
     assert report.recompute_ratio == 2 * len(TEXTS) / report.context_tokens

@@ -300,7 +300,7 @@ def n_range_bytes(engine: Engine) -> int:
 def test_every_chunk_lost_is_full_prefill(on_disk: Engine, tmp_path: Path) -> None:
     for text in CHUNKS:
         spoil(file_of(on_disk, tmp_path, text), -1)
-    nothing = GuidedRecompute(first=0, share=0.0, small_context=0)
+    nothing = GuidedRecompute(first=0, matched=0, small_context=0)
     asked = ask(on_disk, PROMPT, CHUNKS, replace(PROBING, recompute=nothing))
     assert asked.report.chunk_misses == {"corrupt": len(CHUNKS)}
     assert (asked.report.found, asked.report.reused) == (len(CHUNKS), 0)

@@ -22,7 +22,7 @@ from tests.support.models import tiny_model
 TEXTS = ["The river of Hesmere is the Hidow. " * 6, "The fair of Herstead is in January. " * 6]
 PROMPT = rag_prompt("On which river does Hesmere lie?", TEXTS)
 SETTING = TunedSetting(
-    model="tiny-llama", method="samkv-guided", set=("recompute.first=48", "recompute.share=0.3"),
+    model="tiny-llama", method="samkv-guided", set=("recompute.first=48", "recompute.matched=192"),
     eviction="quest", eviction_budget=0.5, measured={"collection": 'notes "1"', "agreement": 0.97},
 )  # fmt: skip
 
@@ -65,7 +65,7 @@ def test_a_setting_of_the_file_answers_as_the_same_setting_given(tmp_path: Path)
     tuned.cache_chunks(TEXTS)
     rule = replace(EVICTIONS["quest"], budget_tokens=None, budget_ratio=0.5)
     guided = METHODS["samkv-guided"]
-    again = replace(guided.recompute, first=48, share=0.3)  # type: ignore[call-arg]
+    again = replace(guided.recompute, first=48, matched=192)  # type: ignore[call-arg]
     given = engine_on(tmp_path, method=replace(guided, recompute=again), eviction=rule)
     default = engine_on(tmp_path, method="samkv-guided")
     follow = list(range(20, 28))

@@ -140,9 +140,9 @@ def changed(name: str, **options: float) -> Method:
     return replace(method, recompute=replace(method.recompute, **options))
 
 
-ALL_HITS = GuidedRecompute(share=1.0, small_context=0)
+ALL_HITS = GuidedRecompute(first=10**6, small_context=0)
 LAWS = [
-    Law(method=changed("samkv-guided", first=0, share=0.0, hits=0.0), equals="reuse"),
+    Law(method=changed("samkv-guided", first=0, matched=0, hits=0.0), equals="reuse"),
     Law(method=replace(METHODS["samkv-guided"], recompute=RecomputeNone()), equals="reuse"),
     Law(method=replace(METHODS["samkv-guided"], recompute=ALL_HITS), equals="recompute"),
     Law(method=changed("samkv-guided", small_context=10_000), equals="recompute"),

@@ -126,7 +126,7 @@ SELECTS = [
 
 @pytest.mark.parametrize("select", SELECTS, ids=str)
 def test_guided_recomputing_nothing_is_reuse(any_engine: Engine, select: GuidedSelect) -> None:
-    for recompute in (RecomputeNone(), GuidedRecompute(first=0, share=0.0, hits=0.0)):
+    for recompute in (RecomputeNone(), GuidedRecompute(first=0, matched=0, hits=0.0)):
         method = replace(METHODS["samkv-guided"], select=select, recompute=recompute)
         guided, query = first_logits(any_engine, PROMPT, CHUNKS, method)
         assert query.report.kept_ratio == 1.0 and query.report.recompute_ratio == 0.0
@@ -136,7 +136,7 @@ def test_guided_recomputing_nothing_is_reuse(any_engine: Engine, select: GuidedS
 @pytest.mark.parametrize("select", SELECTS, ids=str)
 def test_guided_recomputing_all_is_recompute(any_engine: Engine, select: GuidedSelect) -> None:
     """At any number of bits: no stored entry is left."""
-    for recompute in (RecomputeAll(), GuidedRecompute(share=1.0)):
+    for recompute in (RecomputeAll(), GuidedRecompute(first=10**6)):
         method = replace(METHODS["samkv-guided"], select=select, recompute=recompute)
         guided, query = first_logits(any_engine, PROMPT, CHUNKS, method)
         full = first_logits(any_engine, PROMPT, CHUNKS, "recompute")

@@ -5,12 +5,18 @@ to float32 (6e-8), and a softmax passes on at most the error of its logits, so 1
 what rounding does; a wrong head, layer or chunk changes scores by tenths. Choices are then followed
 from scores that both sides share to the bit, so they must be the same token for token; of equal
 scores (tokens that share a hit) the earlier token comes first.
+
+How well a segment matches is a sum of a few logarithms, less than 100 in all, so 1e-4 is above
+rounding there too. Sums that are equal on paper may differ by rounding. So a choice of segments
+need not be the loop's own: it must be one that takes the best first, for scores this near.
 """
 
 from __future__ import annotations
 
 import math
-from pathlib import Path
+import random
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -21,19 +27,25 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from samkv_integrations.bench.variants import CompetingSelect
+from samkv_integrations.cache.blocks import BlockScheme
 from samkv_integrations.errors import InvalidOption
 from samkv_integrations.methods import METHODS
 from samkv_integrations.methods import guided as module
 from samkv_integrations.methods.base import Selection, option_names, overwrite
 from samkv_integrations.methods.guided import GuidedRecompute, GuidedSelect
 from samkv_integrations.methods.parts import Fusion
-from samkv_integrations.methods.scoring import dilate, softmax_by_chunk
+from samkv_integrations.methods.scoring import dilate, matching_segments, softmax_by_chunk
+from samkv_integrations.prompt.layout import ChunkPart, Layout
+from samkv_integrations.prompt.runs import Run
 from tests.support.selection_inputs import Request, Shape, as_stored, request_of, shapes
 
 MANY = settings(max_examples=100, deadline=None)
 FEW = settings(max_examples=40, deadline=None)
 Vector = list[float]
 CLOSE = {"rtol": 0, "atol": 1e-4}
+NEAR = 1e-4
+Place = tuple[int, int]
+"""A segment: its chunk, and which of its chunk's segments it is."""
 
 
 def dot(a: Vector, b: Vector) -> float:
@@ -119,8 +131,9 @@ def test_only_the_last_token_s_attention_counts() -> None:
 @FEW
 @given(shapes())
 def test_the_choice_is_pure(shape: Shape) -> None:
-    request = as_stored(request_of(shape))
+    request = with_words(as_stored(request_of(shape)), n_words=5)
     keys, queries = request.keys.clone(), request.queries.clone()
+    ids = request.layout.token_ids.clone()
     layer = shape.n_layers - 1
     once = GuidedSelect().score(request.probed(layer), request.layout)
     scores, given_scores = once[None], once[None].clone()
@@ -131,6 +144,7 @@ def test_the_choice_is_pure(shape: Shape) -> None:
     assert torch.equal(part.choose(chosen, request.inputs, request.layout), rows)
     assert torch.equal(GuidedSelect().score(request.probed(layer), request.layout), once)
     assert torch.equal(keys, request.keys) and torch.equal(queries, request.queries)
+    assert torch.equal(ids, request.layout.token_ids)
     assert torch.equal(scores, given_scores) and torch.equal(chosen.token_scores, hits)
 
 
@@ -184,17 +198,249 @@ def test_scores_are_shared_with_those_around_in_the_chunk(
     assert found.tolist() == loop_dilate(request, scores.tolist(), before, after)
 
 
-def loop_tokens(request: Request, scores: Vector | None, part: GuidedRecompute) -> set[int]:
-    """The tokens computed again, none of what is given anyway: first ones of each chunk, then the
-    tokens of the highest scores, and those around them in their chunk."""
+def with_words(request: Request, n_words: int) -> Request:
+    """The same request of other token ids, of ``n_words`` in all; some are common, some rare."""
+    rng = random.Random(f"words of {request.shape.seed}")
+    ids = [int(n_words * rng.random() ** 2) for _ in range(request.layout.n_tokens)]
+    return replace(request, layout=replace(request.layout, token_ids=torch.tensor(ids)))
+
+
+def asking(**fixed: object) -> st.SearchStrategy[Request]:
+    """Requests with questions of up to 12 tokens, none of them at times, and few or many words."""
+    return st.builds(
+        lambda shape, window, n_words: with_words(
+            request_of(replace(shape, window=window)), n_words
+        ),
+        shapes(**fixed),
+        st.integers(0, 12),
+        st.sampled_from((1, 2, 4, 10, 40, 200)),
+    )
+
+
+def loop_segments(request: Request, size: int) -> dict[Place, list[int]]:
+    """The context tokens of each segment: they are counted from the chunk's own first token."""
+    segments: dict[Place, list[int]] = {}
+    for chunk, (tokens, offsets) in enumerate(zip(request.spans, request.held, strict=True)):
+        for t, offset in zip(tokens, offsets, strict=True):
+            segments.setdefault((chunk, offset // size), []).append(t)
+    return segments
+
+
+def loop_matches(request: Request, segments: dict[Place, list[int]]) -> dict[Place, float]:
+    """How well each segment matches that shares a token with the question."""
+    ids = request.layout.token_ids.tolist()
+    asked = set(ids[-max(1, request.shape.window) :])  # the last token if there is no question
+    words = {
+        place: {ids[request.positions[t]] for t in tokens} & asked
+        for place, tokens in segments.items()
+    }
+
+    def rarities(of: set[int]) -> float:
+        n_holding = [sum(word in held for held in words.values()) for word in of]
+        return math.fsum(math.log((len(words) + 1) / (n + 0.5)) for n in n_holding)
+
+    matches = {}
+    for (chunk, index), own in words.items():
+        together = {word for (other, _), held in words.items() if other == chunk for word in held}
+        if own:
+            matches[chunk, index] = rarities(own) + rarities(together) / 2
+    return matches
+
+
+def assert_the_best_match(request: Request, found: set[int], size: int, most: int) -> None:
+    """``found`` are whole segments, the best until the next one would be more than ``most``."""
+    segments = loop_segments(request, size)
+    matches = loop_matches(request, segments)
+    chosen = {place for place, tokens in segments.items() if found.intersection(tokens)}
+    assert found == {t for place in chosen for t in segments[place]}
+    assert chosen <= matches.keys() and len(found) <= most
+    left = matches.keys() - chosen
+    if left:
+        best = max(matches[place] for place in left)
+        assert all(matches[place] > best - NEAR for place in chosen)
+        next_ones = [place for place in left if matches[place] > best - NEAR]
+        assert any(len(found) + len(segments[place]) > most for place in next_ones)
+
+
+@MANY
+@given(asking(), st.integers(1, 40), st.integers(0, 200))
+def test_segments_that_match_are_those_of_the_loop(request: Request, size: int, most: int) -> None:
+    mask = matching_segments(request.layout, size, most)
+    assert mask.shape == (request.n_context,)
+    assert mask.dtype == torch.bool and mask.device.type == "cpu"
+    (found,) = sets(mask[None])
+    assert_the_best_match(request, found, size, most)
+
+
+@FEW
+@given(asking(), st.integers(1, 40), st.integers(0, 200), st.integers(0, 200))
+def test_a_larger_budget_takes_nothing_back(
+    request: Request, size: int, most: int, more: int
+) -> None:
+    few, many = (matching_segments(request.layout, size, budget) for budget in (most, most + more))
+    assert bool((many | ~few).all())
+    assert not bool(matching_segments(request.layout, size, 0).any())
+
+
+@FEW
+@given(asking(), st.integers(1, 40), st.integers(0, 200))
+def test_neither_order_nor_repetition_in_the_question_counts(
+    request: Request, size: int, most: int
+) -> None:
+    layout, n_asked = request.layout, max(1, request.shape.window)
+    ids = layout.token_ids.tolist()
+    turned = torch.tensor([*ids, *reversed(ids[-n_asked:])])
+    again = replace(
+        layout,
+        token_ids=turned,
+        question=torch.cat((layout.question, layout.n_tokens + torch.arange(n_asked))),
+    )
+    before = matching_segments(layout, size, most)
+    assert torch.equal(matching_segments(again, size, most), before)
+
+
+def matched(
+    chunks: Sequence[str],
+    question: str,
+    *,
+    most: int,
+    held: Sequence[Sequence[range]] | None = None,
+) -> set[int]:
+    """Context tokens that match, in segments of four: a token is a letter, a dot one like others.
+
+    held: of each chunk, the runs of it that the prompt holds; all of it if not given.
+    """
+    scheme, ids, parts = BlockScheme(size=4, n_init=1, n_local=1), [ord("<")], []
+    for chunk, runs in zip(chunks, held or [[range(len(c))] for c in chunks], strict=True):
+        placed = []
+        for run in runs:
+            ids.append(ord("|"))  # text between
+            placed.append(Run(len(ids), run.start, run.stop))
+            ids += map(ord, chunk[run.start : run.stop])
+        parts.append(ChunkPart(runs=tuple(placed), blocks=scheme.of(len(chunk))))
+    layout = Layout.of([*ids, *map(ord, question)], parts, ())
+    (found,) = sets(matching_segments(layout, 4, most)[None])
+    return found
+
+
+def test_a_rare_token_beats_a_common_one() -> None:
+    chunks = ["c...", ".c..", "c...", "...r", "...."]
+    assert matched(chunks, "c?r", most=4) == {12, 13, 14, 15}
+    # of equal ones the earlier comes first
+    assert matched(chunks, "c?r", most=8) == {0, 1, 2, 3, 12, 13, 14, 15}
+    assert matched(chunks, "c?r", most=1000) == set(range(16))
+
+
+def test_two_common_tokens_beat_one_that_is_a_little_rarer() -> None:
+    """Six segments: log(7 / 2.5), and half of it for the chunk, against log(7 / 3.5) twice."""
+    chunks = ["a...", "r...", ".r..", "ab..", "ab..", "b..."]
+    assert matched(chunks, "abr", most=4) == {12, 13, 14, 15}
+    assert matched(chunks, "ar", most=4) == {4, 5, 6, 7}
+
+
+def test_a_token_that_all_segments_hold_decides_nothing() -> None:
+    chunks = ["xyz.", "zyx.", "xyzr", "rxyz"]
+    assert matched(chunks, "xyzr", most=8) == matched(chunks, "r", most=8) == set(range(8, 16))
+    # without the rare one they are all alike
+    assert matched(chunks, "xyz", most=8) == set(range(8))
+
+
+def test_tokens_that_all_segments_hold_are_next_to_nothing_beside_a_rare_one_in_the_chunk() -> None:
+    chunks = ["xyz.xyz.", "xyz.xyzr"]
+    assert matched(chunks, "xyzr", most=8) == set(range(8, 16))
+
+
+def test_without_a_token_in_common_nothing_matches() -> None:
+    assert matched(["r...", "....", "w"], "R?", most=1000) == set()
+
+
+def test_text_between_chunks_is_neither_context_nor_question() -> None:
+    assert matched(["r...", "...."], "|?", most=1000) == set()
+    assert matched(["|...", "...."], "?", most=1000) == set()
+
+
+@pytest.mark.parametrize(
+    ("most", "expected"),
+    [(0, set()), (3, set()), (4, {0, 1, 2, 3}), (5, {0, 1, 2, 3, 4}), (6, {0, 1, 2, 3, 4})],
+)
+def test_a_segment_that_does_not_fit_ends_the_choice(most: int, expected: set[int]) -> None:
+    """Worse ones that would fit do not come instead."""
+    assert matched(["rq..", "x", "...."], "rqx", most=most) == expected
+
+
+def test_a_segment_of_a_chunk_that_matches_as_a_whole_wins_over_an_equal_one() -> None:
+    """The first chunk holds x alone, the second y as well, but in another segment."""
+    chunks = ["x.......", "x...y..."]
+    assert matched(chunks, "xy", most=4) == {12, 13, 14, 15}
+    assert matched(chunks, "xy", most=8) == set(range(8, 16))
+    assert matched(chunks, "xy", most=12) == {0, 1, 2, 3, *range(8, 16)}
+
+
+def test_what_a_chunk_holds_is_worth_half_of_what_a_segment_holds() -> None:
+    """All tokens are as rare. One in the segment and n in its chunk: 1 + n / 2. Both: 2 + 2 / 2."""
+    assert matched(["a...b...c...", "fg.."], "abcfg", most=4) == {12, 13, 14, 15}
+    assert matched(["a...b...c...d...e...", "fg.."], "abcdefg", most=4) == {0, 1, 2, 3}
+
+
+def test_a_segment_without_a_match_of_its_own_is_not_taken_for_its_chunk_s() -> None:
+    assert matched(["....xyz.....", "x..."], "xyz", most=1000) == {4, 5, 6, 7, 12, 13, 14, 15}
+
+
+def test_a_token_that_is_there_often_counts_once() -> None:
+    chunks = ["xxxx", "x..y"]
+    assert matched(chunks, "xxxxy", most=4) == {4, 5, 6, 7}
+
+
+def test_chunks_shorter_than_a_segment_are_segments_of_their_own() -> None:
+    chunks = ["..", "r.", "x", "...r."]
+    assert matched(chunks, "r", most=2) == {2, 3}
+    assert matched(chunks, "r", most=1000) == {2, 3, 5, 6, 7, 8}  # not the last token
+    assert matched(["r", "r", "."], "r", most=1) == {0}
+
+
+def test_of_a_chunk_held_in_part_there_are_segments_of_the_part() -> None:
+    """They begin where those of the whole chunk do, and hold what the prompt holds of them."""
+    chunk = "..r........."
+    assert matched([chunk], "r", most=1000, held=[[range(2, 6)]]) == {0, 1}
+    assert matched([chunk], "r", most=1000, held=[[range(0, 3)]]) == {0, 1, 2}
+    # what the prompt does not hold is not there to match
+    assert matched([chunk], "r", most=1000, held=[[range(3, 12)]]) == set()
+    # two runs of one segment, with text between
+    assert matched([chunk], "r", most=1000, held=[[range(0, 1), range(2, 6)]]) == {0, 1, 2}
+    assert matched([chunk], "r", most=2, held=[[range(0, 1), range(2, 6)]]) == set()
+    # nor does it count for the chunk: without its q it is like the other one
+    chunks, whole = ["r.......", "r...q..."], range(8)
+    assert matched(chunks, "rq", most=4, held=[[whole], [range(4)]]) == {0, 1, 2, 3}
+    assert matched(chunks, "rq", most=8, held=[[whole], [whole]]) == set(range(8, 16))
+
+
+def test_a_question_of_a_single_token() -> None:
+    assert matched(["..q.", "....", "q"], "q", most=1000) == {0, 1, 2, 3, 8}
+    assert matched(["....", "...."], "q", most=1000) == set()
+
+
+def test_of_a_prompt_that_ends_with_a_chunk_the_last_token_is_the_question() -> None:
+    assert matched(["..z.", "....", "x.y....z"], "", most=1000) == {0, 1, 2, 3, 12, 13, 14, 15}
+
+
+def test_one_segment_that_is_all_of_the_context_matches() -> None:
+    assert matched(["x.."], "x", most=3) == {0, 1, 2}
+
+
+def loop_tokens(
+    request: Request, scores: Vector | None, matches: set[int], part: GuidedRecompute
+) -> set[int]:
+    """The tokens computed again, none of what is given anyway: first ones of each chunk, those of
+    matching segments, then the tokens of the highest scores, and those around them in their chunk.
+
+    matches: tokens of the segments, which several choices may be right for.
+    """
     closed = {t for t in range(request.n_context) if request.exact[request.chunk_of(t)]}
     if not request.shape.window:  # the prompt ends with a chunk
         closed.add(request.n_context - 1)
-    lengths = request.layout.chunk_lengths.tolist()
-    found = set()
-    for of_chunk, offsets, length in zip(request.spans, request.held, lengths, strict=True):
-        n_first = max(part.first, math.floor(torch.tensor(part.share) * length))
-        found |= {t for t, o in zip(of_chunk, offsets, strict=True) if o < n_first}
+    found = set(matches)
+    for of_chunk, offsets in zip(request.spans, request.held, strict=True):
+        found |= {t for t, o in zip(of_chunk, offsets, strict=True) if o < part.first}
     if scores is not None:
         open_ones = [t for t in range(request.n_context) if t not in closed | found]
         n_hits = round(part.hits * len(request.spans))
@@ -209,38 +455,45 @@ def loop_tokens(request: Request, scores: Vector | None, part: GuidedRecompute) 
 
 @MANY
 @given(
-    st.one_of(shapes(), shapes(window=0)),
+    asking(),
     st.integers(0, 20),
-    st.floats(0, 1),
+    st.integers(0, 120),
     st.floats(0, 6),
+    st.integers(1, 32),
     st.integers(0, 12),
     st.booleans(),
 )
 def test_recomputed_tokens_are_those_of_the_loop(
-    shape: Shape, first: int, share: float, hits: float, before: int, scored: bool
+    request: Request, first: int, most: int, hits: float, size: int, before: int, scored: bool
 ) -> None:
-    request = request_of(shape)
+    shape = request.shape
     generator = torch.Generator().manual_seed(shape.seed + 1)
     scores = torch.rand(request.n_context, generator=generator) if scored else None
     keep = torch.ones(shape.n_layers, len(request.blocks), dtype=torch.bool)
-    part = GuidedRecompute(first=first, share=share, hits=hits)
+    part = GuidedRecompute(first=first, matched=most, hits=hits)
     selection = Selection(keep=keep, token_scores=scores)
-    with patch.object(module, "BEFORE", before):
+    (matches,) = sets(matching_segments(request.layout, size, most)[None])
+    assert_the_best_match(request, matches, size, most)
+    with patch.multiple(module, BEFORE=before, SEGMENT=size):
         rows = part.choose(selection, request.inputs, request.layout)
-        expected = loop_tokens(request, None if scores is None else scores.tolist(), part)
+        values = None if scores is None else scores.tolist()
+        expected = loop_tokens(request, values, matches, part)
     assert sets(rows) == [expected] * shape.n_layers
     assert rows.dtype == torch.bool and rows.device.type == "cpu"
 
 
 def tokens_of(request: Request, scores: dict[int, float] | None, **options: Any) -> set[int]:
-    """Those chosen where these alone have a score; with ``first=0`` they are hits."""
+    """Those chosen where these alone have a score.
+
+    Without first tokens and matching segments, as by default, they are hits.
+    """
     found = None
     if scores is not None:
         found = torch.full((request.n_context,), -math.inf)
         for token, score in scores.items():
             found[token] = score
     keep = torch.ones(request.shape.n_layers, len(request.blocks), dtype=torch.bool)
-    part = GuidedRecompute(**({"first": 0, "share": 0.0} | options))
+    part = GuidedRecompute(**({"first": 0, "matched": 0} | options))
     rows = part.choose(Selection(keep=keep, token_scores=found), request.inputs, request.layout)
     assert bool((rows == rows[0]).all())
     return sets(rows)[0]
@@ -257,14 +510,53 @@ def test_the_tokens_around_a_hit_are_computed_again_with_it_in_its_own_chunk() -
     assert tokens_of(request, two, hits=0.0) == set()
 
 
-def test_first_tokens_are_a_count_or_a_share_of_long_chunks() -> None:
+def test_first_tokens_are_a_count_of_each_chunk() -> None:
     """Worked out by hand: chunks of 128, 40 and 10 tokens."""
     request = request_of(Shape(seed=17, lengths=(128, 40, 10), n_layers=2, before=1))
-    expected = {*range(8), *range(128, 131), *range(168, 171)}
-    assert tokens_of(request, None, first=3, share=1 / 16) == expected
+    expected = {*range(3), *range(128, 131), *range(168, 171)}
+    assert tokens_of(request, None, first=3) == expected
     assert tokens_of(request, None, first=12) == {*range(12), *range(128, 140), *range(168, 178)}
     # a first token is no hit: the next best is
     assert tokens_of(request, {0: 0.9, 60: 0.1}, first=3, hits=1 / 3) >= {52, 60, 61}
+
+
+def holding(request: Request, words: dict[int, int]) -> Request:
+    """The same request with other token ids at these context tokens; the question's id is 5."""
+    ids = request.layout.token_ids.clone()
+    for token, word in words.items():
+        ids[request.positions[token]] = word
+    return replace(request, layout=replace(request.layout, token_ids=ids))
+
+
+def test_segments_of_32_tokens_that_match_the_question_are_computed_again() -> None:
+    """Worked out by hand: chunks of 100 and 40 tokens, of which tokens 70 and 139 match."""
+    request = request_of(Shape(seed=17, lengths=(100, 40), n_layers=2, before=1))
+    assert tokens_of(request, None, matched=1000) == set()  # nothing in common yet
+    request = holding(request, {70: 5, 139: 5})
+    third, last = set(range(64, 96)), set(range(132, 140))
+    assert tokens_of(request, None, matched=1000) == third | last
+    assert tokens_of(request, None, matched=40) == third | last
+    assert tokens_of(request, None, matched=39) == third
+    assert tokens_of(request, None, matched=31) == set()
+    assert tokens_of(request, None, matched=0) == set()
+    assert tokens_of(request, None, first=1, matched=39) == {0, 100} | third
+
+
+def test_what_matches_is_no_hit_and_has_no_words_around() -> None:
+    """So that a hit is never spent on what is computed anyway."""
+    request = request_of(Shape(seed=17, lengths=(100, 40), n_layers=2, before=1))
+    request = holding(request, {70: 5})
+    scores = {70: 0.9, 20: 0.5, 120: 0.4}
+    found = tokens_of(request, scores, matched=32, hits=0.5)
+    assert found == {*range(12, 22), *range(64, 96)}
+    assert tokens_of(request, scores, hits=0.5) == set(range(62, 72))
+
+
+def test_what_matches_in_an_exact_chunk_is_not_computed_again() -> None:
+    request = request_of(Shape(seed=16, lengths=(60, 40), n_layers=4))
+    assert request.exact == [True, False]
+    request = holding(request, {10: 5, 70: 5})
+    assert tokens_of(request, None, matched=1000) == set(range(60, 92))
 
 
 def test_nothing_is_recomputed_of_what_is_exact_however_much_the_question_looks_there() -> None:
@@ -275,20 +567,35 @@ def test_nothing_is_recomputed_of_what_is_exact_however_much_the_question_looks_
 
 
 @pytest.mark.parametrize("first", [0, 3, 20, 60])
-@pytest.mark.parametrize("share", [0.0, 0.25, 1.0])
+@pytest.mark.parametrize("most", [0, 20, 40, 1000])
 @pytest.mark.parametrize("hits", [0.0, 1.0, 2.0])
-def test_auto_weighs_no_less_than_what_is_recomputed(first: int, share: float, hits: float) -> None:
-    request = request_of(Shape(seed=16, lengths=(40, 40, 40), n_layers=2, before=1))
+@pytest.mark.parametrize("n_words", [2, 40])
+def test_auto_weighs_no_less_than_what_is_recomputed(
+    first: int, most: int, hits: float, n_words: int
+) -> None:
+    request = request_of(Shape(seed=16, lengths=(40, 40, 40), n_layers=2, before=1, window=8))
+    request = with_words(request, n_words)
+    assert bool(matching_segments(request.layout, module.SEGMENT, 1000).any())
     scores = torch.rand(120, generator=torch.Generator().manual_seed(5))
     keep = torch.ones(2, len(request.blocks), dtype=torch.bool)
-    part = GuidedRecompute(first=first, share=share, hits=hits)
+    part = GuidedRecompute(first=first, matched=most, hits=hits)
     for found in (None, scores):
         chosen = Selection(keep=keep, token_scores=found)
         rows = part.choose(chosen, request.inputs, request.layout)
-        most = part.most_ratio(120, 3, scored=found is not None)
-        assert float(rows.double().mean()) <= most + 1e-6
-        if found is None:
-            assert float(rows.double().mean()) == pytest.approx(most)
+        weighed = part.most_ratio(120, 3, scored=found is not None)
+        assert float(rows.double().mean()) <= weighed + 1e-6 and weighed <= 1
+        if found is None and not most:  # segments need not use up what they may
+            assert float(rows.double().mean()) == pytest.approx(weighed)
+
+
+@pytest.mark.parametrize(
+    ("scored", "expected"), [(False, (3 * 4 + 20) / 200), (True, (3 * (4 + 2 * 10) + 20) / 200)]
+)
+def test_what_auto_weighs_is_of_chunks_and_of_the_prompt(scored: bool, expected: float) -> None:
+    """First tokens and hits are a chunk's, and matching segments the whole prompt's."""
+    part = GuidedRecompute(first=4, matched=20, hits=2.0)
+    assert part.most_ratio(200, 3, scored=scored) == pytest.approx(expected)
+    assert part.most_ratio(20, 3, scored=scored) == 1.0
 
 
 def test_chunks_do_not_compete_for_recomputation_unless_asked_to() -> None:
@@ -316,7 +623,7 @@ def test_chunks_do_not_compete_for_recomputation_unless_asked_to() -> None:
             assert float(chosen.token_scores[47]) < 1e-4
         else:
             assert float(chosen.token_scores[47]) > 0.99
-        part = GuidedRecompute(hits=hits, share=0.0, first=0)
+        part = GuidedRecompute(hits=hits, matched=0, first=0)
         with patch.multiple(module, BEFORE=0, AFTER=0):
             found = sets(part.choose(chosen, request.inputs, request.layout))
         assert found == [expected, expected]
@@ -330,11 +637,11 @@ def test_small_contexts_are_computed_whole() -> None:
 # --- the method --------------------------------------------------------------------------------
 
 
-def test_first_tokens_and_a_hit_a_chunk_are_recomputed_and_answers_decoded_densely() -> None:
+def test_first_tokens_what_matches_and_hits_are_recomputed_and_answers_decoded_densely() -> None:
     method = METHODS["samkv-guided"]
-    assert method.recompute == GuidedRecompute(first=24, share=0.0625, hits=1.0, small_context=128)
+    assert method.recompute == GuidedRecompute(first=16, matched=96, hits=1.0, small_context=128)
     assert method.select == GuidedSelect(window=64, long=192)
-    assert (module.BEFORE, module.AFTER, module.SINKS) == (8, 1, 4)
+    assert (module.BEFORE, module.AFTER, module.SINKS, module.SEGMENT) == (8, 1, 4, 32)
     assert method.update is overwrite and method.positions == "global" and method.attend is None
     assert all(method.eviction is None for method in METHODS.values())
 
@@ -350,9 +657,7 @@ def test_the_papers_that_it_takes_from_are_named(paper: str) -> None:
         (GuidedSelect, "window", 0, "at least 1"),
         (GuidedSelect, "window", -3, "at least 1"),
         (GuidedSelect, "long", -1, "0 or more"),
-        (GuidedRecompute, "share", -0.1, "between 0 and 1"),
-        (GuidedRecompute, "share", 2, "between 0 and 1"),
-        (GuidedRecompute, "share", math.nan, "between 0 and 1"),
+        (GuidedRecompute, "matched", -1, "0 or more"),
         (GuidedRecompute, "hits", -0.5, "0 or more"),
         (GuidedRecompute, "hits", math.nan, "0 or more"),
         (GuidedRecompute, "hits", math.inf, "0 or more"),
@@ -376,8 +681,5 @@ def test_an_unknown_option_is_a_type_error() -> None:
         GuidedSelect(max_kept=0.2)
 
 
-def test_the_default_is_the_method_to_copy() -> None:
-    """Short enough to be read at once, with few enough knobs to be known by heart."""
-    lines = Path(module.__file__).read_text(encoding="utf-8").splitlines()
-    assert len([line for line in lines if line.strip()]) <= 120
+def test_the_default_has_few_enough_options_to_be_known_by_heart() -> None:
     assert len(option_names(METHODS["samkv-guided"])) <= 6

@@ -690,7 +690,7 @@ def guided_pair(method: Method) -> Method:
     if isinstance(method.select, GuidedSelect) and method.select.window % 2:
         window = method.select.window
         recompute = GuidedRecompute(
-            first=window % 5, share=window / 70, hits=window % 4, small_context=window % 30
+            first=window % 5, matched=window * 2, hits=window % 4, small_context=window % 30
         )
         return replace(method, recompute=recompute)
     return method

@@ -25,7 +25,13 @@ QUESTION = Question(
     id="q", dataset="d", kind="d", question="Which river?", answers=(), documents=TEXTS,
     max_new_tokens=6,
 )  # fmt: skip
-LABELS = ("reuse", "auto, quest@0.1", "auto, first=48, share=0.15", "reuse, 8 bits", "auto, 8 bits")
+LABELS = (
+    "reuse",
+    "auto, quest@0.1",
+    "auto, first=48, matched=192",
+    "reuse, 8 bits",
+    "auto, 8 bits",
+)
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from samkv_integrations.tuning.run import LEAST_CHECKED, MOST_TRIED, Result, Run
 
 CANDIDATES = grid("m", 4)
 LABELS = [candidate.label for candidate in CANDIDATES]
-DEAR, CHEAP = "auto, first=48, share=0.15", "reuse"
+DEAR, CHEAP = "auto, first=48, matched=192", "reuse"
 
 
 def questions(n: int = 150) -> list[Question]:
@@ -238,7 +238,7 @@ def test_the_entry_says_what_it_was_measured_with(tmp_path: Path) -> None:
     found, _ = run(tmp_path, Fake(only(DEAR)), minutes=60)
     setting = recommended(found, CANDIDATES, config, "notes")
     assert setting is not None and setting.line == (
-        "--method auto --set recompute.first=48 --set recompute.share=0.15 --eviction none"
+        "--method auto --set recompute.first=48 --set recompute.matched=192 --eviction none"
     )
     assert setting.measured["collection"] == "notes" and setting.measured["agreement"] == 1.0
     assert setting.measured["held_out_questions"] == found.checked[0].standing.n
