@@ -101,9 +101,9 @@ def matching_segments(layout: Layout, size: int, most: int) -> Tensor:
     """(Tctx,) bool: segments of chunks that share the rarest tokens with the question.
 
     Segments have ``size`` tokens; the best are taken until the next one would make it more than
-    ``most`` tokens. A segment scores the sum of log(segments / segments that hold the token) over
-    the question's tokens that it holds, and half of that sum over those that its chunk holds. Ours,
-    after BM25.
+    ``most`` tokens. A segment scores the sum of log((n + 1) / (m + 0.5)) over the question's tokens
+    that it holds, n being the number of segments and m of those that hold the token, and half of
+    that sum over those that its chunk holds. Ours, after BM25.
     """
     ids, chunk = layout.token_ids[layout.context_positions], layout.chunk_of_token
     asked: Tensor = torch.unique(layout.token_ids[layout.question])
@@ -117,7 +117,7 @@ def matching_segments(layout: Layout, size: int, most: int) -> Tensor:
     in_segment[segment[is_asked], place[is_asked]] = 1.0
     in_chunk = torch.zeros(layout.n_chunks, len(asked))
     in_chunk[chunk[is_asked], place[is_asked]] = 1.0
-    rarity = ((len(length) + 1) / (in_segment.sum(0) + 0.5)).log().clamp(min=0)
+    rarity = ((len(length) + 1) / (in_segment.sum(0) + 0.5)).log()
     own = in_segment @ rarity
     score = (own + (in_chunk @ rarity)[of_chunk] / 2).masked_fill(own == 0, -math.inf)
     order = score.argsort(descending=True, stable=True)
