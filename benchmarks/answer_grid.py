@@ -5,7 +5,7 @@
 Every row is a cell: so many chunks of so many tokens, so many other tokens, a share of the chunks
 cached, so many new tokens. The ways take turns, with greedy answers of exactly that length; figures
 are medians of ratios to ``generate`` in the same round, template and tokenising included on both
-sides. Run it with OMP_NUM_THREADS=1 where others work too.
+sides. Where others work too, run it with OMP_NUM_THREADS=1 and --cpu.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import argparse
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import cycle, product
@@ -87,10 +87,13 @@ class Timed:
 
 
 class Ways:
-    """Each way to answer a prompt. costs: as measured by ``samkv doctor``, or not."""
+    """Each way to answer a prompt.
 
-    def __init__(self, model: Model, *, calibrated: bool) -> None:
-        self.model = model
+    calibrated: whether costs are measured, as by ``samkv doctor``. clock: of time.
+    """
+
+    def __init__(self, model: Model, *, calibrated: bool, clock: Callable[[], float]) -> None:
+        self.model, self.clock = model, clock
         folder = tempfile.mkdtemp(prefix="samkv-grid-")
         self.engine = Engine(model, ChunkStore(Path(folder) / "kv"))
         if calibrated:
@@ -99,7 +102,7 @@ class Ways:
 
     def plain(self, messages: Any, new_tokens: int) -> Timed:
         """transformers' own."""
-        model, began = self.model, time.perf_counter()
+        model, began = self.model, self.clock()
         with torch.inference_mode():
             ids = model.tokenizer.apply_chat_template(
                 messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
@@ -108,15 +111,15 @@ class Ways:
                 **ids, max_new_tokens=new_tokens, min_new_tokens=new_tokens, do_sample=False
             )
             model.tokenizer.decode(made[0, ids["input_ids"].shape[1] :])
-        return Timed(seconds=time.perf_counter() - began)
+        return Timed(seconds=self.clock() - began)
 
     def ours(self, messages: Any, new_tokens: int, chunks: Sequence[str], way: str) -> Timed:
         """An engine's, with the caches that there are and nothing of an earlier prompt."""
         self.engine.prefixes.clear()
         before = set(self.engine.store.known_keys())
-        began = time.perf_counter()
+        began = self.clock()
         answer = self.engine.generate(messages, chunks, method=way, max_new_tokens=new_tokens)
-        spent = time.perf_counter() - began
+        spent = self.clock() - began
         if made := set(self.engine.store.known_keys()) - before:
             self.engine.store.delete(*made)
         return Timed(seconds=spent, report=answer.report)
@@ -183,17 +186,21 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a part that covers all lengths")
     parser.add_argument("--ways", default="auto", help="methods, with ',' between")
     parser.add_argument("--calibrated", action="store_true", help="as after samkv doctor")
+    parser.add_argument("--cpu", action="store_true", help="CPU seconds in place of wall time")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--most-tokens", type=int, default=8000, help="of a prompt")
     parser.add_argument("--skip", type=int, default=0, help="cells to leave out at the beginning")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     model = load_model(args.model, dtype=args.dtype)
-    ways, texts = Ways(model, calibrated=args.calibrated), Texts(model)
+    clock = time.process_time if args.cpu else time.perf_counter
+    ways, texts = Ways(model, calibrated=args.calibrated, clock=clock), Texts(model)
     warm = Cell(chunks=2, chunk_tokens=40, others=0, cached=1.0, new_tokens=2)
     measured(ways, texts, warm, args.ways.split(","), 1)
     rows: list[Row] = []
-    settings = {"hardware": hardware(model), "calibrated": args.calibrated}
+    settings = {
+        "hardware": hardware(model), "calibrated": args.calibrated, "cpu_seconds": args.cpu,
+    }  # fmt: skip
     for cell in tqdm(cells(quick=args.quick)[args.skip :]):
         length = cell.chunks * cell.chunk_tokens + cell.others + cell.new_tokens + 100
         if length <= min(args.most_tokens, model.context_window):
