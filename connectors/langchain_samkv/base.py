@@ -122,7 +122,7 @@ class LocalModel(LocalLLM, BaseLanguageModel[Any]):
         super()._check()
         if not self.model_name and self.engine is None:
             raise InvalidOption(
-                "give model (a hub id, a folder, a GGUF file or 'builtin'), or engine"
+                "give model (a hub id, a folder, a GGUF file, 'smollm2' or 'builtin'), or engine"
             )
 
     def _attach(self) -> None:

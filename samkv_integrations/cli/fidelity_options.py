@@ -9,7 +9,8 @@ import typer
 Models = Annotated[
     list[str] | None,
     typer.Option(
-        "--model", help="Hub id, folder, GGUF file or 'builtin'; again for more. [builtin]"
+        "--model",
+        help="Hub id, folder, GGUF file, smollm2 or builtin; again for more. [builtin]",
     ),
 ]
 Data = Annotated[

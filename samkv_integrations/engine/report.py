@@ -96,6 +96,17 @@ class Report:
         computed = self.uncached_tokens + self.recompute_ratio * self.context_tokens
         return max(0, round(self.prompt_tokens - computed))
 
+    def __str__(self) -> str:
+        """What a reader asks first: what ran, what it spared, and how long it took."""
+        ran = self.ran if self.ran == self.method else f"{self.method}, which ran {self.ran}"
+        misses = ", ".join(f"{n} {reason}" for reason, n in sorted(self.chunk_misses.items()))
+        return (
+            f"{ran}: {self.reused} of {self.found} chunks reused"
+            f"{f' (missed: {misses})' if misses else ''}, {self.cached_tokens} of "
+            f"{self.prompt_tokens} prompt tokens not computed, first token after "
+            f"{self.ttft_s:.2f} s, {self.completion_tokens} tokens"
+        )
+
     @property
     def line(self) -> str:
         """The figures that say most, on one line for a log; no text of anybody."""

@@ -77,7 +77,8 @@ def engine_of(source: ModelSource) -> Engine:
         return source.engine
     if source.model is None and source.model_name is None:
         raise InvalidOption(
-            "give model_name (a hub id, a folder, a GGUF file or 'builtin'), model, or engine"
+            "give model_name (a hub id, a folder, a GGUF file, 'smollm2' or 'builtin'), model, or "
+            "engine"
         )
     namespace, folder = source.namespace or "", source.kv_dir
     if folder is not None and not str(folder):

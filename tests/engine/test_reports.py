@@ -48,6 +48,20 @@ def test_what_is_answered_from_its_cache_is_reused(engine: Engine) -> None:
     assert chunks_of(asked(engine, method="reuse")) == (3, 3, 0)
 
 
+def test_a_report_is_printed_as_what_was_spared(engine: Engine) -> None:
+    report = asked(engine, method="reuse")
+    said = f"3 of 3 chunks reused, {report.cached_tokens} of {report.prompt_tokens} prompt tokens"
+    assert str(report).startswith(f"reuse: {said} not computed")
+    engine.costs = WHOLE_IS_FASTER
+    missed = "A sentence that no store has ever seen before today."
+    other = engine.generate(
+        f"{PROMPT}\n{missed}\nQ?", [*TEXTS, missed], method="auto", on_miss="text",
+        max_new_tokens=1,
+    )  # fmt: skip
+    assert str(other.report).startswith("auto, which ran ")
+    assert "(missed: 1 absent)" in str(other.report)
+
+
 def test_a_chunk_recomputed_to_its_last_token_is_not_reused(engine: Engine) -> None:
     """Regression: a small context that a method computes whole counted as hits."""
     short = "abc de fgh ijk l"
