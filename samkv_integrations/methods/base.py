@@ -289,8 +289,14 @@ def check_ratio(name: str, value: float | None) -> None:
         raise InvalidOption(f"{name}={value}; it must be between 0 and 1")
 
 
+MOST_TOKENS = 2**31
+"""Of any count: beyond every context window, and within what tensors hold."""
+
+
 def check_count(name: str, value: int, at_least: int = 0) -> None:
-    """Raise InvalidOption unless ``value`` is ``at_least`` so many."""
+    """Raise InvalidOption unless ``value`` is ``at_least`` so many, and a number of tokens."""
+    if not isinstance(value, int) or isinstance(value, bool) or value > MOST_TOKENS:
+        raise InvalidOption(f"{name}={value!r}; it must be a whole number, at most {MOST_TOKENS}")
     if value < at_least:
         least = "0 or more" if at_least == 0 else f"at least {at_least}"
         raise InvalidOption(f"{name}={value}; it must be {least}")

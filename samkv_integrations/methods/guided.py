@@ -16,6 +16,7 @@ from torch import Tensor
 
 from samkv_integrations.errors import InvalidOption
 from samkv_integrations.methods.base import (
+    MOST_TOKENS,
     Method,
     ProbedLayer,
     Recompute,
@@ -93,8 +94,8 @@ class GuidedRecompute(Recompute):
     small_context: int = 128
 
     def __post_init__(self) -> None:
-        if not 0 <= self.hits < math.inf:
-            raise InvalidOption(f"hits={self.hits}; it must be 0 or more")
+        if not isinstance(self.hits, int | float) or not 0 <= self.hits <= MOST_TOKENS:
+            raise InvalidOption(f"hits={self.hits!r}; it must be 0 or more, at most {MOST_TOKENS}")
         for name in ("first", "matched", "small_context"):
             check_count(name, getattr(self, name))
 

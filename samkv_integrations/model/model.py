@@ -134,20 +134,23 @@ class Model:
         special: whether ``<|names|>`` of special tokens in the text count as such. True for a
         rendered chat template; False for a chunk, whose words must not steer the conversation.
         """
+        return list(self._tokenized(text, special=special)["input_ids"])
+
+    def _tokenized(self, text: str, *, special: bool, offsets: bool = False) -> Any:  # noqa: ANN401
         with self._tokenizing:  # split_special_tokens is a state of the one shared tokenizer
             try:
-                ids = self.tokenizer(
+                return self.tokenizer(
                     text,
                     add_special_tokens=False,
                     split_special_tokens=not special,
                     verbose=False,  # whether a text is too long is for the caller to say
+                    return_offsets_mapping=offsets,
                 )
             except TypeError as error:  # of the tokenizers library, without the text
                 raise InvalidOption(
                     f"the text that begins {text[:40]!r} holds half a character (a lone "
                     "surrogate); clean it with text.encode(errors='replace').decode()"
                 ) from error
-        return list(ids["input_ids"])
 
     def tokenize_prompt(self, prompt: RenderedPrompt) -> list[int]:
         """Token ids of a whole prompt, as transformers makes them.
@@ -172,11 +175,7 @@ class Model:
 
     def token_spans(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """Token ids of a text in which no special token counts, and the characters of each."""
-        with self._tokenizing:
-            found = self.tokenizer(
-                text, add_special_tokens=False, split_special_tokens=True, verbose=False,
-                return_offsets_mapping=True,
-            )  # fmt: skip
+        found = self._tokenized(text, special=False, offsets=True)
         return list(found["input_ids"]), list(found["offset_mapping"])
 
     @cached_property

@@ -1,4 +1,4 @@
-"""Prompts that cannot fit the context window, refused before they are tokenised."""
+"""Prompts that cannot fit the context window, refused before more is done for them."""
 
 from __future__ import annotations
 
@@ -16,12 +16,15 @@ def refuse_too_long(model: Model, prompt: str, window: int | None = None) -> Non
 
     Others that do not fit are refused when they have been tokenised.
     """
+    if len(prompt) > _SHORT:
+        refuse_tokens(model, model.token_bound.at_least(prompt), window, bound="at least ")
+
+
+def refuse_tokens(model: Model, n_tokens: int, window: int | None = None, bound: str = "") -> None:
+    """Raises PromptTooLong for a prompt of so many tokens, or of more, that cannot fit."""
     window = min(window or sys.maxsize, model.context_window)
-    if len(prompt) <= _SHORT:
-        return
-    n_tokens = model.token_bound.at_least(prompt)
     if n_tokens > window:
         raise PromptTooLong(
-            f"prompt of at least {n_tokens} tokens (chunks at full size) exceeds the context "
+            f"prompt of {bound}{n_tokens} tokens (chunks at full size) exceeds the context "
             f"window of {window} of {model.name!r}; retrieve fewer chunks"
         )

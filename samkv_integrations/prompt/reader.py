@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import accumulate
 
 from samkv_integrations.cache.base import Store
@@ -22,7 +23,7 @@ from samkv_integrations.model.chat import Chat
 from samkv_integrations.model.model import Model
 from samkv_integrations.model.quoting import RenderedPrompt
 from samkv_integrations.prompt.handles import Handles
-from samkv_integrations.prompt.length import refuse_too_long
+from samkv_integrations.prompt.length import refuse_tokens, refuse_too_long
 from samkv_integrations.prompt.runs import Occurrence, Run, find_runs
 from samkv_integrations.prompt.text import bodies_of, check_messages, shorten
 
@@ -151,7 +152,11 @@ class PromptReader:
         for text in spelled.around:
             self.handles.require_whole(text)
             self.handles.require_live(text)
-        read = self._read(spelled, chunks, holds_control=not isinstance(prompt, str))
+
+        def check(n_tokens: int) -> None:
+            refuse_tokens(self._model, n_tokens, context_window)
+
+        read = self._read(spelled, chunks, holds_control=not isinstance(prompt, str), check=check)
         if not read.token_ids:
             raise InvalidOption("the prompt is empty; it must hold at least one token")
         texts = {chunk.text for chunk in read.chunks if chunk.text is not None}
@@ -171,16 +176,23 @@ class PromptReader:
         return self._read(spelled, None, holds_control=not isinstance(prompt, str)).chunks
 
     def _read(
-        self, spelled: _SpelledOut, chunks: Sequence[str] | None, *, holds_control: bool
-    ) -> ReadPrompt:
-        """holds_control: whether it is known which names of special tokens count."""
+        self, spelled: _SpelledOut, chunks: Sequence[str] | None, *, holds_control: bool,
+        check: Callable[[int], None] = lambda n_tokens: None,
+    ) -> ReadPrompt:  # fmt: skip
+        """holds_control: whether it is known which names of special tokens count.
+
+        check: of the number of tokens, before chunks are looked for.
+        """
         rendered, is_store_asked = spelled.prompt, chunks is None
         indexes: list[ChunkIndex] = [self._index_of([*spelled.bodies, *bodies_of(chunks or ())])]
         if is_store_asked:
             indexes.append(self._expected)
+        ids = self._model.tokenize_prompt(rendered)
+        check(len(ids))
         if not holds_control:
-            rendered = self._with_documents_quoted(rendered, indexes, is_store_asked)
-        ids, found = self._model.tokenize_prompt(rendered), []
+            quoted = self._with_documents_quoted(rendered, indexes, is_store_asked)
+            ids = ids if quoted == rendered else self._model.tokenize_prompt(quoted)
+        found = []
         for each in self._runs(ids, indexes, is_store_asked):
             is_text = each.index < len(indexes)
             found.append(
@@ -199,9 +211,10 @@ class PromptReader:
         around: list[str] = []
         end = 0
         spans = list(documents)
+        is_kept = cache(self._is_kept)  # a prompt may hold a handle many times
         for span in self.handles.find(rendered.text):
             is_quoted = any(of.start <= span.start and span.stop <= of.stop for of in documents)
-            if not is_quoted and self._is_kept(span.body):
+            if not is_quoted and is_kept(span.body):
                 parts.append(rendered.part(end, span.start))
                 parts.append(self._model.special_tokens.quote(span.body))
                 bodies.append(span.body)
@@ -277,9 +290,12 @@ class PromptReader:
                 of_chunk[run.position : run.span.stop] = [True] * len(run)
         n_others = [0, *accumulate(not each for each in of_chunk)]
         for name in names:
-            first = bisect_right(starts, name.start) - 1
+            first = max(bisect_right(starts, name.start) - 1, 0)
             last = bisect_right(starts, name.stop - 1)
-            if n_others[last] == n_others[max(first, 0)]:
+            # a token that merged with what stands around the chunk is in no run
+            first += starts[first] < name.start
+            last -= spans[last - 1][1] > name.stop
+            if first < last and n_others[last] == n_others[first]:
                 quoted.add(name)
         return replace(rendered, quoted=tuple(sorted(quoted, key=lambda span: span.start)))
 
