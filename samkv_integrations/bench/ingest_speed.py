@@ -142,11 +142,11 @@ def _measure(
 ) -> tuple[list[Round], dict[str, float]]:
     """The rounds that count, after one that warms up and finds the batches; and the stages."""
     with _recorded_batches(model) as batches:
-        Engine(model, MemoryStore()).cache_chunks(texts)
+        Engine(model, MemoryStore(), prefix="bos").cache_chunks(texts)
     rounds = []
     for round_ in range(repeats + 1):
-        to_memory = Engine(model, MemoryStore())
-        to_disk = Engine(model, ChunkStore(folder / f"kv{round_}"))
+        to_memory = Engine(model, MemoryStore(), prefix="bos")
+        to_disk = Engine(model, ChunkStore(folder / f"kv{round_}"), prefix="bos")
         measured = Round(
             forward_s=seconds_of(model, partial(_forward, model, batches)),
             memory_s=seconds_of(model, partial(to_memory.cache_chunks, texts)),
@@ -155,7 +155,7 @@ def _measure(
         rounds.append(measured)
     # Python's profiler sees one thread
     store, here = ChunkStore(folder / "profiled"), _OnThisThread(model)
-    profiled = Engine(model, store, scheduler=here)
+    profiled = Engine(model, store, scheduler=here, prefix="bos")
     return rounds[1:], stages_of(lambda: profiled.cache_chunks(texts))
 
 

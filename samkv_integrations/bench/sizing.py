@@ -213,7 +213,7 @@ def costs_of(shape: ModelShape, machine: Machine, chunk_tokens: int) -> CostMode
     if machine.prefill_tokens_s is None:
         return assumed
     wanted_s = chunk_tokens / machine.prefill_tokens_s
-    factor = wanted_s / (shape.n_layers * assumed.chunks_s([chunk_tokens], CHUNK_PREFIX))
+    factor = wanted_s / (shape.n_layers * assumed.chunks_s([chunk_tokens]))
     return CostModel(**{name: factor * value for name, value in asdict(assumed).items()})
 
 

@@ -32,6 +32,7 @@ SINKS = 4  # first tokens of the prompt that the probe computes, for attention t
 BEFORE = 8  # tokens before a hit that are recomputed with it: they say whom it is about
 AFTER = 1  # tokens behind a hit that are recomputed with it: the answer goes on there
 SEGMENT = 32  # tokens of a segment of a chunk
+MOST_MATCHED = 6  # a sixth of the context at most: else little of a short one would be reused
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +84,8 @@ class GuidedRecompute(Recompute):
     """Recomputes first tokens of chunks, segments that match the question, and hits.
 
     first: first tokens of each chunk: they were cached as if other documents stood before them.
-    matched: most tokens, in the whole prompt, of segments that share tokens with the question.
+    matched: most tokens, in the whole prompt, of segments that share tokens with the question; a
+        sixth of the context at most.
     hits: tokens of the highest scores, a chunk on average, with words around; 0 for none.
     small_context: contexts of at most this many tokens are computed whole, which takes no longer.
     """
@@ -103,15 +105,18 @@ class GuidedRecompute(Recompute):
     def whole_tokens(self) -> int:
         return self.small_context
 
+    def _most_matched(self, n_context: int) -> int:
+        return min(self.matched, n_context // MOST_MATCHED)
+
     def most_ratio(self, n_context: int, n_chunks: int, *, scored: bool) -> float:
         around_hits = self.hits * (BEFORE + 1 + AFTER) if scored else 0
-        most = (self.first + around_hits) * n_chunks + self.matched
+        most = (self.first + around_hits) * n_chunks + self._most_matched(n_context)
         return min(1.0, most / max(1, n_context))
 
     def choose(self, selection: Selection, inputs: SelectionInputs, layout: Layout) -> Tensor:
         given = layout.exact[layout.chunk_of_token] | layout.uncached[layout.context_positions]
         recomputed = layout.offset_in_chunk < self.first
-        recomputed |= matching_segments(layout, SEGMENT, self.matched)
+        recomputed |= matching_segments(layout, SEGMENT, self._most_matched(layout.n_context))
         if selection.token_scores is not None:
             scores = selection.token_scores.cpu()  # waits for the device
             scores = scores.masked_fill(given | recomputed, -math.inf)

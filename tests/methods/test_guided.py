@@ -474,7 +474,7 @@ def test_recomputed_tokens_are_those_of_the_loop(
     selection = Selection(keep=keep, token_scores=scores)
     (matches,) = sets(matching_segments(request.layout, size, most)[None])
     assert_the_best_match(request, matches, size, most)
-    with patch.multiple(module, BEFORE=before, SEGMENT=size):
+    with patch.multiple(module, BEFORE=before, SEGMENT=size, MOST_MATCHED=1):
         rows = part.choose(selection, request.inputs, request.layout)
         values = None if scores is None else scores.tolist()
         expected = loop_tokens(request, values, matches, part)
@@ -494,7 +494,8 @@ def tokens_of(request: Request, scores: dict[int, float] | None, **options: Any)
             found[token] = score
     keep = torch.ones(request.shape.n_layers, len(request.blocks), dtype=torch.bool)
     part = GuidedRecompute(**({"first": 0, "matched": 0} | options))
-    rows = part.choose(Selection(keep=keep, token_scores=found), request.inputs, request.layout)
+    with patch.object(module, "MOST_MATCHED", 1):
+        rows = part.choose(Selection(keep=keep, token_scores=found), request.inputs, request.layout)
     assert bool((rows == rows[0]).all())
     return sets(rows)[0]
 
@@ -595,7 +596,18 @@ def test_what_auto_weighs_is_of_chunks_and_of_the_prompt(scored: bool, expected:
     """First tokens and hits are a chunk's, and matching segments the whole prompt's."""
     part = GuidedRecompute(first=4, matched=20, hits=2.0)
     assert part.most_ratio(200, 3, scored=scored) == pytest.approx(expected)
-    assert part.most_ratio(20, 3, scored=scored) == 1.0
+    assert part.most_ratio(12, 3, scored=scored) == 1.0
+
+
+@pytest.mark.parametrize(("lengths", "expected"), [((100, 91), set()), ((100, 92), {*range(32)})])
+def test_what_matches_is_a_sixth_of_the_context_at_most(
+    lengths: tuple[int, ...], expected: set[int]
+) -> None:
+    request = holding(request_of(Shape(seed=17, lengths=lengths, n_layers=1, before=1)), {5: 5})
+    keep = torch.ones(1, len(request.blocks), dtype=torch.bool)
+    part = GuidedRecompute(first=0)
+    rows = part.choose(Selection(keep=keep), request.inputs, request.layout)
+    assert sets(rows) == [expected]
 
 
 def test_chunks_do_not_compete_for_recomputation_unless_asked_to() -> None:

@@ -679,7 +679,8 @@ def test_any_method_answers_and_keeps_to_its_budget(
     assert 0 <= report.kept_ratio <= min(1.0, (limit + n_last) / layout.n_context + 1e-9)
     assert 0 <= report.recompute_ratio <= 1
     again, _ = first_logits(engine, prompt, None, method)
-    torch.testing.assert_close(again, logits)
+    # the second goes on from a beginning in memory: other sums in float32
+    torch.testing.assert_close(again, logits, rtol=1e-4, atol=1e-4)
     answer = engine.generate(prompt, method=method, eviction=eviction, max_new_tokens=3)
     assert 0 <= answer.report.kept_ratio <= report.kept_ratio
     assert answer.report.recompute_ratio == report.recompute_ratio
