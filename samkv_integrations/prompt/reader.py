@@ -181,14 +181,14 @@ class PromptReader:
     ) -> ReadPrompt:  # fmt: skip
         """holds_control: whether it is known which names of special tokens count.
 
-        check: of the number of tokens, before chunks are looked for.
+        check: raises if the prompt has too many tokens, before chunks are tokenised or looked for.
         """
         rendered, is_store_asked = spelled.prompt, chunks is None
+        ids = self._model.tokenize_prompt(rendered)
+        check(len(ids))
         indexes: list[ChunkIndex] = [self._index_of([*spelled.bodies, *bodies_of(chunks or ())])]
         if is_store_asked:
             indexes.append(self._expected)
-        ids = self._model.tokenize_prompt(rendered)
-        check(len(ids))
         if not holds_control:
             quoted = self._with_documents_quoted(rendered, indexes, is_store_asked)
             ids = ids if quoted == rendered else self._model.tokenize_prompt(quoted)
