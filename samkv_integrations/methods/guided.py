@@ -84,8 +84,8 @@ class GuidedRecompute(Recompute):
     """Recomputes first tokens of chunks, segments that match the question, and hits.
 
     first: first tokens of each chunk: they were cached as if other documents stood before them.
-    matched: most tokens, in the whole prompt, of segments that share tokens with the question; a
-        sixth of the context at most.
+    matched: most tokens, in the whole prompt, of segments that share tokens with the question,
+        besides first tokens; a sixth of the context at most.
     hits: tokens of the highest scores, a chunk on average, with words around; 0 for none.
     small_context: contexts of at most this many tokens are computed whole, which takes no longer.
     """
@@ -116,7 +116,9 @@ class GuidedRecompute(Recompute):
     def choose(self, selection: Selection, inputs: SelectionInputs, layout: Layout) -> Tensor:
         given = layout.exact[layout.chunk_of_token] | layout.uncached[layout.context_positions]
         recomputed = layout.offset_in_chunk < self.first
-        recomputed |= matching_segments(layout, SEGMENT, self._most_matched(layout.n_context))
+        recomputed |= matching_segments(
+            layout, SEGMENT, self._most_matched(layout.n_context), given | recomputed
+        )
         if selection.token_scores is not None:
             scores = selection.token_scores.cpu()  # waits for the device
             scores = scores.masked_fill(given | recomputed, -math.inf)

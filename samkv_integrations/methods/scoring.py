@@ -97,22 +97,23 @@ def dilate(scores: Tensor, layout: Layout, *, before: int = 0, after: int = 0) -
     return best
 
 
-def matching_segments(layout: Layout, size: int, most: int) -> Tensor:
+def matching_segments(layout: Layout, size: int, most: int, given: Tensor) -> Tensor:
     """(Tctx,) bool: segments of chunks that share the rarest tokens with the question.
 
     Segments have ``size`` tokens; the best are taken until the next one would make it more than
-    ``most`` tokens. A segment scores the sum of log((n + 1) / (m + 0.5)) over the question's tokens
-    that it holds, n being the number of segments and m of those that hold the token, and half of
-    that sum over those that its chunk holds. Ours, after BM25.
+    ``most`` tokens, not counting those in ``given`` ((Tctx,) bool). A segment scores the sum of
+    log((n + 1) / (m + 0.5)) over the question's tokens that it holds, n being the number of
+    segments and m of those that hold the token, and half of that sum over those that its chunk
+    holds. Ours, after BM25.
     """
     ids, chunk = layout.token_ids[layout.context_positions], layout.chunk_of_token
     asked: Tensor = torch.unique(layout.token_ids[layout.question])
     place = torch.searchsorted(asked, ids).clamp(max=len(asked) - 1)
     is_asked = asked[place] == ids
-    (of_chunk, _), segment, length = torch.unique(
-        torch.stack((chunk, layout.offset_in_chunk // size)),
-        return_inverse=True, return_counts=True, dim=1,
-    )  # fmt: skip
+    (of_chunk, _), segment = torch.unique(
+        torch.stack((chunk, layout.offset_in_chunk // size)), return_inverse=True, dim=1
+    )
+    length = torch.zeros(len(of_chunk)).index_add(0, segment, (~given).float())
     in_segment = torch.zeros(len(length), len(asked))
     in_segment[segment[is_asked], place[is_asked]] = 1.0
     in_chunk = torch.zeros(layout.n_chunks, len(asked))

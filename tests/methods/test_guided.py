@@ -247,29 +247,43 @@ def loop_matches(request: Request, segments: dict[Place, list[int]]) -> dict[Pla
     return matches
 
 
-def assert_the_best_match(request: Request, found: set[int], size: int, most: int) -> None:
-    """``found`` are whole segments, the best until the next one would be more than ``most``."""
+def assert_the_best_match(
+    request: Request, found: set[int], size: int, most: int, given: set[int]
+) -> None:
+    """``found`` are whole segments, the best until the next one would be more than ``most``.
+
+    Tokens in ``given`` do not count.
+    """
     segments = loop_segments(request, size)
     matches = loop_matches(request, segments)
     chosen = {place for place, tokens in segments.items() if found.intersection(tokens)}
     assert found == {t for place in chosen for t in segments[place]}
-    assert chosen <= matches.keys() and len(found) <= most
+    assert chosen <= matches.keys() and len(found - given) <= most
     left = matches.keys() - chosen
     if left:
         best = max(matches[place] for place in left)
         assert all(matches[place] > best - NEAR for place in chosen)
         next_ones = [place for place in left if matches[place] > best - NEAR]
-        assert any(len(found) + len(segments[place]) > most for place in next_ones)
+        assert any(len({*found, *segments[place]} - given) > most for place in next_ones)
+
+
+def some(request: Request, share: float) -> torch.Tensor:
+    """(Tctx,) bool: about a share of the context's tokens."""
+    generator = torch.Generator().manual_seed(request.shape.seed + 2)
+    return torch.rand(request.n_context, generator=generator) < share
 
 
 @MANY
-@given(asking(), st.integers(1, 40), st.integers(0, 200))
-def test_segments_that_match_are_those_of_the_loop(request: Request, size: int, most: int) -> None:
-    mask = matching_segments(request.layout, size, most)
+@given(asking(), st.integers(1, 40), st.integers(0, 200), st.floats(0, 1))
+def test_segments_that_match_are_those_of_the_loop(
+    request: Request, size: int, most: int, share: float
+) -> None:
+    free = some(request, share)
+    mask = matching_segments(request.layout, size, most, free)
     assert mask.shape == (request.n_context,)
     assert mask.dtype == torch.bool and mask.device.type == "cpu"
-    (found,) = sets(mask[None])
-    assert_the_best_match(request, found, size, most)
+    found, given = sets(torch.stack((mask, free)))
+    assert_the_best_match(request, found, size, most, given)
 
 
 @FEW
@@ -277,9 +291,12 @@ def test_segments_that_match_are_those_of_the_loop(request: Request, size: int, 
 def test_a_larger_budget_takes_nothing_back(
     request: Request, size: int, most: int, more: int
 ) -> None:
-    few, many = (matching_segments(request.layout, size, budget) for budget in (most, most + more))
+    free = some(request, 0.2)
+    few, many, none = (
+        matching_segments(request.layout, size, budget, free) for budget in (most, most + more, 0)
+    )
     assert bool((many | ~few).all())
-    assert not bool(matching_segments(request.layout, size, 0).any())
+    assert bool((free | ~none).all())
 
 
 @FEW
@@ -295,8 +312,9 @@ def test_neither_order_nor_repetition_in_the_question_counts(
         token_ids=turned,
         question=torch.cat((layout.question, layout.n_tokens + torch.arange(n_asked))),
     )
-    before = matching_segments(layout, size, most)
-    assert torch.equal(matching_segments(again, size, most), before)
+    free = some(request, 0.2)
+    before = matching_segments(layout, size, most, free)
+    assert torch.equal(matching_segments(again, size, most, free), before)
 
 
 def matched(
@@ -319,7 +337,8 @@ def matched(
             ids += map(ord, chunk[run.start : run.stop])
         parts.append(ChunkPart(runs=tuple(placed), blocks=scheme.of(len(chunk))))
     layout = Layout.of([*ids, *map(ord, question)], parts, ())
-    (found,) = sets(matching_segments(layout, 4, most)[None])
+    free = torch.zeros(layout.n_context, dtype=torch.bool)
+    (found,) = sets(matching_segments(layout, 4, most, free)[None])
     return found
 
 
@@ -472,10 +491,13 @@ def test_recomputed_tokens_are_those_of_the_loop(
     keep = torch.ones(shape.n_layers, len(request.blocks), dtype=torch.bool)
     part = GuidedRecompute(first=first, matched=most, hits=hits)
     selection = Selection(keep=keep, token_scores=scores)
-    (matches,) = sets(matching_segments(request.layout, size, most)[None])
-    assert_the_best_match(request, matches, size, most)
+    layout = request.layout
+    free = layout.exact[layout.chunk_of_token] | layout.uncached[layout.context_positions]
+    free |= layout.offset_in_chunk < first
+    matches, free_tokens = sets(torch.stack((matching_segments(layout, size, most, free), free)))
+    assert_the_best_match(request, matches, size, most, free_tokens)
     with patch.multiple(module, BEFORE=before, SEGMENT=size, MOST_MATCHED=1):
-        rows = part.choose(selection, request.inputs, request.layout)
+        rows = part.choose(selection, request.inputs, layout)
         values = None if scores is None else scores.tolist()
         expected = loop_tokens(request, values, matches, part)
     assert sets(rows) == [expected] * shape.n_layers
@@ -576,7 +598,7 @@ def test_auto_weighs_no_less_than_what_is_recomputed(
 ) -> None:
     request = request_of(Shape(seed=16, lengths=(40, 40, 40), n_layers=2, before=1, window=8))
     request = with_words(request, n_words)
-    assert bool(matching_segments(request.layout, module.SEGMENT, 1000).any())
+    assert bool(matching_segments(request.layout, module.SEGMENT, 1000, some(request, 0)).any())
     scores = torch.rand(120, generator=torch.Generator().manual_seed(5))
     keep = torch.ones(2, len(request.blocks), dtype=torch.bool)
     part = GuidedRecompute(first=first, matched=most, hits=hits)
