@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from samkv_integrations.cache.attention_stats import (
     LayerStatistics,
@@ -16,7 +17,7 @@ from samkv_integrations.cache.block_means import quantise_means
 from samkv_integrations.cache.chunk import ChunkCache, ChunkRef
 from samkv_integrations.cache.fingerprint import Fingerprint
 from samkv_integrations.cache.rope import unrotate
-from samkv_integrations.model.attention import attention
+from samkv_integrations.model.attention import Attend, attention
 from samkv_integrations.model.model import Model
 
 BATCH_TOKENS = 4096
@@ -45,38 +46,65 @@ def batches(chunks: Sequence[ChunkRef], budget_tokens: int = BATCH_TOKENS) -> li
 def prefill(
     model: Model, chunks: Sequence[ChunkRef], fingerprint: Fingerprint, prefix: tuple[int, ...]
 ) -> list[ChunkCache]:
-    """Caches of ``chunks``, from one padded pass in which each sees the prefix and itself alone."""
-    capture = _Capture(model, chunks, fingerprint, len(prefix))
-    length = len(prefix) + max(len(chunk.token_ids) for chunk in chunks)
+    """Caches of ``chunks``, from one padded pass in which each sees the prefix and itself alone.
+
+    The prefix has a pass of its own before, once for all of them.
+    """
+    before = _Prefix(model)
+    if prefix:
+        _pass(model, torch.tensor([prefix]), *model.cos_sin(torch.arange(len(prefix))), before)
+    length = max(len(chunk.token_ids) for chunk in chunks)
     ids = torch.zeros(len(chunks), length, dtype=torch.long)
     for row, chunk in zip(ids, chunks, strict=True):
-        row[: len(prefix) + len(chunk.token_ids)] = torch.tensor(prefix + chunk.token_ids)
-    capture.cos, capture.sin = model.cos_sin(torch.arange(length))
+        row[: len(chunk.token_ids)] = torch.tensor(chunk.token_ids)
+    cos, sin = model.cos_sin(torch.arange(len(prefix), len(prefix) + length))
+    capture = _Capture(model, chunks, fingerprint, before, cos, sin)
+    _pass(model, ids, cos, sin, capture)
+    return [capture.cache_of(index) for index in range(len(chunks))]
+
+
+def _pass(model: Model, ids: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> None:
+    """Run all layers on ids (batch, R); cos, sin: (R, D)."""
     hidden = model.embed(ids)
     for layer in range(model.n_layers):
-        hidden = model.layer(layer, hidden, capture.cos, capture.sin, capture)
-    return [capture.cache_of(index) for index in range(len(chunks))]
+        hidden = model.layer(layer, hidden, cos, sin, attend)
+
+
+class _Prefix:
+    """Keys and values of the prefix, (1, G, P, D) for each layer, taken as its pass runs."""
+
+    def __init__(self, model: Model) -> None:
+        empty = torch.empty(
+            1, model.n_kv_heads, 0, model.head_dim, dtype=model.dtype, device=model.device
+        )
+        self.entries = [(empty, empty)] * model.n_layers
+
+    def __call__(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float
+    ) -> Tensor:
+        self.entries[layer] = key, value
+        return attention(query, key, value, scaling, None, True)
 
 
 class _Capture:
     """Takes keys, values, local queries and attention statistics out of each layer as it runs.
 
     Padding stands at the end, where causal attention never lets a real token see it.
-    """
 
-    cos: Tensor
-    sin: Tensor
+    cos, sin: (T, D) of the longest chunk's positions.
+    """
 
     def __init__(
         self,
         model: Model,
         chunks: Sequence[ChunkRef],
         fingerprint: Fingerprint,
-        n_prefix: int,
+        before: _Prefix,
+        cos: Tensor,
+        sin: Tensor,
     ) -> None:
-        self._chunks = chunks
-        self._fingerprint = fingerprint
-        self._prefix = n_prefix
+        self._chunks, self._fingerprint, self._before = chunks, fingerprint, before
+        self._cos, self._sin = cos, sin
         shapes = [
             (model.n_layers, len(chunk.token_ids), model.n_kv_heads, model.head_dim)
             for chunk in chunks
@@ -90,28 +118,33 @@ class _Capture:
     def __call__(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float
     ) -> Tensor:
-        start = self._prefix
+        keys, values = (
+            torch.cat((first.expand(len(rest), -1, -1, -1), rest), dim=2)
+            for first, rest in zip(self._before.entries[layer], (key, value), strict=True)
+        )
+        n_prefix = keys.shape[2] - key.shape[2]
         for index, chunk in enumerate(self._chunks):
-            stop = start + len(chunk.token_ids)
-            cos, sin = self.cos[start:stop], self.sin[start:stop]
-            keys = key[index, :, start:stop].transpose(0, 1)  # (T, G, D)
-            self._keys[index][layer] = unrotate(keys, cos, sin)
-            self._values[index][layer] = value[index, :, start:stop].transpose(0, 1)
-            local = self._fingerprint.scheme.of(len(chunk.token_ids)).local_start
-            local_queries = query[index, :, start + local : stop].transpose(0, 1).float()
+            stop = len(chunk.token_ids)
+            cos, sin = self._cos[:stop], self._sin[:stop]
+            self._keys[index][layer] = unrotate(key[index, :, :stop].transpose(0, 1), cos, sin)
+            self._values[index][layer] = value[index, :, :stop].transpose(0, 1)
+            local = self._fingerprint.scheme.of(stop).local_start
+            local_queries = query[index, :, local:stop].transpose(0, 1).float()
             self._local_query[index][layer] = unrotate(
                 local_queries, cos[local:], sin[local:]
             ).mean(0)
             self._statistics[index].append(
                 layer_statistics(
-                    query[index, :, start:stop],
-                    key[index, :, :stop],
+                    query[index, :, :stop],
+                    keys[index, :, : n_prefix + stop],
                     scaling,
-                    n_prefix=start,
+                    n_prefix=n_prefix,
                     tile=256 if query.is_cuda else 64,  # a CPU's cache holds the smaller tile
                 )
             )
-        return attention(query, key, value, scaling, None, True)
+        # As many queries as keys, so that causal attention needs no mask.
+        padded = pad(query, (0, 0, n_prefix, 0))
+        return attention(padded, keys, values, scaling, None, True)[:, :, n_prefix:]
 
     def cache_of(self, index: int) -> ChunkCache:
         chunk, keys = self._chunks[index], self._keys[index]

@@ -642,7 +642,7 @@ def cut(text: str, how: str) -> list[str]:
     }[how]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     st.lists(st.tuples(letters, cuts), max_size=3),
     st.tuples(st.text("abcdefgh .", min_size=40, max_size=60), cuts),
