@@ -28,6 +28,7 @@ from samkv_integrations import METHODS, Engine
 from samkv_integrations.bench import fidelity
 from samkv_integrations.bench.data import Question, load
 from samkv_integrations.bench.divergence import kl, same_top1
+from samkv_integrations.bench.intervals import ratio_interval
 from samkv_integrations.bench.markdown import table
 from samkv_integrations.bench.question_caches import prompt_ids
 from samkv_integrations.bench.run_settings import hardware
@@ -168,8 +169,8 @@ def _cpu_s(work: Callable[[], object]) -> float:
 
 
 def cells(rows: Sequence[Row]) -> list[list[str]]:
-    """A line for each label: means, the median of the first token's ratio."""
-    base = fmean(row.kl for row in rows if row.label == BASE)
+    """A line for each label: means, KL over reuse's with its interval, median of first tokens."""
+    base = {row.id: row.kl for row in rows if row.label == BASE}
     lines = []
     for label in dict.fromkeys(row.label for row in rows):
         mine = [row for row in rows if row.label == label]
@@ -178,8 +179,11 @@ def cells(rows: Sequence[Row]) -> list[list[str]]:
             for name in ("first_kl", "kl", "top1", "recomputed")
         }
         own = [row for row in mine if not math.isnan(row.straying)]
+        found = ratio_interval([row.kl for row in mine], [base[row.id] for row in mine])
+        ratio = f"{mean['kl'] / fmean(base.values()):.2f}"
+        ratio += f" ({found[0]:.2f} to {found[1]:.2f})" if found else ""
         lines.append([
-            label, f"{mean['first_kl']:.3f}", f"{mean['kl']:.4f}", f"{mean['kl'] / base:.2f}",
+            label, f"{mean['first_kl']:.3f}", f"{mean['kl']:.4f}", ratio,
             f"{median(row.kl for row in mine):.4f}", f"{mean['top1']:.3f}",
             f"{100 * mean['recomputed']:.1f} %", f"{median(row.first_token for row in mine):.3f}",
             *([f"{fmean(row.straying for row in own):.3f}", f"{sum(row.same for row in own):.0f}",
