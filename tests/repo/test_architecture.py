@@ -151,16 +151,6 @@ def test_papers_share_parts_only(paper: str) -> None:
     assert {m for m in ours(paper) if m.startswith(f"{PACKAGE}.methods")} <= SHARED_BY_METHODS
 
 
-def test_a_method_of_another_paper_is_small() -> None:
-    """Parts carry what methods share, so that one idea is one short file."""
-    papers = PAPERS - {f"{PACKAGE}.methods.baselines"}
-    lines = {
-        paper: len(SOURCES[paper].read_text(encoding="utf-8").splitlines()) for paper in papers
-    }
-    assert min(lines.values()) < 80, lines
-    assert len([name for name, count in lines.items() if count < 80]) >= len(papers) // 2, lines
-
-
 def classes_of(module: str) -> set[str]:
     return {node.name for node in ast.walk(tree(module)) if isinstance(node, ast.ClassDef)}
 

@@ -19,7 +19,6 @@ from samkv_integrations.cli.app import app
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md"))
-SHIPPED = ("samkv_integrations", "connectors")
 
 PUBLIC = (
     "langchain_samkv",
@@ -152,29 +151,6 @@ def test_every_method_of_a_public_class_has_a_docstring(
         functions = {n: m for n, m in kind.members.items() if m.is_function and n[0] != "_"}
         bare = {name for name, member in functions.items() if not member.has_docstring}
         assert not kind.is_class or bare <= contracts, (kind.path, bare - contracts)
-
-
-def test_the_file_map_has_every_file_of_the_wheel_and_no_other() -> None:
-    """`test_packaging.py` holds that these files are the wheel's.
-
-    If this fails, add or delete lines of the map in docs/architecture.md.
-    """
-    mapped, folder = [], ""
-    for line in (DOCS / "architecture.md").read_text(encoding="utf-8").splitlines():
-        if line.startswith("#"):
-            heading = re.fullmatch(r"### `(.+/)`", line)
-            folder = heading[1] if heading else ""
-        elif folder and (row := re.fullmatch(r"\| `(.+?)` \| (.+) \|", line)):
-            mapped.append(folder + row[1])
-    shipped = {
-        path.relative_to(ROOT).as_posix()
-        for top in SHIPPED
-        for path in (ROOT / top).rglob("*")
-        if path.is_file() and "__pycache__" not in path.parts
-    }
-    assert len(mapped) == len(set(mapped))
-    assert sorted(shipped - set(mapped)) == [], "files without a line"
-    assert sorted(set(mapped) - shipped) == [], "lines without a file"
 
 
 def test_the_table_of_methods_is_that_of_the_command() -> None:

@@ -17,7 +17,6 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 Run = Callable[[str], str]
-SCREEN = 45
 """Lines that a reader sees at once."""
 
 PYTHON = re.compile(r"```python\n(.*?)```", re.DOTALL)
@@ -150,21 +149,6 @@ def test_the_snippets_of_a_page_run_one_after_the_other(
 def test_every_page_with_a_snippet_is_run() -> None:
     pages = {path.stem for path in (ROOT / "docs").glob("*.md") if "```python" in path.read_text()}
     assert pages == set(PRINTED)
-
-
-@pytest.mark.parametrize("name", SNIPPETS)
-def test_snippets_of_the_readme_are_short(name: str) -> None:
-    assert len([line for line in SNIPPETS[name].splitlines() if line.strip()]) <= 12
-
-
-def test_the_readme_fits_two_screens() -> None:
-    lines = README.splitlines()
-    assert len(lines) <= 2 * SCREEN
-    first = "\n".join(lines[:SCREEN])
-    assert "make quickstart" in first and "make test" in first
-    assert all(snippet in first for snippet in SNIPPETS.values())
-    sentence = README.split("\n\n")[1]
-    assert re.search(r"\*\*[0-9.]+ %\*\*.*\(docs/results\.md\)", sentence, re.DOTALL)
 
 
 def test_figures_of_the_readme_are_those_of_the_results() -> None:
