@@ -281,8 +281,7 @@ class ChromaLink:
         store = self.engine.store
         of_others = store.same_texts(*unreferenced) - unreferenced
         unreferenced |= self._unreferenced(of_others)
-        self.engine.prefixes.clear()  # what they were must not be held in memory either
-        return store.delete(*sorted(unreferenced))
+        return self.engine.delete(unreferenced)
 
     def _unreferenced(self, keys: set[str]) -> set[str]:
         """Those of ``keys`` that no record of any collection has."""

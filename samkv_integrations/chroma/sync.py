@@ -133,7 +133,9 @@ class Sync:
             else:  # or there is its text alone
                 doomed.append(key)
         bytes_before = store.stats().bytes
-        n_pruned = sum(store.delete(*doomed[part]) for part in self._records.slices(len(doomed)))
+        n_pruned = sum(
+            self._engine.delete(doomed[part]) for part in self._records.slices(len(doomed))
+        )
         # Another process may have added more than was deleted here.
         freed = max(0, bytes_before - store.stats().bytes) if doomed else 0
         return Counter(pruned=n_pruned, in_grace=n_in_grace, bytes_freed=freed)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import cached_property, partial
 from typing import Literal, Unpack
 
@@ -227,6 +227,15 @@ class Engine:
         self._reader.forget(texts)
         self.prefixes.clear()
         return n_chunks
+
+    def delete(self, keys: Collection[str]) -> int:
+        """Delete chunk caches by key, and what memory holds of their chunks; how many there were.
+
+        Raises StoreError if one cannot be deleted.
+        """
+        self._reader.forget(keys=set(keys))
+        self.prefixes.clear()
+        return self.store.delete(*sorted(keys))
 
     def render(self, prompt: Prompt) -> RenderedPrompt:
         """A prompt as the one string that is read. Raises InvalidOption as the template does."""

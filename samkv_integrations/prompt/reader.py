@@ -7,7 +7,7 @@ import secrets
 import threading
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import cache
@@ -106,7 +106,7 @@ class PromptReader:
         self._lock = threading.Lock()
         self._secret = secrets.token_bytes(32)
         self._expected = MemoryIndex(self._secret)  # announced chunks, by body
-        self._order: OrderedDict[str, None] = OrderedDict()  # their bodies, oldest first
+        self._order: OrderedDict[str, str] = OrderedDict()  # body -> key, oldest first
         self._has_warned = False
 
     def render(self, prompt: Prompt) -> RenderedPrompt:
@@ -310,7 +310,7 @@ class PromptReader:
         with self._lock:
             for body, chunk in long.items():
                 self._expected.add(body, chunk.token_ids)
-                self._order[body] = None
+                self._order[body] = chunk.key
                 self._order.move_to_end(body)
             while len(self._order) > MAX_EXPECTED:
                 self._expected.remove(self._order.popitem(last=False)[0])
@@ -343,10 +343,11 @@ class PromptReader:
                 len(bodies), MIN_RUN, remedy,
             )  # fmt: skip
 
-    def forget(self, texts: Sequence[str]) -> None:
-        """Find none of these texts in prompts because of what is held here, nor by a handle."""
+    def forget(self, texts: Sequence[str] = (), keys: Collection[str] = ()) -> None:
+        """Forget announced chunks by text or by key, and the handles of these texts."""
         bodies = set(bodies_of(texts))
         with self._lock:
+            bodies |= {body for body, key in self._order.items() if key in keys}
             for body in bodies:
                 self._order.pop(body, None)
                 self._expected.remove(body)

@@ -47,6 +47,13 @@ class PromptChunk:
         return sum(map(len, self.runs))
 
     @property
+    def is_whole(self) -> bool:
+        """Whether the prompt holds all of it, but for edges that merged with their neighbours."""
+        n_edge, run = 2, self.runs[0]
+        at_edges = run.start <= n_edge and run.stop >= len(self.token_ids) - n_edge
+        return len(self.runs) == 1 and at_edges
+
+    @property
     def part(self) -> ChunkPart:
         blocks = None if self.stored is None else self.stored.blocks
         return ChunkPart(runs=self.runs, blocks=blocks)
@@ -197,7 +204,9 @@ def resolve(
                     cache.let_go()
             if isinstance(cache, CacheMiss):
                 chunk.miss = cache.reason
-                if chunk.text is None:
+                if chunk.text is None or not chunk.is_whole:
+                    # An announced text that the prompt holds in part may be one that was deleted,
+                    # or changed since; the store knows those that were not.
                     chunk.text = text_of(key)
                 resolved.count_miss(key, cache)
             else:

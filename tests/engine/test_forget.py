@@ -114,3 +114,34 @@ def test_another_text_of_the_same_tokens_is_no_damage(tmp_path: Path) -> None:
             )
         )  # fmt: skip
         assert engine.is_cached("Tobias lives in  Flevport, by the river.")
+
+
+OLD = (
+    "Lease of Mill Street 9.\nThe tenant is Lena Harman, who keeps a workshop by the old bridge. "
+    "The monthly rent is 2,850 euros, and it is paid on the third day of every month."
+)
+NEW = OLD.replace("2,850", "3,975")
+
+
+@pytest.mark.parametrize("deleted_by", ["the same engine", "another process"])
+def test_a_deleted_text_is_not_computed_again_for_one_that_is_nearly_it(
+    tmp_path: Path, deleted_by: str
+) -> None:
+    """A retriever announced the old version of a document, which then was replaced."""
+    engine, other = (engine_of(tmp_path, model=builtin()) for _ in range(2))
+    (old,) = engine.cache_chunks([OLD])
+    engine.announce([OLD], "compute")
+    (engine if deleted_by == "the same engine" else other).delete([old])
+    engine.cache_chunks([NEW])
+    prompt = f"{NEW}\n\nQuestion: What is the rent?"
+    report = engine.generate(prompt, method="reuse", max_new_tokens=1).report
+    assert report.computed_now == 0
+    assert not any(b"2,850" in file.read_bytes() for file in tmp_path.rglob("*") if file.is_file())
+    assert report.reused == (deleted_by == "the same engine")
+
+
+def test_an_announced_text_that_the_prompt_holds_whole_is_kept(tmp_path: Path) -> None:
+    engine = engine_of(tmp_path, model=builtin())
+    engine.announce([OLD])
+    answer = engine.generate(f"{OLD}\n\nQuestion: Rent?", method="reuse", max_new_tokens=1)
+    assert answer.report.computed_now == 1 and engine.is_cached(OLD)
