@@ -109,8 +109,9 @@ class GuidedRecompute(Recompute):
         return min(self.matched, n_context // MOST_MATCHED)
 
     def most_ratio(self, n_context: int, n_chunks: int, *, scored: bool) -> float:
-        around_hits = self.hits * (BEFORE + 1 + AFTER) if scored else 0
-        most = (self.first + around_hits) * n_chunks + self._most_matched(n_context)
+        n_hits = round(self.hits * n_chunks) if scored else 0
+        most = self.first * n_chunks + n_hits * (BEFORE + 1 + AFTER)
+        most += self._most_matched(n_context)
         return min(1.0, most / max(1, n_context))
 
     def choose(self, selection: Selection, inputs: SelectionInputs, layout: Layout) -> Tensor:

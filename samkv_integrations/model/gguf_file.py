@@ -172,6 +172,12 @@ class GgufFile:
             f"{name}_token_id": self._value(f"tokenizer.ggml.{key}_token_id", -1)
             for name, key in {"bos": "bos", "eos": "eos", "pad": "padding"}.items()
         }
+        n_layers = len({name.split(".")[1] for name in self._tensors if name.startswith("blk.")})
+        if sizes["num_hidden_layers"] != n_layers:  # before so many are made
+            raise ModelNotFound(
+                f"{str(self.path)!r} names {sizes['num_hidden_layers']} layers and holds "
+                f"{n_layers}; it is damaged, fetch it again"
+            )
         config = AutoConfig.for_model(
             kind,
             **sizes,

@@ -292,7 +292,6 @@ class Model:
             hidden,
             attention_mask=None,
             position_ids=None,
-            past_key_values=None,
             position_embeddings=(cos[None], sin[None]),
             attend=attend,
         )

@@ -255,6 +255,15 @@ class TestRefused:
         except SamkvError as error:
             assert "\n" not in str(error)
 
+    def test_more_layers_than_it_holds(self, file: Path) -> None:
+        """One damaged byte names billions of layers; none of them is made."""
+        data = bytearray(file.read_bytes())
+        key = b"llama.block_count"
+        data[data.index(key) + len(key) + 4 + 3] = 0xFF  # behind the type of the number
+        file.write_bytes(data)
+        with pytest.raises(ModelNotFound, match="names 42781900[0-9]+ layers and holds"):
+            load(file)
+
     def test_without_the_extra(self, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "gguf", None)
         with pytest.raises(MissingExtra, match=r"pip install '.\[gguf\]'"):

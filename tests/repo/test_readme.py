@@ -79,26 +79,28 @@ needs_smollm2 = pytest.mark.skipif(
 
 @needs_smollm2
 @pytest.mark.parametrize("name", SNIPPETS)
-def test_a_snippet_of_the_readme_answers_from_caches_in_an_empty_folder(
-    tmp_path: Path, name: str, here: Run
-) -> None:
+def test_a_snippet_of_the_readme_answers_from_caches(tmp_path: Path, name: str, here: Run) -> None:
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
     answers_of_readme(here(SNIPPETS[name]))
-    assert {path.name for path in tmp_path.iterdir()} == {"chroma", "kv"}
+    assert {path.name for path in tmp_path.iterdir()} == {"examples", "chroma", "kv"}
 
 
 @needs_smollm2
 @pytest.mark.slow  # two processes each
 @pytest.mark.parametrize("name", SNIPPETS)
 def test_a_snippet_of_the_readme_may_be_run_again(tmp_path: Path, name: str) -> None:
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
     for _ in range(2):
         answers_of_readme(run(SNIPPETS[name], tmp_path))
-    assert {path.name for path in tmp_path.iterdir()} == {"chroma", "kv"}
+    assert {path.name for path in tmp_path.iterdir()} == {"examples", "chroma", "kv"}
 
 
 def answers_of_readme(printed: str) -> None:
     answer, _, report = printed.partition("auto")
-    assert "4.90 euros" in answer
-    assert " of 2 chunks reused, " in report  # and none missed, which would stand between
+    assert "fly alone from Britain to Australia" in answer
+    assert (
+        " of 5 chunks reused, " in report and "0 of 5" not in report
+    )  # and none missed, which would stand between
 
 
 @pytest.fixture
