@@ -26,8 +26,8 @@ from typing import Any, NoReturn
 
 import torch
 
+from benchmarks.markdown import table
 from samkv_integrations import ChunkStore
-from samkv_integrations.bench.markdown import table
 from samkv_integrations.cache.chunk import BlockMeans, ChunkCache, ChunkStatistics
 from samkv_integrations.cache.fingerprint import Fingerprint
 from samkv_integrations.errors import CacheMiss

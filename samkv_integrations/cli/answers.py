@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from statistics import mean, median
 from typing import Any
 
-from samkv_integrations.bench.data import Question
-from samkv_integrations.bench.scoring import exact_match, f1_score
 from samkv_integrations.engine.report import Report
+from samkv_integrations.evaluation.measures import exact_match, f1_score
+from samkv_integrations.evaluation.questions import Question
 from samkv_integrations.figures import Row
 
 
