@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, cast
 
@@ -117,11 +118,11 @@ def tune(
     run = Run(config, measurer.compare)
     out = tables.console(stderr=as_json)
     if check:
-        (standing,) = run.check([*settings], retrieved.questions)
+        (standing,) = run.standings([*settings], retrieved.questions)
         entry = settings[standing.label]
         if as_json:
             found = {"setting": entry.line, "measured": dict(entry.measured)}
-            tables.write_text(figures.to_json("tune", model, [standing.to_row()], found))
+            tables.write_text(figures.to_json("tune", model, [asdict(standing)], found))
         out.print(_checked(entry, standing))
         return
     result = run.tune([*settings], retrieved.questions)
@@ -133,14 +134,14 @@ def tune(
         )  # fmt: skip
     written = write(store.path, kept) if writes and kept else None
     if as_json:
-        rows = [one.to_row() | {"state": _state(one, result)} for one in result.standings]
+        rows = [asdict(one) | {"state": _state(one, result)} for one in result.standings]
         more: dict[str, Any] = {
             "target": agree,
             "agreed_by": by,
             "recommended": setting.line if setting else f"--method {FULL}",
             "store_bits": setting.store_bits if setting else None,
             "why": result.why,
-            "held_out": [one.to_row() for one in result.checked],
+            "held_out": [asdict(one) for one in result.checked],
             "written": str(written) if written else None,
             "seconds": result.seconds,
         }

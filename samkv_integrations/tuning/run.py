@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from statistics import mean, median
 from typing import Any, Literal
@@ -126,10 +126,6 @@ class Standing(Compared):
             f1_interval=interval(values["f1"]), first_kl_interval=interval(values["first_kl"]),
         )  # fmt: skip
 
-    def to_row(self) -> dict[str, Any]:
-        """The figures as JSON-able values."""
-        return asdict(self)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
@@ -174,10 +170,8 @@ class Run:
         config, began = self._config, self._clock()
         choice = [q for place, q in enumerate(questions) if place % 5 < 3][:MOST_ASKED]
         held_out = [q for place, q in enumerate(questions) if place % 5 >= 3]
-        least_asked, least_checked = (
-            min(LEAST_ASKED, len(choice)),
-            min(LEAST_CHECKED, len(held_out)),
-        )
+        least_asked = min(LEAST_ASKED, len(choice))
+        least_checked = min(LEAST_CHECKED, len(held_out))
         ends = began + 60 * config.minutes
 
         def is_out(each: Standing) -> bool:
@@ -219,21 +213,18 @@ class Run:
             checked=checked, chosen=chosen, why=why, seconds=self._clock() - began,
         )  # fmt: skip
 
-    def check(self, labels: Sequence[str], questions: Sequence[Question]) -> list[Standing]:
-        """The standings on all questions, as far as the time allows."""
-        return self.standings(labels, questions, self._clock() + 60 * self._config.minutes)
-
     def standings(
         self,
         labels: Sequence[str],
         questions: Sequence[Question],
-        ends: float,
+        ends: float | None = None,
         is_settled: Callable[[Standing], bool] = lambda each: False,
     ) -> list[Standing]:
         """Ask ``labels`` until they are settled, or the next question might end after ``ends``.
 
-        One question is asked in any case.
+        One question is asked in any case. ends: None for all the minutes from now on.
         """
+        ends = self._clock() + 60 * self._config.minutes if ends is None else ends
         answers: dict[str, list[Compared]] = {label: [] for label in labels}
         left, longest = list(labels), 0.0
         for question in tqdm(questions, desc=f"asking {len(left)} settings"):

@@ -141,18 +141,20 @@ def test_f1_may_be_what_agreement_is() -> None:
 
 def test_a_check_asks_all_questions_that_there_is_time_for() -> None:
     fake = Fake(only())
-    (one,) = Run(TuneConfig(minutes=60), fake.compare, lambda: fake.now).check([CHEAP], questions())
+    (one,) = Run(TuneConfig(minutes=60), fake.compare, lambda: fake.now).standings(
+        [CHEAP], questions()
+    )
     assert (one.n, one.agreement) == (150, 0.5) and one.low < 0.5 < one.high
     assert one.f1_interval[0] < one.f1 < one.f1_interval[1]
     short = Run(TuneConfig(minutes=0.001), fake.compare, lambda: fake.now)
-    assert short.check([CHEAP], questions())[0].n == 1
+    assert short.standings([CHEAP], questions())[0].n == 1
 
 
 def test_times_within_noise_are_equal() -> None:
     """Of those whose times differ by less, the one that agrees most comes first."""
     times = dict(zip(LABELS, (0.20, 0.21, 0.3, 0.5, 0.51, 0.6), strict=True))
     fake = Fake(lambda label, n: label != LABELS[0] or n != "0", lambda label, _: times[label])
-    standings = Run(TuneConfig(), fake.compare, lambda: fake.now).check(LABELS, questions(9))
+    standings = Run(TuneConfig(), fake.compare, lambda: fake.now).standings(LABELS, questions(9))
     assert [LABELS.index(each.label) for each in best_first(standings, 0.5)] == [1, 0, 2, 3, 4, 5]
     assert best_first(standings, 0.95)[-1].label == LABELS[0]  # it is below the target
 
