@@ -9,12 +9,12 @@ from typing import Any
 import typer
 import typer.core
 
-from benchmarks import markdown
 from benchmarks.journal import Journal, digest
 from samkv_integrations import figures
 from samkv_integrations.cli.app import USER_ERROR
 from samkv_integrations.cli.loading import use_threads_for
 from samkv_integrations.cli.method_options import words
+from samkv_integrations.cli.tables import markdown_table
 from samkv_integrations.errors import InvalidOption, SamkvError
 from samkv_integrations.figures import Row
 from samkv_integrations.methods import METHODS
@@ -78,7 +78,7 @@ def write(text: str, file: Path) -> None:
 def time_table(columns: Sequence[str], rows: Sequence[Row]) -> str:
     """The ``columns`` of ``rows``; their names are written with spaces."""
     cells = [[_cell(name, row[name]) for name in columns] for row in rows]
-    return markdown.table([column.replace("_", " ") for column in columns], cells)
+    return markdown_table([column.replace("_", " ") for column in columns], cells)
 
 
 def _cell(name: str, value: object) -> str:

@@ -26,10 +26,10 @@ from tqdm.auto import tqdm
 
 from benchmarks import fidelity
 from benchmarks.datasets import Question, load
-from benchmarks.markdown import table
 from benchmarks.run_settings import hardware
 from samkv_integrations import METHODS, Engine
 from samkv_integrations.cache.memory import MemoryStore
+from samkv_integrations.cli.tables import markdown_table as table
 from samkv_integrations.engine.first_token import first_token
 from samkv_integrations.engine.forced import force
 from samkv_integrations.engine.greedy import decode_greedily

@@ -22,10 +22,10 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
-from benchmarks.markdown import table
 from benchmarks.run_settings import hardware
 from llama_index.llms.samkv.quickstart import Quickstart
 from samkv_integrations import METHODS, Engine
+from samkv_integrations.cli.tables import markdown_table as table
 from samkv_integrations.engine.first_token import first_token
 from samkv_integrations.engine.forced import force
 from samkv_integrations.engine.greedy import Greedy, decode_greedily

@@ -19,7 +19,7 @@ import typer
 from torch import Tensor
 
 import samkv_integrations
-from benchmarks import models as shapes
+from benchmarks import models
 from benchmarks import options as own
 from benchmarks.commands import command_line, time_table
 from benchmarks.latency import check_counts, check_folder
@@ -69,7 +69,7 @@ class IngestConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        shapes.check(self.shape, self.layers, self.dtype)
+        models.check(self.shape, self.layers, self.dtype)
         check_counts("chunks", self.n_chunks, 1)
         check_counts("chunk_tokens", self.chunk_tokens, 1)
         check_counts("repeats", [self.repeats], 1)
@@ -77,7 +77,7 @@ class IngestConfig:
 
     def model(self) -> Model:
         """The model of this shape."""
-        return shapes.build(
+        return models.build(
             self.shape, layers=self.layers, dtype=self.dtype, device=self.device, seed=self.seed,
             window=max(self.chunk_tokens) + 64,
         )  # fmt: skip
@@ -102,7 +102,7 @@ def run(config: IngestConfig) -> Iterator[dict[str, Any]]:
     Raises InvalidChunk if a chunk exceeds the context window.
     """
     model = config.model()
-    words = shapes.Words(model, config.seed)
+    words = models.Words(model, config.seed)
     for length in config.chunk_tokens:
         texts = [words.text(length) for _ in range(max(config.n_chunks))]
         for n_chunks in config.n_chunks:
@@ -114,7 +114,7 @@ def run(config: IngestConfig) -> Iterator[dict[str, Any]]:
                 "model": model.name,
                 "layers": model.n_layers,
                 "dtype": model.dtype_name,
-                "device": shapes.device_name(model),
+                "device": models.device_name(model),
                 "threads": torch.get_num_threads(),
                 "repeats": config.repeats,
                 "n_chunks": n_chunks,

@@ -15,8 +15,7 @@ from typing import Literal
 import torch
 import typer
 
-from benchmarks import disk, latency_plot
-from benchmarks import models as shapes
+from benchmarks import disk, latency_plot, models
 from benchmarks import options as own
 from benchmarks.commands import command_line, method_names, time_table
 from benchmarks.disk import require_cold
@@ -341,7 +340,7 @@ class LatencyConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        shapes.check(self.shape, self.layers, self.dtype)
+        models.check(self.shape, self.layers, self.dtype)
         check_counts("chunks", self.n_chunks, 1)
         check_counts("chunk_tokens", self.chunk_tokens, 1)
         check_counts("uncached", self.text_tokens, 0)
@@ -380,7 +379,7 @@ class LatencyConfig:
 
     def model(self) -> Model:
         """The model of this shape."""
-        return shapes.build(
+        return models.build(
             self.shape, layers=self.layers, dtype=self.dtype, device=self.device, seed=self.seed,
             window=self.window,
         )  # fmt: skip

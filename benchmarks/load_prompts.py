@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
-from benchmarks import models as shapes
+from benchmarks import models
 from benchmarks.datasets import BUILTIN, SETS, SHORT, Question, load
 from benchmarks.load import Prompt, Prompts
 from benchmarks.models import Words
@@ -149,7 +149,7 @@ class Subject:
         elif self.model is not None:
             raise InvalidOption(f"model={self.model!r} and shape={self.shape!r}; give one of them")
         else:
-            shapes.check(self.shape, self.layers, self.dtype)
+            models.check(self.shape, self.layers, self.dtype)
         if self.words is None:
             self._refuse(
                 {
@@ -192,18 +192,18 @@ class Subject:
             prompts = self._of_questions(labels, n_prompts)
             return Prepared(name=self.name, served=self.name, prompts=prompts)
         words = self.words
-        model = shapes.build(
+        model = models.build(
             self.shape, layers=self.layers, dtype=self.dtype, device=self.device, seed=self.seed,
             window=max_tokens + (words.n_tokens if words else 0),
         )  # fmt: skip
         served = BUILTIN
-        if self.shape != shapes.BUILTIN:
-            model, served = shapes.save(model, folder), str(folder)
+        if self.shape != BUILTIN:
+            model, served = models.save(model, folder), str(folder)
         if words is None:
             prompts = self._of_questions(labels, n_prompts)
         else:
             prompts = of_words(
-                shapes.Words(model, self.seed), words, labels, n_prompts, chat=self.chat,
+                models.Words(model, self.seed), words, labels, n_prompts, chat=self.chat,
                 seed=self.seed,
             )  # fmt: skip
         return Prepared(name=model.name, served=served, prompts=prompts)

@@ -7,7 +7,7 @@ from statistics import fmean
 
 from benchmarks.divergence import OF_REFERENCE
 from benchmarks.variants import ALL, Table4Row
-from samkv_integrations.cli.tables import markdown_table as table
+from samkv_integrations.cli.tables import markdown_table
 from samkv_integrations.figures import Row, size
 
 MOST_NUMBERS = 6
@@ -77,7 +77,7 @@ def quality(rows: Sequence[Row]) -> str:
 
 def _one(rows: Sequence[Row]) -> str:
     columns = [c for c in _COLUMNS if c not in _NEEDS or all(_NEEDS[c] in row for row in rows)]
-    return table(columns, [[_COLUMNS[c](row) for c in columns] for row in rows])
+    return markdown_table(columns, [[_COLUMNS[c](row) for c in columns] for row in rows])
 
 
 def fidelity(rows: Sequence[Row]) -> str:
@@ -97,7 +97,9 @@ def fidelity(rows: Sequence[Row]) -> str:
         ]  # fmt: skip
         cells = [[_FIDELITY[c](row) for c in columns] for row in chosen]
         title = "All questions" if kind == ALL else kind
-        parts.append(f"## {title}\n\n{table(columns, cells, left=1 + ('model' in columns))}")
+        parts.append(
+            f"## {title}\n\n{markdown_table(columns, cells, left=1 + ('model' in columns))}"
+        )
     return "\n\n".join(parts)
 
 
@@ -121,7 +123,7 @@ def table1(rows: Sequence[Row]) -> str:
     """The paper's Table 1, of summary rows: share of the context held, and computed again."""
     totals = [row for row in rows if row["kind"] == ALL and row["documents"] is None]
     columns = ("method", "sequence ratio", "recomputation ratio")
-    return table(
+    return markdown_table(
         columns,
         [
             [
@@ -138,7 +140,7 @@ def table3(answers: Sequence[Row]) -> str:
     """The paper's Table 3, of single answers: 100 times F1 by data set."""
     datasets, scores = _by_dataset(answers)
     rows = [[label, *_cells(scores[label], datasets)] for label in scores]
-    return table(["method", *datasets, "avg."], rows)
+    return markdown_table(["method", *datasets, "avg."], rows)
 
 
 def table4(answers: Sequence[Row], table4_rows: Mapping[str, Table4Row]) -> str:
@@ -150,7 +152,7 @@ def table4(answers: Sequence[Row], table4_rows: Mapping[str, Table4Row]) -> str:
         marks = ["-" if on is None else "yes" if on else "no"
                  for on in (row.selection, row.bias, row.recompute)]  # fmt: skip
         rows.append([label, row.method, *marks, *_cells(scores[label], datasets)])
-    return table(columns, rows, left=5)
+    return markdown_table(columns, rows, left=5)
 
 
 def _by_dataset(answers: Sequence[Row]) -> tuple[list[str], dict[str, dict[str, float]]]:

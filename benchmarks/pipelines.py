@@ -19,8 +19,8 @@ import numpy as np
 import torch
 
 from benchmarks.datasets import Question, load
-from benchmarks.markdown import table
 from samkv_integrations import AnswerStream, Engine
+from samkv_integrations.cli.tables import markdown_table as table
 from samkv_integrations.embedding import HashingEmbedding
 from samkv_integrations.evaluation.measures import f1_words
 from samkv_integrations.figures import to_json

@@ -26,10 +26,10 @@ import samkv_integrations
 from benchmarks.datasets import Question, load
 from benchmarks.fidelity import questions as real_questions
 from benchmarks.fidelity import with_fewer
-from benchmarks.markdown import table
 from langchain_samkv import ChatSamKV, SamKV
 from llama_index.llms.samkv import SamKVLLM
 from samkv_integrations import Engine, collect_reports
+from samkv_integrations.cli.tables import markdown_table as table
 from samkv_integrations.figures import to_json
 from samkv_integrations.model.loading import load_model
 from samkv_integrations.model.model import Model

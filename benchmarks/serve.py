@@ -34,11 +34,12 @@ from benchmarks.load import (
     Endpoint,
     LoadConfig,
     Pace,
+    Prompts,
     Record,
     require_httpx,
     run,
 )
-from benchmarks.load_prompts import Prepared, Prompts, Subject
+from benchmarks.load_prompts import Prepared, Subject
 from benchmarks.load_summary import rows_of
 from benchmarks.run_settings import machine
 from samkv_integrations import figures

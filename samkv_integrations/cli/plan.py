@@ -7,6 +7,7 @@ from itertools import product
 from typing import Annotated
 
 import typer
+from typer import Option
 
 from samkv_integrations import figures
 from samkv_integrations.cli import arguments as args
@@ -20,77 +21,52 @@ from samkv_integrations.figures import Row
 _DEVICES = ("cpu", "cuda")
 
 
-PlannedModels = Annotated[
-    list[str],
-    typer.Option(
-        "--model",
-        help=f"Again for more: a hub id, a folder, a GGUF file, or one of "
-        f"{', '.join(shape_names())}; 'all' for these but the last.",
-    ),
-]
-PlannedChunks = Annotated[str, typer.Option("--chunks", help="Kept in all: 1000000,...")]
-PlannedChunkTokens = Annotated[str, typer.Option("--chunk-tokens", help="Of a chunk: 256,512,...")]
-PlannedBits = Annotated[
-    str, typer.Option("--store-bits", help="4, 8 or 16 for the dtype's own: 4,8,...")
-]
-QuestionChunks = Annotated[
-    int, typer.Option("--chunks-per-question", help="Chunks in a prompt, all of them cached.")
-]
-QuestionTokens = Annotated[int, typer.Option(help="Of a prompt, beside its chunks.")]
-PlannedAnswer = Annotated[int, typer.Option("--answer-tokens", help="Of an answer.")]
-PlannedDevice = Annotated[
-    str, typer.Option("--device", help="cpu or cuda: whose proportions are assumed.")
-]
-PrefillSpeed = Annotated[
-    str | None,
-    typer.Option(
-        "--prefill-tokens-s",
-        help="Tokens a second that are cached ('python -m benchmarks ingest'); else assumed.",
-    ),
-]
-DecodeSpeed = Annotated[
-    float | None,
-    typer.Option("--decode-tokens-s", help="Tokens a second that a replica decodes."),
-]
-DiskSpeed = Annotated[
-    str | None,
-    typer.Option("--disk-gb-s", help="Reading files, in GB/s: 0.5,3,...; else from memory."),
-]
-CheckSpeed = Annotated[
-    float, typer.Option("--check-gb-s", help="Checking what was read, in GB/s on one thread.")
-]
-RemoteSpeed = Annotated[
-    str | None, typer.Option("--remote-gb-s", help="The remote tier, in GB/s: 0.1,1.25,...")
-]
-RemoteLatency = Annotated[
-    float, typer.Option("--remote-latency-ms", help="Until its first byte, in ms.")
-]
-DiskPrice = Annotated[
-    float | None, typer.Option("--disk-usd-gb-month", help="What a GB on disk costs a month.")
-]
-RemotePrice = Annotated[
-    float | None, typer.Option("--remote-usd-gb-month", help="And one in the remote tier.")
-]
-Columns = Annotated[
-    str | None, typer.Option(help="A row for each combination, with NAME,NAME,... of --json.")
-]
-PlanMarkdown = Annotated[bool, typer.Option("--markdown", help="As the tables of docs/scale.md.")]
-Layers = Annotated[int | None, typer.Option(help="So many of the model's layers; else all.")]
-
-
 def plan(
-    model: PlannedModels, chunks: PlannedChunks,
-    chunk_tokens: PlannedChunkTokens = "512", store_bits: PlannedBits = "4",
-    chunks_per_question: QuestionChunks = 8, question_tokens: QuestionTokens = 64,
-    answer_tokens: PlannedAnswer = 1, dtype: args.Dtype = "auto",
-    layers: Layers = None, device: PlannedDevice = "cpu",
-    prefill_tokens_s: PrefillSpeed = None, decode_tokens_s: DecodeSpeed = None,
-    disk_gb_s: DiskSpeed = None, check_gb_s: CheckSpeed = sizing.CHECK_GB_S,
-    remote_gb_s: RemoteSpeed = None, remote_latency_ms: RemoteLatency = 0.0,
-    disk_usd_gb_month: DiskPrice = None, remote_usd_gb_month: RemotePrice = None,
-    columns: Columns = None, as_json: args.Json = False,
-    markdown: PlanMarkdown = False,
-) -> None:  # fmt: skip
+    model: Annotated[
+        list[str],
+        Option(
+            help="Again for more: a hub id, a folder, a GGUF file, or one of "
+            f"{', '.join(shape_names())}; 'all' for these but the last."
+        ),
+    ],
+    chunks: Annotated[str, Option(help="Kept in all: 1000000,...")],
+    chunk_tokens: Annotated[str, Option(help="Of a chunk: 256,512,...")] = "512",
+    store_bits: Annotated[str, Option(help="4, 8 or 16 for the dtype's own: 4,8,...")] = "4",
+    chunks_per_question: Annotated[int, Option(help="Chunks in a prompt, all of them cached.")] = 8,
+    question_tokens: Annotated[int, Option(help="Of a prompt, beside its chunks.")] = 64,
+    answer_tokens: Annotated[int, Option(help="Of an answer.")] = 1,
+    dtype: args.Dtype = "auto",
+    layers: Annotated[int | None, Option(help="So many of the model's layers; else all.")] = None,
+    device: Annotated[str, Option(help="cpu or cuda: whose proportions are assumed.")] = "cpu",
+    prefill_tokens_s: Annotated[
+        str | None,
+        Option(
+            help="Tokens a second that are cached ('python -m benchmarks ingest'); else assumed."
+        ),
+    ] = None,
+    decode_tokens_s: Annotated[
+        float | None, Option(help="Tokens a second that a replica decodes.")
+    ] = None,
+    disk_gb_s: Annotated[
+        str | None, Option(help="Reading files, in GB/s: 0.5,3,...; else from memory.")
+    ] = None,
+    check_gb_s: Annotated[
+        float, Option(help="Checking what was read, in GB/s on one thread.")
+    ] = sizing.CHECK_GB_S,
+    remote_gb_s: Annotated[
+        str | None, Option(help="The remote tier, in GB/s: 0.1,1.25,...")
+    ] = None,
+    remote_latency_ms: Annotated[float, Option(help="Until its first byte, in ms.")] = 0.0,
+    disk_usd_gb_month: Annotated[
+        float | None, Option(help="What a GB on disk costs a month.")
+    ] = None,
+    remote_usd_gb_month: Annotated[float | None, Option(help="And one in the remote tier.")] = None,
+    columns: Annotated[
+        str | None, Option(help="A row for each combination, with NAME,NAME,... of --json.")
+    ] = None,
+    as_json: args.Json = False,
+    markdown: Annotated[bool, Option("--markdown", help="As the tables of docs/scale.md.")] = False,
+) -> None:
     """What chunks take, and what questions about them cost, worked out from a model's config.
 
     Nothing is measured and no weights are needed. Every combination of the lists is a row.

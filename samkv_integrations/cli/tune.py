@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, cast
 
-import typer
+from typer import Option
 
 from samkv_integrations import figures
 from samkv_integrations.chroma.database import Database
@@ -39,36 +39,40 @@ LEGEND = """\
 out: cannot reach {target:g}, or slower than full prefill; refused: did not reach it on held-out
 questions; in: might. KL, top-1: of the first token; first token, KV: of full prefill's."""
 
-Agree = Annotated[float, typer.Option(help="Least agreement with full prefill, 0 to 1.")]
-AgreedBy = Annotated[
-    str, typer.Option(help="What agreement is: exact (the same answer) or f1 (tokens in common).")
-]
-Minutes = Annotated[float, typer.Option(help="That measuring may take.")]
-Seed = Annotated[int, typer.Option(help="Of the order of questions.")]
-Most = Annotated[int, typer.Option("--most", help="Most questions.")]
-Check = Annotated[
-    bool,
-    typer.Option("--check", help="Measure the setting that was written, on all these questions."),
-]
-Writes = Annotated[
-    bool, typer.Option("--write/--no-write", help="Write the setting beside the caches.")
-]
-FallBack = Annotated[
-    bool, typer.Option("--fall-back", help="Write full prefill if no setting is enough.")
-]
-
 
 def tune(
-    collection: args.Collection = "documents", folder: args.Folder = Path(".samkv"),
+    collection: args.Collection = "documents",
+    folder: args.Folder = Path(".samkv"),
     chroma: args.ChromaServer = None,
-    model: args.ModelName = "builtin", device: args.Device = "auto", dtype: args.Dtype = "auto",
-    store_bits: args.CacheBits = None, namespace: args.Namespace = "", remote: args.Remote = None,
-    questions: args.QuestionFile = None, agree: Agree = 0.95, by: AgreedBy = "exact",
-    minutes: Minutes = 10.0, top_k: args.TopK = 4, max_new_tokens: args.MaxNewTokens = 64,
-    chat: args.Chat = False, seed: Seed = 0, most: Most = 400,
-    check: Check = False, writes: Writes = True, fall_back: FallBack = False,
+    model: args.ModelName = "builtin",
+    device: args.Device = "auto",
+    dtype: args.Dtype = "auto",
+    store_bits: args.CacheBits = None,
+    namespace: args.Namespace = "",
+    remote: args.Remote = None,
+    questions: args.QuestionFile = None,
+    agree: Annotated[float, Option(help="Least agreement with full prefill, 0 to 1.")] = 0.95,
+    by: Annotated[
+        str, Option(help="What agreement is: exact (the same answer) or f1 (tokens in common).")
+    ] = "exact",
+    minutes: Annotated[float, Option(help="That measuring may take.")] = 10.0,
+    top_k: args.TopK = 4,
+    max_new_tokens: args.MaxNewTokens = 64,
+    chat: args.Chat = False,
+    seed: Annotated[int, Option(help="Of the order of questions.")] = 0,
+    most: Annotated[int, Option(help="Most questions.")] = 400,
+    check: Annotated[
+        bool,
+        Option("--check", help="Measure the setting that was written, on all these questions."),
+    ] = False,
+    writes: Annotated[
+        bool, Option("--write/--no-write", help="Write the setting beside the caches.")
+    ] = True,
+    fall_back: Annotated[
+        bool, Option("--fall-back", help="Write full prefill if no setting is enough.")
+    ] = False,
     as_json: args.Json = False,
-) -> None:  # fmt: skip
+) -> None:
     """Find the cheapest setting that answers as full prefill does, on your model and documents."""
     config = TuneConfig(agree=agree, by=cast(By, by), minutes=minutes)
     for option, value in (
