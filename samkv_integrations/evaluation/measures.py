@@ -75,7 +75,8 @@ def wilson(share: float, n: int, z: float = Z95) -> tuple[float, float]:
     squared = z * z / n
     middle = (share + squared / 2) / (1 + squared)
     half = z / (1 + squared) * math.sqrt(share * (1 - share) / n + squared / (4 * n))
-    return max(0.0, middle - half), min(1.0, middle + half)
+    # it holds the share, also where rounding says otherwise
+    return max(0.0, min(share, middle - half)), min(1.0, max(share, middle + half))
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
