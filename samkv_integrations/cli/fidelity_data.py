@@ -10,7 +10,7 @@ import typer
 from samkv_integrations.bench.data import BUILTIN, Question, load
 from samkv_integrations.bench.fidelity import QUESTIONS, Part, of_part, with_fewer
 from samkv_integrations.bench.neighbours import neighbour_questions
-from samkv_integrations.cli.documents import SUFFIXES, Found, find_documents, read_chunks
+from samkv_integrations.cli.ingest import SUFFIXES, Found, find_documents, read_chunks
 from samkv_integrations.errors import InvalidOption
 from samkv_integrations.figures import visible
 from samkv_integrations.model.model import Model

@@ -14,9 +14,8 @@ from samkv_integrations.cli import arguments as args
 from samkv_integrations.cli import tables
 from samkv_integrations.cli import tune_arguments as own
 from samkv_integrations.cli import tune_tables as shown
-from samkv_integrations.cli.loading import use_threads_for
+from samkv_integrations.cli.loading import store_in, use_threads_for
 from samkv_integrations.cli.questions import read_questions
-from samkv_integrations.cli.stores import store_in
 from samkv_integrations.cli.tune_setup import QuestionOptions, TuneSetup
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.engine.tuned import FILE, TunedSetting, tuned_setting, write
