@@ -51,7 +51,6 @@ def inspect(
     settings = AnswerSettings.of(
         method=method, eviction=eviction, on_miss="text", max_new_tokens=max_new_tokens
     )
-    full_prefill = AnswerSettings.of(method="recompute").method
     with engine.resolve(prompt, chunks) as resolved:
         answer, report, watch = _watched(engine, resolved, settings)
         pieces = _pieces(engine.model, resolved.token_ids)
@@ -65,15 +64,15 @@ def inspect(
             chunk.text or engine.model.detokenize(chunk.token_ids) for chunk in resolved.chunks
         ]
     with engine.resolve(prompt, chunks) as resolved:
-        truth = replace(settings, method=full_prefill, eviction="none")
+        full = AnswerSettings.of(method="recompute").method
+        truth = replace(settings, method=full, eviction="none")
         full_answer, full_report, full_watch = _watched(engine, resolved, truth)
     states = watch.states
     states[:, is_missed] = State.MISSED
-    scores = None
+    called, scores = names or {}, None
     if watch.token_scores is not None:
         scores = torch.full((watch.layout.n_tokens,), torch.nan)
         scores[watch.layout.context_positions] = watch.token_scores
-    called = names or {}
     return Inspection(
         title=title, pieces=tuple(pieces), chunk_of=chunk_of, texts=tuple(texts), states=states,
         names=tuple(called.get(text, f"chunk {number}") for number, text in enumerate(texts, 1)),

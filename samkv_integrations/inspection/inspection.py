@@ -7,7 +7,6 @@ import html
 import json
 import re
 from dataclasses import asdict, dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -97,14 +96,16 @@ class Inspection:
 
         Raises InvalidOption if there is no such layer.
         """
-        if layer is not None:
-            return [State(int(state)) for state in self.states[self._layers(layer)][0]]
-        found = self.states[0].clone()
-        for state in (State.DROPPED, State.KEPT, State.RECOMPUTED):
+        if layer is not None and not 0 <= layer < self.n_layers:
+            raise InvalidOption(
+                f"layer={layer}; {self.report.model!r} has {self.n_layers}, counted from 0"
+            )
+        found = self.states[layer or 0].clone()
+        for state in (State.DROPPED, State.KEPT, State.RECOMPUTED) if layer is None else ():
             found[(self.states == state).any(0)] = state
         return [State(int(state)) for state in found]
 
-    @cached_property
+    @property
     def chunks(self) -> tuple[InspectedChunk, ...]:
         """The chunks in the order of the prompt, all layers together."""
         return self.chunks_at()
@@ -114,7 +115,9 @@ class Inspection:
 
         Raises InvalidOption if there is no such layer.
         """
-        layers, found = self._layers(layer), []
+        if layer is not None:
+            self.state_at(layer)  # refuses one that there is not
+        layers, found = slice(None) if layer is None else slice(layer, layer + 1), []
         for index, (name, text) in enumerate(zip(self.names, self.texts, strict=True)):
             own = self.chunk_of == index
             states = self.states[layers, own]
@@ -132,15 +135,6 @@ class Inspection:
             )  # fmt: skip
             found.append(chunk)
         return tuple(found)
-
-    def _layers(self, layer: int | None) -> slice:
-        if layer is None:
-            return slice(None)
-        if not 0 <= layer < self.n_layers:
-            raise InvalidOption(
-                f"layer={layer}; {self.report.model!r} has {self.n_layers}, counted from 0"
-            )
-        return slice(layer, layer + 1)
 
     def to_dict(self) -> dict[str, Any]:
         """The answers, the chunks and the reports, as JSON-able values; no tensors.
