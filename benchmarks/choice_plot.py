@@ -1,6 +1,6 @@
 """Draws a run of `benchmarks.default_choice`: distance from full prefill over first-token time.
 
-    python -m benchmarks.choice_plot papers.json docs/pictures/real-model.svg
+python -m benchmarks.choice_plot papers.json docs/pictures/real-model.svg
 """
 
 from __future__ import annotations

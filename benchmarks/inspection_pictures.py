@@ -19,7 +19,7 @@ from selenium.webdriver import Chrome, ChromeOptions, ChromeService
 from selenium.webdriver.common.by import By
 
 from benchmarks.datasets import DATA, Question, load
-from samkv_integrations.cli.inspect import show
+from samkv_integrations.cli.ask import show
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.inspection import Inspection, inspect
 

@@ -31,10 +31,9 @@ from samkv_integrations.evaluation.shapes import BUILTIN
 class Row:
     """The ingests of one number of workers; median and, for the work, all repeats.
 
-    times_as_fast: as with the first number of workers, by the work alone. cpu_s: processor seconds
-    of the busiest worker; cpu_times_as_fast: by these, so if no other program had run. same_files:
-    whether all files have the bytes of the first ingest. load: processes that could run, per
-    processor, as the ingests ended.
+    times_as_fast: as with the first number of workers, by the work alone. same_files: whether all
+    files have the bytes of the first ingest. load: processes that could run, per processor, as the
+    ingests ended.
     """
 
     workers: int
@@ -42,8 +41,6 @@ class Row:
     work_s_each: str
     total_s: float
     times_as_fast: float
-    cpu_s: float
-    cpu_times_as_fast: float
     same_files: bool
     load: float
 
@@ -54,7 +51,6 @@ class Ingest:
 
     work_s: float
     total_s: float
-    cpu_s: float
     digest: str
     load: float
 
@@ -72,13 +68,11 @@ def ingest(model: str, empty: Path, folder: Path, texts: list[str], n_workers: i
     shutil.copytree(empty, folder)
     source = ModelSource(model_name=model, kv_dir=folder, device_map="cpu")
     done = cache_on_ray(engine_of(source), source, texts, WorkerPool(n_workers=n_workers))
-    assert (done.n_cached, done.n_workers) == (len(texts), n_workers), done
+    assert done.n_cached == len(texts), done
     found = digest_of(folder)
     shutil.rmtree(folder)
     load = os.getloadavg()[0] / (os.cpu_count() or 1)
-    return Ingest(
-        work_s=done.working_s, total_s=done.seconds, cpu_s=done.cpu_s, digest=found, load=load
-    )
+    return Ingest(work_s=done.working_s, total_s=done.seconds, digest=found, load=load)
 
 
 def measure(arguments: argparse.Namespace, folder: Path) -> list[Row]:
@@ -110,9 +104,6 @@ def measure(arguments: argparse.Namespace, folder: Path) -> list[Row]:
             total_s=median(one.total_s for one in found[number]),
             times_as_fast=median(one.work_s for one in first)
             / median(one.work_s for one in found[number]),
-            cpu_s=median(one.cpu_s for one in found[number]),
-            cpu_times_as_fast=median(one.cpu_s for one in first)
-            / median(one.cpu_s for one in found[number]),
             same_files=all(one.digest == first[0].digest for one in found[number]),
             load=max(one.load for one in found[number]),
         )

@@ -30,14 +30,13 @@ from benchmarks.models import Words, build
 from benchmarks.store_parts import report
 from samkv_integrations import ChunkStore, Engine
 from samkv_integrations.cache.remote import RemoteTier
-from samkv_integrations.cluster.replicas import SESSION_HEADER, Replicas, Route
-from samkv_integrations.cluster.serve import App, serving
+from samkv_integrations.cluster.serve import SESSION_HEADER, App, Replicas, Route, serving
 from samkv_integrations.engine.options import EngineOptions
 from samkv_integrations.evaluation.shapes import BUILTIN
-from samkv_integrations.server.keys import ApiKeys, Tenant
-from samkv_integrations.server.listen import listen_on
-from samkv_integrations.server.run import Settings, application
-from samkv_integrations.server.source import ServerSource
+from samkv_integrations.server.app import create_app
+from samkv_integrations.server.run import ServerSource, listen_on
+from samkv_integrations.server.service import Settings
+from samkv_integrations.server.tenancy import ApiKeys, Tenant
 
 HOST = "127.0.0.1"
 NAME = "builtin"
@@ -98,7 +97,7 @@ class Replica:
         RemoteTier.get = told  # type: ignore[assignment, method-assign]
         tenancy = own.tenancy()
         tenancy.engine(Tenant()).store.known_keys()  # learns all texts now
-        app = application(tenancy, own.keys, own.settings)
+        app = create_app(tenancy, own.keys, own.settings)
 
         async def counted(scope: Any, receive: Any, send: Any) -> None:  # noqa: ANN401
             headers = dict(scope.get("headers", ()))

@@ -13,11 +13,9 @@ import typer.core
 
 from samkv_integrations import figures
 from samkv_integrations.cli import store
-from samkv_integrations.cli.ask import ask
+from samkv_integrations.cli.ask import ask, inspect, methods
 from samkv_integrations.cli.doctor import doctor
 from samkv_integrations.cli.ingest import ingest
-from samkv_integrations.cli.inspect import inspect
-from samkv_integrations.cli.methods import methods
 from samkv_integrations.cli.plan import plan
 from samkv_integrations.cli.quickstart import quickstart
 from samkv_integrations.cli.serve import serve
@@ -44,6 +42,7 @@ app = typer.Typer(
     help="Answer from documents that a local model has read before.",
     no_args_is_help=True,
     add_completion=False,
+    rich_markup_mode=None,  # plain lines: a panel for each group fills more than a screen
     pretty_exceptions_enable=False,
 )
 for command in (methods, doctor, ingest, ask, inspect, serve, quickstart, plan, tune):

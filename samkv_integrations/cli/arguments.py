@@ -7,184 +7,151 @@ default.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 # -- of several commands ------------------------------------------------------------------------
 
+
+def _option(help: str, *names: str, **more: Any) -> Any:  # noqa: ANN401
+    """An option, its help first. ``hidden`` ones are described in docs/ and left out of --help."""
+    return typer.Option(*names, help=help, **more)
+
+
+_BITS = "Bits of the numbers in caches: 4, 8, or 16 for the model's own."
+_METHOD = "See 'samkv methods'. Default: as tuned, else auto."
+
 ModelName = Annotated[
-    str,
-    typer.Option("--model", help="Hub id, local folder, GGUF file, 'smollm2' or 'builtin'."),
+    str, _option("Hub id, local folder, GGUF file, 'smollm2' or 'builtin'.", "--model")
 ]
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
-Dtype = Annotated[str, typer.Option(help="auto, float32 or bfloat16.")]
-CacheBits = Annotated[
-    int | None,
-    typer.Option(
-        "--store-bits",
-        help="Bits of the numbers in caches: 4, 8, or 16 for the model's own. "
-        "Default: as tuned, else 4.",
-    ),
+Device = Annotated[str, _option("auto, cpu, cuda or cuda:N.")]
+Dtype = Annotated[str, _option("auto, float32 or bfloat16.")]
+StoreBits = Annotated[int, _option(_BITS)]
+CacheBits = Annotated[int | None, _option(f"{_BITS} Default: as tuned, else 4.", "--store-bits")]
+SameBits = Annotated[
+    int | None, _option("As ingested. Default: as tuned, else 4.", "--store-bits", hidden=True)
 ]
 # absolute, because Chroma remembers a folder under the name by which it was opened
 Folder = Annotated[
-    Path, typer.Option("--dir", resolve_path=True, help="Where collection and caches are kept.")
+    Path, _option("Where collection and caches are kept.", "--dir", resolve_path=True)
 ]
-Collection = Annotated[str, typer.Option(help="Name of the Chroma collection.")]
-Json = Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")]
-Chat = Annotated[bool, typer.Option(help="Use the model's chat template.")]
-# -- of single commands -------------------------------------------------------------------------
-AsMarkdown = Annotated[bool, typer.Option(help="As the table of docs/methods.md.")]
-CostFolder = Annotated[
-    Path | None,
-    typer.Option("--dir", resolve_path=True, help="Keep the measured times beside its caches."),
-]
-
-Paths = Annotated[list[Path], typer.Argument(help="Files or folders (.txt, .md).")]
-IngestBudget = Annotated[
-    str | None,
-    typer.Option("--max-bytes", help="What all caches may take on disk from now on: 20GB."),
-]
+Collection = Annotated[str, _option("Name of the Chroma collection.")]
 ChromaServer = Annotated[
     str | None,
-    typer.Option(
-        "--chroma", metavar="URL", help="Records are on this Chroma server, http://HOST:PORT."
-    ),
+    _option("Records are on this Chroma server, http://HOST:PORT.", "--chroma", metavar="URL"),
 ]
-OnRay = Annotated[
-    bool, typer.Option("--ray", help="Compute by several workers on Ray, each with the model.")
+Namespace = Annotated[str, _option("Whose caches: each namespace has its own.")]
+Remote = Annotated[
+    str | None,
+    _option("Where machines share their caches: s3://BUCKET/PREFIX.", envvar="SAMKV_REMOTE"),
 ]
+Json = Annotated[bool, _option("One JSON object on standard output.", "--json")]
+Chat = Annotated[bool, _option("Use the model's chat template.")]
+TopK = Annotated[int, _option("Chunks to retrieve.")]
+MethodName = Annotated[str | None, _option(_METHOD, "--method")]
+Settings = Annotated[
+    list[str] | None, _option("An option of the method, NAME=VALUE.", "--set", hidden=True)
+]
+EvictionName = Annotated[
+    str | None,
+    _option("KV entries to evict while answering; or none. See 'samkv methods'.", hidden=True),
+]
+EvictionBudget = Annotated[
+    float | None, _option("KV entries to go on with, as a share of the prompt.", hidden=True)
+]
+MaxNewTokens = Annotated[int, _option("Longest answer, in tokens.")]
 RayAddress = Annotated[
     str | None,
-    typer.Option(help="HOST:PORT of a Ray cluster, or auto. Default: this machine alone."),
+    _option("HOST:PORT of a Ray cluster, or auto. Default: this machine alone.", hidden=True),
 ]
-Workers = Annotated[int | None, typer.Option(help="Workers on Ray. [default: 2]")]
-WorkerCpus = Annotated[
-    int | None, typer.Option(help="CPUs, and threads, of each worker. [default: 1]")
-]
-WorkerGpus = Annotated[
-    float | None, typer.Option(help="GPUs of each worker, such as 1 or 0.5. [default: 0]")
-]
-ChunkSize = Annotated[int, typer.Option(help="Longest chunk, in the model's tokens.")]
 
+# -- of ingest ----------------------------------------------------------------------------------
+Paths = Annotated[list[Path], typer.Argument(help="Files or folders (.txt, .md).")]
+IngestBudget = Annotated[
+    str | None, _option("What all caches may take on disk from now on: 20GB.", "--max-bytes")
+]
+ChunkSize = Annotated[int, _option("Longest chunk, in the model's tokens.")]
+OnRay = Annotated[bool, _option("Compute by several workers on Ray, each with the model.", "--ray")]
+Workers = Annotated[int | None, _option("Workers on Ray. [default: 2]", min=1)]
+WorkerCpus = Annotated[int | None, _option("CPUs of each. [default: 1]", min=1, hidden=True)]
+WorkerGpus = Annotated[float | None, _option("GPUs of each. [default: 0]", min=0, hidden=True)]
+
+# -- of store -----------------------------------------------------------------------------------
 Collections = Annotated[
-    list[str] | None, typer.Option("--collection", help="Which; again for more. Default: all.")
+    list[str] | None, _option("Which; again for more. Default: all.", "--collection")
 ]
 DeletedFiles = Annotated[
     list[Path] | None, typer.Argument(help="Documents: every cached chunk that stands in one goes.")
 ]
 DeletedTexts = Annotated[
-    list[str] | None, typer.Option("--text", help="The text of a chunk; again for more.")
+    list[str] | None, _option("The text of a chunk; again for more.", "--text")
 ]
-Namespace = Annotated[str, typer.Option(help="Whose caches: each namespace has its own.")]
-Remote = Annotated[
-    str | None,
-    typer.Option(
-        envvar="SAMKV_REMOTE", help="Where machines share their caches: s3://BUCKET/PREFIX."
-    ),
-]
-Grace = Annotated[
-    float, typer.Option("--grace", help="Keep unused caches that are younger, in seconds.")
-]
-Prune = Annotated[bool, typer.Option(help="Delete caches that no record uses.")]
-Build = Annotated[bool, typer.Option(help="Cache the chunks that are not.")]
-Repair = Annotated[bool, typer.Option("--repair", help="Move damaged caches away.")]
+Grace = Annotated[float, _option("Keep unused caches that are younger, in seconds.", "--grace")]
+Prune = Annotated[bool, _option("Delete caches that no record uses.")]
+Build = Annotated[bool, _option("Cache the chunks that are not.")]
+Repair = Annotated[bool, _option("Move damaged caches away.", "--repair")]
 Budget = Annotated[
-    str | None, typer.Option("--max-bytes", help="A size such as 20GB, or none. Default: show it.")
+    str | None, _option("A size such as 20GB, or none. Default: show it.", "--max-bytes")
 ]
 BudgetNamespace = Annotated[
-    str | None, typer.Option("--namespace", help="The quota of this namespace, not that of all.")
+    str | None, _option("The quota of this namespace, not that of all.", "--namespace")
 ]
-WarmBytes = Annotated[str | None, typer.Option("--bytes", help="Read no more, such as 4GB.")]
+WarmBytes = Annotated[str | None, _option("Read no more, such as 4GB.", "--bytes")]
 NewArchive = Annotated[Path, typer.Argument(help="The file to make.", metavar="FILE")]
 Archive = Annotated[Path, typer.Argument(help="What 'samkv store export' wrote.", metavar="FILE")]
 OnlyModel = Annotated[
     str | None, typer.Option("--model", help="Take the caches of this model only.")
 ]
 
+# -- of ask, inspect and methods ----------------------------------------------------------------
+AsMarkdown = Annotated[bool, _option("As the table of docs/methods.md.")]
 InspectedQuestion = Annotated[str, typer.Argument(help="What to ask.", metavar="QUESTION")]
-HtmlPage = Annotated[
-    Path | None, typer.Option("--html", help="Write it there as a page for a browser too.")
-]
+HtmlPage = Annotated[Path | None, _option("Write it there as a page for a browser too.", "--html")]
 ShownLayer = Annotated[
-    int | None, typer.Option("--layer", help="What becomes of the tokens there. Default: anywhere.")
+    int | None, _option("What becomes of the tokens there. Default: anywhere.", "--layer")
 ]
 QuestionText = Annotated[str | None, typer.Argument(help="What to ask.")]
-QuestionFile = Annotated[
-    Path | None, typer.Option(help="JSON Lines file of many (question, answers).")
-]
-TopK = Annotated[int, typer.Option(help="Chunks to retrieve.")]
-MethodName = Annotated[
-    str | None,
-    typer.Option("--method", help="See 'samkv methods'. Default: as tuned, else auto."),
-]
-Compare = Annotated[str, typer.Option(help="Methods to run side by side: NAME,NAME,...")]
-Settings = Annotated[
-    list[str] | None, typer.Option("--set", help="An option of the method, NAME=VALUE.")
-]
-EvictionName = Annotated[
-    str | None,
-    typer.Option(
-        help="KV entries to evict while answering, see 'samkv methods'; or none. "
-        "Default: the method's own."
-    ),
-]
-EvictionBudget = Annotated[
-    float | None, typer.Option(help="KV entries to go on with, as a share of the prompt.")
-]
-MaxNewTokens = Annotated[int, typer.Option(help="Longest answer, in tokens.")]
+QuestionFile = Annotated[Path | None, _option("JSON Lines file of many (question, answers).")]
+Compare = Annotated[str, _option("Methods to run side by side: NAME,NAME,...")]
 
+# -- of serve -----------------------------------------------------------------------------------
 Served = Annotated[
-    list[str] | None, typer.Option("--collection", help="One that may be asked; again for more.")
+    list[str] | None, _option("One that may be asked; again for more.", "--collection")
 ]
-ServedName = Annotated[str | None, typer.Option(help="What clients call the model; else its own.")]
-Host = Annotated[str, typer.Option(help="Address to listen on; others than loopback need keys.")]
-Port = Annotated[int, typer.Option(help="Port to listen on; 0 for a free one.")]
+ServedName = Annotated[str | None, _option("What clients call the model.", hidden=True)]
+Host = Annotated[str, _option("Address to listen on; others than loopback need keys.")]
+Port = Annotated[int, _option("Port to listen on; 0 for a free one.")]
 ApiKeyFile = Annotated[
-    Path | None,
-    typer.Option("--api-keys", help="Lines of KEY, KEY NAMESPACE, KEY NAMESPACE COLLECTION..."),
+    Path | None, _option("Lines of KEY, KEY NAMESPACE, KEY NAMESPACE COLLECTION...", "--api-keys")
 ]
-ServedMethod = Annotated[
-    str | None,
-    typer.Option(
-        "--method",
-        help="Of answers that ask for no other; see 'samkv methods'. Default: as tuned, else auto.",
-    ),
-]
-MaxBatch = Annotated[int, typer.Option(help="Answers that are decoded together.")]
-MaxWaiting = Annotated[int, typer.Option(help="Answers that may wait; more are told to come back.")]
-MaxKv = Annotated[str | None, typer.Option(help="Most KV of all running answers, such as 8GB.")]
+MaxBatch = Annotated[int, _option("Answers that are decoded together.")]
+MaxWaiting = Annotated[int, _option("Answers that may wait.", hidden=True)]
+MaxKv = Annotated[str | None, _option("Most KV of all running answers: 8GB.", hidden=True)]
 ServedTokens = Annotated[
-    int, typer.Option("--max-tokens", help="Of an answer whose client names no number.")
+    int, _option("Of an answer whose client names no number.", "--max-tokens", min=1, hidden=True)
 ]
-MaxBody = Annotated[str, typer.Option(help="Largest request, such as 8MB.")]
-Timeout = Annotated[float | None, typer.Option(help="Seconds that an answer may take, in all.")]
+MaxBody = Annotated[str, _option("Largest request, such as 8MB.", hidden=True)]
+Timeout = Annotated[float | None, _option("Seconds that an answer may take, in all.")]
 EndGrace = Annotated[
-    int, typer.Option("--grace", help="Seconds that running answers have when the server ends.")
+    int, _option("Seconds of running answers at the end.", "--grace", min=0, hidden=True)
 ]
-LogPrompts = Annotated[bool, typer.Option("--log-prompts", help="Write prompts to the log.")]
+LogPrompts = Annotated[bool, _option("Write prompts to the log.", "--log-prompts", hidden=True)]
 ServedOnRay = Annotated[
-    bool, typer.Option("--ray", help="Answer by several replicas on Ray, each with the model.")
+    bool, _option("Answer by several replicas on Ray, each with the model.", "--ray")
 ]
-Replicas = Annotated[int | None, typer.Option(help="Replicas on Ray, at first. [default: 2]")]
-MinReplicas = Annotated[
-    int | None, typer.Option(help="With --max-replicas: scale by load, to no fewer. [default: 1]")
-]
-MaxReplicas = Annotated[
-    int | None, typer.Option(help="Scale by load, to no more. Default: always as many.")
-]
-ReplicaCpus = Annotated[
-    int | None, typer.Option(help="CPUs, and threads, of each replica. [default: 1]")
-]
-ReplicaGpus = Annotated[
-    float | None, typer.Option(help="GPUs of each replica, such as 1 or 0.5. [default: 0]")
-]
-Route = Annotated[
-    str | None,
-    typer.Option(help="To which replica: load, or collection (by the header x-session-id). [load]"),
-]
+Replicas = Annotated[int | None, _option("On Ray, at first. [default: 2]", min=1, hidden=True)]
+MinReplicas = Annotated[int | None, _option("Scale to no fewer.", min=1, hidden=True)]
+MaxReplicas = Annotated[int | None, _option("Scale to no more.", min=1, hidden=True)]
+ReplicaCpus = Annotated[int | None, _option("CPUs of each. [default: 1]", min=1, hidden=True)]
+ReplicaGpus = Annotated[float | None, _option("GPUs of each. [default: 0]", min=0, hidden=True)]
+Route = Annotated[str | None, _option("load, or collection. [default: load]", hidden=True)]
 
+# -- of doctor and quickstart -------------------------------------------------------------------
+CostFolder = Annotated[
+    Path | None,
+    typer.Option("--dir", resolve_path=True, help="Keep the measured times beside its caches."),
+]
 SampleFolder = Annotated[
     Path | None,
     typer.Option(help="Folder of documents. Default: in examples/, as suits the model."),

@@ -1,50 +1,24 @@
-"""``samkv ask``."""
+"""``samkv ask``, ``samkv inspect`` and ``samkv methods``."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from tqdm.auto import tqdm
+import typer
 
-from samkv_integrations.chroma.database import Database
-from samkv_integrations.chroma.lexical import nearest
-from samkv_integrations.chroma.link import ChromaLink
 from samkv_integrations.cli import arguments as args
 from samkv_integrations.cli import tables
-from samkv_integrations.cli.answers import answer_row, with_ratios
 from samkv_integrations.cli.loading import engine_of
-from samkv_integrations.cli.method_options import eviction_of, given_methods, words
-from samkv_integrations.engine.engine import Engine
 from samkv_integrations.errors import InvalidOption
-from samkv_integrations.evaluation.questions import Question, question_of, read_questions
-from samkv_integrations.eviction import Eviction
-from samkv_integrations.figures import Row
-from samkv_integrations.methods import Method
+from samkv_integrations.figures import Row, percent, visible
 
+if TYPE_CHECKING:
+    from rich.console import Console
 
-@dataclass(frozen=True, kw_only=True)
-class AskOptions:
-    """How each question is answered.
-
-    methods: none for the engine's. eviction: a rule, ``"none"``, or None for the method's own.
-    """
-
-    methods: Sequence[Method]
-    eviction: Eviction | str | None
-    top_k: int
-    max_new_tokens: int
-    chat: bool
-
-
-@dataclass(frozen=True, kw_only=True)
-class Asked:
-    """One question with the chunks that were retrieved, nearest first, and a row a method."""
-
-    sources: Sequence[str]
-    texts: Sequence[str]
-    rows: Sequence[Row]
+    from samkv_integrations.inspection import Inspection
 
 
 def ask(
@@ -52,88 +26,178 @@ def ask(
     collection: args.Collection = "documents", folder: args.Folder = Path(".samkv"),
     chroma: args.ChromaServer = None, model: args.ModelName = "builtin",
     device: args.Device = "auto", dtype: args.Dtype = "auto",
-    store_bits: args.CacheBits = None, top_k: args.TopK = 4,
+    store_bits: args.SameBits = None, top_k: args.TopK = 4,
     method: args.MethodName = None, compare: args.Compare = "", settings: args.Settings = None,
     eviction: args.EvictionName = None, eviction_budget: args.EvictionBudget = None,
     max_new_tokens: args.MaxNewTokens = 64, chat: args.Chat = False, namespace: args.Namespace = "",
     remote: args.Remote = None, as_json: args.Json = False,
 ) -> None:  # fmt: skip
     """Answer from the ingested chunks."""
+    from tqdm.auto import tqdm
+
+    from samkv_integrations.chroma.database import Database
+    from samkv_integrations.chroma.lexical import nearest
+    from samkv_integrations.chroma.link import ChromaLink
+    from samkv_integrations.cli.answers import answer_row, with_ratios
+    from samkv_integrations.cli.method_options import eviction_of, given_methods, words
+    from samkv_integrations.evaluation.questions import question_of, read_questions
+
     if (question is None) == (questions is None):
         raise InvalidOption("give either a question or --questions FILE")
     wanted = read_questions(questions) if questions else [question_of(question or "")]
-    options = AskOptions(
-        methods=given_methods(words(compare or method or ""), settings or []),
-        eviction=eviction_of(eviction, eviction_budget),
-        top_k=top_k,
-        max_new_tokens=max_new_tokens,
-        chat=chat,
-    )
+    methods = given_methods(words(compare or method or ""), settings or [])
+    rule = eviction_of(eviction, eviction_budget)
     opened = Database(folder / "chroma", chroma).collection(collection)
     engine = engine_of(
         model, folder / "kv", device, dtype, store_bits, namespace=namespace, remote=remote
     )
     engine.store.require(engine.fingerprint)
-    options = options if options.methods else replace(options, methods=[engine.method])
-    link = ChromaLink(opened, engine)
-    asked = [
-        _ask(one, link, engine, options, is_first=one is wanted[0])
-        for one in tqdm(wanted, desc="asking", disable=questions is None)
-    ]
+    link, rows, sources, texts = ChromaLink(opened, engine), list[Row](), list[str](), list[str]()
+    for one in tqdm(wanted, desc="asking", disable=questions is None):
+        found = nearest(link, one.question, top_k)
+        texts, sources = [each.text for each in found], [each.source for each in found]
+        prompt = replace(one, documents=tuple(texts)).prompt(chat=chat)
+        if one is wanted[0] and len(methods) > 1:  # the first pass is slower than all later ones
+            engine.generate(prompt, texts, method=methods[0], max_new_tokens=1)
+        answered: list[Row] = []
+        for each in methods or [engine.method]:
+            if len(methods) > 1:  # none goes on from another one's beginning
+                engine.prefixes.clear()
+            answer = engine.generate(
+                prompt, texts, method=each, eviction=rule, max_new_tokens=max_new_tokens
+            )
+            answered.append(answer_row(one, answer.text, sources, answer.report))
+        rows += with_ratios(answered)
     if as_json:
-        tables.write_json("ask", model, [row for one in asked for row in one.rows])
-    else:
-        _show(asked, is_file=questions is not None)
-
-
-def _ask(
-    question: Question, link: ChromaLink, engine: Engine, options: AskOptions, *, is_first: bool
-) -> Asked:
-    """Retrieve chunks, and answer by every method. is_first: of the questions of this process."""
-    found = nearest(link, question.question, options.top_k)
-    texts, sources = tuple(one.text for one in found), [one.source for one in found]
-    given = replace(question, documents=texts)
-    if is_first and len(options.methods) > 1:
-        _warm_up(engine, given, options)
-    return Asked(sources=sources, texts=texts, rows=_answers(engine, given, sources, options))
-
-
-def _warm_up(engine: Engine, question: Question, options: AskOptions) -> None:
-    """Run a first pass, which is slower than all later ones of a process."""
-    prompt = question.prompt(chat=options.chat)
-    engine.generate(prompt, question.documents, method=options.methods[0], max_new_tokens=1)
-
-
-def _answers(
-    engine: Engine, question: Question, sources: Sequence[str], options: AskOptions
-) -> list[Row]:
-    """A row for each method."""
-    answers = []
-    for method in options.methods:
-        if len(options.methods) > 1:  # they are compared: none goes on from another one's beginning
-            engine.prefixes.clear()
-        answer = engine.generate(
-            question.prompt(chat=options.chat),
-            question.documents,
-            method=method,
-            eviction=options.eviction,
-            max_new_tokens=options.max_new_tokens,
-        )
-        answers.append(answer_row(question, answer.text, sources, answer.report))
-    return with_ratios(answers)
-
-
-def _show(asked: Sequence[Asked], *, is_file: bool) -> None:
-    """The answers to a file of questions as a summary, those to a single question as they are."""
+        tables.write_json("ask", model, rows)
+        return
     out = tables.console()
-    rows = [row for one in asked for row in one.rows]
-    if is_file:
+    if questions:
         out.print(tables.summary_table(rows))
-    elif len(rows) > 1:
-        out.print(tables.comparison_table(rows))
     else:
-        out.print(rows[0]["answer"])
-    if not is_file:
-        out.print(tables.sources_table(asked[0].sources, asked[0].texts))
+        out.print(tables.comparison_table(rows) if len(rows) > 1 else rows[0]["answer"])
+        out.print(tables.sources_table(sources, texts))
     if len(rows) == 1:
         out.print("\n".join(tables.report_lines(rows[0])))
+
+
+def inspect(
+    question: args.InspectedQuestion,
+    collection: args.Collection = "documents", folder: args.Folder = Path(".samkv"),
+    chroma: args.ChromaServer = None, model: args.ModelName = "builtin",
+    device: args.Device = "auto", dtype: args.Dtype = "auto",
+    store_bits: args.SameBits = None, top_k: args.TopK = 4,
+    method: args.MethodName = None, settings: args.Settings = None,
+    eviction: args.EvictionName = None, eviction_budget: args.EvictionBudget = None,
+    max_new_tokens: args.MaxNewTokens = 64, chat: args.Chat = False, namespace: args.Namespace = "",
+    remote: args.Remote = None, html: args.HtmlPage = None, layer: args.ShownLayer = None,
+    as_json: args.Json = False,
+) -> None:  # fmt: skip
+    """Show what one answer read: tokens kept, recomputed and dropped, beside full prefill."""
+    from samkv_integrations.chroma.database import Database
+    from samkv_integrations.chroma.lexical import nearest
+    from samkv_integrations.chroma.link import ChromaLink
+    from samkv_integrations.cli.method_options import eviction_of, given_methods
+    from samkv_integrations.evaluation.questions import question_of
+    from samkv_integrations.inspection import inspect as inspect_answer
+
+    asked = question_of(question)
+    chosen = [*given_methods([method] if method else [], settings or []), None][0]
+    rule = eviction_of(eviction, eviction_budget)
+    if html is not None and not html.parent.is_dir():
+        raise InvalidOption(f"{html.parent} is not a folder; make it, or name another file")
+    opened = Database(folder / "chroma", chroma).collection(collection)
+    engine = engine_of(
+        model, folder / "kv", device, dtype, store_bits, namespace=namespace, remote=remote
+    )
+    engine.store.require(engine.fingerprint)
+    found = nearest(ChromaLink(opened, engine), asked.question, top_k)
+    given = replace(asked, documents=tuple(one.text for one in found))
+    seen = inspect_answer(
+        engine, given.prompt(chat=chat), given.documents, method=chosen, eviction=rule,
+        max_new_tokens=max_new_tokens, title=asked.question,
+        names={one.text.strip(): Path(one.source).name for one in found},
+    )  # fmt: skip
+    seen.state_at(layer)  # refuses one that there is not, before a page is written
+    if html is not None:
+        seen.save_html(html)
+    if as_json:
+        tables.write_json("inspect", model, [seen.to_dict()])
+        return
+    show(seen, layer, tables.console())
+    if html is not None:
+        tables.console().print(f"\n{html}: the same as a page, with every layer and figure")
+
+
+def show(seen: Inspection, layer: int | None, out: Console) -> None:
+    """The chunks, the prompt in colours or between marks, both answers. layer: None for all."""
+    from rich.text import Text
+
+    from samkv_integrations.engine.watch import State
+
+    looks = {
+        State.MISSED: ("black on red", "!", "!", "computed for want of a cache"),
+        State.KEPT: ("green", "", "", "kept from its cache"),
+        State.RECOMPUTED: ("black on yellow", "<", ">", "recomputed"),
+        State.DROPPED: ("dim strike", "~", "~", "dropped"),
+    }
+    columns = (
+        "chunk", "tokens", "kept", "recom-\nputed", "dropped", "attention", "in full\nprefill",
+        "best\nscore",
+    )  # fmt: skip
+    cells = [
+        (
+            chunk.name, str(chunk.n_tokens),
+            *(percent(share) if chunk.is_cached else "no cache"
+              for share in (chunk.kept, chunk.recomputed, chunk.dropped)),
+            percent(chunk.attention), percent(chunk.full_attention),
+            "-" if chunk.score is None else f"{chunk.score:.3g}",
+        )
+        for chunk in seen.chunks_at(layer)
+    ]  # fmt: skip
+    out.print(tables.table(columns, cells))
+
+    def styled(piece: str, state: State) -> Text:
+        style, before, after, _ = looks.get(state, ("", "", "", ""))
+        if out.is_terminal and not out.no_color:
+            return Text(visible(piece), style=style)
+        return Text(f"{before}{visible(piece)}{after}")
+
+    where, states = "any layer" if layer is None else f"layer {layer}", seen.state_at(layer)
+    text = Text(f"\nWhat became of each token at {where}: ")
+    for state in sorted({*states} & looks.keys()):
+        text.append_text(styled(looks[state][-1], state)).append("  ")
+    text.append("\n\n")
+    tokens = zip(seen.chunk_of.tolist(), states, seen.pieces, strict=True)
+    for (_, state), run in groupby(tokens, key=lambda token: token[:2]):
+        text.append_text(styled("".join(piece for _, _, piece in run), state))
+    out.print(text, soft_wrap=not out.is_terminal)
+    same = "the same answer" if seen.is_same else "another answer"
+    out.print(f"\n{seen.report.ran}: {seen.answer}\nfull prefill: {seen.full_answer} ({same})")
+    if seen.report.eviction:
+        share = percent(seen.report.kept_ratio)
+        out.print(f"later tokens go on with {share} of the chunks' tokens ({seen.report.eviction})")
+    if seen.report.chunk_misses:
+        misses = ", ".join(f"{n} {reason}" for reason, n in seen.report.chunk_misses.items())
+        out.print(f"without a usable cache: {misses}")
+
+
+def methods(as_json: args.Json = False, markdown: args.AsMarkdown = False) -> None:
+    """List the ways of answering from chunk caches, and of evicting KV entries while answering."""
+    from samkv_integrations.eviction import EVICTIONS
+    from samkv_integrations.methods import METHODS
+
+    rows = [
+        {"name": each.name, "kind": kind, "paper": each.paper, "summary": each.summary}
+        for kind, known in (("method", METHODS), ("eviction", EVICTIONS))
+        for each in known.values()
+    ]
+    if as_json:
+        tables.write_json("methods", None, rows)
+    elif markdown:
+        typer.echo("| name | kind | paper | summary |\n| --- | --- | --- | --- |")
+        for row in rows:
+            typer.echo(f"| `{row['name']}` | {row['kind']} | {row['paper']} | {row['summary']} |")
+    else:
+        cells = [tuple(row.values()) for row in rows]
+        tables.console().print(tables.table(("name", "kind", "paper", "summary"), cells, left=4))

@@ -1,36 +1,77 @@
-"""``samkv ingest``."""
+"""``samkv ingest``: the documents that it reads, and the chunks that it makes of them."""
 
 from __future__ import annotations
 
+import os
+import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import redirect_stdout
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from samkv_integrations import figures
-from samkv_integrations.chroma.database import Database
-from samkv_integrations.chroma.link import ChromaLink
-from samkv_integrations.chroma.results import IngestResult
 from samkv_integrations.cli import arguments as args
 from samkv_integrations.cli import tables
-from samkv_integrations.cli.cluster import failed_rows, pool_of, show_summary
-from samkv_integrations.cli.documents import Read, Skipped, find_documents, read_chunks
-from samkv_integrations.cli.loading import engine_of
-from samkv_integrations.cli.sizes import bytes_of
-from samkv_integrations.cluster.ingest import ClusterIngest
-from samkv_integrations.cluster.pool import WorkerPool
-from samkv_integrations.cluster.records import add_on_ray
-from samkv_integrations.embedding import HashingEmbedding
-from samkv_integrations.frameworks.engine_args import ModelSource
+from samkv_integrations.cli.loading import bytes_of, engine_of, require_no_ray
+from samkv_integrations.errors import EmptyInput, InvalidOption, MissingExtra
+
+if TYPE_CHECKING:
+    from samkv_integrations.chroma.results import IngestResult
+    from samkv_integrations.cluster import ClusterIngest
+    from samkv_integrations.model.model import Model
+
+SUFFIXES = (".txt", ".md")
 
 SOME_UNREADABLE = 1
 """Exit code if documents were left out because they cannot be read, or chunks not cached."""
 
 SHOWN_SKIPPED = 10
+
+_LINK = "a symbolic link in a folder is not followed; name what it leads to"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DocumentChunk:
+    """One chunk of a document: ``number`` counts the chunks of the file ``source`` (absolute)."""
+
+    source: str
+    number: int
+    text: str
+
+    @property
+    def id(self) -> str:
+        """Name of the chunk in a collection; the same at every ingest."""
+        return f"{self.source}#{self.number}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Skipped:
+    """A file that is not ingested. is_failure: not by design, but because it cannot be read."""
+
+    path: Path
+    why: str
+    is_failure: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """Documents by their real paths, sorted, once each, and what beside them is left out."""
+
+    files: Sequence[Path]
+    skipped: Sequence[Skipped] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Read:
+    """The chunks of documents. sources: the documents that were read, those without text too."""
+
+    chunks: Sequence[DocumentChunk]
+    sources: Sequence[str]
+    skipped: Sequence[Skipped]
 
 
 def ingest(
@@ -49,7 +90,25 @@ def ingest(
     Links in folders are not followed. Exit code 1 if a document cannot be read, or a chunk not be
     cached; the others are ingested.
     """
-    pool = pool_of(on_ray, ray_address, workers, worker_cpus, worker_gpus)
+    from samkv_integrations.chroma.database import Database
+    from samkv_integrations.chroma.link import ChromaLink
+    from samkv_integrations.cluster import ModelSource, WorkerPool, add_on_ray
+    from samkv_integrations.cluster.pool import require_ray
+    from samkv_integrations.embedding import HashingEmbedding
+
+    pool = None
+    if on_ray:
+        require_ray()
+        pool = WorkerPool(
+            n_workers=workers or 2, n_cpus=worker_cpus or 1, n_gpus=worker_gpus or 0.0,
+            address=ray_address,
+        )  # fmt: skip
+    else:
+        given = {
+            "--ray-address": ray_address, "--workers": workers, "--worker-cpus": worker_cpus,
+            "--worker-gpus": worker_gpus,
+        }  # fmt: skip
+        require_no_ray(given, "workers")
     database = Database(folder / "chroma", chroma)
     found = find_documents(paths, leave_out=folder)
     limit = None if max_bytes is None else bytes_of("--max-bytes", max_bytes)
@@ -58,82 +117,164 @@ def ingest(
     engine = engine_of(model, folder / "kv", here, dtype, store_bits, limit, namespace, remote)
     read = read_chunks(found.files, engine.model, chunk_size)
     link = ChromaLink(database.collection(collection, create=True), engine)
-    source = ModelSource(
-        model_name=model, device_map=device, dtype=dtype, kv_dir=folder / "kv",
-        namespace=namespace, store_bits=engine.store_bits, max_bytes=limit, kv_remote=remote,
-    )  # fmt: skip
-    done = _add(link, read, None if pool is None else (source, pool))
-    _delete_outdated(link, read)
-    skipped = [*found.skipped, *read.skipped]
-    _show_skipped(skipped)
-    if as_json:
-        _write_json(done, read, skipped, {"model": model, "collection": collection})
+    ids, texts = [chunk.id for chunk in read.chunks], [chunk.text for chunk in read.chunks]
+    embeddings = HashingEmbedding().embed(texts)
+    rows = [{"source": chunk.source} for chunk in read.chunks]
+    done: IngestResult | ClusterIngest
+    failed: list[dict[str, Any]] = []
+    if pool is None:
+        done = link.add(ids, texts, embeddings, rows, progress=True)
     else:
-        _show(done, read, collection)
-    failed = isinstance(done, ClusterIngest) and done.failed
+        source = ModelSource(
+            model_name=model, device_map=device, dtype=dtype, kv_dir=folder / "kv",
+            namespace=namespace, store_bits=engine.store_bits, max_bytes=limit, kv_remote=remote,
+        )  # fmt: skip
+        with redirect_stdout(sys.stderr):  # Ray writes there of a worker that ends
+            done = add_on_ray(
+                link, source, ids, texts, embeddings, rows, pool=pool, progress=True
+            )  # fmt: skip
+        failed = [
+            {"path": read.chunks[at].source, "number": read.chunks[at].number, "why": why}
+            for at, why in done.failed.items()
+        ]
+    # records, and caches, of chunks that the ingested files no longer have
+    where: Any = {"source": {"$in": list(read.sources)}}
+    held = link.collection.get(where=where, include=[])["ids"]
+    if outdated := sorted(set(held) - set(ids)):
+        link.delete(ids=outdated)
+
+    skipped, out = [*found.skipped, *read.skipped], tables.console(stderr=True)
+    left_out = [f"skipped {one.path}: {one.why}" for one in skipped]
+    left_out += [f"not ingested: {one['path']}#{one['number']}: {one['why']}" for one in failed]
+    for line in left_out[:SHOWN_SKIPPED]:
+        out.print(line, soft_wrap=True)
+    if len(left_out) > SHOWN_SKIPPED:
+        out.print(f"{len(left_out)} files and chunks were left out in all; --json names each")
+    if as_json:
+        row = {"files": len(read.sources), **asdict(done), "collection": collection}
+        row["skipped"] = [{"path": str(one.path), "why": one.why} for one in skipped]
+        tables.write_json("ingest", model, [row | ({"failed": failed} if pool else {})])
+    else:
+        out = tables.console()
+        out.print(
+            f"{len(read.sources)} files, {done.n_records} chunks in collection {collection!r}: "
+            f"{done.n_cached} prefilled, {done.n_hit} already cached"
+        )
+        out.print(f"{figures.seconds(done.seconds)}, {figures.size(done.bytes_on_disk)} added")
+        if done.n_evicted:
+            out.print(
+                f"{done.n_evicted} of these chunks had to make room again, and will be computed "
+                "when they are asked for; 'samkv store budget' gives more room"
+            )
     if failed or any(one.is_failure for one in skipped):
         raise typer.Exit(SOME_UNREADABLE)
 
 
-def _add(
-    link: ChromaLink, read: Read, on_ray: tuple[ModelSource, WorkerPool] | None
-) -> IngestResult | ClusterIngest:
-    """Cache the chunks and write their records, by this process or by workers."""
-    ids, texts = [chunk.id for chunk in read.chunks], [chunk.text for chunk in read.chunks]
-    embeddings = HashingEmbedding().embed(texts)
-    rows = [{"source": chunk.source} for chunk in read.chunks]
-    if on_ray is None:
-        return link.add(ids, texts, embeddings, rows, progress=True)
-    source, pool = on_ray
-    with redirect_stdout(sys.stderr):  # Ray writes there of a worker that ends, between our JSON
-        return add_on_ray(link, source, ids, texts, embeddings, rows, pool=pool, progress=True)
+def find_documents(paths: Sequence[Path], leave_out: Path | None = None) -> Found:
+    """The files among ``paths`` and the documents in the folders among them.
 
+    In a folder no symbolic link is followed, as it may lead to what nobody meant to index, and
+    nothing but regular files is read. What is named itself may be a link.
 
-def _show(done: IngestResult | ClusterIngest, read: Read, collection: str) -> None:
-    out = tables.console()
-    out.print(
-        f"{len(read.sources)} files, {done.n_records} chunks in collection {collection!r}: "
-        f"{done.n_cached} prefilled, {done.n_hit} already cached"
-    )
-    out.print(f"{figures.seconds(done.seconds)}, {figures.size(done.bytes_on_disk)} added")
-    if done.n_evicted:
-        out.print(
-            f"{done.n_evicted} of these chunks had to make room again, and will be computed "
-            "when they are asked for; 'samkv store budget' gives more room"
+    leave_out: a folder in which nothing is looked for. Hidden files and folders are left out too.
+
+    Raises:
+        InvalidOption: a path does not exist, or is no regular file, or of another kind.
+        EmptyInput: there is no document.
+    """
+    found: set[Path] = set()
+    skipped: list[Skipped] = []
+
+    def unreadable(error: OSError) -> None:
+        why = f"it cannot be read: {error.strerror}"
+        skipped.append(Skipped(path=Path(str(error.filename)), why=why, is_failure=True))
+
+    for path in paths:
+        if not path.is_dir():
+            if not path.exists():
+                raise InvalidOption(f"{path} does not exist; give files or folders of documents")
+            if path.suffix.lower() not in SUFFIXES:
+                raise InvalidOption(f"{path} is not a document; known kinds: {', '.join(SUFFIXES)}")
+            if not path.is_file():
+                raise InvalidOption(f"{path} is no regular file; give a file that holds the text")
+            found.add(path.resolve())
+            continue
+        for root, folders, names in os.walk(path, onerror=unreadable):  # which follows no links
+            here = Path(root)
+            folders[:] = sorted(
+                name for name in folders
+                if not name.startswith(".")
+                and not (leave_out and (here / name).resolve() == leave_out.resolve())
+            )  # fmt: skip
+            documents = [
+                here / name for name in names
+                if not name.startswith(".") and Path(name).suffix.lower() in SUFFIXES
+            ]  # fmt: skip
+            for file in [*(here / name for name in folders), *documents]:
+                if file.is_symlink():
+                    skipped.append(Skipped(path=file, why=_LINK))
+                elif file.is_dir():
+                    continue
+                elif not file.is_file():
+                    skipped.append(Skipped(path=file, why="it is no regular file"))
+                elif re.search(r"[\ud800-\udfff]", str(file.resolve())):  # names its records
+                    why = "its name is not UTF-8"
+                    skipped.append(Skipped(path=file, why=why, is_failure=True))
+                else:
+                    found.add(file.resolve())
+    if not found:
+        raise EmptyInput(
+            f"no document ({', '.join(SUFFIXES)}) in {', '.join(map(str, paths))}"
+            + (f" ({skipped[0].path}: {skipped[0].why})" if skipped else "")
+            + "; give a folder that holds some"
         )
-    if isinstance(done, ClusterIngest):
-        show_summary(done, read.chunks)
+    return Found(files=sorted(found), skipped=skipped)
 
 
-def _write_json(
-    done: IngestResult | ClusterIngest,
-    read: Read,
-    skipped: Sequence[Skipped],
-    named: Mapping[str, str],
-) -> None:
-    row: dict[str, Any] = {
-        "collection": named["collection"],
-        "files": len(read.sources),
-        "skipped": [{"path": str(one.path), "why": one.why} for one in skipped],
-        **asdict(done),
-    }
-    if isinstance(done, ClusterIngest):
-        row |= {"n_records": done.n_records, "failed": failed_rows(done, read.chunks)}
-    tables.write_json("ingest", named["model"], [row])
+def read_chunks(files: Sequence[Path], model: Model, chunk_size: int) -> Read:
+    """The chunks of ``files``, real paths, each of at most ``chunk_size`` tokens of ``model``.
 
+    A file that cannot be read is skipped: it must not keep the others from being ingested.
 
-def _show_skipped(skipped: Sequence[Skipped]) -> None:
-    """A line each, on standard error, but not thousands."""
-    out = tables.console(stderr=True)
-    for one in skipped[:SHOWN_SKIPPED]:
-        out.print(f"skipped {one.path}: {one.why}", soft_wrap=True)
-    if len(skipped) > SHOWN_SKIPPED:
-        out.print(f"skipped {len(skipped)} files in all; --json names each")
+    Raises:
+        EmptyInput: the files hold no text.
+        InvalidOption: ``chunk_size`` is not positive, or none of them can be read.
+    """
+    from samkv_integrations.cache.chunk import normalise
+    from samkv_integrations.documents import read_document
 
-
-def _delete_outdated(link: ChromaLink, read: Read) -> None:
-    """Delete the records, and caches, of chunks that the ingested files no longer have."""
-    where: Any = {"source": {"$in": list(read.sources)}}
-    held = link.collection.get(where=where, include=[])["ids"]
-    if outdated := sorted(set(held) - {chunk.id for chunk in read.chunks}):
-        link.delete(ids=outdated)
+    if chunk_size < 1:
+        raise InvalidOption(f"chunk size {chunk_size}; it must be at least 1 token")
+    chunks: list[DocumentChunk] = []
+    sources: list[str] = []
+    skipped: list[Skipped] = []
+    for file in files:
+        try:
+            body = normalise(read_document(file))
+        except InvalidOption as error:
+            why = f"it {str(error).removeprefix(f'{file} ')}"
+            skipped.append(Skipped(path=file, why=why, is_failure=True))
+            continue
+        sources.append(str(file))
+        texts = [body]
+        if len(model.tokenize(body, special=False)) > chunk_size:
+            try:
+                from semantic_text_splitter import MarkdownSplitter, TextSplitter
+            except ImportError as error:
+                raise MissingExtra.of("semantic-text-splitter", "chroma") from error
+            kind = MarkdownSplitter if file.suffix.lower() == ".md" else TextSplitter
+            tokenizer = model.tokenizer.backend_tokenizer
+            splitter = kind.from_huggingface_tokenizer(tokenizer, chunk_size)
+            texts = [normalise(text) for text in splitter.chunks(body)]
+        chunks += [
+            DocumentChunk(source=str(file), number=n, text=text)
+            for n, text in enumerate(filter(None, texts))
+        ]
+    if not sources:
+        first = skipped[0]
+        raise InvalidOption(
+            f"none of the {len(files)} documents can be read; {first.path}, the first: {first.why}"
+        )
+    if not chunks:
+        raise EmptyInput(f"the {len(files)} documents hold no text")
+    return Read(chunks=chunks, sources=sources, skipped=skipped)

@@ -1,21 +1,49 @@
-"""Models and engines, as the options of a command name them."""
+"""Models, engines, stores and sizes, as the options of a command name them."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
+from samkv_integrations.errors import InvalidOption
 
-from samkv_integrations.cache.disk import ChunkStore
-from samkv_integrations.engine.engine import Engine
-from samkv_integrations.engine.options import check_given_bits
+if TYPE_CHECKING:
+    from samkv_integrations.cache.disk import ChunkStore
+    from samkv_integrations.chroma.database import Database
+    from samkv_integrations.engine.engine import Engine
 
 BUILTIN = "builtin"
+
+_UNITS = {"": 1} | {
+    f"{prefix}{kind}": base**power
+    for power, prefix in enumerate(("", "k", "m", "g", "t"))
+    for kind, base in (("b", 1000), ("ib", 1024))
+}
+_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)")
+
+
+def bytes_of(option: str, text: str) -> int:
+    """The number of bytes of a size with or without a unit: ``500MB``, ``1.5 GiB``, ``4096``.
+
+    Raises InvalidOption, which names ``option``, for another form or a size that no file can have.
+    """
+    from samkv_integrations.cache.budget import MOST
+
+    found = _SIZE.fullmatch(text.strip())
+    unit = _UNITS.get(found[2].lower()) if found else None
+    if found is None or unit is None or not 1 <= (size := float(found[1]) * unit) < MOST:
+        raise InvalidOption(f"{option} {text}; give a number of bytes, or a size such as 20GB")
+    return int(size)
 
 
 def use_threads_for(model: str) -> None:
     """Use one thread for the built-in model, so small that a second costs more than it gives."""
     if model == BUILTIN:
+        import torch
+
         torch.set_num_threads(1)
 
 
@@ -28,12 +56,82 @@ def engine_of(
     max_bytes: what they may take from now on; None for what was said before.
     remote: where machines share them.
     """
+    from samkv_integrations.cache.disk import ChunkStore
+    from samkv_integrations.engine.engine import Engine
+    from samkv_integrations.engine.options import check_given_bits
+
     use_threads_for(model)
     check_given_bits(store_bits)  # before a folder is made
-    return Engine.from_pretrained(
-        model,
-        ChunkStore(store, namespace=namespace, max_bytes=max_bytes, remote=remote),
-        device=device,
-        dtype=dtype,
-        store_bits=store_bits,
-    )
+    opened = ChunkStore(store, namespace=namespace, max_bytes=max_bytes, remote=remote)
+    return Engine.from_pretrained(model, opened, device=device, dtype=dtype, store_bits=store_bits)
+
+
+def store_in(
+    folder: Path, namespace: str = "", remote: str | None = None, *, is_new: bool = True
+) -> ChunkStore:
+    """The store that ``samkv ingest --dir`` has made; ``folder`` may be that of the caches itself.
+
+    is_new: whether it may be a new one, if there is a remote tier.
+
+    Raises InvalidOption if there is none.
+    """
+    from samkv_integrations.cache.disk import ChunkStore
+
+    path = folder / "kv"
+    if not path.is_dir() and (folder / "store.json").is_file():
+        path = folder
+    if not path.is_dir() and not (remote and is_new):
+        raise InvalidOption(f"{path} does not exist; give the --dir that 'samkv ingest' used")
+    return ChunkStore(path, namespace=namespace, remote=remote)
+
+
+def keys_of(database: Database, collections: Sequence[str] | None) -> set[str] | None:
+    """The keys that the records of these collections name; None for no collection, which is all."""
+    from samkv_integrations.chroma.records import Records
+
+    if not collections:
+        return None
+    return {key for name in collections for key in Records(database.collection(name)).keys()}
+
+
+def require_own_records(store: ChunkStore, database: Database, names: Sequence[str]) -> None:
+    """Raises InvalidOption if a collection is another namespace's: its texts would be cached here.
+
+    It is if its records name caches of another namespace only.
+    """
+    from samkv_integrations.cache.tables import EVICTED, LOST, PRESENT
+    from samkv_integrations.chroma.records import Records
+
+    places = store.index.places(None, PRESENT, EVICTED, LOST)
+    own = {key for _, key, namespace in places if namespace == store.namespace}
+    others = {key: namespace for _, key, namespace in places if namespace != store.namespace}
+    for name in names if others else ():
+        keys = Records(database.collection(name)).keys()
+        found = sorted({others[key] for key in keys & others.keys()})
+        if found and not keys & own:
+            raise InvalidOption(
+                f"the records of collection {name!r} have their caches in namespace {found[0]!r}, "
+                f"not in {store.namespace!r}; give --namespace, and --collection for each that is "
+                "of that namespace"
+            )
+
+
+@contextmanager
+def progress_bar(desc: str, unit: str = "chunk") -> Iterator[Callable[[int, int], None]]:
+    """A bar on standard error, and a function to call with how much is done, and of how much."""
+    from tqdm.auto import tqdm
+
+    with tqdm(desc=desc, unit=unit, unit_scale=unit == "B") as bar:
+
+        def show(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        yield show
+
+
+def require_no_ray(given: Mapping[str, object], what: str) -> None:
+    """Raises InvalidOption for an option that would be ignored without ``--ray``."""
+    for option, value in given.items():
+        if value is not None:
+            raise InvalidOption(f"{option} {value} is about {what} on Ray; give --ray too")

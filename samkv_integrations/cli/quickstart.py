@@ -17,7 +17,7 @@ from samkv_integrations import figures
 from samkv_integrations.cli import arguments as args
 from samkv_integrations.cli import tables
 from samkv_integrations.cli.answers import answer_row, with_ratios
-from samkv_integrations.cli.documents import find_documents
+from samkv_integrations.cli.ingest import find_documents
 from samkv_integrations.cli.loading import BUILTIN, engine_of
 from samkv_integrations.errors import InvalidOption, MissingExtra, ModelNotFound
 from samkv_integrations.evaluation.questions import Question, read_questions

@@ -1,28 +1,25 @@
-"""``samkv serve``."""
+"""``samkv serve``, by one process or, with ``--ray``, by several replicas."""
 
 from __future__ import annotations
 
 import os
+import signal
+import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import cast
 
 import typer
 
 from samkv_integrations.cli import arguments as args
-from samkv_integrations.cli.loading import use_threads_for
-from samkv_integrations.cli.method_options import eviction_of, given_methods
-from samkv_integrations.cli.replicas import replicas_of, require_device, serve_on_ray
-from samkv_integrations.cli.sizes import bytes_of
-from samkv_integrations.cli.stores import require_own_records, store_in
-from samkv_integrations.cluster.replicas import Replicas
-from samkv_integrations.engine.options import EngineOptions, check_given_bits, check_timeout
-from samkv_integrations.engine.scheduler import Limits
+from samkv_integrations.cli.loading import (
+    BUILTIN,
+    bytes_of,
+    require_no_ray,
+    require_own_records,
+    store_in,
+    use_threads_for,
+)
 from samkv_integrations.errors import InvalidOption, MissingExtra
-from samkv_integrations.server.keys import ApiKeys, Tenant
-from samkv_integrations.server.listen import listen_on
-
-if TYPE_CHECKING:
-    from samkv_integrations.server.source import ServerSource
 
 KEYS_VARIABLE = "SAMKV_API_KEYS"
 
@@ -33,8 +30,8 @@ def serve(
     name: args.ServedName = None, host: args.Host = "127.0.0.1", port: args.Port = 8000,
     namespace: args.Namespace = "", remote: args.Remote = None, api_keys: args.ApiKeyFile = None,
     device: args.Device = "auto", dtype: args.Dtype = "auto",
-    store_bits: args.CacheBits = None,
-    method: args.ServedMethod = None, settings: args.Settings = None,
+    store_bits: args.SameBits = None,
+    method: args.MethodName = None, settings: args.Settings = None,
     eviction: args.EvictionName = None, eviction_budget: args.EvictionBudget = None,
     max_batch: args.MaxBatch = 8, max_waiting: args.MaxWaiting = 64, max_kv: args.MaxKv = None,
     max_tokens: args.ServedTokens = 1024, max_body: args.MaxBody = "8MB",
@@ -46,93 +43,122 @@ def serve(
 ) -> None:  # fmt: skip
     """Answer OpenAI's clients: chat completions, completions, and questions about collections.
 
-    Texts of cached chunks are found in prompts, so a client gains without a change.
+    Texts of cached chunks are found in prompts, so a client gains without a change. docs/server.md
+    and docs/ray.md describe the options that are not listed here.
     """
-    check_given_bits(store_bits)
-    check_timeout(timeout)
-    for option, number, least in (("--max-tokens", max_tokens, 1), ("--grace", grace, 0)):
-        if number < least:
-            raise InvalidOption(f"{option} {number}; give at least {least}")
-    chosen = [*given_methods([method] if method else [], settings or []), None][0]
-    rule = eviction_of(eviction, eviction_budget)
-    most_kv = None if max_kv is None else bytes_of("--max-kv", max_kv)
-    limits = Limits(max_batch=max_batch, max_waiting=max_waiting, max_kv_bytes=most_kv)
-    several = replicas_of(
-        on_ray, limits, grace, ray_address=ray_address, replicas=replicas,
-        min_replicas=min_replicas, max_replicas=max_replicas, replica_cpus=replica_cpus,
-        replica_gpus=replica_gpus, route=route,
-    )  # fmt: skip
-    everybody = Tenant(namespace=namespace, collections=tuple(collection or ()))
-    _begin(
-        several, (host, port), _keys_of(api_keys, everybody),
-        {"model_name": name or _name_of(model), "most_tokens": max_tokens, "timeout_s": timeout,
-         "logs_prompts": log_prompts, "max_body_bytes": bytes_of("--max-body", max_body),
-         "grace_s": grace},
-        model=model, device=device if several is None else require_device(several, device),
-        dtype=dtype, folder=folder, chroma=chroma, remote=remote, limits=limits,
-        options=EngineOptions(method=chosen, eviction=rule, store_bits=store_bits),
-    )  # fmt: skip
+    from samkv_integrations.cli.method_options import eviction_of, given_methods
+    from samkv_integrations.cluster.pool import require_ray
+    from samkv_integrations.cluster.serve import Replicas, Route
+    from samkv_integrations.engine.options import EngineOptions, check_given_bits, check_timeout
+    from samkv_integrations.engine.scheduler import Limits
 
-
-def _begin(
-    several: Replicas | None, address: tuple[str, int], keys: ApiKeys, settings: dict[str, Any],
-    **of_source: Any,  # noqa: ANN401
-) -> None:  # fmt: skip
-    """Serve, once it is known that the address is free and the collections are there."""
     try:
-        from samkv_integrations.server.run import Settings, address_of, run
-        from samkv_integrations.server.source import ServerSource
+        from samkv_integrations.server.run import ServerSource, address_of, listen_on, run
+        from samkv_integrations.server.service import Settings
+        from samkv_integrations.server.tenancy import ApiKeys, Tenant
     except ImportError as error:
         raise MissingExtra.of(error.name or "fastapi", "server") from error
-    source = ServerSource(keys=keys, settings=Settings(**settings), **of_source)
+
+    check_given_bits(store_bits)
+    check_timeout(timeout)
+    given = {
+        "--ray-address": ray_address, "--replicas": replicas, "--min-replicas": min_replicas,
+        "--max-replicas": max_replicas, "--replica-cpus": replica_cpus,
+        "--replica-gpus": replica_gpus, "--route": route,
+    }  # fmt: skip
+    limits = Limits(
+        max_batch=max_batch, max_waiting=max_waiting,
+        max_kv_bytes=None if max_kv is None else bytes_of("--max-kv", max_kv),
+    )  # fmt: skip
+    several = None
+    if on_ray:
+        require_ray()
+        several = Replicas(
+            n_replicas=replicas, least=min_replicas, most=max_replicas, n_cpus=replica_cpus or 1,
+            n_gpus=replica_gpus or 0.0, address=ray_address, n_at_once=limits.max_batch,
+            n_waiting=max_waiting, route=cast(Route, route or "load"), grace_s=grace,
+        )  # fmt: skip
+        if not several.n_gpus:
+            if device not in ("auto", "cpu"):
+                raise InvalidOption(
+                    f"--device {device} for replicas without a GPU; give --replica-gpus"
+                )
+            device = "cpu"
+    else:
+        require_no_ray(given, "replicas")
+    chosen = [*given_methods([method] if method else [], settings or []), None][0]
+    source = ServerSource(
+        model=model, device=device, dtype=dtype, folder=folder, chroma=chroma, remote=remote,
+        limits=limits,
+        options=EngineOptions(
+            method=chosen, eviction=eviction_of(eviction, eviction_budget), store_bits=store_bits
+        ),
+        keys=ApiKeys(
+            _keys_text(api_keys),
+            Tenant(namespace=namespace, collections=tuple(collection or ())),
+        ),
+        settings=Settings(
+            model_name=name or (Path(model).resolve().name if Path(model).exists() else model),
+            most_tokens=max_tokens, timeout_s=timeout, logs_prompts=log_prompts,
+            max_body_bytes=bytes_of("--max-body", max_body), grace_s=grace,
+        ),
+    )  # fmt: skip
+    if api_keys is not None and not source.keys:
+        raise InvalidOption(f"--api-keys {api_keys} holds no key; give one a line, or leave it out")
 
     def say(at: str) -> None:
         typer.echo(f"samkv: serving {source.settings.model_name} on {at}/v1", err=True)
 
-    with listen_on(*address, keys) as listening:  # before a model is loaded for nothing
-        for tenant in keys.tenants:
-            _require_own(source, tenant)
+    with listen_on(host, port, source.keys) as listening:  # before a model is loaded for nothing
+        database = source.database()
+        for tenant in source.keys.tenants:
+            for wanted in tenant.collections:
+                database.collection(wanted)
+            if tenant.collections and (folder / "kv").is_dir():
+                try:
+                    store = store_in(folder, tenant.namespace)
+                    require_own_records(store, database, tenant.collections)
+                except InvalidOption as error:
+                    whose = f"collections of namespace {tenant.namespace!r}"
+                    raise InvalidOption(f"{whose}: {error}") from None
         if several is None:
-            use_threads_for(source.model)
-            run(source.tenancy(), keys, listening, source.settings, say)
+            use_threads_for(model)
+            run(source, listening, say)
             return
         at, port = address_of(listening), listening.getsockname()[1]
-    serve_on_ray(source, several, (address[0], port), lambda: say(at))
 
+    from samkv_integrations.cache.disk import ChunkStore
+    from samkv_integrations.cluster.serve import serving
+    from samkv_integrations.model.loading import load_tokenizer
 
-def _keys_of(file: Path | None, everybody: Tenant) -> ApiKeys:
-    keys = ApiKeys(_keys_text(file), everybody)
-    if file is not None and not keys:
-        raise InvalidOption(f"--api-keys {file} holds no key; give one a line, or leave it out")
-    return keys
+    load_tokenizer(model)  # a wrong name is found out before a replica begins
+    for tenant in source.keys.tenants:  # so that none is made by two replicas at once
+        ChunkStore(folder / "kv", namespace=tenant.namespace, remote=remote)
+    n_threads = 1 if model == BUILTIN else several.n_cpus
+    told, seen = threading.Event(), list[int]()
+
+    def take(number: int, _: object) -> None:
+        seen.append(number)
+        told.set()
+
+    with serving(source.replica, several, host, port, n_threads=n_threads):
+        say(at)
+        before = {one: signal.signal(one, take) for one in (signal.SIGINT, signal.SIGTERM)}
+        told.wait()
+        for one, handler in before.items():  # the next signal is not waited for
+            signal.signal(one, handler)
+    if seen[0] == signal.SIGTERM:
+        raise typer.Exit(128 + signal.SIGTERM)
 
 
 def _keys_text(file: Path | None) -> str:
     """The lines of the file of keys; without one, those of the variable."""
+    variable = os.environ.get(KEYS_VARIABLE, "")
     if file is None:
-        return os.environ.get(KEYS_VARIABLE, "").replace(";", "\n")
-    if os.environ.get(KEYS_VARIABLE):
+        return variable.replace(";", "\n")
+    if variable:
         raise InvalidOption(f"--api-keys and the variable {KEYS_VARIABLE} are both given; give one")
     try:
-        text = file.read_text(encoding="utf-8")
+        return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidOption(f"--api-keys {file} cannot be read: {error}") from error
-    return text
-
-
-def _require_own(source: ServerSource, tenant: Tenant) -> None:
-    """See that its collections are there, and its own. Raises as their opening does."""
-    names, database = tenant.collections, source.database()
-    for name in names:
-        database.collection(name)
-    if names and (source.folder / "kv").is_dir():
-        store = store_in(source.folder, tenant.namespace)
-        try:
-            require_own_records(store, database, names)
-        except InvalidOption as error:
-            raise InvalidOption(f"collections of namespace {tenant.namespace!r}: {error}") from None
-
-
-def _name_of(model: str) -> str:
-    """What clients call a model: a folder or file by its last name."""
-    return Path(model).resolve().name if Path(model).exists() else model

@@ -1,28 +1,35 @@
-"""``samkv store``: what the folder of chunk caches holds, and whether it fits the records."""
+"""``samkv store``: the folder of chunk caches, and whether it fits the records."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from samkv_integrations import figures
-from samkv_integrations.cache.chunk import normalise
-from samkv_integrations.cache.fingerprint import FORMAT_VERSION
-from samkv_integrations.chroma.database import Database
-from samkv_integrations.chroma.link import ChromaLink
-from samkv_integrations.chroma.results import SyncResult
 from samkv_integrations.cli import arguments as args
 from samkv_integrations.cli import tables
-from samkv_integrations.cli.loading import engine_of
+from samkv_integrations.cli.loading import (
+    bytes_of,
+    engine_of,
+    keys_of,
+    progress_bar,
+    require_own_records,
+    store_in,
+)
 from samkv_integrations.cli.store_archive import export, import_
-from samkv_integrations.cli.store_care import budget, gc, verify, warm
-from samkv_integrations.cli.store_shared import pull, push
-from samkv_integrations.cli.stores import require_own_records, store_in
-from samkv_integrations.documents import read_text
-from samkv_integrations.errors import EmptyInput
+from samkv_integrations.errors import EmptyInput, InvalidOption
+from samkv_integrations.figures import Row, percent, size
+
+if TYPE_CHECKING:
+    from samkv_integrations.cache.disk import ChunkStore
+
+DAMAGE_LEFT = SOME_LEFT = 1
+"""Exit code if damaged caches are where they were, or if caches could not be copied."""
+
+SHOWN_DAMAGE = 20
+NO_LIMIT = "none"
 
 app = typer.Typer(help="Look into the folder of chunk caches.", no_args_is_help=True)
 
@@ -42,8 +49,8 @@ def stats(folder: args.Folder = Path(".samkv"), as_json: args.Json = False) -> N
     out = tables.console()
     cells = [
         (repr(r["namespace"]), r["model"], r["dtype"], str(r["store_bits"]), str(r["block_size"]),
-         str(r["format_version"]), str(r["chunks"]), figures.size(r["bytes"]),
-         figures.percent(r["hit_rate"]), str(r["evicted"]), str(r["corrupt"]))
+         str(r["format_version"]), str(r["chunks"]), size(r["bytes"]), percent(r["hit_rate"]),
+         str(r["evicted"]), str(r["corrupt"]))
         for r in rows
     ]  # fmt: skip
     titles = (
@@ -51,11 +58,8 @@ def stats(folder: args.Folder = Path(".samkv"), as_json: args.Json = False) -> N
         "hits", "evicted", "damaged",
     )  # fmt: skip
     out.print(tables.table(titles, cells, left=3, gap=1))
-    limit = "" if found.max_bytes is None else f" of {figures.size(found.max_bytes)}"
-    out.print(f"\n{found.n_chunks} chunks, {figures.size(found.bytes)}{limit} in {store.path}")
-    if older := sum(r["chunks"] for r in rows if r["format_version"] < FORMAT_VERSION):
-        out.print(f"{older} chunks are of an older format and not used; ingest them again, and "
-                  "delete these: samkv store gc")  # fmt: skip
+    limit = "" if found.max_bytes is None else f" of {size(found.max_bytes)}"
+    out.print(f"\n{found.n_chunks} chunks, {size(found.bytes)}{limit} in {store.path}")
 
 
 @app.command()
@@ -68,6 +72,9 @@ def sync(
     remote: args.Remote = None, as_json: args.Json = False,
 ) -> None:  # fmt: skip
     """Bring caches into line with the records: build what is missing, delete what nothing uses."""
+    from samkv_integrations.chroma.database import Database
+    from samkv_integrations.chroma.link import ChromaLink
+
     database = Database(folder / "chroma", chroma)
     names = list(dict.fromkeys(collections or ())) or database.names()
     if not names:
@@ -88,8 +95,19 @@ def sync(
     if as_json:
         rows = [{"collection": name, **asdict(row)} for name, row in zip(names, done, strict=True)]
         tables.write_json("store sync", model, rows)
-    else:
-        _show_sync(names, done, pruned=prune)
+        return
+    columns = ("collection", "records", "cached", "linked", "skipped", "evicted")
+    cells = [
+        (name, *map(str, (r.n_records, r.n_cached, r.n_linked, r.n_skipped, r.n_evicted)))
+        for name, r in zip(names, done, strict=True)
+    ]
+    tables.console().print(tables.table(columns, cells))
+    if prune:
+        last = done[-1]
+        tables.console().print(
+            f"\n{last.n_pruned} unused caches deleted ({size(last.bytes_freed)}), "
+            f"{last.n_in_grace} kept for now because they are young"
+        )
 
 
 @app.command()
@@ -102,6 +120,9 @@ def forget(
 
     Records of a vector store stay: delete those first, or they are cached again.
     """
+    from samkv_integrations.cache.chunk import normalise
+    from samkv_integrations.documents import read_text
+
     documents = [read_text(file) for file in files or ()]
     bodies = {normalise(text) for text in texts or ()} - {""}
     if not documents and not bodies:
@@ -110,28 +131,189 @@ def forget(
     n_chunks = store.forget(
         lambda body: body in bodies or bool(body) and any(body in text for text in documents)
     )
-    if as_json:
-        tables.write_json("store forget", None, [{"n_chunks": n_chunks}])
-        return
-    tables.console().print(
-        f"{n_chunks} chunks deleted from {store.path}; records of a vector store are not touched"
+    said = f"{n_chunks} chunks deleted from {store.path}; records of a vector store are not touched"
+    _say("forget", {"n_chunks": n_chunks}, said, as_json=as_json)
+
+
+@app.command()
+def gc(folder: args.Folder = Path(".samkv"), as_json: args.Json = False) -> None:
+    """Delete what nobody will use: what killed processes left, damaged files, older formats.
+
+    Of all namespaces. Caches of deleted records are deleted by 'samkv store sync'.
+    """
+    from samkv_integrations.cache.upkeep import gc as collect_garbage
+
+    done = collect_garbage(store_in(folder))
+    found = done.recovered
+    said = (
+        f"{found.n_unfinished} unfinished files, {done.n_damaged} damaged ones, "
+        f"{done.n_forgotten} texts whose cache had gone and {done.n_older} caches of older formats "
+        f"deleted, {size(done.bytes_freed)} in all\n"
+        f"{found.n_adopted} caches found that the index did not know, {found.n_lost} missed, "
+        f"{found.n_set_aside} damaged"
     )
+    _say("gc", asdict(done), said, as_json=as_json)
 
 
-for command in (gc, verify, budget, warm, push, pull, export):
-    app.command()(command)
+@app.command()
+def verify(
+    folder: args.Folder = Path(".samkv"), repair: args.Repair = False, as_json: args.Json = False
+) -> None:
+    """Read every cache of every namespace, and check all its bytes. Exit code 1 if one is damaged.
+
+    With --repair damaged ones are moved away, and computed again when they are asked for.
+    """
+    from samkv_integrations.cache.upkeep import verify as verify_caches
+
+    with progress_bar("verifying") as show:
+        found = verify_caches(store_in(folder), repair=repair, progress=show)
+    n_damaged = len(found.damaged)
+    lines = [f"{damage.key}: {damage.detail}" for damage in found.damaged[:SHOWN_DAMAGE]]
+    if n_damaged > SHOWN_DAMAGE:
+        lines.append(f"and {n_damaged - SHOWN_DAMAGE} more; --json names each")
+    lines.append(
+        f"{found.n_chunks} chunks, {size(found.n_bytes)} read: {n_damaged} damaged, "
+        f"{found.n_repaired} of them moved away"
+    )
+    if n_damaged and not repair:
+        lines.append("'samkv store verify --repair' moves damaged ones away")
+    elif found.n_repaired < n_damaged:
+        lines.append("what could not be read stays; look at its permissions, and at the disk")
+    elif n_damaged:
+        lines.append("they are computed again when they are asked for; 'samkv store sync' does all "
+                     "at once")  # fmt: skip
+    _say("verify", asdict(found), "\n".join(lines), as_json=as_json)
+    if n_damaged > found.n_repaired:
+        raise typer.Exit(DAMAGE_LEFT)
+
+
+@app.command()
+def budget(
+    max_bytes: args.Budget = None, namespace: args.BudgetNamespace = None,
+    folder: args.Folder = Path(".samkv"), as_json: args.Json = False,
+) -> None:  # fmt: skip
+    """Show or set what caches may take on disk, for every process and until it is set again.
+
+    What was used longest ago makes room, and is computed again when it is asked for.
+    """
+    store = store_in(folder)
+    if max_bytes is not None:
+        limit = None if max_bytes == NO_LIMIT else bytes_of("--max-bytes", max_bytes)
+        most, quota = store.index.budget.read()
+        if namespace is None:
+            most = limit
+        else:
+            quota = {name: value for name, value in quota.items() if name != namespace}
+            quota |= {} if limit is None else {namespace: limit}
+        store.set_budget(most, quota)
+    # bytes and limit of all namespaces together (None), and of each that has either
+    most, quota = store.index.budget.read()
+    found = store.stats(everyone=True)
+    taken = dict.fromkeys(sorted(quota), 0)
+    for one in found.rows:
+        taken[one.namespace] = taken.get(one.namespace, 0) + one.bytes
+    rows: list[Row] = [{"namespace": None, "bytes": found.bytes, "max_bytes": most}]
+    rows += [
+        {"namespace": name, "bytes": n_bytes, "max_bytes": quota.get(name)}
+        for name, n_bytes in taken.items()
+    ]
+    if as_json:
+        tables.write_json("store budget", None, rows)
+        return
+    cells = [
+        (
+            "all" if row["namespace"] is None else repr(row["namespace"]), size(row["bytes"]),
+            NO_LIMIT if row["max_bytes"] is None else size(row["max_bytes"]),
+        )
+        for row in rows
+    ]  # fmt: skip
+    tables.console().print(tables.table(("namespace", "bytes", "limit"), cells))
+
+
+@app.command()
+def warm(
+    folder: args.Folder = Path(".samkv"), collections: args.Collections = None,
+    chroma: args.ChromaServer = None, max_bytes: args.WarmBytes = None,
+    namespace: args.Namespace = "", as_json: args.Json = False,
+) -> None:  # fmt: skip
+    """Read caches ahead, those used last first, so that the first questions find them in memory.
+
+    What other machines have made is fetched by 'samkv store pull'.
+    """
+    from samkv_integrations.cache.warming import warm as warm_caches
+
+    limit = None if max_bytes is None else bytes_of("--bytes", max_bytes)
+    store, keys = store_in(folder, namespace), _keys(folder, chroma, collections)
+    with progress_bar("warming") as show:
+        done = warm_caches(store, keys, max_bytes=limit, progress=show)
+    left = f", {done.n_left} left" if done.n_left else ""
+    said = f"{done.n_chunks} caches, {size(done.bytes_read)} read{left}"
+    _say("warm", asdict(done), said, as_json=as_json)
+
+
+@app.command()
+def push(
+    folder: args.Folder = Path(".samkv"), remote: args.Remote = None,
+    namespace: args.Namespace = "", as_json: args.Json = False,
+) -> None:  # fmt: skip
+    """Put the caches that other machines lack where they find them. Exit code 1 if some are left.
+
+    'samkv ingest --remote' does it as it goes; this is for what was made without it, or while it
+    did not answer.
+    """
+    from samkv_integrations.cache.transfer import push as push_caches
+
+    store = _shared(folder, namespace, remote, is_new=False)
+    with progress_bar("pushing") as show:
+        done = push_caches(store, progress=show)
+    left = f", {done.n_left} left" if done.n_left else ""
+    said = f"{done.n_chunks} caches put, {size(done.n_bytes)}{left}"
+    _say("push", asdict(done), said, as_json=as_json)
+    if done.n_left:
+        raise typer.Exit(SOME_LEFT)
+
+
+@app.command()
+def pull(
+    folder: args.Folder = Path(".samkv"), remote: args.Remote = None,
+    collections: args.Collections = None, chroma: args.ChromaServer = None,
+    max_bytes: args.WarmBytes = None,
+    namespace: args.Namespace = "", as_json: args.Json = False,
+) -> None:  # fmt: skip
+    """Fetch caches that other machines have made, the newest first, before questions need them."""
+    from samkv_integrations.cache.transfer import pull as pull_caches
+
+    limit = None if max_bytes is None else bytes_of("--bytes", max_bytes)
+    keys = _keys(folder, chroma, collections)
+    store = _shared(folder, namespace, remote)
+    with progress_bar("pulling") as show:
+        done = pull_caches(store, keys, max_bytes=limit, progress=show)
+    left = f", {done.n_left} left" if done.n_left else ""
+    said = f"{done.n_chunks} caches fetched, {size(done.n_bytes)}{left}"
+    _say("pull", asdict(done), said, as_json=as_json)
+
+
+app.command()(export)
 app.command("import")(import_)
 
 
-def _show_sync(names: Sequence[str], done: Sequence[SyncResult], *, pruned: bool) -> None:
-    out = tables.console()
-    columns = ("collection", "records", "cached", "linked", "skipped", "evicted")
-    cells = [
-        (name, *map(str, (r.n_records, r.n_cached, r.n_linked, r.n_skipped, r.n_evicted)))
-        for name, r in zip(names, done, strict=True)
-    ]
-    out.print(tables.table(columns, cells))
-    if pruned:
-        last = done[-1]
-        out.print(f"\n{last.n_pruned} unused caches deleted ({figures.size(last.bytes_freed)}), "
-                  f"{last.n_in_grace} kept for now because they are young")  # fmt: skip
+def _say(command: str, row: Row, said: str, *, as_json: bool) -> None:
+    """Write the result of a command, for programs or for people."""
+    if as_json:
+        tables.write_json(f"store {command}", None, [row])
+    else:
+        tables.console().print(said, soft_wrap=True)
+
+
+def _keys(folder: Path, chroma: str | None, collections: list[str] | None) -> set[str] | None:
+    from samkv_integrations.chroma.database import Database
+
+    return keys_of(Database(folder / "chroma", chroma), collections)
+
+
+def _shared(folder: Path, namespace: str, remote: str | None, **options: Any) -> ChunkStore:  # noqa: ANN401
+    if remote is None:
+        raise InvalidOption(
+            "--remote is missing; give the URL that machines share, or SAMKV_REMOTE"
+        )
+    return store_in(folder, namespace, remote, **options)

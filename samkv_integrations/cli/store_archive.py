@@ -10,8 +10,7 @@ from samkv_integrations.cache.disk import ChunkStore
 from samkv_integrations.chroma.database import Database
 from samkv_integrations.cli import arguments as args
 from samkv_integrations.cli import tables
-from samkv_integrations.cli.loading import engine_of
-from samkv_integrations.cli.stores import keys_of, progress_bar, store_in
+from samkv_integrations.cli.loading import engine_of, keys_of, progress_bar, store_in
 from samkv_integrations.errors import InvalidOption
 from samkv_integrations.figures import size
 

@@ -12,7 +12,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from samkv_integrations.cli.answers import summarise
 from samkv_integrations.figures import Row, percent, ratio, seconds, size, to_json, visible
 
 PIPE_WIDTH = 100
@@ -72,6 +71,8 @@ def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, lef
 
 def summary_table(rows: Sequence[Row]) -> Table:
     """`summarise` as a table, one row a method."""
+    from samkv_integrations.cli.answers import summarise
+
     columns = (
         "method", "answers\nright", "same as\nrecompute", "kept", "recom-\nputed",
         "bytes\nread", "of\nreuse", "first\ntoken", "of re-\ncompute",
@@ -80,24 +81,20 @@ def summary_table(rows: Sequence[Row]) -> Table:
         columns,
         [
             (
-                s.method,
-                f"{s.n_right} of {s.n_known}" if s.n_known else "-",
-                percent(s.same_share),
-                percent(s.kept_ratio),
-                percent(s.recompute_ratio),
-                size(s.bytes_read),
-                percent(s.bytes_share),
-                seconds(s.ttft_s),
-                ratio(s.ttft_ratio),
+                s.method, f"{s.n_right} of {s.n_known}" if s.n_known else "-",
+                percent(s.same_share), percent(s.kept_ratio), percent(s.recompute_ratio),
+                size(s.bytes_read), percent(s.bytes_share), seconds(s.ttft_s), ratio(s.ttft_ratio),
             )
             for s in summarise(rows)
         ],
         gap=1,  # so that it fits into 80 columns
-    )
+    )  # fmt: skip
 
 
 def speed_table(rows: Sequence[Row]) -> Table:
     """Times and agreement of each method: medians, and of the ratios to `recompute` as well."""
+    from samkv_integrations.cli.answers import summarise
+
     return table(
         ("method", "first token", "whole answer", "same answer as\nfull prefill"),
         [
@@ -120,29 +117,22 @@ def comparison_table(rows: Sequence[Row]) -> Table:
         columns,
         [
             (
-                row["method"],
-                row["answer"],
-                percent(row["kept_ratio"]),
-                percent(row["recompute_ratio"]),
-                size(row["bytes_read"]),
-                seconds(row["ttft_s"]),
+                row["method"], row["answer"], percent(row["kept_ratio"]),
+                percent(row["recompute_ratio"]), size(row["bytes_read"]), seconds(row["ttft_s"]),
                 ratio(row.get("ttft_ratio")),
             )
             for row in rows
         ],
         left=2,
-    )
+    )  # fmt: skip
 
 
 def sources_table(sources: Sequence[str], texts: Sequence[str]) -> Table:
     """Where an answer comes from: file name and text of each chunk, nearest first."""
-    cells = [(Path(s).name, _beginning(t)) for s, t in zip(sources, texts, strict=True)]
-    return table(("source", "text"), cells, left=2)
-
-
-def _beginning(text: str, limit: int = 60) -> str:
-    flat = " ".join(text.split())
-    return flat if len(flat) <= limit else flat[: limit - 1] + "…"
+    flat = [" ".join(text.split()) for text in texts]
+    short = [text if len(text) <= 60 else text[:59] + "…" for text in flat]
+    named = [Path(source).name for source in sources]
+    return table(("source", "text"), zip(named, short, strict=True), left=2)
 
 
 def report_lines(row: Row) -> list[str]:

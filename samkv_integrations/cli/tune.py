@@ -14,8 +14,7 @@ from samkv_integrations.chroma.database import Database
 from samkv_integrations.chroma.link import ChromaLink
 from samkv_integrations.cli import arguments as args
 from samkv_integrations.cli import tables
-from samkv_integrations.cli.loading import use_threads_for
-from samkv_integrations.cli.stores import store_in
+from samkv_integrations.cli.loading import store_in, use_threads_for
 from samkv_integrations.engine.costs import name_of
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.engine.tuned import FILE, TunedSetting, tuned_setting, write

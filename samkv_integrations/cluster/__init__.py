@@ -1,8 +1,7 @@
 """Work that several processes and machines share, through Ray."""
 
-from samkv_integrations.cluster.ingest import ClusterIngest, cache_on_ray
+from samkv_integrations.cluster.ingest import ClusterIngest, add_on_ray, cache_on_ray
 from samkv_integrations.cluster.pool import WorkerPool
-from samkv_integrations.cluster.records import add_on_ray
 from samkv_integrations.frameworks.engine_args import ModelSource, engine_of
 
 __all__ = ["ClusterIngest", "ModelSource", "WorkerPool", "add_on_ray", "cache_on_ray", "engine_of"]

@@ -2,35 +2,37 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import pickle
+import platform
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import torch
 from tqdm.auto import tqdm
 
+from samkv_integrations.cache.chunk import ChunkRef
+from samkv_integrations.chroma.link import ChromaLink
 from samkv_integrations.chroma.records import PAGE_SIZE
-from samkv_integrations.cluster.attempts import Attempts
-from samkv_integrations.cluster.plan import Plan
-from samkv_integrations.cluster.pool import WorkerPool, errors_only
-from samkv_integrations.cluster.work import BatchDone, done_in, to_row
-from samkv_integrations.cluster.worker import PROBE, CacheWorker, WorkerSettings, reason_of
+from samkv_integrations.cluster.pool import WorkerPool, reason_in
 from samkv_integrations.engine.engine import Engine
-from samkv_integrations.errors import ClusterError, InvalidOption
-from samkv_integrations.frameworks.engine_args import ModelSource
+from samkv_integrations.engine.prefill import batches
+from samkv_integrations.errors import ClusterError, InvalidChunk, InvalidOption
+from samkv_integrations.frameworks.engine_args import ModelSource, engine_of
 from samkv_integrations.model.loading import bfloat16_is_slow
 
-if TYPE_CHECKING:
-    from types import ModuleType
+PROBE = "which store"
+"""A text whose key shows that two processes mean the same store and the same model."""
+
+MAX_RETRIES = 2
+"""Repetitions of a batch whose worker ended, before the ingest ends."""
 
 _MAX_TASKS = 4096
 """Tasks that an ingest is cut into at most. Each holds one batch, unless there are more."""
-
-_LIVE = ("engine", "model", "tokenizer")
-"""What a `ModelSource` may hold that is of one process."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,26 +41,20 @@ class ClusterIngest:
 
     n_records: texts whose chunks have caches now. n_cached: chunks that were computed. n_hit: texts
     whose chunk was cached before, or stood among them already. failed: place of a text -> why its
-    chunk has no cache.
-    n_retried: batches that were begun again, because their worker ended. n_evicted: chunks that had
-    gone again at its end, for want of room. n_workers: processes that finished a batch.
-    bytes_on_disk: what the caches that were missing take.
-    seconds: in all. working_s: from the first batch's beginning to the last one's end, so without
-    the start of the cluster and the loading of models. cpu_s: processor seconds of the worker that
-    took most: what working_s would be if nothing else ran on its machine.
+    chunk has no cache. n_evicted: chunks that had gone again at its end, for want of room.
+    bytes_on_disk: what the caches that were missing take. seconds: in all. working_s: from the
+    first batch's beginning to the last one's end, so without the start of the cluster and the
+    loading of models.
     """
 
     n_records: int
     n_cached: int
     n_hit: int
     failed: Mapping[int, str] = field(default_factory=dict)
-    n_retried: int
     n_evicted: int
-    n_workers: int
     bytes_on_disk: int
     seconds: float
     working_s: float
-    cpu_s: float
 
 
 OnPage = Callable[[range, Mapping[int, str]], None]
@@ -76,9 +72,8 @@ def cache_on_ray(
 ) -> ClusterIngest:
     """Cache the chunks of ``texts``, as `Engine.cache_chunks` does, by the workers of ``pool``.
 
-    The files have the same bytes whatever the number of workers, and whichever of them are killed.
-    A text that can have no cache does not keep the others from theirs. What was done when the
-    ingest is interrupted, the next one finds.
+    The files have the same bytes whatever the number of workers. A text that can have no cache does
+    not keep the others from theirs. An ingest that ended early goes on when it is begun again.
 
     engine: of this process; it reads texts and finds out what is missing, and computes nothing.
     source: what ``engine`` was made of, in plain values, which workers make theirs of. Its folder
@@ -88,32 +83,107 @@ def cache_on_ray(
     Raises:
         InvalidOption: ``source`` holds what cannot be sent, or has no folder; or the cluster has
             no room for the workers.
-        ClusterError: the workers cannot do their work.
+        ClusterError: the workers cannot do their work, or end over the same batch again and again.
         StoreError: the store cannot be read.
         MissingExtra: Ray is not installed.
     """
-    began = time.perf_counter()
-    settings = _settings_of(engine, source, pool)
-    plan = Plan.of(engine, texts, PAGE_SIZE)
-    settings = _agreed(settings, engine)
-    tally = _Tally(plan, on_page)
-    if plan.batches:
-        with (
-            pool.connected() as ray,
-            tqdm(total=plan.n_chunks, desc="caching chunks", disable=not progress) as bar,
-        ):
-            attempts = ray.remote(num_cpus=0, max_restarts=0)(Attempts).remote()
-            with closing(_work(ray, plan, settings, pool, attempts)) as work:
-                for done in work:
-                    tally.take(done)
-                    bar.update(len(plan.batches[done.number].texts))
-            tally.n_retried = _n_retried(ray, attempts)
-    tally.require_all()
-    return tally.result(engine, time.perf_counter() - began)
+    began, chunks = time.perf_counter(), engine.chunks
+    sent = _sent(engine, source, pool)
+    refs = chunks.refer(texts)
+    failed: dict[int, str] = {}
+    for place, ref in enumerate(refs):
+        try:
+            chunks.require_fit([ref])
+        except InvalidChunk as error:
+            failed[place] = str(error)
+    sound = [place for place in range(len(refs)) if place not in failed]
+    agreed = dict(zip(sound, chunks.agree([refs[place] for place in sound]), strict=True))
+
+    # The last bits of a chunk depend on the chunks that share its pass. So passes are cut here, as
+    # `ChromaLink.add` cuts them in one process, and not by whoever is idle.
+    pages = [range(at, min(at + PAGE_SIZE, len(refs))) for at in range(0, len(refs), PAGE_SIZE)]
+    work: list[tuple[int, list[ChunkRef]]] = []
+    places_of: dict[str, list[int]] = {}
+    for number, places in enumerate(pages):
+        new: list[ChunkRef] = []
+        for place in places:
+            if (found := agreed.get(place)) is not None:
+                if found.key not in places_of:
+                    new.append(found)
+                places_of.setdefault(found.key, []).append(place)
+        missed = [ref for ref in chunks.look_up(new) if ref.state == "missed"]
+        work += [(number, group) for group in batches(missed)]
+
+    n_told = 0
+
+    def tell(n_complete: int) -> None:
+        nonlocal n_told
+        for places in pages[n_told:n_complete]:
+            if on_page is not None:
+                on_page(places, {place: failed[place] for place in places if place in failed})
+        n_told = n_complete
+
+    sent = replace(sent, block_size=engine.fingerprint.block_size)
+    done: list[Mapping[str, Any]] = []
+    n_missed = n_cached = sum(len(group) for _, group in work)
+    with tqdm(total=n_missed, desc="caching chunks", disable=not progress) as bar:
+        texts_of = [[ref.text for ref in group] for _, group in work]
+        results = _by_workers(pool, (sent, engine.key_of(PROBE), pool.n_cpus), texts_of)
+        for (page, group), result in zip(work, results, strict=True):
+            tell(page)
+            done.append(result)
+            for at, why in pickle.loads(result["failed"]).items():
+                n_cached -= 1
+                failed |= dict.fromkeys(places_of[group[at].key], why)
+            bar.update(len(group))
+    tell(len(pages))
+    n_records = len(refs) - len(failed)
+    first = min((one["began_at"] for one in done), default=0.0)
+    return ClusterIngest(
+        n_records=n_records,
+        n_cached=n_cached,
+        n_hit=n_records - n_cached,
+        failed=dict(sorted(failed.items())),
+        n_evicted=sum(engine.store.is_evicted(key, engine.fingerprint) for key in places_of),
+        bytes_on_disk=chunks.n_bytes([ref for _, group in work for ref in group]),
+        seconds=time.perf_counter() - began,
+        working_s=max((one["ended_at"] for one in done), default=0.0) - first,
+    )
 
 
-def _settings_of(engine: Engine, source: ModelSource, pool: WorkerPool) -> WorkerSettings:
-    for name in _LIVE:
+def add_on_ray(
+    link: ChromaLink,
+    source: ModelSource,
+    ids: Sequence[str],
+    texts: Sequence[str],
+    embeddings: Sequence[Sequence[float]],
+    metadatas: Sequence[Mapping[str, Any] | None] | None = None,
+    *,
+    pool: WorkerPool,
+    progress: bool = False,
+) -> ClusterIngest:
+    """`ChromaLink.add`, with chunks that are cached by the workers of ``pool``.
+
+    Records are written by this process, page by page, once the caches of a page and of those before
+    it are there. A text that can have no cache gets no record; a record of its id stays as it is.
+
+    Raises InvalidOption as `ChromaLink.add` does, and what `cache_on_ray` raises.
+    """
+    rows = link.check(ids, texts, embeddings, metadatas)
+
+    def write(places: range, failed: Mapping[int, str]) -> None:
+        if sound := [place for place in places if place not in failed]:
+            link.add(
+                [ids[at] for at in sound], [texts[at] for at in sound],
+                [embeddings[at] for at in sound], [rows[at] for at in sound], build_missing=False,
+            )  # fmt: skip
+
+    return cache_on_ray(link.engine, source, texts, pool, on_page=write, progress=progress)
+
+
+def _sent(engine: Engine, source: ModelSource, pool: WorkerPool) -> ModelSource:
+    """What workers are given. Raises InvalidOption for what cannot be sent."""
+    for name in ("engine", "model", "tokenizer"):
         if getattr(source, name) is not None:
             raise InvalidOption(
                 f"{name} is loaded in this process, and workers load their own; give model_name"
@@ -129,150 +199,92 @@ def _settings_of(engine: Engine, source: ModelSource, pool: WorkerPool) -> Worke
             "dtype='auto' may mean another one on a GPU of the workers than on this machine; give "
             "bfloat16 or float32"
         )
-    sent = replace(
-        source,
-        kv_dir=os.path.abspath(source.kv_dir),
-        dtype=engine.model.dtype_name,
-        device_map=source.device_map if pool.n_gpus else "cpu",
-    )
-    return WorkerSettings(source=sent, digest="", probe_key="", n_threads=pool.n_cpus)
-
-
-def _agreed(settings: WorkerSettings, engine: Engine) -> WorkerSettings:
-    """With what workers are checked against, once the block size is settled."""
-    fingerprint = engine.fingerprint
     return replace(
-        settings,
-        source=replace(settings.source, block_size=fingerprint.block_size),
-        digest=fingerprint.digest,
-        probe_key=engine.key_of(PROBE),
-    )
+        source, kv_dir=os.path.abspath(source.kv_dir), dtype=engine.model.dtype_name,
+        device_map=source.device_map if pool.n_gpus else "cpu",
+    )  # fmt: skip
 
 
-def _work(
-    ray: ModuleType,
-    plan: Plan,
-    settings: WorkerSettings,
-    pool: WorkerPool,
-    attempts: Any,  # noqa: ANN401
-) -> Generator[BatchDone]:
-    """What workers have done, in any order. A task whose worker ends is begun again by Ray."""
-    data, n_batches = ray.data, len(plan.batches)
-    rows = [to_row(batch) for batch in plan.batches]
+def _by_workers(
+    pool: WorkerPool, given: tuple[Any, ...], work: Sequence[Sequence[str]]
+) -> Iterator[Mapping[str, Any]]:
+    """What became of each batch of texts, in order. Ray repeats a batch whose worker ended.
+
+    given: the arguments of `CacheWorker`.
+    """
+    if not work:
+        return
     # Ray warns of both together; a worker with an accelerator asks for that.
     share = {"num_gpus": pool.n_gpus} if pool.n_gpus else {"num_cpus": pool.n_cpus}
-    # its plans, line by line, and that it shows no bar
-    with errors_only("ray.data"), _ray_errors(ray):
-        work = data.from_items(rows, override_num_blocks=min(n_batches, _MAX_TASKS)).map(
-            CacheWorker,
-            # one task at a time: what waits at a worker is kept from one that is idle
-            compute=data.ActorPoolStrategy(
-                size=min(pool.n_workers, n_batches), max_tasks_in_flight_per_actor=1
-            ),
-            fn_constructor_kwargs={"settings": settings, "attempts": attempts},
-            **share,
-        )
-        work.context.enable_progress_bars = False
-        for row in work.iter_rows():
-            yield done_in(row)
-
-
-@contextmanager
-def _ray_errors(ray: ModuleType) -> Iterator[None]:
-    try:
-        yield
-    except ray.exceptions.RayError as error:
-        raise ClusterError(
-            f"the ingest on Ray ended ({reason_of(error)}); what was cached stays, so begin it "
-            "again once the cluster works"
-        ) from error
-
-
-def _n_retried(ray: ModuleType, attempts: Any) -> int:  # noqa: ANN401
-    try:
-        n_retried: int = ray.get(attempts.n_retried.remote())
-    except ray.exceptions.RayError:  # the machine of who counted has gone
-        return 0
-    return n_retried
-
-
-class _Tally:
-    """What has been done of a plan, and which pages that completes."""
-
-    def __init__(self, plan: Plan, on_page: OnPage | None) -> None:
-        self._plan = plan
-        self._on_page = on_page
-        self._left = [0] * len(plan.pages)
-        for batch in plan.batches:
-            self._left[batch.page] += 1
-        self._done: dict[int, BatchDone] = {}
-        self._next_page = 0
-        self._failed_keys: dict[str, str] = {}
-        self._key_of = {ref.text: ref.key for ref in plan.refs if ref is not None}
-        self.n_retried = 0
-
-    def take(self, done: BatchDone) -> None:
-        """Count what a worker did. Raises ClusterError if it can do nothing."""
-        if done.refusal:
-            raise ClusterError(f"a worker cannot begin: {done.refusal}")
-        if done.number in self._done:
-            return
-        batch = self._plan.batches[done.number]
-        self._done[done.number] = done
-        self._failed_keys |= {
-            self._key_of[batch.texts[place]]: why for place, why in done.failed.items()
-        }
-        self._left[batch.page] -= 1
-        self._tell()
-
-    def _tell(self) -> None:
-        """In order: a chunk of a later page may stand in an earlier one too."""
-        while self._next_page < len(self._left) and not self._left[self._next_page]:
-            places = self._plan.pages[self._next_page]
-            self._next_page += 1
-            if self._on_page is not None:
-                self._on_page(places, self._failed(places))
-
-    def _failed(self, places: Iterable[int]) -> dict[int, str]:
-        """Place of a text -> why it has no cache."""
-        failed = {}
-        for place in places:
-            ref = self._plan.refs[place]
-            if ref is None:
-                failed[place] = self._plan.failed[place]
-            elif ref.key in self._failed_keys:
-                failed[place] = self._failed_keys[ref.key]
-        return failed
-
-    def require_all(self) -> None:
-        """Tells of pages without work; raises ClusterError if Ray lost a batch."""
-        if lost := len(self._plan.batches) - len(self._done):
-            raise ClusterError(
-                f"Ray ended without {lost} of {len(self._plan.batches)} batches; begin again, what "
-                "was cached stays"
+    # pickled, as texts may hold what Arrow refuses
+    size = min(pool.n_workers, len(work))
+    rows = [{"texts": pickle.dumps(texts)} for texts in work]
+    with pool.connected() as ray:
+        logging.getLogger("ray.data").setLevel(logging.ERROR)  # it tells of each step
+        data = ray.data
+        try:
+            results = data.from_items(rows, override_num_blocks=min(len(rows), _MAX_TASKS)).map(
+                CacheWorker,
+                # one task at a time: what waits at a worker is kept from one that is idle
+                compute=data.ActorPoolStrategy(size=size, max_tasks_in_flight_per_actor=1),
+                fn_constructor_args=given,
+                ray_remote_args_fn=lambda: {"max_task_retries": MAX_RETRIES},
+                **share,
             )
-        self._tell()
+            results.context.enable_progress_bars = False
+            results.context.execution_options.preserve_order = True
+            yield from results.iter_rows()
+        except ray.exceptions.RayError as error:
+            raise ClusterError(
+                f"the ingest on Ray ended ({reason_in(str(error))}); what was cached stays, so "
+                "begin it again once the cluster works. If workers end over and over, give each "
+                "more memory, or split the texts smaller"
+            ) from error
 
-    def result(self, engine: Engine, seconds: float) -> ClusterIngest:
-        done, plan = [*self._done.values()], self._plan
-        n_cached = sum(one.n_computed for one in done)
-        failed = self._failed(range(len(plan.refs)))
-        n_records = len(plan.refs) - len(failed)
-        keys = {ref.key for ref in plan.refs if ref is not None}
-        cpu_s: dict[str, float] = {}
-        for one in done:
-            cpu_s[one.worker] = cpu_s.get(one.worker, 0.0) + one.cpu_s
-        began = min((one.began_at for one in done), default=0.0)
-        return ClusterIngest(
-            n_records=n_records,
-            n_cached=n_cached,
-            n_hit=n_records - n_cached,
-            failed=failed,
-            n_retried=self.n_retried,
-            n_evicted=sum(engine.store.is_evicted(key, engine.fingerprint) for key in keys),
-            n_workers=len({one.worker for one in done}),
-            bytes_on_disk=engine.chunks.n_bytes(plan.missed),
-            seconds=seconds,
-            working_s=max((one.ended_at for one in done), default=0.0) - began,
-            cpu_s=max(cpu_s.values(), default=0.0),
-        )
+
+# -- in a worker --------------------------------------------------------------------------------
+
+
+class CacheWorker:
+    """One process that has loaded the model once and caches the chunks of batches.
+
+    source: model and store, in plain values; its block size is settled. probe_key: key of `PROBE`.
+    n_threads: threads that torch may use.
+
+    Raises InvalidOption if it would make other caches than the ingest means, or put them elsewhere.
+    """
+
+    def __init__(self, source: ModelSource, probe_key: str, n_threads: int) -> None:
+        torch.set_num_threads(n_threads)
+        here = f"on {platform.node()}"
+        if source.kv_remote is None and not Path(str(source.kv_dir)).is_dir():  # made for nobody
+            raise InvalidOption(
+                f"the folder {source.kv_dir} of chunk caches does not exist {here}; give one that "
+                "all machines share under the same path"
+            )
+        self._engine = engine_of(source)
+        if self._engine.key_of(PROBE) != probe_key:
+            raise InvalidOption(
+                f"the model {source.model_name!r} or the store {source.kv_dir} {here} is not the "
+                "one that the ingest began with; give all machines the same files of the model, "
+                "and one folder, or SAMKV_STORE_SECRET to all that share a remote tier"
+            )
+
+    def __call__(self, row: Mapping[str, bytes]) -> dict[str, Any]:
+        """Cache the texts of a batch in one pass, or one by one if that fails.
+
+        The row of the result has ``failed``: place in the batch -> why that chunk has no cache.
+        """
+        began_at, failed = time.time(), dict[int, str]()
+        chunks = self._engine.chunks
+        # All of them, those too that a worker which was killed has cached: see `cache_on_ray`.
+        refs = [replace(ref, state="missed") for ref in chunks.refer(pickle.loads(row["texts"]))]
+        try:
+            chunks.compute(refs)
+        except Exception:
+            for place, ref in enumerate(chunks.look_up(refs)):
+                try:
+                    chunks.compute([ref])
+                except Exception as error:
+                    failed[place] = " ".join(f"{type(error).__name__}: {error}".split())
+        return {"failed": pickle.dumps(failed), "began_at": began_at, "ended_at": time.time()}

@@ -1,8 +1,7 @@
-"""The workers of an ingest, and the cluster that they run on."""
+"""Processes on Ray, and the cluster that they run on."""
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 import secrets
@@ -12,16 +11,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from samkv_integrations.errors import InvalidOption, MissingExtra
 
-if TYPE_CHECKING:
-    from types import ModuleType
-
-
 _ADDRESS = re.compile(r"[^/\s]+:[0-9]+")
-_PATIENCE_S = 5.0
+_ERROR = re.compile(r"[\w.]+(Error|Exception|Interrupt): ")
 
 _OWN_CLUSTER = {
     # Ray listens on all addresses of a machine, and runs the code that it is sent.
@@ -34,34 +29,19 @@ _OWN_CLUSTER = {
 is imported."""
 
 
-@contextmanager
-def errors_only(logger_name: str) -> Iterator[None]:
-    """A block in which a logger of Ray's tells of errors and of nothing else."""
-    logger = logging.getLogger(logger_name)
-    before = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)
-
-
 def require_ray() -> None:
     """Raises MissingExtra if Ray is not installed. It is not imported."""
     if find_spec("ray") is None:
         raise MissingExtra.of("ray", "ray")
 
 
-def _imported(*, for_own_cluster: bool) -> ModuleType:
-    if for_own_cluster and "ray" not in sys.modules:
-        for name, value in _OWN_CLUSTER.items():
-            os.environ.setdefault(name, value)
-    try:
-        import ray
-        import ray.data
-    except ImportError as error:
-        raise MissingExtra.of("ray", "ray") from error
-    return ray
+def reason_in(message: str) -> str:
+    """The cause in an error of Ray's, which holds a traceback and lines of its own after it."""
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    if ours := [line for line in lines if line.startswith("samkv_integrations.errors.")]:
+        return ours[-1].partition(": ")[2]
+    errors = [line for line in lines if _ERROR.match(line)]
+    return errors[-1] if errors else lines[0] if lines else "Ray does not say"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,78 +61,58 @@ class WorkerPool:
     address: str | None = None
 
     def __post_init__(self) -> None:
-        for name, least in (("n_workers", 1), ("n_cpus", 1)):
+        for name, least in (("n_workers", 1), ("n_cpus", 1), ("n_gpus", 0)):
             value = getattr(self, name)
-            if type(value) is not int or value < least:
-                raise InvalidOption(f"{name}={value!r}; give a whole number of at least {least}")
-        if not self.n_gpus >= 0:
-            raise InvalidOption(f"n_gpus={self.n_gpus!r}; give 0 or more")
+            if not value >= least or (least and type(value) is not int):
+                raise InvalidOption(f"{name}={value!r}; give a number of at least {least}")
         if self.address not in (None, "auto") and not _ADDRESS.fullmatch(str(self.address)):
             raise InvalidOption(f"address={self.address!r}; give HOST:PORT of a cluster, or 'auto'")
 
     @contextmanager
-    def connected(self) -> Iterator[ModuleType]:
+    def connected(self) -> Iterator[Any]:
         """Ray, connected to the cluster, on which one worker at least has room.
 
         Raises:
             MissingExtra: Ray is not installed.
             InvalidOption: the cluster cannot be reached, or has no room for a worker.
         """
-        ray = _imported(for_own_cluster=self.address is None)
-        if ray.is_initialized():
-            self._require_room(ray)
-            yield ray
-            return
-        self._connect(ray)
+        if self.address is None and "ray" not in sys.modules:
+            for name, value in _OWN_CLUSTER.items():
+                os.environ.setdefault(name, value)
+        require_ray()
+        import ray.data
+
+        is_begun_here = not ray.is_initialized()
+        if is_begun_here:
+            self._connect(ray)
         try:
-            self._require_room(ray)
+            # rather than wait for ever for a worker that fits nowhere
+            total = ray.cluster_resources()  # type: ignore[no-untyped-call]
+            cpus, gpus = total.get("CPU", 0), total.get("GPU", 0)
+            # the nodes of a cluster may become more, this machine does not grow
+            n_needed = self.n_workers if self.address is None else 1
+            if n_needed * self.n_cpus > cpus or n_needed * self.n_gpus > gpus:
+                raise InvalidOption(
+                    f"{self.n_workers} workers of {self.n_cpus} CPUs and {self.n_gpus:g} GPUs; Ray "
+                    f"has {cpus:g} CPUs and {gpus:g} GPUs in all; give fewer or smaller ones"
+                )
             yield ray
         finally:
-            ray.shutdown()
+            if is_begun_here:
+                ray.shutdown()
 
-    def _connect(self, ray: ModuleType) -> None:
-        if self.address is None:
-            given: dict[str, Any] = {"address": "local", "include_dashboard": False}
-        else:
-            given = {"address": self.address}
+    def _connect(self, ray: Any) -> None:  # noqa: ANN401
         try:
-            if self.address not in (None, "auto"):
-                _require_answer(str(self.address))
-            ray.init(log_to_driver=False, logging_level="ERROR", **given)
+            if self.address not in (None, "auto"):  # Ray itself would wait minutes for an answer
+                host, _, port = str(self.address).rpartition(":")
+                socket.create_connection((host.strip("[]"), int(port)), timeout=5.0).close()
+            ray.init(
+                address=self.address or "local", log_to_driver=False, logging_level="ERROR",
+                include_dashboard=None if self.address else False,
+            )  # fmt: skip
         except (OSError, OverflowError, RuntimeError, ValueError) as error:
-            where = "on this machine" if self.address is None else f"at {self.address!r}"
+            why = (str(error).strip().splitlines() or [repr(error)])[0]
             raise InvalidOption(
-                f"there is no Ray cluster {where} ({_first_line(error)}); start one with "
-                "'ray start --head', or leave the address out for one of this process"
+                f"there is no Ray cluster at {self.address or 'this machine'!r} ({why}); start one "
+                "with 'ray start --head', or leave the address out for one of this process"
             ) from error
-
-    def _require_room(self, ray: ModuleType) -> None:
-        """Raises InvalidOption rather than wait for ever for a worker that fits nowhere."""
-        n_fitting = 0
-        for node in ray.nodes():
-            has = node["Resources"] if node["Alive"] else {}
-            n_fitting += int(
-                min(
-                    has.get("CPU", 0.0) // self.n_cpus,
-                    has.get("GPU", 0.0) / self.n_gpus if self.n_gpus else self.n_workers,
-                )
-            )
-        # The nodes of a cluster may become more, this machine does not grow.
-        least = self.n_workers if self.address is None else 1
-        if n_fitting < least:
-            total = ray.cluster_resources()
-            raise InvalidOption(
-                f"{self.n_workers} workers of {self.n_cpus} CPUs and {self.n_gpus:g} GPUs; Ray has "
-                f"{total.get('CPU', 0):g} CPUs and {total.get('GPU', 0):g} GPUs in all, room for "
-                f"{n_fitting}; give fewer or smaller ones"
-            )
-
-
-def _require_answer(address: str) -> None:
-    """Raises OSError if nothing listens there, for which Ray itself would wait minutes."""
-    host, _, port = address.rpartition(":")
-    socket.create_connection((host.strip("[]"), int(port)), timeout=_PATIENCE_S).close()
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [repr(error)])[0]

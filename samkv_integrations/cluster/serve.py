@@ -1,31 +1,108 @@
-"""An ASGI application as several replicas behind one address, with Ray Serve."""
+"""Replicas of an ASGI application behind one address, with Ray Serve."""
 
 from __future__ import annotations
 
 import logging
-import re
-import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
 
 import torch
 
-from samkv_integrations.cluster.pool import errors_only
-from samkv_integrations.cluster.replicas import Replicas
-from samkv_integrations.errors import ClusterError, InvalidOption, MissingExtra
+from samkv_integrations.cluster.pool import WorkerPool, reason_in
+from samkv_integrations.errors import ClusterError, InvalidOption, UnknownOption
 
 APPLICATION = "samkv"
 """Its name on the cluster."""
 
-_ENDING_S = 15.0
-"""Seconds that Ray may take beside the grace of the answers."""
+Route = Literal["load", "collection"]
+"""To which replica a request goes: one that is less busy, or that of its collection."""
 
-_REQUEST_ID = b"x-request-id"
-_ERROR = re.compile(r"[\w.]+(Error|Exception|Interrupt): ")
+SESSION_HEADER = "x-session-id"
+"""Names the collection of a request: Ray's proxies look at headers, and at no body."""
+
+_BY_SESSION = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
 
 App = Callable[[Any, Any, Any], Awaitable[None]]
 """An ASGI application."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replicas:
+    """Replicas of one application on Ray Serve.
+
+    n_replicas: at first; None for 2, or ``least``. least, most: between how many Ray chooses by
+        their load; without ``most`` there are always as many.
+    n_cpus, n_gpus, address: of each replica, and the cluster; see `WorkerPool`.
+    n_at_once: requests that a replica works at together; Ray aims at so many.
+    n_waiting: requests that may wait at a replica beside them. As many as both together may wait at
+        each proxy while all replicas are full; it refuses the next one.
+    route: ``collection`` sends all requests with the same `SESSION_HEADER` to the same replica, or
+        to the next ones while that is full.
+    grace_s: seconds that running answers have when a replica ends.
+    """
+
+    n_replicas: int | None = None
+    least: int | None = None
+    most: int | None = None
+    n_cpus: int = 1
+    n_gpus: float = 0.0
+    address: str | None = None
+    n_at_once: int = 8
+    n_waiting: int = 64
+    route: Route = "load"
+    grace_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        if self.route not in get_args(Route):
+            raise UnknownOption.among("route", self.route, get_args(Route))
+        if self.most is None and self.least is not None:
+            raise InvalidOption(f"at least {self.least} replicas; say how many at most, too")
+        if self.most is not None and not 1 <= (self.least or 1) <= self.n_first <= self.most:
+            raise InvalidOption(
+                f"{self.n_first} replicas, at least {self.least or 1} and at most {self.most}; "
+                "give 1 <= least <= replicas <= most"
+            )
+        self.pool  # noqa: B018, raises for what is no number of replicas, or no address
+
+    @property
+    def n_first(self) -> int:
+        """Replicas at first."""
+        default = 2 if self.most is None else self.least or 1
+        return default if self.n_replicas is None else self.n_replicas
+
+    @property
+    def pool(self) -> WorkerPool:
+        """What they take of a cluster, when they are most."""
+        n_most = self.most or self.n_first
+        return WorkerPool(
+            n_workers=n_most, n_cpus=self.n_cpus, n_gpus=self.n_gpus, address=self.address
+        )
+
+    def deployment_options(self) -> dict[str, Any]:
+        """The arguments of Ray's ``serve.deployment``."""
+        n_ongoing = self.n_at_once + self.n_waiting
+        options: dict[str, Any] = {
+            "max_ongoing_requests": n_ongoing,
+            "max_queued_requests": n_ongoing,
+            "graceful_shutdown_wait_loop_s": min(1.0, self.grace_s),
+            "graceful_shutdown_timeout_s": self.grace_s,
+            "ray_actor_options": {"num_cpus": self.n_cpus, "num_gpus": self.n_gpus},
+            "logging_config": {"log_level": "WARNING"},
+        }
+        if self.most is None:
+            options["num_replicas"] = self.n_first
+        else:
+            options["autoscaling_config"] = {
+                "min_replicas": self.least or 1,
+                "initial_replicas": self.n_first,
+                "max_replicas": self.most,
+                "target_ongoing_requests": self.n_at_once,
+            }
+        if self.route == "collection":
+            options["request_router_config"] = {"request_router_class": _BY_SESSION}
+        return options
 
 
 @contextmanager
@@ -42,39 +119,49 @@ def serving(
     Raises:
         InvalidOption: the cluster cannot be reached, has no room, or serves already.
         ClusterError: no replica can begin.
-        MissingExtra: Ray Serve is not installed.
+        MissingExtra: Ray is not installed.
     """
-    options = replicas.deployment_options()
-    with replicas.pool.connected():
-        try:
-            from ray import serve
-        except ImportError as error:
-            raise MissingExtra.of("ray", "ray") from error
-        _require_unused(serve)
-        with errors_only("ray.serve"):  # it tells of each step
-            try:
-                serve.start(
-                    proxy_location="EveryNode",
-                    http_options={"host": host, "port": port},
-                    logging_config={"log_level": "WARNING"},
-                )
-                answering = serve.ingress(_builder(build, n_threads))()
-                made = serve.deployment(name="replica", **options)(answering)
-                _run(serve, made.bind())
-                yield
-            finally:
-                _end(serve, replicas.grace_s)
-
-
-def _builder(build: Callable[[], App], n_threads: int) -> Callable[[], App]:
-    """A function without arguments, as Ray wants one."""
 
     def made_in_replica() -> App:
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
         torch.set_num_threads(n_threads)
         return without_request_id(build())
 
-    return made_in_replica
+    with replicas.pool.connected():
+        from ray import serve as ray_serve
+
+        serve: Any = ray_serve
+
+        if serve.status().proxies:  # they might let in whoever asks
+            raise InvalidOption(
+                "Ray Serve runs on this cluster already, with an address of its own; end it with "
+                "'serve shutdown', or give another cluster"
+            )
+        logging.getLogger("ray.serve").setLevel(logging.ERROR)  # it tells of each step
+        try:
+            serve.start(
+                proxy_location="EveryNode",
+                http_options={"host": host, "port": port},
+                logging_config={"log_level": "WARNING"},
+            )
+            answering = serve.ingress(made_in_replica)()
+            made = serve.deployment(name="replica", **replicas.deployment_options())(answering)
+            try:
+                serve.run(made.bind(), name=APPLICATION, route_prefix="/")
+            except RuntimeError as error:
+                found = serve.status().applications.get(APPLICATION)
+                told = [one.message for one in found.deployments.values()] if found else []
+                reason = reason_in("\n".join([str(error), *told]))
+                raise ClusterError(f"no replica can begin: {reason}") from error
+            yield
+        finally:
+            try:
+                for _ in range(1 + int(replicas.grace_s // 60)):
+                    with suppress(TimeoutError):  # after a minute of its own
+                        serve.delete(APPLICATION)  # which lets answers end
+                        break
+            finally:
+                serve.shutdown()
 
 
 def without_request_id(app: App) -> App:
@@ -83,50 +170,12 @@ def without_request_id(app: App) -> App:
     async def passed_on(scope: Any, receive: Any, send: Any) -> None:  # noqa: ANN401
         async def send_without(message: Any) -> None:  # noqa: ANN401
             if message["type"] == "http.response.start":
-                headers = [pair for pair in message["headers"] if pair[0].lower() != _REQUEST_ID]
+                headers = [
+                    pair for pair in message["headers"] if pair[0].lower() != b"x-request-id"
+                ]
                 message = message | {"headers": headers}
             await send(message)
 
         await app(scope, receive, send_without)
 
     return passed_on
-
-
-def _require_unused(serve: Any) -> None:  # noqa: ANN401
-    """The address of Ray Serve is that of who began it, and might let in whoever asks."""
-    if serve.status().proxies:
-        raise InvalidOption(
-            "Ray Serve runs on this cluster already, with an address of its own; end it with "
-            "'serve shutdown', or give another cluster"
-        )
-
-
-def _run(serve: Any, bound: Any) -> None:  # noqa: ANN401
-    try:
-        serve.run(bound, name=APPLICATION, route_prefix="/")
-    except RuntimeError as error:
-        found = serve.status().applications.get(APPLICATION)
-        told = [one.message for one in found.deployments.values()] if found else []
-        reason = reason_in("\n".join([str(error), *told]))
-        raise ClusterError(f"no replica can begin: {reason}") from error
-
-
-def reason_in(message: str) -> str:
-    """What went wrong in a replica: Ray hands on its traceback, and lines of its own after it."""
-    lines = [line.strip() for line in message.splitlines() if line.strip()]
-    if ours := [line for line in lines if line.startswith("samkv_integrations.errors.")]:
-        return ours[-1].partition(": ")[2]
-    errors = [line for line in lines if _ERROR.match(line)]
-    return errors[-1] if errors else lines[0] if lines else "Ray does not say"
-
-
-def _end(serve: Any, grace_s: float) -> None:  # noqa: ANN401
-    """End the replicas, which let their answers end, and Ray Serve after them."""
-    until = time.monotonic() + grace_s + _ENDING_S
-    try:
-        while time.monotonic() < until:
-            with suppress(TimeoutError):  # after a minute of its own
-                serve.delete(APPLICATION)
-                break
-    finally:
-        serve.shutdown()

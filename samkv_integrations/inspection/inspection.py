@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import html
+import json
+import re
 from dataclasses import asdict, dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +16,8 @@ from torch import Tensor
 from samkv_integrations.engine.report import Report
 from samkv_integrations.engine.watch import State
 from samkv_integrations.errors import InvalidOption
-from samkv_integrations.inspection import page
 
-FRAME_HEIGHT = 720
-
+PAGE = Path(__file__).with_name("page.html")
 _UNMEASURED = ("announce_s", "wait_s", "ttft_s", "decode_tokens_per_s")
 
 
@@ -75,10 +75,8 @@ class Inspection:
     full_report: Report
 
     def __repr__(self) -> str:
-        verdict = "the answer" if self.is_same else "not the answer"
         return (
-            f"Inspection({self.title!r}, {self.report.ran}: {self.answer!r}, {verdict} of full "
-            f"prefill, {len(self.pieces)} tokens, {len(self.names)} chunks, {self.n_layers} layers)"
+            f"Inspection({self.title!r}, {self.report.ran}: {self.answer!r}, same={self.is_same})"
         )
 
     @property
@@ -98,14 +96,16 @@ class Inspection:
 
         Raises InvalidOption if there is no such layer.
         """
-        if layer is not None:
-            return [State(int(state)) for state in self.states[self._layers(layer)][0]]
-        found = self.states[0].clone()
-        for state in (State.DROPPED, State.KEPT, State.RECOMPUTED):
+        if layer is not None and not 0 <= layer < self.n_layers:
+            raise InvalidOption(
+                f"layer={layer}; {self.report.model!r} has {self.n_layers}, counted from 0"
+            )
+        found = self.states[layer or 0].clone()
+        for state in (State.DROPPED, State.KEPT, State.RECOMPUTED) if layer is None else ():
             found[(self.states == state).any(0)] = state
         return [State(int(state)) for state in found]
 
-    @cached_property
+    @property
     def chunks(self) -> tuple[InspectedChunk, ...]:
         """The chunks in the order of the prompt, all layers together."""
         return self.chunks_at()
@@ -115,59 +115,62 @@ class Inspection:
 
         Raises InvalidOption if there is no such layer.
         """
-        layers = self._layers(layer)
-        return tuple(self._chunk(index, layers) for index in range(len(self.names)))
-
-    def _layers(self, layer: int | None) -> slice:
-        if layer is None:
-            return slice(None)
-        if not 0 <= layer < self.n_layers:
-            raise InvalidOption(
-                f"layer={layer}; {self.report.model!r} has {self.n_layers}, counted from 0"
+        if layer is not None:
+            self.state_at(layer)  # refuses one that there is not
+        layers, found = slice(None) if layer is None else slice(layer, layer + 1), []
+        for index, (name, text) in enumerate(zip(self.names, self.texts, strict=True)):
+            own = self.chunk_of == index
+            states = self.states[layers, own]
+            kept, recomputed, dropped = (
+                float((states == state).float().mean())
+                for state in (State.KEPT, State.RECOMPUTED, State.DROPPED)
             )
-        return slice(layer, layer + 1)
-
-    def _chunk(self, index: int, layers: slice) -> InspectedChunk:
-        own = self.chunk_of == index
-        states = self.states[layers, own]
-        kept, recomputed, dropped = (
-            float((states == state).float().mean())
-            for state in (State.KEPT, State.RECOMPUTED, State.DROPPED)
-        )
-        scores = torch.empty(0) if self.scores is None else self.scores[own]
-        scores = scores[~scores.isnan()]
-        return InspectedChunk(
-            name=self.names[index],
-            text=self.texts[index],
-            n_tokens=int(own.sum()),
-            is_cached=not bool((states == State.MISSED).any()),
-            kept=kept,
-            recomputed=recomputed,
-            dropped=dropped,
-            attention=float(self.attention[layers, own].sum(1).mean()),
-            full_attention=float(self.full_attention[layers, own].sum(1).mean()),
-            score=float(scores.max()) if len(scores) else None,
-        )
+            scores = [] if self.scores is None else self.scores[own].tolist()
+            chunk = InspectedChunk(
+                name=name, text=text, n_tokens=int(own.sum()), kept=kept, recomputed=recomputed,
+                dropped=dropped, is_cached=not bool((states == State.MISSED).any()),
+                attention=float(self.attention[layers, own].sum(1).mean()),
+                full_attention=float(self.full_attention[layers, own].sum(1).mean()),
+                score=max((score for score in scores if score == score), default=None),
+            )  # fmt: skip
+            found.append(chunk)
+        return tuple(found)
 
     def to_dict(self) -> dict[str, Any]:
         """The answers, the chunks and the reports, as JSON-able values; no tensors.
 
         Reports are without the times that an answer which is watched does not have.
         """
-        return {
-            "title": self.title,
-            "answer": self.answer,
-            "full_answer": self.full_answer,
-            "same": self.is_same,
-            "n_layers": self.n_layers,
-            "chunks": [asdict(chunk) for chunk in self.chunks],
-            "report": _measured(self.report),
-            "full_report": _measured(self.full_report),
+        reports = {
+            name: {key: value for key, value in report.to_dict().items() if key not in _UNMEASURED}
+            for name, report in (("report", self.report), ("full_report", self.full_report))
         }
+        return {
+            "title": self.title, "answer": self.answer, "full_answer": self.full_answer,
+            "same": self.is_same, "n_layers": self.n_layers,
+            "chunks": [asdict(chunk) for chunk in self.chunks],
+            **reports,
+        }  # fmt: skip
 
     def to_html(self) -> str:
-        """A page that needs nothing but a browser, with every token and a slider over layers."""
-        return page.of(self.to_dict(), self._tokens())
+        """A page that needs nothing but a browser, with every token and a slider over layers.
+
+        All texts in it are data: none of them becomes markup.
+        """
+        scores = None if self.scores is None else self.scores.tolist()
+        tokens = {
+            "pieces": list(self.pieces),
+            "chunk_of": self.chunk_of.tolist(),
+            **{name: _packed(getattr(self, name)) for name in ("attention", "full_attention")},
+            "states": _packed(self.states.to(torch.uint8)),
+            "scores": scores and [None if x != x else round(x, 6) for x in scores],
+        }
+        shown = {"summary": self.to_dict(), "tokens": tokens}
+        data = json.dumps(shown, ensure_ascii=False, allow_nan=False)
+        # what could end the element, or begin a comment, in a document's text
+        data = re.sub("[<\u2028\u2029]", lambda found: f"\\u{ord(found[0]):04x}", data)
+        before, after = PAGE.read_text(encoding="utf-8").split("__DATA__")
+        return before + data + after
 
     def save_html(self, file: str | Path) -> None:
         """Write `to_html`. Raises InvalidOption if the file cannot be written."""
@@ -180,22 +183,16 @@ class Inspection:
         document = html.escape(self.to_html(), quote=True)
         return (
             f'<iframe srcdoc="{document}" sandbox="allow-scripts" title="What an answer read" '
-            f'style="width: 100%; height: {FRAME_HEIGHT}px; border: 0"></iframe>'
+            f'style="width: 100%; height: 720px; border: 0"></iframe>'
         )
 
-    def _tokens(self) -> dict[str, Any]:
-        """What the page draws."""
-        return {
-            "pieces": list(self.pieces),
-            "chunk_of": self.chunk_of.tolist(),
-            "states": page.packed(self.states.to(torch.uint8)),
-            "attention": page.packed(page.shares(self.attention)),
-            "full_attention": page.packed(page.shares(self.full_attention)),
-            "scores": None
-            if self.scores is None
-            else [None if value != value else round(value, 6) for value in self.scores.tolist()],
-        }
 
+def _packed(values: Tensor) -> str:
+    """The bytes of a tensor, little-endian, row after row, as base64.
 
-def _measured(report: Report) -> dict[str, Any]:
-    return {name: value for name, value in report.to_dict().items() if name not in _UNMEASURED}
+    Numbers from 0 to 1 become whole ones from 0 to 65535.
+    """
+    if values.is_floating_point():
+        values = (values.clamp(0, 1) * 65535).round().to(torch.int32).to(torch.uint16)
+    array = values.contiguous().numpy()
+    return base64.b64encode(array.astype(array.dtype.newbyteorder("<")).tobytes()).decode()

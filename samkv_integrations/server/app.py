@@ -1,108 +1,231 @@
-"""The server as an ASGI application: all routes, behind the guard."""
+"""The server as an ASGI application: the guard, and behind it all routes and the page."""
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import logging
+import re
+import time
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import HTMLResponse, JSONResponse, Response
 from fastapi.security import HTTPBearer
 from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from samkv_integrations import figures
+from samkv_integrations.engine.tracing import below_caller
 from samkv_integrations.errors import SamkvError
-from samkv_integrations.server import ask, chunks, completions, page
-from samkv_integrations.server.documented import ERRORS
+from samkv_integrations.server import ask, chunks, completions
+from samkv_integrations.server.bodies import ErrorBody
 from samkv_integrations.server.failures import Failure
-from samkv_integrations.server.guard import Guard, Rules
-from samkv_integrations.server.service import Service
+from samkv_integrations.server.service import Metrics, Service, Settings
+from samkv_integrations.server.tenancy import ApiKeys, Tenancy, Tenant
+
+PAGE = Path(__file__).with_name("page.html")
+
+OPEN_PATHS = ("/health", "/")
+"""What is answered without a key: nothing of anybody."""
+
+_OWN_NAMES = ("localhost", "127.0.0.1", "[::1]")
+_REQUEST_ID = re.compile(r"[\w.:-]{1,128}")
+_log = logging.getLogger(__name__)
 
 _DESCRIPTION = """OpenAI's API in front of a local model. Texts of cached chunks are found in
 prompts, and answered from their caches."""
 
 
-def create_app(service: Service, rules: Rules) -> FastAPI:
+def create_app(tenancy: Tenancy, keys: ApiKeys, settings: Settings) -> FastAPI:
     """The application; ``/openapi.json`` describes its routes."""
+    service = Service(tenancy, settings)
     app = FastAPI(
         title="samkv", version=figures.version(), description=_DESCRIPTION,
         docs_url=None, redoc_url=None,  # pages that load scripts from elsewhere
         redirect_slashes=False,  # an error is said, in OpenAI's form
         telemetry={"logs": False},  # messages of errors, which may hold a prompt
     )  # fmt: skip
-    app.add_middleware(Guard, rules=rules, metrics=service.metrics)
-    _add_handlers(app)
+    app.add_middleware(
+        Guard, keys=keys, max_body_bytes=settings.max_body_bytes, metrics=service.metrics
+    )
+
+    @app.exception_handler(HTTPException)
+    @app.exception_handler(RequestValidationError)
+    @app.exception_handler(SamkvError)
+    async def failed(request: Request, error: Exception) -> JSONResponse:
+        if isinstance(error, RequestValidationError):
+            failure = Failure.of_body(error.errors())
+        elif isinstance(error, HTTPException) and not isinstance(error, Failure):
+            failure = _of_framework(request, error)
+        else:
+            failure = Failure.of(error)
+        request.state.failure = failure
+        return failure.response
 
     @app.get("/health", tags=["server"])
     async def health() -> dict[str, str]:
         """Whether the server is up."""
         return {"status": "ok"}
 
-    app.include_router(page.router())
-    app.include_router(_guarded(service))
-    return app
+    html = PAGE.read_text(encoding="utf-8")
+    headers = page_headers(html)
 
+    @app.get("/", tags=["server"], response_class=HTMLResponse)
+    async def page() -> HTMLResponse:
+        """A page to ask from."""
+        return HTMLResponse(html, headers=headers)
 
-def _guarded(service: Service) -> APIRouter:
-    """The routes that need a key, where there are keys; the guard has asked for it."""
-    bearer = Depends(HTTPBearer(auto_error=False))  # for the documentation alone
-    routes = APIRouter(responses=ERRORS, dependencies=[bearer])
+    # The guard asks for keys; the dependency documents it.
+    bearer = Depends(HTTPBearer(auto_error=False))
+    errors: dict[int | str, dict[str, Any]] = {
+        "default": {"model": ErrorBody, "description": "An error; docs/server.md lists them."}
+    }
+    guarded = APIRouter(responses=errors, dependencies=[bearer])
     for part in (completions, chunks, ask):
-        routes.include_router(part.router(service))
+        guarded.include_router(part.router(service))
 
-    @routes.get("/metrics", tags=["server"], response_class=Response)
+    @guarded.get("/metrics", tags=["server"], response_class=Response)
     async def metrics() -> Response:
         """Figures for Prometheus."""
         return Response(service.metrics.text, media_type=CONTENT_TYPE_LATEST)
 
-    @routes.get("/v1/models", tags=["models"])
+    described = {
+        "id": settings.model_name, "object": "model", "created": service.since,
+        "owned_by": "samkv", "max_model_len": tenancy.scheduler.model.context_window,
+    }  # fmt: skip
+
+    @guarded.get("/v1/models", tags=["models"])
     async def models() -> dict[str, Any]:
         """The models, of which there is one."""
-        return {"object": "list", "data": [_model(service)]}
+        return {"object": "list", "data": [described]}
 
-    @routes.get("/v1/models/{model:path}", tags=["models"])
+    @guarded.get("/v1/models/{model:path}", tags=["models"])
     async def model(model: str) -> dict[str, Any]:
         """One model."""
         service.require_model(model)
-        return _model(service)
+        return described
 
-    return routes
+    app.include_router(guarded)
+    return app
 
 
-def _model(service: Service) -> dict[str, Any]:
-    window = service.tenancy.scheduler.model.context_window
+def _of_framework(request: Request, error: HTTPException) -> Failure:
+    if error.status_code == 400:  # FastAPI's, of a body that Python cannot decode
+        return Failure(
+            400, "the body is no JSON that can be read: it has to be UTF-8, with numbers of at "
+            "most 4,300 digits, and lists and objects that are not too deep",
+        )  # fmt: skip
+    what = f"{request.method} {request.url.path[:80]}"
+    message = f"{what}: {error.detail}; /openapi.json lists what there is"
+    return Failure(error.status_code, message, code="not_found")
+
+
+def page_headers(html: str) -> dict[str, str]:
+    """Headers of the page: a browser runs its own script alone, and asks this server alone."""
+
+    def hash_of(tag: str) -> str:
+        (content,) = re.findall(f"<{tag}>(.*?)</{tag}>", html, re.DOTALL)
+        digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
+        return f"'sha256-{digest}'"
+
+    policy = (
+        f"default-src 'none'; script-src {hash_of('script')}; style-src {hash_of('style')}; "
+        "img-src data:; connect-src 'self'; base-uri 'none'; form-action 'none'; "
+        "frame-ancestors 'none'; require-trusted-types-for 'script'"
+    )
     return {
-        "id": service.model_name, "object": "model", "created": service.since, "owned_by": "samkv",
-        "max_model_len": window,
-    }  # fmt: skip
+        "content-security-policy": policy,
+        "x-content-type-options": "nosniff",
+        "x-frame-options": "DENY",
+        "referrer-policy": "no-referrer",
+        "cross-origin-opener-policy": "same-origin",
+        "cache-control": "no-cache",
+    }
 
 
-def _add_handlers(app: FastAPI) -> None:
-    """Errors in OpenAI's shape."""
+class Guard:
+    """ASGI middleware. What it lets pass finds its tenant in ``request.state.tenant``.
 
-    @app.exception_handler(Failure)
-    async def failed(request: Request, error: Failure) -> JSONResponse:
-        request.state.failure = error
-        return error.response
+    Without keys, only requests to a loopback name pass: another name is that of a page in a browser
+    whose name was pointed here (DNS rebinding).
+    """
 
-    @app.exception_handler(SamkvError)
-    async def refused(request: Request, error: SamkvError) -> JSONResponse:
-        request.state.failure = failure = Failure.of(error)
-        return failure.response
+    def __init__(self, app: ASGIApp, keys: ApiKeys, max_body_bytes: int, metrics: Metrics) -> None:
+        self._app, self._keys, self._metrics = app, keys, metrics
+        self._max_body_bytes = max_body_bytes
 
-    @app.exception_handler(RequestValidationError)
-    async def invalid(_: Request, error: RequestValidationError) -> JSONResponse:
-        return Failure.of_body(error.errors()).response
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        began, headers = time.perf_counter(), Headers(scope=scope)
+        state = scope.setdefault("state", {})
+        given = headers.get("x-request-id", "")
+        request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+        status, n_bytes = 499, 0
 
-    @app.exception_handler(HTTPException)
-    async def not_found(request: Request, error: HTTPException) -> JSONResponse:
-        if error.status_code == 400:  # FastAPI's, of a body that Python cannot decode
-            message = (
-                "the body is no JSON that can be read: it has to be UTF-8, with numbers of at most "
-                "4,300 digits, and lists and objects that are not too deep"
-            )
-            return Failure(status=400, message=message).response
-        what = f"{request.method} {request.url.path[:80]}"
-        message = f"{what}: {error.detail}; /openapi.json lists what there is"
-        return Failure(status=error.status_code, message=message, code="not_found").response
+        async def bounded() -> Message:
+            nonlocal n_bytes
+            message = await receive()
+            n_bytes += len(message.get("body", b""))
+            self._require_size(n_bytes)
+            return message
+
+        async def reply(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message)["x-request-id"] = request_id
+            await send(message)
+
+        try:
+            state["tenant"] = self._tenant_of(scope["path"], headers)
+            if (length := headers.get("content-length", "")).isdecimal():
+                self._require_size(int(length))
+            with below_caller(headers):
+                await self._app(scope, bounded, reply)
+        except Exception as error:
+            state["failure"] = failure = Failure.of(error)
+            if status == 499:
+                await failure.response(scope, receive, reply)
+        finally:
+            # the route, not a path that a client has made up
+            path = str(getattr(scope.get("route"), "path", "other"))
+            if failed := state.get("failure"):
+                status = failed.status
+                if failed.cause is not None:
+                    _log.error("request %s: %s", request_id, failed.cause)
+            self._metrics.count_request(path, status)
+            _log.info(
+                "%s %s %d %.3f s request=%s", scope["method"], path, status,
+                time.perf_counter() - began, request_id,
+            )  # fmt: skip
+
+    def _tenant_of(self, path: str, headers: Mapping[str, str]) -> Tenant | None:
+        host = re.sub(r":\d*$", "", headers.get("host", "")).lower()
+        if not self._keys and host not in _OWN_NAMES:
+            raise Failure(
+                403, "the Host header names another machine; ask for localhost or 127.0.0.1, or "
+                "start the server with API keys", code="wrong_host",
+            )  # fmt: skip
+        tenant = self._keys.tenant_of(headers.get("authorization"))
+        if tenant is None and path not in OPEN_PATHS:
+            raise Failure(
+                401, "no API key, or a wrong one; send the header 'Authorization: Bearer KEY'",
+                code="invalid_api_key",
+            )  # fmt: skip
+        return tenant
+
+    def _require_size(self, n_bytes: int) -> None:
+        if n_bytes > self._max_body_bytes:
+            raise Failure(
+                413, f"a body of more than {self._max_body_bytes} bytes; send less, or start the "
+                "server with more as --max-body", code="body_too_large",
+            )  # fmt: skip

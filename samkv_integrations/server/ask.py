@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Sequence
 from typing import Annotated, Any, Literal, cast
 
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
@@ -21,23 +19,18 @@ from samkv_integrations.engine.options import AnswerOptions
 from samkv_integrations.engine.report import Report
 from samkv_integrations.engine.stream import Answer, AnswerStream
 from samkv_integrations.errors import InvalidOption, StoreError, UnknownOption
-from samkv_integrations.eviction import get_eviction
-from samkv_integrations.methods import METHODS, get_method
+from samkv_integrations.methods import METHODS
 from samkv_integrations.prompt.template import rag_prompt
-from samkv_integrations.server.answers import DONE, figures_of, usage_of
-from samkv_integrations.server.connection import EventStream, unless_gone
-from samkv_integrations.server.documented import Usage, with_stream
+from samkv_integrations.server.bodies import Body, Usage, with_stream
 from samkv_integrations.server.failures import Failure
-from samkv_integrations.server.keys import Tenant
-from samkv_integrations.server.requests import Body
-from samkv_integrations.server.service import Service
+from samkv_integrations.server.service import Service, usage_of
+from samkv_integrations.server.tenancy import Tenant
 
 MAX_TOP_K = 100
 """Most chunks that a question retrieves."""
 
 _EVENTS = """Each event's data is an object, the last one `[DONE]`. The first has `sources`, the
 next ones `text`, the last but one what else the body has. An error is an object with `error`."""
-
 
 _NO_COLLECTION = (
     "there is no collection that may be asked here; --collection of 'samkv serve' names some, or "
@@ -49,19 +42,6 @@ def _not_blank(text: str) -> str:
     if not text.strip():
         raise PydanticCustomError("blank", "it is empty; say what to ask")
     return text
-
-
-def _known(check: Callable[[str], object]) -> AfterValidator:
-    """Refuses what ``check`` raises UnknownOption for."""
-
-    def checked(name: str) -> str:
-        try:
-            check(name)
-        except UnknownOption as error:
-            raise PydanticCustomError("unknown", "{why}", {"why": str(error)}) from error
-        return name
-
-    return AfterValidator(checked)
 
 
 class Question(Body):
@@ -82,8 +62,8 @@ class Question(Body):
     collection: str | None = None
     top_k: Annotated[int, Field(ge=1, le=MAX_TOP_K)] = 4
     max_tokens: Annotated[int | None, Field(ge=1)] = None
-    method: Annotated[str, _known(get_method)] | None = None
-    eviction: Annotated[str, _known(get_eviction)] | None = None
+    method: str | None = None
+    eviction: str | None = None
     chat: bool = False
     stream: bool = False
 
@@ -153,15 +133,40 @@ class Methods(BaseModel):
 def router(service: Service) -> APIRouter:
     """The routes of questions."""
     routes = APIRouter(prefix="/v1/samkv", tags=["questions"])
+    model_name = service.settings.model_name
 
     @routes.post("/ask", response_model=None, responses=with_stream(AskedAnswer, _EVENTS))
     async def ask(body: Question, request: Request) -> Response:
         """Answer a question from the chunks of a collection that are nearest to it."""
         tenant: Tenant = request.state.tenant
-        if not body.stream:
-            return JSONResponse(await unless_gone(request, _whole(service, tenant, body)))
-        writer, stream = await unless_gone(request, _begun(service, tenant, body))
-        return EventStream(service.events(stream, writer, include_usage=True))
+        collection = body.collection or _only_one(tenant)
+
+        def retrieve() -> tuple[Engine, _Writer]:
+            link = service.tenancy.link(tenant, collection)
+            sources = [
+                Source(
+                    id=one.id, source=one.source, text=one.text,
+                    distance=one.distance if math.isfinite(one.distance) else None,
+                )
+                for one in nearest(link, body.question, body.top_k)
+            ]  # fmt: skip
+            return link.engine, _Writer(model_name, link.engine, sources)
+
+        try:
+            engine, writer = await off_loop(retrieve)
+        except InvalidOption as error:
+            if error.__cause__ is None:
+                raise
+            raise StoreError(str(error)) from error  # in Chroma's words, which may name folders
+        except UnknownOption as error:
+            raise Failure(
+                404, str(error), code="collection_not_found", param="collection"
+            ) from None
+        texts = [source.text for source in writer.sources]
+        return await service.respond(
+            request, engine, rag_prompt(body.question, texts, chat=body.chat), body.options,
+            writer, chunks=texts, most_tokens=body.max_tokens, is_streamed=body.stream,
+        )  # fmt: skip
 
     @routes.get("/collections")
     async def collections(request: Request) -> Collections:
@@ -180,121 +185,37 @@ def router(service: Service) -> APIRouter:
     return routes
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Costs:
-    """What full prefill would take: an estimate, as far as it was measured how long passes take."""
+class _Writer:
+    """Writes one answer as `AskedAnswer` documents it."""
 
-    of_layer: CostModel
-    n_layers: int
-    is_measured: bool
-
-    @classmethod
-    def of(cls, engine: Engine) -> _Costs:
-        model, costs = engine.model, engine.costs
-        is_measured = costs != CostModel.assumed(model)
-        return cls(of_layer=costs, n_layers=model.n_layers, is_measured=is_measured)
-
-    def shown(self, n_tokens: int) -> dict[str, Any]:
-        return {
-            "estimated_full_prefill_s": self.of_layer.full_prefill_s(n_tokens) * self.n_layers,
-            "estimated_from": "measured" if self.is_measured else "assumed",
-        }
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Retrieved:
-    """What a question is answered from; and the writer of its answer."""
-
-    engine: Engine
-    costs: _Costs
-    sources: Sequence[Source]
-    model: str
-
-    @property
-    def texts(self) -> list[str]:
-        return [source.text for source in self.sources]
-
-    @property
-    def shown(self) -> list[dict[str, Any]]:
-        return [source.model_dump() for source in self.sources]
+    def __init__(self, model_name: str, engine: Engine, sources: Sequence[Source]) -> None:
+        self._model_name, self.sources = model_name, sources
+        self._model, self._costs = engine.model, engine.costs
+        self._shown = [source.model_dump() for source in sources]
 
     def body(self, answer: Answer) -> dict[str, Any]:
-        """The body of a whole answer; `AskedAnswer` documents it."""
-        text, end = {"answer": answer.text}, self._end(answer.report, answer.finish_reason)
-        return {"object": "samkv.answer", **text, "sources": self.shown, **end}
+        """The body of a whole answer."""
+        found = {"answer": answer.text, "sources": self._shown}
+        return {"object": "samkv.answer", **found, **self._end(answer.report, answer.finish_reason)}
 
-    async def events(self, stream: AnswerStream, *, include_usage: bool) -> AsyncIterator[str]:
-        """The data of the events of a stream. Raises what goes wrong in its midst."""
-        yield json.dumps({"object": "samkv.answer.sources", "sources": self.shown})
+    async def events(self, stream: AnswerStream) -> AsyncIterator[dict[str, Any]]:
+        """The data of the events of a stream."""
+        yield {"object": "samkv.answer.sources", "sources": self._shown}
         async for text in stream:
-            yield json.dumps({"object": "samkv.answer.text", "text": text})
-        end = self._end(stream.report, stream.finish_reason)
-        if not include_usage:
-            del end["usage"]
-        yield json.dumps({"object": "samkv.answer.end", **end})
-        yield DONE
+            yield {"object": "samkv.answer.text", "text": text}
+        yield {"object": "samkv.answer.end", **self._end(stream.report, stream.finish_reason)}
 
     def _end(self, report: Report, finish_reason: str | None) -> dict[str, Any]:
+        is_measured = self._costs != CostModel.assumed(self._model)
+        of_a_layer = self._costs.full_prefill_s(report.prompt_tokens)
         return {
-            "model": self.model,
+            "model": self._model_name,
             "finish_reason": finish_reason,
             "usage": usage_of(report),
-            "samkv": figures_of(report, self.model),
-            **self.costs.shown(report.prompt_tokens),
+            "samkv": report.to_dict() | {"model": self._model_name},
+            "estimated_full_prefill_s": of_a_layer * self._model.n_layers,
+            "estimated_from": "measured" if is_measured else "assumed",
         }
-
-
-async def _begun(
-    service: Service, tenant: Tenant, asked: Question
-) -> tuple[_Retrieved, AnswerStream]:
-    """What was retrieved, and an answer whose first token is there."""
-    found = await _retrieved(service, tenant, asked)
-    prompt = rag_prompt(asked.question, found.texts, chat=asked.chat)
-    stream = await service.begin(
-        found.engine, prompt, asked.max_tokens, asked.options, chunks=found.texts
-    )
-    return found, stream
-
-
-async def _whole(service: Service, tenant: Tenant, asked: Question) -> dict[str, Any]:
-    """The body of a whole answer."""
-    found = await _retrieved(service, tenant, asked)
-    prompt = rag_prompt(asked.question, found.texts, chat=asked.chat)
-    answer = await service.whole(
-        found.engine, prompt, asked.max_tokens, asked.options, chunks=found.texts
-    )
-    return found.body(answer)
-
-
-async def _retrieved(service: Service, tenant: Tenant, asked: Question) -> _Retrieved:
-    """The chunks nearest to a question. Raises Failure if there is no such collection."""
-    collection = asked.collection or _only_one(tenant)
-
-    def retrieve() -> _Retrieved:
-        link = service.tenancy.link(tenant, collection)
-        found = nearest(link, asked.question, asked.top_k)
-        sources = [
-            Source(
-                id=one.id, source=one.source, text=one.text,
-                distance=one.distance if math.isfinite(one.distance) else None,
-            )
-            for one in found
-        ]  # fmt: skip
-        return _Retrieved(
-            engine=link.engine, costs=_Costs.of(link.engine), sources=sources,
-            model=service.model_name,
-        )  # fmt: skip
-
-    try:
-        return await off_loop(retrieve)
-    except InvalidOption as error:
-        if error.__cause__ is None:
-            raise
-        raise StoreError(str(error)) from error  # in Chroma's words, which may name folders
-    except UnknownOption as error:
-        raise Failure(
-            status=404, code="collection_not_found", param="collection", message=str(error)
-        ) from None
 
 
 def _only_one(tenant: Tenant) -> str:
@@ -302,4 +223,4 @@ def _only_one(tenant: Tenant) -> str:
         return tenant.collections[0]
     known = ", ".join(tenant.collections)
     message = f"collection is missing; give one of: {known}" if known else _NO_COLLECTION
-    raise Failure(status=400, param="collection", message=message)
+    raise Failure(400, message, param="collection")

@@ -2,34 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field
 
 from samkv_integrations.cache.chunk import ChunkRef
 from samkv_integrations.cache.fingerprint import FORMAT_VERSION
-from samkv_integrations.engine.chunks import Chunks
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.engine.off_loop import off_loop
-from samkv_integrations.errors import InvalidChunk, InvalidOption, SamkvError, StoreError
-from samkv_integrations.server.connection import unless_gone
+from samkv_integrations.errors import (
+    InvalidChunk,
+    InvalidOption,
+    Overloaded,
+    SamkvError,
+    StoreError,
+)
+from samkv_integrations.server.bodies import Body
 from samkv_integrations.server.failures import Failure
-from samkv_integrations.server.requests import Body
 from samkv_integrations.server.service import Service
-from samkv_integrations.server.turns import Turns, to_its_end
 
 MAX_TEXTS = 1024
 """Most texts of one request."""
 
-SLICE = 32
-"""Texts that are cached in one go. When a client goes away, no further slice is begun."""
-
 AT_ONCE, MOST_WAITING = 2, 32
-"""Requests that cache or delete at a time, and that wait for it."""
+"""Requests that cache or delete at a time, and that wait for it without a thread."""
+
+_Made = TypeVar("_Made")
 
 
 class Texts(Body):
@@ -94,7 +96,24 @@ class StoreFigures(BaseModel):
 def router(service: Service) -> APIRouter:
     """The routes of chunks."""
     routes = APIRouter(prefix="/v1/samkv", tags=["chunks"])
-    turns = Turns(AT_ONCE, MOST_WAITING)
+    places, n_waiting = asyncio.Semaphore(AT_ONCE), 0
+
+    async def in_turn(work: Callable[..., _Made], *given: Any) -> _Made:  # noqa: ANN401
+        """The result of ``work`` in a thread. It runs to its end although the client goes away."""
+        nonlocal n_waiting
+        if places.locked() and n_waiting >= MOST_WAITING:
+            raise Overloaded(
+                f"{n_waiting} requests wait already to cache or delete chunks; ask again later"
+            )
+        n_waiting += 1
+        try:
+            await places.acquire()
+        finally:
+            n_waiting -= 1
+        try:
+            return await off_loop(work, *given)
+        finally:
+            places.release()
 
     @routes.post("/chunks")
     async def cache(body: Texts, request: Request) -> CachedChunks:
@@ -105,9 +124,11 @@ def router(service: Service) -> APIRouter:
         text, with ``error`` in those that have no cache.
         """
         engine = await service.engine(request.state.tenant)
-        outcomes = await unless_gone(request, _cached(turns, engine, body.texts))
-        _require_all(outcomes)
-        return CachedChunks(data=[each.chunk for each in outcomes if each.chunk])
+        outcomes = await in_turn(_cache, engine, body.texts)
+        cached = [one for one in outcomes if isinstance(one, CachedChunk)]
+        if len(cached) < len(outcomes):
+            raise _failure(outcomes, len(cached))
+        return CachedChunks(data=cached)
 
     @routes.delete("/chunks")
     async def delete(body: Texts, request: Request) -> Deleted:
@@ -116,125 +137,73 @@ def router(service: Service) -> APIRouter:
         Records of collections stay: a question that retrieves such a text caches it again.
         """
         engine = await service.engine(request.state.tenant)
-
-        async def forget() -> int:
-            async with turns.turn():
-                return await to_its_end(off_loop(engine.forget, body.texts))
-
-        return Deleted(deleted=await unless_gone(request, forget()))
+        return Deleted(deleted=await in_turn(engine.forget, body.texts))
 
     @routes.get("/chunks")
     async def stats(request: Request) -> StoreFigures:
         """What the namespace of the key holds."""
         engine = await service.engine(request.state.tenant)
-        return await off_loop(_figures, engine, service.model_name)
+        return await off_loop(_figures, engine, service.settings.model_name)
 
     return routes
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Outcome:
-    """What became of a text: it has a cache, or an error says why not."""
-
-    chunk: CachedChunk | None = None
-    error: SamkvError | None = None
-
-    @property
-    def shown(self) -> dict[str, object]:
-        if self.chunk is not None:
-            return self.chunk.model_dump()
-        return {"key": None, "error": Failure.of(self.error).message if self.error else None}
-
-
-async def _cached(turns: Turns, engine: Engine, texts: Sequence[str]) -> list[_Outcome]:
-    """What became of each text; none is tried any more after the store has failed."""
-    outcomes: list[_Outcome] = []
-    async with turns.turn():
-        for begin in range(0, len(texts), SLICE):
-            part = texts[begin : begin + SLICE]
-            outcomes += await to_its_end(off_loop(_cache, engine, part))
-            if any(isinstance(each.error, StoreError) for each in outcomes):
-                break
-    left_out = SamkvError("not tried, as the store had failed before")
-    return outcomes + [_Outcome(error=left_out)] * (len(texts) - len(outcomes))
-
-
-def _cache(engine: Engine, texts: Sequence[str]) -> list[_Outcome]:
-    """Cache the texts that can be."""
+def _cache(engine: Engine, texts: Sequence[str]) -> list[CachedChunk | SamkvError]:
+    """Cache the texts that can be; the others have the error that says why not."""
     chunks = engine.chunks
-    refs, failed = _referred(chunks, texts)
-    found, places = list(refs.values()), list(refs)
-    try:
-        found = chunks.look_up(chunks.agree(found))
-        uncached = _compute(chunks, found)
-    except StoreError as error:
-        found = chunks.look_up(found, "exists")
-        uncached = {ref.key: error for ref in found if ref.state == "missed"}
-    outcomes = {place: _Outcome(error=error) for place, error in failed.items()}
-    for place, ref in zip(places, found, strict=True):
-        why = uncached.get(ref.key)
-        chunk = None if why else _shown(chunks, ref)
-        outcomes[place] = _Outcome(chunk=chunk, error=why)
-    return [outcomes[place] for place in range(len(texts))]
-
-
-def _referred(
-    chunks: Chunks, texts: Sequence[str]
-) -> tuple[dict[int, ChunkRef], dict[int, SamkvError]]:
-    """By their places, the texts that can be chunks, and what is wrong with the others."""
     refs: dict[int, ChunkRef] = {}
-    failed: dict[int, SamkvError] = {}
+    outcomes: dict[int, CachedChunk | SamkvError] = {}
     for place, text in enumerate(texts):
         try:
             found = chunks.refer([text])
             chunks.require_fit(found)
             (refs[place],) = found
         except (InvalidChunk, InvalidOption) as error:
-            failed[place] = error
-    return refs, failed
-
-
-def _compute(chunks: Chunks, found: Sequence[ChunkRef]) -> dict[str, SamkvError]:
-    """Compute what is missed; what cannot be, by key. Raises StoreError like `Chunks.compute`."""
+            outcomes[place] = error
+    found, failed = list(refs.values()), dict[str, SamkvError]()
     try:
-        chunks.compute(found)
-        return {}
-    except InvalidChunk:  # one of them: the others are none the worse for it
-        failed: dict[str, SamkvError] = {}
-    for ref in found:
+        found = chunks.look_up(chunks.agree(found))
         try:
-            chunks.compute([ref])
-        except InvalidChunk as error:
-            failed[ref.key] = error
-    return failed
+            chunks.compute(found)
+        except InvalidChunk:  # one of them, and the others can be cached
+            for ref in found:
+                try:
+                    chunks.compute([ref])
+                except InvalidChunk as error:
+                    failed[ref.key] = error
+    except StoreError as error:
+        found = chunks.look_up(found, "exists")
+        failed |= {ref.key: error for ref in found if ref.state == "missed"}
+    for place, ref in zip(refs, found, strict=True):
+        outcomes[place] = failed.get(ref.key) or CachedChunk(
+            key=ref.key, tokens=len(ref.token_ids), bytes=chunks.n_bytes([ref]),
+            was_cached=ref.state == "cached",
+        )  # fmt: skip
+    return [outcomes[place] for place in range(len(texts))]
 
 
-def _shown(chunks: Chunks, ref: ChunkRef) -> CachedChunk:
-    return CachedChunk(
-        key=ref.key, tokens=len(ref.token_ids), bytes=chunks.n_bytes([ref]),
-        was_cached=ref.state == "cached",
-    )  # fmt: skip
-
-
-def _require_all(outcomes: Sequence[_Outcome]) -> None:
-    """Raises Failure if a text has no cache; its body says which have one."""
-    failed = [(place, each.error) for place, each in enumerate(outcomes) if each.error]
-    if not failed:
-        return
-    place, error = failed[0]
-    failure = Failure.of(error)
-    failure.param = f"texts.{place}"
-    n_cached = len(outcomes) - len(failed)
+def _failure(outcomes: Sequence[CachedChunk | SamkvError], n_cached: int) -> Failure:
+    """The first error, and in the body what became of every text."""
+    failures = {
+        place: Failure.of(one) for place, one in enumerate(outcomes) if isinstance(one, SamkvError)
+    }
+    place, failure = next(iter(failures.items()))
+    data: list[Mapping[str, Any]] = [
+        one.model_dump()
+        if isinstance(one, CachedChunk)
+        else {"key": None, "error": failures[at].message}
+        for at, one in enumerate(outcomes)
+    ]
+    failure.param, failure.more = f"texts.{place}", {"data": data}
     failure.message = (
         f"texts.{place}: {failure.message}; {n_cached} of {len(outcomes)} texts are cached, and "
         "data says which"
     )
-    failure.more = {"data": [each.shown for each in outcomes]}
-    raise failure
+    return failure
 
 
 def _figures(engine: Engine, model_name: str) -> StoreFigures:
-    """Figures of the engine's namespace alone; models go by no path of this machine."""
+    """Figures of the engine's namespace alone. A model is named without its folder."""
     store = engine.store
     rows = [
         ChunkFigures(

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse, Response
+import secrets
+import time
+from collections.abc import AsyncIterator
+from typing import Any
 
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from samkv_integrations.engine.stream import Answer, AnswerStream
 from samkv_integrations.prompt.reader import Prompt
-from samkv_integrations.server.answers import CHAT, TEXT, Form, Writer
-from samkv_integrations.server.connection import EventStream, unless_gone
-from samkv_integrations.server.documented import ChatCompletion, Completion, with_stream
-from samkv_integrations.server.requests import Asked, ChatRequest, CompletionRequest
-from samkv_integrations.server.service import Service
+from samkv_integrations.server.bodies import (
+    Asked,
+    ChatCompletion,
+    ChatRequest,
+    Completion,
+    CompletionRequest,
+    with_stream,
+)
+from samkv_integrations.server.service import Service, usage_of
 
 _EVENTS = """Chunks of the answer as OpenAI's API has them; the data of the last is `[DONE]`. What
 the answer cost stands under `samkv` in the last chunk, with `usage` if that was asked for."""
@@ -25,26 +35,71 @@ def router(service: Service) -> APIRouter:
     )
     async def chat(body: ChatRequest, request: Request) -> Response:
         """Answer a chat, which goes through the model's own chat template."""
-        return await _answered(service, request, body, body.turns, CHAT)
+        return await answered(request, body, [message.turn for message in body.messages])
 
     @routes.post("/completions", response_model=None, responses=with_stream(Completion, _EVENTS))
     async def complete(body: CompletionRequest, request: Request) -> Response:
         """Go on from a prompt, which is read to the letter."""
-        return await _answered(service, request, body, body.prompt, TEXT)
+        return await answered(request, body, body.prompt)
+
+    async def answered(request: Request, body: Asked, prompt: Prompt) -> Response:
+        service.require_model(body.model)
+        engine = await service.engine(request.state.tenant)
+        return await service.respond(
+            request, engine, prompt, body.options, _Writer(body),
+            most_tokens=body.most_tokens, is_streamed=body.stream,
+        )  # fmt: skip
 
     return routes
 
 
-async def _answered(
-    service: Service, request: Request, body: Asked, prompt: Prompt, form: Form
-) -> Response:
-    """The response to what was asked; a stream's begins once its first token is there."""
-    service.require_model(body.model)
-    engine = await service.engine(request.state.tenant)
-    asked = (engine, prompt, body.most_tokens, body.options)
-    writer = Writer(form=form, model=service.model_name)
-    if body.stream:
-        stream = await unless_gone(request, service.begin(*asked))
-        include_usage = body.stream_options.include_usage
-        return EventStream(service.events(stream, writer, include_usage=include_usage))
-    return JSONResponse(writer.body(await unless_gone(request, service.whole(*asked))))
+class _Writer:
+    """Writes one answer in OpenAI's form, of a chat or of a text."""
+
+    def __init__(self, body: Asked) -> None:
+        self._is_chat = isinstance(body, ChatRequest)
+        self._includes_usage = body.stream_options.include_usage
+        prefix = "chatcmpl" if self._is_chat else "cmpl"
+        self._head = {
+            "id": f"{prefix}-{secrets.token_hex(12)}",
+            "object": "chat.completion" if self._is_chat else "text_completion",
+            "created": int(time.time()),
+            "model": body.model,
+        }
+
+    def body(self, answer: Answer) -> dict[str, Any]:
+        """The body of a whole answer."""
+        message = {"role": "assistant", "content": answer.text, "refusal": None}
+        return {
+            **self._head,
+            "choices": [
+                _choice(
+                    {"message": message} if self._is_chat else {"text": answer.text},
+                    answer.finish_reason,
+                )
+            ],
+            "usage": usage_of(answer.report),
+            "samkv": answer.report.to_dict() | {"model": self._head["model"]},
+        }
+
+    async def events(self, stream: AnswerStream) -> AsyncIterator[dict[str, Any]]:
+        """The data of the events of a stream."""
+        head = self._head | ({"object": "chat.completion.chunk"} if self._is_chat else {})
+        if self._is_chat:
+            first = {"delta": {"role": "assistant", "content": ""}}
+            yield {**head, "choices": [_choice(first)]}
+        async for text in stream:
+            piece = {"delta": {"content": text}} if self._is_chat else {"text": text}
+            yield {**head, "choices": [_choice(piece)]}
+        end = _choice({"delta": {}} if self._is_chat else {"text": ""}, stream.finish_reason)
+        # without the name of the model in this machine, such as a folder
+        cost = {"samkv": stream.report.to_dict() | {"model": head["model"]}}
+        if not self._includes_usage:
+            yield {**head, "choices": [end], **cost}
+            return
+        yield {**head, "choices": [end]}
+        yield {**head, "choices": [], "usage": usage_of(stream.report), **cost}
+
+
+def _choice(text: dict[str, Any], finish_reason: str | None = None) -> dict[str, Any]:
+    return {"index": 0, **text, "logprobs": None, "finish_reason": finish_reason}

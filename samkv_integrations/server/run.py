@@ -1,65 +1,111 @@
-"""A server at work, from the first connection to the last answer."""
+"""A server process: its address, its parts in plain values, and its run."""
 
 from __future__ import annotations
 
-import asyncio
+import errno
+import ipaddress
 import logging
+import os
 import socket
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 
 import uvicorn
 from fastapi import FastAPI
-from starlette.types import ASGIApp, Receive, Scope, Send
 
+from samkv_integrations.chroma.database import Database
+from samkv_integrations.engine.options import EngineOptions
+from samkv_integrations.engine.scheduler import Limits, Scheduler
+from samkv_integrations.errors import InvalidOption
+from samkv_integrations.model.loading import load_model
 from samkv_integrations.server.app import create_app
-from samkv_integrations.server.guard import Rules
-from samkv_integrations.server.keys import ApiKeys
-from samkv_integrations.server.metrics import Metrics
-from samkv_integrations.server.protocol import Connection
-from samkv_integrations.server.service import Service
-from samkv_integrations.server.tenancy import Tenancy
+from samkv_integrations.server.service import Settings
+from samkv_integrations.server.tenancy import ApiKeys, Tenancy
 
 MAX_HEADER_BYTES = 2**16
 """Of one request; more is answered with a 400."""
 
-LAST_WORDS_S = 5.0
-"""Seconds that answers have which are cut off, to say so and to let go."""
-
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
-    """What a server can be told beside its model, its folder and its keys; see `Service`.
+class ServerSource:
+    """A server in plain values, of which other processes make the same one. Keys are digests.
 
-    max_body_bytes: of a request. grace_s: seconds that running answers have when the server ends;
-    None for as long as they take.
+    model: any name that `load_model` takes. device, dtype: as of `load_model`.
+    folder, remote, options: as of `Tenancy`. chroma: the address of a Chroma server; None for the
+        database in ``folder``.
     """
 
-    model_name: str
-    most_tokens: int = 1024
-    timeout_s: float | None = None
-    logs_prompts: bool = False
-    max_body_bytes: int = 8_000_000
-    grace_s: int | None = 30
+    model: str
+    device: str = "auto"
+    dtype: str = "auto"
+    folder: Path
+    chroma: str | None = None
+    remote: str | None = None
+    options: EngineOptions = field(default_factory=EngineOptions)
+    limits: Limits = field(default_factory=Limits)
+    keys: ApiKeys
+    settings: Settings
+
+    def database(self) -> Database:
+        """Where the collections are. Raises InvalidOption for a wrong address."""
+        return Database(self.folder / "chroma", self.chroma)
+
+    def tenancy(self) -> Tenancy:
+        """The model, loaded, and an engine for each namespace: a wrong folder is found out now.
+
+        Raises as `load_model` and `Tenancy.engine` do.
+        """
+        scheduler = Scheduler(
+            load_model(self.model, device=self.device, dtype=self.dtype), self.limits
+        )
+        tenancy = Tenancy(
+            scheduler, self.folder, self.remote, database=self.database(), **self.options
+        )
+        for tenant in self.keys.tenants:
+            tenancy.engine(tenant)
+        return tenancy
+
+    def replica(self) -> FastAPI:
+        """The application, on a model of its own, for a process beside others.
+
+        Raises InvalidOption if the folder is not here, where no remote tier could fill it; else as
+        `tenancy`.
+        """
+        if self.remote is None and not (self.folder / "kv").is_dir():
+            raise InvalidOption(
+                f"the folder {self.folder / 'kv'} of chunk caches does not exist here; give a "
+                "--dir that all machines share under the same path, or --remote"
+            )
+        return create_app(self.tenancy(), self.keys, self.settings)
 
 
-def run(
-    tenancy: Tenancy,
-    keys: ApiKeys,
-    listening: socket.socket,
-    settings: Settings,
-    ready: Callable[[str], None],
-) -> None:
-    """Answer requests until SIGTERM or SIGINT; running answers are let end then.
+def listen_on(host: str, port: int, keys: ApiKeys) -> socket.socket:
+    """A socket that takes connections; port 0 is any free one.
 
-    ready: called with the server's address, once it answers.
+    Raises InvalidOption if the port is taken, or the address is not this machine's; or if others
+    could reach it, and there are no keys.
     """
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    address = address_of(listening)
-    server = server_of(tenancy, keys, settings, lambda: ready(address))
-    with suppress(KeyboardInterrupt):
-        server.run(sockets=[listening])
+    is_loopback = host == "localhost"
+    with suppress(ValueError):
+        is_loopback = is_loopback or ipaddress.ip_address(host).is_loopback
+    if not (keys or is_loopback):
+        raise InvalidOption(
+            f"--host {host} without API keys: everybody who reaches this machine could ask; give "
+            "--api-keys FILE or the variable SAMKV_API_KEYS, or leave --host out"
+        )
+    try:
+        return socket.create_server(
+            (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET
+        )
+    except OSError as error:
+        why = os.strerror(error.errno) if error.errno else error  # without what was tried
+        taken = error.errno == errno.EADDRINUSE
+        remedy = "give another --port, or 0 for a free one" if taken else "give --host and --port"
+        raise InvalidOption(f"cannot listen on {host} port {port}: {why}; {remedy}") from error
+    except OverflowError as error:
+        raise InvalidOption(f"--port {port}; give 0 to 65535") from error
 
 
 def address_of(listening: socket.socket) -> str:
@@ -68,66 +114,33 @@ def address_of(listening: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def server_of(
-    tenancy: Tenancy, keys: ApiKeys, settings: Settings, ready: Callable[[], None]
-) -> uvicorn.Server:
-    """A server whose `run` has to be called, with sockets, and ends once its should_exit is set.
+class Server(uvicorn.Server):
+    """A server whose `run` has to be called, with sockets. ready: called once it answers."""
 
-    In a thread that is not the main one it leaves signals alone. ready: called once it answers.
-    """
-    app = application(tenancy, keys, settings)
-    config = uvicorn.Config(
-        _until_cut_off(app),
-        http=Connection,  # h11, the one that bounds headers
-        ws="none",
-        lifespan="off",
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        proxy_headers=False,
-        h11_max_incomplete_event_size=MAX_HEADER_BYTES,
-        timeout_graceful_shutdown=settings.grace_s,
-    )
-    return _Server(config, ready)
-
-
-def application(tenancy: Tenancy, keys: ApiKeys, settings: Settings) -> FastAPI:
-    """What answers, without the server that holds its connections."""
-    service = Service(
-        tenancy=tenancy,
-        metrics=Metrics(tenancy.scheduler),
-        model_name=settings.model_name,
-        most_tokens=settings.most_tokens,
-        timeout_s=settings.timeout_s,
-        logs_prompts=settings.logs_prompts,
-    )
-    return create_app(service, Rules(keys=keys, max_body_bytes=settings.max_body_bytes))
-
-
-def _until_cut_off(app: ASGIApp) -> ASGIApp:
-    """The application, for a server that takes the end of a cancelled request for an error."""
-
-    async def cut_off(scope: Scope, receive: Receive, send: Send) -> None:
-        with suppress(asyncio.CancelledError):
-            await app(scope, receive, send)
-
-    return cut_off
-
-
-class _Server(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config, ready: Callable[[], None]) -> None:
-        super().__init__(config)
+    def __init__(self, app: FastAPI, grace_s: int | None, ready: Callable[[], None]) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app, http="h11",  # the one that bounds headers
+                ws="none", lifespan="off", log_config=None, access_log=False, server_header=False,
+                proxy_headers=False, h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+                timeout_graceful_shutdown=grace_s,
+            )
+        )  # fmt: skip
         self._ready = ready
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self._ready()
 
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().shutdown(sockets)
-        # who is cut off is told so: the process may end with this call
-        if tasks := set(self.server_state.tasks):
-            for task in tasks:
-                if not task.cancelling():  # a second Ctrl-C
-                    task.cancel()
-            await asyncio.wait(tasks, timeout=LAST_WORDS_S)
+
+def run(source: ServerSource, listening: socket.socket, ready: Callable[[str], None]) -> None:
+    """Answer requests until SIGTERM or SIGINT; running answers are let end then.
+
+    ready: called with the server's address, once it answers.
+    """
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    app = create_app(source.tenancy(), source.keys, source.settings)
+    address = address_of(listening)
+    server = Server(app, source.settings.grace_s, lambda: ready(address))
+    with suppress(KeyboardInterrupt):
+        server.run(sockets=[listening])

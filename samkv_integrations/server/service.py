@@ -1,95 +1,261 @@
-"""What a server does for a request, whatever route it came by: answer, and count."""
+"""Answers for all routes: begun, written as a body or as events, counted."""
 
 from __future__ import annotations
 
+import asyncio
+import json
 import logging
 import time
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from fastapi import Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    generate_latest,
+)
+from starlette.types import Receive, Scope, Send
 
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.engine.off_loop import off_loop
 from samkv_integrations.engine.options import AnswerOptions
+from samkv_integrations.engine.report import Report
+from samkv_integrations.engine.scheduler import Scheduler
 from samkv_integrations.engine.stream import Answer, AnswerStream
 from samkv_integrations.prompt.reader import Prompt
-from samkv_integrations.server.answers import EventWriter
-from samkv_integrations.server.failures import Failure
-from samkv_integrations.server.keys import Tenant
-from samkv_integrations.server.metrics import Metrics
-from samkv_integrations.server.tenancy import Tenancy
+from samkv_integrations.server.failures import Failure, gone
+from samkv_integrations.server.tenancy import Tenancy, Tenant
+
+_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0)
+_HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}
+"""No cache keeps an answer, and nginx passes each event on as it comes."""
 
 _log = logging.getLogger(__name__)
+_Made = TypeVar("_Made")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Service:
-    """Answers, for all routes.
+class Settings:
+    """Settings of a server, beside its model, its folder and its keys.
 
     model_name: what clients call the model. most_tokens: of an answer whose client names no number.
     timeout_s: seconds that an answer may take, waiting included; None for no limit. logs_prompts:
-    whether prompts go to the log, at INFO; nothing of them does otherwise. since: when it began.
+    whether prompts go to the log, at INFO; else no part of them does. max_body_bytes: of a
+    request. grace_s: seconds that running answers have when the server ends; None for no limit.
     """
 
-    tenancy: Tenancy
-    metrics: Metrics
     model_name: str
-    most_tokens: int
-    timeout_s: float | None
+    most_tokens: int = 1024
+    timeout_s: float | None = None
     logs_prompts: bool = False
-    since: int = field(default_factory=lambda: int(time.time()))
+    max_body_bytes: int = 8_000_000
+    grace_s: int | None = 30
+
+
+class Metrics:
+    """Figures of one server for Prometheus. No label holds a text, a key, or a tenant's name."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        own = self._registry = CollectorRegistry()
+        ProcessCollector(registry=own)  # memory, file descriptors, CPU
+        self._requests = Counter(
+            "samkv_requests", "Requests by path and status.", ("path", "status"), registry=own
+        )
+        self._prompt = Counter(
+            "samkv_prompt_tokens", "Tokens of prompts, by where they came from.", ("source",),
+            registry=own,
+        )  # fmt: skip
+        self._generated = Counter("samkv_generated_tokens", "Tokens of answers.", registry=own)
+        self._chunks = Counter(
+            "samkv_chunks", "Chunks of prompts, by what became of them.", ("outcome",), registry=own
+        )
+        self._read = Counter("samkv_read_bytes", "Bytes read from chunk caches.", registry=own)
+        self._first = Histogram(
+            "samkv_time_to_first_token_seconds", "From the request to the first token.",
+            buckets=_SECONDS, registry=own,
+        )  # fmt: skip
+        self._wait = Histogram(
+            "samkv_wait_seconds", "The part of it until the model was free.",
+            buckets=_SECONDS, registry=own,
+        )  # fmt: skip
+        self._per_token = Histogram(
+            "samkv_time_per_output_token_seconds", "Of answers of two tokens and more.",
+            buckets=(0.005, *_SECONDS), registry=own,
+        )  # fmt: skip
+        for name, help_, value in (
+            ("samkv_requests_running", "Answers that have begun.", lambda: scheduler.load.running),
+            ("samkv_requests_waiting", "Answers that have not.", lambda: scheduler.load.waiting),
+            ("samkv_kv_bytes", "KV that those may come to.", lambda: scheduler.load.kv_bytes),
+        ):
+            Gauge(name, help_, registry=own).set_function(value)
+
+    def count_request(self, path: str, status: int) -> None:
+        """A request is over. path: the route, with its parameters' names."""
+        self._requests.labels(path, str(status)).inc()
+
+    def count_answer(self, report: Report) -> None:
+        """An answer is over, complete or not."""
+        for source, n_tokens in (
+            ("chunks", report.cached_tokens - report.prefix_tokens),
+            ("prefix", report.prefix_tokens),
+            ("computed", report.prompt_tokens - report.cached_tokens),
+        ):
+            self._prompt.labels(source).inc(max(0, n_tokens))
+        self._generated.inc(report.completion_tokens)
+        for outcome, n_chunks in (
+            ("reused", report.reused), ("computed_now", report.computed_now),
+            ("missed", sum(report.chunk_misses.values())),
+        ):  # fmt: skip
+            self._chunks.labels(outcome).inc(n_chunks)
+        self._read.inc(report.bytes_read)
+        self._first.observe(report.ttft_s)
+        self._wait.observe(report.wait_s)
+        if report.decode_tokens_per_s:
+            self._per_token.observe(1 / report.decode_tokens_per_s)
+
+    @property
+    def text(self) -> bytes:
+        """All of them, in Prometheus' text format."""
+        return generate_latest(self._registry)
+
+
+class Writer(Protocol):
+    """Writes one answer in the form of a route."""
+
+    def body(self, answer: Answer) -> dict[str, Any]:
+        """The body of a whole answer."""
+
+    def events(self, stream: AnswerStream) -> AsyncIterator[dict[str, Any]]:
+        """The data of the events of a stream."""
+
+
+class Service:
+    """Answers, for all routes. since: when it began."""
+
+    def __init__(self, tenancy: Tenancy, settings: Settings) -> None:
+        self.tenancy, self.settings = tenancy, settings
+        self.metrics = Metrics(tenancy.scheduler)
+        self.since = int(time.time())
 
     def require_model(self, name: str) -> None:
         """Raises Failure if the model has another name."""
-        if name != self.model_name:
+        known = self.settings.model_name
+        if name != known:
             raise Failure(
-                status=404, code="model_not_found", param="model",
-                message=f"there is no model {name[:80]!r} here; known: {self.model_name!r}",
+                404, f"there is no model {name[:80]!r} here; known: {known!r}",
+                code="model_not_found", param="model",
             )  # fmt: skip
 
     async def engine(self, tenant: Tenant) -> Engine:
         """The engine of a tenant. Raises StoreError if its folder cannot be used."""
         return await off_loop(self.tenancy.engine, tenant)
 
-    async def begin(
+    async def respond(
         self,
+        request: Request,
         engine: Engine,
         prompt: Prompt,
-        most_tokens: int | None,
         options: AnswerOptions,
+        writer: Writer,
+        *,
+        most_tokens: int | None,
+        is_streamed: bool,
         chunks: Sequence[str] | None = None,
-    ) -> AnswerStream:
-        """An answer whose first token is there. Arguments and errors: as of `Engine.stream`."""
-        if self.logs_prompts:
+    ) -> Response:
+        """The response to a question; a stream begins once its first token is there.
+
+        prompt, chunks, options, errors: as of `Engine.stream`. most_tokens: None for as many as the
+        server allows, and as fit.
+        """
+        if self.settings.logs_prompts:
             _log.info("prompt: %r", prompt)
-        if most_tokens is None:
-            room = engine.model.context_window - await off_loop(engine.count_tokens, prompt)
-            most_tokens = max(1, min(self.most_tokens, room))
-        given = options | {"max_new_tokens": most_tokens, "timeout": self.timeout_s}
-        return await engine.astream(prompt, chunks, **given)
 
-    async def whole(
-        self,
-        engine: Engine,
-        prompt: Prompt,
-        most_tokens: int | None,
-        options: AnswerOptions,
-        chunks: Sequence[str] | None = None,
-    ) -> Answer:
-        """A whole answer. Arguments and errors: as of `Engine.generate`."""
-        stream = await self.begin(engine, prompt, most_tokens, options, chunks)
-        try:
-            async with stream:
-                return Answer.of("".join([piece async for piece in stream]), stream)
-        finally:
-            self.metrics.count_answer(stream.report)
+        async def begin() -> AnswerStream:
+            most = most_tokens
+            if most is None:
+                room = engine.model.context_window - await off_loop(engine.count_tokens, prompt)
+                most = max(1, min(self.settings.most_tokens, room))
+            given = options | {"max_new_tokens": most, "timeout": self.settings.timeout_s}
+            return await engine.astream(prompt, chunks, **given)
 
-    async def events(
-        self, stream: AnswerStream, writer: EventWriter, *, include_usage: bool
+        async def whole() -> Answer:
+            stream = await begin()
+            try:
+                async with stream:
+                    return Answer.of("".join([piece async for piece in stream]), stream)
+            finally:
+                self.metrics.count_answer(stream.report)
+
+        if not is_streamed:
+            return JSONResponse(writer.body(await unless_gone(request.receive, whole())))
+        stream = await unless_gone(request.receive, begin())
+        return _EventStream(self._events(request, stream, writer), headers=_HEADERS)
+
+    async def _events(
+        self, request: Request, stream: AnswerStream, writer: Writer
     ) -> AsyncIterator[str]:
-        """The data of the events of an answer, which ends with them."""
+        """The events of an answer, which ends with them. The last one may be an error."""
         try:
             async with stream:
-                async for data in writer.events(stream, include_usage=include_usage):
-                    yield data
+                async for data in writer.events(stream):
+                    yield _event(data)
+            yield "data: [DONE]\n\n"
+        except Exception as error:
+            request.state.failure = failure = Failure.of(error)
+            yield _event(failure.body)
         finally:
             self.metrics.count_answer(stream.report)
+
+
+def usage_of(report: Report) -> dict[str, Any]:
+    """Tokens of prompt and answer; chunks count at full length, and as cached if they were."""
+    return {
+        "prompt_tokens": report.prompt_tokens,
+        "completion_tokens": report.completion_tokens,
+        "total_tokens": report.prompt_tokens + report.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": report.cached_tokens},
+    }
+
+
+async def unless_gone(receive: Receive, work: Coroutine[Any, Any, _Made]) -> _Made:
+    """The result of ``work``. It is cancelled when the client goes away, which is a Failure."""
+    working = asyncio.ensure_future(work)
+
+    async def cancel_when_gone() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        working.cancel()
+
+    watching = asyncio.ensure_future(cancel_when_gone())
+    try:
+        return await working
+    except asyncio.CancelledError:
+        if watching.done() and not watching.cancelled():
+            raise gone() from None
+        raise  # the server ends
+    finally:
+        watching.cancel()
+
+
+class _EventStream(StreamingResponse):
+    """Server-sent events, which end when the client goes away."""
+
+    media_type = "text/event-stream"
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with aclosing(self.body_iterator):  # type: ignore[type-var]
+            try:
+                await unless_gone(receive, self.stream_response(send))
+            except Failure as failure:
+                scope["state"]["failure"] = failure
+
+
+def _event(data: Mapping[str, Any]) -> str:
+    return f"data: {json.dumps(data)}\n\n"

@@ -1,8 +1,13 @@
-"""The engines behind a server, one a namespace: caches apart, the model and its thread shared."""
+"""API keys, and what each may read: the engines and collections of a tenant."""
 
 from __future__ import annotations
 
+import hashlib
+import hmac
+import shlex
 import threading
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Unpack
 
@@ -13,11 +18,84 @@ from samkv_integrations.engine.engine import Engine
 from samkv_integrations.engine.options import EngineOptions
 from samkv_integrations.engine.scheduler import Scheduler
 from samkv_integrations.errors import InvalidOption, StoreError, UnknownOption
-from samkv_integrations.server.keys import Tenant
+
+LEAST_LENGTH = 16
+"""Characters of the shortest key: fewer could be guessed."""
+
+_FORM = "give each line as KEY, KEY NAMESPACE, or KEY NAMESPACE COLLECTION..."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tenant:
+    """The holder of a key. namespace: of its chunk caches. collections: what it may ask."""
+
+    namespace: str = ""
+    collections: tuple[str, ...] = ()
+
+
+class ApiKeys:
+    """The keys that a server knows, as SHA-256 digests. Without any, every request is answered.
+
+    Args:
+        text: a key a line, see `_FORM`; quoted as in a shell, ``#`` begins a comment.
+        everybody: the tenant of requests without keys, and of keys that name no namespace.
+
+    Raises InvalidOption for a line in another form, a short key, or a key that occurs twice. No
+    message holds a key.
+    """
+
+    def __init__(self, text: str, everybody: Tenant) -> None:
+        self._everybody = everybody
+        self._tenants: dict[bytes, Tenant] = {}
+        for number, line in enumerate(text.splitlines(), start=1):
+            where = f"API keys, line {number}"
+            try:
+                words = shlex.split(line, comments=True)
+            except ValueError as error:
+                raise InvalidOption(f"{where}: {error}; {_FORM}") from error
+            if not words:
+                continue
+            key, *rest = words
+            if len(key) < LEAST_LENGTH or not (key.isascii() and key.isprintable()):
+                raise InvalidOption(
+                    f"{where}: a key has at least {LEAST_LENGTH} characters, all of them visible "
+                    f"ASCII, and this one has {len(key)}; {_FORM}"
+                )
+            digest = _digest(key)
+            if digest in self._tenants:
+                raise InvalidOption(f"{where}: the key stands there twice; keep one")
+            own = Tenant(namespace=rest[0], collections=tuple(rest[1:])) if rest else everybody
+            self._tenants[digest] = own
+
+    def __bool__(self) -> bool:
+        return bool(self._tenants)
+
+    @property
+    def tenants(self) -> Iterable[Tenant]:
+        """Everybody whose requests are answered."""
+        return set(self._tenants.values()) or {self._everybody}
+
+    def tenant_of(self, authorization: str | None) -> Tenant | None:
+        """The tenant of a request with this header; None without a known key.
+
+        All digests are compared, each in constant time.
+        """
+        if not self._tenants:
+            return self._everybody
+        scheme, _, key = (authorization or "").partition(" ")
+        given, found = _digest(key.strip()), None
+        for digest, tenant in self._tenants.items():
+            if hmac.compare_digest(digest, given):
+                found = tenant
+        return found if scheme.lower() == "bearer" else None
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode()).digest()
 
 
 class Tenancy:
-    """Engines and collections, as each tenant may use them. For many threads.
+    """Engines and collections, one engine a namespace; they share the model and its thread.
 
     Args:
         scheduler: runs the model, for all.
@@ -45,7 +123,7 @@ class Tenancy:
     def engine(self, tenant: Tenant) -> Engine:
         """The engine of a tenant's namespace, opened when it is first asked for.
 
-        Raises StoreError if the folder cannot be used, InvalidOption for what is no namespace.
+        Raises StoreError if the folder cannot be used, InvalidOption for a wrong namespace.
         """
         with self._opening:
             if (engine := self._engines.get(tenant.namespace)) is None:
@@ -62,8 +140,8 @@ class Tenancy:
         """A collection that the tenant may ask, and its caches.
 
         Raises:
-            UnknownOption: it may not, or there is none; the same, so that it tells nothing.
-            StoreError: there is no Chroma database that can be used, or it is another's.
+            UnknownOption: there is none, or it is another tenant's; the message is the same.
+            StoreError: the Chroma database cannot be used, or it is another's.
         """
         if collection not in tenant.collections:
             raise UnknownOption.among("collection", collection, tenant.collections or ["none"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import runpy
 from pathlib import Path
 
@@ -22,6 +23,13 @@ def test_the_package_is_the_command(
     with pytest.raises(SystemExit) as ended:
         runpy.run_module("samkv_integrations", run_name="__main__")
     assert (ended.value.code, capsys.readouterr().out) == (0, f"samkv {figures.version()}\n")
+
+
+def test_the_help_fits_a_screen_and_no_command_shows_a_wall_of_options() -> None:
+    assert len(ran("--help").rstrip().split("\n")) <= 24
+    for command in ("ingest", "ask", "inspect", "serve", "store sync"):
+        shown = re.findall(r"^  --", ran(*command.split(), "--help"), re.M)
+        assert 5 <= len(shown) <= 16, command
 
 
 def test_unknown_options_and_commands_are_typers_own() -> None:

@@ -11,9 +11,9 @@ import pytest
 
 from samkv_integrations.chroma import client as client_module
 from samkv_integrations.engine.options import EngineOptions
-from samkv_integrations.server.keys import ApiKeys, Tenant
-from samkv_integrations.server.run import Settings
-from samkv_integrations.server.source import ServerSource
+from samkv_integrations.server.run import ServerSource
+from samkv_integrations.server.service import Settings
+from samkv_integrations.server.tenancy import ApiKeys, Tenant
 from tests.cli.running import error_of, ran, rows_of
 from tests.support.chroma_server import free_port
 from tests.support.records import RECORDS, TEXTS

@@ -69,21 +69,6 @@ def test_push_and_pull(town: Path, remote: str, tmp_path: Path) -> None:
     assert files_of("second/kv") == files_of(".samkv/kv")
 
 
-def test_warm_fetches_what_the_folder_lacks(town: Path, remote: str) -> None:
-    (made,) = rows_of("ingest", str(town), "--remote", remote)
-    folder, n_bytes = second_machine(), made["bytes_on_disk"]
-    rows_of("ask", QUESTION, "--dir", folder, "--remote", remote, "--top-k", "2")
-    there = ("store", "warm", "--dir", folder, "--remote", remote)
-    (some,) = rows_of(*there, "--bytes", str(n_bytes - 1))
-    assert (some["n_chunks"], some["n_fetched"], some["n_left"]) == (2, 3, 1)
-    assert some["bytes_read"] + some["bytes_fetched"] < n_bytes
-    assert "5 caches" in (said := ran(*there))
-    assert "1 fetched" in said
-    assert files_of("second/kv") == files_of(".samkv/kv")
-    (none,) = rows_of(*there)
-    assert (none["bytes_read"], none["n_fetched"], none["n_left"]) == (n_bytes, 0, 0)
-
-
 def test_push_of_nothing_known(town: Path, remote: str) -> None:
     rows_of("ingest", str(town))
     assert "--remote is missing" in error_of("store", "push")

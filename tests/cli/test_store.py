@@ -84,8 +84,6 @@ def test_stats_name_the_chunks_of_an_older_format(working_folder: Path) -> None:
     old_store(working_folder / ".samkv/kv")
     (held,) = rows_of("store", "stats")
     assert (held["format_version"], held["chunks"], held["store_bits"]) == (1, 2, 16)
-    shown = ran("store", "stats")
-    assert "2 chunks are of an older format and not used; ingest them again, and" in shown
     assert rows_of("store", "gc")[0]["n_older"] == 2
     assert rows_of("store", "stats") == []
 
@@ -222,9 +220,8 @@ class TestBudget:
         ran(*budget, "--max-bytes", "1.5 MiB", "--namespace", "tenant")
         quota = {"namespace": "tenant", "bytes": 0, "max_bytes": 3 * 2**19}
         assert quota in rows_of(*budget)
-        shown = ran(*budget, "--max-bytes", str(taken // 2))
-        n_left = filled.stats().n_chunks
-        assert f"{6 - n_left} caches had to make room" in shown and 0 < n_left < 6
+        ran(*budget, "--max-bytes", str(taken // 2))
+        assert 0 < filled.stats().n_chunks < 6
         assert rows_of(*budget)[0]["bytes"] <= taken // 2
         assert quota in rows_of(*budget, "--max-bytes", "none")
         assert rows_of(*budget, "--max-bytes", "none", "--namespace", "tenant")[0] == {
@@ -302,5 +299,4 @@ class TestMoving:
         assert "6 caches" in ran("store", "warm")
         assert ", 1 left" in ran("store", "warm", "--bytes", str(taken - 1))
         assert "samkv ingest' used" in error_of("store", "warm", "--dir", "nowhere")
-        line = error_of("store", "warm", "--dir", ".samkv/kv")
-        assert ".samkv/kv is itself a folder of caches; give --dir the folder that" in line
+        assert "6 caches" in ran("store", "warm", "--dir", ".samkv/kv")  # the caches themselves

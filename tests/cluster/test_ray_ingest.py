@@ -11,10 +11,8 @@ from samkv_integrations.chroma.client import connect_collection, open_collection
 from samkv_integrations.chroma.link import ChromaLink
 from samkv_integrations.chroma.results import KEY_FIELD
 from samkv_integrations.cluster import ingest as ingest_module
-from samkv_integrations.cluster.ingest import cache_on_ray
+from samkv_integrations.cluster.ingest import add_on_ray, cache_on_ray
 from samkv_integrations.cluster.pool import WorkerPool
-from samkv_integrations.cluster.records import add_on_ray
-from samkv_integrations.cluster.worker import MAX_ATTEMPTS
 from samkv_integrations.errors import ClusterError, InvalidOption
 from samkv_integrations.frameworks.engine_args import ModelSource, engine_of
 from tests.cli.running import rows_of, run
@@ -57,10 +55,10 @@ def test_two_workers_make_the_files_of_one_process(tmp_path: Path, tiny: str) ->
     )
     assert chunk_files(shared) == expected
     assert (done.n_records, done.n_cached, done.n_hit) == (len(TEXTS) + 1, len(TEXTS), 1)
-    assert (done.n_workers, done.n_retried, done.n_evicted) == (2, 0, 0)
+    assert done.n_evicted == 0
     assert done.bytes_on_disk == sum(map(len, expected.values()))
-    assert 0 < done.working_s < done.seconds and done.cpu_s > 0
-    assert [*done.failed] == [61, 62] and "longer than the 2047" in done.failed[62]
+    assert 0 < done.working_s < done.seconds
+    assert [*done.failed] == [61, 62] and "longer than the 1797" in done.failed[62]
     assert told == [(range(len(texts)), done.failed)]
     # what another process has cached is found in prompts of this one
     engine = engine_of(source)
@@ -80,31 +78,30 @@ def test_a_worker_that_is_killed_loses_nothing_and_repeats_its_batch(
     done = cache_on_ray(engine, source, TEXTS, TWO)
     assert not (shared.parent / "kill").exists()  # it was killed
     assert chunk_files(shared) == expected
-    assert (done.n_cached, done.n_retried, done.failed) == (len(TEXTS), 1, {})
+    assert (done.n_cached, done.failed) == (len(TEXTS), {})
     times = computed_by(shared.parent)
     assert {*times} == {engine.key_of(text) for text in TEXTS}
     twice = {key: by for key, by in times.items() if len(by) > 1}
     of_the_killed = {by[0] for by in twice.values()}
     assert len(of_the_killed) == 1 and all(len(by) == 2 for by in twice.values())
-    batches = ingest_module.Plan.of(
-        engine_of(source_of(tiny, tmp_path / "new")), TEXTS, 256
-    ).batches
-    assert {*twice} in [{engine.key_of(text) for text in batch.texts} for batch in batches]
 
 
 @pytest.mark.slow  # a worker that ends is begun anew, and takes its time to import torch
 @pytest.mark.usefixtures("watched")
-def test_a_text_that_kills_workers_does_not_lose_the_others(tmp_path: Path, tiny: str) -> None:
+def test_a_text_that_kills_workers_ends_the_ingest_which_goes_on_later(
+    tmp_path: Path, tiny: str
+) -> None:
     (folder,) = twin_folders(tmp_path, "shared")
     (folder.parent / "deadly").write_text(TEXTS[5])
     source = source_of(tiny, folder)
     engine = engine_of(source)
+    with pytest.raises(ClusterError, match="give each more memory"):
+        cache_on_ray(engine, source, TEXTS, TWO)
+    missing = [text for text in TEXTS if not engine.is_cached(text)]
+    assert TEXTS[5] in missing
+    (folder.parent / "deadly").unlink()
     done = cache_on_ray(engine, source, TEXTS, TWO)
-    assert done.n_retried == 1
-    assert [text for text in TEXTS if not engine.is_cached(text)] == [
-        TEXTS[place] for place in done.failed
-    ]
-    assert 5 in done.failed and f"{MAX_ATTEMPTS} workers ended" in done.failed[5]
+    assert (done.n_cached, done.failed) == (len(missing), {})
 
 
 @pytest.mark.slow  # begins a cluster, whose workers take their time to import torch
@@ -144,7 +141,7 @@ def test_workers_that_see_another_model_do_nothing(
     source = source_of(tiny, tmp_path / "kv")
     engine = engine_of(source)
     other = ModelSource(model_name="builtin", kv_dir=tmp_path / "kv")
-    with pytest.raises(ClusterError, match="'builtin' is not the one that the ingest began with"):
+    with pytest.raises(ClusterError, match="'builtin' or the store .* is not the one"):
         cache_on_ray(engine, other, TEXTS[:2], WorkerPool(n_workers=1))
     assert chunk_files(tmp_path / "kv") == {}
 
@@ -166,7 +163,6 @@ def test_the_command(tmp_path: Path, tiny: str, monkeypatch: pytest.MonkeyPatch)
     result = run("ingest", "docs", "--model", tiny, "--ray", "--workers", "1")
     assert result.exit_code == 0, result.output
     assert "20 chunks in collection 'documents': 19 prefilled, 1 already" in result.stdout
-    assert "1 workers" in result.stdout and "0 batches begun again" in result.stdout
     collection = open_collection(tmp_path / ".samkv/chroma", "documents", create=False)
     assert collection.count() == 20
     (row,) = rows_of("ingest", "docs", "--model", tiny)

@@ -17,14 +17,12 @@ import httpx
 import pytest
 
 from samkv_integrations import ChunkStore, Engine
-from samkv_integrations.cluster.replicas import Replicas
-from samkv_integrations.cluster.serve import serving
+from samkv_integrations.cluster.serve import Replicas, serving
 from samkv_integrations.engine.options import EngineOptions
 from samkv_integrations.errors import InvalidOption
-from samkv_integrations.server.keys import ApiKeys, Tenant
-from samkv_integrations.server.listen import listen_on
-from samkv_integrations.server.run import Settings
-from samkv_integrations.server.source import ServerSource
+from samkv_integrations.server.run import ServerSource, listen_on
+from samkv_integrations.server.service import Settings
+from samkv_integrations.server.tenancy import ApiKeys, Tenant
 from tests.cli.running import ran
 from tests.support.processes import PATIENCE_S, children_of, replicas_of, serving_replicas
 from tests.support.records import RECORDS

@@ -10,11 +10,8 @@ import pytest
 
 from samkv_integrations.engine.scheduler import Limits, Scheduler
 from samkv_integrations.server.app import create_app
-from samkv_integrations.server.guard import Rules
-from samkv_integrations.server.keys import ApiKeys, Tenant
-from samkv_integrations.server.metrics import Metrics
-from samkv_integrations.server.service import Service
-from samkv_integrations.server.tenancy import Tenancy
+from samkv_integrations.server.service import Settings
+from samkv_integrations.server.tenancy import ApiKeys, Tenancy, Tenant
 from tests.support.asgi import Client
 from tests.support.models import tiny_model
 
@@ -29,13 +26,10 @@ class App:
     ) -> None:
         self.scheduler = Scheduler(tiny_model("llama"), limits)
         self.tenancy = Tenancy(self.scheduler, folder, method="reuse", block_size=8)
-        defaults = {"model_name": "tiny", "most_tokens": 6, "timeout_s": None}
-        max_body = options.pop("max_body_bytes", 100_000)
-        self.service = Service(
-            tenancy=self.tenancy, metrics=Metrics(self.scheduler), **{**defaults, **options}
-        )
         self.keys = ApiKeys(keys, Tenant())
-        self.asgi = create_app(self.service, Rules(keys=self.keys, max_body_bytes=max_body))
+        defaults = {"model_name": "tiny", "most_tokens": 6, "max_body_bytes": 100_000}
+        settings = Settings(**{**defaults, **options})
+        self.asgi = create_app(self.tenancy, self.keys, settings)
         self.client = Client(self.asgi)
 
     def of(self, key: str) -> Client:

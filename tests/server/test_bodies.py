@@ -73,7 +73,7 @@ async def test_prompts_that_are_taken(body: dict[str, Any], app: App) -> None:
         (chat(functions=[]), "functions"),
         (chat(presence_penalty=0.5), "presence_penalty"),
         (chat(logit_bias={"50": 1.0}), "logit_bias"),
-        (chat(modalities=["audio"]), "modalities"),
+        (chat(modalities=["audio"]), "modalities.0"),
         (chat(store=True), "store"),
         (chat(prompt="Q?"), "prompt"),
         (chat(max_tokens=0), "max_tokens"),

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from samkv_integrations.engine.engine import Engine
-from samkv_integrations.server import guard as module
 from tests.server.conftest import KEYS, App
 from tests.support.asgi import Client
 from tests.support.served import PROMPT, TEXTS
@@ -77,7 +76,7 @@ async def test_a_form_of_another_page_is_no_request(app: App) -> None:
         assert "content-type: application/json" in reply.error["message"]
 
 
-# -- sizes and times ----------------------------------------------------------------------------
+# -- sizes --------------------------------------------------------------------------------------
 
 
 async def test_a_body_that_says_that_it_is_too_large(app: App) -> None:
@@ -97,20 +96,6 @@ async def test_a_body_that_turns_out_to_be(app: App) -> None:
 async def test_the_largest_body_is_read(app: App) -> None:
     padded = b'{"model": "tiny", "prompt": "Q:", "max_tokens": 1}'.ljust(100_000)
     assert (await app.client.posted("/v1/completions", padded)).status == 200
-
-
-async def test_a_body_that_never_comes(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "BODY_S", 0.01)
-    reply = await app.client.begin("POST", "/v1/completions", [b"{"], is_whole=False).end()
-    assert reply.status == 408
-
-
-async def test_a_client_that_leaves_in_its_own_body(app: App) -> None:
-    exchange = app.client.begin("POST", "/v1/completions", [b"{"], is_whole=False)
-    exchange.leave()
-    await exchange.end()
-    assert app.scheduler.load.waiting == app.scheduler.load.running == 0
-    assert 'samkv_requests_total{path="other",status="499"} 1.0' in await metrics(app)
 
 
 # -- ids, logs, metrics -------------------------------------------------------------------------

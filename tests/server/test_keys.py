@@ -7,8 +7,8 @@ import hmac
 import pytest
 
 from samkv_integrations.errors import InvalidOption
-from samkv_integrations.server import keys as module
-from samkv_integrations.server.keys import ApiKeys, Tenant
+from samkv_integrations.server import tenancy as module
+from samkv_integrations.server.tenancy import ApiKeys, Tenant
 
 EVERYBODY = Tenant(namespace="ours", collections=("notes",))
 TEXT = """

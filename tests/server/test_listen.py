@@ -7,8 +7,8 @@ import socket
 import pytest
 
 from samkv_integrations.errors import InvalidOption
-from samkv_integrations.server.keys import ApiKeys, Tenant
-from samkv_integrations.server.listen import listen_on
+from samkv_integrations.server.run import listen_on
+from samkv_integrations.server.tenancy import ApiKeys, Tenant
 
 NO_KEYS = ApiKeys("", Tenant())
 SOME = ApiKeys("sk-of-the-red-team red", Tenant())

@@ -9,7 +9,7 @@ from fastapi.routing import APIRoute
 from jsonschema import Draft202012Validator
 from openapi_spec_validator import validate
 
-from samkv_integrations.server.guard import OPEN_PATHS
+from samkv_integrations.server.app import OPEN_PATHS
 from tests.support.records import RECORDS, TEXTS
 from tests.support.served_town import KEYS, RED, Town, fill
 
@@ -42,7 +42,9 @@ async def document(town: Town) -> dict[str, Any]:
     return await town.json("GET", "/openapi.json", key=RED)
 
 
-def schema_of(document: dict[str, Any], method: str, path: str, status: int) -> dict[str, Any]:
+def schema_of(
+    document: dict[str, Any], method: str, path: str, status: int | str
+) -> dict[str, Any]:
     response = document["paths"][path][method]["responses"][str(status)]
     schema: dict[str, Any] = response["content"]["application/json"]["schema"]
     return schema
@@ -81,8 +83,8 @@ def test_errors_are_in_openais_shape_everywhere(document: dict[str, Any]) -> Non
         for operation in methods.values():
             assert "422" not in operation["responses"]  # the server has none
             if path not in OPEN_PATHS:
-                assert {"400", "401", "404", "429", "500"} <= operation["responses"].keys()
-    error = schema_of(document, "post", "/v1/samkv/ask", 429)
+                assert "default" in operation["responses"]
+    error = schema_of(document, "post", "/v1/samkv/ask", "default")
     assert error["$ref"].endswith("/ErrorBody")
 
 
@@ -117,11 +119,11 @@ async def test_responses_are_as_described(
     found = await town.json(method.upper(), path, body, key=RED)
     check(document, schema_of(document, method, path, 200), found)
     refused = await town.json(method.upper(), path, body, status=401)
-    check(document, schema_of(document, method, path, 401), refused)
+    check(document, schema_of(document, method, path, "default"), refused)
 
 
 def test_examples_are_bodies_that_are_described(document: dict[str, Any]) -> None:
-    for name in ("Texts", "Question", "ErrorBody"):
+    for name in ("Texts", "Question"):
         schema = document["components"]["schemas"][name]
         (example,) = schema["examples"]
         check(document, schema, example)

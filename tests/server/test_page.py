@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from samkv_integrations.server.page import FILE, headers_of
+from samkv_integrations.server.app import PAGE, page_headers
 from tests.support.served_town import KEYS, Town
 
-HTML = FILE.read_text(encoding="utf-8")
+HTML = PAGE.read_text(encoding="utf-8")
 COLOURS = {
     name: pair for name, *pair in re.findall(r"--([\w-]+): light-dark\((#\w{6}), (#\w{6})\)", HTML)
 }
@@ -33,7 +33,7 @@ async def test_it_is_served_to_everybody_with_a_strict_policy(tmp_path: Path) ->
 
 def test_the_policy_follows_the_file() -> None:
     other = HTML.replace("use strict", "use Strict")
-    assert headers_of(other) != headers_of(HTML)
+    assert page_headers(other) != page_headers(HTML)
 
 
 def test_nothing_in_it_is_of_elsewhere_or_would_be_refused() -> None:

@@ -11,7 +11,8 @@ from opentelemetry.trace import StatusCode
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from samkv_integrations.server.guard import Guard, Rules
+from samkv_integrations.server.app import Guard
+from samkv_integrations.server.service import Metrics
 from tests.server.conftest import App
 from tests.support.asgi import Client
 from tests.support.served import PROMPT, TEXTS
@@ -77,8 +78,7 @@ async def test_the_guard_reads_the_header_if_nobody_has(
         await app.engine().agenerate(PROMPT, max_new_tokens=1)
         await Response()(scope, receive, send)
 
-    rules = Rules(keys=app.keys, max_body_bytes=1000)
-    client = Client(Guard(answering, rules, app.service.metrics))
+    client = Client(Guard(answering, app.keys, 1000, Metrics(app.scheduler)))
     above = told.tracer.start_as_current_span("the request") if is_instrumented else nullcontext()
     with above as request:
         assert (await client.got("/", traceparent=HEADER)).status == 200

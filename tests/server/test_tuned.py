@@ -7,8 +7,7 @@ from pathlib import Path
 from samkv_integrations import METHODS, ChunkStore
 from samkv_integrations.engine.scheduler import Scheduler
 from samkv_integrations.engine.tuned import TunedSetting, write
-from samkv_integrations.server.keys import Tenant
-from samkv_integrations.server.tenancy import Tenancy
+from samkv_integrations.server.tenancy import Tenancy, Tenant
 from tests.support.models import tiny_model
 
 

@@ -15,7 +15,7 @@ from selenium.webdriver import Chrome, ChromeOptions, ChromeService, Keys
 from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import WebDriverWait
 
-from samkv_integrations.server.listen import listen_on
+from samkv_integrations.server.run import listen_on
 from tests.support.served_town import Town
 
 PATIENCE_S = 120

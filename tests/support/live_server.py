@@ -12,10 +12,10 @@ from typing import Any
 from samkv_integrations import ChunkStore, Engine
 from samkv_integrations.engine.scheduler import Limits, Scheduler
 from samkv_integrations.prompt.reader import Prompt
-from samkv_integrations.server.keys import ApiKeys, Tenant
-from samkv_integrations.server.listen import listen_on
-from samkv_integrations.server.run import Settings, address_of, server_of
-from samkv_integrations.server.tenancy import Tenancy
+from samkv_integrations.server.app import create_app
+from samkv_integrations.server.run import Server, address_of, listen_on
+from samkv_integrations.server.service import Settings
+from samkv_integrations.server.tenancy import ApiKeys, Tenancy, Tenant
 from tests.support.records import CHAT_TEMPLATE, COMPLETION_TEMPLATE, RECORDS, TEXTS, builtin
 
 KEY = "sk-of-the-tests-0001"
@@ -60,7 +60,7 @@ def live_server(
     tenancy.engine(Tenant()).cache_chunks(TEXTS)
     api_keys, is_ready = ApiKeys(keys, Tenant()), threading.Event()
     wanted = Settings(**{"model_name": "builtin", "most_tokens": MAX_TOKENS, **settings})
-    server = server_of(tenancy, api_keys, wanted, is_ready.set)
+    server = Server(create_app(tenancy, api_keys, wanted), wanted.grace_s, is_ready.set)
     with listen_on("127.0.0.1", 0, api_keys) as listening:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
         thread.start()

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from samkv_integrations.cache.disk import ChunkStore
-from samkv_integrations.cluster.worker import CacheWorker, WorkerSettings
+from samkv_integrations.cluster.ingest import CacheWorker
 from samkv_integrations.engine import chunks as chunks_module
 from samkv_integrations.engine.prefill import prefill
+from samkv_integrations.frameworks.engine_args import ModelSource
 
 PUTS = 2
 """Files that a worker which is killed has written of its batch by then."""
@@ -24,10 +25,10 @@ class WatchedWorker(CacheWorker):
     of its files are written. A batch with the text of the file ``deadly`` kills every worker.
     """
 
-    def __init__(self, settings: WorkerSettings, attempts: Any) -> None:
-        super().__init__(settings, attempts)
-        assert settings.source.kv_dir is not None
-        self._folder = Path(settings.source.kv_dir).parent
+    def __init__(self, source: ModelSource, probe_key: str, n_threads: int) -> None:
+        super().__init__(source, probe_key, n_threads)
+        assert source.kv_dir is not None
+        self._folder = Path(source.kv_dir).parent
         deadly = self._folder / "deadly"
         self._deadly = deadly.read_text() if deadly.is_file() else None
         chunks_module.prefill = self._prefill

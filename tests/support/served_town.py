@@ -15,11 +15,8 @@ from samkv_integrations.chroma.link import ChromaLink
 from samkv_integrations.embedding import HashingEmbedding
 from samkv_integrations.engine.scheduler import Scheduler
 from samkv_integrations.server.app import create_app
-from samkv_integrations.server.guard import Rules
-from samkv_integrations.server.keys import ApiKeys, Tenant
-from samkv_integrations.server.metrics import Metrics
-from samkv_integrations.server.service import Service
-from samkv_integrations.server.tenancy import Tenancy
+from samkv_integrations.server.service import Settings
+from samkv_integrations.server.tenancy import ApiKeys, Tenancy, Tenant
 from tests.support.records import TEXTS, builtin
 
 RED, BLUE = "sk-of-the-red-team", "sk-of-the-blue-team"
@@ -46,13 +43,9 @@ class Town:
     ) -> None:
         self.folder = folder
         self.tenancy = Tenancy(Scheduler(builtin()), folder, **options)
-        self.service = Service(
-            tenancy=self.tenancy, metrics=Metrics(self.tenancy.scheduler), model_name="town-model",
-            most_tokens=16, timeout_s=None,
-        )  # fmt: skip
         self.keys = ApiKeys(keys, Tenant(collections=tuple(collections)))
-        rules = Rules(keys=self.keys, max_body_bytes=1_000_000)
-        self.asgi = create_app(self.service, rules)
+        settings = Settings(model_name="town-model", most_tokens=16, max_body_bytes=1_000_000)
+        self.asgi = create_app(self.tenancy, self.keys, settings)
 
     def engine(self, namespace: str = "") -> Engine:
         return self.tenancy.engine(Tenant(namespace=namespace))

@@ -1,24 +1,18 @@
-"""The bodies of requests: what is taken of OpenAI's API, and what is refused.
+"""The bodies of OpenAI's API: what requests may ask, and what responses hold.
 
-A field that would change nothing is taken with the one value that it has here; one that would
-change something and cannot is refused, so that no client is answered otherwise than it asked for.
+A field that cannot be honoured is taken with its neutral value alone and refused with any other, so
+that no client is answered otherwise than it asked for.
 """
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal, cast
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    model_validator,
-)
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from samkv_integrations.engine.options import AnswerOptions
+from samkv_integrations.engine.report import Report
 from samkv_integrations.errors import InvalidOption
 from samkv_integrations.prompt.resolve import OnMiss
 
@@ -40,21 +34,13 @@ class Body(BaseModel):
         return given
 
 
-def _only(allowed: object) -> AfterValidator:
-    """Refuses all values of a field but the one that it has here in any case."""
-
-    def check(value: object) -> object:
-        if value != allowed:
-            raise PydanticCustomError(
-                "unsupported", "only {allowed} is supported here", {"allowed": repr(allowed)}
-            )
-        return value
-
-    return AfterValidator(check)
-
-
 def _listed(value: object) -> object:
     return [value] if isinstance(value, str) else value
+
+
+def _single(given: object) -> object:
+    """The only prompt of a list of one."""
+    return given[0] if isinstance(given, list) and len(given) == 1 else given
 
 
 def _text_of(content: object) -> object:
@@ -100,7 +86,7 @@ class StreamOptions(Body):
     """include_usage: a last event with the usage. include_obfuscation: there is none."""
 
     include_usage: bool = False
-    include_obfuscation: Annotated[bool, _only(False)] = False
+    include_obfuscation: Literal[False] = False
 
 
 class SchemaFormat(Body):
@@ -162,10 +148,10 @@ class Asked(Body):
         BeforeValidator(_listed, json_schema_input_type=str | list[str]),
     ] = []
     samkv: Samkv = Samkv()
-    n: Annotated[int, _only(1)] = 1
-    presence_penalty: Annotated[float, _only(0.0)] = 0.0
-    frequency_penalty: Annotated[float, _only(0.0)] = 0.0
-    logit_bias: Annotated[dict[str, float], _only({})] = {}
+    n: Literal[1] = 1
+    presence_penalty: Annotated[float, Field(ge=0, le=0)] = 0.0
+    frequency_penalty: Annotated[float, Field(ge=0, le=0)] = 0.0
+    logit_bias: Annotated[dict[str, float], Field(max_length=0)] = {}
     user: str | None = None
     metadata: dict[str, str] | None = None
 
@@ -195,13 +181,13 @@ class ChatRequest(Asked):
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: Annotated[int | None, Field(ge=1)] = None
     response_format: ResponseFormat | None = None
-    logprobs: Annotated[bool, _only(False)] = False
-    top_logprobs: Annotated[int, _only(0)] = 0
+    logprobs: Literal[False] = False
+    top_logprobs: Literal[0] = 0
     parallel_tool_calls: bool | None = None
-    tools: Annotated[list[Any], _only([])] = []
-    tool_choice: Annotated[Any, _only("none")] = "none"
-    modalities: Annotated[list[str], _only(["text"])] = ["text"]
-    store: Annotated[bool, _only(False)] = False
+    tools: Annotated[list[Any], Field(max_length=0)] = []
+    tool_choice: Literal["none"] = "none"
+    modalities: list[Literal["text"]] = ["text"]
+    store: Literal[False] = False
     service_tier: Literal["auto", "default"] = "auto"
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
@@ -220,11 +206,6 @@ class ChatRequest(Asked):
         return self.max_completion_tokens or self.max_tokens
 
     @property
-    def turns(self) -> list[dict[str, str]]:
-        """The messages as chat templates take them."""
-        return [message.turn for message in self.messages]
-
-    @property
     def options(self) -> AnswerOptions:
         """The options of the answer that were given, but for its length."""
         options, form = super().options, self.response_format
@@ -236,11 +217,102 @@ class ChatRequest(Asked):
 class CompletionRequest(Asked):
     """``POST /v1/completions``. prompt: one, as text, which is read to the letter."""
 
-    prompt: Annotated[str, BeforeValidator(lambda given: _single(given))]
-    best_of: Annotated[int, _only(1)] = 1
-    echo: Annotated[bool, _only(False)] = False
+    prompt: Annotated[str, BeforeValidator(_single)]
+    best_of: Literal[1] = 1
+    echo: Literal[False] = False
 
 
-def _single(given: object) -> object:
-    """The only prompt of a list of one."""
-    return given[0] if isinstance(given, list) and len(given) == 1 else given
+# -- responses ----------------------------------------------------------------------------------
+
+
+class Error(BaseModel):
+    """What is wrong, in OpenAI's shape. param: the field of the request."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(BaseModel):
+    """The body of every response that is not a 2xx."""
+
+    error: Error
+
+
+class PromptDetails(BaseModel):
+    """cached_tokens: prompt tokens that were not computed for this answer."""
+
+    cached_tokens: int
+
+
+class Usage(BaseModel):
+    """Tokens of prompt and answer; chunks count at full length."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptDetails
+
+
+class _Choice(BaseModel):
+    index: Literal[0]
+    logprobs: None
+    finish_reason: Literal["stop", "length"]
+
+
+class _Answer(BaseModel):
+    id: str
+    created: int
+    model: str
+    usage: Usage
+    samkv: Report
+
+
+class AnswerMessage(BaseModel):
+    """The answer to a chat."""
+
+    role: Literal["assistant"]
+    content: str
+    refusal: None
+
+
+class ChatChoice(_Choice):
+    """The only choice."""
+
+    message: AnswerMessage
+
+
+class ChatCompletion(_Answer):
+    """An answer to a chat. samkv: what it cost, see `Report`."""
+
+    object: Literal["chat.completion"]
+    choices: list[ChatChoice]
+
+
+class TextChoice(_Choice):
+    """The only choice."""
+
+    text: str
+
+
+class Completion(_Answer):
+    """What goes on from a prompt. samkv: what it cost, see `Report`."""
+
+    object: Literal["text_completion"]
+    choices: list[TextChoice]
+
+
+def with_stream(model: type[BaseModel], events: str) -> dict[int | str, dict[str, Any]]:
+    """The responses of a route that answers with a body, or with events if asked for a stream.
+
+    events: what their data are.
+    """
+    text = {"type": "string", "description": events}
+    return {
+        200: {
+            "model": model,
+            "description": "The answer, or the events of a stream.",
+            "content": {"text/event-stream": {"schema": text}},
+        }
+    }
