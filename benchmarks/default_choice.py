@@ -34,9 +34,8 @@ from samkv_integrations.bench.question_caches import prompt_ids
 from samkv_integrations.bench.run_settings import hardware
 from samkv_integrations.bench.scoring import f1_score
 from samkv_integrations.cache.memory import MemoryStore
+from samkv_integrations.engine.decode import decode_greedily, force
 from samkv_integrations.engine.first_token import first_token
-from samkv_integrations.engine.forced import force
-from samkv_integrations.engine.greedy import decode_greedily
 from samkv_integrations.engine.options import AnswerSettings
 from samkv_integrations.engine.request import Request
 from samkv_integrations.figures import to_json

@@ -27,9 +27,8 @@ from samkv_integrations import METHODS, Engine
 from samkv_integrations.bench.divergence import kl
 from samkv_integrations.bench.markdown import table
 from samkv_integrations.bench.run_settings import hardware
+from samkv_integrations.engine.decode import Greedy, decode_greedily, force
 from samkv_integrations.engine.first_token import first_token
-from samkv_integrations.engine.forced import force
-from samkv_integrations.engine.greedy import Greedy, decode_greedily
 from samkv_integrations.engine.options import AnswerSettings
 from samkv_integrations.engine.request import Request
 from samkv_integrations.figures import to_json

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from samkv_integrations.cache.disk import ChunkStore
 from samkv_integrations.cache.memory import MemoryStore
-from samkv_integrations.engine.collect import Total, collect_reports
 from samkv_integrations.engine.engine import Engine
-from samkv_integrations.engine.report import Report
+from samkv_integrations.engine.report import Report, Total, collect_reports
 from samkv_integrations.engine.stream import Answer, AnswerStream
 from samkv_integrations.errors import SamkvError
 from samkv_integrations.eviction import EVICTIONS, Eviction

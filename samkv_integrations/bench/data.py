@@ -15,7 +15,7 @@ from samkv_integrations.bench.scoring import Language
 from samkv_integrations.cache.chunk import normalise
 from samkv_integrations.documents import read_text
 from samkv_integrations.errors import EmptyInput, InvalidOption, UnknownOption
-from samkv_integrations.prompt.template import rag_prompt
+from samkv_integrations.prompt.text import rag_prompt
 
 PromptStyle = Literal["auto", "rag", "longbench"]
 

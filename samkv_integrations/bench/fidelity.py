@@ -21,8 +21,8 @@ from samkv_integrations.bench.run_settings import common_settings
 from samkv_integrations.bench.truth_files import TruthFiles
 from samkv_integrations.bench.variants import TRUTH, Variant
 from samkv_integrations.cache.quantise import DEFAULT_STORE_BITS, check_store_bits
+from samkv_integrations.engine.decode import ForcedTokens, force
 from samkv_integrations.engine.engine import Engine
-from samkv_integrations.engine.forced import ForcedTokens, force
 from samkv_integrations.engine.options import AnswerSettings
 from samkv_integrations.errors import EmptyInput, InvalidOption, UnknownOption
 from samkv_integrations.figures import Row

@@ -12,7 +12,7 @@ from samkv_integrations.bench.data import Question
 from samkv_integrations.bench.load import Prompt
 from samkv_integrations.bench.shapes import Words
 from samkv_integrations.errors import InvalidOption
-from samkv_integrations.prompt.template import rag_prompt
+from samkv_integrations.prompt.text import rag_prompt
 
 QUESTION_TOKENS = 12
 

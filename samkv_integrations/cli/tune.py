@@ -19,7 +19,7 @@ from samkv_integrations.cli.questions import read_questions
 from samkv_integrations.cli.stores import store_in
 from samkv_integrations.cli.tune_setup import QuestionOptions, TuneSetup
 from samkv_integrations.engine.engine import Engine
-from samkv_integrations.engine.tuned import FILE, TunedSetting, tuned_setting, write
+from samkv_integrations.engine.options import TUNED_FILE, TunedSetting, tuned_setting, write_tuned
 from samkv_integrations.errors import InvalidOption, MissingExtra
 from samkv_integrations.tuning import picture
 from samkv_integrations.tuning.candidates import Candidate, as_label, full_prefill, grid
@@ -62,7 +62,8 @@ def tune(
     entry = tuned_setting(engine.model, store) if check else None
     if check and entry is None:
         raise InvalidOption(
-            f"--check, and {store.path / FILE} has no entry for {model!r}; run 'samkv tune' first"
+            f"--check, and {store.path / TUNED_FILE} has no entry for {model!r}; run 'samkv tune' "
+            "first"
         )
     setup = TuneSetup.of(ChromaLink(opened, engine), store, options, folder / "tune")
     if entry is not None:
@@ -111,7 +112,7 @@ def _written(
     if setting is None and fall_back:
         engine = setup.engine
         setting = full_prefill(engine.model.name, engine.store_bits).setting
-    return write(setup.store.path, setting) if writes and setting else None
+    return write_tuned(setup.store.path, setting) if writes and setting else None
 
 
 def _draw(folder: Path, result: Result, config: TuneConfig) -> None:

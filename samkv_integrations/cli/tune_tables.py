@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from samkv_integrations.cli import tables
-from samkv_integrations.engine.tuned import FILE, TunedSetting
+from samkv_integrations.engine.options import TUNED_FILE, TunedSetting
 from samkv_integrations.figures import ratio, seconds, size
 from samkv_integrations.tuning.retrieval import Retrieval
 from samkv_integrations.tuning.run import Result, TuneConfig
@@ -81,7 +81,7 @@ def show_end(
     if written is not None:
         out.print(f"Written to {written}, for {model!r}; explicit arguments win.")
     else:
-        out.print(f"Not written: --write keeps it in {FILE} beside the caches.")
+        out.print(f"Not written: --write keeps it in {TUNED_FILE} beside the caches.")
 
 
 def show_check(out: Console, entry: TunedSetting, standing: Standing) -> None:
@@ -92,7 +92,7 @@ def show_check(out: Console, entry: TunedSetting, standing: Standing) -> None:
     )
     low, high = entry.measured.get("agreement_low"), entry.measured.get("agreement_high")
     if not isinstance(low, float | int) or not isinstance(high, float | int):
-        out.print(f"{FILE} does not say what was measured when it was written.")
+        out.print(f"{TUNED_FILE} does not say what was measured when it was written.")
         return
     if low <= standing.agreement <= high:
         verdict = "within"

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from samkv_integrations.engine.blend import State
 from samkv_integrations.engine.report import Report
-from samkv_integrations.engine.watch import State
 from samkv_integrations.errors import InvalidOption
 from samkv_integrations.inspection import page
 

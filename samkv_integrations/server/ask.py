@@ -16,14 +16,13 @@ from pydantic_core import PydanticCustomError
 from samkv_integrations.chroma.lexical import nearest
 from samkv_integrations.engine.costs import CostModel
 from samkv_integrations.engine.engine import Engine
-from samkv_integrations.engine.off_loop import off_loop
 from samkv_integrations.engine.options import AnswerOptions
 from samkv_integrations.engine.report import Report
-from samkv_integrations.engine.stream import Answer, AnswerStream
+from samkv_integrations.engine.stream import Answer, AnswerStream, off_loop
 from samkv_integrations.errors import InvalidOption, StoreError, UnknownOption
 from samkv_integrations.eviction import get_eviction
 from samkv_integrations.methods import METHODS, get_method
-from samkv_integrations.prompt.template import rag_prompt
+from samkv_integrations.prompt.text import rag_prompt
 from samkv_integrations.server.answers import DONE, figures_of, usage_of
 from samkv_integrations.server.connection import EventStream, unless_gone
 from samkv_integrations.server.documented import Usage, with_stream

@@ -14,7 +14,7 @@ from samkv_integrations.cache.chunk import ChunkRef
 from samkv_integrations.cache.fingerprint import FORMAT_VERSION
 from samkv_integrations.engine.chunks import Chunks
 from samkv_integrations.engine.engine import Engine
-from samkv_integrations.engine.off_loop import off_loop
+from samkv_integrations.engine.stream import off_loop
 from samkv_integrations.errors import InvalidChunk, InvalidOption, SamkvError, StoreError
 from samkv_integrations.server.connection import unless_gone
 from samkv_integrations.server.failures import Failure

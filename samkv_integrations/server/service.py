@@ -8,9 +8,8 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
 from samkv_integrations.engine.engine import Engine
-from samkv_integrations.engine.off_loop import off_loop
 from samkv_integrations.engine.options import AnswerOptions
-from samkv_integrations.engine.stream import Answer, AnswerStream
+from samkv_integrations.engine.stream import Answer, AnswerStream, off_loop
 from samkv_integrations.prompt.reader import Prompt
 from samkv_integrations.server.answers import EventWriter
 from samkv_integrations.server.failures import Failure

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from samkv_integrations.bench.variants import TRUTH
-from samkv_integrations.engine.tuned import TunedSetting
+from samkv_integrations.engine.options import TunedSetting
 from samkv_integrations.eviction import NO_EVICTION
 from samkv_integrations.methods import Method
 

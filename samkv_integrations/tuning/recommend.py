@@ -7,7 +7,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 
 from samkv_integrations import figures
-from samkv_integrations.engine.tuned import TunedSetting
+from samkv_integrations.engine.options import TunedSetting
 from samkv_integrations.tuning.candidates import Candidate
 from samkv_integrations.tuning.run import Result, TuneConfig
 

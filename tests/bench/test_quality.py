@@ -17,7 +17,7 @@ from samkv_integrations.bench import (
 from samkv_integrations.bench.journal import Journal
 from samkv_integrations.errors import EmptyInput, InvalidOption
 from samkv_integrations.model.model import Model
-from samkv_integrations.prompt.template import rag_prompt
+from samkv_integrations.prompt.text import rag_prompt
 from tests.bench.asking import answered, asked, lasting
 from tests.support.records import RECORDS, builtin
 
