@@ -42,7 +42,7 @@ docs: $(VENV)/installed-dev
 	$(VENV)/bin/mkdocs build --strict
 
 bench: $(VENV)/installed
-	$(VENV)/bin/samkv bench latency
+	$(VENV)/bin/python -m benchmarks latency
 
 clean:
 	rm -rf $(VENV) build *.egg-info

@@ -25,9 +25,9 @@ from typing import Any
 import torch
 from tqdm.auto import tqdm
 
+from benchmarks.run_settings import hardware
 from samkv_integrations import ChunkStore, Engine
-from samkv_integrations.bench.markdown import table
-from samkv_integrations.bench.run_settings import hardware
+from samkv_integrations.cli.tables import markdown_table as table
 from samkv_integrations.engine.report import Report
 from samkv_integrations.figures import to_json
 from samkv_integrations.model.loading import load_model

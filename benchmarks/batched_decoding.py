@@ -21,10 +21,10 @@ from statistics import median
 import torch
 from tqdm.auto import tqdm
 
+from benchmarks.models import Words, build
+from benchmarks.run_settings import hardware
 from samkv_integrations import Engine
-from samkv_integrations.bench.markdown import table
-from samkv_integrations.bench.run_settings import hardware
-from samkv_integrations.bench.shapes import Words, build
+from samkv_integrations.cli.tables import markdown_table as table
 from samkv_integrations.engine.decode import Decoder, decode
 from samkv_integrations.engine.first_token import first_token
 from samkv_integrations.engine.options import AnswerSettings

@@ -24,20 +24,17 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from benchmarks import fidelity
+from benchmarks.datasets import Question, load
+from benchmarks.run_settings import hardware
 from samkv_integrations import METHODS, Engine
-from samkv_integrations.bench import fidelity
-from samkv_integrations.bench.data import Question, load
-from samkv_integrations.bench.divergence import kl, same_top1
-from samkv_integrations.bench.intervals import ratio_interval
-from samkv_integrations.bench.markdown import table
-from samkv_integrations.bench.question_caches import prompt_ids
-from samkv_integrations.bench.run_settings import hardware
-from samkv_integrations.bench.scoring import f1_score
 from samkv_integrations.cache.memory import MemoryStore
+from samkv_integrations.cli.tables import markdown_table as table
 from samkv_integrations.engine.decode import decode_greedily, force
 from samkv_integrations.engine.first_token import first_token
 from samkv_integrations.engine.options import AnswerSettings
 from samkv_integrations.engine.request import Request
+from samkv_integrations.evaluation.measures import f1_score, kl, ratio_interval, same_top1
 from samkv_integrations.figures import to_json
 from samkv_integrations.methods import Method
 from samkv_integrations.model.loading import load_model
@@ -105,7 +102,7 @@ def measured(
     stray: bool, other: Model | None,
 ) -> Iterator[Row]:  # fmt: skip
     """A row for each candidate. other: the model in bfloat16, for the floor."""
-    ids, prompt = prompt_ids(model, question, chat=True), question.prompt(chat=True)
+    ids, prompt = question.prompt_ids(model, chat=True), question.prompt(chat=True)
     own = fidelity.greedy(model, ids, n, end_ids=model.eos_ids)
     truth = logits_along(model, ids, own)
     full_s = min(_cpu_s(lambda: logits_along(model, ids, own[:1])) for _ in range(2))

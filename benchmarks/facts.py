@@ -22,15 +22,15 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
+from benchmarks.run_settings import hardware
 from llama_index.llms.samkv.quickstart import Quickstart
 from samkv_integrations import METHODS, Engine
-from samkv_integrations.bench.divergence import kl
-from samkv_integrations.bench.markdown import table
-from samkv_integrations.bench.run_settings import hardware
+from samkv_integrations.cli.tables import markdown_table as table
 from samkv_integrations.engine.decode import Greedy, decode_greedily, force
 from samkv_integrations.engine.first_token import first_token
 from samkv_integrations.engine.options import AnswerSettings
 from samkv_integrations.engine.request import Request
+from samkv_integrations.evaluation.measures import kl
 from samkv_integrations.figures import to_json
 from samkv_integrations.methods import Method
 from samkv_integrations.model.loading import load_model

@@ -18,11 +18,11 @@ from statistics import median
 
 from tqdm.auto import tqdm
 
+from benchmarks.models import Words, build
+from benchmarks.run_settings import hardware
 from samkv_integrations import Engine
-from samkv_integrations.bench.markdown import table
-from samkv_integrations.bench.run_settings import hardware
-from samkv_integrations.bench.shapes import Words, build
 from samkv_integrations.cache.memory import MemoryStore
+from samkv_integrations.cli.tables import markdown_table as table
 from samkv_integrations.engine.report import Report
 from samkv_integrations.figures import to_json
 

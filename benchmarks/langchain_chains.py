@@ -35,6 +35,7 @@ from langchain_core.vectorstores import InMemoryVectorStore
 from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.graph import END, START, MessagesState, StateGraph
 
+from benchmarks.datasets import Question
 from benchmarks.pipelines import (
     ASPECTS,
     N_QUESTIONS,
@@ -60,9 +61,8 @@ from langchain_samkv import (
 )
 from langchain_samkv.documents import Mode
 from samkv_integrations import Engine
-from samkv_integrations.bench.data import Question
-from samkv_integrations.bench.scoring import f1_words
 from samkv_integrations.cache.chunk import normalise
+from samkv_integrations.evaluation.measures import f1_words
 
 MAX_TOKENS = 16
 

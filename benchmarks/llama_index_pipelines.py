@@ -69,6 +69,7 @@ from llama_index.core.storage.docstore import SimpleDocumentStore
 from llama_index.core.tools import QueryEngineTool, RetrieverTool
 from llama_index.vector_stores.chroma import ChromaVectorStore
 
+from benchmarks.datasets import Question
 from benchmarks.pipelines import (
     N_QUESTIONS,
     TOP_K,
@@ -90,10 +91,9 @@ from llama_index.llms.samkv import SamKVCacheTransform, SamKVLLM
 from llama_index.llms.samkv.quickstart import OfflineEmbedding
 from llama_index.postprocessor.samkv import SamKVPostprocessor
 from samkv_integrations import ChunkStore, Engine
-from samkv_integrations.bench.data import Question
-from samkv_integrations.bench.scoring import f1_words
 from samkv_integrations.cache.chunk import normalise
 from samkv_integrations.chroma.client import open_collection
+from samkv_integrations.evaluation.measures import f1_words
 
 MAX_NEW_TOKENS = 32
 """Room for a question that a chat engine has condensed; the answers are far shorter."""

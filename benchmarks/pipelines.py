@@ -18,11 +18,11 @@ from unittest import mock
 import numpy as np
 import torch
 
+from benchmarks.datasets import Question, load
 from samkv_integrations import AnswerStream, Engine
-from samkv_integrations.bench.data import Question, load
-from samkv_integrations.bench.markdown import table
-from samkv_integrations.bench.scoring import f1_words
+from samkv_integrations.cli.tables import markdown_table as table
 from samkv_integrations.embedding import HashingEmbedding
+from samkv_integrations.evaluation.measures import f1_words
 from samkv_integrations.figures import to_json
 from samkv_integrations.model import Model, load_model
 

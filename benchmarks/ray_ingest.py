@@ -20,10 +20,11 @@ from statistics import median
 
 import torch
 
+from benchmarks.models import Words, build, save
 from benchmarks.store_parts import report
 from samkv_integrations import ChunkStore
-from samkv_integrations.bench.shapes import BUILTIN, Words, build, save
 from samkv_integrations.cluster import ModelSource, WorkerPool, cache_on_ray, engine_of
+from samkv_integrations.evaluation.shapes import BUILTIN
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +124,9 @@ def main() -> None:
     """Measure, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--workers", default="1,2", help="the first is what others stand against")
-    parser.add_argument("--shape", default="qwen2.5-0.5b", help="as of 'samkv bench ingest'")
+    parser.add_argument(
+        "--shape", default="qwen2.5-0.5b", help="as of 'python -m benchmarks ingest'"
+    )
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--chunks", type=int, default=200)

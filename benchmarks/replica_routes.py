@@ -26,13 +26,14 @@ from typing import Any, get_args
 import httpx
 import torch
 
+from benchmarks.models import Words, build
 from benchmarks.store_parts import report
 from samkv_integrations import ChunkStore, Engine
-from samkv_integrations.bench.shapes import BUILTIN, Words, build
 from samkv_integrations.cache.remote import RemoteTier
 from samkv_integrations.cluster.replicas import SESSION_HEADER, Replicas, Route
 from samkv_integrations.cluster.serve import App, serving
 from samkv_integrations.engine.options import EngineOptions
+from samkv_integrations.evaluation.shapes import BUILTIN
 from samkv_integrations.server.keys import ApiKeys, Tenant
 from samkv_integrations.server.listen import listen_on
 from samkv_integrations.server.run import Settings, application

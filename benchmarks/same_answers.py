@@ -32,7 +32,9 @@ DAMAGES = ("none", "none", "missing", "cut", "changed", "none", "shuffled", "tex
 
 def questions() -> list[dict[str, Any]]:
     """Those that are shipped, short and long in turns."""
-    folder = resources.files("samkv_integrations") / "assets"
+    here = Path(__file__).with_name("data")
+    # up to commit 0e31fbb they were in the package
+    folder = here if here.is_dir() else resources.files("samkv_integrations") / "assets"
     lines = [
         [json.loads(line) for line in (folder / name).read_text(encoding="utf-8").splitlines()]
         for name in ("questions.jsonl", "questions-long.jsonl")

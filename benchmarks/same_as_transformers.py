@@ -22,13 +22,14 @@ from typing import Any
 import torch
 from llama_index.core.llms import ChatMessage
 
+import samkv_integrations
+from benchmarks.datasets import Question, load
+from benchmarks.fidelity import questions as real_questions
+from benchmarks.fidelity import with_fewer
 from langchain_samkv import ChatSamKV, SamKV
 from llama_index.llms.samkv import SamKVLLM
 from samkv_integrations import Engine, collect_reports
-from samkv_integrations.bench.data import ASSETS, Question, load
-from samkv_integrations.bench.fidelity import questions as real_questions
-from samkv_integrations.bench.fidelity import with_fewer
-from samkv_integrations.bench.markdown import table
+from samkv_integrations.cli.tables import markdown_table as table
 from samkv_integrations.figures import to_json
 from samkv_integrations.model.loading import load_model
 from samkv_integrations.model.model import Model
@@ -37,7 +38,7 @@ from samkv_integrations.prompt import rag_prompt
 MAX_TOKENS = 32
 """Longest answer. To real text the model's are nonsense of this length, which is a harder test."""
 
-BUILTIN = str(ASSETS / "builtin")
+BUILTIN = str(Path(samkv_integrations.__file__).with_name("assets") / "builtin")
 DTYPE = torch.float32
 DOCUMENTS = 5
 """Most paragraphs of a prompt."""

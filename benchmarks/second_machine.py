@@ -19,10 +19,10 @@ from statistics import median
 
 from tqdm.auto import tqdm
 
+from benchmarks.models import Words, build
 from benchmarks.s3_server import s3_server
 from samkv_integrations import ChunkStore, Engine
-from samkv_integrations.bench.markdown import table
-from samkv_integrations.bench.shapes import Words, build
+from samkv_integrations.cli.tables import markdown_table as table
 from samkv_integrations.engine.report import Report
 from samkv_integrations.figures import size
 

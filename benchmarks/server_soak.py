@@ -29,9 +29,9 @@ import httpx
 import torch
 from prometheus_client.parser import text_string_to_metric_families
 
+from benchmarks.datasets import load
+from benchmarks.serve import serving
 from samkv_integrations import ChunkStore, Engine
-from samkv_integrations.bench.data import load
-from samkv_integrations.cli.bench_server import serving
 from samkv_integrations.figures import commit
 from samkv_integrations.model import load_model
 from samkv_integrations.prompt import rag_prompt

@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 
+from benchmarks.models import Words
 from benchmarks.store_parts import (
     open_descriptors,
     report,
@@ -27,7 +28,6 @@ from benchmarks.store_parts import (
     tiny_model,
 )
 from samkv_integrations import ChunkStore, Engine
-from samkv_integrations.bench.shapes import Words
 
 N_DOCUMENTS = 200
 DOCUMENT_TOKENS = 24

@@ -32,6 +32,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks.datasets import load
 from benchmarks.store_parts import (
     Violation,
     chunk_files,
@@ -45,7 +46,6 @@ from benchmarks.store_parts import (
     strangers_in,
 )
 from samkv_integrations import ChunkStore, Engine, MemoryStore
-from samkv_integrations.bench.data import load
 from samkv_integrations.cache import upkeep
 from samkv_integrations.errors import StoreError
 from samkv_integrations.model import Model, load_model

@@ -21,8 +21,8 @@ from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 
+from benchmarks.datasets import load
 from samkv_integrations import Engine
-from samkv_integrations.bench.data import load
 from samkv_integrations.engine.options import AnswerSettings
 from samkv_integrations.engine.report import Report, Stage
 from samkv_integrations.engine.tracing import DISABLED, NAME, begin_trace

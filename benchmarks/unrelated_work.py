@@ -15,9 +15,9 @@ import statistics
 import time
 from collections.abc import Awaitable, Callable
 
+from benchmarks.datasets import load
 from langchain_samkv import ChatSamKV
 from samkv_integrations import Engine
-from samkv_integrations.bench.data import load
 from samkv_integrations.figures import commit
 from samkv_integrations.model import load_model
 from samkv_integrations.prompt import rag_prompt

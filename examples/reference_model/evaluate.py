@@ -39,11 +39,10 @@ from reference_model.questions import style_of
 from reference_model.scenes import Kind, Question, Scene, SceneStyle, draw_scene
 from reference_model.stages import COMPARED, CONTINUED, LINKED, LONG_RECORDS, NEEDLE, RECORDS
 from reference_model.world import World
-from samkv_integrations.bench.intervals import interval
-from samkv_integrations.bench.scoring import exact_match
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.engine.options import PrefixPolicy
 from samkv_integrations.errors import SamkvError
+from samkv_integrations.evaluation.measures import exact_match, interval
 from samkv_integrations.figures import commit
 from samkv_integrations.methods import get_method
 from samkv_integrations.model.loading import load_model

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from statistics import mean, median
 from typing import Any
 
-from samkv_integrations.bench.data import Question
-from samkv_integrations.bench.scoring import exact_match, f1_score
 from samkv_integrations.engine.report import Report
+from samkv_integrations.evaluation.measures import exact_match, f1_score
+from samkv_integrations.evaluation.questions import Question
 from samkv_integrations.figures import Row
 
 
@@ -86,33 +86,27 @@ def summarise(rows: Sequence[Row]) -> list[Summary]:
     for row in rows:
         by_method.setdefault(row["method"], []).append(row)
     truth, reused = by_method.get("recompute"), by_method.get("reuse")
+    all_bytes = mean(row["bytes_read"] for row in reused) if reused else 0
     summaries = []
     for name, mine in by_method.items():
-        known = [row for row in mine if row.get("expected")]
-        bytes_read, ttft_s = mean(r["bytes_read"] for r in mine), median(r["ttft_s"] for r in mine)
-        all_bytes = mean(r["bytes_read"] for r in reused) if reused else 0
         pairs = list(zip(mine, truth, strict=True)) if truth else []
-        same = [a["answer"] == b["answer"] for a, b in pairs]
-        times = {
-            name: median(a[name] / b[name] for a, b in pairs) if pairs else None
-            for name in ("ttft_s", "answer_s")
-        }
+        same = [one["answer"] == full["answer"] for one, full in pairs]
+        ttft_ratio, answer_ratio = (
+            median(one[key] / full[key] for one, full in pairs) if pairs else None
+            for key in ("ttft_s", "answer_s")
+        )
+        known = [row for row in mine if row.get("expected")]
+        bytes_read = mean(row["bytes_read"] for row in mine)
         summaries.append(
             Summary(
-                method=name,
-                n_questions=len(mine),
-                n_same=sum(same) if same else None,
-                n_known=len(known),
-                n_right=sum(int(row["exact_match"]) for row in known),
-                same_share=mean(same) if same else None,
+                method=name, n_questions=len(mine),
+                n_same=sum(same) if same else None, same_share=mean(same) if same else None,
+                n_known=len(known), n_right=sum(int(row["exact_match"]) for row in known),
                 kept_ratio=mean(row["kept_ratio"] for row in mine),
                 recompute_ratio=mean(row["recompute_ratio"] for row in mine),
-                bytes_read=bytes_read,
-                bytes_share=bytes_read / all_bytes if all_bytes else None,
-                ttft_s=ttft_s,
-                ttft_ratio=times["ttft_s"],
-                answer_s=median(row["answer_s"] for row in mine),
-                answer_ratio=times["answer_s"],
+                bytes_read=bytes_read, bytes_share=bytes_read / all_bytes if all_bytes else None,
+                ttft_s=median(row["ttft_s"] for row in mine), ttft_ratio=ttft_ratio,
+                answer_s=median(row["answer_s"] for row in mine), answer_ratio=answer_ratio,
             )
-        )
+        )  # fmt: skip
     return summaries

@@ -12,7 +12,7 @@ import typer
 import typer.core
 
 from samkv_integrations import figures
-from samkv_integrations.cli import bench, store
+from samkv_integrations.cli import store
 from samkv_integrations.cli.ask import ask
 from samkv_integrations.cli.doctor import doctor
 from samkv_integrations.cli.ingest import ingest
@@ -49,7 +49,6 @@ app = typer.Typer(
 for command in (methods, doctor, ingest, ask, inspect, serve, quickstart, plan, tune):
     app.command()(command)
 app.add_typer(store.app, name="store")
-app.add_typer(bench.app, name="bench")
 
 
 def main() -> None:

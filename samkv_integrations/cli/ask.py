@@ -8,19 +8,17 @@ from pathlib import Path
 
 from tqdm.auto import tqdm
 
-from samkv_integrations.bench.data import Question
 from samkv_integrations.chroma.database import Database
 from samkv_integrations.chroma.lexical import nearest
 from samkv_integrations.chroma.link import ChromaLink
 from samkv_integrations.cli import arguments as args
 from samkv_integrations.cli import tables
 from samkv_integrations.cli.answers import answer_row, with_ratios
-from samkv_integrations.cli.comma_lists import words
 from samkv_integrations.cli.loading import engine_of
-from samkv_integrations.cli.method_options import eviction_of, given_methods
-from samkv_integrations.cli.questions import question_of, read_questions
+from samkv_integrations.cli.method_options import eviction_of, given_methods, words
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.errors import InvalidOption
+from samkv_integrations.evaluation.questions import Question, question_of, read_questions
 from samkv_integrations.eviction import Eviction
 from samkv_integrations.figures import Row
 from samkv_integrations.methods import Method

@@ -17,9 +17,9 @@ from samkv_integrations.cli import arguments as args
 from samkv_integrations.cli import tables
 from samkv_integrations.cli.loading import engine_of
 from samkv_integrations.cli.method_options import eviction_of, given_methods
-from samkv_integrations.cli.questions import question_of
 from samkv_integrations.engine.blend import State
 from samkv_integrations.errors import InvalidOption
+from samkv_integrations.evaluation.questions import question_of
 from samkv_integrations.figures import percent, visible
 from samkv_integrations.inspection import Inspection
 from samkv_integrations.inspection import inspect as inspect_answer

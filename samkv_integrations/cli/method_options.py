@@ -1,15 +1,35 @@
-"""Options that name methods and evictions, as they come from a command line."""
+"""Values of options: lists, methods with their options, evictions."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from samkv_integrations.bench.variants import check_shares
 from samkv_integrations.errors import InvalidOption, UnknownOption
 from samkv_integrations.eviction import Eviction, get_eviction, with_budget
 from samkv_integrations.methods import DEFAULT_METHOD, Method, get_method
 from samkv_integrations.methods.base import option_names
 from samkv_integrations.methods.options import with_option
+
+
+def words(text: str) -> list[str]:
+    """The parts between commas; empty ones are left out."""
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def shares(option: str, text: str) -> list[float]:
+    """Numbers; InvalidOption names ``option`` if one is none."""
+    try:
+        return [float(part) for part in words(text)]
+    except ValueError as error:
+        raise InvalidOption(f"{option} {text!r}; give numbers, as in 0.1,0.2") from error
+
+
+def counts(option: str, text: str) -> list[int]:
+    """Whole numbers; InvalidOption names ``option`` if one is none."""
+    try:
+        return [int(part) for part in words(text)]
+    except ValueError as error:
+        raise InvalidOption(f"{option} {text!r}; give whole numbers, as in 4,8") from error
 
 
 def methods_of(names: Sequence[str], settings: Sequence[str] = ()) -> list[Method]:
@@ -56,28 +76,3 @@ def eviction_of(name: str | None, budget_ratio: float | None = None) -> Eviction
             "budget out"
         )
     return with_budget(rule, budget_ratio)
-
-
-def evictions_of(texts: Sequence[str]) -> dict[str, Eviction | None]:
-    """``NAME``, ``NAME@RATIO`` or ``none`` -> the rule that it names, None for ``none``.
-
-    Raises:
-        UnknownOption: there is no such rule.
-        InvalidOption: the ratio is none, is out of range, or there is nothing that it could be for.
-    """
-    return {text: _named_eviction(text) for text in texts}
-
-
-def _named_eviction(text: str) -> Eviction | None:
-    name, at, ratio = text.partition("@")
-    rule = get_eviction(name)
-    if not at:
-        return rule
-    if rule is None:
-        raise InvalidOption(f"eviction {text!r}; 'none' has no ratio")
-    try:
-        share = float(ratio)
-    except ValueError as error:
-        raise InvalidOption(f"eviction {text!r}; give NAME or NAME@RATIO") from error
-    check_shares(f"eviction {text!r}", [share])
-    return with_budget(rule, share)

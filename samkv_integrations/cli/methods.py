@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import typer
 
-from samkv_integrations.bench import markdown as markdown_tables
 from samkv_integrations.cli import arguments as args
 from samkv_integrations.cli import tables
 from samkv_integrations.eviction import EVICTIONS, Eviction
@@ -28,6 +27,6 @@ def methods(as_json: args.Json = False, markdown: args.AsMarkdown = False) -> No
     columns = ("name", "kind", "paper", "summary")
     if markdown:
         named = [(f"`{name}`", *others) for name, *others in cells]
-        typer.echo(markdown_tables.table(columns, named, left=4))
+        typer.echo(tables.markdown_table(columns, named, left=4))
     else:
         tables.console().print(tables.table(columns, cells, left=4))

@@ -2,42 +2,81 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import product
+from typing import Annotated
 
 import typer
+from typer import Option
 
 from samkv_integrations import figures
-from samkv_integrations.bench import markdown as markdown_tables
-from samkv_integrations.bench import sizing
-from samkv_integrations.bench.shapes import SHAPES, sizes_of
 from samkv_integrations.cli import arguments as args
-from samkv_integrations.cli import comma_lists as lists
+from samkv_integrations.cli import method_options as lists
 from samkv_integrations.cli import tables
 from samkv_integrations.errors import InvalidOption, UnknownOption
+from samkv_integrations.evaluation import sizing
+from samkv_integrations.evaluation.shapes import SHAPES, shape_names, sizes_of
 from samkv_integrations.figures import Row
 
 _DEVICES = ("cpu", "cuda")
 
 
 def plan(
-    model: args.PlannedModels, chunks: args.PlannedChunks,
-    chunk_tokens: args.PlannedChunkTokens = "512", store_bits: args.PlannedBits = "4",
-    chunks_per_question: args.QuestionChunks = 8, question_tokens: args.QuestionTokens = 64,
-    answer_tokens: args.PlannedAnswer = 1, dtype: args.Dtype = "auto",
-    layers: args.Layers = None, device: args.PlannedDevice = "cpu",
-    prefill_tokens_s: args.PrefillSpeed = None, decode_tokens_s: args.DecodeSpeed = None,
-    disk_gb_s: args.DiskSpeed = None, check_gb_s: args.CheckSpeed = sizing.CHECK_GB_S,
-    remote_gb_s: args.RemoteSpeed = None, remote_latency_ms: args.RemoteLatency = 0.0,
-    disk_usd_gb_month: args.DiskPrice = None, remote_usd_gb_month: args.RemotePrice = None,
-    columns: args.Columns = None, as_json: args.Json = False,
-    markdown: args.PlanMarkdown = False,
-) -> None:  # fmt: skip
+    model: Annotated[
+        list[str],
+        Option(
+            help="Again for more: a hub id, a folder, a GGUF file, or one of "
+            f"{', '.join(shape_names())}; 'all' for these but the last."
+        ),
+    ],
+    chunks: Annotated[str, Option(help="Kept in all: 1000000,...")],
+    chunk_tokens: Annotated[str, Option(help="Of a chunk: 256,512,...")] = "512",
+    store_bits: Annotated[str, Option(help="4, 8 or 16 for the dtype's own: 4,8,...")] = "4",
+    chunks_per_question: Annotated[int, Option(help="Chunks in a prompt, all of them cached.")] = 8,
+    question_tokens: Annotated[int, Option(help="Of a prompt, beside its chunks.")] = 64,
+    answer_tokens: Annotated[int, Option(help="Of an answer.")] = 1,
+    dtype: args.Dtype = "auto",
+    layers: Annotated[int | None, Option(help="So many of the model's layers; else all.")] = None,
+    device: Annotated[str, Option(help="cpu or cuda: whose proportions are assumed.")] = "cpu",
+    prefill_tokens_s: Annotated[
+        str | None,
+        Option(
+            help="Tokens a second that are cached ('python -m benchmarks ingest'); else assumed."
+        ),
+    ] = None,
+    decode_tokens_s: Annotated[
+        float | None, Option(help="Tokens a second that a replica decodes.")
+    ] = None,
+    disk_gb_s: Annotated[
+        str | None, Option(help="Reading files, in GB/s: 0.5,3,...; else from memory.")
+    ] = None,
+    check_gb_s: Annotated[
+        float, Option(help="Checking what was read, in GB/s on one thread.")
+    ] = sizing.CHECK_GB_S,
+    remote_gb_s: Annotated[
+        str | None, Option(help="The remote tier, in GB/s: 0.1,1.25,...")
+    ] = None,
+    remote_latency_ms: Annotated[float, Option(help="Until its first byte, in ms.")] = 0.0,
+    disk_usd_gb_month: Annotated[
+        float | None, Option(help="What a GB on disk costs a month.")
+    ] = None,
+    remote_usd_gb_month: Annotated[float | None, Option(help="And one in the remote tier.")] = None,
+    columns: Annotated[
+        str | None, Option(help="A row for each combination, with NAME,NAME,... of --json.")
+    ] = None,
+    as_json: args.Json = False,
+    markdown: Annotated[bool, Option("--markdown", help="As the tables of docs/scale.md.")] = False,
+) -> None:
     """What chunks take, and what questions about them cost, worked out from a model's config.
 
     Nothing is measured and no weights are needed. Every combination of the lists is a row.
     """
-    chosen = None if columns is None else _known(lists.words(columns))
+    chosen = None if columns is None else lists.words(columns)
+    for name in chosen or ():
+        if name not in _COLUMNS:
+            raise UnknownOption.among("column", name, _COLUMNS)
+    if chosen == []:
+        raise InvalidOption(f"--columns names none; give some of {', '.join(_COLUMNS)}")
     if device not in _DEVICES:
         raise InvalidOption(f"--device {device!r}; allowed: {', '.join(_DEVICES)}")
     works = [
@@ -62,29 +101,26 @@ def plan(
             _speeds("--remote-gb-s", remote_gb_s),
         )
     ]  # fmt: skip
-    shapes = [sizes_of(name, layers=layers, dtype=dtype) for name in _models(model)]
+    names = [each for name in model for each in (SHAPES if name == "all" else [name])]
+    shapes = [sizes_of(name, layers=layers, dtype=dtype) for name in names]
     rows = [sizing.row_of(*each) for each in product(shapes, works, machines)]
-    _show(rows, chosen, as_json=as_json, markdown=markdown)
-
-
-def _show(
-    rows: Sequence[Row], columns: Sequence[str] | None, *, as_json: bool, markdown: bool
-) -> None:
     if as_json:
         tables.write_json("plan", rows[0]["model"] if len(rows) == 1 else None, rows)
         return
-    if columns is None and len(rows) == 1:
+    if chosen is None and len(rows) == 1:
         heads: list[str] = [rows[0]["model"], ""]
-        named = [n for n in _CELLS if n != "model" and rows[0][n] is not None]
         cells: list[tuple[str, ...]] = [
-            (_HEADS.get(n, n.replace("_", " ")), _CELLS[n](rows[0][n])) for n in named
-        ]
+            (head, shown(rows[0][name])) for name, (head, shown) in _COLUMNS.items()
+            if name != "model" and rows[0][name] is not None
+        ]  # fmt: skip
     else:
-        wanted = columns or _compared(rows)
-        heads = [_HEADS.get(name, name.replace("_", " ")) for name in wanted]
-        cells = [tuple(_cell(name, row[name]) for name in wanted) for row in rows]
+        wanted = chosen or _compared(rows)
+        heads = [_COLUMNS[name][0] for name in wanted]
+        cells = [
+            tuple("-" if row[n] is None else _COLUMNS[n][1](row[n]) for n in wanted) for row in rows
+        ]
     if markdown:
-        typer.echo(markdown_tables.table(heads, cells))
+        typer.echo(tables.markdown_table(heads, cells))
     else:
         narrow = [head.replace(" ", "\n") for head in heads]
         tables.console().print(tables.table(narrow, cells, gap=1))
@@ -92,13 +128,9 @@ def _show(
 
 def _compared(rows: Sequence[Row]) -> list[str]:
     """The settings that differ between rows, and the figures that decide."""
-    settings = [name for name in _CELLS if name not in sizing.Sizing.__dataclass_fields__]
+    settings = [name for name in _COLUMNS if name not in sizing.Sizing.__dataclass_fields__]
     differing = [name for name in settings if len({row[name] for row in rows}) > 1]
     return [*differing, *(n for n in _DECISIVE if any(row[n] is not None for row in rows))]
-
-
-def _cell(name: str, value: object) -> str:
-    return "-" if value is None else _CELLS[name](value)
 
 
 def _plain(value: float | str) -> str:
@@ -118,72 +150,50 @@ def _duration(value: float) -> str:
     return figures.seconds(value)
 
 
-_CELLS: Mapping[str, Callable[..., str]] = {
-    **dict.fromkeys(("model", "dtype", "device"), str),
-    **dict.fromkeys(("n_chunks", "chunk_tokens", "store_bits", "chunks_per_question"), _plain),
-    **dict.fromkeys(("question_tokens", "answer_tokens"), _plain),
-    **dict.fromkeys(("prefill_tokens_s", "decode_tokens_s"), _number),
-    **dict.fromkeys(("disk_gb_s", "check_gb_s", "remote_gb_s", "remote_latency_ms"), _number),
-    **dict.fromkeys(("disk_usd_gb_month", "remote_usd_gb_month"), _number),
-    "chunk_bytes": figures.size, "chunk_ratio": figures.percent, "read_bytes": figures.size,
-    "total_bytes": figures.size,
-    **dict.fromkeys(("read_s", "check_s", "fetch_s", "recompute_s"), _duration),
-    **dict.fromkeys(("full_prefill_s", "first_token_s"), _duration),
-    "break_even_gb_s": _number, "requests_per_s": _number, "bound": str,
-    "remote_requests_per_s": _number, "remote_bound": str, "ingest_s": _duration,
-    **dict.fromkeys(("disk_usd_month", "remote_usd_month"), _number),
-}  # fmt: skip
-"""Every column -> how a value of it is written."""
+_COLUMNS: Mapping[str, tuple[str, Callable[..., str]]] = {
+    "model": ("model", str),
+    "dtype": ("dtype", str),
+    "device": ("device", str),
+    "n_chunks": ("chunks", _plain),
+    "chunk_tokens": ("chunk tokens", _plain),
+    "store_bits": ("bits", _plain),
+    "chunks_per_question": ("chunks per question", _plain),
+    "question_tokens": ("question tokens", _plain),
+    "answer_tokens": ("answer tokens", _plain),
+    "prefill_tokens_s": ("prefill, tokens/s", _number),
+    "decode_tokens_s": ("decoding, tokens/s", _number),
+    "disk_gb_s": ("disk, GB/s", _number),
+    "check_gb_s": ("checking, GB/s", _number),
+    "remote_gb_s": ("remote, GB/s", _number),
+    "remote_latency_ms": ("remote latency, ms", _number),
+    "disk_usd_gb_month": ("disk, USD a GB and month", _number),
+    "remote_usd_gb_month": ("remote, USD a GB and month", _number),
+    "chunk_bytes": ("a chunk", figures.size),
+    "chunk_ratio": ("of bfloat16", figures.percent),
+    "read_bytes": ("read of a chunk", figures.size),
+    "total_bytes": ("all chunks", figures.size),
+    "read_s": ("read", _duration),
+    "check_s": ("check", _duration),
+    "fetch_s": ("fetch", _duration),
+    "recompute_s": ("recompute", _duration),
+    "full_prefill_s": ("full prefill", _duration),
+    "first_token_s": ("first token", _duration),
+    "break_even_gb_s": ("break-even, GB/s", _number),
+    "requests_per_s": ("requests/s", _number),
+    "bound": ("bound by", str),
+    "remote_requests_per_s": ("requests/s, all fetched", _number),
+    "remote_bound": ("then bound by", str),
+    "ingest_s": ("ingest", _duration),
+    "disk_usd_month": ("disk, USD a month", _number),
+    "remote_usd_month": ("remote, USD a month", _number),
+}
+"""Column of a row -> its head in a table, and how a value is written."""
 
 _DECISIVE = (
     "chunk_bytes", "total_bytes", "first_token_s", "full_prefill_s", "break_even_gb_s",
     "requests_per_s", "bound", "ingest_s",
 )  # fmt: skip
 """Figures that fit beside each other; --columns gives others."""
-
-_HEADS: Mapping[str, str] = {
-    "n_chunks": "chunks",
-    "store_bits": "bits",
-    "prefill_tokens_s": "prefill, tokens/s",
-    "decode_tokens_s": "decoding, tokens/s",
-    "disk_gb_s": "disk, GB/s",
-    "check_gb_s": "checking, GB/s",
-    "remote_gb_s": "remote, GB/s",
-    "remote_latency_ms": "remote latency, ms",
-    "disk_usd_gb_month": "disk, USD a GB and month",
-    "remote_usd_gb_month": "remote, USD a GB and month",
-    "chunk_bytes": "a chunk",
-    "chunk_ratio": "of bfloat16",
-    "read_bytes": "read of a chunk",
-    "total_bytes": "all chunks",
-    "read_s": "read",
-    "check_s": "check",
-    "fetch_s": "fetch",
-    "recompute_s": "recompute",
-    "full_prefill_s": "full prefill",
-    "first_token_s": "first token",
-    "break_even_gb_s": "break-even, GB/s",
-    "requests_per_s": "requests/s",
-    "bound": "bound by",
-    "remote_requests_per_s": "requests/s, all fetched",
-    "remote_bound": "then bound by",
-    "ingest_s": "ingest",
-    "disk_usd_month": "disk, USD a month",
-    "remote_usd_month": "remote, USD a month",
-}
-
-
-def _models(names: Iterable[str]) -> list[str]:
-    return [each for name in names for each in (SHAPES if name == "all" else [name])]
-
-
-def _known(columns: Sequence[str]) -> Sequence[str]:
-    for name in columns:
-        if name not in _CELLS:
-            raise UnknownOption.among("column", name, _CELLS)
-    if not columns:
-        raise InvalidOption(f"--columns names none; give some of {', '.join(_CELLS)}")
-    return columns
 
 
 def _counts(option: str, text: str) -> list[int]:

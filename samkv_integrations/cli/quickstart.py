@@ -14,14 +14,13 @@ from rich.console import Console
 from tqdm.auto import tqdm
 
 from samkv_integrations import figures
-from samkv_integrations.bench.data import Question
 from samkv_integrations.cli import arguments as args
 from samkv_integrations.cli import tables
 from samkv_integrations.cli.answers import answer_row, with_ratios
 from samkv_integrations.cli.documents import find_documents
 from samkv_integrations.cli.loading import BUILTIN, engine_of
-from samkv_integrations.cli.questions import read_questions
 from samkv_integrations.errors import InvalidOption, MissingExtra, ModelNotFound
+from samkv_integrations.evaluation.questions import Question, read_questions
 from samkv_integrations.figures import Row
 
 COMPARED = ("recompute", "reuse", "epic", "auto")
@@ -83,7 +82,9 @@ def quickstart(
     rows: list[Row] = []
     for number, one in enumerate(tqdm(asked, desc="asking")):
         replies = {name: run.ask(one.question, name) for name in COMPARED}
-        rows += _rows(one, replies)
+        rows += with_ratios(
+            [answer_row(one, each.text, each.sources, each.report) for each in replies.values()]
+        )
         if number < SHOWN_QUESTIONS:
             _show_replies(one, replies, out)
     if as_json:
@@ -108,16 +109,6 @@ def _samples(folder: Path, questions: Path | None) -> tuple[Sequence[Path], list
             "the repository), or name a folder with --documents"
         )
     return find_documents([folder]).files, read_questions(questions or folder / "questions.jsonl")
-
-
-def _rows(question: Question, replies: Mapping[str, Any]) -> list[Row]:
-    """A row for each method. replies: method -> the connector's reply."""
-    return with_ratios(
-        [
-            answer_row(question, reply.text, reply.sources, reply.report)
-            for reply in replies.values()
-        ]
-    )
 
 
 def _show_replies(question: Question, replies: Mapping[str, Any], out: Console) -> None:

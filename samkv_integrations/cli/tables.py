@@ -64,6 +64,12 @@ def table(
     return made
 
 
+def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1) -> str:
+    """A markdown table; the first ``left`` columns hold words, the others figures."""
+    rule = ["---"] * left + ["---:"] * (len(columns) - left)
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (columns, rule, *rows))
+
+
 def summary_table(rows: Sequence[Row]) -> Table:
     """`summarise` as a table, one row a method."""
     columns = (

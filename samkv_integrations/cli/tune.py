@@ -2,56 +2,85 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+import random
+from dataclasses import asdict
 from pathlib import Path
-from typing import cast
+from typing import Annotated, Any, cast
+
+from typer import Option
 
 from samkv_integrations import figures
-from samkv_integrations.bench import intervals
 from samkv_integrations.chroma.database import Database
 from samkv_integrations.chroma.link import ChromaLink
 from samkv_integrations.cli import arguments as args
 from samkv_integrations.cli import tables
-from samkv_integrations.cli import tune_arguments as own
-from samkv_integrations.cli import tune_tables as shown
 from samkv_integrations.cli.loading import use_threads_for
-from samkv_integrations.cli.questions import read_questions
 from samkv_integrations.cli.stores import store_in
-from samkv_integrations.cli.tune_setup import QuestionOptions, TuneSetup
+from samkv_integrations.engine.costs import name_of
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.engine.options import TUNED_FILE, TunedSetting, tuned_setting, write_tuned
-from samkv_integrations.errors import InvalidOption, MissingExtra
-from samkv_integrations.tuning import picture
-from samkv_integrations.tuning.candidates import Candidate, as_label, full_prefill, grid
-from samkv_integrations.tuning.recommend import recommended
-from samkv_integrations.tuning.run import Result, TuneConfig
-from samkv_integrations.tuning.standing import By
+from samkv_integrations.errors import EmptyInput, InvalidOption
+from samkv_integrations.evaluation.questions import read_questions
+from samkv_integrations.figures import ratio, seconds, size
+from samkv_integrations.tuning import questions as made
+from samkv_integrations.tuning.measure import FULL, Measurer
+from samkv_integrations.tuning.run import (
+    By,
+    Result,
+    Run,
+    Standing,
+    TuneConfig,
+    as_label,
+    candidates,
+    recommended,
+)
 
-PICTURE = "agreement.svg"
+LEGEND = """\
+out: cannot reach {target:g}, or slower than full prefill; refused: did not reach it on held-out
+questions; in: might. KL, top-1: of the first token; first token, KV: of full prefill's."""
 
 
 def tune(
-    collection: args.Collection = "documents", folder: args.Folder = Path(".samkv"),
+    collection: args.Collection = "documents",
+    folder: args.Folder = Path(".samkv"),
     chroma: args.ChromaServer = None,
-    model: args.ModelName = "builtin", device: args.Device = "auto", dtype: args.Dtype = "auto",
-    store_bits: args.CacheBits = None, namespace: args.Namespace = "", remote: args.Remote = None,
-    questions: args.QuestionFile = None, agree: own.Agree = 0.95, by: own.AgreedBy = "exact",
-    minutes: own.Minutes = 10.0, top_k: args.TopK = 4, max_new_tokens: args.MaxNewTokens = 64,
-    asked_by: own.AskedBy = "chunks", chat: args.Chat = False, seed: own.Seed = 0,
-    most: own.MostTuned = 400, output: args.RunFolder = None, fresh: args.Fresh = False,
-    check: own.CheckOnly = False, writes: own.Writes = True, fall_back: own.FallBack = False,
+    model: args.ModelName = "builtin",
+    device: args.Device = "auto",
+    dtype: args.Dtype = "auto",
+    store_bits: args.CacheBits = None,
+    namespace: args.Namespace = "",
+    remote: args.Remote = None,
+    questions: args.QuestionFile = None,
+    agree: Annotated[float, Option(help="Least agreement with full prefill, 0 to 1.")] = 0.95,
+    by: Annotated[
+        str, Option(help="What agreement is: exact (the same answer) or f1 (tokens in common).")
+    ] = "exact",
+    minutes: Annotated[float, Option(help="That measuring may take.")] = 10.0,
+    top_k: args.TopK = 4,
+    max_new_tokens: args.MaxNewTokens = 64,
+    chat: args.Chat = False,
+    seed: Annotated[int, Option(help="Of the order of questions.")] = 0,
+    most: Annotated[int, Option(help="Most questions.")] = 400,
+    check: Annotated[
+        bool,
+        Option("--check", help="Measure the setting that was written, on all these questions."),
+    ] = False,
+    writes: Annotated[
+        bool, Option("--write/--no-write", help="Write the setting beside the caches.")
+    ] = True,
+    fall_back: Annotated[
+        bool, Option("--fall-back", help="Write full prefill if no setting is enough.")
+    ] = False,
     as_json: args.Json = False,
-) -> None:  # fmt: skip
+) -> None:
     """Find the cheapest setting that answers as full prefill does, on your model and documents."""
     config = TuneConfig(agree=agree, by=cast(By, by), minutes=minutes)
-    options = QuestionOptions(
-        given=read_questions(questions, with_documents=True) if questions else None,
-        asked_by=asked_by, top_k=top_k, max_new_tokens=max_new_tokens, chat=chat, seed=seed,
-        most=most,
-    )  # fmt: skip
-    intervals.require_extras()
-    if output is not None and output.exists() and not output.is_dir():
-        raise InvalidOption(f"--output {output} is no folder; name a new one, or that of a run")
+    for option, value in (
+        ("top-k", top_k), ("max-new-tokens", max_new_tokens), ("most", most),
+    ):  # fmt: skip
+        if value < 1:
+            raise InvalidOption(f"--{option} {value}; give at least 1")
+    given = read_questions(questions, with_documents=True) if questions else None
     opened = Database(folder / "chroma", chroma).collection(collection)
     use_threads_for(model)
     store = store_in(folder, namespace, remote)
@@ -59,89 +88,138 @@ def tune(
         model, store, device=device, dtype=dtype, store_bits=store_bits, prefix_bytes=0
     )
     store.require(engine.fingerprint)
-    entry = tuned_setting(engine.model, store) if check else None
-    if check and entry is None:
-        raise InvalidOption(
-            f"--check, and {store.path / TUNED_FILE} has no entry for {model!r}; run 'samkv tune' "
-            "first"
+    settings = candidates(engine.model.name, engine.store_bits)
+    if check:
+        entry = tuned_setting(engine.model, store)
+        if entry is None:
+            raise InvalidOption(
+                f"--check, and {store.path / TUNED_FILE} has no entry for {model!r}; run "
+                "'samkv tune' first"
+            )
+        if entry.store_bits != engine.store_bits:
+            raise InvalidOption(
+                f"--check, and the entry for {model!r} is of caches of {entry.store_bits} bits, "
+                f"which have {engine.store_bits} here; ingest again with --store-bits "
+                f"{entry.store_bits}, or tune again"
+            )
+        settings = {as_label(entry): entry}
+    if store.note(name_of(engine.model)) is None:  # `auto` decides by what passes cost
+        engine.calibrate()
+    link = ChromaLink(opened, engine)
+    if given is not None:
+        asked = made.distinct(given)
+        random.Random(seed).shuffle(asked)
+    elif not (asked := made.from_chunks(texts := made.texts_of(link), seed=seed)):
+        raise EmptyInput(
+            f"no question can be made of the {len(texts)} chunks of collection {collection!r}: "
+            "none has a title, or a sentence of a few words; give --questions FILE"
         )
-    setup = TuneSetup.of(ChromaLink(opened, engine), store, options, folder / "tune")
-    if entry is not None:
-        _check(setup, entry, config, output, fresh=fresh, as_json=as_json)
-        return
-    candidates = grid(engine.model.name, engine.store_bits)
-    with setup.run(config, candidates, output, fresh=fresh) as (run, place):
-        result = run.run()
-    setting = recommended(result, candidates, config, collection)
-    _draw(place, result, config)
-    written = _written(setup, setting, writes=writes, fall_back=fall_back)
-    if as_json:
-        _write_json(model, result, setting, written, config)
+    retrieved = made.with_documents(
+        link, asked, top_k=top_k, max_new_tokens=max_new_tokens, chat=chat, most=most
+    )
+    methods = {label: setting.to_method() for label, setting in settings.items()}
+    measurer = Measurer(engine, methods, max_new_tokens=max_new_tokens, chat=chat)
+    run = Run(config, measurer.compare)
     out = tables.console(stderr=as_json)
-    shown.show(out, result, config, setup.retrieval, place)
-    shown.show_end(out, setting, result.why, written, engine.store_bits, model)
-
-
-def _check(
-    setup: TuneSetup,
-    entry: TunedSetting,
-    config: TuneConfig,
-    output: Path | None,
-    *,
-    fresh: bool,
-    as_json: bool,
-) -> None:
-    """Measure the setting that is in use, and compare with what was said of it."""
-    candidate = Candidate(
-        label=as_label(entry), setting=entry,
-        in_store=entry.store_bits == setup.engine.store_bits,
-    )  # fmt: skip
-    with setup.run(config, [candidate], output, fresh=fresh) as (run, _):
-        standing = run.measure_all(candidate.label)
-    if as_json:
-        more = {"setting": entry.line, "measured": dict(entry.measured)}
-        text = figures.to_json("tune", entry.model, [standing.to_row()], more)
-        tables.write_text(text)
-    shown.show_check(tables.console(stderr=as_json), entry, standing)
-
-
-def _written(
-    setup: TuneSetup, setting: TunedSetting | None, *, writes: bool, fall_back: bool
-) -> Path | None:
-    """The file that was written, None for none."""
+    if check:
+        (standing,) = run.standings([*settings], retrieved.questions)
+        entry = settings[standing.label]
+        if as_json:
+            found = {"setting": entry.line, "measured": dict(entry.measured)}
+            tables.write_text(figures.to_json("tune", model, [asdict(standing)], found))
+        out.print(_checked(entry, standing))
+        return
+    result = run.tune([*settings], retrieved.questions)
+    setting = recommended(result, settings, config, collection)
+    kept = setting
     if setting is None and fall_back:
-        engine = setup.engine
-        setting = full_prefill(engine.model.name, engine.store_bits).setting
-    return write_tuned(setup.store.path, setting) if writes and setting else None
+        kept = TunedSetting(
+            model=engine.model.name, method=FULL, store_bits=engine.store_bits
+        )  # fmt: skip
+    written = write_tuned(store.path, kept) if writes and kept else None
+    if as_json:
+        rows = [asdict(one) | {"state": _state(one, result)} for one in result.standings]
+        more: dict[str, Any] = {
+            "target": agree,
+            "agreed_by": by,
+            "recommended": setting.line if setting else f"--method {FULL}",
+            "store_bits": setting.store_bits if setting else None,
+            "why": result.why,
+            "held_out": [asdict(one) for one in result.checked],
+            "written": str(written) if written else None,
+            "seconds": result.seconds,
+        }
+        tables.write_text(figures.to_json("tune", model, rows, more))
+    standings = sorted(result.standings, key=lambda each: each.ttft_ratio)
+    out.print(
+        tables.table(
+            ("setting", "agreement", "asked", "F1", "KL", "top-1", "first\ntoken",
+             "read", "KV", ""),
+            [
+                (
+                    each.label, _agreement(each), str(each.n), ratio(each.f1),
+                    f"{each.first_kl:.3f}", ratio(each.first_top1),
+                    ratio(each.ttft_ratio), size(each.bytes_read), ratio(each.kv_ratio),
+                    _state(each, result),
+                )
+                for each in standings
+            ],
+            gap=1,
+        )
+    )  # fmt: skip
+    out.print(LEGEND.format(target=agree))
+    out.print(
+        f"\n{len(standings)} settings on up to {max(each.n for each in standings)} questions, "
+        f"{seconds(result.seconds)}; every figure against full prefill on the same prompts."
+    )
+    if left_out := retrieved.too_long + retrieved.uncached:
+        out.print(
+            f"{left_out} questions were left out: {retrieved.too_long} too long, "
+            f"{retrieved.uncached} with chunks that have no cache."
+        )
+    for one in result.checked:
+        verdict = "is enough" if one is result.chosen else "is not enough"
+        out.print(
+            f"On {one.n} held-out questions {one.label} {verdict}: agreement {_agreement(one)}, "
+            f"first token {ratio(one.ttft_ratio)} of full prefill."
+        )
+    if setting is None:
+        out.print(f"\nRecommended: full prefill, --method {FULL}: {result.why}.")
+    else:
+        out.print(f"\nRecommended: {setting.line}")
+    if written is not None:
+        out.print(f"Written to {written}, for {model!r}; explicit arguments win.")
+    elif setting is None:
+        out.print("Nothing was written; --fall-back writes it.")
+    else:
+        out.print(f"Not written: --write keeps it in {TUNED_FILE} beside the caches.")
 
 
-def _draw(folder: Path, result: Result, config: TuneConfig) -> None:
-    """A picture in the folder of the run, where matplotlib is there to draw it."""
-    with suppress(MissingExtra):
-        standings = sorted(result.race.standings.values(), key=lambda each: each.ttft_ratio)
-        picture.draw(standings, folder / PICTURE, target=config.agree, chosen=result.chosen)
+def _checked(entry: TunedSetting, standing: Standing) -> str:
+    """A setting on questions of now, beside what was said of it when it was written."""
+    shown = (
+        f"{entry.line}\nOn {standing.n} questions: agreement {_agreement(standing)}, F1 "
+        f"{ratio(standing.f1)}, first token {ratio(standing.ttft_ratio)} of full prefill.\n"
+    )
+    low, high = entry.measured.get("agreement_low"), entry.measured.get("agreement_high")
+    if not isinstance(low, float | int) or not isinstance(high, float | int):
+        return f"{shown}{TUNED_FILE} does not say what was measured when it was written."
+    verdict, more = "within", ""
+    if standing.agreement > high:
+        verdict = "above"
+    if standing.agreement < low:
+        verdict, more = "below", "\nDocuments or questions are others now: tune again."
+    n = entry.measured.get("held_out_questions", "?")
+    return f"{shown}That is {verdict} its interval, [{low:.2f}, {high:.2f}] on {n} questions.{more}"
 
 
-def _write_json(
-    model: str,
-    result: Result,
-    setting: TunedSetting | None,
-    written: Path | None,
-    config: TuneConfig,
-) -> None:
-    race = result.race
-    rows = [
-        {**standing.to_row(), **result.intervals[label], "state": race.state_of(label)}
-        for label, standing in race.standings.items()
-    ]
-    more = {
-        "target": config.agree,
-        "agreed_by": config.by,
-        "recommended": setting.line if setting else "--method recompute",
-        "store_bits": setting.store_bits if setting else None,
-        "why": result.why,
-        "held_out": [each.standing.to_row() for each in result.checked],
-        "written": str(written) if written else None,
-        "seconds": result.seconds,
-    }
-    tables.write_text(figures.to_json("tune", model, rows, more))
+def _agreement(each: Standing) -> str:
+    return f"{each.agreement:.2f} [{each.low:.2f}, {each.high:.2f}]"
+
+
+def _state(each: Standing, result: Result) -> str:
+    if result.chosen is not None and each.label == result.chosen.label:
+        return "chosen"
+    if each.label in [one.label for one in result.checked]:
+        return "refused"
+    return "out" if each.label in result.out else "in"

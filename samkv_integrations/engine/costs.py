@@ -11,7 +11,7 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
-from statistics import median
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -167,56 +167,49 @@ def name_of(model: Model) -> str:
 
 @torch.inference_mode()
 def measure(model: Model, form: EntryFormat) -> CostModel:
-    """The costs on this machine, from passes of the model over made-up tokens; a few seconds.
+    """The costs on this machine, from passes of some layers over made-up tokens; a few seconds.
 
-    Medians of repeated runs. What disks do is not measured: entries are assumed to be read from the
-    system's page cache.
+    The least of repeated runs, as other work on the machine only ever adds. What disks do is not
+    measured: entries are assumed to be read from the system's page cache.
     """
-    short, long = 8, min(512, model.context_window)
-    layer = _seconds(model, lambda: _plain_pass(model, short, short)) / model.n_layers
-    whole = _seconds(model, lambda: _plain_pass(model, long, long)) / model.n_layers
-    far = min(2048, model.context_window)
-    wide = _seconds(model, lambda: _plain_pass(model, short, far)) / model.n_layers
-    pair_s = max(0.0, (wide - layer) / (short * (far - short)))
-    pairs = long * (long + 1) / 2 - short * (short + 1) / 2
-    token_s = max(0.0, (whole - layer - pairs * pair_s) / (long - short))
-    entry_s = _seconds(model, lambda: _dequantise(model, form, far)) / far
-    assumed = CostModel.assumed(model)
+    short, long, far = (min(n, model.context_window) for n in (8, 512, 2048))
+    few, some, many = (_seconds(model, partial(_plain_pass, model, n)) for n in (short, long, far))
+    # few = layer + short * token + ..., and so on: three equations for three unknowns
+    ns = torch.tensor([short, long, far], dtype=torch.float64)
+    parts = torch.stack((torch.ones(3, dtype=torch.float64), ns, ns * (ns + 1) / 2), dim=1)
+    spent = torch.tensor([few, some, many], dtype=torch.float64)
+    layer_s, token_s, pair_s = (max(0.0, x) for x in torch.linalg.lstsq(parts, spent)[0].tolist())
+    entry_s = _seconds(model, partial(_dequantise, model, form, far)) / far
     return CostModel(
-        layer_s=max(0.0, layer - short * token_s), token_s=token_s, pair_s=pair_s,
-        entry_s=entry_s, read_s=assumed.read_s,
+        layer_s=layer_s, token_s=token_s, pair_s=pair_s, entry_s=entry_s,
+        read_s=CostModel.assumed(model).read_s,
     )  # fmt: skip
 
 
 def _seconds(model: Model, work: Callable[[], object], repeats: int = 5) -> float:
+    """Seconds of ``work`` if nothing else runs: on a CPU those of its threads, not of a clock."""
+    is_cpu, spent = model.device.type == "cpu", []
     work()  # the first time is slower
-    spent = []
     for _ in range(repeats):
-        began = time.perf_counter()
+        began = time.process_time() if is_cpu else time.perf_counter()
         work()
-        if model.device.type == "cuda":
+        if is_cpu:
+            spent.append((time.process_time() - began) / torch.get_num_threads())
+        else:
             torch.cuda.synchronize(model.device)
-        spent.append(time.perf_counter() - began)
-    return median(spent)
+            spent.append(time.perf_counter() - began)
+    return min(spent)
 
 
-def _plain_pass(model: Model, n_tokens: int, n_attended: int) -> None:
-    """The last ``n_tokens`` of ``n_attended`` through all layers, the others being zeros."""
-    positions = torch.arange(n_attended - n_tokens, n_attended)
-    cos, sin = model.cos_sin(positions)
-    shape = (1, model.n_kv_heads, n_attended - n_tokens, model.head_dim)
-    before = torch.zeros(shape, dtype=model.dtype, device=model.device)
-    mask = None
-    if n_attended > n_tokens:
-        mask = (torch.arange(n_attended)[None] <= positions[:, None]).to(model.device)
+def _plain_pass(model: Model, n_tokens: int) -> None:
+    """A layer's share of full prefill."""
+    cos, sin = model.cos_sin(torch.arange(n_tokens))
 
     def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        keys, values = (torch.cat((before, new), dim=2) for new in (key, value))
-        return attention(query, keys, values, scaling, mask, mask is None)
+        return attention(query, key, value, scaling, None, True)
 
     hidden = model.embed(torch.zeros(1, n_tokens, dtype=torch.long))
-    for layer in range(model.n_layers):
-        hidden = model.layer(layer, hidden, cos, sin, attend)
+    model.layer(0, hidden, cos, sin, attend)
 
 
 def _dequantise(model: Model, form: EntryFormat, n_tokens: int) -> None:

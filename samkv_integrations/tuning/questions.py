@@ -1,4 +1,4 @@
-"""Questions to tune with: of a file, or made of the chunks themselves, in any language."""
+"""Questions to tune with: made of the chunks, in any language, or given; and their documents."""
 
 from __future__ import annotations
 
@@ -6,9 +6,18 @@ import random
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 
-from samkv_integrations.bench.data import Question
+from samkv_integrations.chroma.lexical import nearest
+from samkv_integrations.chroma.link import ChromaLink
+from samkv_integrations.chroma.records import Records
+from samkv_integrations.errors import EmptyInput
+from samkv_integrations.evaluation.questions import Question
+
+MOST_CHUNKS = 2_000
+"""Chunks that questions are made of: the first ones of a collection."""
+
 
 _BRACKETED = re.compile(r"\[([^\[\]\n]{1,120})\]")
 _HEADING = re.compile(r"#{1,6}\s+(.{1,120})")
@@ -34,7 +43,7 @@ def from_chunks(texts: Sequence[str], *, seed: int) -> list[Question]:
         rated = sorted(_of_chunk(texts[place], spread), key=lambda one: (one[0], order.random()))
         of_chunks.append([text for _, text in rated])
     turns = [text for turn in zip_longest(*of_chunks) for text in turn if text is not None]
-    return [_question(f"chunks-{text}", text) for text in dict.fromkeys(turns)]
+    return [Question(id=f"chunks-{text}", question=text) for text in dict.fromkeys(turns)]
 
 
 def distinct(questions: Sequence[Question]) -> list[Question]:
@@ -43,17 +52,6 @@ def distinct(questions: Sequence[Question]) -> list[Question]:
     for one in questions:
         found.setdefault((one.question, one.documents), one)
     return list(found.values())
-
-
-def shuffled(questions: Sequence[Question], *, seed: int) -> list[Question]:
-    """The questions in an order that follows from the seed."""
-    return random.Random(seed).sample(list(questions), len(questions))
-
-
-def _question(id_: str, text: str) -> Question:
-    return Question(
-        id=id_, dataset="chunks", kind="chunks", question=text, answers=(), documents=()
-    )
 
 
 def _words(text: str) -> Iterator[str]:
@@ -106,3 +104,69 @@ def before_rarest(
         return 0, ""
     n_chunks, place = min(rated)
     return n_chunks, " ".join(words[:-place])
+
+
+def texts_of(link: ChromaLink, most: int = MOST_CHUNKS) -> list[str]:
+    """The texts of a collection's first records, each once."""
+    records, texts = Records(link.collection), dict[str, None]()
+    ids = sorted(records.ids(None))[:most]
+    for part in records.slices(len(ids)):
+        rows = records.read(records.collection, ids=ids[part], include=["documents"])
+        at = dict(zip(rows["ids"], rows["documents"] or (), strict=True))
+        texts |= dict.fromkeys(at[id_] or "" for id_ in ids[part] if id_ in at)
+    return [text for text in texts if text.strip()]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Retrieved:
+    """Questions with their documents, and how many were left out.
+
+    too_long: prompt and answer exceed the context window. uncached: a chunk has no cache, so there
+    is nothing to measure.
+    """
+
+    questions: Sequence[Question]
+    too_long: int
+    uncached: int
+
+
+def with_documents(
+    link: ChromaLink,
+    asked: Sequence[Question],
+    *,
+    top_k: int,
+    max_new_tokens: int,
+    chat: bool,
+    most: int,
+) -> Retrieved:
+    """The first ``most`` questions that can be asked, each with its nearest chunks.
+
+    A question that has documents keeps them: another retriever has found them.
+
+    Raises EmptyInput if there is none, else as `nearest` does.
+    """
+    found: list[Question] = []
+    engine, too_long, uncached = link.engine, 0, 0
+    for question in asked:
+        if len(found) == most:
+            break
+        documents = question.documents or tuple(
+            one.text for one in nearest(link, question.question, top_k)
+        )
+        ready = replace(question, documents=documents, max_new_tokens=max_new_tokens)
+        chunks = engine.chunks.refer(documents)
+        if len(ready.prompt_ids(engine.model, chat=chat)) + max_new_tokens > (
+            engine.model.context_window
+        ):
+            too_long += 1
+        elif any(ref.state != "cached" for ref in engine.chunks.look_up(chunks, "exists")):
+            uncached += 1
+        else:
+            found.append(ready)
+    if not found:
+        raise EmptyInput(
+            f"none of {len(asked)} questions can be asked: {too_long} prompts are longer than the "
+            f"context window, {uncached} have chunks without a cache; retrieve fewer chunks with "
+            "--top-k, or run 'samkv store sync'"
+        )
+    return Retrieved(questions=found, too_long=too_long, uncached=uncached)

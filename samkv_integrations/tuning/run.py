@@ -1,31 +1,44 @@
-"""A run of tuning: the race, then what it chose on questions that took no part in the choice."""
+"""A run of tuning: settings on some questions, and the best of them on held-out ones."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+import time
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from statistics import mean, median
+from typing import Any, Literal
 
 from tqdm.auto import tqdm
 
-from samkv_integrations.bench.data import Question
-from samkv_integrations.bench.journal import Journal
+from samkv_integrations import figures
+from samkv_integrations.engine.options import TunedSetting
 from samkv_integrations.errors import EmptyInput, InvalidOption
-from samkv_integrations.figures import Row
-from samkv_integrations.tuning.candidates import FULL, Candidate
-from samkv_integrations.tuning.halving import Budget, Race, race
-from samkv_integrations.tuning.standing import (
-    WORTH,
-    By,
-    Standing,
-    best_first,
-    bootstrap,
-    check_target,
-    standing_of,
-)
+from samkv_integrations.evaluation.measures import interval, wilson
+from samkv_integrations.evaluation.questions import Question
+from samkv_integrations.eviction import NO_EVICTION
+from samkv_integrations.tuning.measure import Clock, Compared
+
+By = Literal["exact", "f1"]
+"""What counts as agreement: the same answer, or the tokens that both have."""
+
+NOISE = 1.1
+"""Times within this factor are taken for equal: medians of pairs differ so much from run to run."""
+
+WORTH = 0.95
+"""First token, of full prefill's, that a setting must stay below to be worth its approximation."""
+
+LEAST_QUESTIONS = 5
+"""Of which three are for the choice and two are held out."""
 
 CHOICE_SHARE = 0.6
-"""Of the time, and of the questions, that the race may take; the rest is for the check."""
+"""Share of the time that the choice may take; the rest is for the check."""
+
+LEAST_ASKED = 8
+"""Questions before a setting is dropped."""
+
+MOST_ASKED = 48
+"""Questions for the choice: more change it little."""
 
 LEAST_CHECKED = 16
 """Held-out questions without which nothing is recommended, where there are so many."""
@@ -34,26 +47,40 @@ NARROW = 0.1
 """Width of the check's interval that is enough."""
 
 MOST_TRIED = 3
-"""Candidates of a race that are tried on held-out questions: of many, one would pass by luck."""
+"""Settings that are tried on held-out questions: of many, one would pass by luck."""
 
-LEAST_QUESTIONS = 5
-"""Of which three are for the choice and two are held out."""
+_CANDIDATES: Sequence[Mapping[str, Any]] = (
+    {"method": "reuse"},
+    {"method": "reuse", "eviction": "quest", "eviction_budget": 0.1},
+    {"method": "epic"},
+    # `auto` in place of samkv-guided: the same setting, with full prefill where that is faster
+    {"method": "auto", "eviction": "quest", "eviction_budget": 0.1},
+    {"method": "auto"},
+    {"method": "auto", "set": ("recompute.first=48", "recompute.matched=192")},
+)
 
 
-class Measures(Protocol):
-    """What answers questions; a `Measurer`."""
+def candidates(model: str, store_bits: int) -> dict[str, TunedSetting]:
+    """Label -> setting that is tried, roughly cheapest first. store_bits: of the caches."""
+    made = [TunedSetting(model=model, store_bits=store_bits, **words) for words in _CANDIDATES]
+    return {as_label(setting): setting for setting in made}
 
-    def rows(self, question: Question, labels: Sequence[str]) -> Iterable[Row]:
-        """A row for full prefill and one for each of ``labels``."""
-        ...
+
+def as_label(setting: TunedSetting) -> str:
+    """A setting in few words: ``auto, hits=3.0, quest@0.1``."""
+    words = [setting.method, *(option.partition(".")[2] for option in setting.set)]
+    if setting.eviction != NO_EVICTION:
+        budget = "" if setting.eviction_budget is None else f"@{setting.eviction_budget:g}"
+        words.append(f"{setting.eviction}{budget}")
+    return ", ".join(words)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TuneConfig:
     """What is asked of a run. Raises InvalidOption for what cannot be.
 
-    agree: least agreement with full prefill, by ``by``. minutes: that measuring may take, what an
-    earlier part of the run took included.
+    agree: least agreement with full prefill, by ``by``. minutes: that measuring may take; the
+    question that is under way then is still answered.
     """
 
     agree: float = 0.95
@@ -61,202 +88,195 @@ class TuneConfig:
     minutes: float = 10.0
 
     def __post_init__(self) -> None:
-        check_target(self.agree, self.by)
+        if not 0 < self.agree <= 1:
+            raise InvalidOption(
+                f"agree={self.agree:g}; it must be above 0 and at most 1, as in 0.95"
+            )
+        if self.by not in ("exact", "f1"):
+            raise InvalidOption(f"by={self.by!r}; allowed: exact, f1")
         if not self.minutes > 0:
             raise InvalidOption(f"minutes={self.minutes:g}; it must be above 0")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Checked:
-    """A candidate on held-out questions, and whether it is at the target there."""
+class Standing(Compared):
+    """A setting over the questions that it was asked: means, but the median of ``ttft_ratio``.
 
-    standing: Standing
-    is_enough: bool
+    agreement: share of questions with full prefill's answer, or mean F1 with it; low, high: its
+        95 % interval. f1_interval, first_kl_interval: 95 % bootstrap intervals.
+    """
+
+    label: str
+    n: int
+    agreement: float
+    low: float
+    high: float
+    f1_interval: tuple[float, float]
+    first_kl_interval: tuple[float, float]
+
+    @classmethod
+    def of(cls, label: str, answers: Sequence[Compared], by: By = "exact") -> Standing:
+        """The standing after these answers, at least one."""
+        values = {name: [vars(one)[name] for one in answers] for name in vars(answers[0])}
+        means = {name: mean(each) for name, each in values.items()}
+        low, high = wilson(means[by], len(answers))
+        return cls(
+            **means | {"ttft_ratio": median(values["ttft_ratio"])},
+            label=label, n=len(answers), agreement=means[by], low=low, high=high,
+            f1_interval=interval(values["f1"]), first_kl_interval=interval(values["first_kl"]),
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
     """What a run found.
 
-    race: among the candidates on the collection's own caches, and among the others if it came to
-        that. chosen: the candidate that is recommended, None for full prefill; why: in words, then.
-    checked: candidates on held-out questions, in the order in which they were tried.
-    intervals: 95 % bootstrap intervals of each candidate's F1 and KL of the first token.
-    seconds: that measuring took, in all parts of the run.
+    standings: of all settings, on the questions of the choice. out: labels of those that cannot
+    reach the target any more, or are slower than full prefill. checked: those that were tried on
+    held-out questions, in that order. chosen: the last of them if it is enough there, None for full
+    prefill; why: in words, then. seconds: that it took.
     """
 
-    race: Race
-    checked: Sequence[Checked]
-    chosen: str | None
+    standings: Sequence[Standing]
+    out: Set[str]
+    checked: Sequence[Standing]
+    chosen: Standing | None
     why: str
-    intervals: Mapping[str, Mapping[str, tuple[float, float]]]
     seconds: float
 
-    @property
-    def chosen_standing(self) -> Standing | None:
-        """The held-out figures of what is recommended."""
-        return self.checked[-1].standing if self.chosen else None
 
-
-def _bar(desc: str, minutes: float) -> tqdm[Any]:
-    """A bar of seconds, which are those of the rows and not of the clock."""
-    form = "{desc}: {percentage:3.0f}%|{bar}| {n:.0f}/{total:.0f} s{postfix}"
-    return tqdm(total=60 * minutes, desc=desc, bar_format=form)
-
-
-def split(questions: Sequence[Question]) -> tuple[list[Question], list[Question]]:
-    """Questions to choose by, and held-out ones: of every five the last two."""
-    choice = [q for place, q in enumerate(questions) if place % 5 < 3]
-    return choice, [q for place, q in enumerate(questions) if place % 5 >= 3]
+Compare = Callable[[Question, Sequence[str]], Sequence[Compared]]
+"""Answers a question by each of the labels; `Measurer.compare`."""
 
 
 class Run:
-    """One run over questions, which have their documents.
-
-    Rows that the journal holds are not measured again, and count the seconds that they took then.
-    """
+    """One run over questions, which have their documents. Progress goes to standard error."""
 
     def __init__(
-        self,
-        config: TuneConfig,
-        candidates: Sequence[Candidate],
-        questions: Sequence[Question],
-        measurer: Measures,
-        journal: Journal,
+        self, config: TuneConfig, compare: Compare, clock: Clock = time.perf_counter
     ) -> None:
-        self._config, self._measurer, self._journal = config, measurer, journal
-        self._candidates = {candidate.label: candidate for candidate in candidates}
-        self._choice, self._held_out = split(questions)
-        self._by_id = {question.id: question for question in questions}
-        self._asked: dict[str, list[Row]] = {}
+        self._config, self._compare, self._clock = config, compare, clock
 
-    def run(self) -> Result:
-        """Race, check, recommend; with caches of other bits if none of the own ones is enough.
+    def tune(self, labels: Sequence[str], questions: Sequence[Question]) -> Result:
+        """Ask all settings, then try the best on held-out questions: of every five the last two.
 
-        Progress goes to standard error. Raises EmptyInput for fewer than LEAST_QUESTIONS questions.
+        Raises EmptyInput for fewer than LEAST_QUESTIONS questions.
         """
-        if len(self._by_id) < LEAST_QUESTIONS:
+        if len(questions) < LEAST_QUESTIONS:
             raise EmptyInput(
-                f"{len(self._by_id)} questions are too few to choose by some and check by others; "
+                f"{len(questions)} questions are too few to choose by some and check by others; "
                 f"give at least {LEAST_QUESTIONS} with --questions, or ingest more documents"
             )
-        seconds = 60 * self._config.minutes
-        budget, found, checked = Budget(seconds=seconds), Race(), list[Checked]()
-        self._asked = {}
-        with _bar("tuning", self._config.minutes) as bar:
-            ask = self._asker(bar)
-            for in_store in (True, False):
-                budget.seconds = budget.spent + CHOICE_SHARE * (seconds - budget.spent)
-                raced = race(
-                    [one.label for one in self._candidates.values() if one.in_store == in_store],
-                    [question.id for question in self._choice],
-                    ask, self._standing, target=self._config.agree, budget=budget,
-                )  # fmt: skip
-                found.include(raced)
-                budget.seconds = seconds
-                checked += self._check(raced, ask, budget)
-                if checked and checked[-1].is_enough:
-                    break
-        chosen = checked[-1].standing.label if checked and checked[-1].is_enough else None
+        config, began = self._config, self._clock()
+        choice = [q for place, q in enumerate(questions) if place % 5 < 3][:MOST_ASKED]
+        held_out = [q for place, q in enumerate(questions) if place % 5 >= 3]
+        least_asked = min(LEAST_ASKED, len(choice))
+        least_checked = min(LEAST_CHECKED, len(held_out))
+        ends = began + 60 * config.minutes
+
+        def is_out(each: Standing) -> bool:
+            too_slow = each.ttft_ratio > WORTH * NOISE
+            return each.n >= least_asked and (each.high < config.agree or too_slow)
+
+        def is_known(each: Standing) -> bool:
+            is_narrow = each.high - each.low <= NARROW
+            return each.n >= least_checked and (is_narrow or each.high < config.agree)
+
+        def passed(each: Standing) -> bool:
+            is_faster = each.ttft_ratio < WORTH
+            return each.n >= least_checked and each.agreement >= config.agree and is_faster
+
+        standings = self.standings(labels, choice, began + CHOICE_SHARE * (ends - began), is_out)
+        able = [each for each in standings if not is_out(each) and each.ttft_ratio < WORTH]
+        checked: list[Standing] = []
+        for each in best_first(able, config.agree)[:MOST_TRIED]:
+            if self._clock() >= ends:
+                break
+            checked += self.standings([each.label], held_out, ends, is_known)
+            if passed(checked[-1]):
+                break
+        chosen = checked[-1] if checked and passed(checked[-1]) else None
+
+        target, why = f"{100 * config.agree:g} % agreement", ""
+        is_cut = any(each.n < least_asked for each in standings) or (able and not checked)
+        if chosen is None and (is_cut or any(each.n < least_checked for each in checked)):
+            why = f"the time was over before a setting could be shown to reach {target}"
+        elif chosen is None and checked:
+            reached = any(each.agreement >= config.agree for each in checked)
+            end = "is not faster than full prefill" if reached else f"does not reach {target}"
+            why = f"what came nearest {end} on held-out questions"
+        elif chosen is None:
+            reached = any(each.agreement >= config.agree for each in standings)
+            why = f"no{' faster' if reached else ''} setting reaches {target}"
         return Result(
-            race=found,
-            checked=checked,
-            chosen=chosen,
-            why="" if chosen else self._why(found, checked),
-            intervals={label: bootstrap(self._asked[label]) for label in found.standings},
-            seconds=budget.spent,
-        )
+            standings=standings, out={each.label for each in standings if is_out(each)},
+            checked=checked, chosen=chosen, why=why, seconds=self._clock() - began,
+        )  # fmt: skip
 
-    def measure_all(self, label: str) -> Standing:
-        """One candidate on all questions, as far as the time allows; on one in any case."""
-        budget = Budget(seconds=60 * self._config.minutes)
-        self._asked = {}
-        with _bar("checking", self._config.minutes) as bar:
-            ask = self._asker(bar)
-            for question in self._by_id:
-                if not budget.allows(2):
-                    break
-                budget.take(ask(question, [label]), 2)
-        return self._standing(label)
+    def standings(
+        self,
+        labels: Sequence[str],
+        questions: Sequence[Question],
+        ends: float | None = None,
+        is_settled: Callable[[Standing], bool] = lambda each: False,
+    ) -> list[Standing]:
+        """Ask ``labels`` until they are settled, or the next question might end after ``ends``.
 
-    def _standing(self, label: str) -> Standing:
-        return standing_of(label, self._asked[label], self._config.by)
-
-    def _asker(self, bar: tqdm[Any]) -> Callable[[str, Sequence[str]], float]:
-        def ask(question: str, labels: Sequence[str]) -> float:
-            rows = self._rows(question, labels)
-            for label in labels:
-                self._asked.setdefault(label, []).append(rows[label])
-            seconds: float = sum(row["spent_s"] for row in rows.values())
-            bar.set_postfix_str(f"{len(labels)} settings", refresh=False)
-            bar.update(min(seconds, max(0.0, bar.total - bar.n)))
-            return seconds
-
-        return ask
-
-    def _rows(self, question: str, labels: Sequence[str]) -> Mapping[str, Row]:
-        """Full prefill's row and those of the labels, from the journal or measured now."""
-        held = self._journal.rows
-        missing = [label for label in labels if (question, label) not in held]
-        if missing:
-            for row in self._measurer.rows(self._by_id[question], missing):
-                if (question, row["label"]) not in held:  # full prefill's first one stays
-                    self._journal.add(row)
-        return {label: held[question, label] for label in (FULL, *labels)}
-
-    def _check(
-        self, found: Race, ask: Callable[[str, Sequence[str]], float], budget: Budget
-    ) -> list[Checked]:
-        """Held-out questions for what the race chose; if it fails, for the next one."""
-        checked: list[Checked] = []
-        able = [s for label, s in found.standings.items() if label not in found.dropped]
-        able = [s for s in able if s.ttft_ratio < WORTH]
-        for each in best_first(able, self._config.agree)[:MOST_TRIED]:
-            rows = self._asked.pop(each.label)
-            standing = self._held_out_standing(each.label, ask, budget)
-            self._asked[each.label] = rows
-            if standing is None:
+        One question is asked in any case. ends: None for all the minutes from now on.
+        """
+        ends = self._clock() + 60 * self._config.minutes if ends is None else ends
+        answers: dict[str, list[Compared]] = {label: [] for label in labels}
+        left, longest = list(labels), 0.0
+        for question in tqdm(questions, desc=f"asking {len(left)} settings"):
+            began = self._clock()
+            if not left or (longest and began + longest > ends):
                 break
-            is_enough = standing.n >= self._least and standing.is_enough(self._config.agree)
-            checked.append(Checked(standing=standing, is_enough=is_enough))
-            if is_enough:
-                break
-        return checked
+            for label, one in zip(left, self._compare(question, left), strict=True):
+                answers[label].append(one)
+            longest = max(longest, self._clock() - began)
+            left = [label for label in left if not is_settled(self._standing(label, answers))]
+        return [self._standing(label, answers) for label in labels]
 
-    def _held_out_standing(
-        self, label: str, ask: Callable[[str, Sequence[str]], float], budget: Budget
-    ) -> Standing | None:
-        """Until its interval is narrow, or lies below the target; None if there was no time."""
-        standing = None
-        for question in self._held_out:
-            if not budget.allows(2):
-                break
-            budget.take(ask(question.id, [label]), 2)
-            standing = self._standing(label)
-            if standing.n >= self._least and (
-                standing.high - standing.low <= NARROW or standing.high < self._config.agree
-            ):
-                break
-        return standing
+    def _standing(self, label: str, answers: Mapping[str, Sequence[Compared]]) -> Standing:
+        return Standing.of(label, answers[label], self._config.by)
 
-    @property
-    def _least(self) -> int:
-        """Held-out questions without which nothing is recommended."""
-        return min(LEAST_CHECKED, len(self._held_out))
 
-    def _why(self, found: Race, checked: Sequence[Checked]) -> str:
-        """Why nothing is recommended but full prefill."""
-        target = f"{100 * self._config.agree:g} % agreement"
-        if any(each.standing.n < self._least for each in checked) or (
-            found.is_out_of_time and not checked
-        ):
-            return f"the time was over before a setting could be shown to reach {target}"
-        if any(each.standing.agreement >= self._config.agree for each in checked):
-            return f"what reaches {target} on held-out questions is not faster than full prefill"
-        if checked:
-            return f"what came nearest does not reach {target} on held-out questions"
-        standings = found.standings.values()
-        if all(each.ttft_ratio >= WORTH for each in standings):
-            return "no setting is faster than full prefill here"
-        faster = "" if all(each.agreement < self._config.agree for each in standings) else " faster"
-        return f"no{faster} setting reaches {target}"
+def best_first(standings: Sequence[Standing], target: float) -> list[Standing]:
+    """Those at the target, the cheapest at the head; then those below it, the nearest at the head.
+
+    What is below it on few questions may be at it on many. Of those whose times are equal within
+    `NOISE`, the one that agrees most, then the smallest KL, then the smallest working cache.
+    """
+    left, ordered = list(standings), []
+    while left:
+        bound = min(each.ttft_ratio for each in left) * NOISE
+        near = [each for each in left if each.ttft_ratio <= bound]
+        best = min(near, key=lambda each: (-each.agreement, each.first_kl, each.kv_ratio))
+        ordered.append(best)
+        left.remove(best)
+    return sorted(ordered, key=lambda each: max(0.0, target - each.agreement))
+
+
+def recommended(
+    result: Result, settings: Mapping[str, TunedSetting], config: TuneConfig, collection: str
+) -> TunedSetting | None:
+    """The entry of ``samkv.toml``, with what it was measured with; None for full prefill."""
+    chosen = result.chosen
+    if chosen is None:
+        return None
+    return replace(
+        settings[chosen.label],
+        measured={
+            "collection": collection,
+            "at": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+            "version": figures.version(),
+            "target": config.agree,
+            "agreed_by": config.by,
+            "held_out_questions": chosen.n,
+            "held_out_tries": len(result.checked),
+            "agreement": round(chosen.agreement, 4),
+            "agreement_low": round(chosen.low, 4),
+            "agreement_high": round(chosen.high, 4),
+            "first_token_of_full_prefill": round(chosen.ttft_ratio, 4),
+        },
+    )

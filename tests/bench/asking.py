@@ -7,13 +7,13 @@ import re
 from pathlib import Path
 from typing import Any
 
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
-from samkv_integrations.bench import data, quality, variants
-from samkv_integrations.bench.journal import Journal
-from samkv_integrations.cli.app import app
+from benchmarks import datasets, quality, variants
+from benchmarks.journal import Journal
 from samkv_integrations.eviction import EVICTIONS
 from samkv_integrations.model.model import Model
+from tests.bench.running import run
 from tests.support.records import RECORDS, builtin
 
 EVICTION = next(iter(EVICTIONS))
@@ -43,7 +43,7 @@ def written(path: Path) -> Path:
 
 def asked(file: Path, *names: str, **options: Any) -> tuple[quality.QualityConfig, Model]:
     config = quality.QualityConfig(
-        questions=data.load([str(file)]),
+        questions=datasets.load([str(file)]),
         variants=variants.combine(names or ["recompute"]),
         **options,
     )
@@ -56,7 +56,7 @@ def answered(config: quality.QualityConfig, model: Model, folder: Path) -> quali
 
 
 def quality_command(*arguments: str | Path) -> Result:
-    return CliRunner().invoke(app, ["bench", "quality", *map(str, arguments)])
+    return run("quality", *arguments)
 
 
 def lasting(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from samkv_integrations.bench import divergence
+from benchmarks import divergence
+from samkv_integrations.evaluation import measures
 
 
 def logits(*shares: list[float]) -> Tensor:
@@ -24,7 +25,7 @@ def slow_kl(p: list[float], q: list[float]) -> float:
 def test_kl_by_hand() -> None:
     p, q = [0.5, 0.25, 0.25], [0.25, 0.25, 0.5]
     assert slow_kl(p, q) == pytest.approx(0.25 * math.log(2))
-    assert divergence.kl(logits(p, p, q), logits(p, q, p)).tolist() == pytest.approx(
+    assert measures.kl(logits(p, p, q), logits(p, q, p)).tolist() == pytest.approx(
         [0, slow_kl(p, q), slow_kl(q, p)], abs=1e-7
     )
 
@@ -36,34 +37,34 @@ def test_kl_against_loops() -> None:
         slow_kl(p, q)
         for p, q in zip(full.softmax(-1).tolist(), other.softmax(-1).tolist(), strict=True)
     ]
-    assert divergence.kl(full, other).tolist() == pytest.approx(expected, rel=1e-5)
+    assert measures.kl(full, other).tolist() == pytest.approx(expected, rel=1e-5)
 
 
 def test_kl_looks_from_full_prefill() -> None:
     """What it rules out weighs nothing; what the other rules out weighs infinitely."""
     sure, torn = logits([1.0, 0.0]), logits([0.5, 0.5])
-    assert divergence.kl(sure, torn).item() == pytest.approx(math.log(2))
-    assert divergence.kl(torn, sure).item() == math.inf
-    assert divergence.kl(sure, sure).item() == 0
+    assert measures.kl(sure, torn).item() == pytest.approx(math.log(2))
+    assert measures.kl(torn, sure).item() == math.inf
+    assert measures.kl(sure, sure).item() == 0
 
 
 def test_kl_of_equal_logits_is_nothing() -> None:
     torch.manual_seed(1)
     rows = 30 * torch.randn(8, 1000)
-    assert divergence.kl(rows, rows).tolist() == [0] * 8
-    assert 0 <= float(divergence.kl(rows, rows + 100).min())
-    assert float(divergence.kl(rows, rows + 100).max()) < 1e-4  # the sum is rounded in float32
+    assert measures.kl(rows, rows).tolist() == [0] * 8
+    assert 0 <= float(measures.kl(rows, rows + 100).min())
+    assert float(measures.kl(rows, rows + 100).max()) < 1e-4  # the sum is rounded in float32
 
 
 def test_the_likeliest_token_is_compared() -> None:
     full = logits([0.6, 0.4], [0.6, 0.4], [0.1, 0.9])
     other = logits([0.9, 0.1], [0.4, 0.6], [0.3, 0.7])
-    assert divergence.same_top1(full, other).tolist() == [1, 0, 1]
+    assert measures.same_top1(full, other).tolist() == [1, 0, 1]
 
 
 def test_log_likelihood_is_a_mean_a_token() -> None:
     rows = logits([0.5, 0.5], [0.75, 0.25])
-    assert divergence.log_likelihood(rows, [0, 1]) == pytest.approx(
+    assert measures.log_likelihood(rows, [0, 1]) == pytest.approx(
         (math.log(0.5) + math.log(0.25)) / 2
     )
 

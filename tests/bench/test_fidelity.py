@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks import datasets, divergence, fidelity, variants
+from benchmarks.journal import ROWS, Journal
 from samkv_integrations import METHODS, Engine
-from samkv_integrations.bench import data, divergence, fidelity, question_caches, variants
-from samkv_integrations.bench.journal import ROWS, Journal
 from samkv_integrations.errors import EmptyInput, InvalidOption, PromptTooLong, UnknownOption
 from samkv_integrations.eviction import EVICTIONS
 from samkv_integrations.figures import Row
@@ -120,7 +120,7 @@ def test_questions_are_asked_as_on_the_command_line() -> None:
 
 
 def test_fewer_documents_keep_what_the_answer_takes() -> None:
-    question = data.Question(
+    question = datasets.Question(
         id="q", dataset="d", kind="d", question="?", answers=("a",), documents=tuple("abcdef"),
         supporting=(4, 2),
     )  # fmt: skip
@@ -200,7 +200,7 @@ def test_what_the_window_does_not_hold_is_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = config("recompute", tokens=50)  # longer than the expected answers
-    lengths = [question_caches.prompt_tokens(builtin(), q) for q in asked.questions]
+    lengths = [len(q.prompt_ids(builtin())) for q in asked.questions]
     assert lengths[0] != lengths[1]
     monkeypatch.setattr(Model, "context_window", max(lengths) + 50)
     assert measured(asked, tmp_path / "all").too_long == 0

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from samkv_integrations.bench import data, divergence, fidelity, question_caches, variants
-from samkv_integrations.bench.data import Question
-from samkv_integrations.bench.divergence import Forced
-from samkv_integrations.bench.journal import Journal
-from samkv_integrations.bench.truth_files import TruthFiles
+from benchmarks import divergence, fidelity, variants
+from benchmarks.datasets import Question
+from benchmarks.divergence import Forced
+from benchmarks.fidelity import TruthFiles
+from benchmarks.journal import Journal
 from samkv_integrations.engine.options import DOCUMENTS_BEFORE
 from samkv_integrations.figures import Row
 from samkv_integrations.model.model import Model
@@ -59,7 +59,7 @@ def test_the_floor_is_that_of_transformers_own_forward(tmp_path: Path) -> None:
     model, other = tiny_model(), tiny_model(seed=1)
     found = measured(config(), model, other, tmp_path)
     for question, row in zip(QUESTIONS, found.rows[1::2], strict=True):
-        prompt = question_caches.prompt_ids(model, question)
+        prompt = question.prompt_ids(model)
         own = fidelity.greedy(model, prompt, 3, never=model.eos_ids)
         with torch.inference_mode():
             rows = [m.hf(torch.tensor([prompt + own[:-1]])).logits[0, -3:] for m in (model, other)]
@@ -130,7 +130,7 @@ def test_a_first_chunk_in_16_bits_is_full_prefill(
     def prompt(asked: str, chunks: Sequence[str], chat: bool) -> str:
         return f"{DOCUMENTS_BEFORE}{chunks[0]} {asked}"
 
-    monkeypatch.setattr(data, "rag_prompt", prompt)
+    monkeypatch.setattr("samkv_integrations.evaluation.questions.rag_prompt", prompt)
     # 16 letters in a row that the document has too would be taken from its cache
     alone = [replace(q, question="How many?", documents=q.documents[:1]) for q in QUESTIONS]
     asked = config("reuse", bits=(4, 16), questions=alone, floor=False)

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from samkv_integrations.bench import fidelity_plot
-from samkv_integrations.bench.fidelity_plot import Point
+from benchmarks import fidelity_plot
+from benchmarks.fidelity_plot import Point
 from samkv_integrations.errors import InvalidOption
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from samkv_integrations.bench import divergence, fidelity_summary, markdown
+from benchmarks import divergence, fidelity, markdown
 
 
 def row(label: str, id: str, kind: str, **measures: float) -> dict[str, Any]:
@@ -25,7 +25,7 @@ def test_summaries_by_hand() -> None:
         row("reuse", "c", "two", first_kl=8, top1=0.5),
         row("epic", "c", "two", first_kl=5, top1=0.75, answer_llr=2),
     ]
-    found = {(line["kind"], line["label"]): line for line in fidelity_summary.summarise(rows)}
+    found = {(line["kind"], line["label"]): line for line in fidelity.summarise(rows)}
     assert list(found) == [(kind, label) for kind in ("all", "one", "two")
                            for label in ("reuse", "epic")]  # fmt: skip
     epic = found["all", "epic"]
@@ -45,7 +45,7 @@ def test_summaries_by_hand() -> None:
         "| epic | 2.0000 [0.5000, 5.0000] | 0.5000 |" in text
         and "| 0.50 [0.17, 0.62] | - |" in text
     )
-    alone = fidelity_summary.summarise([line for line in rows if line["label"] == "epic"])
+    alone = fidelity.summarise([line for line in rows if line["label"] == "epic"])
     assert not [key for key in alone[0] if "of_reuse" in key]
     assert "of reuse" not in markdown.fidelity(alone)
 
@@ -56,17 +56,17 @@ def test_caches_in_several_bits_are_divided_by_the_first_reuse() -> None:
         row("reuse, 8 bits", "a", "one", kl=1) | {"method": "reuse", "store_bits": 8},
         row("reuse + snapkv", "a", "one", kl=8) | {"method": "reuse", "eviction": "snapkv"},
     ]
-    found = [line for line in fidelity_summary.summarise(rows) if line["kind"] == "all"]
+    found = [line for line in fidelity.summarise(rows) if line["kind"] == "all"]
     assert [line["kl_of_reuse"] for line in found] == [1, 0.5, 4]
     assert [line["store_bits"] for line in found] == [4, 8, None]
-    alone = fidelity_summary.summarise(rows[2:])
+    alone = fidelity.summarise(rows[2:])
     assert "kl_of_reuse" not in alone[0]
 
 
 def test_answers_that_are_not_known_leave_no_column() -> None:
     rows = [row("reuse", "a", "one", answer_llr=1), row("reuse", "b", "two")]
     rows[1]["answer_llr"] = None
-    found = {line["kind"]: line for line in fidelity_summary.summarise(rows)}
+    found = {line["kind"]: line for line in fidelity.summarise(rows)}
     assert "answer_llr" not in found["all"] and "answer_llr" not in found["two"]
     assert found["one"]["answer_llr"] == 1
     first, *others = markdown.fidelity(list(found.values())).split("## ")[1:]
@@ -74,7 +74,7 @@ def test_answers_that_are_not_known_leave_no_column() -> None:
 
 
 def test_several_models_have_a_column() -> None:
-    line = fidelity_summary.summarise([row("reuse", "a", "one") | {"recompute_ratio": 0.25}])
+    line = fidelity.summarise([row("reuse", "a", "one") | {"recompute_ratio": 0.25}])
     together = [{"model": name, **line[0]} for name in ("m1", "m2")]
     text = markdown.fidelity(together)
     assert "| model | label | first KL |" in text and "| --- | --- | ---: |" in text

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from samkv_integrations.bench.journal import ROWS, RUN, Journal
+from benchmarks.journal import ROWS, RUN, Journal
 from samkv_integrations.errors import InvalidOption
 from tests.bench.asking import lasting
 from tests.bench.asking import quality_command as command
@@ -24,8 +24,8 @@ NAMES = "recompute,reuse,samkv-fusion,samkv-guided"
 
 KILLED = """
 import os, signal, sys
-from samkv_integrations.bench.journal import ROWS, Journal
-from samkv_integrations.cli.app import app
+from benchmarks.journal import ROWS, Journal
+from benchmarks.quality import app
 
 rows, half = int(sys.argv[1]), int(sys.argv[2])
 add = Journal.add
@@ -42,7 +42,7 @@ def add_or_die(self, row):
     written += 1
 
 Journal.add = add_or_die
-app(["bench", "quality", *sys.argv[3:]])
+app(sys.argv[3:])
 """
 
 

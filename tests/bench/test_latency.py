@@ -11,17 +11,17 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
+from benchmarks import ingest, latency, models
+from benchmarks.ingest import IngestConfig
+from benchmarks.latency import LatencyConfig
 from samkv_integrations import METHODS
-from samkv_integrations.bench import grid, ingest_speed, latency, shapes
-from samkv_integrations.bench.grid import LatencyConfig
-from samkv_integrations.bench.ingest_speed import IngestConfig
-from samkv_integrations.cli.app import app
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.engine.report import Report
 from samkv_integrations.engine.stream import Answer
 from samkv_integrations.errors import InvalidOption, PromptTooLong, UnknownOption
+from samkv_integrations.evaluation import shapes
+from tests.bench.running import error_of, run
 
 TINY = {
     "model_type": "llama",
@@ -61,15 +61,6 @@ def tiny(**changes: Any) -> LatencyConfig:  # noqa: ANN401
     fields = {"shape": "tiny", "dtype": "float32", "n_chunks": (3,), "chunk_tokens": (40,),
               "repeats": 1, "memory": False}  # fmt: skip
     return LatencyConfig(**{**fields, **changes})
-
-
-def error_of(*arguments: str) -> str:
-    """The one line that a command fails with."""
-    result = CliRunner().invoke(app, ["bench", *arguments])
-    assert result.exit_code == 2, result.output
-    assert result.stdout == ""
-    (line,) = result.stderr.strip().splitlines()
-    return line
 
 
 # -- what is measured ---------------------------------------------------------------------------
@@ -160,10 +151,10 @@ def test_methods_take_turns_after_a_round_that_warms_up(monkeypatch: pytest.Monk
 
 @pytest.mark.slow  # a process for the memory of each cell
 def test_the_built_in_model_is_a_shape(tmp_path: Path) -> None:
-    command = ["bench", "latency", "--shape", "builtin", "--chunks", "2", "--chunk-tokens", "48,64",
+    command = ["latency", "--shape", "builtin", "--chunks", "2", "--chunk-tokens", "48,64",
                "--methods", "recompute,reuse", "--repeats", "1", "--new-tokens", "2", "--json",
                "--plot", str(tmp_path / "times.svg")]  # fmt: skip
-    done = CliRunner().invoke(app, command)
+    done = run(*command)
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)
     assert found["model"] == "builtin"
@@ -173,9 +164,9 @@ def test_the_built_in_model_is_a_shape(tmp_path: Path) -> None:
 
 
 def test_a_table_leaves_out_what_does_not_differ() -> None:
-    command = ["bench", "latency", "--shape", "tiny", "--chunks", "1,2", "--chunk-tokens", "20",
+    command = ["latency", "--shape", "tiny", "--chunks", "1,2", "--chunk-tokens", "20",
                "--methods", "recompute", "--repeats", "1", "--no-memory"]  # fmt: skip
-    done = CliRunner().invoke(app, command)
+    done = run(*command)
     assert done.exit_code == 0, done.output
     header, _, *rows = done.stdout.strip().splitlines()
     assert header.startswith("| n chunks | label | ttft s | ttft ratio | floor ratio |")
@@ -191,7 +182,7 @@ def test_fewer_layers_are_part_of_the_name() -> None:
 
 @pytest.mark.parametrize("n_tokens", [1, 2, 40])
 def test_a_text_has_the_tokens_that_were_asked_for(n_tokens: int) -> None:
-    words = shapes.Words(tiny().model(), seed=1)
+    words = models.Words(tiny().model(), seed=1)
     assert [words.count(words.text(n_tokens)) - n_tokens for _ in range(5)] == [0] * 5
 
 
@@ -242,7 +233,7 @@ def test_a_cold_question_finds_every_file_dropped(monkeypatch: pytest.MonkeyPatc
 
 def test_ingest_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     passes = []
-    forward = ingest_speed._forward
+    forward = ingest._forward
 
     def noted(model: Any, batches: list[torch.Tensor]) -> None:  # noqa: ANN401
         passes.append(sum(batch.numel() for batch in batches))
@@ -253,13 +244,13 @@ def test_ingest_rows(monkeypatch: pytest.MonkeyPatch) -> None:
         return next(times)
 
     times = itertools.cycle([1.0, 1.5, 2.0])  # the forward, into memory, onto the disk
-    monkeypatch.setattr(ingest_speed, "seconds_of", timed)
-    monkeypatch.setattr(ingest_speed, "_forward", noted)
-    monkeypatch.setattr(ingest_speed, "_LEAST_SHARE", 1e-9)  # a busy disk makes others small
+    monkeypatch.setattr(ingest, "seconds_of", timed)
+    monkeypatch.setattr(ingest, "_forward", noted)
+    monkeypatch.setattr(ingest, "_LEAST_SHARE", 1e-9)  # a busy disk makes others small
     config = IngestConfig(
         shape="tiny", dtype="float32", n_chunks=(1, 3), chunk_tokens=(20,), repeats=2
     )
-    rows = list(ingest_speed.run(config))
+    rows = list(ingest.run(config))
     assert [(row["n_chunks"], row["n_tokens"]) for row in rows] == [(1, 20), (3, 60)]
     assert passes == [21] * 3 + [61] * 3  # the chunks, and BOS once; one round more warms up
     for row in rows:
@@ -273,9 +264,9 @@ def test_ingest_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_ingest_is_a_command(tmp_path: Path) -> None:
-    command = ["bench", "ingest", "--shape", "tiny", "--layers", "1", "--chunks", "2",
+    command = ["ingest", "--shape", "tiny", "--layers", "1", "--chunks", "2",
                "--chunk-tokens", "20", "--repeats", "1", "--dir", str(tmp_path)]  # fmt: skip
-    done = CliRunner().invoke(app, command)
+    done = run(*command)
     assert done.exit_code == 0, done.output
     assert done.stdout.startswith("| n chunks | chunk tokens | n tokens | tokens per s |")
     assert "\n2 chunks of 20: " in done.stdout
@@ -347,7 +338,7 @@ def test_a_platform_that_cannot_drop_files_is_told_so(monkeypatch: pytest.Monkey
         line = error_of("latency", "--page-cache", word)
         assert "page_cache='cold': this platform has no posix_fadvise" in line
         assert "give 'warm', or measure on Linux" in line
-    assert grid.page_caches("warm") == tiny().page_caches
+    assert latency.page_caches("warm") == tiny().page_caches
 
 
 def test_the_same_mistakes_are_refused_in_python() -> None:

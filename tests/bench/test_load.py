@@ -1,4 +1,4 @@
-"""Requests of `samkv bench serve`, one by one and many at a time, against a server of the tests."""
+"""Requests of the benchmark `serve`, one by one and at once, against a server of the tests."""
 
 from __future__ import annotations
 
@@ -10,16 +10,7 @@ from typing import Any
 
 import pytest
 
-from samkv_integrations.bench.load import (
-    Client,
-    Endpoint,
-    Prompt,
-    Record,
-    Send,
-    arrivals,
-    closed_loop,
-    open_loop,
-)
+from benchmarks.load import Client, Endpoint, Prompt, Record, Send, arrivals, closed_loop, open_loop
 from samkv_integrations.errors import InvalidOption
 from tests.support.chroma_server import free_port
 from tests.support.openai_endpoint import Reply, openai_endpoint

@@ -9,13 +9,22 @@ from typing import Any
 import pytest
 import torch
 
-from samkv_integrations.bench import load_prompts, shapes
-from samkv_integrations.bench.data import load
-from samkv_integrations.bench.load import Client, Endpoint, Prompt, Record
-from samkv_integrations.bench.load_prompts import Prompts, WordsShape
-from samkv_integrations.bench.load_run import AS_SERVED, Block, LoadConfig, Pace, run
-from samkv_integrations.bench.load_subject import Subject
+from benchmarks import load_prompts, models
+from benchmarks.datasets import load
+from benchmarks.load import (
+    AS_SERVED,
+    Block,
+    Client,
+    Endpoint,
+    LoadConfig,
+    Pace,
+    Prompt,
+    Record,
+    run,
+)
+from benchmarks.load_prompts import Prompts, Subject, WordsShape
 from samkv_integrations.errors import InvalidOption, UnknownOption
+from samkv_integrations.evaluation import shapes
 from samkv_integrations.model.loading import load_model
 from tests.support.openai_endpoint import Reply, openai_endpoint
 
@@ -126,8 +135,8 @@ def without_opening(prompt: Prompt) -> str:
 
 
 @pytest.fixture(scope="module")
-def words() -> shapes.Words:
-    return shapes.Words(load_model("builtin", device="cpu"), seed=0)
+def words() -> models.Words:
+    return models.Words(load_model("builtin", device="cpu"), seed=0)
 
 
 def test_every_prompt_of_questions_begins_otherwise_and_goes_on_alike() -> None:
@@ -158,7 +167,7 @@ def chunks_of(prompt: Prompt) -> list[str]:
 
 
 def test_random_prompts_are_the_same_for_all_methods_but_for_fresh_chunks(
-    words: shapes.Words,
+    words: models.Words,
 ) -> None:
     shape = WordsShape(n_chunks=4, chunk_tokens=10, warm_share=0.5)
     made = load_prompts.of_words(words, shape, ["a", "b"], 6, chat=False, seed=0)
@@ -176,7 +185,7 @@ def test_random_prompts_are_the_same_for_all_methods_but_for_fresh_chunks(
     assert len(fresh) == len(set(fresh)) == 2 * 2 * 6  # which nobody can have cached before
 
 
-def test_random_prompts_have_chunks_in_other_orders(words: shapes.Words) -> None:
+def test_random_prompts_have_chunks_in_other_orders(words: models.Words) -> None:
     made = load_prompts.of_words(
         words, WordsShape(n_chunks=4, chunk_tokens=5), ["a"], 8, chat=False, seed=0
     )

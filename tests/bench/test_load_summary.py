@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
-from samkv_integrations.bench import load_plot
-from samkv_integrations.bench.load import Record
-from samkv_integrations.bench.load_run import Block, Pace
-from samkv_integrations.bench.load_summary import percentile, rows_of
+from benchmarks import load_plot
+from benchmarks.load import Block, Pace, Record
+from benchmarks.load_summary import percentile, rows_of
 from samkv_integrations.errors import InvalidOption
 
 EIGHT = Pace(concurrency=8)

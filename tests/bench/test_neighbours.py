@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from samkv_integrations.bench.neighbours import OPENING_CHARACTERS, neighbour_questions, opening
+from benchmarks.datasets import OPENING_CHARACTERS, neighbour_questions, opening
 from samkv_integrations.errors import EmptyInput, InvalidOption
 
 CHUNKS = ["# Roads\nThey are long.", "The sea is deep. It is cold.", "Third", "Fourth", "Fifth"]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from samkv_integrations.bench import plot
+from benchmarks import plot
 
 
 def total(label: str, f1: float, kept: float, ttft: float) -> dict[str, Any]:

@@ -6,15 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from samkv_integrations.bench import (
-    data,
-    markdown,
-    quality,
-    quality_summary,
-    question_caches,
-    variants,
-)
-from samkv_integrations.bench.journal import Journal
+from benchmarks import datasets, markdown, quality, variants
+from benchmarks.journal import Journal
 from samkv_integrations.errors import EmptyInput, InvalidOption
 from samkv_integrations.model.model import Model
 from samkv_integrations.prompt.text import rag_prompt
@@ -29,13 +22,13 @@ def _one_thread() -> None:
 
 def test_rows_and_their_summary(file: Path, tmp_path: Path) -> None:
     made = variants.combine(["recompute", "reuse", "multi-infllm"], [0.3, 1.0])
-    config = quality.QualityConfig(questions=data.load([str(file)]), variants=made)
+    config = quality.QualityConfig(questions=datasets.load([str(file)]), variants=made)
     rows = answered(config, builtin(), tmp_path / "run").rows
     assert [(row["id"], row["label"]) for row in rows] == [
         (q.id, label) for q in config.questions for label in made
     ]
     assert all(row["chunk_misses"] == {} for row in rows)
-    summary = quality_summary.summarise(rows)
+    summary = quality.summarise(rows)
     assert {(row["kind"], row["documents"]) for row in summary} == {
         ("all", None), ("all", 5), ("all", 6),
         ("even", None), ("even", 5), ("odd", None), ("odd", 6),
@@ -55,7 +48,7 @@ def test_rows_and_their_summary(file: Path, tmp_path: Path) -> None:
     assert totals["multi-infllm @ 0.3"]["kv_bytes"] < totals["reuse"]["kv_bytes"]
     assert {row["exact_match"] for row in summary if row["label"] == "recompute"
             and row["kind"] == "odd"} == {1}  # fmt: skip
-    alone = quality_summary.summarise([row for row in rows if row["label"] == "reuse"])
+    alone = quality.summarise([row for row in rows if row["label"] == "reuse"])
     assert not {"same_as_recompute", "ttft_ratio"} & set(alone[0])
     text = markdown.quality(summary)
     for title in ("All questions", "even", "odd", "5 documents", "6 documents"):
@@ -76,7 +69,7 @@ def test_answerable_questions_are_those_that_full_prefill_answers(
 
 def test_long_prompts_are_left_out_and_counted(file: Path, tmp_path: Path) -> None:
     model = builtin()
-    lengths = [question_caches.prompt_tokens(model, q) for q in data.load([str(file)])]
+    lengths = [len(q.prompt_ids(model)) for q in datasets.load([str(file)])]
     assert lengths[1] > max(lengths[0], lengths[2])
     config, _ = asked(file, max_tokens=lengths[1] - 1)
     found = answered(config, model, tmp_path / "run")
@@ -90,19 +83,17 @@ def test_long_prompts_are_left_out_and_counted(file: Path, tmp_path: Path) -> No
 def test_tokens_are_counted_as_they_are_used(file: Path, tmp_path: Path) -> None:
     config, model = asked(file, chat=True, most=1)
     (row,) = answered(config, model, tmp_path / "run").rows
-    assert row["prompt_tokens"] == question_caches.prompt_tokens(
-        model, config.questions[0], chat=True
-    )
+    assert row["prompt_tokens"] == len(config.questions[0].prompt_ids(model, chat=True))
 
 
 def test_what_the_window_does_not_hold_is_left_out(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config, model = asked(file)
-    longest = max(question_caches.prompt_tokens(model, q) for q in config.questions)
-    monkeypatch.setattr(Model, "context_window", longest + data.ANSWER_TOKENS)
+    longest = max(len(q.prompt_ids(model)) for q in config.questions)
+    monkeypatch.setattr(Model, "context_window", longest + datasets.ANSWER_TOKENS)
     assert answered(config, model, tmp_path / "all").too_long == 0
-    monkeypatch.setattr(Model, "context_window", longest + data.ANSWER_TOKENS - 1)
+    monkeypatch.setattr(Model, "context_window", longest + datasets.ANSWER_TOKENS - 1)
     assert answered(config, model, tmp_path / "less").too_long == 1
 
 
@@ -123,6 +114,6 @@ def test_no_answer_depends_on_those_before(file: Path, tmp_path: Path) -> None:
 
 
 def test_a_prompt_of_records_is_the_command_line_s(file: Path) -> None:
-    question = data.load([str(file)])[0]
+    question = datasets.load([str(file)])[0]
     assert question.prompt() == rag_prompt(question.question, question.documents)
     assert question.documents[0] == RECORDS[0].text

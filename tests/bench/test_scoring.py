@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from samkv_integrations.bench import scoring
+from benchmarks import scoring
 from samkv_integrations.errors import SamkvError
+from samkv_integrations.evaluation import measures
 
 RECORDED = Path(__file__).parent / "data" / "longbench_scoring_cases.json"
 
@@ -20,7 +21,7 @@ CASES = json.loads(RECORDED.read_text(encoding="utf-8"))["cases"]
     "case", CASES["qa_f1_score"], ids=lambda c: f"{c['prediction']}|{c['reference']}"
 )
 def test_english_scores_are_longbench_s(case: dict[str, object]) -> None:
-    found = scoring.qa_f1_score(str(case["prediction"]), str(case["reference"]))
+    found = measures.f1_score(str(case["prediction"]), [str(case["reference"])])
     assert found == pytest.approx(case["score"], abs=1e-6)
 
 

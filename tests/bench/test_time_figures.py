@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from samkv_integrations.bench import disk, ingest_speed, latency, latency_plot, memory
+from benchmarks import disk, ingest, latency, latency_plot, memory
 
 
 def report(ttft_s: float, **changes: object) -> dict[str, Any]:
@@ -54,10 +54,10 @@ def test_ratios_are_medians_of_those_within_a_round() -> None:
 
 
 def test_ingest_figures() -> None:
-    fast = ingest_speed.Round(forward_s=1.0, memory_s=3.0, disk_s=4.0)
-    slow = ingest_speed.Round(forward_s=4.0, memory_s=5.0, disk_s=10.0)
-    odd = ingest_speed.Round(forward_s=1.0, memory_s=1.0, disk_s=2.0)
-    assert ingest_speed.figures([fast, slow, odd], n_tokens=40) == {
+    fast = ingest.Round(forward_s=1.0, memory_s=3.0, disk_s=4.0)
+    slow = ingest.Round(forward_s=4.0, memory_s=5.0, disk_s=10.0)
+    odd = ingest.Round(forward_s=1.0, memory_s=1.0, disk_s=2.0)
+    assert ingest.figures([fast, slow, odd], n_tokens=40) == {
         "tokens_per_s": 10,
         "forward_tokens_per_s": 40,
         "speed_ratio": 0.4,

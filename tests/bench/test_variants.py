@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks import variants
 from samkv_integrations import METHODS
-from samkv_integrations.bench import variants
 from samkv_integrations.eviction import EVICTIONS
 from samkv_integrations.methods.cacheblend import CacheblendRecompute
 from tests.bench.asking import EVICTION

@@ -24,11 +24,6 @@ def test_the_package_is_the_command(
     assert (ended.value.code, capsys.readouterr().out) == (0, f"samkv {figures.version()}\n")
 
 
-def test_bench_is_part_of_it() -> None:
-    assert {"latency", "quality"} <= set(ran("bench", "--help").split())
-    assert "unknown shape 'huge'" in error_of("bench", "latency", "--shape", "huge")
-
-
 def test_unknown_options_and_commands_are_typers_own() -> None:
     for arguments in (("ask", "--fast"), ("answer",), ("store", "repair")):
         result = run(*arguments)

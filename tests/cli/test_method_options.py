@@ -1,11 +1,12 @@
-"""Evictions as the command line names them."""
+"""Evictions as command lines name them."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+from benchmarks.variants import evictions_of
 from samkv_integrations import EVICTIONS
-from samkv_integrations.cli.method_options import eviction_of, evictions_of
+from samkv_integrations.cli.method_options import eviction_of
 
 
 def test_a_ratio_is_the_budget_of_the_rule_wherever_it_is_given() -> None:

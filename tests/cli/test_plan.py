@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from samkv_integrations.bench import sizing
-from samkv_integrations.bench.shapes import SHAPES, sizes_of
+from samkv_integrations.evaluation import sizing
+from samkv_integrations.evaluation.shapes import SHAPES, sizes_of
 from tests.cli.running import error_of, ran, run
 
 PLAN = ("plan", "--model", "qwen2.5-0.5b", "--chunks", "1000")

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from samkv_integrations.engine.options import TUNED_FILE, TunedSetting, read_tuned, write_tuned
-from samkv_integrations.tuning import retrieval
 from tests.cli.running import error_of, ran, rows_of
 from tests.support.records import RECORDS
 
@@ -33,34 +32,18 @@ def test_tune_writes_a_setting_that_ask_takes(town: Path) -> None:
     assert found["written"] == str(Path(".samkv/kv").resolve() / TUNED_FILE)
     assert found["recommended"] == setting.line
     assert setting.measured["collection"] == "town"
-    assert {row["label"] for row in found["rows"]} >= {"reuse", "epic", "auto, 20 %"}
+    assert {row["label"] for row in found["rows"]} >= {"reuse", "epic", "auto"}
     for row in found["rows"]:
         low, high = row["first_kl_interval"]
         assert low <= row["first_kl"] <= high and row["low"] <= row["agreement"] <= row["high"]
-    again = tuned(*options)  # all of it from the folder of the run
-    assert again["recommended"] == found["recommended"] and again["rows"] == found["rows"]
     (row,) = rows_of("ask", RECORDS[0].question, "--collection", "town")
     assert row["method"] == setting.method
     shown = ran("tune", *FAST, *options, "--no-write")
     assert "Recommended: " + setting.line in shown and "Not written" in shown
-    assert list(Path(".samkv/tune").glob("*/agreement.svg"))
+    assert not Path(".samkv/tune").exists()  # a run leaves nothing but its setting
     checked = ran("tune", *FAST, *options, "--check", "--seed", "5", "--most", "10")
     assert setting.line in checked and "On 10 questions: agreement" in checked
     assert "its interval, [" in checked
-
-
-@pytest.mark.slow  # every setting answers a question
-def test_a_run_goes_on_though_other_chunks_are_found(
-    town: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Chroma's search is approximate: after each start it may break ties in another way."""
-    ran("ingest", str(town), "--collection", "town")
-    options = ("--collection", "town", "--minutes", "0.001", "--no-write")
-    before = tuned(*options)["rows"]
-    found = retrieval.nearest
-    monkeypatch.setattr(retrieval, "nearest", lambda *given: found(*given)[::-1])
-    assert tuned(*options)["rows"] == before
-    assert len(list(Path(".samkv/tune").iterdir())) == 1
 
 
 @pytest.mark.slow  # every setting answers a question, twice
@@ -84,14 +67,10 @@ def test_tune_says_when_nothing_is_enough_and_writes_nothing(town: Path) -> None
 def test_tune_says_what_is_wrong(town: Path) -> None:
     assert "agree=95" in error_of("tune", "--agree", "95")
     assert "by='bleu'; allowed: exact, f1" in error_of("tune", "--by", "bleu")
-    assert "--asked-by 'me'; allowed: chunks, model" in error_of("tune", "--asked-by", "me")
     assert "--top-k 0; give at least 1" in error_of("tune", "--top-k", "0")
     assert "holds no Chroma database" in error_of("tune")
     ran("ingest", str(town), "--collection", "town")
     assert "unknown collection 'twon'" in error_of("tune", "--collection", "twon")
-    assert "questions.jsonl is no folder" in error_of(
-        "tune", "--collection", "town", "--output", str(town / "questions.jsonl")
-    )
     assert "has no entry for 'builtin'" in error_of("tune", "--collection", "town", "--check")
 
 
@@ -129,6 +108,14 @@ def test_options_without_a_method_are_of_the_default_one(town: Path) -> None:
 def test_chunks_of_which_no_question_can_be_made(working_folder: Path) -> None:
     Path("short.txt").write_text("Hidow.")
     ran("ingest", "short.txt", "--collection", "town")
-    assert "give --questions FILE, or --asked-by model" in error_of(
+    assert "a sentence of a few words; give --questions FILE" in error_of(
         "tune", *FAST, "--collection", "town"
+    )
+
+
+def test_a_setting_of_caches_of_other_bits_is_not_checked(town: Path) -> None:
+    ran("ingest", str(town), "--collection", "town")
+    write_tuned(Path(".samkv/kv"), TunedSetting(model="builtin", method="reuse", store_bits=8))
+    assert "is of caches of 8 bits, which have 4 here" in error_of(
+        "tune", "--collection", "town", "--check"
     )

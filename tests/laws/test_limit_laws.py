@@ -18,7 +18,7 @@ from unittest import mock
 import pytest
 import torch
 
-from samkv_integrations.bench.variants import CompetingSelect
+from benchmarks.variants import CompetingSelect
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.eviction import Quest
 from samkv_integrations.methods import METHODS

@@ -26,7 +26,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from samkv_integrations.bench.variants import CompetingSelect
+from benchmarks.variants import CompetingSelect
 from samkv_integrations.cache.blocks import BlockScheme
 from samkv_integrations.errors import InvalidOption
 from samkv_integrations.methods import METHODS

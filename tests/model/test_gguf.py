@@ -17,7 +17,6 @@ from transformers.utils import logging
 
 from langchain_samkv import SamKV
 from samkv_integrations import Engine
-from samkv_integrations.bench.shapes import sizes_of
 from samkv_integrations.errors import (
     InvalidOption,
     MissingExtra,
@@ -25,6 +24,7 @@ from samkv_integrations.errors import (
     SamkvError,
     UnsupportedModel,
 )
+from samkv_integrations.evaluation.shapes import sizes_of
 from samkv_integrations.model.loading import load_model, load_shape, load_tokenizer
 from samkv_integrations.model.model import Model
 from tests.support.gguf_files import model_for_gguf, same_weights, write_gguf

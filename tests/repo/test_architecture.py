@@ -25,7 +25,7 @@ FLOORS = (
     {"prompt"},
     {"methods"},
     {"engine"},
-    {"bench", "chroma", "frameworks", "inspection", ""},
+    {"chroma", "evaluation", "frameworks", "inspection", ""},
     {"cluster", "connectors", "server", "tuning"},
     {"cli"},
 )

@@ -173,7 +173,7 @@ def test_lines_of_fields_become_a_list(monkeypatch: pytest.MonkeyPatch) -> None:
 
 DOTTED = re.compile(r"`((?:samkv_integrations|langchain_samkv|llama_index)\.[\w.]+\w)`")
 IN_CORE = re.compile(
-    r"`((?:bench|cache|chroma|cli|engine|eviction|frameworks|methods|model|prompt)\.[\w.]+\w)`"
+    r"`((?:cache|chroma|cli|engine|evaluation|eviction|frameworks|methods|model|prompt)\.[\w.]+\w)`"
 )
 FILE = re.compile(r"`((?:[a-z_]+/)+[a-z_0-9]+\.(?:py|md|toml|txt))`")
 

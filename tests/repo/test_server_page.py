@@ -92,7 +92,7 @@ def test_the_limits_have_their_defaults() -> None:
 
 def test_options_that_are_named_exist() -> None:
     served = set(options_of_serve())
-    elsewhere = {"--add-host", "--url"}  # of docker, and of samkv bench serve
+    elsewhere = {"--add-host", "--url"}  # of docker, and of python -m benchmarks serve
     assert set(re.findall(r"(?<![\w-])--[a-z][\w-]+", PAGE)) - elsewhere <= served
 
 

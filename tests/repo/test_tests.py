@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("tests", "examples/reference_model/tests")
-PACKAGES = ("samkv_integrations", "connectors")
+PACKAGES = ("samkv_integrations", "connectors", "benchmarks")
 
 OF_THE_FRAMEWORKS = {"_client", "_get_ls_params", "_identifying_params"}
 """Private names of Chroma and LangChain that classes of ours share or override: a test of what the

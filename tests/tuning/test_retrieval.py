@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from samkv_integrations.bench.data import Question
 from samkv_integrations.chroma.link import ChromaLink
 from samkv_integrations.embedding import HashingEmbedding
 from samkv_integrations.errors import EmptyInput
-from samkv_integrations.tuning.retrieval import Retrieval, texts_of
+from samkv_integrations.evaluation.questions import Question
+from samkv_integrations.tuning.questions import Retrieved, texts_of, with_documents
 from tests.support.chroma_link import link_of
 
 TEXTS = ["[Hesmere]\nHesmere lies on the Hidow.", "[Kronstead]\nKronstead lies on the Ava."]
@@ -26,21 +26,19 @@ def link(tmp_path: Path) -> ChromaLink:
 
 
 def question(text: str, *documents: str) -> Question:
-    return Question(id=text, dataset="d", kind="d", question=text, answers=(), documents=documents)
+    return Question(id=text, question=text, documents=documents)
 
 
-def ready(
-    link: ChromaLink, asked: Sequence[Question], retrieval: Retrieval, most: int = 9, new: int = 4
-) -> list[Question]:
-    return retrieval.with_documents(link, asked, top_k=1, max_new_tokens=new, chat=False, most=most)
+def ready(link: ChromaLink, asked: Sequence[Question], most: int = 9, new: int = 4) -> Retrieved:
+    return with_documents(link, asked, top_k=1, max_new_tokens=new, chat=False, most=most)
 
 
 def test_a_question_gets_what_is_nearest_and_keeps_what_it_brings(link: ChromaLink) -> None:
     asked = [question("Where is Kronstead?"), question("Where is Hesmere?", TEXTS[1])]
-    found = ready(link, asked, Retrieval())
+    found = ready(link, asked).questions
     assert [one.documents for one in found] == [(TEXTS[1],), (TEXTS[1],)]
     assert [one.max_new_tokens for one in found] == [4, 4]
-    assert len(ready(link, asked, Retrieval(), most=1)) == 1
+    assert len(ready(link, asked, most=1).questions) == 1
     assert texts_of(link) == [TEXTS[1], TEXTS[0]]  # by id
     assert texts_of(link, most=1) == [TEXTS[1]]
 
@@ -51,10 +49,10 @@ def test_a_text_that_two_records_have_is_asked_about_once(link: ChromaLink) -> N
 
 
 def test_what_cannot_be_measured_is_left_out_and_counted(link: ChromaLink) -> None:
-    retrieval = Retrieval()
     asked = [question("Where is Hesmere?"), question("Where?", "a text that nobody has cached")]
-    assert [one.question for one in ready(link, asked, retrieval)] == ["Where is Hesmere?"]
-    assert (retrieval.uncached, retrieval.too_long) == (1, 0)
+    found = ready(link, asked)
+    assert [one.question for one in found.questions] == ["Where is Hesmere?"]
+    assert (found.uncached, found.too_long) == (1, 0)
     window = link.engine.model.context_window
     with pytest.raises(EmptyInput, match="none of 1 questions can be asked: 1 prompts are longer"):
-        ready(link, [replace(asked[0], id="long")], Retrieval(), new=window)
+        ready(link, [replace(asked[0], id="long")], new=window)

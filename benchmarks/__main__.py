@@ -1,0 +1,56 @@
+"""All benchmarks by one command: ``python -m benchmarks NAME [options]``, from a clone."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+
+BENCHMARKS = {
+    "quality": "answers of every method to the same questions over the same chunks",
+    "fidelity": "how far next-token distributions are from full prefill's, on real text",
+    "latency": "time, bytes and memory of a first token, over chunks, lengths and methods",
+    "ingest": "tokens a second of caching chunks, against a plain forward",
+    "serve": "throughput and latencies of a server under load, methods side by side",
+    "answer_grid": "whole answers against plain transformers' generate",
+    "batched_decoding": "how much faster answers are decoded together",
+    "count": "lines of code and files of the wheel, by package",
+    "default_choice": "methods on a real model: what the default is chosen by",
+    "facts": "whether methods keep single facts of real paragraphs",
+    "finding": "time to find chunks in prompts of 100,000 characters, hostile ones included",
+    "held_beginning": "how much sooner a turn of a conversation is answered from memory",
+    "inspection_pictures": "pictures of what answers read, for docs/inspect.md",
+    "langchain_chains": "LangChain's chains against full prefill",
+    "llama_index_pipelines": "LlamaIndex's pipelines against full prefill",
+    "ray_ingest": "ingest by two workers on Ray against one",
+    "replica_routes": "how often replicas find chunks in folders of their own, by route",
+    "s3_server": "an S3 server on loopback, for the benchmarks that need one",
+    "same_answers": "whether a change of code changes any answer or report",
+    "same_as_transformers": "whether `recompute` answers as the LLM that it replaces",
+    "second_machine": "first and second question of a machine whose chunks are in a bucket",
+    "server_soak": "a server under clients that leave, send nonsense and wrong keys",
+    "store_crash_points": "a store killed at every point of every change to its folder",
+    "store_drift": "time, memory and open files over many questions to one store",
+    "store_kills": "processes over one store, killed at random instants",
+    "store_size": "what a store costs with few chunks and with many",
+    "store_soak": "processes that ingest, ask and delete in too little room, and are killed",
+    "tenant_timing": "whether time tells a tenant that another one has cached a text",
+    "tracing_cost": "what OpenTelemetry costs an answer",
+    "unrelated_work": "how long other work of a process waits while answers queue",
+}
+"""Name of a module here -> what it measures."""
+
+
+def main() -> None:
+    """Run the benchmark that the first argument names, with the other arguments."""
+    name, *arguments = sys.argv[1:] or ["--help"]
+    if name not in BENCHMARKS:
+        listed = "\n".join(f"  {each:22} {line}" for each, line in BENCHMARKS.items())
+        usage = f"usage: python -m benchmarks NAME [options]; each takes --help\n\n{listed}\n"
+        (sys.stdout if name == "--help" else sys.stderr).write(usage)
+        sys.exit(0 if name == "--help" else f"\nunknown benchmark {name!r}")
+    sys.argv = [f"python -m benchmarks {name}", *arguments]
+    import_module(f"benchmarks.{name}").main()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+"""What the benchmarks with options share: errors, lists, models, folders, files and tables."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import typer
+import typer.core
+
+from benchmarks.journal import Journal, digest
+from samkv_integrations import figures
+from samkv_integrations.cli.app import USER_ERROR
+from samkv_integrations.cli.loading import use_threads_for
+from samkv_integrations.cli.method_options import words
+from samkv_integrations.cli.tables import markdown_table
+from samkv_integrations.errors import InvalidOption, SamkvError
+from samkv_integrations.figures import Row
+from samkv_integrations.methods import METHODS
+from samkv_integrations.model.loading import load_model
+from samkv_integrations.model.model import Model
+
+RUNS = Path(".samkv/bench")
+"""Where runs are kept that are given no folder."""
+
+STDOUT = Path("-")
+"""Names standard output where a file may be named."""
+
+
+class _Command(typer.core.TyperCommand):
+    """Shows an error of ours as one line instead of a traceback."""
+
+    def invoke(self, ctx: typer.Context) -> Any:  # type: ignore[override]  # noqa: ANN401
+        try:
+            return super().invoke(ctx)
+        except SamkvError as error:
+            typer.echo(f"benchmarks: {figures.visible(' '.join(str(error).split()))}", err=True)
+            raise typer.Exit(USER_ERROR) from error
+
+
+def command_line(function: Callable[..., None]) -> typer.Typer:
+    """The command line of one benchmark."""
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app.command(cls=_Command)(function)
+    return app
+
+
+def method_names(text: str) -> list[str]:
+    """Names of methods; ``all`` for every one."""
+    return list(METHODS) if text == "all" else words(text)
+
+
+def loaded_model(model: str, device: str, dtype: str) -> Model:
+    """The model that the options name."""
+    use_threads_for(model)
+    return load_model(model, device=device, dtype=dtype)
+
+
+def journal_of(
+    output: Path | None, settings: Mapping[str, Any], *, fresh: bool, beside: str | None = None
+) -> Journal:
+    """The journal in ``output``, or in a folder of `RUNS` that is named after the settings."""
+    return Journal(output or RUNS / digest(settings), settings, fresh=fresh, beside=beside)
+
+
+def require_folder(file: Path | None) -> None:
+    """Raise InvalidOption if ``file`` is to be written into a folder that does not exist."""
+    if file and not file.parent.is_dir():
+        raise InvalidOption(f"the folder {file.parent} of {file} does not exist; make it first")
+
+
+def write(text: str, file: Path) -> None:
+    """Write to ``file``, or to standard output if it is `STDOUT`."""
+    typer.echo(text) if file == STDOUT else file.write_text(text + "\n", "utf-8")
+
+
+def time_table(columns: Sequence[str], rows: Sequence[Row]) -> str:
+    """The ``columns`` of ``rows``; their names are written with spaces."""
+    cells = [[_cell(name, row[name]) for name in columns] for row in rows]
+    return markdown_table([column.replace("_", " ") for column in columns], cells)
+
+
+def _cell(name: str, value: object) -> str:
+    if value is None:
+        return "-"
+    if name.endswith("_bytes") or name == "bytes_read":
+        assert isinstance(value, int | float)
+        return figures.size(value)
+    if name.endswith("tokens_per_s"):
+        return f"{value:.1f}"
+    return f"{value:.3f}" if isinstance(value, float) else str(value)

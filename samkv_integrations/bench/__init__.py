@@ -1,1 +1,0 @@
-"""Measurements: answers and time."""
