@@ -230,10 +230,13 @@ def weights_digest(hf: PreTrainedModel) -> str:
     once = {_place(tensor): tensor for tensor in state.values()}  # tied weights are one tensor
     pieces = [(place, piece) for place, tensor in once.items() for piece in _pieces(tensor)]
     hashes: dict[tuple[Any, ...], list[str]] = {place: [] for place in once}
-    with ThreadPoolExecutor(max(1, min(_MAX_THREADS, torch.get_num_threads()))) as threads:
-        digests = threads.map(hash_piece, [piece for _, piece in pieces])
-        for (place, _), digest in zip(pieces, digests, strict=True):
-            hashes[place].append(digest)
+    n_threads = max(1, min(_MAX_THREADS, torch.get_num_threads()))
+    with ThreadPoolExecutor(n_threads) as threads:
+        for first in range(0, len(pieces), n_threads):
+            some = pieces[first : first + n_threads]  # what is copied from a device at a time
+            digests = threads.map(hash_piece, [piece.cpu() for _, piece in some])
+            for (place, _), digest in zip(some, digests, strict=True):
+                hashes[place].append(digest)
     return _hash([
         (name, str(tensor.dtype), list(tensor.shape), hashes[_place(tensor)])
         for name, tensor in state.items()
@@ -250,8 +253,8 @@ def _pieces(tensor: Tensor) -> tuple[Tensor, ...]:
 
 
 def hash_piece(piece: Tensor) -> str:
-    """Hash of the bytes of a piece."""
-    data: Any = piece.cpu().view(torch.uint8).numpy()
+    """Hash of the bytes of a piece in the host's memory."""
+    data: Any = piece.view(torch.uint8).numpy()
     return hashlib.blake2b(data, digest_size=32).hexdigest()
 
 
