@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from samkv_integrations.cache.fingerprint import Fingerprint
 from samkv_integrations.engine.blend import Blend, PassPlan, plan_pass
 from samkv_integrations.engine.costs import is_whole, two_passes_s
 from samkv_integrations.engine.loader import ChunkLost, Context
@@ -33,8 +34,8 @@ class Choice:
     eviction: what the answer goes on with.
     layout: of the prompt; without chunks where entries of chunks are taken from memory.
     held: entries of the prompt's first tokens, taken from memory. n_found: how many there are.
-    made_by: what computes now, see `Fingerprint.computed_by`. n_left: first tokens whose entries
-        will be full prefill's, and are left for the next prompt.
+    fingerprint: identity of what is computed now. n_left: first tokens whose entries will be full
+        prefill's, and are left for the next prompt.
     """
 
     whole: bool
@@ -43,7 +44,7 @@ class Choice:
     layout: Layout
     held: Prefix | None
     n_found: int
-    made_by: str
+    fingerprint: Fingerprint
     n_left: int
     missed: Mapping[tuple[int, ...], str] = field(default_factory=dict)
 
@@ -111,7 +112,7 @@ def choose(request: Request, *, may_compute: bool = True) -> Choice:
         missed=missed, whole=whole, method=method, eviction=request.rule(whole=whole),
         layout=layout.as_text() if length > first_chunk else layout,
         held=found.first(length) if found is not None and length else None,
-        n_found=0 if found is None else found.n_tokens, made_by=fingerprint.computed_by,
+        n_found=0 if found is None else found.n_tokens, fingerprint=fingerprint,
         n_left=chunks[-1].runs[-1].span.stop if chunks and holds_chunks else first_chunk,
     )  # fmt: skip
 
@@ -161,7 +162,7 @@ def _compute(request: Request, choice: Choice, clock: Stopwatch) -> FirstToken:
     # not out of those above: chunks may reach beyond the end, after a prefix the prompt has not
     cached_cos, cached_sin = (side.float() for side in model.cos_sin(cached_at))
     opened = request.resolved.opened if layout.n_chunks else ()
-    context = Context(layout, opened, request.fingerprint, cached_cos, cached_sin)
+    context = Context(layout, opened, choice.fingerprint, cached_cos, cached_sin)
     blend = Blend(
         model=model, layout=layout, context=context, cos=cos, sin=sin, update=method.update,
         weigh=method.attend, held=choice.held,
@@ -198,7 +199,7 @@ def _compute(request: Request, choice: Choice, clock: Stopwatch) -> FirstToken:
     with clock("blend"):
         if prefixes is not None:
             leaves = prefixes.begin(
-                choice.made_by, layout.token_ids[: choice.n_left], choice.n_found,
+                choice.fingerprint.computed_by, layout.token_ids[: choice.n_left], choice.n_found,
                 model.token_kv_bytes,
             )  # fmt: skip
         logits = replace(
@@ -249,5 +250,5 @@ def _working_cache(request: Request, choice: Choice, context: Context) -> Workin
     layout, capacity = choice.layout, request.capacity
     if isinstance(rule, Quest):
         return SparseCache(n_layers, context, rule.budget(layout.n_context), capacity, weigh)
-    assert rule is None or isinstance(rule, DroppingEviction)
-    return DenseCache(n_layers, capacity, n_tokens=layout.n_tokens, rule=rule, weigh=weigh)
+    drops = rule if isinstance(rule, DroppingEviction) else None
+    return DenseCache(n_layers, capacity, n_tokens=layout.n_tokens, rule=drops, weigh=weigh)
