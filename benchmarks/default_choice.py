@@ -30,9 +30,8 @@ from benchmarks.run_settings import hardware
 from samkv_integrations import METHODS, Engine
 from samkv_integrations.cache.memory import MemoryStore
 from samkv_integrations.cli.tables import markdown_table as table
+from samkv_integrations.engine.decode import decode_greedily, force
 from samkv_integrations.engine.first_token import first_token
-from samkv_integrations.engine.forced import force
-from samkv_integrations.engine.greedy import decode_greedily
 from samkv_integrations.engine.options import AnswerSettings
 from samkv_integrations.engine.request import Request
 from samkv_integrations.evaluation.measures import f1_score, kl, ratio_interval, same_top1

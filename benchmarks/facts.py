@@ -26,9 +26,8 @@ from benchmarks.run_settings import hardware
 from llama_index.llms.samkv.quickstart import Quickstart
 from samkv_integrations import METHODS, Engine
 from samkv_integrations.cli.tables import markdown_table as table
+from samkv_integrations.engine.decode import Greedy, decode_greedily, force
 from samkv_integrations.engine.first_token import first_token
-from samkv_integrations.engine.forced import force
-from samkv_integrations.engine.greedy import Greedy, decode_greedily
 from samkv_integrations.engine.options import AnswerSettings
 from samkv_integrations.engine.request import Request
 from samkv_integrations.evaluation.measures import kl

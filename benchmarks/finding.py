@@ -20,7 +20,7 @@ from samkv_integrations.cache.index import Index, IndexedChunks
 from samkv_integrations.cache.tables import Entry
 from samkv_integrations.cache.windows import ChunkIndex
 from samkv_integrations.model.loading import load_tokenizer
-from samkv_integrations.prompt.runs import find_runs
+from samkv_integrations.prompt.layout import find_runs
 
 DIGEST, SECRET = "d" * 32, bytes(32)
 SHARED = (

@@ -32,7 +32,7 @@ from samkv_integrations.errors import InvalidOption, PromptTooLong
 from samkv_integrations.figures import Row
 from samkv_integrations.methods import Method, get_method
 from samkv_integrations.model.model import Model
-from samkv_integrations.prompt.template import rag_prompt
+from samkv_integrations.prompt.text import rag_prompt
 
 _QUESTIONS = ("What is the name of the river?", "What is the name of the road?")
 _BF16_BYTES = 2

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from samkv_integrations.cache.disk import ChunkStore
     from samkv_integrations.cache.memory import MemoryStore
-    from samkv_integrations.engine.collect import Total, collect_reports
     from samkv_integrations.engine.engine import Engine
-    from samkv_integrations.engine.report import Report
+    from samkv_integrations.engine.report import Report, Total, collect_reports
     from samkv_integrations.engine.stream import Answer, AnswerStream
     from samkv_integrations.errors import SamkvError
     from samkv_integrations.eviction import EVICTIONS, Eviction
@@ -38,7 +37,7 @@ def __getattr__(name: str) -> object:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from samkv_integrations import errors, eviction, methods
     from samkv_integrations.cache import disk, memory
-    from samkv_integrations.engine import collect, engine, report, stream
+    from samkv_integrations.engine import engine, report, stream
 
-    homes = (disk, memory, collect, engine, report, stream, errors, eviction, methods)
+    homes = (disk, memory, engine, report, stream, errors, eviction, methods)
     return next(getattr(module, name) for module in homes if hasattr(module, name))

@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 
-from samkv_integrations.engine import asking as asking_module
+from samkv_integrations.engine import scheduler as scheduler_module
 from samkv_integrations.engine.first_token import first_token
 from samkv_integrations.engine.request import FirstToken, Request
 from tests.support.chroma_server import chroma_server
@@ -91,7 +91,7 @@ def begun(monkeypatch: pytest.MonkeyPatch) -> list[Request]:
         found.append(request)
         return first_token(request)
 
-    monkeypatch.setattr(asking_module, "first_token", noted)
+    monkeypatch.setattr(scheduler_module, "first_token", noted)
     return found
 
 

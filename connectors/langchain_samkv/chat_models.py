@@ -23,7 +23,7 @@ from langchain_samkv.tools import ShownText, chunks_of, invalid_call_of, tool_ca
 from samkv_integrations.engine.stream import AnswerStream
 from samkv_integrations.errors import InvalidOption, UnknownOption
 from samkv_integrations.frameworks.tool_calls import ToolAnswer, ToolUse
-from samkv_integrations.model.chat import Chat
+from samkv_integrations.model.quoting import Chat
 from samkv_integrations.prompt.reader import Prompt
 
 _METHODS = ("json_schema", "json_mode", "function_calling")

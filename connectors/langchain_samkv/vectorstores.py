@@ -19,7 +19,7 @@ from samkv_integrations.cache.chunk import normalise
 from samkv_integrations.chroma.client import check_name, chroma_errors
 from samkv_integrations.chroma.link import ChromaLink
 from samkv_integrations.engine.engine import Engine
-from samkv_integrations.engine.off_loop import off_loop
+from samkv_integrations.engine.stream import off_loop
 from samkv_integrations.errors import InvalidChunk, InvalidOption
 from samkv_integrations.frameworks.engine_ref import EngineRef
 

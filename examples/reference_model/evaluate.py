@@ -47,7 +47,7 @@ from samkv_integrations.figures import commit
 from samkv_integrations.methods import get_method
 from samkv_integrations.model.loading import load_model
 from samkv_integrations.model.model import Model
-from samkv_integrations.prompt.template import rag_prompt
+from samkv_integrations.prompt.text import rag_prompt
 
 RECOMPUTE = "recompute"
 METHODS = (RECOMPUTE, "reuse", "reuse-local")

@@ -133,7 +133,7 @@ def show(seen: Inspection, layer: int | None, out: Console) -> None:
     """The chunks, the prompt in colours or between marks, both answers. layer: None for all."""
     from rich.text import Text
 
-    from samkv_integrations.engine.watch import State
+    from samkv_integrations.engine.blend import State
 
     looks = {
         State.MISSED: ("black on red", "!", "!", "computed for want of a cache"),

@@ -17,7 +17,7 @@ from samkv_integrations.cli import tables
 from samkv_integrations.cli.loading import store_in, use_threads_for
 from samkv_integrations.engine.costs import name_of
 from samkv_integrations.engine.engine import Engine
-from samkv_integrations.engine.tuned import FILE, TunedSetting, tuned_setting, write
+from samkv_integrations.engine.options import TUNED_FILE, TunedSetting, tuned_setting, write_tuned
 from samkv_integrations.errors import EmptyInput, InvalidOption
 from samkv_integrations.evaluation.questions import read_questions
 from samkv_integrations.figures import ratio, seconds, size
@@ -92,8 +92,8 @@ def tune(
         entry = tuned_setting(engine.model, store)
         if entry is None:
             raise InvalidOption(
-                f"--check, and {store.path / FILE} has no entry for {model!r}; run 'samkv tune' "
-                "first"
+                f"--check, and {store.path / TUNED_FILE} has no entry for {model!r}; run "
+                "'samkv tune' first"
             )
         if entry.store_bits != engine.store_bits:
             raise InvalidOption(
@@ -135,7 +135,7 @@ def tune(
         kept = TunedSetting(
             model=engine.model.name, method=FULL, store_bits=engine.store_bits
         )  # fmt: skip
-    written = write(store.path, kept) if writes and kept else None
+    written = write_tuned(store.path, kept) if writes and kept else None
     if as_json:
         rows = [asdict(one) | {"state": _state(one, result)} for one in result.standings]
         more: dict[str, Any] = {
@@ -191,7 +191,7 @@ def tune(
     elif setting is None:
         out.print("Nothing was written; --fall-back writes it.")
     else:
-        out.print(f"Not written: --write keeps it in {FILE} beside the caches.")
+        out.print(f"Not written: --write keeps it in {TUNED_FILE} beside the caches.")
 
 
 def _checked(entry: TunedSetting, standing: Standing) -> str:
@@ -202,7 +202,7 @@ def _checked(entry: TunedSetting, standing: Standing) -> str:
     )
     low, high = entry.measured.get("agreement_low"), entry.measured.get("agreement_high")
     if not isinstance(low, float | int) or not isinstance(high, float | int):
-        return f"{shown}{FILE} does not say what was measured when it was written."
+        return f"{shown}{TUNED_FILE} does not say what was measured when it was written."
     verdict, more = "within", ""
     if standing.agreement > high:
         verdict = "above"

@@ -1,22 +1,25 @@
-"""One pass through the layers: planned tokens are computed, everything else is taken as stored."""
+"""One pass through the layers: what it computes and takes from caches, planned before it runs.
+
+Planned tokens are computed, everything else is taken as stored.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
+from enum import IntEnum
 
 import torch
 from torch import Tensor
 
-from samkv_integrations.engine.plan import LayerPlan, PassPlan
-from samkv_integrations.engine.prefix_cache import NewPrefix, Prefix
-from samkv_integrations.engine.watch import Watch
+from samkv_integrations.engine.loader import Context
+from samkv_integrations.engine.prefix_cache import Prefix
 from samkv_integrations.engine.working_cache import LayerEntries, WorkingCache, as_heads, room_for
 from samkv_integrations.methods.base import (
     Checked,
     ContextAttention,
     ProbedLayer,
+    Selection,
     Update,
     overwrite,
 )
@@ -24,23 +27,259 @@ from samkv_integrations.model.attention import attention
 from samkv_integrations.model.model import Model
 from samkv_integrations.prompt.layout import Layout
 
+
+@dataclass(frozen=True, kw_only=True)
+class LayerPlan:
+    """One layer of a pass. Places are those of the S entries that the layer attends to.
+
+    Entries are in prompt order; tensors are on the model's device unless said otherwise.
+
+    positions: (R,) of the tokens that the layer computes. narrow: (R,) where they are among those
+        of the layer before, None if they are the same.
+    n_held: the first tokens of the prompt, whose entries are held in memory.
+    cached: (n,) context tokens whose stored entries are used.
+    source: (S,) where each entry comes from: the held ones, those n, then the computed tokens, as
+        counted through.
+    mixed: (k,) which computed tokens update a stored entry, mixed_slots: (k,) their places.
+    carried: (c,) computed context tokens, on the CPU, carried_rows: (c,) which computed tokens
+        they are.
+    mask: (R, S), 0 where a token sees an entry, else -inf, in the model's dtype; bool for a method
+        that weighs the context in its own way; None if every token is computed and sees those
+        before it.
+    is_context: (S,) bool, entries of context tokens.
+
+    The rest says what an answer goes on with, counted among the S' of the entries that stay:
+
+    staying: (S',) places of the entries that stay, None for all.
+    context: (c,) context tokens that stay, context_slots: (c,) their places; changed: (d,) which of
+        them do not stay as they are stored; other_slots: the places of all other tokens.
+    query_rows: computed tokens that stay, and query_slots: their places, on the CPU.
+    """
+
+    n_entries: int
+    n_held: int
+    positions: Tensor
+    narrow: Tensor | None
+    cached: Tensor
+    source: Tensor
+    mixed: Tensor
+    mixed_slots: Tensor
+    carried: Tensor
+    carried_rows: Tensor
+    mask: Tensor | None
+    is_context: Tensor
+    staying: Tensor | None
+    context: Tensor
+    context_slots: Tensor
+    changed: Tensor
+    other_slots: Tensor
+    query_rows: Tensor
+    query_slots: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class PassPlan:
+    """A pass. Neighbouring layers that do the same share a `LayerPlan`.
+
+    blocks: (L, Nb) bool, blocks of which a stored entry is used.
+    kept: (L, Nb) bool, blocks that stay.
+    computed: (L, Tctx) bool, context tokens that take part in the computation.
+    """
+
+    layers: tuple[LayerPlan, ...]
+    blocks: Tensor
+    kept: Tensor
+    computed: Tensor
+
+
+def plan_pass(
+    layout: Layout,
+    keep: Tensor,
+    recompute: Tensor,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    uncached: Tensor | None = None,
+    n_held: int = 0,
+    mixes: bool = False,
+    weighs: bool = False,
+) -> PassPlan:
+    """The plan of a pass.
+
+    A token that a layer needs is carried through all layers below it (paper: section 3.3, rules 1
+    and 2). Where it is not itself recomputed, the stored entry stays and the token only attends;
+    where its block is not kept, it takes part with what it computes, and does not stay.
+
+    keep: (L, Nb) bool. recompute: (L, Tctx) bool, ignored where the block is not kept.
+    device, dtype: the model's.
+    uncached: (T,) bool, other tokens that take part, all uncached ones if None. They are computed,
+        but for the first ``n_held`` tokens of the prompt, which are among them and held in memory.
+    mixes: whether a recomputed entry needs the stored one. weighs: whether the method weighs the
+        context in its own way, so that a mask is always wanted.
+    """
+    uncached = layout.uncached if uncached is None else uncached
+    held = keep[:, layout.block_of_token] & ~layout.uncached[layout.context_positions]
+    recompute = recompute & held
+    carried = recompute.flip(0).cummax(0).values.flip(0)
+    used = held if mixes else held & ~recompute
+    masks = torch.stack((held, recompute, carried))
+    is_new = [True, *(masks[:, 1:] != masks[:, :-1]).flatten(2).any(2).any(0).tolist()]
+    assert bool(uncached[:n_held].all())
+    at = layout.context_positions
+
+    def in_prompt(of_context: Tensor) -> Tensor:
+        """(Tctx,) mask -> (T,)."""
+        mask = torch.zeros_like(uncached)
+        mask[at] = of_context
+        return mask
+
+    layers: list[LayerPlan] = []
+    before: Tensor | None = None  # (T,) mask of what the layer before computes
+    for layer, differs in enumerate(is_new):
+        if not differs:
+            same = layers[-1]
+            layers.append(same if same.narrow is None else replace(same, narrow=None))
+            continue
+        is_held, is_again = in_prompt(held[layer]), in_prompt(recompute[layer])
+        is_computed = uncached | in_prompt(carried[layer])
+        stays, present = uncached | is_held, is_computed | is_held
+        is_computed[:n_held] = False
+        slot, final = present.cumsum(0) - 1, stays.cumsum(0) - 1
+        positions, entries = is_computed.nonzero()[:, 0], present.nonzero()[:, 0]
+        cached, context = used[layer].nonzero()[:, 0], held[layer].nonzero()[:, 0]
+        source = torch.arange(len(entries))  # right for those held in memory
+        brings = (~is_held[positions] | (is_again[positions] & (not mixes))).nonzero()[:, 0]
+        source[slot[positions[brings]]] = n_held + len(cached) + brings
+        source[slot[at[cached]]] = n_held + torch.arange(len(cached))
+        mixed = (is_again[positions] & mixes).nonzero()[:, 0]
+        query_rows = stays[positions].nonzero()[:, 0]
+        narrows = before is not None and not torch.equal(before, is_computed)
+        mask = None
+        if weighs or len(positions) < len(entries):
+            mask = entries.to(device)[None] <= positions.to(device)[:, None]
+            # attention would turn a bool mask into this one at every layer
+            mask = mask if weighs else torch.where(mask, 0.0, -torch.inf).to(dtype)
+        plan = LayerPlan(
+            n_entries=len(entries), n_held=n_held, positions=positions.to(device),
+            narrow=is_computed[before].nonzero()[:, 0].to(device) if narrows else None,
+            cached=cached.to(device), source=source.to(device), mixed=mixed.to(device),
+            mixed_slots=slot[positions[mixed]].to(device),
+            carried=carried[layer].nonzero()[:, 0],
+            carried_rows=torch.searchsorted(positions, at[carried[layer]]).to(device),
+            mask=mask, is_context=~layout.uncached[entries].to(device),
+            staying=None if torch.equal(stays, present) else slot[stays].to(device),
+            context=context.to(device), context_slots=final[at[context]].to(device),
+            changed=recompute[layer][context].nonzero()[:, 0].to(device),
+            other_slots=final[stays & ~is_held].to(device), query_rows=query_rows.to(device),
+            query_slots=final[positions[query_rows]],
+        )  # fmt: skip
+        layers.append(plan)
+        before = is_computed
+    blocks = torch.zeros_like(keep).index_add_(1, layout.block_of_token, used)
+    return PassPlan(layers=tuple(layers), blocks=blocks, kept=keep, computed=carried)
+
+
+# -- for who inspects an answer ---------------------------------------------------------------
+
+
+class State(IntEnum):
+    """What becomes of a prompt token at one layer.
+
+    uncached: outside chunks, and computed. missed: of a chunk without a usable cache, and computed.
+    kept: its stored entry is used. recomputed: it has a stored entry, and is computed again.
+    dropped: its stored entry is not used.
+    """
+
+    UNCACHED = 0
+    MISSED = 1
+    KEPT = 2
+    RECOMPUTED = 3
+    DROPPED = 4
+
+
+class Watch:
+    """Sees the pass of one request that gives the first token. Nothing depends on what it sees.
+
+    It is complete once `first_token` has returned.
+    """
+
+    def __init__(self) -> None:
+        self._attention: dict[int, Tensor] = {}
+        self._seen: tuple[Layout, Selection, PassPlan] | None = None
+
+    def see_layer(
+        self,
+        layer: int,
+        layout: Layout,
+        plan: LayerPlan,
+        query: Tensor,
+        keys: Tensor,
+        scaling: float,
+    ) -> None:
+        """A layer of the pass. query: (H, D) of the last token. keys: (S, G, D), all it sees."""
+        n_kv_heads, head_dim = keys.shape[1:]
+        grouped = query.float().view(n_kv_heads, -1, head_dim) * scaling
+        logits = torch.einsum("grd,sgd->grs", grouped, keys.float()).flatten(0, 1)
+        if plan.mask is not None:
+            hidden = ~plan.mask[-1] if plan.mask.dtype == torch.bool else plan.mask[-1] < 0
+            logits = logits.masked_fill(hidden, -torch.inf)
+        sides = (
+            torch.arange(plan.n_held),
+            layout.context_positions[plan.cached.cpu()],
+            plan.positions.cpu(),
+        )
+        spread = torch.zeros(layout.n_tokens)
+        spread[torch.cat(sides)[plan.source.cpu()]] = logits.softmax(-1).mean(0).cpu()
+        self._attention[layer] = spread
+
+    def see_plan(self, layout: Layout, selection: Selection, plan: PassPlan) -> None:
+        """The layout, what was selected, and what the layers did in the end."""
+        self._seen = layout, selection, plan
+
+    @property
+    def layout(self) -> Layout:
+        """That of the prompt."""
+        return self._complete[0]
+
+    @property
+    def token_scores(self) -> Tensor | None:
+        """(Tctx,) see `Selection`."""
+        scores = self._complete[1].token_scores
+        return None if scores is None else scores.float().cpu()
+
+    @property
+    def attention(self) -> Tensor:
+        """(L, T) share of the last token's attention that each token has, mean over heads."""
+        return torch.stack([self._attention[at] for at in sorted(self._attention)])
+
+    @property
+    def states(self) -> Tensor:
+        """(L, T) uint8, a `State` each; `State.UNCACHED` for all that has no stored entry."""
+        layout, _, plan = self._complete
+        at = layout.context_positions
+        states = torch.full((len(plan.layers), layout.n_tokens), State.UNCACHED, dtype=torch.uint8)
+        for row, layer in zip(states, plan.layers, strict=True):
+            context = layer.context.cpu()
+            of_context = torch.full((layout.n_context,), State.DROPPED, dtype=torch.uint8)
+            of_context[context] = State.KEPT
+            of_context[context[layer.changed.cpu()]] = State.RECOMPUTED
+            row[at] = of_context
+            row[at[layout.uncached[at]]] = State.RECOMPUTED  # the last one of a prompt, if any
+        return states
+
+    @property
+    def _complete(self) -> tuple[Layout, Selection, PassPlan]:
+        assert self._seen is not None, "no first token has been computed"
+        return self._seen
+
+
+# -- the pass ---------------------------------------------------------------------------------
+
 Observe = Callable[[ProbedLayer], None]
 """Looks at a layer of a probe."""
 
 Decide = Callable[[Checked], PassPlan]
 """Decides at a layer what all later ones do."""
-
-
-class Stored(Protocol):
-    """Where a pass finds the entries that it does not compute."""
-
-    def keys_and_values(self, layer: int, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys at their positions, and values, (n, G, D) each, of context tokens (n,)."""
-        ...
-
-    def release(self, layer: int) -> None:
-        """The request is done with a layer."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,13 +297,13 @@ class Blend:
 
     model: Model
     layout: Layout
-    context: Stored
+    context: Context
     cos: Tensor
     sin: Tensor
     update: Update = overwrite
     weigh: ContextAttention | None = None
     held: Prefix | None = None
-    leaves: NewPrefix | None = None
+    leaves: Prefix | None = None
     cache: WorkingCache | None = None
     observe: Observe | None = None
     check: tuple[int, Decide] | None = None

@@ -1,14 +1,19 @@
-"""The one way from the text of a chunk to its cache: refer, look up, prepare, compute."""
+"""The one way from the text of a chunk to its cache: refer, look up, prepare, compute.
+
+Caches belong to a fingerprint, which is agreed on with the store and true to the model.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
-from typing import Literal
+from typing import Literal, Protocol, TypeVar
 
 import torch
 from tqdm.auto import tqdm
@@ -25,11 +30,9 @@ from samkv_integrations.cache.file_format import FileLayout, text_bytes
 from samkv_integrations.cache.fingerprint import Fingerprint
 from samkv_integrations.cache.memory import MemoryChunk
 from samkv_integrations.cache.outage import Outage
-from samkv_integrations.engine.agreed import AgreedFingerprint
+from samkv_integrations.cache.quantise import EntryFormat
 from samkv_integrations.engine.options import check_on_miss
 from samkv_integrations.engine.prefill import batches, prefill
-from samkv_integrations.engine.recent_keys import RecentKeys
-from samkv_integrations.engine.scheduler import Scheduler
 from samkv_integrations.errors import (
     CacheMiss,
     ChunkNotCached,
@@ -38,7 +41,7 @@ from samkv_integrations.errors import (
     StoreError,
 )
 from samkv_integrations.model.model import Model
-from samkv_integrations.prompt.resolve import OnMiss
+from samkv_integrations.prompt.resolve import OnMiss, Resolved
 from samkv_integrations.prompt.text import bodies_of
 
 Depth = Literal["exists", "opens", "whole"]
@@ -50,19 +53,62 @@ _log = logging.getLogger(__name__)
 _WRITERS = 4
 """Threads that write chunk caches: most of the time each waits for its disk."""
 
+_MAX_RECENT = 2**16
+"""Some 10 MB, and more chunks than one ingest adds at once."""
+
+_Made = TypeVar("_Made")
+
+
+class Run(Protocol):
+    """Runs work in the model's thread, see `Scheduler.run`."""
+
+    def __call__(self, work: Callable[[], _Made]) -> _Made: ...
+
+
+class RecentChunks:
+    """What is known of chunks by key, until it is asked for: the latest `_MAX_RECENT`.
+
+    Safe to use from many threads.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._seconds: OrderedDict[str, float] = OrderedDict()
+
+    def add(self, keys: Iterable[str], seconds: float = 0.0) -> None:
+        """Remember chunks, each of which took ``seconds``."""
+        with self._lock:
+            for key in keys:
+                self._seconds[key] = seconds
+                self._seconds.move_to_end(key)
+            while len(self._seconds) > _MAX_RECENT:
+                self._seconds.popitem(last=False)
+
+    def take(self, key: str) -> float | None:
+        """The seconds that a chunk took, which is forgotten then; None if it is not known."""
+        with self._lock:
+            return self._seconds.pop(key, None)
+
+    def clear(self) -> None:
+        """Forget all."""
+        with self._lock:
+            self._seconds.clear()
+
 
 class Chunks:
-    """The chunks of one model in one store.
+    """The chunks of one model in one store. Safe to use from many threads.
 
     Args:
         prefix: token ids that chunks are prefilled after.
         scheme: the blocks of chunks; None for those of what the store holds for this model, else by
             the lengths of the first chunks that are computed.
         store_bits: bits of the numbers in chunk caches.
-        scheduler: runs the model.
+        run: runs the model.
         on_change: called when the model is seen to have changed.
 
     has_own_scheme: whether ``scheme`` was given. outage: told when the store fails a prompt.
+
+    Raises InvalidOption if the model cannot be kept in so many bits.
     """
 
     def __init__(
@@ -73,46 +119,80 @@ class Chunks:
         prefix: tuple[int, ...],
         scheme: BlockScheme | None,
         store_bits: int,
-        scheduler: Scheduler,
+        run: Run,
         on_change: Callable[[], None],
     ) -> None:
-        self._model = model
-        self._store = store
-        self._prefix = prefix
-        self._scheduler = scheduler
-        self._on_change = on_change
+        EntryFormat(
+            bits=store_bits, n_kv_heads=model.n_kv_heads, head_dim=model.head_dim, dtype=model.dtype
+        )  # raises
+        self.model, self.prefix = model, prefix
+        self._store, self._store_bits, self._scheme = store, store_bits, scheme
+        self._run, self._on_change = run, on_change
         self.has_own_scheme = scheme is not None
         self.outage = Outage()
-        self._agreed = AgreedFingerprint(
-            model, store, prefix=prefix, scheme=scheme, store_bits=store_bits,
-            outage=self.outage, on_change=self._model_changed,
-        )  # fmt: skip
+        self._lock = threading.RLock()
+        self._generation = model.identity.generation
+        self._agreed: Fingerprint | None = None
         self._stable_layers: tuple[int, ...] | None = None
-        self._prepared = RecentKeys()
+        self._prepared = RecentChunks()
         self._has_looked = False
 
     # -- identity ---------------------------------------------------------------------------
 
     @property
     def fingerprint(self) -> Fingerprint:
-        """Identity of the caches that are made and accepted, see `AgreedFingerprint`."""
-        return self._agreed.value
+        """Identity of the caches that are made and accepted.
+
+        Its block size is a guess until there is a chunk: whoever is about to compute the first one
+        agrees on it with all processes that share the store.
+        """
+        with self._lock:
+            if self._agreed is None:
+                guess = self._guess(self._scheme or BlockScheme())
+                size = guess.block_size if self._scheme else self._stored_block_size(guess)
+                if size is None:
+                    return guess
+                self._agreed = replace(guess, block_size=size)
+            return self._agreed
+
+    def _guess(self, scheme: BlockScheme) -> Fingerprint:
+        model = self.model
+        return Fingerprint(
+            model=model.name, weights=model.identity.weights, config=model.identity.config,
+            tokenizer=model.tokenizer_digest, dtype=model.dtype_name, rope=model.identity.rope,
+            n_layers=model.n_layers, n_heads=model.n_heads, n_kv_heads=model.n_kv_heads,
+            head_dim=model.head_dim, prefix=",".join(map(str, self.prefix)),
+            block_size=scheme.size, n_init=scheme.n_init, n_local=scheme.n_local,
+            store_bits=self._store_bits,
+        )  # fmt: skip
+
+    def _stored_block_size(self, guess: Fingerprint) -> int | None:
+        """That of the caches which the store holds for this model."""
+        with self.outage.survived():
+            for found in self._store.fingerprints():
+                if replace(guess, block_size=found.block_size).digest == found.digest:
+                    return found.block_size
+        return None
 
     def follow_model(self) -> Fingerprint:
         """`fingerprint`, another one if the model has changed: once a request.
 
         Raises UnsupportedModel as `Identity.look` does.
         """
-        self._agreed.follow_model()
-        return self._agreed.value
+        generation = self.model.identity.look()
+        with self._lock:
+            has_changed = generation != self._generation
+            if has_changed:
+                self._generation, self._agreed, self._stable_layers = generation, None, None
+        if has_changed:
+            self._on_change()
+        return self.fingerprint
 
-    def _model_changed(self) -> None:
-        self._stable_layers = None
-        self._on_change()
-
-    def key_of(self, text: str) -> str:
-        """Key of the chunk cache that ``text`` has, or would have."""
-        return self._refer([text])[0].key
+    def _while_computing(self) -> tuple[Fingerprint, Callable[[], bool]]:
+        """The fingerprint, and whether the model is still the same, to ask after a pass."""
+        with self._lock:
+            generation = self._generation
+            return self.fingerprint, lambda: self.model.identity.look() == generation
 
     # -- from texts to caches ---------------------------------------------------------------
 
@@ -122,11 +202,8 @@ class Chunks:
         Raises UnsupportedModel if the model has changed so that caches no longer fit it.
         """
         self.follow_model()
-        return self._refer(texts)
-
-    def _refer(self, texts: Sequence[str]) -> list[ChunkRef]:
         bodies = bodies_of(texts)
-        ids = [tuple(self._model.tokenize(body, special=False)) for body in bodies]
+        ids = [tuple(self.model.tokenize(body, special=False)) for body in bodies]
         return self._named(bodies, ids)
 
     def _named(self, bodies: Sequence[str], ids: Sequence[tuple[int, ...]]) -> list[ChunkRef]:
@@ -142,7 +219,7 @@ class Chunks:
 
     @property
     def _room(self) -> int:
-        return self._model.context_window - len(self._prefix)
+        return self.model.context_window - len(self.prefix)
 
     def require_fit(self, chunks: Sequence[ChunkRef]) -> None:
         """Raises InvalidChunk if one is empty, or longer than the context window."""
@@ -152,7 +229,7 @@ class Chunks:
             if not self.fits(ref):
                 raise InvalidChunk(
                     f"a chunk of {len(ref.token_ids)} tokens is longer than the {self._room} that "
-                    f"the context window of {self._model.name!r} leaves; split it (it begins "
+                    f"the context window of {self.model.name!r} leaves; split it (it begins "
                     f"{ref.text[:40]!r})"
                 )
 
@@ -166,7 +243,13 @@ class Chunks:
         if not chunks:
             return chunks
         lengths = sorted(len(ref.token_ids) for ref in chunks)
-        self._agreed.settle(lengths[len(lengths) // 2])
+        with self._lock:
+            guess = self.fingerprint
+            if self._agreed is None:
+                # Another process may be filling the same empty store: the first one decides.
+                size = BlockScheme.auto(lengths[len(lengths) // 2]).size
+                size = self._store.agree_block_size(guess, size)
+                self._agreed = replace(guess, block_size=size)
         # Always: another thread or process may have settled it since these were named.
         return self._named([ref.text for ref in chunks], [ref.token_ids for ref in chunks])
 
@@ -199,7 +282,7 @@ class Chunks:
 
         Who indexes what a step before has cached need not read and verify all of it again.
         """
-        return self._prepared.take(ref.key)
+        return self._prepared.take(ref.key) is not None
 
     def prepare(
         self,
@@ -274,7 +357,7 @@ class Chunks:
         }
         for key in {ref.key for ref in chunks} - missed.keys():
             self._store.touch(key, self.fingerprint)
-        fingerprint, is_same_model = self._agreed.while_computing()
+        fingerprint, is_same_model = self._while_computing()
         with (
             tqdm(total=len(missed), desc="caching chunks", disable=not progress) as bar,
             ThreadPoolExecutor(_WRITERS) as writers,
@@ -282,8 +365,8 @@ class Chunks:
             written: Iterator[None] = iter(())
             try:
                 for batch in batches(list(missed.values())):
-                    caches = self._scheduler.run(
-                        partial(prefill, self._model, batch, fingerprint, self._prefix)
+                    caches = self._run(
+                        partial(prefill, self.model, batch, fingerprint, self.prefix)
                     )
                     if not is_same_model():
                         raise StoreError(
@@ -315,13 +398,13 @@ class Chunks:
         chunks: list[ChunkRef] = []
         with self.outage.survived():
             chunks = self.agree(self._named(list(texts.values()), list(texts)))
-        fingerprint, is_same_model = self._agreed.while_computing()
+        fingerprint, is_same_model = self._while_computing()
         made: dict[tuple[int, ...], StoredChunk] = {}
         pending = batches(chunks)
         while pending:
             batch = pending.pop(0)
             try:
-                caches = prefill(self._model, batch, fingerprint, self._prefix)
+                caches = prefill(self.model, batch, fingerprint, self.prefix)
             except InvalidChunk:  # one of them: the others are none the worse for it
                 pending = [*([chunk] for chunk in batch if len(batch) > 1), *pending]
                 continue
@@ -334,9 +417,14 @@ class Chunks:
         self._stable_layers = None
         return made
 
-    def tell_of_unusable(self) -> None:
-        """Warn once, if there are caches in or beside the store and none that fits this engine."""
-        if self._has_looked:
+    def record(self, resolved: Resolved) -> None:
+        """Tell the store which caches a prompt used and missed.
+
+        Warns once, if there are caches in or beside the store and none that fits this engine.
+        """
+        used = resolved.used
+        self._store.record(self.follow_model(), used=used, missed=resolved.missed)
+        if used or self._has_looked:
             return
         self._has_looked = True
         with self.outage.survived():
@@ -380,7 +468,7 @@ class Chunks:
     @property
     def stable_layers(self) -> tuple[int, ...]:
         """The layers N* (paper: Appendix A.2): published for this shape, or from stored chunks."""
-        model, config = self._model, self._model.config
+        model, config = self.model, self.model.config
         shape = (config.model_type, model.n_layers, config.hidden_size, model.n_kv_heads)
         if shape in PUBLISHED_STABLE_LAYERS:
             return PUBLISHED_STABLE_LAYERS[shape]

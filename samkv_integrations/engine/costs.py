@@ -18,9 +18,11 @@ from torch import Tensor
 
 from samkv_integrations.cache.base import Store
 from samkv_integrations.cache.quantise import EntryFormat, groups
+from samkv_integrations.methods import Method
 from samkv_integrations.model.attention import attention
 from samkv_integrations.model.model import Model
 from samkv_integrations.model.shape import ModelShape
+from samkv_integrations.prompt.layout import Layout
 
 MARGIN = 0.95
 """Two passes must be estimated below this share of full prefill to be worth their approximation."""
@@ -107,28 +109,51 @@ class CostModel:
     def _pass_s(self, n_tokens: float, n_pairs: float) -> float:
         return self.layer_s + n_tokens * self.token_s + n_pairs * self.pair_s
 
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
 
-    @classmethod
-    def from_json(cls, text: str) -> CostModel | None:
-        """None if the text is not one that `to_json` wrote."""
-        try:
-            return cls(**json.loads(text))
-        except (ValueError, TypeError):
-            return None
+def is_whole(
+    method: Method,
+    costs: CostModel | None,
+    layout: Layout,
+    missed: Sequence[int] = (),
+    n_whole: int = 0,
+    n_blended: int = 0,
+) -> bool:
+    """Whether a method computes the context as a whole, which is full prefill.
+
+    missed: tokens of each uncached chunk that counts as a cached one. n_whole, n_blended: first
+    tokens of the prompt that are held in memory, for full prefill and for two passes.
+    """
+    if layout.n_context + sum(missed) <= method.recompute.whole_tokens:
+        return True
+    if not method.whole_if_faster:
+        return False
+    assert costs is not None
+    two_passes = two_passes_s(method, costs, layout, missed, n_blended)
+    return two_passes > MARGIN * costs.full_prefill_s(layout.n_tokens, n_whole)
+
+
+def two_passes_s(
+    method: Method, costs: CostModel, layout: Layout, missed: Sequence[int] = (), n_held: int = 0
+) -> float:
+    """A layer's share of a request that is not computed as a whole; arguments as in `is_whole`."""
+    n_context, n_chunks = layout.n_context + sum(missed), layout.n_chunks + len(missed)
+    n_probed = int(method.select.probe_tokens(layout).sum())
+    ratio = method.recompute.most_ratio(n_context, n_chunks, scored=n_probed > 0)
+    return costs.two_passes_s(layout.n_tokens, n_context, n_probed, ratio, n_held)
 
 
 def kept_costs(model: Model, store: Store) -> CostModel:
     """As measured on this machine and kept beside the caches, else as assumed."""
     text = store.note(name_of(model))
-    measured = None if text is None else CostModel.from_json(text)
-    return measured or CostModel.assumed(model)
+    try:
+        return CostModel(**json.loads(text or ""))
+    except (ValueError, TypeError):  # none, or not what `keep_costs` wrote
+        return CostModel.assumed(model)
 
 
 def keep_costs(model: Model, store: Store, costs: CostModel) -> None:
     """Keep measured costs beside the caches. Raises StoreError if that cannot be written."""
-    store.put_note(name_of(model), costs.to_json())
+    store.put_note(name_of(model), json.dumps(asdict(costs)))
 
 
 def name_of(model: Model) -> str:

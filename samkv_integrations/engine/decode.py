@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from samkv_integrations.engine.first_token import first_token
+from samkv_integrations.engine.report import Report
+from samkv_integrations.engine.request import FirstToken, Request
 from samkv_integrations.engine.working_cache import WorkingCache
+from samkv_integrations.model.attention import for_single_token
 from samkv_integrations.model.model import Model
-from samkv_integrations.model.single_token import for_single_token
+from samkv_integrations.model.sampling import Sampler, Sampling
 
 
 class Decoder:
@@ -54,3 +59,109 @@ def decode(decoders: Sequence[Decoder], tokens: Sequence[int]) -> Tensor:
     for decoder in decoders:
         decoder.position += 1
     return logits
+
+
+class TextStream:
+    """Tokens in, pieces of text out; ends at a stop string, which is never part of the text.
+
+    A piece is held back while it ends in half a character, or in what may become a stop string.
+    """
+
+    def __init__(self, model: Model, stop: Sequence[str] = ()) -> None:
+        self._model = model
+        self._stop = tuple(stop)
+        self._ids: list[int] = []
+        self._sent = 0
+        self.stopped = False
+
+    def push(self, token: int) -> str:
+        """The text that ``token`` decides; empty while undecided."""
+        self._ids.append(token)
+        text = self._model.detokenize(self._ids)
+        cuts = [at for s in self._stop if (at := text.find(s, max(0, self._sent - len(s)))) >= 0]
+        if cuts:
+            self.stopped = True
+            return self._emit(text[: min(cuts)])
+        decided = len(text.rstrip("\N{REPLACEMENT CHARACTER}"))
+        return self._emit(text[: decided - self._undecided(text[:decided])])
+
+    def flush(self) -> str:
+        """What was held back, when no token follows."""
+        return "" if self.stopped else self._emit(self._model.detokenize(self._ids))
+
+    def _emit(self, text: str) -> str:
+        piece = text[self._sent :]
+        self._sent = max(self._sent, len(text))
+        return piece
+
+    def _undecided(self, text: str) -> int:
+        """Length of the longest end of ``text`` that begins a stop string."""
+        tail = text[self._sent :]  # what was sent is decided, however long a stop string is
+        ends = ((s, min(len(s) - 1, len(tail))) for s in self._stop)
+        return max(
+            (n for s, most in ends for n in range(1, most + 1) if tail.endswith(s[:n])), default=0
+        )
+
+
+# -- for who compares answers -----------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Greedy:
+    """One answer.
+
+    tokens: (n,) ids, the one that ends the answer included if it came. shown: without that one;
+    text: of these. logits: (n, vocabulary) float32 on the CPU, the model's own before each token.
+    """
+
+    tokens: tuple[int, ...]
+    shown: tuple[int, ...]
+    text: str
+    logits: Tensor
+
+
+def decode_greedily(model: Model, begun: FirstToken, most_tokens: int) -> Greedy:
+    """The tokens that `Engine.generate` takes by default, at most ``most_tokens``.
+
+    So with the repetition penalty of the model's own configuration, if it has one. On the model's
+    thread; the request needs room for the tokens.
+    """
+    sampler = Sampler(model, begun.layout.token_ids.tolist(), Sampling())
+    decoder = Decoder(model, begun.cache, begun.layout.n_tokens)
+    end_ids = model.end_ids(())
+    logits = [begun.logits.float().cpu()]
+    tokens = [sampler.next(begun.logits)]
+    while len(tokens) < most_tokens and tokens[-1] not in end_ids:
+        found = decoder.step(tokens[-1])
+        logits.append(found.float().cpu())
+        tokens.append(sampler.next(found))
+    shown = tokens[:-1] if tokens[-1] in end_ids else tokens
+    return Greedy(
+        tokens=tuple(tokens),
+        shown=tuple(shown),
+        text=model.detokenize(shown).strip(),
+        logits=torch.stack(logits),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForcedTokens:
+    """What a prompt and given tokens after it come to.
+
+    logits: (1 + n, vocabulary) float32 on the CPU, of the first token and after each of the n
+    given ones. report: of the first token.
+    """
+
+    logits: Tensor
+    report: Report
+
+
+def force(request: Request, follow: Sequence[int]) -> ForcedTokens:
+    """The answer to a request forced along the tokens ``follow``, on the model's thread.
+
+    The request needs room for them. Errors are those of `first_token`.
+    """
+    begun = first_token(request)
+    decoder = Decoder(request.model, begun.cache, begun.layout.n_tokens)
+    logits = torch.stack([begun.logits, *map(decoder.step, follow)]).float().cpu()
+    return ForcedTokens(logits=logits, report=begun.report)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Literal, Unpack
 
@@ -14,11 +15,9 @@ from samkv_integrations.cache.blocks import BlockScheme
 from samkv_integrations.cache.chunk import normalise
 from samkv_integrations.cache.fingerprint import Fingerprint
 from samkv_integrations.cache.memory import MemoryStore
-from samkv_integrations.engine.asking import answering_of
-from samkv_integrations.engine.chunks import Chunks
+from samkv_integrations.engine.chunks import Chunks, RecentChunks
 from samkv_integrations.engine.costs import CostModel, keep_costs, kept_costs, measure
-from samkv_integrations.engine.forced import force
-from samkv_integrations.engine.off_loop import off_loop
+from samkv_integrations.engine.decode import force
 from samkv_integrations.engine.options import (
     AnswerOptions,
     AnswerSettings,
@@ -28,20 +27,20 @@ from samkv_integrations.engine.options import (
     check_on_miss,
     check_parts,
     check_tokens,
+    choices_of,
     prefix_ids,
 )
 from samkv_integrations.engine.prefix_cache import PrefixCache
-from samkv_integrations.engine.prepared import Prepared
 from samkv_integrations.engine.request import Request
 from samkv_integrations.engine.scheduler import Scheduler
-from samkv_integrations.engine.stream import Answer, AnswerStream
-from samkv_integrations.engine.tracing import begin_trace
-from samkv_integrations.engine.tuned import choices_of
+from samkv_integrations.engine.stream import Answer, AnswerStream, off_loop
+from samkv_integrations.engine.tracing import Trace
 from samkv_integrations.eviction import Eviction, get_eviction
 from samkv_integrations.methods import Method
 from samkv_integrations.model.loading import load_model
 from samkv_integrations.model.model import Model
 from samkv_integrations.model.quoting import RenderedPrompt
+from samkv_integrations.model.sampling import JsonConstraint
 from samkv_integrations.prompt.reader import Prompt, PromptReader
 from samkv_integrations.prompt.resolve import OnMiss, Resolved, resolve
 from samkv_integrations.prompt.text import bodies_of
@@ -90,22 +89,19 @@ class Engine:
         check_parts(model, store, prefix, prefix_text)
         self.model = model
         self.store: Store = MemoryStore() if store is None else store
-        chosen = choices_of(model, self.store, method, eviction, store_bits)
-        self.method, self.store_bits, self.tuned = chosen.method, chosen.store_bits, chosen.tuned
+        self.method, self.store_bits, self.tuned = choices_of(
+            model, self.store, method, eviction, store_bits
+        )
         self.eviction = eviction
         self.prefix = prefix_ids(model, prefix, prefix_text)
         self.prefixes = PrefixCache(prefix_bytes)
-        self._prepared = Prepared()
+        self._announced = RecentChunks()
         self.scheduler = Scheduler.of(model, scheduler)
+        scheme = None if block_size == "auto" else BlockScheme(size=block_size)
         self.chunks = Chunks(
-            model,
-            self.store,
-            prefix=self.prefix,
-            scheme=None if block_size == "auto" else BlockScheme(size=block_size),
-            store_bits=self.store_bits,
-            scheduler=self.scheduler,
-            on_change=self.prefixes.clear,
-        )
+            model, self.store, prefix=self.prefix, scheme=scheme, store_bits=self.store_bits,
+            run=self.scheduler.run, on_change=self.prefixes.clear,
+        )  # fmt: skip
         of = self.chunks
         self._reader = PromptReader(model, self.store, lambda: of.fingerprint, of.outage)
 
@@ -205,7 +201,8 @@ class Engine:
             found = self.chunks.prepare(
                 bodies, on_miss, for_prompt=True, names=names, remedy=remedy
             )
-            self._prepared.add(self.chunks.made(found), time.perf_counter() - began)
+            if made := self.chunks.made(found):
+                self._announced.add(made, (time.perf_counter() - began) / len(made))
         for ref in found:
             self.store.prefetch(ref.key, self.chunks.fingerprint)
         self._reader.expect(found, for_next_prompt=True)
@@ -246,7 +243,7 @@ class Engine:
         found: dict[str, None] = {}
         for chunk in self._reader.find(prompt):
             text = chunk.text
-            if text is None and chunk.key is not None:
+            if text is None and chunk.key:
                 with self.chunks.outage.survived():
                     text = self.store.text(chunk.key)
             if text is None:
@@ -305,7 +302,7 @@ class Engine:
 
         The first token is computed before this returns, so mistakes raise here.
         """
-        return self._asked(prompt, chunks, options).start()
+        return self._ask(prompt, chunks, options).start()
 
     async def astream(
         self,
@@ -314,26 +311,40 @@ class Engine:
         **options: Unpack[AnswerOptions],
     ) -> AnswerStream:
         """Like `stream`, for a task: read it with ``async for``."""
-        return await (await off_loop(self._asked, prompt, chunks, options)).astart()
+        return await (await off_loop(self._ask, prompt, chunks, options)).astart()
 
-    def _asked(
+    def _ask(
         self, prompt: Prompt, chunks: Sequence[str] | None, options: AnswerOptions
     ) -> AnswerStream:
+        """The answer to a prompt, which is read here and computed in the model's thread."""
         began, settings = time.perf_counter(), AnswerSettings.of(**options)
-        answering, resolved = answering_of(
-            self.model, settings, began, begin_trace(self.model.name, prompt, settings, began),
-            resolve=partial(self.resolve, prompt, chunks, on_miss=settings.on_miss,
-                            context_window=settings.context_window),
-            request=lambda found: self.request(found, settings, settings.sampling.max_new_tokens),
-            announced_s=self._prepared.claim,
+        trace = Trace(self.model.name, prompt, settings, began)
+        try:
+            end_ids = self.model.end_ids(settings.stop_ids)
+            form = JsonConstraint.of(self.model, settings.json_schema, end_ids)
+            resolved = self.resolve(
+                prompt, chunks, on_miss=settings.on_miss, context_window=settings.context_window
+            )
+            try:
+                request = self.request(resolved, settings, settings.sampling.max_new_tokens)
+            except BaseException:
+                resolved.close()
+                raise
+        except BaseException as error:
+            trace.end(time.perf_counter(), error=error)
+            raise
+        announced = {
+            chunk.key: seconds
+            for chunk in resolved.chunks
+            if (seconds := self._announced.take(chunk.key)) is not None
+        }
+        for chunk in resolved.chunks:
+            chunk.computed_now |= chunk.key in announced
+        request = replace(
+            request, end_ids=end_ids, form=form, announce_s=sum(announced.values()), began=began,
+            asked=time.perf_counter(),
         )  # fmt: skip
-
-        def record() -> None:
-            self.store.record(self.fingerprint, used=resolved.used, missed=resolved.missed)
-            if not resolved.used:
-                self.chunks.tell_of_unusable()
-
-        return AnswerStream(self.scheduler, answering, record, settings.timeout, began)
+        return AnswerStream(self.scheduler, request, trace)
 
     def logits(
         self,
@@ -384,20 +395,13 @@ class Engine:
         method = settings.method or self.method
         rule = self.eviction if settings.eviction is None else settings.eviction
         return Request(
-            model=self.model,
-            method=method,
-            resolved=resolved,
-            fingerprint=self.chunks.fingerprint,
-            prefix=self.prefix,
-            capacity=capacity,
+            chunks=self.chunks, resolved=resolved, method=method, capacity=capacity,
             stable_layers=self.stable_layers if "statistics" in method.needs else (),
-            eviction=get_eviction(rule),
-            own_eviction=rule is None,
+            eviction=get_eviction(rule), own_eviction=rule is None,
             context_window=settings.context_window,
-            costs=self.costs if method.whole_if_faster else None,
-            prefixes=self.prefixes,
-            chunks=self.chunks if settings.on_miss == "compute" else None,
-        )
+            costs=self.costs if method.whole_if_faster else None, prefixes=self.prefixes,
+            sampling=settings.sampling, stop=settings.stop, timeout=settings.timeout,
+        )  # fmt: skip
 
     # -- what passes cost -------------------------------------------------------------------
 

@@ -1,35 +1,138 @@
-"""The query path of one prompt, from its segments to the logits of the answer's first token."""
+"""The query path of one prompt: choose what is computed, load the rest, select, blend."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from samkv_integrations.engine.accounting import ChunkWork, Stopwatch, report_of
-from samkv_integrations.engine.blend import Blend
-from samkv_integrations.engine.dense_cache import DenseCache
-from samkv_integrations.engine.evictor import Evictor
-from samkv_integrations.engine.full_prefill import as_full_prefill, is_whole
-from samkv_integrations.engine.held import first_chunk, held_of, leaving
+from samkv_integrations.cache.fingerprint import Fingerprint
+from samkv_integrations.engine.blend import Blend, PassPlan, plan_pass
+from samkv_integrations.engine.costs import is_whole, two_passes_s
 from samkv_integrations.engine.loader import ChunkLost, Context
-from samkv_integrations.engine.missed import with_missed
-from samkv_integrations.engine.plan import PassPlan, plan_pass
 from samkv_integrations.engine.prefix_cache import Prefix
-from samkv_integrations.engine.request import FirstToken, Request, check_length
-from samkv_integrations.engine.sparse_cache import SparseCache
-from samkv_integrations.engine.working_cache import WorkingCache
+from samkv_integrations.engine.report import Stopwatch, report_of
+from samkv_integrations.engine.request import FirstToken, Request
+from samkv_integrations.engine.working_cache import DenseCache, SparseCache, WorkingCache
 from samkv_integrations.eviction import Eviction, Quest
 from samkv_integrations.eviction.base import DroppingEviction
 from samkv_integrations.methods import Method
 from samkv_integrations.methods.base import Checked, ProbedLayer, overwrite
+from samkv_integrations.methods.parts import RecomputeAll, RecomputeInexact, SelectAll
 from samkv_integrations.prompt.layout import Layout
 
 
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """How a prompt is computed.
+
+    missed: chunks to compute as chunks first, token ids -> text; then is chosen anew.
+    whole: whether everything is computed. method: the request's, or full prefill.
+    eviction: what the answer goes on with.
+    layout: of the prompt; without chunks where entries of chunks are taken from memory.
+    held: entries of the prompt's first tokens, taken from memory. n_found: how many there are.
+    fingerprint: identity of what is computed now. n_left: first tokens whose entries will be full
+        prefill's, and are left for the next prompt.
+    """
+
+    whole: bool
+    method: Method
+    eviction: Eviction | None
+    layout: Layout
+    held: Prefix | None
+    n_found: int
+    fingerprint: Fingerprint
+    n_left: int
+    missed: Mapping[tuple[int, ...], str] = field(default_factory=dict)
+
+    @property
+    def n_held(self) -> int:
+        """Tokens that are taken from memory."""
+        return 0 if self.held is None else self.held.n_tokens
+
+
+def choose(request: Request, *, may_compute: bool = True) -> Choice:
+    """What of a prompt is computed as a whole, loaded, computed as chunks, or taken from memory.
+
+    Causal attention makes the entries of the tokens before the first chunk depend on nothing that
+    is reused: the chat template's head, the system prompt, earlier turns. Where ``auto`` computes
+    everything, that holds for chunks too. ``recompute`` takes no chunk from memory: others are
+    compared with it.
+
+    may_compute: whether missed chunks may be computed as chunks. ``auto`` leaves them to full
+        prefill where that is faster, ``recompute`` always.
+
+    Raises PromptTooLong: prompt and answer exceed the context window.
+    """
+    method, costs, chunks = request.method, request.costs, request.resolved.chunks
+    layout, fingerprint = request.layout(), request.fingerprint
+    first_chunk = chunks[0].runs[0].position if chunks else layout.n_tokens
+    found = None
+    if request.prefixes is not None:
+        found = request.prefixes.find(fingerprint.computed_by, layout.token_ids)
+
+    def n_held(*, whole: bool) -> int:
+        """How many of the prompt's first tokens need not be computed."""
+        rule = request.rule(whole=whole)
+        if found is None:
+            return 0
+        if rule is None and whole and method.whole_if_faster:
+            return found.n_tokens
+        most = min(found.n_tokens, first_chunk)
+        if isinstance(rule, DroppingEviction):
+            most = min(most, _first_query(layout, rule.n_queries))
+        return most
+
+    n_whole, n_blended = n_held(whole=True), n_held(whole=False)
+    missed: Mapping[tuple[int, ...], str] = {}
+    if may_compute and request.resolved.on_miss == "compute" and method.recompute.uses_caches:
+        missed = request.resolved.missed_texts
+    if missed and costs is not None:
+        lengths = [len(ids) for ids in missed]  # of all of a chunk, whatever the prompt holds
+        full_s = costs.full_prefill_s(layout.n_tokens, n_whole)
+        both_s = costs.chunks_s(lengths, len(request.chunks.prefix)) + two_passes_s(
+            method, costs, layout, lengths, n_blended
+        )
+        if both_s > full_s or is_whole(method, costs, layout, lengths, n_whole, n_blended):
+            missed = {}
+    whole = is_whole(method, costs, layout, (), n_whole, n_blended)
+    holds_chunks = whole and method.whole_if_faster
+    length = n_whole if whole else n_blended
+    if whole:
+        # entries of few bits are never exact, wherever their chunk stands
+        is_rounded = fingerprint.entry_format.is_quantised
+        everything = RecomputeAll() if is_rounded else RecomputeInexact()
+        method = replace(
+            method, select=SelectAll(), recompute=everything, update=overwrite, eviction=None
+        )
+    return Choice(
+        missed=missed, whole=whole, method=method, eviction=request.rule(whole=whole),
+        layout=layout.as_text() if length > first_chunk else layout,
+        held=found.first(length) if found is not None and length else None,
+        n_found=0 if found is None else found.n_tokens, fingerprint=fingerprint,
+        n_left=chunks[-1].runs[-1].span.stop if chunks and holds_chunks else first_chunk,
+    )  # fmt: skip
+
+
+def _first_query(layout: Layout, n_queries: int | None) -> int:
+    """The first position whose query an eviction may look with.
+
+    Uncached tokens always stay, so the last so many of them reach back at least as far as the last
+    so many entries do.
+    """
+    if n_queries is None:
+        return 0
+    uncached = layout.uncached.nonzero()[:, 0]
+    if n_queries == 0:
+        return layout.n_tokens
+    return int(uncached[-n_queries]) if n_queries <= len(uncached) else 0
+
+
 def first_token(request: Request) -> FirstToken:
-    """Lay out, probe, select, load and blend. Nothing that depends on the prompt is ever stored.
+    """The first token of an answer. Nothing that depends on the prompt is ever stored.
 
     A cache that turns out broken on the way is a missed chunk, as if it had not been there, and the
     way begins again.
@@ -37,95 +140,101 @@ def first_token(request: Request) -> FirstToken:
     Raises:
         PromptTooLong: prompt and answer exceed the context window.
     """
-    clock = Stopwatch()
-    resolved = request.resolved
+    clock, resolved = Stopwatch(), request.resolved
     while True:
         with clock("compute_chunks") if resolved.missed_texts else nullcontext():
-            request = with_missed(request)
-        layout = check_length(request)
+            choice = choose(request)
+            if choice.missed:
+                resolved.add_computed(request.chunks.compute_for(choice.missed))
+                choice = choose(request, may_compute=False)
         try:
-            return _answer(request, layout, clock)
+            return _compute(request, choice, clock)
         except ChunkLost as lost:
             clock.bytes_lost += resolved.opened[lost.index].bytes_read
             resolved.lose(lost.index, lost.miss)
 
 
-def _answer(request: Request, layout: Layout, clock: Stopwatch) -> FirstToken:
-    in_memory = held_of(request, layout)
-    whole = is_whole(request.method, request.costs, layout, held=in_memory)
-    method, rule = as_full_prefill(request) if whole else request.method, request.rule(whole=whole)
-    held = in_memory.of_pass(whole=whole)
-    n_held = 0 if held is None else held.n_tokens
-    if holds_chunks := n_held > first_chunk(request, layout):
-        layout = layout.as_text()
-    context, blend = _begin(request, method, layout, held)
+def _compute(request: Request, choice: Choice, clock: Stopwatch) -> FirstToken:
+    model, layout, method = request.model, choice.layout, choice.method
+    cos, sin = model.cos_sin(torch.arange(layout.n_tokens))
+    is_global = method.positions == "global"
+    cached_at = layout.context_positions if is_global else layout.prefilled_positions
+    # not out of those above: chunks may reach beyond the end, after a prefix the prompt has not
+    cached_cos, cached_sin = (side.float() for side in model.cos_sin(cached_at))
+    opened = request.resolved.opened if layout.n_chunks else ()
+    context = Context(layout, opened, choice.fingerprint, cached_cos, cached_sin)
+    blend = Blend(
+        model=model, layout=layout, context=context, cos=cos, sin=sin, update=method.update,
+        weigh=method.attend, held=choice.held,
+    )  # fmt: skip
+
+    def plan_of(keep: Tensor, recompute: Tensor) -> PassPlan:
+        return plan_pass(
+            layout, keep, recompute, device=model.device, dtype=model.dtype, n_held=choice.n_held,
+            mixes=method.update is not overwrite, weighs=method.attend is not None,
+        )  # fmt: skip
+
     with clock("load"):
         inputs = context.inputs(method.needs, request.stable_layers)
-    scores = _probe(blend, context, method, clock) if _probes(method, layout) else None
+    scores = None
+    if method.select.probes and bool(method.select.probe_tokens(layout).any()):
+        scores = _probe(blend, context, method, clock)
     with clock("select"):
         selection = method.select.choose(scores, inputs, layout)
         recompute = method.recompute.choose(selection, inputs, layout)
-        plan = _plan(blend, method, selection.keep, recompute)
+        plan = plan_of(selection.keep, recompute)
     check = method.recompute.check_layer
     with clock("load"):  # what a check leaves out is not known yet
         context.load(plan.blocks if check is None else selection.keep)
-    cache = _working_cache(request, rule, method, layout, context)
     plans = [plan]
 
     def decide(checked: Checked) -> PassPlan:
         assert check is not None
         later = recompute.clone()
         later[check + 1 :] = method.recompute.choose_after(checked, layout)
-        plans.append(_plan(blend, method, selection.keep, later))
+        plans.append(plan_of(selection.keep, later))
         return plans[-1]
 
-    with clock("blend"), leaving(request, layout, in_memory, whole=whole) as leaves:
-        checks = None if check is None else (check, decide)
-        watch = request.watch
-        logits = replace(blend, cache=cache, check=checks, leaves=leaves, watch=watch).run(plan)
-    if watch is not None:
-        watch.see_plan(layout, selection, plans[-1])
-    if holds_chunks:
-        work = ChunkWork.behind(n_held, request.resolved)
-    else:
-        work = ChunkWork.of_pass(request, layout, cache, plans[-1])
-    ran = ("prefix" if n_held else "recompute") if whole else method.way
+    cache, prefixes, leaves = _working_cache(request, choice, context), request.prefixes, None
+    with clock("blend"):
+        if prefixes is not None:
+            leaves = prefixes.begin(
+                choice.fingerprint.computed_by, layout.token_ids[: choice.n_left], choice.n_found,
+                model.token_kv_bytes,
+            )  # fmt: skip
+        logits = replace(
+            blend, cache=cache, check=None if check is None else (check, decide), leaves=leaves,
+            watch=request.watch,
+        ).run(plan)  # fmt: skip
+        if prefixes is not None and leaves is not None:
+            prefixes.keep(leaves)
+    if request.watch is not None:
+        request.watch.see_plan(layout, selection, plans[-1])
     report = report_of(
-        request, cache, clock, ran=ran, eviction=rule, work=work, prefix_tokens=n_held
-    )
+        model, request.resolved, layout, cache, plans[-1], clock, method=request.method.name,
+        ran=("prefix" if choice.held else "recompute") if choice.whole else method.way,
+        eviction=choice.eviction, n_held=choice.n_held,
+    )  # fmt: skip
     return FirstToken(logits=logits, cache=cache, layout=layout, report=report, stages=clock.stages)
-
-
-def _begin(
-    request: Request, method: Method, layout: Layout, held: Prefix | None
-) -> tuple[Context, Blend]:
-    """Nothing read and nothing computed yet."""
-    model = request.model
-    cos, sin = model.cos_sin(torch.arange(layout.n_tokens))
-    # not out of those: after a prefix that the prompt has not, chunks may reach beyond its end
-    cached_at = model.cos_sin(cached_positions(method, layout))
-    context = Context(
-        layout, request.resolved.opened if layout.n_chunks else (), request.fingerprint,
-        *(side.float() for side in cached_at),
-    )  # fmt: skip
-    blend = Blend(
-        model=model, layout=layout, context=context, cos=cos, sin=sin, update=method.update,
-        weigh=method.attend, held=held,
-    )  # fmt: skip
-    return context, blend
-
-
-def _probes(method: Method, layout: Layout) -> bool:
-    return method.select.probes and bool(method.select.probe_tokens(layout).any())
 
 
 def _probe(blend: Blend, context: Context, method: Method, clock: Stopwatch) -> Tensor:
     """What the method's selection makes of every layer of a probe, stacked."""
-    plan = _probe_plan(blend, method)
+    model, layout = blend.model, blend.layout
+    uncached = method.select.probe_tokens(layout)
+    n_held = 0
+    if blend.held is not None:
+        # behind a token that the probe leaves out, the others are not what they were when held
+        n_held = int(uncached[: blend.held.n_tokens].cumprod(0).sum())
+    plan = plan_pass(
+        layout, method.select.probe_blocks(layout).expand(model.n_layers, -1),
+        torch.zeros(model.n_layers, layout.n_context, dtype=torch.bool), device=model.device,
+        dtype=model.dtype, uncached=uncached, n_held=n_held, weighs=method.attend is not None,
+    )  # fmt: skip
     scores: list[Tensor] = []
 
     def observe(probed: ProbedLayer) -> None:
-        score = method.select.score(probed, blend.layout)
+        score = method.select.score(probed, layout)
         if score is not None:
             scores.append(score)
 
@@ -136,46 +245,10 @@ def _probe(blend: Blend, context: Context, method: Method, clock: Stopwatch) -> 
         return torch.stack(scores)
 
 
-def cached_positions(method: Method, layout: Layout) -> Tensor:
-    """(Tctx,) the positions at which a method attends to stored keys."""
-    is_global = method.positions == "global"
-    return layout.context_positions if is_global else layout.prefilled_positions
-
-
-def _plan(blend: Blend, method: Method, keep: Tensor, recompute: Tensor) -> PassPlan:
-    model = blend.model
-    return plan_pass(
-        blend.layout, keep, recompute, device=model.device, dtype=model.dtype,
-        n_held=0 if blend.held is None else blend.held.n_tokens,
-        mixes=method.update is not overwrite, weighs=method.attend is not None,
-    )  # fmt: skip
-
-
-def _probe_plan(blend: Blend, method: Method) -> PassPlan:
-    model, layout = blend.model, blend.layout
-    blocks = method.select.probe_blocks(layout).expand(model.n_layers, -1)
-    nothing = torch.zeros(model.n_layers, layout.n_context, dtype=torch.bool)
-    uncached = method.select.probe_tokens(layout)
-    n_held = 0
-    if blend.held is not None:
-        # behind a token that the probe leaves out, the others are not what they were when held
-        n_held = int(uncached[: blend.held.n_tokens].cumprod(0).sum())
-    return plan_pass(
-        layout, blocks, nothing, device=model.device, dtype=model.dtype, uncached=uncached,
-        n_held=n_held, weighs=method.attend is not None,
-    )  # fmt: skip
-
-
-def _working_cache(
-    request: Request, rule: Eviction | None, method: Method, layout: Layout, context: Context
-) -> WorkingCache:
-    n_layers = request.model.n_layers
+def _working_cache(request: Request, choice: Choice, context: Context) -> WorkingCache:
+    n_layers, rule, weigh = request.model.n_layers, choice.eviction, choice.method.attend
+    layout, capacity = choice.layout, request.capacity
     if isinstance(rule, Quest):
-        budget = rule.budget(layout.n_context)
-        return SparseCache(n_layers, context, budget, request.capacity, method.attend)
-    evictor = None
-    if isinstance(rule, DroppingEviction):
-        evictor = Evictor(
-            rule, n_tokens=layout.n_tokens, n_layers=n_layers, capacity=request.capacity
-        )
-    return DenseCache(n_layers, request.capacity, evictor=evictor, weigh=method.attend)
+        return SparseCache(n_layers, context, rule.budget(layout.n_context), capacity, weigh)
+    drops = rule if isinstance(rule, DroppingEviction) else None
+    return DenseCache(n_layers, capacity, n_tokens=layout.n_tokens, rule=drops, weigh=weigh)

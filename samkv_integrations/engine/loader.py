@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +26,15 @@ class ChunkLost(Exception):
         super().__init__(str(miss))
         self.index = index
         self.miss = miss
+
+
+@contextmanager
+def _reading(index: int) -> Iterator[None]:
+    """A miss in the block is the loss of cached chunk ``index``."""
+    try:
+        yield
+    except CacheMiss as miss:
+        raise ChunkLost(index, miss) from miss
 
 
 class Context:
@@ -69,10 +79,6 @@ class Context:
         ]
         self._loaded = torch.zeros(self.n_layers, layout.n_blocks, dtype=torch.bool)
 
-    @property
-    def bytes_read(self) -> int:
-        return sum(chunk.bytes_read for chunk in set(self.chunks))
-
     def load(self, blocks: Tensor) -> None:
         """Read ``blocks`` (L, Nb) bool, those not read before. Raises ChunkLost.
 
@@ -80,61 +86,44 @@ class Context:
         """
         layout, missing = self.layout, blocks & ~self._loaded
         whole: dict[StoredChunk, list[Tensor]] = {}  # all entries of chunks that were read, (T, E)
-        stop = 0
-        for index, (chunk, part) in enumerate(zip(self.chunks, layout.parts, strict=True)):
-            start, stop = stop, stop + sum(map(len, part.runs))
-            of_chunk = layout.block_range[index]
+        for index, chunk, tokens, of_chunk in self._chunks():
             wanted = missing[:, of_chunk.start : of_chunk.stop]
-            out, offsets = [of[start:stop] for of in self._read], layout.offset_in_chunk[start:stop]
-            try:
+            out, offsets = [of[tokens] for of in self._read], layout.offset_in_chunk[tokens]
+            with _reading(index):
                 if 2 * int(wanted.sum()) > wanted.numel():  # one read of all beats many of most
                     if chunk not in whole:
-                        shape = (chunk.n_tokens, self.form.n_bytes)
-                        whole[chunk] = (
-                            out
-                            if part.is_whole
-                            else list(torch.empty(self.n_layers, *shape, dtype=torch.uint8))
-                        )
+                        shape = (self.n_layers, chunk.n_tokens, self.form.n_bytes)
+                        is_whole = layout.parts[index].is_whole
+                        whole[chunk] = out if is_whole else [*torch.empty(shape, dtype=torch.uint8)]
                         chunk.read_all(whole[chunk])
                     if whole[chunk] is not out:
                         for to, entries in zip(out, whole[chunk], strict=True):
                             torch.index_select(entries, 0, offsets, out=to)
                     wanted |= True
-                elif bool(wanted.any()):
-                    of_blocks = layout.block_in_chunk[of_chunk.start : of_chunk.stop]
-                    self._load_some(chunk, wanted, of_blocks, out, offsets)
-            except CacheMiss as miss:
-                raise ChunkLost(index, miss) from miss
+                    continue
+                in_chunk = layout.block_in_chunk[of_chunk.start : of_chunk.stop]
+                for layer, of_layer in enumerate(wanted):
+                    for first, last in _runs(in_chunk[of_layer].tolist()):
+                        begin, end = chunk.blocks.span(first)[0], chunk.blocks.span(last)[1]
+                        entries = torch.empty(end - begin, self.form.n_bytes, dtype=torch.uint8)
+                        chunk.read_blocks(layer, range(first, last + 1), entries)
+                        at = ((offsets >= begin) & (offsets < end)).nonzero()[:, 0]
+                        out[layer][at] = entries[offsets[at] - begin]
         if bool(missing.any()):
             self._loaded |= missing
             self.codes = [of_layer.to(self.device) for of_layer in self._read]
-            self.key_range = self._key_range()
+            ranges = []
+            for index, chunk in enumerate(self.chunks):
+                with _reading(index):
+                    ranges.append(chunk.key_range())
+            self.key_range = torch.cat(ranges, dim=1).to(self.device)
 
-    def _load_some(
-        self,
-        chunk: StoredChunk,
-        wanted: Tensor,
-        blocks: Tensor,
-        out: Sequence[Tensor],
-        offsets: Tensor,
-    ) -> None:
-        """wanted: (L, n) bool of ``blocks`` (n,) of the chunk. out: (t, E) of its t tokens."""
-        for layer, of_layer in enumerate(wanted):
-            for first, last in _runs(blocks[of_layer].tolist()):
-                begin, end = chunk.blocks.span(first)[0], chunk.blocks.span(last)[1]
-                entries = torch.empty(end - begin, self.form.n_bytes, dtype=torch.uint8)
-                chunk.read_blocks(layer, range(first, last + 1), entries)
-                at = ((offsets >= begin) & (offsets < end)).nonzero()[:, 0]
-                out[layer][at] = entries[offsets[at] - begin]
-
-    def _key_range(self) -> Tensor:
-        ranges = []
-        for index, chunk in enumerate(self.chunks):
-            try:
-                ranges.append(chunk.key_range())
-            except CacheMiss as miss:
-                raise ChunkLost(index, miss) from miss
-        return torch.cat(ranges, dim=1).to(self.device)
+    def _chunks(self) -> Iterator[tuple[int, StoredChunk, slice, range]]:
+        """Each cached chunk with its context tokens and blocks."""
+        layout, stop = self.layout, 0
+        for index, (chunk, part) in enumerate(zip(self.chunks, layout.parts, strict=True)):
+            start, stop = stop, stop + sum(map(len, part.runs))
+            yield index, chunk, slice(start, stop), layout.block_range[index]
 
     def entries(self, layer: int, tokens: Tensor) -> Entries:
         """Those of context tokens (n,), which are in order and on the model's device.
@@ -169,18 +158,28 @@ class Context:
     def inputs(self, needs: frozenset[str], stable_layers: tuple[int, ...]) -> SelectionInputs:
         """The inputs named in ``needs``, for all chunks of the request. Raises ChunkLost."""
         parts: dict[str, list[Tensor]] = {}
-        layout, stop = self.layout, 0
-        for index, (chunk, part) in enumerate(zip(self.chunks, layout.parts, strict=True)):
-            start, stop = stop, stop + sum(map(len, part.runs))
-            try:
-                found = _of_chunk(
-                    chunk, needs, layout.block_range[index], layout.block_in_chunk,
-                    layout.offset_in_chunk[start:stop],
-                )  # fmt: skip
-                for name, tensor in found.items():
-                    parts.setdefault(name, []).append(tensor)
-            except CacheMiss as miss:
-                raise ChunkLost(index, miss) from miss
+        for index, chunk, tokens, blocks in self._chunks():
+            held = self.layout.block_in_chunk[blocks.start : blocks.stop]
+            found: dict[str, Tensor] = {}
+            with _reading(index):
+                if "block_means" in needs:
+                    middle, n_blocks = chunk.blocks.middle_blocks, chunk.blocks.n_blocks
+                    around = (0, 0, 0, 0, middle.start, n_blocks - middle.stop)
+                    means = F.pad(decode_means(chunk.block_means()), around)
+                    found["block_means"] = means[:, held]
+                if "local_query" in needs:
+                    found["local_query"] = chunk.local_query().float()
+                if "statistics" in needs:
+                    statistics = chunk.statistics()
+                    # the last is for "no middle", -1
+                    place = torch.full((chunk.blocks.n_blocks + 1,), -1)
+                    place[held] = torch.arange(blocks.start, blocks.stop)
+                    found["block_max"] = place[statistics.block_max.long()]
+                    found["block_min"] = place[statistics.block_min.long()]
+                    offsets = self.layout.offset_in_chunk[tokens]
+                    found["outliers"] = statistics.outliers[:, offsets]
+            for name, tensor in found.items():
+                parts.setdefault(name, []).append(tensor)
         per_chunk = {"local_query", "block_max", "block_min"}
         tensors = {
             name: torch.stack(values, dim=1) if name in per_chunk else torch.cat(values, dim=1)
@@ -204,32 +203,6 @@ class Context:
             for codes, of_layer in zip(self.codes, self.key_range, strict=True)
         ]
         return mean_of_blocks(torch.stack(keys), counts)
-
-
-def _of_chunk(
-    chunk: StoredChunk,
-    needs: frozenset[str],
-    blocks: range,
-    block_in_chunk: Tensor,
-    offsets: Tensor,
-) -> dict[str, Tensor]:
-    """blocks: those of the layout that are the chunk's. offsets: of its tokens in the prompt."""
-    found: dict[str, Tensor] = {}
-    held = block_in_chunk[blocks.start : blocks.stop]
-    if "block_means" in needs:
-        of_middle, middle = decode_means(chunk.block_means()), chunk.blocks.middle_blocks
-        around = (0, 0, 0, 0, middle.start, chunk.blocks.n_blocks - middle.stop)
-        found["block_means"] = F.pad(of_middle, around)[:, held]
-    if "local_query" in needs:
-        found["local_query"] = chunk.local_query().float()
-    if "statistics" in needs:
-        statistics = chunk.statistics()
-        place = torch.full((chunk.blocks.n_blocks + 1,), -1)  # the last is for "no middle", -1
-        place[held] = torch.arange(blocks.start, blocks.stop)
-        found["block_max"] = place[statistics.block_max.long()]
-        found["block_min"] = place[statistics.block_min.long()]
-        found["outliers"] = statistics.outliers[:, offsets]
-    return found
 
 
 def _runs(blocks: list[int]) -> list[tuple[int, int]]:

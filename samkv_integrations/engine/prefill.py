@@ -50,9 +50,16 @@ def prefill(
 
     The prefix has a pass of its own before, once for all of them.
     """
-    before = _Prefix(model)
+    shape = (1, model.n_kv_heads, 0, model.head_dim)
+    empty = torch.empty(shape, dtype=model.dtype, device=model.device)
+    before = [(empty, empty)] * model.n_layers  # keys and values of the prefix, (1, G, P, D)
+
+    def keep(layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        before[layer] = key, value
+        return attention(query, key, value, scaling, None, True)
+
     if prefix:
-        _pass(model, torch.tensor([prefix]), *model.cos_sin(torch.arange(len(prefix))), before)
+        _pass(model, torch.tensor([prefix]), *model.cos_sin(torch.arange(len(prefix))), keep)
     length = max(len(chunk.token_ids) for chunk in chunks)
     ids = torch.zeros(len(chunks), length, dtype=torch.long)
     for row, chunk in zip(ids, chunks, strict=True):
@@ -70,22 +77,6 @@ def _pass(model: Model, ids: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -
         hidden = model.layer(layer, hidden, cos, sin, attend)
 
 
-class _Prefix:
-    """Keys and values of the prefix, (1, G, P, D) for each layer, taken as its pass runs."""
-
-    def __init__(self, model: Model) -> None:
-        empty = torch.empty(
-            1, model.n_kv_heads, 0, model.head_dim, dtype=model.dtype, device=model.device
-        )
-        self.entries = [(empty, empty)] * model.n_layers
-
-    def __call__(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float
-    ) -> Tensor:
-        self.entries[layer] = key, value
-        return attention(query, key, value, scaling, None, True)
-
-
 class _Capture:
     """Takes keys, values, local queries and attention statistics out of each layer as it runs.
 
@@ -99,7 +90,7 @@ class _Capture:
         model: Model,
         chunks: Sequence[ChunkRef],
         fingerprint: Fingerprint,
-        before: _Prefix,
+        before: Sequence[tuple[Tensor, Tensor]],
         cos: Tensor,
         sin: Tensor,
     ) -> None:
@@ -120,7 +111,7 @@ class _Capture:
     ) -> Tensor:
         keys, values = (
             torch.cat((first.expand(len(rest), -1, -1, -1), rest), dim=2)
-            for first, rest in zip(self._before.entries[layer], (key, value), strict=True)
+            for first, rest in zip(self._before[layer], (key, value), strict=True)
         )
         n_prefix = keys.shape[2] - key.shape[2]
         for index, chunk in enumerate(self._chunks):

@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass, field, replace
 
-import torch
 from torch import Tensor
 
 from samkv_integrations.errors import InvalidOption
@@ -19,34 +18,13 @@ LEAST = 8
 """Fewer tokens are neither held nor taken: they are computed before they are found."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Prefix:
-    """The entries of a prompt's first ``n_tokens`` tokens, rotated.
+    """The entries of a prompt's first tokens, rotated, which a pass leaves layer by layer.
 
+    made_by: what computed them, see `Fingerprint.computed_by`. token_ids: (P,).
+    cleared: how often the cache had been cleared when the pass began.
     keys, values: (P, G, D) of each layer, P being that many or more.
-    """
-
-    n_tokens: int
-    keys: tuple[Tensor, ...]
-    values: tuple[Tensor, ...]
-
-    def first(self, n_tokens: int) -> Prefix:
-        """The entries of fewer tokens."""
-        assert n_tokens <= self.n_tokens
-        return replace(self, n_tokens=n_tokens)
-
-    def of_layer(self, layer: int, n_tokens: int) -> tuple[Tensor, Tensor]:
-        """Keys and values (n_tokens, G, D) of the first tokens."""
-        assert n_tokens <= self.n_tokens
-        return self.keys[layer][:n_tokens], self.values[layer][:n_tokens]
-
-
-@dataclass(frozen=True, kw_only=True)
-class NewPrefix:
-    """What a pass leaves for the next prompt, layer by layer.
-
-    made_by, token_ids: (P,), see `PrefixCache`. cleared: how often the cache had been cleared when
-    the pass began.
     """
 
     made_by: str
@@ -55,25 +33,34 @@ class NewPrefix:
     keys: list[Tensor] = field(default_factory=list)
     values: list[Tensor] = field(default_factory=list)
 
+    @property
+    def n_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def n_bytes(self) -> int:
+        return sum(side.nbytes for side in (*self.keys, *self.values))
+
     def take(self, keys: Tensor, values: Tensor) -> None:
         """Copy the first tokens' entries of the next layer, (S, G, D) each."""
-        length = len(self.token_ids)
-        self.keys.append(keys[:length].clone())
-        self.values.append(values[:length].clone())
+        self.keys.append(keys[: self.n_tokens].clone())
+        self.values.append(values[: self.n_tokens].clone())
 
+    def first(self, n_tokens: int) -> Prefix:
+        """The entries of fewer tokens."""
+        assert n_tokens <= self.n_tokens
+        return replace(self, token_ids=self.token_ids[:n_tokens])
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _Held:
-    made_by: str
-    token_ids: Tensor
-    prefix: Prefix
-    n_bytes: int
+    def of_layer(self, layer: int, n_tokens: int) -> tuple[Tensor, Tensor]:
+        """Keys and values (n_tokens, G, D) of the first tokens."""
+        assert n_tokens <= self.n_tokens
+        return self.keys[layer][:n_tokens], self.values[layer][:n_tokens]
 
     def common(self, made_by: str, token_ids: Tensor) -> int:
         """First tokens that it shares with a prompt (T,)."""
         if made_by != self.made_by:
             return 0
-        length = min(len(token_ids), len(self.token_ids))
+        length = min(len(token_ids), self.n_tokens)
         differs = (token_ids[:length] != self.token_ids[:length]).nonzero()
         return int(differs[0]) if len(differs) else length
 
@@ -95,57 +82,49 @@ class PrefixCache:
                 f"prefix_bytes={max_bytes!r}; it must be a whole number of bytes, 0 for none"
             )
         self._max_bytes = max_bytes
-        self._held: list[_Held] = []  # the one that was used last at the end
+        self._held: list[Prefix] = []  # the one that was used last at the end
         self._n_cleared = 0
         self._lock = threading.Lock()
 
     def find(self, made_by: str, token_ids: Tensor) -> Prefix | None:
-        """The most first tokens of a prompt (T,) that are held, its last token never being one.
-
-        made_by: what computed them, see `Fingerprint.computed_by`.
-        """
+        """The most first tokens of a prompt (T,) that are held, its last token never being one."""
         with self._lock:
             if not self._held:
                 return None
-            asked = token_ids[:-1]
-            common, _, longest = max(
-                (held.common(made_by, asked), at, held) for at, held in enumerate(self._held)
+            common, at = max(
+                (held.common(made_by, token_ids[:-1]), at) for at, held in enumerate(self._held)
             )
             if common < LEAST:
                 return None
-            self._used(longest)
-            return longest.prefix.first(common)
+            self._held.append(self._held.pop(at))
+            return self._held[-1].first(common)
 
     def begin(
         self, made_by: str, token_ids: Tensor, n_held: int, token_bytes: int
-    ) -> NewPrefix | None:
+    ) -> Prefix | None:
         """What a pass is to leave, to be given to `keep` at its end; None for nothing.
 
         token_ids: (P,) the prompt's first tokens whose entries will be full prefill's; as many as
         there is room for are held. n_held: how many of them the pass took from here. token_bytes:
         of an entry, of all layers.
         """
-        token_ids = token_ids[: self._max_bytes // token_bytes]
+        token_ids = token_ids[: self._max_bytes // token_bytes].clone()
         if len(token_ids) < n_held + LEAST:
             return None
         with self._lock:
-            return NewPrefix(made_by=made_by, token_ids=token_ids, cleared=self._n_cleared)
+            return Prefix(made_by=made_by, token_ids=token_ids, cleared=self._n_cleared)
 
-    def keep(self, new: NewPrefix) -> None:
+    def keep(self, new: Prefix) -> None:
         """Hold what a pass has left. Not if the cache was cleared since the pass began."""
-        keys, values = tuple(new.keys), tuple(new.values)
-        prefix = Prefix(n_tokens=len(new.token_ids), keys=keys, values=values)
-        n_bytes = sum(side.nbytes for side in (*keys, *values))
-        made_by, token_ids = new.made_by, torch.clone(new.token_ids)
         with self._lock:
             if new.cleared != self._n_cleared:
                 return
             self._held = [
-                held for held in self._held if held.common(made_by, token_ids) < len(held.token_ids)
+                held
+                for held in self._held
+                if held.common(new.made_by, new.token_ids) < held.n_tokens
             ]
-            self._held.append(
-                _Held(made_by=made_by, token_ids=token_ids, prefix=prefix, n_bytes=n_bytes)
-            )
+            self._held.append(new)
             while sum(held.n_bytes for held in self._held) > self._max_bytes:
                 self._held.pop(0)
 
@@ -154,7 +133,3 @@ class PrefixCache:
         with self._lock:
             self._held.clear()
             self._n_cleared += 1
-
-    def _used(self, held: _Held) -> None:
-        self._held.remove(held)
-        self._held.append(held)

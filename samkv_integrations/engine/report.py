@@ -1,10 +1,23 @@
-"""What one answer cost, the same fields for every method, and when its stages were."""
+"""What answers cost: the report of one, the same fields for every method, and totals of several."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import asdict, dataclass
 from typing import Any
+
+import torch
+
+from samkv_integrations.engine.blend import PassPlan
+from samkv_integrations.engine.working_cache import WorkingCache
+from samkv_integrations.eviction import Eviction
+from samkv_integrations.model.model import Model
+from samkv_integrations.prompt.layout import Layout
+from samkv_integrations.prompt.resolve import Resolved
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,3 +138,209 @@ class Report:
             "chunk_misses": dict(self.chunk_misses),
             "missed_tokens": dict(self.missed_tokens),
         }
+
+
+class Stopwatch:
+    """Seconds spent in each stage of a request, which do not overlap, and when that was.
+
+    On a GPU a stage counts until its work is launched; the first one that waits for the device
+    counts what came before.
+    """
+
+    def __init__(self) -> None:
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self.stages: list[Stage] = []
+        self.bytes_lost = 0
+
+    @contextmanager
+    def __call__(self, stage: str) -> Iterator[None]:
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            ended = time.perf_counter()
+            self.seconds[stage] += ended - began
+            self.stages.append(Stage(name=stage, began=began, ended=ended))
+
+
+def report_of(
+    model: Model,
+    resolved: Resolved,
+    layout: Layout,
+    cache: WorkingCache,
+    plan: PassPlan,
+    clock: Stopwatch,
+    *,
+    method: str,
+    ran: str,
+    eviction: Eviction | None,
+    n_held: int,
+) -> Report:
+    """The figures of a first token, after the pass of ``plan`` over ``layout``.
+
+    n_held: tokens that were taken from memory.
+    """
+    chunks, spent = resolved.chunks, clock.seconds
+    n_tokens, n_context = len(resolved.token_ids), resolved.n_context
+    is_new = torch.tensor([chunk.computed_now for chunk in chunks if chunk.stored is not None])
+    # tokens of chunks that a step of the answer attends to, those that were computed (mean over
+    # layers) or held in memory, and chunks of which an entry that was there before was used
+    kept = computed = 0.0
+    reused = held = 0
+    if chunks and n_held > chunks[0].runs[0].position:  # full prefill went on behind them
+        for chunk in chunks:
+            n_of = sum(len(range(run.position, min(n_held, run.span.stop))) for run in chunk.runs)
+            held += n_of
+            computed += chunk.n_tokens if chunk.computed_now else chunk.n_tokens - n_of
+            reused += n_of > 0 and not chunk.computed_now
+        kept = n_context
+    elif chunks:
+        of_chunks = torch.zeros_like(layout.uncached)
+        for run in (run for chunk in chunks for run in chunk.runs):
+            of_chunks[run.position : run.span.stop] = True
+        stays = layout.uncached.repeat(model.n_layers, 1)
+        stays[:, layout.context_positions] |= plan.kept[:, layout.block_of_token]
+        kept = sum(cache.attended(at, of_chunks[each]) for at, each in enumerate(stays))
+        kept /= model.n_layers
+        # the last token is computed whatever it is of
+        again = plan.computed | layout.uncached[layout.context_positions]
+        is_computed = again | is_new.bool()[layout.chunk_of_token]
+        computed = int(is_computed.sum()) / model.n_layers + layout.n_missed
+        uses_cache = torch.zeros(len(is_new), dtype=torch.bool)
+        uses_cache[layout.block_chunk[plan.blocks.any(0)]] = True
+        # what is left out was not computed either: the cache has told that it is not needed
+        uses_cache[layout.chunk_of_token[~again.all(0)]] = True
+        reused = int((uses_cache & ~is_new.bool()).sum())
+    missed: Counter[str] = Counter()
+    for chunk in chunks:
+        if chunk.stored is None and chunk.miss is not None:
+            missed[chunk.miss] += chunk.n_tokens
+    return Report(
+        method=method, ran=ran, eviction=None if eviction is None else eviction.name,
+        model=model.name, prompt_tokens=n_tokens, context_tokens=n_context, prefix_tokens=n_held,
+        kept_ratio=kept / n_context if n_context else 1.0,
+        recompute_ratio=computed / n_context if n_context else 0.0,
+        uncached_tokens=n_tokens - n_context - (n_held - held),
+        found=len(chunks), reused=reused, computed_now=sum(chunk.computed_now for chunk in chunks),
+        chunk_misses=dict(resolved.misses), missed_tokens=dict(missed),
+        bytes_read=clock.bytes_lost + resolved.bytes_read, kv_bytes=cache.prompt_bytes,
+        full_kv_bytes=n_tokens * model.token_kv_bytes, decode_kv_bytes=cache.kv_bytes,
+        probe_s=spent["probe"], select_s=spent["select"], load_s=spent["load"],
+        blend_s=spent["blend"], announce_s=0.0, wait_s=0.0, ttft_s=0.0, completion_tokens=0,
+        decode_tokens_per_s=0.0,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Total:
+    """What several answers cost together. A field that `Report` has too is its sum, but for these.
+
+    answers: how many. ran: what each came to -> answers. cached_tokens: `Report.cached_tokens`.
+    kept_ratio, recompute_ratio: over the context tokens of all answers; 1 and 0 without any.
+    ttft_s and the seconds of stages: added up, which is more than what a clock showed if answers
+        were computed at once, or waited for each other.
+    decode_s: seconds of all tokens after the first ones, added up likewise. decode_tokens_per_s:
+        those tokens a second; 0 without any.
+
+    A chunk that stands in the prompts of several answers counts in each.
+    """
+
+    answers: int
+    ran: Mapping[str, int]
+    prompt_tokens: int
+    context_tokens: int
+    prefix_tokens: int
+    cached_tokens: int
+    kept_ratio: float
+    recompute_ratio: float
+    uncached_tokens: int
+    found: int
+    reused: int
+    computed_now: int
+    chunk_misses: Mapping[str, int]
+    bytes_read: int
+    probe_s: float
+    select_s: float
+    load_s: float
+    blend_s: float
+    announce_s: float
+    wait_s: float
+    ttft_s: float
+    decode_s: float
+    completion_tokens: int
+    decode_tokens_per_s: float
+
+    @classmethod
+    def of(cls, reports: Iterable[Report]) -> Total:
+        """The total of these."""
+        each = list(reports)
+        sums = {name: sum(getattr(report, name) for report in each) for name in _SUMS}
+        n_context = sums["context_tokens"]
+        kept = sum(report.kept_ratio * report.context_tokens for report in each)
+        computed = sum(report.recompute_ratio * report.context_tokens for report in each)
+        decoded = [
+            (report.completion_tokens - 1, report.decode_tokens_per_s)
+            for report in each if report.decode_tokens_per_s
+        ]  # fmt: skip
+        decode_s = sum(n / per_s for n, per_s in decoded)
+        return cls(
+            answers=len(each),
+            ran=dict(Counter(report.ran for report in each)),
+            kept_ratio=kept / n_context if n_context else 1.0,
+            recompute_ratio=computed / n_context if n_context else 0.0,
+            chunk_misses=dict(sum((Counter(report.chunk_misses) for report in each), Counter())),
+            decode_s=decode_s,
+            decode_tokens_per_s=sum(n for n, _ in decoded) / decode_s if decode_s else 0.0,
+            **sums,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as JSON-able values."""
+        return asdict(self)
+
+
+_SUMS = (
+    "prompt_tokens", "context_tokens", "prefix_tokens", "cached_tokens", "uncached_tokens", "found",
+    "reused", "computed_now", "bytes_read", "probe_s", "select_s", "load_s", "blend_s",
+    "announce_s", "wait_s", "ttft_s", "completion_tokens",
+)  # fmt: skip
+
+
+class Reports(list[Report]):
+    """Reports in the order in which their answers ended."""
+
+    @property
+    def total(self) -> Total:
+        """What those that are there by now come to."""
+        return Total.of(self)
+
+
+_COLLECTORS: ContextVar[tuple[Reports, ...]] = ContextVar("samkv_reports", default=())
+
+
+def collectors() -> tuple[Reports, ...]:
+    """Those that an answer which begins here reports to."""
+    return _COLLECTORS.get()
+
+
+@contextmanager
+def collect_reports() -> Iterator[Reports]:
+    """Collects the report of every answer that begins in the block, of any engine.
+
+        with collect_reports() as reports:
+            response = query_engine.query("Who?")
+        cost = reports.total  # .found, .reused, .ttft_s, ...
+
+    An answer reports when it ends or is closed. Read streamed ones in the block: frameworks may
+    not call the model before.
+    What the block calls is covered through all of LangChain and LlamaIndex: asynchronous tasks, and
+    their threads, which take the context of their caller along. A thread of one's own does not:
+    give it ``contextvars.copy_context().run``. Blocks may be nested; both get the report then.
+    """
+    reports = Reports()
+    _COLLECTORS.set((*_COLLECTORS.get(), reports))
+    try:
+        yield reports
+    finally:
+        # not by the token of `set`: an asynchronous generator may leave in another context
+        _COLLECTORS.set(tuple(each for each in _COLLECTORS.get() if each is not reports))

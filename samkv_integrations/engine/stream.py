@@ -2,21 +2,35 @@
 
 from __future__ import annotations
 
+import _thread
+import asyncio
+import contextvars
 import logging
+import os
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import NoReturn, Self
+from functools import lru_cache, partial
+from typing import NoReturn, ParamSpec, Self, TypeVar
 
-from samkv_integrations.engine.answering import AHEAD, Answering, Begun, FinishReason, Piece
-from samkv_integrations.engine.collect import collectors
-from samkv_integrations.engine.off_loop import off_loop
-from samkv_integrations.engine.report import Report
-from samkv_integrations.engine.scheduler import Scheduler
+from samkv_integrations.engine.report import Report, collectors
+from samkv_integrations.engine.request import Request
+from samkv_integrations.engine.scheduler import (
+    AHEAD,
+    FinishReason,
+    Piece,
+    RunningAnswer,
+    Scheduler,
+)
+from samkv_integrations.engine.tracing import Trace
 from samkv_integrations.errors import TimedOut
 
 _log = logging.getLogger(__name__)
+
+_Given = ParamSpec("_Given")
+_Made = TypeVar("_Made")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,26 +55,15 @@ class AnswerStream:
     reader, see `AHEAD`; the report is of what was read. Closing it, leaving a ``with`` block of it,
     or dropping it ends the answer and frees the working cache. When it ends, in either way or
     exhausted, its report goes to the `collect_reports` blocks in which it was made, and a line of
-    figures to the log, at INFO.
-
-    begun: called once the first token is there; may wait for a disk.
-    timeout, began: seconds that it may take since then, a time of `time.perf_counter`; None for as
-        long as it takes. Then the next piece is TimedOut, and the answer ends.
+    figures to the log, at INFO. An answer that takes longer than the request's timeout ends with
+    TimedOut as its next piece.
     """
 
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        answering: Answering,
-        begun: Callable[[], None],
-        timeout: float | None = None,
-        began: float = 0.0,
-    ) -> None:
-        self._scheduler, self._answering, self._begun = scheduler, answering, begun
-        self._timeout, self._began = timeout, began
-        self._report: Report | None = None
-        self._last = Piece(text="", n_tokens=0, decode_s=0.0, kv_bytes=0)
-        self._is_submitted = self._is_over = self._is_dropped = False
+    def __init__(self, scheduler: Scheduler, request: Request, trace: Trace) -> None:
+        self._scheduler, self._request, self._trace = scheduler, request, trace
+        self._answer = RunningAnswer(request)
+        self._last: Piece | None = None
+        self._is_submitted = self._is_over = False
         self._collectors = collectors()
 
     # -- reading ----------------------------------------------------------------------------
@@ -69,8 +72,8 @@ class AnswerStream:
         """Have it computed, and wait for its first token. Raises what the first pass raises."""
         try:
             self._submit()
-            self._take(self._answering.outbox.next(self._left))
-            self._begun()
+            self._take(self._answer.pieces.next(self._left))
+            self._record()
         except BaseException as error:
             self._fail(error)
         return self
@@ -79,8 +82,8 @@ class AnswerStream:
         """Like `start`, holding no thread."""
         try:
             self._submit()
-            self._take(await self._answering.outbox.anext(self._left))
-            await off_loop(self._begun)
+            self._take(await self._answer.pieces.anext(self._left))
+            await off_loop(self._record)
         except BaseException as error:
             self._fail(error)
         return self
@@ -94,7 +97,7 @@ class AnswerStream:
     def __next__(self) -> str:
         while not self._is_over:
             try:
-                text = self._take(self._answering.outbox.next(self._left))
+                text = self._take(self._answer.pieces.next(self._left))
             except BaseException as error:
                 self._fail(error)
             if text:
@@ -104,7 +107,7 @@ class AnswerStream:
     async def __anext__(self) -> str:
         while not self._is_over:
             try:
-                text = self._take(await self._answering.outbox.anext(self._left))
+                text = self._take(await self._answer.pieces.anext(self._left))
             except BaseException as error:
                 self._fail(error)
             if text:
@@ -112,40 +115,42 @@ class AnswerStream:
         raise StopAsyncIteration
 
     def _submit(self) -> None:
-        self._scheduler.submit(self._answering)
+        self._scheduler.submit(self._answer)
         self._is_submitted = True
+
+    def _record(self) -> None:
+        """Tell the store which caches were used; may wait for a disk."""
+        self._request.chunks.record(self._request.resolved)
 
     @property
     def _left(self) -> float | None:
-        """Seconds that the next piece may take; None if it may take what it takes."""
-        if self._timeout is None or self._answering.is_complete:
+        """Seconds until timeout, or None."""
+        if self._request.timeout is None or self._answer.is_complete:
             return None
-        return self._began + self._timeout - time.perf_counter()
+        return self._request.began + self._request.timeout - time.perf_counter()
 
-    def _take(self, item: Begun | Piece | BaseException) -> str:
-        if isinstance(item, BaseException):
-            raise item
-        if isinstance(item, Begun):
-            self._report = item.report
-            self._answering.trace.begun(item.stages)
-            return ""
-        if len(self._answering.outbox) == AHEAD - 1:
+    def _take(self, piece: Piece) -> str:
+        if len(self._answer.pieces) == AHEAD - 1:
             self._scheduler.wake()
-        self._last = item
-        if item.finish_reason is not None:
+        if self._last is None:
+            self._trace.begun(self._answer.stages)
+        self._last = piece
+        if piece.finish_reason is not None:
             self._end()
         elif (left := self._left) is not None and left < 0:
             raise TimeoutError
-        return item.text
+        return piece.text
 
     def _fail(self, error: BaseException) -> NoReturn:
         if isinstance(error, TimeoutError) and (left := self._left) is not None and left <= 0:
             error = TimedOut(
-                f"timeout={self._timeout}: the answer was not complete after that many seconds; "
-                "give more, or ask for fewer tokens"
+                f"timeout={self._request.timeout}: the answer was not complete after that many "
+                "seconds; give more, or ask for fewer tokens"
             )
             error.__suppress_context__ = True
-        self._close(error)
+        if not self._is_over:
+            self._abandon()
+            self._end(error)
         raise error
 
     # -- ending -----------------------------------------------------------------------------
@@ -164,57 +169,66 @@ class AnswerStream:
 
     def close(self) -> None:
         """Stop decoding and free what this answer holds; at once, the model's thread follows."""
-        self._close()
-
-    def _close(self, error: BaseException | None = None) -> None:
         if not self._is_over:
-            self._end(error)
-            if self._is_submitted:
-                self._answering.abandon()
-                self._scheduler.wake()
-            else:
-                self._answering.release()
+            self._abandon()
+            self._end()
 
     async def aclose(self) -> None:
         """`close`, as asynchronous generators have it."""
         self.close()
 
     def __del__(self) -> None:
-        self._is_dropped = True
-        self.close()
+        if not self._is_over:
+            self._abandon()
+            # This thread may hold a lock of who is told, or of the `threading` module.
+            with suppress(RuntimeError):  # the interpreter ends
+                _thread.start_new_thread(self._end, ())
+
+    def _abandon(self) -> None:
+        if self._is_submitted:
+            self._answer.abandon()
+            self._scheduler.wake()
+        else:
+            self._answer.release()
 
     def _end(self, error: BaseException | None = None) -> None:
-        self._is_over = True
-        report = None if self._report is None else self.report  # None: it never began
+        self._is_over, now = True, time.perf_counter()
+        report = None if self._last is None else self.report  # None: it never began
         if report is not None:
             _log.info("answered: %s", report.line, extra={"samkv": report})
             for reports in self._collectors:
                 reports.append(report)
-        self._tell(report, error)
-
-    def _tell(self, report: Report | None, error: BaseException | None) -> None:
-        end, now = self._answering.trace.end, time.perf_counter()
-        end = partial(end, now, report=report, finish_reason=self.finish_reason, error=error)
-        if self._is_dropped:  # perhaps by a thread that holds a lock of who is told
-            self._scheduler.later(end)
-        else:
-            end()
+        self._trace.end(now, report=report, finish_reason=self.finish_reason, error=error)
 
     # -- figures ----------------------------------------------------------------------------
 
     @property
     def report(self) -> Report:
         """Figures of the answer so far."""
-        assert self._report is not None  # `start` waits for it
         last = self._last
+        assert last is not None  # `start` waits for it
         return replace(
-            self._report,
+            self._answer.report,
             completion_tokens=last.n_tokens,
             decode_tokens_per_s=(last.n_tokens - 1) / last.decode_s if last.decode_s else 0.0,
-            decode_kv_bytes=last.kv_bytes or self._report.decode_kv_bytes,
+            decode_kv_bytes=last.kv_bytes,
         )
 
     @property
     def finish_reason(self) -> FinishReason | None:
         """How it ended: with an end token or stop string, or at max_new_tokens; None until then."""
-        return self._last.finish_reason
+        return None if self._last is None else self._last.finish_reason
+
+
+@lru_cache(maxsize=1)
+def _threads(pid: int) -> ThreadPoolExecutor:
+    """Not asyncio's own, which others wait for; nor a parent process's, which has no threads."""
+    return ThreadPoolExecutor(32, thread_name_prefix="samkv-off-loop")
+
+
+async def off_loop(
+    work: Callable[_Given, _Made], *args: _Given.args, **kwargs: _Given.kwargs
+) -> _Made:
+    """What ``work`` returns or raises, from a thread that sees the caller's context variables."""
+    call = partial(contextvars.copy_context().run, work, *args, **kwargs)
+    return await asyncio.get_running_loop().run_in_executor(_threads(os.getpid()), call)

@@ -10,19 +10,16 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import Any
 
 from samkv_integrations import figures
 from samkv_integrations.engine.options import AnswerSettings
 from samkv_integrations.engine.report import Report, Stage
 from samkv_integrations.model.quoting import RenderedPrompt
 from samkv_integrations.prompt.reader import Prompt
-
-if TYPE_CHECKING:
-    from opentelemetry.metrics import Counter, Histogram, Meter
 
 SCOPE = "samkv_integrations"
 """The instrumentation scope of all spans and metrics."""
@@ -33,62 +30,84 @@ NAME = "samkv"
 DISABLED = "OTEL_PYTHON_DISABLED_INSTRUMENTATIONS"
 """A variable of OpenTelemetry's own: names of what shall tell it nothing, with commas between."""
 
-Attributes = dict[str, str | int | float | Sequence[str]]
+Attributes = dict[str, Any]
 
-_SECONDS = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92)
+_SECONDS = tuple(0.01 * 2**power for power in range(14))
 _TOKENS = tuple(float(4**power) for power in range(14))
+_METRICS: Mapping[str, tuple[str, str, Sequence[float] | None]] = {
+    "gen_ai.client.operation.duration": ("s", "Of whole answers.", _SECONDS),
+    "gen_ai.client.operation.time_to_first_chunk": (
+        "s", "From the call to the first token.", _SECONDS,
+    ),
+    "samkv.wait": ("s", "The part of it until the model was free.", _SECONDS),
+    "gen_ai.client.token.usage": ("{token}", "Tokens of a prompt, or of an answer.", _TOKENS),
+    "samkv.prompt.tokens": ("{token}", "Tokens of prompts, by where they came from.", None),
+    "samkv.chunks": ("{chunk}", "Chunks of prompts, by what became of them.", None),
+    "samkv.bytes_read": ("By", "Bytes read from chunk caches.", None),
+}  # fmt: skip
+"""Unit, description and bounds; None for a counter."""
+
+_FIGURES = {
+    "gen_ai.response.model": "model",
+    "gen_ai.response.time_to_first_chunk": "ttft_s",
+    "gen_ai.usage.input_tokens": "prompt_tokens",
+    "gen_ai.usage.output_tokens": "completion_tokens",
+    "gen_ai.usage.cache_read.input_tokens": "cached_tokens",
+    "samkv.chunk.found": "found",
+    "samkv.chunk.hits": "reused",
+    "samkv.chunk.computed_now": "computed_now",
+    **{
+        f"samkv.{name}": name
+        for name in (
+            "method", "ran", "kept_ratio", "recompute_ratio", "context_tokens", "prefix_tokens",
+            "bytes_read", "kv_bytes", "announce_s", "decode_tokens_per_s",
+        )
+    },
+}  # fmt: skip
+"""Attribute of a span -> figure of the report."""
 
 
-class Trace:
-    """What one answer tells while it goes on. This one tells nobody.
+class _Telemetry:
+    """The API and our instruments. Providers that are set later are found, too."""
 
-    Times are of `time.perf_counter`. Any thread may call it, one at a time.
-    """
+    def __init__(self) -> None:
+        from opentelemetry import context, metrics, trace
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-    @contextmanager
-    def until_asked(self) -> Iterator[None]:
-        """Ends with what is raised before there is an answer to wait for."""
-        try:
-            yield
-        except BaseException as error:
-            self.end(time.perf_counter(), error=error)
-            raise
-
-    def begun(self, stages: Sequence[Stage]) -> None:
-        """The first token is there, after these stages."""
-
-    def end(
-        self,
-        at: float,
-        *,
-        report: Report | None = None,
-        finish_reason: str | None = None,
-        error: BaseException | None = None,
-    ) -> None:
-        """The answer is over; report: None if it never began."""
+        self.api, self.context = trace, context
+        self.propagator = TraceContextTextMapPropagator()
+        self.tracer = trace.get_tracer(SCOPE, figures.version())
+        meter = metrics.get_meter(SCOPE, figures.version())
+        self.tell: dict[str, Callable[..., None]] = {}
+        for name, (unit, about, bounds) in _METRICS.items():
+            self.tell[name] = (
+                meter.create_counter(name, unit, about).add
+                if bounds is None
+                else meter.create_histogram(
+                    name, unit, about, explicit_bucket_boundaries_advisory=bounds
+                ).record
+            )
 
 
-_NOBODY = Trace()
+@cache
+def _telemetry() -> _Telemetry | None:
+    """None if the API is not installed, or too old."""
+    try:
+        return _Telemetry()
+    except (ImportError, TypeError):  # histograms of older ones know no bounds
+        return None
 
 
-def begin_trace(model: str, prompt: Prompt, settings: AnswerSettings, began: float) -> Trace:
-    """The trace of an answer that was asked for at ``began``, below the caller's current span."""
-    telemetry = None if _is_disabled() else _telemetry()
-    if telemetry is None:
-        return _NOBODY
-    is_text = isinstance(prompt, str | RenderedPrompt)
-    asked: Attributes = {
-        "gen_ai.operation.name": "text_completion" if is_text else "chat",
-        "gen_ai.provider.name": NAME,
-        "gen_ai.request.model": model,
-    }
-    return _Traced(telemetry, asked, settings, began)
+def _listening() -> _Telemetry | None:
+    """Whom to tell; None for nobody."""
+    disabled = [name.strip() for name in os.environ.get(DISABLED, "").split(",")]
+    return None if NAME in disabled else _telemetry()
 
 
 @contextmanager
 def below_caller(headers: Mapping[str, str]) -> Iterator[None]:
     """Spans are below that of who sent a request: the one current already, or ``traceparent``'s."""
-    telemetry = None if _is_disabled() else _telemetry()
+    telemetry = _listening()
     if telemetry is None or telemetry.api.get_current_span().get_span_context().is_valid:
         yield
         return
@@ -99,88 +118,56 @@ def below_caller(headers: Mapping[str, str]) -> Iterator[None]:
         telemetry.context.detach(token)
 
 
-def _is_disabled() -> bool:
-    return NAME in [name.strip() for name in os.environ.get(DISABLED, "").split(",")]
+class Trace:
+    """The span and metrics of one answer, below the caller's span; no-op without a listener.
 
+    Times are of `time.perf_counter`; began: when the answer was asked for. Any thread may call it,
+    one at a time.
+    """
 
-@cache
-def _telemetry() -> _Telemetry | None:
-    """The API and our instruments; None if it is not installed, or too old."""
-    try:
-        return _Telemetry()
-    except (ImportError, TypeError):  # histograms of older ones know no bounds
-        return None
-
-
-class _Telemetry:
-    """What spans and metrics are made with. Providers that are set later are found, too."""
-
-    def __init__(self) -> None:
-        from opentelemetry import context, metrics, trace
-        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
-
-        version = figures.version()
-        self.api, self.context = trace, context
-        self.propagator = TraceContextTextMapPropagator()
-        self.tracer = trace.get_tracer(SCOPE, version)
-        meter = metrics.get_meter(SCOPE, version)
-        self.duration = _seconds(meter, "gen_ai.client.operation.duration", "Of whole answers.")
-        self.first = _seconds(
-            meter,
-            "gen_ai.client.operation.time_to_first_chunk",
-            "From the call to the first token.",
-        )
-        self.wait = _seconds(meter, "samkv.wait", "The part of it until the model was free.")
-        self.tokens: Histogram = meter.create_histogram(
-            "gen_ai.client.token.usage", "{token}", "Tokens of a prompt, or of an answer.",
-            explicit_bucket_boundaries_advisory=_TOKENS,
-        )  # fmt: skip
-        self.sources: Counter = meter.create_counter(
-            "samkv.prompt.tokens", "{token}", "Tokens of prompts, by where they came from."
-        )
-        self.chunks: Counter = meter.create_counter(
-            "samkv.chunks", "{chunk}", "Chunks of prompts, by what became of them."
-        )
-        self.read: Counter = meter.create_counter(
-            "samkv.bytes_read", "By", "Bytes read from chunk caches."
-        )
-
-
-def _seconds(meter: Meter, name: str, help_: str) -> Histogram:
-    return meter.create_histogram(name, "s", help_, explicit_bucket_boundaries_advisory=_SECONDS)
-
-
-class _Traced(Trace):
-    """An answer with a span."""
-
-    def __init__(
-        self, telemetry: _Telemetry, asked: Attributes, settings: AnswerSettings, began: float
-    ) -> None:
-        self._with, self._asked, self._began = telemetry, asked, began
+    def __init__(self, model: str, prompt: Prompt, settings: AnswerSettings, began: float) -> None:
+        self._began, self._first_at = began, began
+        self._telemetry = _listening()
+        if self._telemetry is None:
+            return
         self._epoch_ns = time.time_ns() - int(time.perf_counter() * 1e9)
-        self._first_at: float | None = None
-        self._is_over = False
-        self._span = telemetry.tracer.start_span(
-            f"{asked['gen_ai.operation.name']} {asked['gen_ai.request.model']}",
-            attributes={**asked, **_settings_of(settings)},
+        is_text = isinstance(prompt, str | RenderedPrompt)
+        self._asked: Attributes = {
+            "gen_ai.operation.name": "text_completion" if is_text else "chat",
+            "gen_ai.provider.name": NAME,
+            "gen_ai.request.model": model,
+        }
+        values = settings.sampling.values
+        wanted = ["temperature", "seed"]
+        wanted += [] if settings.sampling.is_greedy else ["top_k", "top_p"]
+        named = {f"gen_ai.request.{name}": values[name] for name in wanted}
+        named |= {"gen_ai.request.max_tokens": values["max_new_tokens"]}
+        self._span = self._telemetry.tracer.start_span(
+            f"{self._asked['gen_ai.operation.name']} {model}",
+            attributes={
+                **self._asked,
+                **{name: value for name, value in named.items() if value is not None},
+                "gen_ai.output.type": "text" if settings.json_schema is None else "json",
+            },
             start_time=self._ns(began),
         )
-        self._context = telemetry.api.set_span_in_context(self._span)
+        self._context = self._telemetry.api.set_span_in_context(self._span)
 
     def _ns(self, at: float) -> int:
         return self._epoch_ns + int(at * 1e9)
 
     def begun(self, stages: Sequence[Stage]) -> None:
-        self._first_at = max((stage.ended for stage in stages), default=self._began)
-        if self._span.is_recording():
-            for stage in stages:
-                self._stage(stage)
+        """The first token is there, after these stages."""
+        self._first_at = stages[-1].ended
+        for stage in stages:
+            self._tell(stage)
 
-    def _stage(self, stage: Stage) -> None:
-        child = self._with.tracer.start_span(
-            f"samkv.{stage.name}", context=self._context, start_time=self._ns(stage.began)
-        )
-        child.end(end_time=self._ns(stage.ended))
+    def _tell(self, stage: Stage) -> None:
+        if self._telemetry is not None and self._span.is_recording():
+            start = self._ns(stage.began)
+            self._telemetry.tracer.start_span(
+                f"samkv.{stage.name}", context=self._context, start_time=start
+            ).end(end_time=self._ns(stage.ended))
 
     def end(
         self,
@@ -190,99 +177,52 @@ class _Traced(Trace):
         finish_reason: str | None = None,
         error: BaseException | None = None,
     ) -> None:
-        if self._is_over:
+        """The answer is over; report: None if it never began."""
+        telemetry = self._telemetry
+        if telemetry is None:
             return
-        self._is_over = True
-        failed: Attributes = {}
+        found, labels = _figures_of(report), dict(self._asked)
+        if finish_reason is not None:
+            found["gen_ai.response.finish_reasons"] = [finish_reason]
         # who asked has left: that is no failure
         if error is not None and not isinstance(error, asyncio.CancelledError | GeneratorExit):
-            failed["error.type"] = type(error).__qualname__
-        if (span := self._span).is_recording():
-            if self._first_at is not None:
-                self._stage(Stage(name="decode", began=self._first_at, ended=at))
-            if report is not None:
-                span.set_attributes(_figures_of(report, finish_reason))
-            if failed:
-                span.set_attributes(failed)
-                span.set_status(self._with.api.Status(self._with.api.StatusCode.ERROR))
-        self._count(at - self._began, report, self._asked | failed)
-        span.end(end_time=self._ns(at))
-
-    def _count(self, seconds: float, report: Report | None, labels: Attributes) -> None:
-        telemetry, context = self._with, self._context
-        telemetry.duration.record(seconds, labels, context)
-        if report is None:
-            return
-        telemetry.first.record(report.ttft_s, labels, context)
-        telemetry.wait.record(report.wait_s, labels, context)
-        telemetry.read.add(report.bytes_read, labels, context)
-        for kind, n_tokens in (
-            ("input", report.prompt_tokens), ("output", report.completion_tokens),
-        ):  # fmt: skip
-            telemetry.tokens.record(n_tokens, {**labels, "gen_ai.token.type": kind}, context)
-        for source, n_tokens in _sources_of(report).items():
-            telemetry.sources.add(n_tokens, {**labels, "samkv.source": source}, context)
-        for outcome, n_chunks in _outcomes_of(report).items():
-            telemetry.chunks.add(n_chunks, {**labels, "samkv.outcome": outcome}, context)
-
-
-def _sources_of(report: Report) -> dict[str, int]:
-    return {
-        "chunks": max(0, report.cached_tokens - report.prefix_tokens),
-        "prefix": report.prefix_tokens,
-        "computed": report.prompt_tokens - report.cached_tokens,
-    }
+            labels["error.type"] = found["error.type"] = type(error).__qualname__
+            self._span.set_status(telemetry.api.Status(telemetry.api.StatusCode.ERROR))
+        if report is not None:
+            self._tell(Stage(name="decode", began=self._first_at, ended=at))
+        self._span.set_attributes(found)
+        told: list[tuple[str, float, Attributes]] = [
+            ("gen_ai.client.operation.duration", at - self._began, {})
+        ]
+        if report is not None:
+            cached, prefix = report.cached_tokens, report.prefix_tokens
+            missed = sum(report.chunk_misses.values())
+            usage, sources = "gen_ai.client.token.usage", "samkv.prompt.tokens"
+            told += [
+                ("gen_ai.client.operation.time_to_first_chunk", report.ttft_s, {}),
+                ("samkv.wait", report.wait_s, {}),
+                ("samkv.bytes_read", report.bytes_read, {}),
+                (usage, report.prompt_tokens, {"gen_ai.token.type": "input"}),
+                (usage, report.completion_tokens, {"gen_ai.token.type": "output"}),
+                (sources, max(0, cached - prefix), {"samkv.source": "chunks"}),
+                (sources, prefix, {"samkv.source": "prefix"}),
+                (sources, report.prompt_tokens - cached, {"samkv.source": "computed"}),
+                ("samkv.chunks", report.reused, {"samkv.outcome": "reused"}),
+                ("samkv.chunks", report.computed_now, {"samkv.outcome": "computed_now"}),
+                ("samkv.chunks", missed, {"samkv.outcome": "missed"}),
+            ]
+        for name, value, more in told:
+            telemetry.tell[name](value, labels | more, self._context)
+        self._span.end(end_time=self._ns(at))
 
 
-def _outcomes_of(report: Report) -> dict[str, int]:
-    return {
-        "reused": report.reused,
-        "computed_now": report.computed_now,
-        "missed": sum(report.chunk_misses.values()),
-    }
-
-
-def _settings_of(settings: AnswerSettings) -> Attributes:
-    """What was asked for, without its texts."""
-    values = settings.sampling.values
-    named = {
-        "gen_ai.request.max_tokens": values["max_new_tokens"],
-        "gen_ai.request.temperature": values["temperature"],
-        "gen_ai.request.seed": values["seed"],
-    }
-    if not settings.sampling.is_greedy:
-        named |= {"gen_ai.request.top_k": values["top_k"], "gen_ai.request.top_p": values["top_p"]}
-    found: Attributes = {name: value for name, value in named.items() if value is not None}
-    found["gen_ai.output.type"] = "text" if settings.json_schema is None else "json"
-    return found
-
-
-def _figures_of(report: Report, finish_reason: str | None) -> Attributes:
-    found: Attributes = {
-        "gen_ai.response.model": report.model,
-        "gen_ai.response.time_to_first_chunk": report.ttft_s,
-        "gen_ai.usage.input_tokens": report.prompt_tokens,
-        "gen_ai.usage.output_tokens": report.completion_tokens,
-        "gen_ai.usage.cache_read.input_tokens": report.cached_tokens,
-        "samkv.method": report.method,
-        "samkv.ran": report.ran,
-        "samkv.kept_ratio": report.kept_ratio,
-        "samkv.recompute_ratio": report.recompute_ratio,
-        "samkv.context_tokens": report.context_tokens,
-        "samkv.prefix_tokens": report.prefix_tokens,
-        "samkv.chunk.found": report.found,
-        "samkv.chunk.hits": report.reused,
-        "samkv.chunk.computed_now": report.computed_now,
-        "samkv.chunk.misses": sum(report.chunk_misses.values()),
-        "samkv.bytes_read": report.bytes_read,
-        "samkv.kv_bytes": report.kv_bytes,
-        "samkv.announce_s": report.announce_s,
-        "samkv.decode_tokens_per_s": report.decode_tokens_per_s,
-    }
+def _figures_of(report: Report | None) -> Attributes:
+    if report is None:
+        return {}
+    found = {name: getattr(report, figure) for name, figure in _FIGURES.items()}
+    found["samkv.chunk.misses"] = sum(report.chunk_misses.values())
     if report.eviction is not None:
         found["samkv.eviction"] = report.eviction
     if report.chunk_misses:
         found["samkv.chunk.miss_reasons"] = sorted(report.chunk_misses)
-    if finish_reason is not None:
-        found["gen_ai.response.finish_reasons"] = [finish_reason]
     return found

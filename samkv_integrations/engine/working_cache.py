@@ -1,11 +1,29 @@
-"""The contract of what an answer goes on with: the KV entries that later tokens attend to."""
+"""What an answer goes on with: the KV entries that its later tokens attend to.
+
+All of them (`DenseCache`), which an eviction may thin out, or the context in few bits, of which
+every step attends to a few tokens (`SparseCache`, after Quest).
+"""
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import lru_cache, partial
 
+import torch
 from torch import Tensor
+from torch.nn.functional import pad
+
+from samkv_integrations.cache.entries import Entries
+from samkv_integrations.engine.loader import Context
+from samkv_integrations.eviction.base import DroppingEviction, Seen
+from samkv_integrations.methods.base import ContextAttention
+from samkv_integrations.model.attention import attention
+
+_LEAST = torch.finfo(torch.float32).tiny
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,3 +97,271 @@ def room_for(n_entries: int, like: Tensor) -> Tensor:
     """
     n_heads, size = like.shape[1:]
     return like.new_empty(n_heads, n_entries, size).transpose(0, 1)
+
+
+class DenseCache(WorkingCache):
+    """Rotated keys and values, with room for the answer's tokens, which an eviction may thin out.
+
+    Layers may hold different numbers of entries; ``lengths`` counts them. Their order is position
+    order until an eviction slides; from then on an entry is known by its key alone. Key-value heads
+    of a layer hold as many entries as each other, which need not be the same ones.
+
+    A layer's entries are evicted as soon as the prompt's pass is done with that layer, so that the
+    working cache is never whole. The first token has read all entries of every layer all the same.
+
+    capacity: tokens that the answer may add. n_tokens: of the prompt. rule: what to keep, None for
+    all. weigh: how a step weighs the context against the rest, None as the model does.
+    """
+
+    def __init__(
+        self,
+        n_layers: int,
+        capacity: int,
+        *,
+        n_tokens: int = 0,
+        rule: DroppingEviction | None = None,
+        weigh: ContextAttention | None = None,
+    ) -> None:
+        self.keys: list[Tensor] = [torch.empty(0)] * n_layers  # each (S + room, G, D)
+        self.values: list[Tensor] = [torch.empty(0)] * n_layers
+        self.context: list[Tensor] = [torch.empty(0)] * n_layers  # each (S + room, G, 1) bool
+        self.lengths: list[int] = [0] * n_layers
+        self._kept: list[Tensor | None] = [None] * n_layers  # (K, G) slots after an eviction
+        self.room, self._capacity = 0 if rule else capacity, capacity
+        self._slides = rule is not None and rule.slides
+        self._keepers = rule and [
+            rule.keeper(rule.layer_budget(n_tokens, layer, n_layers)) for layer in range(n_layers)
+        ]
+        self._weigh = weigh
+        self._sides = [self.keys, self.values, *([self.context] if weigh else [])]
+
+    @property
+    def kv_bytes(self) -> int:
+        entries = self.keys[0]
+        return 2 * sum(self.lengths) * entries.shape[1:].numel() * entries.element_size()
+
+    def attended(self, layer: int, of_chunks: Tensor) -> float:
+        slots = self._kept[layer]
+        if slots is None:
+            return super().attended(layer, of_chunks)
+        return int(of_chunks[slots.cpu()].sum()) / slots.shape[1]
+
+    def take(self, layer: int, entries: LayerEntries) -> None:
+        self.keys[layer], self.values[layer] = entries.keys, entries.values
+        self.lengths[layer] = n_entries = entries.n_entries
+        self.prompt_bytes += 2 * entries.keys[:n_entries].nbytes
+        if self._weigh is not None:
+            of_context = entries.is_context.new_zeros(len(entries.keys), dtype=torch.bool)
+            of_context[:n_entries] = entries.is_context
+            self.context[layer] = of_context[:, None, None].repeat(1, entries.keys.shape[1], 1)
+        if self._keepers:
+            seen = Seen(
+                query=entries.queries, slots=entries.query_slots, keys=entries.keys[:n_entries],
+                scaling=entries.scaling,
+            )  # fmt: skip
+            self.keep(layer, self._keepers[layer].prompt(seen))
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float
+    ) -> Tensor:
+        keys, values = self.append(layer, key[0, :, 0], value[0, :, 0])
+        if self._weigh is None:
+            output = attention(query, keys, values, scaling, None, False)
+        else:
+            output = self._weigh(query, keys, values, scaling, None, self.is_context(layer))
+        if self._keepers and self._slides:
+            n_entries = self.lengths[layer]
+            seen = Seen(
+                query=query[0], slots=torch.tensor([n_entries - 1]),
+                keys=self.keys[layer][:n_entries], scaling=scaling,
+            )  # fmt: skip
+            if (slot := self._keepers[layer].step(seen)) is not None:
+                self.evict(layer, slot)
+        return output
+
+    def append(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Add one entry, (G, D) each; returns all as (1, G, S, D)."""
+        length = self.lengths[layer]
+        self.keys[layer][length] = key
+        self.values[layer][length] = value
+        if self._weigh is not None:
+            self.context[layer][length] = False
+        self.lengths[layer] = length + 1
+        return as_heads(self.keys[layer][: length + 1]), as_heads(self.values[layer][: length + 1])
+
+    def is_context(self, layer: int) -> Tensor:
+        """(G, S) bool: which entries are of the context."""
+        return self.context[layer][: self.lengths[layer], :, 0].T
+
+    def keep(self, layer: int, slots: Tensor | None) -> None:
+        """Move a layer into tensors with room for the answer; the old ones are freed.
+
+        slots: (K, G) the entries that each head keeps, None for all.
+        """
+        n_kept = self.lengths[layer] if slots is None else len(slots)
+        room = n_kept + self._capacity
+        if self._keepers and self._slides:
+            # one more entry, for the token that has come and has not evicted yet
+            room = max(n_kept, min(room, self._keepers[layer].budget + 1))
+        for side in self._sides:
+            entries = side[layer][: self.lengths[layer]]
+            moved = room_for(room, entries)
+            if slots is not None:
+                at = slots.to(entries.device)[..., None].expand(-1, -1, entries.shape[-1])
+                entries = entries.gather(0, at)
+            moved[:n_kept] = entries
+            side[layer] = moved
+        self.lengths[layer], self._kept[layer] = n_kept, slots
+
+    def evict(self, layer: int, slot: int | Tensor) -> None:
+        """The last entry takes the place of entry ``slot``, or of ``slot[g]`` (G,) of each head."""
+        last = self.lengths[layer] - 1
+        for entries in (side[layer] for side in self._sides):
+            if isinstance(slot, int):
+                entries[slot] = entries[last]
+            else:
+                heads = torch.arange(len(slot), device=slot.device)
+                entries[slot, heads] = entries[last].clone()
+        self.lengths[layer] = last
+
+
+class SparseCache(WorkingCache):
+    """Context tokens in the bytes that were read, beside all other tokens as they are.
+
+    A step computes the keys of the context, one layer at a time, attends to the tokens of the
+    largest softmax, summed over heads, and forgets the keys again. All other tokens are attended to
+    as one, whose weight is the sum of theirs and whose value is the context's mean (SparQ
+    Attention, arXiv 2312.04985, section 3); not where a method weighs the context in its own way.
+
+    ``kv_bytes`` leaves out the cos and sin of the context's positions, which all layers share.
+
+    Args:
+        context: asked for the entries of a layer when that is taken.
+        budget: context tokens that a step attends to.
+        capacity: tokens that the answer may add.
+        weigh: how a step weighs the context against the rest, None as the model does.
+    """
+
+    def __init__(
+        self,
+        n_layers: int,
+        context: Context,
+        budget: int,
+        capacity: int,
+        weigh: ContextAttention | None = None,
+    ) -> None:
+        self._n_layers, self._stored = n_layers, context
+        self._budget, self._capacity, self._weigh = budget, capacity, weigh
+        self._context: list[Entries | None] = [None] * n_layers
+        self._mean_value: list[Tensor] = [torch.empty(0)] * n_layers  # (1, G, D), of the context
+        self._keys: list[Tensor] = [torch.empty(0)] * n_layers  # (S + capacity, G, D), the rest
+        self._values: list[Tensor] = [torch.empty(0)] * n_layers
+        self._lengths = [0] * n_layers
+        self._n_context = [0] * n_layers
+
+    @property
+    def kv_bytes(self) -> int:
+        rest = 2 * sum(self._lengths) * self._keys[0][:1].nbytes
+        means = sum(mean.nbytes for mean in self._mean_value)
+        return rest + means + sum(held.n_bytes for held in self._context if held is not None)
+
+    def attended(self, layer: int, of_chunks: Tensor) -> float:
+        left_out = max(0, self._n_context[layer] - self._budget)
+        return super().attended(layer, of_chunks) - left_out
+
+    def take(self, layer: int, entries: LayerEntries) -> None:
+        others = entries.other_slots
+        room = (0, 0, 0, 0, 0, self._capacity)
+        self._keys[layer] = pad(entries.keys.index_select(0, others), room)
+        self._values[layer] = pad(entries.values.index_select(0, others), room)
+        self._lengths[layer], self._n_context[layer] = len(others), len(entries.context)
+        if len(entries.context):
+            computed = entries.context_slots[entries.changed]
+            self._context[layer] = self._stored.entries(layer, entries.context).with_computed(
+                entries.changed,
+                entries.keys.index_select(0, computed),
+                entries.values.index_select(0, computed),
+            )
+            of_context = entries.values.index_select(0, entries.context_slots)
+            self._mean_value[layer] = of_context.mean(0, keepdim=True)
+        if layer == self._n_layers - 1:
+            self.prompt_bytes = self.kv_bytes
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float
+    ) -> Tensor:
+        attend = partial(self._attend, layer, query, key, value, scaling)
+        return on_one_thread(attend) if query.device.type == "cpu" else attend()
+
+    def _attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float
+    ) -> Tensor:
+        length, context = self._lengths[layer], self._context[layer]
+        self._keys[layer][length], self._values[layer][length] = key[0, :, 0], value[0, :, 0]
+        self._lengths[layer] = length + 1
+        parts = [(self._keys[layer][: length + 1], self._values[layer][: length + 1])]
+        n_context, rest_logit, mask = 0, None, None
+        if context is not None:
+            if self._budget < len(context):
+                best, rest_logit = self._choose(context, query[0, :, 0], scaling)
+                context = context.select(best)
+            n_context = len(context)
+            parts.insert(0, (context.keys(), context.values()))
+        if rest_logit is not None:
+            # A key of zeros has a logit of 0 with every query, to which the mask adds. All
+            # logits are moved alike, or the dtype's rounding would be of so large a number.
+            mean_value = self._mean_value[layer]
+            parts.append((torch.zeros_like(mean_value), mean_value))
+            moved = rest_logit.to(query.dtype)
+            mask = -moved[None, :, None, None].repeat(1, 1, 1, n_context + length + 2)
+            mask[0, :, 0, -1] = rest_logit - moved.float()
+        keys, values = (as_heads(torch.cat(side)) for side in zip(*parts, strict=True))
+        if self._weigh is None:
+            return attention(query, keys, values, scaling, mask, False)
+        is_context = torch.arange(keys.shape[2], device=keys.device) < n_context
+        return self._weigh(query, keys, values, scaling, None, is_context)
+
+    def _choose(
+        self, context: Entries, query: Tensor, scaling: float
+    ) -> tuple[Tensor, Tensor | None]:
+        """What a query (H, D) attends to: tokens, in order, and the logit of the rest.
+
+        One choice for all heads. The logit is (H,), None if nobody wants it.
+        """
+        logits = context.logits(query).flatten(0, 1).mul_(scaling)
+        top = logits.amax(-1, keepdim=True)
+        weights = logits.sub_(top).exp_()  # of each head (H, n), over that of its largest
+        scores = weights.sum(-1).reciprocal() @ weights  # the softmax, summed over heads
+        best = scores.topk(self._budget, sorted=False).indices.sort().values
+        if self._weigh is not None:
+            return best, None
+        rest = weights.index_fill_(-1, best, 0).sum(-1)
+        return best, top[:, 0] + rest.clamp_min(_LEAST).log()
+
+
+def on_one_thread(work: Callable[[], Tensor]) -> Tensor:
+    """What ``work`` returns or raises.
+
+    On a thread of its own, since PyTorch would hand a number that is set here for a moment to every
+    thread of the process that first computes in that moment, for good.
+    """
+    if torch.get_num_threads() == 1:
+        return work()
+    is_inference = torch.is_inference_mode_enabled()
+
+    def run() -> Tensor:
+        with torch.inference_mode(is_inference):
+            return work()
+
+    return _thread(os.getpid()).submit(run).result()
+
+
+@lru_cache(maxsize=1)
+def _thread(pid: int) -> ThreadPoolExecutor:
+    """Not a parent process's, which has no threads here."""
+    n_threads = torch.get_num_threads()
+    thread = ThreadPoolExecutor(1, thread_name_prefix="samkv-one-thread")
+    thread.submit(torch.get_num_threads).result()  # or its first operation would set the number
+    thread.submit(torch.set_num_threads, 1).result()
+    torch.set_num_threads(n_threads)  # what threads that begin from now on have, too
+    return thread

@@ -10,7 +10,7 @@ from samkv_integrations.documents import read_text
 from samkv_integrations.errors import EmptyInput, InvalidOption
 from samkv_integrations.model.model import Model
 from samkv_integrations.model.quoting import RenderedPrompt
-from samkv_integrations.prompt.template import rag_prompt
+from samkv_integrations.prompt.text import rag_prompt
 
 ANSWER_TOKENS = 16
 """Longest answer to a question that says nothing else."""

@@ -15,8 +15,7 @@ from samkv_integrations.cache.blocks import BlockScheme
 from samkv_integrations.cache.file_format import FileLayout
 from samkv_integrations.cache.fingerprint import Fingerprint
 from samkv_integrations.cache.quantise import DEFAULT_STORE_BITS, EntryFormat
-from samkv_integrations.engine.costs import CostModel
-from samkv_integrations.engine.full_prefill import two_passes_s
+from samkv_integrations.engine.costs import CostModel, two_passes_s
 from samkv_integrations.errors import InvalidOption
 from samkv_integrations.methods import METHODS
 from samkv_integrations.model.shape import ModelShape

@@ -8,13 +8,12 @@ from typing import Any
 
 import torch
 
+from samkv_integrations.engine.blend import State, Watch
+from samkv_integrations.engine.decode import TextStream, decode_greedily
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.engine.first_token import first_token
-from samkv_integrations.engine.greedy import decode_greedily
 from samkv_integrations.engine.options import AnswerSettings
 from samkv_integrations.engine.report import Report
-from samkv_integrations.engine.text_stream import TextStream
-from samkv_integrations.engine.watch import State, Watch
 from samkv_integrations.eviction import Eviction
 from samkv_integrations.inspection.inspection import InspectedChunk, Inspection
 from samkv_integrations.methods import Method

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from samkv_integrations.engine.blend import State
 from samkv_integrations.engine.report import Report
-from samkv_integrations.engine.watch import State
 from samkv_integrations.errors import InvalidOption
 
 PAGE = Path(__file__).with_name("page.html")

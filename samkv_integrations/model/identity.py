@@ -10,7 +10,7 @@ import copy
 import hashlib
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -19,8 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from samkv_integrations.errors import UnsupportedModel
-from samkv_integrations.model.remembered import Checkpoint
-from samkv_integrations.model.support import refuse_adapters
+from samkv_integrations.model.shape import refuse_adapters
 
 _PIECE_BYTES = 2**25
 """What one thread hashes at a time, and the most that it copies from another device."""
@@ -55,17 +54,13 @@ class Identity:
     Args:
         hf: the model.
         name: what errors call it.
-        checkpoint: the files that its weights were read from a moment ago; None if unknown.
 
     Safe to use from many threads.
     """
 
-    def __init__(self, hf: PreTrainedModel, name: str, checkpoint: Checkpoint | None) -> None:
+    def __init__(self, hf: PreTrainedModel, name: str) -> None:
         self._hf = hf
         self._name = name
-        self._checkpoint = checkpoint
-        # on the CPU weights may be the files, mapped: who writes to those changes the model
-        self._files = checkpoint if hf.device.type == "cpu" else None
         self._kind = (hf.dtype, hf.device)
         self._lock = threading.RLock()
         self._generation = 0
@@ -81,7 +76,7 @@ class Identity:
     @property
     def weights(self) -> str:
         """Hash over every byte of every weight, as it is in memory."""
-        return self._digest("weights", self._of_weights)
+        return self._digest("weights", lambda: weights_digest(self._hf))
 
     @property
     def config(self) -> str:
@@ -95,25 +90,23 @@ class Identity:
     def look(self) -> int:
         """`generation`, once it is known whether the model has changed since the last look.
 
-        It costs some 0.2 ms. Seen is what PyTorch counts, what replaces a tensor or a module, what
-        changes many values, such as a merged adapter, and what writes to the files of weights that
-        are mapped. `refresh` is for a few values written behind PyTorch's back (``weight.data``).
+        It costs some 0.2 ms. Seen is what PyTorch counts, what replaces a tensor or a module, and
+        what changes many values, such as a merged adapter. `refresh` is for a few values written
+        behind PyTorch's back (``weight.data``, or a mapped file of weights).
 
         Raises UnsupportedModel if it was moved, converted, given an adapter or another attention.
         """
         with self._lock:
             stamp, settings = self._watch.stamp(), _settings(self._hf.config)
-            files = self._files and self._files.again()
-            has_other_weights = (stamp, files) != (self._stamp, self._files)
+            has_other_weights = stamp != self._stamp
             if has_other_weights or settings != self._settings:
                 self._refuse_changed()
                 kept = () if has_other_weights else ("weights",)
                 self._digests = {
                     kind: self._digests[kind] for kind in kept if kind in self._digests
                 }
-                self._checkpoint = None
                 self._watch = _Watch(self._hf)
-                self._stamp, self._files = self._watch.stamp(), files
+                self._stamp = self._watch.stamp()
                 self._settings = copy.deepcopy(settings)
                 self._generation += 1
             return self._generation
@@ -122,7 +115,6 @@ class Identity:
         """Forget all digests: whoever asks next has every byte hashed."""
         with self._lock:
             self.look()
-            self._checkpoint = None
             self._digests.clear()
             self._generation += 1
 
@@ -132,18 +124,6 @@ class Identity:
                 self.look()
                 self._digests[kind] = make()
             return self._digests[kind]
-
-    def _of_weights(self) -> str:
-        if self._checkpoint is None:
-            return weights_digest(self._hf)
-        loaded_as = _hash(
-            [self.config, *((name, *_form_of(leaf)) for name, leaf in _state(self._hf))]
-        )
-        digest = self._checkpoint.recall(loaded_as)
-        if digest is None:
-            digest = weights_digest(self._hf)
-            self._checkpoint.remember(loaded_as, digest)
-        return digest
 
     def _refuse_changed(self) -> None:
         refuse_adapters(self._hf, self._name)
@@ -210,11 +190,10 @@ def _settings(config: Any) -> dict[str, Any]:  # noqa: ANN401
     return {name: value for name, value in vars(config).items() if name not in _NO_INPUT}
 
 
-def _state(hf: PreTrainedModel) -> list[tuple[str, Tensor | str]]:
-    """All numbers that a model keeps, by name, but the frequencies of RoPE, which `rope` is about.
+def _state(hf: PreTrainedModel) -> dict[str, Tensor]:
+    """Every parameter and buffer, and the rest of the state dict, by name.
 
-    Tensors: every parameter and buffer, and those in the rest of its state dict, where packed
-    weights and extra state are. Other values there are texts.
+    The frequencies of RoPE are left out, which `rope` is about.
 
     Raises UnsupportedModel for what has no digest, and for a linear layer whose weight is nowhere.
     """
@@ -223,56 +202,23 @@ def _state(hf: PreTrainedModel) -> list[tuple[str, Tensor | str]]:
         **dict(hf.named_buffers(remove_duplicate=False)),
         **dict(hf.named_parameters(remove_duplicate=False)),
     }
-    names = sorted(name for name in named if ".rotary_emb." not in name)
-    state = [leaf for name in names for leaf in _leaves(name, named[name])]
-    matrices = [name for name, leaf in state if isinstance(leaf, Tensor) and leaf.ndim > 1]
+    state = {name: named[name] for name in sorted(named) if ".rotary_emb." not in name}
+    for name, value in state.items():
+        is_tensor = isinstance(value, Tensor) and not value.is_quantized
+        if not is_tensor or type(value.cpu()) not in (Tensor, torch.nn.Parameter):
+            raise UnsupportedModel(
+                f"{name!r} of the model's state is a {type(value).__name__}, which has no digest, "
+                "so that two models could not be told apart; load the model in float32 or bfloat16"
+            )
     for name, module in hf.named_modules():
         weight = module._parameters.get("weight")
-        is_linear = name.endswith(("_proj", "lm_head"))
         is_plain = weight is not None and weight.is_floating_point()
-        if is_linear and not (is_plain or any(each.startswith(f"{name}.") for each in matrices)):
+        if name.endswith(("_proj", "lm_head")) and not is_plain:
             raise UnsupportedModel(
-                f"the weight of {name!r} is no parameter and not in the state dict, so that two "
-                "models could not be told apart; load the model in float32 or bfloat16"
+                f"the weight of {name!r} is no parameter in floating point, so that two models "
+                "could not be told apart; load the model in float32 or bfloat16"
             )
     return state
-
-
-def _leaves(name: str, value: Any) -> Iterator[tuple[str, Tensor | str]]:  # noqa: ANN401
-    """The tensors in a value of a state dict, and all else in it as texts."""
-    if type(value) in (Tensor, torch.nn.Parameter):
-        if value.is_quantized:
-            is_one = value.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric)
-            scale: list[Any] = (
-                [value.q_scale(), value.q_zero_point()]
-                if is_one
-                else [
-                    value.q_per_channel_axis(), value.q_per_channel_scales(),
-                    value.q_per_channel_zero_points(),
-                ]
-            )  # fmt: skip
-            yield from _leaves(name, [value.int_repr(), *scale])
-        else:
-            yield name, value
-    elif isinstance(value, (tuple, list)):
-        for index, part in enumerate(value):
-            yield from _leaves(f"{name}.{index}", part)
-    elif isinstance(value, dict):
-        for key in sorted(value, key=repr):
-            yield from _leaves(f"{name}.{key!r}", value[key])
-    elif value is None or isinstance(value, (bool, int, float, str, bytes, torch.dtype)):
-        yield name, repr(value)
-    elif isinstance(value, Tensor) and type(value.cpu()) in (Tensor, torch.nn.Parameter):
-        yield name, value  # of another device, and plain here
-    else:
-        raise UnsupportedModel(
-            f"{name!r} of the model's state is a {type(value).__name__}, which has no digest, so "
-            "that two models could not be told apart; load the model in float32 or bfloat16"
-        )
-
-
-def _form_of(leaf: Tensor | str) -> tuple[Any, ...]:
-    return (str(leaf.dtype), list(leaf.shape)) if isinstance(leaf, Tensor) else (leaf,)
 
 
 def weights_digest(hf: PreTrainedModel) -> str:
@@ -281,9 +227,7 @@ def weights_digest(hf: PreTrainedModel) -> str:
     Piece by piece in a few threads: hashlib lets other threads run, and no copy is large.
     """
     state = _state(hf)
-    once = {
-        _place(leaf): leaf for _, leaf in state if isinstance(leaf, Tensor)
-    }  # tied weights are one tensor
+    once = {_place(tensor): tensor for tensor in state.values()}  # tied weights are one tensor
     pieces = [(place, piece) for place, tensor in once.items() for piece in _pieces(tensor)]
     hashes: dict[tuple[Any, ...], list[str]] = {place: [] for place in once}
     n_threads = max(1, min(_MAX_THREADS, torch.get_num_threads()))
@@ -294,8 +238,8 @@ def weights_digest(hf: PreTrainedModel) -> str:
             for (place, _), digest in zip(some, digests, strict=True):
                 hashes[place].append(digest)
     return _hash([
-        (name, *_form_of(leaf), *([hashes[_place(leaf)]] if isinstance(leaf, Tensor) else []))
-        for name, leaf in state
+        (name, str(tensor.dtype), list(tensor.shape), hashes[_place(tensor)])
+        for name, tensor in state.items()
     ])  # fmt: skip
 
 

@@ -35,9 +35,7 @@ from samkv_integrations.model.gguf_file import (
     smollm2,
 )
 from samkv_integrations.model.model import Model
-from samkv_integrations.model.remembered import Checkpoint
-from samkv_integrations.model.shape import ModelShape
-from samkv_integrations.model.support import SUPPORTED_DTYPES, refuse_unsupported
+from samkv_integrations.model.shape import SUPPORTED_DTYPES, ModelShape, refuse_unsupported
 
 DTYPES = ("auto", *SUPPORTED_DTYPES)
 
@@ -108,16 +106,11 @@ def load_model(
         refuse_unsupported(config)
         if dtype == "auto" and config.dtype == torch.bfloat16 and bfloat16_is_slow(place):
             dtype = "float32"
-        before = Checkpoint.of(source, config, further)
         auto: Any = AutoModelForCausalLM
-        hf, found = auto.from_pretrained(source, dtype=dtype, output_loading_info=True, **asked)
-        # made up where the checkpoint lacks them, and other ones at each load
-        is_complete = not (found["missing_keys"] or found["mismatched_keys"])
-        after = Checkpoint.of(source, hf.config, further)
+        hf = auto.from_pretrained(source, dtype=dtype, **asked)
     if tokenizer is None:
         tokenizer = load_tokenizer(name, tokenizer_kwargs)
-    checkpoint = before if is_complete and before == after else None
-    return Model(hf.to(place), tokenizer, name, checkpoint)
+    return Model(hf.to(place), tokenizer, name)
 
 
 def load_shape(name: str, *, dtype: str = "auto") -> ModelShape:

@@ -22,13 +22,14 @@ from transformers.modeling_utils import AttentionInterface
 
 from samkv_integrations.errors import InvalidOption, UnsupportedModel
 from samkv_integrations.model.attention import Attend, _samkv_attention
-from samkv_integrations.model.chat import Chat, tool_template
 from samkv_integrations.model.identity import Identity
-from samkv_integrations.model.quoting import RenderedPrompt, SpecialTokens
-from samkv_integrations.model.remembered import Checkpoint
-from samkv_integrations.model.shape import context_window_of, head_dim_of
-from samkv_integrations.model.support import refuse_adapters, refuse_unsupported
-from samkv_integrations.model.token_bound import TokenBound
+from samkv_integrations.model.quoting import Chat, RenderedPrompt, SpecialTokens, tool_template
+from samkv_integrations.model.shape import (
+    context_window_of,
+    head_dim_of,
+    refuse_adapters,
+    refuse_unsupported,
+)
 
 
 class Model:
@@ -39,7 +40,6 @@ class Model:
             mode and with SDPA attention.
         tokenizer: its fast tokenizer, which is copied.
         name: what a report calls it.
-        checkpoint: the files that the weights have just been read from, and nothing has changed.
 
     identity: digests of what it computes with, and whether that has changed.
 
@@ -52,7 +52,6 @@ class Model:
         hf: PreTrainedModel,
         tokenizer: Any,  # noqa: ANN401
         name: str,
-        checkpoint: Checkpoint | None = None,
     ) -> None:
         if not isinstance(hf, PreTrainedModel):
             raise UnsupportedModel(
@@ -82,7 +81,7 @@ class Model:
         # A copy: for each text it is told anew whether special tokens count, under our lock.
         self.tokenizer = copy.deepcopy(tokenizer)
         self.name = name
-        self.identity = Identity(hf, name, checkpoint)
+        self.identity = Identity(hf, name)
         self.config = hf.config
         self.n_layers: int = self.config.num_hidden_layers
         self.n_heads: int = self.config.num_attention_heads
@@ -177,11 +176,6 @@ class Model:
         """Token ids of a text in which no special token counts, and the characters of each."""
         found = self._tokenized(text, special=False, offsets=True)
         return list(found["input_ids"]), list(found["offset_mapping"])
-
-    @cached_property
-    def token_bound(self) -> TokenBound:
-        """How many tokens a text has at least."""
-        return TokenBound(self.tokenizer)
 
     def detokenize(self, ids: Sequence[int]) -> str:
         """Text of ``ids`` without special tokens."""

@@ -1,9 +1,8 @@
-"""Names of special tokens in texts of documents and users, which are text and control nothing."""
+"""Chats and rendered prompts; names of special tokens in documents are text and control nothing."""
 
 from __future__ import annotations
 
 import re
-import secrets
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,8 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-_LETTERS = "abcdefghijkl"
-_OTHER_LETTERS = str.maketrans(_LETTERS, "mnopqrstuvwx")
+_USES_TOOLS = re.compile(r"\{[{%][^{}]*\btools\b")
 
 
 @dataclass(frozen=True)
@@ -69,42 +67,25 @@ class SpecialTokens:
     def rendered(self, contents: Any, render: Callable[[Any], str]) -> RenderedPrompt:  # noqa: ANN401
         """What ``render`` makes of ``contents``, whose strings hold no control tokens.
 
-        contents: strings in lists and mappings, nested or not. ``render`` is given them with the
-        names of special tokens replaced by words that occur nowhere else, as nobody could tell
-        later which names are the template's own. If it cuts words, or writes them otherwise, by
-        single characters, which have no case; those may be escaped, which words are not.
+        contents: strings in lists and mappings, nested or not. ``render`` is given them with a
+        character for private use in place of each name of a special token, as nobody could tell
+        later which names are the template's own. No template writes such a character otherwise,
+        except by its number in JSON.
         """
         texts = list(_strings(contents))
-        names = sorted({name for text in texts for name in self._names.findall(text)})
-        if not names:
-            return RenderedPrompt(render(_replaced(contents, str)))
-        word = "".join(secrets.choice(_LETTERS) for _ in range(12))
-        # No letter of the one is one of the other, so that whatever is left of them differs.
-        first, second = (
-            self._hidden(contents, render, {name: f"{of}{at}{of}" for at, name in enumerate(names)})
-            for of in (word, word.translate(_OTHER_LETTERS))
-        )
-        if first == second:
-            return first
         used = {letter for text in texts for letter in text}
+        names = sorted({name for text in texts for name in self._names.findall(text)})
         private = (chr(code) for code in range(0xE000, 0xF900) if chr(code) not in used)
-        return self._hidden(contents, render, dict(zip(names, private, strict=False)))
-
-    def _hidden(
-        self,
-        contents: Any,  # noqa: ANN401
-        render: Callable[[Any], str],
-        marks: Mapping[str, str],
-    ) -> RenderedPrompt:
-        """What ``render`` makes of ``contents`` with a mark in place of each name."""
+        mark_of = dict(zip(names, private, strict=False))
         rendered = render(
-            _replaced(contents, lambda text: self._names.sub(lambda m: marks[m[0]], text))
+            _replaced(contents, lambda text: self._names.sub(lambda m: mark_of[m[0]], text))
         )
-        names = {mark: name for name, mark in marks.items()}
+        found = {form: name for name, mark in mark_of.items()
+                 for form in (mark, f"\\u{ord(mark):04x}")}  # fmt: skip
         text, quoted, at = "", [], 0
-        for match in re.finditer("|".join(map(re.escape, names)), rendered):
+        for match in re.finditer("|".join(map(re.escape, found)) or r"(?!)", rendered):
             text += rendered[at : match.start()]
-            name = names[match[0]]
+            name = found[match[0]]
             quoted.append(range(len(text), len(text) + len(name)))
             text += name
             at = match.end()
@@ -171,3 +152,33 @@ def _replaced(value: Any, replace: Callable[[str], str]) -> Any:  # noqa: ANN401
     return (
         [_replaced(each, replace) for each in value] if isinstance(value, list | tuple) else value
     )
+
+
+@dataclass(frozen=True)
+class Chat:
+    """Messages and tools for a chat template.
+
+    messages: ``role`` and ``content``; the assistant's may have ``tool_calls``, each with ``id``,
+        ``type`` and ``function`` (``name``, and ``arguments`` as a dict), and what a tool returned
+        has the role ``tool``, its ``name`` and ``tool_call_id``.
+    tools: as OpenAI describes them: ``type`` and ``function`` (``name``, ``description``,
+        ``parameters`` as a JSON schema).
+    """
+
+    messages: Sequence[Mapping[str, Any]]
+    tools: Sequence[Mapping[str, Any]] = ()
+
+    @property
+    def needs_tools(self) -> bool:
+        """Whether it holds what only a template that takes tools can write."""
+        return bool(self.tools) or any(
+            message["role"] == "tool" or message.get("tool_calls") for message in self.messages
+        )
+
+
+def tool_template(tokenizer: Any) -> str | None:  # noqa: ANN401
+    """The chat template for a prompt with tools; None if it would leave them out."""
+    if not tokenizer.chat_template:
+        return None
+    template = str(tokenizer.get_chat_template(tools=[{}]))  # one of several may be for tools
+    return template if _USES_TOOLS.search(template) else None

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
+import re
 import secrets
+import sys
 import threading
+import time
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
@@ -13,18 +16,21 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate
 
-from samkv_integrations.cache.base import Store
+from samkv_integrations.cache.base import Store, StoredChunk
 from samkv_integrations.cache.chunk import ChunkRef
 from samkv_integrations.cache.fingerprint import Fingerprint
 from samkv_integrations.cache.outage import Outage
 from samkv_integrations.cache.windows import MIN_RUN, ChunkIndex, MemoryIndex
-from samkv_integrations.errors import ChunkNotCached, InvalidOption, StoreError
-from samkv_integrations.model.chat import Chat
+from samkv_integrations.errors import (
+    ChunkNotCached,
+    HandleError,
+    InvalidOption,
+    PromptTooLong,
+    StoreError,
+)
 from samkv_integrations.model.model import Model
-from samkv_integrations.model.quoting import RenderedPrompt
-from samkv_integrations.prompt.handles import Handles
-from samkv_integrations.prompt.length import refuse_tokens, refuse_too_long
-from samkv_integrations.prompt.runs import Occurrence, Run, find_runs
+from samkv_integrations.model.quoting import Chat, RenderedPrompt
+from samkv_integrations.prompt.layout import ChunkPart, Occurrence, Run, find_runs
 from samkv_integrations.prompt.text import bodies_of, check_messages, shorten
 
 Prompt = str | RenderedPrompt | Sequence[dict[str, str]] | Chat
@@ -38,18 +44,158 @@ MAX_EXPECTED = 4096
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True)
-class FoundChunk:
-    """A chunk that a prompt holds at least one run of.
+LIFETIME_S = 3600.0
+"""Seconds for which a handle stands for its chunk."""
 
-    key: of its cache, None if nobody has looked for one. token_ids: of all of it.
-    text: its body, None if only the store knows it.
+MAX_ISSUED = 16_384
+"""Handles that are remembered at a time; the oldest are forgotten first."""
+
+_HANDLE = re.compile(r"\[\[samkv:([0-9a-f]{32})\]\]")
+# What a cut leaves of a handle, with enough digits to know whose it was.
+_HEAD = re.compile(r"\[\[samkv:([0-9a-f]{8,32})(?![0-9a-f]|\]\])")
+_TAIL = re.compile(r"(?<!\[\[samkv:)(?<![0-9a-f])([0-9a-f]{8,32})\]\]")
+_FIRST, _LAST = slice(8), slice(-8, None)  # digits by which such a piece is looked up
+
+
+def is_handle(text: str) -> bool:
+    """Whether ``text`` is a handle and nothing else, whoever wrote it."""
+    return _HANDLE.fullmatch(text) is not None
+
+
+@dataclass(frozen=True)
+class Span:
+    """Where a handle stands in a prompt string, ``[start, stop)``, and the body of its chunk."""
+
+    start: int
+    stop: int
+    body: str
+
+
+class Handles:
+    """The handles that one engine has issued, and the bodies of chunks that they stand for.
+
+    A handle is a random name, new each time, and no key: who may read a chunk has been asked before
+    a handle of it is issued, and who was not shown it cannot name it. Whatever else looks like a
+    handle in a prompt is text. Safe to use from many threads.
+
+    Args:
+        clock: seconds that never go back.
     """
 
-    key: str | None
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._issued: OrderedDict[str, tuple[str, float]] = OrderedDict()  # body, until when
+        self._has_warned = False
+
+    def issue(self, body: str) -> str:
+        """A new handle that stands for ``body``, for `LIFETIME_S`."""
+        name = secrets.token_hex(16)
+        with self._lock:
+            self._drop_old()
+            self._issued[name] = (body, self._clock() + LIFETIME_S)
+            while len(self._issued) > MAX_ISSUED:
+                self._issued.popitem(last=False)
+        return f"[[samkv:{name}]]"
+
+    def find(self, prompt: str) -> list[Span]:
+        """Where issued handles stand in ``prompt``, and what they stand for."""
+        spans: list[Span] = []
+        unknown: list[str] = []
+        with self._lock:
+            self._drop_old()
+            for match in _HANDLE.finditer(prompt):
+                if issued := self._issued.get(match[1]):
+                    spans.append(Span(match.start(), match.end(), issued[0]))
+                else:
+                    unknown.append(match[0])
+            is_first = bool(unknown) and not self._has_warned
+            self._has_warned |= is_first
+        if is_first:
+            _log.warning(
+                "a handle stands in a prompt and is read as text: this engine has not issued it "
+                "within %d minutes. If a prompt builder put it there, have the documents retrieved "
+                "again, or prompt with their text; this is said once, and at DEBUG which handles",
+                LIFETIME_S // 60,
+            )
+        for handle in unknown:
+            _log.debug("%s is read as text", handle)
+        return spans
+
+    def require_whole(self, text: str) -> None:
+        """Raises HandleError if ``text`` holds a piece of an issued handle, which something cut."""
+        pieces = [*_HEAD.finditer(text), *_TAIL.finditer(text)]
+        if not pieces:
+            return
+        with self._lock:
+            names = list(self._issued)
+        heads, tails = ({name[at] for name in names} for at in (_FIRST, _LAST))
+        for match in pieces:
+            piece, is_head = match[1], match.re is _HEAD
+            if piece[_FIRST if is_head else _LAST] not in (heads if is_head else tails):
+                continue
+            if any((name.startswith if is_head else name.endswith)(piece) for name in names):
+                raise HandleError(
+                    f"the prompt holds a handle that something cut, near "
+                    f"{shorten(text[match.start() :])!r}; raise the context window of the "
+                    "prompt builder, or prompt with the text of the chunk"
+                )
+
+    def require_live(self, text: str) -> None:
+        """Raises HandleError if ``text`` holds an issued handle, of a chunk that is no more."""
+        with self._lock:
+            if any(match[1] in self._issued for match in _HANDLE.finditer(text)):
+                raise HandleError(
+                    "the prompt holds the handle of a chunk that has been deleted since it was "
+                    "issued, or whose model has changed; retrieve again"
+                )
+
+    def forget(self, bodies: Collection[str]) -> None:
+        """Let no handle stand for ``bodies`` any more."""
+        with self._lock:
+            for name in [n for n, (body, _) in self._issued.items() if body in bodies]:
+                del self._issued[name]
+
+    def _drop_old(self) -> None:
+        now = self._clock()
+        while self._issued and next(iter(self._issued.values()))[1] <= now:
+            self._issued.popitem(last=False)
+
+
+@dataclass
+class PromptChunk:
+    """A chunk in a prompt: the runs of its token ids that the prompt holds, and its cache.
+
+    key: of its cache, empty if nobody has looked for one. token_ids: of all of it. text: its body,
+    None if only the store knows it.
+    stored: its cache; None if there is none that can be used. miss: why not.
+    computed_now: whether the cache was made for this very prompt.
+    """
+
+    key: str
     token_ids: tuple[int, ...]
     runs: tuple[Run, ...]
     text: str | None
+    stored: StoredChunk | None = None
+    miss: str | None = None
+    computed_now: bool = False
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens of the prompt that are in its runs."""
+        return sum(map(len, self.runs))
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the prompt holds all of it, but for edges that merged with their neighbours."""
+        n_edge, run = 2, self.runs[0]
+        at_edges = run.start <= n_edge and run.stop >= len(self.token_ids) - n_edge
+        return len(self.runs) == 1 and at_edges
+
+    @property
+    def part(self) -> ChunkPart:
+        blocks = None if self.stored is None else self.stored.blocks
+        return ChunkPart(runs=self.runs, blocks=blocks)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,19 +203,14 @@ class ReadPrompt:
     """A prompt in tokens, and the chunks in it, in order."""
 
     token_ids: list[int]
-    chunks: list[FoundChunk]
-
-
-@dataclass(frozen=True)
-class _ForNext:
-    """What was announced for the next prompt, which empties it, and to which reader."""
-
-    of: PromptReader
-    bodies: list[str]
+    chunks: list[PromptChunk]
 
 
 # A context and not a thread: pools lend one thread to many requests.
-_FOR_NEXT: ContextVar[_ForNext | None] = ContextVar("samkv_for_next_prompt", default=None)
+# The reader, and the bodies that its next prompt is to hold some of, which that prompt empties.
+_FOR_NEXT: ContextVar[tuple[PromptReader, list[str]] | None] = ContextVar(
+    "samkv_for_next_prompt", default=None
+)
 
 
 @dataclass(frozen=True)
@@ -142,21 +283,17 @@ class PromptReader:
         context_window: most tokens of prompt and answer, if fewer than the model's.
 
         Raises:
-            PromptTooLong: it cannot fit, however it is tokenised.
+            PromptTooLong: it has more tokens than the context window.
             HandleError: something cut a handle in two, or its chunk has been deleted.
             InvalidOption: it is empty, or a chunk is not in it.
             ChunkNotCached: see ``must_hold``.
         """
         spelled = self._spelled_out(self.render(prompt), chunks)
-        refuse_too_long(self._model, spelled.prompt.text, context_window)
         for text in spelled.around:
             self.handles.require_whole(text)
             self.handles.require_live(text)
-
-        def check(n_tokens: int) -> None:
-            refuse_tokens(self._model, n_tokens, context_window)
-
-        read = self._read(spelled, chunks, holds_control=not isinstance(prompt, str), check=check)
+        most = min(context_window or sys.maxsize, self._model.context_window)
+        read = self._read(spelled, chunks, holds_control=not isinstance(prompt, str), most=most)
         if not read.token_ids:
             raise InvalidOption("the prompt is empty; it must hold at least one token")
         texts = {chunk.text for chunk in read.chunks if chunk.text is not None}
@@ -170,22 +307,27 @@ class PromptReader:
                 )
         return read
 
-    def find(self, prompt: Prompt) -> list[FoundChunk]:
+    def find(self, prompt: Prompt) -> list[PromptChunk]:
         """The chunks in a prompt that nobody answers, in order."""
         spelled = self._spelled_out(self.render(prompt), None)
         return self._read(spelled, None, holds_control=not isinstance(prompt, str)).chunks
 
     def _read(
         self, spelled: _SpelledOut, chunks: Sequence[str] | None, *, holds_control: bool,
-        check: Callable[[int], None] = lambda n_tokens: None,
+        most: int | None = None,
     ) -> ReadPrompt:  # fmt: skip
         """holds_control: whether it is known which names of special tokens count.
 
-        check: raises if the prompt has too many tokens, before chunks are tokenised or looked for.
+        most: tokens that the prompt may have, None for any number. It is counted before chunks are
+        tokenised or looked for.
         """
         rendered, is_store_asked = spelled.prompt, chunks is None
         ids = self._model.tokenize_prompt(rendered)
-        check(len(ids))
+        if most is not None and len(ids) > most:
+            raise PromptTooLong(
+                f"prompt of {len(ids)} tokens (chunks at full size) exceeds the context window of "
+                f"{most} of {self._model.name!r}; retrieve fewer chunks"
+            )
         indexes: list[ChunkIndex] = [self._index_of([*spelled.bodies, *bodies_of(chunks or ())])]
         if is_store_asked:
             indexes.append(self._expected)
@@ -194,13 +336,8 @@ class PromptReader:
             ids = ids if quoted == rendered else self._model.tokenize_prompt(quoted)
         found = []
         for each in self._runs(ids, indexes, is_store_asked):
-            is_text = each.index < len(indexes)
-            found.append(
-                FoundChunk(
-                    key=None if is_text else each.key, token_ids=each.token_ids, runs=each.runs,
-                    text=each.key if is_text else None,
-                )
-            )  # fmt: skip
+            key, text = ("", each.key) if each.index < len(indexes) else (each.key, None)
+            found.append(PromptChunk(key, each.token_ids, each.runs, text))
         return ReadPrompt(token_ids=ids, chunks=found)
 
     def _spelled_out(self, rendered: RenderedPrompt, chunks: Sequence[str] | None) -> _SpelledOut:
@@ -315,15 +452,15 @@ class PromptReader:
             while len(self._order) > MAX_EXPECTED:
                 self._expected.remove(self._order.popitem(last=False)[0])
         if for_next_prompt and long:
-            _FOR_NEXT.set(_ForNext(self, list(long)))
+            _FOR_NEXT.set((self, list(long)))
 
     def _see_announced(self, found: set[str], must_hold: bool) -> None:
         """Warn once if a prompt holds none of the chunks that were announced for it."""
-        announcement = _FOR_NEXT.get()
-        if announcement is None or announcement.of is not self or not announcement.bodies:
+        of, announced = _FOR_NEXT.get() or (None, [])
+        if of is not self or not announced:
             return
-        bodies = list(announcement.bodies)
-        announcement.bodies.clear()
+        bodies = list(announced)
+        announced.clear()
         if not found.isdisjoint(bodies):
             return
         remedy = (

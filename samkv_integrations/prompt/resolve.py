@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import partial
-from types import TracebackType
 from typing import Literal, Self
 
 from samkv_integrations.cache.base import Store, StoredChunk
@@ -14,8 +12,7 @@ from samkv_integrations.cache.fingerprint import Fingerprint
 from samkv_integrations.cache.outage import Outage
 from samkv_integrations.errors import CacheMiss, ChunkNotCached
 from samkv_integrations.prompt.layout import ChunkPart
-from samkv_integrations.prompt.reader import ReadPrompt
-from samkv_integrations.prompt.runs import Run
+from samkv_integrations.prompt.reader import PromptChunk, ReadPrompt
 
 MAX_HELD = 32
 """Files that one prompt holds open while it waits for the model; of further ones each read opens
@@ -25,57 +22,22 @@ OnMiss = Literal["text", "compute", "error"]
 
 
 @dataclass
-class PromptChunk:
-    """A chunk in a prompt: the runs of its token ids that the prompt holds, and its cache.
-
-    key: of its cache. token_ids: of all of it. text: its body, None if it is not known.
-    stored: its cache; None if there is none that can be used. miss: why not.
-    computed_now: whether the cache was made for this very prompt.
-    """
-
-    key: str
-    token_ids: tuple[int, ...]
-    runs: tuple[Run, ...]
-    text: str | None
-    stored: StoredChunk | None = None
-    miss: str | None = None
-    computed_now: bool = False
-
-    @property
-    def n_tokens(self) -> int:
-        """Tokens of the prompt that are in its runs."""
-        return sum(map(len, self.runs))
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether the prompt holds all of it, but for edges that merged with their neighbours."""
-        n_edge, run = 2, self.runs[0]
-        at_edges = run.start <= n_edge and run.stop >= len(self.token_ids) - n_edge
-        return len(self.runs) == 1 and at_edges
-
-    @property
-    def part(self) -> ChunkPart:
-        blocks = None if self.stored is None else self.stored.blocks
-        return ChunkPart(runs=self.runs, blocks=blocks)
-
-
-@dataclass
 class Resolved:
     """The tokens of a prompt, and the chunks in it in order; closes their caches on exit.
 
+    store, fingerprint, outage: see `resolve`.
     on_miss: with ``error`` a miss raises; else the tokens of its chunk are computed.
     misses: reason -> number of chunks without a usable cache. missed: keys of these.
-    quarantine: told the keys of damaged caches. text_of: the text of a chunk that is to be
-    computed, by key; None if it is not known, or if none is to be.
     """
 
     token_ids: list[int]
+    store: Store
+    fingerprint: Fingerprint
+    outage: Outage
     on_miss: OnMiss = "text"
     chunks: list[PromptChunk] = field(default_factory=list)
     misses: Counter[str] = field(default_factory=Counter)
     missed: list[str] = field(default_factory=list)
-    quarantine: Callable[[str], None] = lambda key: None
-    text_of: Callable[[str], str | None] = lambda key: None
 
     @property
     def parts(self) -> list[ChunkPart]:
@@ -109,6 +71,13 @@ class Resolved:
         """Of all caches that are open."""
         return sum(chunk.bytes_read for chunk in set(self.opened))
 
+    def text_of(self, key: str) -> str | None:
+        """The text of a chunk that is to be computed; None if it is not known, or none is to be."""
+        if self.on_miss == "compute":
+            with self.outage.survived():
+                return self.store.text(key)
+        return None
+
     def add_computed(self, made: Mapping[tuple[int, ...], StoredChunk]) -> None:
         """Answer missed chunks from caches that have just been made, by token ids."""
         for chunk in self.chunks:
@@ -136,7 +105,7 @@ class Resolved:
     def count_miss(self, key: str, miss: CacheMiss, n_places: int = 1) -> None:
         """Count a chunk without a usable cache. Raises ChunkNotCached if that is an error."""
         if miss.is_damage:
-            self.quarantine(key)
+            self.store.quarantine(key, fingerprint=self.fingerprint)
         if self.on_miss == "error":
             raise ChunkNotCached.of(f"chunk {key}", why=miss) from miss
         self.misses[miss.reason] += n_places
@@ -145,12 +114,7 @@ class Resolved:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -173,19 +137,7 @@ def resolve(
 
     Raises ChunkNotCached if ``on_miss`` is ``error`` and a chunk has no usable cache.
     """
-
-    def text_of(key: str) -> str | None:
-        if on_miss == "compute":
-            with outage.survived():
-                return store.text(key)
-        return None
-
-    resolved = Resolved(
-        token_ids=prompt.token_ids,
-        on_miss=on_miss,
-        quarantine=partial(store.quarantine, fingerprint=fingerprint),
-        text_of=text_of,
-    )
+    resolved = Resolved(prompt.token_ids, store, fingerprint, outage, on_miss)
     keys = {
         chunk.token_ids: chunk.key or store.key(fingerprint, chunk.token_ids)
         for chunk in prompt.chunks
@@ -193,21 +145,26 @@ def resolve(
     opened: dict[str, StoredChunk | CacheMiss] = {}
     store.begin_to_fetch(list(keys.values()), fingerprint)  # together, not each when it is opened
     try:
-        for found in prompt.chunks:
-            key = keys[found.token_ids]
-            chunk = PromptChunk(key, found.token_ids, found.runs, found.text)
+        for chunk in prompt.chunks:
+            chunk.key = key = keys[chunk.token_ids]
             resolved.chunks.append(chunk)
             cache = opened.get(key)
             if cache is None:  # a file is opened once, in however many places its chunk is
-                cache = opened[key] = _open(store, key, fingerprint, found.token_ids, outage)
-                if not isinstance(cache, CacheMiss) and len(opened) > MAX_HELD:
-                    cache.let_go()
+                try:
+                    cache = store.open(key, fingerprint, chunk.token_ids)
+                    if len(opened) >= MAX_HELD:
+                        cache.let_go()
+                except CacheMiss as miss:
+                    if miss.reason == "io":
+                        outage.tell(miss)
+                    cache = miss
+                opened[key] = cache
             if isinstance(cache, CacheMiss):
                 chunk.miss = cache.reason
                 if chunk.text is None or not chunk.is_whole:
                     # An announced text that the prompt holds in part may be one that was deleted,
                     # or changed since; the store knows those that were not.
-                    chunk.text = text_of(key)
+                    chunk.text = resolved.text_of(key)
                 resolved.count_miss(key, cache)
             else:
                 chunk.stored = cache
@@ -215,18 +172,3 @@ def resolve(
         resolved.close()
         raise
     return resolved
-
-
-def _open(
-    store: Store,
-    key: str,
-    fingerprint: Fingerprint,
-    token_ids: Sequence[int],
-    outage: Outage,
-) -> StoredChunk | CacheMiss:
-    try:
-        return store.open(key, fingerprint, token_ids)
-    except CacheMiss as miss:
-        if miss.reason == "io":
-            outage.tell(miss)
-        return miss

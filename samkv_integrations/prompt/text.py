@@ -1,4 +1,4 @@
-"""Texts and messages that prompts are made of, checked."""
+"""Texts and messages that prompts are made of, checked; the prompt of the command line."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from samkv_integrations.cache.chunk import normalise
 from samkv_integrations.errors import InvalidOption
+
+_CHAT_TEMPLATE = "Documents:\n\n{context}\n\nQuestion: {question}"
+_RAG_TEMPLATE = f"{_CHAT_TEMPLATE}\nAnswer:"
 
 
 def bodies_of(texts: Sequence[str]) -> list[str]:
@@ -54,3 +57,21 @@ def check_messages(prompt: object) -> None:
 def shorten(text: str, limit: int = 60) -> str:
     """At most ``limit`` characters of ``text``, for a message."""
     return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+def rag_prompt(
+    question: str, documents: Sequence[str], *, chat: bool = False
+) -> str | list[dict[str, str]]:
+    """The prompt that the command line and the benchmarks ask with.
+
+    documents: bodies or handles of chunks. chat: as one user message, for a chat template; it ends
+    with the question, because there the answer is the assistant's turn.
+
+    Raises InvalidOption for what are no texts, and for one text in place of a list.
+    """
+    check_text("question", question)
+    context = "\n\n".join(check_texts("documents", documents))
+    if chat:
+        content = _CHAT_TEMPLATE.format(context=context, question=question)
+        return [{"role": "user", "content": content}]
+    return _RAG_TEMPLATE.format(context=context, question=question)

@@ -14,13 +14,12 @@ from pydantic_core import PydanticCustomError
 from samkv_integrations.chroma.lexical import nearest
 from samkv_integrations.engine.costs import CostModel
 from samkv_integrations.engine.engine import Engine
-from samkv_integrations.engine.off_loop import off_loop
 from samkv_integrations.engine.options import AnswerOptions
 from samkv_integrations.engine.report import Report
-from samkv_integrations.engine.stream import Answer, AnswerStream
+from samkv_integrations.engine.stream import Answer, AnswerStream, off_loop
 from samkv_integrations.errors import InvalidOption, StoreError, UnknownOption
 from samkv_integrations.methods import METHODS
-from samkv_integrations.prompt.template import rag_prompt
+from samkv_integrations.prompt.text import rag_prompt
 from samkv_integrations.server.bodies import Body, Usage, with_stream
 from samkv_integrations.server.failures import Failure
 from samkv_integrations.server.service import Service, usage_of

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from samkv_integrations.cache.chunk import ChunkRef
 from samkv_integrations.cache.fingerprint import FORMAT_VERSION
 from samkv_integrations.engine.engine import Engine
-from samkv_integrations.engine.off_loop import off_loop
+from samkv_integrations.engine.stream import off_loop
 from samkv_integrations.errors import (
     InvalidChunk,
     InvalidOption,

@@ -24,11 +24,10 @@ from prometheus_client import (
 from starlette.types import Receive, Scope, Send
 
 from samkv_integrations.engine.engine import Engine
-from samkv_integrations.engine.off_loop import off_loop
 from samkv_integrations.engine.options import AnswerOptions
 from samkv_integrations.engine.report import Report
 from samkv_integrations.engine.scheduler import Scheduler
-from samkv_integrations.engine.stream import Answer, AnswerStream
+from samkv_integrations.engine.stream import Answer, AnswerStream, off_loop
 from samkv_integrations.prompt.reader import Prompt
 from samkv_integrations.server.failures import Failure, gone
 from samkv_integrations.server.tenancy import Tenancy, Tenant

@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from samkv_integrations.engine.decode import Greedy, decode_greedily
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.engine.first_token import first_token
-from samkv_integrations.engine.greedy import Greedy, decode_greedily
 from samkv_integrations.engine.options import AnswerSettings
 from samkv_integrations.engine.report import Report
 from samkv_integrations.evaluation.measures import f1, kl, same_top1

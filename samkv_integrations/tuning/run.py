@@ -12,7 +12,7 @@ from typing import Any, Literal
 from tqdm.auto import tqdm
 
 from samkv_integrations import figures
-from samkv_integrations.engine.tuned import TunedSetting
+from samkv_integrations.engine.options import TunedSetting
 from samkv_integrations.errors import EmptyInput, InvalidOption
 from samkv_integrations.evaluation.measures import interval, wilson
 from samkv_integrations.evaluation.questions import Question

@@ -18,7 +18,7 @@ from samkv_integrations.errors import EmptyInput, InvalidOption, PromptTooLong, 
 from samkv_integrations.eviction import EVICTIONS
 from samkv_integrations.figures import Row
 from samkv_integrations.model.model import Model
-from samkv_integrations.prompt.template import rag_prompt
+from samkv_integrations.prompt.text import rag_prompt
 from tests.support.models import tiny_model
 from tests.support.records import RECORDS, TEXTS, builtin
 

@@ -10,7 +10,7 @@ from benchmarks import datasets, markdown, quality, variants
 from benchmarks.journal import Journal
 from samkv_integrations.errors import EmptyInput, InvalidOption
 from samkv_integrations.model.model import Model
-from samkv_integrations.prompt.template import rag_prompt
+from samkv_integrations.prompt.text import rag_prompt
 from tests.bench.asking import answered, asked, lasting
 from tests.support.records import RECORDS, builtin
 

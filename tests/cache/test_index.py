@@ -15,7 +15,7 @@ import pytest
 from samkv_integrations.cache.index import Index, IndexedChunks
 from samkv_integrations.cache.tables import EVICTED, LOST, PRESENT, Entry
 from samkv_integrations.errors import StoreError
-from samkv_integrations.prompt.runs import find_runs
+from samkv_integrations.prompt.layout import find_runs
 
 DIGEST, SECRET = "d" * 32, b"s" * 32
 LONG = "The quick brown fox jumps over"

@@ -10,8 +10,8 @@ import torch
 from transformers import GPT2Config, LlamaConfig
 
 from samkv_integrations.cache.disk import ChunkStore
-from samkv_integrations.engine.check import Check
 from samkv_integrations.engine.costs import name_of
+from samkv_integrations.engine.doctor import Check
 from samkv_integrations.model.loading import load_model
 from tests.cli.running import error_of, ran, rows_of, run
 from tests.support.models import SHAPE

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from samkv_integrations.engine.tuned import FILE, TunedSetting, read, write
+from samkv_integrations.engine.options import TUNED_FILE, TunedSetting, read_tuned, write_tuned
 from tests.cli.running import error_of, ran, rows_of
 from tests.support.records import RECORDS
 
@@ -28,8 +28,8 @@ def test_tune_writes_a_setting_that_ask_takes(town: Path) -> None:
     options = ("--collection", "town", "--agree", "0.6", "--minutes", "1")
     found = tuned(*options)
     assert found["why"] == "" and found["held_out"][-1]["agreement"] >= 0.6
-    setting = read(Path(".samkv/kv"))["builtin"]
-    assert found["written"] == str(Path(".samkv/kv").resolve() / FILE)
+    setting = read_tuned(Path(".samkv/kv"))["builtin"]
+    assert found["written"] == str(Path(".samkv/kv").resolve() / TUNED_FILE)
     assert found["recommended"] == setting.line
     assert setting.measured["collection"] == "town"
     assert {row["label"] for row in found["rows"]} >= {"reuse", "epic", "auto"}
@@ -55,9 +55,9 @@ def test_tune_says_when_nothing_is_enough_and_writes_nothing(town: Path) -> None
         shown.split()
     )
     assert "--fall-back writes it" in shown
-    assert not Path(".samkv/kv", FILE).exists()
+    assert not Path(".samkv/kv", TUNED_FILE).exists()
     assert "Written to" in ran("tune", *FAST, *options, "--fall-back")
-    assert read(Path(".samkv/kv"))["builtin"].method == "recompute"
+    assert read_tuned(Path(".samkv/kv"))["builtin"].method == "recompute"
     (row,) = rows_of("ask", RECORDS[0].question, "--collection", "town")
     assert (row["method"], row["ran"]) == ("recompute", "recompute")
     (row,) = rows_of("ask", RECORDS[0].question, "--collection", "town", "--method", "auto")
@@ -90,14 +90,16 @@ def test_another_machine_tunes_on_caches_of_a_remote_tier(
 
 def test_a_broken_file_is_an_error_of_every_command_that_opens_the_caches(town: Path) -> None:
     ran("ingest", str(town), "--collection", "town")
-    Path(".samkv/kv", FILE).write_text("[models.builtin]\nmethod = 'magic'\n", encoding="utf-8")
+    Path(".samkv/kv", TUNED_FILE).write_text(
+        "[models.builtin]\nmethod = 'magic'\n", encoding="utf-8"
+    )
     for command in (("ask", "x"), ("tune",)):
         assert "unknown method 'magic'; known: a3" in error_of(*command, "--collection", "town")
 
 
 def test_options_without_a_method_are_of_the_default_one(town: Path) -> None:
     ran("ingest", str(town), "--collection", "town")
-    write(Path(".samkv/kv"), TunedSetting(model="builtin", method="reuse"))
+    write_tuned(Path(".samkv/kv"), TunedSetting(model="builtin", method="reuse"))
     ask = ("ask", RECORDS[0].question, "--collection", "town")
     assert rows_of(*ask)[0]["method"] == "reuse"
     assert rows_of(*ask, "--set", "recompute.matched=48")[0]["method"] == "auto"
@@ -113,7 +115,7 @@ def test_chunks_of_which_no_question_can_be_made(working_folder: Path) -> None:
 
 def test_a_setting_of_caches_of_other_bits_is_not_checked(town: Path) -> None:
     ran("ingest", str(town), "--collection", "town")
-    write(Path(".samkv/kv"), TunedSetting(model="builtin", method="reuse", store_bits=8))
+    write_tuned(Path(".samkv/kv"), TunedSetting(model="builtin", method="reuse", store_bits=8))
     assert "is of caches of 8 bits, which have 4 here" in error_of(
         "tune", "--collection", "town", "--check"
     )

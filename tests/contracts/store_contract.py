@@ -16,7 +16,7 @@ from samkv_integrations.cache.file_format import FileLayout
 from samkv_integrations.cache.fingerprint import Fingerprint
 from samkv_integrations.cache.stats import FingerprintStats
 from samkv_integrations.errors import CacheMiss, FingerprintMismatch, InvalidOption
-from samkv_integrations.prompt.runs import find_runs
+from samkv_integrations.prompt.layout import find_runs
 from tests.support.chunks import random_chunk, tiny_fingerprint
 
 TINY = tiny_fingerprint()

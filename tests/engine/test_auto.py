@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from samkv_integrations import METHODS, ChunkStore, Engine
 from samkv_integrations.cache.memory import MemoryStore
-from samkv_integrations.engine.costs import CostModel, measure
+from samkv_integrations.engine.costs import CostModel, keep_costs, kept_costs, measure
 from samkv_integrations.errors import StoreError
 from samkv_integrations.eviction import EVICTIONS
 from samkv_integrations.model.model import Model
@@ -173,7 +173,9 @@ def test_measuring_gives_usable_figures() -> None:
     model = tiny_model("qwen2")
     costs = measure(model, Engine(model, store_bits=4).fingerprint.entry_format)
     assert costs.layer_s > 0 and costs.entry_s > 0
-    assert CostModel.from_json(costs.to_json()) == costs
+    store = MemoryStore()
+    keep_costs(model, store, costs)
+    assert kept_costs(model, store) == costs
 
 
 # -- prefixes ---------------------------------------------------------------------------------

@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from samkv_integrations.engine.dense_cache import DenseCache
-from samkv_integrations.engine.working_cache import LayerEntries
+from samkv_integrations.engine.working_cache import DenseCache, LayerEntries
 from samkv_integrations.methods.ape import ApeAttention
 
 GROUPS, HEADS, DIM = 2, 4, 8
@@ -77,7 +76,7 @@ def test_attended_is_what_an_eviction_left_mean_over_heads() -> None:
     of_chunks[1:4] = True
     assert cache.attended(0, of_chunks) == 3
     slots = torch.tensor([[0, 1], [1, 2], [2, 5]])  # (K, G): heads keep two and two of them
-    cache.keep(0, slots, 5)
+    cache.keep(0, slots)
     assert cache.attended(0, of_chunks) == 2
     cache.keep(1, torch.tensor([[0, 0], [1, 4]]), 5)
     of_chunks = torch.zeros(given[1].n_entries, dtype=torch.bool)
@@ -98,7 +97,7 @@ def test_kept_entries_move_with_all_that_belongs_to_them(weigh: Any) -> None:
     cache, given = filled(weigh)
     slots = torch.tensor([[0, 2], [3, 4], [5, 5]])
     keys, values = given[0].keys.clone(), given[0].values.clone()
-    cache.keep(0, slots, 5)
+    cache.keep(0, slots)
     assert cache.lengths == [3, 9] and len(cache.keys[0]) == 5
     for place, of_heads in enumerate(slots.tolist()):
         for head, slot in enumerate(of_heads):

@@ -17,20 +17,17 @@ from samkv_integrations.cache.disk import ChunkStore
 from samkv_integrations.cache.memory import MemoryStore
 from samkv_integrations.cache.quantise import EntryFormat
 from samkv_integrations.cache.windows import MIN_RUN
-from samkv_integrations.engine import advice, blend, exactness
+from samkv_integrations.engine import blend, doctor
 from samkv_integrations.engine import prefill as ingest
-from samkv_integrations.engine.advice import CHUNK_TOKENS, QUESTION_TOKENS
-from samkv_integrations.engine.check import Check
-from samkv_integrations.engine.costs import CostModel, name_of
-from samkv_integrations.engine.doctor import examine
+from samkv_integrations.engine.costs import CostModel, keep_costs, kept_costs, name_of
+from samkv_integrations.engine.doctor import CHUNK_TOKENS, CHUNKS, QUESTION_TOKENS, Check, examine
 from samkv_integrations.engine.engine import Engine
-from samkv_integrations.engine.exactness import CHUNKS
 from samkv_integrations.errors import UnsupportedModel
 from samkv_integrations.model.loading import load_model
 from samkv_integrations.model.model import Model
 from samkv_integrations.model.quoting import RenderedPrompt
 from samkv_integrations.model.sampling import Sampler
-from samkv_integrations.prompt.template import rag_prompt
+from samkv_integrations.prompt.text import rag_prompt
 from tests.support.models import FAMILIES, SHAPE, byte_tokenizer, hf_model, tiny_model
 
 EXACT = ("full prefill", "prefix reuse", "key rotation", "greedy decoding", "tokens")
@@ -50,14 +47,14 @@ def examined(model: Model) -> dict[str, Check]:
 def test_it_counts_the_answers_that_are_those_of_full_prefill(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(advice, "FURTHER_QUESTIONS", ())
-    monkeypatch.setattr(advice, "COMPARED_METHODS", ("recompute", "reuse"))
+    monkeypatch.setattr(doctor, "FURTHER_QUESTIONS", ())
+    monkeypatch.setattr(doctor, "COMPARED_METHODS", ("recompute", "reuse"))
     model = tiny_model()
     engine = Engine(model, store_bits=16, prefix_bytes=0)
-    chunks = list(dict.fromkeys(chunk for _, of_one in advice.SAMPLES for chunk in of_one))
+    chunks = list(dict.fromkeys(chunk for _, of_one in doctor.SAMPLES for chunk in of_one))
     engine.cache_chunks(chunks)
     n_same = 0
-    for first, (question, _) in enumerate(advice.SAMPLES):
+    for first, (question, _) in enumerate(doctor.SAMPLES):
         order = chunks[first:] + chunks[:first]
         prompt = rag_prompt(question, order, chat=model.has_chat_template)
         full, reused = (
@@ -65,15 +62,15 @@ def test_it_counts_the_answers_that_are_those_of_full_prefill(
             for name in ("recompute", "reuse")
         )
         n_same += full == reused
-    check = advice.answers_advice(model, 16, engine.costs)
-    assert check.ok and check.detail.startswith(f"of {len(advice.SAMPLES)} greedy answers")
-    assert f"recompute {len(advice.SAMPLES)}, reuse {n_same};" in check.detail
+    check = doctor.answers_advice(model, 16, engine.costs)
+    assert check.ok and check.detail.startswith(f"of {len(doctor.SAMPLES)} greedy answers")
+    assert f"recompute {len(doctor.SAMPLES)}, reuse {n_same};" in check.detail
 
 
 def test_prompts_that_do_not_fit_are_a_warning() -> None:
     hf = hf_model("llama", max_position_embeddings=512)
     model = Model(hf, byte_tokenizer(bos=True), "short")
-    check = advice.answers_advice(model, 16, Engine(model).costs)
+    check = doctor.answers_advice(model, 16, Engine(model).costs)
     assert check.ok and check.is_warning and "512" in check.detail
 
 
@@ -118,7 +115,7 @@ def test_a_wrong_pairing_of_rotated_channels_is_noticed(
         turned = torch.stack((-x[..., 1::2], x[..., 0::2]), dim=-1).flatten(-2)
         return (x * cos[:, None] + turned * sin[:, None]).to(x.dtype)
 
-    monkeypatch.setattr(exactness, "rotate", neighbours)
+    monkeypatch.setattr(doctor, "rotate", neighbours)
     assert not examined(tiny_model("llama", dtype))["key rotation"].ok
 
 
@@ -242,7 +239,7 @@ def test_a_change_that_is_not_negligible_is_a_warning() -> None:
 def test_the_fewest_bits_that_change_little_are_advised(
     monkeypatch: pytest.MonkeyPatch, limit: float, advised: int, warns: bool
 ) -> None:
-    monkeypatch.setattr(advice, "NEGLIGIBLE_KL", limit)
+    monkeypatch.setattr(doctor, "NEGLIGIBLE_KL", limit)
     check = examined(tiny_model("qwen2"))["store_bits"]
     assert check.ok and check.is_warning == warns
     assert re.search(rf"take (store_bits=)?{advised}\b", check.detail)
@@ -263,8 +260,8 @@ def test_the_divergence_is_that_of_its_formula() -> None:
     full, other = torch.tensor([0.5, -1.0, 3.0]), torch.tensor([0.0, 0.0, 1.0])
     p, q = full.softmax(0).tolist(), other.softmax(0).tolist()
     slow = sum(a * math.log(a / b) for a, b in zip(p, q, strict=True))
-    assert advice._kl(full, other) == pytest.approx(slow, rel=1e-5)
-    assert advice._kl(full, full) == 0.0
+    assert doctor._kl(full, other) == pytest.approx(slow, rel=1e-5)
+    assert doctor._kl(full, full) == 0.0
 
 
 def a_cost(**changes: float) -> CostModel:
@@ -283,7 +280,7 @@ def test_the_smallest_context_of_two_passes_is_what_auto_does(
     assert found is not None, detail
     smallest = int(found[1])
     store = MemoryStore()
-    store.put_note(name_of(model), costs.to_json())
+    keep_costs(model, store, costs)
     engine = Engine(model, store, prefix_bytes=0)
     for n_context, ran in ((smallest, "samkv-guided"), (smallest - 1, "recompute")):
         letters = "".join(random.Random(n_context).choices("abcdefghijklm", k=n_context))
@@ -306,9 +303,8 @@ def test_what_passes_cost_is_kept_where_it_is_told_to(tmp_path: Path) -> None:
     model, store = tiny_model(), ChunkStore(tmp_path / "kv")
     (speed,) = (check for check in examine(model, store) if check.name == "speed")
     assert speed.detail.endswith(f"kept in {tmp_path / 'kv'}")
-    kept = store.note(name_of(model))
-    assert kept is not None
-    assert Engine(model, ChunkStore(tmp_path / "kv")).costs == CostModel.from_json(kept)
+    assert store.note(name_of(model)) is not None
+    assert Engine(model, ChunkStore(tmp_path / "kv")).costs == kept_costs(model, store)
     assert store.stats().n_chunks == 0
     assert examined(model)["speed"].detail.endswith("not kept: give --dir for that")
 

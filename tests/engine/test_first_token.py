@@ -17,11 +17,10 @@ from samkv_integrations.cache.chunk_file import ChunkFile
 from samkv_integrations.cache.disk import ChunkStore
 from samkv_integrations.cache.file_format import FileLayout
 from samkv_integrations.cache.memory import MemoryChunk
-from samkv_integrations.engine.dense_cache import DenseCache
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.engine.first_token import first_token
 from samkv_integrations.engine.request import FirstToken, Request
-from samkv_integrations.engine.sparse_cache import SparseCache
+from samkv_integrations.engine.working_cache import DenseCache, SparseCache
 from samkv_integrations.errors import CacheMiss, PromptTooLong
 from samkv_integrations.eviction import Quest
 from samkv_integrations.methods import METHODS, Method

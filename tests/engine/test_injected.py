@@ -10,7 +10,7 @@ import pytest
 from langchain_samkv import ChatSamKV, SamKV
 from llama_index.llms.samkv import SamKVLLM
 from samkv_integrations import ChunkStore, Engine
-from samkv_integrations.engine import asking as asking_module
+from samkv_integrations.engine import scheduler as scheduler_module
 from samkv_integrations.engine.first_token import first_token
 from samkv_integrations.engine.request import FirstToken, Request
 from samkv_integrations.prompt.resolve import OnMiss
@@ -47,7 +47,7 @@ def read(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[list[str]]]:
         found.append([names[id] for id in begun.layout.token_ids.tolist() if id in names])
         return begun
 
-    monkeypatch.setattr(asking_module, "first_token", noted)
+    monkeypatch.setattr(scheduler_module, "first_token", noted)
     yield found
     assert found
 

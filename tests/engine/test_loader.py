@@ -15,8 +15,7 @@ from samkv_integrations.cache.fingerprint import Fingerprint
 from samkv_integrations.cache.memory import MemoryChunk
 from samkv_integrations.engine.loader import ChunkLost, Context
 from samkv_integrations.errors import CacheMiss
-from samkv_integrations.prompt.layout import ChunkPart, Layout
-from samkv_integrations.prompt.runs import Run
+from samkv_integrations.prompt.layout import ChunkPart, Layout, Run
 from tests.support.chunks import decoded, random_chunk, tiny_fingerprint
 
 LENGTHS = (22, 5, 17)
@@ -67,6 +66,10 @@ class Case:
         self.ids_bytes = sum(self.caches[chunk].token_ids.nbytes for chunk in set(order))
 
     @property
+    def bytes_read(self) -> int:
+        return sum(chunk.bytes_read for chunk in set(self.opened))
+
+    @property
     def entries_read(self) -> int:
         """Entries, not counting token ids and key ranges."""
         ranges = sum(
@@ -74,7 +77,7 @@ class Case:
             for chunk, opened in dict(zip(self.order, self.opened, strict=True)).items()
             if opened.is_range_read
         )
-        read = self.context.bytes_read - self.ids_bytes - ranges
+        read = self.bytes_read - self.ids_bytes - ranges
         assert read % self.made_by.entry_format.n_bytes == 0
         return read // self.made_by.entry_format.n_bytes
 
@@ -143,7 +146,7 @@ def test_a_chunk_of_which_most_is_missing_is_read_whole_and_others_are_not() -> 
 def test_nothing_asked_for_is_nothing_read() -> None:
     case = Case(4)
     case.context.load(torch.zeros(2, 13, dtype=torch.bool))
-    assert case.context.bytes_read == case.ids_bytes
+    assert case.bytes_read == case.ids_bytes
     keys, values = case.context.keys_and_values(0, torch.empty(0).long())
     assert keys.shape == values.shape == (0, 2, 8)
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from samkv_integrations.engine.plan import LayerPlan, plan_pass
+from samkv_integrations.engine.blend import LayerPlan, plan_pass
 from tests.support.selection_inputs import Request, Shape, request_of, shapes
 
 MANY = settings(max_examples=120, deadline=None)

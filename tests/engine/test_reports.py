@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from samkv_integrations import Engine
-from samkv_integrations.engine import prepared
-from samkv_integrations.engine.dense_cache import DenseCache
-from samkv_integrations.engine.prepared import Prepared
+from samkv_integrations.engine import chunks as chunks_module
 from samkv_integrations.engine.report import Report
+from samkv_integrations.engine.working_cache import DenseCache
 from samkv_integrations.eviction import EVICTIONS
 from tests.support.laws import WHOLE_IS_FASTER
 from tests.support.models import tiny_model
@@ -144,16 +143,14 @@ def test_prompts_share_an_announcement_by_its_chunks(engine: Engine) -> None:
 
 
 def test_an_announcement_that_nobody_asks_for_is_forgotten(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(prepared, "MAX_REMEMBERED", 2)
-    remembered = Prepared()
-    with engine.resolve(PROMPT, TEXTS) as resolved:
-        keys = [chunk.key for chunk in resolved.opened]
-        remembered.add(keys, 3.0)
-        assert remembered.claim(resolved) == 2.0
-        assert [chunk.computed_now for chunk in resolved.chunks] == [False, True, True]
-        assert remembered.claim(resolved) == 0.0
+    monkeypatch.setattr(chunks_module, "_MAX_RECENT", 2)
+    engine = Engine(tiny_model("llama"), block_size=8, method="reuse")
+    engine.announce(TEXTS, "compute")
+    first, second = asked(engine), asked(engine)
+    assert first.computed_now == 2 and first.announce_s > 0
+    assert second.computed_now == 0 and second.announce_s == 0
 
 
 # -- kept ---------------------------------------------------------------------------------------
@@ -168,10 +165,10 @@ def test_kept_is_what_an_eviction_leaves(
     kept: list[torch.Tensor] = []
     keep = DenseCache.keep
 
-    def spied(self: DenseCache, layer: int, slots: torch.Tensor | None, room: int) -> None:
+    def spied(self: DenseCache, layer: int, slots: torch.Tensor | None) -> None:
         assert slots is not None
         kept.append(slots)
-        keep(self, layer, slots, room)
+        keep(self, layer, slots)
 
     monkeypatch.setattr(DenseCache, "keep", spied)
     if missed:

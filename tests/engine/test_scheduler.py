@@ -16,12 +16,11 @@ import pytest
 import torch
 
 from samkv_integrations import Engine
-from samkv_integrations.engine.answering import AHEAD
 from samkv_integrations.engine.decode import Decoder, decode
 from samkv_integrations.engine.first_token import first_token
 from samkv_integrations.engine.options import AnswerSettings
 from samkv_integrations.engine.request import Request
-from samkv_integrations.engine.scheduler import Limits, Scheduler
+from samkv_integrations.engine.scheduler import AHEAD, Limits, Scheduler
 from samkv_integrations.engine.stream import AnswerStream
 from samkv_integrations.errors import InvalidOption, Overloaded, TimedOut
 from samkv_integrations.eviction import EVICTIONS

@@ -14,8 +14,7 @@ from samkv_integrations.cache.entries import Entries
 from samkv_integrations.cache.quantise import GROUP_TOKENS, EntryFormat, groups
 from samkv_integrations.cache.rope import unrotate
 from samkv_integrations.engine.engine import Engine
-from samkv_integrations.engine.sparse_cache import SparseCache
-from samkv_integrations.engine.working_cache import LayerEntries
+from samkv_integrations.engine.working_cache import LayerEntries, SparseCache
 from samkv_integrations.eviction import Quest
 from samkv_integrations.methods.base import ContextAttention
 from samkv_integrations.model.model import Model

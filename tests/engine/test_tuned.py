@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import tomllib
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import torch
 
 from samkv_integrations import METHODS, ChunkStore, Engine
 from samkv_integrations.cache.upkeep import gc, verify
-from samkv_integrations.engine.tuned import FILE, TunedSetting, read, write
+from samkv_integrations.engine.options import TUNED_FILE, TunedSetting, read_tuned, write_tuned
 from samkv_integrations.errors import InvalidOption, UnknownOption
 from samkv_integrations.eviction import EVICTIONS
 from samkv_integrations.frameworks.engine_args import ModelSource, engine_of, own_choices
@@ -33,30 +32,30 @@ def engine_on(folder: Path, **options: object) -> Engine:
 
 def tuned_folder(folder: Path, setting: TunedSetting = SETTING) -> Path:
     ChunkStore(folder / "kv")
-    write(folder / "kv", setting)
+    write_tuned(folder / "kv", setting)
     return folder
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
     odd = replace(SETTING, model='a "b"\\ü\x7f\n/😀', set=(), eviction="none", eviction_budget=None)
-    write(tmp_path, SETTING)
-    write(tmp_path, odd)
-    assert read(tmp_path) == {SETTING.model: SETTING, odd.model: odd}
+    write_tuned(tmp_path, SETTING)
+    write_tuned(tmp_path, odd)
+    assert read_tuned(tmp_path) == {SETTING.model: SETTING, odd.model: odd}
     newer = replace(SETTING, method="reuse", set=(), eviction="none", eviction_budget=None)
-    write(str(tmp_path), newer)
-    assert read(tmp_path) == {SETTING.model: newer, odd.model: odd}
-    assert [file.name for file in tmp_path.iterdir()] == [FILE]
+    write_tuned(str(tmp_path), newer)
+    assert read_tuned(tmp_path) == {SETTING.model: newer, odd.model: odd}
+    assert [file.name for file in tmp_path.iterdir()] == [TUNED_FILE]
 
 
 def test_what_people_write_of_their_measurements_is_kept(tmp_path: Path) -> None:
-    (tmp_path / FILE).write_text(
+    (tmp_path / TUNED_FILE).write_text(
         "[models.a]\nmethod = 'reuse'\n[models.a.measured]\n'by hand' = 'a \"b\"'\n'ü' = true\n"
         "most = inf\nleast = -inf\nn = 3\n",
         encoding="utf-8",
     )
-    before = read(tmp_path)
-    write(tmp_path, SETTING)
-    assert read(tmp_path) == {**before, SETTING.model: SETTING}
+    before = read_tuned(tmp_path)
+    write_tuned(tmp_path, SETTING)
+    assert read_tuned(tmp_path) == {**before, SETTING.model: SETTING}
     assert before["a"].measured["by hand"] == 'a "b"' and before["a"].measured["n"] == 3
 
 
@@ -104,7 +103,7 @@ def test_bits_of_the_file_are_for_a_folder_without_other_caches(
     assert engine_on(tuned_folder(tmp_path / "new", eight)).store_bits == 8
     held = tmp_path / "held"
     engine_on(held).cache_chunks(TEXTS)
-    write(held / "kv", eight)
+    write_tuned(held / "kv", eight)
     with caplog.at_level(logging.WARNING):
         engine = engine_on(held)
     assert engine.store_bits == 4 and engine.is_cached(TEXTS[0])  # and nothing is a miss
@@ -189,41 +188,34 @@ def test_a_broken_file_is_named_with_what_is_allowed(
     tmp_path: Path, text: str, expected: str
 ) -> None:
     ChunkStore(tmp_path / "kv")
-    (tmp_path / "kv" / FILE).write_text(text, encoding="utf-8")
+    (tmp_path / "kv" / TUNED_FILE).write_text(text, encoding="utf-8")
     with pytest.raises(InvalidOption) as raised:
         engine_on(tmp_path)
-    assert str(tmp_path / "kv" / FILE) in str(raised.value) and expected in str(raised.value)
+    assert str(tmp_path / "kv" / TUNED_FILE) in str(raised.value) and expected in str(raised.value)
     assert "samkv tune" in str(raised.value)
     engine_on(tmp_path, method="reuse", store_bits=4)  # who says all needs no file
 
 
 @pytest.mark.parametrize("text", ["method = ", "[other]\nx = 1"])
 def test_a_file_of_something_else_is_not_replaced(tmp_path: Path, text: str) -> None:
-    (tmp_path / FILE).write_text(text, encoding="utf-8")
+    (tmp_path / TUNED_FILE).write_text(text, encoding="utf-8")
     with pytest.raises(InvalidOption, match="mend or delete it"):
-        write(tmp_path, SETTING)
-    assert (tmp_path / FILE).read_text(encoding="utf-8") == text
+        write_tuned(tmp_path, SETTING)
+    assert (tmp_path / TUNED_FILE).read_text(encoding="utf-8") == text
 
 
-def test_a_broken_entry_is_that_of_its_model_alone(tmp_path: Path) -> None:
-    """Whose setting is written has it mended, and loses nothing of the others."""
-    tuned_folder(tmp_path, replace(SETTING, model="another"))
-    file = tmp_path / "kv" / FILE
-    with file.open("a") as text:
-        text.write("[models.broken]\nmetod = 'x'\n[models.tiny-llama]\nmethod = 1\n")
-    with pytest.raises(InvalidOption, match="models.'tiny-llama'.method"):
-        engine_on(tmp_path)
-    write(tmp_path / "kv", SETTING)
-    assert engine_on(tmp_path).tuned == SETTING
-    tables = tomllib.loads(file.read_text(encoding="utf-8"))["models"]
-    assert sorted(tables) == ["another", "broken", "tiny-llama"]
-    assert tables["broken"] == {"metod": "x"}
+def test_a_broken_entry_is_an_error_for_every_model(tmp_path: Path) -> None:
+    (tmp_path / TUNED_FILE).write_text("[models.broken]\nmetod = 'x'\n", encoding="utf-8")
+    with pytest.raises(InvalidOption, match="models.'broken'.metod; allowed: method"):
+        Engine(tiny_model("llama"), ChunkStore(tmp_path))
+    with pytest.raises(InvalidOption, match="models.'broken'.metod"):
+        write_tuned(tmp_path, SETTING)
 
 
 def test_windows_editors_begin_a_file_with_a_byte_order_mark(tmp_path: Path) -> None:
-    file = write(tmp_path, SETTING)
+    file = write_tuned(tmp_path, SETTING)
     file.write_text(file.read_text(encoding="utf-8"), encoding="utf-8-sig")
-    assert read(tmp_path) == {SETTING.model: SETTING}
+    assert read_tuned(tmp_path) == {SETTING.model: SETTING}
 
 
 def test_what_no_engine_could_do_is_no_setting() -> None:
@@ -234,14 +226,14 @@ def test_what_no_engine_could_do_is_no_setting() -> None:
 def test_the_store_leaves_the_file_alone(tmp_path: Path) -> None:
     engine = engine_on(tuned_folder(tmp_path))
     engine.cache_chunks(TEXTS)
-    before = (tmp_path / "kv" / FILE).read_bytes()
+    before = (tmp_path / "kv" / TUNED_FILE).read_bytes()
     store = ChunkStore(tmp_path / "kv")
     assert not verify(store, repair=True).damaged
     gc(store)
     engine.forget(TEXTS)
-    assert (tmp_path / "kv" / FILE).read_bytes() == before
+    assert (tmp_path / "kv" / TUNED_FILE).read_bytes() == before
 
 
 def test_a_new_folder_may_begin_with_the_file(tmp_path: Path) -> None:
-    write(tmp_path, SETTING)
+    write_tuned(tmp_path, SETTING)
     assert Engine(tiny_model(), ChunkStore(tmp_path)).tuned == SETTING

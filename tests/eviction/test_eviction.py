@@ -18,10 +18,8 @@ from torch import Tensor
 from samkv_integrations import EVICTIONS, METHODS, ChunkStore, Engine, Eviction, Method
 from samkv_integrations.engine.costs import CostModel
 from samkv_integrations.engine.decode import Decoder
-from samkv_integrations.engine.dense_cache import DenseCache
-from samkv_integrations.engine.evictor import Evictor
 from samkv_integrations.engine.request import FirstToken
-from samkv_integrations.engine.working_cache import LayerEntries
+from samkv_integrations.engine.working_cache import DenseCache, LayerEntries
 from samkv_integrations.errors import InvalidOption, UnknownOption
 from samkv_integrations.eviction import get_eviction
 from samkv_integrations.eviction.base import DroppingEviction, Keeper, Once, Seen, best_of_heads
@@ -118,13 +116,13 @@ class Case:
         n_steps, n_kv_heads = len(self.keys) - self.n_entries, self.keys.shape[1]
         names = torch.arange(len(self.keys)).float()[:, None, None].expand(-1, n_kv_heads, 8)
         is_context = torch.arange(self.n_entries) % 3 < 2
-        evictor = Evictor(
-            replace(rule, budget_tokens=budget),
+        cache = DenseCache(
+            1,
+            n_steps,
             n_tokens=self.n_entries,
-            n_layers=1,
-            capacity=n_steps,
+            rule=replace(rule, budget_tokens=budget),
+            weigh=METHODS["ape"].attend,
         )
-        cache = DenseCache(1, n_steps, evictor=evictor, weigh=METHODS["ape"].attend)
         at = torch.tensor(self.computed)
         taken = LayerEntries(
             keys=self.keys[: self.n_entries].clone(),
@@ -137,8 +135,9 @@ class Case:
         cache.take(0, taken)
         history = [held(cache, self.n_entries)]
         for entry in range(self.n_entries, len(self.keys)):
-            cache.append(0, self.keys[entry], names[entry])
-            evictor.after_step(cache, 0, self.query[:, entry : entry + 1], 8**-0.5)
+            query = self.query[None, :, entry : entry + 1]
+            key, value = (side[entry][None, :, None] for side in (self.keys, names))
+            cache.attend(0, query, key, value, 8**-0.5)
             history.append(held(cache, self.n_entries))
         return history
 
@@ -425,15 +424,16 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Seen, Tensor]]:
     """What an evictor is shown of each layer, with the layer's values; nothing is evicted."""
     shown: list[tuple[Seen, Tensor]] = []
 
-    def look(
-        evictor: Evictor, cache: DenseCache, layer: int, query: Tensor, slots: Tensor,
-        scaling: float,
-    ) -> None:  # fmt: skip
-        n = cache.lengths[layer]
-        seen = Seen(query=query, slots=slots, keys=cache.keys[layer][:n], scaling=scaling)
-        shown.append((seen, cache.values[layer][:n]))
+    def seeing(**shown_now: Any) -> Seen:
+        seen.append(Seen(**shown_now))
+        return seen[-1]
 
-    monkeypatch.setattr(Evictor, "after_prompt", look)
+    def look(cache: DenseCache, layer: int, slots: Tensor | None) -> None:
+        shown.append((seen[-1], cache.values[layer][: cache.lengths[layer]]))
+
+    seen: list[Seen] = []
+    monkeypatch.setattr("samkv_integrations.engine.working_cache.Seen", seeing)
+    monkeypatch.setattr(DenseCache, "keep", look)
     return shown
 
 

@@ -10,7 +10,7 @@ import pytest
 from langchain_samkv import ChatSamKV
 from llama_index.llms.samkv import SamKVLLM
 from samkv_integrations import METHODS, ChunkStore
-from samkv_integrations.engine.tuned import TunedSetting, write
+from samkv_integrations.engine.options import TunedSetting, write_tuned
 from tests.support.models import saved_tiny
 
 
@@ -23,7 +23,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
 def setting(tiny: str, tmp_path: Path) -> TunedSetting:
     found = TunedSetting(model=tiny, method="epic", set=("recompute.first=3",), eviction="h2o")
     ChunkStore(tmp_path / "kv")
-    write(tmp_path / "kv", found)
+    write_tuned(tmp_path / "kv", found)
     return found
 
 
@@ -55,5 +55,5 @@ def test_an_llm_that_is_made_again_of_its_description_reads_the_file_again(
     llm = SamKVLLM(model_name=tiny, kv_dir=str(tmp_path / "kv"))
     again = SamKVLLM.from_dict(llm.to_dict())
     assert again.engine.method == llm.engine.method == setting.to_method()
-    write(tmp_path / "kv", TunedSetting(model=tiny, method="reuse"))
+    write_tuned(tmp_path / "kv", TunedSetting(model=tiny, method="reuse"))
     assert SamKVLLM.from_dict(llm.to_dict()).engine.method == METHODS["reuse"]

@@ -18,11 +18,10 @@ from torch import Tensor
 
 from samkv_integrations.cache.memory import MemoryStore
 from samkv_integrations.cache.quantise import STORE_BITS
-from samkv_integrations.engine.blend import Blend
+from samkv_integrations.engine.blend import Blend, PassPlan
 from samkv_integrations.engine.decode import Decoder
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.engine.loader import Context
-from samkv_integrations.engine.plan import PassPlan
 from samkv_integrations.engine.scheduler import Scheduler
 from samkv_integrations.eviction import EVICTIONS
 from samkv_integrations.methods import METHODS

@@ -12,8 +12,8 @@ from jsonschema import validate
 
 from samkv_integrations import Engine
 from samkv_integrations.errors import InvalidOption, MissingExtra
-from samkv_integrations.model.constraint import check_json_schema
 from samkv_integrations.model.model import Model
+from samkv_integrations.model.sampling import check_json_schema
 from tests.support.models import byte_tokenizer, hf_model, tiny_model
 
 PROMPT = "Where was Tobias Trulman born?"

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 
-from samkv_integrations.model.single_token import for_single_token
+from samkv_integrations.model.attention import for_single_token
 
 CPU = torch.device("cpu")
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from samkv_integrations.cache.index import Index, IndexedChunks
 from samkv_integrations.cache.tables import Entry
 from samkv_integrations.cache.windows import MIN_RUN, ChunkIndex, MemoryIndex, Windows
-from samkv_integrations.prompt.runs import Occurrence, Run, find_runs
+from samkv_integrations.prompt.layout import Occurrence, Run, find_runs
 
 SECRET, DIGEST = b"s" * 32, "d" * 32
 VOCABULARY = 49_152

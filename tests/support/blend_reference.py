@@ -16,16 +16,14 @@ from samkv_integrations.cache.blocks import BlockScheme
 from samkv_integrations.cache.chunk import ChunkCache
 from samkv_integrations.cache.fingerprint import Fingerprint
 from samkv_integrations.cache.memory import MemoryChunk
-from samkv_integrations.engine.blend import Blend
-from samkv_integrations.engine.dense_cache import DenseCache
+from samkv_integrations.engine.blend import Blend, PassPlan, plan_pass
 from samkv_integrations.engine.loader import Context
-from samkv_integrations.engine.plan import PassPlan, plan_pass
+from samkv_integrations.engine.working_cache import DenseCache
 from samkv_integrations.methods.ape import ApeAttention
 from samkv_integrations.methods.base import Checked, Positions, ProbedLayer, Update, overwrite
 from samkv_integrations.methods.parts import Fusion
 from samkv_integrations.model.model import Model
-from samkv_integrations.prompt.layout import ChunkPart, Layout
-from samkv_integrations.prompt.runs import Run
+from samkv_integrations.prompt.layout import ChunkPart, Layout, Run
 from tests.support.chunks import decoded, random_chunk, tiny_fingerprint
 from tests.support.models import turned
 

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from samkv_integrations.cache.blocks import BlockScheme
 from samkv_integrations.methods.base import ProbedLayer, SelectionInputs
-from samkv_integrations.prompt.layout import ChunkPart, Layout
-from samkv_integrations.prompt.runs import Run
+from samkv_integrations.prompt.layout import ChunkPart, Layout, Run
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ from unittest import mock
 
 from torch import Tensor
 
-from samkv_integrations.engine import asking as asking_module
+from samkv_integrations.engine import scheduler as scheduler_module
 from samkv_integrations.model.model import Model
 from samkv_integrations.model.sampling import Sampler
 from tests.support.models import byte_tokenizer, hf_model
@@ -67,4 +67,4 @@ def dictated(*texts: str) -> Any:
         def next(self, logits: Tensor) -> int:
             return next(self._left)
 
-    return mock.patch.object(asking_module, "Sampler", Dictated)
+    return mock.patch.object(scheduler_module, "Sampler", Dictated)

@@ -13,7 +13,7 @@ from llama_index.core.llms import ChatMessage
 
 from llama_index.llms.samkv import SamKVLLM
 from llama_index.postprocessor.samkv import SamKVPostprocessor
-from samkv_integrations.engine.answering import AHEAD
+from samkv_integrations.engine.scheduler import AHEAD
 from samkv_integrations.errors import HandleError, PromptTooLong
 from tests.support.handles import issued
 from tests.support.llama_index_corpus import ASKED, TOP_K, Corpus, cached_prompt

@@ -13,7 +13,7 @@ from samkv_integrations.engine.stream import AnswerStream
 from samkv_integrations.errors import AnswerCut, InvalidOption
 from samkv_integrations.frameworks.local_llm import LocalLLM
 from samkv_integrations.frameworks.tool_calls import ToolUse
-from samkv_integrations.model.chat import Chat
+from samkv_integrations.model.quoting import Chat
 from samkv_integrations.prompt.reader import Prompt
 
 

@@ -44,8 +44,7 @@ from llama_index.llms.samkv.retrievals import expect_retrieved
 from llama_index.llms.samkv.structured import StructuredPredictions
 from llama_index.llms.samkv.tools import ToolCallingLLM
 from samkv_integrations.engine.engine import Engine
-from samkv_integrations.engine.off_loop import off_loop
-from samkv_integrations.engine.stream import AnswerStream
+from samkv_integrations.engine.stream import AnswerStream, off_loop
 from samkv_integrations.errors import InvalidOption, PromptTooLong
 from samkv_integrations.frameworks.call_options import (
     DEFAULT_MAX_NEW_TOKENS,

@@ -24,7 +24,7 @@ from samkv_integrations.chroma.client import chroma_errors, connect_collection, 
 from samkv_integrations.chroma.link import ChromaLink
 from samkv_integrations.chroma.results import KEY_FIELD
 from samkv_integrations.engine.engine import Engine
-from samkv_integrations.engine.off_loop import off_loop
+from samkv_integrations.engine.stream import off_loop
 from samkv_integrations.errors import InvalidOption
 from samkv_integrations.frameworks.engine_ref import EngineRef
 
