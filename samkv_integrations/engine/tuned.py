@@ -27,7 +27,7 @@ from samkv_integrations.errors import (
 )
 from samkv_integrations.eviction import NO_EVICTION, Eviction, get_eviction, with_budget
 from samkv_integrations.methods import DEFAULT_METHOD, Method, get_method
-from samkv_integrations.methods.options import with_option
+from samkv_integrations.methods.base import with_option
 from samkv_integrations.model.model import Model
 
 FILE = "samkv.toml"
