@@ -9,9 +9,8 @@ from pathlib import Path
 from tqdm.auto import tqdm
 
 from samkv_integrations.bench.data import Question
-from samkv_integrations.chroma.database import Database
-from samkv_integrations.chroma.lexical import nearest
-from samkv_integrations.chroma.link import ChromaLink
+from samkv_integrations.chroma.client import Database
+from samkv_integrations.chroma.link import ChromaLink, nearest
 from samkv_integrations.cli import arguments as args
 from samkv_integrations.cli import tables
 from samkv_integrations.cli.answers import answer_row, with_ratios

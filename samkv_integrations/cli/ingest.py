@@ -12,9 +12,9 @@ from typing import Any
 import typer
 
 from samkv_integrations import figures
-from samkv_integrations.chroma.database import Database
+from samkv_integrations.chroma.client import Database
 from samkv_integrations.chroma.link import ChromaLink
-from samkv_integrations.chroma.results import IngestResult
+from samkv_integrations.chroma.records import IngestResult
 from samkv_integrations.cli import arguments as args
 from samkv_integrations.cli import tables
 from samkv_integrations.cli.cluster import failed_rows, pool_of, show_summary

@@ -10,9 +10,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from samkv_integrations.chroma.database import Database
-from samkv_integrations.chroma.lexical import nearest
-from samkv_integrations.chroma.link import ChromaLink
+from samkv_integrations.chroma.client import Database
+from samkv_integrations.chroma.link import ChromaLink, nearest
 from samkv_integrations.cli import arguments as args
 from samkv_integrations.cli import tables
 from samkv_integrations.cli.loading import engine_of

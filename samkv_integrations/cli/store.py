@@ -11,9 +11,9 @@ import typer
 from samkv_integrations import figures
 from samkv_integrations.cache.chunk import normalise
 from samkv_integrations.cache.fingerprint import FORMAT_VERSION
-from samkv_integrations.chroma.database import Database
+from samkv_integrations.chroma.client import Database
 from samkv_integrations.chroma.link import ChromaLink
-from samkv_integrations.chroma.results import SyncResult
+from samkv_integrations.chroma.records import SyncResult
 from samkv_integrations.cli import arguments as args
 from samkv_integrations.cli import tables
 from samkv_integrations.cli.loading import engine_of

@@ -14,7 +14,7 @@ from samkv_integrations.cache.upkeep import VerifyResult
 from samkv_integrations.cache.upkeep import gc as collect_garbage
 from samkv_integrations.cache.upkeep import verify as verify_caches
 from samkv_integrations.cache.warming import warm as warm_caches
-from samkv_integrations.chroma.database import Database
+from samkv_integrations.chroma.client import Database
 from samkv_integrations.cli import arguments as args
 from samkv_integrations.cli import tables
 from samkv_integrations.cli.sizes import bytes_of

@@ -10,7 +10,7 @@ import typer
 from samkv_integrations.cache.transfer import Moved
 from samkv_integrations.cache.transfer import pull as pull_caches
 from samkv_integrations.cache.transfer import push as push_caches
-from samkv_integrations.chroma.database import Database
+from samkv_integrations.chroma.client import Database
 from samkv_integrations.cli import arguments as args
 from samkv_integrations.cli import tables
 from samkv_integrations.cli.sizes import bytes_of

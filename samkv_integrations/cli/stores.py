@@ -10,7 +10,7 @@ from tqdm.auto import tqdm
 
 from samkv_integrations.cache.disk import ChunkStore
 from samkv_integrations.cache.tables import EVICTED, LOST, PRESENT
-from samkv_integrations.chroma.database import Database
+from samkv_integrations.chroma.client import Database
 from samkv_integrations.chroma.records import Records
 from samkv_integrations.errors import InvalidOption
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from samkv_integrations.chroma.link import ChromaLink
-from samkv_integrations.chroma.results import Metadata
+from samkv_integrations.chroma.records import Metadata
 from samkv_integrations.cluster.ingest import ClusterIngest, cache_on_ray
 from samkv_integrations.cluster.pool import WorkerPool
 from samkv_integrations.frameworks.engine_args import ModelSource

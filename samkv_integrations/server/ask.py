@@ -13,7 +13,7 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
-from samkv_integrations.chroma.lexical import nearest
+from samkv_integrations.chroma.link import nearest
 from samkv_integrations.engine.costs import CostModel
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.engine.off_loop import off_loop

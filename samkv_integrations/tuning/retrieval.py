@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 
 from samkv_integrations.bench.data import Question
 from samkv_integrations.bench.question_caches import prompt_tokens
-from samkv_integrations.chroma.lexical import nearest
-from samkv_integrations.chroma.link import ChromaLink
+from samkv_integrations.chroma.link import ChromaLink, nearest
 from samkv_integrations.chroma.records import Records
 from samkv_integrations.errors import EmptyInput
 

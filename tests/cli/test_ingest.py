@@ -12,7 +12,7 @@ import pytest
 
 from samkv_integrations.chroma.client import connect_collection, open_collection
 from samkv_integrations.chroma.link import ChromaLink
-from samkv_integrations.chroma.results import IngestResult
+from samkv_integrations.chroma.records import IngestResult
 from samkv_integrations.cli.documents import Found, find_documents
 from tests.cli.running import error_of, ran, rows_of, run
 from tests.support.records import RECORDS

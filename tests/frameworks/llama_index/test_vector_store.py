@@ -40,7 +40,7 @@ from llama_index.vector_stores.samkv import SamKVChromaVectorStore
 from samkv_integrations import ChunkStore, Engine
 from samkv_integrations.chroma.client import open_collection
 from samkv_integrations.chroma.link import ChromaLink
-from samkv_integrations.chroma.results import KEY_FIELD
+from samkv_integrations.chroma.records import KEY_FIELD
 from samkv_integrations.errors import InvalidChunk, InvalidOption, StoreError
 from tests.support.chroma_link import client_of
 from tests.support.chroma_server import HOST
