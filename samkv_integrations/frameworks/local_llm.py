@@ -104,17 +104,13 @@ def to_options(
         options.pop("stop", None)  # JSON ends by itself, and what ends other answers would cut it
     if "temperature" in own and "do_sample" not in own:
         options.pop("do_sample", None)  # a call that gives a temperature wants that
-    match options.pop("do_sample", None):
-        case None:
-            pass
-        case False:
-            options["temperature"] = 0.0
-        case True if options.setdefault("temperature", 1.0) == 0:
-            raise InvalidOption("do_sample=True and temperature=0 contradict; leave out either")
-        case True:
-            pass
-        case other:
-            raise InvalidOption(f"do_sample={other!r}; it must be True or False")
+    do_sample = options.pop("do_sample", None)
+    if do_sample is not None and not isinstance(do_sample, bool):
+        raise InvalidOption(f"do_sample={do_sample!r}; it must be True or False")
+    if do_sample is False:
+        options["temperature"] = 0.0
+    elif do_sample and options.setdefault("temperature", 1.0) == 0:
+        raise InvalidOption("do_sample=True and temperature=0 contradict; leave out either")
     lengths = [options.pop(name) for name in ("max_tokens", "max_new_tokens") if name in options]
     if len(lengths) > 1:
         raise InvalidOption("max_tokens and max_new_tokens are the same thing; give one")

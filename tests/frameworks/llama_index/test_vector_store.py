@@ -289,7 +289,7 @@ class TestDelete:
     def test_mistakes(self, store: SamKVChromaVectorStore) -> None:
         store.add([node("a", TEXTS[0])])
         for ids, filters in ((None, None), ([], None), ([], MetadataFilters(filters=[]))):
-            with pytest.raises(InvalidOption, match=r"neither .*use clear\(\)"):
+            with pytest.raises(InvalidOption, match=r"name no record.*use clear\(\)"):
                 store.delete_nodes(ids, filters)
         odd = MetadataFilters(filters=[MetadataFilter(key="k", value="v", operator="text_match")])
         for use in (store.delete_nodes, store.get_nodes):

@@ -37,7 +37,6 @@ from pydantic.json_schema import SkipJsonSchema
 from llama_index.llms.samkv.conversion import (
     arguments_of,
     as_in_repr,
-    checked_outputs_to_remove,
     rendered,
     to_achats,
     to_chat,
@@ -126,9 +125,7 @@ class SamKVLLM(LocalLLM, FunctionCallingLLM):
     model_name; None once the engine has it."""
     tokenizer: SkipJsonSchema[Any] = Field(default=None, exclude=True, repr=False)
     """A loaded tokenizer of transformers; a ``model`` needs it, or tokenizer_name."""
-    tokenizer_outputs_to_remove: Annotated[
-        list[str] | None, BeforeValidator(checked_outputs_to_remove)
-    ] = Field(default=None, exclude=True, repr=False)
+    tokenizer_outputs_to_remove: list[str] | None = Field(default=None, exclude=True, repr=False)
     """Accepted so that arguments of `HuggingFaceLLM` fit: a model is given token ids alone."""
     context_window: int | None = Field(default=None, strict=True)
     """Tokens that LlamaIndex may fill with a prompt and its answer; None for the model's. What it

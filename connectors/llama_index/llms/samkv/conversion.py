@@ -146,18 +146,6 @@ def as_in_repr(text: str) -> str:
     return repr(f"{text}'\"")[1:-4]
 
 
-def checked_outputs_to_remove(names: Any) -> Any:  # noqa: ANN401
-    """The names. Raises InvalidOption for what cannot be removed; the rest never comes anyway."""
-    if isinstance(names, str) or not all(isinstance(name, str) for name in names or ()):
-        raise InvalidOption(f"tokenizer_outputs_to_remove={names!r}; it must be a list of names")
-    if "input_ids" in (names or ()):
-        raise InvalidOption(
-            "tokenizer_outputs_to_remove holds 'input_ids', which is all that a model is given "
-            "here; leave it out"
-        )
-    return names
-
-
 def to_completion(text: str, report: Report, delta: str | None = None) -> CompletionResponse:
     """A response with token counts where LlamaIndex looks for them, and the report beside.
 
