@@ -25,7 +25,7 @@ from benchmarks.datasets import load
 from samkv_integrations import Engine
 from samkv_integrations.engine.options import AnswerSettings
 from samkv_integrations.engine.report import Report, Stage
-from samkv_integrations.engine.tracing import DISABLED, NAME, begin_trace
+from samkv_integrations.engine.tracing import DISABLED, NAME, Trace
 from samkv_integrations.figures import commit
 from samkv_integrations.model import load_model
 from samkv_integrations.prompt import rag_prompt
@@ -56,7 +56,7 @@ def alone_us(model: str, report: Report) -> float:
     settings, found = AnswerSettings.of(), []
     for _ in range(ALONE):
         began = time.perf_counter()
-        told = begin_trace(model, "Who?", settings, began)
+        told = Trace(model, "Who?", settings, began)
         told.begun([Stage(name=name, began=began, ended=began) for name in STAGES])
         told.end(began, report=report, finish_reason="stop")
         found.append(time.perf_counter() - began)

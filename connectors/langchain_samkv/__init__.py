@@ -8,9 +8,8 @@ from langchain_samkv.documents import (
     SamKVDocumentTransformer,
     format_docs,
 )
-from langchain_samkv.embeddings import OfflineEmbeddings
 from langchain_samkv.llms import SamKV
-from langchain_samkv.vectorstores import SamKVChroma
+from langchain_samkv.vectorstores import OfflineEmbeddings, SamKVChroma
 
 __all__ = [
     "ChatSamKV",

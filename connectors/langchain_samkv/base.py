@@ -14,23 +14,21 @@ from langchain_core.runnables import RunnableSerializable
 from langchain_core.runnables.utils import AnyConfigurableField
 from pydantic import ConfigDict, Field, SecretStr
 
-from langchain_samkv.conversion import PROVIDER
 from samkv_integrations.engine.stream import AnswerStream
 from samkv_integrations.errors import InvalidOption, UnknownOption
 from samkv_integrations.eviction import Eviction
-from samkv_integrations.frameworks.call_options import (
+from samkv_integrations.frameworks.engine_args import ModelSource
+from samkv_integrations.frameworks.local_llm import (
     CALL_KWARGS,
     DEFAULT_MAX_NEW_TOKENS,
     GENERATE_KWARGS,
+    LocalLLM,
     checked_generate_kwargs,
     known_options,
-    to_options,
 )
-from samkv_integrations.frameworks.engine_args import ModelSource, check_fits
-from samkv_integrations.frameworks.local_llm import LocalLLM
 from samkv_integrations.methods import Method, get_method
-from samkv_integrations.prompt.reader import Prompt
 
+PROVIDER = "samkv"
 _SYNONYMS = {"model_name": "model", "max_new_tokens": "max_tokens", "stop_sequences": "stop"}
 
 # What other providers take in a call -> what to do instead.
@@ -120,18 +118,13 @@ class LocalModel(LocalLLM, BaseLanguageModel[Any]):
         self.max_tokens = self._most_tokens
         checked_generate_kwargs(self._always, self._most_tokens)
         super()._check()
-        if not self.model_name and self.engine is None:
-            raise InvalidOption(
-                "give model (a hub id, a folder, a GGUF file, 'smollm2' or 'builtin'), or engine"
-            )
 
     def _attach(self) -> None:
         super()._attach()
         # LangChain makes an LLM again from its fields, and has an engine then: what only loading
         # needs would contradict it. Nor shall a token be kept.
         self.tokenizer_name, self.model_kwargs, self.tokenizer_kwargs = None, {}, {}
-        model = self.engine.model
-        check_fits(model, model.context_window, self.stopping_ids, max_tokens=self._most_tokens)
+        self._require_room(self.engine.model.context_window, max_tokens=self._most_tokens)
 
     @classmethod
     def from_model_id(
@@ -152,31 +145,27 @@ class LocalModel(LocalLLM, BaseLanguageModel[Any]):
         pipeline_kwargs: options of every call.
         kwargs: further arguments of the class.
         """
-        for name, value, allowed in (
-            ("task", task, "text-generation"),
-            ("backend", backend, "default"),
-        ):
-            if value != allowed:
-                raise InvalidOption(f"{name}={value!r}; allowed: {allowed}")
+        if task != "text-generation":
+            raise InvalidOption(f"task={task!r}; allowed: text-generation")
+        if backend != "default":
+            raise InvalidOption(f"backend={backend!r}; allowed: default")
         if device is not None and device_map is not None:
             raise InvalidOption("device and device_map say the same thing; give one")
         if device is not None:
             device_map = "cpu" if device < 0 else f"cuda:{device}"
-        kind = "option in pipeline_kwargs"
-        always = known_options(kind, _under_one_name(pipeline_kwargs or {}), CALL_KWARGS)
-        loading = {"model_kwargs": model_kwargs, "tokenizer_kwargs": model_kwargs}
-        further = _under_one_name(kwargs)
+        options = _under_one_name(pipeline_kwargs or {})
+        always = known_options("option in pipeline_kwargs", options, CALL_KWARGS)
+        given = _under_one_name(kwargs)
         for name, value in {"model": model_id, **always}.items():
-            if further.get(name) is not None:
+            if given.get(name) is not None:
                 raise InvalidOption(
-                    f"{name}={further[name]!r}, which was given as {value!r} already; give one"
+                    f"{name}={given[name]!r}, which was given as {value!r} already; give one"
                 )
-            further[name] = value
-        given = {
-            "device_map": device_map or "auto",
-            **{name: dict(value) for name, value in loading.items() if value},
-        }
-        return cls(**{**given, **further})
+            given[name] = value
+        if model_kwargs:
+            given.setdefault("model_kwargs", dict(model_kwargs))
+            given.setdefault("tokenizer_kwargs", dict(model_kwargs))
+        return cls(**{"device_map": device_map or "auto", **given})
 
     def configurable_fields(self, **kwargs: AnyConfigurableField) -> RunnableSerializable[Any, Any]:
         """Fields that a call may set in its config: options of answers.
@@ -247,20 +236,6 @@ class LocalModel(LocalLLM, BaseLanguageModel[Any]):
         """`max_tokens`, which may be set to None later as well as at first."""
         return DEFAULT_MAX_NEW_TOKENS if self.max_tokens is None else self.max_tokens
 
-    def _run(
-        self, prompt: Prompt, stop: list[str] | None, given: Mapping[str, Any]
-    ) -> AnswerStream:
-        return self.engine.stream(prompt, self._chunks, **self._options(stop, given))
-
-    async def _arun(
-        self, prompt: Prompt, stop: list[str] | None, given: Mapping[str, Any]
-    ) -> AnswerStream:
-        return await self.engine.astream(prompt, self._chunks, **self._options(stop, given))
-
-    @property
-    def _chunks(self) -> tuple[str, ...] | None:
-        return None if self.match_text else ()
-
     def _options(self, stop: list[str] | None, given: Mapping[str, Any]) -> dict[str, Any]:
         call = _under_one_name(given)
         call.pop("stream", None)  # LangChain's own, which it leaves in
@@ -270,12 +245,16 @@ class LocalModel(LocalLLM, BaseLanguageModel[Any]):
             if call.get("stop") is not None:
                 raise InvalidOption("stop_sequences and stop are the same thing; give one")
             call["stop"] = stop
+        return self._options_of(call, self._always, self._most_tokens)
+
+    def _metadata(self, answer: AnswerStream) -> dict[str, Any]:
+        """What a finished answer's ``generation_info`` and ``response_metadata`` say."""
+        self._last_report = report = answer.report
         return {
-            "method": self.method,
-            "eviction": self.eviction,
-            "on_miss": self.on_miss,
-            "stop_ids": self.stopping_ids,
-            **to_options(call, self._always, self._most_tokens),
+            "model_name": report.model,
+            "model_provider": PROVIDER,
+            "finish_reason": answer.finish_reason,
+            "samkv": report.to_dict(),
         }
 
 

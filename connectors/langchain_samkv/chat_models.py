@@ -2,29 +2,46 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import closing
+from operator import itemgetter
 from typing import Any, Literal
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
+from langchain_core.exceptions import OutputParserException
 from langchain_core.language_models.base import LanguageModelInput
-from langchain_core.language_models.chat_models import BaseChatModel
-from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage
-from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
-from langchain_core.runnables import Runnable
+from langchain_core.language_models.chat_models import BaseChatModel, generate_from_stream
+from langchain_core.messages import (
+    AIMessage,
+    AIMessageChunk,
+    BaseMessage,
+    ChatMessage,
+    HumanMessage,
+    SystemMessage,
+    ToolMessage,
+)
+from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
+from langchain_core.messages.tool import tool_call_chunk
+from langchain_core.output_parsers import JsonOutputParser, PydanticOutputParser
+from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult, Generation
+from langchain_core.runnables import Runnable, RunnableMap, RunnablePassthrough
 from langchain_core.tools import BaseTool
-from langchain_core.utils.function_calling import convert_to_openai_tool
+from langchain_core.utils.function_calling import convert_to_json_schema, convert_to_openai_tool
+from langchain_core.utils.pydantic import is_basemodel_subclass
 from pydantic import BaseModel
 
 from langchain_samkv.base import LocalModel
-from langchain_samkv.conversion import metadata_of, to_turns, usage_of
-from langchain_samkv.structured import json_schema_of, parsed, parser_of
-from langchain_samkv.tools import ShownText, chunks_of, invalid_call_of, tool_call_of
 from samkv_integrations.engine.stream import AnswerStream
 from samkv_integrations.errors import InvalidOption, UnknownOption
-from samkv_integrations.frameworks.tool_calls import ToolAnswer, ToolUse
-from samkv_integrations.model.quoting import Chat
-from samkv_integrations.prompt.reader import Prompt
+from samkv_integrations.frameworks.local_llm import (
+    ShownText,
+    ToolCall,
+    ToolUse,
+    merged,
+    of_calls,
+    of_result,
+)
 
 _METHODS = ("json_schema", "json_mode", "function_calling")
 
@@ -94,9 +111,7 @@ class ChatSamKV(LocalModel, BaseChatModel):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,  # noqa: ANN401
     ) -> ChatResult:
-        prompt, use = self._prompt(messages, kwargs)
-        answer = self._run(prompt, stop, kwargs)
-        return self._result("".join(answer), answer, use)
+        return generate_from_stream(self._stream(messages, stop, **kwargs))
 
     async def _agenerate(
         self,
@@ -105,10 +120,8 @@ class ChatSamKV(LocalModel, BaseChatModel):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,  # noqa: ANN401
     ) -> ChatResult:
-        prompt, use = self._prompt(messages, kwargs)
-        async with await self._arun(prompt, stop, kwargs) as answer:
-            text = "".join([delta async for delta in answer])
-        return self._result(text, answer, use)
+        chunks = [chunk async for chunk in self._astream(messages, stop, **kwargs)]
+        return generate_from_stream(iter(chunks))
 
     def _stream(
         self,
@@ -117,12 +130,12 @@ class ChatSamKV(LocalModel, BaseChatModel):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,  # noqa: ANN401
     ) -> Iterator[ChatGenerationChunk]:
-        prompt, use = self._prompt(messages, kwargs)
+        prompt, use = self._with_tools(to_turns(messages), kwargs)
         shown = ShownText(use)
-        with closing(self._run(prompt, stop, kwargs)) as answer:
+        with closing(self._stream_of(prompt, self._options(stop, kwargs))) as answer:
             for delta in answer:
                 if text := shown.push(delta):
-                    chunk = _chunk(text)
+                    chunk = ChatGenerationChunk(message=AIMessageChunk(content=text))
                     if run_manager:
                         run_manager.on_llm_new_token(text, chunk=chunk)
                     yield chunk
@@ -138,12 +151,12 @@ class ChatSamKV(LocalModel, BaseChatModel):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,  # noqa: ANN401
     ) -> AsyncIterator[ChatGenerationChunk]:
-        prompt, use = self._prompt(messages, kwargs)
+        prompt, use = self._with_tools(to_turns(messages), kwargs)
         shown = ShownText(use)
-        async with await self._arun(prompt, stop, kwargs) as answer:
+        async with await self._astream_of(prompt, self._options(stop, kwargs)) as answer:
             async for delta in answer:
                 if text := shown.push(delta):
-                    chunk = _chunk(text)
+                    chunk = ChatGenerationChunk(message=AIMessageChunk(content=text))
                     if run_manager:
                         await run_manager.on_llm_new_token(text, chunk=chunk)
                     yield chunk
@@ -152,40 +165,23 @@ class ChatSamKV(LocalModel, BaseChatModel):
             await run_manager.on_llm_new_token(chunk.text, chunk=chunk)
         yield chunk
 
-    def _prompt(
-        self, messages: list[BaseMessage], call: dict[str, Any]
-    ) -> tuple[Prompt, ToolUse | None]:
-        """What is asked, and with which tools, which are taken out of the options of the call."""
-        tools, choice = call.pop("tools", None), call.pop("tool_choice", None)
-        turns = to_turns(messages)
-        if not tools or choice == "none":
-            return turns, None
-        use = ToolUse.of(self.engine.model, tools, choice)
-        if use.json_schema is not None:
-            call["json_schema"] = use.json_schema
-        return Chat(turns, use.tools), use
-
-    def _result(self, text: str, answer: AnswerStream, use: ToolUse | None) -> ChatResult:
-        self._last_report = report = answer.report
-        found, metadata = ToolAnswer(text) if use is None else use.read(text), metadata_of(answer)
-        message = AIMessage(
-            found.text,
-            tool_calls=[tool_call_of(call) for call in found.calls],
-            invalid_tool_calls=[invalid_call_of(call) for call in found.broken],
-            usage_metadata=usage_of(report),
-            response_metadata=metadata,
-        )
-        generation = ChatGeneration(message=message, generation_info=metadata)
-        return ChatResult(generations=[generation])
-
     def _last_chunk(self, answer: AnswerStream, shown: ShownText) -> ChatGenerationChunk:
         """What was held back, calls of tools included, and the figures, which LangChain adds up."""
-        self._last_report = report = answer.report
-        (text, found), metadata = shown.rest(), metadata_of(answer)
+        (rest, found), metadata, report = shown.rest(), self._metadata(answer), answer.report
+        calls = [(call.name, json.dumps(call.arguments), call.id) for call in found.calls]
+        broken = [(None, text, None) for text in found.broken]
         message = AIMessageChunk(
-            content=text,
-            tool_call_chunks=chunks_of(found),
-            usage_metadata=usage_of(report),
+            content=rest,
+            tool_call_chunks=[
+                tool_call_chunk(name=name, args=args, id=call_id, index=index)
+                for index, (name, args, call_id) in enumerate([*calls, *broken])
+            ],
+            usage_metadata=UsageMetadata(
+                input_tokens=report.prompt_tokens,
+                output_tokens=report.completion_tokens,
+                total_tokens=report.prompt_tokens + report.completion_tokens,
+                input_token_details=InputTokenDetails(cache_read=report.cached_tokens),
+            ),
             response_metadata=metadata,
             chunk_position="last",
         )
@@ -251,11 +247,131 @@ class ChatSamKV(LocalModel, BaseChatModel):
         if method == "function_calling":
             return super().with_structured_output(schema, include_raw=include_raw)
         llm = self.bind(
-            json_schema=json_schema_of(schema) if method == "json_schema" else {"type": "object"},
+            json_schema=_json_schema_of(schema) if method == "json_schema" else {"type": "object"},
             ls_structured_output_format={"kwargs": {"method": method}, "schema": schema},
         )
-        return parsed(llm, parser_of(schema), include_raw=include_raw)
+        return _parsed(llm, _parser_of(schema), include_raw)
 
 
-def _chunk(delta: str) -> ChatGenerationChunk:
-    return ChatGenerationChunk(message=AIMessageChunk(content=delta))
+_ROLES = {"system": "system", "developer": "system", "user": "user", "human": "user",
+          "assistant": "assistant", "ai": "assistant"}  # fmt: skip
+
+_CALL_BLOCKS = ("tool_use", "tool_call", "invalid_tool_call", "function_call")
+
+_REASONING = ("reasoning", "reasoning_content", "thinking", "redacted_thinking")
+"""Blocks that hold what led to an earlier answer: left out, as templates of such models do."""
+
+
+def to_turns(messages: Sequence[BaseMessage]) -> list[dict[str, Any]]:
+    """Messages for a chat template, neighbours of one role as one.
+
+    Raises InvalidOption for what a model that reads text cannot be told.
+    """
+    if not messages:
+        raise InvalidOption("the list of messages is empty; give at least one, from the user")
+    return merged(map(_turn, messages))
+
+
+def _turn(message: BaseMessage) -> dict[str, Any]:
+    text = _text(message)
+    if isinstance(message, ToolMessage):
+        return of_result(text, message.tool_call_id, message.name)
+    if isinstance(message, AIMessage):
+        if message.additional_kwargs.get("function_call"):
+            raise InvalidOption(
+                "a message holds a function_call of OpenAI's first interface; give tool_calls"
+            )
+        # what nobody could read as a call is what the model has written
+        written = [text, *(call["args"] or "" for call in message.invalid_tool_calls)]
+        calls = (
+            ToolCall(each["name"], each["args"], each["id"] or "") for each in message.tool_calls
+        )
+        return of_calls("".join(written), calls)
+    if isinstance(message, ChatMessage):
+        if message.role not in _ROLES:
+            raise InvalidOption(
+                f"role {message.role!r} of a message is not supported; "
+                f"supported: {', '.join(sorted(_ROLES))}"
+            )
+        return {"role": _ROLES[message.role], "content": text}
+    if not isinstance(message, HumanMessage | SystemMessage):
+        raise InvalidOption(
+            f"a {type(message).__name__} is not supported; put its text into one of these: "
+            "SystemMessage, HumanMessage, AIMessage, ToolMessage, ChatMessage"
+        )
+    return {"role": "user" if isinstance(message, HumanMessage) else "system", "content": text}
+
+
+def _text(message: BaseMessage) -> str:
+    if isinstance(message.content, str):
+        return message.content
+    texts = []
+    for block in message.content:
+        if isinstance(block, str):
+            texts.append(block)
+        elif block.get("type") == "text" and isinstance(block.get("text"), str):
+            texts.append(block["text"])
+        elif block.get("type") in _REASONING:
+            continue
+        elif block.get("type") not in _CALL_BLOCKS:  # they are among tool_calls, too
+            raise InvalidOption(
+                f"a message holds a block of type {block.get('type')!r}; this model reads text "
+                "only, leave it out"
+            )
+    return "\n".join(texts)  # a chunk that was glued to the next text would not be found
+
+
+class _WholeJson(JsonOutputParser):
+    """JSON that is complete: LangChain's parser would close the brackets of one that was cut.
+
+    Raises OutputParserException for an answer that ended at max_tokens.
+    """
+
+    def parse_result(self, result: list[Generation], *, partial: bool = False) -> Any:  # noqa: ANN401
+        """The object; with ``partial``, what there is of it while the answer goes on."""
+        if isinstance(result[0], ChatGeneration):
+            metadata = result[0].message.response_metadata
+            if metadata.get("finish_reason") == "length":
+                raise OutputParserException(
+                    f"the answer was cut after {metadata['samkv']['completion_tokens']} tokens, "
+                    "before its JSON was complete; give more max_tokens, or a schema with bounds "
+                    "(maxLength, maxItems)",
+                    llm_output=result[0].text,
+                )
+        return super().parse_result(result, partial=partial)
+
+
+class _WholeObject(_WholeJson, PydanticOutputParser[Any]):
+    """The same as an object of a pydantic class."""
+
+
+_OF_A_TOOL = ("function", "parameters", "input_schema", "inputSchema", "toolSpec")
+
+
+def _json_schema_of(schema: dict[str, Any] | type) -> dict[str, Any]:
+    """The JSON schema of a class, or of a tool as providers describe them; another dict is one."""
+    if isinstance(schema, dict) and not any(name in schema for name in _OF_A_TOOL):
+        return schema
+    if isinstance(schema, type) and issubclass(schema, BaseModel):
+        return schema.model_json_schema()  # LangChain's has no references, so that none may recur
+    return convert_to_json_schema(schema)
+
+
+def _parser_of(schema: dict[str, Any] | type) -> _WholeJson:
+    """What reads the answer: objects of a pydantic class, dicts for anything else."""
+    if isinstance(schema, type) and is_basemodel_subclass(schema):
+        return _WholeObject(pydantic_object=schema)
+    return _WholeJson()
+
+
+def _parsed(
+    llm: Runnable[Any, Any], parser: Runnable[Any, Any], include_raw: bool
+) -> Runnable[Any, Any]:
+    """The chain of both; with include_raw ``raw``, ``parsed`` and ``parsing_error``."""
+    if not include_raw:
+        return llm | parser
+    read = RunnablePassthrough.assign(
+        parsed=itemgetter("raw") | parser, parsing_error=lambda _: None
+    )
+    failed = RunnablePassthrough.assign(parsed=lambda _: None)
+    return RunnableMap(raw=llm) | read.with_fallbacks([failed], exception_key="parsing_error")

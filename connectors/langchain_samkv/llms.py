@@ -12,9 +12,8 @@ from langchain_core.outputs import Generation, GenerationChunk, LLMResult
 from langchain_core.runnables import Runnable
 
 from langchain_samkv.base import LocalModel
-from langchain_samkv.conversion import metadata_of, token_usage
 from samkv_integrations.engine.report import Report
-from samkv_integrations.engine.stream import AnswerStream
+from samkv_integrations.frameworks.local_llm import usage_of
 
 
 class SamKV(LocalModel, BaseLLM):
@@ -67,12 +66,7 @@ class SamKV(LocalModel, BaseLLM):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,  # noqa: ANN401
     ) -> LLMResult:
-        found, reports = [], []
-        for prompt in prompts:
-            answer = self._run(prompt, stop, kwargs)
-            found.append(self._generation("".join(answer), answer))
-            reports.append(answer.report)
-        return self._result(found, reports)
+        return self._result([list(self._stream(prompt, stop, **kwargs)) for prompt in prompts])
 
     async def _agenerate(
         self,
@@ -81,13 +75,9 @@ class SamKV(LocalModel, BaseLLM):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,  # noqa: ANN401
     ) -> LLMResult:
-        found, reports = [], []
-        for prompt in prompts:
-            async with await self._arun(prompt, stop, kwargs) as answer:
-                text = "".join([delta async for delta in answer])
-            found.append(self._generation(text, answer))
-            reports.append(answer.report)
-        return self._result(found, reports)
+        return self._result(
+            [[each async for each in self._astream(prompt, stop, **kwargs)] for prompt in prompts]
+        )
 
     def _stream(
         self,
@@ -96,13 +86,13 @@ class SamKV(LocalModel, BaseLLM):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,  # noqa: ANN401
     ) -> Iterator[GenerationChunk]:
-        with closing(self._run(prompt, stop, kwargs)) as answer:
+        with closing(self._stream_of(prompt, self._options(stop, kwargs))) as answer:
             for delta in answer:
                 chunk = GenerationChunk(text=delta)
                 if run_manager:
                     run_manager.on_llm_new_token(delta, chunk=chunk)
                 yield chunk
-            yield self._last_chunk(answer)
+            yield GenerationChunk(text="", generation_info=self._metadata(answer))
 
     async def _astream(
         self,
@@ -111,29 +101,24 @@ class SamKV(LocalModel, BaseLLM):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,  # noqa: ANN401
     ) -> AsyncIterator[GenerationChunk]:
-        async with await self._arun(prompt, stop, kwargs) as answer:
+        async with await self._astream_of(prompt, self._options(stop, kwargs)) as answer:
             async for delta in answer:
                 chunk = GenerationChunk(text=delta)
                 if run_manager:
                     await run_manager.on_llm_new_token(delta, chunk=chunk)
                 yield chunk
-        yield self._last_chunk(answer)
+        yield GenerationChunk(text="", generation_info=self._metadata(answer))
 
     # BaseLLM's own would give every prompt of a batch the error of one.
     batch = Runnable.batch
     abatch = Runnable.abatch
 
-    def _generation(self, text: str, answer: AnswerStream) -> Generation:
-        self._last_report = answer.report
-        return Generation(text=text, generation_info=metadata_of(answer))
-
-    def _last_chunk(self, answer: AnswerStream) -> GenerationChunk:
-        """No new text, but the figures."""
-        self._last_report = answer.report
-        return GenerationChunk(text="", generation_info=metadata_of(answer))
-
-    def _result(self, found: list[Generation], reports: list[Report]) -> LLMResult:
-        return LLMResult(
-            generations=[[generation] for generation in found],
-            llm_output={"token_usage": token_usage(reports), "model_name": self.model_name},
-        )
+    def _result(self, answers: list[list[GenerationChunk]]) -> LLMResult:
+        """Each answer as one generation, and their token counts in the form of OpenAI's models."""
+        generations, reports = [], []
+        for chunks in answers:
+            text, info = "".join(chunk.text for chunk in chunks), chunks[-1].generation_info or {}
+            generations.append([Generation(text=text, generation_info=info)])
+            reports.append(Report(**info["samkv"]))
+        llm_output = {"token_usage": usage_of(*reports), "model_name": self.model_name}
+        return LLMResult(generations=generations, llm_output=llm_output)

@@ -1,4 +1,4 @@
-"""The vector store: LangChain's Chroma store over a `ChromaLink`."""
+"""The vector store, LangChain's Chroma store over a `ChromaLink`, and an offline embedding."""
 
 from __future__ import annotations
 
@@ -7,21 +7,24 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 from uuid import uuid4
 
+from chromadb.api.models.Collection import Collection
 from chromadb.api.types import validate_metadata
 from chromadb.config import Settings
 from chromadb.errors import NotFoundError
+from langchain_chroma import Chroma
 from langchain_core.documents import Document
 from langchain_core.embeddings import Embeddings
 from langchain_core.language_models import BaseLanguageModel
 
-from langchain_samkv.chroma_reading import KeylessChroma, Where, no_embedding
 from samkv_integrations.cache.chunk import normalise
 from samkv_integrations.chroma.client import check_name, chroma_errors
 from samkv_integrations.chroma.link import ChromaLink
+from samkv_integrations.chroma.records import KEY_FIELD
+from samkv_integrations.embedding import HashingEmbedding
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.engine.stream import off_loop
 from samkv_integrations.errors import InvalidChunk, InvalidOption
-from samkv_integrations.frameworks.engine_ref import EngineRef
+from samkv_integrations.frameworks.engine_args import EngineRef
 
 if TYPE_CHECKING:
     from chromadb import WhereDocument
@@ -29,10 +32,29 @@ if TYPE_CHECKING:
     from chromadb.api.collection_configuration import CreateCollectionConfiguration
 
 DEFAULT_NAME = "langchain"
+Where = dict[str, Any]
 _OPEN_TWICE = "(a database that this process has open in another way can be given as client)"
 
 
-class SamKVChroma(KeylessChroma):
+class _Keyless(Collection):
+    """A collection whose queries give no keys of caches, and whose complaints are ours."""
+
+    def get(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        with chroma_errors(f"collection {self.name!r} refused to be read"):
+            return super().get(*args, **kwargs)
+
+    def query(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        if kwargs.get("query_texts") is not None:
+            raise _no_embedding("searching by text")
+        with chroma_errors(f"collection {self.name!r} refused the query"):
+            return _without_keys(super().query(*args, **kwargs))
+
+    def search(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        with chroma_errors(f"collection {self.name!r} refused the query"):
+            return _without_keys(super().search(*args, **kwargs))
+
+
+class SamKVChroma(Chroma):
     r"""A `Chroma` vector store that keeps chunk caches in step with its documents.
 
     Adding a document caches its text and writes the key of the cache into the record's metadata;
@@ -211,6 +233,47 @@ class SamKVChroma(KeylessChroma):
             )
         return self._link
 
+    @property
+    def _collection(self) -> Collection:
+        with chroma_errors(f"collection {self._collection_name!r} refused the query"):
+            found = super()._collection
+        return _Keyless(found._client, found._model, None, None)
+
+    def get_by_ids(self, ids: Sequence[str], /) -> list[Document]:
+        """The documents with these ids that there are, in whatever order."""
+        found = self._records(ids)
+        for metadata in found["metadatas"]:
+            (metadata or {}).pop(KEY_FIELD, None)
+        columns = found["documents"], found["metadatas"], found["ids"]
+        return [
+            Document(page_content=text, metadata=metadata or {}, id=id_)
+            for text, metadata, id_ in zip(*columns, strict=True)
+            if text is not None
+        ]
+
+    def _records(self, ids: Sequence[str]) -> dict[str, Any]:
+        if not ids:  # Chroma does not take that
+            return {"ids": [], "documents": [], "metadatas": []}
+        return self.get(ids=list(dict.fromkeys(ids)))  # nor does it take one twice
+
+    def max_marginal_relevance_search(
+        self,
+        query: str,
+        k: int = 4,
+        fetch_k: int = 20,
+        lambda_mult: float = 0.5,
+        filter: Where | None = None,
+        where_document: Where | None = None,
+        **kwargs: Any,  # noqa: ANN401
+    ) -> list[Document]:
+        """Documents near to ``query`` and unlike each other; see `Chroma`."""
+        if self._embedding_function is None:
+            raise _no_embedding("searching by text")
+        embedding = self._embedding_function.embed_query(query)
+        return self.max_marginal_relevance_search_by_vector(
+            embedding, k, fetch_k, lambda_mult, filter, where_document, **kwargs
+        )
+
     # -- writing ----------------------------------------------------------------------------
 
     def add_texts(  # type: ignore[override]  # upstream takes any keyword there is
@@ -260,7 +323,7 @@ class SamKVChroma(KeylessChroma):
         for record in zip(ids, texts, metadatas, strict=False):  # the link compares lengths
             _check(*record)
         if self._embedding_function is None:
-            raise no_embedding("adding documents")
+            raise _no_embedding("adding documents")
         embeddings = self._embedding_function.embed_documents(list(texts))
         self.kv_link.add(ids, texts, embeddings, metadatas, progress=self.show_progress)
 
@@ -354,6 +417,18 @@ class SamKVChroma(KeylessChroma):
         )
 
 
+def _no_embedding(what: str) -> InvalidOption:
+    return InvalidOption(f"{what} without an embedding_function; give one to the constructor")
+
+
+def _without_keys(found: Any) -> Any:  # noqa: ANN401
+    """Takes the keys out of the metadata of what a query found."""
+    for row in found["metadatas"] or ():
+        for metadata in row or ():
+            (metadata or {}).pop(KEY_FIELD, None)
+    return found
+
+
 def _check(id_: object, text: object, metadata: Mapping[str, Any]) -> None:
     """Raises if Chroma would refuse a record, or its text can be no chunk."""
     if not isinstance(id_, str) or not id_:
@@ -365,3 +440,40 @@ def _check(id_: object, text: object, metadata: Mapping[str, Any]) -> None:
     if metadata:
         with chroma_errors(f"the metadata of document {id_!r} cannot be stored"):
             validate_metadata(dict(metadata))
+
+
+class OfflineEmbeddings(Embeddings):
+    """`HashingEmbedding` as LangChain wants it: lexical, without a model to download.
+
+    The vectors are those that ``samkv ingest`` and the LlamaIndex quickstart write.
+
+    Instantiate:
+        ```python
+        from langchain_samkv import OfflineEmbeddings
+
+        embeddings = OfflineEmbeddings()
+        ```
+
+    Use:
+        ```python
+        vector = embeddings.embed_query("Where was Tobias Trulman born?")
+        vectors = embeddings.embed_documents(["Tobias Trulman was born in Flevport."])
+        likeness = sum(a * b for a, b in zip(vector, vectors[0]))
+        ```
+
+    Async:
+        ```python
+        vector = await embeddings.aembed_query("Where was Tobias Trulman born?")
+        ```
+    """
+
+    def __init__(self) -> None:
+        self._embedding = HashingEmbedding()
+
+    def embed_documents(self, texts: list[str]) -> list[list[float]]:
+        """A vector of length 1 for each text; zeros for a text without words."""
+        return self._embedding.embed(texts)
+
+    def embed_query(self, text: str) -> list[float]:
+        """The vector that a document of this text has."""
+        return self.embed_documents([text])[0]

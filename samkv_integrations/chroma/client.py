@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import os
 import re
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
-from samkv_integrations.errors import (
-    InvalidOption,
-    MissingExtra,
-    UnknownOption,
-)
-
-_NAME = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9._-]{1,510}[a-zA-Z0-9]")
-"""What Chroma allows; its own message says it in the words of a schema."""
+from samkv_integrations.errors import InvalidOption, MissingExtra, UnknownOption
 
 if TYPE_CHECKING:
     from chromadb.api import ClientAPI
     from chromadb.api.models.Collection import Collection
+
+_NAME = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9._-]{1,510}[a-zA-Z0-9]")
+"""What Chroma allows; its own message says it in the words of a schema."""
 
 
 def open_collection(path: str | os.PathLike[str], name: str, create: bool) -> Collection:
@@ -36,7 +34,7 @@ def open_collection(path: str | os.PathLike[str], name: str, create: bool) -> Co
         UnknownOption: there is no such collection; lists those that exist.
         InvalidOption: there is no database, it cannot be opened, or Chroma refuses the name.
     """
-    return collection_of(client_of_folder(Path(path), create=create), name, create)
+    return _collection(_client_of_folder(Path(path), create=create), name, create)
 
 
 def connect_collection(
@@ -57,16 +55,53 @@ def connect_collection(
         UnknownOption: there is no such collection; lists those that exist.
         InvalidOption: the server does not answer, or Chroma refuses the name.
     """
-    client = client_of_server(host, port, ssl=ssl, headers=headers)
-    return collection_of(client, name, create)
+    return _collection(client_of_server(host, port, ssl=ssl, headers=headers), name, create)
 
 
-def collection_names(path: str | os.PathLike[str]) -> list[str]:
-    """Sorted names of the collections in the Chroma database in folder ``path``.
+class Database:
+    """The collections of a Chroma database. Thread-safe; nothing is opened before its first use.
 
-    Raises InvalidOption as `open_collection` does.
+    A server gets one client for as long as this object lives: chromadb closes no connection.
+
+    Args:
+        folder: where the database is, unless it is on a server.
+        server: ``http://HOST:PORT`` or ``https://HOST:PORT``; None for the folder.
+
+    Raises InvalidOption if ``server`` is no such address.
     """
-    return names_of(client_of_folder(Path(path), create=False))
+
+    def __init__(self, folder: Path, server: str | None = None) -> None:
+        self._folder, self._server = folder, server
+        self._address = None if server is None else _address(server)
+        self._of_server: ClientAPI | None = None
+        self._opening = threading.Lock()
+
+    def __str__(self) -> str:
+        return self._server or str(self._folder)
+
+    def collection(self, name: str, *, create: bool = False) -> Collection:
+        """The collection called ``name``; create: whether to make what is missing of it.
+
+        Raises:
+            UnknownOption: there is no such collection; lists those that exist.
+            InvalidOption: the database cannot be opened or reached, or Chroma refuses the name.
+        """
+        return _collection(self._client(create), name, create)
+
+    def names(self) -> list[str]:
+        """Sorted names of its collections. Raises InvalidOption as `collection` does."""
+        client = self._client(create=False)
+        with chroma_errors("Chroma cannot list its collections"):
+            return sorted(collection.name for collection in client.list_collections())
+
+    def _client(self, create: bool) -> ClientAPI:
+        if self._address is None:
+            return _client_of_folder(self._folder, create=create)
+        with self._opening:
+            if self._of_server is None:
+                host, port, ssl = self._address
+                self._of_server = client_of_server(host, port, ssl=ssl)
+            return self._of_server
 
 
 def client_of_server(
@@ -78,18 +113,12 @@ def client_of_server(
         from chromadb.config import Settings
     except ImportError as error:
         raise MissingExtra.of("chromadb", "chroma") from error
+    quiet = Settings(anonymized_telemetry=False)
     with chroma_errors(f"Chroma at {host}:{port} cannot be reached"):
-        return HttpClient(
-            host=host,
-            port=port,
-            ssl=ssl,
-            headers=dict(headers or {}),
-            settings=Settings(anonymized_telemetry=False),
-        )
+        return HttpClient(host, port, ssl=ssl, headers=dict(headers or {}), settings=quiet)
 
 
-def client_of_folder(folder: Path, *, create: bool) -> ClientAPI:
-    """A client of the database in a folder. Raises InvalidOption as `open_collection` does."""
+def _client_of_folder(folder: Path, *, create: bool) -> ClientAPI:
     try:
         from chromadb import PersistentClient
         from chromadb.config import Settings
@@ -108,14 +137,7 @@ def client_of_folder(folder: Path, *, create: bool) -> ClientAPI:
         return PersistentClient(folder, settings=Settings(anonymized_telemetry=False))
 
 
-def names_of(client: ClientAPI) -> list[str]:
-    """Sorted names of all collections. Raises InvalidOption if Chroma cannot tell."""
-    with chroma_errors("Chroma cannot list its collections"):
-        return sorted(collection.name for collection in client.list_collections())
-
-
-def collection_of(client: ClientAPI, name: str, create: bool) -> Collection:
-    """A collection of a client's database. Raises as `open_collection` does."""
+def _collection(client: ClientAPI, name: str, create: bool) -> Collection:
     from chromadb.errors import NotFoundError
 
     check_name(name)
@@ -127,6 +149,21 @@ def collection_of(client: ClientAPI, name: str, create: bool) -> Collection:
         except NotFoundError as error:
             known = [collection.name for collection in client.list_collections()]
             raise UnknownOption.among("collection", name, known or ["none"]) from error
+
+
+def _address(server: str) -> tuple[str, int, bool]:
+    """Host, port, and whether the server speaks TLS."""
+    wrong = InvalidOption(f"Chroma server {server!r}; give http://HOST:PORT, or https://HOST:PORT")
+    try:
+        parts = urlsplit(server)
+        host, port = parts.hostname, parts.port
+    except ValueError as error:
+        raise wrong from error
+    if parts.scheme not in ("http", "https") or not host or port is None:
+        raise wrong
+    if parts.path.strip("/") or parts.query or parts.fragment or parts.username:
+        raise wrong
+    return host, port, parts.scheme == "https"
 
 
 def check_name(name: str) -> None:

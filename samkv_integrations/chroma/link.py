@@ -7,34 +7,41 @@ in the metadata of each record, and even that can be computed again from the rec
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tqdm.auto import tqdm
 
-from samkv_integrations.cache.chunk import ChunkRef
+from samkv_integrations.cache.chunk import ChunkRef, normalise
 from samkv_integrations.cache.disk import ChunkStore
 from samkv_integrations.chroma.client import chroma_errors
-from samkv_integrations.chroma.existing import warn_if_uncached
 from samkv_integrations.chroma.owner import Ownership
-from samkv_integrations.chroma.records import Records, keys_in
-from samkv_integrations.chroma.results import (
+from samkv_integrations.chroma.records import (
     KEY_FIELD,
     IngestResult,
     Metadata,
+    Records,
     Retrieved,
     SyncResult,
+    keys_in,
 )
-from samkv_integrations.chroma.sync import Sync
+from samkv_integrations.embedding import HashingEmbedding
 from samkv_integrations.engine.chunks import Depth
 from samkv_integrations.engine.engine import Engine
-from samkv_integrations.errors import InvalidOption, StoreError
+from samkv_integrations.errors import EmptyInput, InvalidOption, StoreError
 
 if TYPE_CHECKING:
     from chromadb.api.models.Collection import Collection
+
+_SAMPLE = 16
+"""Records that `ChromaLink.adopt` looks at, to tell whether a collection has any caches."""
+
+_log = logging.getLogger(__name__)
 
 
 class ChromaLink:
@@ -71,9 +78,10 @@ class ChromaLink:
                 )
         self._owner = Ownership(
             engine.store,
-            self._records.location,
+            self._records.place,
             str(collection.id),
             lambda: [str(model.id) for model in self._records.models()],
+            is_local=self._records.folder is not None,
         )
         self._owner.try_claim()
 
@@ -115,22 +123,33 @@ class ChromaLink:
         began = time.perf_counter()
         rows = self.check(ids, texts, embeddings, metadatas)
         # All is looked at before anything is computed or written.
-        chunks = self._look_up(ids, texts, rows, without_cache, build_missing)
-        self._check_release(self._records.keys(ids) - {chunk.key for chunk in chunks if chunk})
-        missing = [chunk for chunk in chunks if chunk and chunk.state == "missed"]
-        missed = {chunk.key: chunk for chunk in missing if build_missing}
-        replaced = self._write(ids, texts, embeddings, rows, chunks, build_missing, progress)
+        found = self._look_up(ids, texts, rows, without_cache, build_missing)
+        refs = [ref for ref in found if ref]
+        self._check_release(self._records.keys(ids) - {ref.key for ref in refs})
+        missing = [ref for ref in refs if ref.state == "missed"]
+        missed = {ref.key: ref for ref in missing if build_missing}
+        replaced: set[str] = set()
+        computed: set[str] = set()
+        with tqdm(total=len(ids), desc="caching chunks", disable=not progress) as bar:
+            # Page by page: no cache waits for its record longer than the grace period of `sync`.
+            for part in self._records.slices(len(ids)):
+                page = [ref for ref in found[part] if ref and ref.key not in computed]
+                if build_missing:
+                    self.engine.chunks.compute(page, on_written=bar.update)
+                computed |= {ref.key for ref in page}
+                keys = [ref.key if ref else None for ref in found[part]]
+                replaced |= self._records.write(
+                    ids[part], texts[part], embeddings[part], rows[part], keys
+                )
+                bar.update(min(part.stop, len(ids)) - bar.n)  # with those that were cached
         self._release(replaced)
-        store, fingerprint = self.engine.store, self.engine.fingerprint
+        # Without missing chunks nothing needed room.
+        made = {ref.key for ref in refs} if missed else set()
         return IngestResult(
             n_records=len(ids),
             n_cached=len(missed),
-            n_hit=sum(chunk is not None for chunk in chunks) - len(missed or missing),
-            n_evicted=sum(
-                store.is_evicted(key, fingerprint)
-                for key in {chunk.key for chunk in chunks if chunk}
-                if missed  # else nothing needed room
-            ),
+            n_hit=len(refs) - len(missed or missing),
+            n_evicted=self._n_evicted(made),
             seconds=time.perf_counter() - began,
             bytes_on_disk=self.engine.chunks.n_bytes(list(missed.values())),
         )
@@ -147,7 +166,13 @@ class ChromaLink:
         Raises InvalidOption as `add` does.
         """
         rows: Sequence[Metadata | None] = [None] * len(ids) if metadatas is None else metadatas
-        _check_lengths(ids, texts, embeddings, rows)
+        if len({len(ids), len(texts), len(embeddings), len(rows)}) > 1:
+            raise InvalidOption(
+                f"{len(ids)} ids, {len(texts)} texts, {len(embeddings)} embeddings and {len(rows)} "
+                "metadatas; give one of each a record"
+            )
+        if twice := [id_ for id_, count in Counter(ids).items() if count > 1]:
+            raise InvalidOption(f"id {twice[0]!r} occurs twice; every record needs its own")
         self._records.check_sizes(embeddings)
         return rows
 
@@ -167,41 +192,10 @@ class ChromaLink:
         at_place: dict[int, ChunkRef] = {}
         for place, ref in zip(places, chunks.agree(found), strict=True):
             is_named = (rows[place] or {}).get(KEY_FIELD) == ref.key
-            is_prepared = chunks.take_prepared(ref)
-            depth: Depth = "whole"
-            if is_named or is_prepared or not build_missing:
-                depth = "exists"
+            is_trusted = chunks.take_prepared(ref) or is_named or not build_missing
+            depth: Depth = "exists" if is_trusted else "whole"
             (at_place[place],) = chunks.look_up([ref], depth)
         return [at_place.get(place) for place in range(len(ids))]
-
-    def _write(
-        self,
-        ids: Sequence[str],
-        texts: Sequence[str],
-        embeddings: Sequence[Sequence[float]],
-        rows: Sequence[Metadata | None],
-        chunks: Sequence[ChunkRef | None],
-        build_missing: bool,
-        progress: bool,
-    ) -> set[str]:
-        """Computes what is missing and writes the records; returns keys that records lost."""
-        replaced: set[str] = set()
-        computed: set[str] = set()
-        with tqdm(total=len(ids), desc="caching chunks", disable=not progress) as bar:
-            # Page by page, so that no cache waits for its record longer than `sync` has patience.
-            for part in self._records.slices(len(ids)):
-                page = [chunk for chunk in chunks[part] if chunk and chunk.key not in computed]
-                if build_missing:
-                    self.engine.chunks.compute(page, on_written=bar.update)
-                computed |= {chunk.key for chunk in page}
-                keys = [chunk.key if chunk else None for chunk in chunks[part]]
-                replaced |= self._records.write(
-                    ids[part], texts[part], embeddings[part], rows[part], keys
-                )
-                bar.update(
-                    min(part.stop, len(ids)) - bar.n
-                )  # with those that had a cache, or need none
-        return replaced
 
     def delete(
         self, ids: Sequence[str] | None = None, where: Mapping[str, Any] | None = None
@@ -215,13 +209,10 @@ class ChromaLink:
             StoreError: the caches cannot be deleted, such as while a remote tier does not answer;
                 the records are there still, unless the error says that they are gone.
         """
-        if not ids and not where:
+        if not ids and (ids is not None or not where):
             raise InvalidOption(
-                "neither ids nor where names a record to delete; to delete all of them, use clear()"
-            )
-        if ids is not None and not ids:
-            raise InvalidOption(
-                "ids is empty: nothing to delete; leave it out to delete what matches where"
+                f"ids={ids!r} and where={where!r} name no record to delete; to delete all of them, "
+                "use clear()"
             )
         return self._delete(
             list(dict.fromkeys(ids)) if ids else self._records.ids(where), where or None
@@ -311,8 +302,10 @@ class ChromaLink:
             pending = [key for key in pending if key not in found]
         return found
 
+    # -- records that others wrote ----------------------------------------------------------
+
     def adopt(self, *, cache_existing: bool) -> None:
-        """For records that are there already: cache them now, or warn if they have no caches.
+        """Cache the records that are there already, or warn if they have no caches.
 
         cache_existing: whether to cache and link all that is not, as `sync` without pruning, with a
             progress bar. Else a few records are looked at, and if none of them has a cache, as
@@ -322,10 +315,25 @@ class ChromaLink:
         """
         if cache_existing:
             self.sync(prune=False, progress=True)
-        else:
-            warn_if_uncached(self._records, self.engine)
-
-    # -- the truth --------------------------------------------------------------------------
+            return
+        rows = self._records.read(self.collection, limit=_SAMPLE, include=["documents"])
+        chunks, store = self.engine.chunks, self.engine.store
+        found = chunks.refer([text for text in rows["documents"] or () if text])
+        fit = [ref for ref in found if chunks.fits(ref)]
+        if not fit or any(ref.state == "cached" for ref in chunks.look_up(fit, "exists")):
+            return
+        with chroma_errors(f"collection {self.collection.name!r} cannot be counted"):
+            n_records = self.collection.count()
+        _log.warning(
+            "collection %r holds %d records, and those looked at have no chunk cache in %s "
+            "(namespace %r, model %r): prompts find nothing of them. Next step: give "
+            "cache_existing=True, or call kv_link.sync(), or run 'samkv store sync'",
+            self.collection.name,
+            n_records,
+            store.path if isinstance(store, ChunkStore) else "memory",
+            store.namespace,
+            self.engine.model.name,
+        )
 
     def sync(
         self,
@@ -356,8 +364,93 @@ class ChromaLink:
         """
         if not grace_s >= 0:
             raise InvalidOption(f"grace_s={grace_s}; it must be at least 0 seconds")
-        work = Sync(self._records, self.engine, self._owner, build_missing=build_missing)
-        return work.run(grace_s=grace_s if prune else None, progress=progress)
+        began = time.perf_counter()
+        done = {field.name: 0 for field in fields(SyncResult) if field.name != "seconds"}
+        referenced: set[str] = set()
+        # All ids at once: between two pages by number a deletion would shift a record out of sight.
+        ids = self._records.ids(None)
+        desc = f"syncing {self.collection.name}"
+        with tqdm(total=len(ids), desc=desc, disable=not progress) as bar:
+            for part in self._records.slices(len(ids)):
+                referenced |= self._sync_page(ids[part], build_missing, done)
+                bar.update(len(ids[part]))
+        if prune:
+            self._prune(referenced, grace_s, done)
+        return SyncResult(**done, seconds=time.perf_counter() - began)
+
+    def _sync_page(self, ids: list[str], build_missing: bool, done: dict[str, int]) -> set[str]:
+        """Syncs some records, adds to the counts in ``done``; returns the keys of their texts."""
+        chunks = self.engine.chunks
+        rows = self._records.read(self.collection, ids=ids, include=["documents", "metadatas"])
+        documents, metadatas = rows["documents"], rows["metadatas"]
+        assert documents is not None and metadatas is not None  # they were asked for
+        found = chunks.refer([text or "" for text in documents])
+        places = [place for place, ref in enumerate(found) if chunks.fits(ref)]
+        fit = [found[place] for place in places]
+        looked_up = chunks.look_up(chunks.agree(fit) if build_missing else fit, "exists")
+        missed = [ref for ref in looked_up if ref.state == "missed"]
+        # A cache that had to make room is left so.
+        evicted = {ref.key for ref in missed if self._n_evicted([ref.key])}
+        missed = [ref for ref in missed if ref.key not in evicted]
+        if build_missing:
+            chunks.compute(missed)
+            done["n_cached"] += len({ref.key for ref in missed})
+        key_at = {place: ref.key for place, ref in zip(places, looked_up, strict=True)}
+        linked = {
+            id_: key_at.get(place)
+            for place, (id_, metadata) in enumerate(zip(rows["ids"], metadatas, strict=True))
+            if (metadata or {}).get(KEY_FIELD) != key_at.get(place)
+        }
+        if linked:
+            with chroma_errors(f"collection {self.collection.name!r} refused keys"):
+                # merged into what else a record has; None takes the key of a former text away
+                self.collection.update(
+                    ids=list(linked), metadatas=[{KEY_FIELD: key} for key in linked.values()]
+                )
+        done["n_records"] += len(documents)
+        done["n_linked"] += sum(key is not None for key in linked.values())
+        done["n_skipped"] += len(documents) - len(places)
+        done["n_evicted"] += len(evicted)
+        # A text that is too long for this model may have a cache of another one.
+        return {key_at.get(place, ref.key) for place, ref in enumerate(found) if ref.text}
+
+    def _n_evicted(self, keys: Iterable[str]) -> int:
+        store, fingerprint = self.engine.store, self.engine.fingerprint
+        return sum(store.is_evicted(key, fingerprint) for key in keys)
+
+    def _prune(self, referenced: set[str], grace_s: float, done: dict[str, int]) -> None:
+        """Deletes what is old and whose text no record of any collection has."""
+        self._owner.claim()  # another process may have become it since the link was made
+        store, models = self.engine.store, self.engine.store.fingerprints()
+        for collection in self._records.collections():
+            if collection.id != self.collection.id:
+                referenced = referenced | self._keys_of_texts(collection)
+        doomed: list[str] = []
+        for key in store.known_keys():
+            # The cache of another model has another key, of the same text.
+            if key in referenced or (
+                (text := store.text(key)) is not None and self.engine.key_of(text) in referenced
+            ):
+                continue
+            ages = [store.age_s(key, made_by) for made_by in models]
+            if any(age_s is not None and age_s < grace_s for age_s in ages):
+                done["n_in_grace"] += 1
+            else:  # or there is its text alone
+                doomed.append(key)
+        bytes_before = store.stats().bytes
+        for part in self._records.slices(len(doomed)):
+            done["n_pruned"] += self.engine.delete(doomed[part])
+        if doomed:  # another process may have added more than was deleted here
+            done["bytes_freed"] = max(0, bytes_before - store.stats().bytes)
+
+    def _keys_of_texts(self, collection: Collection) -> set[str]:
+        ids = self._records.read(collection, include=[])["ids"]
+        keys: set[str] = set()
+        for part in self._records.slices(len(ids)):
+            rows = self._records.read(collection, ids=ids[part], include=["documents"])
+            texts = [text for text in rows["documents"] or () if text and normalise(text)]
+            keys |= {ref.key for ref in self.engine.chunks.refer(texts)}
+        return keys
 
     # -- questions --------------------------------------------------------------------------
 
@@ -369,18 +462,49 @@ class ChromaLink:
             InvalidOption: ``k`` is not positive, the embedding has another length than those in
                 the collection, or a record was added without a text.
         """
-        return self._records.query(embedding, k)
-
-
-def _check_lengths(
-    ids: Sequence[str], texts: Sequence[str], embeddings: Sequence[object], rows: Sequence[object]
-) -> None:
-    lengths = [len(ids), len(texts), len(embeddings), len(rows)]
-    if len(set(lengths)) > 1:
-        raise InvalidOption(
-            "{} ids, {} texts, {} embeddings and {} metadatas; give one of each a record".format(
-                *lengths
+        name = self.collection.name
+        if k < 1:
+            raise InvalidOption(f"{k} chunks to retrieve; ask for at least 1")
+        with chroma_errors(f"collection {name!r} refused the query"):
+            n_records = self.collection.count()
+        if not n_records:
+            raise EmptyInput(f"collection {name!r} is empty; ingest documents into it first")
+        with chroma_errors(f"collection {name!r} refused the query"):
+            found = self.collection.query(
+                query_embeddings=[embedding],
+                n_results=k,
+                include=["documents", "metadatas", "distances"],
             )
-        )
-    if twice := [id_ for id_, count in Counter(ids).items() if count > 1]:
-        raise InvalidOption(f"id {twice[0]!r} occurs twice; every record needs its own")
+        documents, metadatas, distances = found["documents"], found["metadatas"], found["distances"]
+        assert documents and metadatas and distances  # they were asked for
+        columns = found["ids"][0], documents[0], metadatas[0], distances[0]
+        if textless := [
+            id_ for id_, text in zip(columns[0], columns[1], strict=True) if text is None
+        ]:
+            raise InvalidOption(
+                f"record {textless[0]!r} of collection {name!r} has no text; add it again with one"
+            )
+        return [
+            Retrieved(id=id_, text=text, metadata=dict(metadata or {}), distance=distance)
+            for id_, text, metadata, distance in zip(*columns, strict=True)
+        ]
+
+
+def nearest(link: ChromaLink, question: str, k: int) -> list[Retrieved]:
+    """The ``k`` records that share most words with a question, nearest first.
+
+    Raises EmptyInput or InvalidOption as `ChromaLink.query` does: the collection may have been
+    filled with embeddings of another kind.
+    """
+    (embedding,) = HashingEmbedding().embed([question])
+    try:
+        return link.query(embedding, k)
+    except InvalidOption:
+        n_dims = Records(link.collection).dimension()
+        if n_dims in (None, len(embedding)):
+            raise
+        raise InvalidOption(
+            f"collection {link.collection.name!r} holds embeddings of dimension {n_dims}, and "
+            f"'samkv ingest' makes {len(embedding)}; ask a collection that 'samkv ingest' has "
+            "filled, or retrieve with the model that made them and give its texts in a prompt"
+        ) from None

@@ -1,20 +1,82 @@
-"""The records of one Chroma collection, page by page, and its neighbours in the database."""
+"""The records of a Chroma collection, read and written page by page; results of work on them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from samkv_integrations.chroma.client import chroma_errors
-from samkv_integrations.chroma.owner import Location
-from samkv_integrations.chroma.results import KEY_FIELD, Metadata, Retrieved
-from samkv_integrations.errors import EmptyInput, InvalidOption
+from samkv_integrations.errors import InvalidOption
 
 if TYPE_CHECKING:
     from chromadb.api.models.Collection import Collection
     from chromadb.api.types import GetResult
     from chromadb.types import Collection as CollectionModel
+
+KEY_FIELD = "samkv_key"
+"""Metadata of a record that hold the key of its chunk's cache."""
+
+Metadata = Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class IngestResult:
+    """What one `ChromaLink.add` did.
+
+    n_cached: chunks that were read by the model, those with a broken cache among them. n_hit:
+    records whose chunk was cached before, or stood in the same call already. Records without a
+    cache are in neither. n_evicted: chunks of this call that had gone again at its end, for want of
+    room. bytes_on_disk: what the caches that were written take, before what replaced records had
+    was released.
+    """
+
+    n_records: int
+    n_cached: int
+    n_hit: int
+    n_evicted: int = 0
+    seconds: float
+    bytes_on_disk: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyncResult:
+    """What one `ChromaLink.sync` did.
+
+    n_records: records of the collection. n_cached: chunks that were read by the model. n_linked:
+    records whose key was absent or wrong, and was set. n_skipped: records without a text, or with
+    one that can be no chunk, such as one longer than the context window. n_evicted: chunks whose
+    cache went for want of room, and which were left so. n_pruned: chunks that nothing referenced,
+    deleted. n_in_grace: the same, kept because they are young.
+    bytes_freed: what the store shrank by while it was pruned.
+    """
+
+    n_records: int
+    n_cached: int
+    n_linked: int
+    n_skipped: int
+    n_evicted: int
+    n_pruned: int
+    n_in_grace: int
+    bytes_freed: int
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Retrieved:
+    """One record that a query found; ``text`` is what was added, to the letter."""
+
+    id: str
+    text: str
+    metadata: Metadata
+    distance: float
+
+    @property
+    def source(self) -> str:
+        """What it was taken from, as ``samkv ingest`` writes it down; else the record's id."""
+        return str(self.metadata.get("source", self.id))
+
 
 PAGE_SIZE = 256
 """Records at once, if Chroma takes as many: a bar moves, and little is lost on an interruption.
@@ -47,17 +109,23 @@ class Records:
         return str(settings.persist_directory) if settings.is_persistent else None
 
     @property
-    def location(self) -> Location:
-        """Where the database is."""
+    def place(self) -> str:
+        """Where the database is: a folder or server, tenant and database; "" in memory."""
         from chromadb.config import DEFAULT_DATABASE, DEFAULT_TENANT
 
-        settings, collection = self._client.get_settings(), self.collection
-        names = (collection.tenant, collection.database)
-        part = "" if names == (DEFAULT_TENANT, DEFAULT_DATABASE) else "/".join(names)
-        if self.folder is not None:
-            return Location(folder=str(Path(self.folder).resolve()), part=part)
+        settings, names = (
+            self._client.get_settings(),
+            (
+                self.collection.tenant,
+                self.collection.database,
+            ),
+        )
         host, port = settings.chroma_server_host, settings.chroma_server_http_port
-        return Location(server=f"{host}:{port}" if host else "", part=part)
+        place = f"{host}:{port}" if host else ""
+        if self.folder is not None:
+            place = str(Path(self.folder).resolve())
+        is_default = names == (DEFAULT_TENANT, DEFAULT_DATABASE)
+        return place if is_default or not place else f"{place} ({'/'.join(names)})"
 
     def check_sizes(self, embeddings: Sequence[Sequence[float]]) -> None:
         """Raises InvalidOption if they fit neither each other nor the collection."""
@@ -164,41 +232,6 @@ class Records:
                 metadatas=cast("list[Any]", metadatas),
             )
         return keys_in(held) - set(keys)
-
-    def query(self, embedding: Sequence[float], k: int) -> list[Retrieved]:
-        """The ``k`` records nearest to ``embedding``, nearest first; fewer if there are fewer.
-
-        Raises:
-            EmptyInput: the collection is empty.
-            InvalidOption: ``k`` is not positive, the embedding has another length than those in
-                the collection, or a record was added without a text.
-        """
-        name = self.collection.name
-        if k < 1:
-            raise InvalidOption(f"{k} chunks to retrieve; ask for at least 1")
-        with chroma_errors(f"collection {name!r} refused the query"):
-            n_records = self.collection.count()
-        if not n_records:
-            raise EmptyInput(f"collection {name!r} is empty; ingest documents into it first")
-        with chroma_errors(f"collection {name!r} refused the query"):
-            found = self.collection.query(
-                query_embeddings=[embedding],
-                n_results=k,
-                include=["documents", "metadatas", "distances"],
-            )
-        documents, metadatas, distances = found["documents"], found["metadatas"], found["distances"]
-        assert documents and metadatas and distances  # they were asked for
-        columns = found["ids"][0], documents[0], metadatas[0], distances[0]
-        results = []
-        for id_, text, metadata, distance in zip(*columns, strict=True):
-            if text is None:
-                raise InvalidOption(
-                    f"record {id_!r} of collection {name!r} has no text; add it again with one"
-                )
-            results.append(
-                Retrieved(id=id_, text=text, metadata=dict(metadata or {}), distance=distance)
-            )
-        return results
 
 
 def keys_in(found: GetResult) -> set[str]:

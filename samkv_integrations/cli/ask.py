@@ -35,9 +35,8 @@ def ask(
     """Answer from the ingested chunks."""
     from tqdm.auto import tqdm
 
-    from samkv_integrations.chroma.database import Database
-    from samkv_integrations.chroma.lexical import nearest
-    from samkv_integrations.chroma.link import ChromaLink
+    from samkv_integrations.chroma.client import Database
+    from samkv_integrations.chroma.link import ChromaLink, nearest
     from samkv_integrations.cli.answers import answer_row, with_ratios
     from samkv_integrations.cli.method_options import eviction_of, given_methods, words
     from samkv_integrations.evaluation.questions import question_of, read_questions
@@ -94,9 +93,8 @@ def inspect(
     as_json: args.Json = False,
 ) -> None:  # fmt: skip
     """Show what one answer read: tokens kept, recomputed and dropped, beside full prefill."""
-    from samkv_integrations.chroma.database import Database
-    from samkv_integrations.chroma.lexical import nearest
-    from samkv_integrations.chroma.link import ChromaLink
+    from samkv_integrations.chroma.client import Database
+    from samkv_integrations.chroma.link import ChromaLink, nearest
     from samkv_integrations.cli.method_options import eviction_of, given_methods
     from samkv_integrations.evaluation.questions import question_of
     from samkv_integrations.inspection import inspect as inspect_answer

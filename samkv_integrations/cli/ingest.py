@@ -20,7 +20,7 @@ from samkv_integrations.cli.loading import bytes_of, engine_of, require_no_ray
 from samkv_integrations.errors import EmptyInput, InvalidOption, MissingExtra
 
 if TYPE_CHECKING:
-    from samkv_integrations.chroma.results import IngestResult
+    from samkv_integrations.chroma.records import IngestResult
     from samkv_integrations.cluster import ClusterIngest
     from samkv_integrations.model.model import Model
 
@@ -90,7 +90,7 @@ def ingest(
     Links in folders are not followed. Exit code 1 if a document cannot be read, or a chunk not be
     cached; the others are ingested.
     """
-    from samkv_integrations.chroma.database import Database
+    from samkv_integrations.chroma.client import Database
     from samkv_integrations.chroma.link import ChromaLink
     from samkv_integrations.cluster import ModelSource, WorkerPool, add_on_ray
     from samkv_integrations.cluster.pool import require_ray

@@ -12,7 +12,7 @@ from samkv_integrations.errors import InvalidOption
 
 if TYPE_CHECKING:
     from samkv_integrations.cache.disk import ChunkStore
-    from samkv_integrations.chroma.database import Database
+    from samkv_integrations.chroma.client import Database
     from samkv_integrations.engine.engine import Engine
 
 BUILTIN = "builtin"

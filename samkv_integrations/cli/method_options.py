@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from samkv_integrations.errors import InvalidOption, UnknownOption
 from samkv_integrations.eviction import Eviction, get_eviction, with_budget
 from samkv_integrations.methods import DEFAULT_METHOD, Method, get_method
-from samkv_integrations.methods.base import option_names
-from samkv_integrations.methods.options import with_option
+from samkv_integrations.methods.base import option_names, with_option
 
 
 def words(text: str) -> list[str]:

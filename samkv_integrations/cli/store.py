@@ -72,7 +72,7 @@ def sync(
     remote: args.Remote = None, as_json: args.Json = False,
 ) -> None:  # fmt: skip
     """Bring caches into line with the records: build what is missing, delete what nothing uses."""
-    from samkv_integrations.chroma.database import Database
+    from samkv_integrations.chroma.client import Database
     from samkv_integrations.chroma.link import ChromaLink
 
     database = Database(folder / "chroma", chroma)
@@ -306,7 +306,7 @@ def _say(command: str, row: Row, said: str, *, as_json: bool) -> None:
 
 
 def _keys(folder: Path, chroma: str | None, collections: list[str] | None) -> set[str] | None:
-    from samkv_integrations.chroma.database import Database
+    from samkv_integrations.chroma.client import Database
 
     return keys_of(Database(folder / "chroma", chroma), collections)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from samkv_integrations.cache.archive import export_caches, import_caches
 from samkv_integrations.cache.disk import ChunkStore
-from samkv_integrations.chroma.database import Database
+from samkv_integrations.chroma.client import Database
 from samkv_integrations.cli import arguments as args
 from samkv_integrations.cli import tables
 from samkv_integrations.cli.loading import engine_of, keys_of, progress_bar, store_in

@@ -10,7 +10,7 @@ from typing import Annotated, Any, cast
 from typer import Option
 
 from samkv_integrations import figures
-from samkv_integrations.chroma.database import Database
+from samkv_integrations.chroma.client import Database
 from samkv_integrations.chroma.link import ChromaLink
 from samkv_integrations.cli import arguments as args
 from samkv_integrations.cli import tables

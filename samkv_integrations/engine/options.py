@@ -24,7 +24,7 @@ from samkv_integrations.cache.quantise import DEFAULT_STORE_BITS, check_store_bi
 from samkv_integrations.errors import InvalidOption, StoreError, UnknownOption
 from samkv_integrations.eviction import NO_EVICTION, Eviction, get_eviction, with_budget
 from samkv_integrations.methods import DEFAULT_METHOD, Method, get_method
-from samkv_integrations.methods.options import with_option
+from samkv_integrations.methods.base import with_option
 from samkv_integrations.model.model import Model
 from samkv_integrations.model.sampling import (
     OPTIONS,

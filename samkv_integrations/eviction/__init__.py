@@ -1,21 +1,324 @@
-"""The eviction rules: which KV entries an answer goes on with. One file a paper."""
+"""The eviction rules: which KV entries an answer goes on with. A class a paper, and one table.
+
+StreamingLLM: Xiao, Tian, Chen, Han, Lewis: Efficient Streaming Language Models with Attention
+Sinks. H2O: Zhang et al.: Heavy-Hitter Oracle for Efficient Generative Inference of Large Language
+Models. SnapKV: Li et al.: LLM Knows What You are Looking for Before Generation. PyramidKV: Cai et
+al.: Dynamic KV Cache Compression based on Pyramidal Information Funneling. SAGE-KV: Wang et al.:
+LLMs Know What to Drop: Self-Attention Guided KV Cache Eviction for Efficient Long-Context
+Inference. Quest: Tang et al.: Query-Aware Sparsity for Efficient Long-Context LLM Inference.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import MappingProxyType
+from typing import ClassVar, Literal, get_args
 
-from samkv_integrations.errors import UnknownOption
-from samkv_integrations.eviction.base import Eviction
-from samkv_integrations.eviction.h2o import H2O
-from samkv_integrations.eviction.pyramidkv import PyramidKV
-from samkv_integrations.eviction.quest import Quest
-from samkv_integrations.eviction.sage_kv import SageKV
-from samkv_integrations.eviction.snapkv import SnapKV
-from samkv_integrations.eviction.streaming_llm import StreamingLLM
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from samkv_integrations.errors import InvalidOption, UnknownOption
+from samkv_integrations.eviction.base import (
+    DroppingEviction,
+    Eviction,
+    Keeper,
+    Once,
+    Seen,
+    Sliding,
+    best_of_heads,
+    with_ends,
+)
 
 __all__ = ["EVICTIONS", "Eviction", "Quest", "get_eviction"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamingLLM(DroppingEviction):
+    """The first entries and the most recent ones (arXiv 2309.17453, section 3.2).
+
+    sinks: entries at the beginning that always stay (the paper's 4).
+
+    Deviations: entries keep their true positions, where the paper counts positions inside the
+        cache. It does so to go beyond the length a model was trained for, which an engine that
+        checks the context window never does.
+    """
+
+    sinks: int = 4
+
+    name: ClassVar[str] = "streaming-llm"
+    paper: ClassVar[str] = "arXiv 2309.17453"
+    summary: ClassVar[str] = "the first entries and the most recent ones, sliding"
+    slides: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        self._at_least("sinks", 0)
+        super().__post_init__()
+
+    @property
+    def min_tokens(self) -> int:
+        return self.sinks + 1
+
+    @property
+    def n_queries(self) -> int:
+        return 0
+
+    def keeper(self, budget: int) -> Keeper:
+        recent = budget - self.sinks
+
+        def choose(seen: Seen) -> Tensor:
+            none = seen.slots.new_empty(seen.keys.shape[1], 0).to(seen.keys.device)
+            return with_ends(none, seen.n_entries, first=self.sinks, last=recent)
+
+        return Sliding(budget, choose, recent)
+
+
+@dataclass(frozen=True, kw_only=True)
+class H2O(DroppingEviction):
+    """Half recent entries, half those that got most attention so far (arXiv 2306.14048, section 4).
+
+    Per key-value head, and again with every token of the answer: the entry outside the recent half
+    with the least accumulated attention goes (algorithm 1).
+
+    Deviations: during the prompt nothing is evicted, its attention is accumulated whole and the
+    choice made once, as in the authors' code. Attention is summed over the query heads that share a
+    key-value head; the paper's models share none. Only entries computed for this question are known
+    to attend: where a method reuses a cache, what its entries attended to when they were prefilled
+    does not count.
+    """
+
+    name: ClassVar[str] = "h2o"
+    paper: ClassVar[str] = "arXiv 2306.14048"
+    summary: ClassVar[str] = "entries with most accumulated attention and as many recent ones"
+    slides: ClassVar[bool] = True
+
+    @property
+    def min_tokens(self) -> int:
+        return 2
+
+    def keeper(self, budget: int) -> Keeper:
+        return _HeavyHitters(budget)
+
+
+class _HeavyHitters(Keeper):
+    def __init__(self, budget: int) -> None:
+        super().__init__(budget)
+        self._recent = budget // 2
+        self._scores = torch.empty(0)  # (G, S) attention that each entry got
+        self._order = torch.empty(0)  # (G, S) which entry came how late
+        self._n_seen = 0
+
+    def prompt(self, seen: Seen) -> Tensor | None:
+        n_entries, n_kv_heads, _ = seen.keys.shape
+        scores = seen.keys.new_zeros(n_kv_heads, n_entries, dtype=torch.float32)
+        for weights in seen.weights():
+            scores += weights.sum((1, 2))
+        self._n_seen = n_entries
+        self._scores = scores
+        self._order = torch.arange(n_entries, device=scores.device).repeat(n_kv_heads, 1)
+        if n_entries <= self.budget:
+            return None
+        older = scores[:, None, : n_entries - self._recent]
+        heavy = best_of_heads(older, self.budget - self._recent)
+        slots = with_ends(heavy, n_entries, last=self._recent)
+        self._scores = scores.gather(1, slots.T)
+        self._order = self._order.gather(1, slots.T)
+        return slots
+
+    def step(self, seen: Seen) -> int | Tensor | None:
+        given = next(seen.weights()).sum((1, 2))
+        scores = given.clone()
+        scores[:, :-1] += self._scores
+        newest = self._order.new_full((len(scores), 1), self._n_seen)
+        order = torch.cat((self._order, newest), dim=1)
+        self._n_seen += 1
+        self._scores, self._order = scores, order
+        if seen.n_entries <= self.budget:
+            return None
+        recent = order >= self._n_seen - self._recent
+        slot = scores.masked_fill(recent, math.inf).argmin(1)
+        heads = torch.arange(len(slot), device=slot.device)
+        for entries in (scores, order):
+            entries[heads, slot] = entries[:, -1].clone()
+        self._scores, self._order = scores[:, :-1], order[:, :-1]
+        return slot
+
+
+Pooling = Literal["max", "average"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SnapKV(DroppingEviction):
+    """The prompt's last entries, and those that their tokens attend to (sections 3 and 4).
+
+    Once after the prompt; the answer's entries come on top of the budget. Attention is summed over
+    the window, pooled over neighbouring entries and compared per head (arXiv 2404.14469, listing
+    1).
+
+    window: entries at the end that look and always stay. kernel, pooling: of the neighbourhood. The
+    defaults are those of the paper's LongBench runs.
+
+    Deviations: a query head that shares its key-value head with others chooses only its part of
+    the entries (`best_of_heads`); the paper's code stores key-value heads once for every query
+    head. Of the window only entries computed for this question look, which the question's always
+    are. Neighbours are those among the entries that the method kept.
+    """
+
+    window: int = 32
+    kernel: int = 7
+    pooling: Pooling = "max"
+
+    name: ClassVar[str] = "snapkv"
+    paper: ClassVar[str] = "arXiv 2404.14469"
+    summary: ClassVar[str] = "entries that the end of the prompt attends to, pooled; once"
+    slides: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        self._at_least("window", 1)
+        self._at_least("kernel", 1)
+        if self.kernel % 2 == 0:
+            raise InvalidOption(
+                f"kernel={self.kernel} of {self.name!r}; it must be odd, so that an entry is in "
+                f"the middle of its neighbourhood: give {self.kernel - 1} or {self.kernel + 1}"
+            )
+        if self.pooling not in get_args(Pooling):
+            raise InvalidOption(
+                f"pooling={self.pooling!r} of {self.name!r}; "
+                f"allowed: {', '.join(get_args(Pooling))}"
+            )
+        super().__post_init__()
+
+    @property
+    def min_tokens(self) -> int:
+        return self.window + 1
+
+    @property
+    def n_queries(self) -> int:
+        return self.window
+
+    def keeper(self, budget: int) -> Keeper:
+        def choose(seen: Seen) -> Tensor:
+            chosen = best_of_heads(self._scores(seen), budget - self.window)
+            return with_ends(chosen, seen.n_entries, last=self.window)
+
+        return Once(budget, choose)
+
+    def _scores(self, seen: Seen) -> Tensor:
+        """(G, H/G, S - window), pooled attention of the window to the entries before it."""
+        before = seen.n_entries - self.window
+        tiles = [weights[..., :before].sum(2) for weights in seen.weights(before)]
+        given = torch.stack(tiles).sum(0)
+        if self.pooling == "max":
+            return F.max_pool1d(given, self.kernel, stride=1, padding=self.kernel // 2)
+        return F.avg_pool1d(given, self.kernel, stride=1, padding=self.kernel // 2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PyramidKV(SnapKV):
+    """`SnapKV` whose budgets fall in equal steps from the lowest layer to the highest one.
+
+    arXiv 2406.02069, section 4.2. With b entries a layer besides the window, the highest layer
+    keeps b / beta of them and the lowest 2 b - b / beta, so that the mean is b; where the lowest
+    one would get more entries than there are, it keeps all, and the highest one gets what that
+    leaves.
+
+    beta: how steep (the paper's 20). window, kernel, pooling: see `SnapKV`.
+
+    Deviations: those of `SnapKV`. The authors' code rounds the step, here each layer's budget is
+    rounded down, so that their mean is never above the budget. As there, a prompt shorter than
+    2 b gets the same budget in every layer. "As many as there are" counts the logical prompt,
+    although a method may have kept less of it at a layer.
+    """
+
+    beta: int = 20
+
+    name: ClassVar[str] = "pyramidkv"
+    paper: ClassVar[str] = "arXiv 2406.02069"
+    summary: ClassVar[str] = "snapkv with more entries in lower layers, fewer in higher ones"
+
+    def __post_init__(self) -> None:
+        self._at_least("beta", 1)
+        super().__post_init__()
+
+    def layer_budget(self, n_tokens: int, layer: int, n_layers: int) -> int:
+        budget = self.budget(n_tokens)
+        mean = budget - self.window
+        if n_layers == 1 or n_tokens <= budget or n_tokens < 2 * mean:
+            return budget
+        low = mean // self.beta
+        high = min(2 * mean - low, n_tokens - self.window)
+        low = 2 * mean - high
+        return self.window + (high * (n_layers - 1) - (high - low) * layer) // (n_layers - 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SageKV(DroppingEviction):
+    """Sinks, what the last prompt token attends to, and a recent window (section 2).
+
+    Of a budget of B entries B/4 are the first ones, B/4 the most recent ones, and every query head
+    chooses B/2 over the number of query heads that share a key-value head (arXiv 2503.08879,
+    appendix A.2). Chosen once; after that every new entry is added to the recent window, and its
+    oldest entry goes (step 4).
+
+    Deviations: entries chosen by several query heads of a key-value head count once, and the room
+        is filled with their next best (`best_of_heads`). The last prompt token is the newest entry
+        of the recent window, where the paper counts it on top. What rounding B/4 leaves goes to the
+        chosen entries. A layer that holds fewer entries than the budget first grows up to it.
+    """
+
+    name: ClassVar[str] = "sage-kv"
+    paper: ClassVar[str] = "arXiv 2503.08879"
+    summary: ClassVar[str] = "first entries, those the last prompt token attends to, recent ones"
+    slides: ClassVar[bool] = True
+
+    @property
+    def min_tokens(self) -> int:
+        return 4
+
+    @property
+    def n_queries(self) -> int:
+        return 1
+
+    def keeper(self, budget: int) -> Keeper:
+        end = budget // 4
+
+        def choose(seen: Seen) -> Tensor:
+            n_entries = seen.n_entries
+            given = torch.cat([weights.sum(2) for weights in seen.weights(n_entries - 1)])
+            chosen = best_of_heads(given[..., end : n_entries - end], budget - 2 * end) + end
+            return with_ends(chosen, n_entries, first=end, last=end)
+
+        return Sliding(budget, choose, end)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quest(Eviction):
+    """Nothing is dropped; a step attends, per layer, to the context's best tokens for its query.
+
+    All text that is not context is attended to as well: the question, the conversation, the answer
+    so far. The rest of the context counts as one token, of the weight that its tokens have together
+    and of the context's mean value. Because nothing is dropped, it stays in memory in few bits.
+
+    budget_tokens, budget_ratio: of the context, attended to by a step.
+
+    Deviations from arXiv 2406.10774: the paper ranks pages of 16 tokens by a bound, the products of
+    the query with the smallest and the largest key of each channel (section 3.3). Here a page is
+    one token, whose bound is its key, in few bits: on real text pages of 16 and of 8 were far worse
+    at the same share (docs/decisions.md). One choice a layer serves all heads, by the sum of their
+    softmax. The paper leaves the first two layers dense. One token for all the rest is of SparQ
+    Attention (arXiv 2312.04985, section 3), whose mean is of all values so far.
+    """
+
+    name: ClassVar[str] = "quest"
+    paper: ClassVar[str] = "arXiv 2406.10774"
+    summary: ClassVar[str] = "nothing dropped; each step attends to its own best tokens"
+
+    @property
+    def min_tokens(self) -> int:
+        return 64
+
 
 NO_EVICTION = "none"
 

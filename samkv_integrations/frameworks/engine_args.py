@@ -1,19 +1,18 @@
-"""From the arguments of a connector to an engine."""
+"""From the arguments of a connector to an engine, and the engine as a part of a component."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from samkv_integrations.cache.disk import ChunkStore
 from samkv_integrations.cache.memory import MemoryStore
-from samkv_integrations.cache.quantise import check_store_bits
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.errors import InvalidOption
-from samkv_integrations.eviction import EVICTIONS, Eviction, get_eviction
-from samkv_integrations.methods import DEFAULT_METHOD, METHODS, get_method
+from samkv_integrations.eviction import EVICTIONS, Eviction
+from samkv_integrations.methods import DEFAULT_METHOD, METHODS
 from samkv_integrations.model.loading import load_model, load_tokenizer
 from samkv_integrations.model.model import Model
 
@@ -81,27 +80,26 @@ def engine_of(source: ModelSource) -> Engine:
             "engine"
         )
     namespace, folder = source.namespace or "", source.kv_dir
-    if folder is not None and not str(folder):
+    store: MemoryStore | ChunkStore
+    if folder is None:
+        if source.max_bytes is not None:
+            raise _no_folder(source.max_bytes)
+        if source.kv_remote is not None:
+            raise InvalidOption(
+                f"kv_remote={source.kv_remote!r} needs a folder for what this machine has read of "
+                "it; give kv_dir as well"
+            )
+        store = MemoryStore(namespace=namespace)
+    elif not str(folder):
         raise InvalidOption("kv_dir=''; give a folder, or None to keep chunk caches in memory")
-    if folder is None and source.max_bytes is not None:
-        raise _no_folder(source.max_bytes)
-    if folder is None and source.kv_remote is not None:
-        raise InvalidOption(
-            f"kv_remote={source.kv_remote!r} needs a folder for what this machine has read of it; "
-            "give kv_dir as well"
-        )
-    store = (
-        MemoryStore(namespace=namespace)
-        if folder is None
-        else ChunkStore(
+    else:
+        store = ChunkStore(
             folder, namespace=namespace, max_bytes=source.max_bytes, remote=source.kv_remote
         )
-    )
-    size = source.block_size
-    return Engine(
-        _model_of(source), store, store_bits=source.store_bits,
-        block_size="auto" if size is None else size,
-    )  # fmt: skip
+    model, bits = _model_of(source), source.store_bits
+    if source.block_size is None:
+        return Engine(model, store, store_bits=bits)
+    return Engine(model, store, store_bits=bits, block_size=source.block_size)
 
 
 def _check_engine(engine: Engine, source: ModelSource) -> None:
@@ -109,29 +107,36 @@ def _check_engine(engine: Engine, source: ModelSource) -> None:
     for name in ("model", "tokenizer"):
         if getattr(source, name) is not None:
             raise InvalidOption(f"the engine that was given has its {name}; leave out {name}")
-    _check_agreement(engine.model, source.model_name, source.device_map, source.dtype)
     folder, kv_dir = folder_of(engine), source.kv_dir
-    if kv_dir is not None and not (folder and Path(folder).resolve() == Path(kv_dir).resolve()):
-        raise _contradiction("kv_dir", str(kv_dir), folder)
-    if source.kv_remote not in (None, remote_of(engine)):
-        raise _contradiction("kv_remote", source.kv_remote, remote_of(engine))
-    if source.namespace not in (None, engine.store.namespace):
-        raise _contradiction("namespace", source.namespace, engine.store.namespace)
-    if source.store_bits not in (None, engine.store_bits):
-        raise _contradiction("store_bits", source.store_bits, engine.store_bits)
-    if source.block_size not in (None, engine.fingerprint.block_size):
-        raise _contradiction("block_size", source.block_size, engine.fingerprint.block_size)
-    if source.max_bytes is not None:
-        _set_budget(engine, source.max_bytes)
+    is_same = folder and kv_dir and Path(folder).resolve() == Path(kv_dir).resolve()
+    _require_same(
+        source,
+        engine.model,
+        model_name=engine.model.name,
+        kv_dir=kv_dir if is_same else folder,
+        kv_remote=remote_of(engine),
+        namespace=engine.store.namespace,
+        store_bits=engine.store_bits,
+        block_size=engine.fingerprint.block_size,
+    )
+    if source.max_bytes is not None:  # no part of an engine: it is the store's from now on
+        if not isinstance(engine.store, ChunkStore):
+            raise _no_folder(source.max_bytes)
+        before, quota = engine.store.index.budget.read()
+        if before != source.max_bytes:
+            engine.store.set_budget(source.max_bytes, quota)
 
 
-def _set_budget(engine: Engine, max_bytes: int) -> None:
-    """A budget is no part of an engine, but can be given with one: it is the store's from now."""
-    if not isinstance(engine.store, ChunkStore):
-        raise _no_folder(max_bytes)
-    before, quota = engine.store.index.budget.read()
-    if before != max_bytes:
-        engine.store.set_budget(max_bytes, quota)
+def _require_same(source: ModelSource, model: Model, **actual: object) -> None:
+    """Raises InvalidOption if an argument asks for something else than what was given."""
+    device = model.device.type if source.device_map == model.device.type else str(model.device)
+    for name, value in {**actual, "device_map": device, "dtype": model.dtype_name}.items():
+        given = getattr(source, name)
+        if given not in (None, value) and (given != "auto" or name in actual):
+            raise InvalidOption(
+                f"{name}={(str(given) if name == 'kv_dir' else given)!r}, but the model or engine "
+                f"that was given has {value!r}; leave out either"
+            )
 
 
 def _no_folder(max_bytes: int) -> InvalidOption:
@@ -151,7 +156,7 @@ def _model_of(source: ModelSource) -> Model:
         saved_as = getattr(source.model, "name_or_path", "")
         label = source.model_name or saved_as or type(source.model).__name__
         model = Model(source.model, tokenizer, label)
-        _check_agreement(model, None, source.device_map, source.dtype)
+        _require_same(source, model)
         return model
     assert source.model_name is not None  # `engine_of` has looked
     return load_model(
@@ -161,23 +166,6 @@ def _model_of(source: ModelSource) -> Model:
         tokenizer=tokenizer,
         model_kwargs=source.model_kwargs,
         tokenizer_kwargs=source.tokenizer_kwargs,
-    )
-
-
-def _check_agreement(model: Model, model_name: str | None, device_map: str, dtype: str) -> None:
-    """Raises InvalidOption if the arguments ask for another model than the one that was given."""
-    for name, value, allowed in (
-        ("model_name", model_name, (None, model.name)),
-        ("device_map", device_map, ("auto", model.device.type, str(model.device))),
-        ("dtype", dtype, ("auto", model.dtype_name)),
-    ):
-        if value not in allowed:
-            raise _contradiction(name, value, allowed[-1])
-
-
-def _contradiction(name: str, value: object, actual: object) -> InvalidOption:
-    return InvalidOption(
-        f"{name}={value!r}, but the model or engine that was given has {actual!r}; leave out either"
     )
 
 
@@ -204,34 +192,41 @@ def own_choices(engine: Engine) -> tuple[str | None, str | None]:
     return (method.name if has_name else None), rule
 
 
-def check_choices(method: str | None, eviction: str | None, store_bits: int | None) -> None:
-    """Raises if one is no choice that there is; None for the engine's.
+class EngineRef:
+    """An engine as a private part of a component: copies share it, and pickles leave it behind.
 
-    Raises UnknownOption (method, eviction) or InvalidOption (store_bits).
+    Frameworks copy their components deeply and send them to other processes; a loaded model is
+    too big for either.
     """
-    if method is not None:
-        get_method(method)
-    get_eviction(eviction)
-    if store_bits is not None:
-        check_store_bits(store_bits)
 
+    def __init__(self, engine: Engine | None = None) -> None:
+        self._engine = engine
 
-def check_fits(
-    model: Model, context_window: int, stop_ids: Iterable[int], **max_tokens: int
-) -> None:
-    """Raises InvalidOption for a wrong window or stop id, or answers that leave prompts no room.
-
-    max_tokens: most tokens of an answer, under the name that the caller has for it.
-    """
-    if not 0 < context_window <= model.context_window:
-        raise InvalidOption(
-            f"context_window={context_window}; {model.name!r} has {model.context_window}, give 1 "
-            "to that, or None for all of it"
-        )
-    model.end_ids(stop_ids)
-    for name, number in max_tokens.items():
-        if number >= context_window:
+    @classmethod
+    def of(cls, llm: object | None, engine: Engine | None) -> EngineRef:
+        """From the two arguments that a component takes, of which one must be given."""
+        if (llm is None) == (engine is None):
+            raise InvalidOption("give either llm (one of samkv-integrations) or engine")
+        found = engine if llm is None else getattr(llm, "engine", None)
+        if not isinstance(found, Engine):
+            given = type(engine if llm is None else llm).__name__
             raise InvalidOption(
-                f"{name}={number} leaves no room for a prompt in the context window of "
-                f"{model.name!r}, {context_window} tokens; give less"
+                f"{given} has no engine; give an LLM of samkv-integrations as llm, or an Engine"
             )
+        return cls(found)
+
+    @property
+    def engine(self) -> Engine:
+        """The engine. Raises InvalidOption after a pickle."""
+        if self._engine is None:
+            raise InvalidOption(
+                "this component came from another process, and its engine stayed there; make it "
+                "anew in this process, or use it in the one that it came from"
+            )
+        return self._engine
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> EngineRef:
+        return self
+
+    def __reduce__(self) -> tuple[type[EngineRef], tuple[()]]:
+        return EngineRef, ()

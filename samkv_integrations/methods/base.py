@@ -7,16 +7,17 @@ says which blocks of which layer to keep, `recompute` which of the kept tokens t
 
 from __future__ import annotations
 
+import ast
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, get_args, get_origin, get_type_hints
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from samkv_integrations.errors import InvalidOption
+from samkv_integrations.errors import InvalidOption, UnknownOption
 from samkv_integrations.eviction.base import Eviction
 from samkv_integrations.prompt.layout import Layout
 
@@ -311,3 +312,43 @@ def option_names(method: Method) -> tuple[str, ...]:
         if part is not None
         for field in fields(part)  # type: ignore[arg-type]
     )
+
+
+_NAMES = {float: "a number", int: "a whole number", bool: "True or False", type(None): "None"}
+
+
+def with_option(method: Method, setting: str) -> Method:
+    """The method with one option changed. setting: ``NAME=VALUE``, NAME out of `option_names`.
+
+    Raises:
+        UnknownOption: it has no such option.
+        InvalidOption: a value of the wrong kind, or out of range.
+    """
+    name, _, text = setting.partition("=")
+    known = option_names(method)
+    if name not in known:
+        raise UnknownOption.among(f"option of {method.name}", name, known or ("none",))
+    part_name, field = name.split(".")
+    part: Any = getattr(method, part_name)
+    try:
+        value = ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        value = text  # a word
+    hint = get_type_hints(type(part))[field]
+    if not _fits(value, hint):
+        raise InvalidOption(f"{name}={text} of {method.name!r}: {value!r} is not {_words(hint)}")
+    return replace(method, **{part_name: replace(part, **{field: value})})
+
+
+def _fits(value: object, hint: Any) -> bool:  # noqa: ANN401
+    if get_origin(hint) is Literal:
+        return value in get_args(hint)
+    if get_args(hint):  # a union
+        return any(_fits(value, kind) for kind in get_args(hint))
+    return type(value) in ((int, float) if hint is float else (hint,))
+
+
+def _words(hint: Any) -> str:  # noqa: ANN401
+    if get_origin(hint) is Literal:
+        return f"one of {', '.join(map(str, get_args(hint)))}"
+    return " or ".join(map(_words, get_args(hint))) if get_args(hint) else _NAMES[hint]

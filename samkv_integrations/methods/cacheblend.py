@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from samkv_integrations.methods.base import Checked, Method
-from samkv_integrations.methods.parts import RecomputeFrom, SelectAll
-from samkv_integrations.methods.scoring import top_tokens
+from samkv_integrations.methods.parts import RecomputeFrom, SelectAll, top_tokens
 from samkv_integrations.prompt.layout import Layout
 
 

@@ -17,8 +17,7 @@ from samkv_integrations.methods.base import (
     SelectionInputs,
     check_ratio,
 )
-from samkv_integrations.methods.parts import SelectAll
-from samkv_integrations.methods.scoring import token_budget
+from samkv_integrations.methods.parts import SelectAll, token_budget
 from samkv_integrations.prompt.layout import Layout
 
 

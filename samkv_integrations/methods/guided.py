@@ -25,7 +25,7 @@ from samkv_integrations.methods.base import (
     SelectionInputs,
     check_count,
 )  # fmt: skip
-from samkv_integrations.methods.scoring import dilate, matching_segments, softmax_by_chunk
+from samkv_integrations.methods.parts import dilate, matching_segments, softmax_by_chunk
 from samkv_integrations.prompt.layout import Layout
 
 SINKS = 4  # first tokens of the prompt that the probe computes, for attention to rest on

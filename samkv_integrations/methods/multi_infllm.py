@@ -20,8 +20,7 @@ from samkv_integrations.methods.base import (
     SelectionInputs,
     check_ratio,
 )
-from samkv_integrations.methods.parts import RecomputeNone
-from samkv_integrations.methods.scoring import fill_budget, group_heads, mean_query
+from samkv_integrations.methods.parts import RecomputeNone, fill_budget, group_heads, mean_query
 from samkv_integrations.prompt.layout import Layout
 
 

@@ -1,15 +1,19 @@
-"""The trivial parts of methods: keep all, compute all or nothing again, mix entries."""
+"""What several methods share: simple parts, scores and budgets; and the methods without a paper."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from samkv_integrations.cache.rope import unrotate
 from samkv_integrations.errors import InvalidOption
 from samkv_integrations.methods.base import (
+    Method,
+    ProbedLayer,
     Recompute,
     Select,
     Selection,
@@ -103,3 +107,150 @@ class Fusion:
         else:
             theta = self.weight
         return (theta * new + (1 - theta) * old).to(computed.dtype)
+
+
+def token_budget(ratio: float, n_tokens: Tensor) -> Tensor:
+    """``ratio`` of ``n_tokens``, rounded up; what rounding of floats adds does not count."""
+    return (ratio * n_tokens.double() - 1e-6).ceil().clamp(min=0).long()
+
+
+def top_tokens(scores: Tensor, tokens: Tensor, ratio: float, layout: Layout) -> Tensor:
+    """(Tctx,) bool, CPU: the best of ``tokens`` (n,) by scores (n,), ``ratio`` of the context."""
+    recomputed = torch.zeros(layout.n_context, dtype=torch.bool)
+    count = min(len(tokens), int(token_budget(ratio, torch.tensor(layout.n_context))))
+    recomputed[tokens[scores.topk(count).indices.cpu()]] = True
+    return recomputed
+
+
+def mean_query(probed: ProbedLayer, n_last: int) -> Tensor:
+    """(H, D) float32: mean un-rotated query of the probe's ``n_last`` last tokens."""
+    queries = probed.queries[:, -n_last:].transpose(0, 1).float()
+    return unrotate(queries, probed.cos[-n_last:], probed.sin[-n_last:]).mean(0)
+
+
+def group_heads(queries: Tensor, n_kv_heads: int) -> Tensor:
+    """(..., H, D) -> (..., G, D): mean over the query heads that share a key-value head.
+
+    Consecutive query heads share one, as in transformers' ``repeat_kv``.
+    """
+    *lead, heads, dim = queries.shape
+    return queries.reshape(*lead, n_kv_heads, heads // n_kv_heads, dim).mean(dim=-2)
+
+
+def personalise(query: Tensor, local_query: Tensor) -> Tensor:
+    """A query of its own for every chunk (SamKV equation 1).
+
+    query (L, H, D), local_query (L, C, H, D) -> (L, C, H, D): the query plus, for each chunk, the
+    mean of the other chunks' local queries, each weighted with its absolute cosine to the query
+    over the whole (H, D) vector. With one chunk there is no bias.
+    """
+    n_chunks = local_query.shape[1]
+    spread = query[:, None].expand_as(local_query)
+    if n_chunks == 1:
+        return spread
+    cosine = F.cosine_similarity(spread.flatten(2), local_query.flatten(2), dim=-1)
+    weighted = cosine.abs()[..., None, None] * local_query
+    return spread + (weighted.sum(1, keepdim=True) - weighted) / (n_chunks - 1)
+
+
+def fill_budget(order: Tensor, layout: Layout, budget_tokens: float | Tensor) -> Tensor:
+    """(L, Nb) bool: the best blocks of each layer that fit into ``budget_tokens``.
+
+    order: (L, Nb), higher first, -inf never. Filling ends at the first block that does not fit.
+    budget_tokens: the same for all layers, or (L, 1).
+    """
+    ranking = order.argsort(dim=1, descending=True, stable=True)
+    lengths = layout.block_lengths.to(order.device)[ranking]
+    lengths = lengths.masked_fill(order.gather(1, ranking).isneginf(), 0)
+    whole = torch.as_tensor(budget_tokens, dtype=torch.float64).floor().long().to(order.device)
+    fits = (lengths.cumsum(1) <= whole) & (lengths > 0)
+    return torch.zeros_like(fits).scatter(1, ranking, fits)
+
+
+def softmax_by_chunk(logits: Tensor, layout: Layout) -> Tensor:
+    """Softmax of (H, Tctx) within each chunk, as if it were alone."""
+    longest = layout.longest_chunk
+    place = layout.place_in_chunks(logits.device)
+    padded = logits.new_full((len(logits), layout.n_chunks * longest), -math.inf)
+    padded[:, place] = logits
+    shares = padded.view(len(logits), layout.n_chunks, longest).softmax(-1)
+    return shares.flatten(1)[:, place]
+
+
+def dilate(scores: Tensor, layout: Layout, *, before: int = 0, after: int = 0) -> Tensor:
+    """(Tctx,) scores shared with the ``before`` and ``after`` tokens around, within the chunk."""
+    chunk, best = layout.chunk_of_token, scores
+    for shift in range(1, min(max(before, after), layout.n_context - 1) + 1):
+        same = chunk[shift:] == chunk[:-shift]
+        if shift <= after:
+            moved = scores[:-shift].where(same, -math.inf)
+            best = torch.cat((best[:shift], best[shift:].maximum(moved)))
+        if shift <= before:
+            moved = scores[shift:].where(same, -math.inf)
+            best = torch.cat((best[:-shift].maximum(moved), best[-shift:]))
+    return best
+
+
+def matching_segments(layout: Layout, size: int, most: int, given: Tensor) -> Tensor:
+    """(Tctx,) bool: segments of chunks that share the rarest tokens with the question.
+
+    Segments have ``size`` tokens; the best are taken until the next one would make it more than
+    ``most`` tokens, not counting those in ``given`` ((Tctx,) bool). A segment scores the sum of
+    log((n + 1) / (m + 0.5)) over the question's tokens that it holds, n being the number of
+    segments and m of those that hold the token, and half of that sum over those that its chunk
+    holds. Ours, after BM25.
+    """
+    ids, chunk = layout.token_ids[layout.context_positions], layout.chunk_of_token
+    asked: Tensor = torch.unique(layout.token_ids[layout.question])
+    place = torch.searchsorted(asked, ids).clamp(max=len(asked) - 1)
+    is_asked = asked[place] == ids
+    (of_chunk, _), segment = torch.unique(
+        torch.stack((chunk, layout.offset_in_chunk // size)), return_inverse=True, dim=1
+    )
+    length = torch.zeros(len(of_chunk)).index_add(0, segment, (~given).float())
+    in_segment = torch.zeros(len(length), len(asked))
+    in_segment[segment[is_asked], place[is_asked]] = 1.0
+    in_chunk = torch.zeros(layout.n_chunks, len(asked))
+    in_chunk[chunk[is_asked], place[is_asked]] = 1.0
+    rarity = ((len(length) + 1) / (in_segment.sum(0) + 0.5)).log()
+    own = in_segment @ rarity
+    score = (own + (in_chunk @ rarity)[of_chunk] / 2).masked_fill(own == 0, -math.inf)
+    order = score.argsort(descending=True, stable=True)
+    fits = (length[order].cumsum(0) <= most) & (own[order] > 0)
+    chosen = torch.zeros(len(length), dtype=torch.bool)
+    chosen[order[fits]] = True
+    return chosen[segment]
+
+
+def recompute() -> Method:
+    """Full prefill: all text through the model, no cache used."""
+    return Method(
+        name="recompute",
+        paper="-",
+        summary="full prefill: every chunk computed again from its text",
+        select=SelectAll(),
+        recompute=RecomputeAll(),
+    )
+
+
+def reuse() -> Method:
+    """Every cached token, rotated to its true position; nothing recomputed."""
+    return Method(
+        name="reuse",
+        paper="-",
+        summary="whole caches at their true positions, nothing recomputed",
+        select=SelectAll(),
+        recompute=RecomputeNone(),
+    )
+
+
+def reuse_local() -> Method:
+    """Every cached token at the position where it was prefilled (the papers' Reuse)."""
+    return Method(
+        name="reuse-local",
+        paper="Reuse in arXiv 2508.11661",
+        summary="whole caches at the positions of their prefill, nothing recomputed",
+        select=SelectAll(),
+        recompute=RecomputeNone(),
+        positions="local",
+    )

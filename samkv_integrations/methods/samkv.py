@@ -22,8 +22,13 @@ from samkv_integrations.methods.base import (
     check_ratio,
     overwrite,
 )
-from samkv_integrations.methods.parts import Fusion
-from samkv_integrations.methods.scoring import fill_budget, group_heads, mean_query, personalise
+from samkv_integrations.methods.parts import (
+    Fusion,
+    fill_budget,
+    group_heads,
+    mean_query,
+    personalise,
+)
 from samkv_integrations.prompt.layout import Layout
 
 PAPER = "arXiv 2508.11661"

@@ -11,7 +11,7 @@ from fastapi.responses import Response
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
-from samkv_integrations.chroma.lexical import nearest
+from samkv_integrations.chroma.link import nearest
 from samkv_integrations.engine.costs import CostModel
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.engine.options import AnswerOptions

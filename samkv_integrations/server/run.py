@@ -15,7 +15,7 @@ from pathlib import Path
 import uvicorn
 from fastapi import FastAPI
 
-from samkv_integrations.chroma.database import Database
+from samkv_integrations.chroma.client import Database
 from samkv_integrations.engine.options import EngineOptions
 from samkv_integrations.engine.scheduler import Limits, Scheduler
 from samkv_integrations.errors import InvalidOption

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Unpack
 
 from samkv_integrations.cache.disk import ChunkStore
-from samkv_integrations.chroma.database import Database
+from samkv_integrations.chroma.client import Database
 from samkv_integrations.chroma.link import ChromaLink
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.engine.options import EngineOptions

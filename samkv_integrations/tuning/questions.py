@@ -9,8 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 
-from samkv_integrations.chroma.lexical import nearest
-from samkv_integrations.chroma.link import ChromaLink
+from samkv_integrations.chroma.link import ChromaLink, nearest
 from samkv_integrations.chroma.records import Records
 from samkv_integrations.errors import EmptyInput
 from samkv_integrations.evaluation.questions import Question

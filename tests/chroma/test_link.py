@@ -17,7 +17,7 @@ from samkv_integrations import ChunkStore, Engine, MemoryStore
 from samkv_integrations.cache.base import StoredChunk
 from samkv_integrations.chroma.client import open_collection
 from samkv_integrations.chroma.link import ChromaLink
-from samkv_integrations.chroma.results import KEY_FIELD, Retrieved
+from samkv_integrations.chroma.records import KEY_FIELD, Retrieved
 from samkv_integrations.embedding import HashingEmbedding
 from samkv_integrations.errors import (
     EmptyInput,

@@ -99,14 +99,12 @@ class TestAnotherDatabase:
             ChromaLink(in_memory("refused"), engine_of(kv))
 
     def test_it_is_asked_again_before_anything_is_pruned(self, tmp_path: Path, kv: Path) -> None:
-        """Here the folder was away for a while, and another process took the caches over."""
+        """Here another process took the caches over, after the note was deleted."""
         link = link_of(tmp_path / "one", kv)
         held = fill(link)
         note = json.loads(note_of(kv).read_text())
-        (tmp_path / "two").mkdir()
-        (tmp_path / "two/chroma.sqlite3").touch()
         note_of(kv).write_text(
-            json.dumps(note | {"folder": str(tmp_path / "two"), "collections": ["x"]})
+            json.dumps(note | {"database": str(tmp_path / "two"), "collections": ["x"]})
         )
         with pytest.raises(InvalidOption, match="database .*two, and would be deleted"):
             link.sync(grace_s=0)
@@ -155,12 +153,10 @@ class TestTheSameDatabase:
     def test_moved_with_its_records(self, tmp_path: Path, kv: Path) -> None:
         held = fill(link_of(tmp_path / "one", kv))
         shutil.copytree(tmp_path / "one", tmp_path / "moved")
-        with pytest.raises(InvalidOption):  # as long as both are there, one of them is another
-            link_of(tmp_path / "moved", kv)
         (tmp_path / "one").rename(tmp_path / "away")
         link = link_of(tmp_path / "moved", kv)
         assert link.sync(grace_s=0).n_pruned == 0 and set(link.engine.store.keys()) == held
-        assert json.loads(note_of(kv).read_text())["folder"] == str(tmp_path / "moved")
+        assert json.loads(note_of(kv).read_text())["database"] == str(tmp_path / "moved")
 
     def test_copied_with_its_caches(self, tmp_path: Path) -> None:
         """As a project's folder is; the copy has a folder of caches to itself."""
@@ -172,39 +168,29 @@ class TestTheSameDatabase:
         assert not copied.engine.store.keys()
         again = link_of(original / "chroma", original / "kv")
         assert again.sync(grace_s=0).n_pruned == 0 and set(again.engine.store.keys()) == held
-        with pytest.raises(InvalidOption, match="copy/chroma, and would be deleted"):
-            link_of(original / "chroma", tmp_path / "copy/kv")
 
     def test_moved_with_its_caches(self, tmp_path: Path) -> None:
         fill(link_of(tmp_path / "project/chroma", tmp_path / "project/kv"))
         (tmp_path / "project").rename(tmp_path / "moved")
         link = link_of(tmp_path / "moved/chroma", tmp_path / "moved/kv")
         assert link.sync(grace_s=0).n_pruned == 0
-        assert json.loads(note_of(tmp_path / "moved/kv").read_text())["caches"].endswith("moved/kv")
+        note = json.loads(note_of(tmp_path / "moved/kv").read_text())
+        assert note["database"] == str(tmp_path / "moved/chroma")
 
-    def test_an_owner_that_may_not_be_looked_at_is_there(
-        self, tmp_path: Path, kv: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_one_that_has_other_collections_now(self, tmp_path: Path, kv: Path) -> None:
+        link = link_of(tmp_path / "one", kv)
+        fill(link)
+        client_of(link.collection).delete_collection("town")
+        assert link_of(tmp_path / "one", kv, name="other").sync(grace_s=0).n_pruned == 1
+
+    def test_the_error_says_how_to_succeed_one_that_is_gone(self, tmp_path: Path, kv: Path) -> None:
         fill(link_of(tmp_path / "one", kv))
-        collection = open_collection(tmp_path / "two", "town", create=True)
-        is_file = Path.is_file
-
-        def refuses(path: Path) -> bool:
-            if path.parent == tmp_path / "one":
-                raise PermissionError(13, "Permission denied")
-            return is_file(path)
-
-        monkeypatch.setattr(Path, "is_file", refuses)
-        with pytest.raises(InvalidOption, match="database .*one, and would be deleted"):
-            ChromaLink(collection, engine_of(kv))
-
-    def test_an_owner_that_is_gone_is_succeeded(self, tmp_path: Path, kv: Path) -> None:
-        fill(link_of(tmp_path / "one", kv))
-        (tmp_path / "one").rename(tmp_path / "away")
+        with pytest.raises(InvalidOption, match=f"gone for good, delete {note_of(kv)}"):
+            link_of(tmp_path / "two", kv)
+        note_of(kv).unlink()
         link = link_of(tmp_path / "two", kv)
         assert link.sync(grace_s=0).n_pruned == 1
-        note = json.loads(note_of(kv).read_text())
-        assert note["collections"] == [str(link.collection.id)]
+        assert json.loads(note_of(kv).read_text())["collections"] == [str(link.collection.id)]
 
     def test_databases_in_memory_follow_each_other(self, tmp_path: Path, kv: Path) -> None:
         for name in ("first run", "second run"):
@@ -235,10 +221,9 @@ class TestTheSameDatabase:
 class TestTheNote:
     @pytest.mark.parametrize(
         "content",
-        [b"", b"{", b"[]", b"{}", b"\xff\xfe", b'{"folder": "x", "collections": [1]}',
-         b'{"folder": "", "server": "", "part": "", "caches": "", "collections": []}',
-         b'{"folder": "/x", "server": "", "part": "", "caches": "/\\u0000", "collections": []}',
-         b'{"folder": "x", "collections": [], "more": "y"}'],
+        [b"", b"{", b"[]", b"{}", b"\xff\xfe", b'{"database": "x", "collections": [1]}',
+         b'{"database": "", "collections": []}', b'{"database": 1, "collections": []}',
+         b'{"database": "x", "collections": {}}'],
     )  # fmt: skip
     def test_while_it_is_damaged_nothing_is_deleted(
         self, tmp_path: Path, kv: Path, content: bytes

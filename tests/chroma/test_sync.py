@@ -15,9 +15,9 @@ from chromadb.config import Settings
 
 import samkv_integrations.engine.chunks
 from samkv_integrations import ChunkStore, Engine, MemoryStore
-from samkv_integrations.chroma.client import collection_names, connect_collection, open_collection
+from samkv_integrations.chroma.client import Database, connect_collection, open_collection
 from samkv_integrations.chroma.link import ChromaLink
-from samkv_integrations.chroma.results import KEY_FIELD, SyncResult
+from samkv_integrations.chroma.records import KEY_FIELD, SyncResult
 from samkv_integrations.errors import InvalidChunk, InvalidOption, StoreError, UnknownOption
 from tests.support.chroma_link import IDS, VECTOR, add_raw, any_bytes_of, client_of, link_of
 from tests.support.chroma_server import HOST, free_port
@@ -384,10 +384,10 @@ class TestRelease:
         assert link.engine.is_cached(TEXTS[0])
 
     def test_mistakes(self, link: ChromaLink) -> None:
-        with pytest.raises(InvalidOption, match="ids is empty: nothing to delete"):
+        with pytest.raises(InvalidOption, match=r"ids=\[\] and where=.*name no record to delete"):
             link.delete([], where={"source": "a.txt"})  # not: all that match
         for ids, where in ((None, None), ([], None), ([], {})):
-            with pytest.raises(InvalidOption, match=r"neither ids nor where.*use clear\(\)"):
+            with pytest.raises(InvalidOption, match=r"name no record to delete.*use clear\(\)"):
                 link.delete(ids, where)
         with pytest.raises(InvalidOption, match="'town' cannot be read"):
             link.delete(where={"kind": {"$like": "x"}})
@@ -581,9 +581,9 @@ def served_once(chroma_port: int, tmp_path: Path) -> tuple[ChromaLink, Any]:
 def test_names_of_collections(tmp_path: Path) -> None:
     for name in ("town", "country"):
         open_collection(tmp_path, name, create=True)
-    assert collection_names(tmp_path) == ["country", "town"]
+    assert Database(tmp_path).names() == ["country", "town"]
     with pytest.raises(InvalidOption, match="no Chroma database"):
-        collection_names(tmp_path / "nowhere")
+        Database(tmp_path / "nowhere").names()
 
 
 def _not_called(*arguments: object, **named: object) -> None:

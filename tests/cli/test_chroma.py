@@ -101,7 +101,7 @@ async def test_a_replica_asks_one_client_for_all_its_questions(
         made.append(args)
         return make(*args, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("samkv_integrations.chroma.database.client_of_server", counted)
+    monkeypatch.setattr("samkv_integrations.chroma.client.client_of_server", counted)
     app = pickle.loads(pickle.dumps(source_on(server, "served").replica))()
     asked = {"question": QUESTION, "top_k": 3, "max_tokens": 8}
     transport = httpx.ASGITransport(app)

@@ -9,7 +9,7 @@ import pytest
 
 from samkv_integrations.chroma.client import connect_collection, open_collection
 from samkv_integrations.chroma.link import ChromaLink
-from samkv_integrations.chroma.results import KEY_FIELD
+from samkv_integrations.chroma.records import KEY_FIELD
 from samkv_integrations.cluster import ingest as ingest_module
 from samkv_integrations.cluster.ingest import add_on_ray, cache_on_ray
 from samkv_integrations.cluster.pool import WorkerPool

@@ -21,14 +21,16 @@ from samkv_integrations.engine.decode import Decoder
 from samkv_integrations.engine.request import FirstToken
 from samkv_integrations.engine.working_cache import DenseCache, LayerEntries
 from samkv_integrations.errors import InvalidOption, UnknownOption
-from samkv_integrations.eviction import get_eviction
+from samkv_integrations.eviction import (
+    H2O,
+    PyramidKV,
+    Quest,
+    SageKV,
+    SnapKV,
+    StreamingLLM,
+    get_eviction,
+)
 from samkv_integrations.eviction.base import DroppingEviction, Keeper, Once, Seen, best_of_heads
-from samkv_integrations.eviction.h2o import H2O
-from samkv_integrations.eviction.pyramidkv import PyramidKV
-from samkv_integrations.eviction.quest import Quest
-from samkv_integrations.eviction.sage_kv import SageKV
-from samkv_integrations.eviction.snapkv import SnapKV
-from samkv_integrations.eviction.streaming_llm import StreamingLLM
 from samkv_integrations.methods.base import Select, Selection, SelectionInputs
 from samkv_integrations.methods.parts import RecomputeAll
 from samkv_integrations.model.attention import attention

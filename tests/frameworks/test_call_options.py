@@ -10,7 +10,7 @@ from langchain_samkv import ChatSamKV, SamKV
 from llama_index.llms.samkv import SamKVLLM
 from samkv_integrations import Engine
 from samkv_integrations.errors import InvalidOption, TimedOut, UnknownOption
-from samkv_integrations.frameworks.call_options import ANY_VALUE, WITHOUT_EFFECT
+from samkv_integrations.frameworks.local_llm import ANY_VALUE, WITHOUT_EFFECT
 from tests.support.models import tiny_model
 
 KINDS = (ChatSamKV, SamKV)
@@ -127,3 +127,47 @@ class TestNearMisses:
     def test_nothing_is_made_up(self, engine: Engine) -> None:
         with pytest.raises(UnknownOption, match="known: [^?]*$"):
             SamKVLLM(engine=engine, method="magic")
+
+
+class TestWhereOptionsBelong:
+    def test_a_name_as_the_model(self) -> None:
+        """As ChatSamKV and most LLMs call it; it was taken for a model without its tokenizer."""
+        assert SamKVLLM(model="builtin").model_name == "builtin"
+        assert SamKVLLM(model="builtin", model_name="builtin").model_name == "builtin"
+        with pytest.raises(InvalidOption, match="'builtin' and model_name='mine' are the same"):
+            SamKVLLM(model="builtin", model_name="mine")
+
+    @pytest.mark.parametrize(
+        ("options", "where"),
+        [
+            (
+                {"temperature": 0.5},
+                "generate_kwargs={'temperature': ...}, or temperature to a call",
+            ),
+            ({"max_tokens": 5}, "give max_new_tokens"),
+            ({"generate_kwargs": {"method": "epic"}}, "give method to the LLM, or to a call"),
+            ({"generate_kwargs": {"max_new_tokens": 5}}, "give max_new_tokens to the LLM"),
+        ],
+    )
+    def test_the_error_says_it(self, engine: Engine, options: dict[str, Any], where: str) -> None:
+        with pytest.raises(UnknownOption) as raised:
+            SamKVLLM(engine=engine, **options)
+        assert where in str(raised.value)
+
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_langchain_takes_the_llms_own_in_a_call(self, engine: Engine, kind: type) -> None:
+        llm = kind(engine=engine, max_tokens=2)
+        llm.invoke("Hello", method="reuse", eviction="h2o", on_miss="text")
+        assert (llm.last_report.method, llm.last_report.eviction) == ("reuse", "h2o")
+        llm.bind(method="epic").invoke("Hello")
+        assert (llm.last_report.method, llm.last_report.eviction) == ("epic", None)
+        for wrong in ({"method": "epick"}, {"eviction": "snap-kv"}):
+            with pytest.raises(UnknownOption, match="did you mean"):
+                llm.invoke("Hello", **wrong)
+
+    def test_llama_index_takes_them_too(self, engine: Engine) -> None:
+        llm = SamKVLLM(engine=engine, max_new_tokens=2)
+        llm.complete("Hello", method="reuse", eviction="h2o", on_miss="text")
+        assert (llm.last_report.method, llm.last_report.eviction) == ("reuse", "h2o")
+        list(llm.stream_complete("Hello", method="epic"))
+        assert (llm.last_report.method, llm.last_report.eviction) == ("epic", None)

@@ -18,7 +18,7 @@ from tests.support.chroma_link import add_raw, client_of
 from tests.support.models import tiny_model
 from tests.support.records import TEXTS, builtin
 
-LOGGER = "samkv_integrations.chroma.existing"
+LOGGER = "samkv_integrations.chroma.link"
 Store = SamKVChroma | SamKVChromaVectorStore
 Opened = Callable[..., Store]
 

@@ -9,7 +9,7 @@ import pytest
 
 from samkv_integrations import Engine
 from samkv_integrations.errors import InvalidOption
-from samkv_integrations.frameworks.tool_calls import ToolForm, ToolUse, form_of
+from samkv_integrations.frameworks.local_llm import ToolForm, ToolUse, form_of
 from samkv_integrations.model.quoting import Chat
 from tests.support.models import tiny_model
 from tests.support.records import builtin
@@ -141,7 +141,7 @@ def test_what_is_no_call_is_text(form: str, answer: str) -> None:
 def test_a_broken_call_keeps_its_text(inside: str) -> None:
     found = use().read(f"I look. <tool_call>{inside}</tool_call>")
     assert found.text == "I look." and not found.calls
-    assert found.broken[0].text == f"<tool_call>{inside}</tool_call>"
+    assert found.broken == (f"<tool_call>{inside}</tool_call>",)
 
 
 @pytest.mark.parametrize("form", ["hermes", "llama3", "mistral"])

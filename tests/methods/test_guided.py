@@ -33,8 +33,7 @@ from samkv_integrations.methods import METHODS
 from samkv_integrations.methods import guided as module
 from samkv_integrations.methods.base import Selection, option_names, overwrite
 from samkv_integrations.methods.guided import GuidedRecompute, GuidedSelect
-from samkv_integrations.methods.parts import Fusion
-from samkv_integrations.methods.scoring import dilate, matching_segments, softmax_by_chunk
+from samkv_integrations.methods.parts import Fusion, dilate, matching_segments, softmax_by_chunk
 from samkv_integrations.prompt.layout import ChunkPart, Layout, Run
 from tests.support.selection_inputs import Request, Shape, as_stored, request_of, shapes
 

@@ -31,7 +31,15 @@ from samkv_integrations.methods.cacheblend import CacheblendRecompute
 from samkv_integrations.methods.epic import EpicRecompute
 from samkv_integrations.methods.guided import GuidedRecompute, GuidedSelect
 from samkv_integrations.methods.multi_infllm import MultiInfllmSelect
-from samkv_integrations.methods.parts import Fusion, RecomputeAll, RecomputeNone, SelectAll
+from samkv_integrations.methods.parts import (
+    Fusion,
+    RecomputeAll,
+    RecomputeNone,
+    SelectAll,
+    fill_budget,
+    group_heads,
+    personalise,
+)
 from samkv_integrations.methods.samkv import (
     SamkvRecompute,
     SamkvSelect,
@@ -40,7 +48,6 @@ from samkv_integrations.methods.samkv import (
     selected_share,
     top_share,
 )
-from samkv_integrations.methods.scoring import fill_budget, group_heads, personalise
 from samkv_integrations.prompt.layout import ChunkPart, Layout
 from tests.support.asking import Asked, ask
 from tests.support.chunks import cache_of, decoded

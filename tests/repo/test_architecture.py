@@ -142,7 +142,7 @@ def test_frameworks_stay_in_their_module(module: str) -> None:
             assert room(module) in owners, f"{module} may not import {imported}"
 
 
-SHARED_BY_METHODS = {f"{PACKAGE}.methods.{name}" for name in ("base", "parts", "scoring")}
+SHARED_BY_METHODS = {f"{PACKAGE}.methods.{name}" for name in ("base", "parts")}
 PAPERS = {m for m in SOURCES if m.startswith(f"{PACKAGE}.methods.")} - SHARED_BY_METHODS
 
 

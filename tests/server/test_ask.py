@@ -13,7 +13,7 @@ from chromadb import Collection
 from chromadb.errors import InternalError
 
 from samkv_integrations.chroma.client import open_collection
-from samkv_integrations.chroma.lexical import nearest
+from samkv_integrations.chroma.link import nearest
 from samkv_integrations.engine.costs import CostModel, keep_costs
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.engine.stream import AnswerStream

@@ -8,7 +8,7 @@ from langchain_core.embeddings import Embeddings
 
 from langchain_samkv import SamKVChroma
 from samkv_integrations import ChunkStore
-from samkv_integrations.chroma.results import KEY_FIELD
+from samkv_integrations.chroma.records import KEY_FIELD
 
 VECTOR = [1.0, 0.0, 0.0, 0.0]
 

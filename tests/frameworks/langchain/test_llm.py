@@ -41,7 +41,7 @@ from samkv_integrations.errors import (
     TimedOut,
     UnknownOption,
 )
-from samkv_integrations.eviction.h2o import H2O
+from samkv_integrations.eviction import H2O
 from samkv_integrations.frameworks import engine_args
 from samkv_integrations.methods import METHODS
 from samkv_integrations.methods.epic import EpicRecompute

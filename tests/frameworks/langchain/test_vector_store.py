@@ -12,6 +12,7 @@ from typing import Any
 import chromadb
 import pytest
 from chromadb.api.models.Collection import Collection
+from chromadb.api.types import SearchResult
 from langchain_chroma import Chroma
 from langchain_core.documents import Document
 from langchain_core.language_models import FakeListLLM
@@ -21,7 +22,7 @@ import samkv_integrations.engine.chunks
 from langchain_samkv import OfflineEmbeddings, SamKVChroma
 from samkv_integrations import ChunkStore, Engine
 from samkv_integrations.chroma.link import ChromaLink
-from samkv_integrations.chroma.results import KEY_FIELD
+from samkv_integrations.chroma.records import KEY_FIELD
 from samkv_integrations.errors import InvalidChunk, InvalidOption, StoreError
 from tests.support.chroma_server import HOST
 from tests.support.langchain_store import (
@@ -433,9 +434,10 @@ class TestRead:
     def test_hybrid_search_shows_no_key(
         self, store: SamKVChroma, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        row = {"id": "a", "document": "x", "metadata": {"page": 1, KEY_FIELD: "0" * 32}}
-        result = type("Result", (), {"rows": lambda self: [[row]]})
-        monkeypatch.setattr(Collection, "search", lambda self, search: result())
+        metadata = {"page": 1, KEY_FIELD: "0" * 32}
+        columns = {"ids": [["a"]], "documents": [["x"]], "metadatas": [[metadata]]}
+        result = SearchResult({**columns, "embeddings": [None], "scores": [None]})
+        monkeypatch.setattr(Collection, "search", lambda self, search: result)
         (found,) = store.hybrid_search(chromadb.Search())
         assert found.metadata == {"page": 1}
 

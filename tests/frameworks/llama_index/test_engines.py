@@ -25,7 +25,7 @@ import samkv_integrations.engine.chunks
 from llama_index.llms.samkv import SamKVCacheTransform
 from llama_index.postprocessor.samkv import SamKVPostprocessor
 from samkv_integrations import ChunkStore, Engine
-from samkv_integrations.chroma.results import KEY_FIELD
+from samkv_integrations.chroma.records import KEY_FIELD
 from samkv_integrations.embedding import HashingEmbedding
 from samkv_integrations.errors import ChunkNotCached, InvalidChunk, InvalidOption
 from tests.support.handles import HANDLE, issued, spelled_out

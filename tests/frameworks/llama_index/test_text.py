@@ -21,7 +21,7 @@ from llama_index.core.schema import ImageNode, NodeWithScore, QueryBundle, TextN
 from llama_index.llms.samkv import SamKVLLM
 from llama_index.postprocessor.samkv import SamKVPostprocessor
 from samkv_integrations import ChunkStore, Engine
-from samkv_integrations.chroma.results import KEY_FIELD
+from samkv_integrations.chroma.records import KEY_FIELD
 from samkv_integrations.errors import ChunkNotCached, InvalidOption, PromptTooLong, StoreError
 from tests.support.handles import HANDLE
 from tests.support.llama_index_corpus import ASKED, TOP_K, Corpus, Lexical

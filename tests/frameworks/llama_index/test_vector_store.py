@@ -40,7 +40,7 @@ from llama_index.vector_stores.samkv import SamKVChromaVectorStore
 from samkv_integrations import ChunkStore, Engine
 from samkv_integrations.chroma.client import open_collection
 from samkv_integrations.chroma.link import ChromaLink
-from samkv_integrations.chroma.results import KEY_FIELD
+from samkv_integrations.chroma.records import KEY_FIELD
 from samkv_integrations.errors import InvalidChunk, InvalidOption, StoreError
 from tests.support.chroma_link import client_of
 from tests.support.chroma_server import HOST
@@ -289,7 +289,7 @@ class TestDelete:
     def test_mistakes(self, store: SamKVChromaVectorStore) -> None:
         store.add([node("a", TEXTS[0])])
         for ids, filters in ((None, None), ([], None), ([], MetadataFilters(filters=[]))):
-            with pytest.raises(InvalidOption, match=r"neither .*use clear\(\)"):
+            with pytest.raises(InvalidOption, match=r"name no record.*use clear\(\)"):
                 store.delete_nodes(ids, filters)
         odd = MetadataFilters(filters=[MetadataFilter(key="k", value="v", operator="text_match")])
         for use in (store.delete_nodes, store.get_nodes):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
+from weakref import WeakSet
 
 from llama_index.core.base.llms.generic_utils import messages_to_prompt as plain_messages_to_prompt
 from llama_index.core.base.llms.types import (
@@ -18,48 +19,61 @@ from llama_index.core.base.llms.types import (
     CompletionResponseGen,
     LLMMetadata,
     MessageRole,
+    ToolCallBlock,
 )
-from llama_index.core.bridge.pydantic import Field, PrivateAttr, field_serializer
+from llama_index.core.bridge.pydantic import BaseModel, Field, PrivateAttr, field_serializer
+from llama_index.core.instrumentation import get_dispatcher  # type: ignore[attr-defined]
+from llama_index.core.instrumentation.event_handlers import BaseEventHandler
+from llama_index.core.instrumentation.events import BaseEvent
+from llama_index.core.instrumentation.events.retrieval import RetrievalEndEvent
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
-from llama_index.core.llms.llm import default_completion_to_prompt
+from llama_index.core.llms.function_calling import FunctionCallingLLM
+from llama_index.core.llms.llm import ToolSelection, default_completion_to_prompt
 from llama_index.core.prompts import PromptTemplate
-from llama_index.core.types import PydanticProgramMode
+from llama_index.core.types import Model, PydanticProgramMode
 from pydantic import BeforeValidator
 from pydantic.json_schema import SkipJsonSchema
 
-from llama_index.llms.samkv.answers import AnsweringLLM
 from llama_index.llms.samkv.conversion import (
+    arguments_of,
     as_in_repr,
-    checked_outputs_to_remove,
     rendered,
     to_achats,
     to_chat,
     to_chats,
+    to_completion,
     to_turns,
     to_wrapper,
     with_system_prompt,
 )
-from llama_index.llms.samkv.description import WrittenLLM
-from llama_index.llms.samkv.retrievals import expect_retrieved
-from llama_index.llms.samkv.structured import StructuredPredictions
-from llama_index.llms.samkv.tools import ToolCallingLLM
+from llama_index.llms.samkv.transform import body_of
+from samkv_integrations.cache.disk import ChunkStore
+from samkv_integrations.cache.memory import MemoryStore
 from samkv_integrations.engine.engine import Engine
+from samkv_integrations.engine.options import prefix_ids
 from samkv_integrations.engine.stream import AnswerStream, off_loop
-from samkv_integrations.errors import InvalidOption, PromptTooLong
-from samkv_integrations.frameworks.call_options import (
+from samkv_integrations.errors import AnswerCut, InvalidOption, PromptTooLong
+from samkv_integrations.frameworks.engine_args import MADE_BY, ModelSource, own_choices
+from samkv_integrations.frameworks.local_llm import (
     DEFAULT_MAX_NEW_TOKENS,
+    GENERATE_KWARGS,
+    LocalLLM,
     checked_generate_kwargs,
-    to_options,
+    takes_tools,
 )
-from samkv_integrations.frameworks.engine_args import ModelSource, check_fits
-from samkv_integrations.frameworks.tool_calls import takes_tools
+from samkv_integrations.methods import METHODS
 from samkv_integrations.prompt.reader import Prompt
 from samkv_integrations.prompt.text import check_text
 
+if TYPE_CHECKING:
+    from llama_index.core.tools.types import BaseTool
+
 _Wrapper = Annotated[str | PromptTemplate | None, BeforeValidator(to_wrapper)]
+_UNWRITTEN = "engine_only"
+"""Field of a dictionary with the names of what it leaves out, if there is anything."""
 
 
-class SamKVLLM(AnsweringLLM, WrittenLLM, StructuredPredictions, ToolCallingLLM):
+class SamKVLLM(LocalLLM, FunctionCallingLLM):
     r"""A local Hugging Face model that answers from the KV caches of the chunks in its prompt.
 
     Arguments are called what `HuggingFaceLLM` calls them. Texts of cached chunks in a prompt are
@@ -106,13 +120,11 @@ class SamKVLLM(AnsweringLLM, WrittenLLM, StructuredPredictions, ToolCallingLLM):
     """
 
     model: SkipJsonSchema[Any] = Field(default=None, exclude=True, repr=False)
-    """A loaded model of transformers, for which model_name is a label then; None once the engine
-    has it."""
+    """A loaded model of transformers, for which model_name is a label then, or another name of
+    model_name; None once the engine has it."""
     tokenizer: SkipJsonSchema[Any] = Field(default=None, exclude=True, repr=False)
     """A loaded tokenizer of transformers; a ``model`` needs it, or tokenizer_name."""
-    tokenizer_outputs_to_remove: Annotated[
-        list[str] | None, BeforeValidator(checked_outputs_to_remove)
-    ] = Field(default=None, exclude=True, repr=False)
+    tokenizer_outputs_to_remove: list[str] | None = Field(default=None, exclude=True, repr=False)
     """Accepted so that arguments of `HuggingFaceLLM` fit: a model is given token ids alone."""
     context_window: int | None = Field(default=None, strict=True)
     """Tokens that LlamaIndex may fill with a prompt and its answer; None for the model's. What it
@@ -130,8 +142,28 @@ class SamKVLLM(AnsweringLLM, WrittenLLM, StructuredPredictions, ToolCallingLLM):
     """Whether nodes that any retriever of this process finds are cached when a prompt first holds
     them; for an index that was made without `SamKVCacheTransform`."""
 
+    _elsewhere: ClassVar[Mapping[str, str]] = {
+        **{
+            name: f"give generate_kwargs={{{name!r}: ...}}, or {name} to a call"
+            for name in GENERATE_KWARGS
+        },
+        "max_tokens": "give max_new_tokens",
+    }
     _n_added: int = PrivateAttr(default=0)
     _takes_tools: bool = PrivateAttr(default=False)
+    _engine_only: list[str] = PrivateAttr(default_factory=list)  # a pickle has no engine to ask
+
+    @classmethod
+    def _arguments(cls, given: Mapping[str, Any]) -> dict[str, Any]:
+        found = dict(given)
+        if isinstance(found.get("model"), str):  # what other LLMs call the name
+            name = found.pop("model")
+            if found.setdefault("model_name", name) != name:
+                raise InvalidOption(
+                    f"model={name!r} and model_name={found['model_name']!r} are the same thing; "
+                    "give one"
+                )
+        return super()._arguments(found)
 
     def _check(self) -> None:
         self.generate_kwargs = checked_generate_kwargs(self.generate_kwargs, self.max_new_tokens)
@@ -152,16 +184,26 @@ class SamKVLLM(AnsweringLLM, WrittenLLM, StructuredPredictions, ToolCallingLLM):
         model = self.engine.model
         if self.context_window is None:
             self.context_window = model.context_window
-        max_tokens = {"max_new_tokens": self.max_new_tokens}
-        check_fits(model, self.context_window, self.stopping_ids, **max_tokens)
+        self._require_room(self.context_window, max_new_tokens=self.max_new_tokens)
         if self.is_chat_model is None:
             is_plain = self.completion_to_prompt is default_completion_to_prompt
             self.is_chat_model = (
                 model.has_chat_template and self.query_wrapper_prompt is None and is_plain
             )
         if self.pydantic_program_mode == PydanticProgramMode.DEFAULT:
-            self.pydantic_program_mode = PydanticProgramMode.LLM  # see `StructuredPredictions`
+            self.pydantic_program_mode = PydanticProgramMode.LLM  # see `structured_predict`
         self._n_added, self._takes_tools = self._count_added(), takes_tools(model)
+        own_method, own_eviction = own_choices(self.engine)
+        # A tuned one lies in the folder of the caches, where the next engine finds it.
+        is_default = METHODS.get(self.engine.method.name) == self.engine.method
+        left_out = {
+            "method": not (self.method or own_method or is_default or self.engine.tuned),
+            "eviction": not (self.eviction or own_eviction) and self.engine.eviction is not None,
+            "prefix": self.engine.prefix != prefix_ids(model, "documents", ""),
+            "block_size": self.engine.chunks.has_own_scheme,
+            "store": type(self.engine.store) not in (ChunkStore, MemoryStore),
+        }
+        self._engine_only = [name for name, is_left_out in left_out.items() if is_left_out]
         if self.cache_retrieved:
             expect_retrieved(self.engine)
 
@@ -180,11 +222,6 @@ class SamKVLLM(AnsweringLLM, WrittenLLM, StructuredPredictions, ToolCallingLLM):
         return None if wrapper is None else wrapper.template
 
     @property
-    def _window(self) -> int:
-        assert self.context_window is not None  # the model's, if none was given
-        return self.context_window
-
-    @property
     def metadata(self) -> LLMMetadata:
         """What LlamaIndex asks of a model.
 
@@ -192,7 +229,7 @@ class SamKVLLM(AnsweringLLM, WrittenLLM, StructuredPredictions, ToolCallingLLM):
         add to a prompt, of which LlamaIndex does not know.
         """
         return LLMMetadata(
-            context_window=self._window - self._n_added,
+            context_window=(self.context_window or 0) - self._n_added,
             num_output=self.max_new_tokens,
             is_chat_model=bool(self.is_chat_model),
             model_name=self.model_name,
@@ -220,13 +257,65 @@ class SamKVLLM(AnsweringLLM, WrittenLLM, StructuredPredictions, ToolCallingLLM):
             prompt = self._completion_prompt(written, formatted=False)
         added = self.engine.render(prompt).text.replace(written, "", 1)
         n_added = self.engine.count_tokens(added) if added else 0
-        if n_added + self.max_new_tokens >= self._window:
+        if n_added + self.max_new_tokens >= (self.context_window or 0):
             raise InvalidOption(
                 f"chat template and system prompt take {n_added} tokens; beside them and "
                 f"max_new_tokens={self.max_new_tokens} a context window of {self.context_window} "
                 "has no room for a prompt; shorten the system prompt, or ask for fewer tokens"
             )
         return n_added
+
+    # -- as a dictionary --------------------------------------------------------------------
+
+    def to_dict(self, **kwargs: Any) -> dict[str, Any]:  # noqa: ANN401
+        """The arguments; and under ``engine_only`` the names of what `from_dict` needs engine= for.
+
+        It never fails, because LlamaIndex calls it for its events and caches too.
+
+        kwargs: those of LlamaIndex.
+        """
+        data: dict[str, Any] = super().to_dict(**kwargs)
+        return data | ({_UNWRITTEN: self._engine_only} if self._engine_only else {})
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any], **kwargs: Any) -> Self:  # noqa: ANN401
+        """The LLM that `to_dict` described, loaded anew by its name.
+
+        kwargs: arguments that win over ``data``; with ``engine``, or ``model`` and ``tokenizer``,
+        nothing is loaded. Functions, parsers and hub tokens are not in ``data``: give them again.
+
+        Raises InvalidOption if ``data`` names what it could not hold, and no ``engine`` is given.
+        """
+        data = dict(data)
+        names = data.pop(_UNWRITTEN, ())
+        if names and kwargs.get("engine") is None:
+            raise InvalidOption(
+                f"the LLM was made on an engine whose {', '.join(names)} no dictionary can hold, "
+                "and without which other caches would be looked for, or other answers given; make "
+                "that engine again and give it to from_dict as engine=, or, to go on with the "
+                f"defaults, leave {_UNWRITTEN!r} out of the dictionary"
+            )
+        spared = {
+            name
+            for live, names in MADE_BY.items()
+            if kwargs.get(live) is not None
+            for name in names
+            if name in data and name not in kwargs
+        }
+        llm: Self = super().from_dict(
+            {name: value for name, value in data.items() if name not in spared}, **kwargs
+        )
+        for name in spared:  # the next to be loaded from a dict needs them
+            setattr(llm, name, data[name])
+        return llm
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # LlamaIndex would call the constructor, and that would load the model again
+        BaseModel.__setstate__(self, state)
+
+    @field_serializer("model_kwargs", "tokenizer_kwargs")
+    def _without_secrets(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in kwargs.items() if name != "token"}
 
     # -- completions ------------------------------------------------------------------------
 
@@ -283,19 +372,19 @@ class SamKVLLM(AnsweringLLM, WrittenLLM, StructuredPredictions, ToolCallingLLM):
         Prompted with ``messages_to_prompt`` if that was given, else with the model's chat template,
         else (it has none) with LlamaIndex's plain form.
         """
-        prompt, use = self._asked(self._chat_prompt(messages), kwargs)
+        prompt, use = self._with_tools(self._chat_prompt(messages), kwargs)
         return to_chat(self._whole(prompt, kwargs), use)
 
     @llm_chat_callback()
     def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:  # noqa: ANN401
         """Like `chat`, in responses as those of `stream_complete`."""
-        prompt, use = self._asked(self._chat_prompt(messages), kwargs)
+        prompt, use = self._with_tools(self._chat_prompt(messages), kwargs)
         return to_chats(self._deltas(self._run(prompt, kwargs), kwargs), use)
 
     @llm_chat_callback()
     async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:  # noqa: ANN401
         """Like `chat`, off the event loop."""
-        prompt, use = self._asked(self._chat_prompt(messages), kwargs)
+        prompt, use = self._with_tools(self._chat_prompt(messages), kwargs)
         return to_chat(await self._awhole(prompt, kwargs), use)
 
     @llm_chat_callback()
@@ -305,8 +394,134 @@ class SamKVLLM(AnsweringLLM, WrittenLLM, StructuredPredictions, ToolCallingLLM):
         **kwargs: Any,  # noqa: ANN401
     ) -> ChatResponseAsyncGen:
         """Like `stream_chat`, off the event loop."""
-        prompt, use = self._asked(self._chat_prompt(messages), kwargs)
+        prompt, use = self._with_tools(self._chat_prompt(messages), kwargs)
         return to_achats(self._adeltas(await self._arun(prompt, kwargs), kwargs), use)
+
+    # -- objects ----------------------------------------------------------------------------
+
+    def structured_predict(
+        self,
+        output_cls: type[Model],
+        prompt: PromptTemplate,
+        llm_kwargs: dict[str, Any] | None = None,
+        **prompt_args: Any,  # noqa: ANN401  (what the template's variables stand for)
+    ) -> Model:
+        """An object of ``output_cls``; llm_kwargs: options of the call.
+
+        LlamaIndex writes the schema into the prompt, and the answer is held to it token by token.
+        With ``pydantic_program_mode`` ``function`` it asks for a call of a tool instead.
+
+        Raises:
+            AnswerCut: the answer reached max_new_tokens before it was complete.
+            InvalidOption: the schema of the class asks for what cannot be decided token by token.
+            MissingExtra: llguidance is not installed.
+        """
+        kwargs = self._with_schema(output_cls, llm_kwargs)
+        found: Model = super().structured_predict(output_cls, prompt, kwargs, **prompt_args)
+        return found
+
+    async def astructured_predict(
+        self,
+        output_cls: type[Model],
+        prompt: PromptTemplate,
+        llm_kwargs: dict[str, Any] | None = None,
+        **prompt_args: Any,  # noqa: ANN401
+    ) -> Model:
+        """Like `structured_predict`, off the event loop."""
+        kwargs = self._with_schema(output_cls, llm_kwargs)
+        found: Model = await super().astructured_predict(output_cls, prompt, kwargs, **prompt_args)
+        return found
+
+    def _structured_stream_call(
+        self,
+        output_cls: type[Model],
+        prompt: PromptTemplate,
+        llm_kwargs: dict[str, Any] | None = None,
+        **prompt_args: Any,  # noqa: ANN401
+    ) -> Generator[Any]:
+        kwargs = self._with_schema(output_cls, llm_kwargs)
+        return super()._structured_stream_call(output_cls, prompt, kwargs, **prompt_args)
+
+    async def _structured_astream_call(
+        self,
+        output_cls: type[Model],
+        prompt: PromptTemplate,
+        llm_kwargs: dict[str, Any] | None = None,
+        **prompt_args: Any,  # noqa: ANN401
+    ) -> AsyncGenerator[Any]:
+        kwargs = self._with_schema(output_cls, llm_kwargs)
+        return await super()._structured_astream_call(output_cls, prompt, kwargs, **prompt_args)
+
+    def _with_schema(
+        self, output_cls: type[BaseModel], given: dict[str, Any] | None
+    ) -> dict[str, Any]:
+        if self.pydantic_program_mode != PydanticProgramMode.LLM:
+            return given or {}
+        return {"json_schema": output_cls.model_json_schema(), **(given or {})}
+
+    # -- tools ------------------------------------------------------------------------------
+
+    def _prepare_chat_with_tools(
+        self,
+        tools: Sequence[BaseTool],
+        user_msg: str | ChatMessage | None = None,
+        chat_history: list[ChatMessage] | None = None,
+        verbose: bool = False,
+        allow_parallel_tool_calls: bool = False,
+        tool_required: bool = False,
+        tool_choice: str | dict[str, Any] | None = None,
+        **kwargs: Any,  # noqa: ANN401  (options of the call)
+    ) -> dict[str, Any]:
+        messages = list(chat_history or [])
+        if isinstance(user_msg, str):
+            user_msg = ChatMessage(role=MessageRole.USER, content=user_msg)
+        if user_msg is not None:
+            messages.append(user_msg)
+        return {
+            "messages": messages,
+            # a description longer than OpenAI's limit is no problem here
+            "tools": [tool.metadata.to_openai_tool(skip_length_check=True) for tool in tools],
+            "tool_choice": tool_choice or ("any" if tool_required else None),
+            **kwargs,
+        }
+
+    def _validate_chat_with_tools_response(
+        self,
+        response: ChatResponse,
+        tools: Sequence[BaseTool],
+        allow_parallel_tool_calls: bool = False,
+        **kwargs: Any,  # noqa: ANN401
+    ) -> ChatResponse:
+        """The same, with its first call alone unless several are allowed."""
+        calls = [block for block in response.message.blocks if isinstance(block, ToolCallBlock)]
+        if not allow_parallel_tool_calls and len(calls) > 1:
+            response.message.blocks = [
+                block for block in response.message.blocks if block not in calls[1:]
+            ]
+        return response
+
+    def get_tool_calls_from_response(
+        self,
+        response: ChatResponse,
+        error_on_no_tool_call: bool = True,
+        **kwargs: Any,  # noqa: ANN401
+    ) -> list[ToolSelection]:
+        """The calls of an answer; without any an error, or an empty list."""
+        found = [
+            ToolSelection(
+                tool_id=block.tool_call_id or "",
+                tool_name=block.tool_name,
+                tool_kwargs=arguments_of(block.tool_kwargs),
+            )
+            for block in response.message.blocks
+            if isinstance(block, ToolCallBlock)
+        ]
+        if not found and error_on_no_tool_call:
+            raise InvalidOption(
+                f"the model called no tool, it answered {response.message.content!r}; use "
+                "tool_required=True, or error_on_no_tool_call=False"
+            )
+        return found
 
     # -- the one way to an answer -----------------------------------------------------------
 
@@ -337,31 +552,67 @@ class SamKVLLM(AnsweringLLM, WrittenLLM, StructuredPredictions, ToolCallingLLM):
         options = self._options(given)
         self._announce(prompt)
         with _saying_how_llama_index_counts():
-            return self.engine.stream(prompt, self._chunks, **options)
+            return self._stream_of(prompt, options)
 
     async def _arun(self, prompt: Prompt, given: dict[str, Any]) -> AnswerStream:
         options = self._options(given)
         await off_loop(self._announce, prompt)
         with _saying_how_llama_index_counts():
-            return await self.engine.astream(prompt, self._chunks, **options)
-
-    @property
-    def _chunks(self) -> tuple[str, ...] | None:
-        return None if self.match_text else ()
+            return await self._astream_of(prompt, options)
 
     def _options(self, given: dict[str, Any]) -> dict[str, Any]:
         always = {"timeout": self.timeout, **self.generate_kwargs}
-        return {
-            "method": self.method,
-            "eviction": self.eviction,
-            "on_miss": self.on_miss,
-            "stop_ids": self.stopping_ids,
-            **to_options(given, always, self.max_new_tokens),
-        }
+        return self._options_of(given, always, self.max_new_tokens)
 
     def _announce(self, prompt: Prompt) -> None:
         if self.cache_retrieved:  # for later prompts, even where `auto` computes this one in full
             self.engine.announce(self.engine.found_in(prompt), "compute")
+
+    def _whole(self, prompt: Prompt, given: dict[str, Any]) -> CompletionResponse:
+        stream = self._run(prompt, given)
+        text = "".join(stream)
+        return self._finished(text, stream, given)
+
+    async def _awhole(self, prompt: Prompt, given: dict[str, Any]) -> CompletionResponse:
+        async with await self._arun(prompt, given) as stream:
+            text = "".join([delta async for delta in stream])
+        return self._finished(text, stream, given)
+
+    def _deltas(
+        self, stream: AnswerStream, given: Mapping[str, Any]
+    ) -> Generator[CompletionResponse]:
+        text = ""
+        with closing(stream):
+            for delta in stream:
+                text += delta
+                yield to_completion(text, stream.report, delta)
+        yield self._finished(text, stream, given, delta="")
+
+    async def _adeltas(
+        self, stream: AnswerStream, given: Mapping[str, Any]
+    ) -> AsyncGenerator[CompletionResponse]:
+        text = ""
+        async with stream:
+            async for delta in stream:
+                text += delta
+                yield to_completion(text, stream.report, delta)
+        yield self._finished(text, stream, given, delta="")
+
+    def _finished(
+        self,
+        text: str,
+        stream: AnswerStream,
+        given: Mapping[str, Any],
+        delta: str | None = None,
+    ) -> CompletionResponse:
+        self._last_report = stream.report
+        if given.get("json_schema") is not None and stream.finish_reason == "length":
+            raise AnswerCut(
+                f"the answer was cut after {stream.report.completion_tokens} tokens, before its "
+                "JSON was complete; give more max_new_tokens, or a schema with bounds (maxLength, "
+                "maxItems)"
+            )
+        return to_completion(text, stream.report, delta)
 
 
 @contextmanager
@@ -373,3 +624,35 @@ def _saying_how_llama_index_counts() -> Iterator[None]:
             f"{error}. If LlamaIndex packed the prompt: it counts with another tokenizer, "
             "unless told Settings.tokenizer = llm.tokenizer_fn"
         ) from error
+
+
+def expect_retrieved(engine: Engine) -> None:
+    """From now on ``engine`` expects the texts that any retriever of this process finds."""
+    dispatcher = get_dispatcher()
+    listening = (each for each in dispatcher.event_handlers if isinstance(each, _Retrievals))
+    handler = next(listening, None)
+    if handler is None:
+        handler = _Retrievals()
+        dispatcher.add_event_handler(handler)
+    handler.engines.add(engine)
+
+
+class _Retrievals(BaseEventHandler):
+    """One for all engines, which it does not keep alive."""
+
+    _engines: WeakSet[Engine] = PrivateAttr(default_factory=WeakSet)
+
+    @property
+    def engines(self) -> WeakSet[Engine]:
+        return self._engines
+
+    @classmethod
+    def class_name(cls) -> str:
+        """Name in serialised dispatchers."""
+        return "SamKVRetrievals"
+
+    def handle(self, event: BaseEvent, **kwargs: Any) -> None:  # noqa: ANN401
+        if isinstance(event, RetrievalEndEvent):
+            bodies = [body_of(found.node) for found in event.nodes]
+            for engine in list(self._engines):
+                engine.expect(bodies)

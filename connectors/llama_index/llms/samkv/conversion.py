@@ -20,8 +20,16 @@ from llama_index.core.prompts import PromptTemplate
 
 from samkv_integrations.engine.report import Report
 from samkv_integrations.errors import InvalidOption
-from samkv_integrations.frameworks.tool_calls import ToolAnswer, ToolCall, ToolUse
-from samkv_integrations.frameworks.turns import merged, of_calls, of_result
+from samkv_integrations.frameworks.local_llm import (
+    ShownText,
+    ToolAnswer,
+    ToolCall,
+    ToolUse,
+    merged,
+    of_calls,
+    of_result,
+    usage_of,
+)
 from samkv_integrations.model.model import Model
 from samkv_integrations.model.quoting import RenderedPrompt
 
@@ -138,29 +146,12 @@ def as_in_repr(text: str) -> str:
     return repr(f"{text}'\"")[1:-4]
 
 
-def checked_outputs_to_remove(names: Any) -> Any:  # noqa: ANN401
-    """The names. Raises InvalidOption for what cannot be removed; the rest never comes anyway."""
-    if isinstance(names, str) or not all(isinstance(name, str) for name in names or ()):
-        raise InvalidOption(f"tokenizer_outputs_to_remove={names!r}; it must be a list of names")
-    if "input_ids" in (names or ()):
-        raise InvalidOption(
-            "tokenizer_outputs_to_remove holds 'input_ids', which is all that a model is given "
-            "here; leave it out"
-        )
-    return names
-
-
 def to_completion(text: str, report: Report, delta: str | None = None) -> CompletionResponse:
     """A response with token counts where LlamaIndex looks for them, and the report beside.
 
     Cached tokens are among them as OpenAI's API has them, which is what tracers read.
     """
-    usage: dict[str, Any] = {
-        "prompt_tokens": report.prompt_tokens,
-        "completion_tokens": report.completion_tokens,
-        "total_tokens": report.prompt_tokens + report.completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": report.cached_tokens},
-    }
+    usage = usage_of(report)
     figures: dict[str, Any] = report.to_dict()
     return CompletionResponse(
         text=text,
@@ -176,7 +167,7 @@ def to_chat(response: CompletionResponse, use: ToolUse | None = None) -> ChatRes
     Figures stay out of the message, because LlamaIndex writes a message's own kwargs into prompts.
     """
     found = ToolAnswer(response.text) if use is None else use.read(response.text)
-    broken = "".join(call.text for call in found.broken)
+    broken = "".join(found.broken)
     calls = [
         ToolCallBlock(tool_call_id=call.id, tool_name=call.name, tool_kwargs=call.arguments)
         for call in found.calls
@@ -196,55 +187,39 @@ def to_chat(response: CompletionResponse, use: ToolUse | None = None) -> ChatRes
     )
 
 
-class Chats:
-    """Responses of a stream as those of a chat; what may become a call of a tool is held back."""
-
-    def __init__(self, use: ToolUse | None = None) -> None:
-        self._use = use
-        self._shown = ""
-        self._last: CompletionResponse | None = None
-
-    def push(self, response: CompletionResponse) -> ChatResponse | None:
-        """The next response; None if all that is new in it is held back."""
-        if self._use is None:
-            return to_chat(response)
-        self._last = response
-        text = self._use.shown(response.text)
-        if len(text) <= len(self._shown):
-            return None
-        delta, self._shown = text[len(self._shown) :], text
-        return to_chat(response.model_copy(update={"text": text, "delta": delta}))
-
-    def rest(self) -> ChatResponse | None:
-        """The last response, calls of tools in it; None if nothing was held back."""
-        if self._last is None:
-            return None
-        whole = to_chat(self._last, self._use)
-        whole.delta = (whole.message.content or "")[len(self._shown) :]
-        return whole
-
-
 def to_chats(
     responses: Generator[CompletionResponse], use: ToolUse | None = None
 ) -> Generator[ChatResponse]:
-    """A stream of completions as one of a chat."""
-    chats = Chats(use)
+    """A stream of completions as one of a chat; what may become a call of a tool is held back."""
+    shown = ShownText(use)
+    response = None
     with closing(responses):
         for response in responses:
-            if (chat := chats.push(response)) is not None:
-                yield chat
-        if (last := chats.rest()) is not None:
-            yield last
+            if use is None:
+                yield to_chat(response)
+            elif delta := shown.push(response.delta or ""):
+                yield to_chat(response.model_copy(update={"text": shown.text, "delta": delta}))
+    if use is not None and response is not None:
+        yield _last(response, use, shown)
 
 
 async def to_achats(
     responses: AsyncGenerator[CompletionResponse], use: ToolUse | None = None
 ) -> AsyncGenerator[ChatResponse]:
     """Like `to_chats`, for a task."""
-    chats = Chats(use)
+    shown = ShownText(use)
+    response = None
     async with aclosing(responses):
         async for response in responses:
-            if (chat := chats.push(response)) is not None:
-                yield chat
-        if (last := chats.rest()) is not None:
-            yield last
+            if use is None:
+                yield to_chat(response)
+            elif delta := shown.push(response.delta or ""):
+                yield to_chat(response.model_copy(update={"text": shown.text, "delta": delta}))
+    if use is not None and response is not None:
+        yield _last(response, use, shown)
+
+
+def _last(response: CompletionResponse, use: ToolUse, shown: ShownText) -> ChatResponse:
+    whole = to_chat(response, use)
+    whole.delta = (whole.message.content or "")[len(shown.text) :]
+    return whole

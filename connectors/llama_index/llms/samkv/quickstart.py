@@ -20,7 +20,7 @@ from llama_index.postprocessor.samkv import SamKVPostprocessor
 from llama_index.vector_stores.samkv import SamKVChromaVectorStore
 from samkv_integrations.cache.chunk import normalise
 from samkv_integrations.chroma.client import open_collection
-from samkv_integrations.chroma.results import IngestResult
+from samkv_integrations.chroma.records import IngestResult
 from samkv_integrations.documents import read_text
 from samkv_integrations.embedding import HashingEmbedding
 from samkv_integrations.engine.engine import Engine
@@ -72,7 +72,8 @@ class Quickstart:
         Raises EmptyInput if they hold no text.
         """
         began = time.perf_counter()
-        keys = set(self.engine.store.keys())
+        store = self.engine.store
+        keys, n_bytes = set(store.keys()), store.stats().bytes
         documents = [
             Document(text=text, metadata={"source": file.name})
             for file in files
@@ -91,17 +92,16 @@ class Quickstart:
             storage_context=StorageContext.from_defaults(vector_store=vector_store),
             embed_model=self._embedding,
         )
+        n_cached, n_bytes = len(set(store.keys()) - keys), store.stats().bytes - n_bytes
         if of_earlier_runs:  # only now, so that caches of texts that are there still stay
             vector_store.delete_nodes(of_earlier_runs)
-        found = self._collection.get(include=["documents"])["documents"] or ()
-        records = self.engine.chunks.refer([text or "" for text in found])
-        cached = {ref.key: ref for ref in records if ref.key not in keys}
+        n_records = self._collection.count()
         return IngestResult(
-            n_records=len(records),
-            n_cached=len(cached),
-            n_hit=len(records) - len(cached),
+            n_records=n_records,
+            n_cached=n_cached,
+            n_hit=n_records - n_cached,
             seconds=time.perf_counter() - began,
-            bytes_on_disk=self.engine.chunks.n_bytes(list(cached.values())),
+            bytes_on_disk=n_bytes,
         )
 
     def ask(self, question: str, method: str) -> Reply:

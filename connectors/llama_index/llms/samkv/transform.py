@@ -15,8 +15,7 @@ from samkv_integrations.cache.chunk import normalise
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.engine.stream import off_loop
 from samkv_integrations.errors import InvalidOption
-from samkv_integrations.frameworks.engine_args import ModelSource, engine_of
-from samkv_integrations.frameworks.engine_ref import EngineRef
+from samkv_integrations.frameworks.engine_args import EngineRef, ModelSource, engine_of
 
 
 class SamKVCacheTransform(TransformComponent):

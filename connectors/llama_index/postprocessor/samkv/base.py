@@ -21,11 +21,11 @@ from llama_index.core.schema import (
 
 from llama_index.llms.samkv.transform import body_of
 from samkv_integrations.cache.chunk import normalise
-from samkv_integrations.chroma.results import KEY_FIELD
+from samkv_integrations.chroma.records import KEY_FIELD
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.engine.stream import off_loop
 from samkv_integrations.errors import InvalidOption
-from samkv_integrations.frameworks.engine_ref import EngineRef
+from samkv_integrations.frameworks.engine_args import EngineRef
 from samkv_integrations.prompt.resolve import OnMiss
 
 Mode = Literal["text", "handle"]

@@ -22,11 +22,11 @@ from llama_index.vector_stores.chroma.base import _to_chroma_filter
 from samkv_integrations.cache.chunk import normalise
 from samkv_integrations.chroma.client import chroma_errors, connect_collection, open_collection
 from samkv_integrations.chroma.link import ChromaLink
-from samkv_integrations.chroma.results import KEY_FIELD
+from samkv_integrations.chroma.records import KEY_FIELD
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.engine.stream import off_loop
 from samkv_integrations.errors import InvalidOption
-from samkv_integrations.frameworks.engine_ref import EngineRef
+from samkv_integrations.frameworks.engine_args import EngineRef
 
 
 class SamKVChromaVectorStore(ChromaVectorStore):
@@ -156,33 +156,22 @@ class SamKVChromaVectorStore(ChromaVectorStore):
         """
         if (persist_dir is None) == (host is None) or (host is None) != (port is None):
             raise InvalidOption("give either persist_dir, or host and port")
-        if persist_dir is not None:
+        where: dict[str, Any]
+        if host is None:
+            assert persist_dir is not None
             collection = open_collection(persist_dir, collection_name, create=True)
-            return cls(
-                collection,
-                llm=llm,
-                engine=engine,
-                persist_dir=str(persist_dir),
-                cache_existing=cache_existing,
-                show_progress=show_progress,
-            )
-        assert host is not None
-        if not str(port).isdecimal():
+            where = {"persist_dir": str(persist_dir)}
+        elif not str(port).isdecimal():
             raise InvalidOption(f"port={port!r}; it must be a number")
-        number = int(str(port))
-        collection = connect_collection(
-            host, number, collection_name, create=True, ssl=ssl, headers=headers
-        )
+        else:
+            where = {"host": host, "port": int(str(port)), "ssl": ssl}
+            collection = connect_collection(
+                name=collection_name, create=True, headers=headers, **where
+            )
         return cls(
-            collection,
-            llm=llm,
-            engine=engine,
-            host=host,
-            port=number,
-            ssl=ssl,
-            cache_existing=cache_existing,
-            show_progress=show_progress,
-        )
+            collection, llm=llm, engine=engine, cache_existing=cache_existing,
+            show_progress=show_progress, **where,
+        )  # fmt: skip
 
     @classmethod
     def class_name(cls) -> str:
