@@ -28,8 +28,7 @@ import torch
 
 from samkv_integrations import ChunkStore
 from samkv_integrations.bench.markdown import table
-from samkv_integrations.cache.chunk import BlockMeans, ChunkCache, ChunkStatistics
-from samkv_integrations.cache.fingerprint import Fingerprint
+from samkv_integrations.cache.chunk import BlockMeans, ChunkCache, ChunkStatistics, Fingerprint
 from samkv_integrations.errors import CacheMiss
 from samkv_integrations.figures import to_json
 from samkv_integrations.model.loading import random_model

@@ -12,9 +12,8 @@ from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
-from samkv_integrations.cache.blocks import BlockScheme
+from samkv_integrations.cache.chunk import BlockScheme, Fingerprint
 from samkv_integrations.cache.file_format import FileLayout
-from samkv_integrations.cache.fingerprint import Fingerprint
 from samkv_integrations.cache.quantise import DEFAULT_STORE_BITS, EntryFormat
 from samkv_integrations.engine.costs import CostModel
 from samkv_integrations.engine.full_prefill import two_passes_s

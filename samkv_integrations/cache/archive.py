@@ -24,17 +24,19 @@ from typing import BinaryIO
 
 from samkv_integrations.cache.base import Store
 from samkv_integrations.cache.checked_file import BAD_JSON
-from samkv_integrations.cache.chunk import SECRET_BYTES, ChunkCache, chunk_key
+from samkv_integrations.cache.chunk import (
+    FORMAT_VERSION,
+    SECRET_BYTES,
+    ChunkCache,
+    Fingerprint,
+    _require,
+    _without_block_size,
+    chunk_key,
+)
 from samkv_integrations.cache.chunk_file import ChunkFile
 from samkv_integrations.cache.chunk_head import read_head
 from samkv_integrations.cache.file_format import encode
 from samkv_integrations.cache.files import cannot, write_file
-from samkv_integrations.cache.fingerprint import (
-    FORMAT_VERSION,
-    Fingerprint,
-    _require,
-    _without_block_size,
-)
 from samkv_integrations.errors import (
     CacheMiss,
     EmptyInput,

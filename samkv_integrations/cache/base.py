@@ -7,9 +7,13 @@ from typing import Protocol
 
 from torch import Tensor
 
-from samkv_integrations.cache.blocks import ChunkBlocks
-from samkv_integrations.cache.chunk import BlockMeans, ChunkCache, ChunkStatistics
-from samkv_integrations.cache.fingerprint import Fingerprint
+from samkv_integrations.cache.chunk import (
+    BlockMeans,
+    ChunkBlocks,
+    ChunkCache,
+    ChunkStatistics,
+    Fingerprint,
+)
 from samkv_integrations.cache.stats import StoreStats
 from samkv_integrations.cache.windows import ChunkIndex
 from samkv_integrations.errors import CacheMiss

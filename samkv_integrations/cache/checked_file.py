@@ -14,8 +14,8 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
+from samkv_integrations.cache.chunk import FORMAT_VERSION
 from samkv_integrations.cache.file_format import MAC_BYTES, file_key, mac
-from samkv_integrations.cache.fingerprint import FORMAT_VERSION
 from samkv_integrations.errors import CacheMiss
 
 MAX_HEADER_BYTES = 1 << 20

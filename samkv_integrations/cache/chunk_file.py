@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from samkv_integrations.cache.checked_file import BAD_JSON, CheckedFile
-from samkv_integrations.cache.chunk import BlockMeans, ChunkCache, ChunkStatistics
+from samkv_integrations.cache.chunk import BlockMeans, ChunkCache, ChunkStatistics, Fingerprint
 from samkv_integrations.cache.file_format import INDEX, FileLayout, byte_view
-from samkv_integrations.cache.fingerprint import Fingerprint
 from samkv_integrations.cache.quantise import is_sound
 from samkv_integrations.errors import CacheMiss
 

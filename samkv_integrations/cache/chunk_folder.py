@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from samkv_integrations.cache import older
+from samkv_integrations.cache.chunk import digest_of
 from samkv_integrations.cache.chunk_head import read_head
 from samkv_integrations.cache.files import (
     TEMPORARY,
@@ -18,7 +19,6 @@ from samkv_integrations.cache.files import (
     remove,
     unlink_unless_read,
 )
-from samkv_integrations.cache.fingerprint import digest_of
 from samkv_integrations.cache.index import Index
 from samkv_integrations.cache.tables import Entry
 from samkv_integrations.errors import CacheMiss, StoreError

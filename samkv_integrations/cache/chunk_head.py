@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 
 from samkv_integrations.cache.checked_file import BAD_JSON, CheckedFile
-from samkv_integrations.cache.chunk import chunk_key
+from samkv_integrations.cache.chunk import chunk_key, digest_of
 from samkv_integrations.cache.file_format import INDEX
-from samkv_integrations.cache.fingerprint import digest_of
 
 
 @dataclass(frozen=True, kw_only=True)

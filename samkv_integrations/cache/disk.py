@@ -14,7 +14,16 @@ from samkv_integrations.cache import older
 from samkv_integrations.cache.base import StoredChunk, _expect
 from samkv_integrations.cache.budget import check_budget
 from samkv_integrations.cache.checked_file import open_regular
-from samkv_integrations.cache.chunk import ChunkCache, check_namespace, chunk_key, normalise
+from samkv_integrations.cache.chunk import (
+    FORMAT_VERSION,
+    ChunkCache,
+    Fingerprint,
+    _require,
+    _without_block_size,
+    check_namespace,
+    chunk_key,
+    normalise,
+)
 from samkv_integrations.cache.chunk_file import ChunkFile
 from samkv_integrations.cache.chunk_folder import ChunkFolder
 from samkv_integrations.cache.file_format import FileLayout, encode
@@ -26,12 +35,6 @@ from samkv_integrations.cache.files import (
     make_folder,
     remove,
     write_file,
-)
-from samkv_integrations.cache.fingerprint import (
-    FORMAT_VERSION,
-    Fingerprint,
-    _require,
-    _without_block_size,
 )
 from samkv_integrations.cache.index import IndexedChunks
 from samkv_integrations.cache.marker import write_marker, write_small

@@ -17,9 +17,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from samkv_integrations.cache.blocks import ChunkBlocks
-from samkv_integrations.cache.chunk import ChunkCache
-from samkv_integrations.cache.fingerprint import FORMAT_VERSION, Fingerprint
+from samkv_integrations.cache.chunk import FORMAT_VERSION, ChunkBlocks, ChunkCache, Fingerprint
 
 INDEX = (
     "token_ids",

@@ -10,9 +10,8 @@ import secrets
 from pathlib import Path
 from typing import NamedTuple
 
-from samkv_integrations.cache.chunk import SECRET_BYTES
+from samkv_integrations.cache.chunk import FORMAT_VERSION, SECRET_BYTES
 from samkv_integrations.cache.files import TEMPORARY, Writer, write_file
-from samkv_integrations.cache.fingerprint import FORMAT_VERSION
 from samkv_integrations.errors import InvalidOption, StoreError
 
 _OWN_NAME = re.compile(

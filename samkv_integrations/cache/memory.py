@@ -16,16 +16,14 @@ from samkv_integrations.cache.chunk import (
     BlockMeans,
     ChunkCache,
     ChunkStatistics,
+    Fingerprint,
+    _require,
+    _without_block_size,
     check_namespace,
     chunk_key,
     normalise,
 )
 from samkv_integrations.cache.file_format import FileLayout, text_bytes
-from samkv_integrations.cache.fingerprint import (
-    Fingerprint,
-    _require,
-    _without_block_size,
-)
 from samkv_integrations.cache.quantise import is_sound
 from samkv_integrations.cache.stats import StoreStats, _stats
 from samkv_integrations.cache.windows import ChunkIndex, MemoryIndex

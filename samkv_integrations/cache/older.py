@@ -10,9 +10,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from samkv_integrations.cache.chunk import chunk_key, normalise
+from samkv_integrations.cache.chunk import (
+    FORMAT_VERSION,
+    Fingerprint,
+    chunk_key,
+    digest_of,
+    normalise,
+)
 from samkv_integrations.cache.files import cannot, remove
-from samkv_integrations.cache.fingerprint import FORMAT_VERSION, Fingerprint, digest_of
 from samkv_integrations.cache.named_ids import token_ids_in
 
 # What an older cache shares with one that would be made now, if it is of the same model and text;

@@ -19,7 +19,7 @@ from hashlib import blake2b
 from typing import Any
 
 from samkv_integrations.cache.checked_file import BAD_JSON
-from samkv_integrations.cache.fingerprint import FORMAT_VERSION, Fingerprint
+from samkv_integrations.cache.chunk import FORMAT_VERSION, Fingerprint
 from samkv_integrations.cache.marker import check_of
 from samkv_integrations.cache.objects import ObjectInfo, Objects
 from samkv_integrations.errors import CacheMiss, SamkvError, StoreError

@@ -18,11 +18,11 @@ from tempfile import TemporaryDirectory
 
 from samkv_integrations.cache import tables
 from samkv_integrations.cache.checked_file import BAD_JSON
+from samkv_integrations.cache.chunk import Fingerprint, digest_of
 from samkv_integrations.cache.chunk_file import ChunkFile
 from samkv_integrations.cache.chunk_folder import ChunkFolder
 from samkv_integrations.cache.chunk_head import read_head
 from samkv_integrations.cache.files import Writer, make_folder, remove, write_file
-from samkv_integrations.cache.fingerprint import Fingerprint, digest_of
 from samkv_integrations.cache.index import Index
 from samkv_integrations.cache.objects import ObjectInfo
 from samkv_integrations.cache.outage import Outage

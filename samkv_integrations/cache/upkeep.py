@@ -7,10 +7,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from samkv_integrations.cache import older
+from samkv_integrations.cache.chunk import Fingerprint
 from samkv_integrations.cache.chunk_file import ChunkFile
 from samkv_integrations.cache.disk import ChunkStore
 from samkv_integrations.cache.files import remove
-from samkv_integrations.cache.fingerprint import Fingerprint
 from samkv_integrations.cache.recovery import Recovered, reconcile
 from samkv_integrations.cache.tables import LOST, PRESENT
 from samkv_integrations.errors import CacheMiss, StoreError

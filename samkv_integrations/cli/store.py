@@ -9,8 +9,7 @@ from pathlib import Path
 import typer
 
 from samkv_integrations import figures
-from samkv_integrations.cache.chunk import normalise
-from samkv_integrations.cache.fingerprint import FORMAT_VERSION
+from samkv_integrations.cache.chunk import FORMAT_VERSION, normalise
 from samkv_integrations.chroma.database import Database
 from samkv_integrations.chroma.link import ChromaLink
 from samkv_integrations.chroma.results import SyncResult

@@ -14,7 +14,7 @@ from statistics import fmean
 from torch import Tensor
 from torch.nn.functional import kl_div
 
-from samkv_integrations.cache.blocks import BlockScheme
+from samkv_integrations.cache.chunk import BlockScheme
 from samkv_integrations.cache.disk import ChunkStore
 from samkv_integrations.cache.quantise import DEFAULT_STORE_BITS, STORE_BITS
 from samkv_integrations.engine.check import Check

@@ -19,10 +19,8 @@ from samkv_integrations.cache.attention_stats import (
     stable_layers,
 )
 from samkv_integrations.cache.base import Store, StoredChunk
-from samkv_integrations.cache.blocks import BlockScheme
-from samkv_integrations.cache.chunk import ChunkRef
+from samkv_integrations.cache.chunk import BlockScheme, ChunkRef, Fingerprint
 from samkv_integrations.cache.file_format import FileLayout, text_bytes
-from samkv_integrations.cache.fingerprint import Fingerprint
 from samkv_integrations.cache.memory import MemoryChunk
 from samkv_integrations.cache.outage import Outage
 from samkv_integrations.engine.agreed import AgreedFingerprint

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from samkv_integrations.cache.rope import rotate, unrotate
+from samkv_integrations.cache.quantise import rotate, unrotate
 from samkv_integrations.engine.check import Check
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.model.attention import attention

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from samkv_integrations.cache.fingerprint import Fingerprint
+from samkv_integrations.cache.chunk import Fingerprint
 from samkv_integrations.engine.chunks import Chunks
 from samkv_integrations.engine.costs import CostModel
 from samkv_integrations.engine.prefix_cache import PrefixCache

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from samkv_integrations.cache.entries import Entries
+from samkv_integrations.cache.quantise import Entries
 from samkv_integrations.engine.one_thread import on_one_thread
 from samkv_integrations.engine.working_cache import LayerEntries, WorkingCache, as_heads
 from samkv_integrations.methods.base import ContextAttention

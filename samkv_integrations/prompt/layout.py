@@ -13,7 +13,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from samkv_integrations.cache.blocks import ChunkBlocks
+from samkv_integrations.cache.chunk import ChunkBlocks
 from samkv_integrations.prompt.runs import Run
 
 

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Literal, Self
 
 from samkv_integrations.cache.base import Store, StoredChunk
-from samkv_integrations.cache.fingerprint import Fingerprint
+from samkv_integrations.cache.chunk import Fingerprint
 from samkv_integrations.cache.outage import Outage
 from samkv_integrations.errors import CacheMiss, ChunkNotCached
 from samkv_integrations.prompt.layout import ChunkPart

@@ -17,9 +17,8 @@ import torch
 from samkv_integrations import ChunkStore, MemoryStore
 from samkv_integrations.cache.archive import ImportResult, export_caches, import_caches
 from samkv_integrations.cache.base import Store
-from samkv_integrations.cache.chunk import ChunkCache, chunk_key
+from samkv_integrations.cache.chunk import ChunkCache, Fingerprint, chunk_key, digest_of
 from samkv_integrations.cache.file_format import encode, file_key, mac
-from samkv_integrations.cache.fingerprint import Fingerprint, digest_of
 from samkv_integrations.errors import EmptyInput, FingerprintMismatch, InvalidOption, StoreError
 from tests.contracts.store_contract import TINY, chunk_for
 

@@ -19,8 +19,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from samkv_integrations.cache.base import StoredChunk
-from samkv_integrations.cache.blocks import BlockScheme
-from samkv_integrations.cache.chunk import BlockMeans, ChunkCache, ChunkStatistics
+from samkv_integrations.cache.chunk import BlockMeans, BlockScheme, ChunkCache, ChunkStatistics
 from samkv_integrations.cache.file_format import INDEX, FileLayout
 from samkv_integrations.cache.memory import MemoryChunk
 from samkv_integrations.errors import CacheMiss

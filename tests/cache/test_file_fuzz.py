@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
+from samkv_integrations.cache.chunk import Fingerprint
 from samkv_integrations.cache.chunk_file import ChunkFile
 from samkv_integrations.cache.chunk_head import Head, read_head
-from samkv_integrations.cache.fingerprint import Fingerprint
 from samkv_integrations.cache.named_ids import token_ids_in
 from samkv_integrations.errors import MISS_REASONS, CacheMiss
 from tests.support.chunk_files import NAMESPACE, SECRET, open_file, read_all

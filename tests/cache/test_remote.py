@@ -20,8 +20,8 @@ import pytest
 from benchmarks.s3_server import s3_server
 from samkv_integrations.cache import objects as objects_module
 from samkv_integrations.cache.base import Store
+from samkv_integrations.cache.chunk import digest_of
 from samkv_integrations.cache.disk import ChunkStore
-from samkv_integrations.cache.fingerprint import digest_of
 from samkv_integrations.cache.objects import AT_ONCE, Objects
 from samkv_integrations.cache.shared import Refreshed, SharedTier
 from samkv_integrations.cache.transfer import Moved, pull, push

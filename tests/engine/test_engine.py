@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from samkv_integrations import METHODS, ChunkStore, Engine
-from samkv_integrations.cache.fingerprint import Fingerprint
+from samkv_integrations.cache.chunk import Fingerprint
 from samkv_integrations.cache.quantise import GROUP_TOKENS
 from samkv_integrations.errors import (
     FingerprintMismatch,

@@ -13,8 +13,7 @@ import pytest
 from torch import Tensor
 
 from samkv_integrations import METHODS, ChunkStore, Engine
-from samkv_integrations.cache.chunk import ChunkCache, ChunkRef
-from samkv_integrations.cache.fingerprint import Fingerprint
+from samkv_integrations.cache.chunk import ChunkCache, ChunkRef, Fingerprint
 from samkv_integrations.cache.memory import MemoryChunk
 from samkv_integrations.engine import prefill as ingest
 from samkv_integrations.errors import (

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from samkv_integrations.cache.fingerprint import Fingerprint
+from samkv_integrations.cache.chunk import Fingerprint
 from tests.support.chunks import tiny_fingerprint
 
 
