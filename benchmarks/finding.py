@@ -16,8 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median
 
-from samkv_integrations.cache.index import Index, IndexedChunks
-from samkv_integrations.cache.tables import Entry
+from samkv_integrations.cache.index import Entry, Index, IndexedChunks
 from samkv_integrations.cache.windows import ChunkIndex
 from samkv_integrations.model.loading import load_tokenizer
 from samkv_integrations.prompt.runs import find_runs

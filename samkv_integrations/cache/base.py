@@ -1,8 +1,12 @@
-"""The contracts of a store of chunk caches, and of an opened chunk cache."""
+"""What a store of chunk caches does, an opened chunk cache, and what all stores have in common."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+import logging
+import threading
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from torch import Tensor
@@ -13,10 +17,16 @@ from samkv_integrations.cache.chunk import (
     ChunkCache,
     ChunkStatistics,
     Fingerprint,
+    _require,
+    check_namespace,
+    chunk_key,
+    normalise,
 )
-from samkv_integrations.cache.stats import StoreStats
+from samkv_integrations.cache.index import EVICTED, Index, IndexedChunks
 from samkv_integrations.cache.windows import ChunkIndex
-from samkv_integrations.errors import CacheMiss
+from samkv_integrations.errors import CacheMiss, SamkvError, StoreError
+
+_log = logging.getLogger(__name__)
 
 
 class StoredChunk(Protocol):
@@ -93,6 +103,47 @@ class StoredChunk(Protocol):
     def __exit__(self, *error: object) -> None: ...
 
 
+@dataclass(frozen=True, kw_only=True)
+class FingerprintStats:
+    """What a store holds of one fingerprint and namespace; ``bytes`` counts chunk files.
+
+    hits, misses: chunks of prompts that were answered from a cache, and that had none.
+    evicted: caches that went for want of room. corrupt: damaged ones that were found.
+    """
+
+    model: str
+    dtype: str
+    store_bits: int
+    block_size: int
+    format_version: int
+    chunks: int
+    bytes: int
+    namespace: str = ""
+    hits: int = 0
+    misses: int = 0
+    evicted: int = 0
+    corrupt: int = 0
+
+    @property
+    def hit_rate(self) -> float | None:
+        """Share of the chunks of prompts that were answered from a cache; None before any."""
+        asked = self.hits + self.misses
+        return self.hits / asked if asked else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoreStats:
+    """What a store holds, in all and by fingerprint and namespace.
+
+    max_bytes: what the chunk files of all namespaces may take; None for no limit.
+    """
+
+    n_chunks: int
+    bytes: int
+    rows: tuple[FingerprintStats, ...]
+    max_bytes: int | None = None
+
+
 class Store(Protocol):
     """Chunk caches by key. Whatever cannot be read is a `CacheMiss`, never a wrong tensor.
 
@@ -123,9 +174,9 @@ class Store(Protocol):
     ) -> StoredChunk:
         """Opens a chunk and verifies its identity.
 
-        Raises `CacheMiss`: "absent", "corrupt", "format" (there is one of ``token_ids`` in an older
-        format version only), "fingerprint" (computed by another model), "tokens" (another chunk, or
-        not ``token_ids``), "io".
+        Raises `CacheMiss`: "absent", "corrupt", "format" (a file of another format version),
+        "fingerprint" (computed by another model), "tokens" (another chunk, or not ``token_ids``),
+        "io".
         """
 
     def contains(self, key: str, fingerprint: Fingerprint) -> bool:
@@ -176,11 +227,10 @@ class Store(Protocol):
         is_wanted: Callable[[str], bool],
         token_ids: Sequence[Sequence[int]] = (),
     ) -> int:
-        """Removes chunks of this namespace, of any model, bits and format version; how many.
+        """Removes chunks of this namespace, of any model and bits; how many.
 
-        Unlike `delete` it looks at what is there: texts without a cache, and what a writer that was
-        killed has left, go too. A chunk whose cache is damaged, so that it cannot say which
-        namespace it is of, is removed; a sound one of another namespace stays.
+        Unlike `delete` it looks at the files: texts without a cache, what a writer that was killed
+        has left, and files that are damaged go too.
 
         is_wanted: which chunks, asked with the body of each.
         token_ids: of chunks that go whatever their text is, as a damaged one says nothing.
@@ -237,7 +287,7 @@ class Store(Protocol):
         """
 
     def quarantine(self, key: str, fingerprint: Fingerprint) -> None:
-        """Moves a damaged cache out of the way of `open` and `put`; its text stays known.
+        """Deletes a damaged cache; its text stays known.
 
         The next `put` heals. A chunk that is not there stays away. Best effort: it never raises.
         """
@@ -246,9 +296,140 @@ class Store(Protocol):
         """Whether a chunk was put, and its cache went for want of room."""
 
 
-def _expect(chunk: StoredChunk, token_ids: Sequence[int] | None) -> StoredChunk:
-    """The chunk, if it holds ``token_ids`` or any will do."""
-    if token_ids is not None and chunk.token_ids.tolist() != list(token_ids):
-        chunk.close()
-        raise CacheMiss("tokens", f"chunk {chunk.key} holds {chunk.n_tokens} other tokens")
-    return chunk
+_STORE_FAILS = (
+    "the store fails (%s); prompts are answered all the same, from the text of what it cannot "
+    "give. This is said once"
+)
+
+
+class Outage:
+    """What one engine does about a store that fails under it: a prompt needs no store.
+
+    Safe to use from many threads.
+
+    Args:
+        says: what is logged, with a place for the error.
+    """
+
+    def __init__(self, says: str = _STORE_FAILS) -> None:
+        self._says = says
+        self._lock = threading.Lock()
+        self._has_warned = False
+
+    @contextmanager
+    def survived(self) -> Iterator[None]:
+        """A block that a `StoreError` ends, and no more: it is told instead of raised."""
+        try:
+            yield
+        except StoreError as error:
+            self.tell(error)
+
+    def tell(self, error: SamkvError) -> None:
+        """Log what failed: a warning the first time, at DEBUG from then on."""
+        with self._lock:
+            is_first, self._has_warned = not self._has_warned, True
+        _log.log(
+            logging.WARNING if is_first else logging.DEBUG,
+            self._says,
+            error,
+        )
+
+
+class IndexedStore:
+    """What the index of a store answers, whatever its caches are kept in."""
+
+    def __init__(self, namespace: str, secret: bytes, index: Index, where: str) -> None:
+        self._namespace = check_namespace(namespace)
+        self.secret, self.index, self._where = secret, index, where
+
+    @property
+    def namespace(self) -> str:
+        return self._namespace
+
+    def key(self, fingerprint: Fingerprint, token_ids: Sequence[int]) -> str:
+        return chunk_key(self.secret, self._namespace, fingerprint.digest, token_ids)
+
+    def text(self, key: str) -> str | None:
+        return self.index.text(self._namespace, key)
+
+    def chunk_index(self, fingerprint: Fingerprint) -> ChunkIndex:
+        return IndexedChunks(self.index, self._namespace, fingerprint.digest)
+
+    def record(
+        self, fingerprint: Fingerprint, *, used: Sequence[str] = (), missed: Sequence[str] = ()
+    ) -> None:
+        with suppress(StoreError, CacheMiss):
+            self.index.record(self._namespace, fingerprint.digest, used, missed)
+            if missed:
+                self.index.lose([(fingerprint.digest, key) for key in missed])
+
+    def quarantine(self, key: str, fingerprint: Fingerprint) -> None:
+        with suppress(StoreError, CacheMiss):
+            self.index.lose([(fingerprint.digest, key)], are_damaged=True)
+
+    def is_evicted(self, key: str, fingerprint: Fingerprint) -> bool:
+        return self.index.state(fingerprint.digest, key) == EVICTED
+
+    def keys(self, fingerprint: Fingerprint | None = None) -> list[str]:
+        return self.index.keys(self._namespace, fingerprint, are_present=True)
+
+    def known_keys(self, fingerprint: Fingerprint | None = None) -> list[str]:
+        return self.index.keys(self._namespace, fingerprint)
+
+    def same_texts(self, *keys: str) -> set[str]:
+        return self.index.same_texts(self._namespace, keys)
+
+    def agree_block_size(self, fingerprint: Fingerprint, size: int) -> int:
+        return self.index.agree(self._block_size_of(fingerprint), size)
+
+    def _block_size_of(self, fingerprint: Fingerprint) -> str:
+        """The name of the setting, for chunks that are like this but for the block size."""
+        return f"block-size {replace(fingerprint, block_size=1).digest} {self._namespace}"
+
+    def fingerprints(self) -> list[Fingerprint]:
+        return self.index.fingerprints(self._namespace)
+
+    def require(self, fingerprint: Fingerprint) -> None:
+        _require(fingerprint, self.fingerprints(), self._where)
+
+    def _stats(self, space: str | None) -> StoreStats:
+        """What the store holds of a namespace, or of all."""
+        made_by = {each.digest: each for each in self.index.fingerprints()}
+        totals, counts = self.index.totals(space), self.index.counts(space)
+        rows = []
+        for namespace, digest, chunks, n_bytes in totals:
+            if (known := made_by.get(digest)) is not None:
+                hits, misses, evicted, corrupt = counts.get((namespace, digest), (0, 0, 0, 0))
+                rows.append(
+                    FingerprintStats(
+                        model=known.model, dtype=known.dtype, store_bits=known.store_bits,
+                        block_size=known.block_size, format_version=known.format_version,
+                        chunks=chunks, bytes=n_bytes, namespace=namespace,
+                        hits=hits, misses=misses, evicted=evicted, corrupt=corrupt,
+                    )
+                )  # fmt: skip
+        return StoreStats(
+            n_chunks=sum(chunks for *_, chunks, _ in totals),
+            bytes=sum(n_bytes for *_, n_bytes in totals),
+            rows=tuple(rows), max_bytes=self.index.budget()[0],
+        )  # fmt: skip
+
+    def _wanted(
+        self, is_wanted: Callable[[str], bool], token_ids: Sequence[Sequence[int]]
+    ) -> list[str]:
+        """Keys of the chunks to `forget`."""
+        texts = self.index.texts(self._namespace)
+        named = {
+            chunk_key(self.secret, self._namespace, digest, ids)
+            for digest in {digest for digest, *_ in texts}
+            for ids in token_ids
+        }
+        return sorted({key for _, key, body in texts if key in named or is_wanted(normalise(body))})
+
+    @staticmethod
+    def _expect(chunk: StoredChunk, token_ids: Sequence[int] | None) -> StoredChunk:
+        """The chunk, if it holds ``token_ids`` or any will do."""
+        if token_ids is not None and chunk.token_ids.tolist() != list(token_ids):
+            chunk.close()
+            raise CacheMiss("tokens", f"chunk {chunk.key} holds {chunk.n_tokens} other tokens")
+        return chunk

@@ -128,7 +128,7 @@ class Ownership:
         self._note = f"chroma-owner-{name}"
         self._caches = str(store.path.resolve()) if isinstance(store, ChunkStore) else ""
         if self._shared is not None:
-            self._caches = self._shared.remote.url
+            self._caches = self._shared.url
 
     def claim(self) -> None:
         """Make sure that the caches are this database's, and take note of it.
@@ -226,7 +226,7 @@ class Ownership:
     def _file(self) -> str:
         store = self._store
         if self._shared is not None:
-            return self._shared.remote.note_url(self._note)
+            return self._shared.note_url(self._note)
         return str(store.path / f"{self._note}.json") if isinstance(store, ChunkStore) else ""
 
     def _damaged(self) -> StoreError:
@@ -241,7 +241,7 @@ class Ownership:
         where = str(store.path) if isinstance(store, ChunkStore) else "this store"
         ways = "give each database a folder of caches (kv_dir) or a namespace of its own"
         if self._shared is not None:
-            where = self._shared.remote.url
+            where = self._shared.url
             ways = (
                 "have all machines keep their records in one Chroma server (--chroma "
                 "http://HOST:PORT of the commands, connect_collection), or give each database a "

@@ -95,7 +95,7 @@ Grace = Annotated[
 ]
 Prune = Annotated[bool, typer.Option(help="Delete caches that no record uses.")]
 Build = Annotated[bool, typer.Option(help="Cache the chunks that are not.")]
-Repair = Annotated[bool, typer.Option("--repair", help="Move damaged caches away.")]
+Repair = Annotated[bool, typer.Option("--repair", help="Delete damaged caches.")]
 Budget = Annotated[
     str | None, typer.Option("--max-bytes", help="A size such as 20GB, or none. Default: show it.")
 ]
@@ -103,11 +103,6 @@ BudgetNamespace = Annotated[
     str | None, typer.Option("--namespace", help="The quota of this namespace, not that of all.")
 ]
 WarmBytes = Annotated[str | None, typer.Option("--bytes", help="Read no more, such as 4GB.")]
-NewArchive = Annotated[Path, typer.Argument(help="The file to make.", metavar="FILE")]
-Archive = Annotated[Path, typer.Argument(help="What 'samkv store export' wrote.", metavar="FILE")]
-OnlyModel = Annotated[
-    str | None, typer.Option("--model", help="Take the caches of this model only.")
-]
 
 InspectedQuestion = Annotated[str, typer.Argument(help="What to ask.", metavar="QUESTION")]
 HtmlPage = Annotated[

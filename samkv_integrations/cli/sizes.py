@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from samkv_integrations.cache.budget import MOST
+from samkv_integrations.cache.index import MOST
 from samkv_integrations.errors import InvalidOption
 
 _UNITS = {"": 1} | {

@@ -9,14 +9,13 @@ from pathlib import Path
 import typer
 
 from samkv_integrations import figures
-from samkv_integrations.cache.chunk import FORMAT_VERSION, normalise
+from samkv_integrations.cache.chunk import normalise
 from samkv_integrations.chroma.database import Database
 from samkv_integrations.chroma.link import ChromaLink
 from samkv_integrations.chroma.results import SyncResult
 from samkv_integrations.cli import arguments as args
 from samkv_integrations.cli import tables
 from samkv_integrations.cli.loading import engine_of
-from samkv_integrations.cli.store_archive import export, import_
 from samkv_integrations.cli.store_care import budget, gc, verify, warm
 from samkv_integrations.cli.store_shared import pull, push
 from samkv_integrations.cli.stores import require_own_records, store_in
@@ -52,9 +51,6 @@ def stats(folder: args.Folder = Path(".samkv"), as_json: args.Json = False) -> N
     out.print(tables.table(titles, cells, left=3, gap=1))
     limit = "" if found.max_bytes is None else f" of {figures.size(found.max_bytes)}"
     out.print(f"\n{found.n_chunks} chunks, {figures.size(found.bytes)}{limit} in {store.path}")
-    if older := sum(r["chunks"] for r in rows if r["format_version"] < FORMAT_VERSION):
-        out.print(f"{older} chunks are of an older format and not used; ingest them again, and "
-                  "delete these: samkv store gc")  # fmt: skip
 
 
 @app.command()
@@ -117,9 +113,8 @@ def forget(
     )
 
 
-for command in (gc, verify, budget, warm, push, pull, export):
+for command in (gc, verify, budget, warm, push, pull):
     app.command()(command)
-app.command("import")(import_)
 
 
 def _show_sync(names: Sequence[str], done: Sequence[SyncResult], *, pruned: bool) -> None:

@@ -9,11 +9,11 @@ import typer
 
 from samkv_integrations import figures
 from samkv_integrations.cache.disk import ChunkStore
-from samkv_integrations.cache.transfer import pull as pull_caches
 from samkv_integrations.cache.upkeep import VerifyResult
 from samkv_integrations.cache.upkeep import gc as collect_garbage
+from samkv_integrations.cache.upkeep import pull as pull_caches
 from samkv_integrations.cache.upkeep import verify as verify_caches
-from samkv_integrations.cache.warming import warm as warm_caches
+from samkv_integrations.cache.upkeep import warm as warm_caches
 from samkv_integrations.chroma.database import Database
 from samkv_integrations.cli import arguments as args
 from samkv_integrations.cli import tables
@@ -29,7 +29,7 @@ NO_LIMIT = "none"
 
 
 def gc(folder: args.Folder = Path(".samkv"), as_json: args.Json = False) -> None:
-    """Delete what nobody will use: what killed processes left, damaged files, older formats.
+    """Delete what nobody will use: what killed processes left, damaged files, lost texts.
 
     Of all namespaces. Caches of deleted records are deleted by 'samkv store sync'.
     """
@@ -39,11 +39,9 @@ def gc(folder: args.Folder = Path(".samkv"), as_json: args.Json = False) -> None
         return
     found = done.recovered
     tables.console().print(
-        f"{found.n_unfinished} unfinished files, {done.n_damaged} damaged ones, "
-        f"{done.n_forgotten} texts whose cache had gone and {done.n_older} caches of older formats "
-        f"deleted, {size(done.bytes_freed)} in all\n"
-        f"{found.n_adopted} caches found that the index did not know, {found.n_lost} missed, "
-        f"{found.n_set_aside} damaged"
+        f"{found.n_unfinished} unfinished files, {found.n_damaged} damaged ones and "
+        f"{done.n_forgotten} texts whose cache had gone deleted, {size(done.bytes_freed)} in all\n"
+        f"{found.n_adopted} caches found that the index did not know, {found.n_lost} missed"
     )
 
 
@@ -52,7 +50,7 @@ def verify(
 ) -> None:
     """Read every cache of every namespace, and check all its bytes. Exit code 1 if one is damaged.
 
-    With --repair damaged ones are moved away, and computed again when they are asked for.
+    With --repair damaged ones are deleted, and computed again when they are asked for.
     """
     with progress_bar("verifying") as show:
         found = verify_caches(store_in(folder), repair=repair, progress=show)
@@ -65,7 +63,7 @@ def verify(
         if len(found.damaged) > SHOWN_DAMAGE:
             out.print(f"and {len(found.damaged) - SHOWN_DAMAGE} more; --json names each")
         out.print(f"{found.n_chunks} chunks, {size(found.n_bytes)} read: {len(found.damaged)} "
-                  f"damaged, {found.n_repaired} of them moved away")  # fmt: skip
+                  f"damaged, {found.n_repaired} of them deleted")  # fmt: skip
         if found.damaged:
             out.print(_next_step(found, repair=repair))
     if len(found.damaged) > found.n_repaired:
@@ -74,7 +72,7 @@ def verify(
 
 def _next_step(found: VerifyResult, *, repair: bool) -> str:
     if not repair:
-        return "'samkv store verify --repair' moves damaged ones away"
+        return "'samkv store verify --repair' deletes damaged ones"
     if found.n_repaired < len(found.damaged):
         return "what could not be read stays; look at its permissions, and at the disk"
     return "they are computed again when they are asked for; 'samkv store sync' does all at once"
@@ -92,7 +90,7 @@ def budget(
     n_before = store.stats(everyone=True).n_chunks
     if max_bytes is not None:
         limit = None if max_bytes == NO_LIMIT else bytes_of("--max-bytes", max_bytes)
-        most, quota = store.index.budget.read()
+        most, quota = store.index.budget()
         if namespace is None:
             store.set_budget(limit, quota)
         else:
@@ -111,7 +109,7 @@ def budget(
 
 def _budget_rows(store: ChunkStore) -> list[Row]:
     """Bytes and limit of all namespaces together (None), and of each that has either."""
-    most, quota = store.index.budget.read()
+    most, quota = store.index.budget()
     found = store.stats(everyone=True)
     taken = dict.fromkeys(sorted(quota), 0)
     for row in found.rows:

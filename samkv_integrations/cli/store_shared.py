@@ -7,9 +7,9 @@ from pathlib import Path
 
 import typer
 
-from samkv_integrations.cache.transfer import Moved
-from samkv_integrations.cache.transfer import pull as pull_caches
-from samkv_integrations.cache.transfer import push as push_caches
+from samkv_integrations.cache.upkeep import Moved
+from samkv_integrations.cache.upkeep import pull as pull_caches
+from samkv_integrations.cache.upkeep import push as push_caches
 from samkv_integrations.chroma.database import Database
 from samkv_integrations.cli import arguments as args
 from samkv_integrations.cli import tables

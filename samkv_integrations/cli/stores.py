@@ -9,7 +9,7 @@ from pathlib import Path
 from tqdm.auto import tqdm
 
 from samkv_integrations.cache.disk import ChunkStore
-from samkv_integrations.cache.tables import EVICTED, LOST, PRESENT
+from samkv_integrations.cache.index import EVICTED, LOST, PRESENT
 from samkv_integrations.chroma.database import Database
 from samkv_integrations.chroma.records import Records
 from samkv_integrations.errors import InvalidOption
@@ -65,9 +65,9 @@ def require_own_records(store: ChunkStore, database: Database, names: Sequence[s
 
 
 @contextmanager
-def progress_bar(desc: str, unit: str = "chunk") -> Iterator[Callable[[int, int], None]]:
+def progress_bar(desc: str) -> Iterator[Callable[[int, int], None]]:
     """A bar on standard error, and what to call with how much is done, and of how much."""
-    with tqdm(desc=desc, unit=unit, unit_scale=unit == "B") as bar:
+    with tqdm(desc=desc, unit="chunk") as bar:
 
         def show(done: int, total: int) -> None:
             bar.total = total

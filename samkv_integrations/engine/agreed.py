@@ -6,9 +6,8 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 
-from samkv_integrations.cache.base import Store
+from samkv_integrations.cache.base import Outage, Store
 from samkv_integrations.cache.chunk import BlockScheme, Fingerprint
-from samkv_integrations.cache.outage import Outage
 from samkv_integrations.cache.quantise import EntryFormat
 from samkv_integrations.model.model import Model
 

@@ -129,7 +129,7 @@ def _set_budget(engine: Engine, max_bytes: int) -> None:
     """A budget is no part of an engine, but can be given with one: it is the store's from now."""
     if not isinstance(engine.store, ChunkStore):
         raise _no_folder(max_bytes)
-    before, quota = engine.store.index.budget.read()
+    before, quota = engine.store.index.budget()
     if before != max_bytes:
         engine.store.set_budget(max_bytes, quota)
 
@@ -189,7 +189,7 @@ def folder_of(engine: Engine) -> str | None:
 def remote_of(engine: Engine) -> str | None:
     """Where the engine shares its chunk caches with other machines; None for nowhere."""
     shared = engine.store.shared if isinstance(engine.store, ChunkStore) else None
-    return shared.remote.url if shared else None
+    return shared.url if shared else None
 
 
 def own_choices(engine: Engine) -> tuple[str | None, str | None]:

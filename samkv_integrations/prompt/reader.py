@@ -13,9 +13,8 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate
 
-from samkv_integrations.cache.base import Store
+from samkv_integrations.cache.base import Outage, Store
 from samkv_integrations.cache.chunk import ChunkRef, Fingerprint
-from samkv_integrations.cache.outage import Outage
 from samkv_integrations.cache.windows import MIN_RUN, ChunkIndex, MemoryIndex
 from samkv_integrations.errors import ChunkNotCached, InvalidOption, StoreError
 from samkv_integrations.model.chat import Chat

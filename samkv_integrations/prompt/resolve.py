@@ -9,9 +9,8 @@ from functools import partial
 from types import TracebackType
 from typing import Literal, Self
 
-from samkv_integrations.cache.base import Store, StoredChunk
+from samkv_integrations.cache.base import Outage, Store, StoredChunk
 from samkv_integrations.cache.chunk import Fingerprint
-from samkv_integrations.cache.outage import Outage
 from samkv_integrations.errors import CacheMiss, ChunkNotCached
 from samkv_integrations.prompt.layout import ChunkPart
 from samkv_integrations.prompt.reader import ReadPrompt

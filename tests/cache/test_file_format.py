@@ -464,20 +464,6 @@ def test_a_file_that_cannot_be_opened_is_io(
         open_file(path, chunk)
 
 
-def test_an_open_file_is_locked_for_others_to_see(path: Path, chunk: ChunkCache) -> None:
-    def is_free() -> bool:
-        with path.open("rb") as other:
-            try:
-                fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return False
-            return True
-
-    with open_file(path, chunk), open_file(path, chunk):
-        assert not is_free()
-    assert is_free()
-
-
 def test_a_file_is_read_where_there_are_no_locks(
     path: Path, chunk: ChunkCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
