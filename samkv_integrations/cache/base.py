@@ -144,158 +144,6 @@ class StoreStats:
     max_bytes: int | None = None
 
 
-class Store(Protocol):
-    """Chunk caches by key. Whatever cannot be read is a `CacheMiss`, never a wrong tensor.
-
-    Only `put`, `touch`, `delete`, `forget` and `quarantine` modify the chunks of a
-    store, and what any process did is seen at once by all. Methods other than `key`, `open`,
-    `contains`, `is_elsewhere`, `look_ahead`, `begin_to_fetch`, `age_s`, `touch`, `chunk_index`,
-    `prefetch`, `note`, `record` and `quarantine` raise `StoreError` if the store itself is not
-    usable.
-    """
-
-    @property
-    def namespace(self) -> str:
-        """Part of every key: the same text has another key, and cache, in another namespace."""
-
-    def key(self, fingerprint: Fingerprint, token_ids: Sequence[int]) -> str:
-        """The key of the chunk with these tokens, in this store and namespace."""
-
-    def put(self, chunk: ChunkCache) -> None:
-        """Keeps a chunk, in place of one with the same key and fingerprint.
-
-        Atomic: others see the whole chunk or what was there before. If the store cannot be written
-        the text may have been kept all the same. ``chunk`` must not be modified afterwards.
-        Several threads may put chunks at a time.
-        """
-
-    def open(
-        self, key: str, fingerprint: Fingerprint, token_ids: Sequence[int] | None = None
-    ) -> StoredChunk:
-        """Opens a chunk and verifies its identity.
-
-        Raises `CacheMiss`: "absent", "corrupt", "format" (a file of another format version),
-        "fingerprint" (computed by another model), "tokens" (another chunk, or not ``token_ids``),
-        "io".
-        """
-
-    def contains(self, key: str, fingerprint: Fingerprint) -> bool:
-        """Whether a chunk is there. Cheap: nothing is read, so opening it may still miss."""
-
-    def is_elsewhere(self, key: str, fingerprint: Fingerprint) -> bool:
-        """Whether a chunk is in the remote tier only: `open` fetches it, and verifies all of it."""
-
-    def look_ahead(self, keys: Collection[str], fingerprint: Fingerprint) -> None:
-        """Chunks that `contains` is going to be asked for, so that a remote tier is asked once."""
-
-    def begin_to_fetch(self, keys: Collection[str], fingerprint: Fingerprint) -> None:
-        """Begins to bring chunks here that are in a remote tier only, together. Best effort."""
-
-    def age_s(self, key: str, fingerprint: Fingerprint) -> float | None:
-        """Seconds since a chunk was put or touched, None if it is not there."""
-
-    def touch(self, key: str, fingerprint: Fingerprint) -> None:
-        """Makes a chunk as young as one that is put now. A chunk that is not there stays away.
-
-        Best effort: a folder that can only be read keeps its ages, and all its chunks.
-        """
-
-    def text(self, key: str) -> str | None:
-        """The text of a chunk of any fingerprint, the one put last; None if it is unknown."""
-
-    def chunk_index(self, fingerprint: Fingerprint) -> ChunkIndex:
-        """The chunks of a fingerprint and this namespace, to be found in prompts by token ids.
-
-        A chunk whose cache was evicted or lost is in it all the same: a counted miss. Its methods
-        raise `StoreError` if the store is not usable.
-        """
-
-    def prefetch(self, key: str, fingerprint: Fingerprint) -> None:
-        """Begins to read a chunk, all of it, without waiting.
-
-        Nothing but a hint: whatever goes wrong, `open` will say.
-        """
-
-    def check_delete(self, *keys: str) -> None:
-        """Raises StoreError if `delete` would, as far as that can be known before."""
-
-    def delete(self, *keys: str) -> int:
-        """Removes chunks and their texts under all fingerprints; how many there were."""
-
-    def forget(
-        self,
-        is_wanted: Callable[[str], bool],
-        token_ids: Sequence[Sequence[int]] = (),
-    ) -> int:
-        """Removes chunks of this namespace, of any model and bits; how many.
-
-        Unlike `delete` it looks at the files: texts without a cache, what a writer that was killed
-        has left, and files that are damaged go too.
-
-        is_wanted: which chunks, asked with the body of each.
-        token_ids: of chunks that go whatever their text is, as a damaged one says nothing.
-        """
-
-    def keys(self, fingerprint: Fingerprint | None = None) -> list[str]:
-        """Sorted keys of the chunks of one fingerprint, or of all."""
-
-    def same_texts(self, *keys: str) -> set[str]:
-        """These keys, and those of all chunks of any fingerprint that have a text of theirs."""
-
-    def known_keys(self, fingerprint: Fingerprint | None = None) -> list[str]:
-        """Sorted keys of the chunks whose text is known, also without a cache: evicted or lost."""
-
-    def agree_block_size(self, fingerprint: Fingerprint, size: int) -> int:
-        """The block size for chunks that are like ``fingerprint`` in all else: the first one asked.
-
-        So processes that fill an empty store together agree.
-        """
-
-    def note(self, name: str) -> str | None:
-        """What `put_note` kept under ``name``, None if there is nothing that can be read."""
-
-    def put_note(self, name: str, text: str, *, replace: bool = True) -> bool:
-        """Keeps a short text beside the caches, such as a measurement; whether it was kept.
-
-        name: a file name.
-        replace: whether in place of what is there; else the first note stays, also if several
-            processes put theirs at once.
-        """
-
-    def fingerprints(self) -> list[Fingerprint]:
-        """The fingerprints of which there is a chunk, sorted by digest."""
-
-    def stats(self) -> StoreStats:
-        """What the store holds at this moment."""
-
-    def require(self, fingerprint: Fingerprint) -> None:
-        """Raises `FingerprintMismatch` if there are chunks, and none of this fingerprint."""
-
-    def elsewhere(self) -> str | None:
-        """Where there are caches that look like these, if this namespace has none; None if nowhere.
-
-        In other namespaces of the store, or in a folder beside it.
-        """
-
-    def record(
-        self, fingerprint: Fingerprint, *, used: Sequence[str] = (), missed: Sequence[str] = ()
-    ) -> None:
-        """Takes note of what one prompt held: keys of caches that were there, and that were not.
-
-        Hit rates are made of it, and which caches were used least recently. Best effort: it never
-        raises.
-        """
-
-    def quarantine(self, key: str, fingerprint: Fingerprint) -> None:
-        """Deletes a damaged cache; its text stays known.
-
-        The next `put` heals. A chunk that is not there stays away. Best effort: it never raises.
-        """
-
-    def is_evicted(self, key: str, fingerprint: Fingerprint) -> bool:
-        """Whether a chunk was put, and its cache went for want of room."""
-
-
 _STORE_FAILS = (
     "the store fails (%s); prompts are answered all the same, from the text of what it cannot "
     "give. This is said once"
@@ -328,15 +176,21 @@ class Outage:
         """Log what failed: a warning the first time, at DEBUG from then on."""
         with self._lock:
             is_first, self._has_warned = not self._has_warned, True
-        _log.log(
-            logging.WARNING if is_first else logging.DEBUG,
-            self._says,
-            error,
-        )
+        _log.log(logging.WARNING if is_first else logging.DEBUG, self._says, error)
 
 
-class IndexedStore:
-    """What the index of a store answers, whatever its caches are kept in."""
+class Store:
+    """Chunk caches by key. Whatever cannot be read is a `CacheMiss`, never a wrong tensor.
+
+    Only `put`, `touch`, `delete`, `forget` and `quarantine` modify the chunks of a
+    store, and what any process did is seen at once by all. Methods other than `key`, `open`,
+    `contains`, `is_elsewhere`, `look_ahead`, `begin_to_fetch`, `age_s`, `touch`, `chunk_index`,
+    `prefetch`, `note`, `record` and `quarantine` raise `StoreError` if the store itself is not
+    usable.
+
+    Here is what the index answers, whatever caches are kept in, and what a store does without a
+    remote tier.
+    """
 
     def __init__(self, namespace: str, secret: bytes, index: Index, where: str) -> None:
         self._namespace = check_namespace(namespace)
@@ -344,73 +198,193 @@ class IndexedStore:
 
     @property
     def namespace(self) -> str:
+        """Part of every key: the same text has another key, and cache, in another namespace."""
         return self._namespace
 
     def key(self, fingerprint: Fingerprint, token_ids: Sequence[int]) -> str:
+        """The key of the chunk with these tokens, in this store and namespace."""
         return chunk_key(self.secret, self._namespace, fingerprint.digest, token_ids)
 
+    def put(self, chunk: ChunkCache) -> None:
+        """Keeps a chunk, in place of one with the same key and fingerprint.
+
+        Atomic: others see the whole chunk or what was there before. If the store cannot be written
+        the text may have been kept all the same. ``chunk`` must not be modified afterwards.
+        Several threads may put chunks at a time.
+        """
+        raise NotImplementedError
+
+    def open(
+        self, key: str, fingerprint: Fingerprint, token_ids: Sequence[int] | None = None
+    ) -> StoredChunk:
+        """Opens a chunk and verifies its identity.
+
+        Raises `CacheMiss`: "absent", "corrupt", "format" (a file of another format version),
+        "fingerprint" (computed by another model), "tokens" (another chunk, or not ``token_ids``),
+        "io".
+        """
+        raise NotImplementedError
+
+    def contains(self, key: str, fingerprint: Fingerprint) -> bool:
+        """Whether a chunk is there. Cheap: nothing is read, so opening it may still miss."""
+        raise NotImplementedError
+
+    def is_elsewhere(self, key: str, fingerprint: Fingerprint) -> bool:
+        """Whether a chunk is in the remote tier only: `open` fetches it, and verifies all of it."""
+        return False
+
+    def look_ahead(self, keys: Collection[str], fingerprint: Fingerprint) -> None:
+        """Chunks that `contains` is going to be asked for, so that a remote tier is asked once."""
+
+    def begin_to_fetch(self, keys: Collection[str], fingerprint: Fingerprint) -> None:
+        """Begins to bring chunks here that are in a remote tier only, together. Best effort."""
+
+    def age_s(self, key: str, fingerprint: Fingerprint) -> float | None:
+        """Seconds since a chunk was put or touched, None if it is not there."""
+        raise NotImplementedError
+
+    def touch(self, key: str, fingerprint: Fingerprint) -> None:
+        """Makes a chunk as young as one that is put now. A chunk that is not there stays away.
+
+        Best effort: a folder that can only be read keeps its ages, and all its chunks.
+        """
+        with suppress(StoreError, CacheMiss):
+            self.index.record(self._namespace, fingerprint.digest, [key], are_counted=False)
+
     def text(self, key: str) -> str | None:
-        return self.index.text(self._namespace, key)
+        """The text of a chunk of any fingerprint, the one put last; None if it is unknown."""
+        return next((text for *_, text in self.index.texts(self._namespace, key)), None)
 
     def chunk_index(self, fingerprint: Fingerprint) -> ChunkIndex:
+        """The chunks of a fingerprint and this namespace, to be found in prompts by token ids.
+
+        A chunk whose cache was evicted or lost is in it all the same: a counted miss. Its methods
+        raise `StoreError` if the store is not usable.
+        """
         return IndexedChunks(self.index, self._namespace, fingerprint.digest)
+
+    def prefetch(self, key: str, fingerprint: Fingerprint) -> None:
+        """Begins to read a chunk, all of it, without waiting.
+
+        Nothing but a hint: whatever goes wrong, `open` will say.
+        """
+
+    def check_delete(self, *keys: str) -> None:
+        """Raises StoreError if `delete` would, as far as that can be known before."""
+
+    def delete(self, *keys: str) -> int:
+        """Removes chunks and their texts under all fingerprints; how many there were."""
+        return len(self.index.delete(self._namespace, keys))
+
+    def forget(
+        self, is_wanted: Callable[[str], bool], token_ids: Sequence[Sequence[int]] = ()
+    ) -> int:
+        """Removes chunks of this namespace, of any model and bits; how many.
+
+        Unlike `delete` it looks at the files: texts without a cache, what a writer that was killed
+        has left, and files that are damaged go too.
+
+        is_wanted: which chunks, asked with the body of each.
+        token_ids: of chunks that go whatever their text is, as a damaged one says nothing.
+        """
+        return self.delete(*self._wanted(is_wanted, token_ids))
+
+    def keys(self, fingerprint: Fingerprint | None = None) -> list[str]:
+        """Sorted keys of the chunks of one fingerprint, or of all."""
+        return self.index.keys(self._namespace, fingerprint, are_present=True)
+
+    def same_texts(self, *keys: str) -> set[str]:
+        """These keys, and those of all chunks of any fingerprint that have a text of theirs."""
+        return self.index.same_texts(self._namespace, keys)
+
+    def known_keys(self, fingerprint: Fingerprint | None = None) -> list[str]:
+        """Sorted keys of the chunks whose text is known, also without a cache: evicted or lost."""
+        return self.index.keys(self._namespace, fingerprint)
+
+    def agree_block_size(self, fingerprint: Fingerprint, size: int) -> int:
+        """The block size for chunks that are like ``fingerprint`` in all else: the first one asked.
+
+        So processes that fill an empty store together agree.
+        """
+        return self.index.agree(self._block_size_of(fingerprint), size)
+
+    def note(self, name: str) -> str | None:
+        """What `put_note` kept under ``name``, None if there is nothing that can be read."""
+        raise NotImplementedError
+
+    def put_note(self, name: str, text: str, *, replace: bool = True) -> bool:
+        """Keeps a short text beside the caches, such as a measurement; whether it was kept.
+
+        name: a file name.
+        replace: whether in place of what is there; else the first note stays, also if several
+            processes put theirs at once.
+        """
+        raise NotImplementedError
+
+    def fingerprints(self) -> list[Fingerprint]:
+        """The fingerprints of which there is a chunk, sorted by digest."""
+        return self.index.fingerprints(self._namespace)
+
+    def stats(self) -> StoreStats:
+        """What the store holds at this moment."""
+        return self._stats(self._namespace)
+
+    def require(self, fingerprint: Fingerprint) -> None:
+        """Raises `FingerprintMismatch` if there are chunks, and none of this fingerprint."""
+        _require(fingerprint, self.fingerprints(), self._where)
+
+    def elsewhere(self) -> str | None:
+        """Where there are caches that look like these, if this namespace has none; None if nowhere.
+
+        In other namespaces of the store, or in a folder beside it.
+        """
+        return None
 
     def record(
         self, fingerprint: Fingerprint, *, used: Sequence[str] = (), missed: Sequence[str] = ()
     ) -> None:
+        """Takes note of what one prompt held: keys of caches that were there, and that were not.
+
+        Hit rates are made of it, and which caches were used least recently. Best effort: it never
+        raises.
+        """
         with suppress(StoreError, CacheMiss):
             self.index.record(self._namespace, fingerprint.digest, used, missed)
             if missed:
                 self.index.lose([(fingerprint.digest, key) for key in missed])
 
     def quarantine(self, key: str, fingerprint: Fingerprint) -> None:
+        """Deletes a damaged cache; its text stays known.
+
+        The next `put` heals. A chunk that is not there stays away. Best effort: it never raises.
+        """
         with suppress(StoreError, CacheMiss):
             self.index.lose([(fingerprint.digest, key)], are_damaged=True)
 
     def is_evicted(self, key: str, fingerprint: Fingerprint) -> bool:
-        return self.index.state(fingerprint.digest, key) == EVICTED
-
-    def keys(self, fingerprint: Fingerprint | None = None) -> list[str]:
-        return self.index.keys(self._namespace, fingerprint, are_present=True)
-
-    def known_keys(self, fingerprint: Fingerprint | None = None) -> list[str]:
-        return self.index.keys(self._namespace, fingerprint)
-
-    def same_texts(self, *keys: str) -> set[str]:
-        return self.index.same_texts(self._namespace, keys)
-
-    def agree_block_size(self, fingerprint: Fingerprint, size: int) -> int:
-        return self.index.agree(self._block_size_of(fingerprint), size)
+        """Whether a chunk was put, and its cache went for want of room."""
+        return self.index.state(fingerprint.digest, key)[0] == EVICTED
 
     def _block_size_of(self, fingerprint: Fingerprint) -> str:
         """The name of the setting, for chunks that are like this but for the block size."""
         return f"block-size {replace(fingerprint, block_size=1).digest} {self._namespace}"
 
-    def fingerprints(self) -> list[Fingerprint]:
-        return self.index.fingerprints(self._namespace)
-
-    def require(self, fingerprint: Fingerprint) -> None:
-        _require(fingerprint, self.fingerprints(), self._where)
-
     def _stats(self, space: str | None) -> StoreStats:
         """What the store holds of a namespace, or of all."""
         made_by = {each.digest: each for each in self.index.fingerprints()}
-        totals, counts = self.index.totals(space), self.index.counts(space)
-        rows = []
-        for namespace, digest, chunks, n_bytes in totals:
-            if (known := made_by.get(digest)) is not None:
-                hits, misses, evicted, corrupt = counts.get((namespace, digest), (0, 0, 0, 0))
-                rows.append(
-                    FingerprintStats(
-                        model=known.model, dtype=known.dtype, store_bits=known.store_bits,
-                        block_size=known.block_size, format_version=known.format_version,
-                        chunks=chunks, bytes=n_bytes, namespace=namespace,
-                        hits=hits, misses=misses, evicted=evicted, corrupt=corrupt,
-                    )
-                )  # fmt: skip
+        totals = self.index.totals(space)
+        rows = [
+            FingerprintStats(
+                model=known.model, dtype=known.dtype, store_bits=known.store_bits,
+                block_size=known.block_size, format_version=known.format_version,
+                namespace=namespace, chunks=chunks, bytes=n_bytes,
+                hits=hits, misses=misses, evicted=evicted, corrupt=corrupt,
+            )
+            for namespace, digest, chunks, n_bytes, hits, misses, evicted, corrupt in totals
+            if (known := made_by.get(digest)) is not None
+        ]  # fmt: skip
         return StoreStats(
-            n_chunks=sum(chunks for *_, chunks, _ in totals),
-            bytes=sum(n_bytes for *_, n_bytes in totals),
+            n_chunks=sum(total[2] for total in totals), bytes=sum(total[3] for total in totals),
             rows=tuple(rows), max_bytes=self.index.budget()[0],
         )  # fmt: skip
 

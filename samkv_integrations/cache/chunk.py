@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Literal
 
@@ -192,11 +192,6 @@ def digest_of(fields: Mapping[str, object]) -> str:
 
 # Those that an engine takes from the store, beside the one that it is given.
 _LAYOUT_FIELDS = ("block_size", "store_bits")
-
-
-def _without_block_size(fingerprint: Fingerprint) -> str:
-    """Names everything about a fingerprint but the block size."""
-    return replace(fingerprint, block_size=1).digest
 
 
 def _require(wanted: Fingerprint, held: Sequence[Fingerprint], where: str) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from samkv_integrations.cache.base import IndexedStore, StoredChunk, StoreStats
+from samkv_integrations.cache.base import Store, StoredChunk, StoreStats
 from samkv_integrations.cache.chunk import ChunkCache, Fingerprint, check_namespace
 from samkv_integrations.cache.file_format import ChunkFile, encode, open_regular
 from samkv_integrations.cache.files import cannot, write_file, write_new
@@ -19,7 +19,7 @@ from samkv_integrations.cache.windows import ChunkIndex
 from samkv_integrations.errors import CacheMiss, StoreError
 
 
-class ChunkStore(IndexedStore):
+class ChunkStore(Store):
     """Chunk caches in a folder, which any number of processes may read and write at once.
 
     docs/format.md says which files there are. What any process did is seen at once by all. A cache

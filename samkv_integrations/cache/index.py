@@ -270,6 +270,11 @@ class Index:
                     if newest is None or not file.name.startswith(newest.name):
                         file.unlink(missing_ok=True)
 
+    def vacuum(self) -> None:
+        """Rewrite the database: its pages may keep bytes of what was deleted. Best effort."""
+        with self._lock, suppress(StoreError, sqlite3.Error):  # others may be using it
+            self.read(lambda connection: connection).execute("VACUUM")
+
     def close(self) -> None:
         with self._lock:
             if self._connection is not None:
@@ -506,38 +511,23 @@ class Index:
             f"AND state IN ({marks}) ORDER BY used_at DESC", namespace, *states,
         )  # fmt: skip
 
-    def age_s(self, digest: str, key: str) -> float | None:
-        """Seconds since a cache was put or used; None if it is not there."""
-        found = self.rows(
-            "SELECT used_at FROM chunks WHERE key = ? AND digest = ? AND state = ?",
-            key, digest, PRESENT,
-        )  # fmt: skip
-        return max(0.0, time.time() - found[0][0]) if found else None
-
-    def state(self, digest: str, key: str) -> int | None:
-        found = self.rows("SELECT state FROM chunks WHERE key = ? AND digest = ?", key, digest)
-        return found[0][0] if found else None
+    def state(self, digest: str, key: str) -> tuple[int | None, float]:
+        """The state of a chunk, None if it is unknown, and when its cache was put or used last."""
+        sql = "SELECT state, used_at FROM chunks WHERE key = ? AND digest = ?"
+        return next(iter(self.rows(sql, key, digest)), (None, 0.0))
 
     # -- texts ------------------------------------------------------------------------------------
 
-    def text(self, namespace: str, key: str) -> str | None:
-        def work(connection: sqlite3.Connection) -> str | None:
-            found = connection.execute(
-                "SELECT body FROM chunks JOIN texts USING(id) "
-                "WHERE key = ? AND +chunks.namespace = ?", [key, namespace],
-            ).fetchone()  # fmt: skip
-            return _text_of(found[0]) if found else None
-
-        return self.read(work)
-
-    def texts(self, namespace: str) -> list[tuple[str, str, str]]:
-        """(digest, key, text) of every chunk."""
+    def texts(self, namespace: str, key: str | None = None) -> list[tuple[str, str, str]]:
+        """(digest, key, text) of every chunk, or of those of a key."""
 
         def work(connection: sqlite3.Connection) -> list[tuple[str, str, str]]:
+            # "+": by key, as SQLite would go through all of a namespace
             rows = connection.execute(
-                "SELECT digest, key, body FROM chunks JOIN texts USING(id) "
-                "WHERE chunks.namespace = ?", [namespace],
-            )  # fmt: skip
+                "SELECT digest, key, body FROM chunks JOIN texts USING(id) WHERE "
+                + ("chunks.namespace = ?" if key is None else "+chunks.namespace = ? AND key = ?"),
+                [namespace] if key is None else [namespace, key],
+            )
             return [(digest, key, _text_of(body)) for digest, key, body in rows]
 
         return self.read(work)
@@ -560,10 +550,6 @@ class Index:
 
     # -- the remote tier --------------------------------------------------------------------------
 
-    def known(self, namespace: str) -> set[Place]:
-        """Chunks that there is a text of, here or in the remote tier."""
-        return set(self.rows("SELECT digest, key FROM chunks WHERE namespace = ?", namespace))
-
     def shared(self, namespace: str) -> set[Place]:
         """Chunks that were in the remote tier when this machine looked last."""
         sql = "SELECT digest, key FROM chunks WHERE namespace = ? AND is_shared"
@@ -580,15 +566,18 @@ class Index:
         """A setting; None if it was never written down."""
         return self.read(lambda c: _setting(c, name))
 
+    def set(self, name: str, value: int | str, *, replace: bool = True) -> bool:
+        """Write a setting down; whether it was. replace: in place of what there is."""
+        sql = f"INSERT OR {'REPLACE' if replace else 'IGNORE'} INTO settings VALUES(?, ?)"
+        return self.write(lambda c: c.execute(sql, [name, value]).rowcount > 0)
+
     def agree(self, name: str, value: int) -> int:
         """The value of a setting: that of who was first."""
-
-        def work(connection: sqlite3.Connection) -> int:
-            connection.execute("INSERT OR IGNORE INTO settings VALUES(?, ?)", [name, value])
-            return int(_setting(connection, name))
-
         known = self.setting(name)
-        return self.write(work) if known is None else int(known)
+        if known is None:
+            self.set(name, value, replace=False)
+            known = self.setting(name)
+        return int(known)
 
     def fingerprints(
         self, namespace: str | None = None, *, are_present: bool = True
@@ -609,21 +598,18 @@ class Index:
 
         return self.read(work)
 
-    def totals(self, namespace: str | None) -> list[tuple[str, str, int, int]]:
-        """(namespace, digest, chunks, bytes) of those that are there."""
+    def totals(self, namespace: str | None) -> list[tuple[str, str, int, int, int, int, int, int]]:
+        """Of each namespace and fingerprint with a cache, in all namespaces for None.
+
+        Namespace, digest, chunks, bytes, hits, misses, evictions and damaged ones.
+        """
         return self.rows(
-            "SELECT namespace, digest, count(*), sum(bytes) FROM chunks WHERE state = ? "
+            "SELECT namespace, digest, count(*), sum(bytes), coalesce(hits, 0), "
+            "coalesce(misses, 0), coalesce(evictions, 0), coalesce(corrupt, 0) "
+            "FROM chunks LEFT JOIN counts USING(namespace, digest) WHERE state = ? "
             "AND namespace = coalesce(?, namespace) GROUP BY namespace, digest",
             PRESENT, namespace,
         )  # fmt: skip
-
-    def counts(self, namespace: str | None) -> dict[tuple[str, str], tuple[int, int, int, int]]:
-        """(hits, misses, evictions, corrupt) by namespace and digest."""
-        rows = self.rows(
-            "SELECT namespace, digest, hits, misses, evictions, corrupt FROM counts "
-            "WHERE namespace = coalesce(?, namespace)", namespace,
-        )  # fmt: skip
-        return {(space, digest): tuple(of_one) for space, digest, *of_one in rows}
 
 
 class IndexedChunks:

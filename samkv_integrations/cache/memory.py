@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import secrets
-import threading
-from collections.abc import Callable, Collection, Iterable, Sequence
+import time
+from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
-from samkv_integrations.cache.base import IndexedStore, StoredChunk, StoreStats
+from samkv_integrations.cache.base import Store, StoredChunk
 from samkv_integrations.cache.chunk import (
     SECRET_BYTES,
     BlockMeans,
@@ -17,7 +17,7 @@ from samkv_integrations.cache.chunk import (
     Fingerprint,
 )
 from samkv_integrations.cache.file_format import text_bytes
-from samkv_integrations.cache.index import Entry, Index, Place
+from samkv_integrations.cache.index import PRESENT, Entry, Index, Place
 from samkv_integrations.cache.quantise import is_sound
 from samkv_integrations.errors import CacheMiss
 
@@ -122,13 +122,12 @@ class _InMemory(dict[Place, ChunkCache]):
         self.pop((digest, key), None)
 
 
-class MemoryStore(IndexedStore):
+class MemoryStore(Store):
     """Chunk caches in this process's memory, as they came; the index is there too."""
 
     def __init__(self, *, namespace: str = "") -> None:
         secret = secrets.token_bytes(SECRET_BYTES)
-        self._chunks, self._notes = _InMemory(), dict[str, str]()
-        self._changing = threading.Lock()
+        self._chunks = _InMemory()
         index = Index(None, self._chunks, secret)
         super().__init__(namespace, secret, index, "the memory store")
 
@@ -151,48 +150,13 @@ class MemoryStore(IndexedStore):
     def contains(self, key: str, fingerprint: Fingerprint) -> bool:
         return (fingerprint.digest, key) in self._chunks
 
-    def is_elsewhere(self, key: str, fingerprint: Fingerprint) -> bool:
-        return False
-
-    def look_ahead(self, keys: Collection[str], fingerprint: Fingerprint) -> None:
-        """There is no remote tier."""
-
-    def begin_to_fetch(self, keys: Collection[str], fingerprint: Fingerprint) -> None:
-        """There is no remote tier."""
-
     def age_s(self, key: str, fingerprint: Fingerprint) -> float | None:
-        return self.index.age_s(fingerprint.digest, key)
-
-    def touch(self, key: str, fingerprint: Fingerprint) -> None:
-        self.index.record(self._namespace, fingerprint.digest, [key], are_counted=False)
-
-    def prefetch(self, key: str, fingerprint: Fingerprint) -> None:
-        """There is nothing to read from."""
-
-    def check_delete(self, *keys: str) -> None:
-        """Nothing is in the way."""
-
-    def delete(self, *keys: str) -> int:
-        return len(self.index.delete(self._namespace, keys))
-
-    def forget(
-        self, is_wanted: Callable[[str], bool], token_ids: Sequence[Sequence[int]] = ()
-    ) -> int:
-        return self.delete(*self._wanted(is_wanted, token_ids))
+        state, used_at = self.index.state(fingerprint.digest, key)
+        return max(0.0, time.time() - used_at) if state == PRESENT else None
 
     def note(self, name: str) -> str | None:
-        return self._notes.get(name)
+        found = self.index.setting(f"note {name}")
+        return None if found is None else str(found)
 
     def put_note(self, name: str, text: str, *, replace: bool = True) -> bool:
-        with self._changing:
-            if not replace and name in self._notes:
-                return False
-            self._notes[name] = text
-            return True
-
-    def stats(self) -> StoreStats:
-        """What the store holds; ``bytes`` is what the chunks' files would take."""
-        return self._stats(self._namespace)
-
-    def elsewhere(self) -> str | None:
-        return None
+        return self.index.set(f"note {name}", text, replace=replace)

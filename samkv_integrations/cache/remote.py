@@ -29,7 +29,7 @@ from samkv_integrations.cache.base import Outage
 from samkv_integrations.cache.chunk import FORMAT_VERSION, Fingerprint
 from samkv_integrations.cache.file_format import BAD_JSON, ChunkFile
 from samkv_integrations.cache.folder import ChunkFolder, check_of
-from samkv_integrations.cache.index import Entry, Place, set_setting
+from samkv_integrations.cache.index import EVICTED, LOST, PRESENT, Entry, Place, set_setting
 from samkv_integrations.cache.objects import ObjectInfo, Objects
 from samkv_integrations.errors import CacheMiss, InvalidOption, SamkvError, StoreError
 
@@ -414,7 +414,8 @@ class SharedTier:
         gone = sorted({key for digest, key in before if (digest, key) not in listed})
         self._index.delete(self._namespace, gone)
         chunks = {place: info for place, info in listed.items() if info.n_bytes}
-        known = self._index.known(self._namespace)
+        places = self._index.places(self._namespace, PRESENT, EVICTED, LOST)
+        known = {(digest, key) for digest, key, _ in places}
         self.mark(chunks.keys() & known)
         new = sorted(chunks.keys() - known)
         n_new = 0

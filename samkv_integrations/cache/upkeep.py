@@ -68,6 +68,7 @@ def gc(store: ChunkStore) -> GcResult:
     for namespace in {space for *_, space in lost}:
         keys = [key for _, key, space in lost if space == namespace]
         store.index.delete(namespace, keys, LOST)
+    store.index.vacuum()
     return GcResult(recovered=recovered, n_forgotten=len(lost), bytes_freed=recovered.bytes_freed)
 
 
