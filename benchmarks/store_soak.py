@@ -290,7 +290,7 @@ def finally_(world: World) -> dict[str, Any]:
     engine.forget(world.documents)
     upkeep.gc(engine.store)
     left = [*strangers_in(world.kv), *chunk_files(world.kv)]
-    for name in files_in(world.kv):
+    for name in (name for name in files_in(world.kv) if not name.endswith(".tmp")):
         data = (world.kv / name).read_bytes()
         left += [f"{name}: {text[:40]!r}" for text in world.documents if text[:40].encode() in data]
     stats = engine.store.stats()
