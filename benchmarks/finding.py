@@ -12,12 +12,11 @@ import argparse
 import random
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from statistics import median
 
-from samkv_integrations.cache.index import Index, IndexedChunks
-from samkv_integrations.cache.tables import Entry
+from samkv_integrations.cache.index import Entry, Index, IndexedChunks
 from samkv_integrations.cache.windows import ChunkIndex
 from samkv_integrations.model.loading import load_tokenizer
 from samkv_integrations.prompt.layout import find_runs
@@ -71,6 +70,19 @@ def prompts(n_chunks: int, size: int) -> Iterator[tuple[str, str]]:
     )
 
 
+class Caches:
+    """Stands for the chunk files of a store."""
+
+    def __init__(self, entries: Callable[[], Iterable[Entry]]) -> None:
+        self.entries = entries
+
+    def is_gone(self, digest: str, key: str) -> bool:
+        return False
+
+    def remove(self, digest: str, key: str) -> None:
+        pass
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--chunks", type=int, default=100_000)
@@ -93,7 +105,7 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         began = time.perf_counter()
-        index = Index(Path(folder), entries, SECRET)
+        index = Index(Path(folder), Caches(entries), SECRET)
         index.keys("", None)
         size = sum(file.stat().st_size for file in Path(folder).iterdir())
         print(

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from benchmarks.datasets import Question
 from benchmarks.variants import Variant
 from samkv_integrations.cache.attention_stats import MIN_CHUNKS
-from samkv_integrations.cache.blocks import BlockScheme
+from samkv_integrations.cache.chunk import BlockScheme
 from samkv_integrations.cache.memory import MemoryStore
 from samkv_integrations.cache.quantise import DEFAULT_STORE_BITS
 from samkv_integrations.engine.engine import Engine

@@ -29,7 +29,7 @@ import torch
 from benchmarks.models import Words, build
 from benchmarks.store_parts import report
 from samkv_integrations import ChunkStore, Engine
-from samkv_integrations.cache.remote import RemoteTier
+from samkv_integrations.cache.objects import Objects
 from samkv_integrations.cluster.serve import SESSION_HEADER, App, Replicas, Route, serving
 from samkv_integrations.engine.options import EngineOptions
 from samkv_integrations.evaluation.shapes import BUILTIN
@@ -86,15 +86,15 @@ class Replica:
         log = self.source.folder / LOG
         own = replace(self.source, folder=self.source.folder / f"replica-{os.getpid()}")
         ChunkStore(own.folder / "kv", remote=own.remote, max_bytes=self.max_bytes)
-        read = RemoteTier.get
+        read = Objects.read
 
-        def told(tier: RemoteTier, digest: str, key: str, **options: Any) -> bytes:
-            data = read(tier, digest, key, **options)
-            if options.get("n_bytes") is None:
+        def told(objects: Objects, path: str, **options: Any) -> bytes:
+            data = read(objects, path, **options)
+            if path.endswith(".safetensors") and options.get("n_bytes") is None:
                 tell(log, f"fetched {len(data)}")
             return data
 
-        RemoteTier.get = told  # type: ignore[assignment, method-assign]
+        Objects.read = told  # type: ignore[assignment, method-assign]
         tenancy = own.tenancy()
         tenancy.engine(Tenant()).store.known_keys()  # learns all texts now
         app = create_app(tenancy, own.keys, own.settings)

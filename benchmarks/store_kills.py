@@ -272,7 +272,9 @@ def check(world: World) -> int:
             allowed = one.allowed | ({None} if is_evicted and not one.is_gone else set())
             if version not in allowed:
                 raise Violation(f"document {number} has version {version}, not one of {allowed}")
-            if version is not None or is_evicted:  # what is evicted is known by its text
+            # Known by its text is what was evicted, and with a budget what was about to be deleted.
+            is_kept = world.budget is not None and one.allowed != {None}
+            if version is not None or is_evicted or is_kept:
                 present.add(marker(number))
     for slot, number in itertools.product(range(len(NAMESPACES)), SHARED):
         version_in(world.store(slot), number)

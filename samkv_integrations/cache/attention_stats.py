@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from samkv_integrations.cache.blocks import ChunkBlocks
-from samkv_integrations.cache.chunk import ChunkStatistics
+from samkv_integrations.cache.chunk import BlockMeans, ChunkBlocks, ChunkStatistics
+from samkv_integrations.cache.quantise import HALF_STEP, as_half
 
 MIN_LATER = 8
 """Later tokens that a token needs before a power law is fitted to its column."""
@@ -200,3 +200,34 @@ def stable_layers(n_layers: int, votes: Tensor | None) -> tuple[int, ...]:
         if chosen:
             return chosen
     return tuple(range(n_layers - max(1, n_layers // 8), n_layers))
+
+
+# -- mean keys of blocks --------------------------------------------------------------------------
+
+
+def quantise_means(keys: Tensor, blocks: ChunkBlocks) -> BlockMeans:
+    """Mean un-rotated key (of L, T, G, D) of each middle block, int8 per layer, block and head.
+
+    A mean beyond 127 * 65504 would be clamped; real keys are far below.
+    """
+    assert keys.shape[1] == blocks.n_tokens
+    means = mean_of_blocks(keys, blocks.lengths)[:, list(blocks.middle_blocks)]
+    # Rounding a normal float16 down costs the outermost code less than the half that it is off
+    # anyway; a subnormal one could fall short by more, and none may be 0.
+    scale = as_half(means.abs().amax(-1) / 127 + HALF_STEP)
+    codes = (means / scale.float()[..., None]).round_().clamp_(-127, 127).to(torch.int8)
+    return BlockMeans(codes=codes, scale=scale)
+
+
+def mean_of_blocks(entries: Tensor, lengths: Tensor) -> Tensor:
+    """(L, N, G, D) float32 mean of entries (L, T, G, D) over blocks of ``lengths`` (N,) tokens."""
+    n_layers, _, *shape = entries.shape
+    block = torch.arange(len(lengths)).repeat_interleave(lengths).to(entries.device)
+    total = torch.zeros(n_layers, len(lengths), *shape, device=entries.device)
+    counts = lengths.clamp(min=1).to(entries.device)  # of no tokens: 0
+    return total.index_add_(1, block, entries.float()) / counts[:, None, None]
+
+
+def decode_means(block_means: BlockMeans) -> Tensor:
+    """(L, Nm, G, D) float32 mean un-rotated key of each middle block."""
+    return block_means.codes.float() * block_means.scale.float()[..., None]

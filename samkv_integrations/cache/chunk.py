@@ -1,18 +1,228 @@
-"""One chunk cache: what is kept of a chunk, and its key."""
+"""A chunk, its blocks, its cache, and the fingerprint of what computed the cache."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from samkv_integrations.cache.blocks import ChunkBlocks
-from samkv_integrations.cache.fingerprint import Fingerprint
-from samkv_integrations.errors import InvalidOption
+from samkv_integrations.cache.quantise import EntryFormat
+from samkv_integrations.errors import FingerprintMismatch, InvalidOption
+
+FORMAT_VERSION = 4
+SECRET_BYTES = 32
+MAX_NAMESPACE = 1000
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockScheme:
+    """How chunks are cut into blocks (paper: section 4.1, one initial and two local blocks).
+
+    size: tokens in a block (the last block of a chunk may be shorter).
+    n_init, n_local: blocks at the beginning and end of a chunk whose tokens are its anchor tokens.
+    """
+
+    size: int = 16
+    n_init: int = 1
+    n_local: int = 2
+
+    def __post_init__(self) -> None:
+        if type(self.size) is not int:
+            raise InvalidOption(f"block_size={self.size!r}; it must be a whole number, or 'auto'")
+        if self.size < 1 or self.n_init < 0 or self.n_local < 0:
+            raise InvalidOption(
+                f"block scheme {self}: size must be at least 1, n_init and n_local at least 0"
+            )
+
+    @classmethod
+    def auto(cls, chunk_tokens: int) -> BlockScheme:
+        """The power of two from 8 to 64 that keeps the anchors at about a tenth of a chunk.
+
+        B must follow the chunk length: with the paper's 64 a 512-token chunk would keep 37.5 %
+        before any selection.
+        """
+        size = 8
+        while size < 64 and 3 * 2 * size <= 0.15 * chunk_tokens:
+            size *= 2
+        return cls(size=size)
+
+    def of(self, n_tokens: int) -> ChunkBlocks:
+        """The blocks of a chunk of ``n_tokens`` tokens."""
+        return ChunkBlocks(n_tokens=n_tokens, scheme=self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChunkBlocks:
+    """The blocks of one chunk.
+
+    Tokens ``[0, middle_start)`` and ``[middle_stop, n_tokens)`` are its anchor tokens, those
+    between are its middle. A chunk of at most ``n_init + n_local`` blocks is all anchors.
+    """
+
+    n_tokens: int
+    scheme: BlockScheme
+
+    @cached_property
+    def n_blocks(self) -> int:
+        return -(-self.n_tokens // self.scheme.size)
+
+    @cached_property
+    def middle_blocks(self) -> range:
+        """Indices of the middle blocks."""
+        n_init, n_local = self.scheme.n_init, self.scheme.n_local
+        if self.n_blocks <= n_init + n_local:
+            return range(self.n_blocks, self.n_blocks)
+        return range(n_init, self.n_blocks - n_local)
+
+    @cached_property
+    def middle_start(self) -> int:
+        return min(self.middle_blocks.start * self.scheme.size, self.n_tokens)
+
+    @cached_property
+    def middle_stop(self) -> int:
+        return min(self.middle_blocks.stop * self.scheme.size, self.n_tokens)
+
+    @property
+    def n_middle(self) -> int:
+        """Tokens of the middle."""
+        return self.middle_stop - self.middle_start
+
+    @property
+    def n_anchor(self) -> int:
+        """Anchor tokens."""
+        return self.n_tokens - self.n_middle
+
+    @cached_property
+    def local_start(self) -> int:
+        """First token of the local blocks (the last ``n_local``, fewer in a short chunk)."""
+        return max(0, self.n_blocks - self.scheme.n_local) * self.scheme.size
+
+    def span(self, block: int) -> tuple[int, int]:
+        """First token of ``block`` and the one after its last."""
+        size = self.scheme.size
+        return block * size, min((block + 1) * size, self.n_tokens)
+
+    @cached_property
+    def lengths(self) -> Tensor:
+        """(N,) tokens in each block."""
+        lengths = torch.full((self.n_blocks,), self.scheme.size)
+        lengths[-1] = self.n_tokens - (self.n_blocks - 1) * self.scheme.size
+        return lengths
+
+    @cached_property
+    def block_of_token(self) -> Tensor:
+        """(T,) index of the block that holds each token."""
+        return torch.arange(self.n_tokens) // self.scheme.size
+
+    @cached_property
+    def is_anchor(self) -> Tensor:
+        """(N,) bool: initial and local blocks, which is all that are not in the middle."""
+        index, middle = torch.arange(self.n_blocks), self.middle_blocks
+        return (index < middle.start) | (index >= middle.stop)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fingerprint:
+    """Identity of everything that a chunk cache depends on besides its tokens.
+
+    Two engines share caches exactly when their fingerprints are equal. Every field is a plain
+    string or number, so a store can say which field differs.
+    """
+
+    model: str
+    weights: str
+    config: str
+    tokenizer: str
+    dtype: str
+    rope: str
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    prefix: str
+    block_size: int
+    n_init: int
+    n_local: int
+    store_bits: int
+    format_version: int = FORMAT_VERSION
+
+    @property
+    def computed_by(self) -> str:
+        """Names what turned tokens into keys and values: weights, config and RoPE."""
+        return f"{self.weights}{self.config}{self.rope}"
+
+    @property
+    def scheme(self) -> BlockScheme:
+        return BlockScheme(size=self.block_size, n_init=self.n_init, n_local=self.n_local)
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        dtype = getattr(torch, self.dtype)
+        assert isinstance(dtype, torch.dtype)
+        return dtype
+
+    @cached_property
+    def entry_format(self) -> EntryFormat:
+        return EntryFormat(
+            bits=self.store_bits, n_kv_heads=self.n_kv_heads, head_dim=self.head_dim,
+            dtype=self.torch_dtype,
+        )  # fmt: skip
+
+    @cached_property
+    def digest(self) -> str:
+        """32 hex digits that name this fingerprint on disk.
+
+        ``model`` is a label for people and not part of it: the weights' own digest decides.
+        """
+        return digest_of(asdict(self))
+
+
+def digest_of(fields: Mapping[str, object]) -> str:
+    """The digest of a fingerprint with these fields, which may be those of another release."""
+    named = {name: value for name, value in fields.items() if name != "model"}
+    canonical = json.dumps(named, sort_keys=True).encode()
+    return hashlib.blake2b(canonical, digest_size=16).hexdigest()
+
+
+# Those that an engine takes from the store, beside the one that it is given.
+_LAYOUT_FIELDS = ("block_size", "store_bits")
+
+
+def _require(wanted: Fingerprint, held: Sequence[Fingerprint], where: str) -> None:
+    if not held or wanted.digest in {fingerprint.digest for fingerprint in held}:
+        return
+    mine = asdict(wanted)
+    differing = [
+        {name: value for name, value in asdict(other).items() if value != mine[name]}
+        for other in held
+    ]
+    closest = min(range(len(held)), key=lambda i: len(differing[i]))
+    fields = ", ".join(
+        f"{name} is {mine[name]!r:.40} here and {value!r:.40} there"
+        for name, value in differing[closest].items()
+    )
+    next_step = (
+        "ingest again with the loaded model, or open the store with the one it was filled with"
+    )
+    there = differing[closest]
+    if "store_bits" in there and there.keys() <= {*_LAYOUT_FIELDS}:
+        next_step = f"give store_bits={there['store_bits']}, or ingest again"
+    elif "dtype" in there and held[closest].model == wanted.model:  # other weights, by their hash
+        next_step = f"give dtype={there['dtype']!r}, or ingest again"
+    elif there.keys() <= {"prefix", *_LAYOUT_FIELDS}:
+        next_step = (
+            "give the prefix= and prefix_text= of the engine that filled it, or ingest again"
+        )
+    raise FingerprintMismatch(
+        f"{where} holds no cache of the loaded model {wanted.model!r}; the closest it holds is of "
+        f"{held[closest].model!r}: {fields}; next step: {next_step}"
+    )
 
 
 def normalise(text: str) -> str:
@@ -116,7 +326,3 @@ class ChunkCache:
     @property
     def blocks(self) -> ChunkBlocks:
         return self.fingerprint.scheme.of(self.n_tokens)
-
-
-SECRET_BYTES = 32
-MAX_NAMESPACE = 1000

@@ -1,4 +1,4 @@
-"""The file of one chunk cache: where every byte sits, and writing it (`chunk_file` reads it).
+"""The file of one chunk cache: where every byte sits, how it is written, and how it is read.
 
 docs/format.md specifies the file. It is a valid safetensors file, written and read by us and not by
 that library because the order of the tensors decides how few reads a request needs.
@@ -6,20 +6,34 @@ that library because the order of the tensors decides how few reads a request ne
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import stat
 import struct
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from hashlib import blake2b
+from hmac import compare_digest
+from io import FileIO
 from math import prod
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from samkv_integrations.cache.blocks import ChunkBlocks
-from samkv_integrations.cache.chunk import ChunkCache
-from samkv_integrations.cache.fingerprint import FORMAT_VERSION, Fingerprint
+from samkv_integrations.cache.chunk import (
+    FORMAT_VERSION,
+    BlockMeans,
+    ChunkBlocks,
+    ChunkCache,
+    ChunkStatistics,
+    Fingerprint,
+    chunk_key,
+)
+from samkv_integrations.cache.quantise import is_sound
+from samkv_integrations.errors import CacheMiss
 
 INDEX = (
     "token_ids",
@@ -223,3 +237,331 @@ def byte_view(tensor: Tensor) -> memoryview:
     if not tensor.numel():
         return memoryview(bytearray())
     return tensor.view(torch.uint8).numpy().data.cast("B")
+
+
+# -- reading --------------------------------------------------------------------------------------
+
+MAX_HEADER_BYTES = 1 << 20
+BAD_JSON = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
+"""What reading JSON from anybody, or looking for something in it, may raise."""
+
+_FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
+# A link (which O_NOFOLLOW refuses), and what cannot be opened for reading: a socket, a device.
+_NO_FILE = (errno.ELOOP, errno.ENXIO, errno.ENODEV, errno.EOPNOTSUPP)
+_MAX_VIEWS = 1024  # of one read: IOV_MAX of Linux and macOS
+# Tensors that are read together, in file order.
+_STATISTICS = ("block_max", "block_min", "stable", "outliers")
+_SUMMARIES = ("summary_codes", "summary_scale")
+
+
+class NotAFile(OSError):
+    """A link, folder, pipe, socket or device where a file should be."""
+
+
+def open_regular(path: Path) -> FileIO:
+    """Open a file for reading; never a link, and never waiting, as for the writer of a pipe.
+
+    Raises OSError; `NotAFile` if it is no regular file.
+    """
+    try:
+        handle = os.open(path, _FLAGS)
+    except OSError as error:
+        if error.errno in _NO_FILE:
+            raise NotAFile(error.errno, "not a regular file") from error
+        raise
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise NotAFile(errno.EINVAL, "not a regular file")
+    return FileIO(handle)
+
+
+class ChunkFile:
+    """An open chunk file, which reads and checks only what is asked for.
+
+    Opening verifies identity: format version, fingerprint, key, namespace, table, file size, and
+    the MACs of the header, the token ids and the statistics. The rest is checked when it is read.
+    Whatever is wrong raises `CacheMiss`.
+
+    Args:
+        key, fingerprint, namespace: what the file has to be of; None for what it says itself.
+            Without a fingerprint its key has to follow from the rest.
+        secret: of the store that wrote it.
+    """
+
+    def __init__(
+        self, path: Path, key: str | None = None, fingerprint: Fingerprint | None = None, *,
+        namespace: str | None = None, secret: bytes,
+    ) -> None:  # fmt: skip
+        self.bytes_read = 0
+        self._path, self._secret = path, secret
+        self._groups: dict[tuple[str, ...], list[Tensor]] = {}
+        self._macs = b""
+        self._let_go: tuple[int, int, int] | None = None
+        self._file = self._open()
+        try:
+            layout = self._layout = self._read_layout(key, fingerprint, namespace)
+            self.fingerprint = fingerprint or layout.fingerprint
+            self.n_tokens, self.blocks = layout.n_tokens, layout.blocks
+            rest = bytearray((layout.tensors["macs"].shape[0] - 1) * MAC_BYTES)
+            self._read(MAC_BYTES, memoryview(rest))
+            self._macs += bytes(rest)
+            first = self._read_index(("token_ids", *_STATISTICS))
+            self.token_ids, *self._groups[_STATISTICS] = first
+            made_of = (layout.namespace, self.fingerprint.digest, self.token_ids.tolist())
+            if fingerprint is None and self.key != chunk_key(secret, *made_of):
+                raise self._corrupt("key")
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self) -> FileIO:
+        try:
+            return open_regular(self._path)
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise CacheMiss("absent", str(self._path)) from error
+        except NotAFile as error:
+            raise self._corrupt("not a regular file") from error
+        except OSError as error:
+            raise CacheMiss("io", f"{self._path}: {error}") from error
+
+    def _read_layout(
+        self, key: str | None, fingerprint: Fingerprint | None, namespace: str | None
+    ) -> FileLayout:
+        """Where everything sits. The header is believed once its MAC is right, and not before."""
+        size = os.fstat(self._file.fileno()).st_size
+        prefix = bytearray(8)
+        self._fill(0, [memoryview(prefix)])
+        n_bytes = int.from_bytes(prefix, "little")
+        if n_bytes > min(MAX_HEADER_BYTES, size - len(prefix) - MAC_BYTES):
+            raise self._corrupt("header length")
+        text, own_mac = bytearray(n_bytes), bytearray(MAC_BYTES)
+        self._fill(len(prefix), [memoryview(text), memoryview(own_mac)])
+        self._header, self._macs = bytes(prefix + text), bytes(own_mac)
+        self._mac_key = file_key(self._header, self._secret)
+        try:
+            said = json.loads(text)["__metadata__"]
+            version = said["format_version"]
+        except BAD_JSON as error:
+            raise self._corrupt("header") from error
+        if isinstance(version, str) and version != str(FORMAT_VERSION):
+            raise CacheMiss("format", f"{self._path}: version {version[:20]}, not {FORMAT_VERSION}")
+        self._check([self._header], [0], "header")
+        try:
+            digest, self.key = str(said["fingerprint"]), str(said["key"])
+            n_tokens, n_text = int(said["n_tokens"]), int(said["n_text"])
+            fields = json.loads(said["fingerprint_fields"])
+            if fingerprint is not None and digest != fingerprint.digest:
+                raise CacheMiss("fingerprint", f"{self._path}: {digest}")
+            if key not in (None, self.key):
+                raise CacheMiss("tokens", f"{self._path}: holds chunk {self.key}")
+            layout = FileLayout(
+                # The label of the model is the one field that may differ between equal ones.
+                fingerprint=replace(fingerprint, model=fields["model"])
+                if fingerprint
+                else Fingerprint(**fields),
+                n_tokens=n_tokens, n_text=n_text,
+                namespace=said["namespace"] if namespace is None else namespace,
+            )  # fmt: skip
+            if not (1 <= n_tokens <= size and 0 <= n_text <= size):
+                raise self._corrupt("sizes of token ids and text")
+            header = layout.header(self.key)
+        except BAD_JSON as error:
+            raise self._corrupt("metadata") from error
+        if size != len(header) + layout.size or self._header != header:
+            raise self._corrupt("table or file size")
+        return layout
+
+    def _read(self, start: int, *views: memoryview) -> None:
+        """Fill the views with what follows each other; start: counted from the header's end."""
+        if self._let_go is None:
+            assert not self._file.closed, "closed"
+            self._fill(len(self._header) + start, views)
+            return
+        self._file = self._open()  # its header is known, and what is read is checked anyway
+        with self._file:
+            if self._identity() != self._let_go:
+                raise CacheMiss("absent", f"{self._path} was replaced")
+            self._fill(len(self._header) + start, views)
+
+    def _fill(self, offset: int, views: Sequence[memoryview]) -> None:
+        left = [view for view in views if len(view)]
+        while left:
+            try:
+                got = os.preadv(self._file.fileno(), left[:_MAX_VIEWS], offset)
+            except OSError as error:
+                raise CacheMiss("io", f"{self._path}: {error}") from error
+            if not got:
+                raise self._corrupt("too short")
+            self.bytes_read += got
+            offset += got
+            # All of it, but for more than 2 GiB, or more views than one read takes.
+            while got and got >= len(left[0]):
+                got -= len(left.pop(0))
+            if got:
+                left[0] = left[0][got:]
+
+    def _check(
+        self, regions: Sequence[bytes | memoryview], positions: Sequence[int], what: str
+    ) -> None:
+        """Compare what was read of regions with their MACs; positions: which regions they are."""
+        key, macs = self._mac_key, self._macs
+        found = [mac(key, i, data) for i, data in zip(positions, regions, strict=True)]
+        expected = [macs[i * MAC_BYTES : (i + 1) * MAC_BYTES] for i in positions]
+        if not compare_digest(b"".join(found), b"".join(expected)):
+            raise self._corrupt(what)
+
+    def _corrupt(self, what: str) -> CacheMiss:
+        return CacheMiss("corrupt", f"{self._path}: {what}")
+
+    def _identity(self) -> tuple[int, int, int]:
+        """Device, number and size of the open file; not its time, which `touch` changes."""
+        found = os.fstat(self._file.fileno())
+        return found.st_dev, found.st_ino, found.st_size
+
+    def _read_index(self, names: Sequence[str]) -> list[Tensor]:
+        """Tensors that follow each other in the file, with one read, checked."""
+        places = [self._layout.tensors[name] for name in names]
+        tensors = [torch.empty(place.shape, dtype=place.dtype) for place in places]
+        views = [byte_view(tensor) for tensor in tensors]
+        self._read(places[0].start, *views)
+        for name, view in zip(names, views, strict=True):
+            self._check([view], [1 + INDEX.index(name)], name)
+        return tensors
+
+    def _group(self, *names: str) -> list[Tensor]:
+        if names not in self._groups:
+            self._groups[names] = self._read_index(names)
+        return self._groups[names]
+
+    def statistics(self) -> ChunkStatistics:
+        block_max, block_min, stable, outliers = self._group(*_STATISTICS)
+        return ChunkStatistics(
+            block_max=block_max, block_min=block_min,
+            outliers=outliers.view(torch.bool), stable=stable.view(torch.bool),
+        )  # fmt: skip
+
+    def text(self) -> str:
+        try:
+            return bytes(byte_view(self._group("text")[0])).decode(errors="surrogatepass")
+        except UnicodeDecodeError as error:
+            raise self._corrupt("text") from error
+
+    def local_query(self) -> Tensor:
+        return self._group("local_query")[0]
+
+    def block_means(self) -> BlockMeans:
+        codes, scale = self._group(*_SUMMARIES)
+        return BlockMeans(codes=codes, scale=scale)
+
+    def key_range(self) -> Tensor:
+        if ("key_range",) not in self._groups:
+            self._keep_range(self._read_index(("key_range",))[0])
+        return self._groups["key_range",][0]
+
+    def _keep_range(self, found: Tensor) -> None:
+        if not is_sound(found):
+            raise self._corrupt("key_range")
+        self._groups["key_range",] = [found]
+
+    def read_all(self, out: Sequence[Tensor]) -> None:
+        layout = self._layout
+        n_layers, *shape = layout.tensors["entries"].shape
+        assert len(out) == n_layers
+        assert all((o.dtype, list(o.shape)) == (torch.uint8, shape) for o in out)
+        assert all(o.is_contiguous() for o in out)
+        layers = [byte_view(layer) for layer in out]
+        if ("key_range",) in self._groups:
+            self._read(layout.tensors["entries"].start, *layers)
+        else:  # It lies right before the entries, so one read takes both.
+            place = layout.tensors["key_range"]
+            found = torch.empty(place.shape, dtype=place.dtype)
+            view = byte_view(found)
+            self._read(place.start, view, *layers)
+            self._check([view], [1 + INDEX.index("key_range")], "key_range")
+            self._keep_range(found)
+        places = layout.block_places
+        regions = [
+            of_layer[start : start + n_bytes] for of_layer in layers for start, n_bytes in places
+        ]
+        first = 1 + len(INDEX)
+        self._check(regions, range(first, first + len(regions)), "block")
+
+    def read_blocks(self, layer: int, blocks: Sequence[int], out: Tensor) -> None:
+        # The hot path of a request: thousands of calls, so no tensor operation in any loop.
+        layout = self._layout
+        assert 0 <= layer < layout.fingerprint.n_layers and min(blocks, default=0) >= 0
+        assert out.dtype == torch.uint8
+        places, view = layout.block_places, byte_view(out)
+        base = layout.tensors["entries"].start + layer * layout.layer_bytes
+        runs: list[list[int]] = []  # adjacent in the file: its offset, and a range of `view`
+        regions: list[tuple[int, int]] = []
+        done = end = 0
+        for block in blocks:
+            start, n_bytes = places[block]
+            if base + start != end:
+                end = base + start
+                runs.append([end, done, done])
+            regions.append((done, done + n_bytes))
+            end += n_bytes
+            done += n_bytes
+            runs[-1][2] = done
+        assert done == len(view), "the tensor must hold exactly the entries of the blocks"
+        for offset, first, last in runs:
+            self._read(offset, view[first:last])
+        of_layer = 1 + len(INDEX) + layer * len(places)
+        positions = [of_layer + block for block in blocks]
+        self._check([view[first:last] for first, last in regions], positions, "block")
+
+    def chunk(self) -> ChunkCache:
+        place = self._layout.tensors["entries"]
+        entries = torch.empty(place.shape, dtype=place.dtype)
+        self.read_all(list(entries))
+        return ChunkCache(
+            key=self.key, fingerprint=self._layout.fingerprint, text=self.text(),
+            token_ids=self.token_ids, entries=entries, key_range=self.key_range(),
+            local_query=self.local_query(), statistics=self.statistics(),
+            block_means=self.block_means(),
+        )  # fmt: skip
+
+    def verify(self) -> None:
+        *_, key_range = self._read_index(INDEX)
+        self._keep_range(key_range)
+        n_layers, *shape = self._layout.tensors["entries"].shape
+        entries = torch.empty(shape, dtype=torch.uint8)
+        for layer in range(n_layers):
+            self.read_blocks(layer, range(self.blocks.n_blocks), entries)
+
+    @property
+    def namespace(self) -> str:
+        return self._layout.namespace
+
+    @property
+    def made_by(self) -> Fingerprint:
+        """The fingerprint that the file names, with its own label of the model."""
+        return self._layout.fingerprint
+
+    @property
+    def size(self) -> int:
+        """Bytes of the file."""
+        return len(self._header) + self._layout.size
+
+    @property
+    def modified_at(self) -> float:
+        """When the file was written or touched, in seconds since 1970."""
+        return os.fstat(self._file.fileno()).st_mtime
+
+    def let_go(self) -> None:
+        """Hold no file open, but while reading; it is opened anew for each read."""
+        if self._let_go is None:
+            self._let_go = self._identity()
+            self._file.close()
+
+    def close(self) -> None:
+        self._file.close()
+        self._let_go = None
+
+    def __enter__(self) -> ChunkFile:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()

@@ -1,314 +1,615 @@
-"""The index of a folder of chunk caches: bytes, recency, texts and counts, in SQLite.
+"""The index of a store: which chunks there are, what they take, their texts and token ids.
 
-The chunk files are the truth, and reading a cache does not ask the index. It knows what takes a
-look at every file to find out: what all of them take, which was used last, and their token ids.
+Chunk files are the truth, and reading a cache does not ask the index. It is an SQLite database that
+is derived from the files, and made anew from them where it is missing or damaged. What the files do
+not say is lost then: texts of evicted caches, the budget, the block size, and counts of hits.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import logging
+import os
+import secrets
 import sqlite3
+import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
-from samkv_integrations.cache import tables
-from samkv_integrations.cache.budget import Budget
-from samkv_integrations.cache.database import Database
-from samkv_integrations.cache.tables import DELETED, EVICTED, LOST, PRESENT, Entry
-from samkv_integrations.cache.windows import MAX_PLACES, Ids, Place, Windows
+import numpy as np
 
-_PATIENCE_S = 1.0
-"""For notes that a question leaves, and does not need."""
+from samkv_integrations.cache.chunk import ChunkCache, Fingerprint, normalise
+from samkv_integrations.cache.file_format import ChunkFile, FileLayout, text_bytes
+from samkv_integrations.cache.files import locked
+from samkv_integrations.cache.windows import MAX_PLACES, Ids, Windows
+from samkv_integrations.cache.windows import Place as Window
+from samkv_integrations.errors import CacheMiss, InvalidOption, StoreError
+
+PRESENT, EVICTED, LOST = range(3)
+"""States of a chunk: its cache is there; it went for want of room, or is in the remote tier only;
+it was not where it should be, or damaged."""
+
+MOST = 2**63 - 1
+"""What SQLite can count to."""
+
+Place = tuple[str, str]
+"""Digest of the fingerprint, and key, of a chunk."""
+
+_log = logging.getLogger(__name__)
+_T = TypeVar("_T")
+_BUSY_S = 60.0
+_BRIEF_S = 1.0
+"""How long to wait for another process with notes that a question leaves, and does not need."""
+
+# `spaces` has what is true of a namespace, its bytes kept by triggers. `texts` has the text and the
+# token ids of each chunk, `same` being a hash of the body. `windows` says where hashes of token ids
+# occur first.
+_SCHEMA = """
+CREATE TABLE settings(name TEXT PRIMARY KEY, value) WITHOUT ROWID;
+CREATE TABLE fingerprints(digest TEXT PRIMARY KEY, fields TEXT NOT NULL) WITHOUT ROWID;
+CREATE TABLE spaces(
+  namespace TEXT PRIMARY KEY, bytes INTEGER NOT NULL DEFAULT 0, quota INTEGER) WITHOUT ROWID;
+CREATE TABLE chunks(
+  id INTEGER PRIMARY KEY, digest TEXT NOT NULL, key TEXT NOT NULL, namespace TEXT NOT NULL,
+  bytes INTEGER NOT NULL, state INTEGER NOT NULL, used_at REAL NOT NULL,
+  is_shared INTEGER NOT NULL DEFAULT 0, UNIQUE(key, digest));
+CREATE INDEX chunks_used ON chunks(state, used_at);
+CREATE INDEX chunks_of ON chunks(namespace, state, digest);
+CREATE TABLE texts(
+  id INTEGER PRIMARY KEY, namespace TEXT NOT NULL, body BLOB NOT NULL, same BLOB NOT NULL,
+  ids BLOB NOT NULL);
+CREATE INDEX texts_same ON texts(same, namespace);
+CREATE TABLE windows(
+  hash INTEGER, chunk INTEGER, at INTEGER NOT NULL, PRIMARY KEY(hash, chunk)) WITHOUT ROWID;
+CREATE TABLE counts(
+  namespace TEXT, digest TEXT, hits INTEGER NOT NULL DEFAULT 0, misses INTEGER NOT NULL DEFAULT 0,
+  evictions INTEGER NOT NULL DEFAULT 0, corrupt INTEGER NOT NULL DEFAULT 0,
+  PRIMARY KEY(namespace, digest)) WITHOUT ROWID;
+CREATE TRIGGER chunks_in AFTER INSERT ON chunks BEGIN
+  INSERT INTO spaces(namespace, bytes) VALUES(NEW.namespace, NEW.bytes)
+    ON CONFLICT DO UPDATE SET bytes = bytes + NEW.bytes; END;
+CREATE TRIGGER chunks_out AFTER DELETE ON chunks BEGIN
+  UPDATE spaces SET bytes = bytes - OLD.bytes WHERE namespace = OLD.namespace; END;
+CREATE TRIGGER chunks_new AFTER UPDATE OF bytes ON chunks BEGIN
+  UPDATE spaces SET bytes = bytes + NEW.bytes - OLD.bytes WHERE namespace = NEW.namespace; END;
+"""
+# Part of the name of a database: one of another schema is overlooked, and deleted by `gc`.
+_PREFIX = f"index-{zlib.crc32(_SCHEMA.encode()):08x}"
+# All SQL here is ours and right, so an error in it is one of the tables that it meets.
+_DAMAGED = (
+    sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_SCHEMA, sqlite3.SQLITE_ERROR,
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """A cache, as the index is told of it. fields: of its fingerprint."""
+
+    digest: str
+    key: str
+    namespace: str
+    text: str
+    token_ids: Sequence[int]
+    n_bytes: int
+    fields: dict[str, Any]
+    used_at: float
+
+    @classmethod
+    def of(cls, chunk: ChunkCache, namespace: str) -> Entry:
+        """Of a chunk that is about to be put."""
+        return cls(
+            digest=chunk.fingerprint.digest, key=chunk.key, namespace=namespace, text=chunk.text,
+            token_ids=chunk.token_ids.tolist(), fields=asdict(chunk.fingerprint),
+            n_bytes=FileLayout.of(chunk, namespace).file_size(chunk.key), used_at=time.time(),
+        )  # fmt: skip
+
+    @classmethod
+    def of_file(cls, file: ChunkFile) -> Entry:
+        """Of an open file. Raises CacheMiss."""
+        return cls(
+            digest=file.made_by.digest, key=file.key, namespace=file.namespace, text=file.text(),
+            token_ids=file.token_ids.tolist(), fields=asdict(file.made_by), n_bytes=file.size,
+            used_at=file.modified_at,
+        )  # fmt: skip
+
+
+class Caches(Protocol):
+    """What an index knows of: the files in a folder, or the caches in memory."""
+
+    def entries(self) -> Iterable[Entry]:
+        """All sound caches, read when an index has to be made."""
+
+    def is_gone(self, digest: str, key: str) -> bool:
+        """Whether there is no cache of a chunk."""
+
+    def remove(self, digest: str, key: str) -> None:
+        """Delete the cache of a chunk, if there is one. Raises StoreError."""
 
 
 class Index:
-    """What a folder of chunk caches holds; every method raises StoreError if it cannot be used.
+    """What a store holds. Every method raises StoreError if the database cannot be used.
+
+    SQLite's rollback journal is used, and no write-ahead log: a forked process may open the
+    database anew, a folder that can only be read is read, and what is deleted is in no log.
 
     Args:
-        folder: of the store.
-        entries: all chunk files that are there, read when an index has to be made.
+        folder: of the store; None for an index in memory.
+        caches: what the index is of.
         secret: of the store, which hashes of token ids are keyed with.
     """
 
-    def __init__(self, folder: Path, entries: Callable[[], Iterable[Entry]], secret: bytes) -> None:
+    def __init__(self, folder: Path | None, caches: Caches, secret: bytes) -> None:
         # a function of its own, as caching a method would keep the index alive
         self.windows_of = lru_cache(64)(lambda space, digest: Windows(secret, space, digest))
+        self._folder, self._caches = folder, caches
+        self._lock, self._process = threading.RLock(), os.getpid()
+        self._connection: sqlite3.Connection | None = None
+        self._of_parent: sqlite3.Connection | None = None
+        self._path: Path | None = None  # None for one in memory
 
-        def fill(connection: sqlite3.Connection) -> None:
-            for entry in entries():
-                tables.keep(connection, entry, self.windows_of)
+    # -- transactions ---------------------------------------------------------------------------
 
-        self.database = Database(folder, tables.SCHEMA, fill)
-        self.budget = Budget(self.database)
+    def read(self, work: Callable[[sqlite3.Connection], _T]) -> _T:
+        """What ``work`` finds, all at one moment."""
+        return self._run(work, "BEGIN", _BUSY_S)
 
-    # -- chunks -------------------------------------------------------------------------------
+    def write(self, work: Callable[[sqlite3.Connection], _T], *, patience_s: float = _BUSY_S) -> _T:
+        """Do ``work``, all of it or nothing, while no other process writes.
 
-    def keep(
-        self,
-        entry: Entry,
-        temporary: str = "",
-        *,
-        is_gone: Callable[[str, str], bool] = lambda digest, key: False,
-    ) -> None:
-        """Take note of a file that is there, and which was `pending` as ``temporary``.
+        ``work`` is done again if the database turns out to be damaged.
+        """
+        return self._run(work, "BEGIN IMMEDIATE", patience_s)
 
-        is_gone: looks again, as another process may have deleted it, and its text must not come
-            back then.
+    def rows(self, sql: str, *values: object) -> list[Any]:
+        """The rows of one SELECT."""
+        return self.read(lambda c: c.execute(sql, values).fetchall())
+
+    def _run(self, work: Callable[[sqlite3.Connection], _T], begin: str, patience_s: float) -> _T:
+        if self._process != os.getpid():  # a fork: what it inherits is the parent's
+            self._lock, self._process = threading.RLock(), os.getpid()
+            if self._path is not None:  # kept, as closing it would end locks of this process
+                self._of_parent, self._connection = self._connection, None
+        with self._lock:
+            try:
+                try:
+                    return self._transact(work, begin, patience_s)
+                except sqlite3.DatabaseError as error:
+                    if self._path is None or not _is_damage(error):
+                        raise
+                    self._discard()
+                    return self._transact(work, begin, patience_s)
+            except (sqlite3.Error, OSError) as error:
+                raise StoreError(
+                    f"cannot use the index of {self._folder or 'the store'}: {error}; next step: "
+                    "make room or allow access there, or use a store in another folder"
+                ) from error
+
+    def _transact(
+        self, work: Callable[[sqlite3.Connection], _T], begin: str, patience_s: float
+    ) -> _T:
+        if self._path is not None and not self._path.exists():  # another process has replaced it
+            self.close()
+        connection = self._connection = self._connection or self._open()
+        connection.execute(f"PRAGMA busy_timeout={int(1000 * patience_s)}")
+        connection.execute(begin)
+        try:
+            done = work(connection)
+            connection.execute("COMMIT")
+        except BaseException:
+            with suppress(sqlite3.Error):  # SQLite itself rolls back after some errors
+                connection.execute("ROLLBACK")
+            raise
+        return done
+
+    def _open(self) -> sqlite3.Connection:
+        if self._folder is not None:
+            self._path = self._newest()
+            if self._path is None and os.access(self._folder, os.W_OK):
+                with locked(self._folder / "index.lock", _BUSY_S):
+                    self._path = self._newest() or self._make(self._folder)
+            if self._path is not None:
+                return _connect(str(self._path))
+            _log.warning("%s has no index and takes none; one is kept in memory", self._folder)
+        connection = _connect(":memory:")
+        self._fill(connection)
+        return connection
+
+    def _newest(self) -> Path | None:
+        assert self._folder is not None
+        names = os.listdir(self._folder)
+        found = [n for n in names if n.startswith(_PREFIX) and n.endswith(".sqlite")]
+        return self._folder / max(found) if found else None
+
+    def _make(self, folder: Path) -> Path:
+        """A new database, which appears under its name when it is complete.
+
+        The name is a random one, as SQLite's journal must never meet another database.
+        """
+        path = folder / f"{_PREFIX}-{secrets.token_hex(4)}.sqlite"
+        temporary = path.with_suffix(".tmp")
+        os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+        try:
+            connection = _connect(str(temporary))
+            try:
+                self._fill(connection)
+            finally:
+                connection.close()
+            temporary.rename(path)
+        finally:
+            for file in folder.glob(f"{temporary.name}*"):
+                file.unlink(missing_ok=True)
+        return path
+
+    def _fill(self, connection: sqlite3.Connection) -> None:
+        connection.executescript(f"BEGIN; {_SCHEMA}")
+        for entry in self._caches.entries():
+            self._insert(connection, entry)
+        connection.execute("COMMIT")
+
+    def _discard(self) -> None:
+        self.close()
+        if self._path is not None:
+            self._path.unlink(missing_ok=True)
+            self._path = None
+
+    def clear_up(self) -> None:
+        """Delete what other releases, and processes that were killed, left of databases."""
+        if self._folder is not None:
+            if self.rows("PRAGMA quick_check") != [("ok",)]:
+                self._discard()
+            with locked(self._folder / "index.lock", _BUSY_S):
+                newest = self._newest()
+                for file in self._folder.glob("index-*"):
+                    if newest is None or not file.name.startswith(newest.name):
+                        file.unlink(missing_ok=True)
+
+    def vacuum(self) -> None:
+        """Rewrite the database: its pages may keep bytes of what was deleted. Best effort."""
+        with self._lock, suppress(StoreError, sqlite3.Error):  # others may be using it
+            self.read(lambda connection: connection).execute("VACUUM")
+
+    def close(self) -> None:
+        with self._lock:
+            if self._connection is not None:
+                self._connection.close()
+            self._connection = None
+
+    # -- caches that come and go ------------------------------------------------------------------
+
+    def keep(self, entry: Entry, place: Callable[[], object] | None = None) -> None:
+        """Make room for a cache, by evicting those used least recently, and take note of it.
+
+        place: puts the cache where it belongs, while no other process evicts or deletes; None if
+            it is there.
+
+        Raises StoreError if it is larger than a budget, CacheMiss if it has gone.
         """
 
         def work(connection: sqlite3.Connection) -> None:
-            connection.execute("DELETE FROM pending WHERE temporary = ?", [temporary])
-            if not is_gone(entry.digest, entry.key):
-                tables.keep(connection, entry, self.windows_of)
+            for limit, what, _ in _limits(connection, entry.namespace) if place else ():
+                if entry.n_bytes > limit:
+                    raise StoreError(
+                        f"a cache of {entry.n_bytes} bytes is larger than {what}, {limit} bytes; "
+                        "next step: samkv store budget, or a larger max_bytes"
+                    )
+            chunk = self._insert(connection, entry)
+            self._evict(connection, entry.namespace, chunk if place else -1)
+            if place:
+                place()
+            elif self._caches.is_gone(entry.digest, entry.key):
+                raise CacheMiss("absent", f"{entry.key}: deleted meanwhile")
 
-        self.database.write(work)
+        self.write(work)
 
-    def keys(self, namespace: str, digest: str | None) -> list[str]:
-        """Sorted keys of the chunks that are there."""
-        rows = self.database.read(
-            lambda c: c.execute(
-                "SELECT DISTINCT key FROM chunks WHERE namespace = ? AND state = ? "
-                "AND digest = coalesce(?, digest) ORDER BY key",
-                [namespace, PRESENT, digest],
-            ).fetchall()
+    def learn(self, entries: Iterable[Entry]) -> None:
+        """Take note of chunks that are in the remote tier, and not here."""
+
+        def work(connection: sqlite3.Connection) -> None:
+            for entry in entries:
+                if self._caches.is_gone(entry.digest, entry.key):
+                    chunk = self._insert(connection, entry)
+                    connection.execute(
+                        "UPDATE chunks SET state = ?, bytes = 0 WHERE id = ?", [EVICTED, chunk]
+                    )
+
+        self.write(work)
+
+    def _insert(self, connection: sqlite3.Connection, entry: Entry) -> int:
+        connection.execute(
+            "INSERT OR IGNORE INTO fingerprints VALUES(?, ?)",
+            [entry.digest, json.dumps(entry.fields, sort_keys=True)],
         )
-        return [key for (key,) in rows]
+        (chunk,) = connection.execute(
+            "INSERT INTO chunks(digest, key, namespace, bytes, state, used_at) "
+            "VALUES(?, ?, ?, ?, ?, ?) ON CONFLICT DO UPDATE SET bytes = excluded.bytes, "
+            "state = excluded.state, used_at = excluded.used_at RETURNING id",
+            [entry.digest, entry.key, entry.namespace, entry.n_bytes, PRESENT, entry.used_at],
+        ).fetchone()
+        ids, body = np.asarray(entry.token_ids, "<i4"), text_bytes(entry.text)
+        connection.execute(
+            "INSERT OR REPLACE INTO texts VALUES(?, ?, ?, ?, ?)",
+            [chunk, entry.namespace, body, _same(entry.text), ids.tobytes()],
+        )
+        places = self.windows_of(entry.namespace, entry.digest).first_places(ids)
+        connection.executemany(
+            "INSERT OR IGNORE INTO windows VALUES(?, ?, ?)",
+            [(hashed, chunk, at) for hashed, at in places.items()],
+        )
+        return int(chunk)
 
-    def same_texts(self, namespace: str, keys: Sequence[str]) -> set[str]:
-        """See `Store.same_texts`."""
-        return self.database.read(lambda c: tables.same_texts(c, namespace, keys))
+    def _evict(self, connection: sqlite3.Connection, namespace: str, but: int = -1) -> None:
+        """Evict until the limits of a namespace hold; but: a chunk that stays."""
+        for limit, _, space in list(_limits(connection, namespace)):
+            of = "namespace = coalesce(?, namespace)"
+            (taken,) = connection.execute(
+                f"SELECT coalesce(sum(bytes), 0) FROM spaces WHERE {of}", [space]
+            ).fetchone()
+            going, over = [], taken - limit
+            oldest = connection.execute(
+                "SELECT id, digest, key, namespace, bytes FROM chunks "
+                f"WHERE state = ? AND {of} AND id != ? ORDER BY used_at", [PRESENT, space, but],
+            )  # fmt: skip
+            while over > 0 and (found := oldest.fetchone()):
+                going.append(found)
+                over -= found[4]
+            oldest.close()
+            for chunk, digest, key, of_chunk, _ in going:
+                self._caches.remove(digest, key)
+                connection.execute(
+                    "UPDATE chunks SET state = ?, bytes = 0 WHERE id = ?", [EVICTED, chunk]
+                )
+                _count(connection, of_chunk, digest, evictions=1)
+
+    def lose(self, places: Iterable[Place], *, are_damaged: bool = False) -> None:
+        """Take note that caches are not where they should be; their texts stay known.
+
+        With a budget they count as evicted: a process that evicted them may have been killed.
+
+        are_damaged: delete what is there.
+        """
+
+        def work(connection: sqlite3.Connection) -> None:
+            (quotas,) = connection.execute("SELECT count(quota) FROM spaces").fetchone()
+            has_budget = quotas or _setting(connection, "max_bytes") is not None
+            state = EVICTED if has_budget and not are_damaged else LOST
+            for digest, key in places:
+                if are_damaged:
+                    self._caches.remove(digest, key)
+                if self._caches.is_gone(digest, key):
+                    found = connection.execute(
+                        "UPDATE chunks SET state = ?, bytes = 0 WHERE digest = ? AND key = ? "
+                        "AND state = ? RETURNING namespace", [state, digest, key, PRESENT],
+                    ).fetchall()  # fmt: skip
+                    for (namespace,) in found if are_damaged else ():
+                        _count(connection, namespace, digest, corrupt=1)
+
+        self.write(work)
+
+    def delete(self, namespace: str, keys: Iterable[str], state: int | None = None) -> set[str]:
+        """Delete chunks, with caches and texts, of every fingerprint; the keys that there were.
+
+        state: of the chunks; None for any.
+        """
+
+        def work(connection: sqlite3.Connection) -> set[str]:
+            gone = set()
+            for key in dict.fromkeys(keys):
+                # "+": by key, as SQLite would go through all of a namespace
+                found = connection.execute(
+                    "SELECT id, digest, ids FROM chunks JOIN texts USING(id) WHERE key = ? "
+                    "AND +chunks.namespace = ? AND state = coalesce(?, state)",
+                    [key, namespace, state],
+                ).fetchall()
+                for chunk, digest, ids in found:
+                    gone.add(key)
+                    self._caches.remove(digest, key)
+                    hashes = self.windows_of(namespace, digest).first_places(_ids_of(ids))
+                    connection.executemany(
+                        "DELETE FROM windows WHERE hash = ? AND chunk = ?",
+                        [(hashed, chunk) for hashed in hashes],
+                    )
+                    connection.execute("DELETE FROM texts WHERE id = ?", [chunk])
+                    connection.execute("DELETE FROM chunks WHERE id = ?", [chunk])
+            connection.execute(
+                "DELETE FROM fingerprints WHERE digest NOT IN (SELECT digest FROM chunks)"
+            )
+            return gone
+
+        return self.write(work)
+
+    # -- budgets ----------------------------------------------------------------------------------
+
+    def budget(self) -> tuple[int | None, dict[str, int]]:
+        """What the caches of all, and of single namespaces, may take."""
+
+        def work(connection: sqlite3.Connection) -> tuple[int | None, dict[str, int]]:
+            quotas = connection.execute(
+                "SELECT namespace, quota FROM spaces WHERE quota IS NOT NULL"
+            )
+            return _setting(connection, "max_bytes"), dict(quotas.fetchall())
+
+        return self.read(work)
+
+    def set_budget(self, max_bytes: int | None, quota: Mapping[str, int]) -> None:
+        """Write the budget down, and evict until it holds.
+
+        Raises InvalidOption if a value is no number of bytes.
+        """
+        for name, value in (("max_bytes", max_bytes), *quota.items()):
+            if value is not None and (type(value) is not int or not 1 <= value <= MOST):
+                raise InvalidOption(
+                    f"{name}={value!r:.40}; a budget is a number of bytes, 1 to 2^63 - 1; "
+                    "None for no limit"
+                )
+
+        def work(connection: sqlite3.Connection) -> None:
+            set_setting(connection, "max_bytes", max_bytes)
+            connection.execute("UPDATE spaces SET quota = NULL")
+            connection.executemany(
+                "INSERT INTO spaces(namespace, quota) VALUES(?, ?) "
+                "ON CONFLICT DO UPDATE SET quota = excluded.quota", quota.items(),
+            )  # fmt: skip
+
+        self.write(work)
+        self.make_room()
+
+    def make_room(self) -> None:
+        """Evict until the budget holds."""
+
+        def work(connection: sqlite3.Connection) -> None:
+            for (namespace,) in connection.execute("SELECT namespace FROM spaces").fetchall():
+                self._evict(connection, namespace)
+
+        self.write(work)
+
+    # -- what requests used -----------------------------------------------------------------------
+
+    def record(
+        self, namespace: str, digest: str, used: Sequence[str], missed: Sequence[str] = (),
+        *, are_counted: bool = True,
+    ) -> int:  # fmt: skip
+        """Take note of the caches that a request used and missed; how many of the used are known.
+
+        are_counted: in hits and misses.
+        """
+
+        def work(connection: sqlite3.Connection) -> int:
+            now = time.time()
+            found = connection.executemany(
+                "UPDATE chunks SET used_at = ? WHERE key = ? AND digest = ? AND state = ?",
+                [(now, key, digest, PRESENT) for key in used],
+            )
+            if are_counted:
+                _count(connection, namespace, digest, hits=len(used), misses=len(missed))
+            return found.rowcount
+
+        return self.write(work, patience_s=_BRIEF_S)
+
+    def keys(
+        self, namespace: str, fingerprint: Fingerprint | None, *, are_present: bool = False
+    ) -> list[str]:
+        """Sorted keys of the chunks that there is a text of; are_present: and a cache."""
+        rows = self.rows(
+            "SELECT DISTINCT key FROM chunks WHERE namespace = ? AND digest = coalesce(?, digest) "
+            "AND state = coalesce(?, state) ORDER BY key",
+            namespace, fingerprint and fingerprint.digest, PRESENT if are_present else None,
+        )  # fmt: skip
+        return [key for (key,) in rows]
 
     def places(self, namespace: str | None = None, *states: int) -> list[tuple[str, str, str]]:
         """(digest, key, namespace) of chunks in these states, those used last first."""
         marks = ", ".join("?" * len(states))
-        return self.database.read(
-            lambda c: c.execute(
-                "SELECT digest, key, namespace FROM chunks "
-                "WHERE namespace = coalesce(?, namespace) "
-                f"AND state IN ({marks}) ORDER BY used_at DESC",
-                [namespace, *states],
-            ).fetchall()
-        )
+        return self.rows(
+            "SELECT digest, key, namespace FROM chunks WHERE namespace = coalesce(?, namespace) "
+            f"AND state IN ({marks}) ORDER BY used_at DESC", namespace, *states,
+        )  # fmt: skip
 
-    def state(self, digest: str, key: str) -> int | None:
-        found = self.database.read(
-            lambda c: c.execute(
-                "SELECT state FROM chunks WHERE digest = ? AND key = ?", [digest, key]
-            ).fetchone()
-        )
-        return found[0] if found else None
+    def state(self, digest: str, key: str) -> tuple[int | None, float]:
+        """The state of a chunk, None if it is unknown, and when its cache was put or used last."""
+        sql = "SELECT state, used_at FROM chunks WHERE key = ? AND digest = ?"
+        return next(iter(self.rows(sql, key, digest)), (None, 0.0))
 
-    def lose(self, places: Iterable[tuple[str, str]], is_gone: Callable[[str, str], bool]) -> None:
-        """Take note that files are not where they should be; their texts stay known.
+    # -- texts ------------------------------------------------------------------------------------
 
-        With a budget they count as evicted: a process that evicted them may have been killed.
-
-        is_gone: looks again, while no other process takes note of one.
-        """
-
-        def work(connection: sqlite3.Connection) -> None:
-            lost = EVICTED if tables.has_budget(connection) else LOST
-            connection.executemany(
-                "UPDATE chunks SET state = ?, bytes = 0 WHERE digest = ? AND key = ? AND state = ?",
-                [(lost, *place, PRESENT) for place in places if is_gone(*place)],
-            )
-
-        self.database.write(work)
-
-    def least_used(self, count: int) -> list[tuple[str, str]]:
-        """(digest, key) of the chunks that are evicted next."""
-        return self.database.read(
-            lambda c: c.execute(
-                "SELECT digest, key FROM chunks WHERE state = ? ORDER BY used_at LIMIT ?",
-                [PRESENT, count],
-            ).fetchall()
-        )
-
-    def begin_to_delete(
-        self, namespace: str, keys: Sequence[str], digest: str | None = None
-    ) -> list[tuple[str, str]]:
-        """Delete the texts of chunks, for good; (digest, key) of the files that go next.
-
-        Among them are files that could not be deleted before, though their texts were.
-        """
-
-        def work(connection: sqlite3.Connection) -> list[tuple[str, str]]:
-            found = []
-            for key in keys:
-                of_key = [namespace, key, digest]
-                # "+": by key, as SQLite would go through all of a namespace
-                clause = "WHERE +namespace = ? AND key = ? AND digest = coalesce(?, digest)"
-                by_key = f"{clause} AND digest IN (SELECT digest FROM fingerprints)"
-                connection.execute(f"UPDATE chunks SET state = {DELETED} {by_key}", of_key)
-                found += connection.execute(
-                    f"SELECT digest, key FROM chunks {by_key}", of_key
-                ).fetchall()
-                tables.forget_texts(connection, clause, of_key, self.windows_of)
-            before = "SELECT digest, key FROM chunks WHERE namespace = ? AND state = ?"
-            found += connection.execute(before, [namespace, DELETED]).fetchall()
-            return list(dict.fromkeys(found))
-
-        return self.database.write(work)
-
-    def end_deleting(
-        self,
-        places: Sequence[tuple[str, str]],
-        is_gone: Callable[[str, str], bool] = lambda digest, key: False,
-    ) -> None:
-        """Take note that files are gone, whose texts were deleted before.
-
-        is_gone: of a file that was kept meanwhile, whose text came back: it may be a new one.
-        """
-
-        def work(connection: sqlite3.Connection) -> None:
-            connection.executemany(
-                f"DELETE FROM chunks WHERE digest = ? AND key = ? AND state = {DELETED}", places
-            )
-            for place in places:
-                tables.forget_missing(connection, place, is_gone, self.windows_of)
-            connection.execute(
-                "DELETE FROM fingerprints WHERE digest NOT IN (SELECT digest FROM chunks)"
-            )
-
-        self.database.write(work)
-        self.database.scrub()
-
-    # -- what requests used ---------------------------------------------------------------------
-
-    def known(self, namespace: str, digest: str | None) -> list[str]:
-        """Sorted keys of the chunks that there is a text of, with a cache or without one."""
-        rows = self.database.read(
-            lambda c: c.execute(
-                "SELECT DISTINCT key FROM texts WHERE namespace = ? "
-                "AND digest = coalesce(?, digest) ORDER BY key",
-                [namespace, digest],
-            ).fetchall()
-        )
-        return [key for (key,) in rows]
-
-    def use(self, namespace: str, digest: str, keys: Sequence[str]) -> None:
-        """Take note that chunks are in use: they are evicted later."""
-        now = time.time()
-        self.database.write(
-            lambda c: c.executemany(
-                "UPDATE chunks SET used_at = ? WHERE digest = ? AND key = ? AND namespace = ?",
-                [(now, digest, key, namespace) for key in keys],
-            ),
-            patience_s=_PATIENCE_S,
-        )
-
-    def record(
-        self, namespace: str, digest: str, used: Sequence[str], missed: Sequence[str]
-    ) -> None:
-        """Take note of what a request answered from, and of what it missed."""
-
-        def work(connection: sqlite3.Connection) -> None:
-            now = time.time()
-            connection.executemany(
-                "UPDATE chunks SET used_at = ? WHERE digest = ? AND key = ? AND namespace = ?",
-                [(now, digest, key, namespace) for key in used],
-            )
-            tables.count(connection, namespace, digest, hits=len(used), misses=len(missed))
-
-        self.database.write(work, patience_s=_PATIENCE_S)
-
-    def quarantined(self, namespace: str, digest: str, key: str, name: str, n_bytes: int) -> None:
-        """Take note that a damaged file was moved to the quarantine, as ``name``."""
-
-        def work(connection: sqlite3.Connection) -> None:
-            connection.execute(
-                f"UPDATE chunks SET state = {LOST}, bytes = 0 WHERE digest = ? AND key = ? "
-                f"AND state != {DELETED}",
-                [digest, key],
-            )
-            connection.execute(
-                "INSERT OR REPLACE INTO quarantined VALUES(?, ?, ?)", [name, namespace, n_bytes]
-            )
-            tables.count(connection, namespace, digest, corrupt=1)
-
-        self.database.write(work)
-
-    def leave_quarantine(self, names: Iterable[str]) -> None:
-        self.database.write(
-            lambda c: c.executemany("DELETE FROM quarantined WHERE name = ?", [(n,) for n in names])
-        )
-
-    # -- texts ----------------------------------------------------------------------------------
-
-    def text(self, namespace: str, key: str) -> str | None:
-
-        def work(connection: sqlite3.Connection) -> str | None:
-            found = connection.execute(
-                "SELECT body FROM texts WHERE key = ? AND +namespace = ? ORDER BY id DESC",
-                [key, namespace],
-            ).fetchone()
-            return tables.decode(found[0]) if found else None
-
-        return self.database.read(work)
-
-    def texts(self, namespace: str) -> Iterator[tuple[str, str, str]]:
-        """(digest, key, text) of every chunk."""
+    def texts(self, namespace: str, key: str | None = None) -> list[tuple[str, str, str]]:
+        """(digest, key, text) of every chunk, or of those of a key."""
 
         def work(connection: sqlite3.Connection) -> list[tuple[str, str, str]]:
+            # "+": by key, as SQLite would go through all of a namespace
             rows = connection.execute(
-                "SELECT digest, key, body FROM texts WHERE namespace = ?", [namespace]
+                "SELECT digest, key, body FROM chunks JOIN texts USING(id) WHERE "
+                + ("chunks.namespace = ?" if key is None else "+chunks.namespace = ? AND key = ?"),
+                [namespace] if key is None else [namespace, key],
             )
-            return [(digest, key, tables.decode(body)) for digest, key, body in rows]
+            return [(digest, key, _text_of(body)) for digest, key, body in rows]
 
-        return iter(self.database.read(work))
+        return self.read(work)
+
+    def same_texts(self, namespace: str, keys: Sequence[str]) -> set[str]:
+        """See `Store.same_texts`."""
+
+        def work(connection: sqlite3.Connection) -> set[str]:
+            found = set(keys)
+            for key in keys:
+                alike = connection.execute(
+                    "SELECT key FROM chunks JOIN texts USING(id) WHERE texts.namespace = ?1 AND "
+                    "same IN (SELECT same FROM chunks JOIN texts USING(id) WHERE key = ?2 "
+                    "AND +chunks.namespace = ?1)", [namespace, key],
+                )  # fmt: skip
+                found |= {of_one for (of_one,) in alike}
+            return found
+
+        return self.read(work)
+
+    # -- the remote tier --------------------------------------------------------------------------
+
+    def shared(self, namespace: str) -> set[Place]:
+        """Chunks that were in the remote tier when this machine looked last."""
+        sql = "SELECT digest, key FROM chunks WHERE namespace = ? AND is_shared"
+        return set(self.rows(sql, namespace))
+
+    def mark_shared(self, namespace: str, places: Collection[Place]) -> None:
+        """Take note that chunks are in the remote tier."""
+        sql = "UPDATE chunks SET is_shared = 1 WHERE digest = ? AND key = ? AND namespace = ?"
+        self.write(lambda c: c.executemany(sql, [(*place, namespace) for place in places]))
 
     # -- what does not change ---------------------------------------------------------------------
 
+    def setting(self, name: str) -> Any:  # noqa: ANN401
+        """A setting; None if it was never written down."""
+        return self.read(lambda c: _setting(c, name))
+
+    def set(self, name: str, value: int | str, *, replace: bool = True) -> bool:
+        """Write a setting down; whether it was. replace: in place of what there is."""
+        sql = f"INSERT OR {'REPLACE' if replace else 'IGNORE'} INTO settings VALUES(?, ?)"
+        return self.write(lambda c: c.execute(sql, [name, value]).rowcount > 0)
+
     def agree(self, name: str, value: int) -> int:
         """The value of a setting: that of who was first."""
+        known = self.setting(name)
+        if known is None:
+            self.set(name, value, replace=False)
+            known = self.setting(name)
+        return int(known)
 
-        def work(connection: sqlite3.Connection) -> int:
-            connection.execute("INSERT OR IGNORE INTO settings VALUES(?, ?)", [name, value])
-            return int(tables.value(connection, name))
+    def fingerprints(
+        self, namespace: str | None = None, *, are_present: bool = True
+    ) -> list[Fingerprint]:
+        """Those with a chunk, sorted by digest; are_present: and with a cache."""
 
-        known = self.database.read(lambda c: tables.value(c, name))
-        return self.database.write(work) if known is None else int(known)
-
-    def fingerprints(self, namespace: str | None = None) -> dict[str, dict[str, Any]]:
-        """Fields by digest, of those with a chunk that is there."""
-
-        def work(connection: sqlite3.Connection) -> dict[str, dict[str, Any]]:
+        def work(connection: sqlite3.Connection) -> list[Fingerprint]:
             rows = connection.execute(
-                "SELECT digest, fields FROM fingerprints "
-                f"WHERE digest IN (SELECT digest FROM chunks WHERE state = {PRESENT} "
-                "AND namespace = coalesce(?, namespace)) ORDER BY digest",
-                [namespace],
+                "SELECT fields FROM fingerprints WHERE digest IN (SELECT digest FROM chunks "
+                "WHERE state = coalesce(?, state) AND namespace = coalesce(?, namespace)) "
+                "ORDER BY digest",
+                [PRESENT if are_present else None, namespace],
             )
             try:
-                return {digest: dict(json.loads(fields)) for digest, fields in rows}
+                return [Fingerprint(**json.loads(fields)) for (fields,) in rows]
             except (ValueError, TypeError, RecursionError) as error:
-                raise tables.damaged("a fingerprint") from error
+                raise _damaged("a fingerprint") from error
 
-        return self.database.read(work)
+        return self.read(work)
 
-    def totals(self, namespace: str | None) -> list[tuple[str, str, int, int]]:
-        """(namespace, digest, chunks, bytes) of those that are there."""
-        return self.database.read(
-            lambda c: c.execute(
-                "SELECT namespace, digest, count(*), sum(bytes) FROM chunks WHERE state = ? "
-                "AND namespace = coalesce(?, namespace) GROUP BY namespace, digest",
-                [PRESENT, namespace],
-            ).fetchall()
-        )
+    def totals(self, namespace: str | None) -> list[tuple[str, str, int, int, int, int, int, int]]:
+        """Of each namespace and fingerprint with a cache, in all namespaces for None.
 
-    def counts(self, namespace: str | None) -> dict[tuple[str, str], tuple[int, int, int, int]]:
-        """(hits, misses, evictions, corrupt) by namespace and digest."""
-        rows = self.database.read(
-            lambda c: c.execute(
-                "SELECT namespace, digest, hits, misses, evictions, corrupt FROM counts "
-                "WHERE namespace = coalesce(?, namespace)",
-                [namespace],
-            ).fetchall()
-        )
-        return {(space, digest): tuple(of_one) for space, digest, *of_one in rows}
+        Namespace, digest, chunks, bytes, hits, misses, evictions and damaged ones.
+        """
+        return self.rows(
+            "SELECT namespace, digest, count(*), sum(bytes), coalesce(hits, 0), "
+            "coalesce(misses, 0), coalesce(evictions, 0), coalesce(corrupt, 0) "
+            "FROM chunks LEFT JOIN counts USING(namespace, digest) WHERE state = ? "
+            "AND namespace = coalesce(?, namespace) GROUP BY namespace, digest",
+            PRESENT, namespace,
+        )  # fmt: skip
 
 
 class IndexedChunks:
@@ -324,30 +625,105 @@ class IndexedChunks:
     def windows(self) -> Windows:
         return self._index.windows_of(self._namespace, self._digest)
 
-    def places(self, hashes: Iterable[int]) -> Mapping[int, Sequence[Place]]:
-        def work(connection: sqlite3.Connection) -> dict[int, list[Place]]:
+    def places(self, hashes: Iterable[int]) -> Mapping[int, Sequence[Window]]:
+        def work(connection: sqlite3.Connection) -> dict[int, list[Window]]:
             # The hash is keyed by both; the join makes sure of it. CROSS and "+": windows first.
             of_one = (
-                "SELECT key, at FROM windows CROSS JOIN texts ON id = chunk "
+                "SELECT key, at FROM windows CROSS JOIN chunks ON id = chunk "
                 f"WHERE hash = ? AND +namespace = ? AND +digest = ? LIMIT {MAX_PLACES}"
             )
-            found = {
-                hashed: connection.execute(
-                    of_one, [hashed, self._namespace, self._digest]
-                ).fetchall()
-                for hashed in hashes
-            }
-            return {hashed: places for hashed, places in found.items() if places}
+            names = (self._namespace, self._digest)
+            found = (
+                (each, connection.execute(of_one, (each, *names)).fetchall()) for each in hashes
+            )
+            return {hashed: places for hashed, places in found if places}
 
-        return self._index.database.read(work)
+        return self._index.read(work)
 
     def token_ids(self, keys: Iterable[str]) -> Mapping[str, Ids]:
         def work(connection: sqlite3.Connection) -> dict[str, Ids]:
-            of_one = "SELECT ids FROM texts WHERE key = ? AND digest = ? AND +namespace = ?"
-            found = {
-                key: connection.execute(of_one, [key, self._digest, self._namespace]).fetchone()
-                for key in keys
-            }
-            return {key: tables.ids_of(row[0]) for key, row in found.items() if row}
+            of_one = (
+                "SELECT ids FROM chunks JOIN texts USING(id) "
+                "WHERE key = ? AND digest = ? AND +chunks.namespace = ?"
+            )
+            names = (self._digest, self._namespace)
+            found = {key: connection.execute(of_one, (key, *names)).fetchone() for key in keys}
+            return {key: _ids_of(row[0]) for key, row in found.items() if row}
 
-        return self._index.database.read(work)
+        return self._index.read(work)
+
+
+def _connect(name: str) -> sqlite3.Connection:
+    connection = sqlite3.connect(
+        name, timeout=_BUSY_S, isolation_level=None, check_same_thread=False
+    )
+    connection.execute("PRAGMA secure_delete=ON")
+    connection.execute("PRAGMA synchronous=OFF")  # what a power cut damages is made anew
+    return connection
+
+
+def _is_damage(error: sqlite3.DatabaseError) -> bool:
+    code = getattr(error, "sqlite_errorcode", None)
+    if code is None:  # a string that is no text
+        return isinstance(error, sqlite3.OperationalError)
+    return bool(code & 0xFF in _DAMAGED or code == sqlite3.SQLITE_READONLY_DBMOVED)
+
+
+def _damaged(what: str) -> sqlite3.DatabaseError:
+    """What SQLite would raise, had it seen that a row is not as it was written."""
+    error = sqlite3.DatabaseError(f"{what} is damaged")
+    error.sqlite_errorcode = sqlite3.SQLITE_CORRUPT
+    return error
+
+
+def _ids_of(data: bytes) -> Ids:
+    try:
+        return np.frombuffer(data, "<i4")
+    except (ValueError, TypeError) as error:
+        raise _damaged("the token ids of a chunk") from error
+
+
+def _text_of(data: bytes) -> str:
+    try:
+        return data.decode(errors="surrogatepass")
+    except (UnicodeDecodeError, AttributeError) as error:
+        raise _damaged("a text") from error
+
+
+def _same(text: str) -> bytes:
+    """Names a body: two chunks have the same one if these are the same."""
+    return hashlib.blake2b(text_bytes(normalise(text)), digest_size=16).digest()
+
+
+def _limits(
+    connection: sqlite3.Connection, namespace: str
+) -> Iterator[tuple[int, str, str | None]]:
+    """Limits that the caches of a namespace keep to: bytes, name, and the namespace or all."""
+    quota = connection.execute(
+        "SELECT quota FROM spaces WHERE namespace = ?", [namespace]
+    ).fetchone()
+    if quota and quota[0] is not None:
+        yield quota[0], f"the quota of namespace {namespace!r}", namespace
+    if (most := _setting(connection, "max_bytes")) is not None:
+        yield most, "the store's max_bytes", None
+
+
+def _count(connection: sqlite3.Connection, namespace: str, digest: str, **more: int) -> None:
+    """Add to the counts ``hits``, ``misses``, ``evictions`` or ``corrupt``."""
+    connection.execute(
+        "INSERT OR IGNORE INTO counts(namespace, digest) VALUES(?, ?)", [namespace, digest]
+    )
+    changes = ", ".join(f"{name} = {name} + {number:d}" for name, number in more.items())
+    connection.execute(
+        f"UPDATE counts SET {changes} WHERE namespace = ? AND digest = ?", [namespace, digest]
+    )
+
+
+def _setting(connection: sqlite3.Connection, name: str) -> Any:  # noqa: ANN401
+    found = connection.execute("SELECT value FROM settings WHERE name = ?", [name]).fetchone()
+    return found[0] if found else None
+
+
+def set_setting(connection: sqlite3.Connection, name: str, new: int | str | None) -> None:
+    """Write a setting down."""
+    connection.execute("INSERT OR REPLACE INTO settings VALUES(?, ?)", [name, new])

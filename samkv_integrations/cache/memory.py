@@ -3,82 +3,69 @@
 from __future__ import annotations
 
 import secrets
-import threading
 import time
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import asdict
+from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
-from samkv_integrations.cache.base import StoredChunk, _expect
+from samkv_integrations.cache.base import Store, StoredChunk
 from samkv_integrations.cache.chunk import (
     SECRET_BYTES,
     BlockMeans,
     ChunkCache,
     ChunkStatistics,
-    check_namespace,
-    chunk_key,
-    normalise,
-)
-from samkv_integrations.cache.file_format import FileLayout, text_bytes
-from samkv_integrations.cache.fingerprint import (
     Fingerprint,
-    _require,
-    _without_block_size,
 )
+from samkv_integrations.cache.file_format import text_bytes
+from samkv_integrations.cache.index import PRESENT, Entry, Index, Place
 from samkv_integrations.cache.quantise import is_sound
-from samkv_integrations.cache.stats import StoreStats, _stats
-from samkv_integrations.cache.windows import ChunkIndex, MemoryIndex
 from samkv_integrations.errors import CacheMiss
 
 
 class MemoryChunk:
-    """A chunk of a `MemoryStore`; counts each group of tensors when first handed out."""
+    """A chunk cache in memory, opened; counts each group of tensors when first handed out."""
 
     def __init__(self, chunk: ChunkCache, fingerprint: Fingerprint) -> None:
-        self.key = chunk.key
-        self.fingerprint = fingerprint
-        self.n_tokens = chunk.n_tokens
-        self.blocks = chunk.blocks
+        self.key, self.fingerprint = chunk.key, fingerprint
+        self.n_tokens, self.blocks = chunk.n_tokens, chunk.blocks
         self.token_ids = chunk.token_ids
         self.bytes_read = chunk.token_ids.nbytes
         self._chunk: ChunkCache | None = chunk
         self._counted: set[str] = set()
 
-    def _count(self, group: str, *tensors: Tensor) -> None:
-        if group not in self._counted:
-            self._counted.add(group)
-            self.bytes_read += sum(tensor.nbytes for tensor in tensors)
-
     def _open_chunk(self) -> ChunkCache:
         assert self._chunk is not None, "closed"
         return self._chunk
 
+    def _count(self, group: str, n_bytes: int) -> None:
+        if group not in self._counted:
+            self._counted.add(group)
+            self.bytes_read += n_bytes
+
     def statistics(self) -> ChunkStatistics:
         found = self._open_chunk().statistics
-        self._count("statistics", found.block_max, found.block_min, found.outliers, found.stable)
+        tensors = (found.block_max, found.block_min, found.outliers, found.stable)
+        self._count("statistics", sum(tensor.nbytes for tensor in tensors))
         return found
 
     def text(self) -> str:
         found = self._open_chunk().text
-        if "text" not in self._counted:
-            self._counted.add("text")
-            self.bytes_read += len(text_bytes(found))
+        self._count("text", len(text_bytes(found)))
         return found
 
     def local_query(self) -> Tensor:
         found = self._open_chunk().local_query
-        self._count("local_query", found)
+        self._count("local_query", found.nbytes)
         return found
 
     def block_means(self) -> BlockMeans:
         found = self._open_chunk().block_means
-        self._count("block_means", found.codes, found.scale)
+        self._count("block_means", found.codes.nbytes + found.scale.nbytes)
         return found
 
     def key_range(self) -> Tensor:
         found = self._open_chunk().key_range
-        self._count("key_range", found)
+        self._count("key_range", found.nbytes)
         if not is_sound(found):
             raise CacheMiss("corrupt", f"{self.key}: key_range")
         return found
@@ -107,7 +94,6 @@ class MemoryChunk:
         return self._open_chunk()
 
     def verify(self) -> None:
-        self._open_chunk()
         self.key_range()
 
     def let_go(self) -> None:
@@ -123,37 +109,35 @@ class MemoryChunk:
         self.close()
 
 
-class MemoryStore:
-    """Chunk caches in this process's memory, as they came. The oracle for `ChunkStore`."""
+class _InMemory(dict[Place, ChunkCache]):
+    """The caches of a `MemoryStore`, by fingerprint and key."""
+
+    def entries(self) -> Iterable[Entry]:
+        return ()
+
+    def is_gone(self, digest: str, key: str) -> bool:
+        return (digest, key) not in self
+
+    def remove(self, digest: str, key: str) -> None:
+        self.pop((digest, key), None)
+
+
+class MemoryStore(Store):
+    """Chunk caches in this process's memory, as they came; the index is there too."""
 
     def __init__(self, *, namespace: str = "") -> None:
-        self._namespace = check_namespace(namespace)
-        self._secret = secrets.token_bytes(SECRET_BYTES)
-        self._chunks: dict[tuple[str, str], ChunkCache] = {}
-        # key -> fingerprint -> text; they stay where a cache is lost
-        self._texts: dict[str, dict[str, str]] = {}
-        self._indexes: dict[str, MemoryIndex] = {}  # by fingerprint
-        self._changing = threading.Lock()
-        self._block_sizes: dict[str, int] = {}
-        self._put_at: dict[tuple[str, str], float] = {}
-        self._notes: dict[str, str] = {}
-
-    @property
-    def namespace(self) -> str:
-        return self._namespace
-
-    def key(self, fingerprint: Fingerprint, token_ids: Sequence[int]) -> str:
-        return self._key(fingerprint.digest, token_ids)
+        secret = secrets.token_bytes(SECRET_BYTES)
+        self._chunks = _InMemory()
+        index = Index(None, self._chunks, secret)
+        super().__init__(namespace, secret, index, "the memory store")
 
     def put(self, chunk: ChunkCache) -> None:
-        with self._changing:
-            self._chunks[chunk.fingerprint.digest, chunk.key] = chunk
-            self._put_at[chunk.fingerprint.digest, chunk.key] = time.time()
-            self._texts.setdefault(chunk.key, {})[chunk.fingerprint.digest] = chunk.text
-        self._index(chunk.fingerprint.digest).add(chunk.key, chunk.token_ids.tolist())
+        place = (chunk.fingerprint.digest, chunk.key)
 
-    def _index(self, digest: str) -> MemoryIndex:
-        return self._indexes.setdefault(digest, MemoryIndex(self._secret))
+        def keep() -> None:
+            self._chunks[place] = chunk
+
+        self.index.keep(Entry.of(chunk, self._namespace), keep)
 
     def open(
         self, key: str, fingerprint: Fingerprint, token_ids: Sequence[int] | None = None
@@ -161,143 +145,18 @@ class MemoryStore:
         chunk = self._chunks.get((fingerprint.digest, key))
         if chunk is None:
             raise CacheMiss("absent", key)
-        return _expect(MemoryChunk(chunk, fingerprint), token_ids)
+        return self._expect(MemoryChunk(chunk, fingerprint), token_ids)
 
     def contains(self, key: str, fingerprint: Fingerprint) -> bool:
         return (fingerprint.digest, key) in self._chunks
 
-    def is_elsewhere(self, key: str, fingerprint: Fingerprint) -> bool:
-        return False
-
-    def look_ahead(self, keys: Collection[str], fingerprint: Fingerprint) -> None:
-        """There is no remote tier."""
-
-    def begin_to_fetch(self, keys: Collection[str], fingerprint: Fingerprint) -> None:
-        """There is no remote tier."""
-
     def age_s(self, key: str, fingerprint: Fingerprint) -> float | None:
-        put_at = self._put_at.get((fingerprint.digest, key))
-        return None if put_at is None else max(0.0, time.time() - put_at)
-
-    def touch(self, key: str, fingerprint: Fingerprint) -> None:
-        if (fingerprint.digest, key) in self._put_at:
-            self._put_at[fingerprint.digest, key] = time.time()
-
-    def text(self, key: str) -> str | None:
-        return next(iter(list(self._texts.get(key, {}).values())), None)
-
-    def chunk_index(self, fingerprint: Fingerprint) -> ChunkIndex:
-        return self._index(fingerprint.digest)
-
-    def prefetch(self, key: str, fingerprint: Fingerprint) -> None:
-        """There is nothing to read from."""
-
-    def check_delete(self, *keys: str) -> None:
-        """Nothing is in the way."""
-
-    def delete(self, *keys: str) -> int:
-        with self._changing:
-            found = [key for key in dict.fromkeys(keys) if key in self._texts]
-            for key in found:
-                for digest in list(self._texts[key]):
-                    self._remove(digest, key)
-            return len(found)
-
-    def _remove(self, digest: str, key: str) -> None:
-        self._chunks.pop((digest, key), None)
-        self._put_at.pop((digest, key), None)
-        del self._texts[key][digest]
-        self._index(digest).remove(key)
-        if not self._texts[key]:
-            del self._texts[key]
-
-    def forget(
-        self,
-        is_wanted: Callable[[str], bool],
-        token_ids: Sequence[Sequence[int]] = (),
-    ) -> int:
-        with self._changing:
-            named = {
-                digest: {self._key(digest, ids) for ids in token_ids} for digest in self._indexes
-            }
-            found = [
-                (digest, key)
-                for key, by_digest in self._texts.items()
-                for digest, text in by_digest.items()
-                if (key in named[digest] or is_wanted(normalise(text)))
-                and self._may_be_ours(digest, key)
-            ]
-            for digest, key in found:
-                self._remove(digest, key)
-        return len(found)
-
-    def _may_be_ours(self, digest: str, key: str) -> bool:
-        """Whether no cache says that the chunk is of another namespace."""
-        chunk = self._chunks.get((digest, key))
-        return chunk is None or key == self._key(digest, chunk.token_ids.tolist())
-
-    def _key(self, digest: str, token_ids: Sequence[int]) -> str:
-        return chunk_key(self._secret, self._namespace, digest, token_ids)
-
-    def keys(self, fingerprint: Fingerprint | None = None) -> list[str]:
-        wanted = fingerprint.digest if fingerprint else None
-        return sorted({key for digest, key in list(self._chunks) if wanted in (None, digest)})
-
-    def known_keys(self, fingerprint: Fingerprint | None = None) -> list[str]:
-        wanted = fingerprint.digest if fingerprint else None
-        with self._changing:
-            return sorted(k for k, held in self._texts.items() if wanted is None or wanted in held)
-
-    def same_texts(self, *keys: str) -> set[str]:
-        with self._changing:
-            texts = {text for key in keys for text in self._bodies(key)}
-            return {*keys, *(key for key in self._texts if texts & self._bodies(key))}
-
-    def _bodies(self, key: str) -> set[str]:
-        return {normalise(text) for text in self._texts.get(key, {}).values()}
-
-    def agree_block_size(self, fingerprint: Fingerprint, size: int) -> int:
-        return self._block_sizes.setdefault(_without_block_size(fingerprint), size)
+        state, used_at = self.index.state(fingerprint.digest, key)
+        return max(0.0, time.time() - used_at) if state == PRESENT else None
 
     def note(self, name: str) -> str | None:
-        return self._notes.get(name)
+        found = self.index.setting(f"note {name}")
+        return None if found is None else str(found)
 
     def put_note(self, name: str, text: str, *, replace: bool = True) -> bool:
-        with self._changing:
-            if not replace and name in self._notes:
-                return False
-            self._notes[name] = text
-            return True
-
-    def fingerprints(self) -> list[Fingerprint]:
-        held = {digest: chunk.fingerprint for (digest, _), chunk in list(self._chunks.items())}
-        return [held[digest] for digest in sorted(held)]
-
-    def stats(self) -> StoreStats:
-        """``bytes`` is what the chunks' files would take."""
-        sizes: dict[str, list[int]] = {}
-        for (digest, key), chunk in list(self._chunks.items()):
-            size = FileLayout.of(chunk, self._namespace).file_size(key)
-            sizes.setdefault(digest, []).append(size)
-        known = {held.digest: asdict(held) for held in self.fingerprints()}
-        totals = [(self._namespace, d, len(of_one), sum(of_one)) for d, of_one in sizes.items()]
-        return _stats(known, sorted(totals))
-
-    def require(self, fingerprint: Fingerprint) -> None:
-        _require(fingerprint, self.fingerprints(), "the memory store")
-
-    def elsewhere(self) -> str | None:
-        return None
-
-    def record(
-        self, fingerprint: Fingerprint, *, used: Sequence[str] = (), missed: Sequence[str] = ()
-    ) -> None:
-        """There is no budget, so nothing is evicted."""
-
-    def quarantine(self, key: str, fingerprint: Fingerprint) -> None:
-        with self._changing:
-            self._chunks.pop((fingerprint.digest, key), None)
-            self._put_at.pop((fingerprint.digest, key), None)
-
-    def is_evicted(self, key: str, fingerprint: Fingerprint) -> bool:
-        return False
+        return self.index.set(f"note {name}", text, replace=replace)

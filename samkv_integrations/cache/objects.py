@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import secrets
-import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -13,18 +11,16 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
+from samkv_integrations.cache.files import write_file
 from samkv_integrations.errors import CacheMiss, InvalidOption, MissingExtra
-
-if TYPE_CHECKING:
-    from fsspec import AbstractFileSystem
 
 AT_ONCE = 16
 """Objects that are read or written at a time."""
 
 GONE_S = 15.0
-"""Seconds in which a place that failed is not asked again, but by who is patient."""
+"""Seconds in which a place that failed is not asked again, but by who asks patiently."""
 
 LEFT_S = 86400.0
 """Seconds after which a file that is not whole yet is one that a killed process has left."""
@@ -49,8 +45,8 @@ class Objects:
     """The objects under a URL, by their paths below it.
 
     Every method raises `CacheMiss` ("io") if the place does not answer after several tries; those
-    that are not ``patiently`` asked at once, if it did not a moment ago. Forked processes may use
-    it too.
+    that are not ``patiently`` asked fail at once for `GONE_S` after that. A forked process opens
+    its own.
 
     Args:
         url: such as ``s3://bucket/prefix``, ``file:///mnt/share/kv`` or ``memory://name``.
@@ -61,51 +57,52 @@ class Objects:
 
     def __init__(self, url: str, options: Mapping[str, Any]) -> None:
         self.url = url
-        self._options = options
-        self._lock = threading.Lock()
-        self._process = -1
-        self._gone_until = 0.0
-        self._why_gone = ""
-        self._use()
+        self._gone_until, self._why_gone = 0.0, ""
+        try:
+            import tenacity  # noqa: F401
+            from fsspec.core import url_to_fs
+            from fsspec.implementations.local import LocalFileSystem
 
-    def _use(self) -> AbstractFileSystem:
-        """The file system, which a forked process needs anew."""
-        with self._lock:
-            if self._process != os.getpid():
-                self._fs, self._root = _file_system(self.url, self._options)
-                self._pool = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="samkv-remote")
-                self._process = os.getpid()
-            return self._fs
+            given = {"config_kwargs": _S3} if str(url).startswith(("s3://", "s3a://")) else {}
+            # listings are ours to remember
+            self._fs, root = url_to_fs(
+                url, use_listings_cache=False, skip_instance_cache=True, **{**given, **options}
+            )
+        except ImportError as error:
+            raise MissingExtra.of(error.name or url.partition(":")[0], "remote") from error
+        except (ValueError, TypeError) as error:
+            raise InvalidOption(
+                f"remote={url!r} with options {sorted(options)}: {error}; give a URL of fsspec's, "
+                "such as 's3://bucket/prefix' or 'file:///mnt/share/kv'"
+            ) from error
+        if "://" not in url or not root.strip("/"):
+            raise InvalidOption(
+                f"remote={url!r} names no place; give a URL with a bucket or folder, such as "
+                "'s3://bucket/prefix' or 'file:///mnt/share/kv'"
+            )
+        self.root = root.rstrip("/")
+        self.is_local = isinstance(self._fs, LocalFileSystem)
+        self.pool = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="samkv-remote")
 
     @property
     def is_gone(self) -> bool:
         """Whether it did not answer a moment ago."""
         return time.monotonic() < self._gone_until
 
-    @property
-    def local_folder(self) -> Path | None:
-        """The folder of this machine that the URL means, if it means one."""
-        return Path(self._root) if _is_local(self._use()) else None
-
     def give_up(self, why: str) -> None:
-        """Who is not patient does not ask it for a while, because of ``why``."""
+        """Take it for one that does not answer, for a while."""
         self._gone_until, self._why_gone = time.monotonic() + GONE_S, why
 
     def gone(self) -> CacheMiss:
         """What to raise instead of asking it."""
         return CacheMiss("io", f"{self.url} did not answer a moment ago ({self._why_gone})")
 
-    @property
-    def pool(self) -> ThreadPoolExecutor:
-        """Threads for what is done with several objects at a time."""
-        self._use()
-        return self._pool
-
     def read(self, path: str, *, n_bytes: int | None = None, patiently: bool = False) -> bytes:
         """An object, or its first ``n_bytes``. Raises FileNotFoundError."""
+        start = None if n_bytes is None else 0
 
-        def work(fs: AbstractFileSystem, file: str) -> bytes:
-            return bytes(fs.cat_file(file, start=None if n_bytes is None else 0, end=n_bytes))
+        def work(file: str) -> bytes:
+            return bytes(self._fs.cat_file(file, start=start, end=n_bytes))
 
         return self._try(work, path, patiently=patiently)
 
@@ -116,8 +113,15 @@ class Objects:
 
         is_new: raise FileExistsError if there is one.
         """
+
+        def work(file: str) -> None:
+            if self.is_local:
+                write_whole(file, data, is_new)
+            else:
+                self._fs.pipe_file(file, data, mode="create" if is_new else "overwrite")
+
         try:
-            self._try(lambda fs, file: _write(fs, file, data, is_new), path, patiently=patiently)
+            self._try(work, path, patiently=patiently)
         except (FileNotFoundError, FileExistsError) as error:
             if is_new and isinstance(error, FileExistsError):
                 raise
@@ -125,7 +129,7 @@ class Objects:
 
     def info(self, path: str, *, patiently: bool = False) -> ObjectInfo:
         """What is known of an object. Raises FileNotFoundError."""
-        return _info(self._try(lambda fs, file: fs.info(file), path, patiently=patiently))
+        return _info(self._try(self._fs.info, path, patiently=patiently))
 
     def listed(self, path: str, *, patiently: bool = False) -> dict[str, ObjectInfo]:
         """All objects in a folder and below, by their paths in it.
@@ -133,10 +137,9 @@ class Objects:
         In a folder of a file system, what killed processes were writing there is deleted.
         """
 
-        def work(fs: AbstractFileSystem, folder: str) -> dict[str, ObjectInfo]:
-            found = {name: _info(info) for name, info in _find(fs, folder).items()}
-            left = [name for name in found if _UNFINISHED.fullmatch(name)] if _is_local(fs) else []
-            for name in left:
+        def work(folder: str) -> dict[str, ObjectInfo]:
+            found = {name: _info(info) for name, info in self._find(folder).items()}
+            for name in [name for name in found if self.is_local and _UNFINISHED.fullmatch(name)]:
                 if found.pop(name).modified_at < time.time() - LEFT_S:
                     with suppress(OSError):
                         os.unlink(name)
@@ -144,11 +147,33 @@ class Objects:
 
         return self._try(work, path, patiently=patiently)
 
+    def _find(self, folder: str) -> dict[str, Mapping[str, Any]]:
+        """All files below a folder, with what is known of them; none if there is no such folder.
+
+        Most file systems' own ``find`` takes a folder that cannot be read for an empty one, and
+        what is not listed counts as deleted. Buckets list all in one request.
+        """
+        from fsspec.asyn import AsyncFileSystem
+
+        if isinstance(self._fs, AsyncFileSystem):
+            return dict(self._fs.find(folder, detail=True))
+        found: dict[str, Mapping[str, Any]] = {}
+        folders = [folder]
+        while folders:
+            with suppress(FileNotFoundError):  # there is none, or it went meanwhile
+                for info in self._fs.ls(folders.pop(), detail=True):
+                    if info["type"] == "directory":
+                        folders.append(info["name"])
+                    else:
+                        found[info["name"]] = info
+        return found
+
     def names(self, path: str, *, patiently: bool = False) -> list[str]:
         """The names of what is in a folder; none if there is no such folder."""
 
-        def work(fs: AbstractFileSystem, folder: str) -> list[str]:
-            return [name.rstrip("/").rpartition("/")[2] for name in fs.ls(folder, detail=False)]
+        def work(folder: str) -> list[str]:
+            found = self._fs.ls(folder, detail=False)
+            return [name.rstrip("/").rpartition("/")[2] for name in found]
 
         try:
             return self._try(work, path, patiently=patiently)
@@ -158,18 +183,16 @@ class Objects:
     def remove(self, path: str) -> bool:
         """Delete an object; whether there was one."""
 
-        def work(fs: AbstractFileSystem, file: str) -> bool:
-            if not fs.exists(file):
+        def work(file: str) -> bool:
+            if not self._fs.exists(file):
                 return False
             with suppress(FileNotFoundError):
-                fs.rm_file(file)
+                self._fs.rm_file(file)
             return True
 
         return self._try(work, path, patiently=True)
 
-    def _try(
-        self, work: Callable[[AbstractFileSystem, str], _Result], path: str, *, patiently: bool
-    ) -> _Result:
+    def _try(self, work: Callable[[str], _Result], path: str, *, patiently: bool) -> _Result:
         import tenacity
 
         if not patiently and self.is_gone:
@@ -181,8 +204,7 @@ class Objects:
             reraise=True,
         )
         try:
-            fs = self._use()
-            result = trying(work, fs, f"{self._root}/{path}")
+            result = trying(work, f"{self.root}/{path}")
         except (FileNotFoundError, FileExistsError):
             self._gone_until = 0.0
             raise
@@ -197,91 +219,11 @@ class Objects:
         return CacheMiss("io", f"{self.url}: {why}")
 
 
-def _file_system(url: str, options: Mapping[str, Any]) -> tuple[AbstractFileSystem, str]:
-    """The file system of a URL, and the path in it. Raises InvalidOption, MissingExtra."""
-    try:
-        import tenacity  # noqa: F401
-        from fsspec.core import url_to_fs
-    except ImportError as error:
-        raise MissingExtra.of(error.name or "fsspec", "remote") from error
-    given = dict(options)
-    if str(url).startswith(("s3://", "s3a://")):
-        given = {"config_kwargs": _S3, **given}
-    try:
-        # listings are ours to remember, and instances are not safe in forked processes
-        fs, path = url_to_fs(url, use_listings_cache=False, skip_instance_cache=True, **given)
-    except ImportError as error:
-        raise MissingExtra.of(error.name or url.partition(":")[0], "remote") from error
-    except (ValueError, TypeError) as error:
-        raise InvalidOption(
-            f"remote={url!r} with options {sorted(options)}: {error}; give a URL of fsspec's, such "
-            "as 's3://bucket/prefix' or 'file:///mnt/share/kv'"
-        ) from error
-    if "://" not in url or not path.strip("/"):
-        raise InvalidOption(
-            f"remote={url!r} names no place; give a URL with a bucket or folder, such as "
-            "'s3://bucket/prefix' or 'file:///mnt/share/kv'"
-        )
-    return fs, path.rstrip("/")
-
-
-def _find(fs: AbstractFileSystem, folder: str) -> dict[str, Mapping[str, Any]]:
-    """All files below a folder, with what is known of them; none if there is no such folder.
-
-    What fsspec does by itself takes a folder that cannot be read for an empty one, and what is not
-    listed counts as deleted.
-    """
-    if not _walks_to_find(fs):  # but in one request to a bucket
-        return dict(fs.find(folder, detail=True))
-    found: dict[str, Mapping[str, Any]] = {}
-    folders = [folder]
-    while folders:
-        with suppress(FileNotFoundError):  # there is none, or it went meanwhile
-            for info in fs.ls(folders.pop(), detail=True):
-                if info["type"] == "directory":
-                    folders.append(info["name"])
-                else:
-                    found[info["name"]] = info
-    return found
-
-
-def _walks_to_find(fs: AbstractFileSystem) -> bool:
-    """Whether it has no ``find`` of its own, but that of fsspec, which lists folder by folder."""
-    from fsspec import AbstractFileSystem
-    from fsspec.asyn import AsyncFileSystem
-
-    if isinstance(fs, AsyncFileSystem):
-        return type(fs)._find is AsyncFileSystem._find
-    return type(fs).find is AbstractFileSystem.find
-
-
-def _is_local(fs: AbstractFileSystem) -> bool:
-    """Whether these are folders and files, which this process writes itself."""
-    from fsspec.implementations.local import LocalFileSystem
-
-    return isinstance(fs, LocalFileSystem)
-
-
-def _write(fs: AbstractFileSystem, file: str, data: bytes, is_new: bool) -> None:
-    if _is_local(fs):
-        write_whole(file, data, is_new)
-    else:
-        fs.pipe_file(file, data, mode="create" if is_new else "overwrite")
-
-
 def write_whole(file: str, data: bytes, is_new: bool) -> None:
     """Write a file as object stores do: it is there when it is whole."""
-    os.makedirs(os.path.dirname(file), exist_ok=True)
-    temporary = f"{file}.{secrets.token_hex(8)}.tmp"
-    try:
-        with open(temporary, "xb") as out:
-            out.write(data)
-            out.flush()
-            os.fsync(out.fileno())
-        (os.link if is_new else os.replace)(temporary, file)
-    finally:
-        with suppress(FileNotFoundError):
-            os.unlink(temporary)
+    path = Path(file)
+    os.makedirs(path.parent, exist_ok=True)
+    write_file(path, [data], (lambda made: os.link(made, path)) if is_new else None, mode=0o666)
 
 
 def _info(info: Mapping[str, Any]) -> ObjectInfo:

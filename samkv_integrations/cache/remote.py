@@ -1,155 +1,210 @@
-"""Chunk files as objects in a place that many machines reach: S3, or whatever fsspec knows.
+"""The remote tier: chunk files in a place that many machines reach, S3 or whatever fsspec knows.
 
 Objects are whole, written once and named by what they hold, so machines never disagree about one.
-The secret that their names and MACs are made with stays on the machines.
+The folder of a store is the local tier. The secret that names and MACs are made with stays on the
+machines.
 """
 
 from __future__ import annotations
 
 import json
+import logging
+import os
 import re
 import secrets
 import threading
 import time
-from collections.abc import Collection, Mapping
-from contextlib import suppress
-from dataclasses import dataclass
-from dataclasses import fields as fields_of
+from collections.abc import Collection, Iterator, Mapping
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as TooLate
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from hashlib import blake2b
+from pathlib import Path
+from sqlite3 import Connection
+from tempfile import TemporaryDirectory
 from typing import Any
 
-from samkv_integrations.cache.checked_file import BAD_JSON
-from samkv_integrations.cache.fingerprint import FORMAT_VERSION, Fingerprint
-from samkv_integrations.cache.marker import check_of
+from samkv_integrations.cache.base import Outage
+from samkv_integrations.cache.chunk import FORMAT_VERSION, Fingerprint
+from samkv_integrations.cache.file_format import BAD_JSON, ChunkFile
+from samkv_integrations.cache.folder import ChunkFolder, check_of
+from samkv_integrations.cache.index import EVICTED, LOST, PRESENT, Entry, Place, set_setting
 from samkv_integrations.cache.objects import ObjectInfo, Objects
-from samkv_integrations.errors import CacheMiss, SamkvError, StoreError
+from samkv_integrations.errors import CacheMiss, InvalidOption, SamkvError, StoreError
 
-HEAD_BYTES = 1 << 17
-"""Bytes of a chunk file that hold what its index is told, unless its text is very long."""
+ASKED_S = 10.0
+"""Seconds after which a question waits no longer for a chunk."""
+
+REFRESH_S = 60.0
+"""Seconds after which the remote tier is asked again which texts there are."""
+
+FINGERPRINTS_S = 30.0
+"""Seconds for which fingerprints are remembered."""
 
 KNOWN_S = 10.0
 """Seconds for which a listing is believed that was made to look ahead."""
 
-FINGERPRINTS_S = 30.0
-"""Seconds for which fingerprints are remembered."""
+HEAD_BYTES = 1 << 18
+"""Bytes of a chunk file that hold what the index is told, unless its text is very long."""
+
+SLICE = 64
+"""New chunks that are looked at in one go, so that a question's do not wait behind all of them."""
 
 _LISTED = 32
 """Objects that are looked for one by one; more are listed."""
 
 _MARKER = "store.json"
 _MAX_AGREED = 1 << 16
-# What the fields of a fingerprint may raise if a stranger made them up.
-_STRANGE = (*BAD_JSON, AssertionError, RuntimeError, MemoryError, ArithmeticError, SamkvError)
 _DIGEST = re.compile("[0-9a-f]{32}")
 _CHUNK = re.compile(r"[0-9a-f]{2}/([0-9a-f]{32})\.safetensors")
+_log = logging.getLogger(__name__)
+_FAILS = (
+    "caches cannot be shared with the remote tier (%s); what it cannot give is computed, and what "
+    "it cannot take stays here until 'samkv store push'. This is said once"
+)
 
-Place = tuple[str, str]
-"""Digest of the fingerprint, and key, of a chunk."""
+
+def objects_outside(url: str, options: Mapping[str, object], folder: Path) -> Objects:
+    """The objects of a remote tier.
+
+    Raises InvalidOption if place and folder of the store lie in each other: the folder has the
+    secret.
+    """
+    objects = Objects(url, options)
+    if objects.is_local:
+        place, own = Path(objects.root).resolve(), folder.resolve()
+        if place.is_relative_to(own):
+            raise InvalidOption(
+                f"remote={url!r} is in {folder}, the folder of the store itself; name a place "
+                "outside, which other machines reach"
+            )
+        if own.is_relative_to(place):
+            raise InvalidOption(
+                f"{folder}, the folder of the store, is in remote={url!r}: other machines would "
+                "read its secret there; name a folder of this machine outside"
+            )
+    return objects
+
+
+@contextmanager
+def _answering(what: str = "") -> Iterator[None]:
+    """What cannot go on without the remote tier: a `CacheMiss` is a StoreError."""
+    try:
+        yield
+    except CacheMiss as miss:
+        why = f"{what} ({miss})" if what else str(miss)
+        raise StoreError(f"{why}; next step: try again when the remote tier answers") from miss
 
 
 @dataclass(frozen=True, kw_only=True)
-class Listing:
-    """What there is of a namespace's chunks: those with a file, and those found damaged."""
+class Refreshed:
+    """What `SharedTier.refresh` found. n_new: chunks of other machines whose texts are known now.
 
-    chunks: Mapping[Place, ObjectInfo]
-    damaged: frozenset[Place]
-
-    def __contains__(self, place: Place) -> bool:
-        """Whether a chunk was put, and not deleted since."""
-        return place in self.chunks or place in self.damaged
-
-
-class RemoteTier:
-    """The chunk files of one namespace, in a place of fsspec's. For many threads and processes.
-
-    Whatever is raised while a question waits is a `CacheMiss`: "absent", or "io" if the place does
-    not answer, at once while that is known. Most methods raise StoreError if the place is another
-    store's, see `claim`.
-
-    Args:
-        objects: of the place.
-        secret: of the store; the place takes no other one.
-        namespace: whose chunks these are.
+    n_deleted: chunks that other machines deleted, and this one has deleted too.
+    chunks: those of the remote tier.
     """
 
-    def __init__(self, objects: Objects, secret: bytes, namespace: str) -> None:
+    n_new: int
+    n_deleted: int
+    chunks: Mapping[Place, ObjectInfo] = field(repr=False, compare=False)
+
+
+class SharedTier:
+    """A remote tier for the folder of a store, for many threads and processes.
+
+    What waits for it raises `CacheMiss`: "absent", or "io" if it does not answer, at once while
+    that is known. A place that does not answer yet is no error.
+
+    Raises StoreError if the place is another store's.
+    """
+
+    def __init__(self, files: ChunkFolder, objects: Objects, namespace: str) -> None:
         self.url, self.objects = objects.url, objects
-        self._check = check_of(secret)
+        self._files, self._index, self._namespace = files, files.index, namespace
         self._space = blake2b(
-            namespace.encode(), key=secret, digest_size=16, person=b"samkv space"
+            namespace.encode(), key=files.secret, digest_size=16, person=b"samkv space"
         ).hexdigest()
-        self.is_known = False  # whether this machine has used the place before
-        self.identity = ""  # what the place was named when it was new, once it is claimed
-        self._is_claimed = False
-        self._lock = threading.RLock()
+        self._is_checked = False
+        self._lock = threading.Lock()
+        self._coming: dict[Place, Future[None]] = {}
         self._known: dict[str, tuple[float, set[str]]] = {}  # keys by digest, and until when
-        self._fingerprints: tuple[float, dict[str, Fingerprint]] = (0.0, {})
+        self._fingerprints: tuple[float, list[Fingerprint]] = (0.0, [])
+        self._refreshes_at = 0.0
+        self._outage = Outage(_FAILS)
+        try:
+            self._read_marker()
+        except CacheMiss as miss:
+            self.tell(miss)
+        else:
+            self.refresh_soon()
 
-    def claim(self, *, patiently: bool = False) -> None:
-        """See that the objects are of this secret and format, and write that down in a new place.
+    def tell(self, error: SamkvError) -> None:
+        """Log that the remote tier fails: a warning the first time, at DEBUG from then on."""
+        self._outage.tell(error)
 
-        patiently: ask although the place did not answer a moment ago.
+    # -- the marker -----------------------------------------------------------------------------
 
-        Raises StoreError if they are not, CacheMiss ("io") if the place does not answer.
+    def _read_marker(self, *, patiently: bool = False, begins: bool = False) -> None:
+        """See that the place is there, and of this secret and format: before it is changed.
+
+        A place without a marker is new, and gets one, unless this machine has used it before: then
+        it may be the empty folder in place of a share that is not mounted. begins: gets one anyway.
+
+        What was in another place, or in this one before it was begun anew, was not deleted by
+        anybody: this machine forgets that it was there, and `push` puts it again.
+
+        Raises CacheMiss ("io") if it does not answer, StoreError if it is another store's.
         """
-        if self._is_claimed:
-            return
-        self._require_mounted(patiently=patiently)
-        mine = {
-            "format_version": FORMAT_VERSION, "secret_check": self._check,
-            "identity": secrets.token_hex(8),
-        }  # fmt: skip
-        found = self._agree(_MARKER, mine, patiently=patiently)
-        self._require_same_secret(found)
-        if (version := found.get("format_version")) != FORMAT_VERSION:
-            raise StoreError(
-                f"{self.url} has format version {version!r}, this release uses {FORMAT_VERSION}; "
-                "next step: name another place, or use the release that filled it"
-            )
-        self.identity = str(found.get("identity", ""))
-        self._is_claimed = self.is_known = True
-
-    def _require_same_secret(self, found: Mapping[str, Any]) -> None:
-        if found.get("secret_check") != self._check:
-            raise StoreError(
-                f"{self.url} holds chunk caches that were written under another secret; next step: "
-                "give this machine the secret of the store that filled it (docs/remote.md), or "
-                "name another place"
-            )
-
-    def require_same_secret(self) -> None:
-        """See that the objects, if there are any, are of this secret; nothing is written.
-
-        Raises like `claim`.
-        """
-        with suppress(FileNotFoundError):  # a new place
-            self._require_same_secret(self._read(_MARKER))
-
-    def reclaim(self) -> None:
-        """`claim` again, patiently: the place may have been emptied since. Raises as it does."""
-        self._is_claimed = False
-        self.claim(patiently=True)
-
-    def begin_anew(self) -> None:
-        """`claim` of a place that was emptied on purpose. Raises as it does."""
-        self.is_known = False
-        self.reclaim()
-
-    def _require_mounted(self, *, patiently: bool) -> None:
-        """Raises CacheMiss ("io") for the empty folder that stands where a share is not mounted.
-
-        It would take all that is written. A bucket that is empty was emptied.
-        """
-        if self.is_known and self.objects.local_folder is not None:
-            try:
-                self.objects.info(_MARKER, patiently=patiently)
-            except FileNotFoundError as error:
+        setting = f"remote tier of {self._namespace}"
+        known, _, url = str(self._index.setting(setting) or "").partition(" ")
+        mine = {"format_version": FORMAT_VERSION, "secret_check": check_of(self._files.secret)}
+        try:
+            found = self._read(_MARKER, patiently=patiently)
+        except FileNotFoundError as error:
+            if url == self.url and not begins:
                 why = (
                     f"{_MARKER} is gone; mount the share, or, if it was emptied, begin it anew "
                     "with 'samkv store push'"
                 )
                 self.objects.give_up(why)
                 raise CacheMiss("io", f"{self.url}: {why}") from error
+            found = self._agree(_MARKER, {**mine, "identity": secrets.token_hex(8)})
+        if found.get("secret_check") != mine["secret_check"]:
+            raise StoreError(
+                f"{self.url} holds chunk caches that were written under another secret; next step: "
+                "give this machine the secret of the store that filled it, and a new folder "
+                "(docs/remote.md), or name another place"
+            )
+        if (version := found.get("format_version")) != FORMAT_VERSION:
+            raise StoreError(
+                f"{self.url} has format version {version!r}, this release uses {FORMAT_VERSION}; "
+                "next step: name another place, or use the release that filled it"
+            )
+        identity = str(found.get("identity", ""))
+        if (known, url) != (identity, self.url):
+
+            def work(connection: Connection) -> None:
+                set_setting(connection, setting, f"{identity} {self.url}")
+                if known != identity:
+                    connection.execute(
+                        "UPDATE chunks SET is_shared = 0 WHERE namespace = ?", [self._namespace]
+                    )
+
+            with suppress(StoreError):  # a folder that can only be read
+                self._index.write(work)
+            if known not in ("", identity):
+                _log.warning("%s is new; 'samkv store push' puts what is here", self.url)
+        self._is_checked = True
+
+    def _check(self) -> None:
+        if not self._is_checked:
+            self._read_marker()
+
+    def check_answers(self) -> None:
+        """Raises StoreError if the place does not answer, or is one that is not mounted."""
+        with _answering("nothing is deleted while the remote tier does not answer"):
+            self._read_marker(patiently=True)
 
     # -- chunks ---------------------------------------------------------------------------------
 
@@ -158,15 +213,13 @@ class RemoteTier:
 
     def look_ahead(self, digest: str, keys: Collection[str]) -> None:
         """Many chunks are going to be looked for: list them, once for all. Best effort."""
-        with self._lock:
-            self._known.pop(digest, None)
+        self._known.pop(digest, None)
         if len(keys) > _LISTED:
             with suppress(CacheMiss, StoreError):
-                self.claim()
+                self._check()
                 listed = self._list(digest, patiently=False)
                 found = {key for (_, key), info in listed.items() if info.n_bytes}
-                with self._lock:
-                    self._known[digest] = (time.monotonic() + KNOWN_S, found)
+                self._known[digest] = (time.monotonic() + KNOWN_S, found)
 
     def has(self, digest: str, key: str) -> bool:
         """Whether a chunk is there; False if nobody can tell."""
@@ -178,68 +231,81 @@ class RemoteTier:
     def info(self, digest: str, key: str) -> ObjectInfo | None:
         """What is known of a chunk's object, None if there is none or nobody can tell."""
         with suppress(CacheMiss, StoreError, FileNotFoundError):
-            self.claim()
+            self._check()
             found = self.objects.info(self._path(digest, key))
             return found if found.n_bytes else None
         return None
 
-    def get(
+    def _get(
         self, digest: str, key: str, *, n_bytes: int | None = None, patiently: bool = False
     ) -> bytes:
         """A chunk's file, or its first ``n_bytes``. Raises CacheMiss."""
-        self.claim()
-        path = self._path(digest, key)
+        self._check()
         with suppress(FileNotFoundError):
+            path = self._path(digest, key)
             if data := self.objects.read(path, n_bytes=n_bytes, patiently=patiently):
                 return data
-        self._forget([key])
+        self._known.clear()
         raise CacheMiss("absent", f"{self.url}: {key}")
 
-    def put(
-        self, digest: str, key: str, fields: Mapping[str, Any], data: bytes, *, patiently: bool
-    ) -> None:
-        """Keep a chunk's file. fields: of its fingerprint. Raises CacheMiss ("io")."""
-        self.claim()
-        self._require_mounted(patiently=patiently)
-        if digest not in self.fingerprints():
-            self._agree(f"{self._space}/{digest}/fingerprint.json", dict(fields))
-            self._fingerprints = (0.0, {})
-        self.objects.write(self._path(digest, key), data, patiently=patiently)
+    def begin(self, key: str, digest: str) -> Future[None]:
+        """Begin to fetch a chunk, unless that has begun already."""
+        place = (digest, key)
         with self._lock:
-            if digest in self._known:
-                self._known[digest][1].add(key)
+            found = self._coming.get(place)
+            if found is None:
+                found = self._coming[place] = self.objects.pool.submit(self._fetch, place)
+                found.add_done_callback(lambda _: self._coming.pop(place, None))
+            return found
 
-    def delete(self, keys: Collection[str]) -> set[str]:
-        """Delete chunks of whatever fingerprint; the keys of those that there were.
+    def fetch(self, key: str, digest: str) -> None:
+        """Bring a chunk into the folder, all of it verified.
 
-        Raises StoreError if it cannot be done for all: what is left is deleted by the next try.
+        Raises CacheMiss: "absent", "corrupt" (which is emptied, to be put again), or "io" if it
+        takes longer than a question waits, or the folder has no room for it.
         """
+        is_gone = self.objects.is_gone
         try:
-            self.claim(patiently=True)
-            digests = self._digests(patiently=True)
-            paths = [(key, self._path(digest, key)) for digest in digests for key in keys]
-            gone = self.objects.pool.map(
-                lambda one: one[0] if self.objects.remove(one[1]) else "", paths
-            )
-            self._fingerprints = (0.0, {})
-            return {*gone} - {""}
-        except CacheMiss as miss:
-            raise StoreError(
-                f"not all can be deleted from the remote tier ({miss}); next step: try again when "
-                "it answers"
-            ) from miss
-        finally:
-            self._forget(keys)
+            self.begin(key, digest).result(0 if is_gone else ASKED_S)
+        except TooLate as error:
+            if is_gone:  # who does not wait learns nothing of it: it is to be asked again in time
+                raise self.objects.gone() from error
+            why = f"takes longer than {ASKED_S:.0f} s"
+            self.objects.give_up(why)  # the next chunk does not wait as long again
+            raise CacheMiss("io", f"{self.url} {why}") from error
+        except (StoreError, OSError) as error:
+            raise CacheMiss("io", str(error)) from error
 
-    def check_answers(self) -> None:
-        """Raises StoreError if the place does not answer, or is one that is not mounted."""
-        try:
-            self.reclaim()
-        except CacheMiss as miss:
-            raise StoreError(
-                f"nothing is deleted while the remote tier does not answer ({miss}); next step: "
-                "try again when it does"
-            ) from miss
+    def _fetch(self, place: Place) -> None:
+        if self._files.is_gone(*place):  # else it came since it was missed
+            self.bring(place)
+
+    def bring(self, place: Place, *, patiently: bool = False) -> int:
+        """Bring a chunk of the remote tier into the folder; its bytes.
+
+        Raises CacheMiss or StoreError.
+        """
+        digest, key = place
+
+        def verified(file: Path) -> Entry:
+            try:
+                with self._opened(file, key) as chunk:
+                    if chunk.made_by.digest != digest:
+                        raise CacheMiss("fingerprint", f"{self.url}: {chunk.made_by.digest}")
+                    chunk.verify()
+                    return Entry.of_file(chunk)
+            except CacheMiss as miss:
+                if miss.is_damage:
+                    self.discard(digest, key)
+                raise
+
+        data = self._get(digest, key, patiently=patiently)
+        self._files.put(key, digest, [data], verified)
+        self.mark([place])
+        return len(data)
+
+    def _opened(self, file: Path, key: str) -> ChunkFile:
+        return ChunkFile(file, key, namespace=self._namespace, secret=self._files.secret)
 
     def discard(self, digest: str, key: str) -> None:
         """Empty a damaged object, so that a sound one is put in its place. Best effort.
@@ -250,78 +316,180 @@ class RemoteTier:
         with suppress(CacheMiss, FileNotFoundError):  # it was deleted meanwhile
             self.objects.info(path)
             self.objects.write(path, b"")
-        self._forget([key])
+        self._known.clear()
 
-    def _forget(self, keys: Collection[str]) -> None:
-        with self._lock:
-            for _, known in self._known.values():
-                known.difference_update(keys)
+    def share(self, entry: Entry, data: bytes) -> bool:
+        """Put a chunk into the remote tier; whether it is there. Else it stays, for `push`."""
+        try:
+            self._read_marker()
+            self.objects.write(self._path(entry.digest, entry.key), data)
+        except (CacheMiss, StoreError) as error:
+            self.tell(error)
+            return False
+        if entry.digest in self._known:
+            self._known[entry.digest][1].add(entry.key)
+        return True
 
-    def listed(self) -> Listing:
-        """All chunks. Raises CacheMiss ("io")."""
-        self.claim(patiently=True)
+    def send(self, place: Place) -> int:
+        """Put a chunk of the folder into the remote tier; its bytes, 0 if it has gone.
+
+        Raises CacheMiss, OSError or StoreError.
+        """
+        file = self._files.file(place[1], place[0])
+        try:
+            data = file.read_bytes()
+            self._files.entry(file)  # raises
+        except FileNotFoundError:  # evicted meanwhile
+            return 0
+        self.objects.write(self._path(*place), data, patiently=True)
+        self.mark([place])
+        return len(data)
+
+    def mark(self, places: Collection[Place]) -> None:
+        """Take note that chunks are in the remote tier."""
+        with suppress(StoreError):  # one that is not marked is put again by `push`
+            self._index.mark_shared(self._namespace, places)
+
+    def delete(self, keys: Collection[str]) -> set[str]:
+        """Delete chunks of whatever fingerprint; the keys of those that there were.
+
+        Raises StoreError if it cannot be done for all: what is left is deleted by the next try.
+        """
+        with _answering("not all can be deleted from the remote tier"):
+            self._read_marker(patiently=True)
+            paths = [(k, self._path(d, k)) for d in self._digests(patiently=True) for k in keys]
+            gone = self.objects.pool.map(
+                lambda one: one[0] if self.objects.remove(one[1]) else "", paths
+            )
+            self._fingerprints = (0.0, [])
+            self._known.clear()
+            return {*gone} - {""}
+
+    def listed(self) -> dict[Place, ObjectInfo]:
+        """All chunks; those that were found damaged have no bytes.
+
+        Raises StoreError if the remote tier does not answer.
+        """
         found: dict[Place, ObjectInfo] = {}
-        for digest in self._digests(patiently=True):
-            found |= self._list(digest, patiently=True)
-        damaged = frozenset(place for place, info in found.items() if not info.n_bytes)
-        return Listing(
-            chunks={place: info for place, info in found.items() if place not in damaged},
-            damaged=damaged,
-        )
+        with _answering():
+            for digest in self._digests(patiently=True):
+                found |= self._list(digest, patiently=True)
+        return found
 
     def _list(self, digest: str, *, patiently: bool) -> dict[Place, ObjectInfo]:
         listed = self.objects.listed(f"{self._space}/{digest}", patiently=patiently)
         named = ((_CHUNK.fullmatch(name), info) for name, info in listed.items())
         return {(digest, name[1]): info for name, info in named if name}
 
-    def _digests(self, *, patiently: bool) -> list[str]:
+    def _digests(self, *, patiently: bool = False) -> list[str]:
         names = self.objects.names(self._space, patiently=patiently)
         return [name for name in names if _DIGEST.fullmatch(name)]
 
-    # -- what machines agree on -----------------------------------------------------------------
+    # -- what all machines have -------------------------------------------------------------------
 
-    def fingerprints(self) -> dict[str, Fingerprint]:
-        """Fingerprints by digest, of which there may be a chunk. Raises CacheMiss ("io")."""
+    def refresh_soon(self) -> None:
+        """`refresh` in a thread of its own, unless that was done a moment ago."""
+
+        def quietly() -> None:
+            try:
+                self.refresh()
+            except SamkvError as error:
+                self.tell(error)
+
+        with self._lock:
+            if time.monotonic() < self._refreshes_at:
+                return
+            self._refreshes_at = time.monotonic() + REFRESH_S
+        threading.Thread(target=quietly, name="samkv-refresh", daemon=True).start()
+
+    def refresh(self) -> Refreshed:
+        """Learn the texts of chunks that other machines have put, and delete what they deleted.
+
+        Raises StoreError if the remote tier does not answer.
+        """
+        with _answering():
+            self._read_marker(patiently=True)
+        before = self._index.shared(self._namespace)
+        listed = self.listed()  # after: what this machine has put since is no stranger
+        gone = sorted({key for digest, key in before if (digest, key) not in listed})
+        self._index.delete(self._namespace, gone)
+        chunks = {place: info for place, info in listed.items() if info.n_bytes}
+        places = self._index.places(self._namespace, PRESENT, EVICTED, LOST)
+        known = {(digest, key) for digest, key, _ in places}
+        self.mark(chunks.keys() & known)
+        new = sorted(chunks.keys() - known)
+        n_new = 0
+        for begin in range(0, len(new), SLICE):
+            heads = self.objects.pool.map(
+                lambda place: self._head(place, chunks[place].n_bytes), new[begin : begin + SLICE]
+            )
+            read = [entry for entry in heads if entry]
+            self._index.learn(read)
+            self.mark([(entry.digest, entry.key) for entry in read])
+            n_new += len(read)
+        return Refreshed(n_new=n_new, n_deleted=len(gone), chunks=chunks)
+
+    def _head(self, place: Place, size: int) -> Entry | None:
+        """What the index is told of a remote chunk; None if it is damaged or has gone."""
+        for n_bytes in (HEAD_BYTES, size):
+            with suppress(CacheMiss, OSError), TemporaryDirectory("samkv") as folder:
+                file = Path(folder) / "head"
+                file.write_bytes(self._get(*place, n_bytes=n_bytes))
+                os.truncate(file, size)  # what was not read is a hole
+                with self._opened(file, place[1]) as chunk:
+                    if chunk.made_by.digest == place[0]:
+                        return Entry.of_file(chunk)
+        return None
+
+    def fingerprints(self) -> list[Fingerprint]:
+        """Of which there are chunks; none if the remote tier does not answer."""
         until, found = self._fingerprints
         if time.monotonic() < until:
             return found
-        self.claim()
-        found = {}
-        for digest in self._digests(patiently=False):
-            folder = f"{self._space}/{digest}"
-            with suppress(FileNotFoundError):  # its chunks have not come yet
-                made_by = _fingerprint(self._read(f"{folder}/fingerprint.json"), digest)
-                if made_by and self.objects.names(folder) != ["fingerprint.json"]:
-                    found[digest] = made_by
-        self._fingerprints = (time.monotonic() + FINGERPRINTS_S, found)
+        found = []
+        try:
+            self._check()
+            known = {each.digest: each for each in self._index.fingerprints(are_present=False)}
+            for digest in self._digests():
+                for place, info in self._list(digest, patiently=False).items():
+                    if digest not in known and (entry := self._head(place, info.n_bytes)):
+                        known[digest] = Fingerprint(**entry.fields)
+                    if digest in known:
+                        found.append(known[digest])
+                        break
+        except (CacheMiss, StoreError) as error:
+            self.tell(error)
+        else:
+            self._fingerprints = (time.monotonic() + FINGERPRINTS_S, found)
         return found
 
     def agree(self, name: str, value: int) -> int:
-        """The value of a setting: that of which machine was first. Raises CacheMiss ("io")."""
-        self.claim()
-        named = blake2b(name.encode(), digest_size=16).hexdigest()
-        path = f"{self._space}/notes/{named}.json"
-        found = self._agree(path, {"value": value}).get("value")
+        """The value of a setting: that of which machine was first. Raises StoreError."""
+        path = self._note(blake2b(name.encode(), digest_size=16).hexdigest())
+        with _answering():
+            self._check()
+            found = self._agree(path, {"value": value}).get("value")
         if not isinstance(found, int) or not 0 < found <= _MAX_AGREED:
             raise self._damaged(path)
         return found
 
     def note(self, name: str) -> str | None:
-        """A note that `put_note` left. Raises CacheMiss ("io")."""
-        self.claim()
-        try:
-            return self.objects.read(self._note(name)).decode(errors="replace")
-        except FileNotFoundError:
+        """See `Store.note`; one of all machines. Raises StoreError if the remote does not say."""
+        with _answering():
+            self._check()
+            with suppress(FileNotFoundError):
+                return self.objects.read(self._note(name)).decode(errors="replace")
             return None
 
-    def put_note(self, name: str, text: str, *, replace: bool) -> bool:
-        """Keep a note; whether it was kept, as there may be one. Raises CacheMiss ("io")."""
-        self.claim()
-        try:
-            self.objects.write(self._note(name), text.encode(), is_new=not replace)
-        except FileExistsError:
-            return False
-        return True
+    def put_note(self, name: str, text: str, *, replace: bool = True) -> bool:
+        """See `Store.put_note`. Raises StoreError."""
+        with _answering():
+            self._read_marker()
+            try:
+                self.objects.write(self._note(name), text.encode(), is_new=not replace)
+            except FileExistsError:
+                return False
+            return True
 
     def note_url(self, name: str) -> str:
         """Where a note is."""
@@ -330,10 +498,10 @@ class RemoteTier:
     def _note(self, name: str) -> str:
         return f"{self._space}/notes/{name}.json"
 
-    def _agree(self, path: str, mine: dict[str, Any], *, patiently: bool = False) -> dict[str, Any]:
+    def _agree(self, path: str, mine: dict[str, Any]) -> dict[str, Any]:
         """What an object says that is written once, by whichever machine was first."""
         try:
-            return self._read(path, patiently=patiently)
+            return self._read(path)
         except FileNotFoundError:
             with suppress(FileExistsError):
                 self.objects.write(path, json.dumps(mine).encode(), is_new=True)
@@ -342,27 +510,16 @@ class RemoteTier:
     def _read(self, path: str, *, patiently: bool = False) -> dict[str, Any]:
         text = self.objects.read(path, patiently=patiently)
         try:
-            found = json.loads(text)
-        except (ValueError, RecursionError) as error:
+            return {**json.loads(text)}
+        except BAD_JSON as error:
             raise self._damaged(path) from error
-        if not isinstance(found, dict):
-            raise self._damaged(path)
-        return found
 
     def _damaged(self, path: str) -> StoreError:
         return StoreError(
             f"{self.url}/{path} is damaged; next step: delete it, or name another place"
         )
 
-
-def _fingerprint(fields: Mapping[str, Any], digest: str) -> Fingerprint | None:
-    """The fingerprint of these fields, if it is a sound one and the one that ``digest`` names."""
-    try:
-        made_by = Fingerprint(**fields)
-        is_typed = all(
-            type(getattr(made_by, f.name)).__name__ == f.type for f in fields_of(made_by)
-        )
-        is_sound = made_by.scheme.of(1).n_blocks > 0 and made_by.entry_format.n_bytes > 0
-        return made_by if is_typed and is_sound and made_by.digest == digest else None
-    except _STRANGE:  # of a later release, or made up
-        return None
+    def begin_anew(self) -> None:
+        """Give the place a marker if it was emptied. Raises StoreError."""
+        with _answering():
+            self._read_marker(patiently=True, begins=True)

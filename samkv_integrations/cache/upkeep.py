@@ -1,34 +1,36 @@
-"""Looking after a store: clearing up, and reading every cache to see whether it is sound."""
+"""Looking after a store: clearing up, verifying, reading ahead, and copying to and from others."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
-from samkv_integrations.cache import older
-from samkv_integrations.cache.chunk_file import ChunkFile
 from samkv_integrations.cache.disk import ChunkStore
-from samkv_integrations.cache.files import remove
-from samkv_integrations.cache.fingerprint import Fingerprint
-from samkv_integrations.cache.recovery import Recovered, reconcile
-from samkv_integrations.cache.tables import LOST, PRESENT
-from samkv_integrations.errors import CacheMiss, StoreError
+from samkv_integrations.cache.file_format import ChunkFile, open_regular
+from samkv_integrations.cache.folder import Recovered, reconcile
+from samkv_integrations.cache.index import LOST, PRESENT, Place
+from samkv_integrations.cache.remote import SLICE, SharedTier
+from samkv_integrations.errors import CacheMiss, InvalidOption, SamkvError, StoreError
+
+Progress = Callable[[int, int], None]
+"""Called with how many chunks are done, and of how many."""
+
+_BUFFER_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class GcResult:
     """What `gc` did.
 
-    recovered: what processes had left that were killed. n_forgotten: texts whose cache had gone by
-    itself. n_older: caches of older format versions that were deleted. n_damaged: files of the
-    quarantine that were deleted. bytes_freed: on disk.
+    recovered: where index and files disagreed. n_forgotten: texts whose cache had gone by itself.
+    bytes_freed: on disk.
     """
 
     recovered: Recovered
     n_forgotten: int
-    n_older: int
-    n_damaged: int
     bytes_freed: int
 
 
@@ -43,7 +45,7 @@ class Damage:
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyResult:
-    """What `verify` found. n_bytes: read. n_repaired: damaged caches that were moved away."""
+    """What `verify` found. n_bytes: read. n_repaired: damaged caches that were deleted."""
 
     n_chunks: int
     n_bytes: int
@@ -55,47 +57,33 @@ class VerifyResult:
 def gc(store: ChunkStore) -> GcResult:
     """Delete what nobody will use: of all namespaces.
 
-    That is what killed processes left, the quarantine, texts whose cache has gone (but not those of
-    caches that were evicted), and caches of older format versions. Others may go on working.
-    Caches that no record references are `ChromaLink.sync`'s business.
+    That is what killed processes left an hour ago or before, damaged files, and texts whose cache
+    has gone (but not those of caches that were evicted). Others may go on working. Caches that no
+    record references are `ChromaLink.sync`'s business.
 
     Raises StoreError if the store cannot be used.
     """
     recovered = reconcile(store.files)
     lost = store.index.places(None, LOST)
     for namespace in {space for *_, space in lost}:
-        keys = sorted({key for _, key, space in lost if space == namespace})
-        store.index.end_deleting(store.index.begin_to_delete(namespace, keys))
-    n_older, older_bytes = 0, 0
-    for folder, (_, chunks, n_bytes) in zip(
-        older.folders(store.path), older.totals(store.path), strict=True
-    ):
-        remove(folder)
-        n_older, older_bytes = n_older + chunks, older_bytes + n_bytes
-    n_damaged, freed = store.files.empty_quarantine(lambda name: True)
-    store.index.database.scrub()
-    return GcResult(
-        recovered=recovered,
-        n_forgotten=len(lost),
-        n_older=n_older,
-        n_damaged=n_damaged,
-        bytes_freed=recovered.bytes_freed + older_bytes + freed,
-    )
+        keys = [key for _, key, space in lost if space == namespace]
+        store.index.delete(namespace, keys, LOST)
+    store.index.vacuum()
+    return GcResult(recovered=recovered, n_forgotten=len(lost), bytes_freed=recovered.bytes_freed)
 
 
 def verify(
-    store: ChunkStore, *, repair: bool = False, progress: Callable[[int, int], None] | None = None
+    store: ChunkStore, *, repair: bool = False, progress: Progress | None = None
 ) -> VerifyResult:
     """Read every cache of every namespace, and check all its bytes.
 
-    repair: move damaged caches to the quarantine, so that they are computed again when they are
-        asked for; else nothing is changed but the index, which is brought into line.
-    progress: called with the caches looked at so far, and of how many.
+    repair: delete damaged caches, so that they are computed again when they are asked for; else
+        nothing is changed but the index, which is brought into line.
 
     Raises StoreError if the store cannot be used.
     """
     recovered = reconcile(store.files)
-    made_by = {d: Fingerprint(**fields) for d, fields in store.index.fingerprints().items()}
+    made_by = {each.digest: each for each in store.index.fingerprints()}
     places = [place for place in store.index.places(None, PRESENT) if place[0] in made_by]
     damaged: list[Damage] = []
     n_bytes = n_repaired = 0
@@ -111,15 +99,142 @@ def verify(
             if miss.reason != "absent":  # deleted or evicted meanwhile
                 damaged.append(Damage(key=key, reason=miss.reason, detail=str(miss)))
                 if repair and miss.reason != "io":
-                    with suppress(OSError, StoreError):
-                        store.files.set_aside(file, namespace)
+                    with suppress(StoreError):
+                        store.index.lose([(digest, key)], are_damaged=True)
                         n_repaired += 1
         if progress is not None:
             progress(number, len(places))
     return VerifyResult(
-        n_chunks=len(places),
-        n_bytes=n_bytes,
-        damaged=tuple(damaged),
-        n_repaired=n_repaired,
+        n_chunks=len(places), n_bytes=n_bytes, damaged=tuple(damaged), n_repaired=n_repaired,
         recovered=recovered,
-    )
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class WarmResult:
+    """What `warm` read. n_left: caches that were not read, because ``max_bytes`` was reached."""
+
+    n_chunks: int
+    bytes_read: int
+    n_left: int
+
+
+def warm(
+    store: ChunkStore,
+    keys: Collection[str] | None = None,
+    *,
+    max_bytes: int | None = None,
+    progress: Progress | None = None,
+) -> WarmResult:
+    """Read the files of a namespace's caches, those used last first, and keep nothing of them.
+
+    The operating system keeps what it has memory for. No model is needed, nothing is verified, and
+    no cache counts as used.
+
+    keys: which; None for all. max_bytes: stop before a file that would exceed it.
+
+    Raises StoreError if the store cannot be used.
+    """
+    places = store.index.places(store.namespace, PRESENT)
+    places = [place for place in places if keys is None or place[1] in keys]
+    buffer = memoryview(bytearray(_BUFFER_BYTES))
+    n_chunks = n_bytes = 0
+    for number, (digest, key, _) in enumerate(places, 1):
+        with suppress(OSError):  # deleted or evicted meanwhile, or damaged: a question will say
+            with open_regular(store.file(key, digest)) as file:
+                size = os.fstat(file.fileno()).st_size
+                if max_bytes is not None and n_bytes + size > max_bytes:
+                    n_left = len(places) - number + 1
+                    return WarmResult(n_chunks=n_chunks, bytes_read=n_bytes, n_left=n_left)
+                while got := file.readinto(buffer):
+                    n_bytes += got
+                n_chunks += 1
+        if progress is not None:
+            progress(number, len(places))
+    return WarmResult(n_chunks=n_chunks, bytes_read=n_bytes, n_left=0)
+
+
+# -- the remote tier ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moved:
+    """What `push` or `pull` did.
+
+    n_chunks, n_bytes: that were copied. n_left: that could not be, or that there was no room for.
+    """
+
+    n_chunks: int
+    n_bytes: int
+    n_left: int
+
+
+def push(store: ChunkStore, *, progress: Progress | None = None) -> Moved:
+    """Put what the remote tier lacks of the namespace's chunks; one that was emptied begins anew.
+
+    Raises InvalidOption if there is no remote tier, StoreError if it does not answer.
+    """
+    shared = _shared(store)
+    shared.begin_anew()
+    there = {place for place, info in shared.listed().items() if info.n_bytes}
+    here = {(digest, key) for digest, key, _ in store.index.places(store.namespace, PRESENT)}
+    return _move(shared, shared.send, sorted(here - there), progress)
+
+
+def pull(
+    store: ChunkStore,
+    keys: Collection[str] | None = None,
+    *,
+    max_bytes: int | None = None,
+    progress: Progress | None = None,
+) -> Moved:
+    """Bring chunks of the remote tier into the folder, the newest first, and learn all texts.
+
+    keys: which; None for all. max_bytes: stop before a chunk that would exceed it.
+    progress: called with the chunks that are done, and of how many.
+
+    Raises like `push`.
+    """
+    shared = _shared(store)
+    chunks = shared.refresh().chunks
+    by_age = sorted(chunks, key=lambda place: -chunks[place].modified_at)
+    lacking = [p for p in by_age if store.files.is_gone(*p) and (keys is None or p[1] in keys)]
+    wanted, n_bytes = [], 0
+    for place in lacking:
+        n_bytes += chunks[place].n_bytes
+        if max_bytes is not None and n_bytes > max_bytes:
+            break
+        wanted.append(place)
+    done = _move(shared, partial(shared.bring, patiently=True), wanted, progress)
+    return replace(done, n_left=done.n_left + len(lacking) - len(wanted))
+
+
+def _shared(store: ChunkStore) -> SharedTier:
+    if store.shared is None:
+        raise InvalidOption(
+            "the store has no remote tier; open it with remote=, or give --remote or SAMKV_REMOTE"
+        )
+    return store.shared
+
+
+def _move(
+    shared: SharedTier,
+    copy: Callable[[Place], int],
+    places: Sequence[Place],
+    progress: Progress | None,
+) -> Moved:
+    def moved(place: Place) -> int | None:
+        try:
+            return copy(place)
+        except (SamkvError, OSError) as error:
+            shared.tell(error if isinstance(error, SamkvError) else StoreError(str(error)))
+            return None
+
+    sizes: list[int | None] = []
+    for begin in range(0, len(places), SLICE):
+        for size in shared.objects.pool.map(moved, places[begin : begin + SLICE]):
+            sizes.append(size)
+            if progress is not None:
+                progress(len(sizes), len(places))
+    copied = [size for size in sizes if size is not None]
+    return Moved(n_chunks=len(copied), n_bytes=sum(copied), n_left=len(sizes) - len(copied))

@@ -52,8 +52,7 @@ class Ownership:
         self._note = f"chroma-owner-{name}"
         self._where, self._file = "memory", self._note
         if self._shared is not None:
-            remote = self._shared.remote
-            self._where, self._file = remote.url, remote.note_url(self._note)
+            self._where, self._file = self._shared.url, self._shared.note_url(self._note)
         elif isinstance(store, ChunkStore):
             self._where, self._file = str(store.path), str(store.path / f"{self._note}.json")
 

@@ -90,7 +90,7 @@ DeletedTexts = Annotated[
 Grace = Annotated[float, _option("Keep unused caches that are younger, in seconds.", "--grace")]
 Prune = Annotated[bool, _option("Delete caches that no record uses.")]
 Build = Annotated[bool, _option("Cache the chunks that are not.")]
-Repair = Annotated[bool, _option("Move damaged caches away.", "--repair")]
+Repair = Annotated[bool, _option("Delete damaged caches.", "--repair")]
 Budget = Annotated[
     str | None, _option("A size such as 20GB, or none. Default: show it.", "--max-bytes")
 ]
@@ -98,11 +98,6 @@ BudgetNamespace = Annotated[
     str | None, _option("The quota of this namespace, not that of all.", "--namespace")
 ]
 WarmBytes = Annotated[str | None, _option("Read no more, such as 4GB.", "--bytes")]
-NewArchive = Annotated[Path, typer.Argument(help="The file to make.", metavar="FILE")]
-Archive = Annotated[Path, typer.Argument(help="What 'samkv store export' wrote.", metavar="FILE")]
-OnlyModel = Annotated[
-    str | None, typer.Option("--model", help="Take the caches of this model only.")
-]
 
 # -- of ask, inspect and methods ----------------------------------------------------------------
 AsMarkdown = Annotated[bool, _option("As the table of docs/methods.md.")]

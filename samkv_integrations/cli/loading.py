@@ -30,7 +30,7 @@ def bytes_of(option: str, text: str) -> int:
 
     Raises InvalidOption, which names ``option``, for another form or a size that no file can have.
     """
-    from samkv_integrations.cache.budget import MOST
+    from samkv_integrations.cache.index import MOST
 
     found = _SIZE.fullmatch(text.strip())
     unit = _UNITS.get(found[2].lower()) if found else None
@@ -99,7 +99,7 @@ def require_own_records(store: ChunkStore, database: Database, names: Sequence[s
 
     It is if its records name caches of another namespace only.
     """
-    from samkv_integrations.cache.tables import EVICTED, LOST, PRESENT
+    from samkv_integrations.cache.index import EVICTED, LOST, PRESENT
     from samkv_integrations.chroma.records import Records
 
     places = store.index.places(None, PRESENT, EVICTED, LOST)

@@ -18,7 +18,6 @@ from samkv_integrations.cli.loading import (
     require_own_records,
     store_in,
 )
-from samkv_integrations.cli.store_archive import export, import_
 from samkv_integrations.errors import EmptyInput, InvalidOption
 from samkv_integrations.figures import Row, percent, size
 
@@ -137,7 +136,7 @@ def forget(
 
 @app.command()
 def gc(folder: args.Folder = Path(".samkv"), as_json: args.Json = False) -> None:
-    """Delete what nobody will use: what killed processes left, damaged files, older formats.
+    """Delete what nobody will use: what killed processes left, damaged files, lost texts.
 
     Of all namespaces. Caches of deleted records are deleted by 'samkv store sync'.
     """
@@ -146,11 +145,9 @@ def gc(folder: args.Folder = Path(".samkv"), as_json: args.Json = False) -> None
     done = collect_garbage(store_in(folder))
     found = done.recovered
     said = (
-        f"{found.n_unfinished} unfinished files, {done.n_damaged} damaged ones, "
-        f"{done.n_forgotten} texts whose cache had gone and {done.n_older} caches of older formats "
-        f"deleted, {size(done.bytes_freed)} in all\n"
-        f"{found.n_adopted} caches found that the index did not know, {found.n_lost} missed, "
-        f"{found.n_set_aside} damaged"
+        f"{found.n_unfinished} unfinished files, {found.n_damaged} damaged ones and "
+        f"{done.n_forgotten} texts whose cache had gone deleted, {size(done.bytes_freed)} in all\n"
+        f"{found.n_adopted} caches found that the index did not know, {found.n_lost} missed"
     )
     _say("gc", asdict(done), said, as_json=as_json)
 
@@ -161,7 +158,7 @@ def verify(
 ) -> None:
     """Read every cache of every namespace, and check all its bytes. Exit code 1 if one is damaged.
 
-    With --repair damaged ones are moved away, and computed again when they are asked for.
+    With --repair damaged ones are deleted, and computed again when they are asked for.
     """
     from samkv_integrations.cache.upkeep import verify as verify_caches
 
@@ -173,10 +170,10 @@ def verify(
         lines.append(f"and {n_damaged - SHOWN_DAMAGE} more; --json names each")
     lines.append(
         f"{found.n_chunks} chunks, {size(found.n_bytes)} read: {n_damaged} damaged, "
-        f"{found.n_repaired} of them moved away"
+        f"{found.n_repaired} of them deleted"
     )
     if n_damaged and not repair:
-        lines.append("'samkv store verify --repair' moves damaged ones away")
+        lines.append("'samkv store verify --repair' deletes damaged ones")
     elif found.n_repaired < n_damaged:
         lines.append("what could not be read stays; look at its permissions, and at the disk")
     elif n_damaged:
@@ -199,7 +196,7 @@ def budget(
     store = store_in(folder)
     if max_bytes is not None:
         limit = None if max_bytes == NO_LIMIT else bytes_of("--max-bytes", max_bytes)
-        most, quota = store.index.budget.read()
+        most, quota = store.index.budget()
         if namespace is None:
             most = limit
         else:
@@ -207,7 +204,7 @@ def budget(
             quota |= {} if limit is None else {namespace: limit}
         store.set_budget(most, quota)
     # bytes and limit of all namespaces together (None), and of each that has either
-    most, quota = store.index.budget.read()
+    most, quota = store.index.budget()
     found = store.stats(everyone=True)
     taken = dict.fromkeys(sorted(quota), 0)
     for one in found.rows:
@@ -240,7 +237,7 @@ def warm(
 
     What other machines have made is fetched by 'samkv store pull'.
     """
-    from samkv_integrations.cache.warming import warm as warm_caches
+    from samkv_integrations.cache.upkeep import warm as warm_caches
 
     limit = None if max_bytes is None else bytes_of("--bytes", max_bytes)
     store, keys = store_in(folder, namespace), _keys(folder, chroma, collections)
@@ -261,7 +258,7 @@ def push(
     'samkv ingest --remote' does it as it goes; this is for what was made without it, or while it
     did not answer.
     """
-    from samkv_integrations.cache.transfer import push as push_caches
+    from samkv_integrations.cache.upkeep import push as push_caches
 
     store = _shared(folder, namespace, remote, is_new=False)
     with progress_bar("pushing") as show:
@@ -281,7 +278,7 @@ def pull(
     namespace: args.Namespace = "", as_json: args.Json = False,
 ) -> None:  # fmt: skip
     """Fetch caches that other machines have made, the newest first, before questions need them."""
-    from samkv_integrations.cache.transfer import pull as pull_caches
+    from samkv_integrations.cache.upkeep import pull as pull_caches
 
     limit = None if max_bytes is None else bytes_of("--bytes", max_bytes)
     keys = _keys(folder, chroma, collections)
@@ -291,10 +288,6 @@ def pull(
     left = f", {done.n_left} left" if done.n_left else ""
     said = f"{done.n_chunks} caches fetched, {size(done.n_bytes)}{left}"
     _say("pull", asdict(done), said, as_json=as_json)
-
-
-app.command()(export)
-app.command("import")(import_)
 
 
 def _say(command: str, row: Row, said: str, *, as_json: bool) -> None:

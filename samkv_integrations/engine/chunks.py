@@ -23,13 +23,10 @@ from samkv_integrations.cache.attention_stats import (
     PUBLISHED_STABLE_LAYERS,
     stable_layers,
 )
-from samkv_integrations.cache.base import Store, StoredChunk
-from samkv_integrations.cache.blocks import BlockScheme
-from samkv_integrations.cache.chunk import ChunkRef
+from samkv_integrations.cache.base import Outage, Store, StoredChunk
+from samkv_integrations.cache.chunk import BlockScheme, ChunkRef, Fingerprint
 from samkv_integrations.cache.file_format import FileLayout, text_bytes
-from samkv_integrations.cache.fingerprint import Fingerprint
 from samkv_integrations.cache.memory import MemoryChunk
-from samkv_integrations.cache.outage import Outage
 from samkv_integrations.cache.quantise import EntryFormat
 from samkv_integrations.engine.options import check_on_miss
 from samkv_integrations.engine.prefill import batches, prefill

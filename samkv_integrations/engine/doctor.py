@@ -20,10 +20,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import kl_div
 
-from samkv_integrations.cache.blocks import BlockScheme
+from samkv_integrations.cache.chunk import BlockScheme
 from samkv_integrations.cache.disk import ChunkStore
-from samkv_integrations.cache.quantise import DEFAULT_STORE_BITS, STORE_BITS
-from samkv_integrations.cache.rope import rotate, unrotate
+from samkv_integrations.cache.quantise import DEFAULT_STORE_BITS, STORE_BITS, rotate, unrotate
 from samkv_integrations.engine.costs import CostModel, is_whole, two_passes_s
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.errors import InvalidChunk, InvalidOption, PromptTooLong

@@ -11,9 +11,7 @@ from typing import Literal, Unpack
 import torch
 
 from samkv_integrations.cache.base import Store
-from samkv_integrations.cache.blocks import BlockScheme
-from samkv_integrations.cache.chunk import normalise
-from samkv_integrations.cache.fingerprint import Fingerprint
+from samkv_integrations.cache.chunk import BlockScheme, Fingerprint, normalise
 from samkv_integrations.cache.memory import MemoryStore
 from samkv_integrations.engine.chunks import Chunks, RecentChunks
 from samkv_integrations.engine.costs import CostModel, keep_costs, kept_costs, measure

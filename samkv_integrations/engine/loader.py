@@ -9,11 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from samkv_integrations.cache.attention_stats import decode_means, mean_of_blocks
 from samkv_integrations.cache.base import StoredChunk
-from samkv_integrations.cache.block_means import decode_means, mean_of_blocks
-from samkv_integrations.cache.entries import Entries
-from samkv_integrations.cache.fingerprint import Fingerprint
-from samkv_integrations.cache.quantise import GROUP_TOKENS
+from samkv_integrations.cache.chunk import Fingerprint
+from samkv_integrations.cache.quantise import GROUP_TOKENS, Entries
 from samkv_integrations.errors import CacheMiss
 from samkv_integrations.methods.base import SelectionInputs
 from samkv_integrations.prompt.layout import Layout

@@ -12,11 +12,10 @@ from samkv_integrations.cache.attention_stats import (
     LayerStatistics,
     chunk_statistics,
     layer_statistics,
+    quantise_means,
 )
-from samkv_integrations.cache.block_means import quantise_means
-from samkv_integrations.cache.chunk import ChunkCache, ChunkRef
-from samkv_integrations.cache.fingerprint import Fingerprint
-from samkv_integrations.cache.rope import unrotate
+from samkv_integrations.cache.chunk import ChunkCache, ChunkRef, Fingerprint
+from samkv_integrations.cache.quantise import unrotate
 from samkv_integrations.model.attention import Attend, attention
 from samkv_integrations.model.model import Model
 

@@ -11,9 +11,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-from samkv_integrations.cache.blocks import BlockScheme
+from samkv_integrations.cache.chunk import BlockScheme, Fingerprint
 from samkv_integrations.cache.file_format import FileLayout
-from samkv_integrations.cache.fingerprint import Fingerprint
 from samkv_integrations.cache.quantise import DEFAULT_STORE_BITS, EntryFormat
 from samkv_integrations.engine.costs import CostModel, two_passes_s
 from samkv_integrations.errors import InvalidOption

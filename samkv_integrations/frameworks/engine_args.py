@@ -122,7 +122,7 @@ def _check_engine(engine: Engine, source: ModelSource) -> None:
     if source.max_bytes is not None:  # no part of an engine: it is the store's from now on
         if not isinstance(engine.store, ChunkStore):
             raise _no_folder(source.max_bytes)
-        before, quota = engine.store.index.budget.read()
+        before, quota = engine.store.index.budget()
         if before != source.max_bytes:
             engine.store.set_budget(source.max_bytes, quota)
 
@@ -177,7 +177,7 @@ def folder_of(engine: Engine) -> str | None:
 def remote_of(engine: Engine) -> str | None:
     """Where the engine shares its chunk caches with other machines; None for nowhere."""
     shared = engine.store.shared if isinstance(engine.store, ChunkStore) else None
-    return shared.remote.url if shared else None
+    return shared.url if shared else None
 
 
 def own_choices(engine: Engine) -> tuple[str | None, str | None]:

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from samkv_integrations.cache.blocks import ChunkBlocks
+from samkv_integrations.cache.chunk import ChunkBlocks
 from samkv_integrations.cache.windows import MIN_RUN, ChunkIndex, Ids, Place
 
 _MOST_COMPARED = 64

@@ -16,10 +16,8 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate
 
-from samkv_integrations.cache.base import Store, StoredChunk
-from samkv_integrations.cache.chunk import ChunkRef
-from samkv_integrations.cache.fingerprint import Fingerprint
-from samkv_integrations.cache.outage import Outage
+from samkv_integrations.cache.base import Outage, Store, StoredChunk
+from samkv_integrations.cache.chunk import ChunkRef, Fingerprint
 from samkv_integrations.cache.windows import MIN_RUN, ChunkIndex, MemoryIndex
 from samkv_integrations.errors import (
     ChunkNotCached,

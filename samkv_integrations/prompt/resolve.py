@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Self
 
-from samkv_integrations.cache.base import Store, StoredChunk
-from samkv_integrations.cache.fingerprint import Fingerprint
-from samkv_integrations.cache.outage import Outage
+from samkv_integrations.cache.base import Outage, Store, StoredChunk
+from samkv_integrations.cache.chunk import Fingerprint
 from samkv_integrations.errors import CacheMiss, ChunkNotCached
 from samkv_integrations.prompt.layout import ChunkPart
 from samkv_integrations.prompt.reader import PromptChunk, ReadPrompt

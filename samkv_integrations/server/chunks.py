@@ -10,8 +10,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field
 
-from samkv_integrations.cache.chunk import ChunkRef
-from samkv_integrations.cache.fingerprint import FORMAT_VERSION
+from samkv_integrations.cache.chunk import FORMAT_VERSION, ChunkRef
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.engine.stream import off_loop
 from samkv_integrations.errors import (

@@ -22,11 +22,12 @@ from samkv_integrations.cache.attention_stats import (
     PUBLISHED_STABLE_LAYERS,
     LayerStatistics,
     chunk_statistics,
+    decode_means,
     layer_statistics,
+    quantise_means,
     stable_layers,
 )
-from samkv_integrations.cache.block_means import decode_means, quantise_means
-from samkv_integrations.cache.blocks import BlockScheme, ChunkBlocks
+from samkv_integrations.cache.chunk import BlockScheme, ChunkBlocks
 
 NAN, INF = math.nan, math.inf
 

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import struct
-import zlib
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
 from samkv_integrations.cache.chunk import ChunkCache, chunk_key
-from samkv_integrations.cache.chunk_head import Head, read_head
-from samkv_integrations.cache.file_format import FileLayout
-from samkv_integrations.cache.named_ids import token_ids_in
+from samkv_integrations.cache.file_format import ChunkFile, FileLayout
+from samkv_integrations.cache.index import Entry
 from samkv_integrations.errors import CacheMiss
 from tests.support.chunk_files import NAMESPACE, SECRET, encoded
 from tests.support.chunks import random_chunk, tiny_fingerprint
-from tests.support.mutations import OBSTACLES
 
 FINGERPRINT = tiny_fingerprint(dtype="bfloat16", store_bits=8, weights="some weights")
 
@@ -36,7 +31,7 @@ def path(tmp_path: Path) -> Path:
 def refusal(path: Path, data: bytes, secret: bytes = SECRET) -> str:
     path.write_bytes(data)
     with pytest.raises(CacheMiss) as caught:
-        read_head(path, secret)
+        ChunkFile(path, secret=secret).text()
     return str(caught.value)
 
 
@@ -46,10 +41,12 @@ def test_a_head_is_all_but_the_tensors(path: Path, text: str, namespace: str) ->
     chunk = named(random_chunk(3, 21, FINGERPRINT, text=text), namespace)
     data = encoded(chunk, namespace)
     path.write_bytes(data)
-    assert read_head(path, SECRET) == Head(
-        key=chunk.key, namespace=namespace, fields=asdict(FINGERPRINT),
-        token_ids=tuple(chunk.token_ids.tolist()), text=text, n_bytes=len(data),
-    )  # fmt: skip
+    with ChunkFile(path, secret=SECRET) as file:
+        assert Entry.of_file(file) == Entry(
+            digest=FINGERPRINT.digest, key=chunk.key, namespace=namespace, text=text,
+            token_ids=chunk.token_ids.tolist(), n_bytes=len(data), fields=asdict(FINGERPRINT),
+            used_at=path.stat().st_mtime,
+        )  # fmt: skip
 
 
 def test_a_head_is_not_read_from_what_is_no_sound_file(path: Path) -> None:
@@ -67,32 +64,4 @@ def test_a_head_is_not_read_from_what_is_no_sound_file(path: Path) -> None:
         assert refusal(path, bytes(damaged)).endswith(f": {name}")
     path.unlink()
     with pytest.raises(CacheMiss, match="absent"):
-        read_head(path, SECRET)
-
-
-# -- files of older versions ---------------------------------------------------------------------
-
-
-def older(ids: bytes, first: int, last: int) -> bytes:
-    """A file whose table says that the token ids are somewhere."""
-    table = {"checksums": {"data_offsets": [0, 8]}, "token_ids": {"data_offsets": [first, last]}}
-    text = json.dumps(table).encode()
-    header = struct.pack("<Q", len(text)) + text
-    return header + struct.pack("<2I", zlib.crc32(header), zlib.crc32(ids)) + ids
-
-
-def test_token_ids_of_older_versions(path: Path) -> None:
-    ids = struct.pack("<3i", 7, -1, 2**31 - 1)
-    path.write_bytes(older(ids, 8, 20))
-    assert token_ids_in(path) == [7, -1, 2**31 - 1]
-    for first, last in ((8, 2**40), (-1, 4), (20, 8), (2**70, 2**70 + 4)):
-        path.write_bytes(older(ids, first, last))
-        assert token_ids_in(path) is None
-    path.write_bytes(encoded(named(random_chunk(3, 21, FINGERPRINT))))
-    assert token_ids_in(path) is None
-
-
-@pytest.mark.parametrize("name", sorted(OBSTACLES.keys() - {"unreadable"}))
-def test_an_obstacle_holds_no_token_ids(path: Path, name: str) -> None:
-    OBSTACLES[name].make(path)
-    assert token_ids_in(path) is None
+        ChunkFile(path, secret=SECRET)

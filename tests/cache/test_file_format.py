@@ -19,8 +19,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from samkv_integrations.cache.base import StoredChunk
-from samkv_integrations.cache.blocks import BlockScheme
-from samkv_integrations.cache.chunk import BlockMeans, ChunkCache, ChunkStatistics
+from samkv_integrations.cache.chunk import BlockMeans, BlockScheme, ChunkCache, ChunkStatistics
 from samkv_integrations.cache.file_format import INDEX, FileLayout
 from samkv_integrations.cache.memory import MemoryChunk
 from samkv_integrations.errors import CacheMiss
@@ -463,20 +462,6 @@ def test_a_file_that_cannot_be_opened_is_io(
     monkeypatch.setattr(os, "open", refuses)
     with pytest.raises(CacheMiss, match=f"io: .*{os.strerror(number)}"):
         open_file(path, chunk)
-
-
-def test_an_open_file_is_locked_for_others_to_see(path: Path, chunk: ChunkCache) -> None:
-    def is_free() -> bool:
-        with path.open("rb") as other:
-            try:
-                fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return False
-            return True
-
-    with open_file(path, chunk), open_file(path, chunk):
-        assert not is_free()
-    assert is_free()
 
 
 def test_a_file_is_read_where_there_are_no_locks(

@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from samkv_integrations.cache.quantise import GROUP_TOKENS, EntryFormat, groups
-from samkv_integrations.cache.rope import rotate
+from samkv_integrations.cache.quantise import GROUP_TOKENS, EntryFormat, groups, rotate
 from samkv_integrations.errors import InvalidChunk, InvalidOption
 from tests.support.chunks import transformed
 

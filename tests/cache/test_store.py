@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import itertools
 import json
 import multiprocessing
 import os
@@ -31,9 +30,7 @@ from hypothesis import strategies as st
 from samkv_integrations.cache.base import Store
 from samkv_integrations.cache.chunk import ChunkCache
 from samkv_integrations.cache.disk import ChunkStore
-from samkv_integrations.cache.files import unlink_unless_read
 from samkv_integrations.cache.memory import MemoryStore
-from samkv_integrations.cache.stats import FingerprintStats
 from samkv_integrations.cache.upkeep import gc, verify
 from samkv_integrations.errors import CacheMiss, StoreError
 from tests.contracts.store_contract import (
@@ -45,7 +42,6 @@ from tests.contracts.store_contract import (
     reason,
 )
 from tests.support.chunks import random_chunk, tiny_fingerprint
-from tests.support.old_store import OLD_DIGEST, old_file, old_store
 
 
 class TestMemoryStore(StoreContract):
@@ -118,9 +114,9 @@ def store(folder: Path) -> ChunkStore:
 
 
 def files(folder: Path) -> set[str]:
-    """All but the index, and the files by which processes show that they are alive."""
+    """All but the index."""
     found = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
-    return {name for name in found if not name.startswith(("index", "writers"))}
+    return {name for name in found if not name.startswith("index")}
 
 
 def place_of(folder: Path, chunk: ChunkCache) -> Path:
@@ -132,10 +128,10 @@ def test_files_are_where_the_specification_has_them(store: ChunkStore, folder: P
     store.put(chunk)
     name = f"{TINY.digest}/{chunk.key[:2]}/{chunk.key}.safetensors"
     assert files(folder) == {"store.json", "secret", name}
-    assert len(list(folder.glob("index-*.sqlite"))) == len(os.listdir(folder / "writers")) == 1
+    assert len(list(folder.glob("index-*.sqlite"))) == 1
     assert json.loads((folder / "store.json").read_text())["format_version"] == 4
     assert len((folder / "secret").read_bytes()) == 32
-    assert set(os.listdir(folder)) >= {"index.lock", "writers", TINY.digest}
+    assert set(os.listdir(folder)) >= {"index.lock", TINY.digest}
 
 
 @pytest.mark.parametrize("umask", [0o000, 0o022, 0o777])
@@ -219,8 +215,8 @@ def test_a_store_made_by_another_process_meanwhile_is_taken_for_one(
     assert ChunkStore(folder).keys() == others[0].keys() != []
 
 
-@pytest.mark.parametrize("version", [5, 7])
-def test_a_newer_format_version_is_refused(store: ChunkStore, folder: Path, version: int) -> None:
+@pytest.mark.parametrize("version", [1, 5, 7])
+def test_another_format_version_is_refused(store: ChunkStore, folder: Path, version: int) -> None:
     marker = {"format_version": version, "secret_check": ""}
     (folder / "store.json").write_text(json.dumps(marker))
     with pytest.raises(StoreError, match=f"version {version}, this release uses 4; next step"):
@@ -229,7 +225,7 @@ def test_a_newer_format_version_is_refused(store: ChunkStore, folder: Path, vers
 
 @pytest.mark.parametrize(
     "content",
-    ["", "{", "[]", "{}", "null", "\xff", '{"format_version": "2"}', '{"format_version": 4}'],
+    ["", "{", "[]", "{}", "null", "\xff", '{"format_version": 4}'],
 )
 def test_a_broken_marker_is_refused(store: ChunkStore, folder: Path, content: str) -> None:
     (folder / "store.json").write_text(content, encoding="latin-1")
@@ -319,116 +315,8 @@ def test_a_file_copied_from_another_fingerprint_or_key_misses(
         assert reason(lambda: store.open(one.key, TINY)) == expected
 
 
-# -- folders of format version 1 -----------------------------------------------------------------
-
-
-@pytest.fixture
-def old(folder: Path) -> dict[str, list[int]]:
-    """Makes ``folder`` a store of version 1 with two chunks; their token ids by key."""
-    return old_store(folder)
-
-
 def contents(folder: Path) -> dict[str, bytes]:
     return {name: (folder / name).read_bytes() for name in files(folder)}
-
-
-def test_a_folder_of_version_1_is_opened_and_its_chunks_are_counted_misses(
-    folder: Path, old: dict[str, list[int]]
-) -> None:
-    before = contents(folder)
-    store, larger = ChunkStore(folder), replace(TINY, block_size=16, n_init=2, store_bits=8)
-    hashed_otherwise = replace(TINY, weights="w1", rope="r1")
-    for fingerprint, ids in itertools.product((TINY, larger, hashed_otherwise), old.values()):
-        key = store.key(fingerprint, ids)
-        assert not store.contains(key, fingerprint)
-        with pytest.raises(CacheMiss, match="version 1 only.*next step: ingest again") as miss:
-            store.open(key, fingerprint, ids)
-        assert miss.value.reason == "format"
-    assert contents(folder) == before, "reading leaves the folder to the release that made it"
-
-
-def test_what_is_not_in_a_folder_of_version_1_is_absent(
-    folder: Path, old: dict[str, list[int]]
-) -> None:
-    store, tenant = ChunkStore(folder), ChunkStore(folder, namespace="tenant")
-    ids = next(iter(old.values()))
-    for asked, fingerprint, token_ids in (
-        (store, TINY, [1, 2, 3]),
-        (store, TINY, None),
-        (store, replace(TINY, tokenizer="t1"), ids),
-        (store, replace(TINY, prefix="1"), ids),
-        (tenant, TINY, ids),
-    ):
-        key = asked.key(fingerprint, token_ids or ids)
-        found = reason(lambda a=asked, k=key, f=fingerprint, i=token_ids: a.open(k, f, i))
-        assert found == "absent"
-
-
-def test_stats_name_the_chunks_of_version_1(folder: Path, old: dict[str, list[int]]) -> None:
-    store = ChunkStore(folder)
-    n_bytes = sum(path.stat().st_size for path in folder.rglob("*.safetensors"))
-    stats = store.stats()
-    assert (stats.n_chunks, stats.bytes) == (2, n_bytes)
-    assert stats.rows == (
-        FingerprintStats(
-            model="tiny",
-            dtype="float32",
-            store_bits=16,
-            block_size=4,
-            format_version=1,
-            chunks=2,
-            bytes=n_bytes,
-        ),
-    )
-    assert store.fingerprints() == [] and store.keys(TINY) == []
-    store.require(TINY)
-    store.require(replace(TINY, weights="w1"))
-
-
-def test_chunks_of_version_1_are_computed_again_and_nothing_is_lost(
-    folder: Path, old: dict[str, list[int]]
-) -> None:
-    before = contents(folder)
-    store = ChunkStore(folder)
-    again, other = old.values()
-    chunk = replace(random_chunk(1, len(again)), token_ids=torch.tensor(again, dtype=torch.int32))
-    chunk = replace(chunk, key=store.key(TINY, again))
-    store.put(chunk)
-    assert json.loads((folder / "store.json").read_text())["format_version"] == 4
-    for one in (store, ChunkStore(folder)):
-        with one.open(chunk.key, TINY, again) as stored:
-            stored.verify()
-        assert reason(lambda one=one: one.open(one.key(TINY, other), TINY, other)) == "format"
-        assert one.fingerprints() == [TINY] and one.keys(TINY) == [chunk.key]
-        assert sorted(row.format_version for row in one.stats().rows) == [1, 4]
-        assert one.keys() == [chunk.key]
-    after = contents(folder)
-    assert {name for name in before if after[name] != before[name]} == {"store.json"}
-    for key in old:
-        assert store.delete(key)
-    assert store.stats().n_chunks == 1
-
-
-def test_an_older_cache_that_lies_in_the_place_of_a_new_one_misses(
-    folder: Path, old: dict[str, list[int]]
-) -> None:
-    store = ChunkStore(folder)
-    chunk = chunk_for(store, 1)
-    store.put(chunk)
-    place = folder / TINY.digest / chunk.key[:2] / f"{chunk.key}.safetensors"
-    place.write_bytes(old_file(chunk.key, chunk.n_tokens))
-    assert reason(lambda: store.open(chunk.key, TINY)) == "format"
-
-
-@pytest.mark.parametrize("content", ["", "[]", '{"format_version": 1}', "null"])
-def test_a_broken_fingerprint_file_of_version_1_is_overlooked(
-    folder: Path, old: dict[str, list[int]], content: str
-) -> None:
-    (folder / OLD_DIGEST / "fingerprint.json").write_text(content)
-    store, ids = ChunkStore(folder), next(iter(old.values()))
-    assert reason(lambda: store.open(store.key(TINY, ids), TINY, ids)) == "absent"
-    assert (store.stats().n_chunks, store.stats().rows) == (2, ())
-    assert store.fingerprints() == []
 
 
 # -- writing fails -------------------------------------------------------------------------------
@@ -495,7 +383,7 @@ def test_obstacles_are_named(store: ChunkStore, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("obstacle", ["folder", "full folder", "pipe", "link", "socket"])
-def test_what_lies_in_the_place_of_a_cache_is_moved_away(
+def test_what_lies_in_the_place_of_a_cache_goes(
     store: ChunkStore, folder: Path, obstacle: str
 ) -> None:
     chunk = chunk_for(store, 1)
@@ -520,7 +408,6 @@ def test_what_lies_in_the_place_of_a_cache_is_moved_away(
         stored.verify()
     gc(store)
     assert files(folder) == {"store.json", "secret", str(file.relative_to(folder))}
-    assert list((folder / "quarantine").glob("*")) == []
     assert Path("/dev/zero").exists()
 
 
@@ -587,12 +474,20 @@ def test_a_store_that_was_made_anew_by_another_is_left_alone(
 
 
 def assert_sound(folder: Path) -> ChunkStore:
-    """The store opens, all that is visible verifies and has its text, and ingest goes on."""
+    """The store opens; what is there verifies and has its text; ingest goes on.
+
+    Who deletes may have been killed before the index was told, so one may be missing.
+    """
     store = ChunkStore(folder)
-    for key in store.keys():
-        with store.open(key, TINY) as stored:
-            stored.verify()
-        assert store.text(key)
+    for is_cleared_up in (False, True):
+        for key in store.keys():
+            try:
+                with store.open(key, TINY) as stored:
+                    stored.verify()
+            except CacheMiss as miss:
+                assert miss.reason == "absent" and not is_cleared_up
+            assert store.text(key)
+        gc(store)
     chunk = chunk_for(store, 1000)
     store.put(chunk)
     store.open(chunk.key, TINY, chunk.token_ids.tolist()).close()
@@ -665,7 +560,6 @@ def test_a_writer_may_be_killed_at_every_step(tmp_path: Path, processes: ForkSer
         process.join()
         assert sum(name.endswith(".tmp") for name in files(folder)) <= 1
         store = assert_sound(folder)
-        assert not any(name.endswith(".tmp") for name in files(folder))
         if process.exitcode == 0:
             break
         assert process.exitcode == -signal.SIGKILL
@@ -739,14 +633,42 @@ def test_a_chunk_that_was_let_go_holds_no_file(store: ChunkStore) -> None:
     store.put(chunk)
     file = store.file(chunk.key, TINY.digest)
     with store.open(chunk.key, TINY) as stored:
-        assert not unlink_unless_read(file)
         stored.let_go()
         stored.verify()
         other = file.with_suffix(".other")
         other.write_bytes(file.read_bytes())
         os.replace(other, file)
         assert reason(stored.verify) == "absent"
-        assert unlink_unless_read(file)  # nobody holds it
+        file.unlink()
         assert reason(stored.verify) == "absent"
         file.symlink_to("/dev/zero")
         assert reason(stored.verify) == "corrupt"
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_what_a_killed_writer_has_put_is_known_once_it_is_prepared_again(
+    store: ChunkStore, folder: Path, is_lost: bool
+) -> None:
+    """Its file was in place, and the index had not been told."""
+    chunk = chunk_for(store, 1)
+    store.put(chunk)
+    if is_lost:
+        store.index.write(lambda c: c.execute("UPDATE chunks SET state = 2, bytes = 0"))
+    else:
+        data = store.file(chunk.key, TINY.digest).read_bytes()
+        store.delete(chunk.key)
+        store.file(chunk.key, TINY.digest).write_bytes(data)
+    assert store.contains(chunk.key, TINY) and store.keys() == []
+    store.touch(chunk.key, TINY)
+    assert store.keys() == [chunk.key] and store.text(chunk.key) == chunk.text
+    assert store.stats().bytes == store.file(chunk.key, TINY.digest).stat().st_size
+
+
+def test_a_disk_that_is_shared_by_a_fork(store: ChunkStore) -> None:
+    one, other = chunk_for(store, 1), chunk_for(store, 2)
+    store.put(one)
+    child = multiprocessing.get_context("fork").Process(target=lambda: store.put(other))
+    child.start()
+    child.join(60)
+    assert child.exitcode == 0
+    assert store.keys() == sorted([one.key, other.key])

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from samkv_integrations.cache.disk import ChunkStore
-from samkv_integrations.cache.warming import warm
+from samkv_integrations.cache.upkeep import warm
 from tests.contracts.store_contract import TINY, chunk_for
 
 

@@ -15,7 +15,7 @@ REPORT_FIELDS = set(Report.__dataclass_fields__)
 
 COMMANDS = {
     "methods", "doctor", "ingest", "ask", "quickstart", "store", "stats", "sync", "forget",
-    "gc", "verify", "budget", "warm", "inspect", "push", "pull", "export", "import",
+    "gc", "verify", "budget", "warm", "inspect", "push", "pull",
 }  # fmt: skip
 
 

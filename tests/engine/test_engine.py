@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from samkv_integrations import METHODS, ChunkStore, Engine
-from samkv_integrations.cache.fingerprint import Fingerprint
+from samkv_integrations.cache.chunk import Fingerprint
 from samkv_integrations.cache.quantise import GROUP_TOKENS
 from samkv_integrations.errors import (
     FingerprintMismatch,
@@ -26,7 +26,6 @@ from samkv_integrations.eviction import Quest
 from samkv_integrations.methods.guided import GuidedRecompute
 from tests.support.handles import issued
 from tests.support.models import tiny_model
-from tests.support.old_store import old_store
 from tests.support.served import PROMPT, TEXTS, chunk_file, engine_on
 
 
@@ -257,19 +256,6 @@ def test_a_store_of_other_bits_is_named(engine: Engine) -> None:
     report = other.generate(PROMPT, TEXTS, max_new_tokens=1).report
     assert report.found == len(TEXTS) and report.chunk_misses == {"absent": len(TEXTS)}
     assert report.reused == 0
-
-
-def test_chunks_of_format_version_1_are_counted_misses(tmp_path: Path) -> None:
-    model = tiny_model("llama")
-    plain = Engine(model, block_size=8)
-    old = [tuple(model.tokenize(text, special=False)) for text in TEXTS]
-    old_store(tmp_path / "old", plain.fingerprint, old)
-    engine = Engine(model, ChunkStore(tmp_path / "old"), method="reuse", block_size=8)
-    report = engine.generate(PROMPT, TEXTS, max_new_tokens=1).report
-    assert report.chunk_misses == {"format": len(TEXTS)}
-    assert (report.reused, report.computed_now) == (0, len(TEXTS))
-    report = engine.generate(PROMPT, TEXTS, max_new_tokens=1).report
-    assert (report.reused, report.chunk_misses) == (len(TEXTS), {})
 
 
 def test_a_device_that_is_not_there_is_named() -> None:

@@ -13,8 +13,7 @@ import pytest
 from torch import Tensor
 
 from samkv_integrations import METHODS, ChunkStore, Engine
-from samkv_integrations.cache.chunk import ChunkCache, ChunkRef
-from samkv_integrations.cache.fingerprint import Fingerprint
+from samkv_integrations.cache.chunk import ChunkCache, ChunkRef, Fingerprint
 from samkv_integrations.cache.memory import MemoryChunk
 from samkv_integrations.engine import prefill as ingest
 from samkv_integrations.errors import (
@@ -258,7 +257,7 @@ def test_computing_what_is_missing_reads_no_whole_cache(
     def refuse(self: object) -> None:
         raise AssertionError("read as a whole")
 
-    monkeypatch.setattr("samkv_integrations.cache.chunk_file.ChunkFile.verify", refuse)
+    monkeypatch.setattr("samkv_integrations.cache.file_format.ChunkFile.verify", refuse)
     report = engine.generate(PROMPT, TEXTS, on_miss="compute", max_new_tokens=1).report
     assert (report.reused, report.chunk_misses) == (len(TEXTS), {})
 

@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from samkv_integrations.cache.chunk import ChunkCache
-from samkv_integrations.cache.fingerprint import Fingerprint
+from samkv_integrations.cache.chunk import ChunkCache, Fingerprint
 from samkv_integrations.cache.memory import MemoryChunk
 from samkv_integrations.engine.loader import ChunkLost, Context
 from samkv_integrations.errors import CacheMiss

@@ -19,10 +19,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from samkv_integrations.cache.block_means import decode_means
-from samkv_integrations.cache.chunk import ChunkCache, ChunkRef
-from samkv_integrations.cache.fingerprint import Fingerprint
-from samkv_integrations.cache.rope import rotate
+from samkv_integrations.cache.attention_stats import decode_means
+from samkv_integrations.cache.chunk import ChunkCache, ChunkRef, Fingerprint
+from samkv_integrations.cache.quantise import rotate
 from samkv_integrations.engine import chunks as engine_module
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.engine.prefill import PADDING, batches, prefill

@@ -82,7 +82,7 @@ def test_chunks_of_a_prompt_come_together(
     barrier, read = threading.Barrier(8, timeout=8), Objects.read
 
     def together(self: Objects, path: str, **options: Any) -> bytes:
-        if path.endswith(".safetensors"):
+        if path.endswith(".safetensors") and options.get("n_bytes") is None:
             barrier.wait()
         return read(self, path, **options)
 

@@ -10,9 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from samkv_integrations.cache.entries import Entries
-from samkv_integrations.cache.quantise import GROUP_TOKENS, EntryFormat, groups
-from samkv_integrations.cache.rope import unrotate
+from samkv_integrations.cache.quantise import GROUP_TOKENS, Entries, EntryFormat, groups, unrotate
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.engine.working_cache import LayerEntries, SparseCache
 from samkv_integrations.eviction import Quest

@@ -41,7 +41,7 @@ class TestBudget:
     @pytest.mark.parametrize("kind", LLMS)
     def test_is_written_down_in_the_folder(self, kind: type[Any], kv: Path) -> None:
         def budget() -> tuple[int | None, dict[str, int]]:
-            return ChunkStore(kv).index.budget.read()
+            return ChunkStore(kv).index.budget()
 
         llm = kind(model_name="builtin", kv_dir=kv, max_bytes=10**9)
         ChunkStore(kv).set_budget(10**9, {"tenant": 10**6})

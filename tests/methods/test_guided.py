@@ -27,7 +27,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from benchmarks.variants import CompetingSelect
-from samkv_integrations.cache.blocks import BlockScheme
+from samkv_integrations.cache.chunk import BlockScheme
 from samkv_integrations.errors import InvalidOption
 from samkv_integrations.methods import METHODS
 from samkv_integrations.methods import guided as module

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from samkv_integrations.cache.attention_stats import MIN_CHUNKS, stable_layers
-from samkv_integrations.cache.blocks import BlockScheme
+from samkv_integrations.cache.chunk import BlockScheme
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.errors import InvalidOption
 from samkv_integrations.eviction import Quest

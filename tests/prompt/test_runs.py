@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from samkv_integrations.cache.index import Index, IndexedChunks
-from samkv_integrations.cache.tables import Entry
+from samkv_integrations.cache.index import Entry, Index, IndexedChunks
 from samkv_integrations.cache.windows import MIN_RUN, ChunkIndex, MemoryIndex, Windows
 from samkv_integrations.prompt.layout import Occurrence, Run, find_runs
+from tests.support.stores import Files
 
 SECRET, DIGEST = b"s" * 32, "d" * 32
 VOCABULARY = 49_152
@@ -34,9 +34,9 @@ def memory(*chunks: Sequence[int]) -> MemoryIndex:
 
 
 def on_disk(folder: Path, *chunks: Sequence[int]) -> ChunkIndex:
-    index = Index(folder, lambda: [], SECRET)
+    index = Index(folder, Files(), SECRET)
     for number, chunk in enumerate(chunks):
-        index.keep(entry(number, chunk))
+        index.keep(entry(number, chunk), lambda: None)
     return IndexedChunks(index, "", DIGEST)
 
 
@@ -195,8 +195,8 @@ def test_an_earlier_index_wins_and_leaves_the_rest() -> None:
 
 def test_namespaces_and_fingerprints_never_meet(tmp_path: Path) -> None:
     chunk = ids(1, 40)
-    index = Index(tmp_path, lambda: [], SECRET)
-    index.keep(entry(0, chunk, namespace="one"))
+    index = Index(tmp_path, Files(), SECRET)
+    index.keep(entry(0, chunk, namespace="one"), lambda: None)
     assert runs(find_runs(chunk, [IndexedChunks(index, "one", DIGEST)])) == [(0, 0, 0, 40)]
     for namespace, digest in (("", DIGEST), ("two", DIGEST), ("one", "e" * 32)):
         assert find_runs(chunk, [IndexedChunks(index, namespace, digest)]) == []
@@ -209,13 +209,13 @@ def test_namespaces_and_fingerprints_never_meet(tmp_path: Path) -> None:
 
 def test_what_is_deleted_is_not_found(tmp_path: Path) -> None:
     chunks = [ids(1, 40), ids(2, 40)]
-    index = Index(tmp_path, lambda: [], SECRET)
+    index = Index(tmp_path, Files(), SECRET)
     for number, chunk in enumerate(chunks):
-        index.keep(entry(number, chunk))
-    index.end_deleting(index.begin_to_delete("", [f"{0:032x}"]))
+        index.keep(entry(number, chunk), lambda: None)
+    index.delete("", [f"{0:032x}"])
     known = IndexedChunks(index, "", DIGEST)
     assert runs(find_runs([*chunks[0], *chunks[1]], [known])) == [(1, 40, 0, 40)]
-    assert index.database.read(
+    assert index.read(
         lambda c: c.execute(
             "SELECT count(*) FROM windows WHERE chunk NOT IN (SELECT id FROM texts)"
         ).fetchone()
@@ -229,7 +229,7 @@ def test_what_is_deleted_is_not_found(tmp_path: Path) -> None:
 
 def test_damaged_rows_are_made_anew(tmp_path: Path) -> None:
     chunk = ids(1, 40)
-    index = Index(tmp_path, lambda: [entry(0, chunk)], SECRET)
-    index.database.write(lambda c: c.execute("UPDATE texts SET ids = x'0102'"))
+    index = Index(tmp_path, Files(entry(0, chunk)), SECRET)
+    index.write(lambda c: c.execute("UPDATE texts SET ids = x'0102'"))
     known = IndexedChunks(index, "", DIGEST)
     assert runs(find_runs(chunk, [known])) == [(0, 0, 0, 40)]

@@ -59,7 +59,7 @@ def test_it_explains_every_field_that_it_names() -> None:
         (" stands in a prompt and is read as text", "prompt/handles.py"),
         ("so none of their caches is used", "prompt/reader.py"),
         ("no cache is used: ", "engine/chunks.py"),
-        ("the store fails (", "cache/outage.py"),
+        ("the store fails (", "cache/base.py"),
         ("no API key, or a wrong one", "server/app.py"),
         ("the Host header names another machine", "server/app.py"),
         ("a body of more than", "server/app.py"),

@@ -12,9 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from samkv_integrations.cache.blocks import BlockScheme
-from samkv_integrations.cache.chunk import ChunkCache
-from samkv_integrations.cache.fingerprint import Fingerprint
+from samkv_integrations.cache.chunk import BlockScheme, ChunkCache, Fingerprint
 from samkv_integrations.cache.memory import MemoryChunk
 from samkv_integrations.engine.blend import Blend, PassPlan, plan_pass
 from samkv_integrations.engine.loader import Context

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from samkv_integrations.cache.base import StoredChunk
 from samkv_integrations.cache.chunk import ChunkCache
-from samkv_integrations.cache.chunk_file import ChunkFile
-from samkv_integrations.cache.file_format import encode
+from samkv_integrations.cache.file_format import ChunkFile, encode
 
 SECRET = bytes(range(100, 132))
 NAMESPACE = 'Müller "& co"'

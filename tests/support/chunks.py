@@ -8,8 +8,13 @@ import torch
 from torch import Tensor
 
 from samkv_integrations.cache.base import StoredChunk
-from samkv_integrations.cache.chunk import BlockMeans, ChunkCache, ChunkStatistics, normalise
-from samkv_integrations.cache.fingerprint import Fingerprint
+from samkv_integrations.cache.chunk import (
+    BlockMeans,
+    ChunkCache,
+    ChunkStatistics,
+    Fingerprint,
+    normalise,
+)
 from samkv_integrations.cache.memory import MemoryStore
 from samkv_integrations.cache.quantise import groups
 from samkv_integrations.engine.engine import Engine

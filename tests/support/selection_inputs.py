@@ -10,7 +10,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from samkv_integrations.cache.blocks import BlockScheme
+from samkv_integrations.cache.chunk import BlockScheme
 from samkv_integrations.methods.base import ProbedLayer, SelectionInputs
 from samkv_integrations.prompt.layout import ChunkPart, Layout, Run
 

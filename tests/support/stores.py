@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 from samkv_integrations import ChunkStore
+from samkv_integrations.cache.index import Entry
 
 
 def twin_folders(folder: Path, *names: str) -> list[Path]:
@@ -25,3 +26,22 @@ def chunk_files(store: Path) -> dict[str, bytes]:
     """The chunk files of a store, by their path in it."""
     files = [file for file in store.rglob("*.safetensors") if file.is_file()]
     return {str(file.relative_to(store)): file.read_bytes() for file in files}
+
+
+class Files:
+    """Stands for the files of a store whose index is tested."""
+
+    def __init__(self, *entries: Entry) -> None:
+        self.made_of = list(entries)
+        self.there = {one.key for one in entries}
+        self.removed: list[str] = []
+
+    def entries(self) -> list[Entry]:
+        return self.made_of
+
+    def is_gone(self, digest: str, key: str) -> bool:
+        return key not in self.there
+
+    def remove(self, digest: str, key: str) -> None:
+        self.there.discard(key)
+        self.removed.append(key)
