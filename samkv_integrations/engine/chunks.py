@@ -50,7 +50,7 @@ _log = logging.getLogger(__name__)
 _WRITERS = 4
 """Threads that write chunk caches: most of the time each waits for its disk."""
 
-_MAX_RECENT = 2**16
+MAX_RECENT = 2**16
 """Some 10 MB, and more chunks than one ingest adds at once."""
 
 _Made = TypeVar("_Made")
@@ -63,7 +63,7 @@ class Run(Protocol):
 
 
 class RecentChunks:
-    """What is known of chunks by key, until it is asked for: the latest `_MAX_RECENT`.
+    """What is known of chunks by key, until it is asked for: the latest `MAX_RECENT`.
 
     Safe to use from many threads.
     """
@@ -78,7 +78,7 @@ class RecentChunks:
             for key in keys:
                 self._seconds[key] = seconds
                 self._seconds.move_to_end(key)
-            while len(self._seconds) > _MAX_RECENT:
+            while len(self._seconds) > MAX_RECENT:
                 self._seconds.popitem(last=False)
 
     def take(self, key: str) -> float | None:

@@ -78,7 +78,7 @@ def test_attended_is_what_an_eviction_left_mean_over_heads() -> None:
     slots = torch.tensor([[0, 1], [1, 2], [2, 5]])  # (K, G): heads keep two and two of them
     cache.keep(0, slots)
     assert cache.attended(0, of_chunks) == 2
-    cache.keep(1, torch.tensor([[0, 0], [1, 4]]), 5)
+    cache.keep(1, torch.tensor([[0, 0], [1, 4]]))
     of_chunks = torch.zeros(given[1].n_entries, dtype=torch.bool)
     of_chunks[1:4] = True
     assert cache.attended(1, of_chunks) == 0.5
@@ -93,12 +93,12 @@ def test_an_answer_s_tokens_are_none_of_the_context() -> None:
 
 @pytest.mark.parametrize("weigh", [None, ApeAttention()], ids=["plain", "weighed"])
 def test_kept_entries_move_with_all_that_belongs_to_them(weigh: Any) -> None:
-    """Each head its own, and the room is what was asked for."""
+    """Each head its own, and there is room for the answer."""
     cache, given = filled(weigh)
     slots = torch.tensor([[0, 2], [3, 4], [5, 5]])
     keys, values = given[0].keys.clone(), given[0].values.clone()
     cache.keep(0, slots)
-    assert cache.lengths == [3, 9] and len(cache.keys[0]) == 5
+    assert cache.lengths == [3, 9] and len(cache.keys[0]) == 3 + 3
     for place, of_heads in enumerate(slots.tolist()):
         for head, slot in enumerate(of_heads):
             assert torch.equal(cache.keys[0][place, head], keys[slot, head])
@@ -106,7 +106,7 @@ def test_kept_entries_move_with_all_that_belongs_to_them(weigh: Any) -> None:
             if weigh is not None:
                 flag = bool(given[0].is_context[slot])
                 assert bool(cache.is_context(0)[head, place]) == flag
-    cache.keep(1, None, 12)
+    cache.keep(1, None)
     assert len(cache.keys[1]) == 12 and torch.equal(cache.keys[1][:9], given[1].keys[:9])
 
 

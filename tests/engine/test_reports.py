@@ -145,7 +145,7 @@ def test_prompts_share_an_announcement_by_its_chunks(engine: Engine) -> None:
 def test_an_announcement_that_nobody_asks_for_is_forgotten(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(chunks_module, "_MAX_RECENT", 2)
+    monkeypatch.setattr(chunks_module, "MAX_RECENT", 2)
     engine = Engine(tiny_model("llama"), block_size=8, method="reuse")
     engine.announce(TEXTS, "compute")
     first, second = asked(engine), asked(engine)
