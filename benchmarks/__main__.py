@@ -14,6 +14,7 @@ BENCHMARKS = {
     "answer_grid": "whole answers against plain transformers' generate",
     "batched_decoding": "how much faster answers are decoded together",
     "count": "lines of code and files of the wheel, by package",
+    "choice_plot": "a picture of a run of default_choice",
     "default_choice": "methods on a real model: what the default is chosen by",
     "facts": "whether methods keep single facts of real paragraphs",
     "finding": "time to find chunks in prompts of 100,000 characters, hostile ones included",

@@ -131,10 +131,12 @@ def put(folder: Path, *numbers: int, version: int = 0, **options: Any) -> None:
 
 
 def put_missing(folder: Path, *numbers: int) -> None:
-    """Puts the chunks that are not there, as an ingest does."""
+    """Puts the chunks that are not there, and touches the others, as an ingest does."""
     store = ChunkStore(folder)
     for number in numbers:
-        if not store.contains(key_of(store, number), TINY):
+        if store.contains(key_of(store, number), TINY):
+            store.touch(key_of(store, number), TINY)
+        else:
             store.put(chunk_of(store, number))
 
 

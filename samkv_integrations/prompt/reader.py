@@ -482,8 +482,7 @@ class PromptReader:
         """Forget announced chunks by text or by key, and the handles of these texts."""
         bodies = set(bodies_of(texts))
         with self._lock:
-            bodies |= {body for body, key in self._order.items() if key in keys}
-            for body in bodies:
+            for body in bodies | {body for body, key in self._order.items() if key in keys}:
                 self._order.pop(body, None)
                 self._expected.remove(body)
         self.handles.forget(bodies)

@@ -9,6 +9,7 @@ import sqlite3
 import threading
 from dataclasses import asdict, replace
 from pathlib import Path
+from weakref import WeakKeyDictionary
 
 import pytest
 
@@ -37,8 +38,14 @@ def entry(number: int, text: str = "", **changes: object) -> Entry:
     return replace(made, **changes)
 
 
+FILES: WeakKeyDictionary[Index, Files] = WeakKeyDictionary()
+
+
 def made(folder: Path, *entries: Entry) -> Index:
-    return Index(folder, Files(*entries), SECRET)
+    files = Files(*entries)
+    index = Index(folder, files, SECRET)
+    FILES[index] = files
+    return index
 
 
 def put(index: Index, new: Entry) -> None:
@@ -46,8 +53,7 @@ def put(index: Index, new: Entry) -> None:
 
 
 def files_of(index: Index) -> Files:
-    assert isinstance(index._caches, Files)
-    return index._caches
+    return FILES[index]
 
 
 @pytest.fixture

@@ -32,11 +32,7 @@ PRINTED = {  # by the snippets of a page, one after the other
     "ray": ("2 computed, 0 cached before, 0 without a cache",),
     "remote": ("1 True",),
     "security": ("'tenant-7']",),
-    "server": (
-        "Vasumex Trading True\nreused: 4 of 4",
-        "LangChain:  Vasumex Trading True",
-        "LlamaIndex:  Vasumex Trading 4",
-    ),
+    "server": ("Vasumex Trading True\nreused: 4 of 4",),
     "tracing": (
         "LangChain: 1 1 0\nTrue\nLlamaIndex: 1 1 0",
         "total: 2 2 2 {'reuse': 2}",

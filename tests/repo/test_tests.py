@@ -244,8 +244,8 @@ BROKEN = [
     (lenient_xfails, "mark = pytest.mark.xfail(reason='x', strict=aspect != 'same')"),
     (lenient_xfails, "def test_x():\n    pytest.xfail('not now')"),
     (reached_for, "engine._fingerprint"),
-    (reached_for, "from samkv_integrations.engine.first_token import _plan"),
-    (reached_for, "monkeypatch.setattr('samkv_integrations.engine.first_token._plan', f)"),
+    (reached_for, "from samkv_integrations.engine.first_token import _probe"),
+    (reached_for, "monkeypatch.setattr('samkv_integrations.engine.first_token._probe', f)"),
     (reached_for, "mock.patch.object(engine, '_lock')"),
 ]
 

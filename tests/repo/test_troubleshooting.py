@@ -55,8 +55,8 @@ def test_it_explains_every_field_that_it_names() -> None:
 @pytest.mark.parametrize(
     ("quoted", "file"),
     [
-        ("have no chunk cache in ", "chroma/existing.py"),
-        (" stands in a prompt and is read as text", "prompt/handles.py"),
+        ("have no chunk cache in ", "chroma/link.py"),
+        (" stands in a prompt and is read as text", "prompt/reader.py"),
         ("so none of their caches is used", "prompt/reader.py"),
         ("no cache is used: ", "engine/chunks.py"),
         ("the store fails (", "cache/base.py"),
