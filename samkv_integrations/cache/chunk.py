@@ -203,15 +203,17 @@ def _require(wanted: Fingerprint, held: Sequence[Fingerprint], where: str) -> No
         for other in held
     ]
     closest = min(range(len(held)), key=lambda i: len(differing[i]))
+    there = differing[closest]
+    if "model" in there:  # all else follows from it
+        there = {name: there[name] for name in ("model", "weights") if name in there}
     fields = ", ".join(
         f"{name} is {mine[name]!r:.40} here and {value!r:.40} there"
-        for name, value in differing[closest].items()
+        for name, value in there.items()
     )
-    next_step = (
-        "ingest again with the loaded model, or open the store with the one it was filled with"
-    )
-    there = differing[closest]
-    if "store_bits" in there and there.keys() <= {*_LAYOUT_FIELDS}:
+    next_step = "ingest again with the loaded model, or load the one that the store was filled with"
+    if "model" in there:
+        next_step = f"load {held[closest].model!r} (--model of a command), or ingest again"
+    elif "store_bits" in there and there.keys() <= {*_LAYOUT_FIELDS}:
         next_step = f"give store_bits={there['store_bits']}, or ingest again"
     elif "dtype" in there and held[closest].model == wanted.model:  # other weights, by their hash
         next_step = f"give dtype={there['dtype']!r}, or ingest again"

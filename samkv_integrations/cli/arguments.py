@@ -47,7 +47,10 @@ Remote = Annotated[
     _option("Where machines share their caches: s3://BUCKET/PREFIX.", envvar="SAMKV_REMOTE"),
 ]
 Json = Annotated[bool, _option("One JSON object on standard output.", "--json")]
-Chat = Annotated[bool, _option("Use the model's chat template.")]
+Chat = Annotated[
+    bool | None,
+    _option("Use the model's chat template. Default: yes, but for 'builtin'.", "--chat/--no-chat"),
+]
 TopK = Annotated[int, _option("Chunks to retrieve.")]
 MethodName = Annotated[str | None, _option(_METHOD, "--method")]
 Settings = Annotated[

@@ -11,7 +11,7 @@ import typer
 
 from samkv_integrations.cli import arguments as args
 from samkv_integrations.cli import tables
-from samkv_integrations.cli.loading import engine_of
+from samkv_integrations.cli.loading import asks_in_chat, engine_of
 from samkv_integrations.errors import InvalidOption
 from samkv_integrations.figures import Row, percent, visible
 
@@ -29,7 +29,7 @@ def ask(
     store_bits: args.SameBits = None, top_k: args.TopK = 4,
     method: args.MethodName = None, compare: args.Compare = "", settings: args.Settings = None,
     eviction: args.EvictionName = None, eviction_budget: args.EvictionBudget = None,
-    max_new_tokens: args.MaxNewTokens = 64, chat: args.Chat = False, namespace: args.Namespace = "",
+    max_new_tokens: args.MaxNewTokens = 64, chat: args.Chat = None, namespace: args.Namespace = "",
     remote: args.Remote = None, as_json: args.Json = False,
 ) -> None:  # fmt: skip
     """Answer from the ingested chunks."""
@@ -55,7 +55,7 @@ def ask(
     for one in tqdm(wanted, desc="asking", disable=questions is None):
         found = nearest(link, one.question, top_k)
         texts, sources = [each.text for each in found], [each.source for each in found]
-        prompt = replace(one, documents=tuple(texts)).prompt(chat=chat)
+        prompt = replace(one, documents=tuple(texts)).prompt(chat=asks_in_chat(engine.model, chat))
         if one is wanted[0] and len(methods) > 1:  # the first pass is slower than all later ones
             engine.generate(prompt, texts, method=methods[0], max_new_tokens=1)
         answered: list[Row] = []
@@ -88,7 +88,7 @@ def inspect(
     store_bits: args.SameBits = None, top_k: args.TopK = 4,
     method: args.MethodName = None, settings: args.Settings = None,
     eviction: args.EvictionName = None, eviction_budget: args.EvictionBudget = None,
-    max_new_tokens: args.MaxNewTokens = 64, chat: args.Chat = False, namespace: args.Namespace = "",
+    max_new_tokens: args.MaxNewTokens = 64, chat: args.Chat = None, namespace: args.Namespace = "",
     remote: args.Remote = None, html: args.HtmlPage = None, layer: args.ShownLayer = None,
     as_json: args.Json = False,
 ) -> None:  # fmt: skip
@@ -111,8 +111,9 @@ def inspect(
     engine.store.require(engine.fingerprint)
     found = nearest(ChromaLink(opened, engine), asked.question, top_k)
     given = replace(asked, documents=tuple(one.text for one in found))
+    prompt = given.prompt(chat=asks_in_chat(engine.model, chat))
     seen = inspect_answer(
-        engine, given.prompt(chat=chat), given.documents, method=chosen, eviction=rule,
+        engine, prompt, given.documents, method=chosen, eviction=rule,
         max_new_tokens=max_new_tokens, title=asked.question,
         names={one.text.strip(): Path(one.source).name for one in found},
     )  # fmt: skip

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from samkv_integrations.cache.disk import ChunkStore
     from samkv_integrations.chroma.client import Database
     from samkv_integrations.engine.engine import Engine
+    from samkv_integrations.model.model import Model
 
 BUILTIN = "builtin"
 
@@ -64,6 +65,11 @@ def engine_of(
     check_given_bits(store_bits)  # before a folder is made
     opened = ChunkStore(store, namespace=namespace, max_bytes=max_bytes, remote=remote)
     return Engine.from_pretrained(model, opened, device=device, dtype=dtype, store_bits=store_bits)
+
+
+def asks_in_chat(model: Model, given: bool | None) -> bool:
+    """Whether questions go through the chat template; ``given``: what the user says of it."""
+    return model.has_chat_template and model.name != BUILTIN if given is None else given
 
 
 def store_in(

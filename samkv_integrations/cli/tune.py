@@ -14,7 +14,7 @@ from samkv_integrations.chroma.client import Database
 from samkv_integrations.chroma.link import ChromaLink
 from samkv_integrations.cli import arguments as args
 from samkv_integrations.cli import tables
-from samkv_integrations.cli.loading import store_in, use_threads_for
+from samkv_integrations.cli.loading import asks_in_chat, store_in, use_threads_for
 from samkv_integrations.engine.costs import name_of
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.engine.options import TUNED_FILE, TunedSetting, tuned_setting, write_tuned
@@ -57,7 +57,7 @@ def tune(
     minutes: Annotated[float, Option(help="That measuring may take.")] = 10.0,
     top_k: args.TopK = 4,
     max_new_tokens: args.MaxNewTokens = 64,
-    chat: args.Chat = False,
+    chat: args.Chat = None,
     seed: Annotated[int, Option(help="Of the order of questions.")] = 0,
     most: Annotated[int, Option(help="Most questions.")] = 400,
     check: Annotated[
@@ -87,6 +87,7 @@ def tune(
         model, store, device=device, dtype=dtype, store_bits=store_bits, prefix_bytes=0
     )
     store.require(engine.fingerprint)
+    in_chat = asks_in_chat(engine.model, chat)
     settings = candidates(engine.model.name, engine.store_bits)
     if check:
         entry = tuned_setting(engine.model, store)
@@ -114,10 +115,10 @@ def tune(
             "none has a title, or a sentence of a few words; give --questions FILE"
         )
     retrieved = made.with_documents(
-        link, asked, top_k=top_k, max_new_tokens=max_new_tokens, chat=chat, most=most
+        link, asked, top_k=top_k, max_new_tokens=max_new_tokens, chat=in_chat, most=most
     )
     methods = {label: setting.to_method() for label, setting in settings.items()}
-    measurer = Measurer(engine, methods, max_new_tokens=max_new_tokens, chat=chat)
+    measurer = Measurer(engine, methods, max_new_tokens=max_new_tokens, chat=in_chat)
     run = Run(config, measurer.compare)
     out = tables.console(stderr=as_json)
     if check:

@@ -193,3 +193,18 @@ def test_an_empty_question_in_a_file(working_folder: Path) -> None:
     (working_folder / "asked.jsonl").write_text('{"question": "Who?"}\n{"question": " "}\n')
     line = error_of("ask", "--questions", "asked.jsonl")
     assert "line 2" in line and "the question is empty" in line
+
+
+def test_a_model_with_a_chat_template_is_asked_through_it(town: Path, tiny: str) -> None:
+    ran("ingest", str(town), "--model", tiny)
+    ask = ("ask", "Who?", "--model", tiny, "--max-new-tokens", "1")
+    default, chat, plain = (
+        rows_of(*ask, *flag)[0]["prompt_tokens"] for flag in ((), ("--chat",), ("--no-chat",))
+    )
+    assert default == chat != plain
+
+
+def test_a_store_of_another_model_names_the_option(town: Path, tiny: str) -> None:
+    ran("ingest", str(town), "--model", tiny)
+    line = error_of("ask", "Who?")
+    assert f"next step: load {tiny!r} (--model of a command), or ingest again" in line
