@@ -20,8 +20,8 @@ ROOTS = tuple(
     f"{Path(__file__).parents[1] / name}/" for name in ("samkv_integrations", "connectors")
 )
 TEXTS = [
-    f"Lena Harman {n}\nLena Harman {n} is a glazier. She lives in Zenoburg, where her workshop stands "
-    "by the old bridge, and her lamp is green."
+    f"Lena Harman {n}\nLena Harman {n} is a glazier. She lives in Zenoburg, where her workshop "
+    "stands by the old bridge, and her lamp is green."
     for n in range(4)
 ]
 
