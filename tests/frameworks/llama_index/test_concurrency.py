@@ -148,6 +148,7 @@ class TestCallersThatGoAway:
         llm = corpus.llm()
         steps.hold()
         for _ in llm.stream_complete(ENDLESS, formatted=True, max_tokens=100):
+            steps.wait_until_held()  # else it may be dropped before any step
             break
         steps.release()
         answers_in_another_thread(corpus, llm)
