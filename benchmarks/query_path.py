@@ -45,6 +45,7 @@ def main() -> None:
     sys.setprofile(see)
     counts = True
     llm.invoke(prompt)
+    counts = False  # the model's thread goes on, and is seen no more
     sys.setprofile(None)
     threading.setprofile(None)  # type: ignore[arg-type]
     report = llm.last_report
