@@ -1,0 +1,1 @@
+"""Learning a prefix for a model: self-distillation, with the model frozen (docs/adapt.md)."""

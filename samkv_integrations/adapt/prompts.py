@@ -1,0 +1,89 @@
+"""The prompts that a prefix is learned from: documents of the user, mixed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from samkv_integrations.adapt.distil import Prompt
+from samkv_integrations.cache.windows import MIN_RUN, MemoryIndex
+from samkv_integrations.errors import EmptyInput, InvalidOption
+from samkv_integrations.evaluation.questions import Question
+from samkv_integrations.model.model import Model
+from samkv_integrations.prompt.layout import find_runs
+from samkv_integrations.tuning.questions import from_chunks
+
+LEAST_CHUNKS = 16
+"""Chunks that prompts can be mixed of; fewer are learned by heart."""
+
+FEWEST, MOST = 2, 8
+"""Chunks of a prompt."""
+
+_SUMMARY = "Summarise what the documents say."
+_PLAIN = 4  # every so manieth prompt does without the chat template, and as many ask for a summary
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """What prompts are made of: chunks in the order of their documents, or questions with theirs.
+
+    most_tokens: of a prompt.
+
+    Raises EmptyInput if there is too little of both.
+    """
+
+    chunks: Sequence[str] = ()
+    questions: Sequence[Question] = ()
+    most_tokens: int = 2048
+
+    def __post_init__(self) -> None:
+        if self.questions and any(len(one.documents) < FEWEST for one in self.questions):
+            raise InvalidOption(
+                f"a question has fewer than {FEWEST} documents; give each its 'documents', the "
+                "texts of the chunks that it is asked over"
+            )
+        if max(len(self.chunks), len(self.questions)) < LEAST_CHUNKS:
+            raise EmptyInput(
+                f"{len(self.chunks) or len(self.questions)} chunks or questions are too few to "
+                f"learn from; give at least {LEAST_CHUNKS}: more documents, or smaller chunks"
+            )
+
+    def prompt(self, model: Model, seed: str) -> Prompt:
+        """One prompt, the same for the same seed."""
+        order = random.Random(seed)
+        n = order.randint(FEWEST, MOST)
+        if self.questions:
+            asked = order.choice(self.questions)
+            documents = list(asked.documents)[:n]
+            question = asked.question
+        else:
+            documents = self._mixed(order, n)
+            made = from_chunks(documents, seed=order.randrange(2**31))
+            is_summary = not made or order.randrange(_PLAIN) == 0
+            question = _SUMMARY if is_summary else made[0].question
+        order.shuffle(documents)
+        chat = model.has_chat_template and order.randrange(_PLAIN) > 0
+        while True:
+            asking = Question(question=question, documents=tuple(documents))
+            ids = asking.prompt_ids(model, chat=chat)
+            if len(ids) <= self.most_tokens or len(documents) == 1:
+                break
+            documents.pop()
+        index = MemoryIndex(b"adapt")
+        for body in documents:
+            index.add(body, model.tokenize(body, special=False))
+        return Prompt(ids=ids, chunks=find_runs(ids, [index]))
+
+    def _mixed(self, order: random.Random, n: int) -> list[str]:
+        """Chunks that follow each other in a document, which belong together, and random ones."""
+        place = order.randrange(len(self.chunks))
+        together = self.chunks[place : place + (n + 1) // 2]
+        return list(dict.fromkeys([*together, *order.sample(self.chunks, n)]))[:n]
+
+
+def usable(model: Model, texts: Sequence[str]) -> list[str]:
+    """The texts that a prompt can take from a cache: those of `MIN_RUN` tokens or more, once."""
+    return [
+        text for text in dict.fromkeys(texts) if len(model.tokenize(text, special=False)) >= MIN_RUN
+    ]

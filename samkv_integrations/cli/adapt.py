@@ -1,0 +1,113 @@
+"""``samkv adapt``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from tqdm.auto import tqdm
+from typer import Exit, Option
+
+from samkv_integrations.cli import arguments as args
+from samkv_integrations.cli import tables
+from samkv_integrations.cli.ingest import find_documents, read_chunks
+from samkv_integrations.errors import InvalidOption
+
+if TYPE_CHECKING:
+    from samkv_integrations.adapt.train import Judged
+
+CHUNK_SIZES = (128, 512, 1024)
+"""Longest chunks, in tokens, that documents are cut into: a prefix that has seen short ones alone
+does nothing for long ones."""
+
+
+def adapt(
+    data: Annotated[
+        Path, Option(help="Folder of documents, or questions with documents (JSON Lines).")
+    ] = Path("examples/paragraphs"),
+    folder: args.Folder = Path(".samkv"),
+    model: args.ModelName = "smollm2",
+    device: args.Device = "auto",
+    dtype: args.Dtype = "auto",
+    minutes: Annotated[float, Option(help="That learning may take.")] = 20.0,
+    steps: Annotated[int, Option(help="Prompts to learn from.")] = 160,
+    embeddings: Annotated[
+        int | None, Option(help="How many to learn. Default: as the made-up documents have.")
+    ] = None,
+    seed: Annotated[int, Option(help="Of the prompts.")] = 0,
+    as_json: args.Json = False,
+) -> None:
+    """Learn a prefix for your model, so that cached chunks answer more as full prefill does.
+
+    It is kept beside the caches of --dir, for engines with prefix="learned". Ingest again after it.
+    Interrupted, the same command goes on where it was. Exit code 1 if it is no better on held-out
+    prompts: nothing is kept then.
+    """
+    from samkv_integrations.adapt.prompts import Source, usable
+    from samkv_integrations.adapt.train import Recipe, learn
+    from samkv_integrations.engine.prefix import LEARNED_FILE
+    from samkv_integrations.evaluation.questions import read_questions
+    from samkv_integrations.model.loading import load_model
+
+    if not minutes > 0:
+        raise InvalidOption(f"--minutes {minutes}; give more than 0")
+    recipe = Recipe(steps=steps, n=embeddings, seed=seed)
+    loaded = load_model(model, device=device, dtype=dtype)
+    most = min(2048, loaded.context_window - 64)
+    if data.is_dir():
+        files = find_documents([data]).files
+        texts = [
+            chunk.text for size in CHUNK_SIZES for chunk in read_chunks(files, loaded, size).chunks
+        ]
+        source = Source(chunks=usable(loaded, texts), most_tokens=most)
+    else:
+        source = Source(questions=read_questions(data, with_documents=True), most_tokens=most)
+    kv = folder / "kv"
+    kv.mkdir(parents=True, exist_ok=True)
+    with tqdm(total=recipe.steps, desc="learning") as bar:
+
+        def told(step: int, kl: float) -> None:
+            bar.update(step - bar.n)
+            bar.set_postfix_str(f"KL {kl:.3f}")
+
+        found = learn(
+            loaded, source, recipe, partial=kv / f"{LEARNED_FILE}.partial", minutes=minutes,
+            told=told,
+        )  # fmt: skip
+    kept = found.prefix.save(kv / LEARNED_FILE) if found.is_better else None
+    if as_json:
+        more = {"steps": found.steps, "kept": kept and str(kept)}
+        tables.write_json("adapt", loaded.name, [asdict(one) | more for one in found.figures])
+    else:
+        _show(found.figures, found.steps, kept)
+    if kept is None:
+        raise Exit(1)
+
+
+def _show(figures: Sequence[Judged], steps: int, kept: Path | None) -> None:
+    out = tables.console()
+    out.print(
+        tables.table(
+            ("recomputed of each chunk", "KL before", "KL after", "ratio", "95 %"),
+            [
+                (
+                    f"first {one.first} tokens" if one.first else "nothing",
+                    f"{one.before:.4f}", f"{one.after:.4f}",
+                    f"{one.after / one.before:.2f}" if one.before else "",
+                    "{:.2f} to {:.2f}".format(*one.ratio) if one.ratio else "",
+                )
+                for one in figures
+            ],
+        )
+    )  # fmt: skip
+    out.print(
+        f"\n{steps} steps; KL along full prefill's answer on held-out prompts, after the made-up "
+        "documents and after what was learned."
+    )
+    if kept is None:
+        out.print("It is not clearly better there, so nothing was kept. More --steps, or more "
+                  "documents, may help.")  # fmt: skip
+    else:
+        out.print(f'Kept in {kept}, for prefix="learned". Ingest again to make caches with it.')
