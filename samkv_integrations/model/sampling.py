@@ -43,19 +43,15 @@ class Option:
 
     default: of an option that is not given; a None is allowed where it is the default.
     allows, bounds: whether a number is in range, and the range in words.
-    warper: what transformers changes the logits with, None for nothing; not asked for None. Those
-        of a greedy answer are left out, but for ``always``.
     """
 
     default: float | int | None
     allows: Callable[[Any], bool]
     bounds: str
-    warper: Callable[[Any], LogitsProcessor | None] = lambda value: None
-    always: bool = False
 
 
 class SamplingOptions(TypedDict, total=False):
-    """Options of `Engine.generate`, each with its bounds; their warpers run in this order.
+    """Options of `Engine.generate`, each with its bounds.
 
     max_new_tokens: most tokens of the answer.
     seed: makes sampling repeatable.
@@ -78,8 +74,6 @@ class SamplingOptions(TypedDict, total=False):
             None,
             lambda penalty: SMALLEST <= penalty < math.inf,
             f"{SMALLEST} or more (1 for none) and finite",
-            lambda r: None if r == 1 else RepetitionPenaltyLogitsProcessor(float(r)),
-            always=True,
         ),
     ]
     temperature: Annotated[
@@ -88,36 +82,11 @@ class SamplingOptions(TypedDict, total=False):
             0.0,
             lambda t: t == 0 or SMALLEST <= t < math.inf,
             f"0 (greedy), or {SMALLEST} or more and finite",
-            lambda t: TemperatureLogitsWarper(float(t)),
         ),
     ]
-    top_k: Annotated[
-        int,
-        Option(
-            0,
-            lambda k: k >= 0,
-            "0 (all tokens) or more",
-            lambda k: TopKLogitsWarper(k) if k else None,
-        ),
-    ]
-    top_p: Annotated[
-        float,
-        Option(
-            1.0,
-            lambda p: 0 < p <= 1,
-            "above 0 and at most 1",
-            lambda p: TopPLogitsWarper(float(p)) if p < 1 else None,
-        ),
-    ]
-    min_p: Annotated[
-        float,
-        Option(
-            0.0,
-            lambda p: 0 <= p <= 1,
-            "between 0 (all tokens) and 1",
-            lambda p: MinPLogitsWarper(float(p)) if p else None,
-        ),
-    ]
+    top_k: Annotated[int, Option(0, lambda k: k >= 0, "0 (all tokens) or more")]
+    top_p: Annotated[float, Option(1.0, lambda p: 0 < p <= 1, "above 0 and at most 1")]
+    min_p: Annotated[float, Option(0.0, lambda p: 0 <= p <= 1, "between 0 (all tokens) and 1")]
 
 
 _HINTS = {
@@ -125,7 +94,15 @@ _HINTS = {
     for name, hint in get_type_hints(SamplingOptions, include_extras=True).items()
 }
 OPTIONS: Mapping[str, Option] = MappingProxyType({n: of[1] for n, of in _HINTS.items()})
-"""The options by name, in the order of their warpers."""
+"""The options by name."""
+
+_WARPERS: Mapping[str, Callable[[Any], LogitsProcessor]] = {
+    "temperature": TemperatureLogitsWarper,
+    "top_k": TopKLogitsWarper,
+    "top_p": TopPLogitsWarper,
+    "min_p": MinPLogitsWarper,
+}
+"""What transformers changes the logits of a draw with, in this order."""
 
 
 @dataclass(frozen=True, init=False)
@@ -148,8 +125,9 @@ class Sampling:
             raise UnknownOption.among("option of sampling", name, OPTIONS)
         values: dict[str, Any] = {}
         for name, option in OPTIONS.items():
-            value = values[name] = options.get(name, option.default)
+            value = options.get(name, option.default)
             if value is None and option.default is None:
+                values[name] = None
                 continue
             hint = _HINTS[name][0]
             is_whole = int in (get_args(hint) or (hint,))
@@ -158,6 +136,7 @@ class Sampling:
                 raise InvalidOption(f"{name}={value!r}; it must be {kind}")
             if not option.allows(value):  # false for a NaN too
                 raise InvalidOption(f"{name}={value}; it must be {option.bounds}")
+            values[name] = value if is_whole else float(value)
         vars(self).update(  # as frozen fields are set
             items=tuple(values.items()), values=values, max_new_tokens=values["max_new_tokens"],
             is_greedy=values["temperature"] == 0,
@@ -180,15 +159,15 @@ class Sampler:
         self._ids = torch.tensor([list(prompt_ids)], device=model.device)
         self._greedy = sampling.is_greedy
         self._warpers = LogitsProcessorList([] if constraint is None else [constraint])
-        for name, value in sampling.items:
-            option = OPTIONS[name]
-            if value is None and option.always:
-                value = getattr(model.hf.generation_config, name, None)
-            if value is None or (self._greedy and not option.always):
-                continue
-            if (warper := option.warper(value)) is not None:
-                self._warpers.append(warper)
+        penalty: Any = sampling.values["repetition_penalty"]
+        if penalty is None:
+            penalty = getattr(model.hf.generation_config, "repetition_penalty", None)
+        if penalty not in (None, 1):
+            self._warpers.append(RepetitionPenaltyLogitsProcessor(float(penalty)))
         if not self._greedy:
+            for name, warper in _WARPERS.items():
+                if (value := sampling.values[name]) != OPTIONS[name].default:
+                    self._warpers.append(warper(value))
             # `torch.Generator.seed` would open /dev/urandom, which fails a process that has too
             # many files open.
             seed = sampling.values["seed"]

@@ -552,13 +552,13 @@ class SamKVLLM(LocalLLM, FunctionCallingLLM):
         options = self._options(given)
         self._announce(prompt)
         with _saying_how_llama_index_counts():
-            return self._stream_of(prompt, options)
+            return self.engine.stream(prompt, **options)
 
     async def _arun(self, prompt: Prompt, given: dict[str, Any]) -> AnswerStream:
         options = self._options(given)
         await off_loop(self._announce, prompt)
         with _saying_how_llama_index_counts():
-            return await self._astream_of(prompt, options)
+            return await self.engine.astream(prompt, **options)
 
     def _options(self, given: dict[str, Any]) -> dict[str, Any]:
         always = {"timeout": self.timeout, **self.generate_kwargs}
