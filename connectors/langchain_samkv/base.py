@@ -7,6 +7,7 @@ import hashlib
 import re
 from collections.abc import Mapping
 from dataclasses import fields
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Self
 
 from langchain_core.language_models.base import BaseLanguageModel, LangSmithParams
@@ -69,20 +70,9 @@ class LocalModel(LocalLLM, BaseLanguageModel[Any]):
         api_key: SecretStr | None = Field(default=None, exclude=True, repr=False)
         """Accepted so that arguments of other models fit: nothing here needs one."""
 
-        @property
-        def model(self) -> str:
-            """`model_name`."""
-            return self.model_name
-
-        @property
-        def max_new_tokens(self) -> int | None:
-            """`max_tokens`."""
-            return self.max_tokens
-
-        @property
-        def stop_sequences(self) -> list[str] | str | None:
-            """`stop`."""
-            return self.stop
+        model = property(attrgetter("model_name"), doc="`model_name`.")
+        max_new_tokens = property(attrgetter("max_tokens"), doc="`max_tokens`.")
+        stop_sequences = property(attrgetter("stop"), doc="`stop`.")
 
     model_kwargs: dict[str, Any] = Field(default_factory=dict, exclude=True, repr=False)
     """Passed on to ``from_pretrained`` of the model: ``revision``, ``token``, ``cache_dir``,

@@ -29,7 +29,6 @@ ModelName = Annotated[
 ]
 Device = Annotated[str, _option("auto, cpu, cuda or cuda:N.")]
 Dtype = Annotated[str, _option("auto, float32 or bfloat16.")]
-StoreBits = Annotated[int, _option(_BITS)]
 CacheBits = Annotated[int | None, _option(f"{_BITS} Default: as tuned, else 4.", "--store-bits")]
 SameBits = Annotated[
     int | None, _option("As ingested. Default: as tuned, else 4.", "--store-bits", hidden=True)

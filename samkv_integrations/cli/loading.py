@@ -134,11 +134,11 @@ def require_own_records(store: ChunkStore, database: Database, names: Sequence[s
 
 
 @contextmanager
-def progress_bar(desc: str, unit: str = "chunk") -> Iterator[Callable[[int, int], None]]:
+def progress_bar(desc: str) -> Iterator[Callable[[int, int], None]]:
     """A bar on standard error, and a function to call with how much is done, and of how much."""
     from tqdm.auto import tqdm
 
-    with tqdm(desc=desc, unit=unit, unit_scale=unit == "B") as bar:
+    with tqdm(desc=desc, unit="chunk") as bar:
 
         def show(done: int, total: int) -> None:
             bar.total = total

@@ -215,13 +215,8 @@ def weights_digest(hf: PreTrainedModel) -> str:
     """
     state = _state(hf)
     once = {_place(tensor): tensor for tensor in state.values()}  # tied weights are one tensor
-    pieces = [(place, piece) for place, tensor in once.items() for piece in _pieces(tensor)]
-    hashes: dict[tuple[Any, ...], list[str]] = {place: [] for place in once}
-    n_threads = max(1, min(_MAX_THREADS, torch.get_num_threads()))
-    with ThreadPoolExecutor(n_threads) as threads:
-        digests = threads.map(hash_piece, [piece for _, piece in pieces])
-        for (place, _), digest in zip(pieces, digests, strict=True):
-            hashes[place].append(digest)
+    with ThreadPoolExecutor(max(1, min(_MAX_THREADS, torch.get_num_threads()))) as threads:
+        hashes = dict(zip(once, threads.map(_hash_pieces, once.values()), strict=True))
     return _hash([
         (name, str(tensor.dtype), list(tensor.shape), hashes[_place(tensor)])
         for name, tensor in state.items()
@@ -232,9 +227,10 @@ def _place(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
 
 
-def _pieces(tensor: Tensor) -> tuple[Tensor, ...]:
+def _hash_pieces(tensor: Tensor) -> list[str]:
     flat = tensor.detach().reshape(-1)
-    return torch.split(flat, _PIECE_BYTES // flat.element_size()) if flat.numel() else ()
+    pieces = torch.split(flat, _PIECE_BYTES // flat.element_size()) if flat.numel() else ()
+    return [hash_piece(piece) for piece in pieces]
 
 
 def hash_piece(piece: Tensor) -> str:

