@@ -13,18 +13,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Self, get_args
 
 from pydantic import (
     BaseModel,
-    BeforeValidator,
     ConfigDict,
     Field,
     ModelWrapValidatorHandler,
     PrivateAttr,
     SkipValidation,
     ValidationError,
-    ValidationInfo,
     model_validator,
 )
 from pydantic.json_schema import SkipJsonSchema
@@ -366,8 +364,9 @@ def merged(turns: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """
     found: list[dict[str, Any]] = []
     for turn in turns:
-        if found and _is_plain(turn) and _is_plain(found[-1]) and found[-1]["role"] == turn["role"]:
-            found[-1]["content"] += f"\n\n{turn['content']}"
+        last = found[-1] if found else {}
+        if turn.keys() == last.keys() == {"role", "content"} and turn["role"] == last["role"]:
+            last["content"] += f"\n\n{turn['content']}"
         else:
             found.append(dict(turn))
     return found
@@ -393,21 +392,7 @@ def of_result(content: str, call_id: str, name: str | None) -> dict[str, Any]:
     return {**turn, "name": name} if name else turn
 
 
-def _is_plain(turn: dict[str, Any]) -> bool:
-    return turn.keys() == {"role", "content"}
-
-
 # -- arguments -------------------------------------------------------------------------------------
-
-
-def _checked_name(part: Any, info: ValidationInfo) -> Any:  # noqa: ANN401
-    """A name, that is; an LLM is written down and made again, and what has a name can be."""
-    if not isinstance(part, str | None):
-        raise InvalidOption(
-            f"{info.field_name} is a {type(part).__name__}; an LLM takes a name. Give an engine "
-            f"yours, and the LLM that: engine=Engine.from_pretrained(model, {info.field_name}=...)"
-        )
-    return part
 
 
 def usage_of(*reports: Report) -> dict[str, Any]:
@@ -469,9 +454,9 @@ class LocalLLM(BaseModel):
     engine's, which are 4 by default."""
     engine: SkipJsonSchema[Engine] = Field(default=None, exclude=True, repr=False)  # type: ignore[assignment]
     """An engine to share, in place of loading a model over ``kv_dir``."""
-    method: Annotated[str | None, BeforeValidator(_checked_name)] = None
+    method: SkipValidation[str | None] = None
     """How to answer, a name out of ``METHODS``; None for the engine's."""
-    eviction: Annotated[str | None, BeforeValidator(_checked_name)] = None
+    eviction: SkipValidation[str | None] = None
     """Which KV entries an answer goes on with after its first token, a name out of ``EVICTIONS``
     or ``"none"`` for all; None for the engine's."""
     match_text: bool = True
@@ -525,6 +510,13 @@ class LocalLLM(BaseModel):
 
     def _check(self) -> None:
         """Raises for what is wrong without a model: loading one takes its time."""
+        for name in ("method", "eviction"):
+            part: object = getattr(self, name)
+            if not isinstance(part, str | None):  # an LLM is written down, which a name can be
+                raise InvalidOption(
+                    f"{name} is a {type(part).__name__}; an LLM takes a name. Give an engine "
+                    f"yours, and the LLM that: engine=Engine.from_pretrained(model, {name}=...)"
+                )
         if self.method is not None:
             get_method(self.method)
         get_eviction(self.eviction)

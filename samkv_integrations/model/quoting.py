@@ -72,7 +72,8 @@ class SpecialTokens:
         names = sorted({*self._names.findall(texts)})
         if not names:
             return RenderedPrompt(render(_replaced(contents, str)))
-        private = (chr(code) for code in range(0xE000, 0xF900) if chr(code) not in texts)
+        used = set(texts)
+        private = (chr(code) for code in range(0xE000, 0xF900) if chr(code) not in used)
         mark_of = dict(zip(names, private, strict=False))
         rendered = render(
             _replaced(contents, lambda text: self._names.sub(lambda m: mark_of[m[0]], text))
