@@ -319,7 +319,8 @@ class Engine:
         trace = Trace(self.model.name, prompt, settings, began)
         try:
             end_ids = self.model.end_ids(settings.stop_ids)
-            form = JsonConstraint.of(self.model, settings.json_schema, end_ids)
+            schema = settings.json_schema
+            form = None if schema is None else JsonConstraint(self.model, schema, end_ids)
             resolved = self.resolve(
                 prompt, chunks, on_miss=settings.on_miss, context_window=settings.context_window
             )

@@ -136,6 +136,8 @@ def test_nested_contents_and_odd_values() -> None:
     found = tokens.rendered(contents, render)
     assert found == RenderedPrompt("x<|end|>y<|end|>3", (range(1, 8),))
     assert "<|end|>" not in str(seen)
+    tokens.rendered({"a": (MappingProxyType({"b": "x"}),), "n": 3}, render)
+    assert seen[-1] == {"a": [{"b": "x"}], "n": 3}  # templates write what json.dumps can
 
 
 @pytest.mark.parametrize(
