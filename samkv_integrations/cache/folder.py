@@ -173,8 +173,7 @@ class ChunkFolder:
             def move() -> None:
                 if file.is_dir() and not file.is_symlink():
                     remove(file)
-                if temporary.exists():  # else this is done again, as the index was damaged
-                    os.replace(temporary, file)
+                os.replace(temporary, file)
 
             self.index.keep(entry_of(temporary), move)
 

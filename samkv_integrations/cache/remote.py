@@ -21,7 +21,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
-from sqlite3 import Connection
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -29,7 +28,7 @@ from samkv_integrations.cache.base import Outage
 from samkv_integrations.cache.chunk import FORMAT_VERSION, Fingerprint
 from samkv_integrations.cache.file_format import BAD_JSON, ChunkFile
 from samkv_integrations.cache.folder import ChunkFolder, check_of
-from samkv_integrations.cache.index import EVICTED, LOST, PRESENT, Entry, Place, set_setting
+from samkv_integrations.cache.index import EVICTED, LOST, PRESENT, Entry, Place
 from samkv_integrations.cache.objects import ObjectInfo, Objects
 from samkv_integrations.errors import CacheMiss, InvalidOption, SamkvError, StoreError
 
@@ -183,16 +182,10 @@ class SharedTier:
             )
         identity = str(found.get("identity", ""))
         if (known, url) != (identity, self.url):
-
-            def work(connection: Connection) -> None:
-                set_setting(connection, setting, f"{identity} {self.url}")
-                if known != identity:
-                    connection.execute(
-                        "UPDATE chunks SET is_shared = 0 WHERE namespace = ?", [self._namespace]
-                    )
-
             with suppress(StoreError):  # a folder that can only be read
-                self._index.write(work)
+                if known != identity:
+                    self._index.unshare(self._namespace)
+                self._index.set(setting, f"{identity} {self.url}")
             if known not in ("", identity):
                 _log.warning("%s is new; 'samkv store push' puts what is here", self.url)
         self._is_checked = True
@@ -425,7 +418,6 @@ class SharedTier:
             )
             read = [entry for entry in heads if entry]
             self._index.learn(read)
-            self.mark([(entry.digest, entry.key) for entry in read])
             n_new += len(read)
         return Refreshed(n_new=n_new, n_deleted=len(gone), chunks=chunks)
 
