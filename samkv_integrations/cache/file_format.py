@@ -32,7 +32,6 @@ from samkv_integrations.cache.chunk import (
     Fingerprint,
     chunk_key,
 )
-from samkv_integrations.cache.quantise import is_sound
 from samkv_integrations.errors import CacheMiss
 
 INDEX = (
@@ -454,14 +453,10 @@ class ChunkFile:
         return BlockMeans(codes=codes, scale=scale)
 
     def key_range(self) -> Tensor:
-        if ("key_range",) not in self._groups:
-            self._keep_range(self._read_index(("key_range",))[0])
-        return self._groups["key_range",][0]
-
-    def _keep_range(self, found: Tensor) -> None:
-        if not is_sound(found):
+        found = self._group("key_range")[0]
+        if not bool(found.isfinite().all()):  # its MAC says nothing of what was written
             raise self._corrupt("key_range")
-        self._groups["key_range",] = [found]
+        return found
 
     def read_all(self, out: Sequence[Tensor]) -> None:
         layout = self._layout
@@ -469,16 +464,9 @@ class ChunkFile:
         assert len(out) == n_layers
         assert all((o.dtype, list(o.shape)) == (torch.uint8, shape) for o in out)
         assert all(o.is_contiguous() for o in out)
+        self.key_range()
         layers = [byte_view(layer) for layer in out]
-        if ("key_range",) in self._groups:
-            self._read(layout.tensors["entries"].start, *layers)
-        else:  # It lies right before the entries, so one read takes both.
-            place = layout.tensors["key_range"]
-            found = torch.empty(place.shape, dtype=place.dtype)
-            view = byte_view(found)
-            self._read(place.start, view, *layers)
-            self._check([view], [1 + INDEX.index("key_range")], "key_range")
-            self._keep_range(found)
+        self._read(layout.tensors["entries"].start, *layers)
         places = layout.block_places
         regions = [
             of_layer[start : start + n_bytes] for of_layer in layers for start, n_bytes in places
@@ -524,12 +512,7 @@ class ChunkFile:
         )  # fmt: skip
 
     def verify(self) -> None:
-        *_, key_range = self._read_index(INDEX)
-        self._keep_range(key_range)
-        n_layers, *shape = self._layout.tensors["entries"].shape
-        entries = torch.empty(shape, dtype=torch.uint8)
-        for layer in range(n_layers):
-            self.read_blocks(layer, range(self.blocks.n_blocks), entries)
+        self.chunk()
 
     @property
     def namespace(self) -> str:
