@@ -245,8 +245,6 @@ BAD_JSON = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError,
 """What reading JSON from anybody, or looking for something in it, may raise."""
 
 _FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
-# A link (which O_NOFOLLOW refuses), and what cannot be opened for reading: a socket, a device.
-_NO_FILE = (errno.ELOOP, errno.ENXIO, errno.ENODEV, errno.EOPNOTSUPP)
 _MAX_VIEWS = 1024  # of one read: IOV_MAX of Linux and macOS
 # Tensors that are read together, in file order.
 _STATISTICS = ("block_max", "block_min", "stable", "outliers")
@@ -262,16 +260,9 @@ def open_regular(path: Path) -> FileIO:
 
     Raises OSError; `NotAFile` if it is no regular file.
     """
-    try:
-        handle = os.open(path, _FLAGS)
-    except OSError as error:
-        if error.errno in _NO_FILE:
-            raise NotAFile(error.errno, "not a regular file") from error
-        raise
-    if not stat.S_ISREG(os.fstat(handle).st_mode):
-        os.close(handle)
+    if not stat.S_ISREG(os.lstat(path).st_mode):
         raise NotAFile(errno.EINVAL, "not a regular file")
-    return FileIO(handle)
+    return FileIO(os.open(path, _FLAGS))
 
 
 class ChunkFile:
@@ -285,6 +276,8 @@ class ChunkFile:
         key, fingerprint, namespace: what the file has to be of; None for what it says itself.
             Without a fingerprint its key has to follow from the rest.
         secret: of the store that wrote it.
+
+    layout: where everything sits, and what the file says of itself.
     """
 
     def __init__(
@@ -298,7 +291,7 @@ class ChunkFile:
         self._let_go: tuple[int, int, int] | None = None
         self._file = self._open()
         try:
-            layout = self._layout = self._read_layout(key, fingerprint, namespace)
+            layout = self.layout = self._read_layout(key, fingerprint, namespace)
             self.fingerprint = fingerprint or layout.fingerprint
             self.n_tokens, self.blocks = layout.n_tokens, layout.blocks
             rest = bytearray((layout.tensors["macs"].shape[0] - 1) * MAC_BYTES)
@@ -419,7 +412,7 @@ class ChunkFile:
 
     def _read_index(self, names: Sequence[str]) -> list[Tensor]:
         """Tensors that follow each other in the file, with one read, checked."""
-        places = [self._layout.tensors[name] for name in names]
+        places = [self.layout.tensors[name] for name in names]
         tensors = [torch.empty(place.shape, dtype=place.dtype) for place in places]
         views = [byte_view(tensor) for tensor in tensors]
         self._read(places[0].start, *views)
@@ -459,7 +452,7 @@ class ChunkFile:
         return found
 
     def read_all(self, out: Sequence[Tensor]) -> None:
-        layout = self._layout
+        layout = self.layout
         n_layers, *shape = layout.tensors["entries"].shape
         assert len(out) == n_layers
         assert all((o.dtype, list(o.shape)) == (torch.uint8, shape) for o in out)
@@ -476,7 +469,7 @@ class ChunkFile:
 
     def read_blocks(self, layer: int, blocks: Sequence[int], out: Tensor) -> None:
         # The hot path of a request: thousands of calls, so no tensor operation in any loop.
-        layout = self._layout
+        layout = self.layout
         assert 0 <= layer < layout.fingerprint.n_layers and min(blocks, default=0) >= 0
         assert out.dtype == torch.uint8
         places, view = layout.block_places, byte_view(out)
@@ -501,11 +494,11 @@ class ChunkFile:
         self._check([view[first:last] for first, last in regions], positions, "block")
 
     def chunk(self) -> ChunkCache:
-        place = self._layout.tensors["entries"]
+        place = self.layout.tensors["entries"]
         entries = torch.empty(place.shape, dtype=place.dtype)
         self.read_all(list(entries))
         return ChunkCache(
-            key=self.key, fingerprint=self._layout.fingerprint, text=self.text(),
+            key=self.key, fingerprint=self.layout.fingerprint, text=self.text(),
             token_ids=self.token_ids, entries=entries, key_range=self.key_range(),
             local_query=self.local_query(), statistics=self.statistics(),
             block_means=self.block_means(),
@@ -513,20 +506,6 @@ class ChunkFile:
 
     def verify(self) -> None:
         self.chunk()
-
-    @property
-    def namespace(self) -> str:
-        return self._layout.namespace
-
-    @property
-    def made_by(self) -> Fingerprint:
-        """The fingerprint that the file names, with its own label of the model."""
-        return self._layout.fingerprint
-
-    @property
-    def size(self) -> int:
-        """Bytes of the file."""
-        return len(self._header) + self._layout.size
 
     @property
     def modified_at(self) -> float:

@@ -24,10 +24,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+from filelock import FileLock
 
 from samkv_integrations.cache.chunk import ChunkCache, Fingerprint, normalise
 from samkv_integrations.cache.file_format import ChunkFile, FileLayout, text_bytes
-from samkv_integrations.cache.files import locked
 from samkv_integrations.cache.windows import MAX_PLACES, Found, Ids, Windows
 from samkv_integrations.cache.windows import Place as Window
 from samkv_integrations.errors import CacheMiss, InvalidOption, StoreError
@@ -114,10 +114,11 @@ class Entry:
     @classmethod
     def of_file(cls, file: ChunkFile) -> Entry:
         """Of an open file. Raises CacheMiss."""
+        layout = file.layout
         return cls(
-            digest=file.made_by.digest, key=file.key, namespace=file.namespace, text=file.text(),
-            token_ids=file.token_ids.tolist(), fields=asdict(file.made_by), n_bytes=file.size,
-            used_at=file.modified_at,
+            digest=layout.fingerprint.digest, key=file.key, namespace=layout.namespace,
+            text=file.text(), token_ids=file.token_ids.tolist(), fields=asdict(layout.fingerprint),
+            n_bytes=layout.file_size(file.key), used_at=file.modified_at,
         )  # fmt: skip
 
 
@@ -213,7 +214,7 @@ class Index:
                     raise
                 self._discard()
         if self._folder is not None and os.access(self._folder, os.W_OK):
-            with locked(self._folder / "index.lock", _BUSY_S):
+            with FileLock(self._folder / "index.lock", timeout=_BUSY_S, mode=0o600):
                 self._path = self._newest() or self._make(self._folder)
             self._connection = _connect(str(self._path))
             return self._connection
@@ -269,7 +270,7 @@ class Index:
             with suppress(StoreError):  # it is deleted
                 if self.rows("PRAGMA quick_check") != [("ok",)]:
                     self._discard()
-            with locked(self._folder / "index.lock", _BUSY_S):
+            with FileLock(self._folder / "index.lock", timeout=_BUSY_S, mode=0o600):
                 newest = self._newest()
                 for file in self._folder.glob("index-*"):
                     if newest is None or not file.name.startswith(newest.name):
@@ -606,14 +607,12 @@ class IndexedChunks:
             "SELECT key, at, chunk FROM windows CROSS JOIN chunks ON id = chunk "
             f"WHERE hash = ? AND +namespace = ? AND +digest = ? LIMIT {MAX_PLACES}"
         )
-        places: dict[int, Sequence[Window]] = {}
+        places: dict[int, list[Window]] = {}
         ids: dict[str, Ids] = {}
         with self._index.transaction() as connection:
             for hashed in hashes:
-                found = connection.execute(of_one, (hashed, *self._names)).fetchall()
-                if found:
-                    places[hashed] = [(key, at) for key, at, _ in found]
-                for key, _, chunk in found:
+                for key, at, chunk in connection.execute(of_one, (hashed, *self._names)):
+                    places.setdefault(hashed, []).append((key, at))
                     if key not in ids:
                         of_chunk = "SELECT ids FROM texts WHERE id = ?"
                         (data,) = connection.execute(of_chunk, [chunk]).fetchone()

@@ -45,8 +45,8 @@ class MemoryChunk(StoredChunk):
             if isinstance(part, str):
                 self.bytes_read += len(text_bytes(part))
             else:
-                tensors = [part] if isinstance(part, Tensor) else vars(part).values()
-                self.bytes_read += sum(tensor.nbytes for tensor in tensors)
+                for tensor in [part] if isinstance(part, Tensor) else vars(part).values():
+                    self.bytes_read += tensor.nbytes
         return part
 
     def text(self) -> str:
