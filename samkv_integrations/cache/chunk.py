@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Literal
@@ -165,14 +165,9 @@ class Fingerprint:
 
         ``model`` is a label for people and not part of it: the weights' own digest decides.
         """
-        return digest_of(asdict(self))
-
-
-def digest_of(fields: Mapping[str, object]) -> str:
-    """The digest of a fingerprint with these fields, which may be those of another release."""
-    named = {name: value for name, value in fields.items() if name != "model"}
-    canonical = json.dumps(named, sort_keys=True).encode()
-    return hashlib.blake2b(canonical, digest_size=16).hexdigest()
+        named = {name: value for name, value in asdict(self).items() if name != "model"}
+        canonical = json.dumps(named, sort_keys=True).encode()
+        return hashlib.blake2b(canonical, digest_size=16).hexdigest()
 
 
 # Those that an engine takes from the store, beside the one that it is given.
