@@ -205,8 +205,8 @@ class Index:
             return self._connection
         self._path = self._newest()
         if self._path is not None:
-            self._connection = _connect(str(self._path))
             try:
+                self._connection = _connect(str(self._path))
                 self._connection.execute("SELECT * FROM settings").fetchall()
                 return self._connection
             except sqlite3.DatabaseError as error:
@@ -449,6 +449,8 @@ class Index:
                 "INSERT INTO spaces(namespace, quota) VALUES(?, ?) "
                 "ON CONFLICT DO UPDATE SET quota = excluded.quota", quota.items(),
             )  # fmt: skip
+        # Another transaction: who is killed here leaves a budget by which what went was evicted.
+        with self.transaction(writes=True) as connection:
             for (namespace,) in connection.execute("SELECT namespace FROM spaces").fetchall():
                 self._evict(connection, namespace)
 

@@ -67,6 +67,7 @@ class MemoryChunk(StoredChunk):
     def read_all(self, out: Sequence[Tensor]) -> None:
         self.key_range()
         entries = self._opened().entries
+        assert len(out) == len(entries)
         for layer, found in zip(out, entries, strict=True):
             assert (layer.dtype, layer.shape) == (found.dtype, found.shape)
             assert layer.is_contiguous()

@@ -7,7 +7,7 @@ import multiprocessing
 import os
 import sqlite3
 import threading
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from weakref import WeakKeyDictionary
@@ -192,7 +192,8 @@ class TestDamage:
         )
         if damage == "gone":
             file.unlink()
-        with suppress(StoreError):  # it may be found when it is looked into only
+        # what is not seen in the first page is seen when more is read
+        with suppress(StoreError) if damage == "cut" else nullcontext():
             made(tmp_path, *files).keys("", None)
         assert made(tmp_path, *files).keys("", None) == keys_of(*files)
         assert used(made(tmp_path, *files)) == 100 * len(files)
