@@ -185,6 +185,8 @@ class Index:
                     with suppress(sqlite3.Error):  # SQLite itself rolls back after some errors
                         connection.execute("ROLLBACK")
                     raise
+            except UnicodeEncodeError:  # what was asked for is no text; no row is damaged
+                raise
             except (sqlite3.Error, OSError, *_BAD_ROWS) as error:
                 where = f"the index of {self._folder or 'the store'}"
                 if self._path is not None and _is_damage(error):

@@ -281,6 +281,14 @@ def test_rows_that_sqlite_takes_for_sound_are_damage_too(tmp_path: Path, change:
     assert n_failed == 1
 
 
+def test_a_key_that_is_no_text_does_no_harm(index: Index, tmp_path: Path) -> None:
+    put(index, entry(1))
+    (file,) = tmp_path.glob("index-*.sqlite")
+    with pytest.raises(UnicodeEncodeError):
+        index.texts("", "\ud800")
+    assert file.exists() and index.keys("", None) == keys_of(entry(1))
+
+
 def test_is_of_use_after_a_fork(index: Index) -> None:
     put(index, entry(1))
     context = multiprocessing.get_context("fork")
