@@ -88,8 +88,7 @@ def _candidates(
     hashes, at = index.windows.pick(prompt)
     is_open = owner[at] < 0 if len(at) else np.empty(0, bool)
     hashes, at = hashes[is_open], at[is_open]
-    places = index.places(np.unique(hashes).tolist()) if len(hashes) else {}
-    known = index.token_ids({key for of_one in places.values() for key, _ in of_one})
+    places, known = index.find(np.unique(hashes).tolist()) if len(hashes) else ({}, {})
     # (key, how far the prompt is ahead of the chunk) -> where a run ends
     seen: dict[tuple[str, int], int] = {}
     found, compared = [], 0

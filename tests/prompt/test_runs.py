@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from samkv_integrations.cache.index import Entry, Index, IndexedChunks
 from samkv_integrations.cache.windows import MIN_RUN, ChunkIndex, MemoryIndex, Windows
+from samkv_integrations.errors import StoreError
 from samkv_integrations.prompt.layout import Occurrence, Run, find_runs
 from tests.support.stores import Files
 
@@ -201,8 +202,8 @@ def test_namespaces_and_fingerprints_never_meet(tmp_path: Path) -> None:
     for namespace, digest in (("", DIGEST), ("two", DIGEST), ("one", "e" * 32)):
         assert find_runs(chunk, [IndexedChunks(index, namespace, digest)]) == []
     hashes = Windows(SECRET, "one", DIGEST).pick(np.asarray(chunk, np.int32))[0].tolist()
-    assert IndexedChunks(index, "one", DIGEST).places(hashes)
-    assert not IndexedChunks(index, "two", DIGEST).places(hashes)
+    assert IndexedChunks(index, "one", DIGEST).find(hashes)[0]
+    assert not IndexedChunks(index, "two", DIGEST).find(hashes)[0]
     others = Windows(SECRET, "two", DIGEST).pick(np.asarray(chunk, np.int32))[0].tolist()
     assert set(hashes).isdisjoint(others)
 
@@ -215,11 +216,8 @@ def test_what_is_deleted_is_not_found(tmp_path: Path) -> None:
     index.delete("", [f"{0:032x}"])
     known = IndexedChunks(index, "", DIGEST)
     assert runs(find_runs([*chunks[0], *chunks[1]], [known])) == [(1, 40, 0, 40)]
-    assert index.read(
-        lambda c: c.execute(
-            "SELECT count(*) FROM windows WHERE chunk NOT IN (SELECT id FROM texts)"
-        ).fetchone()
-    ) == (0,)
+    orphans = "SELECT count(*) FROM windows WHERE chunk NOT IN (SELECT id FROM texts)"
+    assert index.rows(orphans) == [(0,)]
     of_memory = memory(*chunks)
     of_memory.remove(f"{0:032x}")
     assert runs(find_runs([*chunks[0], *chunks[1]], [of_memory])) == [(1, 40, 0, 40)]
@@ -230,6 +228,9 @@ def test_what_is_deleted_is_not_found(tmp_path: Path) -> None:
 def test_damaged_rows_are_made_anew(tmp_path: Path) -> None:
     chunk = ids(1, 40)
     index = Index(tmp_path, Files(entry(0, chunk)), SECRET)
-    index.write(lambda c: c.execute("UPDATE texts SET ids = x'0102'"))
+    with index.transaction(writes=True) as connection:
+        connection.execute("UPDATE texts SET ids = x'0102'")
     known = IndexedChunks(index, "", DIGEST)
+    with pytest.raises(StoreError, match="made anew"):
+        find_runs(chunk, [known])
     assert runs(find_runs(chunk, [known])) == [(0, 0, 0, 40)]
