@@ -71,9 +71,10 @@ class AnswerStream:
     def start(self) -> Self:
         """Have it computed, and wait for its first token. Raises what the first pass raises."""
         try:
-            self._submit()
-            self._take(self._answer.pieces.next(self._left))
-            self._record()
+            self._scheduler.submit(self._answer)
+            self._is_submitted = True
+            self._take(self._answer.pieces.next(self._left()))
+            self._request.chunks.record(self._request.resolved)
         except BaseException as error:
             self._fail(error)
         return self
@@ -81,9 +82,11 @@ class AnswerStream:
     async def astart(self) -> Self:
         """Like `start`, holding no thread."""
         try:
-            self._submit()
-            self._take(await self._answer.pieces.anext(self._left))
-            await off_loop(self._record)
+            self._scheduler.submit(self._answer)
+            self._is_submitted = True
+            self._take(await self._answer.pieces.anext(self._left()))
+            # it may wait for a disk
+            await off_loop(self._request.chunks.record, self._request.resolved)
         except BaseException as error:
             self._fail(error)
         return self
@@ -97,7 +100,7 @@ class AnswerStream:
     def __next__(self) -> str:
         while not self._is_over:
             try:
-                text = self._take(self._answer.pieces.next(self._left))
+                text = self._take(self._answer.pieces.next(self._left()))
             except BaseException as error:
                 self._fail(error)
             if text:
@@ -107,22 +110,13 @@ class AnswerStream:
     async def __anext__(self) -> str:
         while not self._is_over:
             try:
-                text = self._take(await self._answer.pieces.anext(self._left))
+                text = self._take(await self._answer.pieces.anext(self._left()))
             except BaseException as error:
                 self._fail(error)
             if text:
                 return text
         raise StopAsyncIteration
 
-    def _submit(self) -> None:
-        self._scheduler.submit(self._answer)
-        self._is_submitted = True
-
-    def _record(self) -> None:
-        """Tell the store which caches were used; may wait for a disk."""
-        self._request.chunks.record(self._request.resolved)
-
-    @property
     def _left(self) -> float | None:
         """Seconds until timeout, or None."""
         if self._request.timeout is None or self._answer.is_complete:
@@ -137,12 +131,12 @@ class AnswerStream:
         self._last = piece
         if piece.finish_reason is not None:
             self._end()
-        elif (left := self._left) is not None and left < 0:
+        elif (left := self._left()) is not None and left < 0:
             raise TimeoutError
         return piece.text
 
     def _fail(self, error: BaseException) -> NoReturn:
-        if isinstance(error, TimeoutError) and (left := self._left) is not None and left <= 0:
+        if isinstance(error, TimeoutError) and (left := self._left()) is not None and left <= 0:
             error = TimedOut(
                 f"timeout={self._request.timeout}: the answer was not complete after that many "
                 "seconds; give more, or ask for fewer tokens"
@@ -186,7 +180,7 @@ class AnswerStream:
 
     def _abandon(self) -> None:
         if self._is_submitted:
-            self._answer.abandon()
+            self._answer.is_abandoned = True
             self._scheduler.wake()
         else:
             self._answer.release()
