@@ -338,10 +338,8 @@ class Blend:
         stored = self.context.keys_and_values(layer, plan.cached)
         computed = (key[0].transpose(0, 1), value[0].transpose(0, 1))
         held = () if self.held is None else self.held.of_layer(layer, plan.n_held)
-        keys, values = (
-            self._assemble(plan, sides)
-            for sides in zip(*filter(None, (held, stored, computed)), strict=True)
-        )
+        of_keys, of_values = zip(*filter(None, (held, stored, computed)), strict=True)
+        keys, values = self._assemble(plan, of_keys), self._assemble(plan, of_values)
         if self.observe is not None:
             at = plan.positions
             probed = ProbedLayer(

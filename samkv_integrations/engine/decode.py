@@ -79,10 +79,11 @@ class TextStream:
         """The text that ``token`` decides; empty while undecided."""
         self._ids.append(token)
         text = self._model.detokenize(self._ids)
-        starts = [text.find(stop, max(0, self._sent - len(stop))) for stop in self._stop]
-        if cuts := [at for at in starts if at >= 0]:
-            self.stopped, end = True, min(cuts)
-        else:
+        end = len(text)
+        for stop in self._stop:
+            if (at := text.find(stop, max(0, self._sent - len(stop)))) >= 0:
+                self.stopped, end = True, min(end, at)
+        if not self.stopped:
             end = len(text.rstrip("\N{REPLACEMENT CHARACTER}"))
             tail = text[self._sent : end]  # what was sent is decided, however long a stop string is
             held_back = 0

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from samkv_integrations.cache.chunk import Fingerprint
 from samkv_integrations.engine.blend import Watch
 from samkv_integrations.engine.chunks import Chunks
 from samkv_integrations.engine.costs import CostModel
 from samkv_integrations.engine.prefix_cache import PrefixCache
 from samkv_integrations.engine.report import Report, Stage
 from samkv_integrations.engine.working_cache import WorkingCache
-from samkv_integrations.errors import PromptTooLong
 from samkv_integrations.eviction import Eviction
 from samkv_integrations.methods import Method
 from samkv_integrations.model.model import Model
@@ -66,34 +63,6 @@ class Request:
     def model(self) -> Model:
         """The model that computes it."""
         return self.chunks.model
-
-    @property
-    def fingerprint(self) -> Fingerprint:
-        """Identity of the caches that it may use."""
-        return self.chunks.fingerprint
-
-    @property
-    def kv_bytes(self) -> int:
-        """The most that its working cache can take."""
-        return (len(self.resolved.token_ids) + self.capacity) * self.model.token_kv_bytes
-
-    def rule(self, *, whole: bool) -> Eviction | None:
-        """Eviction to apply; full prefill ignores the method's own."""
-        if not self.own_eviction:
-            return self.eviction
-        return None if whole else self.method.eviction
-
-    def layout(self) -> Layout:
-        """The layout of the prompt. Raises PromptTooLong if prompt and answer exceed the window."""
-        layout = Layout.of(self.resolved.token_ids, self.resolved.parts, self.chunks.prefix)
-        window = min(self.context_window or sys.maxsize, self.model.context_window)
-        if layout.n_tokens + self.capacity > window:
-            raise PromptTooLong(
-                f"prompt of {layout.n_tokens} tokens (chunks at full size) and {self.capacity} new "
-                f"tokens exceed the context window of {window} of {self.model.name!r}; retrieve "
-                "fewer chunks or ask for fewer tokens"
-            )
-        return layout
 
 
 @dataclass(frozen=True, kw_only=True)

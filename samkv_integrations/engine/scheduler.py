@@ -159,9 +159,11 @@ class RunningAnswer:
                 reason = "length"
         if reason is not None:
             text += self._text.flush()
+        if text:
+            self._put(text)
+        if reason is not None:
             self.is_complete = True
-        if text or reason is not None:
-            self._put(text, reason)
+            self._put("", reason)
 
     def fail(self, error: BaseException) -> None:
         """Raise ``error`` where the answer is read, after all that is there."""

@@ -8,14 +8,14 @@ import contextvars
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import NoReturn, ParamSpec, Self, TypeVar
 
-from samkv_integrations.engine.report import Report, collectors
+from samkv_integrations.engine.report import COLLECTORS, Report
 from samkv_integrations.engine.request import Request
 from samkv_integrations.engine.scheduler import (
     AHEAD,
@@ -48,7 +48,7 @@ class Answer:
         return cls(text=text, report=stream.report, finish_reason=stream.finish_reason)
 
 
-class AnswerStream:
+class AnswerStream(Iterator[str], AsyncIterator[str]):
     """Iterator over the pieces of one answer; ``report`` is complete once it is exhausted.
 
     For ``for`` and for ``async for``, one reader at a time. The answer is computed ahead of its
@@ -64,7 +64,7 @@ class AnswerStream:
         self._answer = RunningAnswer(request)
         self._last: Piece | None = None
         self._is_submitted = self._is_over = False
-        self._collectors = collectors()
+        self._collectors = COLLECTORS.get()
 
     # -- reading ----------------------------------------------------------------------------
 
@@ -89,12 +89,6 @@ class AnswerStream:
             await off_loop(self._request.chunks.record, self._request.resolved)
         except BaseException as error:
             self._fail(error)
-        return self
-
-    def __iter__(self) -> Self:
-        return self
-
-    def __aiter__(self) -> Self:
         return self
 
     def __next__(self) -> str:
