@@ -388,22 +388,22 @@ class Engine:
         """
         check_on_miss(on_miss)
         made_by = self.chunks.follow_model()
-        read = self._reader.read(
+        token_ids, found = self._reader.read(
             prompt, chunks, made_by, must_hold=on_miss == "error", context_window=context_window
         )
-        return resolve(read, self.store, made_by, self.chunks.outage, on_miss=on_miss)
+        outage = self.chunks.outage
+        return resolve(token_ids, found, self.store, made_by, outage, on_miss=on_miss)
 
     def request(self, resolved: Resolved, settings: AnswerSettings, capacity: int) -> Request:
         """What `first_token` is given for a prompt, with room for ``capacity`` tokens."""
         method = settings.method or self.method
         rule = self.eviction if settings.eviction is None else settings.eviction
         return Request(
-            chunks=self.chunks, resolved=resolved, method=method, capacity=capacity,
+            model=self.model, chunks=self.chunks, resolved=resolved, method=method,
+            capacity=capacity, settings=settings,
             stable_layers=self.stable_layers if "statistics" in method.needs else (),
             eviction=get_eviction(rule), own_eviction=rule is None,
-            context_window=settings.context_window,
             costs=self.costs if method.whole_if_faster else None, prefixes=self.prefixes,
-            sampling=settings.sampling, stop=settings.stop, timeout=settings.timeout,
         )  # fmt: skip
 
     # -- what passes cost -------------------------------------------------------------------

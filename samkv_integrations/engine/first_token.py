@@ -78,7 +78,7 @@ def choose(request: Request, *, may_compute: bool = True) -> Choice:
         if may_compute and blocks is None and chunk.text is not None:
             missed[chunk.token_ids] = chunk.text
     layout = Layout.of(resolved.token_ids, parts, request.chunks.prefix)
-    window = min(request.context_window or sys.maxsize, model.context_window)
+    window = min(request.settings.context_window or sys.maxsize, model.context_window)
     if layout.n_tokens + request.capacity > window:
         raise PromptTooLong(
             f"prompt of {layout.n_tokens} tokens (chunks at full size) and {request.capacity} new "
@@ -230,7 +230,7 @@ def _compute(request: Request, choice: Choice, clock: Stopwatch) -> FirstToken:
             prefixes.keep(leaves)
     if request.watch is not None:
         request.watch.see_plan(layout, selection, plans[-1])
-    ran = method.else_way or method.name
+    ran = method.way
     if choice.whole:
         ran = "prefix" if choice.held else "recompute"
     report = report_of(

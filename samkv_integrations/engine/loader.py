@@ -104,7 +104,12 @@ class Context:
                     continue
                 in_chunk = layout.block_in_chunk[of_chunk.start : of_chunk.stop]
                 for layer, of_layer in enumerate(wanted):
-                    for first, last in _runs(in_chunk[of_layer].tolist()):
+                    needed = in_chunk[of_layer]
+                    gaps = (needed.diff() != 1).nonzero()[:, 0] + 1
+                    for neighbours in needed.tensor_split(gaps.tolist()):
+                        if not len(neighbours):
+                            continue  # nothing of this layer
+                        first, last = int(neighbours[0]), int(neighbours[-1])
                         begin, end = chunk.blocks.span(first)[0], chunk.blocks.span(last)[1]
                         entries = torch.empty(end - begin, self.form.n_bytes, dtype=torch.uint8)
                         chunk.read_blocks(layer, range(first, last + 1), entries)
@@ -197,14 +202,3 @@ class Context:
             for codes, of_layer in zip(self.codes, self.key_range, strict=True)
         ]
         return mean_of_blocks(torch.stack(keys), counts)
-
-
-def _runs(blocks: list[int]) -> list[tuple[int, int]]:
-    """Ascending block indices as runs of neighbours, first and last of each."""
-    runs: list[tuple[int, int]] = []
-    for block in blocks:
-        if runs and runs[-1][1] == block - 1:
-            runs[-1] = (runs[-1][0], block)
-        else:
-            runs.append((block, block))
-    return runs

@@ -7,7 +7,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from itertools import starmap
 from typing import Any
 
@@ -141,6 +142,7 @@ class Report:
         }
 
 
+@dataclass
 class Stopwatch:
     """Seconds spent in each stage of a request, which do not overlap, and when that was.
 
@@ -148,10 +150,9 @@ class Stopwatch:
     counts what came before.
     """
 
-    def __init__(self) -> None:
-        self.seconds: defaultdict[str, float] = defaultdict(float)
-        self.stages: list[Stage] = []
-        self.bytes_lost = 0
+    seconds: defaultdict[str, float] = field(default_factory=partial(defaultdict, float))
+    stages: list[Stage] = field(default_factory=list)
+    bytes_lost: int = 0
 
     @contextmanager
     def __call__(self, stage: str) -> Iterator[None]:

@@ -113,7 +113,7 @@ class RunningAnswer:
         self.sampler: Sampler | None = None
         self.token = self._n_tokens = 0
         self._decode_s = 0.0
-        self._text = TextStream(request.model, request.stop)
+        self._text = TextStream(request.model, request.settings.stop)
 
     def begin(self) -> None:
         """Compute the first token. Raises Abandoned if nobody waits for it any more."""
@@ -127,7 +127,7 @@ class RunningAnswer:
         with closing(request.resolved), model.interruptible(check):
             first = first_token(request)
             ids = first.layout.token_ids.tolist()
-            self.sampler = Sampler(model, ids, request.sampling, request.form)
+            self.sampler = Sampler(model, ids, request.settings.sampling, request.form)
             token = self.sampler.next(first.logits)
         self.report = replace(
             first.report, wait_s=began - request.asked, announce_s=request.announce_s,

@@ -113,9 +113,9 @@ class AnswerStream(Iterator[str], AsyncIterator[str]):
 
     def _left(self) -> float | None:
         """Seconds until timeout, or None."""
-        if self._request.timeout is None or self._answer.is_complete:
+        if self._request.settings.timeout is None or self._answer.is_complete:
             return None
-        return self._request.began + self._request.timeout - time.perf_counter()
+        return self._request.began + self._request.settings.timeout - time.perf_counter()
 
     def _take(self, piece: Piece) -> str:
         if len(self._answer.pieces) == AHEAD - 1:
@@ -132,8 +132,8 @@ class AnswerStream(Iterator[str], AsyncIterator[str]):
     def _fail(self, error: BaseException) -> NoReturn:
         if isinstance(error, TimeoutError) and (left := self._left()) is not None and left <= 0:
             error = TimedOut(
-                f"timeout={self._request.timeout}: the answer was not complete after that many "
-                "seconds; give more, or ask for fewer tokens"
+                f"timeout={self._request.settings.timeout}: the answer was not complete after that "
+                "many seconds; give more, or ask for fewer tokens"
             )
             error.__suppress_context__ = True
         if not self._is_over:

@@ -267,6 +267,11 @@ class Method:
     def needs(self) -> frozenset[str]:
         return self.select.needs | self.recompute.needs
 
+    @property
+    def way(self) -> str:
+        """What a report calls an answer that is not full prefill."""
+        return self.else_way or self.name
+
 
 def check_ratio(name: str, value: float | None) -> None:
     """Raise InvalidOption unless ``value`` is a share between 0 and 1."""

@@ -185,12 +185,8 @@ class PromptChunk:
         return len(self.runs) == 1 and at_edges
 
 
-@dataclass(frozen=True, kw_only=True)
-class ReadPrompt:
-    """A prompt in tokens, and the chunks in it, in order."""
-
-    token_ids: list[int]
-    chunks: list[PromptChunk]
+ReadPrompt = tuple[list[int], list[PromptChunk]]
+"""A prompt in tokens, and the chunks in it, in order."""
 
 
 # A context and not a thread: pools lend one thread to many requests.
@@ -280,25 +276,25 @@ class PromptReader:
             self.handles.require_whole(text)
         most = min(context_window or sys.maxsize, self._model.context_window)
         is_text = isinstance(prompt, str)
-        read = self._read(spelled, chunks, made_by, holds_control=not is_text, most=most)
-        if not read.token_ids:
+        ids, found = self._read(spelled, chunks, made_by, holds_control=not is_text, most=most)
+        if not ids:
             raise InvalidOption("the prompt is empty; it must hold at least one token")
         if chunks is None:
-            self._see_announced(read.chunks, must_hold)
-            return read
-        texts = {chunk.text for chunk in read.chunks}
+            self._see_announced(found, must_hold)
+            return ids, found
+        texts = {chunk.text for chunk in found}
         for body in bodies_of(chunks):
             if body not in texts and body not in spelled.prompt.text:
                 raise InvalidOption(
                     f"chunk {shorten(body)!r} does not occur in the prompt; put the text of every "
                     "chunk (or its handle) where the model should read it"
                 )
-        return read
+        return ids, found
 
     def find(self, prompt: Prompt, made_by: Fingerprint) -> list[PromptChunk]:
         """The chunks in a prompt that nobody answers, in order."""
         spelled = self._spelled_out(self.render(prompt), None, made_by)
-        return self._read(spelled, None, made_by, holds_control=not isinstance(prompt, str)).chunks
+        return self._read(spelled, None, made_by, holds_control=not isinstance(prompt, str))[1]
 
     def _read(
         self, spelled: _SpelledOut, chunks: Sequence[str] | None, made_by: Fingerprint, *,
@@ -334,7 +330,7 @@ class PromptReader:
         for each in self._runs(ids, indexes, of_store):
             key, text = ("", each.key) if each.index < len(indexes) else (each.key, None)
             found.append(PromptChunk(key, each.token_ids, each.runs, text))
-        return ReadPrompt(token_ids=ids, chunks=found)
+        return ids, found
 
     def _spelled_out(
         self, rendered: RenderedPrompt, chunks: Sequence[str] | None, made_by: Fingerprint

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Literal
@@ -11,7 +11,7 @@ from typing import Literal
 from samkv_integrations.cache.base import Outage, Store, StoredChunk
 from samkv_integrations.cache.chunk import Fingerprint
 from samkv_integrations.errors import CacheMiss, ChunkNotCached
-from samkv_integrations.prompt.reader import PromptChunk, ReadPrompt
+from samkv_integrations.prompt.reader import PromptChunk
 
 MAX_HELD = 32
 """Files that one prompt holds open while it waits for the model; of further ones each read opens
@@ -98,29 +98,30 @@ class Resolved(AbstractContextManager["Resolved"]):
 
 
 def resolve(
-    prompt: ReadPrompt,
+    token_ids: list[int],
+    chunks: Sequence[PromptChunk],
     store: Store,
     fingerprint: Fingerprint,
     outage: Outage,
     *,
     on_miss: OnMiss = "text",
 ) -> Resolved:
-    """The prompt with the caches of its chunks open.
+    """A prompt that was read, with the caches of its chunks open.
 
     outage: told of caches that the operating system does not give.
 
     Raises ChunkNotCached if ``on_miss`` is ``error`` and a chunk has no usable cache.
     """
-    resolved = Resolved(prompt.token_ids, store, fingerprint, outage, on_miss)
+    resolved = Resolved(token_ids, store, fingerprint, outage, on_miss)
     opened: dict[str, StoredChunk | CacheMiss] = {}
     keys: dict[tuple[int, ...], str] = {}
-    for chunk in prompt.chunks:
+    for chunk in chunks:
         if chunk.token_ids not in keys:
             keys[chunk.token_ids] = chunk.key or store.key(fingerprint, chunk.token_ids)
         chunk.key = keys[chunk.token_ids]
     store.begin_to_fetch(list(keys.values()), fingerprint)  # together, not each when it is opened
     try:
-        for chunk in prompt.chunks:
+        for chunk in chunks:
             key = chunk.key
             resolved.chunks.append(chunk)
             cache = opened.get(key)
