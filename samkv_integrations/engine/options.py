@@ -102,10 +102,14 @@ class AnswerSettings:
     @classmethod
     def of(cls, **options: Unpack[AnswerOptions]) -> AnswerSettings:
         """From keyword arguments. Raises InvalidOption or UnknownOption for what is wrong."""
-        given: dict[str, Any] = dict(options)
-        sampling = {name: given.pop(name) for name in OPTIONS if name in given}
-        for name in given.keys() - AnswerOptions.__annotations__.keys():
-            raise UnknownOption.among("option of an answer", name, AnswerOptions.__annotations__)
+        given: dict[str, Any] = {}
+        sampling: dict[str, Any] = {}
+        for name, value in options.items():
+            if name not in AnswerOptions.__annotations__:
+                raise UnknownOption.among(
+                    "option of an answer", name, AnswerOptions.__annotations__
+                )
+            (sampling if name in OPTIONS else given)[name] = value
         if given.get("method") is not None:
             given["method"] = get_method(given["method"])
         return cls(sampling=Sampling(**sampling), **given)
@@ -117,7 +121,11 @@ class AnswerSettings:
             raise InvalidOption(
                 f"context_window={window!r}; it must be a whole number of at least 1"
             )
-        check_stop(self.stop)
+        is_list = isinstance(self.stop, Collection) and not isinstance(self.stop, str)
+        # an empty one would end every answer
+        for text in self.stop if is_list else ("",):
+            if not isinstance(text, str) or not text:
+                raise InvalidOption(f"stop={self.stop!r}; it must be a list of non-empty strings")
         check_timeout(self.timeout)
         if self.json_schema is not None:
             check_json_schema(self.json_schema)
@@ -133,13 +141,6 @@ def check_given_bits(store_bits: int | None) -> None:
     """Raises InvalidOption if caches cannot have so many bits; None is the engine's choice."""
     if store_bits is not None:
         check_store_bits(store_bits)
-
-
-def check_stop(stop: Collection[object]) -> None:
-    """Raises InvalidOption if these are no stop strings: an empty one would end every answer."""
-    is_list = isinstance(stop, Collection) and not isinstance(stop, str)
-    if not is_list or any(not isinstance(text, str) or not text for text in stop):
-        raise InvalidOption(f"stop={stop!r}; it must be a list of non-empty strings")
 
 
 def check_timeout(timeout: Any) -> None:  # noqa: ANN401
