@@ -343,12 +343,15 @@ class Chunks:
     ) -> dict[tuple[int, ...], StoredChunk]:
         """Caches of a prompt's missed chunks by their token ids, opened from memory.
 
-        They are kept if the store takes them. A chunk that no cache can hold is left out, and
-        nothing is computed in a store that cannot settle its block size. For the model's thread.
+        They are kept if the store takes them. A chunk that no cache can hold is left out, and so
+        is one whose text, which is the store's index's, has other tokens. Nothing is computed in a
+        store that cannot settle its block size. For the model's thread.
         """
         chunks: list[ChunkRef] = []
+        true = {ids: text for ids, text in texts.items()
+                if tuple(self.model.tokenize(text, special=False)) == ids}  # fmt: skip
         with self.outage.survived():
-            chunks = self.agree(self._named(list(texts.values()), list(texts)))
+            chunks = self.agree(self._named(list(true.values()), list(true)))
         fingerprint, is_same_model = self._while_computing()
         made: dict[tuple[int, ...], StoredChunk] = {}
         pending = batches(chunks)

@@ -7,13 +7,13 @@ model, by its name. An engine that opens the folder takes it where it was told n
 from __future__ import annotations
 
 import logging
-import math
 import os
 import tomllib
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from threading import TIMEOUT_MAX
 from typing import Any, Literal, TypedDict, Unpack, get_args
 
 import tomli_w
@@ -146,8 +146,11 @@ def check_given_bits(store_bits: int | None) -> None:
 def check_timeout(timeout: Any) -> None:  # noqa: ANN401
     """Raises InvalidOption if this is no time that one could wait."""
     is_number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
-    if timeout is not None and not (is_number and 0 < timeout < math.inf):
-        raise InvalidOption(f"timeout={timeout!r}; it must be above 0 seconds, or None")
+    if timeout is not None and not (is_number and 0 < timeout <= TIMEOUT_MAX):
+        raise InvalidOption(
+            f"timeout={timeout!r}; it must be above 0 and at most {TIMEOUT_MAX:.0f} seconds, or "
+            "None for no end"
+        )
 
 
 def check_tokens(name: str, ids: Sequence[int], model: Model) -> None:

@@ -233,7 +233,7 @@ class Scheduler:
     came. One whose reader is `AHEAD` pieces behind stands aside and leaves its place to others.
 
     The thread starts when there is something to do, and ends with the scheduler. Safe to use from
-    many threads, and after a fork.
+    many threads, and after a fork that was made while no other thread asked.
     """
 
     def __init__(self, model: Model, limits: Limits | None = None) -> None:

@@ -241,7 +241,13 @@ class ToolUse:
         A name may be given in OpenAI's form. Raises InvalidOption for anything else, and as
         `form_of` does.
         """
-        names = tuple(str(tool["function"]["name"]) for tool in tools)
+        try:
+            names = tuple(str(tool["function"]["name"]) for tool in tools)
+        except (TypeError, KeyError) as error:
+            raise InvalidOption(
+                f"tools={tools!r:.80}; give a list of tools, each a mapping with 'function', which "
+                "has a 'name'"
+            ) from error
         if isinstance(choice, Mapping):
             function = choice.get("function", {})
             choice = function.get("name", choice) if isinstance(function, Mapping) else choice

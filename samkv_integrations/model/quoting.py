@@ -72,7 +72,7 @@ class SpecialTokens:
         names = sorted({*self._names.findall(texts)})
         if not names:
             return RenderedPrompt(render(_replaced(contents, str)))
-        used = set(texts)
+        used = set(texts) | {chr(int(code, 16)) for code in re.findall(r"\\u([0-9a-f]{4})", texts)}
         private = (chr(code) for code in range(0xE000, 0xF900) if chr(code) not in used)
         mark_of = dict(zip(names, private, strict=False))
         rendered = render(

@@ -97,7 +97,9 @@ def _candidates(
     for hashed, position in zip(hashes.tolist(), at.tolist(), strict=True):
         for key, place in places.get(hashed, ()):
             chunk, diagonal = known.get(key), (key, position - place)
-            if chunk is None or seen.get(diagonal, 0) > position:
+            if chunk is None or not 0 <= place < len(chunk):
+                continue  # of a damaged or forged index
+            if seen.get(diagonal, 0) > position:
                 continue
             if compared > _MOST_COMPARED * len(prompt):
                 return found

@@ -89,9 +89,10 @@ def test_in_a_chunk_they_are_text_though_a_string_holds_it(engine: Engine) -> No
 
 @given(
     contents=st.lists(
-        st.lists(st.sampled_from([*NAMES, "<|", "end|>", "a", " \n", "é"]), max_size=6).map(
-            "".join
-        ),
+        st.lists(
+            st.sampled_from([*NAMES, "<|", "end|>", "a", " \n", "é", "\ue000", r"\ue000"]),
+            max_size=6,
+        ).map("".join),
         min_size=1,
         max_size=4,
     )

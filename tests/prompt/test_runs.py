@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from samkv_integrations.cache.index import Entry, Index, IndexedChunks
-from samkv_integrations.cache.windows import MIN_RUN, ChunkIndex, MemoryIndex, Windows
+from samkv_integrations.cache.windows import MIN_RUN, ChunkIndex, Found, MemoryIndex, Windows
 from samkv_integrations.errors import StoreError
 from samkv_integrations.prompt.layout import Occurrence, Run, find_runs
 from tests.support.stores import Files
@@ -91,6 +91,23 @@ def test_so_many_equal_ids(n: int, tmp_path: Path) -> None:
     assert runs(find_runs(prompt, [on_disk(tmp_path, chunk)])) == expected
     assert runs(find_runs(chunk[:n], [memory(chunk)])) == ([(0, 0, 0, n)] if expected else [])
     assert find_runs(prompt, [memory(chunk[:n])]) == [] or n >= MIN_RUN
+
+
+@pytest.mark.parametrize("shift", [-40, -1, 40, 10**9])
+def test_a_false_place_is_no_run(shift: int) -> None:
+    """Whoever can write to the index, or damages it, may say that a chunk is anywhere."""
+
+    class Forged(MemoryIndex):
+        def find(self, hashes: Iterable[int]) -> Found:
+            places, known = super().find(hashes)
+            moved = {h: [(key, at + shift) for key, at in of] for h, of in places.items()}
+            return moved, known
+
+    chunk = ids(1, 40)
+    index = Forged(b"secret")
+    index.add("chunk", chunk)
+    prompt = [*ids(2, 50), *chunk, *ids(3, 9)]
+    assert_equal_ids(prompt, find_runs(prompt, [index]))
 
 
 @settings(max_examples=150, deadline=None)
