@@ -14,7 +14,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TextIO
 
-from samkv_integrations.cache.files import locked
+from filelock import FileLock
+
 from samkv_integrations.errors import InvalidOption
 from samkv_integrations.figures import Row
 
@@ -52,7 +53,7 @@ class Journal:
         with ExitStack() as opened:
             try:
                 folder.mkdir(parents=True, exist_ok=True)
-                opened.enter_context(locked(folder / LOCK, patience_s=0))
+                opened.enter_context(FileLock(folder / LOCK, timeout=0))
                 self._claim(json.loads(json.dumps(settings)), fresh, beside)
             except TimeoutError as error:
                 raise InvalidOption(

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from samkv_integrations.errors import InvalidOption, UnknownOption
 from samkv_integrations.evaluation import shapes
 from samkv_integrations.evaluation.shapes import BUILTIN, shape_names
-from samkv_integrations.model.loading import DTYPES, load_model, load_tokenizer, random_model
+from samkv_integrations.model import loading
+from samkv_integrations.model.loading import DTYPES, builtin_path, load_model, load_tokenizer
 from samkv_integrations.model.model import Model
 
 
@@ -55,6 +59,27 @@ def build(
     # Tokens per second are measured over as many tokens for every method, whatever they say.
     model.eos_ids = frozenset()
     return model
+
+
+def random_model(
+    shape: Mapping[str, Any], *, name: str, dtype: str, device: str, seed: int
+) -> Model:
+    """A model with random weights and the reference model's tokenizer, for timings.
+
+    shape: fields of a transformers config, ``model_type`` among them. Nothing is downloaded.
+    dtype: ``float32``, ``bfloat16``, or ``auto`` for bfloat16 where it is fast.
+
+    Raises InvalidOption for a device that this machine lacks, before anything is built.
+    """
+    place, fields = loading.device_of(device), dict(shape)
+    config = AutoConfig.for_model(fields.pop("model_type"), **fields)
+    if dtype == "auto":
+        dtype = "float32" if loading.bfloat16_is_slow(place) else "bfloat16"
+    torch.manual_seed(seed)
+    with place:
+        auto: Any = AutoModelForCausalLM
+        hf = auto.from_config(config, dtype=getattr(torch, dtype))
+    return Model(hf, AutoTokenizer.from_pretrained(str(builtin_path())), name)
 
 
 def save(model: Model, folder: Path) -> Model:

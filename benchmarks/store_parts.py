@@ -25,12 +25,12 @@ from typing import Any, NoReturn
 
 import torch
 
+from benchmarks.models import random_model
 from samkv_integrations import ChunkStore
 from samkv_integrations.cache.chunk import BlockMeans, ChunkCache, ChunkStatistics, Fingerprint
 from samkv_integrations.cli.tables import markdown_table as table
 from samkv_integrations.errors import CacheMiss
 from samkv_integrations.figures import to_json
-from samkv_integrations.model.loading import random_model
 from samkv_integrations.model.model import Model
 
 HANG_S = 60.0

@@ -7,6 +7,7 @@ import hashlib
 import re
 from collections.abc import Mapping
 from dataclasses import fields
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Self
 
 from langchain_core.language_models.base import BaseLanguageModel, LangSmithParams
@@ -69,20 +70,9 @@ class LocalModel(LocalLLM, BaseLanguageModel[Any]):
         api_key: SecretStr | None = Field(default=None, exclude=True, repr=False)
         """Accepted so that arguments of other models fit: nothing here needs one."""
 
-        @property
-        def model(self) -> str:
-            """`model_name`."""
-            return self.model_name
-
-        @property
-        def max_new_tokens(self) -> int | None:
-            """`max_tokens`."""
-            return self.max_tokens
-
-        @property
-        def stop_sequences(self) -> list[str] | str | None:
-            """`stop`."""
-            return self.stop
+        model = property(attrgetter("model_name"), doc="`model_name`.")
+        max_new_tokens = property(attrgetter("max_tokens"), doc="`max_tokens`.")
+        stop_sequences = property(attrgetter("stop"), doc="`stop`.")
 
     model_kwargs: dict[str, Any] = Field(default_factory=dict, exclude=True, repr=False)
     """Passed on to ``from_pretrained`` of the model: ``revision``, ``token``, ``cache_dir``,
@@ -115,8 +105,9 @@ class LocalModel(LocalLLM, BaseLanguageModel[Any]):
         return super()._arguments(_under_one_name(given))
 
     def _check(self) -> None:
-        self.max_tokens = self._most_tokens
-        checked_generate_kwargs(self._always, self._most_tokens)
+        if self.max_tokens is None:
+            self.max_tokens = DEFAULT_MAX_NEW_TOKENS
+        checked_generate_kwargs(self._always, self.max_tokens)
         super()._check()
 
     def _attach(self) -> None:
@@ -124,7 +115,8 @@ class LocalModel(LocalLLM, BaseLanguageModel[Any]):
         # LangChain makes an LLM again from its fields, and has an engine then: what only loading
         # needs would contradict it. Nor shall a token be kept.
         self.tokenizer_name, self.model_kwargs, self.tokenizer_kwargs = None, {}, {}
-        self._require_room(self.engine.model.context_window, max_tokens=self._most_tokens)
+        assert self.max_tokens is not None  # `_check` has seen to it
+        self._require_room(self.engine.model.context_window, max_tokens=self.max_tokens)
 
     @classmethod
     def from_model_id(
@@ -200,7 +192,7 @@ class LocalModel(LocalLLM, BaseLanguageModel[Any]):
             "eviction": _written(engine.eviction if self.eviction is None else self.eviction),
             "match_text": self.match_text,
             "on_miss": self.on_miss,
-            "max_tokens": self._most_tokens,
+            "max_tokens": self.max_tokens or DEFAULT_MAX_NEW_TOKENS,
             "end_ids": sorted(model.end_ids(self.stopping_ids)),
             **always,
         }
@@ -228,13 +220,11 @@ class LocalModel(LocalLLM, BaseLanguageModel[Any]):
     @property
     def _always(self) -> dict[str, Any]:
         """Options of every call."""
-        values = {name: getattr(self, name) for name in GENERATE_KWARGS}
-        return {name: copy.copy(value) for name, value in values.items() if value is not None}
-
-    @property
-    def _most_tokens(self) -> int:
-        """`max_tokens`, which may be set to None later as well as at first."""
-        return DEFAULT_MAX_NEW_TOKENS if self.max_tokens is None else self.max_tokens
+        found = {}
+        for name in GENERATE_KWARGS:
+            if (value := getattr(self, name)) is not None:
+                found[name] = copy.copy(value)
+        return found
 
     def _options(self, stop: list[str] | None, given: Mapping[str, Any]) -> dict[str, Any]:
         call = _under_one_name(given)
@@ -245,7 +235,7 @@ class LocalModel(LocalLLM, BaseLanguageModel[Any]):
             if call.get("stop") is not None:
                 raise InvalidOption("stop_sequences and stop are the same thing; give one")
             call["stop"] = stop
-        return self._options_of(call, self._always, self._most_tokens)
+        return self._options_of(call, self._always, self.max_tokens)
 
     def _metadata(self, answer: AnswerStream) -> dict[str, Any]:
         """What a finished answer's ``generation_info`` and ``response_metadata`` say."""

@@ -22,7 +22,7 @@ from langchain_core.messages import (
     ToolMessage,
 )
 from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
-from langchain_core.messages.tool import tool_call_chunk
+from langchain_core.messages.tool import ToolCallChunk, tool_call_chunk
 from langchain_core.output_parsers import JsonOutputParser, PydanticOutputParser
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult, Generation
 from langchain_core.runnables import Runnable, RunnableMap, RunnablePassthrough
@@ -132,7 +132,7 @@ class ChatSamKV(LocalModel, BaseChatModel):
     ) -> Iterator[ChatGenerationChunk]:
         prompt, use = self._with_tools(to_turns(messages), kwargs)
         shown = ShownText(use)
-        with closing(self._stream_of(prompt, self._options(stop, kwargs))) as answer:
+        with closing(self.engine.stream(prompt, **self._options(stop, kwargs))) as answer:
             for delta in answer:
                 if text := shown.push(delta):
                     chunk = ChatGenerationChunk(message=AIMessageChunk(content=text))
@@ -153,7 +153,7 @@ class ChatSamKV(LocalModel, BaseChatModel):
     ) -> AsyncIterator[ChatGenerationChunk]:
         prompt, use = self._with_tools(to_turns(messages), kwargs)
         shown = ShownText(use)
-        async with await self._astream_of(prompt, self._options(stop, kwargs)) as answer:
+        async with await self.engine.astream(prompt, **self._options(stop, kwargs)) as answer:
             async for delta in answer:
                 if text := shown.push(delta):
                     chunk = ChatGenerationChunk(message=AIMessageChunk(content=text))
@@ -168,14 +168,15 @@ class ChatSamKV(LocalModel, BaseChatModel):
     def _last_chunk(self, answer: AnswerStream, shown: ShownText) -> ChatGenerationChunk:
         """What was held back, calls of tools included, and the figures, which LangChain adds up."""
         (rest, found), metadata, report = shown.rest(), self._metadata(answer), answer.report
-        calls = [(call.name, json.dumps(call.arguments), call.id) for call in found.calls]
-        broken = [(None, text, None) for text in found.broken]
+        calls = list[ToolCallChunk]()
+        for call in found.calls:
+            args = json.dumps(call.arguments)
+            calls.append(tool_call_chunk(name=call.name, args=args, id=call.id, index=len(calls)))
+        for text in found.broken:
+            calls.append(tool_call_chunk(name=None, args=text, id=None, index=len(calls)))
         message = AIMessageChunk(
             content=rest,
-            tool_call_chunks=[
-                tool_call_chunk(name=name, args=args, id=call_id, index=index)
-                for index, (name, args, call_id) in enumerate([*calls, *broken])
-            ],
+            tool_call_chunks=calls,
             usage_metadata=UsageMetadata(
                 input_tokens=report.prompt_tokens,
                 output_tokens=report.completion_tokens,
@@ -273,7 +274,21 @@ def to_turns(messages: Sequence[BaseMessage]) -> list[dict[str, Any]]:
 
 
 def _turn(message: BaseMessage) -> dict[str, Any]:
-    text = _text(message)
+    texts = []
+    blocks = [message.content] if isinstance(message.content, str) else message.content
+    for block in blocks:
+        if isinstance(block, str):
+            texts.append(block)
+        elif block.get("type") == "text" and isinstance(block.get("text"), str):
+            texts.append(block["text"])
+        elif block.get("type") in _REASONING:
+            continue
+        elif block.get("type") not in _CALL_BLOCKS:  # they are among tool_calls, too
+            raise InvalidOption(
+                f"a message holds a block of type {block.get('type')!r}; this model reads text "
+                "only, leave it out"
+            )
+    text = "\n".join(texts)  # a chunk that was glued to the next text would not be found
     if isinstance(message, ToolMessage):
         return of_result(text, message.tool_call_id, message.name)
     if isinstance(message, AIMessage):
@@ -300,25 +315,6 @@ def _turn(message: BaseMessage) -> dict[str, Any]:
             "SystemMessage, HumanMessage, AIMessage, ToolMessage, ChatMessage"
         )
     return {"role": "user" if isinstance(message, HumanMessage) else "system", "content": text}
-
-
-def _text(message: BaseMessage) -> str:
-    if isinstance(message.content, str):
-        return message.content
-    texts = []
-    for block in message.content:
-        if isinstance(block, str):
-            texts.append(block)
-        elif block.get("type") == "text" and isinstance(block.get("text"), str):
-            texts.append(block["text"])
-        elif block.get("type") in _REASONING:
-            continue
-        elif block.get("type") not in _CALL_BLOCKS:  # they are among tool_calls, too
-            raise InvalidOption(
-                f"a message holds a block of type {block.get('type')!r}; this model reads text "
-                "only, leave it out"
-            )
-    return "\n".join(texts)  # a chunk that was glued to the next text would not be found
 
 
 class _WholeJson(JsonOutputParser):

@@ -86,7 +86,7 @@ class SamKV(LocalModel, BaseLLM):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,  # noqa: ANN401
     ) -> Iterator[GenerationChunk]:
-        with closing(self._stream_of(prompt, self._options(stop, kwargs))) as answer:
+        with closing(self.engine.stream(prompt, **self._options(stop, kwargs))) as answer:
             for delta in answer:
                 chunk = GenerationChunk(text=delta)
                 if run_manager:
@@ -101,7 +101,7 @@ class SamKV(LocalModel, BaseLLM):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,  # noqa: ANN401
     ) -> AsyncIterator[GenerationChunk]:
-        async with await self._astream_of(prompt, self._options(stop, kwargs)) as answer:
+        async with await self.engine.astream(prompt, **self._options(stop, kwargs)) as answer:
             async for delta in answer:
                 chunk = GenerationChunk(text=delta)
                 if run_manager:

@@ -138,23 +138,15 @@ class SamKVChroma(Chroma):
         check_name(collection_name)
         with chroma_errors(f"Chroma cannot open collection {collection_name!r} {_OPEN_TWICE}"):
             super().__init__(
-                collection_name=collection_name,
-                embedding_function=embedding_function,
-                persist_directory=persist_directory,
-                host=host,
-                port=port,
-                headers=headers,
-                chroma_cloud_api_key=chroma_cloud_api_key,
-                tenant=tenant,
-                database=database,
+                collection_name=collection_name, embedding_function=embedding_function,
+                persist_directory=persist_directory, host=host, port=port, headers=headers,
+                chroma_cloud_api_key=chroma_cloud_api_key, tenant=tenant, database=database,
                 client_settings=client_settings or Settings(anonymized_telemetry=False),
                 collection_metadata=collection_metadata,
-                collection_configuration=collection_configuration,
-                client=client,
+                collection_configuration=collection_configuration, client=client,
                 relevance_score_fn=relevance_score_fn,
-                create_collection_if_not_exists=create_collection_if_not_exists,
-                ssl=ssl,
-            )
+                create_collection_if_not_exists=create_collection_if_not_exists, ssl=ssl,
+            )  # fmt: skip
             if not create_collection_if_not_exists:
                 # upstream opens it with Chroma's own embedding function
                 found = self._client.get_collection(collection_name, embedding_function=None)

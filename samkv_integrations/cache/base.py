@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Protocol, Self
 
 from torch import Tensor
 
@@ -38,6 +38,7 @@ class StoredChunk(Protocol):
     thread at a time.
 
     token_ids: (T,) int32.
+    bytes_read: so far; of a file those of every read issued, header and MACs included.
     """
 
     key: str
@@ -45,10 +46,7 @@ class StoredChunk(Protocol):
     n_tokens: int
     blocks: ChunkBlocks
     token_ids: Tensor
-
-    @property
-    def bytes_read(self) -> int:
-        """Bytes read so far; of a file those of every read issued, header and MACs included."""
+    bytes_read: int
 
     def text(self) -> str:
         """The text that was put with it. Read once."""
@@ -98,9 +96,11 @@ class StoredChunk(Protocol):
     def close(self) -> None:
         """Frees what it holds; reading afterwards is a mistake. May be called again."""
 
-    def __enter__(self) -> StoredChunk: ...
+    def __enter__(self) -> Self:
+        return self
 
-    def __exit__(self, *error: object) -> None: ...
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -399,11 +399,3 @@ class Store:
             for ids in token_ids
         }
         return sorted({key for _, key, body in texts if key in named or is_wanted(normalise(body))})
-
-    @staticmethod
-    def _expect(chunk: StoredChunk, token_ids: Sequence[int] | None) -> StoredChunk:
-        """The chunk, if it holds ``token_ids`` or any will do."""
-        if token_ids is not None and chunk.token_ids.tolist() != list(token_ids):
-            chunk.close()
-            raise CacheMiss("tokens", f"chunk {chunk.key} holds {chunk.n_tokens} other tokens")
-        return chunk

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Literal
@@ -88,16 +88,6 @@ class ChunkBlocks:
     def middle_stop(self) -> int:
         return min(self.middle_blocks.stop * self.scheme.size, self.n_tokens)
 
-    @property
-    def n_middle(self) -> int:
-        """Tokens of the middle."""
-        return self.middle_stop - self.middle_start
-
-    @property
-    def n_anchor(self) -> int:
-        """Anchor tokens."""
-        return self.n_tokens - self.n_middle
-
     @cached_property
     def local_start(self) -> int:
         """First token of the local blocks (the last ``n_local``, fewer in a short chunk)."""
@@ -114,11 +104,6 @@ class ChunkBlocks:
         lengths = torch.full((self.n_blocks,), self.scheme.size)
         lengths[-1] = self.n_tokens - (self.n_blocks - 1) * self.scheme.size
         return lengths
-
-    @cached_property
-    def block_of_token(self) -> Tensor:
-        """(T,) index of the block that holds each token."""
-        return torch.arange(self.n_tokens) // self.scheme.size
 
     @cached_property
     def is_anchor(self) -> Tensor:
@@ -152,12 +137,12 @@ class Fingerprint:
     store_bits: int
     format_version: int = FORMAT_VERSION
 
-    @property
+    @cached_property
     def computed_by(self) -> str:
         """Names what turned tokens into keys and values: weights, config and RoPE."""
         return f"{self.weights}{self.config}{self.rope}"
 
-    @property
+    @cached_property
     def scheme(self) -> BlockScheme:
         return BlockScheme(size=self.block_size, n_init=self.n_init, n_local=self.n_local)
 
@@ -180,14 +165,9 @@ class Fingerprint:
 
         ``model`` is a label for people and not part of it: the weights' own digest decides.
         """
-        return digest_of(asdict(self))
-
-
-def digest_of(fields: Mapping[str, object]) -> str:
-    """The digest of a fingerprint with these fields, which may be those of another release."""
-    named = {name: value for name, value in fields.items() if name != "model"}
-    canonical = json.dumps(named, sort_keys=True).encode()
-    return hashlib.blake2b(canonical, digest_size=16).hexdigest()
+        named = {name: value for name, value in asdict(self).items() if name != "model"}
+        canonical = json.dumps(named, sort_keys=True).encode()
+        return hashlib.blake2b(canonical, digest_size=16).hexdigest()
 
 
 # Those that an engine takes from the store, beside the one that it is given.
@@ -321,10 +301,10 @@ class ChunkCache:
     statistics: ChunkStatistics
     block_means: BlockMeans
 
-    @property
+    @cached_property
     def n_tokens(self) -> int:
         return int(self.token_ids.shape[0])
 
-    @property
+    @cached_property
     def blocks(self) -> ChunkBlocks:
         return self.fingerprint.scheme.of(self.n_tokens)

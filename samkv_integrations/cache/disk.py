@@ -114,7 +114,10 @@ class ChunkStore(Store):
         if self.shared is not None and not os.path.exists(file):
             self.shared.fetch(key, fingerprint.digest)
         opened = ChunkFile(file, key, fingerprint, namespace=self._namespace, secret=self.secret)
-        return self._expect(opened, token_ids)
+        if token_ids is not None and opened.token_ids.tolist() != list(token_ids):
+            opened.close()
+            raise CacheMiss("tokens", f"chunk {key} holds {opened.n_tokens} other tokens")
+        return opened
 
     def contains(self, key: str, fingerprint: Fingerprint) -> bool:
         return self._is_here(key, fingerprint) or self.is_elsewhere(key, fingerprint)

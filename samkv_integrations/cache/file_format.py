@@ -32,7 +32,6 @@ from samkv_integrations.cache.chunk import (
     Fingerprint,
     chunk_key,
 )
-from samkv_integrations.cache.quantise import is_sound
 from samkv_integrations.errors import CacheMiss
 
 INDEX = (
@@ -246,8 +245,6 @@ BAD_JSON = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError,
 """What reading JSON from anybody, or looking for something in it, may raise."""
 
 _FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
-# A link (which O_NOFOLLOW refuses), and what cannot be opened for reading: a socket, a device.
-_NO_FILE = (errno.ELOOP, errno.ENXIO, errno.ENODEV, errno.EOPNOTSUPP)
 _MAX_VIEWS = 1024  # of one read: IOV_MAX of Linux and macOS
 # Tensors that are read together, in file order.
 _STATISTICS = ("block_max", "block_min", "stable", "outliers")
@@ -263,16 +260,9 @@ def open_regular(path: Path) -> FileIO:
 
     Raises OSError; `NotAFile` if it is no regular file.
     """
-    try:
-        handle = os.open(path, _FLAGS)
-    except OSError as error:
-        if error.errno in _NO_FILE:
-            raise NotAFile(error.errno, "not a regular file") from error
-        raise
-    if not stat.S_ISREG(os.fstat(handle).st_mode):
-        os.close(handle)
+    if not stat.S_ISREG(os.lstat(path).st_mode):
         raise NotAFile(errno.EINVAL, "not a regular file")
-    return FileIO(handle)
+    return FileIO(os.open(path, _FLAGS))
 
 
 class ChunkFile:
@@ -286,6 +276,8 @@ class ChunkFile:
         key, fingerprint, namespace: what the file has to be of; None for what it says itself.
             Without a fingerprint its key has to follow from the rest.
         secret: of the store that wrote it.
+
+    layout: where everything sits, and what the file says of itself.
     """
 
     def __init__(
@@ -299,7 +291,7 @@ class ChunkFile:
         self._let_go: tuple[int, int, int] | None = None
         self._file = self._open()
         try:
-            layout = self._layout = self._read_layout(key, fingerprint, namespace)
+            layout = self.layout = self._read_layout(key, fingerprint, namespace)
             self.fingerprint = fingerprint or layout.fingerprint
             self.n_tokens, self.blocks = layout.n_tokens, layout.blocks
             rest = bytearray((layout.tensors["macs"].shape[0] - 1) * MAC_BYTES)
@@ -420,7 +412,7 @@ class ChunkFile:
 
     def _read_index(self, names: Sequence[str]) -> list[Tensor]:
         """Tensors that follow each other in the file, with one read, checked."""
-        places = [self._layout.tensors[name] for name in names]
+        places = [self.layout.tensors[name] for name in names]
         tensors = [torch.empty(place.shape, dtype=place.dtype) for place in places]
         views = [byte_view(tensor) for tensor in tensors]
         self._read(places[0].start, *views)
@@ -454,31 +446,20 @@ class ChunkFile:
         return BlockMeans(codes=codes, scale=scale)
 
     def key_range(self) -> Tensor:
-        if ("key_range",) not in self._groups:
-            self._keep_range(self._read_index(("key_range",))[0])
-        return self._groups["key_range",][0]
-
-    def _keep_range(self, found: Tensor) -> None:
-        if not is_sound(found):
+        found = self._group("key_range")[0]
+        if not bool(found.isfinite().all()):  # its MAC says nothing of what was written
             raise self._corrupt("key_range")
-        self._groups["key_range",] = [found]
+        return found
 
     def read_all(self, out: Sequence[Tensor]) -> None:
-        layout = self._layout
+        layout = self.layout
         n_layers, *shape = layout.tensors["entries"].shape
         assert len(out) == n_layers
         assert all((o.dtype, list(o.shape)) == (torch.uint8, shape) for o in out)
         assert all(o.is_contiguous() for o in out)
+        self.key_range()
         layers = [byte_view(layer) for layer in out]
-        if ("key_range",) in self._groups:
-            self._read(layout.tensors["entries"].start, *layers)
-        else:  # It lies right before the entries, so one read takes both.
-            place = layout.tensors["key_range"]
-            found = torch.empty(place.shape, dtype=place.dtype)
-            view = byte_view(found)
-            self._read(place.start, view, *layers)
-            self._check([view], [1 + INDEX.index("key_range")], "key_range")
-            self._keep_range(found)
+        self._read(layout.tensors["entries"].start, *layers)
         places = layout.block_places
         regions = [
             of_layer[start : start + n_bytes] for of_layer in layers for start, n_bytes in places
@@ -488,7 +469,7 @@ class ChunkFile:
 
     def read_blocks(self, layer: int, blocks: Sequence[int], out: Tensor) -> None:
         # The hot path of a request: thousands of calls, so no tensor operation in any loop.
-        layout = self._layout
+        layout = self.layout
         assert 0 <= layer < layout.fingerprint.n_layers and min(blocks, default=0) >= 0
         assert out.dtype == torch.uint8
         places, view = layout.block_places, byte_view(out)
@@ -513,37 +494,18 @@ class ChunkFile:
         self._check([view[first:last] for first, last in regions], positions, "block")
 
     def chunk(self) -> ChunkCache:
-        place = self._layout.tensors["entries"]
+        place = self.layout.tensors["entries"]
         entries = torch.empty(place.shape, dtype=place.dtype)
         self.read_all(list(entries))
         return ChunkCache(
-            key=self.key, fingerprint=self._layout.fingerprint, text=self.text(),
+            key=self.key, fingerprint=self.layout.fingerprint, text=self.text(),
             token_ids=self.token_ids, entries=entries, key_range=self.key_range(),
             local_query=self.local_query(), statistics=self.statistics(),
             block_means=self.block_means(),
         )  # fmt: skip
 
     def verify(self) -> None:
-        *_, key_range = self._read_index(INDEX)
-        self._keep_range(key_range)
-        n_layers, *shape = self._layout.tensors["entries"].shape
-        entries = torch.empty(shape, dtype=torch.uint8)
-        for layer in range(n_layers):
-            self.read_blocks(layer, range(self.blocks.n_blocks), entries)
-
-    @property
-    def namespace(self) -> str:
-        return self._layout.namespace
-
-    @property
-    def made_by(self) -> Fingerprint:
-        """The fingerprint that the file names, with its own label of the model."""
-        return self._layout.fingerprint
-
-    @property
-    def size(self) -> int:
-        """Bytes of the file."""
-        return len(self._header) + self._layout.size
+        self.chunk()
 
     @property
     def modified_at(self) -> float:

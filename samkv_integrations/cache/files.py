@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import secrets
 import shutil
 import stat
-import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from samkv_integrations.errors import StoreError
@@ -17,8 +15,6 @@ from samkv_integrations.errors import StoreError
 TEMPORARY = ".tmp"
 LEFT_S = 3600.0
 """Seconds after which a temporary file is taken for one that a killed process has left."""
-
-_LOOKS_S = 0.01
 
 
 def make_folder(path: Path) -> None:
@@ -74,30 +70,6 @@ def write_new(path: Path, data: bytes) -> bool:
     except FileExistsError:
         return False
     return True
-
-
-@contextmanager
-def locked(path: Path, patience_s: float) -> Iterator[None]:
-    """Hold a lock that one process at a time can hold; it ends with the process.
-
-    Raises TimeoutError if another process, which may have been stopped, does not let go of it.
-    """
-    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        stops_at = time.monotonic() + patience_s
-        while True:
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > stops_at:
-                    raise TimeoutError(
-                        f"another process has held {path.name} for {patience_s:.0f} s"
-                    ) from None
-                time.sleep(_LOOKS_S)
-        yield
-    finally:
-        os.close(handle)
 
 
 def remove(path: Path) -> int:

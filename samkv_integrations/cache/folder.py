@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from glob import iglob
 from pathlib import Path
 
 from samkv_integrations.cache.chunk import FORMAT_VERSION, SECRET_BYTES
@@ -151,11 +152,11 @@ class ChunkFolder:
 
     def files(self) -> Iterator[Path]:
         """The chunk files, and temporary ones."""
-        for digest in _entries_of(self.path):
-            for folder in _entries_of(digest.path) if _HEX_NAME.fullmatch(digest.name) else ():
-                for entry in _entries_of(folder.path):
-                    if _HEX_NAME.fullmatch(entry.name[:32]) and entry.name[:2] == folder.name:
-                        yield Path(entry.path)
+        digit = "[0-9a-f]"
+        for name in iglob(f"{32 * digit}/{2 * digit}/{32 * digit}*", root_dir=self.path):
+            file = self.path / name
+            if file.name[:2] == file.parent.name:
+                yield file
 
     def put(
         self, key: str, digest: str, pieces: Iterable[bytes | memoryview],
@@ -173,8 +174,7 @@ class ChunkFolder:
             def move() -> None:
                 if file.is_dir() and not file.is_symlink():
                     remove(file)
-                if temporary.exists():  # else this is done again, as the index was damaged
-                    os.replace(temporary, file)
+                os.replace(temporary, file)
 
             self.index.keep(entry_of(temporary), move)
 
@@ -199,7 +199,7 @@ class ChunkFolder:
     def entry(self, file: Path) -> Entry:
         """What the index is told of a file. Raises CacheMiss."""
         with ChunkFile(file, secret=self.secret) as chunk:
-            if self.file(chunk.key, chunk.made_by.digest) != file:
+            if self.file(chunk.key, chunk.layout.fingerprint.digest) != file:
                 raise CacheMiss("tokens", f"{file}: holds chunk {chunk.key}")
             return Entry.of_file(chunk)
 
@@ -261,12 +261,3 @@ def reconcile(store: ChunkFolder) -> Recovered:
         n_unfinished=n_unfinished, n_adopted=n_adopted, n_lost=len(gone), n_damaged=n_damaged,
         bytes_freed=bytes_freed,
     )  # fmt: skip
-
-
-def _entries_of(folder: Path | str) -> list[os.DirEntry[str]]:
-    """What is in a folder; nothing if there is none, or it cannot be read."""
-    try:
-        with os.scandir(folder) as found:
-            return list(found)
-    except OSError:
-        return []

@@ -17,18 +17,18 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import numpy as np
+from filelock import FileLock
 
 from samkv_integrations.cache.chunk import ChunkCache, Fingerprint, normalise
 from samkv_integrations.cache.file_format import ChunkFile, FileLayout, text_bytes
-from samkv_integrations.cache.files import locked
-from samkv_integrations.cache.windows import MAX_PLACES, Ids, Windows
+from samkv_integrations.cache.windows import MAX_PLACES, Found, Ids, Windows
 from samkv_integrations.cache.windows import Place as Window
 from samkv_integrations.errors import CacheMiss, InvalidOption, StoreError
 
@@ -43,7 +43,6 @@ Place = tuple[str, str]
 """Digest of the fingerprint, and key, of a chunk."""
 
 _log = logging.getLogger(__name__)
-_T = TypeVar("_T")
 _BUSY_S = 60.0
 _BRIEF_S = 1.0
 """How long to wait for another process with notes that a question leaves, and does not need."""
@@ -82,6 +81,8 @@ CREATE TRIGGER chunks_new AFTER UPDATE OF bytes ON chunks BEGIN
 """
 # Part of the name of a database: one of another schema is overlooked, and deleted by `gc`.
 _PREFIX = f"index-{zlib.crc32(_SCHEMA.encode()):08x}"
+# Rows that SQLite takes for sound, and which are none of ours.
+_BAD_ROWS = (ValueError, TypeError, AttributeError, RecursionError)
 # All SQL here is ours and right, so an error in it is one of the tables that it meets.
 _DAMAGED = (
     sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_SCHEMA, sqlite3.SQLITE_ERROR,
@@ -113,10 +114,11 @@ class Entry:
     @classmethod
     def of_file(cls, file: ChunkFile) -> Entry:
         """Of an open file. Raises CacheMiss."""
+        layout = file.layout
         return cls(
-            digest=file.made_by.digest, key=file.key, namespace=file.namespace, text=file.text(),
-            token_ids=file.token_ids.tolist(), fields=asdict(file.made_by), n_bytes=file.size,
-            used_at=file.modified_at,
+            digest=layout.fingerprint.digest, key=file.key, namespace=layout.namespace,
+            text=file.text(), token_ids=file.token_ids.tolist(), fields=asdict(layout.fingerprint),
+            n_bytes=layout.file_size(file.key), used_at=file.modified_at,
         )  # fmt: skip
 
 
@@ -156,76 +158,78 @@ class Index:
 
     # -- transactions ---------------------------------------------------------------------------
 
-    def read(self, work: Callable[[sqlite3.Connection], _T]) -> _T:
-        """What ``work`` finds, all at one moment."""
-        return self._run(work, "BEGIN", _BUSY_S)
+    @contextmanager
+    def transaction(
+        self, *, writes: bool = False, patience_s: float = _BUSY_S
+    ) -> Iterator[sqlite3.Connection]:
+        """A block that sees the database as it is at one moment.
 
-    def write(self, work: Callable[[sqlite3.Connection], _T], *, patience_s: float = _BUSY_S) -> _T:
-        """Do ``work``, all of it or nothing, while no other process writes.
+        writes: all of what the block writes is kept or nothing, and no other process writes.
+        patience_s: how long to wait for another process.
 
-        ``work`` is done again if the database turns out to be damaged.
+        A database that turns out to be damaged is deleted: the next transaction makes it anew.
         """
-        return self._run(work, "BEGIN IMMEDIATE", patience_s)
-
-    def rows(self, sql: str, *values: object) -> list[Any]:
-        """The rows of one SELECT."""
-        return self.read(lambda c: c.execute(sql, values).fetchall())
-
-    def _run(self, work: Callable[[sqlite3.Connection], _T], begin: str, patience_s: float) -> _T:
         if self._process != os.getpid():  # a fork: what it inherits is the parent's
             self._lock, self._process = threading.RLock(), os.getpid()
             if self._path is not None:  # kept, as closing it would end locks of this process
                 self._of_parent, self._connection = self._connection, None
         with self._lock:
             try:
+                connection = self._open()
+                connection.execute(f"PRAGMA busy_timeout={int(1000 * patience_s)}")
+                connection.execute("BEGIN IMMEDIATE" if writes else "BEGIN")
                 try:
-                    return self._transact(work, begin, patience_s)
-                except sqlite3.DatabaseError as error:
-                    if self._path is None or not _is_damage(error):
-                        raise
+                    yield connection
+                    connection.execute("COMMIT")
+                except BaseException:
+                    with suppress(sqlite3.Error):  # SQLite itself rolls back after some errors
+                        connection.execute("ROLLBACK")
+                    raise
+            except UnicodeEncodeError:  # what was asked for is no text; no row is damaged
+                raise
+            except (sqlite3.Error, OSError, *_BAD_ROWS) as error:
+                where = f"the index of {self._folder or 'the store'}"
+                if self._path is not None and _is_damage(error):
                     self._discard()
-                    return self._transact(work, begin, patience_s)
-            except (sqlite3.Error, OSError) as error:
+                    raise StoreError(
+                        f"{where} was damaged and is made anew ({error}); next step: try again"
+                    ) from error
                 raise StoreError(
-                    f"cannot use the index of {self._folder or 'the store'}: {error}; next step: "
+                    f"cannot use {where}: {error}; next step: "
                     "make room or allow access there, or use a store in another folder"
                 ) from error
 
-    def _transact(
-        self, work: Callable[[sqlite3.Connection], _T], begin: str, patience_s: float
-    ) -> _T:
+    def _open(self) -> sqlite3.Connection:
+        """The connection to the database, which is made if there is none that can be used."""
         if self._path is not None and not self._path.exists():  # another process has replaced it
             self.close()
-        connection = self._connection = self._connection or self._open()
-        connection.execute(f"PRAGMA busy_timeout={int(1000 * patience_s)}")
-        connection.execute(begin)
-        try:
-            done = work(connection)
-            connection.execute("COMMIT")
-        except BaseException:
-            with suppress(sqlite3.Error):  # SQLite itself rolls back after some errors
-                connection.execute("ROLLBACK")
-            raise
-        return done
-
-    def _open(self) -> sqlite3.Connection:
+        if self._connection is not None:
+            return self._connection
+        self._path = self._newest()
+        if self._path is not None:
+            try:
+                self._connection = _connect(str(self._path))
+                self._connection.execute("SELECT * FROM settings").fetchall()
+                return self._connection
+            except sqlite3.DatabaseError as error:
+                if not _is_damage(error):
+                    raise
+                self._discard()
+        if self._folder is not None and os.access(self._folder, os.W_OK):
+            with FileLock(self._folder / "index.lock", timeout=_BUSY_S, mode=0o600):
+                self._path = self._newest() or self._make(self._folder)
+            self._connection = _connect(str(self._path))
+            return self._connection
         if self._folder is not None:
-            self._path = self._newest()
-            if self._path is None and os.access(self._folder, os.W_OK):
-                with locked(self._folder / "index.lock", _BUSY_S):
-                    self._path = self._newest() or self._make(self._folder)
-            if self._path is not None:
-                return _connect(str(self._path))
             _log.warning("%s has no index and takes none; one is kept in memory", self._folder)
-        connection = _connect(":memory:")
-        self._fill(connection)
-        return connection
+        self._connection = _connect(":memory:")
+        self._fill(self._connection)
+        return self._connection
 
     def _newest(self) -> Path | None:
-        assert self._folder is not None
-        names = os.listdir(self._folder)
+        names = os.listdir(self._folder) if self._folder else []
         found = [n for n in names if n.startswith(_PREFIX) and n.endswith(".sqlite")]
-        return self._folder / max(found) if found else None
+        return self._folder / max(found) if self._folder and found else None
 
     def _make(self, folder: Path) -> Path:
         """A new database, which appears under its name when it is complete.
@@ -236,11 +240,8 @@ class Index:
         temporary = path.with_suffix(".tmp")
         os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
         try:
-            connection = _connect(str(temporary))
-            try:
+            with closing(_connect(str(temporary))) as connection:
                 self._fill(connection)
-            finally:
-                connection.close()
             temporary.rename(path)
         finally:
             for file in folder.glob(f"{temporary.name}*"):
@@ -256,15 +257,22 @@ class Index:
     def _discard(self) -> None:
         self.close()
         if self._path is not None:
-            self._path.unlink(missing_ok=True)
+            with suppress(OSError):  # a folder that can only be read keeps it
+                self._path.unlink()
             self._path = None
+
+    def rows(self, sql: str, *values: object) -> list[Any]:
+        """The rows of one SELECT."""
+        with self.transaction() as connection:
+            return connection.execute(sql, values).fetchall()
 
     def clear_up(self) -> None:
         """Delete what other releases, and processes that were killed, left of databases."""
         if self._folder is not None:
-            if self.rows("PRAGMA quick_check") != [("ok",)]:
-                self._discard()
-            with locked(self._folder / "index.lock", _BUSY_S):
+            with suppress(StoreError):  # it is deleted
+                if self.rows("PRAGMA quick_check") != [("ok",)]:
+                    self._discard()
+            with FileLock(self._folder / "index.lock", timeout=_BUSY_S, mode=0o600):
                 newest = self._newest()
                 for file in self._folder.glob("index-*"):
                     if newest is None or not file.name.startswith(newest.name):
@@ -273,7 +281,9 @@ class Index:
     def vacuum(self) -> None:
         """Rewrite the database: its pages may keep bytes of what was deleted. Best effort."""
         with self._lock, suppress(StoreError, sqlite3.Error):  # others may be using it
-            self.read(lambda connection: connection).execute("VACUUM")
+            with self.transaction() as connection:
+                pass
+            connection.execute("VACUUM")
 
     def close(self) -> None:
         with self._lock:
@@ -291,8 +301,7 @@ class Index:
 
         Raises StoreError if it is larger than a budget, CacheMiss if it has gone.
         """
-
-        def work(connection: sqlite3.Connection) -> None:
+        with self.transaction(writes=True) as connection:
             for limit, what, _ in _limits(connection, entry.namespace) if place else ():
                 if entry.n_bytes > limit:
                     raise StoreError(
@@ -306,20 +315,16 @@ class Index:
             elif self._caches.is_gone(entry.digest, entry.key):
                 raise CacheMiss("absent", f"{entry.key}: deleted meanwhile")
 
-        self.write(work)
-
     def learn(self, entries: Iterable[Entry]) -> None:
         """Take note of chunks that are in the remote tier, and not here."""
-
-        def work(connection: sqlite3.Connection) -> None:
+        with self.transaction(writes=True) as connection:
             for entry in entries:
                 if self._caches.is_gone(entry.digest, entry.key):
                     chunk = self._insert(connection, entry)
                     connection.execute(
-                        "UPDATE chunks SET state = ?, bytes = 0 WHERE id = ?", [EVICTED, chunk]
+                        "UPDATE chunks SET state = ?, bytes = 0, is_shared = 1 WHERE id = ?",
+                        [EVICTED, chunk],
                     )
-
-        self.write(work)
 
     def _insert(self, connection: sqlite3.Connection, entry: Entry) -> int:
         connection.execute(
@@ -374,8 +379,7 @@ class Index:
 
         are_damaged: delete what is there.
         """
-
-        def work(connection: sqlite3.Connection) -> None:
+        with self.transaction(writes=True) as connection:
             (quotas,) = connection.execute("SELECT count(quota) FROM spaces").fetchone()
             has_budget = quotas or _setting(connection, "max_bytes") is not None
             state = EVICTED if has_budget and not are_damaged else LOST
@@ -390,15 +394,12 @@ class Index:
                     for (namespace,) in found if are_damaged else ():
                         _count(connection, namespace, digest, corrupt=1)
 
-        self.write(work)
-
     def delete(self, namespace: str, keys: Iterable[str], state: int | None = None) -> set[str]:
         """Delete chunks, with caches and texts, of every fingerprint; the keys that there were.
 
         state: of the chunks; None for any.
         """
-
-        def work(connection: sqlite3.Connection) -> set[str]:
+        with self.transaction(writes=True) as connection:
             gone = set()
             for key in dict.fromkeys(keys):
                 # "+": by key, as SQLite would go through all of a namespace
@@ -410,11 +411,11 @@ class Index:
                 for chunk, digest, ids in found:
                     gone.add(key)
                     self._caches.remove(digest, key)
-                    hashes = self.windows_of(namespace, digest).first_places(_ids_of(ids))
-                    connection.executemany(
-                        "DELETE FROM windows WHERE hash = ? AND chunk = ?",
-                        [(hashed, chunk) for hashed in hashes],
-                    )
+                    windows = self.windows_of(namespace, digest)
+                    for hashed in windows.first_places(np.frombuffer(ids, "<i4")):
+                        connection.execute(
+                            "DELETE FROM windows WHERE hash = ? AND chunk = ?", [hashed, chunk]
+                        )
                     connection.execute("DELETE FROM texts WHERE id = ?", [chunk])
                     connection.execute("DELETE FROM chunks WHERE id = ?", [chunk])
             connection.execute(
@@ -422,20 +423,15 @@ class Index:
             )
             return gone
 
-        return self.write(work)
-
     # -- budgets ----------------------------------------------------------------------------------
 
     def budget(self) -> tuple[int | None, dict[str, int]]:
         """What the caches of all, and of single namespaces, may take."""
-
-        def work(connection: sqlite3.Connection) -> tuple[int | None, dict[str, int]]:
+        with self.transaction() as connection:
             quotas = connection.execute(
                 "SELECT namespace, quota FROM spaces WHERE quota IS NOT NULL"
             )
             return _setting(connection, "max_bytes"), dict(quotas.fetchall())
-
-        return self.read(work)
 
     def set_budget(self, max_bytes: int | None, quota: Mapping[str, int]) -> None:
         """Write the budget down, and evict until it holds.
@@ -448,26 +444,17 @@ class Index:
                     f"{name}={value!r:.40}; a budget is a number of bytes, 1 to 2^63 - 1; "
                     "None for no limit"
                 )
-
-        def work(connection: sqlite3.Connection) -> None:
-            set_setting(connection, "max_bytes", max_bytes)
+        with self.transaction(writes=True) as connection:
+            connection.execute("REPLACE INTO settings VALUES('max_bytes', ?)", [max_bytes])
             connection.execute("UPDATE spaces SET quota = NULL")
             connection.executemany(
                 "INSERT INTO spaces(namespace, quota) VALUES(?, ?) "
                 "ON CONFLICT DO UPDATE SET quota = excluded.quota", quota.items(),
             )  # fmt: skip
-
-        self.write(work)
-        self.make_room()
-
-    def make_room(self) -> None:
-        """Evict until the budget holds."""
-
-        def work(connection: sqlite3.Connection) -> None:
+        # Another transaction: who is killed here leaves a budget by which what went was evicted.
+        with self.transaction(writes=True) as connection:
             for (namespace,) in connection.execute("SELECT namespace FROM spaces").fetchall():
                 self._evict(connection, namespace)
-
-        self.write(work)
 
     # -- what requests used -----------------------------------------------------------------------
 
@@ -479,18 +466,16 @@ class Index:
 
         are_counted: in hits and misses.
         """
-
-        def work(connection: sqlite3.Connection) -> int:
-            now = time.time()
-            found = connection.executemany(
-                "UPDATE chunks SET used_at = ? WHERE key = ? AND digest = ? AND state = ?",
-                [(now, key, digest, PRESENT) for key in used],
-            )
+        with self.transaction(writes=True, patience_s=_BRIEF_S) as connection:
+            now, n_known = time.time(), 0
+            for key in used:
+                n_known += connection.execute(
+                    "UPDATE chunks SET used_at = ? WHERE key = ? AND digest = ? AND state = ?",
+                    [now, key, digest, PRESENT],
+                ).rowcount
             if are_counted:
                 _count(connection, namespace, digest, hits=len(used), misses=len(missed))
-            return found.rowcount
-
-        return self.write(work, patience_s=_BRIEF_S)
+            return n_known
 
     def keys(
         self, namespace: str, fingerprint: Fingerprint | None, *, are_present: bool = False
@@ -520,22 +505,20 @@ class Index:
 
     def texts(self, namespace: str, key: str | None = None) -> list[tuple[str, str, str]]:
         """(digest, key, text) of every chunk, or of those of a key."""
-
-        def work(connection: sqlite3.Connection) -> list[tuple[str, str, str]]:
+        with self.transaction() as connection:
             # "+": by key, as SQLite would go through all of a namespace
             rows = connection.execute(
                 "SELECT digest, key, body FROM chunks JOIN texts USING(id) WHERE "
                 + ("chunks.namespace = ?" if key is None else "+chunks.namespace = ? AND key = ?"),
                 [namespace] if key is None else [namespace, key],
             )
-            return [(digest, key, _text_of(body)) for digest, key, body in rows]
-
-        return self.read(work)
+            return [
+                (digest, key, body.decode(errors="surrogatepass")) for digest, key, body in rows
+            ]
 
     def same_texts(self, namespace: str, keys: Sequence[str]) -> set[str]:
         """See `Store.same_texts`."""
-
-        def work(connection: sqlite3.Connection) -> set[str]:
+        with self.transaction() as connection:
             found = set(keys)
             for key in keys:
                 alike = connection.execute(
@@ -545,8 +528,6 @@ class Index:
                 )  # fmt: skip
                 found |= {of_one for (of_one,) in alike}
             return found
-
-        return self.read(work)
 
     # -- the remote tier --------------------------------------------------------------------------
 
@@ -558,18 +539,26 @@ class Index:
     def mark_shared(self, namespace: str, places: Collection[Place]) -> None:
         """Take note that chunks are in the remote tier."""
         sql = "UPDATE chunks SET is_shared = 1 WHERE digest = ? AND key = ? AND namespace = ?"
-        self.write(lambda c: c.executemany(sql, [(*place, namespace) for place in places]))
+        with self.transaction(writes=True) as connection:
+            connection.executemany(sql, [(*place, namespace) for place in places])
+
+    def unshare(self, namespace: str) -> None:
+        """Forget that chunks are in the remote tier, which is another one now."""
+        with self.transaction(writes=True) as connection:
+            connection.execute("UPDATE chunks SET is_shared = 0 WHERE namespace = ?", [namespace])
 
     # -- what does not change ---------------------------------------------------------------------
 
     def setting(self, name: str) -> Any:  # noqa: ANN401
         """A setting; None if it was never written down."""
-        return self.read(lambda c: _setting(c, name))
+        with self.transaction() as connection:
+            return _setting(connection, name)
 
     def set(self, name: str, value: int | str, *, replace: bool = True) -> bool:
         """Write a setting down; whether it was. replace: in place of what there is."""
         sql = f"INSERT OR {'REPLACE' if replace else 'IGNORE'} INTO settings VALUES(?, ?)"
-        return self.write(lambda c: c.execute(sql, [name, value]).rowcount > 0)
+        with self.transaction(writes=True) as connection:
+            return connection.execute(sql, [name, value]).rowcount > 0
 
     def agree(self, name: str, value: int) -> int:
         """The value of a setting: that of who was first."""
@@ -583,20 +572,14 @@ class Index:
         self, namespace: str | None = None, *, are_present: bool = True
     ) -> list[Fingerprint]:
         """Those with a chunk, sorted by digest; are_present: and with a cache."""
-
-        def work(connection: sqlite3.Connection) -> list[Fingerprint]:
+        with self.transaction() as connection:
             rows = connection.execute(
                 "SELECT fields FROM fingerprints WHERE digest IN (SELECT digest FROM chunks "
                 "WHERE state = coalesce(?, state) AND namespace = coalesce(?, namespace)) "
                 "ORDER BY digest",
                 [PRESENT if are_present else None, namespace],
             )
-            try:
-                return [Fingerprint(**json.loads(fields)) for (fields,) in rows]
-            except (ValueError, TypeError, RecursionError) as error:
-                raise _damaged("a fingerprint") from error
-
-        return self.read(work)
+            return [Fingerprint(**json.loads(fields)) for (fields,) in rows]
 
     def totals(self, namespace: str | None) -> list[tuple[str, str, int, int, int, int, int, int]]:
         """Of each namespace and fingerprint with a cache, in all namespaces for None.
@@ -619,38 +602,26 @@ class IndexedChunks:
     """
 
     def __init__(self, index: Index, namespace: str, digest: str) -> None:
-        self._index, self._namespace, self._digest = index, namespace, digest
+        self._index, self._names = index, (namespace, digest)
+        self.windows = index.windows_of(namespace, digest)
 
-    @property
-    def windows(self) -> Windows:
-        return self._index.windows_of(self._namespace, self._digest)
-
-    def places(self, hashes: Iterable[int]) -> Mapping[int, Sequence[Window]]:
-        def work(connection: sqlite3.Connection) -> dict[int, list[Window]]:
-            # The hash is keyed by both; the join makes sure of it. CROSS and "+": windows first.
-            of_one = (
-                "SELECT key, at FROM windows CROSS JOIN chunks ON id = chunk "
-                f"WHERE hash = ? AND +namespace = ? AND +digest = ? LIMIT {MAX_PLACES}"
-            )
-            names = (self._namespace, self._digest)
-            found = (
-                (each, connection.execute(of_one, (each, *names)).fetchall()) for each in hashes
-            )
-            return {hashed: places for hashed, places in found if places}
-
-        return self._index.read(work)
-
-    def token_ids(self, keys: Iterable[str]) -> Mapping[str, Ids]:
-        def work(connection: sqlite3.Connection) -> dict[str, Ids]:
-            of_one = (
-                "SELECT ids FROM chunks JOIN texts USING(id) "
-                "WHERE key = ? AND digest = ? AND +chunks.namespace = ?"
-            )
-            names = (self._digest, self._namespace)
-            found = {key: connection.execute(of_one, (key, *names)).fetchone() for key in keys}
-            return {key: _ids_of(row[0]) for key, row in found.items() if row}
-
-        return self._index.read(work)
+    def find(self, hashes: Iterable[int]) -> Found:
+        # The hash is keyed by both names; the join makes sure of it. CROSS and "+": windows first.
+        of_one = (
+            "SELECT key, at, chunk FROM windows CROSS JOIN chunks ON id = chunk "
+            f"WHERE hash = ? AND +namespace = ? AND +digest = ? LIMIT {MAX_PLACES}"
+        )
+        places: dict[int, list[Window]] = {}
+        ids: dict[str, Ids] = {}
+        with self._index.transaction() as connection:
+            for hashed in hashes:
+                for key, at, chunk in connection.execute(of_one, (hashed, *self._names)):
+                    places.setdefault(hashed, []).append((key, at))
+                    if key not in ids:
+                        of_chunk = "SELECT ids FROM texts WHERE id = ?"
+                        (data,) = connection.execute(of_chunk, [chunk]).fetchone()
+                        ids[key] = np.frombuffer(data, "<i4")
+        return places, ids
 
 
 def _connect(name: str) -> sqlite3.Connection:
@@ -662,32 +633,13 @@ def _connect(name: str) -> sqlite3.Connection:
     return connection
 
 
-def _is_damage(error: sqlite3.DatabaseError) -> bool:
+def _is_damage(error: Exception) -> bool:
+    if isinstance(error, OSError):
+        return False
     code = getattr(error, "sqlite_errorcode", None)
-    if code is None:  # a string that is no text
-        return isinstance(error, sqlite3.OperationalError)
+    if code is None:  # a string that is no text, or a value that is none of ours
+        return isinstance(error, (sqlite3.OperationalError, *_BAD_ROWS))
     return bool(code & 0xFF in _DAMAGED or code == sqlite3.SQLITE_READONLY_DBMOVED)
-
-
-def _damaged(what: str) -> sqlite3.DatabaseError:
-    """What SQLite would raise, had it seen that a row is not as it was written."""
-    error = sqlite3.DatabaseError(f"{what} is damaged")
-    error.sqlite_errorcode = sqlite3.SQLITE_CORRUPT
-    return error
-
-
-def _ids_of(data: bytes) -> Ids:
-    try:
-        return np.frombuffer(data, "<i4")
-    except (ValueError, TypeError) as error:
-        raise _damaged("the token ids of a chunk") from error
-
-
-def _text_of(data: bytes) -> str:
-    try:
-        return data.decode(errors="surrogatepass")
-    except (UnicodeDecodeError, AttributeError) as error:
-        raise _damaged("a text") from error
 
 
 def _same(text: str) -> bytes:
@@ -713,17 +665,13 @@ def _count(connection: sqlite3.Connection, namespace: str, digest: str, **more: 
     connection.execute(
         "INSERT OR IGNORE INTO counts(namespace, digest) VALUES(?, ?)", [namespace, digest]
     )
-    changes = ", ".join(f"{name} = {name} + {number:d}" for name, number in more.items())
-    connection.execute(
-        f"UPDATE counts SET {changes} WHERE namespace = ? AND digest = ?", [namespace, digest]
-    )
+    for name, number in more.items():
+        connection.execute(
+            f"UPDATE counts SET {name} = {name} + ? WHERE namespace = ? AND digest = ?",
+            [number, namespace, digest],
+        )
 
 
 def _setting(connection: sqlite3.Connection, name: str) -> Any:  # noqa: ANN401
     found = connection.execute("SELECT value FROM settings WHERE name = ?", [name]).fetchone()
     return found[0] if found else None
-
-
-def set_setting(connection: sqlite3.Connection, name: str, new: int | str | None) -> None:
-    """Write a setting down."""
-    connection.execute("INSERT OR REPLACE INTO settings VALUES(?, ?)", [name, new])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Iterable, Sequence
+from typing import TypeVar
 
 from torch import Tensor
 
@@ -18,12 +19,13 @@ from samkv_integrations.cache.chunk import (
 )
 from samkv_integrations.cache.file_format import text_bytes
 from samkv_integrations.cache.index import PRESENT, Entry, Index, Place
-from samkv_integrations.cache.quantise import is_sound
 from samkv_integrations.errors import CacheMiss
 
+_Part = TypeVar("_Part", str, Tensor, ChunkStatistics, BlockMeans)
 
-class MemoryChunk:
-    """A chunk cache in memory, opened; counts each group of tensors when first handed out."""
+
+class MemoryChunk(StoredChunk):
+    """A chunk cache in memory, opened; the bytes of a part count when it is handed out first."""
 
     def __init__(self, chunk: ChunkCache, fingerprint: Fingerprint) -> None:
         self.key, self.fingerprint = chunk.key, fingerprint
@@ -31,49 +33,41 @@ class MemoryChunk:
         self.token_ids = chunk.token_ids
         self.bytes_read = chunk.token_ids.nbytes
         self._chunk: ChunkCache | None = chunk
-        self._counted: set[str] = set()
+        self._counted: set[int] = set()
 
-    def _open_chunk(self) -> ChunkCache:
+    def _opened(self) -> ChunkCache:
         assert self._chunk is not None, "closed"
         return self._chunk
 
-    def _count(self, group: str, n_bytes: int) -> None:
-        if group not in self._counted:
-            self._counted.add(group)
-            self.bytes_read += n_bytes
-
-    def statistics(self) -> ChunkStatistics:
-        found = self._open_chunk().statistics
-        tensors = (found.block_max, found.block_min, found.outliers, found.stable)
-        self._count("statistics", sum(tensor.nbytes for tensor in tensors))
-        return found
+    def _part(self, part: _Part) -> _Part:
+        if id(part) not in self._counted:
+            self._counted.add(id(part))
+            if isinstance(part, str):
+                self.bytes_read += len(text_bytes(part))
+            else:
+                for tensor in [part] if isinstance(part, Tensor) else vars(part).values():
+                    self.bytes_read += tensor.nbytes
+        return part
 
     def text(self) -> str:
-        found = self._open_chunk().text
-        self._count("text", len(text_bytes(found)))
-        return found
+        return self._part(self._opened().text)
+
+    def statistics(self) -> ChunkStatistics:
+        return self._part(self._opened().statistics)
 
     def local_query(self) -> Tensor:
-        found = self._open_chunk().local_query
-        self._count("local_query", found.nbytes)
-        return found
+        return self._part(self._opened().local_query)
 
     def block_means(self) -> BlockMeans:
-        found = self._open_chunk().block_means
-        self._count("block_means", found.codes.nbytes + found.scale.nbytes)
-        return found
+        return self._part(self._opened().block_means)
 
     def key_range(self) -> Tensor:
-        found = self._open_chunk().key_range
-        self._count("key_range", found.nbytes)
-        if not is_sound(found):
-            raise CacheMiss("corrupt", f"{self.key}: key_range")
-        return found
+        return self._part(self._opened().key_range)
 
     def read_all(self, out: Sequence[Tensor]) -> None:
-        entries = self._open_chunk().entries
-        assert len(out) == len(entries)
         self.key_range()
+        entries = self._opened().entries
+        assert len(out) == len(entries)
         for layer, found in zip(out, entries, strict=True):
             assert (layer.dtype, layer.shape) == (found.dtype, found.shape)
             assert layer.is_contiguous()
@@ -81,7 +75,7 @@ class MemoryChunk:
         self.bytes_read += entries.nbytes
 
     def read_blocks(self, layer: int, blocks: Sequence[int], out: Tensor) -> None:
-        entries = self._open_chunk().entries
+        entries = self._opened().entries
         assert layer >= 0 and min(blocks, default=0) >= 0
         tokens = [token for block in blocks for token in range(*self.blocks.span(block))]
         found = entries[layer, tokens]
@@ -90,23 +84,16 @@ class MemoryChunk:
         self.bytes_read += found.nbytes
 
     def chunk(self) -> ChunkCache:
-        self.key_range()
-        return self._open_chunk()
+        return self._opened()
 
     def verify(self) -> None:
-        self.key_range()
+        self._opened()
 
     def let_go(self) -> None:
         """There is no file."""
 
     def close(self) -> None:
         self._chunk = None
-
-    def __enter__(self) -> MemoryChunk:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
 
 class _InMemory(dict[Place, ChunkCache]):
@@ -133,11 +120,8 @@ class MemoryStore(Store):
 
     def put(self, chunk: ChunkCache) -> None:
         place = (chunk.fingerprint.digest, chunk.key)
-
-        def keep() -> None:
-            self._chunks[place] = chunk
-
-        self.index.keep(Entry.of(chunk, self._namespace), keep)
+        entry = Entry.of(chunk, self._namespace)
+        self.index.keep(entry, lambda: self._chunks.update({place: chunk}))
 
     def open(
         self, key: str, fingerprint: Fingerprint, token_ids: Sequence[int] | None = None
@@ -145,7 +129,9 @@ class MemoryStore(Store):
         chunk = self._chunks.get((fingerprint.digest, key))
         if chunk is None:
             raise CacheMiss("absent", key)
-        return self._expect(MemoryChunk(chunk, fingerprint), token_ids)
+        if token_ids is not None and chunk.token_ids.tolist() != list(token_ids):
+            raise CacheMiss("tokens", f"chunk {key} holds {chunk.n_tokens} other tokens")
+        return MemoryChunk(chunk, fingerprint)
 
     def contains(self, key: str, fingerprint: Fingerprint) -> bool:
         return (fingerprint.digest, key) in self._chunks

@@ -99,12 +99,8 @@ class Objects:
 
     def read(self, path: str, *, n_bytes: int | None = None, patiently: bool = False) -> bytes:
         """An object, or its first ``n_bytes``. Raises FileNotFoundError."""
-        start = None if n_bytes is None else 0
-
-        def work(file: str) -> bytes:
-            return bytes(self._fs.cat_file(file, start=start, end=n_bytes))
-
-        return self._try(work, path, patiently=patiently)
+        part = {} if n_bytes is None else {"start": 0, "end": n_bytes}
+        return bytes(self._try(self._fs.cat_file, path, patiently=patiently, **part))
 
     def write(
         self, path: str, data: bytes, *, is_new: bool = False, patiently: bool = False
@@ -170,15 +166,11 @@ class Objects:
 
     def names(self, path: str, *, patiently: bool = False) -> list[str]:
         """The names of what is in a folder; none if there is no such folder."""
-
-        def work(folder: str) -> list[str]:
-            found = self._fs.ls(folder, detail=False)
-            return [name.rstrip("/").rpartition("/")[2] for name in found]
-
         try:
-            return self._try(work, path, patiently=patiently)
+            found = self._try(self._fs.ls, path, patiently=patiently, detail=False)
         except FileNotFoundError:
             return []
+        return [name.rstrip("/").rpartition("/")[2] for name in found]
 
     def remove(self, path: str) -> bool:
         """Delete an object; whether there was one."""
@@ -192,7 +184,10 @@ class Objects:
 
         return self._try(work, path, patiently=True)
 
-    def _try(self, work: Callable[[str], _Result], path: str, *, patiently: bool) -> _Result:
+    def _try(
+        self, work: Callable[..., _Result], path: str, *, patiently: bool, **options: object
+    ) -> _Result:
+        """What ``work`` makes of a path and options, after several tries if need be."""
         import tenacity
 
         if not patiently and self.is_gone:
@@ -204,7 +199,7 @@ class Objects:
             reraise=True,
         )
         try:
-            result = trying(work, f"{self.root}/{path}")
+            result = trying(work, f"{self.root}/{path}", **options)
         except (FileNotFoundError, FileExistsError):
             self._gone_until = 0.0
             raise

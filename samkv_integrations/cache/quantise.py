@@ -65,7 +65,7 @@ class EntryFormat:
                 "give store_bits=8 or 16"
             )
 
-    @property
+    @cached_property
     def is_quantised(self) -> bool:
         return self.bits < 16
 
@@ -85,43 +85,41 @@ class EntryFormat:
         n_groups = -(-n_tokens // GROUP_TOKENS) if self.is_quantised else 0
         return (n_groups, 2, self.n_kv_heads, self.head_dim)
 
-    def encode(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    def encode(
+        self, keys: Tensor, values: Tensor, *, are_checked: bool = True
+    ) -> tuple[Tensor, Tensor]:
         """Entries (T, E) uint8 of un-rotated keys and values (T, G, D), and the keys' range.
 
         The range is (N, 2, G, D) float16, scale and offset of each channel of each group. A group
         is `GROUP_TOKENS` tokens, the last one of a chunk maybe fewer; see `groups`.
 
+        are_checked: whether numbers are looked at on the host.
+
         Raises InvalidChunk if a key or value is not finite, or does not fit the float16 of its
-        scale. It looks at numbers on the host; `encode_computed` does not.
+        scale, if they are checked.
         """
-        if not bool(keys.isfinite().all() & values.isfinite().all()):
+        if are_checked and not bool(keys.isfinite().all() & values.isfinite().all()):
             raise InvalidChunk(
                 "the model computed keys or values that are not finite numbers for this chunk; "
                 "leave it out, or load the model in float32"
             )
-        mixed = self._mixed(keys)
-        if self.is_quantised:
-            top = max(float(side.abs().max()) for side in (mixed, values))
-            if top > _HALF_MAX:
-                raise InvalidChunk(
-                    f"transformed keys or values reach {top:.3g}, beyond {_HALF_MAX:.0f}, the "
-                    "largest half-precision number, which their scales are kept in; "
-                    "give store_bits=16"
-                )
-        return self._encode(mixed, values)
-
-    def encode_computed(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Entries and range of what a request computed, as `encode` makes them of a chunk."""
-        return self._encode(self._mixed(keys), values)
-
-    def _encode(self, mixed: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         if not self.is_quantised:
-            nothing = mixed.new_empty(self.range_shape(len(mixed)), dtype=torch.float16)
-            return torch.cat((self._as_bytes(mixed), self._as_bytes(values)), dim=1), nothing
+            sides = [
+                side.to(self.dtype).contiguous().view(torch.uint8).flatten(1)
+                for side in (keys, values)
+            ]
+            no_range = keys.new_empty(self.range_shape(len(keys)), dtype=torch.float16)
+            return torch.cat(sides, dim=1), no_range
+        mixed, wide = self._mix(keys.float()), values.float()
+        if are_checked and (top := float(max(mixed.abs().max(), wide.abs().max()))) > _HALF_MAX:
+            raise InvalidChunk(
+                f"transformed keys or values reach {top:.3g}, beyond {_HALF_MAX:.0f}, the "
+                "largest half-precision number, which their scales are kept in; "
+                "give store_bits=16"
+            )
         key_range = self._key_range(mixed)
         scale, offset = self._of_tokens(key_range, groups(len(mixed), mixed.device))
         of_keys = self._pack(mixed.sub(offset).div_(scale))
-        wide = values.float()
         value_range = self._range(wide.amin(-1), wide.amax(-1))  # (2, T, G)
         scale, offset = value_range.float()[..., None]
         of_values = self._pack(wide.sub(offset).div_(scale))
@@ -130,9 +128,10 @@ class EntryFormat:
 
     def _key_range(self, mixed: Tensor) -> Tensor:
         n_whole = len(mixed) // GROUP_TOKENS * GROUP_TOKENS
+        whole = mixed[:n_whole].reshape(-1, GROUP_TOKENS, *mixed.shape[1:])
         found = [
             self._range(part.amin(1), part.amax(1))
-            for part in (_in_groups(mixed[:n_whole]), mixed[None, n_whole:])
+            for part in (whole, mixed[None, n_whole:])
             if part.numel()
         ]
         return torch.cat(found, dim=1).transpose(0, 1).contiguous()
@@ -144,8 +143,7 @@ class EntryFormat:
         """
         if not self.is_quantised:
             return self._raw(entries[:, : self._side])
-        scale, offset = self._of_tokens(key_range, group)
-        return self._mix(self._unpack(entries[:, : self._side]).mul_(scale).add_(offset))
+        return torch.cat(self._key_halves(entries, key_range, group), dim=-1)
 
     def rotated_keys(
         self, entries: Tensor, key_range: Tensor, group: Tensor, cos: Tensor, sin: Tensor
@@ -158,27 +156,28 @@ class EntryFormat:
         key_range, group: see `keys`. cos, sin: (T, G, D / 2) float32, contiguous: a product that
             broadcasts takes twice as long.
         """
-        half = self.head_dim // 2
-        side = entries[:, : self._side]
-        if self.is_quantised:
-            first, second = (
-                self._mix(torch.addcmul(offset, codes, scale))
-                for codes, (scale, offset) in zip(
-                    self._halves(side),
-                    (self._of_tokens(part, group) for part in key_range.chunk(2, dim=-1)),
-                    strict=True,
-                )
-            )
-        else:
-            first, second = self._raw(side).float().chunk(2, dim=-1)
-        out = self._empty(entries)
-        for part, one, other, sign in (
-            (out[..., :half], first, second, -1),
-            (out[..., half:], second, first, 1),
-        ):
-            torch.mul(one, cos, out=part)
-            part.addcmul_(other, sin, value=sign)
+        first, second = self._key_halves(entries, key_range, group)
+        out = torch.empty(len(entries), self.n_kv_heads, self.head_dim, device=entries.device)
+        lower, upper = out.chunk(2, dim=-1)
+        torch.mul(first, cos, out=lower)
+        lower.addcmul_(second, sin, value=-1)
+        torch.mul(second, cos, out=upper)
+        upper.addcmul_(first, sin)
         return out
+
+    def _key_halves(
+        self, entries: Tensor, key_range: Tensor, group: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """(T, G, D / 2) float32: both halves of the un-rotated keys, see `keys`."""
+        side, half = entries[:, : self._side], self.head_dim // 2
+        if not self.is_quantised:
+            keys = self._raw(side).float()
+            return keys[..., :half], keys[..., half:]
+        lower, upper = self._halves(side)
+        scale, offset = self._of_tokens(key_range[..., :half], group)
+        first = self._mix(torch.addcmul(offset, lower, scale))
+        scale, offset = self._of_tokens(key_range[..., half:], group)
+        return first, self._mix(torch.addcmul(offset, upper, scale))
 
     def values(self, entries: Tensor) -> Tensor:
         """(T, G, D) values of entries (T, E) in ``dtype``."""
@@ -188,7 +187,7 @@ class EntryFormat:
         ranges = entries[:, 2 * self._side :].contiguous().view(torch.float16).float()
         scale, offset = ranges.view(len(entries), 2, self.n_kv_heads, 1).unbind(1)
         half = self.head_dim // 2
-        out = self._empty(entries)
+        out = torch.empty(len(entries), self.n_kv_heads, self.head_dim, device=entries.device)
         lower, upper = self._halves(side)
         torch.mul(lower, scale, out=out[..., :half])
         torch.mul(upper, scale, out=out[..., half:])
@@ -200,42 +199,23 @@ class EntryFormat:
         half = 1 if self.head_dim % 2 else self.head_dim // 2
         return half & -half
 
-    def _mixed(self, keys: Tensor) -> Tensor:
-        """What is quantised of keys; the keys themselves with 16 bits."""
-        return self._mix(keys.float()) if self.is_quantised else keys
-
     def _mix(self, channels: Tensor) -> Tensor:
         """The Hadamard transform of float32 channels (..., D or D / 2), its own inverse."""
         size = self._mixed_channels
         return (channels.reshape(-1, size) @ _hadamard(size, channels.device)).view_as(channels)
 
-    @property
-    def _levels(self) -> int:
-        return (1 << self.bits) - 1
-
     def _range(self, low: Tensor, high: Tensor) -> Tensor:
         """(2, ...) float16 scale and offset of numbers between low and high, float32."""
         # Down, so that no number lies below code 0 (by more than half the smallest scale).
         offset = as_half(low - low.abs() * _HALF_MARGIN)
-        scale = as_half((high - offset.float()) / self._levels + HALF_STEP)
+        scale = as_half((high - offset.float()) / (2**self.bits - 1) + HALF_STEP)
         return torch.stack((scale, offset))
 
     def _of_tokens(self, key_range: Tensor, group: Tensor) -> tuple[Tensor, Tensor]:
         """Scale and offset (T, G, channels) float32 of each token, from (N, 2, G, channels)."""
         # index_select copies whole entries, several times sooner than an index does
-        scale, offset = (
-            side.float().contiguous().index_select(0, group) for side in key_range.unbind(1)
-        )
-        return scale, offset
-
-    def _empty(self, entries: Tensor) -> Tensor:
-        """Room for the keys, or the values, of entries: (T, G, D) float32."""
-        shape = (len(entries), self.n_kv_heads, self.head_dim)
-        return entries.new_empty(shape, dtype=torch.float32)
-
-    def _as_bytes(self, numbers: Tensor) -> Tensor:
-        """(T, G, D) -> (T, bytes)."""
-        return numbers.to(self.dtype).contiguous().view(torch.uint8).flatten(1)
+        scale, offset = key_range.float().unbind(1)
+        return scale.contiguous().index_select(0, group), offset.contiguous().index_select(0, group)
 
     def _raw(self, side: Tensor) -> Tensor:
         numbers = side.contiguous().view(self.dtype)
@@ -243,7 +223,7 @@ class EntryFormat:
 
     def _pack(self, codes: Tensor) -> Tensor:
         """(T, G, D) float codes -> (T, bytes)."""
-        whole = codes.round_().clamp_(0, self._levels).to(torch.uint8)
+        whole = codes.round_().clamp_(0, 2**self.bits - 1).to(torch.uint8)
         if self.bits == 4:
             lower, upper = whole.chunk(2, dim=-1)
             whole = lower | (upper << 4)
@@ -256,10 +236,6 @@ class EntryFormat:
             half = self.head_dim // 2
             return codes[..., :half], codes[..., half:]
         return codes & 15, codes >> 4
-
-    def _unpack(self, side: Tensor) -> Tensor:
-        """(T, bytes) -> (T, G, D) float32 codes."""
-        return torch.cat(self._halves(side), dim=-1).float()
 
 
 def check_store_bits(bits: int) -> None:
@@ -283,19 +259,9 @@ def groups(n_tokens: int, device: torch.device) -> Tensor:
     return torch.arange(n_tokens, device=device) // GROUP_TOKENS
 
 
-def _in_groups(entries: Tensor) -> Tensor:
-    """(N * `GROUP_TOKENS`, ...) -> (N, `GROUP_TOKENS`, ...)."""
-    return entries.reshape(-1, GROUP_TOKENS, *entries.shape[1:])
-
-
 def as_half(values: Tensor) -> Tensor:
     """The nearest float16, overflow clamped to the largest finite one."""
     return values.clamp(-_HALF_MAX, _HALF_MAX).to(torch.float16)
-
-
-def is_sound(key_range: Tensor) -> bool:
-    """Whether every key decodes to a number, as a checksum of what was written cannot tell."""
-    return bool(key_range.isfinite().all())
 
 
 # -- positions -----------------------------------------------------------------------------------
@@ -413,7 +379,7 @@ class Entries:
             torch.cat((side, side), -1) for side in (self.cos[tokens, 0], self.sin[tokens, 0])
         )
         unrotated = unrotate(keys.float(), cos, sin).to(self.form.dtype)
-        codes, key_range = self.form.encode_computed(unrotated, values)
+        codes, key_range = self.form.encode(unrotated, values, are_checked=False)
         group = len(self.key_range) + groups(len(at), at.device)
         return replace(
             self,

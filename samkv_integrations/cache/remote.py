@@ -21,7 +21,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
-from sqlite3 import Connection
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -29,7 +28,7 @@ from samkv_integrations.cache.base import Outage
 from samkv_integrations.cache.chunk import FORMAT_VERSION, Fingerprint
 from samkv_integrations.cache.file_format import BAD_JSON, ChunkFile
 from samkv_integrations.cache.folder import ChunkFolder, check_of
-from samkv_integrations.cache.index import EVICTED, LOST, PRESENT, Entry, Place, set_setting
+from samkv_integrations.cache.index import EVICTED, LOST, PRESENT, Entry, Place
 from samkv_integrations.cache.objects import ObjectInfo, Objects
 from samkv_integrations.errors import CacheMiss, InvalidOption, SamkvError, StoreError
 
@@ -169,7 +168,10 @@ class SharedTier:
                 )
                 self.objects.give_up(why)
                 raise CacheMiss("io", f"{self.url}: {why}") from error
-            found = self._agree(_MARKER, {**mine, "identity": secrets.token_hex(8)})
+            text = json.dumps({**mine, "identity": secrets.token_hex(8)})
+            with suppress(FileExistsError):  # another machine was faster
+                self.objects.write(_MARKER, text.encode(), is_new=True)
+            found = self._read(_MARKER)
         if found.get("secret_check") != mine["secret_check"]:
             raise StoreError(
                 f"{self.url} holds chunk caches that were written under another secret; next step: "
@@ -183,16 +185,10 @@ class SharedTier:
             )
         identity = str(found.get("identity", ""))
         if (known, url) != (identity, self.url):
-
-            def work(connection: Connection) -> None:
-                set_setting(connection, setting, f"{identity} {self.url}")
-                if known != identity:
-                    connection.execute(
-                        "UPDATE chunks SET is_shared = 0 WHERE namespace = ?", [self._namespace]
-                    )
-
             with suppress(StoreError):  # a folder that can only be read
-                self._index.write(work)
+                if known != identity:
+                    self._index.unshare(self._namespace)
+                self._index.set(setting, f"{identity} {self.url}")
             if known not in ("", identity):
                 _log.warning("%s is new; 'samkv store push' puts what is here", self.url)
         self._is_checked = True
@@ -290,8 +286,8 @@ class SharedTier:
         def verified(file: Path) -> Entry:
             try:
                 with self._opened(file, key) as chunk:
-                    if chunk.made_by.digest != digest:
-                        raise CacheMiss("fingerprint", f"{self.url}: {chunk.made_by.digest}")
+                    if (found := chunk.layout.fingerprint.digest) != digest:
+                        raise CacheMiss("fingerprint", f"{self.url}: {found}")
                     chunk.verify()
                     return Entry.of_file(chunk)
             except CacheMiss as miss:
@@ -425,7 +421,6 @@ class SharedTier:
             )
             read = [entry for entry in heads if entry]
             self._index.learn(read)
-            self.mark([(entry.digest, entry.key) for entry in read])
             n_new += len(read)
         return Refreshed(n_new=n_new, n_deleted=len(gone), chunks=chunks)
 
@@ -437,7 +432,7 @@ class SharedTier:
                 file.write_bytes(self._get(*place, n_bytes=n_bytes))
                 os.truncate(file, size)  # what was not read is a hole
                 with self._opened(file, place[1]) as chunk:
-                    if chunk.made_by.digest == place[0]:
+                    if chunk.layout.fingerprint.digest == place[0]:
                         return Entry.of_file(chunk)
         return None
 
@@ -465,12 +460,16 @@ class SharedTier:
 
     def agree(self, name: str, value: int) -> int:
         """The value of a setting: that of which machine was first. Raises StoreError."""
-        path = self._note(blake2b(name.encode(), digest_size=16).hexdigest())
-        with _answering():
-            self._check()
-            found = self._agree(path, {"value": value}).get("value")
+        name = blake2b(name.encode(), digest_size=16).hexdigest()
+        if (text := self.note(name)) is None:
+            self.put_note(name, json.dumps({"value": value}), replace=False)
+            text = self.note(name)
+        try:
+            found = json.loads(text or "")["value"]
+        except BAD_JSON:
+            found = None
         if not isinstance(found, int) or not 0 < found <= _MAX_AGREED:
-            raise self._damaged(path)
+            raise self._damaged(self._note(name))
         return found
 
     def note(self, name: str) -> str | None:
@@ -497,15 +496,6 @@ class SharedTier:
 
     def _note(self, name: str) -> str:
         return f"{self._space}/notes/{name}.json"
-
-    def _agree(self, path: str, mine: dict[str, Any]) -> dict[str, Any]:
-        """What an object says that is written once, by whichever machine was first."""
-        try:
-            return self._read(path)
-        except FileNotFoundError:
-            with suppress(FileExistsError):
-                self.objects.write(path, json.dumps(mine).encode(), is_new=True)
-            return self._read(path)
 
     def _read(self, path: str, *, patiently: bool = False) -> dict[str, Any]:
         text = self.objects.read(path, patiently=patiently)

@@ -12,7 +12,7 @@ from samkv_integrations.cache.disk import ChunkStore
 from samkv_integrations.cache.file_format import ChunkFile, open_regular
 from samkv_integrations.cache.folder import Recovered, reconcile
 from samkv_integrations.cache.index import LOST, PRESENT, Place
-from samkv_integrations.cache.remote import SLICE, SharedTier
+from samkv_integrations.cache.remote import SharedTier
 from samkv_integrations.errors import CacheMiss, InvalidOption, SamkvError, StoreError
 
 Progress = Callable[[int, int], None]
@@ -231,10 +231,9 @@ def _move(
             return None
 
     sizes: list[int | None] = []
-    for begin in range(0, len(places), SLICE):
-        for size in shared.objects.pool.map(moved, places[begin : begin + SLICE]):
-            sizes.append(size)
-            if progress is not None:
-                progress(len(sizes), len(places))
+    for size in shared.objects.pool.map(moved, places):
+        sizes.append(size)
+        if progress is not None:
+            progress(len(sizes), len(places))
     copied = [size for size in sizes if size is not None]
     return Moved(n_chunks=len(copied), n_bytes=sum(copied), n_left=len(sizes) - len(copied))

@@ -29,6 +29,9 @@ Ids = NDArray[np.int32]
 Place = tuple[str, int]
 """Key of a chunk, and the token of it that a window begins with."""
 
+Found = tuple[Mapping[int, Sequence[Place]], Mapping[str, Ids]]
+"""Places of windows by hash, and the token ids of their chunks by key."""
+
 
 class Windows:
     """Hashes windows of token ids, keyed by a secret.
@@ -40,14 +43,13 @@ class Windows:
     """
 
     def __init__(self, secret: bytes, *names: str) -> None:
-        def numbers(salt: int) -> NDArray[np.uint64]:
+        numbers = []
+        for salt in range(2):
             digest = hashlib.blake2b(key=secret, digest_size=64)
-            for part in (b"windows", bytes([salt]), *(name.encode() for name in names)):
+            for part in (b"windows", bytes([salt]), *map(str.encode, names)):
                 digest.update(len(part).to_bytes(8, "little") + part)
-            return np.frombuffer(digest.digest(), dtype="<u8")
-
-        self._multipliers = numbers(0) | np.uint64(1)
-        self._mix, self._last = numbers(1)[:2] | np.uint64(1)
+            numbers.append(np.frombuffer(digest.digest(), dtype="<u8") | np.uint64(1))
+        self._multipliers, (self._mix, self._last, *_) = numbers
 
     def pick(self, ids: Ids) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Hashes of the kept windows of ``ids`` (T,), and where they begin, in ascending order.
@@ -75,17 +77,15 @@ class Windows:
 
 
 class ChunkIndex(Protocol):
-    """Knows chunks by the windows of their token ids."""
+    """Knows chunks by the windows of their token ids. windows: what its hashes are made with."""
 
-    @property
-    def windows(self) -> Windows:
-        """What its hashes are made with."""
+    windows: Windows
 
-    def places(self, hashes: Iterable[int]) -> Mapping[int, Sequence[Place]]:
-        """Where windows with these hashes are in chunks, `MAX_PLACES` of each hash at most."""
+    def find(self, hashes: Iterable[int]) -> Found:
+        """Where windows with these hashes are in chunks, and the token ids of these chunks.
 
-    def token_ids(self, keys: Iterable[str]) -> Mapping[str, Ids]:
-        """Token ids of chunks; one that is gone is left out."""
+        `MAX_PLACES` of each hash at most; a hash that is in no chunk is left out.
+        """
 
 
 class MemoryIndex:
@@ -115,11 +115,13 @@ class MemoryIndex:
                 if not self._places[hashed]:
                     del self._places[hashed]
 
-    def places(self, hashes: Iterable[int]) -> Mapping[int, Sequence[Place]]:
+    def find(self, hashes: Iterable[int]) -> Found:
+        places: dict[int, Sequence[Place]] = {}
+        ids: dict[str, Ids] = {}
         with self._lock:
-            found = ((each, self._places.get(each)) for each in hashes)
-            return {each: list(of.items())[:MAX_PLACES] for each, of in found if of}
-
-    def token_ids(self, keys: Iterable[str]) -> Mapping[str, Ids]:
-        with self._lock:
-            return {key: self._ids[key] for key in keys if key in self._ids}
+            for hashed in hashes:
+                if hashed in self._places:
+                    places[hashed] = list(self._places[hashed].items())[:MAX_PLACES]
+                    for key, _ in places[hashed]:
+                        ids[key] = self._ids[key]
+        return places, ids

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from statistics import mean, median
 from typing import Any
 
@@ -49,35 +48,14 @@ def with_ratios(rows: Sequence[Row]) -> list[Row]:
     ]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Summary:
-    """One method over many questions.
+def summarise(rows: Sequence[Row]) -> list[Row]:
+    """A row of each method in ``rows`` over all its questions, in order of appearance.
 
     n_right: exact matches among the n_known questions whose answer is known. n_same: of the
     questions, those with the same answer as by `recompute`; same_share: their share. bytes_read:
     mean over questions; bytes_share: its share of what `reuse` reads. ttft_s, answer_s: medians;
     ttft_ratio, answer_ratio: medians of the ratios to `recompute` at each question. None where
     `recompute` or `reuse` did not run.
-    """
-
-    method: str
-    n_questions: int
-    n_same: int | None
-    n_known: int
-    n_right: int
-    same_share: float | None
-    kept_ratio: float
-    recompute_ratio: float
-    bytes_read: float
-    bytes_share: float | None
-    ttft_s: float
-    ttft_ratio: float | None
-    answer_s: float
-    answer_ratio: float | None
-
-
-def summarise(rows: Sequence[Row]) -> list[Summary]:
-    """A summary of each method in ``rows``, in order of appearance.
 
     rows: question, answer, expected and exact_match if known, and the fields of a report. All
     methods must have answered the same questions, in the same order.
@@ -87,26 +65,24 @@ def summarise(rows: Sequence[Row]) -> list[Summary]:
         by_method.setdefault(row["method"], []).append(row)
     truth, reused = by_method.get("recompute"), by_method.get("reuse")
     all_bytes = mean(row["bytes_read"] for row in reused) if reused else 0
-    summaries = []
+    summaries = list[Row]()
     for name, mine in by_method.items():
         pairs = list(zip(mine, truth, strict=True)) if truth else []
         same = [one["answer"] == full["answer"] for one, full in pairs]
-        ttft_ratio, answer_ratio = (
-            median(one[key] / full[key] for one, full in pairs) if pairs else None
-            for key in ("ttft_s", "answer_s")
-        )
         known = [row for row in mine if row.get("expected")]
-        bytes_read = mean(row["bytes_read"] for row in mine)
-        summaries.append(
-            Summary(
-                method=name, n_questions=len(mine),
-                n_same=sum(same) if same else None, same_share=mean(same) if same else None,
-                n_known=len(known), n_right=sum(int(row["exact_match"]) for row in known),
-                kept_ratio=mean(row["kept_ratio"] for row in mine),
-                recompute_ratio=mean(row["recompute_ratio"] for row in mine),
-                bytes_read=bytes_read, bytes_share=bytes_read / all_bytes if all_bytes else None,
-                ttft_s=median(row["ttft_s"] for row in mine), ttft_ratio=ttft_ratio,
-                answer_s=median(row["answer_s"] for row in mine), answer_ratio=answer_ratio,
-            )
-        )  # fmt: skip
+        found: dict[str, Any] = {
+            "method": name,
+            "n_questions": len(mine),
+            "n_same": sum(same) if same else None,
+            "same_share": mean(same) if same else None,
+            "n_known": len(known),
+            "n_right": sum(int(row["exact_match"]) for row in known),
+        }
+        for key in ("kept_ratio", "recompute_ratio", "bytes_read"):
+            found[key] = mean(row[key] for row in mine)
+        found["bytes_share"] = found["bytes_read"] / all_bytes if all_bytes else None
+        for key, ratio in (("ttft_s", "ttft_ratio"), ("answer_s", "answer_ratio")):
+            found[key] = median(row[key] for row in mine)
+            found[ratio] = median(one[key] / full[key] for one, full in pairs) if pairs else None
+        summaries.append(found)
     return summaries

@@ -11,7 +11,8 @@ import typer
 
 from samkv_integrations.cli import arguments as args
 from samkv_integrations.cli import tables
-from samkv_integrations.cli.loading import asks_in_chat, engine_of
+from samkv_integrations.cli.loading import asks_in_chat, link_to
+from samkv_integrations.cli.method_options import eviction_of, given_methods, words
 from samkv_integrations.errors import InvalidOption
 from samkv_integrations.figures import Row, percent, visible
 
@@ -35,10 +36,8 @@ def ask(
     """Answer from the ingested chunks."""
     from tqdm.auto import tqdm
 
-    from samkv_integrations.chroma.client import Database
-    from samkv_integrations.chroma.link import ChromaLink, nearest
+    from samkv_integrations.chroma.link import nearest
     from samkv_integrations.cli.answers import answer_row, with_ratios
-    from samkv_integrations.cli.method_options import eviction_of, given_methods, words
     from samkv_integrations.evaluation.questions import question_of, read_questions
 
     if (question is None) == (questions is None):
@@ -46,12 +45,10 @@ def ask(
     wanted = read_questions(questions) if questions else [question_of(question or "")]
     methods = given_methods(words(compare or method or ""), settings or [])
     rule = eviction_of(eviction, eviction_budget)
-    opened = Database(folder / "chroma", chroma).collection(collection)
-    engine = engine_of(
-        model, folder / "kv", device, dtype, store_bits, namespace=namespace, remote=remote
-    )
-    engine.store.require(engine.fingerprint)
-    link, rows, sources, texts = ChromaLink(opened, engine), list[Row](), list[str](), list[str]()
+    link = link_to(
+        folder, chroma, collection, model, device, dtype, store_bits, namespace, remote
+    )  # fmt: skip
+    engine, rows, sources, texts = link.engine, list[Row](), list[str](), list[str]()
     for one in tqdm(wanted, desc="asking", disable=questions is None):
         found = nearest(link, one.question, top_k)
         texts, sources = [each.text for each in found], [each.source for each in found]
@@ -93,9 +90,7 @@ def inspect(
     as_json: args.Json = False,
 ) -> None:  # fmt: skip
     """Show what one answer read: tokens kept, recomputed and dropped, beside full prefill."""
-    from samkv_integrations.chroma.client import Database
-    from samkv_integrations.chroma.link import ChromaLink, nearest
-    from samkv_integrations.cli.method_options import eviction_of, given_methods
+    from samkv_integrations.chroma.link import nearest
     from samkv_integrations.evaluation.questions import question_of
     from samkv_integrations.inspection import inspect as inspect_answer
 
@@ -104,12 +99,10 @@ def inspect(
     rule = eviction_of(eviction, eviction_budget)
     if html is not None and not html.parent.is_dir():
         raise InvalidOption(f"{html.parent} is not a folder; make it, or name another file")
-    opened = Database(folder / "chroma", chroma).collection(collection)
-    engine = engine_of(
-        model, folder / "kv", device, dtype, store_bits, namespace=namespace, remote=remote
-    )
-    engine.store.require(engine.fingerprint)
-    found = nearest(ChromaLink(opened, engine), asked.question, top_k)
+    link = link_to(
+        folder, chroma, collection, model, device, dtype, store_bits, namespace, remote
+    )  # fmt: skip
+    engine, found = link.engine, nearest(link, asked.question, top_k)
     given = replace(asked, documents=tuple(one.text for one in found))
     prompt = given.prompt(chat=asks_in_chat(engine.model, chat))
     seen = inspect_answer(

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import typer
 
-from samkv_integrations.cache.disk import ChunkStore
 from samkv_integrations.cli import arguments as args
 from samkv_integrations.cli import tables
 from samkv_integrations.cli.loading import use_threads_for
-from samkv_integrations.engine.doctor import examine
-from samkv_integrations.model.loading import load_model
 
 CHECK_FAILED = 1
 """Exit code if a model is not computed exactly."""
@@ -24,6 +21,10 @@ def doctor(
     It says which --store-bits to take, when full prefill is faster, and how often each method gives
     full prefill's answer.
     """
+    from samkv_integrations.cache.disk import ChunkStore
+    from samkv_integrations.engine.doctor import examine
+    from samkv_integrations.model.loading import load_model
+
     use_threads_for(model)  # times of another number of threads would not be found again
     loaded = load_model(model, device=device, dtype=dtype)
     checks = list(examine(loaded, None if folder is None else ChunkStore(folder / "kv")))

@@ -13,6 +13,7 @@ from samkv_integrations.errors import InvalidOption
 if TYPE_CHECKING:
     from samkv_integrations.cache.disk import ChunkStore
     from samkv_integrations.chroma.client import Database
+    from samkv_integrations.chroma.link import ChromaLink
     from samkv_integrations.engine.engine import Engine
     from samkv_integrations.model.model import Model
 
@@ -67,6 +68,25 @@ def engine_of(
     return Engine.from_pretrained(model, opened, device=device, dtype=dtype, store_bits=store_bits)
 
 
+def link_to(
+    folder: Path, chroma: str | None, collection: str, model: str, device: str, dtype: str,
+    store_bits: int | None, namespace: str, remote: str | None,
+) -> ChromaLink:  # fmt: skip
+    """The collection that ``samkv ingest --dir`` has made, with an engine over its caches.
+
+    Raises InvalidOption if there is no such collection, or if its caches are another model's.
+    """
+    from samkv_integrations.chroma.client import Database
+    from samkv_integrations.chroma.link import ChromaLink
+
+    opened = Database(folder / "chroma", chroma).collection(collection)
+    engine = engine_of(
+        model, folder / "kv", device, dtype, store_bits, namespace=namespace, remote=remote
+    )
+    engine.store.require(engine.fingerprint)
+    return ChromaLink(opened, engine)
+
+
 def asks_in_chat(model: Model, given: bool | None) -> bool:
     """Whether questions go through the chat template; ``given``: what the user says of it."""
     return model.has_chat_template and model.name != BUILTIN if given is None else given
@@ -89,15 +109,6 @@ def store_in(
     if not path.is_dir() and not (remote and is_new):
         raise InvalidOption(f"{path} does not exist; give the --dir that 'samkv ingest' used")
     return ChunkStore(path, namespace=namespace, remote=remote)
-
-
-def keys_of(database: Database, collections: Sequence[str] | None) -> set[str] | None:
-    """The keys that the records of these collections name; None for no collection, which is all."""
-    from samkv_integrations.chroma.records import Records
-
-    if not collections:
-        return None
-    return {key for name in collections for key in Records(database.collection(name)).keys()}
 
 
 def require_own_records(store: ChunkStore, database: Database, names: Sequence[str]) -> None:
@@ -123,11 +134,11 @@ def require_own_records(store: ChunkStore, database: Database, names: Sequence[s
 
 
 @contextmanager
-def progress_bar(desc: str, unit: str = "chunk") -> Iterator[Callable[[int, int], None]]:
+def progress_bar(desc: str) -> Iterator[Callable[[int, int], None]]:
     """A bar on standard error, and a function to call with how much is done, and of how much."""
     from tqdm.auto import tqdm
 
-    with tqdm(desc=desc, unit=unit, unit_scale=unit == "B") as bar:
+    with tqdm(desc=desc, unit="chunk") as bar:
 
         def show(done: int, total: int) -> None:
             bar.total = total

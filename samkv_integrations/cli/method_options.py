@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from samkv_integrations.errors import InvalidOption, UnknownOption
-from samkv_integrations.eviction import Eviction, get_eviction, with_budget
-from samkv_integrations.methods import DEFAULT_METHOD, Method, get_method
-from samkv_integrations.methods.base import option_names, with_option
+
+if TYPE_CHECKING:
+    from samkv_integrations.eviction import Eviction
+    from samkv_integrations.methods import Method
 
 
 def words(text: str) -> list[str]:
@@ -31,13 +33,21 @@ def counts(option: str, text: str) -> list[int]:
         raise InvalidOption(f"{option} {text!r}; give whole numbers, as in 4,8") from error
 
 
-def methods_of(names: Sequence[str], settings: Sequence[str] = ()) -> list[Method]:
+def given_methods(names: Sequence[str], settings: Sequence[str]) -> list[Method]:
     """The methods called ``names``; each of ``settings`` changes those that have such an option.
+
+    None if neither names nor options are given: then the engine chooses. Options without a name
+    are those of the default method.
 
     Raises:
         UnknownOption: there is no such method, or none of them has such an option.
         InvalidOption: a value of the wrong kind, or out of range.
     """
+    from samkv_integrations.methods import DEFAULT_METHOD, get_method
+    from samkv_integrations.methods.base import option_names, with_option
+
+    if settings and not names:
+        names = [DEFAULT_METHOD]
     methods = [get_method(name) for name in names]
     for setting in settings:
         name = setting.partition("=")[0]
@@ -51,14 +61,6 @@ def methods_of(names: Sequence[str], settings: Sequence[str] = ()) -> list[Metho
     return methods
 
 
-def given_methods(names: Sequence[str], settings: Sequence[str]) -> list[Method]:
-    """As `methods_of`; none if neither names nor options are given: then the engine chooses.
-
-    Options without a name are those of the default method.
-    """
-    return methods_of(names or [DEFAULT_METHOD], settings) if names or settings else []
-
-
 def eviction_of(name: str | None, budget_ratio: float | None = None) -> Eviction | str | None:
     """The rule called ``name``, with another budget if one is given; None and "none" stay.
 
@@ -66,6 +68,8 @@ def eviction_of(name: str | None, budget_ratio: float | None = None) -> Eviction
         UnknownOption: there is no such rule.
         InvalidOption: the budget is out of range, or there is nothing that it could be for.
     """
+    from samkv_integrations.eviction import get_eviction, with_budget
+
     rule = get_eviction(name)
     if budget_ratio is None:
         return rule or name

@@ -4,74 +4,40 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import product
-from typing import Annotated
+from typing import Any
 
 import typer
-from typer import Option
 
 from samkv_integrations import figures
 from samkv_integrations.cli import arguments as args
-from samkv_integrations.cli import method_options as lists
 from samkv_integrations.cli import tables
+from samkv_integrations.cli.method_options import counts, shares, words
 from samkv_integrations.errors import InvalidOption, UnknownOption
-from samkv_integrations.evaluation import sizing
-from samkv_integrations.evaluation.shapes import SHAPES, shape_names, sizes_of
 from samkv_integrations.figures import Row
 
 _DEVICES = ("cpu", "cuda")
 
 
 def plan(
-    model: Annotated[
-        list[str],
-        Option(
-            help="Again for more: a hub id, a folder, a GGUF file, or one of "
-            f"{', '.join(shape_names())}; 'all' for these but the last."
-        ),
-    ],
-    chunks: Annotated[str, Option(help="Kept in all: 1000000,...")],
-    chunk_tokens: Annotated[str, Option(help="Of a chunk: 256,512,...")] = "512",
-    store_bits: Annotated[str, Option(help="4, 8 or 16 for the dtype's own: 4,8,...")] = "4",
-    chunks_per_question: Annotated[int, Option(help="Chunks in a prompt, all of them cached.")] = 8,
-    question_tokens: Annotated[int, Option(help="Of a prompt, beside its chunks.")] = 64,
-    answer_tokens: Annotated[int, Option(help="Of an answer.")] = 1,
-    dtype: args.Dtype = "auto",
-    layers: Annotated[int | None, Option(help="So many of the model's layers; else all.")] = None,
-    device: Annotated[str, Option(help="cpu or cuda: whose proportions are assumed.")] = "cpu",
-    prefill_tokens_s: Annotated[
-        str | None,
-        Option(
-            help="Tokens a second that are cached ('python -m benchmarks ingest'); else assumed."
-        ),
-    ] = None,
-    decode_tokens_s: Annotated[
-        float | None, Option(help="Tokens a second that a replica decodes.")
-    ] = None,
-    disk_gb_s: Annotated[
-        str | None, Option(help="Reading files, in GB/s: 0.5,3,...; else from memory.")
-    ] = None,
-    check_gb_s: Annotated[
-        float, Option(help="Checking what was read, in GB/s on one thread.")
-    ] = sizing.CHECK_GB_S,
-    remote_gb_s: Annotated[
-        str | None, Option(help="The remote tier, in GB/s: 0.1,1.25,...")
-    ] = None,
-    remote_latency_ms: Annotated[float, Option(help="Until its first byte, in ms.")] = 0.0,
-    disk_usd_gb_month: Annotated[
-        float | None, Option(help="What a GB on disk costs a month.")
-    ] = None,
-    remote_usd_gb_month: Annotated[float | None, Option(help="And one in the remote tier.")] = None,
-    columns: Annotated[
-        str | None, Option(help="A row for each combination, with NAME,NAME,... of --json.")
-    ] = None,
-    as_json: args.Json = False,
-    markdown: Annotated[bool, Option("--markdown", help="As the tables of docs/scale.md.")] = False,
-) -> None:
+    model: args.PlannedModels, chunks: args.NChunks, chunk_tokens: args.ChunkTokens = "512",
+    store_bits: args.PlannedBits = "4", chunks_per_question: args.ChunksPerQuestion = 8,
+    question_tokens: args.QuestionTokens = 64, answer_tokens: args.AnswerTokens = 1,
+    dtype: args.Dtype = "auto", layers: args.Layers = None, device: args.PlannedDevice = "cpu",
+    prefill_tokens_s: args.PrefillSpeed = None, decode_tokens_s: args.DecodeSpeed = None,
+    disk_gb_s: args.DiskSpeed = None, check_gb_s: args.CheckSpeed = 0.6,
+    remote_gb_s: args.RemoteSpeed = None, remote_latency_ms: args.RemoteLatency = 0.0,
+    disk_usd_gb_month: args.DiskPrice = None, remote_usd_gb_month: args.RemotePrice = None,
+    columns: args.Columns = None, as_json: args.Json = False,
+    markdown: args.PlanAsMarkdown = False,
+) -> None:  # fmt: skip
     """What chunks take, and what questions about them cost, worked out from a model's config.
 
     Nothing is measured and no weights are needed. Every combination of the lists is a row.
     """
-    chosen = None if columns is None else lists.words(columns)
+    from samkv_integrations.evaluation import sizing
+    from samkv_integrations.evaluation.shapes import SHAPES, sizes_of
+
+    chosen = None if columns is None else words(columns)
     for name in chosen or ():
         if name not in _COLUMNS:
             raise UnknownOption.among("column", name, _COLUMNS)
@@ -85,8 +51,9 @@ def plan(
             chunks_per_question=chunks_per_question, question_tokens=question_tokens,
         )
         for n_chunks, length, bits in product(
-            _counts("--chunks", chunks), _counts("--chunk-tokens", chunk_tokens),
-            _counts("--store-bits", store_bits),
+            _some(counts, "--chunks", chunks),
+            _some(counts, "--chunk-tokens", chunk_tokens),
+            _some(counts, "--store-bits", store_bits),
         )
     ]  # fmt: skip
     machines = [
@@ -97,8 +64,9 @@ def plan(
             remote_usd_gb_month=remote_usd_gb_month,
         )
         for prefill, disk, remote in product(
-            _speeds("--prefill-tokens-s", prefill_tokens_s), _speeds("--disk-gb-s", disk_gb_s),
-            _speeds("--remote-gb-s", remote_gb_s),
+            _some(shares, "--prefill-tokens-s", prefill_tokens_s),
+            _some(shares, "--disk-gb-s", disk_gb_s),
+            _some(shares, "--remote-gb-s", remote_gb_s),
         )
     ]  # fmt: skip
     names = [each for name in model for each in (SHAPES if name == "all" else [name])]
@@ -128,7 +96,9 @@ def plan(
 
 def _compared(rows: Sequence[Row]) -> list[str]:
     """The settings that differ between rows, and the figures that decide."""
-    settings = [name for name in _COLUMNS if name not in sizing.Sizing.__dataclass_fields__]
+    from samkv_integrations.evaluation.sizing import Sizing
+
+    settings = [name for name in _COLUMNS if name not in Sizing.__dataclass_fields__]
     differing = [name for name in settings if len({row[name] for row in rows}) > 1]
     return [*differing, *(n for n in _DECISIVE if any(row[n] is not None for row in rows))]
 
@@ -196,17 +166,13 @@ _DECISIVE = (
 """Figures that fit beside each other; --columns gives others."""
 
 
-def _counts(option: str, text: str) -> list[int]:
-    found = lists.counts(option, text)
-    if not found:
-        raise InvalidOption(f"{option} {text!r} names no number; give one or more, as in 4,8")
-    return found
-
-
-def _speeds(option: str, text: str | None) -> Sequence[float | None]:
+def _some(
+    read: Callable[[str, str], Sequence[float]], option: str, text: str | None
+) -> Sequence[Any]:
+    """The numbers of an option; None alone if it is not given."""
     if text is None:
         return [None]
-    found = lists.shares(option, text)
+    found = read(option, text)
     if not found:
-        raise InvalidOption(f"{option} {text!r} names no number; give one or more, as in 0.5,3")
+        raise InvalidOption(f"{option} {text!r} names no number; give one or more, as in 4,8")
     return found

@@ -5,23 +5,23 @@ from __future__ import annotations
 import importlib
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean
-from typing import Any
-
-from rich.console import Console
-from tqdm.auto import tqdm
+from typing import TYPE_CHECKING
 
 from samkv_integrations import figures
 from samkv_integrations.cli import arguments as args
 from samkv_integrations.cli import tables
-from samkv_integrations.cli.answers import answer_row, with_ratios
 from samkv_integrations.cli.ingest import find_documents
 from samkv_integrations.cli.loading import BUILTIN, engine_of
 from samkv_integrations.errors import InvalidOption, MissingExtra, ModelNotFound
-from samkv_integrations.evaluation.questions import Question, read_questions
 from samkv_integrations.figures import Row
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from samkv_integrations.evaluation.questions import Question
 
 COMPARED = ("recompute", "reuse", "epic", "auto")
 """The methods that answer every question; the first is full prefill, the last the default."""
@@ -58,9 +58,16 @@ def quickstart(
 
     Without the model smollm2 it runs the built-in model over documents that this one can read.
     """
+    from tqdm.auto import tqdm
+
+    from samkv_integrations.cli.answers import answer_row, with_ratios
+
     out = tables.console(stderr=as_json)
     files, asked = _samples(documents or SAMPLES.get(model, PARAGRAPHS), questions)
-    made = _quickstart_of_llama_index()
+    try:  # the connector, which alone may import LlamaIndex
+        made = importlib.import_module("llama_index.llms.samkv.quickstart").Quickstart
+    except ModuleNotFoundError as error:
+        raise MissingExtra.of(error.name or "llama_index", "llama-index") from error
     try:
         engine = engine_of(model, folder / "kv", "auto", "auto", None)
     except (MissingExtra, ModelNotFound) as error:
@@ -86,41 +93,32 @@ def quickstart(
             [answer_row(one, each.text, each.sources, each.report) for each in replies.values()]
         )
         if number < SHOWN_QUESTIONS:
-            _show_replies(one, replies, out)
+            sources, lines = replies[COMPARED[-1]].sources, ["", one.question]
+            lines += [
+                f"  {name:10} {' '.join(each.text.split())}" for name, each in replies.items()
+            ]
+            lines.append(
+                f"  from {', '.join(sources[:SHOWN_SOURCES])} and "
+                f"{len(sources) - SHOWN_SOURCES} more"
+            )
+            with tqdm.external_write_mode():
+                out.print("\n".join(lines), soft_wrap=True)
     if as_json:
         tables.write_json("quickstart", model, rows)
     else:
         _show(rows, len(asked), model, out)
 
 
-def _quickstart_of_llama_index() -> Any:  # noqa: ANN401
-    """The class of the connector, which alone may import LlamaIndex."""
-    try:
-        return importlib.import_module("llama_index.llms.samkv.quickstart").Quickstart
-    except ModuleNotFoundError as error:
-        raise MissingExtra.of(error.name or "llama_index", "llama-index") from error
-
-
 def _samples(folder: Path, questions: Path | None) -> tuple[Sequence[Path], list[Question]]:
     """Documents of a folder, and questions about them."""
+    from samkv_integrations.evaluation.questions import read_questions
+
     if not folder.is_dir():
         raise InvalidOption(
             f"{folder} is not a folder; run this where the sample documents are (a checkout of "
             "the repository), or name a folder with --documents"
         )
     return find_documents([folder]).files, read_questions(questions or folder / "questions.jsonl")
-
-
-def _show_replies(question: Question, replies: Mapping[str, Any], out: Console) -> None:
-    """A question, what each method answers, and the documents that the answers come from."""
-    sources = replies[COMPARED[-1]].sources
-    lines = ["", question.question]
-    lines += [f"  {name:10} {' '.join(reply.text.split())}" for name, reply in replies.items()]
-    lines += [
-        f"  from {', '.join(sources[:SHOWN_SOURCES])} and {len(sources) - SHOWN_SOURCES} more"
-    ]
-    with tqdm.external_write_mode():
-        out.print("\n".join(lines), soft_wrap=True)
 
 
 def _show(rows: Sequence[Row], n_questions: int, model: str, out: Console) -> None:

@@ -19,6 +19,7 @@ from samkv_integrations.cli.loading import (
     store_in,
     use_threads_for,
 )
+from samkv_integrations.cli.method_options import eviction_of, given_methods
 from samkv_integrations.errors import InvalidOption, MissingExtra
 
 KEYS_VARIABLE = "SAMKV_API_KEYS"
@@ -46,7 +47,6 @@ def serve(
     Texts of cached chunks are found in prompts, so a client gains without a change. docs/server.md
     and docs/ray.md describe the options that are not listed here.
     """
-    from samkv_integrations.cli.method_options import eviction_of, given_methods
     from samkv_integrations.cluster.pool import require_ray
     from samkv_integrations.cluster.serve import Replicas, Route
     from samkv_integrations.engine.options import EngineOptions, check_given_bits, check_timeout

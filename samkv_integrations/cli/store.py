@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,6 @@ from samkv_integrations.cli import tables
 from samkv_integrations.cli.loading import (
     bytes_of,
     engine_of,
-    keys_of,
     progress_bar,
     require_own_records,
     store_in,
@@ -22,6 +22,8 @@ from samkv_integrations.errors import EmptyInput, InvalidOption
 from samkv_integrations.figures import Row, percent, size
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from samkv_integrations.cache.disk import ChunkStore
 
 DAMAGE_LEFT = SOME_LEFT = 1
@@ -42,10 +44,6 @@ def stats(folder: args.Folder = Path(".samkv"), as_json: args.Json = False) -> N
     store = store_in(folder)
     found = store.stats(everyone=True)
     rows = [{**asdict(row), "hit_rate": row.hit_rate} for row in found.rows]
-    if as_json:
-        tables.write_json("store stats", None, rows)
-        return
-    out = tables.console()
     cells = [
         (repr(r["namespace"]), r["model"], r["dtype"], str(r["store_bits"]), str(r["block_size"]),
          str(r["format_version"]), str(r["chunks"]), size(r["bytes"]), percent(r["hit_rate"]),
@@ -56,9 +54,9 @@ def stats(folder: args.Folder = Path(".samkv"), as_json: args.Json = False) -> N
         "namespace", "model", "dtype", "bits", "block\nsize", "for-\nmat", "chunks", "bytes",
         "hits", "evicted", "damaged",
     )  # fmt: skip
-    out.print(tables.table(titles, cells, left=3, gap=1))
     limit = "" if found.max_bytes is None else f" of {size(found.max_bytes)}"
-    out.print(f"\n{found.n_chunks} chunks, {size(found.bytes)}{limit} in {store.path}")
+    said = f"\n{found.n_chunks} chunks, {size(found.bytes)}{limit} in {store.path}"
+    _show("stats", rows, tables.table(titles, cells, left=3, gap=1), said, as_json=as_json)
 
 
 @app.command()
@@ -91,22 +89,16 @@ def sync(
         )
         for one in opened
     ]
-    if as_json:
-        rows = [{"collection": name, **asdict(row)} for name, row in zip(names, done, strict=True)]
-        tables.write_json("store sync", model, rows)
-        return
-    columns = ("collection", "records", "cached", "linked", "skipped", "evicted")
-    cells = [
-        (name, *map(str, (r.n_records, r.n_cached, r.n_linked, r.n_skipped, r.n_evicted)))
-        for name, r in zip(names, done, strict=True)
-    ]
-    tables.console().print(tables.table(columns, cells))
-    if prune:
-        last = done[-1]
-        tables.console().print(
-            f"\n{last.n_pruned} unused caches deleted ({size(last.bytes_freed)}), "
-            f"{last.n_in_grace} kept for now because they are young"
-        )
+    rows = [{"collection": name, **asdict(row)} for name, row in zip(names, done, strict=True)]
+    fields = ("collection", "n_records", "n_cached", "n_linked", "n_skipped", "n_evicted")
+    cells = [tuple(str(row[name]) for name in fields) for row in rows]
+    found = tables.table([name.removeprefix("n_") for name in fields], cells)
+    last = done[-1]
+    said = (
+        f"\n{last.n_pruned} unused caches deleted ({size(last.bytes_freed)}), "
+        f"{last.n_in_grace} kept for now because they are young"
+    )
+    _show("sync", rows, found, *([said] if prune else []), as_json=as_json, model=model)
 
 
 @app.command()
@@ -131,7 +123,7 @@ def forget(
         lambda body: body in bodies or bool(body) and any(body in text for text in documents)
     )
     said = f"{n_chunks} chunks deleted from {store.path}; records of a vector store are not touched"
-    _say("forget", {"n_chunks": n_chunks}, said, as_json=as_json)
+    _show("forget", [{"n_chunks": n_chunks}], said, as_json=as_json)
 
 
 @app.command()
@@ -149,7 +141,7 @@ def gc(folder: args.Folder = Path(".samkv"), as_json: args.Json = False) -> None
         f"{done.n_forgotten} texts whose cache had gone deleted, {size(done.bytes_freed)} in all\n"
         f"{found.n_adopted} caches found that the index did not know, {found.n_lost} missed"
     )
-    _say("gc", asdict(done), said, as_json=as_json)
+    _show("gc", [asdict(done)], said, as_json=as_json)
 
 
 @app.command()
@@ -179,7 +171,7 @@ def verify(
     elif n_damaged:
         lines.append("they are computed again when they are asked for; 'samkv store sync' does all "
                      "at once")  # fmt: skip
-    _say("verify", asdict(found), "\n".join(lines), as_json=as_json)
+    _show("verify", [asdict(found)], "\n".join(lines), as_json=as_json)
     if n_damaged > found.n_repaired:
         raise typer.Exit(DAMAGE_LEFT)
 
@@ -205,18 +197,15 @@ def budget(
         store.set_budget(most, quota)
     # bytes and limit of all namespaces together (None), and of each that has either
     most, quota = store.index.budget()
-    found = store.stats(everyone=True)
+    held = store.stats(everyone=True)
     taken = dict.fromkeys(sorted(quota), 0)
-    for one in found.rows:
+    for one in held.rows:
         taken[one.namespace] = taken.get(one.namespace, 0) + one.bytes
-    rows: list[Row] = [{"namespace": None, "bytes": found.bytes, "max_bytes": most}]
+    rows: list[Row] = [{"namespace": None, "bytes": held.bytes, "max_bytes": most}]
     rows += [
         {"namespace": name, "bytes": n_bytes, "max_bytes": quota.get(name)}
         for name, n_bytes in taken.items()
     ]
-    if as_json:
-        tables.write_json("store budget", None, rows)
-        return
     cells = [
         (
             "all" if row["namespace"] is None else repr(row["namespace"]), size(row["bytes"]),
@@ -224,7 +213,8 @@ def budget(
         )
         for row in rows
     ]  # fmt: skip
-    tables.console().print(tables.table(("namespace", "bytes", "limit"), cells))
+    found = tables.table(("namespace", "bytes", "limit"), cells)
+    _show("budget", rows, found, as_json=as_json)
 
 
 @app.command()
@@ -245,7 +235,7 @@ def warm(
         done = warm_caches(store, keys, max_bytes=limit, progress=show)
     left = f", {done.n_left} left" if done.n_left else ""
     said = f"{done.n_chunks} caches, {size(done.bytes_read)} read{left}"
-    _say("warm", asdict(done), said, as_json=as_json)
+    _show("warm", [asdict(done)], said, as_json=as_json)
 
 
 @app.command()
@@ -265,7 +255,7 @@ def push(
         done = push_caches(store, progress=show)
     left = f", {done.n_left} left" if done.n_left else ""
     said = f"{done.n_chunks} caches put, {size(done.n_bytes)}{left}"
-    _say("push", asdict(done), said, as_json=as_json)
+    _show("push", [asdict(done)], said, as_json=as_json)
     if done.n_left:
         raise typer.Exit(SOME_LEFT)
 
@@ -287,21 +277,29 @@ def pull(
         done = pull_caches(store, keys, max_bytes=limit, progress=show)
     left = f", {done.n_left} left" if done.n_left else ""
     said = f"{done.n_chunks} caches fetched, {size(done.n_bytes)}{left}"
-    _say("pull", asdict(done), said, as_json=as_json)
+    _show("pull", [asdict(done)], said, as_json=as_json)
 
 
-def _say(command: str, row: Row, said: str, *, as_json: bool) -> None:
+def _show(
+    command: str, rows: Sequence[Row], *shown: Table | str, as_json: bool, model: str | None = None
+) -> None:
     """Write the result of a command, for programs or for people."""
     if as_json:
-        tables.write_json(f"store {command}", None, [row])
-    else:
-        tables.console().print(said, soft_wrap=True)
+        tables.write_json(f"store {command}", model, rows)
+        return
+    for each in shown:
+        tables.console().print(each, soft_wrap=isinstance(each, str))
 
 
 def _keys(folder: Path, chroma: str | None, collections: list[str] | None) -> set[str] | None:
+    """The keys that the records of these collections name; None for no collection, which is all."""
     from samkv_integrations.chroma.client import Database
+    from samkv_integrations.chroma.records import Records
 
-    return keys_of(Database(folder / "chroma", chroma), collections)
+    database = Database(folder / "chroma", chroma)
+    if not collections:
+        return None
+    return {key for name in collections for key in Records(database.collection(name)).keys()}
 
 
 def _shared(folder: Path, namespace: str, remote: str | None, **options: Any) -> ChunkStore:  # noqa: ANN401

@@ -77,54 +77,47 @@ def summary_table(rows: Sequence[Row]) -> Table:
         "method", "answers\nright", "same as\nrecompute", "kept", "recom-\nputed",
         "bytes\nread", "of\nreuse", "first\ntoken", "of re-\ncompute",
     )  # fmt: skip
-    return table(
-        columns,
-        [
-            (
-                s.method, f"{s.n_right} of {s.n_known}" if s.n_known else "-",
-                percent(s.same_share), percent(s.kept_ratio), percent(s.recompute_ratio),
-                size(s.bytes_read), percent(s.bytes_share), seconds(s.ttft_s), ratio(s.ttft_ratio),
-            )
-            for s in summarise(rows)
-        ],
-        gap=1,  # so that it fits into 80 columns
-    )  # fmt: skip
+    cells = [
+        (
+            s["method"], f"{s['n_right']} of {s['n_known']}" if s["n_known"] else "-",
+            percent(s["same_share"]), percent(s["kept_ratio"]), percent(s["recompute_ratio"]),
+            size(s["bytes_read"]), percent(s["bytes_share"]), seconds(s["ttft_s"]),
+            ratio(s["ttft_ratio"]),
+        )
+        for s in summarise(rows)
+    ]  # fmt: skip
+    return table(columns, cells, gap=1)  # so that it fits into 80 columns
 
 
 def speed_table(rows: Sequence[Row]) -> Table:
     """Times and agreement of each method: medians, and of the ratios to `recompute` as well."""
     from samkv_integrations.cli.answers import summarise
 
+    cells = [
+        (
+            s["method"], f"{ratio(s['ttft_ratio'])} ({seconds(s['ttft_s'])})",
+            f"{ratio(s['answer_ratio'])} ({seconds(s['answer_s'])})",
+            "-" if s["n_same"] is None else f"{s['n_same']} of {s['n_questions']}",
+        )
+        for s in summarise(rows)
+    ]  # fmt: skip
     return table(
-        ("method", "first token", "whole answer", "same answer as\nfull prefill"),
-        [
-            (
-                s.method,
-                f"{ratio(s.ttft_ratio)} ({seconds(s.ttft_s)})",
-                f"{ratio(s.answer_ratio)} ({seconds(s.answer_s)})",
-                "-" if s.n_same is None else f"{s.n_same} of {s.n_questions}",
-            )
-            for s in summarise(rows)
-        ],
-        gap=3,
+        ("method", "first token", "whole answer", "same answer as\nfull prefill"), cells, gap=3
     )
 
 
 def comparison_table(rows: Sequence[Row]) -> Table:
     """The answers to one question, one row a method."""
     columns = ("method", "answer", "kept", "recom-\nputed", "bytes\nread", "first\ntoken", "ratio")
-    return table(
-        columns,
-        [
-            (
-                row["method"], row["answer"], percent(row["kept_ratio"]),
-                percent(row["recompute_ratio"]), size(row["bytes_read"]), seconds(row["ttft_s"]),
-                ratio(row.get("ttft_ratio")),
-            )
-            for row in rows
-        ],
-        left=2,
-    )  # fmt: skip
+    cells = [
+        (
+            row["method"], row["answer"], percent(row["kept_ratio"]),
+            percent(row["recompute_ratio"]), size(row["bytes_read"]), seconds(row["ttft_s"]),
+            ratio(row.get("ttft_ratio")),
+        )
+        for row in rows
+    ]  # fmt: skip
+    return table(columns, cells, left=2)
 
 
 def sources_table(sources: Sequence[str], texts: Sequence[str]) -> Table:
@@ -137,24 +130,24 @@ def sources_table(sources: Sequence[str], texts: Sequence[str]) -> Table:
 
 def report_lines(row: Row) -> list[str]:
     """What one answer cost, for a person."""
-    missed = sum(row["chunk_misses"].values())
-    reasons = ", ".join(f"{count} {reason}" for reason, count in row["chunk_misses"].items())
     with_prompt = row["found"] - row["reused"] - row["computed_now"]
     parts = [f"{row['found']} chunks found", f"{row['reused']} reused"]
     parts += [f"{row['computed_now']} computed now"] if row["computed_now"] else []
     parts += [f"{with_prompt} computed with the prompt"] if with_prompt else []
-    misses = f" ({missed} without a cache: {reasons})" if missed else ""
+    chunks = ", ".join(parts)
+    if misses := row["chunk_misses"]:
+        reasons = ", ".join(f"{count} {reason}" for reason, count in misses.items())
+        chunks += f" ({sum(misses.values())} without a cache: {reasons})"
     came_to = f" (which did {row['ran']})" if row["ran"] != row["method"] else ""
-    evicted = (
-        f"; {size(row['kv_bytes'])} of working cache, {size(row['decode_kv_bytes'])} at the end "
-        f"with {row['eviction']}"
-        if row["eviction"]
-        else ""
-    )
-    return [
-        f"{row['method']}{came_to} on {row['model']}: {row['prompt_tokens']} prompt tokens, "
-        f"{', '.join(parts)}{misses}",
+    cost = (
         f"kept {percent(row['kept_ratio'])} of the chunks' tokens, recomputed "
         f"{percent(row['recompute_ratio'])}, read {size(row['bytes_read'])}, "
-        f"first token after {seconds(row['ttft_s'])}{evicted}",
-    ]
+        f"first token after {seconds(row['ttft_s'])}"
+    )
+    if row["eviction"]:
+        cost += (
+            f"; {size(row['kv_bytes'])} of working cache, {size(row['decode_kv_bytes'])} at the "
+            f"end with {row['eviction']}"
+        )
+    asked = f"{row['method']}{came_to} on {row['model']}: {row['prompt_tokens']} prompt tokens"
+    return [f"{asked}, {chunks}", cost]

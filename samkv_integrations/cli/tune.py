@@ -5,34 +5,18 @@ from __future__ import annotations
 import random
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, cast
-
-from typer import Option
+from typing import TYPE_CHECKING, Any, cast
 
 from samkv_integrations import figures
-from samkv_integrations.chroma.client import Database
-from samkv_integrations.chroma.link import ChromaLink
 from samkv_integrations.cli import arguments as args
 from samkv_integrations.cli import tables
 from samkv_integrations.cli.loading import asks_in_chat, store_in, use_threads_for
-from samkv_integrations.engine.costs import name_of
-from samkv_integrations.engine.engine import Engine
-from samkv_integrations.engine.options import TUNED_FILE, TunedSetting, tuned_setting, write_tuned
 from samkv_integrations.errors import EmptyInput, InvalidOption
-from samkv_integrations.evaluation.questions import read_questions
 from samkv_integrations.figures import ratio, seconds, size
-from samkv_integrations.tuning import questions as made
-from samkv_integrations.tuning.measure import FULL, Measurer
-from samkv_integrations.tuning.run import (
-    By,
-    Result,
-    Run,
-    Standing,
-    TuneConfig,
-    as_label,
-    candidates,
-    recommended,
-)
+
+if TYPE_CHECKING:
+    from samkv_integrations.engine.options import TunedSetting
+    from samkv_integrations.tuning.run import By, Result, Standing
 
 LEGEND = """\
 out: cannot reach {target:g}, or slower than full prefill; refused: did not reach it on held-out
@@ -40,43 +24,35 @@ questions; in: might. KL, top-1: of the first token; first token, KV: of full pr
 
 
 def tune(
-    collection: args.Collection = "documents",
-    folder: args.Folder = Path(".samkv"),
-    chroma: args.ChromaServer = None,
-    model: args.ModelName = "builtin",
-    device: args.Device = "auto",
-    dtype: args.Dtype = "auto",
-    store_bits: args.CacheBits = None,
-    namespace: args.Namespace = "",
-    remote: args.Remote = None,
-    questions: args.QuestionFile = None,
-    agree: Annotated[float, Option(help="Least agreement with full prefill, 0 to 1.")] = 0.95,
-    by: Annotated[
-        str, Option(help="What agreement is: exact (the same answer) or f1 (tokens in common).")
-    ] = "exact",
-    minutes: Annotated[float, Option(help="That measuring may take.")] = 10.0,
-    top_k: args.TopK = 4,
-    max_new_tokens: args.MaxNewTokens = 64,
-    chat: args.Chat = None,
-    seed: Annotated[int, Option(help="Of the order of questions.")] = 0,
-    most: Annotated[int, Option(help="Most questions.")] = 400,
-    check: Annotated[
-        bool,
-        Option("--check", help="Measure the setting that was written, on all these questions."),
-    ] = False,
-    writes: Annotated[
-        bool, Option("--write/--no-write", help="Write the setting beside the caches.")
-    ] = True,
-    fall_back: Annotated[
-        bool, Option("--fall-back", help="Write full prefill if no setting is enough.")
-    ] = False,
-    as_json: args.Json = False,
-) -> None:
+    collection: args.Collection = "documents", folder: args.Folder = Path(".samkv"),
+    chroma: args.ChromaServer = None, model: args.ModelName = "builtin",
+    device: args.Device = "auto", dtype: args.Dtype = "auto", store_bits: args.CacheBits = None,
+    namespace: args.Namespace = "", remote: args.Remote = None,
+    questions: args.QuestionFile = None, agree: args.Agree = 0.95, by: args.AgreedBy = "exact",
+    minutes: args.Minutes = 10.0, top_k: args.TopK = 4, max_new_tokens: args.MaxNewTokens = 64,
+    chat: args.Chat = None, seed: args.Seed = 0, most: args.MostQuestions = 400,
+    check: args.CheckWritten = False, writes: args.Writes = True,
+    fall_back: args.FallBack = False, as_json: args.Json = False,
+) -> None:  # fmt: skip
     """Find the cheapest setting that answers as full prefill does, on your model and documents."""
-    config = TuneConfig(agree=agree, by=cast(By, by), minutes=minutes)
-    for option, value in (
-        ("top-k", top_k), ("max-new-tokens", max_new_tokens), ("most", most),
-    ):  # fmt: skip
+    from samkv_integrations.chroma.client import Database
+    from samkv_integrations.chroma.link import ChromaLink
+    from samkv_integrations.engine.costs import name_of
+    from samkv_integrations.engine.engine import Engine
+    from samkv_integrations.engine.options import (
+        TUNED_FILE,
+        TunedSetting,
+        tuned_setting,
+        write_tuned,
+    )
+    from samkv_integrations.evaluation.questions import read_questions
+    from samkv_integrations.tuning import questions as made
+    from samkv_integrations.tuning.measure import FULL, Measurer
+    from samkv_integrations.tuning.run import Run, TuneConfig, as_label, candidates, recommended
+
+    config = TuneConfig(agree=agree, by=cast("By", by), minutes=minutes)
+    counts = {"top-k": top_k, "max-new-tokens": max_new_tokens, "most": most}
+    for option, value in counts.items():
         if value < 1:
             raise InvalidOption(f"--{option} {value}; give at least 1")
     given = read_questions(questions, with_documents=True) if questions else None
@@ -133,40 +109,31 @@ def tune(
     setting = recommended(result, settings, config, collection)
     kept = setting
     if setting is None and fall_back:
-        kept = TunedSetting(
-            model=engine.model.name, method=FULL, store_bits=engine.store_bits
-        )  # fmt: skip
+        kept = TunedSetting(model=engine.model.name, method=FULL, store_bits=engine.store_bits)
     written = write_tuned(store.path, kept) if writes and kept else None
     if as_json:
         rows = [asdict(one) | {"state": _state(one, result)} for one in result.standings]
         more: dict[str, Any] = {
-            "target": agree,
-            "agreed_by": by,
+            "target": agree, "agreed_by": by,
             "recommended": setting.line if setting else f"--method {FULL}",
-            "store_bits": setting.store_bits if setting else None,
-            "why": result.why,
+            "store_bits": setting.store_bits if setting else None, "why": result.why,
             "held_out": [asdict(one) for one in result.checked],
-            "written": str(written) if written else None,
-            "seconds": result.seconds,
-        }
+            "written": str(written) if written else None, "seconds": result.seconds,
+        }  # fmt: skip
         tables.write_text(figures.to_json("tune", model, rows, more))
     standings = sorted(result.standings, key=lambda each: each.ttft_ratio)
-    out.print(
-        tables.table(
-            ("setting", "agreement", "asked", "F1", "KL", "top-1", "first\ntoken",
-             "read", "KV", ""),
-            [
-                (
-                    each.label, _agreement(each), str(each.n), ratio(each.f1),
-                    f"{each.first_kl:.3f}", ratio(each.first_top1),
-                    ratio(each.ttft_ratio), size(each.bytes_read), ratio(each.kv_ratio),
-                    _state(each, result),
-                )
-                for each in standings
-            ],
-            gap=1,
-        )
+    titles = (
+        "setting", "agreement", "asked", "F1", "KL", "top-1", "first\ntoken", "read", "KV", "",
     )  # fmt: skip
+    cells = [
+        (
+            each.label, _agreement(each), str(each.n), ratio(each.f1), f"{each.first_kl:.3f}",
+            ratio(each.first_top1), ratio(each.ttft_ratio), size(each.bytes_read),
+            ratio(each.kv_ratio), _state(each, result),
+        )
+        for each in standings
+    ]  # fmt: skip
+    out.print(tables.table(titles, cells, gap=1))
     out.print(LEGEND.format(target=agree))
     out.print(
         f"\n{len(standings)} settings on up to {max(each.n for each in standings)} questions, "
@@ -197,6 +164,8 @@ def tune(
 
 def _checked(entry: TunedSetting, standing: Standing) -> str:
     """A setting on questions of now, beside what was said of it when it was written."""
+    from samkv_integrations.engine.options import TUNED_FILE
+
     shown = (
         f"{entry.line}\nOn {standing.n} questions: agreement {_agreement(standing)}, F1 "
         f"{ratio(standing.f1)}, first token {ratio(standing.ttft_ratio)} of full prefill.\n"

@@ -338,10 +338,8 @@ class Blend:
         stored = self.context.keys_and_values(layer, plan.cached)
         computed = (key[0].transpose(0, 1), value[0].transpose(0, 1))
         held = () if self.held is None else self.held.of_layer(layer, plan.n_held)
-        keys, values = (
-            self._assemble(plan, sides)
-            for sides in zip(*filter(None, (held, stored, computed)), strict=True)
-        )
+        of_keys, of_values = zip(*filter(None, (held, stored, computed)), strict=True)
+        keys, values = self._assemble(plan, of_keys), self._assemble(plan, of_values)
         if self.observe is not None:
             at = plan.positions
             probed = ProbedLayer(
@@ -361,7 +359,22 @@ class Blend:
         if self.leaves is not None:
             self.leaves.take(keys, values)
         if self.cache is not None:
-            self.cache.take(layer, self._entries(layer, plan, keys, values, query[0], scaling))
+            n_entries, is_context = plan.n_entries, plan.is_context
+            if plan.staying is not None:
+                room, n_entries = len(keys) - n_entries, len(plan.staying)
+                staying_keys = room_for(n_entries + room, keys)
+                staying_values = room_for(n_entries + room, values)
+                staying_keys[:n_entries] = keys.index_select(0, plan.staying)
+                staying_values[:n_entries] = values.index_select(0, plan.staying)
+                keys, values = staying_keys, staying_values
+                is_context = is_context[plan.staying]
+            entries = LayerEntries(
+                keys=keys, values=values, n_entries=n_entries, is_context=is_context,
+                context=plan.context, context_slots=plan.context_slots, changed=plan.changed,
+                other_slots=plan.other_slots, queries=query[0][:, plan.query_rows],
+                query_slots=plan.query_slots, scaling=scaling,
+            )  # fmt: skip
+            self.cache.take(layer, entries)
             self.context.release(layer)
         return output
 
@@ -392,29 +405,3 @@ class Blend:
             scaling=scaling,
             cached=lambda: self.context.keys_and_values(layer, plan.carried.to(key.device)),
         )
-
-    def _entries(
-        self,
-        layer: int,
-        plan: LayerPlan,
-        keys: Tensor,
-        values: Tensor,
-        queries: Tensor,
-        scaling: float,
-    ) -> LayerEntries:
-        """What stays of a layer."""
-        n_entries, is_context = plan.n_entries, plan.is_context
-        if plan.staying is not None:
-            room, n_entries = len(keys) - n_entries, len(plan.staying)
-            before = (keys, values)
-            keys, values = (room_for(n_entries + room, side) for side in before)
-            keys[:n_entries], values[:n_entries] = (
-                side.index_select(0, plan.staying) for side in before
-            )
-            is_context = is_context[plan.staying]
-        return LayerEntries(
-            keys=keys, values=values, n_entries=n_entries, is_context=is_context,
-            context=plan.context, context_slots=plan.context_slots, changed=plan.changed,
-            other_slots=plan.other_slots, queries=queries[:, plan.query_rows],
-            query_slots=plan.query_slots, scaling=scaling,
-        )  # fmt: skip

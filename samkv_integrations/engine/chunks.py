@@ -10,10 +10,10 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Literal, Protocol, TypeVar
+from typing import Literal
 
 import torch
 from tqdm.auto import tqdm
@@ -24,21 +24,19 @@ from samkv_integrations.cache.attention_stats import (
     stable_layers,
 )
 from samkv_integrations.cache.base import Outage, Store, StoredChunk
-from samkv_integrations.cache.chunk import BlockScheme, ChunkRef, Fingerprint
+from samkv_integrations.cache.chunk import BlockScheme, ChunkCache, ChunkRef, Fingerprint
 from samkv_integrations.cache.file_format import FileLayout, text_bytes
 from samkv_integrations.cache.memory import MemoryChunk
 from samkv_integrations.cache.quantise import EntryFormat
-from samkv_integrations.engine.options import check_on_miss
 from samkv_integrations.engine.prefill import batches, prefill
 from samkv_integrations.errors import (
     CacheMiss,
-    ChunkNotCached,
     FingerprintMismatch,
     InvalidChunk,
     StoreError,
 )
 from samkv_integrations.model.model import Model
-from samkv_integrations.prompt.resolve import OnMiss, Resolved
+from samkv_integrations.prompt.resolve import Resolved
 from samkv_integrations.prompt.text import bodies_of
 
 Depth = Literal["exists", "opens", "whole"]
@@ -53,13 +51,8 @@ _WRITERS = 4
 MAX_RECENT = 2**16
 """Some 10 MB, and more chunks than one ingest adds at once."""
 
-_Made = TypeVar("_Made")
-
-
-class Run(Protocol):
-    """Runs work in the model's thread, see `Scheduler.run`."""
-
-    def __call__(self, work: Callable[[], _Made]) -> _Made: ...
+Run = Callable[[Callable[[], list[ChunkCache]]], list[ChunkCache]]
+"""Runs work in the model's thread, see `Scheduler.run`."""
 
 
 class RecentChunks:
@@ -281,55 +274,14 @@ class Chunks:
         """
         return self._prepared.take(ref.key) is not None
 
-    def prepare(
-        self,
-        texts: Sequence[str],
-        on_miss: OnMiss = "compute",
-        *,
-        for_prompt: bool = False,
-        progress: bool = False,
-        names: Sequence[str] = (),
-        remedy: str = "ingest it again",
-    ) -> list[ChunkRef]:
-        """Make chunks ready for prompts: look them up, and do ``on_miss`` for the missed ones.
-
-        on_miss: ``compute`` (now, and keep it), ``text`` (nothing: a prompt computes its text) or
-            ``error``.
-        for_prompt: a prompt waits: caches are opened, not read as a whole, and what the store
-            cannot take stays a miss.
-        names, remedy: what the chunks are called, and what makes a cache again, in an error.
-
-        Raises:
-            InvalidChunk: a text is empty, or longer than the context window.
-            ChunkNotCached: a chunk has no usable cache, and ``on_miss`` is ``error``.
-            StoreError: the store cannot be written; what was kept before stays.
-        """
-        check_on_miss(on_miss)
+    def cache(self, texts: Sequence[str], *, progress: bool = False) -> list[ChunkRef]:
+        """See `Engine.cache_chunks`: the chunks, ``missed`` being those that were computed."""
         found = self.refer(texts)
         self.require_fit(found)
-        depth: Depth = "opens" if for_prompt else "whole"
-        if on_miss == "compute":
-            with self.outage.survived() if for_prompt else nullcontext():
-                found = self.look_up(self.agree(found), depth)
-                missed = [ref for ref in found if ref.state == "missed"]
-                self.compute(missed if for_prompt else found, progress=progress)
-                if not for_prompt:
-                    self._prepared.add(ref.key for ref in found)
-            return found
-        found = self.look_up(found, depth)
-        for place, ref in enumerate(found):
-            if on_miss == "error" and ref.state == "missed":
-                named = f"{names[place]} (chunk {ref.key})" if names else f"chunk {ref.key}"
-                raise ChunkNotCached.of(f"{named}, which begins {ref.text[:40]!r},", remedy)
+        found = self.look_up(self.agree(found))
+        self.compute(found, progress=progress)
+        self._prepared.add(ref.key for ref in found)
         return found
-
-    def made(self, prepared: Sequence[ChunkRef]) -> set[str]:
-        """Keys of the chunks that `prepare` computed and the store took."""
-        return {
-            ref.key
-            for ref in prepared
-            if ref.state == "missed" and self._store.contains(ref.key, self.fingerprint)
-        }
 
     def compute(
         self,
@@ -345,7 +297,9 @@ class Chunks:
         Those that are cached are young again: who prepares a chunk is about to need it. One whose
         file has gone meanwhile is computed too.
 
-        Raises InvalidChunk or StoreError like `prepare`.
+        Raises:
+            InvalidChunk: a chunk cannot be cached.
+            StoreError: the store cannot be written; what was kept before stays.
         """
         missed = {
             ref.key: ref
@@ -389,12 +343,15 @@ class Chunks:
     ) -> dict[tuple[int, ...], StoredChunk]:
         """Caches of a prompt's missed chunks by their token ids, opened from memory.
 
-        They are kept if the store takes them. A chunk that no cache can hold is left out, and
-        nothing is computed in a store that cannot settle its block size. For the model's thread.
+        They are kept if the store takes them. A chunk that no cache can hold is left out, and so
+        is one whose text, which is the store's index's, has other tokens. Nothing is computed in a
+        store that cannot settle its block size. For the model's thread.
         """
         chunks: list[ChunkRef] = []
+        true = {ids: text for ids, text in texts.items()
+                if tuple(self.model.tokenize(text, special=False)) == ids}  # fmt: skip
         with self.outage.survived():
-            chunks = self.agree(self._named(list(texts.values()), list(texts)))
+            chunks = self.agree(self._named(list(true.values()), list(true)))
         fingerprint, is_same_model = self._while_computing()
         made: dict[tuple[int, ...], StoredChunk] = {}
         pending = batches(chunks)
@@ -419,8 +376,11 @@ class Chunks:
 
         Warns once, if there are caches in or beside the store and none that fits this engine.
         """
-        used = resolved.used
-        self._store.record(self.follow_model(), used=used, missed=resolved.missed)
+        used: dict[str, None] = {}  # keys of the caches that were there before, each once
+        for chunk in resolved.chunks:
+            if chunk.stored is not None and not chunk.computed_now:
+                used[chunk.key] = None
+        self._store.record(self.follow_model(), used=list(used), missed=resolved.missed)
         if used or self._has_looked:
             return
         self._has_looked = True

@@ -18,6 +18,7 @@ from samkv_integrations.model.model import Model
 from samkv_integrations.model.sampling import Sampler, Sampling
 
 
+@dataclass(eq=False)
 class Decoder:
     """Computes one answer token after another over a working cache.
 
@@ -25,10 +26,9 @@ class Decoder:
     chunks although entries are missing from the cache.
     """
 
-    def __init__(self, model: Model, cache: WorkingCache, position: int) -> None:
-        self.model = model
-        self.cache = cache
-        self.position = position
+    model: Model
+    cache: WorkingCache
+    position: int
 
     def step(self, token: int) -> Tensor:
         """Logits (vocabulary,) after ``token``."""
@@ -43,12 +43,13 @@ def decode(decoders: Sequence[Decoder], tokens: Sequence[int]) -> Tensor:
     """
     model = decoders[0].model
     cos, sin = model.cos_sin(torch.tensor([decoder.position for decoder in decoders]))
-    caches = [decoder.cache for decoder in decoders]
 
     def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        sides = (torch.split(side, 1, 2) for side in (query, key, value))
-        own = zip(caches, *sides, strict=True)
-        return torch.cat([cache.attend(layer, q, k, v, scaling) for cache, q, k, v in own], 2)
+        outputs = []
+        for at, decoder in enumerate(decoders):
+            q, k, v = query[:, :, at, None], key[:, :, at, None], value[:, :, at, None]
+            outputs.append(decoder.cache.attend(layer, q, k, v, scaling))
+        return torch.cat(outputs, 2)
 
     # The layers see answers as tokens of one sequence: they meet nowhere but in attention.
     with for_single_token(model.device, model.dtype) if len(tokens) == 1 else nullcontext():
@@ -78,29 +79,27 @@ class TextStream:
         """The text that ``token`` decides; empty while undecided."""
         self._ids.append(token)
         text = self._model.detokenize(self._ids)
-        cuts = [at for s in self._stop if (at := text.find(s, max(0, self._sent - len(s)))) >= 0]
-        if cuts:
-            self.stopped = True
-            return self._emit(text[: min(cuts)])
-        decided = len(text.rstrip("\N{REPLACEMENT CHARACTER}"))
-        return self._emit(text[: decided - self._undecided(text[:decided])])
+        end = len(text)
+        for stop in self._stop:
+            if (at := text.find(stop, max(0, self._sent - len(stop)))) >= 0:
+                self.stopped, end = True, min(end, at)
+        if not self.stopped:
+            end = len(text.rstrip("\N{REPLACEMENT CHARACTER}"))
+            tail = text[self._sent : end]  # what was sent is decided, however long a stop string is
+            held_back = 0
+            for stop in self._stop:
+                begun = min(len(stop) - 1, len(tail))
+                while not tail.endswith(stop[:begun]):
+                    begun -= 1
+                held_back = max(held_back, begun)
+            end -= held_back
+        piece = text[self._sent : end]
+        self._sent = max(self._sent, end)
+        return piece
 
     def flush(self) -> str:
         """What was held back, when no token follows."""
-        return "" if self.stopped else self._emit(self._model.detokenize(self._ids))
-
-    def _emit(self, text: str) -> str:
-        piece = text[self._sent :]
-        self._sent = max(self._sent, len(text))
-        return piece
-
-    def _undecided(self, text: str) -> int:
-        """Length of the longest end of ``text`` that begins a stop string."""
-        tail = text[self._sent :]  # what was sent is decided, however long a stop string is
-        ends = ((s, min(len(s) - 1, len(tail))) for s in self._stop)
-        return max(
-            (n for s, most in ends for n in range(1, most + 1) if tail.endswith(s[:n])), default=0
-        )
+        return "" if self.stopped else self._model.detokenize(self._ids)[self._sent :]
 
 
 # -- for who compares answers -----------------------------------------------------------------

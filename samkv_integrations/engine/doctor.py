@@ -345,19 +345,6 @@ def _kl(full: Tensor, other: Tensor) -> float:
     return float(kl_div(mine, theirs, reduction="sum", log_target=True).clamp_min(0))
 
 
-def _advised_bits(advised: int) -> Check:
-    """Which store_bits to take. A warning if it is not the default."""
-    name = "store_bits"
-    if advised == DEFAULT_STORE_BITS:
-        detail = f"take {advised}, the default: what it changes is negligible"
-        return Check(name=name, ok=True, detail=detail)
-    detail = (
-        f"take store_bits={advised} (--store-bits {advised}): with the default, "
-        f"{DEFAULT_STORE_BITS}, answers may change"
-    )
-    return Check(name=name, ok=True, is_warning=True, detail=detail)
-
-
 def speed_advice(engine: Engine) -> Check:
     """The contexts for which full prefill is faster than two passes, by costs measured here."""
     model, costs = engine.model, engine.calibrate()

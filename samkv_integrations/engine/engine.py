@@ -33,6 +33,7 @@ from samkv_integrations.engine.request import Request
 from samkv_integrations.engine.scheduler import Scheduler
 from samkv_integrations.engine.stream import Answer, AnswerStream, off_loop
 from samkv_integrations.engine.tracing import Trace
+from samkv_integrations.errors import ChunkNotCached
 from samkv_integrations.eviction import Eviction, get_eviction
 from samkv_integrations.methods import Method
 from samkv_integrations.model.loading import load_model
@@ -41,7 +42,6 @@ from samkv_integrations.model.quoting import RenderedPrompt
 from samkv_integrations.model.sampling import JsonConstraint
 from samkv_integrations.prompt.reader import Prompt, PromptReader
 from samkv_integrations.prompt.resolve import OnMiss, Resolved, resolve
-from samkv_integrations.prompt.text import bodies_of
 
 
 class Engine:
@@ -100,8 +100,7 @@ class Engine:
             model, self.store, prefix=self.prefix, scheme=scheme, store_bits=self.store_bits,
             run=self.scheduler.run, on_change=self.prefixes.clear,
         )  # fmt: skip
-        of = self.chunks
-        self._reader = PromptReader(model, self.store, lambda: of.fingerprint, of.outage)
+        self._reader = PromptReader(model, self.store, self.chunks.outage)
 
     @classmethod
     def from_pretrained(
@@ -169,7 +168,7 @@ class Engine:
             InvalidChunk: a text is empty, or longer than the context window.
             StoreError: the store cannot be written; what was cached before stays.
         """
-        return [ref.key for ref in self.chunks.prepare(texts, progress=progress)]
+        return [ref.key for ref in self.chunks.cache(texts, progress=progress)]
 
     def announce(
         self,
@@ -184,25 +183,34 @@ class Engine:
         They are looked for in prompts first, even if they are not stored, and their caches begin to
         be read. If the next prompt of this thread or task holds none of them, that is logged.
 
-        on_miss: what to do now for one without a cache, see `Chunks.prepare`. What the store cannot
-            take stays a miss: a full disk must not fail a request.
+        on_miss: what to do now for one without a cache: ``compute`` (and keep it), ``text``
+            (nothing: a prompt computes its text) or ``error``. What the store cannot take stays a
+            miss: a full disk must not fail a request.
         names, remedy: what the chunks are called, and what makes a cache again, in an error.
 
         Raises:
             ChunkNotCached: a chunk has no usable cache, and ``on_miss`` is ``error``.
             InvalidChunk: a text is longer than the context window, and ``on_miss`` is not ``text``.
         """
-        bodies, began = bodies_of(texts), time.perf_counter()
-        if on_miss == "text":
-            found = self.chunks.refer(bodies)
-        else:
-            found = self.chunks.prepare(
-                bodies, on_miss, for_prompt=True, names=names, remedy=remedy
-            )
-            if made := self.chunks.made(found):
+        check_on_miss(on_miss)
+        began, chunks = time.perf_counter(), self.chunks
+        found = chunks.refer(texts)
+        if on_miss != "text":
+            chunks.require_fit(found)
+        if on_miss == "compute":
+            with chunks.outage.survived():
+                found = chunks.look_up(chunks.agree(found), "opens")
+                chunks.compute([ref for ref in found if ref.state == "missed"])
+            missed = {ref.key for ref in found if ref.state == "missed"}
+            if made := [key for key in missed if self.store.contains(key, chunks.fingerprint)]:
                 self._announced.add(made, (time.perf_counter() - began) / len(made))
+        elif on_miss == "error":
+            for place, ref in enumerate(chunks.look_up(found, "opens")):
+                if ref.state == "missed":
+                    named = f"{names[place]} (chunk {ref.key})" if names else f"chunk {ref.key}"
+                    raise ChunkNotCached.of(f"{named}, which begins {ref.text[:40]!r},", remedy)
         for ref in found:
-            self.store.prefetch(ref.key, self.chunks.fingerprint)
+            self.store.prefetch(ref.key, chunks.fingerprint)
         self._reader.expect(found, for_next_prompt=True)
 
     def expect(self, texts: Sequence[str]) -> None:
@@ -239,7 +247,7 @@ class Engine:
     def found_in(self, prompt: Prompt) -> list[str]:
         """Bodies of the chunks that stand in a prompt, handles' too, in order, each once."""
         found: dict[str, None] = {}
-        for chunk in self._reader.find(prompt):
+        for chunk in self._reader.find(prompt, self.chunks.fingerprint):
             text = chunk.text
             if text is None and chunk.key:
                 with self.chunks.outage.survived():
@@ -251,7 +259,7 @@ class Engine:
 
     def count_tokens(self, prompt: Prompt) -> int:
         """Tokens of a prompt or a part of one, handles counted at the length of their chunks."""
-        return self._reader.count_tokens(prompt)
+        return self._reader.count_tokens(prompt, self.chunks.fingerprint)
 
     # -- answers ----------------------------------------------------------------------------
 
@@ -319,7 +327,8 @@ class Engine:
         trace = Trace(self.model.name, prompt, settings, began)
         try:
             end_ids = self.model.end_ids(settings.stop_ids)
-            form = JsonConstraint.of(self.model, settings.json_schema, end_ids)
+            schema = settings.json_schema
+            form = None if schema is None else JsonConstraint(self.model, schema, end_ids)
             resolved = self.resolve(
                 prompt, chunks, on_miss=settings.on_miss, context_window=settings.context_window
             )
@@ -331,12 +340,10 @@ class Engine:
         except BaseException as error:
             trace.end(time.perf_counter(), error=error)
             raise
-        announced = {
-            chunk.key: seconds
-            for chunk in resolved.chunks
-            if (seconds := self._announced.take(chunk.key)) is not None
-        }
+        announced: dict[str, float] = {}
         for chunk in resolved.chunks:
+            if (seconds := self._announced.take(chunk.key)) is not None:
+                announced[chunk.key] = seconds
             chunk.computed_now |= chunk.key in announced
         request = replace(
             request, end_ids=end_ids, form=form, announce_s=sum(announced.values()), began=began,
@@ -381,24 +388,23 @@ class Engine:
         chunk is text here too.
         """
         check_on_miss(on_miss)
-        self.chunks.follow_model()
-        read = self._reader.read(
-            prompt, chunks, must_hold=on_miss == "error", context_window=context_window
+        made_by = self.chunks.follow_model()
+        token_ids, found = self._reader.read(
+            prompt, chunks, made_by, must_hold=on_miss == "error", context_window=context_window
         )
-        made_by, outage = self.chunks.fingerprint, self.chunks.outage
-        return resolve(read, self.store, made_by, outage, on_miss=on_miss)
+        outage = self.chunks.outage
+        return resolve(token_ids, found, self.store, made_by, outage, on_miss=on_miss)
 
     def request(self, resolved: Resolved, settings: AnswerSettings, capacity: int) -> Request:
         """What `first_token` is given for a prompt, with room for ``capacity`` tokens."""
         method = settings.method or self.method
         rule = self.eviction if settings.eviction is None else settings.eviction
         return Request(
-            chunks=self.chunks, resolved=resolved, method=method, capacity=capacity,
+            model=self.model, chunks=self.chunks, resolved=resolved, method=method,
+            capacity=capacity, settings=settings,
             stable_layers=self.stable_layers if "statistics" in method.needs else (),
             eviction=get_eviction(rule), own_eviction=rule is None,
-            context_window=settings.context_window,
             costs=self.costs if method.whole_if_faster else None, prefixes=self.prefixes,
-            sampling=settings.sampling, stop=settings.stop, timeout=settings.timeout,
         )  # fmt: skip
 
     # -- what passes cost -------------------------------------------------------------------

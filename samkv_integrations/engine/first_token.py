@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
-from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -17,12 +18,13 @@ from samkv_integrations.engine.prefix_cache import Prefix
 from samkv_integrations.engine.report import Stopwatch, report_of
 from samkv_integrations.engine.request import FirstToken, Request
 from samkv_integrations.engine.working_cache import DenseCache, SparseCache, WorkingCache
+from samkv_integrations.errors import PromptTooLong
 from samkv_integrations.eviction import Eviction, Quest
 from samkv_integrations.eviction.base import DroppingEviction
 from samkv_integrations.methods import Method
 from samkv_integrations.methods.base import Checked, ProbedLayer, overwrite
 from samkv_integrations.methods.parts import RecomputeAll, RecomputeInexact, SelectAll
-from samkv_integrations.prompt.layout import Layout
+from samkv_integrations.prompt.layout import ChunkPart, Layout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,25 +35,21 @@ class Choice:
     whole: whether everything is computed. method: the request's, or full prefill.
     eviction: what the answer goes on with.
     layout: of the prompt; without chunks where entries of chunks are taken from memory.
-    held: entries of the prompt's first tokens, taken from memory. n_found: how many there are.
+    held: entries of the prompt's first tokens, taken from memory: n_held of the n_found there are.
     fingerprint: identity of what is computed now. n_left: first tokens whose entries will be full
         prefill's, and are left for the next prompt.
     """
 
+    missed: Mapping[tuple[int, ...], str]
     whole: bool
     method: Method
     eviction: Eviction | None
     layout: Layout
     held: Prefix | None
+    n_held: int
     n_found: int
     fingerprint: Fingerprint
     n_left: int
-    missed: Mapping[tuple[int, ...], str] = field(default_factory=dict)
-
-    @property
-    def n_held(self) -> int:
-        """Tokens that are taken from memory."""
-        return 0 if self.held is None else self.held.n_tokens
 
 
 def choose(request: Request, *, may_compute: bool = True) -> Choice:
@@ -67,29 +65,40 @@ def choose(request: Request, *, may_compute: bool = True) -> Choice:
 
     Raises PromptTooLong: prompt and answer exceed the context window.
     """
-    method, costs, chunks = request.method, request.costs, request.resolved.chunks
-    layout, fingerprint = request.layout(), request.fingerprint
+    model, method, costs, resolved = (
+        request.model, request.method, request.costs, request.resolved,
+    )  # fmt: skip
+    fingerprint, chunks = request.chunks.fingerprint, resolved.chunks
+    may_compute &= resolved.on_miss == "compute" and method.recompute.uses_caches
+    parts: list[ChunkPart] = []
+    missed: dict[tuple[int, ...], str] = {}
+    for chunk in chunks:
+        blocks = None if chunk.stored is None else chunk.stored.blocks
+        parts.append(ChunkPart(runs=chunk.runs, blocks=blocks))
+        if may_compute and blocks is None and chunk.text is not None:
+            missed[chunk.token_ids] = chunk.text
+    layout = Layout.of(resolved.token_ids, parts, request.chunks.prefix)
+    window = min(request.settings.context_window or sys.maxsize, model.context_window)
+    if layout.n_tokens + request.capacity > window:
+        raise PromptTooLong(
+            f"prompt of {layout.n_tokens} tokens (chunks at full size) and {request.capacity} new "
+            f"tokens exceed the context window of {window} of {model.name!r}; retrieve "
+            "fewer chunks or ask for fewer tokens"
+        )
+    # what the answer goes on with: full prefill ignores the eviction that is the method's own
+    rule = whole_rule = request.eviction
+    if request.own_eviction:
+        rule, whole_rule = method.eviction, None
+    # first tokens that memory holds, and those that need not be computed, blended or as a whole
     first_chunk = chunks[0].runs[0].position if chunks else layout.n_tokens
     found = None
     if request.prefixes is not None:
         found = request.prefixes.find(fingerprint.computed_by, layout.token_ids)
-
-    def n_held(*, whole: bool) -> int:
-        """How many of the prompt's first tokens need not be computed."""
-        rule = request.rule(whole=whole)
-        if found is None:
-            return 0
-        if rule is None and whole and method.whole_if_faster:
-            return found.n_tokens
-        most = min(found.n_tokens, first_chunk)
-        if isinstance(rule, DroppingEviction):
-            most = min(most, _first_query(layout, rule.n_queries))
-        return most
-
-    n_whole, n_blended = n_held(whole=True), n_held(whole=False)
-    missed: Mapping[tuple[int, ...], str] = {}
-    if may_compute and request.resolved.on_miss == "compute" and method.recompute.uses_caches:
-        missed = request.resolved.missed_texts
+    n_found = 0 if found is None else found.n_tokens
+    n_blended = _before_queries(min(n_found, first_chunk), layout, rule)
+    n_whole = _before_queries(min(n_found, first_chunk), layout, whole_rule)
+    if whole_rule is None and method.whole_if_faster:
+        n_whole = n_found
     if missed and costs is not None:
         lengths = [len(ids) for ids in missed]  # of all of a chunk, whatever the prompt holds
         full_s = costs.full_prefill_s(layout.n_tokens, n_whole)
@@ -98,37 +107,39 @@ def choose(request: Request, *, may_compute: bool = True) -> Choice:
         )
         if both_s > full_s or is_whole(method, costs, layout, lengths, n_whole, n_blended):
             missed = {}
+    n_held, n_left = n_blended, first_chunk
     whole = is_whole(method, costs, layout, (), n_whole, n_blended)
-    holds_chunks = whole and method.whole_if_faster
-    length = n_whole if whole else n_blended
     if whole:
+        n_held, rule = n_whole, whole_rule
+        if chunks and method.whole_if_faster:
+            n_left = chunks[-1].runs[-1].span.stop
         # entries of few bits are never exact, wherever their chunk stands
         is_rounded = fingerprint.entry_format.is_quantised
         everything = RecomputeAll() if is_rounded else RecomputeInexact()
         method = replace(
             method, select=SelectAll(), recompute=everything, update=overwrite, eviction=None
         )
+    if n_held > first_chunk:
+        layout = Layout.of(resolved.token_ids, (), ())
     return Choice(
-        missed=missed, whole=whole, method=method, eviction=request.rule(whole=whole),
-        layout=layout.as_text() if length > first_chunk else layout,
-        held=found.first(length) if found is not None and length else None,
-        n_found=0 if found is None else found.n_tokens, fingerprint=fingerprint,
-        n_left=chunks[-1].runs[-1].span.stop if chunks and holds_chunks else first_chunk,
+        missed=missed, whole=whole, method=method, eviction=rule, layout=layout,
+        held=found.first(n_held) if found is not None and n_held else None, n_held=n_held,
+        n_found=n_found, fingerprint=fingerprint, n_left=n_left,
     )  # fmt: skip
 
 
-def _first_query(layout: Layout, n_queries: int | None) -> int:
-    """The first position whose query an eviction may look with.
+def _before_queries(n_tokens: int, layout: Layout, rule: Eviction | None) -> int:
+    """At most ``n_tokens``: the first tokens with whose queries an eviction does not look.
 
     Uncached tokens always stay, so the last so many of them reach back at least as far as the last
     so many entries do.
     """
-    if n_queries is None:
-        return 0
+    if not isinstance(rule, DroppingEviction) or rule.n_queries == 0:
+        return n_tokens
     uncached = layout.uncached.nonzero()[:, 0]
-    if n_queries == 0:
-        return layout.n_tokens
-    return int(uncached[-n_queries]) if n_queries <= len(uncached) else 0
+    if rule.n_queries is None or rule.n_queries > len(uncached):
+        return 0
+    return min(n_tokens, int(uncached[-rule.n_queries]))
 
 
 def first_token(request: Request) -> FirstToken:
@@ -142,9 +153,9 @@ def first_token(request: Request) -> FirstToken:
     """
     clock, resolved = Stopwatch(), request.resolved
     while True:
-        with clock("compute_chunks") if resolved.missed_texts else nullcontext():
-            choice = choose(request)
-            if choice.missed:
+        choice = choose(request)
+        if choice.missed:
+            with clock("compute_chunks"):
                 resolved.add_computed(request.chunks.compute_for(choice.missed))
                 choice = choose(request, may_compute=False)
         try:
@@ -160,20 +171,17 @@ def _compute(request: Request, choice: Choice, clock: Stopwatch) -> FirstToken:
     is_global = method.positions == "global"
     cached_at = layout.context_positions if is_global else layout.prefilled_positions
     # not out of those above: chunks may reach beyond the end, after a prefix the prompt has not
-    cached_cos, cached_sin = (side.float() for side in model.cos_sin(cached_at))
+    cached_cos, cached_sin = model.cos_sin(cached_at)
     opened = request.resolved.opened if layout.n_chunks else ()
-    context = Context(layout, opened, choice.fingerprint, cached_cos, cached_sin)
+    context = Context(layout, opened, choice.fingerprint, cached_cos.float(), cached_sin.float())
     blend = Blend(
         model=model, layout=layout, context=context, cos=cos, sin=sin, update=method.update,
         weigh=method.attend, held=choice.held,
     )  # fmt: skip
-
-    def plan_of(keep: Tensor, recompute: Tensor) -> PassPlan:
-        return plan_pass(
-            layout, keep, recompute, device=model.device, dtype=model.dtype, n_held=choice.n_held,
-            mixes=method.update is not overwrite, weighs=method.attend is not None,
-        )  # fmt: skip
-
+    plan_of = partial(
+        plan_pass, layout, device=model.device, dtype=model.dtype, n_held=choice.n_held,
+        mixes=method.update is not overwrite, weighs=method.attend is not None,
+    )  # fmt: skip
     with clock("load"):
         inputs = context.inputs(method.needs, request.stable_layers)
     scores = None
@@ -195,7 +203,19 @@ def _compute(request: Request, choice: Choice, clock: Stopwatch) -> FirstToken:
         plans.append(plan_of(selection.keep, later))
         return plans[-1]
 
-    cache, prefixes, leaves = _working_cache(request, choice, context), request.prefixes, None
+    rule = choice.eviction
+    cache: WorkingCache
+    if isinstance(rule, Quest):
+        cache = SparseCache(
+            model.n_layers, context, rule.budget(layout.n_context), request.capacity, method.attend
+        )
+    else:
+        drops = rule if isinstance(rule, DroppingEviction) else None
+        cache = DenseCache(
+            model.n_layers, request.capacity, n_tokens=layout.n_tokens, rule=drops,
+            weigh=method.attend,
+        )  # fmt: skip
+    prefixes, leaves = request.prefixes, None
     with clock("blend"):
         if prefixes is not None:
             leaves = prefixes.begin(
@@ -210,10 +230,12 @@ def _compute(request: Request, choice: Choice, clock: Stopwatch) -> FirstToken:
             prefixes.keep(leaves)
     if request.watch is not None:
         request.watch.see_plan(layout, selection, plans[-1])
+    ran = method.way
+    if choice.whole:
+        ran = "prefix" if choice.held else "recompute"
     report = report_of(
-        model, request.resolved, layout, cache, plans[-1], clock, method=request.method.name,
-        ran=("prefix" if choice.held else "recompute") if choice.whole else method.way,
-        eviction=choice.eviction, n_held=choice.n_held,
+        model, request.resolved, layout, cache, plans[-1], clock, ran=ran,
+        method=request.method.name, eviction=choice.eviction, n_held=choice.n_held,
     )  # fmt: skip
     return FirstToken(logits=logits, cache=cache, layout=layout, report=report, stages=clock.stages)
 
@@ -243,12 +265,3 @@ def _probe(blend: Blend, context: Context, method: Method, clock: Stopwatch) -> 
     with clock("probe"):
         replace(blend, observe=observe).through_layers(plan)
         return torch.stack(scores)
-
-
-def _working_cache(request: Request, choice: Choice, context: Context) -> WorkingCache:
-    n_layers, rule, weigh = request.model.n_layers, choice.eviction, choice.method.attend
-    layout, capacity = choice.layout, request.capacity
-    if isinstance(rule, Quest):
-        return SparseCache(n_layers, context, rule.budget(layout.n_context), capacity, weigh)
-    drops = rule if isinstance(rule, DroppingEviction) else None
-    return DenseCache(n_layers, capacity, n_tokens=layout.n_tokens, rule=drops, weigh=weigh)

@@ -85,14 +85,16 @@ class Context:
         """
         layout, missing = self.layout, blocks & ~self._loaded
         whole: dict[StoredChunk, list[Tensor]] = {}  # all entries of chunks that were read, (T, E)
-        for index, chunk, tokens, of_chunk in self._chunks():
+        for index, chunk in enumerate(self.chunks):
+            tokens, of_chunk = layout.token_range[index], layout.block_range[index]
             wanted = missing[:, of_chunk.start : of_chunk.stop]
-            out, offsets = [of[tokens] for of in self._read], layout.offset_in_chunk[tokens]
+            out = [of_layer[tokens.start : tokens.stop] for of_layer in self._read]
+            offsets = layout.offset_in_chunk[tokens.start : tokens.stop]
             with _reading(index):
                 if 2 * int(wanted.sum()) > wanted.numel():  # one read of all beats many of most
                     if chunk not in whole:
                         shape = (self.n_layers, chunk.n_tokens, self.form.n_bytes)
-                        is_whole = layout.parts[index].is_whole
+                        is_whole = len(tokens) == chunk.n_tokens
                         whole[chunk] = out if is_whole else [*torch.empty(shape, dtype=torch.uint8)]
                         chunk.read_all(whole[chunk])
                     if whole[chunk] is not out:
@@ -102,7 +104,12 @@ class Context:
                     continue
                 in_chunk = layout.block_in_chunk[of_chunk.start : of_chunk.stop]
                 for layer, of_layer in enumerate(wanted):
-                    for first, last in _runs(in_chunk[of_layer].tolist()):
+                    needed = in_chunk[of_layer]
+                    gaps = (needed.diff() != 1).nonzero()[:, 0] + 1
+                    for neighbours in needed.tensor_split(gaps.tolist()):
+                        if not len(neighbours):
+                            continue  # nothing of this layer
+                        first, last = int(neighbours[0]), int(neighbours[-1])
                         begin, end = chunk.blocks.span(first)[0], chunk.blocks.span(last)[1]
                         entries = torch.empty(end - begin, self.form.n_bytes, dtype=torch.uint8)
                         chunk.read_blocks(layer, range(first, last + 1), entries)
@@ -116,13 +123,6 @@ class Context:
                 with _reading(index):
                     ranges.append(chunk.key_range())
             self.key_range = torch.cat(ranges, dim=1).to(self.device)
-
-    def _chunks(self) -> Iterator[tuple[int, StoredChunk, slice, range]]:
-        """Each cached chunk with its context tokens and blocks."""
-        layout, stop = self.layout, 0
-        for index, (chunk, part) in enumerate(zip(self.chunks, layout.parts, strict=True)):
-            start, stop = stop, stop + sum(map(len, part.runs))
-            yield index, chunk, slice(start, stop), layout.block_range[index]
 
     def entries(self, layer: int, tokens: Tensor) -> Entries:
         """Those of context tokens (n,), which are in order and on the model's device.
@@ -156,8 +156,10 @@ class Context:
 
     def inputs(self, needs: frozenset[str], stable_layers: tuple[int, ...]) -> SelectionInputs:
         """The inputs named in ``needs``, for all chunks of the request. Raises ChunkLost."""
+        tensors: dict[str, Tensor] = {}
         parts: dict[str, list[Tensor]] = {}
-        for index, chunk, tokens, blocks in self._chunks():
+        for index, chunk in enumerate(self.chunks if needs else ()):
+            tokens, blocks = self.layout.token_range[index], self.layout.block_range[index]
             held = self.layout.block_in_chunk[blocks.start : blocks.stop]
             found: dict[str, Tensor] = {}
             with _reading(index):
@@ -175,19 +177,17 @@ class Context:
                     place[held] = torch.arange(blocks.start, blocks.stop)
                     found["block_max"] = place[statistics.block_max.long()]
                     found["block_min"] = place[statistics.block_min.long()]
-                    offsets = self.layout.offset_in_chunk[tokens]
+                    offsets = self.layout.offset_in_chunk[tokens.start : tokens.stop]
                     found["outliers"] = statistics.outliers[:, offsets]
             for name, tensor in found.items():
                 parts.setdefault(name, []).append(tensor)
-        per_chunk = {"local_query", "block_max", "block_min"}
-        tensors = {
-            name: torch.stack(values, dim=1) if name in per_chunk else torch.cat(values, dim=1)
-            for name, values in parts.items()
-        }
+        for name, values in parts.items():
+            is_per_chunk = name in ("local_query", "block_max", "block_min")
+            joined = torch.stack(values, dim=1) if is_per_chunk else torch.cat(values, dim=1)
+            tensors[name] = joined.to(self.device)
         if "anchor_mean" in needs:
             tensors["anchor_mean"] = self._anchor_mean()
-        inputs = SelectionInputs(n_layers=self.n_layers, stable_layers=stable_layers, **tensors)
-        return inputs.to(self.device)
+        return SelectionInputs(n_layers=self.n_layers, stable_layers=stable_layers, **tensors)
 
     def _anchor_mean(self) -> Tensor:
         """(L, C, G, D) float32: mean un-rotated key of each chunk's anchor tokens."""
@@ -202,14 +202,3 @@ class Context:
             for codes, of_layer in zip(self.codes, self.key_range, strict=True)
         ]
         return mean_of_blocks(torch.stack(keys), counts)
-
-
-def _runs(blocks: list[int]) -> list[tuple[int, int]]:
-    """Ascending block indices as runs of neighbours, first and last of each."""
-    runs: list[tuple[int, int]] = []
-    for block in blocks:
-        if runs and runs[-1][1] == block - 1:
-            runs[-1] = (runs[-1][0], block)
-        else:
-            runs.append((block, block))
-    return runs

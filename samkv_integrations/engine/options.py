@@ -7,13 +7,13 @@ model, by its name. An engine that opens the folder takes it where it was told n
 from __future__ import annotations
 
 import logging
-import math
 import os
 import tomllib
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from threading import TIMEOUT_MAX
 from typing import Any, Literal, TypedDict, Unpack, get_args
 
 import tomli_w
@@ -102,10 +102,14 @@ class AnswerSettings:
     @classmethod
     def of(cls, **options: Unpack[AnswerOptions]) -> AnswerSettings:
         """From keyword arguments. Raises InvalidOption or UnknownOption for what is wrong."""
-        given: dict[str, Any] = dict(options)
-        sampling = {name: given.pop(name) for name in OPTIONS if name in given}
-        for name in given.keys() - AnswerOptions.__annotations__.keys():
-            raise UnknownOption.among("option of an answer", name, AnswerOptions.__annotations__)
+        given: dict[str, Any] = {}
+        sampling: dict[str, Any] = {}
+        for name, value in options.items():
+            if name not in AnswerOptions.__annotations__:
+                raise UnknownOption.among(
+                    "option of an answer", name, AnswerOptions.__annotations__
+                )
+            (sampling if name in OPTIONS else given)[name] = value
         if given.get("method") is not None:
             given["method"] = get_method(given["method"])
         return cls(sampling=Sampling(**sampling), **given)
@@ -117,7 +121,11 @@ class AnswerSettings:
             raise InvalidOption(
                 f"context_window={window!r}; it must be a whole number of at least 1"
             )
-        check_stop(self.stop)
+        is_list = isinstance(self.stop, Collection) and not isinstance(self.stop, str)
+        # an empty one would end every answer
+        for text in self.stop if is_list else ("",):
+            if not isinstance(text, str) or not text:
+                raise InvalidOption(f"stop={self.stop!r}; it must be a list of non-empty strings")
         check_timeout(self.timeout)
         if self.json_schema is not None:
             check_json_schema(self.json_schema)
@@ -135,18 +143,14 @@ def check_given_bits(store_bits: int | None) -> None:
         check_store_bits(store_bits)
 
 
-def check_stop(stop: Collection[object]) -> None:
-    """Raises InvalidOption if these are no stop strings: an empty one would end every answer."""
-    is_list = isinstance(stop, Collection) and not isinstance(stop, str)
-    if not is_list or any(not isinstance(text, str) or not text for text in stop):
-        raise InvalidOption(f"stop={stop!r}; it must be a list of non-empty strings")
-
-
 def check_timeout(timeout: Any) -> None:  # noqa: ANN401
     """Raises InvalidOption if this is no time that one could wait."""
     is_number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
-    if timeout is not None and not (is_number and 0 < timeout < math.inf):
-        raise InvalidOption(f"timeout={timeout!r}; it must be above 0 seconds, or None")
+    if timeout is not None and not (is_number and 0 < timeout <= TIMEOUT_MAX):
+        raise InvalidOption(
+            f"timeout={timeout!r}; it must be above 0 and at most {TIMEOUT_MAX:.0f} seconds, or "
+            "None for no end"
+        )
 
 
 def check_tokens(name: str, ids: Sequence[int], model: Model) -> None:

@@ -7,7 +7,9 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from itertools import starmap
 from typing import Any
 
 import torch
@@ -123,7 +125,7 @@ class Report:
     @property
     def line(self) -> str:
         """The figures that say most, on one line for a log; no text of anybody."""
-        misses = ",".join(f"{reason}:{n}" for reason, n in sorted(self.chunk_misses.items()))
+        misses = ",".join(starmap("{}:{}".format, sorted(self.chunk_misses.items())))
         return (
             f"model={self.model} method={self.method} ran={self.ran} "
             f"prompt_tokens={self.prompt_tokens} completion_tokens={self.completion_tokens} "
@@ -140,6 +142,7 @@ class Report:
         }
 
 
+@dataclass
 class Stopwatch:
     """Seconds spent in each stage of a request, which do not overlap, and when that was.
 
@@ -147,10 +150,9 @@ class Stopwatch:
     counts what came before.
     """
 
-    def __init__(self) -> None:
-        self.seconds: defaultdict[str, float] = defaultdict(float)
-        self.stages: list[Stage] = []
-        self.bytes_lost = 0
+    seconds: defaultdict[str, float] = field(default_factory=partial(defaultdict, float))
+    stages: list[Stage] = field(default_factory=list)
+    bytes_lost: int = 0
 
     @contextmanager
     def __call__(self, stage: str) -> Iterator[None]:
@@ -180,9 +182,19 @@ def report_of(
 
     n_held: tokens that were taken from memory.
     """
-    chunks, spent = resolved.chunks, clock.seconds
-    n_tokens, n_context = len(resolved.token_ids), resolved.n_context
-    is_new = torch.tensor([chunk.computed_now for chunk in chunks if chunk.stored is not None])
+    chunks, spent, n_tokens = resolved.chunks, clock.seconds, len(resolved.token_ids)
+    n_context = computed_now = 0
+    new, missed = [], Counter[str]()
+    of_chunks = torch.zeros(n_tokens, dtype=torch.bool)
+    for chunk in chunks:
+        n_context += chunk.n_tokens
+        computed_now += chunk.computed_now
+        if chunk.stored is not None:
+            new.append(chunk.computed_now)
+        elif chunk.miss is not None:
+            missed[chunk.miss] += chunk.n_tokens
+        for run in chunk.runs:
+            of_chunks[run.position : run.span.stop] = True
     # tokens of chunks that a step of the answer attends to, those that were computed (mean over
     # layers) or held in memory, and chunks of which an entry that was there before was used
     kept = computed = 0.0
@@ -195,35 +207,32 @@ def report_of(
             reused += n_of > 0 and not chunk.computed_now
         kept = n_context
     elif chunks:
-        of_chunks = torch.zeros_like(layout.uncached)
-        for run in (run for chunk in chunks for run in chunk.runs):
-            of_chunks[run.position : run.span.stop] = True
         stays = layout.uncached.repeat(model.n_layers, 1)
         stays[:, layout.context_positions] |= plan.kept[:, layout.block_of_token]
-        kept = sum(cache.attended(at, of_chunks[each]) for at, each in enumerate(stays))
-        kept /= model.n_layers
+        for layer, of_layer in enumerate(stays):
+            kept += cache.attended(layer, of_chunks[of_layer]) / model.n_layers
         # the last token is computed whatever it is of
         again = plan.computed | layout.uncached[layout.context_positions]
-        is_computed = again | is_new.bool()[layout.chunk_of_token]
+        is_new = torch.tensor(new, dtype=torch.bool)
+        is_computed = again | is_new[layout.chunk_of_token]
         computed = int(is_computed.sum()) / model.n_layers + layout.n_missed
-        uses_cache = torch.zeros(len(is_new), dtype=torch.bool)
+        uses_cache = torch.zeros_like(is_new)
         uses_cache[layout.block_chunk[plan.blocks.any(0)]] = True
         # what is left out was not computed either: the cache has told that it is not needed
         uses_cache[layout.chunk_of_token[~again.all(0)]] = True
-        reused = int((uses_cache & ~is_new.bool()).sum())
-    missed: Counter[str] = Counter()
-    for chunk in chunks:
-        if chunk.stored is None and chunk.miss is not None:
-            missed[chunk.miss] += chunk.n_tokens
+        reused = int((uses_cache & ~is_new).sum())
+    bytes_read = clock.bytes_lost
+    for stored in set(resolved.opened):
+        bytes_read += stored.bytes_read
     return Report(
         method=method, ran=ran, eviction=None if eviction is None else eviction.name,
         model=model.name, prompt_tokens=n_tokens, context_tokens=n_context, prefix_tokens=n_held,
         kept_ratio=kept / n_context if n_context else 1.0,
         recompute_ratio=computed / n_context if n_context else 0.0,
         uncached_tokens=n_tokens - n_context - (n_held - held),
-        found=len(chunks), reused=reused, computed_now=sum(chunk.computed_now for chunk in chunks),
+        found=len(chunks), reused=reused, computed_now=computed_now,
         chunk_misses=dict(resolved.misses), missed_tokens=dict(missed),
-        bytes_read=clock.bytes_lost + resolved.bytes_read, kv_bytes=cache.prompt_bytes,
+        bytes_read=bytes_read, kv_bytes=cache.prompt_bytes,
         full_kv_bytes=n_tokens * model.token_kv_bytes, decode_kv_bytes=cache.kv_bytes,
         probe_s=spent["probe"], select_s=spent["select"], load_s=spent["load"],
         blend_s=spent["blend"], announce_s=0.0, wait_s=0.0, ttft_s=0.0, completion_tokens=0,
@@ -315,12 +324,8 @@ class Reports(list[Report]):
         return Total.of(self)
 
 
-_COLLECTORS: ContextVar[tuple[Reports, ...]] = ContextVar("samkv_reports", default=())
-
-
-def collectors() -> tuple[Reports, ...]:
-    """Those that an answer which begins here reports to."""
-    return _COLLECTORS.get()
+COLLECTORS: ContextVar[tuple[Reports, ...]] = ContextVar("samkv_reports", default=())
+"""Those that an answer which begins here reports to."""
 
 
 @contextmanager
@@ -338,9 +343,9 @@ def collect_reports() -> Iterator[Reports]:
     give it ``contextvars.copy_context().run``. Blocks may be nested; both get the report then.
     """
     reports = Reports()
-    _COLLECTORS.set((*_COLLECTORS.get(), reports))
+    COLLECTORS.set((*COLLECTORS.get(), reports))
     try:
         yield reports
     finally:
         # not by the token of `set`: an asynchronous generator may leave in another context
-        _COLLECTORS.set(tuple(each for each in _COLLECTORS.get() if each is not reports))
+        COLLECTORS.set(tuple(each for each in COLLECTORS.get() if each is not reports))

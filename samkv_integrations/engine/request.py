@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch import Tensor
 
-from samkv_integrations.cache.chunk import Fingerprint
 from samkv_integrations.engine.blend import Watch
 from samkv_integrations.engine.chunks import Chunks
 from samkv_integrations.engine.costs import CostModel
+from samkv_integrations.engine.options import AnswerSettings
 from samkv_integrations.engine.prefix_cache import PrefixCache
 from samkv_integrations.engine.report import Report, Stage
 from samkv_integrations.engine.working_cache import WorkingCache
-from samkv_integrations.errors import PromptTooLong
 from samkv_integrations.eviction import Eviction
 from samkv_integrations.methods import Method
 from samkv_integrations.model.model import Model
-from samkv_integrations.model.sampling import JsonConstraint, Sampling
+from samkv_integrations.model.sampling import JsonConstraint
 from samkv_integrations.prompt.layout import Layout
 from samkv_integrations.prompt.resolve import Resolved
 
@@ -30,70 +28,34 @@ class Request:
 
     chunks: what makes and identifies chunk caches. resolved: the prompt's tokens, and the open
     caches of its chunks. stable_layers: N*, for methods that need statistics. capacity: most tokens
-    of the answer. context_window: most of prompt and answer, if fewer than the model's.
+    of the answer. settings: the options that it was asked with.
     own_eviction: take the method's eviction in place of ``eviction``. costs: for a method that
     computes everything where that is faster, else None. prefixes: beginnings of earlier prompts,
     None for none. watch: sees the pass.
 
-    What follows is for answers beyond the first token. sampling, stop: see `AnswerOptions`.
-    end_ids: tokens that end the answer. form: the JSON schema that it keeps to. timeout: seconds
-    that it may take from ``began``, None for any. announce_s: seconds that announcements took for
-    chunks of the prompt. began, asked: when the caller asked, and when the prompt had been read,
-    times of `time.perf_counter`.
+    What follows is for answers beyond the first token. end_ids: tokens that end the answer. form:
+    the JSON schema that it keeps to. announce_s: seconds that announcements took for chunks of the
+    prompt. began, asked: when the caller asked, and when the prompt had been read, times of
+    `time.perf_counter`.
     """
 
+    model: Model
     chunks: Chunks
     resolved: Resolved
     method: Method
     capacity: int
+    settings: AnswerSettings
     stable_layers: tuple[int, ...] = ()
     eviction: Eviction | None = None
     own_eviction: bool = False
-    context_window: int | None = None
     costs: CostModel | None = None
     prefixes: PrefixCache | None = None
     watch: Watch | None = None
-    sampling: Sampling = field(default_factory=Sampling)
-    stop: Sequence[str] = ()
     end_ids: frozenset[int] = frozenset()
     form: JsonConstraint | None = None
-    timeout: float | None = None
     announce_s: float = 0.0
     began: float = 0.0
     asked: float = 0.0
-
-    @property
-    def model(self) -> Model:
-        """The model that computes it."""
-        return self.chunks.model
-
-    @property
-    def fingerprint(self) -> Fingerprint:
-        """Identity of the caches that it may use."""
-        return self.chunks.fingerprint
-
-    @property
-    def kv_bytes(self) -> int:
-        """The most that its working cache can take."""
-        return (len(self.resolved.token_ids) + self.capacity) * self.model.token_kv_bytes
-
-    def rule(self, *, whole: bool) -> Eviction | None:
-        """Eviction to apply; full prefill ignores the method's own."""
-        if not self.own_eviction:
-            return self.eviction
-        return None if whole else self.method.eviction
-
-    def layout(self) -> Layout:
-        """The layout of the prompt. Raises PromptTooLong if prompt and answer exceed the window."""
-        layout = Layout.of(self.resolved.token_ids, self.resolved.parts, self.chunks.prefix)
-        window = min(self.context_window or sys.maxsize, self.model.context_window)
-        if layout.n_tokens + self.capacity > window:
-            raise PromptTooLong(
-                f"prompt of {layout.n_tokens} tokens (chunks at full size) and {self.capacity} new "
-                f"tokens exceed the context window of {window} of {self.model.name!r}; retrieve "
-                "fewer chunks or ask for fewer tokens"
-            )
-        return layout
 
 
 @dataclass(frozen=True, kw_only=True)

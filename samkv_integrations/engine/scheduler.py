@@ -10,13 +10,13 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Literal, TypeVar
 
 import torch
-from torch import Tensor
 
 from samkv_integrations.engine.decode import Decoder, TextStream, decode
 from samkv_integrations.engine.first_token import first_token
@@ -60,162 +60,129 @@ class Pieces:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._items: deque[Piece | BaseException] = deque()
-        self._reader: Future[None] | None = None
+        # the last one is still to come
+        self._items: deque[Future[Piece | BaseException]] = deque([Future()])
 
     def __len__(self) -> int:
-        return len(self._items)
+        return len(self._items) - 1
 
     def put(self, item: Piece | BaseException) -> None:
         """Add a piece or an error, and wake the reader."""
-        with self._lock:
-            self._items.append(item)
-            reader, self._reader = self._reader, None
-        if reader is not None and reader.set_running_or_notify_cancel():
-            reader.set_result(None)
+        coming = self._items[-1]
+        self._items.append(Future())
+        coming.set_result(item)
 
     def next(self, timeout: float | None = None) -> Piece:
         """The next piece. Raises TimeoutError if there is none within ``timeout`` seconds."""
-        while (reader := self._wait()) is not None:
-            try:
-                reader.result(timeout)
-            except BaseException:
-                reader.cancel()
-                raise
-        return self._pop()
-
-    async def anext(self, timeout: float | None = None) -> Piece:
-        """Like `next`, for a task, which holds no thread."""
-        while (reader := self._wait()) is not None:
-            # a cancelled task cancels the reader with it
-            await asyncio.wait_for(asyncio.wrap_future(reader), timeout)
-        return self._pop()
-
-    def _wait(self) -> Future[None] | None:
-        """What is done when there may be an item; None if there is one now."""
-        with self._lock:
-            self._reader = None if self._items else Future()
-            return self._reader
-
-    def _pop(self) -> Piece:
-        item = self._items.popleft()
+        item = self._items[0].result(timeout)
+        self._items.popleft()
         if isinstance(item, BaseException):
             raise item
         return item
+
+    async def anext(self, timeout: float | None = None) -> Piece:
+        """Like `next`, for a task, which holds no thread."""
+        coming = self._items[0]
+        if not coming.done():
+            # a task that is cancelled cancels what it waits for, and the piece comes all the same
+            await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(coming)), timeout)
+        return self.next()
 
 
 class RunningAnswer:
     """One answer, from a request that waits to its last token.
 
-    The model's thread calls `begin` and `take`, and `fail` if they raise; anybody may `abandon`.
+    The model's thread calls `begin` and `take`, and `fail` if they raise.
 
     pieces: for whoever reads it; the first one is empty, when the first token is there. report,
     stages: of the first token, there with that piece. is_complete: whether all of it is in there.
+    is_abandoned: whether nobody reads it any more, set by the reader. decoder, sampler: of its
+    later tokens, None before the first one and at the end. token: goes through the model next.
     """
 
     report: Report
     stages: Sequence[Stage]
 
     def __init__(self, request: Request) -> None:
-        self.request, self.kv_bytes = request, request.kv_bytes
+        self.request = request
+        n_entries = len(request.resolved.token_ids) + request.capacity
+        self.kv_bytes = n_entries * request.model.token_kv_bytes  # the most that it can hold
         self.pieces = Pieces()
         self.is_complete = self.is_abandoned = False
-        self._text = TextStream(request.model, request.stop)
-        self._sampler: Sampler | None = None
-        self._decoder: Decoder | None = None
-        self._token = self._n_tokens = 0
+        self.decoder: Decoder | None = None
+        self.sampler: Sampler | None = None
+        self.token = self._n_tokens = 0
         self._decode_s = 0.0
-
-    def abandon(self) -> None:
-        """Compute no more of it. Takes no lock: a finaliser may call it anywhere."""
-        self.is_abandoned = True
-
-    @property
-    def is_over(self) -> bool:
-        """Whether there is nothing more to compute."""
-        return self.is_complete or self.is_abandoned
-
-    @property
-    def is_ahead(self) -> bool:
-        """Whether its reader is to catch up first."""
-        return len(self.pieces) >= AHEAD
+        self._text = TextStream(request.model, request.settings.stop)
 
     def begin(self) -> None:
         """Compute the first token. Raises Abandoned if nobody waits for it any more."""
         request, model = self.request, self.request.model
-        wait_s = time.perf_counter() - request.asked
-        with request.resolved, model.interruptible(self._check):
+        began = time.perf_counter()
+
+        def check() -> None:
+            if self.is_abandoned:
+                raise Abandoned
+
+        with closing(request.resolved), model.interruptible(check):
             first = first_token(request)
             ids = first.layout.token_ids.tolist()
-            self._sampler = Sampler(model, ids, request.sampling, request.form)
-            token = self._sampler.next(first.logits)
-        ttft_s = time.perf_counter() - request.began
+            self.sampler = Sampler(model, ids, request.settings.sampling, request.form)
+            token = self.sampler.next(first.logits)
         self.report = replace(
-            first.report, wait_s=wait_s, announce_s=request.announce_s, ttft_s=ttft_s
-        )
+            first.report, wait_s=began - request.asked, announce_s=request.announce_s,
+            ttft_s=time.perf_counter() - request.began,
+        )  # fmt: skip
         self.stages = (
             Stage(name="read", began=request.began, ended=request.asked),
-            Stage(name="wait", began=request.asked, ended=request.asked + wait_s),
+            Stage(name="wait", began=request.asked, ended=began),
             *first.stages,
         )
-        self._decoder = Decoder(model, first.cache, first.layout.n_tokens)
+        self.decoder = Decoder(model, first.cache, first.layout.n_tokens)
         self._put("")
-        self._go_on(token)
+        self.take(token, 0.0)
 
-    def _check(self) -> None:
-        if self.is_abandoned:
-            raise Abandoned
-
-    def release(self) -> None:
-        """Free what it holds; nothing of it is computed any more."""
-        if self._decoder is None:
-            self.request.resolved.close()
-        self._decoder = self._sampler = None
-
-    @property
-    def next_step(self) -> tuple[Decoder, int]:
-        """What goes through the model next."""
-        assert self._decoder is not None
-        return self._decoder, self._token
-
-    def take(self, logits: Tensor, seconds: float) -> None:
-        """Take what a step of ``seconds`` made of `next_step`: (vocabulary,)."""
-        assert self._sampler is not None
+    def take(self, token: int, seconds: float) -> None:
+        """Take the next token, from a step of ``seconds``."""
+        self.token = token
         self._decode_s += seconds
-        self._go_on(self._sampler.next(logits))
+        text = ""
+        reason: FinishReason | None = None
+        if token in self.request.end_ids:
+            reason = "stop"
+        else:
+            self._n_tokens += 1
+            text = self._text.push(token)
+            if self._text.stopped:
+                reason = "stop"
+            elif self._n_tokens == self.request.capacity:
+                reason = "length"
+        if reason is not None:
+            text += self._text.flush()
+        if text:
+            self._put(text)
+        if reason is not None:
+            self.is_complete = True
+            self._put("", reason)
 
     def fail(self, error: BaseException) -> None:
         """Raise ``error`` where the answer is read, after all that is there."""
         self.is_complete = True
-        if self._decoder is not None:
+        if self.decoder is not None:
             self._put("")  # how far it came
         self.pieces.put(error)
 
-    def _go_on(self, token: int) -> None:
-        self._token = token
-        if token in self.request.end_ids:
-            self._end("stop")
-            return
-        self._n_tokens += 1
-        if text := self._text.push(token):
-            self._put(text)
-        if self._text.stopped:
-            self._end("stop")
-        elif self._n_tokens == self.request.capacity:
-            self._end("length")
-
-    def _end(self, reason: FinishReason) -> None:
-        if tail := self._text.flush():
-            self._put(tail)
-        self.is_complete = True
-        self._put("", reason)
+    def release(self) -> None:
+        """Free what it holds; nothing of it is computed any more."""
+        if self.decoder is None:
+            self.request.resolved.close()
+        self.decoder = self.sampler = None
 
     def _put(self, text: str, finish_reason: FinishReason | None = None) -> None:
-        assert self._decoder is not None
+        assert self.decoder is not None
         piece = Piece(
             text=text, n_tokens=self._n_tokens, decode_s=self._decode_s,
-            kv_bytes=self._decoder.cache.kv_bytes, finish_reason=finish_reason,
+            kv_bytes=self.decoder.cache.kv_bytes, finish_reason=finish_reason,
         )  # fmt: skip
         self.pieces.put(piece)
 
@@ -266,7 +233,7 @@ class Scheduler:
     came. One whose reader is `AHEAD` pieces behind stands aside and leaves its place to others.
 
     The thread starts when there is something to do, and ends with the scheduler. Safe to use from
-    many threads, and after a fork.
+    many threads, and after a fork that was made while no other thread asked.
     """
 
     def __init__(self, model: Model, limits: Limits | None = None) -> None:
@@ -292,12 +259,25 @@ class Scheduler:
     @property
     def load(self) -> Load:
         """What it does at the moment."""
-        thread = self._thread
-        return Load(running=0, waiting=0, kv_bytes=0) if thread is None else thread.load
+        if self._thread is None:
+            return Load(running=0, waiting=0, kv_bytes=0)
+        running = list(self._thread.running)
+        kv_bytes = sum(answer.kv_bytes for answer in running)
+        return Load(running=len(running), waiting=self._thread.n_waiting, kv_bytes=kv_bytes)
 
     def submit(self, answer: RunningAnswer) -> None:
         """Have an answer computed. Raises Overloaded if too many wait already."""
-        self._running_thread().submit(answer)
+        thread, most = self._running_thread(), self.limits.max_waiting
+        with thread.counting:
+            # a free place does not keep its answer waiting
+            n_free = max(0, self.limits.max_batch - len(thread.running))
+            if most is not None and thread.n_waiting >= most + n_free:
+                raise Overloaded(
+                    f"{thread.n_waiting} answers wait already, and max_waiting is {most}; ask "
+                    "again later, or allow more"
+                )
+            thread.n_waiting += 1
+        thread.mail.put(answer)
 
     def wake(self) -> None:
         """Look again at the answers: one was abandoned, or read. Takes no lock."""
@@ -307,7 +287,7 @@ class Scheduler:
     def run(self, work: Callable[[], _Made]) -> _Made:
         """What ``work`` returns or raises, from the model's thread, without gradients."""
         thread = self._running_thread()
-        if thread.is_current:
+        if thread.is_current():
             return work()
         done: Future[_Made] = Future()
         thread.mail.put(partial(_settle, done, work))
@@ -337,7 +317,8 @@ def _settle(done: Future[_Made], work: Callable[[], _Made]) -> None:
 class _Thread:
     """The thread of a scheduler, of which it holds nothing, so that it ends with it.
 
-    mail: answers, work, and None for a change of either; from any thread.
+    mail: answers, work, and None for a change of either; from any thread. counting: is held to
+    change n_waiting and running, the answers that have not begun and those that have.
     """
 
     def __init__(self, limits: Limits) -> None:
@@ -345,42 +326,22 @@ class _Thread:
         self.pid = os.getpid()
         self.n_torch_threads = torch.get_num_threads()
         self.mail: SimpleQueue[RunningAnswer | Callable[[], None] | None] = SimpleQueue()
-        self._counting = threading.Lock()
-        self._n_waiting = 0
-        self._is_stopped = False
+        self.counting = threading.Lock()
+        self.n_waiting = 0
+        self.running: list[RunningAnswer] = []
         self._queue: deque[RunningAnswer | Callable[[], None]] = deque()
-        self._running: list[RunningAnswer] = []
+        self._is_stopped = False
         self._thread = threading.Thread(target=self._serve, name="samkv-model", daemon=True)
         self._thread.start()
 
-    @property
     def is_current(self) -> bool:
         return threading.current_thread() is self._thread
-
-    @property
-    def load(self) -> Load:
-        running = list(self._running)
-        kv_bytes = sum(answer.kv_bytes for answer in running)
-        return Load(running=len(running), waiting=self._n_waiting, kv_bytes=kv_bytes)
-
-    def submit(self, answer: RunningAnswer) -> None:
-        most = self._limits.max_waiting
-        with self._counting:
-            # a free place does not keep its answer waiting
-            n_free = max(0, self._limits.max_batch - len(self._running))
-            if most is not None and self._n_waiting >= most + n_free:
-                raise Overloaded(
-                    f"{self._n_waiting} answers wait already, and max_waiting is {most}; ask "
-                    "again later, or allow more"
-                )
-            self._n_waiting += 1
-        self.mail.put(answer)
 
     def stop(self) -> None:
         """End the thread after the step that it is at."""
         self._is_stopped = True
         self.mail.put(None)
-        if not self.is_current and self.pid == os.getpid():
+        if not self.is_current() and self.pid == os.getpid():
             self._thread.join()
 
     def _serve(self) -> None:
@@ -390,14 +351,13 @@ class _Thread:
                 self._drop()
                 if torch.get_num_threads() != self.n_torch_threads:  # each thread has its own
                     torch.set_num_threads(self.n_torch_threads)
-                if (at := self._next) is not None:
-                    self._do(at)
+                self._do_next()
                 self._step()
                 self._drop()
 
     def _read_mail(self) -> None:
         """Take what has come; wait for it if there is nothing to do."""
-        is_idle = self._next is None and not self._batch
+        is_idle = not self._batch() and self._next() is None
         while True:
             try:
                 letter = self.mail.get(block=is_idle)
@@ -407,46 +367,50 @@ class _Thread:
             if letter is not None:
                 self._queue.append(letter)
 
-    @property
+    def _drop(self) -> None:
+        """Let go of answers of which nothing more is computed."""
+        for letter in list(self._queue):
+            if isinstance(letter, RunningAnswer) and letter.is_abandoned:
+                self._queue.remove(letter)
+                self._end(letter)
+        for answer in list(self.running):
+            if answer.is_complete or answer.is_abandoned:
+                self.running.remove(answer)
+                answer.release()
+
+    def _end(self, answer: RunningAnswer) -> None:
+        """Let go of one that has not begun."""
+        with self.counting:
+            self.n_waiting -= 1
+        answer.release()
+
+    def _batch(self) -> list[RunningAnswer]:
+        """The answers of the next step: those that are `AHEAD` of their readers stand aside."""
+        batch: list[RunningAnswer] = []
+        for each in self.running:
+            is_over = each.is_complete or each.is_abandoned
+            if not is_over and len(each.pieces) < AHEAD and len(batch) < self._limits.max_batch:
+                batch.append(each)
+        return batch
+
     def _next(self) -> int | None:
         """Where in the queue that stands which comes next: an answer in its turn, or a work."""
-        is_their_turn = self._has_place
+        is_their_turn, most = len(self._batch()) < self._limits.max_batch, self._limits.max_kv_bytes
         for at, letter in enumerate(self._queue):
             if not isinstance(letter, RunningAnswer):
                 return at
-            if is_their_turn and self._fits(letter):
+            if is_their_turn and (
+                most is None or not self.running
+                or sum(each.kv_bytes for each in (*self.running, letter)) <= most
+            ):  # fmt: skip
                 return at
             is_their_turn = False  # a smaller one does not overtake
         return None
 
-    @property
-    def _has_place(self) -> bool:
-        return len(self._batch) < self._limits.max_batch
-
-    def _fits(self, answer: RunningAnswer) -> bool:
-        most = self._limits.max_kv_bytes
-        if most is None or not self._running:
-            return True
-        return sum(each.kv_bytes for each in (*self._running, answer)) <= most
-
-    @property
-    def _batch(self) -> list[RunningAnswer]:
-        """The answers of the next step."""
-        ready = [each for each in self._running if not (each.is_over or each.is_ahead)]
-        return ready[: self._limits.max_batch]
-
-    def _drop(self) -> None:
-        """Let go of answers of which nothing more is computed."""
-        answers = (each for each in self._queue if isinstance(each, RunningAnswer))
-        for answer in [each for each in answers if each.is_abandoned]:
-            self._queue.remove(answer)
-            self._end(answer)
-        for answer in [each for each in self._running if each.is_over]:
-            self._running.remove(answer)
-            answer.release()
-
-    def _do(self, at: int) -> None:
+    def _do_next(self) -> None:
         """What takes longer than a step: a pass of `run`, or the first one of an answer."""
+        if (at := self._next()) is None:
+            return
         letter = self._queue[at]
         del self._queue[at]
         if not isinstance(letter, RunningAnswer):
@@ -460,32 +424,32 @@ class _Thread:
             self._end(letter)
             letter.fail(error)
         else:
-            with self._counting:
-                self._n_waiting -= 1
-                self._running.append(letter)
-
-    def _end(self, answer: RunningAnswer) -> None:
-        """Let go of one that has not begun."""
-        with self._counting:
-            self._n_waiting -= 1
-        answer.release()
+            with self.counting:
+                self.n_waiting -= 1
+                self.running.append(letter)
 
     def _step(self) -> None:
         """One token more for each answer of a batch."""
-        if not (batch := self._batch):
+        if not (batch := self._batch()):
             return
         began = time.perf_counter()
+        decoders, tokens = [], []
+        for answer in batch:
+            assert answer.decoder is not None
+            decoders.append(answer.decoder)
+            tokens.append(answer.token)
         try:
-            logits = decode(*zip(*(each.next_step for each in batch), strict=True))
+            logits = decode(decoders, tokens)
         except BaseException as error:
             for answer in batch:
                 answer.fail(error)
             return
         seconds = time.perf_counter() - began
         for answer, of_one in zip(batch, logits, strict=True):
+            assert answer.sampler is not None
             try:
-                answer.take(of_one, seconds)
+                answer.take(answer.sampler.next(of_one), seconds)
             except BaseException as error:
                 answer.fail(error)
-        if len(self._running) > len(batch):  # who has been passed over comes first the next time
-            self._running = [each for each in self._running if each not in batch] + batch
+        if len(self.running) > len(batch):  # who has been passed over comes first the next time
+            self.running = [each for each in self.running if each not in batch] + batch

@@ -8,14 +8,14 @@ import contextvars
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import NoReturn, ParamSpec, Self, TypeVar
 
-from samkv_integrations.engine.report import Report, collectors
+from samkv_integrations.engine.report import COLLECTORS, Report
 from samkv_integrations.engine.request import Request
 from samkv_integrations.engine.scheduler import (
     AHEAD,
@@ -48,7 +48,7 @@ class Answer:
         return cls(text=text, report=stream.report, finish_reason=stream.finish_reason)
 
 
-class AnswerStream:
+class AnswerStream(Iterator[str], AsyncIterator[str]):
     """Iterator over the pieces of one answer; ``report`` is complete once it is exhausted.
 
     For ``for`` and for ``async for``, one reader at a time. The answer is computed ahead of its
@@ -64,16 +64,17 @@ class AnswerStream:
         self._answer = RunningAnswer(request)
         self._last: Piece | None = None
         self._is_submitted = self._is_over = False
-        self._collectors = collectors()
+        self._collectors = COLLECTORS.get()
 
     # -- reading ----------------------------------------------------------------------------
 
     def start(self) -> Self:
         """Have it computed, and wait for its first token. Raises what the first pass raises."""
         try:
-            self._submit()
-            self._take(self._answer.pieces.next(self._left))
-            self._record()
+            self._scheduler.submit(self._answer)
+            self._is_submitted = True
+            self._take(self._answer.pieces.next(self._left()))
+            self._request.chunks.record(self._request.resolved)
         except BaseException as error:
             self._fail(error)
         return self
@@ -81,23 +82,19 @@ class AnswerStream:
     async def astart(self) -> Self:
         """Like `start`, holding no thread."""
         try:
-            self._submit()
-            self._take(await self._answer.pieces.anext(self._left))
-            await off_loop(self._record)
+            self._scheduler.submit(self._answer)
+            self._is_submitted = True
+            self._take(await self._answer.pieces.anext(self._left()))
+            # it may wait for a disk
+            await off_loop(self._request.chunks.record, self._request.resolved)
         except BaseException as error:
             self._fail(error)
-        return self
-
-    def __iter__(self) -> Self:
-        return self
-
-    def __aiter__(self) -> Self:
         return self
 
     def __next__(self) -> str:
         while not self._is_over:
             try:
-                text = self._take(self._answer.pieces.next(self._left))
+                text = self._take(self._answer.pieces.next(self._left()))
             except BaseException as error:
                 self._fail(error)
             if text:
@@ -107,27 +104,18 @@ class AnswerStream:
     async def __anext__(self) -> str:
         while not self._is_over:
             try:
-                text = self._take(await self._answer.pieces.anext(self._left))
+                text = self._take(await self._answer.pieces.anext(self._left()))
             except BaseException as error:
                 self._fail(error)
             if text:
                 return text
         raise StopAsyncIteration
 
-    def _submit(self) -> None:
-        self._scheduler.submit(self._answer)
-        self._is_submitted = True
-
-    def _record(self) -> None:
-        """Tell the store which caches were used; may wait for a disk."""
-        self._request.chunks.record(self._request.resolved)
-
-    @property
     def _left(self) -> float | None:
         """Seconds until timeout, or None."""
-        if self._request.timeout is None or self._answer.is_complete:
+        if self._request.settings.timeout is None or self._answer.is_complete:
             return None
-        return self._request.began + self._request.timeout - time.perf_counter()
+        return self._request.began + self._request.settings.timeout - time.perf_counter()
 
     def _take(self, piece: Piece) -> str:
         if len(self._answer.pieces) == AHEAD - 1:
@@ -137,15 +125,15 @@ class AnswerStream:
         self._last = piece
         if piece.finish_reason is not None:
             self._end()
-        elif (left := self._left) is not None and left < 0:
+        elif (left := self._left()) is not None and left < 0:
             raise TimeoutError
         return piece.text
 
     def _fail(self, error: BaseException) -> NoReturn:
-        if isinstance(error, TimeoutError) and (left := self._left) is not None and left <= 0:
+        if isinstance(error, TimeoutError) and (left := self._left()) is not None and left <= 0:
             error = TimedOut(
-                f"timeout={self._request.timeout}: the answer was not complete after that many "
-                "seconds; give more, or ask for fewer tokens"
+                f"timeout={self._request.settings.timeout}: the answer was not complete after that "
+                "many seconds; give more, or ask for fewer tokens"
             )
             error.__suppress_context__ = True
         if not self._is_over:
@@ -186,7 +174,7 @@ class AnswerStream:
 
     def _abandon(self) -> None:
         if self._is_submitted:
-            self._answer.abandon()
+            self._answer.is_abandoned = True
             self._scheduler.wake()
         else:
             self._answer.release()

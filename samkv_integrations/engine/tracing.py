@@ -100,7 +100,7 @@ def _telemetry() -> _Telemetry | None:
 
 def _listening() -> _Telemetry | None:
     """Whom to tell; None for nobody."""
-    disabled = [name.strip() for name in os.environ.get(DISABLED, "").split(",")]
+    disabled = os.environ.get(DISABLED, "").replace(" ", "").split(",")
     return None if NAME in disabled else _telemetry()
 
 
@@ -132,24 +132,23 @@ class Trace:
             return
         self._epoch_ns = time.time_ns() - int(time.perf_counter() * 1e9)
         is_text = isinstance(prompt, str | RenderedPrompt)
+        operation, values = "text_completion" if is_text else "chat", settings.sampling.values
         self._asked: Attributes = {
-            "gen_ai.operation.name": "text_completion" if is_text else "chat",
+            "gen_ai.operation.name": operation,
             "gen_ai.provider.name": NAME,
             "gen_ai.request.model": model,
         }
-        values = settings.sampling.values
-        wanted = ["temperature", "seed"]
-        wanted += [] if settings.sampling.is_greedy else ["top_k", "top_p"]
-        named = {f"gen_ai.request.{name}": values[name] for name in wanted}
-        named |= {"gen_ai.request.max_tokens": values["max_new_tokens"]}
+        attributes = {
+            **self._asked,
+            "gen_ai.request.max_tokens": values["max_new_tokens"],
+            "gen_ai.output.type": "text" if settings.json_schema is None else "json",
+        }
+        of_sampling = () if settings.sampling.is_greedy else ("top_k", "top_p")
+        for name in ("temperature", "seed", *of_sampling):
+            if values[name] is not None:
+                attributes[f"gen_ai.request.{name}"] = values[name]
         self._span = self._telemetry.tracer.start_span(
-            f"{self._asked['gen_ai.operation.name']} {model}",
-            attributes={
-                **self._asked,
-                **{name: value for name, value in named.items() if value is not None},
-                "gen_ai.output.type": "text" if settings.json_schema is None else "json",
-            },
-            start_time=self._ns(began),
+            f"{operation} {model}", attributes=attributes, start_time=self._ns(began)
         )
         self._context = self._telemetry.api.set_span_in_context(self._span)
 
@@ -157,17 +156,13 @@ class Trace:
         return self._epoch_ns + int(at * 1e9)
 
     def begun(self, stages: Sequence[Stage]) -> None:
-        """The first token is there, after these stages."""
+        """These stages are over: the first time, those up to the first token."""
         self._first_at = stages[-1].ended
-        for stage in stages:
-            self._tell(stage)
-
-    def _tell(self, stage: Stage) -> None:
         if self._telemetry is not None and self._span.is_recording():
-            start = self._ns(stage.began)
-            self._telemetry.tracer.start_span(
-                f"samkv.{stage.name}", context=self._context, start_time=start
-            ).end(end_time=self._ns(stage.ended))
+            for stage in stages:
+                self._telemetry.tracer.start_span(
+                    f"samkv.{stage.name}", context=self._context, start_time=self._ns(stage.began)
+                ).end(end_time=self._ns(stage.ended))
 
     def end(
         self,
@@ -181,22 +176,28 @@ class Trace:
         telemetry = self._telemetry
         if telemetry is None:
             return
-        found, labels = _figures_of(report), dict(self._asked)
+        found: Attributes = {}
+        labels = dict(self._asked)
         if finish_reason is not None:
             found["gen_ai.response.finish_reasons"] = [finish_reason]
         # who asked has left: that is no failure
         if error is not None and not isinstance(error, asyncio.CancelledError | GeneratorExit):
             labels["error.type"] = found["error.type"] = type(error).__qualname__
             self._span.set_status(telemetry.api.Status(telemetry.api.StatusCode.ERROR))
-        if report is not None:
-            self._tell(Stage(name="decode", began=self._first_at, ended=at))
-        self._span.set_attributes(found)
         told: list[tuple[str, float, Attributes]] = [
             ("gen_ai.client.operation.duration", at - self._began, {})
         ]
         if report is not None:
+            self.begun([Stage(name="decode", began=self._first_at, ended=at)])
             cached, prefix = report.cached_tokens, report.prefix_tokens
             missed = sum(report.chunk_misses.values())
+            for name, figure in _FIGURES.items():
+                found[name] = getattr(report, figure)
+            found["samkv.chunk.misses"] = missed
+            if report.eviction is not None:
+                found["samkv.eviction"] = report.eviction
+            if report.chunk_misses:
+                found["samkv.chunk.miss_reasons"] = sorted(report.chunk_misses)
             usage, sources = "gen_ai.client.token.usage", "samkv.prompt.tokens"
             told += [
                 ("gen_ai.client.operation.time_to_first_chunk", report.ttft_s, {}),
@@ -211,18 +212,7 @@ class Trace:
                 ("samkv.chunks", report.computed_now, {"samkv.outcome": "computed_now"}),
                 ("samkv.chunks", missed, {"samkv.outcome": "missed"}),
             ]
+        self._span.set_attributes(found)
         for name, value, more in told:
             telemetry.tell[name](value, labels | more, self._context)
         self._span.end(end_time=self._ns(at))
-
-
-def _figures_of(report: Report | None) -> Attributes:
-    if report is None:
-        return {}
-    found = {name: getattr(report, figure) for name, figure in _FIGURES.items()}
-    found["samkv.chunk.misses"] = sum(report.chunk_misses.values())
-    if report.eviction is not None:
-        found["samkv.eviction"] = report.eviction
-    if report.chunk_misses:
-        found["samkv.chunk.miss_reasons"] = sorted(report.chunk_misses)
-    return found

@@ -66,12 +66,12 @@ class WorkingCache(ABC):
     def kv_bytes(self) -> int:
         """Bytes held, room not counted."""
 
+    @abstractmethod
     def attended(self, layer: int, of_chunks: Tensor) -> float:
         """Tokens of chunks that the first step attends to at a layer, mean over key-value heads.
 
         of_chunks: (S,) bool, CPU: which of the entries that the prompt's pass left are of chunks.
         """
-        return int(of_chunks.sum())
 
     @abstractmethod
     def take(self, layer: int, entries: LayerEntries) -> None:
@@ -143,7 +143,7 @@ class DenseCache(WorkingCache):
     def attended(self, layer: int, of_chunks: Tensor) -> float:
         slots = self._kept[layer]
         if slots is None:
-            return super().attended(layer, of_chunks)
+            return int(of_chunks.sum())
         return int(of_chunks[slots.cpu()].sum()) / slots.shape[1]
 
     def take(self, layer: int, entries: LayerEntries) -> None:
@@ -164,30 +164,25 @@ class DenseCache(WorkingCache):
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float
     ) -> Tensor:
-        keys, values = self.append(layer, key[0, :, 0], value[0, :, 0])
+        last = self.lengths[layer]
+        self.keys[layer][last], self.values[layer][last] = key[0, :, 0], value[0, :, 0]
+        if self._weigh is not None:
+            self.context[layer][last] = False
+        self.lengths[layer] = n_entries = last + 1
+        keys = as_heads(self.keys[layer][:n_entries])
+        values = as_heads(self.values[layer][:n_entries])
         if self._weigh is None:
             output = attention(query, keys, values, scaling, None, False)
         else:
             output = self._weigh(query, keys, values, scaling, None, self.is_context(layer))
         if self._keepers and self._slides:
-            n_entries = self.lengths[layer]
             seen = Seen(
-                query=query[0], slots=torch.tensor([n_entries - 1]),
+                query=query[0], slots=torch.tensor([last]),
                 keys=self.keys[layer][:n_entries], scaling=scaling,
             )  # fmt: skip
             if (slot := self._keepers[layer].step(seen)) is not None:
                 self.evict(layer, slot)
         return output
-
-    def append(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Add one entry, (G, D) each; returns all as (1, G, S, D)."""
-        length = self.lengths[layer]
-        self.keys[layer][length] = key
-        self.values[layer][length] = value
-        if self._weigh is not None:
-            self.context[layer][length] = False
-        self.lengths[layer] = length + 1
-        return as_heads(self.keys[layer][: length + 1]), as_heads(self.values[layer][: length + 1])
 
     def is_context(self, layer: int) -> Tensor:
         """(G, S) bool: which entries are of the context."""
@@ -266,8 +261,7 @@ class SparseCache(WorkingCache):
         return rest + means + sum(held.n_bytes for held in self._context if held is not None)
 
     def attended(self, layer: int, of_chunks: Tensor) -> float:
-        left_out = max(0, self._n_context[layer] - self._budget)
-        return super().attended(layer, of_chunks) - left_out
+        return int(of_chunks.sum()) - max(0, self._n_context[layer] - self._budget)
 
     def take(self, layer: int, entries: LayerEntries) -> None:
         others = entries.other_slots

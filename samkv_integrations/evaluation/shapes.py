@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from samkv_integrations.errors import InvalidOption, UnknownOption, meant
-from samkv_integrations.model.loading import load_shape, random_shape
-from samkv_integrations.model.shape import ModelShape
+
+if TYPE_CHECKING:
+    from samkv_integrations.model.shape import ModelShape
 
 BUILTIN = "builtin"
 """The shape that is the built-in model itself, its trained weights included."""
@@ -93,6 +94,8 @@ def sizes_of(name: str, *, layers: int | None, dtype: str) -> ModelShape:
         ModelNotFound: a folder or hub id without a config.
         UnsupportedModel: a model that could not be computed exactly.
     """
+    from samkv_integrations.model.loading import load_shape, random_shape
+
     if name in SHAPES:
         found = random_shape(SHAPES[name], name=name, dtype=dtype)
     elif name in (BUILTIN, "smollm2") or "/" in name or Path(name).exists():

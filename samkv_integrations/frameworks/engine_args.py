@@ -96,10 +96,10 @@ def engine_of(source: ModelSource) -> Engine:
         store = ChunkStore(
             folder, namespace=namespace, max_bytes=source.max_bytes, remote=source.kv_remote
         )
-    model, bits = _model_of(source), source.store_bits
-    if source.block_size is None:
-        return Engine(model, store, store_bits=bits)
-    return Engine(model, store, store_bits=bits, block_size=source.block_size)
+    return Engine(
+        _model_of(source), store, store_bits=source.store_bits,
+        block_size="auto" if source.block_size is None else source.block_size,
+    )  # fmt: skip
 
 
 def _check_engine(engine: Engine, source: ModelSource) -> None:

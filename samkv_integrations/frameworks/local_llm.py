@@ -13,27 +13,28 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Self, get_args
 
 from pydantic import (
     BaseModel,
-    BeforeValidator,
     ConfigDict,
     Field,
     ModelWrapValidatorHandler,
     PrivateAttr,
     SkipValidation,
     ValidationError,
-    ValidationInfo,
     model_validator,
 )
 from pydantic.json_schema import SkipJsonSchema
 
-from samkv_integrations.cache.quantise import check_store_bits
 from samkv_integrations.engine.engine import Engine
-from samkv_integrations.engine.options import AnswerSettings, check_on_miss, check_timeout
+from samkv_integrations.engine.options import (
+    AnswerSettings,
+    check_given_bits,
+    check_on_miss,
+    check_timeout,
+)
 from samkv_integrations.engine.report import Report
-from samkv_integrations.engine.stream import AnswerStream
 from samkv_integrations.errors import InvalidOption, UnknownOption
 from samkv_integrations.eviction import get_eviction
 from samkv_integrations.frameworks.engine_args import (
@@ -91,9 +92,11 @@ def checked_generate_kwargs(given: Mapping[str, Any], max_new_tokens: int) -> di
 
 
 def to_options(
-    given: Mapping[str, Any], defaults: Mapping[str, Any], max_new_tokens: int
+    given: Mapping[str, Any], defaults: Mapping[str, Any], max_new_tokens: int | None
 ) -> dict[str, Any]:
     """Keyword arguments of the engine: those of one call, over those of the LLM.
+
+    max_new_tokens: of a call that names no number; None for `DEFAULT_MAX_NEW_TOKENS`.
 
     ``do_sample`` becomes a temperature: without one it is 0 for False and 1 for True.
     """
@@ -110,12 +113,13 @@ def to_options(
         options["temperature"] = 0.0
     elif do_sample and options.setdefault("temperature", 1.0) == 0:
         raise InvalidOption("do_sample=True and temperature=0 contradict; leave out either")
-    lengths = [options.pop(name) for name in ("max_tokens", "max_new_tokens") if name in options]
-    if len(lengths) > 1:
+    if "max_tokens" in options and "max_new_tokens" in options:
         raise InvalidOption("max_tokens and max_new_tokens are the same thing; give one")
+    length = options.pop("max_tokens", max_new_tokens)
+    options.setdefault("max_new_tokens", DEFAULT_MAX_NEW_TOKENS if length is None else length)
     if isinstance(options.get("stop"), str):
         options["stop"] = [options["stop"]]
-    return {**options, "max_new_tokens": lengths[0] if lengths else max_new_tokens}
+    return options
 
 
 def known_options(kind: str, given: Mapping[str, Any], known: Sequence[str]) -> dict[str, Any]:
@@ -128,14 +132,15 @@ def known_options(kind: str, given: Mapping[str, Any], known: Sequence[str]) -> 
     found = {}
     for name, value in given.items():
         if name in known:
-            found[name] = value
+            if value is not None:
+                found[name] = value
         elif name in WITHOUT_EFFECT:
             allowed, why = WITHOUT_EFFECT[name]
             if value is not None and value != allowed:
                 raise InvalidOption(f"{name}={value!r}; {why}, leave it out or give {allowed}")
         elif name not in ANY_VALUE:
             raise unknown_option(kind, name, known, _INSTEAD)
-    return {name: value for name, value in found.items() if value is not None}
+    return found
 
 
 def unknown_option(
@@ -236,7 +241,13 @@ class ToolUse:
         A name may be given in OpenAI's form. Raises InvalidOption for anything else, and as
         `form_of` does.
         """
-        names = tuple(str(tool["function"]["name"]) for tool in tools)
+        try:
+            names = tuple(str(tool["function"]["name"]) for tool in tools)
+        except (TypeError, KeyError) as error:
+            raise InvalidOption(
+                f"tools={tools!r:.80}; give a list of tools, each a mapping with 'function', which "
+                "has a 'name'"
+            ) from error
         if isinstance(choice, Mapping):
             function = choice.get("function", {})
             choice = function.get("name", choice) if isinstance(function, Mapping) else choice
@@ -359,8 +370,9 @@ def merged(turns: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """
     found: list[dict[str, Any]] = []
     for turn in turns:
-        if found and _is_plain(turn) and _is_plain(found[-1]) and found[-1]["role"] == turn["role"]:
-            found[-1]["content"] += f"\n\n{turn['content']}"
+        last = found[-1] if found else {}
+        if turn.keys() == last.keys() == {"role", "content"} and turn["role"] == last["role"]:
+            last["content"] += f"\n\n{turn['content']}"
         else:
             found.append(dict(turn))
     return found
@@ -386,26 +398,7 @@ def of_result(content: str, call_id: str, name: str | None) -> dict[str, Any]:
     return {**turn, "name": name} if name else turn
 
 
-def _is_plain(turn: dict[str, Any]) -> bool:
-    return turn.keys() == {"role", "content"}
-
-
 # -- arguments -------------------------------------------------------------------------------------
-
-
-def _checked_on_miss(on_miss: str) -> str:
-    check_on_miss(on_miss)
-    return on_miss
-
-
-def _checked_name(part: Any, info: ValidationInfo) -> Any:  # noqa: ANN401
-    """A name, that is; an LLM is written down and made again, and what has a name can be."""
-    if not isinstance(part, str | None):
-        raise InvalidOption(
-            f"{info.field_name} is a {type(part).__name__}; an LLM takes a name. Give an engine "
-            f"yours, and the LLM that: engine=Engine.from_pretrained(model, {info.field_name}=...)"
-        )
-    return part
 
 
 def usage_of(*reports: Report) -> dict[str, Any]:
@@ -467,14 +460,14 @@ class LocalLLM(BaseModel):
     engine's, which are 4 by default."""
     engine: SkipJsonSchema[Engine] = Field(default=None, exclude=True, repr=False)  # type: ignore[assignment]
     """An engine to share, in place of loading a model over ``kv_dir``."""
-    method: Annotated[str | None, BeforeValidator(_checked_name)] = None
+    method: SkipValidation[str | None] = None
     """How to answer, a name out of ``METHODS``; None for the engine's."""
-    eviction: Annotated[str | None, BeforeValidator(_checked_name)] = None
+    eviction: SkipValidation[str | None] = None
     """Which KV entries an answer goes on with after its first token, a name out of ``EVICTIONS``
     or ``"none"`` for all; None for the engine's."""
     match_text: bool = True
     """Whether texts of cached chunks are found in prompts; else handles alone are."""
-    on_miss: Annotated[OnMiss, BeforeValidator(_checked_on_miss)] = "compute"
+    on_miss: SkipValidation[OnMiss] = "compute"
     """For a chunk without a usable cache: ``"compute"`` (as a chunk, and keep it; with ``auto``
     only where that does not take longer than full prefill), ``"text"`` (compute its text, this
     once) or ``"error"``."""
@@ -523,12 +516,19 @@ class LocalLLM(BaseModel):
 
     def _check(self) -> None:
         """Raises for what is wrong without a model: loading one takes its time."""
+        for name in ("method", "eviction"):
+            part: object = getattr(self, name)
+            if not isinstance(part, str | None):  # an LLM is written down, which a name can be
+                raise InvalidOption(
+                    f"{name} is a {type(part).__name__}; an LLM takes a name. Give an engine "
+                    f"yours, and the LLM that: engine=Engine.from_pretrained(model, {name}=...)"
+                )
         if self.method is not None:
             get_method(self.method)
         get_eviction(self.eviction)
-        if self.store_bits is not None:
-            check_store_bits(self.store_bits)
+        check_given_bits(self.store_bits)
         check_timeout(self.timeout)
+        check_on_miss(self.on_miss)
 
     def _source(self) -> ModelSource:
         own = type(self).model_fields.keys() & {field.name for field in fields(ModelSource)}
@@ -604,18 +604,18 @@ class LocalLLM(BaseModel):
 
     # -- calls ------------------------------------------------------------------------------
 
-    def _stream_of(self, prompt: Prompt, options: Mapping[str, Any]) -> AnswerStream:
-        return self.engine.stream(prompt, None if self.match_text else (), **options)
-
-    async def _astream_of(self, prompt: Prompt, options: Mapping[str, Any]) -> AnswerStream:
-        return await self.engine.astream(prompt, None if self.match_text else (), **options)
-
     def _options_of(
-        self, call: Mapping[str, Any], always: Mapping[str, Any], max_new_tokens: int
+        self, call: Mapping[str, Any], always: Mapping[str, Any], max_new_tokens: int | None
     ) -> dict[str, Any]:
-        """Keyword arguments of the engine, see `to_options`."""
-        own = {name: getattr(self, name) for name in _OF_THE_LLM}
-        return {**own, "stop_ids": self.stopping_ids, **to_options(call, always, max_new_tokens)}
+        """Keyword arguments of the engine beside the prompt, see `to_options`."""
+        return {
+            "chunks": None if self.match_text else (),
+            "method": self.method,
+            "eviction": self.eviction,
+            "on_miss": self.on_miss,
+            "stop_ids": self.stopping_ids,
+            **to_options(call, always, max_new_tokens),
+        }
 
     def _with_tools(self, prompt: Prompt, call: dict[str, Any]) -> tuple[Prompt, ToolUse | None]:
         """What is asked, and with which tools, which are taken out of the options of the call."""

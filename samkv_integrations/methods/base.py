@@ -11,7 +11,7 @@ import ast
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, Protocol, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal, Protocol, get_args, get_origin, get_type_hints
 
 import torch
 import torch.nn.functional as F
@@ -80,15 +80,6 @@ class SelectionInputs:
     block_min: Tensor | None = None
     outliers: Tensor | None = None
     stable_layers: tuple[int, ...] = ()
-
-    def to(self, device: torch.device) -> SelectionInputs:
-        """The same inputs on ``device``."""
-        moved: dict[str, Any] = {
-            field.name: value.to(device)
-            for field in fields(self)
-            if isinstance(value := getattr(self, field.name), Tensor)
-        }
-        return replace(self, **moved)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,10 +170,13 @@ class Checked:
 class Recompute(ABC):
     """Which kept tokens to compute again.
 
+    uses_caches: whether any stored entry is ever used.
     check_layer: the tokens of all later layers are decided when the pass is there; None: all tokens
         are known before.
     whole_tokens: contexts of at most this many tokens are kept and computed as a whole.
     """
+
+    uses_caches: ClassVar[bool] = True
 
     @property
     def needs(self) -> frozenset[str]:
@@ -195,11 +189,6 @@ class Recompute(ABC):
     @property
     def whole_tokens(self) -> int:
         return 0
-
-    @property
-    def uses_caches(self) -> bool:
-        """Whether any stored entry is ever used."""
-        return True
 
     def most_ratio(self, n_context: int, n_chunks: int, *, scored: bool) -> float:
         """Recomputed tokens as a share of the context, mean over layers, at most.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -35,9 +36,7 @@ class SelectAll(Select):
 class RecomputeAll(Recompute):
     """Compute every token again: ordinary prefill."""
 
-    @property
-    def uses_caches(self) -> bool:
-        return False
+    uses_caches: ClassVar[bool] = False
 
     def choose(self, selection: Selection, inputs: SelectionInputs, layout: Layout) -> Tensor:
         return selection.tokens(layout)

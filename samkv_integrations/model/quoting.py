@@ -6,11 +6,10 @@ import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
-
-_USES_TOOLS = re.compile(r"\{[{%][^{}]*\btools\b")
 
 
 @dataclass(frozen=True)
@@ -30,9 +29,10 @@ class RenderedPrompt:
     @classmethod
     def joined(cls, parts: Sequence[RenderedPrompt], *, is_chat: bool) -> RenderedPrompt:
         """One prompt of several parts."""
-        text, quoted = "", []
+        text, quoted = "", list[range]()
         for part in parts:
-            quoted += [range(len(text) + s.start, len(text) + s.stop) for s in part.quoted]
+            for span in part.quoted:
+                quoted.append(range(len(text) + span.start, len(text) + span.stop))
             text += part.text
         return cls(text, tuple(quoted), is_chat)
 
@@ -40,14 +40,10 @@ class RenderedPrompt:
         """Characters ``[start, stop)`` of it."""
         first = bisect_right(self.quoted, start, key=lambda span: span.stop)
         last = bisect_left(self.quoted, stop, key=lambda span: span.start)
-        return RenderedPrompt(
-            self.text[start:stop],
-            tuple(
-                range(max(span.start, start) - start, min(span.stop, stop) - start)
-                for span in self.quoted[first:last]
-            ),
-            self.is_chat,
-        )
+        quoted = list[range]()
+        for span in self.quoted[first:last]:
+            quoted.append(range(max(span.start, start) - start, min(span.stop, stop) - start))
+        return RenderedPrompt(self.text[start:stop], tuple(quoted), self.is_chat)
 
 
 class SpecialTokens:
@@ -72,9 +68,11 @@ class SpecialTokens:
         later which names are the template's own. No template writes such a character otherwise,
         except by its number in JSON.
         """
-        texts = list(_strings(contents))
-        used = {letter for text in texts for letter in text}
-        names = sorted({name for text in texts for name in self._names.findall(text)})
+        texts = "\uffff".join(_strings(contents))  # no name holds this noncharacter
+        names = sorted({*self._names.findall(texts)})
+        if not names:
+            return RenderedPrompt(render(_replaced(contents, str)))
+        used = set(texts) | {chr(int(code, 16)) for code in re.findall(r"\\u([0-9a-f]{4})", texts)}
         private = (chr(code) for code in range(0xE000, 0xF900) if chr(code) not in used)
         mark_of = dict(zip(names, private, strict=False))
         rendered = render(
@@ -83,7 +81,7 @@ class SpecialTokens:
         found = {form: name for name, mark in mark_of.items()
                  for form in (mark, f"\\u{ord(mark):04x}")}  # fmt: skip
         text, quoted, at = "", [], 0
-        for match in re.finditer("|".join(map(re.escape, found)) or r"(?!)", rendered):
+        for match in re.finditer("|".join(map(re.escape, found)), rendered):
             text += rendered[at : match.start()]
             name = found[match[0]]
             quoted.append(range(len(text), len(text) + len(name)))
@@ -98,38 +96,30 @@ class SpecialTokens:
         tokenised as any text would be. A control token swallows the space beside it if the
         tokenizer says so.
         """
-        found: list[tuple[str, bool]] = []
-        text, at = prompt.text, 0
-        control = self._control(prompt)
-        for quoted in prompt.quoted:
-            if quoted.start < at:  # in the stretch of the one before
+        text, quoted = prompt.text, prompt.quoted
+        if not quoted:
+            return [(text, True)] if text else []
+        between = zip(
+            [0, *(span.stop for span in quoted)],
+            [*(span.start for span in quoted), len(text)],
+            strict=True,
+        )
+        control = [m for span in between for m in self._names.finditer(text, *span)]
+        edges = [(m.start(), m.end(), self._tokens[m[0]]) for m in control]
+        ends = (0, 0, None), (len(text), len(text), None)
+        found, at = list[tuple[str, bool]](), 0
+        for (_, start, before), (stop, _, after) in pairwise([ends[0], *edges, ends[1]]):
+            place = bisect_left(quoted, start, key=lambda span: span.start)
+            if place == len(quoted) or quoted[place].start >= stop:  # none is quoted here
                 continue
-            place = bisect_right(control, quoted.start, key=lambda span: span.stop)
-            before, after = control[max(place - 1, 0) : place], control[place : place + 1]
-            start = max(at, before[0].stop if before else 0)
-            stop = after[0].start if after else len(text)
             stretch = text[start:stop]
-            if before and self._tokens[_at(text, before[0])].rstrip:
+            if before and before.rstrip:
                 stretch = stretch.lstrip()
-            if after and self._tokens[_at(text, after[0])].lstrip:
+            if after and after.lstrip:
                 stretch = stretch.rstrip()
             found += [(text[at:start], True), (stretch, False)]
             at = stop
         return [(part, counts) for part, counts in [*found, (text[at:], True)] if part]
-
-    def _control(self, prompt: RenderedPrompt) -> Sequence[range]:
-        """Where control tokens stand."""
-        ends = [0, *(span.stop for span in prompt.quoted)]
-        starts = [*(span.start for span in prompt.quoted), len(prompt.text)]
-        return [
-            range(*match.span())
-            for start, stop in zip(ends, starts, strict=True)
-            for match in self._names.finditer(prompt.text, start, stop)
-        ]
-
-
-def _at(text: str, span: range) -> str:
-    return text[span.start : span.stop]
 
 
 def _strings(value: Any) -> Iterator[str]:  # noqa: ANN401
@@ -148,10 +138,10 @@ def _replaced(value: Any, replace: Callable[[str], str]) -> Any:  # noqa: ANN401
     if isinstance(value, str):
         return replace(value)
     if isinstance(value, Mapping):
-        return {_replaced(key, replace): _replaced(each, replace) for key, each in value.items()}
-    return (
-        [_replaced(each, replace) for each in value] if isinstance(value, list | tuple) else value
-    )
+        return dict(_replaced(list(value.items()), replace))
+    if isinstance(value, list | tuple):
+        return [_replaced(each, replace) for each in value]
+    return value
 
 
 @dataclass(frozen=True)
@@ -167,18 +157,3 @@ class Chat:
 
     messages: Sequence[Mapping[str, Any]]
     tools: Sequence[Mapping[str, Any]] = ()
-
-    @property
-    def needs_tools(self) -> bool:
-        """Whether it holds what only a template that takes tools can write."""
-        return bool(self.tools) or any(
-            message["role"] == "tool" or message.get("tool_calls") for message in self.messages
-        )
-
-
-def tool_template(tokenizer: Any) -> str | None:  # noqa: ANN401
-    """The chat template for a prompt with tools; None if it would leave them out."""
-    if not tokenizer.chat_template:
-        return None
-    template = str(tokenizer.get_chat_template(tools=[{}]))  # one of several may be for tools
-    return template if _USES_TOOLS.search(template) else None

@@ -10,7 +10,7 @@ import math
 import reprlib
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from decimal import Decimal
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, TypedDict, Unpack, get_args, get_type_hints
@@ -43,19 +43,15 @@ class Option:
 
     default: of an option that is not given; a None is allowed where it is the default.
     allows, bounds: whether a number is in range, and the range in words.
-    warper: what transformers changes the logits with, None for nothing; not asked for None. Those
-        of a greedy answer are left out, but for ``always``.
     """
 
     default: float | int | None
     allows: Callable[[Any], bool]
     bounds: str
-    warper: Callable[[Any], LogitsProcessor | None] = lambda value: None
-    always: bool = False
 
 
 class SamplingOptions(TypedDict, total=False):
-    """Options of `Engine.generate`, each with its bounds; their warpers run in this order.
+    """Options of `Engine.generate`, each with its bounds.
 
     max_new_tokens: most tokens of the answer.
     seed: makes sampling repeatable.
@@ -78,8 +74,6 @@ class SamplingOptions(TypedDict, total=False):
             None,
             lambda penalty: SMALLEST <= penalty < math.inf,
             f"{SMALLEST} or more (1 for none) and finite",
-            lambda r: None if r == 1 else RepetitionPenaltyLogitsProcessor(float(r)),
-            always=True,
         ),
     ]
     temperature: Annotated[
@@ -88,36 +82,11 @@ class SamplingOptions(TypedDict, total=False):
             0.0,
             lambda t: t == 0 or SMALLEST <= t < math.inf,
             f"0 (greedy), or {SMALLEST} or more and finite",
-            lambda t: TemperatureLogitsWarper(float(t)),
         ),
     ]
-    top_k: Annotated[
-        int,
-        Option(
-            0,
-            lambda k: k >= 0,
-            "0 (all tokens) or more",
-            lambda k: TopKLogitsWarper(k) if k else None,
-        ),
-    ]
-    top_p: Annotated[
-        float,
-        Option(
-            1.0,
-            lambda p: 0 < p <= 1,
-            "above 0 and at most 1",
-            lambda p: TopPLogitsWarper(float(p)) if p < 1 else None,
-        ),
-    ]
-    min_p: Annotated[
-        float,
-        Option(
-            0.0,
-            lambda p: 0 <= p <= 1,
-            "between 0 (all tokens) and 1",
-            lambda p: MinPLogitsWarper(float(p)) if p else None,
-        ),
-    ]
+    top_k: Annotated[int, Option(0, lambda k: k >= 0, "0 (all tokens) or more")]
+    top_p: Annotated[float, Option(1.0, lambda p: 0 < p <= 1, "above 0 and at most 1")]
+    min_p: Annotated[float, Option(0.0, lambda p: 0 <= p <= 1, "between 0 (all tokens) and 1")]
 
 
 _HINTS = {
@@ -125,7 +94,15 @@ _HINTS = {
     for name, hint in get_type_hints(SamplingOptions, include_extras=True).items()
 }
 OPTIONS: Mapping[str, Option] = MappingProxyType({n: of[1] for n, of in _HINTS.items()})
-"""The options by name, in the order of their warpers."""
+"""The options by name."""
+
+_WARPERS: Mapping[str, Callable[[Any], LogitsProcessor]] = {
+    "temperature": TemperatureLogitsWarper,
+    "top_k": TopKLogitsWarper,
+    "top_p": TopPLogitsWarper,
+    "min_p": MinPLogitsWarper,
+}
+"""What transformers changes the logits of a draw with, in this order."""
 
 
 @dataclass(frozen=True, init=False)
@@ -138,60 +115,32 @@ class Sampling:
     """
 
     items: tuple[tuple[str, float | int | None], ...]
+    values: Mapping[str, float | int | None] = field(compare=False, repr=False)
+    max_new_tokens: int = field(compare=False, repr=False)
+    is_greedy: bool = field(compare=False, repr=False)
 
     def __init__(self, **given: Unpack[SamplingOptions]) -> None:
         options: Mapping[str, Any] = given
         for name in options.keys() - OPTIONS.keys():
             raise UnknownOption.among("option of sampling", name, OPTIONS)
-        items = (
-            (name, _checked(name, options[name]) if name in options else option.default)
-            for name, option in OPTIONS.items()
-        )
-        object.__setattr__(self, "items", tuple(items))
-
-    @property
-    def values(self) -> Mapping[str, float | int | None]:
-        """Every option by name."""
-        return dict(self.items)
-
-    @property
-    def max_new_tokens(self) -> int:
-        """Most tokens of the answer."""
-        return int(self.values["max_new_tokens"] or 0)
-
-    @property
-    def is_greedy(self) -> bool:
-        """Whether the likeliest token is always taken."""
-        return self.values["temperature"] == 0
-
-    def warpers(self, model: Model) -> LogitsProcessorList:
-        """What changes the logits before a token is taken, in order."""
-        config: Any = model.hf.generation_config
-        found = LogitsProcessorList()
-        for name, value in self.items:
-            option = OPTIONS[name]
-            if value is None:
-                value = getattr(config, name, None) if option.always else None
-            if value is None or (self.is_greedy and not option.always):
+        values: dict[str, Any] = {}
+        for name, option in OPTIONS.items():
+            value = options.get(name, option.default)
+            if value is None and option.default is None:
+                values[name] = None
                 continue
-            if (warper := option.warper(value)) is not None:
-                found.append(warper)
-        return found
-
-
-def _checked(name: str, value: Any) -> float | int | None:  # noqa: ANN401
-    option, hint = OPTIONS[name], _HINTS[name][0]
-    kinds = get_args(hint) or (hint,)
-    if value is None and option.default is None:
-        return None
-    is_whole = int in kinds
-    if isinstance(value, bool) or not isinstance(value, int if is_whole else int | float):
-        raise InvalidOption(
-            f"{name}={value!r}; it must be {'a whole number' if is_whole else 'a number'}"
-        )
-    if not option.allows(value):  # false for a NaN too
-        raise InvalidOption(f"{name}={value}; it must be {option.bounds}")
-    return value
+            hint = _HINTS[name][0]
+            is_whole = int in (get_args(hint) or (hint,))
+            if isinstance(value, bool) or not isinstance(value, int if is_whole else int | float):
+                kind = "a whole number" if is_whole else "a number"
+                raise InvalidOption(f"{name}={value!r}; it must be {kind}")
+            if not option.allows(value):  # false for a NaN too
+                raise InvalidOption(f"{name}={value}; it must be {option.bounds}")
+            values[name] = value if is_whole else float(value)
+        vars(self).update(  # as frozen fields are set
+            items=tuple(values.items()), values=values, max_new_tokens=values["max_new_tokens"],
+            is_greedy=values["temperature"] == 0,
+        )  # fmt: skip
 
 
 class Sampler:
@@ -209,10 +158,21 @@ class Sampler:
     ) -> None:
         self._ids = torch.tensor([list(prompt_ids)], device=model.device)
         self._greedy = sampling.is_greedy
-        self._warpers = sampling.warpers(model)
-        if constraint is not None:
-            self._warpers.insert(0, constraint)
-        self._generator = None if self._greedy else _generator(model, sampling.values["seed"])
+        self._warpers = LogitsProcessorList([] if constraint is None else [constraint])
+        penalty: Any = sampling.values["repetition_penalty"]
+        if penalty is None:
+            penalty = getattr(model.hf.generation_config, "repetition_penalty", None)
+        if penalty not in (None, 1):
+            self._warpers.append(RepetitionPenaltyLogitsProcessor(float(penalty)))
+        if not self._greedy:
+            for name, warper in _WARPERS.items():
+                if (value := sampling.values[name]) != OPTIONS[name].default:
+                    self._warpers.append(warper(value))
+            # `torch.Generator.seed` would open /dev/urandom, which fails a process that has too
+            # many files open.
+            seed = sampling.values["seed"]
+            drawn = secrets.randbits(64) if seed is None else int(seed)
+            self._generator = torch.Generator(device=model.device).manual_seed(drawn)
 
     def next(self, logits: Tensor) -> int:
         """The token chosen from ``logits`` (vocabulary,)."""
@@ -223,15 +183,6 @@ class Sampler:
             token = torch.multinomial(scores.softmax(-1), 1, generator=self._generator)
         self._ids = torch.cat((self._ids, token), dim=1)
         return int(token)
-
-
-def _generator(model: Model, seed: float | None) -> torch.Generator:
-    """What draws tokens. A seed that is not given is drawn without a file descriptor.
-
-    `torch.Generator.seed` opens /dev/urandom, which fails a process that has too many files open.
-    """
-    drawn = secrets.randbits(64) if seed is None else int(seed)
-    return torch.Generator(device=model.device).manual_seed(drawn)
 
 
 # -- JSON schemas -----------------------------------------------------------------------------
@@ -252,13 +203,11 @@ _VALUES = ("const", "enum", "default", "examples")  # what is in them is no sche
 
 def check_json_schema(schema: object) -> None:
     """Raises InvalidOption if ``schema`` is no dict of JSON; whether it is a schema, see below."""
-    written = ""
     try:
-        written = json.dumps(schema, allow_nan=False)
-        is_json = isinstance(schema, Mapping)
+        written = json.dumps(schema, allow_nan=False) if isinstance(schema, Mapping) else ""
     except (TypeError, ValueError, RecursionError):
-        is_json = False
-    if not is_json:
+        written = ""
+    if not written:
         raise InvalidOption(
             f"json_schema={reprlib.repr(schema)}; it must be a JSON schema as a dict, such as "
             "{'type': 'object'} or what model_json_schema() of a pydantic class returns"
@@ -315,13 +264,6 @@ class JsonConstraint(LogitsProcessor):
             )
         self._n_seen: int | None = None
 
-    @classmethod
-    def of(
-        cls, model: Model, schema: Mapping[str, Any] | None, end_ids: frozenset[int]
-    ) -> JsonConstraint | None:
-        """The constraint of an answer; None for one that is free."""
-        return None if schema is None else cls(model, schema, end_ids)
-
     @property
     def _error(self) -> str:
         """What is wrong, without the state of the parser."""
@@ -341,7 +283,7 @@ class JsonConstraint(LogitsProcessor):
 
 def _common_multiple(schema: object) -> int:
     """The least common multiple of all values of ``multipleOf``, without their trailing zeros."""
-    values, left = [Decimal(1)], [schema]
+    values, left = list[Decimal](), [schema]
     while left:
         part = left.pop()
         if isinstance(part, Mapping):
@@ -351,8 +293,8 @@ def _common_multiple(schema: object) -> int:
             left += part.values()
         elif isinstance(part, list | tuple):
             left += part
-    scale = 10 ** max(0, *(-int(value.as_tuple().exponent) for value in values))
-    multiple = math.lcm(*(int(value * scale) or 1 for value in values[1:]))
+    scale = 10 ** max([0, *(-int(value.as_tuple().exponent) for value in values)])
+    multiple = math.lcm(*(int(value * scale) or 1 for value in values))
     while multiple % 10 == 0:
         multiple //= 10
     return multiple

@@ -6,9 +6,10 @@ T tokens, S kept tokens, B block size, N blocks, C chunks in a request, R comput
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from operator import itemgetter
 
 import numpy as np
 import torch
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from samkv_integrations.cache.chunk import ChunkBlocks
-from samkv_integrations.cache.windows import MIN_RUN, ChunkIndex, Ids, Place
+from samkv_integrations.cache.windows import MIN_RUN, ChunkIndex, Ids
 
 _MOST_COMPARED = 64
 """Ids that are compared, for each id of a prompt. Chunks that were made to take long are text."""
@@ -71,7 +72,7 @@ def find_runs(ids: Sequence[int], indexes: Sequence[ChunkIndex]) -> list[Occurre
                 owner[part.position : part.span.stop] = number
                 found.append((part, number, key, chunk))
     occurrences: list[Occurrence] = []
-    for run, number, key, chunk in sorted(found, key=lambda each: each[0]):
+    for run, number, key, chunk in sorted(found, key=itemgetter(0)):
         last = occurrences[-1] if occurrences else None
         if last and (last.index, last.key) == (number, key) and last.runs[-1].stop <= run.start:
             occurrences[-1] = replace(last, runs=(*last.runs, run))  # it goes on in the chunk
@@ -86,34 +87,29 @@ def _candidates(
 ) -> list[tuple[Run, str, Ids]]:
     """Runs that are as long as they can be, whatever is taken already, of which chunk."""
     hashes, at = index.windows.pick(prompt)
-    is_open = owner[at] < 0 if len(at) else np.empty(0, bool)
+    is_open = owner[at] < 0
     hashes, at = hashes[is_open], at[is_open]
-    places = index.places(np.unique(hashes).tolist()) if len(hashes) else {}
-    known = index.token_ids({key for of_one in places.values() for key, _ in of_one})
+    places, known = index.find(np.unique(hashes).tolist()) if len(hashes) else ({}, {})
     # (key, how far the prompt is ahead of the chunk) -> where a run ends
     seen: dict[tuple[str, int], int] = {}
-    found, compared = [], 0
-    for position, (key, place) in _anchors(hashes, at, places):
-        chunk, diagonal = known.get(key), (key, position - place)
-        if chunk is None or seen.get(diagonal, 0) > position:
-            continue
-        if compared > _MOST_COMPARED * len(prompt):
-            break
-        after = _in_common(prompt[position:], chunk[place:])
-        before = _in_common(prompt[:position][::-1], chunk[:place][::-1])
-        compared += after + before + 1
-        seen[diagonal] = position + after
-        if before + after >= MIN_RUN:
-            found.append((Run(position - before, place - before, place + after), key, chunk))
-    return found
-
-
-def _anchors(
-    hashes: NDArray[np.int64], at: NDArray[np.int64], places: Mapping[int, Sequence[Place]]
-) -> Iterator[tuple[int, Place]]:
+    found: list[tuple[Run, str, Ids]] = []
+    compared = 0
     for hashed, position in zip(hashes.tolist(), at.tolist(), strict=True):
-        for place in places.get(hashed, ()):
-            yield position, place
+        for key, place in places.get(hashed, ()):
+            chunk, diagonal = known.get(key), (key, position - place)
+            if chunk is None or not 0 <= place < len(chunk):
+                continue  # of a damaged or forged index
+            if seen.get(diagonal, 0) > position:
+                continue
+            if compared > _MOST_COMPARED * len(prompt):
+                return found
+            after = _in_common(prompt[position:], chunk[place:])
+            before = _in_common(prompt[:position][::-1], chunk[:place][::-1])
+            compared += after + before + 1
+            seen[diagonal] = position + after
+            if before + after >= MIN_RUN:
+                found.append((Run(position - before, place - before, place + after), key, chunk))
+    return found
 
 
 def _in_common(one: Ids, other: Ids) -> int:
@@ -152,12 +148,6 @@ class ChunkPart:
         """All of a chunk, from ``position`` on."""
         return cls(runs=(Run(position, 0, blocks.n_tokens),), blocks=blocks)
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether the prompt holds all of the chunk in one run."""
-        assert self.blocks is not None
-        return len(self.runs) == 1 and len(self.runs[0]) == self.blocks.n_tokens
-
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
@@ -172,7 +162,7 @@ class Layout:
         logits.
     context_positions: (Tctx,) position of each context token.
     offset_in_chunk: (Tctx,) index of each context token within its chunk.
-    block_of_token: (Tctx,) block of each context token.
+    block_of_token, chunk_of_token: (Tctx,) block and chunk of each context token.
     block_lengths, block_chunk: (Nb,) tokens in each block, and the chunk it belongs to.
     block_in_chunk: (Nb,) which block of its chunk it is.
     is_anchor: (Nb,) bool, initial and local blocks.
@@ -180,7 +170,8 @@ class Layout:
         with, so that its entries already equal full prefill's.
     question: (W,) positions of the tokens after the last chunk; the last token alone if there are
         none.
-    parts: (C) what the prompt holds of each cached chunk.
+    chunk_lengths: (C,) tokens of each chunk, whether or not the prompt holds all of them.
+    token_range, block_range: (C) the context tokens and the blocks of each chunk.
     n_missed: tokens of chunks that had no usable cache.
     n_prefix: tokens that chunks were prefilled after.
     """
@@ -190,13 +181,20 @@ class Layout:
     context_positions: Tensor
     offset_in_chunk: Tensor
     block_of_token: Tensor
+    chunk_of_token: Tensor
     block_lengths: Tensor
     block_chunk: Tensor
     block_in_chunk: Tensor
     is_anchor: Tensor
     exact: Tensor
     question: Tensor
-    parts: tuple[ChunkPart, ...]
+    chunk_lengths: Tensor
+    token_range: tuple[range, ...]
+    block_range: tuple[range, ...]
+    n_tokens: int
+    n_context: int
+    n_blocks: int
+    n_chunks: int
     n_missed: int
     n_prefix: int
 
@@ -209,85 +207,59 @@ class Layout:
         prefix: what chunks were prefilled after.
         """
         ids = torch.tensor(token_ids, dtype=torch.long)
-        cached = tuple(part for part in parts if part.blocks is not None)
+        begins = tuple(token_ids[: len(prefix)]) == prefix
         empty = torch.empty(0, dtype=torch.long)
-        positions, offsets, blocks, anchors = [empty], [empty], [empty], [empty.bool()]
-        for part in cached:
-            assert part.blocks is not None
-            held = torch.cat([torch.arange(run.start, run.stop) for run in part.runs])
-            positions += [torch.arange(run.span.start, run.span.stop) for run in part.runs]
+        positions, offsets, block_of_token, chunk_of_token = [empty], [empty], [empty], [empty]
+        lengths, block_chunk, block_in_chunk, anchors = [empty], [empty], [empty], [empty.bool()]
+        exact: list[bool] = []
+        chunk_lengths: list[int] = []
+        token_range: list[range] = []
+        block_range: list[range] = []
+        end = n_context = n_blocks = n_missed = 0
+        for part in parts:
+            end = max(end, part.runs[-1].span.stop)
+            n_held = sum(map(len, part.runs))
+            if part.blocks is None:
+                n_missed += n_held
+                continue
+            runs = []
+            for run in part.runs:
+                runs.append(torch.arange(run.start, run.stop))
+                positions.append(torch.arange(run.span.start, run.span.stop))
+            held = torch.cat(runs)
+            of_chunk, of_token, n_of_each = torch.unique(
+                held // part.blocks.scheme.size, return_inverse=True, return_counts=True
+            )
             offsets.append(held)
-            blocks.append(held // part.blocks.scheme.size)
-            anchors.append(part.blocks.is_anchor[torch.unique(blocks[-1])])
-        chunk_of_token = torch.repeat_interleave(
-            torch.tensor([len(each) for each in offsets[1:]], dtype=torch.long)
-        )
-        of_token = torch.stack((chunk_of_token, torch.cat(blocks)))
-        of_block, block_of_token, lengths = torch.unique(
-            of_token, return_inverse=True, return_counts=True, dim=1
-        )
-        block_chunk, block_in_chunk = of_block
+            chunk_of_token.append(torch.full_like(held, len(exact)))
+            block_of_token.append(n_blocks + of_token)
+            lengths.append(n_of_each)
+            block_chunk.append(torch.full_like(of_chunk, len(exact)))
+            block_in_chunk.append(of_chunk)
+            anchors.append(part.blocks.is_anchor[of_chunk])
+            first = part.runs[0]
+            begins_it = first.start == 0 and first.position == len(prefix)
+            exact.append(begins and len(part.runs) == 1 and begins_it)
+            chunk_lengths.append(part.blocks.n_tokens)
+            token_range.append(range(n_context, n_context + n_held))
+            block_range.append(range(n_blocks, n_blocks + len(of_chunk)))
+            n_context, n_blocks = token_range[-1].stop, block_range[-1].stop
         context_positions = torch.cat(positions)
         uncached = torch.ones(len(ids), dtype=torch.bool)
         uncached[context_positions] = False
         uncached[-1:] = True
-        ends = [run.span.stop for part in parts for run in part.runs]
-        question = torch.arange(min(max(ends, default=0), len(ids) - 1), len(ids))
-        begins = tuple(token_ids[: len(prefix)]) == prefix
         return cls(
-            token_ids=ids,
-            uncached=uncached,
-            context_positions=context_positions,
-            offset_in_chunk=torch.cat(offsets),
-            block_of_token=block_of_token,
-            block_lengths=lengths,
-            block_chunk=block_chunk,
-            block_in_chunk=block_in_chunk,
-            is_anchor=torch.cat(anchors),
-            exact=torch.tensor(
-                [
-                    begins and len(part.runs) == 1
-                    and (part.runs[0].start, part.runs[0].position) == (0, len(prefix))
-                    for part in cached
-                ],
-                dtype=torch.bool,
-            ),
-            question=question,
-            parts=cached,
-            n_missed=sum(len(run) for part in parts if part.blocks is None for run in part.runs),
-            n_prefix=len(prefix),
+            token_ids=ids, uncached=uncached, context_positions=context_positions,
+            offset_in_chunk=torch.cat(offsets), block_of_token=torch.cat(block_of_token),
+            chunk_of_token=torch.cat(chunk_of_token), block_lengths=torch.cat(lengths),
+            block_chunk=torch.cat(block_chunk), block_in_chunk=torch.cat(block_in_chunk),
+            is_anchor=torch.cat(anchors), exact=torch.tensor(exact, dtype=torch.bool),
+            question=torch.arange(min(end, len(ids) - 1), len(ids)),
+            chunk_lengths=torch.tensor(chunk_lengths, dtype=torch.long),
+            token_range=tuple(token_range),
+            block_range=tuple(block_range), n_tokens=len(ids), n_context=n_context,
+            n_blocks=n_blocks, n_chunks=len(exact), n_missed=n_missed, n_prefix=len(prefix),
         )  # fmt: skip
-
-    def as_text(self) -> Layout:
-        """The same prompt without any chunk."""
-        return Layout.of(self.token_ids.tolist(), (), ())
-
-    @property
-    def n_tokens(self) -> int:
-        return int(self.token_ids.shape[0])
-
-    @property
-    def n_context(self) -> int:
-        """Context tokens with a cache (Tctx)."""
-        return int(self.context_positions.shape[0])
-
-    @property
-    def n_blocks(self) -> int:
-        return int(self.block_lengths.shape[0])
-
-    @property
-    def n_chunks(self) -> int:
-        return len(self.parts)
-
-    @cached_property
-    def chunk_of_token(self) -> Tensor:
-        """(Tctx,) chunk of each context token."""
-        return self.block_chunk[self.block_of_token]
-
-    @cached_property
-    def chunk_lengths(self) -> Tensor:
-        """(C,) tokens of each chunk, whether or not the prompt holds all of them."""
-        return torch.tensor([part.blocks.n_tokens for part in self.parts if part.blocks])
 
     def place_in_chunks(self, device: torch.device) -> Tensor:
         """(Tctx,) place of each context token in a table of chunks by offsets, row after row.
@@ -318,10 +290,3 @@ class Layout:
         """(C, Nb) bool: the middle blocks of each chunk."""
         chunk = torch.arange(self.n_chunks)[:, None]
         return (self.block_chunk == chunk) & ~self.is_anchor
-
-    @cached_property
-    def block_range(self) -> list[range]:
-        """(C) the blocks of each chunk."""
-        counts = torch.bincount(self.block_chunk, minlength=self.n_chunks)
-        ends = counts.cumsum(0).tolist()
-        return [range(end - n, end) for n, end in zip(counts.tolist(), ends, strict=True)]

@@ -28,7 +28,7 @@ from samkv_integrations.errors import (
 )
 from samkv_integrations.model.model import Model
 from samkv_integrations.model.quoting import Chat, RenderedPrompt
-from samkv_integrations.prompt.layout import ChunkPart, Occurrence, Run, find_runs
+from samkv_integrations.prompt.layout import Occurrence, Run, find_runs
 from samkv_integrations.prompt.text import bodies_of, check_messages, shorten
 
 Prompt = str | RenderedPrompt | Sequence[dict[str, str]] | Chat
@@ -121,12 +121,15 @@ class Handles:
         return spans
 
     def require_whole(self, text: str) -> None:
-        """Raises HandleError if ``text`` holds a piece of an issued handle, which something cut."""
+        """Raises HandleError for an issued handle whose chunk is no more, or a piece of one."""
         pieces = [*_HEAD.finditer(text), *_TAIL.finditer(text)]
-        if not pieces:
-            return
         with self._lock:
-            names = list(self._issued)
+            names = set(self._issued)
+        if any(match[1] in names for match in _HANDLE.finditer(text)):
+            raise HandleError(
+                "the prompt holds the handle of a chunk that has been deleted since it was "
+                "issued, or whose model has changed; retrieve again"
+            )
         heads, tails = ({name[at] for name in names} for at in (_FIRST, _LAST))
         for match in pieces:
             piece, is_head = match[1], match.re is _HEAD
@@ -137,15 +140,6 @@ class Handles:
                     f"the prompt holds a handle that something cut, near "
                     f"{shorten(text[match.start() :])!r}; raise the context window of the "
                     "prompt builder, or prompt with the text of the chunk"
-                )
-
-    def require_live(self, text: str) -> None:
-        """Raises HandleError if ``text`` holds an issued handle, of a chunk that is no more."""
-        with self._lock:
-            if any(match[1] in self._issued for match in _HANDLE.finditer(text)):
-                raise HandleError(
-                    "the prompt holds the handle of a chunk that has been deleted since it was "
-                    "issued, or whose model has changed; retrieve again"
                 )
 
     def forget(self, bodies: Collection[str]) -> None:
@@ -190,18 +184,9 @@ class PromptChunk:
         at_edges = run.start <= n_edge and run.stop >= len(self.token_ids) - n_edge
         return len(self.runs) == 1 and at_edges
 
-    @property
-    def part(self) -> ChunkPart:
-        blocks = None if self.stored is None else self.stored.blocks
-        return ChunkPart(runs=self.runs, blocks=blocks)
 
-
-@dataclass(frozen=True, kw_only=True)
-class ReadPrompt:
-    """A prompt in tokens, and the chunks in it, in order."""
-
-    token_ids: list[int]
-    chunks: list[PromptChunk]
+ReadPrompt = tuple[list[int], list[PromptChunk]]
+"""A prompt in tokens, and the chunks in it, in order."""
 
 
 # A context and not a thread: pools lend one thread to many requests.
@@ -215,7 +200,8 @@ _FOR_NEXT: ContextVar[tuple[PromptReader, list[str]] | None] = ContextVar(
 class _SpelledOut:
     """A prompt with the bodies of chunks in place of their handles.
 
-    bodies: of these chunks. around: the texts around the handles, without those of documents.
+    bodies: of these chunks. around: the texts around the handles, without those of documents, which
+    may hold pieces of handles.
     """
 
     prompt: RenderedPrompt
@@ -232,15 +218,11 @@ class PromptReader:
     handles: those that stand for a chunk.
 
     Args:
-        fingerprint: that of the chunks to find in the store, which may change.
         outage: told when the store fails. Then announced chunks are found only.
     """
 
-    def __init__(
-        self, model: Model, store: Store, fingerprint: Callable[[], Fingerprint], outage: Outage
-    ) -> None:
-        self._model, self._store = model, store
-        self._fingerprint, self._outage = fingerprint, outage
+    def __init__(self, model: Model, store: Store, outage: Outage) -> None:
+        self._model, self._store, self._outage = model, store, outage
         self.handles = Handles()
         self._lock = threading.Lock()
         self._secret = secrets.token_bytes(32)
@@ -260,14 +242,16 @@ class PromptReader:
         check_messages(prompt.messages if isinstance(prompt, Chat) else prompt)
         return self._model.render_chat(prompt)
 
-    def count_tokens(self, prompt: Prompt) -> int:
+    def count_tokens(self, prompt: Prompt, made_by: Fingerprint) -> int:
         """Tokens of a prompt, handles at the length of their chunks."""
-        return len(self._model.tokenize_prompt(self._spelled_out(self.render(prompt), ()).prompt))
+        spelled = self._spelled_out(self.render(prompt), (), made_by)
+        return len(self._model.tokenize_prompt(spelled.prompt))
 
     def read(
         self,
         prompt: Prompt,
         chunks: Sequence[str] | None,
+        made_by: Fingerprint,
         *,
         must_hold: bool = False,
         context_window: int | None = None,
@@ -276,6 +260,7 @@ class PromptReader:
 
         chunks: texts of chunks to look for; None for those that were announced and those of the
             store. Chunks of handles are looked for anyway.
+        made_by: fingerprint of the chunks to find in the store.
         must_hold: whether it is an error if the prompt holds none of the chunks that were announced
             for it.
         context_window: most tokens of prompt and answer, if fewer than the model's.
@@ -286,129 +271,130 @@ class PromptReader:
             InvalidOption: it is empty, or a chunk is not in it.
             ChunkNotCached: see ``must_hold``.
         """
-        spelled = self._spelled_out(self.render(prompt), chunks)
+        spelled = self._spelled_out(self.render(prompt), chunks, made_by)
         for text in spelled.around:
             self.handles.require_whole(text)
-            self.handles.require_live(text)
         most = min(context_window or sys.maxsize, self._model.context_window)
-        read = self._read(spelled, chunks, holds_control=not isinstance(prompt, str), most=most)
-        if not read.token_ids:
+        is_text = isinstance(prompt, str)
+        ids, found = self._read(spelled, chunks, made_by, holds_control=not is_text, most=most)
+        if not ids:
             raise InvalidOption("the prompt is empty; it must hold at least one token")
-        texts = {chunk.text for chunk in read.chunks if chunk.text is not None}
         if chunks is None:
-            self._see_announced(texts, must_hold)
-        for body in bodies_of(chunks or ()):
+            self._see_announced(found, must_hold)
+            return ids, found
+        texts = {chunk.text for chunk in found}
+        for body in bodies_of(chunks):
             if body not in texts and body not in spelled.prompt.text:
                 raise InvalidOption(
                     f"chunk {shorten(body)!r} does not occur in the prompt; put the text of every "
                     "chunk (or its handle) where the model should read it"
                 )
-        return read
+        return ids, found
 
-    def find(self, prompt: Prompt) -> list[PromptChunk]:
+    def find(self, prompt: Prompt, made_by: Fingerprint) -> list[PromptChunk]:
         """The chunks in a prompt that nobody answers, in order."""
-        spelled = self._spelled_out(self.render(prompt), None)
-        return self._read(spelled, None, holds_control=not isinstance(prompt, str)).chunks
+        spelled = self._spelled_out(self.render(prompt), None, made_by)
+        return self._read(spelled, None, made_by, holds_control=not isinstance(prompt, str))[1]
 
     def _read(
-        self, spelled: _SpelledOut, chunks: Sequence[str] | None, *, holds_control: bool,
-        most: int | None = None,
+        self, spelled: _SpelledOut, chunks: Sequence[str] | None, made_by: Fingerprint, *,
+        holds_control: bool, most: int | None = None,
     ) -> ReadPrompt:  # fmt: skip
         """holds_control: whether it is known which names of special tokens count.
 
         most: tokens that the prompt may have, None for any number. It is counted before chunks are
         tokenised or looked for.
         """
-        rendered, is_store_asked = spelled.prompt, chunks is None
+        rendered, of_store = spelled.prompt, made_by if chunks is None else None
         ids = self._model.tokenize_prompt(rendered)
         if most is not None and len(ids) > most:
             raise PromptTooLong(
                 f"prompt of {len(ids)} tokens (chunks at full size) exceeds the context window of "
                 f"{most} of {self._model.name!r}; retrieve fewer chunks"
             )
-        indexes: list[ChunkIndex] = [self._index_of([*spelled.bodies, *bodies_of(chunks or ())])]
-        if is_store_asked:
+        indexes: list[ChunkIndex] = []
+        named = spelled.bodies if chunks is None else [*spelled.bodies, *bodies_of(chunks)]
+        if named:
+            if "" in named:
+                raise InvalidOption("an empty chunk was given; chunks must hold text")
+            index = MemoryIndex(self._secret)
+            for body in named:
+                index.add(body, self._model.tokenize(body, special=False))
+            indexes.append(index)
+        if chunks is None:
             indexes.append(self._expected)
         if not holds_control:
-            quoted = self._with_documents_quoted(rendered, indexes, is_store_asked)
+            quoted = self._with_documents_quoted(rendered, indexes, of_store)
             ids = ids if quoted == rendered else self._model.tokenize_prompt(quoted)
         found = []
-        for each in self._runs(ids, indexes, is_store_asked):
+        for each in self._runs(ids, indexes, of_store):
             key, text = ("", each.key) if each.index < len(indexes) else (each.key, None)
             found.append(PromptChunk(key, each.token_ids, each.runs, text))
-        return ReadPrompt(token_ids=ids, chunks=found)
+        return ids, found
 
-    def _spelled_out(self, rendered: RenderedPrompt, chunks: Sequence[str] | None) -> _SpelledOut:
-        """The prompt with chunks in place of their handles, but for handles within ``chunks``."""
-        documents = self._documents(rendered.text, chunks)
+    def _spelled_out(
+        self, rendered: RenderedPrompt, chunks: Sequence[str] | None, made_by: Fingerprint
+    ) -> _SpelledOut:
+        """The prompt with chunks in place of their handles.
+
+        Where a document quotes a handle, it is text: in ``chunks``, None for the announced ones.
+        """
+        text = rendered.text
+        if "[[" not in text and "]]" not in text:
+            return _SpelledOut(rendered, [], [])  # nor a piece of a handle
+        with self._lock:
+            documents = list(self._order) if chunks is None else bodies_of(chunks)
+        spans: list[range] = []  # that handles are replaced in or that quote them
+        for body in documents:
+            at = text.find(body) if "[[" in body or "]]" in body else -1
+            while at >= 0:
+                spans.append(range(at, at + len(body)))
+                at = text.find(body, at + len(body))
+        quoting = list(spans)
         parts: list[RenderedPrompt] = []
         bodies: list[str] = []
-        around: list[str] = []
         end = 0
-        spans = list(documents)
         is_kept = cache(self._is_kept)  # a prompt may hold a handle many times
-        for span in self.handles.find(rendered.text):
-            is_quoted = any(of.start <= span.start and span.stop <= of.stop for of in documents)
-            if not is_quoted and is_kept(span.body):
+        for span in self.handles.find(text):
+            is_quoted = any(of.start <= span.start and span.stop <= of.stop for of in quoting)
+            if not is_quoted and is_kept(span.body, made_by):
                 parts.append(rendered.part(end, span.start))
                 parts.append(self._model.special_tokens.quote(span.body))
                 bodies.append(span.body)
                 spans.append(range(span.start, span.stop))
                 end = span.stop
-        parts.append(rendered.part(end, len(rendered.text)))
+        parts.append(rendered.part(end, len(text)))
+        around: list[str] = []
         end = 0
         for each in sorted(spans, key=lambda of: of.start):
-            around.append(rendered.text[end : each.start])
+            around.append(text[end : each.start])
             end = max(end, each.stop)
-        around.append(rendered.text[end:])
+        around.append(text[end:])
         return _SpelledOut(RenderedPrompt.joined(parts, is_chat=rendered.is_chat), bodies, around)
 
-    def _documents(self, text: str, chunks: Sequence[str] | None) -> list[range]:
-        """Where documents stand that may quote a handle, which is text there.
-
-        chunks: as in `read`.
-        """
-        if "[[" not in text and "]]" not in text:
-            return []
-        with self._lock:
-            bodies = list(self._order) if chunks is None else bodies_of(chunks)
-        found = []
-        for body in bodies:
-            at = text.find(body) if "[[" in body or "]]" in body else -1
-            while at >= 0:
-                found.append(range(at, at + len(body)))
-                at = text.find(body, at + len(body))
-        return found
-
-    def _is_kept(self, body: str) -> bool:
+    def _is_kept(self, body: str, made_by: Fingerprint) -> bool:
         """Whether the store has a text or a cache of it: it was not deleted, as far as it says."""
         with self._outage.survived():
-            made_by = self._fingerprint()
             key = self._store.key(made_by, self._model.tokenize(body, special=False))
             return self._store.text(key) is not None or self._store.contains(key, made_by)
         return True
 
-    def _index_of(self, bodies: Sequence[str]) -> MemoryIndex:
-        if "" in bodies:
-            raise InvalidOption("an empty chunk was given; chunks must hold text")
-        index = MemoryIndex(self._secret)
-        for body in bodies:
-            index.add(body, self._model.tokenize(body, special=False))
-        return index
-
     def _runs(
-        self, ids: Sequence[int], indexes: Sequence[ChunkIndex], is_store_asked: bool
+        self, ids: Sequence[int], indexes: Sequence[ChunkIndex], of_store: Fingerprint | None
     ) -> list[Occurrence]:
-        if is_store_asked:
+        """Those of the indexes, and of the store's chunks if ``of_store`` names any."""
+        if of_store is not None:
             try:
-                of_store = self._store.chunk_index(self._fingerprint())
-                return find_runs(ids, [*indexes, of_store])
+                return find_runs(ids, [*indexes, self._store.chunk_index(of_store)])
             except StoreError as error:
                 self._outage.tell(error)
         return find_runs(ids, indexes)
 
     def _with_documents_quoted(
-        self, rendered: RenderedPrompt, indexes: Sequence[ChunkIndex], is_store_asked: bool
+        self,
+        rendered: RenderedPrompt,
+        indexes: Sequence[ChunkIndex],
+        of_store: Fingerprint | None,
     ) -> RenderedPrompt:
         """A prompt in which the names of special tokens within chunks are text.
 
@@ -420,7 +406,7 @@ class PromptReader:
         ids, spans = self._model.token_spans(rendered.text)
         starts, quoted = [start for start, _ in spans], set(rendered.quoted)
         of_chunk = [False] * (len(ids) + 1)
-        for chunk in self._runs(ids, indexes, is_store_asked):
+        for chunk in self._runs(ids, indexes, of_store):
             for run in chunk.runs:
                 of_chunk[run.position : run.span.stop] = [True] * len(run)
         n_others = [0, *accumulate(not each for each in of_chunk)]
@@ -452,14 +438,14 @@ class PromptReader:
         if for_next_prompt and long:
             _FOR_NEXT.set((self, list(long)))
 
-    def _see_announced(self, found: set[str], must_hold: bool) -> None:
+    def _see_announced(self, chunks: Sequence[PromptChunk], must_hold: bool) -> None:
         """Warn once if a prompt holds none of the chunks that were announced for it."""
         of, announced = _FOR_NEXT.get() or (None, [])
         if of is not self or not announced:
             return
         bodies = list(announced)
         announced.clear()
-        if not found.isdisjoint(bodies):
+        if not set(bodies).isdisjoint(chunk.text for chunk in chunks):
             return
         remedy = (
             "let the prompt hold the text as it was stored, or the chunk's handle (a mode of "

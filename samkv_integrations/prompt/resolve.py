@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Literal, Self
+from typing import Literal
 
 from samkv_integrations.cache.base import Outage, Store, StoredChunk
 from samkv_integrations.cache.chunk import Fingerprint
 from samkv_integrations.errors import CacheMiss, ChunkNotCached
-from samkv_integrations.prompt.layout import ChunkPart
-from samkv_integrations.prompt.reader import PromptChunk, ReadPrompt
+from samkv_integrations.prompt.reader import PromptChunk
 
 MAX_HELD = 32
 """Files that one prompt holds open while it waits for the model; of further ones each read opens
@@ -21,7 +21,7 @@ OnMiss = Literal["text", "compute", "error"]
 
 
 @dataclass
-class Resolved:
+class Resolved(AbstractContextManager["Resolved"]):
     """The tokens of a prompt, and the chunks in it in order; closes their caches on exit.
 
     store, fingerprint, outage: see `resolve`.
@@ -39,11 +39,6 @@ class Resolved:
     missed: list[str] = field(default_factory=list)
 
     @property
-    def parts(self) -> list[ChunkPart]:
-        """What the prompt holds of each chunk, with or without a cache."""
-        return [chunk.part for chunk in self.chunks]
-
-    @property
     def opened(self) -> list[StoredChunk]:
         """The caches of the chunks that have one, in order; a chunk may stand there twice."""
         return [chunk.stored for chunk in self.chunks if chunk.stored is not None]
@@ -52,23 +47,6 @@ class Resolved:
     def n_context(self) -> int:
         """Tokens in runs of chunks, with or without a cache."""
         return sum(chunk.n_tokens for chunk in self.chunks)
-
-    @property
-    def missed_texts(self) -> dict[tuple[int, ...], str]:
-        """Of the chunks that have no cache and may be computed as chunks, by token ids."""
-        missed = (chunk for chunk in self.chunks if chunk.stored is None)
-        return {chunk.token_ids: chunk.text for chunk in missed if chunk.text is not None}
-
-    @property
-    def used(self) -> list[str]:
-        """Keys of the caches that were there before the prompt, each once."""
-        used = (chunk for chunk in self.chunks if chunk.stored and not chunk.computed_now)
-        return list(dict.fromkeys(chunk.key for chunk in used))
-
-    @property
-    def bytes_read(self) -> int:
-        """Of all caches that are open."""
-        return sum(chunk.bytes_read for chunk in set(self.opened))
 
     def text_of(self, key: str) -> str | None:
         """The text of a chunk that is to be computed; None if it is not known, or none is to be."""
@@ -110,9 +88,6 @@ class Resolved:
         self.misses[miss.reason] += n_places
         self.missed.append(key)
 
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.close()
 
@@ -123,29 +98,31 @@ class Resolved:
 
 
 def resolve(
-    prompt: ReadPrompt,
+    token_ids: list[int],
+    chunks: Sequence[PromptChunk],
     store: Store,
     fingerprint: Fingerprint,
     outage: Outage,
     *,
     on_miss: OnMiss = "text",
 ) -> Resolved:
-    """The prompt with the caches of its chunks open.
+    """A prompt that was read, with the caches of its chunks open.
 
     outage: told of caches that the operating system does not give.
 
     Raises ChunkNotCached if ``on_miss`` is ``error`` and a chunk has no usable cache.
     """
-    resolved = Resolved(prompt.token_ids, store, fingerprint, outage, on_miss)
-    keys = {
-        chunk.token_ids: chunk.key or store.key(fingerprint, chunk.token_ids)
-        for chunk in prompt.chunks
-    }
+    resolved = Resolved(token_ids, store, fingerprint, outage, on_miss)
     opened: dict[str, StoredChunk | CacheMiss] = {}
+    keys: dict[tuple[int, ...], str] = {}
+    for chunk in chunks:
+        if chunk.token_ids not in keys:
+            keys[chunk.token_ids] = chunk.key or store.key(fingerprint, chunk.token_ids)
+        chunk.key = keys[chunk.token_ids]
     store.begin_to_fetch(list(keys.values()), fingerprint)  # together, not each when it is opened
     try:
-        for chunk in prompt.chunks:
-            chunk.key = key = keys[chunk.token_ids]
+        for chunk in chunks:
+            key = chunk.key
             resolved.chunks.append(chunk)
             cache = opened.get(key)
             if cache is None:  # a file is opened once, in however many places its chunk is

@@ -7,7 +7,7 @@ import random
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import is_dataclass
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +55,7 @@ def content(found: object) -> object:
         data = found.contiguous().flatten().view(torch.uint8) if found.numel() else found
         return found.dtype, found.shape, data.tolist()
     if is_dataclass(found) and not isinstance(found, Fingerprint):
-        return {name: content(value) for name, value in vars(found).items()}
+        return {each.name: content(getattr(found, each.name)) for each in fields(found)}
     return found
 
 
@@ -104,7 +104,13 @@ def outcome(path: Path, expected: dict[str, object], rng: random.Random) -> str:
         reasons.add(miss.reason)
     try:
         with ChunkFile(path, secret=SECRET) as file:
-            head = (file.key, file.namespace, file.made_by, file.token_ids.tolist(), file.text())
+            head = (
+                file.key,
+                file.layout.namespace,
+                file.layout.fingerprint,
+                file.token_ids.tolist(),
+                file.text(),
+            )
     except CacheMiss as miss:
         assert reasons, f"only who expects nothing is refused: {miss}"
         reasons.add(miss.reason)

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import sqlite3
 import threading
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from weakref import WeakKeyDictionary
@@ -191,6 +192,9 @@ class TestDamage:
         )
         if damage == "gone":
             file.unlink()
+        # what is not seen in the first page is seen when more is read
+        with suppress(StoreError) if damage == "cut" else nullcontext():
+            made(tmp_path, *files).keys("", None)
         assert made(tmp_path, *files).keys("", None) == keys_of(*files)
         assert used(made(tmp_path, *files)) == 100 * len(files)
 
@@ -246,7 +250,7 @@ class TestDamage:
 
     def test_a_full_disk_is_a_store_error(self, index: Index) -> None:
         put(index, entry(1))
-        index.read(lambda c: c.execute("PRAGMA max_page_count=1").fetchall())
+        index.rows("PRAGMA max_page_count=1")
         with pytest.raises(StoreError, match="full"):
             for number in itertools.count(2):
                 put(index, entry(number, f"{LONG} {number} " + "x" * 5000))
@@ -262,11 +266,27 @@ class TestDamage:
 def test_rows_that_sqlite_takes_for_sound_are_damage_too(tmp_path: Path, change: str) -> None:
     """It has no checksums: what was overwritten within a row is handed out."""
     index = made(tmp_path, entry(1))
-    index.write(lambda c: c.execute(f"UPDATE {change}"))
-    assert found(index, entry(1)) == keys_of(entry(1))
-    assert index.texts("") == [(DIGEST, entry(1).key, entry(1).text)]
-    assert [each.model for each in index.fingerprints()] == ["tiny"]
-    assert text_of(index, entry(1).key) == entry(1).text
+    with index.transaction(writes=True) as connection:
+        connection.execute(f"UPDATE {change}")
+    n_failed = 0
+    for _ in range(2):
+        try:
+            assert found(index, entry(1)) == keys_of(entry(1))
+            assert index.texts("") == [(DIGEST, entry(1).key, entry(1).text)]
+            assert [each.model for each in index.fingerprints()] == ["tiny"]
+            assert text_of(index, entry(1).key) == entry(1).text
+        except StoreError as error:
+            assert "made anew" in str(error) and "try again" in str(error)
+            n_failed += 1
+    assert n_failed == 1
+
+
+def test_a_key_that_is_no_text_does_no_harm(index: Index, tmp_path: Path) -> None:
+    put(index, entry(1))
+    (file,) = tmp_path.glob("index-*.sqlite")
+    with pytest.raises(UnicodeEncodeError):
+        index.texts("", "\ud800")
+    assert file.exists() and index.keys("", None) == keys_of(entry(1))
 
 
 def test_is_of_use_after_a_fork(index: Index) -> None:
@@ -304,18 +324,17 @@ def test_what_is_asked_by_key_looks_at_no_other_chunk(index: Index) -> None:
     for one in entries:
         put(index, one)
     statements: list[str] = []
-    index.read(lambda c: c.set_trace_callback(statements.append))
+    with index.transaction() as connection:
+        connection.set_trace_callback(statements.append)
     (key,) = keys_of(entries[0])
     assert text_of(index, key) and index.same_texts("", [key]) == {key}
     assert index.delete("", [key]) == {key}
-    index.read(lambda c: c.set_trace_callback(None))
+    connection.set_trace_callback(None)
     by_key = [one for one in statements if "key = '" in one or "same = " in one]
     steps = [
         step
         for one in by_key
-        for *_, step in index.read(
-            lambda c, one=one: c.execute(f"EXPLAIN QUERY PLAN {one}").fetchall()
-        )
+        for *_, step in index.rows(f"EXPLAIN QUERY PLAN {one}")
         if " chunks " in step or " texts " in step
     ]
     assert len(steps) >= 6
@@ -336,6 +355,9 @@ def test_tables_that_are_not_ours_are_replaced(tmp_path: Path) -> None:
     """A header that was overwritten may be that of a database with another schema, or encoding."""
     index = made(tmp_path, entry(1))
     index.keys("", None)
-    index.write(lambda c: c.execute("DROP TABLE counts"))
+    with index.transaction(writes=True) as connection:
+        connection.execute("DROP TABLE counts")
     put(index, entry(2))
-    assert index.keys("", None) == keys_of(entry(1), entry(2))
+    with pytest.raises(StoreError, match="made anew"):
+        index.totals("")
+    assert index.totals("")[0][2] == 1 and index.keys("", None) == keys_of(entry(1))

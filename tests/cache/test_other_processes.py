@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from samkv_integrations.cache.files import locked
 from samkv_integrations.cache.index import Entry, Index
 from samkv_integrations.errors import CacheMiss, StoreError
 from tests.support.stores import Files
@@ -50,15 +49,6 @@ def connected(folder: Path) -> Iterator[sqlite3.Connection]:
 
 class TestStopped:
     """A process that is stopped (SIGSTOP) keeps its locks, for as long as it likes."""
-
-    def test_a_lock_is_waited_for_and_not_for_ever(self, tmp_path: Path) -> None:
-        file = tmp_path / "lock"
-        with locked(file, 0.05):
-            with pytest.raises(TimeoutError, match="another process has held lock"):
-                with locked(file, 0.05):
-                    pass
-        with locked(file, 0.05):
-            pass
 
     def test_who_needs_no_note_does_not_wait_long(self, tmp_path: Path, index: Index) -> None:
         index.keep(entry(1), lambda: None)

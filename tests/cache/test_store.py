@@ -653,7 +653,8 @@ def test_what_a_killed_writer_has_put_is_known_once_it_is_prepared_again(
     chunk = chunk_for(store, 1)
     store.put(chunk)
     if is_lost:
-        store.index.write(lambda c: c.execute("UPDATE chunks SET state = 2, bytes = 0"))
+        with store.index.transaction(writes=True) as connection:
+            connection.execute("UPDATE chunks SET state = 2, bytes = 0")
     else:
         data = store.file(chunk.key, TINY.digest).read_bytes()
         store.delete(chunk.key)

@@ -40,16 +40,24 @@ def test_summary_of_many_answers() -> None:
         ),
     ]
     full, reuse = answers.summarise(rows)
-    assert (full.method, full.n_right, full.n_known, full.same_share) == ("recompute", 2, 2, 1.0)
-    assert (reuse.n_right, reuse.same_share, reuse.kept_ratio) == (1, 0.5, 0.75)
-    assert (reuse.bytes_read, reuse.bytes_share, full.bytes_share) == (2000, 1.0, 0.05)
-    assert reuse.ttft_s == 0.5
-    assert reuse.ttft_ratio == pytest.approx((0.5 / 1.0 + 0.5 / 3.0) / 2)  # paired by question
-    assert (reuse.n_same, reuse.n_questions) == (1, 2)
-    assert (reuse.answer_s, reuse.answer_ratio) == (1.5, pytest.approx((2.0 / 2.0 + 1.0 / 2.0) / 2))
+    assert (full["method"], full["n_right"], full["n_known"], full["same_share"]) == (
+        "recompute",
+        2,
+        2,
+        1.0,
+    )
+    assert (reuse["n_right"], reuse["same_share"], reuse["kept_ratio"]) == (1, 0.5, 0.75)
+    assert (reuse["bytes_read"], reuse["bytes_share"], full["bytes_share"]) == (2000, 1.0, 0.05)
+    assert reuse["ttft_s"] == 0.5
+    assert reuse["ttft_ratio"] == pytest.approx((0.5 / 1.0 + 0.5 / 3.0) / 2)  # paired by question
+    assert (reuse["n_same"], reuse["n_questions"]) == (1, 2)
+    assert (reuse["answer_s"], reuse["answer_ratio"]) == (
+        1.5,
+        pytest.approx((2.0 / 2.0 + 1.0 / 2.0) / 2),
+    )
     (alone,) = answers.summarise(rows[1::2])
-    assert (alone.same_share, alone.ttft_ratio) == (None, None)
-    assert (alone.n_same, alone.answer_ratio) == (None, None)
+    assert (alone["same_share"], alone["ttft_ratio"]) == (None, None)
+    assert (alone["n_same"], alone["answer_ratio"]) == (None, None)
 
 
 def test_the_summary_fits_into_a_terminal() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -23,6 +25,18 @@ def test_the_package_is_the_command(
     with pytest.raises(SystemExit) as ended:
         runpy.run_module("samkv_integrations", run_name="__main__")
     assert (ended.value.code, capsys.readouterr().out) == (0, f"samkv {figures.version()}\n")
+
+
+def test_the_help_waits_for_neither_torch_nor_transformers() -> None:
+    """They take seconds to import: each command imports what it computes with."""
+    script = (
+        "import sys; sys.argv = ['samkv', '--help']; from samkv_integrations.cli.app import main\n"
+        "try: main()\n"
+        "finally: print({'torch', 'transformers', 'chromadb'} & sys.modules.keys())"
+    )
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.endswith("set()\n")
 
 
 def test_the_help_fits_a_screen_and_no_command_shows_a_wall_of_options() -> None:

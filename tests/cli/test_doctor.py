@@ -22,7 +22,9 @@ def test_doctor_exits_with_1_if_a_check_fails(monkeypatch: pytest.MonkeyPatch, t
     assert all(set(row) == {"check", "ok", "detail"} and row["ok"] for row in rows)
     assert "computed as by transformers" in ran("doctor", "--model", tiny, "--dtype", "bfloat16")
     checks = [Check(name="rotation", ok=False, detail="off by 3")]
-    monkeypatch.setattr("samkv_integrations.cli.doctor.examine", lambda model, store: iter(checks))
+    monkeypatch.setattr(
+        "samkv_integrations.engine.doctor.examine", lambda model, store: iter(checks)
+    )
     result = run("doctor", "--model", tiny)
     assert result.exit_code == 1
     assert "FAILED: rotation" in result.stdout

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from inspect import signature
 from pathlib import Path
 
 import pytest
 
+from samkv_integrations.cli.plan import plan
 from samkv_integrations.evaluation import sizing
 from samkv_integrations.evaluation.shapes import SHAPES, sizes_of
 from tests.cli.running import error_of, ran, run
@@ -23,6 +25,7 @@ def test_one_row_is_what_the_calculator_says() -> None:
         sizing.Machine(disk_gb_s=3.0, remote_gb_s=1.0),
     )
     assert found["rows"] == [expected]
+    assert signature(plan).parameters["check_gb_s"].default == sizing.CHECK_GB_S
     shown = ran(*PLAN)
     assert "1.9 MB" in shown and "fetch" not in shown
 

@@ -108,6 +108,17 @@ def test_a_chunk_inside_a_handle_does_not_occur() -> None:
     assert engine.found_in(f"Read {handle}.") == [TEXT]
 
 
+def test_a_text_of_other_tokens_is_not_computed() -> None:
+    """The store's index says what a missed chunk's text is, and anyone may have written there."""
+    engine = Engine(tiny_model("llama"))
+    true, forged = "What the chunk says.", "What somebody else says."
+    ids = tuple(engine.model.tokenize(true, special=False))
+    computed = engine.chunks.compute_for
+    assert engine.scheduler.run(lambda: computed({ids: forged})) == {}
+    assert not engine.store.contains(engine.store.key(engine.fingerprint, ids), engine.fingerprint)
+    assert list(engine.scheduler.run(lambda: computed({ids: true}))) == [ids]
+
+
 def test_what_is_no_store_and_no_list_is_named() -> None:
     with pytest.raises(InvalidOption, match=r"store='kv' is no store; give ChunkStore\('kv'\)"):
         Engine(tiny_model(), "kv")  # type: ignore[arg-type]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -65,14 +66,16 @@ class TestTimeout:
         with pytest.raises(TimedOut, match=LATE):
             engine.generate("Hello", max_new_tokens=50, timeout=SOON)
 
-    @pytest.mark.parametrize("timeout", [0, -1, "soon", True, float("inf"), float("nan")])
+    @pytest.mark.parametrize("timeout", [0, -1, "soon", True, 1e30, float("nan")])
     def test_that_nobody_could_wait(self, engine: Engine, timeout: Any) -> None:
         for call in (
             lambda: engine.generate("Hello", timeout=timeout),
             lambda: SamKVLLM(engine=engine, generate_kwargs={"timeout": timeout}),
             lambda: ChatSamKV(engine=engine).invoke("Hello", timeout=timeout),
         ):
-            with pytest.raises(InvalidOption, match=f"timeout={timeout!r}; it must be above 0"):
+            with pytest.raises(
+                InvalidOption, match=rf"timeout={re.escape(repr(timeout))}; it must be above 0"
+            ):
                 call()
 
     def test_is_no_part_of_what_cached_answers_are_kept_under(self, engine: Engine) -> None:

@@ -152,7 +152,8 @@ def test_no_token_attends_to_what_comes_after_it(engine: Engine, name: str, futu
     _, two = first_logits(engine, prompt, chunks, taped)
     assert tape.is_played
     changed_at = int((one.layout.token_ids != two.layout.token_ids).nonzero()[0])
-    starts = (*(part.runs[0].position for part in one.layout.parts), one.layout.n_tokens)
+    firsts = [tokens.start for tokens in one.layout.token_range]
+    starts = (*one.layout.context_positions[firsts].tolist(), one.layout.n_tokens)
     differ = 0.0
     assert changed_at >= (starts[first] if first < 5 else PROMPT.index("why?"))
     for layer in range(engine.model.n_layers):

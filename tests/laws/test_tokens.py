@@ -25,6 +25,7 @@ from samkv_integrations.errors import InvalidOption, PromptTooLong
 from samkv_integrations.model.loading import load_model
 from samkv_integrations.model.model import Model
 from samkv_integrations.prompt import reader
+from samkv_integrations.prompt.layout import Run
 from tests.support.laws import TOLERANCE
 from tests.support.models import TEMPLATE, hf_model, tiny_model
 
@@ -195,7 +196,7 @@ def test_a_whole_chunk_first_after_bos_is_exact() -> None:
         plain = engine.model.hf(torch.tensor([ids])).logits[0, -1:].float()
     with engine.resolve(prompt) as resolved:
         (chunk,) = resolved.chunks
-        assert chunk.part.is_whole and chunk.runs[0].position == 1
+        assert chunk.runs == (Run(1, 0, len(chunk.token_ids)),)
     torch.testing.assert_close(engine.logits(prompt, method="reuse"), plain, **TOLERANCE)
 
 

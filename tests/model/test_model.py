@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.models import random_model
 from samkv_integrations import Engine
 from samkv_integrations.errors import InvalidOption, ModelNotFound, UnsupportedModel
-from samkv_integrations.model.loading import load_model, load_tokenizer, random_model
+from samkv_integrations.model.loading import load_model, load_tokenizer
 from samkv_integrations.model.model import Model
 from samkv_integrations.model.sampling import Sampler, Sampling
 from tests.support.models import byte_tokenizer, hf_model, tiny_model

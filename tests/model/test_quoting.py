@@ -89,9 +89,10 @@ def test_in_a_chunk_they_are_text_though_a_string_holds_it(engine: Engine) -> No
 
 @given(
     contents=st.lists(
-        st.lists(st.sampled_from([*NAMES, "<|", "end|>", "a", " \n", "é"]), max_size=6).map(
-            "".join
-        ),
+        st.lists(
+            st.sampled_from([*NAMES, "<|", "end|>", "a", " \n", "é", "\ue000", r"\ue000"]),
+            max_size=6,
+        ).map("".join),
         min_size=1,
         max_size=4,
     )
@@ -136,6 +137,8 @@ def test_nested_contents_and_odd_values() -> None:
     found = tokens.rendered(contents, render)
     assert found == RenderedPrompt("x<|end|>y<|end|>3", (range(1, 8),))
     assert "<|end|>" not in str(seen)
+    tokens.rendered({"a": (MappingProxyType({"b": "x"}),), "n": 3}, render)
+    assert seen[-1] == {"a": [{"b": "x"}], "n": 3}  # templates write what json.dumps can
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from samkv_integrations.cache.index import Entry, Index, IndexedChunks
-from samkv_integrations.cache.windows import MIN_RUN, ChunkIndex, MemoryIndex, Windows
+from samkv_integrations.cache.windows import MIN_RUN, ChunkIndex, Found, MemoryIndex, Windows
+from samkv_integrations.errors import StoreError
 from samkv_integrations.prompt.layout import Occurrence, Run, find_runs
 from tests.support.stores import Files
 
@@ -90,6 +91,23 @@ def test_so_many_equal_ids(n: int, tmp_path: Path) -> None:
     assert runs(find_runs(prompt, [on_disk(tmp_path, chunk)])) == expected
     assert runs(find_runs(chunk[:n], [memory(chunk)])) == ([(0, 0, 0, n)] if expected else [])
     assert find_runs(prompt, [memory(chunk[:n])]) == [] or n >= MIN_RUN
+
+
+@pytest.mark.parametrize("shift", [-40, -1, 40, 10**9])
+def test_a_false_place_is_no_run(shift: int) -> None:
+    """Whoever can write to the index, or damages it, may say that a chunk is anywhere."""
+
+    class Forged(MemoryIndex):
+        def find(self, hashes: Iterable[int]) -> Found:
+            places, known = super().find(hashes)
+            moved = {h: [(key, at + shift) for key, at in of] for h, of in places.items()}
+            return moved, known
+
+    chunk = ids(1, 40)
+    index = Forged(b"secret")
+    index.add("chunk", chunk)
+    prompt = [*ids(2, 50), *chunk, *ids(3, 9)]
+    assert_equal_ids(prompt, find_runs(prompt, [index]))
 
 
 @settings(max_examples=150, deadline=None)
@@ -201,8 +219,8 @@ def test_namespaces_and_fingerprints_never_meet(tmp_path: Path) -> None:
     for namespace, digest in (("", DIGEST), ("two", DIGEST), ("one", "e" * 32)):
         assert find_runs(chunk, [IndexedChunks(index, namespace, digest)]) == []
     hashes = Windows(SECRET, "one", DIGEST).pick(np.asarray(chunk, np.int32))[0].tolist()
-    assert IndexedChunks(index, "one", DIGEST).places(hashes)
-    assert not IndexedChunks(index, "two", DIGEST).places(hashes)
+    assert IndexedChunks(index, "one", DIGEST).find(hashes)[0]
+    assert not IndexedChunks(index, "two", DIGEST).find(hashes)[0]
     others = Windows(SECRET, "two", DIGEST).pick(np.asarray(chunk, np.int32))[0].tolist()
     assert set(hashes).isdisjoint(others)
 
@@ -215,11 +233,8 @@ def test_what_is_deleted_is_not_found(tmp_path: Path) -> None:
     index.delete("", [f"{0:032x}"])
     known = IndexedChunks(index, "", DIGEST)
     assert runs(find_runs([*chunks[0], *chunks[1]], [known])) == [(1, 40, 0, 40)]
-    assert index.read(
-        lambda c: c.execute(
-            "SELECT count(*) FROM windows WHERE chunk NOT IN (SELECT id FROM texts)"
-        ).fetchone()
-    ) == (0,)
+    orphans = "SELECT count(*) FROM windows WHERE chunk NOT IN (SELECT id FROM texts)"
+    assert index.rows(orphans) == [(0,)]
     of_memory = memory(*chunks)
     of_memory.remove(f"{0:032x}")
     assert runs(find_runs([*chunks[0], *chunks[1]], [of_memory])) == [(1, 40, 0, 40)]
@@ -230,6 +245,9 @@ def test_what_is_deleted_is_not_found(tmp_path: Path) -> None:
 def test_damaged_rows_are_made_anew(tmp_path: Path) -> None:
     chunk = ids(1, 40)
     index = Index(tmp_path, Files(entry(0, chunk)), SECRET)
-    index.write(lambda c: c.execute("UPDATE texts SET ids = x'0102'"))
+    with index.transaction(writes=True) as connection:
+        connection.execute("UPDATE texts SET ids = x'0102'")
     known = IndexedChunks(index, "", DIGEST)
+    with pytest.raises(StoreError, match="made anew"):
+        find_runs(chunk, [known])
     assert runs(find_runs(chunk, [known])) == [(0, 0, 0, 40)]

@@ -552,13 +552,13 @@ class SamKVLLM(LocalLLM, FunctionCallingLLM):
         options = self._options(given)
         self._announce(prompt)
         with _saying_how_llama_index_counts():
-            return self._stream_of(prompt, options)
+            return self.engine.stream(prompt, **options)
 
     async def _arun(self, prompt: Prompt, given: dict[str, Any]) -> AnswerStream:
         options = self._options(given)
         await off_loop(self._announce, prompt)
         with _saying_how_llama_index_counts():
-            return await self._astream_of(prompt, options)
+            return await self.engine.astream(prompt, **options)
 
     def _options(self, given: dict[str, Any]) -> dict[str, Any]:
         always = {"timeout": self.timeout, **self.generate_kwargs}
@@ -634,17 +634,13 @@ def expect_retrieved(engine: Engine) -> None:
     if handler is None:
         handler = _Retrievals()
         dispatcher.add_event_handler(handler)
-    handler.engines.add(engine)
+    handler._engines.add(engine)
 
 
 class _Retrievals(BaseEventHandler):
     """One for all engines, which it does not keep alive."""
 
     _engines: WeakSet[Engine] = PrivateAttr(default_factory=WeakSet)
-
-    @property
-    def engines(self) -> WeakSet[Engine]:
-        return self._engines
 
     @classmethod
     def class_name(cls) -> str:

@@ -91,7 +91,24 @@ class SamKVCacheTransform(TransformComponent):
             model_kwargs=model_kwargs or {}, tokenizer_kwargs=tokenizer_kwargs or {},
             kv_dir=kv_dir, namespace=namespace, max_bytes=max_bytes, store_bits=store_bits,
         )  # fmt: skip
-        held = _loaded(source) if llm is None and engine is None else _given(llm, engine, source)
+        if llm is not None or engine is not None:
+            if source != ModelSource():
+                raise InvalidOption(
+                    "llm and engine have their model and folder; leave the other arguments out, "
+                    "or give model_name and kv_dir in place of both"
+                )
+            held = EngineRef.of(llm, engine)
+        elif model_name is None:
+            raise InvalidOption(
+                "give either llm (one of samkv-integrations) or engine, or model_name and kv_dir"
+            )
+        elif kv_dir is None:
+            raise InvalidOption(
+                f"model_name={model_name!r} without kv_dir: chunk caches in memory would be found "
+                "by nobody else; give the folder of the LLM that shall find them"
+            )
+        else:
+            held = EngineRef(engine_of(source))
         super().__init__()
         self.show_progress = show_progress
         self._engine = held
@@ -141,28 +158,6 @@ class SamKVCacheTransform(TransformComponent):
     async def acall(self, nodes: Sequence[BaseNode], **kwargs: Any) -> Sequence[BaseNode]:  # noqa: ANN401
         """Like a call, off the event loop."""
         return await off_loop(self, nodes, **kwargs)
-
-
-def _given(llm: LLM | None, engine: Engine | None, source: ModelSource) -> EngineRef:
-    if source != ModelSource():
-        raise InvalidOption(
-            "llm and engine have their model and folder; leave the other arguments out, or give "
-            "model_name and kv_dir in place of both"
-        )
-    return EngineRef.of(llm, engine)
-
-
-def _loaded(source: ModelSource) -> EngineRef:
-    if source.model_name is None:
-        raise InvalidOption(
-            "give either llm (one of samkv-integrations) or engine, or model_name and kv_dir"
-        )
-    if source.kv_dir is None:
-        raise InvalidOption(
-            f"model_name={source.model_name!r} without kv_dir: chunk caches in memory would be "
-            "found by nobody else; give the folder of the LLM that shall find them"
-        )
-    return EngineRef(engine_of(source))
 
 
 def body_of(node: BaseNode) -> str:

@@ -104,13 +104,9 @@ class SamKVChromaVectorStore(ChromaVectorStore):
         link = ChromaLink(chroma_collection, held.engine)
         link.adopt(cache_existing=cache_existing)
         super().__init__(
-            chroma_collection=chroma_collection,
-            collection_name=chroma_collection.name,
-            persist_dir=persist_dir,
-            host=host,
-            port=port,
-            ssl=ssl,
-        )
+            chroma_collection=chroma_collection, collection_name=chroma_collection.name,
+            persist_dir=persist_dir, host=host, port=port, ssl=ssl,
+        )  # fmt: skip
         self.show_progress = show_progress
         self._engine = held
         self._link = link
@@ -220,13 +216,10 @@ class SamKVChromaVectorStore(ChromaVectorStore):
             if isinstance(node, ImageNode) or not normalise(text)
         }
         self.kv_link.add(
-            [node.node_id for node in nodes],
-            texts,
-            [_embedding(node) for node in nodes],
-            [_metadata(node) for node in nodes],
-            progress=self.show_progress,
-            without_cache=without_cache,
-        )
+            [node.node_id for node in nodes], texts,
+            [_embedding(node) for node in nodes], [_metadata(node) for node in nodes],
+            progress=self.show_progress, without_cache=without_cache,
+        )  # fmt: skip
         return [node.node_id for node in nodes]
 
     async def async_add(self, nodes: Sequence[BaseNode], **kwargs: Any) -> list[str]:  # noqa: ANN401
