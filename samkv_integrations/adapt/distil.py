@@ -139,7 +139,7 @@ def _layer(
     """A layer's output, and the keys and values that it computed on the way."""
     seen: list[Tensor] = []
 
-    def watched(_: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+    def watched(layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         seen.extend((key, value))
         return attend(query, key, value, scaling)
 

@@ -67,8 +67,10 @@ class Judged:
 
 @dataclass(frozen=True, kw_only=True)
 class Learned:
-    """What came of it. figures: `Judged` for each of `FIRSTS`. is_better: whether the interval of
-    each ratio ends below 1. steps: how many there were time for."""
+    """What came of it.
+
+    figures: for each of `FIRSTS`. steps: how many there were time for.
+    """
 
     prefix: LearnedPrefix
     figures: Sequence[Judged]
@@ -76,6 +78,7 @@ class Learned:
 
     @property
     def is_better(self) -> bool:
+        """Whether the interval of each ratio ends below 1."""
         return all(one.ratio is not None and one.ratio[1] < 1 for one in self.figures)
 
 
@@ -121,8 +124,7 @@ def learn(
     every = max(1, recipe.steps // 4)
     while state["step"] < recipe.steps and time.monotonic() - began < 60 * minutes:
         step = state["step"]
-        ((prompt, truth),) = prompts(f"step {step}", 1) or [(None, None)]
-        if prompt is not None and truth is not None:
+        for prompt, truth in prompts(f"step {step}", 1):  # none, if it holds no chunk
             share = min(1.0, (step + 1) / 10) * max(0.05, 1 - step / recipe.steps)
             optimiser.param_groups[0]["lr"] = recipe.learning_rate * share
             first = recipe.firsts[step % len(recipe.firsts)]

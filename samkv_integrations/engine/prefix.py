@@ -25,7 +25,7 @@ from samkv_integrations.cache.disk import ChunkStore
 from samkv_integrations.errors import InvalidOption
 from samkv_integrations.model.model import Model
 
-PrefixPolicy = Literal["documents", "learned", "bos", "none"]
+PrefixPolicy = Literal["auto", "documents", "learned", "bos", "none"]
 
 LEARNED_FILE = "samkv-prefix.safetensors"
 """The learned prefix of a folder of chunk caches."""
@@ -134,11 +134,15 @@ class Prefix:
         bos = () if prefix == "none" or model.bos_id is None else (model.bos_id,)
         if prefix_text:
             return cls(ids=(*bos, *model.tokenize(prefix_text, special=True)))
-        if prefix == "documents":
-            return cls(ids=(*bos, *model.tokenize(DOCUMENTS_BEFORE, special=False)))
         if prefix in ("bos", "none"):
             return cls(ids=bos)
-        found = learned_file(model, store) if prefix == "learned" else Path(prefix)
+        found = None
+        if prefix in ("auto", "learned"):
+            found = learned_file(model, store)
+        elif prefix != "documents":
+            found = Path(prefix)
+        if found is None and prefix in ("auto", "documents"):
+            return cls(ids=(*bos, *model.tokenize(DOCUMENTS_BEFORE, special=False)))
         if found is None:
             raise InvalidOption(
                 f"prefix='learned', but there is no {LEARNED_FILE} beside the caches, and none is "
@@ -148,6 +152,11 @@ class Prefix:
 
     def __len__(self) -> int:
         return len(self.ids) + (len(self.learned.embeddings) if self.learned else 0)
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """One for each token; -1, which no prompt holds, for what was learned."""
+        return (*self.ids, *[-1] * (len(self) - len(self.ids)))
 
     @property
     def name(self) -> str:
