@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from pickle import UnpicklingError
 from statistics import fmean
 from typing import Any
 
@@ -133,7 +134,7 @@ def learn(
             lost.backward()  # type: ignore[no-untyped-call]
             torch.nn.utils.clip_grad_norm_([learned], 1.0)
             optimiser.step()
-            told(step + 1, float(lost))
+            told(step + 1, float(lost.detach()))
         state["step"] = step + 1
         if state["step"] % every == 0 or state["step"] == recipe.steps:
             found = _mean(_kl(model, choosing, torch.cat((bos, learned.detach()))))
@@ -191,7 +192,7 @@ def _resumed(partial: Path, recipe: Recipe, model: Model) -> dict[str, Any] | No
     """The state of an interrupted run of this recipe and model; None for another or broken one."""
     try:
         found: dict[str, Any] = torch.load(partial, weights_only=True, map_location=model.device)
-    except (OSError, RuntimeError, EOFError, ValueError):
+    except (OSError, RuntimeError, EOFError, ValueError, UnpicklingError):
         return None
     is_same = found.pop("recipe", None) == asdict(recipe)
     return found if found.pop("weights", None) == model.weights_digest and is_same else None

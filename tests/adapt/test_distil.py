@@ -29,7 +29,7 @@ CLOSE = {"rtol": 2e-4, "atol": 2e-4}
 
 
 def prompt_of(model: Model) -> tuple[str, Prompt]:
-    text = "Read: " + "\n\n".join(TEXTS) + "\n\nWho lives in the third house?"
+    text = "Read: " + "\n\n".join(TEXTS) + "\n\nWhose dog is that?"
     index = MemoryIndex(b"test")
     for body in TEXTS:
         index.add(body, model.tokenize(body, special=False))

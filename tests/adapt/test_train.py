@@ -66,14 +66,13 @@ def test_the_state_of_another_recipe_is_not_taken(tmp_path: Path) -> None:
 def test_a_time_limit_ends_it_with_the_best_so_far(tmp_path: Path) -> None:
     found = learn(tiny_model("llama"), SOURCE, RECIPE, partial=tmp_path / "partial", minutes=1e-9)
     assert found.steps == 0 and not found.is_better
-    assert all(one.ratio == (1, 1) for one in found.figures)
 
 
 def test_prompts_are_mixed_and_repeatable() -> None:
     model = tiny_model("llama")
     made = [SOURCE.prompt(model, str(seed)) for seed in range(20)]
     assert made == [SOURCE.prompt(model, str(seed)) for seed in range(20)]
-    assert {len(one.chunks) for one in made} > {2, 3, 4}
+    assert len({len(one.chunks) for one in made}) > 2
     assert all(len(one.ids) <= 500 for one in made)
 
 
