@@ -215,8 +215,15 @@ def weights_digest(hf: PreTrainedModel) -> str:
     """
     state = _state(hf)
     once = {_place(tensor): tensor for tensor in state.values()}  # tied weights are one tensor
-    with ThreadPoolExecutor(max(1, min(_MAX_THREADS, torch.get_num_threads()))) as threads:
-        hashes = dict(zip(once, threads.map(_hash_pieces, once.values()), strict=True))
+    pieces = [(place, piece) for place, tensor in once.items() for piece in _pieces(tensor)]
+    hashes: dict[tuple[Any, ...], list[str]] = {place: [] for place in once}
+    n_threads = max(1, min(_MAX_THREADS, torch.get_num_threads()))
+    with ThreadPoolExecutor(n_threads) as threads:
+        for first in range(0, len(pieces), n_threads):
+            some = pieces[first : first + n_threads]  # what is copied from a device at a time
+            digests = threads.map(hash_piece, [piece.cpu() for _, piece in some])
+            for (place, _), digest in zip(some, digests, strict=True):
+                hashes[place].append(digest)
     return _hash([
         (name, str(tensor.dtype), list(tensor.shape), hashes[_place(tensor)])
         for name, tensor in state.items()
@@ -227,15 +234,14 @@ def _place(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
 
 
-def _hash_pieces(tensor: Tensor) -> list[str]:
+def _pieces(tensor: Tensor) -> tuple[Tensor, ...]:
     flat = tensor.detach().reshape(-1)
-    pieces = torch.split(flat, _PIECE_BYTES // flat.element_size()) if flat.numel() else ()
-    return [hash_piece(piece) for piece in pieces]
+    return torch.split(flat, _PIECE_BYTES // flat.element_size()) if flat.numel() else ()
 
 
 def hash_piece(piece: Tensor) -> str:
-    """Hash of the bytes of a piece, which is copied if it is on another device."""
-    data: Any = piece.cpu().view(torch.uint8).numpy()
+    """Hash of the bytes of a piece in the host's memory."""
+    data: Any = piece.view(torch.uint8).numpy()
     return hashlib.blake2b(data, digest_size=32).hexdigest()
 
 

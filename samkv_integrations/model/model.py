@@ -45,7 +45,6 @@ class Model:
         name: what a report calls it.
 
     identity: digests of what it computes with, and whether that has changed.
-    context_window: most tokens of prompt and answer together.
     token_kv_bytes: bytes of one token's keys and values in all layers, in the model's dtype.
 
     Raises:
@@ -94,7 +93,6 @@ class Model:
         self.head_dim: int = head_dim_of(self.config)
         self.dtype: torch.dtype = hf.dtype
         self.device: torch.device = hf.device
-        self.context_window = context_window_of(self.config)
         n_numbers = 2 * self.n_layers * self.n_kv_heads * self.head_dim
         self.token_kv_bytes: int = n_numbers * self.dtype.itemsize
         self._tokenizing = threading.Lock()
@@ -122,6 +120,11 @@ class Model:
     @property
     def dtype_name(self) -> str:
         return str(self.dtype).removeprefix("torch.")
+
+    @property
+    def context_window(self) -> int:
+        """Most tokens of prompt and answer together."""
+        return context_window_of(self.config)
 
     # -- text -------------------------------------------------------------------------------
 

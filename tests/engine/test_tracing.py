@@ -179,7 +179,8 @@ def test_an_answer_that_is_left_is_no_failure(
     assert span.status.status_code == StatusCode.UNSET
     assert "error.type" not in attributes(span)
     assert "gen_ai.response.finish_reasons" not in attributes(span)
-    assert attributes(span)["gen_ai.usage.input_tokens"] > 0
+    if end is not cancelled:  # the task may not have come to read its first token
+        assert attributes(span)["gen_ai.usage.input_tokens"] > 0
 
 
 def ended(told: Told) -> int:
