@@ -81,6 +81,8 @@ CREATE TRIGGER chunks_new AFTER UPDATE OF bytes ON chunks BEGIN
 """
 # Part of the name of a database: one of another schema is overlooked, and deleted by `gc`.
 _PREFIX = f"index-{zlib.crc32(_SCHEMA.encode()):08x}"
+# What sqlite3 raises: the second where an error's message has bytes of the file that are no text.
+_FAILS = (sqlite3.Error, UnicodeDecodeError)
 # Rows that SQLite takes for sound, and which are none of ours.
 _BAD_ROWS = (ValueError, TypeError, AttributeError, RecursionError)
 # All SQL here is ours and right, so an error in it is one of the tables that it meets.
@@ -182,7 +184,7 @@ class Index:
                     yield connection
                     connection.execute("COMMIT")
                 except BaseException:
-                    with suppress(sqlite3.Error):  # SQLite itself rolls back after some errors
+                    with suppress(*_FAILS):  # SQLite itself rolls back after some errors
                         connection.execute("ROLLBACK")
                     raise
             except UnicodeEncodeError:  # what was asked for is no text; no row is damaged
@@ -211,7 +213,7 @@ class Index:
                 self._connection = _connect(str(self._path))
                 self._connection.execute("SELECT * FROM settings").fetchall()
                 return self._connection
-            except sqlite3.DatabaseError as error:
+            except _FAILS as error:
                 if not _is_damage(error):
                     raise
                 self._discard()
@@ -280,7 +282,7 @@ class Index:
 
     def vacuum(self) -> None:
         """Rewrite the database: its pages may keep bytes of what was deleted. Best effort."""
-        with self._lock, suppress(StoreError, sqlite3.Error):  # others may be using it
+        with self._lock, suppress(StoreError, *_FAILS):  # others may be using it
             with self.transaction() as connection:
                 pass
             connection.execute("VACUUM")

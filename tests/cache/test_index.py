@@ -361,3 +361,14 @@ def test_tables_that_are_not_ours_are_replaced(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="made anew"):
         index.totals("")
     assert index.totals("")[0][2] == 1 and index.keys("", None) == keys_of(entry(1))
+
+
+def test_an_error_whose_message_is_no_text_is_damage(tmp_path: Path) -> None:
+    """SQLite's messages quote the schema, and sqlite3 raises UnicodeDecodeError for such bytes."""
+    index = made(tmp_path, entry(1))
+    index.keys("", None)
+    index.close()
+    (file,) = tmp_path.glob("index-*.sqlite")
+    data = file.read_bytes()
+    file.write_bytes(data.replace(b"tablechunkschunks", b"tablec\xa2unkschunks"))
+    assert made(tmp_path, entry(1)).keys("", None) == keys_of(entry(1))
