@@ -298,6 +298,15 @@ class SharedTier:
         data = self._get(digest, key, patiently=patiently)
         self._files.put(key, digest, [data], verified)
         self.mark([place])
+        try:
+            self.objects.info(self._path(digest, key), patiently=patiently)
+        except FileNotFoundError as error:
+            # Whoever deleted it meanwhile may have been here too early for the file.
+            self._read_marker(patiently=patiently)  # raises if the share was unmounted instead
+            self._index.delete(self._namespace, [key])
+            raise CacheMiss("absent", f"{self.url}: {key}") from error
+        except CacheMiss as miss:  # `refresh` deletes it if it has gone
+            self.tell(miss)
         return len(data)
 
     def _opened(self, file: Path, key: str) -> ChunkFile:
