@@ -417,6 +417,9 @@ class SharedTier:
         before = self._index.shared(self._namespace)
         listed = self.listed()  # after: what this machine has put since is no stranger
         gone = sorted({key for digest, key in before if (digest, key) not in listed})
+        if gone:  # a share that was unmounted since is listed as an empty one
+            with _answering():
+                self._read_marker(patiently=True)
         self._index.delete(self._namespace, gone)
         chunks = {place: info for place, info in listed.items() if info.n_bytes}
         places = self._index.places(self._namespace, PRESENT, EVICTED, LOST)

@@ -287,6 +287,25 @@ def test_an_empty_folder_in_place_of_a_share_takes_nothing(
     assert counts(second.shared.refresh()) == (2, 0)
 
 
+def test_a_share_that_is_unmounted_before_it_is_listed_deletes_nothing(
+    local: Machine, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = local()
+    chunks = fill(store, 2)
+    names = Objects.names
+
+    def unmounted(self: Objects, path: str, **options: Any) -> list[str]:
+        folder.rename(folder.with_name("away"))
+        folder.mkdir()
+        return names(self, path, **options)
+
+    monkeypatch.setattr(Objects, "names", unmounted)
+    assert store.shared
+    with pytest.raises(StoreError, match=r"store\.json is gone"):
+        store.shared.refresh()
+    assert store.keys() == sorted(chunk.key for chunk in chunks)
+
+
 def test_another_place_deletes_nothing(local: Machine, tmp_path: Path) -> None:
     store = local()
     chunks = fill(store, 2)
