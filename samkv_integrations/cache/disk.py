@@ -11,7 +11,7 @@ from pathlib import Path
 from samkv_integrations.cache.base import Store, StoredChunk, StoreStats
 from samkv_integrations.cache.chunk import ChunkCache, Fingerprint, check_namespace
 from samkv_integrations.cache.file_format import ChunkFile, encode, open_regular
-from samkv_integrations.cache.files import cannot, write_file, write_new
+from samkv_integrations.cache.files import cannot, read_small, write_file, write_new
 from samkv_integrations.cache.folder import ChunkFolder, open_folder, reconcile
 from samkv_integrations.cache.index import Entry
 from samkv_integrations.cache.remote import SharedTier, objects_outside
@@ -77,7 +77,7 @@ class ChunkStore(Store):
     def note(self, name: str) -> str | None:
         with suppress(OSError):
             # what is damaged is there, and must not look like a note that is not
-            return (self.path / f"{name}.json").read_text("utf-8", errors="replace")
+            return read_small(self.path / f"{name}.json").decode(errors="replace")
         return None
 
     def put_note(self, name: str, text: str, *, replace: bool = True) -> bool:

@@ -22,6 +22,7 @@ from samkv_integrations.cache.files import (
     TEMPORARY,
     cannot,
     make_folder,
+    read_small,
     remove,
     write_file,
     write_new,
@@ -68,10 +69,10 @@ def open_folder(folder: Path, given: bytes | None, *, is_bound: bool) -> bytes:
             )
         if not file.exists():
             write_new(file, given or secrets.token_bytes(SECRET_BYTES))
-        fields = {"format_version": FORMAT_VERSION, "secret_check": check_of(file.read_bytes())}
+        fields = {"format_version": FORMAT_VERSION, "secret_check": check_of(read_small(file))}
         write_new(marker, json.dumps(fields).encode())
     try:
-        said = json.loads(marker.read_bytes())
+        said = json.loads(read_small(marker))
         version = said["format_version"]
         check = said["secret_check"] if version == FORMAT_VERSION else ""
     except BAD_JSON as error:
@@ -84,7 +85,7 @@ def open_folder(folder: Path, given: bytes | None, *, is_bound: bool) -> bytes:
             "next step: ingest into a new folder, or use the release that made this one"
         )
     with suppress(FileNotFoundError):
-        secret = file.read_bytes()
+        secret = read_small(file)
         if len(secret) == SECRET_BYTES and check_of(secret) == check:
             if is_bound and given not in (None, secret):
                 raise StoreError(
@@ -132,7 +133,7 @@ class ChunkFolder:
         altogether is left to whatever is tried next.
         """
         try:
-            found = (self.path / "secret").read_bytes()
+            found = read_small(self.path / "secret")
             is_own = found == self.secret and (self.path / "store.json").exists()
         except FileNotFoundError:
             is_own = not self.path.exists()

@@ -26,7 +26,7 @@ from typing import Any
 
 from samkv_integrations.cache.base import Outage
 from samkv_integrations.cache.chunk import FORMAT_VERSION, Fingerprint
-from samkv_integrations.cache.file_format import BAD_JSON, ChunkFile
+from samkv_integrations.cache.file_format import BAD_JSON, ChunkFile, open_regular
 from samkv_integrations.cache.folder import ChunkFolder, check_of
 from samkv_integrations.cache.index import EVICTED, LOST, PRESENT, Entry, Place
 from samkv_integrations.cache.objects import ObjectInfo, Objects
@@ -342,7 +342,8 @@ class SharedTier:
         """
         file = self._files.file(place[1], place[0])
         try:
-            data = file.read_bytes()
+            with open_regular(file) as opened:
+                data = opened.readall()
             self._files.entry(file)  # raises
         except FileNotFoundError:  # evicted meanwhile
             return 0

@@ -32,7 +32,8 @@ from samkv_integrations.cache.chunk import ChunkCache
 from samkv_integrations.cache.disk import ChunkStore
 from samkv_integrations.cache.memory import MemoryStore
 from samkv_integrations.cache.upkeep import gc, verify
-from samkv_integrations.errors import CacheMiss, StoreError
+from samkv_integrations.engine.options import read_tuned
+from samkv_integrations.errors import CacheMiss, InvalidOption, StoreError
 from tests.contracts.store_contract import (
     TINY,
     StoreContract,
@@ -409,6 +410,38 @@ def test_what_lies_in_the_place_of_a_cache_goes(
     gc(store)
     assert files(folder) == {"store.json", "secret", str(file.relative_to(folder))}
     assert Path("/dev/zero").exists()
+
+
+@pytest.mark.parametrize("obstacle", ["pipe", "device", "large file"])
+@pytest.mark.parametrize("name", ["store.json", "secret", "samkv.toml", "costs.json"])
+def test_what_lies_in_the_place_of_a_small_file_is_not_read(
+    store: ChunkStore, folder: Path, name: str, obstacle: str
+) -> None:
+    """A question would wait for the writer of a pipe, and read a device until memory is full."""
+    file = folder / name
+    file.unlink(missing_ok=True)
+    match obstacle:
+        case "pipe":
+            os.mkfifo(file)
+        case "device":
+            file.symlink_to("/dev/zero")
+        case _:
+            file.write_bytes(bytes((1 << 20) + 1))
+    match name:
+        case "costs.json":
+            assert store.note("costs") is None
+        case "samkv.toml":
+            with pytest.raises(InvalidOption, match=r"samkv\.toml is no regular file of at most"):
+                read_tuned(folder)
+        case _:
+            with pytest.raises(StoreError, match=f"{name} is no regular file of at most 1 MiB"):
+                ChunkStore(folder)
+
+
+def test_a_secret_may_be_a_link(store: ChunkStore, folder: Path) -> None:
+    (folder / "secret").rename(folder.parent / "mounted")
+    (folder / "secret").symlink_to(folder.parent / "mounted")
+    assert ChunkStore(folder).secret == store.secret
 
 
 def test_a_store_that_was_removed_is_not_made_again(store: ChunkStore, folder: Path) -> None:
