@@ -183,7 +183,11 @@ class ChunkStore(Store):
         self.check_delete(*keys)
         # There before here, so that nothing is said to be gone that is not.
         gone = self.shared.delete(keys) if self.shared else set()
-        return len(gone | self.index.delete(self._namespace, keys))
+        gone |= self.index.delete(self._namespace, keys)
+        if any(map(self.files.holds, keys)):  # the writer was killed before the index was told
+            reconcile(self.files)
+            gone |= self.index.delete(self._namespace, keys)
+        return len(gone)
 
     def forget(
         self, is_wanted: Callable[[str], bool], token_ids: Sequence[Sequence[int]] = ()

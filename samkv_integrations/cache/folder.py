@@ -33,7 +33,8 @@ from samkv_integrations.errors import CacheMiss, InvalidOption, StoreError
 SECRET_VARIABLE = "SAMKV_STORE_SECRET"
 """Environment variable with the secret of all stores that a process opens, 64 hex digits."""
 
-_HEX_NAME = re.compile("[0-9a-f]{32}")
+_DIGIT = "[0-9a-f]"
+_HEX_NAME = re.compile(f"{_DIGIT}{{32}}")
 # What a folder may hold that is being made a store.
 _OWN_NAME = re.compile(
     rf"(store\.json|secret)(\..*{re.escape(TEMPORARY)})?|index\.lock|samkv\.toml"
@@ -151,10 +152,14 @@ class ChunkFolder:
             raise CacheMiss("absent", repr(key))
         return self.path / digest / key[:2] / f"{key}.safetensors"
 
+    def holds(self, key: str) -> bool:
+        """Whether there is a chunk's file of any fingerprint."""
+        files = f"{32 * _DIGIT}/{key[:2]}/{key}.safetensors"
+        return bool(_HEX_NAME.fullmatch(key)) and any(iglob(files, root_dir=self.path))
+
     def files(self) -> Iterator[Path]:
         """The chunk files, and temporary ones."""
-        digit = "[0-9a-f]"
-        for name in iglob(f"{32 * digit}/{2 * digit}/{32 * digit}*", root_dir=self.path):
+        for name in iglob(f"{32 * _DIGIT}/{2 * _DIGIT}/{32 * _DIGIT}*", root_dir=self.path):
             file = self.path / name
             if file.name[:2] == file.parent.name:
                 yield file

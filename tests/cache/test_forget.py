@@ -61,6 +61,25 @@ def test_what_a_killed_writer_left_goes_too(store: ChunkStore) -> None:
     assert not plain_texts(store) and not list(file.parent.iterdir())
 
 
+def left_by_a_killed_writer(store: ChunkStore, seed: int) -> ChunkCache:
+    """A chunk whose file is there, and which the index was not told of."""
+    chunk = put(store, seed)
+    content = file_of(store, chunk).read_bytes()
+    store.index.delete("", [chunk.key])
+    file_of(store, chunk).write_bytes(content)
+    return chunk
+
+
+def test_a_cache_that_a_killed_writer_left_goes_by_its_key(store: ChunkStore) -> None:
+    chunk = left_by_a_killed_writer(store, 1)
+    assert store.keys() == [] and store.contains(chunk.key, TINY)
+    assert store.delete(chunk.key) == 1
+    assert not store.contains(chunk.key, TINY) and not plain_texts(store)
+    other = left_by_a_killed_writer(store, 2)
+    assert ChunkStore(store.path, namespace="tenant").delete(other.key) == 0
+    assert store.contains(other.key, TINY)
+
+
 def test_caches_of_another_namespace_stay(store: ChunkStore) -> None:
     tenant = ChunkStore(store.path, namespace="tenant")
     mine, theirs = put(store), put(tenant)
