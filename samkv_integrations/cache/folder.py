@@ -210,10 +210,14 @@ class ChunkFolder:
             return Entry.of_file(chunk)
 
     def is_gone(self, digest: str, key: str) -> bool:
-        return not os.path.lexists(self.file(key, digest))
+        try:
+            return not os.path.lexists(self.file(key, digest))
+        except CacheMiss:  # what is no key has no cache
+            return True
 
     def remove(self, digest: str, key: str) -> None:
-        remove(self.file(key, digest))
+        with suppress(CacheMiss):
+            remove(self.file(key, digest))
 
 
 @dataclass(frozen=True, kw_only=True)

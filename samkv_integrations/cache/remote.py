@@ -55,7 +55,7 @@ _LISTED = 32
 
 _MARKER = "store.json"
 _MAX_AGREED = 1 << 16
-_DIGEST = re.compile("[0-9a-f]{32}")
+_NAME = re.compile("[0-9a-f]{32}")
 _CHUNK = re.compile(r"[0-9a-f]{2}/([0-9a-f]{32})\.safetensors")
 _log = logging.getLogger(__name__)
 _FAILS = (
@@ -205,6 +205,9 @@ class SharedTier:
     # -- chunks ---------------------------------------------------------------------------------
 
     def _path(self, digest: str, key: str) -> str:
+        """Where a chunk's object is, or would be. Raises CacheMiss for what is no key."""
+        if not (_NAME.fullmatch(digest) and _NAME.fullmatch(key)):
+            raise CacheMiss("absent", repr(key))
         return f"{self._space}/{digest}/{key[:2]}/{key}.safetensors"
 
     def look_ahead(self, digest: str, keys: Collection[str]) -> None:
@@ -363,7 +366,8 @@ class SharedTier:
         """
         with _answering("not all can be deleted from the remote tier"):
             self._read_marker(patiently=True)
-            paths = [(k, self._path(d, k)) for d in self._digests(patiently=True) for k in keys]
+            named = [key for key in keys if _NAME.fullmatch(key)]
+            paths = [(k, self._path(d, k)) for d in self._digests(patiently=True) for k in named]
             gone = self.objects.pool.map(
                 lambda one: one[0] if self.objects.remove(one[1]) else "", paths
             )
@@ -389,7 +393,7 @@ class SharedTier:
 
     def _digests(self, *, patiently: bool = False) -> list[str]:
         names = self.objects.names(self._space, patiently=patiently)
-        return [name for name in names if _DIGEST.fullmatch(name)]
+        return [name for name in names if _NAME.fullmatch(name)]
 
     # -- what all machines have -------------------------------------------------------------------
 

@@ -259,7 +259,7 @@ class TestDamage:
 
 @pytest.mark.parametrize(
     "change",
-    ["texts SET ids = x'ad00ff'", "texts SET ids = 5", "texts SET body = x'ff'",
+    ["texts SET ids = x'ad00ff'", "texts SET body = x'ff'",
      "chunks SET key = CAST(x'ff' AS TEXT)", "fingerprints SET fields = '{'",
      "fingerprints SET fields = '5'"],
 )  # fmt: skip
@@ -279,6 +279,17 @@ def test_rows_that_sqlite_takes_for_sound_are_damage_too(tmp_path: Path, change:
             assert "made anew" in str(error) and "try again" in str(error)
             n_failed += 1
     assert n_failed == 1
+
+
+@pytest.mark.skipif(sqlite3.sqlite_version_info < (3, 37), reason="it has no strict tables")
+@pytest.mark.parametrize(
+    "change", ["texts SET ids = 5", "windows SET at = 'x'", "chunks SET digest = x'00'"]
+)
+def test_values_of_another_type_are_not_taken(index: Index, change: str) -> None:
+    put(index, entry(1))
+    with pytest.raises(StoreError, match="cannot store"):
+        with index.transaction(writes=True) as connection:
+            connection.execute(f"UPDATE {change}")
 
 
 def test_a_key_that_is_no_text_does_no_harm(index: Index, tmp_path: Path) -> None:
