@@ -438,6 +438,21 @@ def test_what_lies_in_the_place_of_a_small_file_is_not_read(
                 ChunkStore(folder)
 
 
+def test_a_file_that_is_cleared_up_while_it_is_written_is_an_error(
+    store: ChunkStore, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by the `gc` of a machine whose clock is ahead: nobody was told that nothing was kept."""
+
+    def cleared_up(handle: int) -> None:
+        for file in folder.rglob("*.tmp"):
+            file.unlink()
+
+    monkeypatch.setattr(os, "fsync", cleared_up)
+    with pytest.raises(StoreError, match="No such file or directory"):
+        store.put(chunk_for(store, 1))
+    assert store.keys() == [] and store.stats().bytes == 0
+
+
 def test_a_secret_may_be_a_link(store: ChunkStore, folder: Path) -> None:
     (folder / "secret").rename(folder.parent / "mounted")
     (folder / "secret").symlink_to(folder.parent / "mounted")
