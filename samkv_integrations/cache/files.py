@@ -11,13 +11,25 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from samkv_integrations.errors import StoreError
+from samkv_integrations.errors import InvalidOption, StoreError
 
 TEMPORARY = ".tmp"
 LEFT_S = 3600.0
 """Seconds after which a temporary file is taken for one that a killed process has left."""
 
 MAX_SMALL_BYTES = 1 << 20
+
+
+def folder_named(what: str, path: object) -> Path:
+    """The path of a folder. Raises InvalidOption for what can be none; what: the option's name."""
+    try:
+        found = Path(path)  # type: ignore[arg-type]
+        is_path = b"\0" not in os.fsencode(found)
+    except (TypeError, UnicodeEncodeError):
+        is_path = False
+    if not is_path:
+        raise InvalidOption(f"{what}={path!r:.60}; it must be the path of a folder, without NUL")
+    return found
 
 
 def make_folder(path: Path) -> None:

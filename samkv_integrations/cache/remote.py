@@ -27,6 +27,7 @@ from typing import Any
 from samkv_integrations.cache.base import Outage
 from samkv_integrations.cache.chunk import FORMAT_VERSION, Fingerprint
 from samkv_integrations.cache.file_format import BAD_JSON, ChunkFile, open_regular
+from samkv_integrations.cache.files import folder_named
 from samkv_integrations.cache.folder import ChunkFolder, check_of
 from samkv_integrations.cache.index import EVICTED, LOST, PRESENT, Entry, Place
 from samkv_integrations.cache.objects import ObjectInfo, Objects
@@ -72,7 +73,7 @@ def objects_outside(url: str, options: Mapping[str, object], folder: Path) -> Ob
     """
     objects = Objects(url, options)
     if objects.is_local:
-        place, own = Path(objects.root).resolve(), folder.resolve()
+        place, own = folder_named("remote", objects.root).resolve(), folder.resolve()
         if place.is_relative_to(own):
             raise InvalidOption(
                 f"remote={url!r} is in {folder}, the folder of the store itself; name a place "

@@ -21,6 +21,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -451,6 +452,30 @@ def test_a_file_that_is_cleared_up_while_it_is_written_is_an_error(
     with pytest.raises(StoreError, match="No such file or directory"):
         store.put(chunk_for(store, 1))
     assert store.keys() == [] and store.stats().bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"path": 5}, "path=5; it must be the path of a folder"),
+     ({"path": "a\0b"}, r"path='a\\x00b'; it must be the path of a folder"),
+     ({"path": "\ud800"}, r"path='\\ud800'; it must be the path of a folder"),
+     ({"remote": "file:///a\0b"}, r"remote='/a\\x00b'; it must be the path of a folder"),
+     ({"remote": ["x"]}, r"remote=\['x'\]; it must be a URL"),
+     ({"remote": "memory://x", "remote_options": 5}, "remote_options=5; it must be a mapping"),
+     ({"quota": ["a"]}, r"quota=\['a'\]; it must be a mapping of namespaces to bytes"),
+     ({"quota": {5: 5}}, "namespace=5; it must be a string")],
+)  # fmt: skip
+def test_options_of_another_type_are_refused(
+    folder: Path, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(InvalidOption, match=message):
+        ChunkStore(**{"path": folder, **options})
+    assert not folder.exists()
+
+
+def test_a_quota_that_is_none_is_refused(store: ChunkStore) -> None:
+    with pytest.raises(InvalidOption, match="quota='x'; it must be a mapping"):
+        store.set_budget(None, "x")  # type: ignore[arg-type]
 
 
 def test_a_secret_may_be_a_link(store: ChunkStore, folder: Path) -> None:
