@@ -140,9 +140,8 @@ def warm(
     buffer = memoryview(bytearray(_BUFFER_BYTES))
     n_chunks = n_bytes = 0
     for number, (digest, key, _) in enumerate(places, 1):
-        with suppress(
-            CacheMiss, OSError
-        ):  # deleted or evicted meanwhile, or damaged: a question will say
+        # deleted or evicted meanwhile, or damaged: a question will say
+        with suppress(CacheMiss, OSError):
             with open_regular(store.file(key, digest)) as file:
                 size = os.fstat(file.fileno()).st_size
                 if max_bytes is not None and n_bytes + size > max_bytes:
