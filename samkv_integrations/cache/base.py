@@ -18,6 +18,7 @@ from samkv_integrations.cache.chunk import (
     ChunkStatistics,
     Fingerprint,
     _require,
+    check_keys,
     check_namespace,
     chunk_key,
     normalise,
@@ -273,7 +274,11 @@ class Store:
         """Raises StoreError if `delete` would, as far as that can be known before."""
 
     def delete(self, *keys: str) -> int:
-        """Removes chunks and their texts under all fingerprints; how many there were."""
+        """Removes chunks and their texts under all fingerprints; how many there were.
+
+        Raises InvalidOption for what is no key.
+        """
+        check_keys(keys)
         return len(self.index.delete(self._namespace, keys))
 
     def forget(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Literal
@@ -224,6 +224,13 @@ def check_namespace(namespace: str) -> str:
     except UnicodeEncodeError as error:
         raise InvalidOption(f"namespace={namespace!r:.60} holds half a character") from error
     return namespace
+
+
+def check_keys(keys: Iterable[object]) -> None:
+    """Raises InvalidOption for what can be the key of no chunk of any store."""
+    for key in keys:
+        if not isinstance(key, str) or any("\ud800" <= letter <= "\udfff" for letter in key):
+            raise InvalidOption(f"key={key!r:.60}; it must be a string, as `keys` of a store gives")
 
 
 def chunk_key(secret: bytes, namespace: str, fingerprint: str, token_ids: Sequence[int]) -> str:

@@ -6,17 +6,16 @@ import os
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 
 from samkv_integrations.cache.base import Store, StoredChunk, StoreStats
-from samkv_integrations.cache.chunk import ChunkCache, Fingerprint, check_namespace
+from samkv_integrations.cache.chunk import ChunkCache, Fingerprint, check_keys, check_namespace
 from samkv_integrations.cache.file_format import ChunkFile, encode, open_regular
-from samkv_integrations.cache.files import cannot, write_file, write_new
+from samkv_integrations.cache.files import cannot, folder_named, read_small, write_file, write_new
 from samkv_integrations.cache.folder import ChunkFolder, open_folder, reconcile
 from samkv_integrations.cache.index import Entry
 from samkv_integrations.cache.remote import SharedTier, objects_outside
 from samkv_integrations.cache.windows import ChunkIndex
-from samkv_integrations.errors import CacheMiss, StoreError
+from samkv_integrations.errors import CacheMiss, InvalidOption, StoreError
 
 
 class ChunkStore(Store):
@@ -51,11 +50,13 @@ class ChunkStore(Store):
         Raises:
             StoreError: the folder is something else, of another format version, damaged, writable
                 for others than its owner, not usable, or of another secret, as may ``remote`` be.
-            InvalidOption: a budget, the namespace, the secret or the URL is not what it has to be.
+            InvalidOption: the path, a budget, the namespace, the secret or the URL is not what it
+                has to be.
             MissingExtra: what ``remote`` needs is not installed.
         """
-        self.path = Path(path)
+        self.path = folder_named("path", path)
         check_namespace(namespace)
+        quotas = _quotas(quota)
         objects = (
             None if remote is None else objects_outside(remote, remote_options or {}, self.path)
         )
@@ -66,8 +67,8 @@ class ChunkStore(Store):
         self.files = ChunkFolder(self.path, secret)
         self.file = self.files.file
         super().__init__(namespace, secret, self.files.index, str(self.path))
-        if max_bytes is not None or quota:
-            self.set_budget(max_bytes, {**self.index.budget()[1], **(quota or {})})
+        if max_bytes is not None or quotas:
+            self.set_budget(max_bytes, {**self.index.budget()[1], **quotas})
         self.shared: SharedTier | None = None
         if objects is not None:
             self.shared = SharedTier(self.files, objects, namespace)
@@ -77,7 +78,7 @@ class ChunkStore(Store):
     def note(self, name: str) -> str | None:
         with suppress(OSError):
             # what is damaged is there, and must not look like a note that is not
-            return (self.path / f"{name}.json").read_text("utf-8", errors="replace")
+            return read_small(self.path / f"{name}.json").decode(errors="replace")
         return None
 
     def put_note(self, name: str, text: str, *, replace: bool = True) -> bool:
@@ -180,10 +181,15 @@ class ChunkStore(Store):
             )
 
     def delete(self, *keys: str) -> int:
+        check_keys(keys)
         self.check_delete(*keys)
         # There before here, so that nothing is said to be gone that is not.
         gone = self.shared.delete(keys) if self.shared else set()
-        return len(gone | self.index.delete(self._namespace, keys))
+        gone |= self.index.delete(self._namespace, keys)
+        if any(map(self.files.holds, keys)):  # the writer was killed before the index was told
+            reconcile(self.files)
+            gone |= self.index.delete(self._namespace, keys)
+        return len(gone)
 
     def forget(
         self, is_wanted: Callable[[str], bool], token_ids: Sequence[Sequence[int]] = ()
@@ -210,7 +216,7 @@ class ChunkStore(Store):
 
         Raises InvalidOption if one is no number of bytes, StoreError if it cannot be written down.
         """
-        self.index.set_budget(max_bytes, quota or {})
+        self.index.set_budget(max_bytes, _quotas(quota))
 
     def stats(self, *, everyone: bool = False) -> StoreStats:
         """What the store holds; everyone: of all namespaces, not only of this one."""
@@ -249,3 +255,10 @@ class ChunkStore(Store):
                 if marker.parent != self.path.resolve() and any(marker.parent.glob("*/*/*.safe*")):
                     return f"the folder {marker.parent} (give kv_dir=, or the store's path)"
         return None
+
+
+def _quotas(quota: object) -> dict[str, int]:
+    """What namespaces may take, by name. Raises InvalidOption if this is no mapping of them."""
+    if quota is not None and not isinstance(quota, Mapping):
+        raise InvalidOption(f"quota={quota!r:.60}; it must be a mapping of namespaces to bytes")
+    return {check_namespace(name): n_bytes for name, n_bytes in (quota or {}).items()}

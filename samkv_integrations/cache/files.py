@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import shutil
@@ -10,11 +11,25 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from samkv_integrations.errors import StoreError
+from samkv_integrations.errors import InvalidOption, StoreError
 
 TEMPORARY = ".tmp"
 LEFT_S = 3600.0
 """Seconds after which a temporary file is taken for one that a killed process has left."""
+
+MAX_SMALL_BYTES = 1 << 20
+
+
+def folder_named(what: str, path: object) -> Path:
+    """The path of a folder. Raises InvalidOption for what can be none; what: the option's name."""
+    try:
+        found = Path(path)  # type: ignore[arg-type]
+        is_path = b"\0" not in os.fsencode(found)
+    except (TypeError, UnicodeEncodeError):
+        is_path = False
+    if not is_path:
+        raise InvalidOption(f"{what}={path!r:.60}; it must be the path of a folder, without NUL")
+    return found
 
 
 def make_folder(path: Path) -> None:
@@ -70,6 +85,21 @@ def write_new(path: Path, data: bytes) -> bool:
     except FileExistsError:
         return False
     return True
+
+
+def read_small(path: Path) -> bytes:
+    """The bytes of a small file of a store, such as its marker, a note or the settings.
+
+    Never waits, as for the writer of a pipe, and never reads without an end, as from a device.
+
+    Raises OSError, also if it is no regular file, nor a link to one, or is too large.
+    """
+    flags = os.O_NONBLOCK | os.O_CLOEXEC
+    with open(path, "rb", opener=lambda name, mode: os.open(name, mode | flags)) as file:
+        found = os.fstat(file.fileno())
+        if not stat.S_ISREG(found.st_mode) or found.st_size > MAX_SMALL_BYTES:
+            raise OSError(errno.EINVAL, f"{path.name} is no regular file of at most 1 MiB")
+        return file.read(MAX_SMALL_BYTES)
 
 
 def remove(path: Path) -> int:

@@ -22,6 +22,7 @@ from samkv_integrations.cache.files import (
     TEMPORARY,
     cannot,
     make_folder,
+    read_small,
     remove,
     write_file,
     write_new,
@@ -32,7 +33,8 @@ from samkv_integrations.errors import CacheMiss, InvalidOption, StoreError
 SECRET_VARIABLE = "SAMKV_STORE_SECRET"
 """Environment variable with the secret of all stores that a process opens, 64 hex digits."""
 
-_HEX_NAME = re.compile("[0-9a-f]{32}")
+_DIGIT = "[0-9a-f]"
+_HEX_NAME = re.compile(f"{_DIGIT}{{32}}")
 # What a folder may hold that is being made a store.
 _OWN_NAME = re.compile(
     rf"(store\.json|secret)(\..*{re.escape(TEMPORARY)})?|index\.lock|samkv\.toml"
@@ -68,10 +70,10 @@ def open_folder(folder: Path, given: bytes | None, *, is_bound: bool) -> bytes:
             )
         if not file.exists():
             write_new(file, given or secrets.token_bytes(SECRET_BYTES))
-        fields = {"format_version": FORMAT_VERSION, "secret_check": check_of(file.read_bytes())}
+        fields = {"format_version": FORMAT_VERSION, "secret_check": check_of(read_small(file))}
         write_new(marker, json.dumps(fields).encode())
     try:
-        said = json.loads(marker.read_bytes())
+        said = json.loads(read_small(marker))
         version = said["format_version"]
         check = said["secret_check"] if version == FORMAT_VERSION else ""
     except BAD_JSON as error:
@@ -84,7 +86,7 @@ def open_folder(folder: Path, given: bytes | None, *, is_bound: bool) -> bytes:
             "next step: ingest into a new folder, or use the release that made this one"
         )
     with suppress(FileNotFoundError):
-        secret = file.read_bytes()
+        secret = read_small(file)
         if len(secret) == SECRET_BYTES and check_of(secret) == check:
             if is_bound and given not in (None, secret):
                 raise StoreError(
@@ -132,7 +134,7 @@ class ChunkFolder:
         altogether is left to whatever is tried next.
         """
         try:
-            found = (self.path / "secret").read_bytes()
+            found = read_small(self.path / "secret")
             is_own = found == self.secret and (self.path / "store.json").exists()
         except FileNotFoundError:
             is_own = not self.path.exists()
@@ -150,10 +152,14 @@ class ChunkFolder:
             raise CacheMiss("absent", repr(key))
         return self.path / digest / key[:2] / f"{key}.safetensors"
 
+    def holds(self, key: str) -> bool:
+        """Whether there is a chunk's file of any fingerprint."""
+        files = f"{32 * _DIGIT}/{key[:2]}/{key}.safetensors"
+        return bool(_HEX_NAME.fullmatch(key)) and any(iglob(files, root_dir=self.path))
+
     def files(self) -> Iterator[Path]:
         """The chunk files, and temporary ones."""
-        digit = "[0-9a-f]"
-        for name in iglob(f"{32 * digit}/{2 * digit}/{32 * digit}*", root_dir=self.path):
+        for name in iglob(f"{32 * _DIGIT}/{2 * _DIGIT}/{32 * _DIGIT}*", root_dir=self.path):
             file = self.path / name
             if file.name[:2] == file.parent.name:
                 yield file
@@ -204,10 +210,14 @@ class ChunkFolder:
             return Entry.of_file(chunk)
 
     def is_gone(self, digest: str, key: str) -> bool:
-        return not os.path.lexists(self.file(key, digest))
+        try:
+            return not os.path.lexists(self.file(key, digest))
+        except CacheMiss:  # what is no key has no cache
+            return True
 
     def remove(self, digest: str, key: str) -> None:
-        remove(self.file(key, digest))
+        with suppress(CacheMiss):
+            remove(self.file(key, digest))
 
 
 @dataclass(frozen=True, kw_only=True)

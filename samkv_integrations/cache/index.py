@@ -51,26 +51,29 @@ _BRIEF_S = 1.0
 # token ids of each chunk, `same` being a hash of the body. `windows` says where hashes of token ids
 # occur first.
 _SCHEMA = """
-CREATE TABLE settings(name TEXT PRIMARY KEY, value) WITHOUT ROWID;
-CREATE TABLE fingerprints(digest TEXT PRIMARY KEY, fields TEXT NOT NULL) WITHOUT ROWID;
+CREATE TABLE settings(name TEXT PRIMARY KEY, value ANY) WITHOUT ROWID, STRICT;
+CREATE TABLE fingerprints(
+  digest TEXT PRIMARY KEY, fields TEXT NOT NULL) WITHOUT ROWID, STRICT;
 CREATE TABLE spaces(
-  namespace TEXT PRIMARY KEY, bytes INTEGER NOT NULL DEFAULT 0, quota INTEGER) WITHOUT ROWID;
+  namespace TEXT PRIMARY KEY, bytes INTEGER NOT NULL DEFAULT 0, quota INTEGER
+) WITHOUT ROWID, STRICT;
 CREATE TABLE chunks(
   id INTEGER PRIMARY KEY, digest TEXT NOT NULL, key TEXT NOT NULL, namespace TEXT NOT NULL,
   bytes INTEGER NOT NULL, state INTEGER NOT NULL, used_at REAL NOT NULL,
-  is_shared INTEGER NOT NULL DEFAULT 0, UNIQUE(key, digest));
+  is_shared INTEGER NOT NULL DEFAULT 0, UNIQUE(key, digest)) STRICT;
 CREATE INDEX chunks_used ON chunks(state, used_at);
 CREATE INDEX chunks_of ON chunks(namespace, state, digest);
 CREATE TABLE texts(
   id INTEGER PRIMARY KEY, namespace TEXT NOT NULL, body BLOB NOT NULL, same BLOB NOT NULL,
-  ids BLOB NOT NULL);
+  ids BLOB NOT NULL) STRICT;
 CREATE INDEX texts_same ON texts(same, namespace);
 CREATE TABLE windows(
-  hash INTEGER, chunk INTEGER, at INTEGER NOT NULL, PRIMARY KEY(hash, chunk)) WITHOUT ROWID;
+  hash INTEGER, chunk INTEGER, at INTEGER NOT NULL,
+  PRIMARY KEY(hash, chunk)) WITHOUT ROWID, STRICT;
 CREATE TABLE counts(
   namespace TEXT, digest TEXT, hits INTEGER NOT NULL DEFAULT 0, misses INTEGER NOT NULL DEFAULT 0,
   evictions INTEGER NOT NULL DEFAULT 0, corrupt INTEGER NOT NULL DEFAULT 0,
-  PRIMARY KEY(namespace, digest)) WITHOUT ROWID;
+  PRIMARY KEY(namespace, digest)) WITHOUT ROWID, STRICT;
 CREATE TRIGGER chunks_in AFTER INSERT ON chunks BEGIN
   INSERT INTO spaces(namespace, bytes) VALUES(NEW.namespace, NEW.bytes)
     ON CONFLICT DO UPDATE SET bytes = bytes + NEW.bytes; END;
@@ -79,8 +82,13 @@ CREATE TRIGGER chunks_out AFTER DELETE ON chunks BEGIN
 CREATE TRIGGER chunks_new AFTER UPDATE OF bytes ON chunks BEGIN
   UPDATE spaces SET bytes = bytes + NEW.bytes - OLD.bytes WHERE namespace = NEW.namespace; END;
 """
+if sqlite3.sqlite_version_info < (3, 37):  # any type goes into any column
+    for _word in (", STRICT", " STRICT", " ANY"):
+        _SCHEMA = _SCHEMA.replace(_word, "")
 # Part of the name of a database: one of another schema is overlooked, and deleted by `gc`.
 _PREFIX = f"index-{zlib.crc32(_SCHEMA.encode()):08x}"
+# What sqlite3 raises: the second where an error's message has bytes of the file that are no text.
+_FAILS = (sqlite3.Error, UnicodeDecodeError)
 # Rows that SQLite takes for sound, and which are none of ours.
 _BAD_ROWS = (ValueError, TypeError, AttributeError, RecursionError)
 # All SQL here is ours and right, so an error in it is one of the tables that it meets.
@@ -182,7 +190,7 @@ class Index:
                     yield connection
                     connection.execute("COMMIT")
                 except BaseException:
-                    with suppress(sqlite3.Error):  # SQLite itself rolls back after some errors
+                    with suppress(*_FAILS):  # SQLite itself rolls back after some errors
                         connection.execute("ROLLBACK")
                     raise
             except UnicodeEncodeError:  # what was asked for is no text; no row is damaged
@@ -211,7 +219,7 @@ class Index:
                 self._connection = _connect(str(self._path))
                 self._connection.execute("SELECT * FROM settings").fetchall()
                 return self._connection
-            except sqlite3.DatabaseError as error:
+            except _FAILS as error:
                 if not _is_damage(error):
                     raise
                 self._discard()
@@ -280,7 +288,7 @@ class Index:
 
     def vacuum(self) -> None:
         """Rewrite the database: its pages may keep bytes of what was deleted. Best effort."""
-        with self._lock, suppress(StoreError, sqlite3.Error):  # others may be using it
+        with self._lock, suppress(StoreError, *_FAILS):  # others may be using it
             with self.transaction() as connection:
                 pass
             connection.execute("VACUUM")
@@ -404,15 +412,15 @@ class Index:
             for key in dict.fromkeys(keys):
                 # "+": by key, as SQLite would go through all of a namespace
                 found = connection.execute(
-                    "SELECT id, digest, ids FROM chunks JOIN texts USING(id) WHERE key = ? "
+                    "SELECT id, digest, ids FROM chunks LEFT JOIN texts USING(id) WHERE key = ? "
                     "AND +chunks.namespace = ? AND state = coalesce(?, state)",
                     [key, namespace, state],
                 ).fetchall()
                 for chunk, digest, ids in found:
+                    token_ids = np.frombuffer(ids, "<i4")
                     gone.add(key)
                     self._caches.remove(digest, key)
-                    windows = self.windows_of(namespace, digest)
-                    for hashed in windows.first_places(np.frombuffer(ids, "<i4")):
+                    for hashed in self.windows_of(namespace, digest).first_places(token_ids):
                         connection.execute(
                             "DELETE FROM windows WHERE hash = ? AND chunk = ?", [hashed, chunk]
                         )
@@ -508,7 +516,7 @@ class Index:
         with self.transaction() as connection:
             # "+": by key, as SQLite would go through all of a namespace
             rows = connection.execute(
-                "SELECT digest, key, body FROM chunks JOIN texts USING(id) WHERE "
+                "SELECT digest, key, body FROM chunks LEFT JOIN texts USING(id) WHERE "
                 + ("chunks.namespace = ?" if key is None else "+chunks.namespace = ? AND key = ?"),
                 [namespace] if key is None else [namespace, key],
             )

@@ -56,6 +56,12 @@ class Objects:
     """
 
     def __init__(self, url: str, options: Mapping[str, Any]) -> None:
+        if not isinstance(url, str):
+            raise InvalidOption(f"remote={url!r:.60}; it must be a URL, a string")
+        if not isinstance(options, Mapping):
+            raise InvalidOption(
+                f"remote_options={options!r:.60}; it must be a mapping of fsspec's options"
+            )
         self.url = url
         self._gone_until, self._why_gone = 0.0, ""
         try:
@@ -63,7 +69,7 @@ class Objects:
             from fsspec.core import url_to_fs
             from fsspec.implementations.local import LocalFileSystem
 
-            given = {"config_kwargs": _S3} if str(url).startswith(("s3://", "s3a://")) else {}
+            given = {"config_kwargs": _S3} if url.startswith(("s3://", "s3a://")) else {}
             # listings are ours to remember
             self._fs, root = url_to_fs(
                 url, use_listings_cache=False, skip_instance_cache=True, **{**given, **options}
@@ -72,8 +78,8 @@ class Objects:
             raise MissingExtra.of(error.name or url.partition(":")[0], "remote") from error
         except (ValueError, TypeError) as error:
             raise InvalidOption(
-                f"remote={url!r} with options {sorted(options)}: {error}; give a URL of fsspec's, "
-                "such as 's3://bucket/prefix' or 'file:///mnt/share/kv'"
+                f"remote={url!r} with options {sorted(map(str, options))}: {error}; give a URL of "
+                "fsspec's, such as 's3://bucket/prefix' or 'file:///mnt/share/kv'"
             ) from error
         if "://" not in url or not root.strip("/"):
             raise InvalidOption(

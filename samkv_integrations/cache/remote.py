@@ -26,7 +26,8 @@ from typing import Any
 
 from samkv_integrations.cache.base import Outage
 from samkv_integrations.cache.chunk import FORMAT_VERSION, Fingerprint
-from samkv_integrations.cache.file_format import BAD_JSON, ChunkFile
+from samkv_integrations.cache.file_format import BAD_JSON, ChunkFile, open_regular
+from samkv_integrations.cache.files import folder_named
 from samkv_integrations.cache.folder import ChunkFolder, check_of
 from samkv_integrations.cache.index import EVICTED, LOST, PRESENT, Entry, Place
 from samkv_integrations.cache.objects import ObjectInfo, Objects
@@ -55,7 +56,7 @@ _LISTED = 32
 
 _MARKER = "store.json"
 _MAX_AGREED = 1 << 16
-_DIGEST = re.compile("[0-9a-f]{32}")
+_NAME = re.compile("[0-9a-f]{32}")
 _CHUNK = re.compile(r"[0-9a-f]{2}/([0-9a-f]{32})\.safetensors")
 _log = logging.getLogger(__name__)
 _FAILS = (
@@ -72,7 +73,7 @@ def objects_outside(url: str, options: Mapping[str, object], folder: Path) -> Ob
     """
     objects = Objects(url, options)
     if objects.is_local:
-        place, own = Path(objects.root).resolve(), folder.resolve()
+        place, own = folder_named("remote", objects.root).resolve(), folder.resolve()
         if place.is_relative_to(own):
             raise InvalidOption(
                 f"remote={url!r} is in {folder}, the folder of the store itself; name a place "
@@ -205,6 +206,9 @@ class SharedTier:
     # -- chunks ---------------------------------------------------------------------------------
 
     def _path(self, digest: str, key: str) -> str:
+        """Where a chunk's object is, or would be. Raises CacheMiss for what is no key."""
+        if not (_NAME.fullmatch(digest) and _NAME.fullmatch(key)):
+            raise CacheMiss("absent", repr(key))
         return f"{self._space}/{digest}/{key[:2]}/{key}.safetensors"
 
     def look_ahead(self, digest: str, keys: Collection[str]) -> None:
@@ -298,6 +302,15 @@ class SharedTier:
         data = self._get(digest, key, patiently=patiently)
         self._files.put(key, digest, [data], verified)
         self.mark([place])
+        try:
+            self.objects.info(self._path(digest, key), patiently=patiently)
+        except FileNotFoundError as error:
+            # Whoever deleted it meanwhile may have been here too early for the file.
+            self._read_marker(patiently=patiently)  # raises if the share was unmounted instead
+            self._index.delete(self._namespace, [key])
+            raise CacheMiss("absent", f"{self.url}: {key}") from error
+        except CacheMiss as miss:  # `refresh` deletes it if it has gone
+            self.tell(miss)
         return len(data)
 
     def _opened(self, file: Path, key: str) -> ChunkFile:
@@ -333,7 +346,8 @@ class SharedTier:
         """
         file = self._files.file(place[1], place[0])
         try:
-            data = file.read_bytes()
+            with open_regular(file) as opened:
+                data = opened.readall()
             self._files.entry(file)  # raises
         except FileNotFoundError:  # evicted meanwhile
             return 0
@@ -353,7 +367,8 @@ class SharedTier:
         """
         with _answering("not all can be deleted from the remote tier"):
             self._read_marker(patiently=True)
-            paths = [(k, self._path(d, k)) for d in self._digests(patiently=True) for k in keys]
+            named = [key for key in keys if _NAME.fullmatch(key)]
+            paths = [(k, self._path(d, k)) for d in self._digests(patiently=True) for k in named]
             gone = self.objects.pool.map(
                 lambda one: one[0] if self.objects.remove(one[1]) else "", paths
             )
@@ -379,7 +394,7 @@ class SharedTier:
 
     def _digests(self, *, patiently: bool = False) -> list[str]:
         names = self.objects.names(self._space, patiently=patiently)
-        return [name for name in names if _DIGEST.fullmatch(name)]
+        return [name for name in names if _NAME.fullmatch(name)]
 
     # -- what all machines have -------------------------------------------------------------------
 
@@ -408,6 +423,9 @@ class SharedTier:
         before = self._index.shared(self._namespace)
         listed = self.listed()  # after: what this machine has put since is no stranger
         gone = sorted({key for digest, key in before if (digest, key) not in listed})
+        if gone:  # a share that was unmounted since is listed as an empty one
+            with _answering():
+                self._read_marker(patiently=True)
         self._index.delete(self._namespace, gone)
         chunks = {place: info for place, info in listed.items() if info.n_bytes}
         places = self._index.places(self._namespace, PRESENT, EVICTED, LOST)

@@ -88,8 +88,8 @@ def verify(
     damaged: list[Damage] = []
     n_bytes = n_repaired = 0
     for number, (digest, key, namespace) in enumerate(places, 1):
-        file = store.file(key, digest)
         try:
+            file = store.file(key, digest)
             with ChunkFile(
                 file, key, made_by[digest], namespace=namespace, secret=store.secret
             ) as chunk:
@@ -140,7 +140,8 @@ def warm(
     buffer = memoryview(bytearray(_BUFFER_BYTES))
     n_chunks = n_bytes = 0
     for number, (digest, key, _) in enumerate(places, 1):
-        with suppress(OSError):  # deleted or evicted meanwhile, or damaged: a question will say
+        # deleted or evicted meanwhile, or damaged: a question will say
+        with suppress(CacheMiss, OSError):
             with open_regular(store.file(key, digest)) as file:
                 size = os.fstat(file.fileno()).st_size
                 if max_bytes is not None and n_bytes + size > max_bytes:

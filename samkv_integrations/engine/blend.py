@@ -118,11 +118,11 @@ def plan_pass(
         context in its own way, so that a mask is always wanted.
     """
     uncached = layout.uncached if uncached is None else uncached
-    held = keep[:, layout.block_of_token] & ~layout.uncached[layout.context_positions]
-    recompute = recompute & held
+    stored = keep[:, layout.block_of_token] & ~layout.uncached[layout.context_positions]
+    recompute = recompute & stored
     carried = recompute.flip(0).cummax(0).values.flip(0)
-    used = held if mixes else held & ~recompute
-    masks = torch.stack((held, recompute, carried))
+    used = stored if mixes else stored & ~recompute
+    masks = torch.stack((stored, recompute, carried))
     is_new = [True, *(masks[:, 1:] != masks[:, :-1]).flatten(2).any(2).any(0).tolist()]
     assert bool(uncached[:n_held].all())
     at = layout.context_positions
@@ -140,15 +140,15 @@ def plan_pass(
             same = layers[-1]
             layers.append(same if same.narrow is None else replace(same, narrow=None))
             continue
-        is_held, is_again = in_prompt(held[layer]), in_prompt(recompute[layer])
+        is_stored, is_again = in_prompt(stored[layer]), in_prompt(recompute[layer])
         is_computed = uncached | in_prompt(carried[layer])
-        stays, present = uncached | is_held, is_computed | is_held
+        stays, present = uncached | is_stored, is_computed | is_stored
         is_computed[:n_held] = False
         slot, final = present.cumsum(0) - 1, stays.cumsum(0) - 1
         positions, entries = is_computed.nonzero()[:, 0], present.nonzero()[:, 0]
-        cached, context = used[layer].nonzero()[:, 0], held[layer].nonzero()[:, 0]
+        cached, context = used[layer].nonzero()[:, 0], stored[layer].nonzero()[:, 0]
         source = torch.arange(len(entries))  # right for those held in memory
-        brings = (~is_held[positions] | (is_again[positions] & (not mixes))).nonzero()[:, 0]
+        brings = (~is_stored[positions] | (is_again[positions] & (not mixes))).nonzero()[:, 0]
         source[slot[positions[brings]]] = n_held + len(cached) + brings
         source[slot[at[cached]]] = n_held + torch.arange(len(cached))
         mixed = (is_again[positions] & mixes).nonzero()[:, 0]
@@ -170,7 +170,7 @@ def plan_pass(
             staying=None if torch.equal(stays, present) else slot[stays].to(device),
             context=context.to(device), context_slots=final[at[context]].to(device),
             changed=recompute[layer][context].nonzero()[:, 0].to(device),
-            other_slots=final[stays & ~is_held].to(device), query_rows=query_rows.to(device),
+            other_slots=final[stays & ~is_stored].to(device), query_rows=query_rows.to(device),
             query_slots=final[positions[query_rows]],
         )  # fmt: skip
         layers.append(plan)

@@ -42,6 +42,7 @@ from samkv_integrations.model.quoting import RenderedPrompt
 from samkv_integrations.model.sampling import JsonConstraint
 from samkv_integrations.prompt.reader import Prompt, PromptReader
 from samkv_integrations.prompt.resolve import OnMiss, Resolved, resolve
+from samkv_integrations.prompt.text import check_texts
 
 
 class Engine:
@@ -238,8 +239,9 @@ class Engine:
     def delete(self, keys: Collection[str]) -> int:
         """Delete chunk caches by key, and what memory holds of their chunks; how many there were.
 
-        Raises StoreError if one cannot be deleted.
+        Raises StoreError if one cannot be deleted, InvalidOption if these are no keys.
         """
+        keys = check_texts("keys", keys)
         self._reader.forget(keys=set(keys))
         self.prefixes.clear()
         return self.store.delete(*sorted(keys))

@@ -20,6 +20,7 @@ import tomli_w
 
 from samkv_integrations.cache.base import Store
 from samkv_integrations.cache.disk import ChunkStore
+from samkv_integrations.cache.files import read_small
 from samkv_integrations.cache.quantise import DEFAULT_STORE_BITS, check_store_bits
 from samkv_integrations.engine.prefix import PrefixPolicy
 from samkv_integrations.errors import InvalidOption, StoreError, UnknownOption
@@ -303,7 +304,7 @@ def read_tuned(folder: str | os.PathLike[str]) -> dict[str, TunedSetting]:
     """
     file = Path(folder) / TUNED_FILE
     try:
-        found = tomllib.loads(file.read_text(encoding="utf-8-sig"))
+        found = tomllib.loads(read_small(file).decode("utf-8-sig"))
         for name in found.keys() - {"models"}:
             raise ValueError(f"key {name!r}; allowed: models")
         models = found.get("models", {})

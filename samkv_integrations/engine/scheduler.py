@@ -35,7 +35,7 @@ FinishReason = Literal["stop", "length"]
 
 
 class Abandoned(Exception):
-    """Nobody reads the answer any more; ends its first pass."""
+    """Nobody reads the answer any more; ends the passes to its first token."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,7 +194,7 @@ class Limits:
     max_batch: answers of one step. With 1, they are computed one after another.
     max_kv_bytes: KV that the answers under way may come to, each counted at its full prompt and
         all its tokens; None for no limit. An answer that is larger by itself is computed alone.
-    max_waiting: answers that may wait for their first pass; None for no limit.
+    max_waiting: answers that may wait for their first token; None for no limit.
     """
 
     max_batch: int = 8
@@ -229,7 +229,7 @@ class Scheduler:
     """Runs a model on one thread, for all who share it.
 
     Between two steps of the answers under way it does one thing at most that takes longer: the
-    first pass of the next answer, or a pass of `run`. Answers begin in the order in which they
+    first token of the next answer, or a pass of `run`. Answers begin in the order in which they
     came. One whose reader is `AHEAD` pieces behind stands aside and leaves its place to others.
 
     The thread starts when there is something to do, and ends with the scheduler. Safe to use from

@@ -341,11 +341,16 @@ EVICTIONS: Mapping[str, Eviction] = MappingProxyType(
 def get_eviction(name: str | Eviction | None) -> Eviction | None:
     """The rule called ``name``; a rule passes through; None for None and for ``"none"``.
 
-    Raises UnknownOption with the names that there are.
+    Raises UnknownOption with the names that there are, InvalidOption for a rule that drops nothing.
     """
     if name is None or name == NO_EVICTION:
         return None
     if isinstance(name, Eviction):
+        if not isinstance(name, DroppingEviction | Quest):
+            raise InvalidOption(
+                f"eviction {name.name!r} is a {type(name).__name__}, which says nothing of what it "
+                "drops; subclass DroppingEviction, of samkv_integrations.eviction"
+            )
         return name
     if not isinstance(name, str) or name not in EVICTIONS:
         raise UnknownOption.among("eviction", name, (*EVICTIONS, NO_EVICTION))

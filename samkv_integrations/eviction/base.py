@@ -122,6 +122,8 @@ class Sliding(Once):
 class Eviction(ABC):
     """A rule that says which entries of the working cache an answer goes on with.
 
+    Subclass `DroppingEviction`: beside `Quest` the engine knows no other kind.
+
     budget_tokens, budget_ratio: entries a layer and head, or that as a share of the logical prompt;
         exactly one of the two. A share is never taken below `min_tokens`.
 
@@ -159,7 +161,7 @@ class Eviction(ABC):
         """The smallest budget that leaves room for what it must keep."""
 
     def budget(self, n_tokens: int) -> int:
-        """Rows a layer, mean over the layers."""
+        """Entries a layer, mean over the layers."""
         if self.budget_tokens is not None:
             return self.budget_tokens
         assert self.budget_ratio is not None

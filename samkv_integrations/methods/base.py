@@ -193,7 +193,8 @@ class Recompute(ABC):
     def most_ratio(self, n_context: int, n_chunks: int, *, scored: bool) -> float:
         """Recomputed tokens as a share of the context, mean over layers, at most.
 
-        scored: whether a probe gave the context's tokens scores.
+        scored: whether a probe gave the context's tokens scores. `auto` alone asks, to weigh a
+        method against full prefill; with 1.0 it never takes the method.
         """
         return 1.0
 

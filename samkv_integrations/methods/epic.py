@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from samkv_integrations.errors import InvalidOption
 from samkv_integrations.methods.base import (
     Method,
     Recompute,
     Selection,
     SelectionInputs,
+    check_count,
     check_ratio,
 )
 from samkv_integrations.methods.parts import SelectAll, token_budget
@@ -42,9 +42,8 @@ class EpicRecompute(Recompute):
     ratio: float | None = None
 
     def __post_init__(self) -> None:
-        for name, count in (("first", self.first), ("last", self.last)):
-            if count < 0:
-                raise InvalidOption(f"{name}={count}; it must be 0 or more")
+        check_count("first", self.first)
+        check_count("last", self.last)
         if self.ratio is not None:
             check_ratio("ratio", self.ratio)
 

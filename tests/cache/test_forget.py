@@ -10,6 +10,7 @@ import pytest
 
 from samkv_integrations.cache.chunk import ChunkCache
 from samkv_integrations.cache.disk import ChunkStore
+from samkv_integrations.cache.upkeep import gc, verify
 from samkv_integrations.errors import StoreError
 from tests.contracts.store_contract import TINY, chunk_for
 
@@ -61,6 +62,25 @@ def test_what_a_killed_writer_left_goes_too(store: ChunkStore) -> None:
     assert not plain_texts(store) and not list(file.parent.iterdir())
 
 
+def left_by_a_killed_writer(store: ChunkStore, seed: int) -> ChunkCache:
+    """A chunk whose file is there, and which the index was not told of."""
+    chunk = put(store, seed)
+    content = file_of(store, chunk).read_bytes()
+    store.index.delete("", [chunk.key])
+    file_of(store, chunk).write_bytes(content)
+    return chunk
+
+
+def test_a_cache_that_a_killed_writer_left_goes_by_its_key(store: ChunkStore) -> None:
+    chunk = left_by_a_killed_writer(store, 1)
+    assert store.keys() == [] and store.contains(chunk.key, TINY)
+    assert store.delete(chunk.key) == 1
+    assert not store.contains(chunk.key, TINY) and not plain_texts(store)
+    other = left_by_a_killed_writer(store, 2)
+    assert ChunkStore(store.path, namespace="tenant").delete(other.key) == 0
+    assert store.contains(other.key, TINY)
+
+
 def test_caches_of_another_namespace_stay(store: ChunkStore) -> None:
     tenant = ChunkStore(store.path, namespace="tenant")
     mine, theirs = put(store), put(tenant)
@@ -91,6 +111,38 @@ def test_the_text_of_a_damaged_cache_goes_too(store: ChunkStore) -> None:
     assert plain_texts(store)
     store.forget(is_secret)
     assert not plain_texts(store)
+
+
+def change(store: ChunkStore, sql: str) -> None:
+    with store.index.transaction(writes=True) as connection:
+        connection.execute(sql)
+
+
+@pytest.mark.parametrize("by_key", [False, True])
+def test_a_cache_whose_text_the_index_has_lost_goes_too(store: ChunkStore, by_key: bool) -> None:
+    """It was not found, and stayed. The text is in the file: the index is made anew from it."""
+    chunk = put(store)
+    change(store, "DELETE FROM texts")
+
+    def delete() -> int:
+        return store.delete(chunk.key) if by_key else store.forget(is_secret)
+
+    with pytest.raises(StoreError, match="made anew.*try again"):
+        delete()
+    assert delete() == 1
+    assert not store.contains(chunk.key, TINY) and not plain_texts(store)
+
+
+@pytest.mark.parametrize("name", ["key", "digest"])
+def test_a_chunk_of_a_broken_name_is_no_obstacle(store: ChunkStore, name: str) -> None:
+    """The index names a file that there cannot be, and not the one that there is."""
+    chunk = put(store)
+    change(store, f"UPDATE chunks SET {name} = '../x'")
+    assert verify(store).damaged == ()
+    gc(store)
+    change(store, f"UPDATE chunks SET {name} = '../x'")
+    assert store.forget(is_secret) >= 1
+    assert not store.contains(chunk.key, TINY) and not plain_texts(store)
 
 
 def test_what_cannot_be_deleted_is_named(

@@ -259,7 +259,7 @@ class TestDamage:
 
 @pytest.mark.parametrize(
     "change",
-    ["texts SET ids = x'ad00ff'", "texts SET ids = 5", "texts SET body = x'ff'",
+    ["texts SET ids = x'ad00ff'", "texts SET body = x'ff'",
      "chunks SET key = CAST(x'ff' AS TEXT)", "fingerprints SET fields = '{'",
      "fingerprints SET fields = '5'"],
 )  # fmt: skip
@@ -279,6 +279,17 @@ def test_rows_that_sqlite_takes_for_sound_are_damage_too(tmp_path: Path, change:
             assert "made anew" in str(error) and "try again" in str(error)
             n_failed += 1
     assert n_failed == 1
+
+
+@pytest.mark.skipif(sqlite3.sqlite_version_info < (3, 37), reason="it has no strict tables")
+@pytest.mark.parametrize(
+    "change", ["texts SET ids = 5", "windows SET at = 'x'", "chunks SET digest = x'00'"]
+)
+def test_values_of_another_type_are_not_taken(index: Index, change: str) -> None:
+    put(index, entry(1))
+    with pytest.raises(StoreError, match="cannot store"):
+        with index.transaction(writes=True) as connection:
+            connection.execute(f"UPDATE {change}")
 
 
 def test_a_key_that_is_no_text_does_no_harm(index: Index, tmp_path: Path) -> None:
@@ -361,3 +372,14 @@ def test_tables_that_are_not_ours_are_replaced(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="made anew"):
         index.totals("")
     assert index.totals("")[0][2] == 1 and index.keys("", None) == keys_of(entry(1))
+
+
+def test_an_error_whose_message_is_no_text_is_damage(tmp_path: Path) -> None:
+    """SQLite's messages quote the schema, and sqlite3 raises UnicodeDecodeError for such bytes."""
+    index = made(tmp_path, entry(1))
+    index.keys("", None)
+    index.close()
+    (file,) = tmp_path.glob("index-*.sqlite")
+    data = file.read_bytes()
+    file.write_bytes(data.replace(b"tablechunkschunks", b"tablec\xa2unkschunks"))
+    assert made(tmp_path, entry(1)).keys("", None) == keys_of(entry(1))

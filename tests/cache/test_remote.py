@@ -215,6 +215,26 @@ def test_what_one_deletes_all_delete(machine: Machine) -> None:
         assert not store.file(gone.key, TINY.digest).exists()
 
 
+def test_a_chunk_that_is_deleted_while_it_is_fetched_stays_away(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file came after whoever deleted it had looked for it here."""
+    first, second = machine(), machine()
+    (chunk,) = fill(first)
+    read = Objects.read
+
+    def deleted_meanwhile(self: Objects, path: str, **options: Any) -> bytes:
+        data = read(self, path, **options)
+        if path.endswith(f"{chunk.key}.safetensors"):
+            assert second.delete(chunk.key) == 1
+        return data
+
+    monkeypatch.setattr(Objects, "read", deleted_meanwhile)
+    assert reason(lambda: second.open(chunk.key, TINY)) == "absent"
+    assert not second.contains(chunk.key, TINY) and second.text(chunk.key) is None
+    assert not second.file(chunk.key, TINY.digest).exists()
+
+
 def test_a_bucket_that_was_emptied_deletes_nothing(
     machine: Machine, place: tuple[str, dict[str, Any]]
 ) -> None:
@@ -265,6 +285,25 @@ def test_an_empty_folder_in_place_of_a_share_takes_nothing(
     assert first.keys() == sorted([chunk.key, other.key])
     assert push(first).n_chunks == 1
     assert counts(second.shared.refresh()) == (2, 0)
+
+
+def test_a_share_that_is_unmounted_before_it_is_listed_deletes_nothing(
+    local: Machine, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = local()
+    chunks = fill(store, 2)
+    names = Objects.names
+
+    def unmounted(self: Objects, path: str, **options: Any) -> list[str]:
+        folder.rename(folder.with_name("away"))
+        folder.mkdir()
+        return names(self, path, **options)
+
+    monkeypatch.setattr(Objects, "names", unmounted)
+    assert store.shared
+    with pytest.raises(StoreError, match=r"store\.json is gone"):
+        store.shared.refresh()
+    assert store.keys() == sorted(chunk.key for chunk in chunks)
 
 
 def test_another_place_deletes_nothing(local: Machine, tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -32,7 +33,8 @@ from samkv_integrations.cache.chunk import ChunkCache
 from samkv_integrations.cache.disk import ChunkStore
 from samkv_integrations.cache.memory import MemoryStore
 from samkv_integrations.cache.upkeep import gc, verify
-from samkv_integrations.errors import CacheMiss, StoreError
+from samkv_integrations.engine.options import read_tuned
+from samkv_integrations.errors import CacheMiss, InvalidOption, StoreError
 from tests.contracts.store_contract import (
     TINY,
     StoreContract,
@@ -409,6 +411,77 @@ def test_what_lies_in_the_place_of_a_cache_goes(
     gc(store)
     assert files(folder) == {"store.json", "secret", str(file.relative_to(folder))}
     assert Path("/dev/zero").exists()
+
+
+@pytest.mark.parametrize("obstacle", ["pipe", "device", "large file"])
+@pytest.mark.parametrize("name", ["store.json", "secret", "samkv.toml", "costs.json"])
+def test_what_lies_in_the_place_of_a_small_file_is_not_read(
+    store: ChunkStore, folder: Path, name: str, obstacle: str
+) -> None:
+    """A question would wait for the writer of a pipe, and read a device until memory is full."""
+    file = folder / name
+    file.unlink(missing_ok=True)
+    match obstacle:
+        case "pipe":
+            os.mkfifo(file)
+        case "device":
+            file.symlink_to("/dev/zero")
+        case _:
+            file.write_bytes(bytes((1 << 20) + 1))
+    match name:
+        case "costs.json":
+            assert store.note("costs") is None
+        case "samkv.toml":
+            with pytest.raises(InvalidOption, match=r"samkv\.toml is no regular file of at most"):
+                read_tuned(folder)
+        case _:
+            with pytest.raises(StoreError, match=f"{name} is no regular file of at most 1 MiB"):
+                ChunkStore(folder)
+
+
+def test_a_file_that_is_cleared_up_while_it_is_written_is_an_error(
+    store: ChunkStore, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by the `gc` of a machine whose clock is ahead: nobody was told that nothing was kept."""
+
+    def cleared_up(handle: int) -> None:
+        for file in folder.rglob("*.tmp"):
+            file.unlink()
+
+    monkeypatch.setattr(os, "fsync", cleared_up)
+    with pytest.raises(StoreError, match="No such file or directory"):
+        store.put(chunk_for(store, 1))
+    assert store.keys() == [] and store.stats().bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"path": 5}, "path=5; it must be the path of a folder"),
+     ({"path": "a\0b"}, r"path='a\\x00b'; it must be the path of a folder"),
+     ({"path": "\ud800"}, r"path='\\ud800'; it must be the path of a folder"),
+     ({"remote": "file:///a\0b"}, r"remote='/a\\x00b'; it must be the path of a folder"),
+     ({"remote": ["x"]}, r"remote=\['x'\]; it must be a URL"),
+     ({"remote": "memory://x", "remote_options": 5}, "remote_options=5; it must be a mapping"),
+     ({"quota": ["a"]}, r"quota=\['a'\]; it must be a mapping of namespaces to bytes"),
+     ({"quota": {5: 5}}, "namespace=5; it must be a string")],
+)  # fmt: skip
+def test_options_of_another_type_are_refused(
+    folder: Path, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(InvalidOption, match=message):
+        ChunkStore(**{"path": folder, **options})
+    assert not folder.exists()
+
+
+def test_a_quota_that_is_none_is_refused(store: ChunkStore) -> None:
+    with pytest.raises(InvalidOption, match="quota='x'; it must be a mapping"):
+        store.set_budget(None, "x")  # type: ignore[arg-type]
+
+
+def test_a_secret_may_be_a_link(store: ChunkStore, folder: Path) -> None:
+    (folder / "secret").rename(folder.parent / "mounted")
+    (folder / "secret").symlink_to(folder.parent / "mounted")
+    assert ChunkStore(folder).secret == store.secret
 
 
 def test_a_store_that_was_removed_is_not_made_again(store: ChunkStore, folder: Path) -> None:

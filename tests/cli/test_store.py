@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -143,6 +144,8 @@ class TestForget:
         assert "does not exist" in error_of("store", "forget", "gone.txt")
         assert "'samkv ingest' used" in error_of("store", "forget", "--text", "a")
         assert not list(working_folder.iterdir())
+        os.mkfifo("pipe.txt")
+        assert "is no regular file" in error_of("store", "forget", "pipe.txt")
 
 
 @pytest.fixture

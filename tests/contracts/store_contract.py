@@ -361,6 +361,11 @@ class StoreContract:
         store.delete(chunk.key)
         assert store.age_s(chunk.key, TINY) is None
 
+    @pytest.mark.parametrize("key", [5, None, "\ud800"])
+    def test_what_is_no_key_is_not_deleted(self, store: Store, key: object) -> None:
+        with pytest.raises(InvalidOption, match="key=.*; it must be a string"):
+            store.delete(key)  # type: ignore[arg-type]
+
     def test_delete_removes_a_key_under_all_fingerprints(self, store: Store) -> None:
         other = replace(TINY, block_size=8)
         chunk = chunk_for(store, 1)

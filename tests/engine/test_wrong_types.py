@@ -29,6 +29,12 @@ WRONG: list[tuple[Callable[[Engine], Any], str]] = [
     (lambda e: e.announce(None), "chunks=None; it must be a list of strings"),
     (lambda e: e.announce([None]), "chunks holds None, which is no text"),
     (lambda e: e.cache_chunks(None), "chunks=None; it must be a list of strings"),
+    (
+        lambda e: e.delete("0" * 32),
+        "one text was given for keys ('00000000000000000000000000000000')",
+    ),
+    (lambda e: e.delete([5]), "keys holds 5, which is no text"),
+    (lambda e: e.delete(None), "keys=None; it must be a list of strings"),
     (lambda e: Engine("builtin"), "model='builtin' is no Model; Engine.from_pretrained takes"),
     (lambda e: Engine(e.model.hf), "and Model(model, tokenizer, name) what transformers has"),
     (lambda e: Engine(e.model, prefix_bytes="1"), "prefix_bytes='1'; it must be a whole number"),

@@ -92,7 +92,7 @@ class Case:
     query: Tensor  # (H, T, D)
     keys: Tensor  # (T, G, D)
     computed: list[int]
-    n_entries: int  # of the prompt; the other T - n_rows are the answer's
+    n_entries: int  # of the prompt; the other T - n_entries are the answer's
 
     @classmethod
     def of(
@@ -698,7 +698,7 @@ def test_wrong_options_are_named(make: Callable[[], Eviction], message: str) -> 
 
 
 def test_unknown_rules_list_the_known_ones(engines: Callable[[str], Engine]) -> None:
-    known = "known: h2o, none, pyramidkv, quest, sage-kv, snapkv, streaming-llm"
+    known = f"known: {', '.join(sorted([*EVICTIONS, 'none']))}"
     for wrong in (
         lambda: get_eviction("magic"),
         lambda: Engine(tiny_model("llama"), eviction="magic"),
@@ -707,6 +707,15 @@ def test_unknown_rules_list_the_known_ones(engines: Callable[[str], Engine]) -> 
         with pytest.raises(UnknownOption, match=known):
             wrong()
     assert get_eviction(None) is None and get_eviction("none") is None
+
+
+def test_a_rule_that_says_nothing_of_what_it_drops() -> None:
+    class Mine(Eviction):
+        name, paper, summary = "mine", "-", "nothing"
+        min_tokens = 1  # type: ignore[assignment]
+
+    with pytest.raises(InvalidOption, match=r"'mine' is a Mine, .*subclass DroppingEviction"):
+        get_eviction(Mine(budget_ratio=0.1))
 
 
 @pytest.mark.parametrize("name", EVICTIONS)

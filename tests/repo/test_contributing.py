@@ -60,6 +60,15 @@ def test_it_recomputes_what_it_says(engine: Engine, example: Any) -> None:
     assert (report.method, report.ran, report.reused) == ("tail", "tail", len(CHUNKS))
 
 
+def test_what_is_exact_and_what_the_prompt_does_not_hold_is_left_alone(example: Any) -> None:
+    engine = Engine(tiny_model(), store_bits=16, prefix="bos")
+    engine.cache_chunks(CHUNKS)
+    prompt = f"{CHUNKS[0]} and {CHUNKS[1]} and {CHUNKS[2][:40]} Where is the inn?"
+    report = engine.generate(prompt, method=example.tail(), max_new_tokens=2).report
+    assert report.reused == 3
+    assert round(report.recompute_ratio * report.context_tokens) == 16  # of the second chunk alone
+
+
 def test_its_bad_options_are_named(example: Any) -> None:
     with pytest.raises(InvalidOption, match="last=-1; it must be 0 or more"):
         example.TailRecompute(last=-1)
