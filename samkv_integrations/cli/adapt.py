@@ -7,7 +7,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from tqdm.auto import tqdm
 from typer import Exit, Option
 
 from samkv_integrations.cli import arguments as args
@@ -16,7 +15,7 @@ from samkv_integrations.cli.ingest import find_documents, read_chunks
 from samkv_integrations.errors import InvalidOption
 
 if TYPE_CHECKING:
-    from samkv_integrations.adapt.train import Judged
+    from samkv_integrations.tuning.adapt import Judged
 
 CHUNK_SIZES = (128, 512, 1024)
 """Longest chunks, in tokens, that documents are cut into: a prefix that has seen short ones alone
@@ -45,11 +44,13 @@ def adapt(
     Interrupted, the same command goes on where it was. Exit code 1 if it is no better on held-out
     prompts: nothing is kept then.
     """
-    from samkv_integrations.adapt.prompts import Source, usable
-    from samkv_integrations.adapt.train import Recipe, learn
-    from samkv_integrations.engine.prefix import LEARNED_FILE
+    from tqdm.auto import tqdm
+
+    from samkv_integrations.engine.chunk_prefix import LEARNED_FILE
     from samkv_integrations.evaluation.questions import read_questions
     from samkv_integrations.model.loading import load_model
+    from samkv_integrations.tuning.adapt import Recipe, learn
+    from samkv_integrations.tuning.mixed_prompts import Source, usable
 
     if not minutes > 0:
         raise InvalidOption(f"--minutes {minutes}; give more than 0")

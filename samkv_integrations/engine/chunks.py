@@ -28,8 +28,8 @@ from samkv_integrations.cache.chunk import BlockScheme, ChunkCache, ChunkRef, Fi
 from samkv_integrations.cache.file_format import FileLayout, text_bytes
 from samkv_integrations.cache.memory import MemoryChunk
 from samkv_integrations.cache.quantise import EntryFormat
+from samkv_integrations.engine.chunk_prefix import ChunkPrefix
 from samkv_integrations.engine.prefill import batches, prefill
-from samkv_integrations.engine.prefix import Prefix
 from samkv_integrations.errors import (
     CacheMiss,
     FingerprintMismatch,
@@ -107,7 +107,7 @@ class Chunks:
         model: Model,
         store: Store,
         *,
-        prefix: Prefix,
+        prefix: ChunkPrefix,
         scheme: BlockScheme | None,
         store_bits: int,
         run: Run,

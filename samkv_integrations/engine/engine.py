@@ -14,6 +14,7 @@ import torch
 from samkv_integrations.cache.base import Store
 from samkv_integrations.cache.chunk import BlockScheme, Fingerprint, normalise
 from samkv_integrations.cache.memory import MemoryStore
+from samkv_integrations.engine.chunk_prefix import ChunkPrefix, PrefixPolicy
 from samkv_integrations.engine.chunks import Chunks, RecentChunks
 from samkv_integrations.engine.costs import CostModel, keep_costs, kept_costs, measure
 from samkv_integrations.engine.decode import force
@@ -27,7 +28,6 @@ from samkv_integrations.engine.options import (
     check_tokens,
     choices_of,
 )
-from samkv_integrations.engine.prefix import Prefix, PrefixPolicy
 from samkv_integrations.engine.prefix_cache import PrefixCache
 from samkv_integrations.engine.request import Request
 from samkv_integrations.engine.scheduler import Scheduler
@@ -95,7 +95,7 @@ class Engine:
             model, self.store, method, eviction, store_bits
         )
         self.eviction = eviction
-        before = Prefix.of(model, self.store, prefix, prefix_text)
+        before = ChunkPrefix.of(model, self.store, prefix, prefix_text)
         self.prefix = before.token_ids
         self.prefixes = PrefixCache(prefix_bytes)
         self._announced = RecentChunks()

@@ -22,7 +22,7 @@ from samkv_integrations.cache.base import Store
 from samkv_integrations.cache.disk import ChunkStore
 from samkv_integrations.cache.files import read_small
 from samkv_integrations.cache.quantise import DEFAULT_STORE_BITS, check_store_bits
-from samkv_integrations.engine.prefix import PrefixPolicy
+from samkv_integrations.engine.chunk_prefix import PrefixPolicy
 from samkv_integrations.errors import InvalidOption, StoreError, UnknownOption
 from samkv_integrations.eviction import NO_EVICTION, Eviction, get_eviction, with_budget
 from samkv_integrations.methods import DEFAULT_METHOD, Method, get_method

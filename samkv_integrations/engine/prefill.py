@@ -16,7 +16,7 @@ from samkv_integrations.cache.attention_stats import (
 )
 from samkv_integrations.cache.chunk import ChunkCache, ChunkRef, Fingerprint
 from samkv_integrations.cache.quantise import unrotate
-from samkv_integrations.engine.prefix import Prefix
+from samkv_integrations.engine.chunk_prefix import ChunkPrefix
 from samkv_integrations.model.attention import Attend, attention
 from samkv_integrations.model.model import Model
 
@@ -44,7 +44,7 @@ def batches(chunks: Sequence[ChunkRef], budget_tokens: int = BATCH_TOKENS) -> li
 
 
 def prefill(
-    model: Model, chunks: Sequence[ChunkRef], fingerprint: Fingerprint, prefix: Prefix
+    model: Model, chunks: Sequence[ChunkRef], fingerprint: Fingerprint, prefix: ChunkPrefix
 ) -> list[ChunkCache]:
     """Caches of ``chunks``, from one padded pass in which each sees the prefix and itself alone.
 

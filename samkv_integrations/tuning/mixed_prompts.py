@@ -6,12 +6,12 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from samkv_integrations.adapt.distil import Prompt
 from samkv_integrations.cache.windows import MIN_RUN, MemoryIndex
 from samkv_integrations.errors import EmptyInput, InvalidOption
 from samkv_integrations.evaluation.questions import Question
 from samkv_integrations.model.model import Model
 from samkv_integrations.prompt.layout import find_runs
+from samkv_integrations.tuning.distil import Prompt
 from samkv_integrations.tuning.questions import from_chunks
 
 LEAST_CHUNKS = 16

@@ -117,7 +117,7 @@ class LearnedPrefix:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Prefix:
+class ChunkPrefix:
     """What chunks are prefilled after: token ids, then maybe learned embeddings."""
 
     ids: tuple[int, ...]
@@ -126,7 +126,7 @@ class Prefix:
     @classmethod
     def of(
         cls, model: Model, store: Store, prefix: str | os.PathLike[str], prefix_text: str
-    ) -> Prefix:
+    ) -> ChunkPrefix:
         """What an engine's ``prefix`` and ``prefix_text`` stand for.
 
         Raises InvalidOption if a learned prefix is not there, or not for this model.

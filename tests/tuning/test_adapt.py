@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from samkv_integrations.adapt.prompts import LEAST_CHUNKS, Source, usable
-from samkv_integrations.adapt.train import Learned, Recipe, learn
 from samkv_integrations.errors import EmptyInput, InvalidOption
 from samkv_integrations.evaluation.questions import Question
 from samkv_integrations.model.model import Model
+from samkv_integrations.tuning.adapt import Learned, Recipe, learn
+from samkv_integrations.tuning.mixed_prompts import LEAST_CHUNKS, Source, usable
 from tests.support.models import tiny_model
 
 RECIPE = Recipe(steps=12, n=4, tokens=3)

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samkv_integrations.adapt.distil import Prompt, Truth, loss, teacher
-from samkv_integrations.adapt.prompts import Source
-from samkv_integrations.engine.prefix import DOCUMENTS_BEFORE, LearnedPrefix
+from samkv_integrations.engine.chunk_prefix import DOCUMENTS_BEFORE, LearnedPrefix
 from samkv_integrations.errors import InvalidOption
 from samkv_integrations.evaluation.measures import ratio_interval
 from samkv_integrations.model.model import Model
+from samkv_integrations.tuning.distil import Prompt, Truth, loss, teacher
+from samkv_integrations.tuning.mixed_prompts import Source
 
 HELD_OUT = 12
 """Prompts that choose among the stages of learning, and as many others that judge the choice."""

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from samkv_integrations import METHODS, Engine
-from samkv_integrations.adapt.distil import Prompt, loss, student, teacher
 from samkv_integrations.cache.windows import MemoryIndex
 from samkv_integrations.engine.decode import force
 from samkv_integrations.engine.options import AnswerSettings
 from samkv_integrations.model.model import Model
 from samkv_integrations.model.quoting import RenderedPrompt
 from samkv_integrations.prompt.layout import find_runs
+from samkv_integrations.tuning.distil import Prompt, loss, student, teacher
 from tests.support.models import FAMILIES, tiny_model
 
 TEXTS = (

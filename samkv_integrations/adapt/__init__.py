@@ -1,1 +1,0 @@
-"""Learning a prefix for a model: self-distillation, with the model frozen (docs/adapt.md)."""
