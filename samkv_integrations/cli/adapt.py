@@ -59,10 +59,11 @@ def adapt(
     most = min(2048, loaded.context_window - 64)
     if data.is_dir():
         files = find_documents([data]).files
-        texts = [
-            chunk.text for size in CHUNK_SIZES for chunk in read_chunks(files, loaded, size).chunks
+        cuts = [
+            usable(loaded, [chunk.text for chunk in read_chunks(files, loaded, size).chunks])
+            for size in CHUNK_SIZES
         ]
-        source = Source(chunks=usable(loaded, texts), most_tokens=most)
+        source = Source(cuts=cuts, most_tokens=most)
     else:
         source = Source(questions=read_questions(data, with_documents=True), most_tokens=most)
     kv = folder / "kv"

@@ -26,14 +26,15 @@ _PLAIN = 4  # every so manieth prompt does without the chat template, and as man
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """What prompts are made of: chunks in the order of their documents, or questions with theirs.
+    """What prompts are made of: chunks, or questions with theirs.
 
+    cuts: all chunks in the order of their documents, once for each size that these were cut into.
     most_tokens: of a prompt.
 
     Raises EmptyInput if there is too little of both.
     """
 
-    chunks: Sequence[str] = ()
+    cuts: Sequence[Sequence[str]] = ()
     questions: Sequence[Question] = ()
     most_tokens: int = 2048
 
@@ -43,10 +44,11 @@ class Source:
                 f"a question has fewer than {FEWEST} documents; give each its 'documents', the "
                 "texts of the chunks that it is asked over"
             )
-        if max(len(self.chunks), len(self.questions)) < LEAST_CHUNKS:
+        found = len(self.questions) or max(map(len, self.cuts), default=0)
+        if found < LEAST_CHUNKS:
             raise EmptyInput(
-                f"{len(self.chunks) or len(self.questions)} chunks or questions are too few to "
-                f"learn from; give at least {LEAST_CHUNKS}: more documents, or smaller chunks"
+                f"{found} chunks or questions are too few to learn from; give documents of at "
+                f"least {LEAST_CHUNKS} chunks, or as many questions"
             )
 
     def prompt(self, model: Model, seed: str) -> Prompt:
@@ -76,10 +78,11 @@ class Source:
         return Prompt(ids=ids, chunks=find_runs(ids, [index]))
 
     def _mixed(self, order: random.Random, n: int) -> list[str]:
-        """Chunks that follow each other in a document, which belong together, and random ones."""
-        place = order.randrange(len(self.chunks))
-        together = self.chunks[place : place + (n + 1) // 2]
-        return list(dict.fromkeys([*together, *order.sample(self.chunks, n)]))[:n]
+        """Chunks of one size: some that follow each other in a document, and random ones."""
+        chunks = order.choice([cut for cut in self.cuts if len(cut) > n])
+        place = order.randrange(len(chunks))
+        together = chunks[place : place + (n + 1) // 2]
+        return list(dict.fromkeys([*together, *order.sample(chunks, n)]))[:n]
 
 
 def usable(model: Model, texts: Sequence[str]) -> list[str]:

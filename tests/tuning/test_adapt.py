@@ -19,7 +19,7 @@ TEXTS = tuple(
     f"House {n}\nThe house of number {n} has {n % 7} rooms. Its owner came in the year {1900 + n}."
     for n in range(LEAST_CHUNKS)
 )
-SOURCE = Source(chunks=TEXTS, most_tokens=500)
+SOURCE = Source(cuts=[TEXTS], most_tokens=500)
 
 
 def learned(model: Model, folder: Path, recipe: Recipe = RECIPE) -> Learned:
@@ -78,7 +78,7 @@ def test_prompts_are_mixed_and_repeatable() -> None:
 
 def test_too_little_to_learn_from() -> None:
     with pytest.raises(EmptyInput, match="15 chunks.*at least 16"):
-        Source(chunks=TEXTS[:-1])
+        Source(cuts=[TEXTS[:-1], TEXTS[:3]])
     lone = Question(question="Which?", documents=TEXTS[:1])
     with pytest.raises(InvalidOption, match="fewer than 2 documents"):
         Source(questions=[lone])
