@@ -1,4 +1,4 @@
-"""A learned prefix: chunks are prefilled after it, its caches are its own, wrong files are named."""
+"""A learned prefix: chunks are prefilled after it, its caches are its own; wrong files are named."""
 
 from __future__ import annotations
 
@@ -17,10 +17,7 @@ from samkv_integrations.errors import InvalidOption
 from samkv_integrations.model.model import Model
 from tests.support.models import tiny_model
 
-TEXTS = [
-    "The mill stands by the river, and its wheel is green.",
-    "A baker lives in the next house.",
-]
+TEXTS = ["The mill stands by the river, and its wheel is green.", "A baker lives next to it."]
 PROMPT = f"Read: {TEXTS[0]} And: {TEXTS[1]} Where?"
 
 
@@ -39,7 +36,7 @@ def test_embeddings_of_tokens_are_as_the_tokens(model: Model, tmp_path: Path) ->
     embeddings = model.embed(torch.tensor(model.tokenize(text, special=False)))
     file = learned(model, embeddings).save(tmp_path / "of-a-text.safetensors")
     answers = []
-    for options in ({"prefix": file}, {"prefix": str(file)}, {"prefix_text": f"<|bos|>{text}"}):
+    for options in ({"prefix": file}, {"prefix": str(file)}, {"prefix_text": text}):
         engine = Engine(model, method="reuse", store_bits=16, **options)
         engine.cache_chunks(TEXTS)
         answers.append(engine.logits(PROMPT, TEXTS))
@@ -55,7 +52,10 @@ def test_no_chunk_is_exact_and_caches_of_two_prefixes_are_apart(
         for value in (0.1, 0.2)
     ]
     store = ChunkStore(tmp_path / "kv")
-    engines = [Engine(model, store, prefix=prefix) for prefix in (*files, "documents", "bos")]
+    engines = [
+        Engine(model, store, method="reuse", prefix=prefix)
+        for prefix in (*files, "documents", "bos")
+    ]
     assert len({engine.fingerprint.digest for engine in engines}) == 4
     engines[0].cache_chunks(TEXTS)
     assert [engine.generate(PROMPT, max_new_tokens=1).report.reused for engine in engines] == [
