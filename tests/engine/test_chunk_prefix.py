@@ -1,4 +1,4 @@
-"""A learned prefix: chunks are prefilled after it, its caches are its own; wrong files are named."""
+"""A learned prefix: chunks are prefilled after it, its caches are its own; a bad file is named."""
 
 from __future__ import annotations
 
