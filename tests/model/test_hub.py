@@ -52,6 +52,7 @@ def home(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow  # a process, which looks for a hub
 def test_an_unknown_id_is_refused_without_trying_again_and_again(tmp_path: Path) -> None:
     """huggingface_hub would try six times for each file, half a minute."""
     printed, warned = loaded("someone/nowhere", tmp_path)
@@ -60,7 +61,9 @@ def test_an_unknown_id_is_refused_without_trying_again_and_again(tmp_path: Path)
     assert "Retrying" not in warned
 
 
-@pytest.mark.parametrize("environment", [{}, {"HF_HUB_OFFLINE": "1"}])
+@pytest.mark.parametrize(
+    "environment", [{}, pytest.param({"HF_HUB_OFFLINE": "1"}, marks=pytest.mark.slow)]
+)
 def test_what_was_downloaded_before_is_used(home: Path, environment: dict[str, str]) -> None:
     printed, warned = loaded("someone/small", home, **environment)
     assert printed.startswith("loaded someone/small")

@@ -272,6 +272,7 @@ for module in {modules}:
 """
 
 
+@pytest.mark.slow  # processes that import every framework
 @pytest.mark.parametrize(
     ("frameworks", "modules"),
     [

@@ -125,7 +125,8 @@ def here(
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=[pytest.mark.slow] if name == "ray" else [])  # workers load models
+        # workers load models; servers and exporters are processes
+        pytest.param(name, marks=[pytest.mark.slow] if name in ("ray", "server", "tracing") else [])
         for name in PRINTED
     ],
 )

@@ -40,6 +40,9 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 FEW = TURNS
 """Questions of the quick tests: one whole chat."""
+IN_EVERY_WAY = ("compact", "compact, several calls", "accumulate", "CondensePlusContextChatEngine")
+"""Pipelines whose quick tests have chunks found in every way: those of the others find them as one
+of these does."""
 RULE = "\n---------------------\n"
 """What LlamaIndex puts between the answers that it accumulates."""
 
@@ -70,11 +73,14 @@ def expected(*, made_up: bool = False) -> list[object]:
     """Name, way and aspect of every case; where answers are made up, whether they are the same is
     luck, and no aspect."""
     return [
-        pytest.param(name, way, aspect, id=f"{name}-{way}-{aspect}")
+        pytest.param(
+            name, way, aspect, id=f"{name}-{way}-{aspect}",
+            marks=() if way == "text" or name in IN_EVERY_WAY else pytest.mark.slow,
+        )
         for name, way in cases()
         for aspect in ASPECTS
         if made_up == (aspect == "same" and PIPELINES[name].excuse(way, aspect) is not None)
-    ]
+    ]  # fmt: skip
 
 
 def passes(row: Row, aspect: str) -> bool:
