@@ -10,6 +10,7 @@ opened it. A store that is there already in the folder is measured and not fille
 from __future__ import annotations
 
 import argparse
+import hashlib
 import random
 import tempfile
 import time
@@ -46,9 +47,15 @@ BLOCK_SIZE = 4
 
 
 def text_of(number: int) -> str:
-    """The text of a chunk; every tenth begins as the others of these."""
+    """The text of a chunk; every tenth begins as the others of these.
+
+    It has more than `MIN_RUN` tokens of its own: by these a chunk is told from those like it.
+    """
     first = "All rights reserved. No part of page" if number % 10 == 0 else f"Page {number * 7919}"
-    return f"{first} {number} of the archive may be torn out, said the keeper of page {number}."
+    seal = hashlib.blake2b(str(number).encode(), digest_size=16).hexdigest()
+    return (
+        f"{first} {number} of the archive may be torn out, under the seal {seal}, said its keeper."
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

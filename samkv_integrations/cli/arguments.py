@@ -42,7 +42,9 @@ ChromaServer = Annotated[
     str | None,
     _option("Records are on this Chroma server, http://HOST:PORT.", "--chroma", metavar="URL"),
 ]
-Namespace = Annotated[str, _option("Whose caches: each namespace has its own.")]
+Namespace = Annotated[
+    str, _option("Whose caches. Records are shared: give each its own --collection too.")
+]
 Remote = Annotated[
     str | None,
     _option("Where machines share their caches: s3://BUCKET/PREFIX.", envvar="SAMKV_REMOTE"),

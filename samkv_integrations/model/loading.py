@@ -227,8 +227,8 @@ def _loading(
             ) from error
         first_line = (str(error).strip() or repr(error)).splitlines()[0]
         raise ModelNotFound(
-            f"{kind} {name!r} could not be loaded ({first_line}); give a local folder, a hub id "
-            "that this machine can reach, or 'builtin', with files that are whole"
+            f"{kind} {name!r} could not be loaded ({first_line}); give a local folder or GGUF "
+            "file, a hub id that this machine can reach, 'smollm2' or 'builtin', with whole files"
         ) from error
     finally:
         if hides_progress:

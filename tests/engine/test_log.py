@@ -13,6 +13,7 @@ from samkv_integrations import ChunkStore, Engine
 from samkv_integrations.errors import ChunkNotCached, SamkvError
 from tests.support.handles import TYPED, issued
 from tests.support.models import tiny_model
+from tests.support.waiting import wait_until
 
 LOGGER = "samkv_integrations"
 MARK = "zugzwang"
@@ -77,6 +78,7 @@ def test_a_stream_is_an_answer_once(engine: Engine, log: pytest.LogCaptureFixtur
     assert len(lines(log)) == 2
     engine.stream(PROMPT, TEXTS, max_new_tokens=3)
     gc.collect()
+    wait_until(lambda: len(lines(log)) > 2)  # told by a thread of its own
     assert len(lines(log)) == 3
 
 

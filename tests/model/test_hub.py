@@ -57,7 +57,7 @@ def test_an_unknown_id_is_refused_without_trying_again_and_again(tmp_path: Path)
     """huggingface_hub would try six times for each file, half a minute."""
     printed, warned = loaded("someone/nowhere", tmp_path)
     assert printed.startswith("ModelNotFound model 'someone/nowhere' could not be loaded (")
-    assert "give a local folder, a hub id that this machine can reach, or 'builtin'" in printed
+    assert "a hub id that this machine can reach, 'smollm2' or 'builtin'" in printed
     assert "Retrying" not in warned
 
 
