@@ -35,6 +35,9 @@ def adapt(
     embeddings: Annotated[
         int | None, Option(help="How many to learn. Default: as the made-up documents have.")
     ] = None,
+    most_tokens: Annotated[
+        int, Option(help="Of a prompt to learn from; fewer take less memory and time.")
+    ] = 2048,
     seed: Annotated[int, Option(help="Of the prompts.")] = 0,
     as_json: args.Json = False,
 ) -> None:
@@ -56,7 +59,7 @@ def adapt(
         raise InvalidOption(f"--minutes {minutes}; give more than 0")
     recipe = Recipe(steps=steps, n=embeddings, seed=seed)
     loaded = load_model(model, device=device, dtype=dtype)
-    most = min(2048, loaded.context_window - 64)
+    most = min(most_tokens, loaded.context_window - recipe.tokens)
     if data.is_dir():
         files = find_documents([data]).files
         cuts = [
@@ -89,24 +92,28 @@ def adapt(
 
 
 def _show(figures: Sequence[Judged], steps: int, kept: Path | None) -> None:
+    from samkv_integrations.tuning.adapt import HELD_OUT
+
     out = tables.console()
     out.print(
         tables.table(
-            ("recomputed of each chunk", "KL before", "KL after", "ratio", "95 %"),
+            ("recomputed of each chunk", "prefix", "KL", "of before", "top-1", "same answers"),
             [
                 (
-                    f"first {one.first} tokens" if one.first else "nothing",
-                    f"{one.before:.4f}", f"{one.after:.4f}",
-                    f"{one.after / one.before:.2f}" if one.before else "",
-                    "{:.2f} to {:.2f}".format(*one.ratio) if one.ratio else "",
+                    (f"first {one.first} tokens" if one.first else "nothing") if is_before else "",
+                    "made-up documents" if is_before else "learned",
+                    f"{each.kl:.4f}",
+                    "{:.2f} to {:.2f}".format(*one.ratio) if one.ratio and not is_before else "",
+                    f"{each.top1:.3f}", f"{each.same:.0%}",
                 )
                 for one in figures
+                for is_before, each in ((True, one.before), (False, one.after))
             ],
         )
     )  # fmt: skip
     out.print(
-        f"\n{steps} steps; KL along full prefill's answer on held-out prompts, after the made-up "
-        "documents and after what was learned."
+        f"\n{steps} steps. Along full prefill's answers on {HELD_OUT} held-out prompts: KL in nats "
+        "with the 95 % interval of its ratio, share of equal likeliest tokens, of equal answers."
     )
     if kept is None:
         out.print("It is not clearly better there, so nothing was kept. More --steps, or more "

@@ -56,15 +56,53 @@ def loss(model: Model, prompt: Prompt, truth: Truth, prefix: Tensor, first: int)
     prefix: (P, hidden) embeddings that chunks are prefilled after. first: tokens of each chunk
     that are recomputed.
     """
-    mine = student(model, prompt, truth.answer, prefix, first).float().log_softmax(-1)
-    theirs = truth.logits.log_softmax(-1)
+    entries = chunk_entries(model, prompt.chunks, prefix)
+    return _kl(truth, student(model, prompt, truth.answer, entries, len(prefix), first))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Distance:
+    """How far the student is from the teacher on one prompt.
+
+    kl: mean along the teacher's answer, in nats. top1: share of its tokens that are the student's
+    likeliest, too.
+    """
+
+    kl: float
+    top1: float
+
+    @property
+    def is_same(self) -> bool:
+        """Whether the student gives the teacher's answer, token by token."""
+        return self.top1 == 1
+
+
+@torch.no_grad()
+def distances(
+    model: Model, prompt: Prompt, truth: Truth, prefix: Tensor, firsts: Sequence[int]
+) -> list[Distance]:
+    """For each of ``firsts``: what `loss` would be, and how many tokens are the same."""
+    entries = chunk_entries(model, prompt.chunks, prefix)
+    found = []
+    for first in firsts:
+        logits = student(model, prompt, truth.answer, entries, len(prefix), first)
+        same = logits.argmax(-1) == truth.logits.argmax(-1)
+        found.append(Distance(kl=float(_kl(truth, logits)), top1=float(same.float().mean())))
+    return found
+
+
+def _kl(truth: Truth, logits: Tensor) -> Tensor:
+    mine, theirs = logits.float().log_softmax(-1), truth.logits.log_softmax(-1)
     return (theirs.exp() * (theirs - mine)).sum(-1).mean()
 
 
 def student(
-    model: Model, prompt: Prompt, answer: Sequence[int], prefix: Tensor, first: int
-) -> Tensor:
+    model: Model, prompt: Prompt, answer: Sequence[int], entries: Sequence[tuple[Tensor, Tensor]],
+    n_prefix: int, first: int,
+) -> Tensor:  # fmt: skip
     """(n, vocabulary) logits along ``answer``, over chunk caches in the model's own dtype.
+
+    entries: of `chunk_entries`, made after ``n_prefix`` embeddings.
 
     What an engine computes with the method ``epic`` and caches of 16 bits, but in one pass, and
     differentiable. Layers are computed again for the gradient, so memory holds one at a time.
@@ -84,7 +122,7 @@ def student(
     row, offset = row[cached].to(model.device), offset[cached].to(model.device)
     cos, sin = model.cos_sin(computed)
     cos_here, sin_here = model.cos_sin(cached)
-    cos_there, sin_there = model.cos_sin(offset + len(prefix))
+    cos_there, sin_there = model.cos_sin(offset + n_prefix)
     norm = cos_there.square() + sin_there.square()
     causal = torch.arange(len(sequence))[None] <= computed[:, None]
     mask = causal.to(model.device)
@@ -101,14 +139,13 @@ def student(
 
         return _layer(model, layer, hidden, cos, sin, attend)[0]
 
-    entries = _chunk_entries(model, prompt.chunks, prefix)
     hidden = model.embed(sequence[computed])[None]
     for layer in range(model.n_layers):
         hidden = checkpoint(blended, layer, hidden, *entries[layer], use_reentrant=False)
     return model.logits(hidden[0, -len(answer) :])
 
 
-def _chunk_entries(
+def chunk_entries(
     model: Model, chunks: Sequence[Occurrence], prefix: Tensor
 ) -> list[tuple[Tensor, Tensor]]:
     """Of each layer: keys and values (C, G, T, D), keys rotated to P, P + 1, ..."""

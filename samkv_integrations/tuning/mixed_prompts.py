@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal, TypeVar
 
 from samkv_integrations.cache.windows import MIN_RUN, MemoryIndex
 from samkv_integrations.errors import EmptyInput, InvalidOption
@@ -14,12 +15,17 @@ from samkv_integrations.prompt.layout import find_runs
 from samkv_integrations.tuning.distil import Prompt
 from samkv_integrations.tuning.questions import from_chunks
 
-LEAST_CHUNKS = 16
+LEAST_CHUNKS = 20
 """Chunks that prompts can be mixed of; fewer are learned by heart."""
 
 FEWEST, MOST = 2, 8
 """Chunks of a prompt."""
 
+Part = Literal["learn", "choose", "judge"]
+"""Of the chunks or questions: the first three fifths are learned from, the next chooses among the
+stages of learning, and the last judges the choice."""
+
+_T = TypeVar("_T")
 _SUMMARY = "Summarise what the documents say."
 _PLAIN = 4  # every so manieth prompt does without the chat template, and as many ask for a summary
 
@@ -51,16 +57,16 @@ class Source:
                 f"least {LEAST_CHUNKS} chunks, or as many questions"
             )
 
-    def prompt(self, model: Model, seed: str) -> Prompt:
-        """One prompt, the same for the same seed."""
+    def prompt(self, model: Model, seed: str, part: Part) -> Prompt:
+        """One prompt of a part, the same for the same seed."""
         order = random.Random(seed)
         n = order.randint(FEWEST, MOST)
         if self.questions:
-            asked = order.choice(self.questions)
+            asked = order.choice(_of(self.questions, part))
             documents = list(asked.documents)[:n]
             question = asked.question
         else:
-            documents = self._mixed(order, n)
+            documents = self._mixed(order, n, part)
             made = from_chunks(documents, seed=order.randrange(2**31))
             is_summary = not made or order.randrange(_PLAIN) == 0
             question = _SUMMARY if is_summary else made[0].question
@@ -77,12 +83,21 @@ class Source:
             index.add(body, model.tokenize(body, special=False))
         return Prompt(ids=ids, chunks=find_runs(ids, [index]))
 
-    def _mixed(self, order: random.Random, n: int) -> list[str]:
+    def _mixed(self, order: random.Random, n: int, part: Part) -> list[str]:
         """Chunks of one size: some that follow each other in a document, and random ones."""
-        chunks = order.choice([cut for cut in self.cuts if len(cut) > n])
+        chunks = _of(order.choice([cut for cut in self.cuts if len(cut) >= LEAST_CHUNKS]), part)
+        n = min(n, len(chunks))
         place = order.randrange(len(chunks))
         together = chunks[place : place + (n + 1) // 2]
         return list(dict.fromkeys([*together, *order.sample(chunks, n)]))[:n]
+
+
+def _of(items: Sequence[_T], part: Part) -> Sequence[_T]:
+    fifth = len(items) // 5
+    learned, chosen = len(items) - 2 * fifth, len(items) - fifth
+    return {"learn": items[:learned], "choose": items[learned:chosen], "judge": items[chosen:]}[
+        part
+    ]
 
 
 def usable(model: Model, texts: Sequence[str]) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from samkv_integrations.errors import EmptyInput, InvalidOption
 from samkv_integrations.evaluation.questions import Question
 from samkv_integrations.model.model import Model
 from samkv_integrations.tuning.adapt import Learned, Recipe, learn
-from samkv_integrations.tuning.mixed_prompts import LEAST_CHUNKS, Source, usable
+from samkv_integrations.tuning.mixed_prompts import LEAST_CHUNKS, Part, Source, usable
 from tests.support.models import tiny_model
 
 RECIPE = Recipe(steps=12, n=4, tokens=3)
@@ -70,14 +71,27 @@ def test_a_time_limit_ends_it_with_the_best_so_far(tmp_path: Path) -> None:
 
 def test_prompts_are_mixed_and_repeatable() -> None:
     model = tiny_model("llama")
-    made = [SOURCE.prompt(model, str(seed)) for seed in range(20)]
-    assert made == [SOURCE.prompt(model, str(seed)) for seed in range(20)]
+    made = [SOURCE.prompt(model, str(seed), "learn") for seed in range(20)]
+    assert made == [SOURCE.prompt(model, str(seed), "learn") for seed in range(20)]
     assert len({len(one.chunks) for one in made}) > 2
     assert all(len(one.ids) <= 500 for one in made)
 
 
+def test_held_out_prompts_hold_nothing_that_is_learned_from() -> None:
+    model = tiny_model("llama")
+    seen = {
+        part: {
+            chunk.token_ids
+            for seed in range(30)
+            for chunk in SOURCE.prompt(model, str(seed), part).chunks
+        }
+        for part in get_args(Part)
+    }
+    assert sum(map(len, seen.values())) == len(set().union(*seen.values())) == len(TEXTS)
+
+
 def test_too_little_to_learn_from() -> None:
-    with pytest.raises(EmptyInput, match="15 chunks.*at least 16"):
+    with pytest.raises(EmptyInput, match="19 chunks.*at least 20"):
         Source(cuts=[TEXTS[:-1], TEXTS[:3]])
     lone = Question(question="Which?", documents=TEXTS[:1])
     with pytest.raises(InvalidOption, match="fewer than 2 documents"):
@@ -92,7 +106,7 @@ def test_questions_bring_their_documents() -> None:
     ]
     source = Source(questions=asked * 2, most_tokens=600)
     model = tiny_model("llama")
-    assert all(2 <= len(source.prompt(model, str(n)).chunks) <= 5 for n in range(10))
+    assert all(2 <= len(source.prompt(model, str(n), "learn").chunks) <= 5 for n in range(10))
 
 
 @pytest.mark.parametrize("wrong", [{"steps": 0}, {"tokens": 0}])

@@ -15,7 +15,7 @@ from samkv_integrations.engine.options import AnswerSettings
 from samkv_integrations.model.model import Model
 from samkv_integrations.model.quoting import RenderedPrompt
 from samkv_integrations.prompt.layout import find_runs
-from samkv_integrations.tuning.distil import Prompt, loss, student, teacher
+from samkv_integrations.tuning.distil import Prompt, chunk_entries, loss, student, teacher
 from tests.support.models import FAMILIES, tiny_model
 
 TEXTS = (
@@ -54,7 +54,9 @@ def test_the_student_is_the_engine(family: str, first: int) -> None:
         request = engine.request(resolved, settings, len(ANSWER))
         expected = engine.scheduler.run(lambda: force(request, ANSWER[:-1])).logits
     with torch.no_grad():
-        mine = student(model, prompt, ANSWER, engine.chunks.prefix.embedded(model), first)
+        prefix = engine.chunks.prefix.embedded(model)
+        entries = chunk_entries(model, prompt.chunks, prefix)
+        mine = student(model, prompt, ANSWER, entries, len(prefix), first)
     torch.testing.assert_close(mine, expected, **CLOSE)
 
 
