@@ -24,7 +24,6 @@ from samkv_integrations.model.loading import load_model
 from samkv_integrations.tuning.adapt import Recipe, learn
 from samkv_integrations.tuning.mixed_prompts import Source
 
-
 DTYPES = ("float32", "bfloat16")
 """A prefix that was learned in one serves the other, too."""
 

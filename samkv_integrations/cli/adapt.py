@@ -25,7 +25,7 @@ does nothing for long ones."""
 def adapt(
     data: Annotated[
         Path, Option(help="Folder of documents, or questions with documents (JSON Lines).")
-    ] = Path("examples/paragraphs"),
+    ],
     folder: args.Folder = Path(".samkv"),
     model: args.ModelName = "smollm2",
     device: args.Device = "auto",
@@ -49,6 +49,7 @@ def adapt(
     """
     from tqdm.auto import tqdm
 
+    from samkv_integrations.cache.disk import ChunkStore
     from samkv_integrations.engine.chunk_prefix import LEARNED_FILE
     from samkv_integrations.evaluation.questions import read_questions
     from samkv_integrations.model.loading import load_model
@@ -69,8 +70,7 @@ def adapt(
         source = Source(cuts=cuts, most_tokens=most)
     else:
         source = Source(questions=read_questions(data, with_documents=True), most_tokens=most)
-    kv = folder / "kv"
-    kv.mkdir(parents=True, exist_ok=True)
+    kv = ChunkStore(folder / "kv").path
     with tqdm(total=recipe.steps, desc="learning") as bar:
 
         def told(step: int, kl: float) -> None:

@@ -77,6 +77,13 @@ def test_it_is_found_beside_the_caches(model: Model, tmp_path: Path) -> None:
     assert Engine(model, store, prefix="documents").fingerprint == usual
 
 
+def test_a_folder_that_holds_only_a_prefix_becomes_a_store(model: Model, tmp_path: Path) -> None:
+    learned(model, torch.ones(3, 64)).save(tmp_path / LEARNED_FILE)
+    engine = Engine(model, ChunkStore(tmp_path), prefix="learned")
+    engine.cache_chunks(TEXTS)
+    assert engine.store.stats().n_chunks == 2
+
+
 def test_notes_are_kept(model: Model, tmp_path: Path) -> None:
     made = learned(model, torch.ones(3, 64), recipe={"steps": 7}, figures={"judged": [1.5]})
     found = LearnedPrefix.load(made.save(tmp_path / "p.safetensors"), model)
