@@ -16,7 +16,14 @@ import typer
 from samkv_integrations import figures
 from samkv_integrations.cli import arguments as args
 from samkv_integrations.cli import tables
-from samkv_integrations.cli.loading import bytes_of, engine_of, require_no_ray
+from samkv_integrations.cli.loading import (
+    Ingested,
+    as_ingested,
+    bytes_of,
+    engine_of,
+    remember,
+    require_no_ray,
+)
 from samkv_integrations.errors import EmptyInput, InvalidOption, MissingExtra
 
 if TYPE_CHECKING:
@@ -78,7 +85,7 @@ def ingest(
     paths: args.Paths,
     collection: args.Collection = "documents", folder: args.Folder = Path(".samkv"),
     chroma: args.ChromaServer = None,
-    model: args.ModelName = "builtin", device: args.Device = "auto", dtype: args.Dtype = "auto",
+    model: args.SameModel = None, device: args.Device = "auto", dtype: args.SameDtype = None,
     store_bits: args.CacheBits = None, chunk_size: args.ChunkSize = 512,
     max_bytes: args.IngestBudget = None, namespace: args.Namespace = "",
     remote: args.Remote = None, on_ray: args.OnRay = False, ray_address: args.RayAddress = None,
@@ -114,9 +121,15 @@ def ingest(
     limit = None if max_bytes is None else bytes_of("--max-bytes", max_bytes)
     # where workers compute, this process only reads texts
     here = device if pool is None else "cpu"
+    before = as_ingested(folder, [(namespace, collection)], model, dtype)
+    model, dtype = before.model, before.dtype
     engine = engine_of(model, folder / "kv", here, dtype, store_bits, limit, namespace, remote)
     read = read_chunks(found.files, engine.model, chunk_size)
     link = ChromaLink(database.collection(collection, create=True), engine)
+    remember(
+        folder, engine.store, (namespace, collection),
+        Ingested(model=model, dtype=engine.model.dtype_name, store_bits=engine.store_bits),
+    )  # fmt: skip
     ids, texts = [chunk.id for chunk in read.chunks], [chunk.text for chunk in read.chunks]
     embeddings = HashingEmbedding().embed(texts)
     rows = [{"source": chunk.source} for chunk in read.chunks]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 from samkv_integrations import figures
 from samkv_integrations.cli import arguments as args
 from samkv_integrations.cli import tables
-from samkv_integrations.cli.loading import asks_in_chat, store_in, use_threads_for
+from samkv_integrations.cli.loading import as_ingested, asks_in_chat, store_in, use_threads_for
 from samkv_integrations.errors import EmptyInput, InvalidOption
 from samkv_integrations.figures import ratio, seconds, size
 
@@ -25,8 +25,8 @@ questions; in: might. KL, top-1: of the first token; first token, KV: of full pr
 
 def tune(
     collection: args.Collection = "documents", folder: args.Folder = Path(".samkv"),
-    chroma: args.ChromaServer = None, model: args.ModelName = "builtin",
-    device: args.Device = "auto", dtype: args.Dtype = "auto", store_bits: args.CacheBits = None,
+    chroma: args.ChromaServer = None, model: args.SameModel = None,
+    device: args.Device = "auto", dtype: args.SameDtype = None, store_bits: args.CacheBits = None,
     namespace: args.Namespace = "", remote: args.Remote = None,
     questions: args.QuestionFile = None, agree: args.Agree = 0.95, by: args.AgreedBy = "exact",
     minutes: args.Minutes = 10.0, top_k: args.TopK = 4, max_new_tokens: args.MaxNewTokens = 64,
@@ -57,11 +57,14 @@ def tune(
             raise InvalidOption(f"--{option} {value}; give at least 1")
     given = read_questions(questions, with_documents=True) if questions else None
     opened = Database(folder / "chroma", chroma).collection(collection)
+    as_before = as_ingested(folder, [(namespace, collection)], model, dtype, store_bits)
+    model = as_before.model
     use_threads_for(model)
     store = store_in(folder, namespace, remote)
     engine = Engine.from_pretrained(
-        model, store, device=device, dtype=dtype, store_bits=store_bits, prefix_bytes=0
-    )
+        model, store, device=device, dtype=as_before.dtype, store_bits=as_before.store_bits,
+        prefix_bytes=0,
+    )  # fmt: skip
     store.require(engine.fingerprint)
     in_chat = asks_in_chat(engine.model, chat)
     settings = candidates(engine.model.name, engine.store_bits)

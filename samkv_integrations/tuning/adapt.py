@@ -207,7 +207,9 @@ def _judged(
     return [
         Judged(
             first=first, before=Mean.of(before[first]), after=Mean.of(after[first]),
-            ratio=ratio_interval(*([one.kl for one in each[first]] for each in (after, before))),
+            ratio=ratio_interval(
+                [one.kl for one in after[first]], [one.kl for one in before[first]]
+            ),
         )
         for first in FIRSTS
     ]  # fmt: skip
