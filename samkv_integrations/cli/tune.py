@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from samkv_integrations.engine.options import TunedSetting
     from samkv_integrations.tuning.run import By, Result, Standing
 
+_LEAST_FOR_A_RATE = 10  # questions: "1.00" of one would look like a finding
+
 LEGEND = """\
 out: cannot reach {target:g}, or slower than full prefill; refused: did not reach it on held-out
 questions; in: might. KL, top-1: of the first token; first token, KV: of full prefill's."""
@@ -186,6 +188,8 @@ def _checked(entry: TunedSetting, standing: Standing) -> str:
 
 
 def _agreement(each: Standing) -> str:
+    if each.n < _LEAST_FOR_A_RATE:
+        return f"{each.n} asked: too few"
     return f"{each.agreement:.2f} [{each.low:.2f}, {each.high:.2f}]"
 
 

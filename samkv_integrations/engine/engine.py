@@ -114,7 +114,7 @@ class Engine:
         store: Store | None = None,
         *,
         device: str = "auto",
-        dtype: str = "auto",
+        dtype: str | torch.dtype = "auto",
         **options: Unpack[EngineOptions],
     ) -> Engine:
         """An engine on the model called ``name``: a hub id, folder or GGUF file, see `load_model`.
