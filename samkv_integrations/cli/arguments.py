@@ -78,7 +78,10 @@ RayAddress = Annotated[
 ]
 
 # -- of ingest ----------------------------------------------------------------------------------
-Paths = Annotated[list[Path], typer.Argument(help="Files or folders (.txt, .md).")]
+Paths = Annotated[
+    list[Path],
+    typer.Argument(help="Files or folders of text, Markdown, PDF, HTML, DOCX, PPTX, CSV."),
+]
 IngestBudget = Annotated[
     str | None, _option("What all caches may take on disk from now on: 20GB.", "--max-bytes")
 ]

@@ -116,9 +116,9 @@ def forget(
     Records of a vector store stay: delete those first, or they are cached again.
     """
     from samkv_integrations.cache.chunk import normalise
-    from samkv_integrations.documents import read_text
+    from samkv_integrations.documents import read_document
 
-    documents = [read_text(file) for file in files or ()]
+    documents = [read_document(file, follows_links=True).text for file in files or ()]
     bodies = {normalise(text) for text in texts or ()} - {""}
     if not documents and not bodies:
         raise EmptyInput("nothing to forget; name the files of documents, or give --text")
