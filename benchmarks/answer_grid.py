@@ -189,6 +189,7 @@ def main() -> None:
     parser.add_argument("--cpu", action="store_true", help="CPU seconds in place of wall time")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--most-tokens", type=int, default=8000, help="of a prompt")
+    parser.add_argument("--least-tokens", type=int, default=0, help="of a prompt")
     parser.add_argument("--skip", type=int, default=0, help="cells to leave out at the beginning")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
@@ -203,7 +204,7 @@ def main() -> None:
     }  # fmt: skip
     for cell in tqdm(cells(quick=args.quick)[args.skip :]):
         length = cell.chunks * cell.chunk_tokens + cell.others + cell.new_tokens + 100
-        if length <= min(args.most_tokens, model.context_window):
+        if args.least_tokens <= length <= min(args.most_tokens, model.context_window):
             rows += measured(ways, texts, cell, args.ways.split(","), args.rounds)
         if args.json:
             text = to_json("answer grid", model.name, [asdict(row) for row in rows], settings)

@@ -21,6 +21,8 @@ plugins = pydantic.mypy
 namespace_packages = True
 explicit_package_bases = True
 mypy_path = {root}/connectors:{root}
+[mypy-samkv_integrations.*,langchain_samkv.*,llama_index.*]
+follow_imports = silent
 [mypy-torch.*,transformers.*,chromadb.*]
 follow_imports = skip
 [pydantic-mypy]
