@@ -166,7 +166,7 @@ class ChunkPrefix:
 
     def embedded(self, model: Model) -> Tensor:
         """(P, hidden), in the model's dtype and on its device."""
-        ids = model.embed(torch.tensor(self.ids, dtype=torch.long))
+        ids = model.embed(torch.tensor([self.ids], dtype=torch.long))[0]
         if self.learned is None:
             return ids
         return torch.cat((ids, self.learned.embeddings.to(ids)))
