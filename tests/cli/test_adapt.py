@@ -43,6 +43,7 @@ def test_what_is_no_better_is_not_kept(notes: Path, tmp_path: Path) -> None:
     assert "not clearly better" in shown.stdout and not KEPT.exists()
 
 
+@pytest.mark.slow  # a hundred steps
 def test_what_is_better_is_kept_and_engines_take_it(notes: Path, tmp_path: Path) -> None:
     """Even a model of random weights has something to learn."""
     folder = saved_tiny(tmp_path / "tiny")
