@@ -118,9 +118,17 @@ def remember(folder: Path, store: Store, place: tuple[str, str], ingested: Inges
 
 
 def _remembered(kv: Path) -> dict[str, Ingested]:
-    with suppress(OSError, ValueError, TypeError, AttributeError):  # as if there were none
-        found = json.loads((kv / f"{_NOTE}.json").read_text(encoding="utf-8"))
-        return {key: Ingested(**one) for key, one in found.items()}
+    from samkv_integrations.cache.files import read_small
+
+    # a damaged note is as none
+    with suppress(OSError, ValueError, TypeError, LookupError, AttributeError):
+        found = json.loads(read_small(kv / f"{_NOTE}.json"))
+        return {
+            key: Ingested(
+                model=str(one["model"]), dtype=str(one["dtype"]), store_bits=int(one["store_bits"])
+            )
+            for key, one in found.items()
+        }
     return {}
 
 

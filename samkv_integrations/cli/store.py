@@ -127,6 +127,11 @@ def forget(
         lambda body: body in bodies or bool(body) and any(body in text for text in documents)
     )
     said = f"{n_chunks} chunks deleted from {store.path}; records of a vector store are not touched"
+    if not n_chunks:
+        said = (
+            f"nothing is deleted: no cached chunk in {store.path} has such a text (namespace "
+            f"{namespace!r})"
+        )
     _show("forget", [{"n_chunks": n_chunks}], said, as_json=as_json)
 
 
