@@ -19,6 +19,7 @@ BENCHMARKS = {
     "facts": "whether methods keep single facts of real paragraphs",
     "finding": "time to find chunks in prompts of 100,000 characters, hostile ones included",
     "held_beginning": "how much sooner a turn of a conversation is answered from memory",
+    "learned_prefix": "the prefix of `samkv adapt`, learned from the choosing half of questions",
     "query_path": "functions and files that one question passes",
     "inspection_pictures": "pictures of what answers read, for docs/inspect.md",
     "langchain_chains": "LangChain's chains against full prefill",

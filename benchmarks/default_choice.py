@@ -44,8 +44,11 @@ BASE = "reuse, after BOS"
 """What ratios are to."""
 
 
-def candidates() -> dict[str, tuple[Method, str]]:
-    """Label -> method, and the prefix that its chunks were cached after."""
+def candidates(learned: str | None = None) -> dict[str, tuple[Method, str]]:
+    """Label -> method, and the prefix that its chunks were cached after.
+
+    learned: a file of ``samkv adapt``, for the candidates after it.
+    """
     guided, epic = METHODS["samkv-guided"], METHODS["epic"]
     again: Any = guided.recompute
     select: Any = guided.select
@@ -59,11 +62,13 @@ def candidates() -> dict[str, tuple[Method, str]]:
         f"first {n}": replace(epic, recompute=replace(first, first=n)) for n in (4, 8, 16, 24, 48)
     }
     papers = {name: METHODS[name] for name in METHODS if name not in ("recompute", "auto", *ours)}
+    after = {"reuse": METHODS["reuse"], **counts, "samkv-guided": guided} if learned else {}
     return {
         BASE: (METHODS["reuse"], "bos"),
         "first 16, after BOS": (epic, "bos"),
         "samkv-guided, after BOS": (guided, "bos"),
         **{label: (m, "documents") for label, m in {**papers, **ours, **counts}.items()},
+        **{f"{label}, learned": (m, str(learned)) for label, m in after.items()},
     }
 
 
@@ -198,11 +203,12 @@ def main() -> None:
     parser.add_argument("--part", default="report", choices=["choose", "report", "all"])
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--labels", help="of the candidates, with ';' between; all if left out")
+    parser.add_argument("--prefix", help="a file of samkv adapt: candidates after it, too")
     parser.add_argument("--stray", action="store_true", help="of each candidate's own answer")
     parser.add_argument("--floor", action="store_true", help="full prefill in bfloat16, too")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    known = candidates()
+    known = candidates(args.prefix)
     labels = list(dict.fromkeys([BASE, *args.labels.split(";")])) if args.labels else list(known)
     if unknown := [label for label in labels if label not in known]:
         parser.error(f"no candidate {unknown[0]!r}; known: {'; '.join(known)}")

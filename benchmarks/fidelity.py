@@ -33,7 +33,8 @@ from samkv_integrations import figures
 from samkv_integrations.cache.quantise import DEFAULT_STORE_BITS, check_store_bits
 from samkv_integrations.cli import arguments as args
 from samkv_integrations.cli import method_options as lists
-from samkv_integrations.cli.ingest import SUFFIXES, Found, find_documents, read_chunks
+from samkv_integrations.cli.ingest import Found, find_documents, read_chunks
+from samkv_integrations.documents import SUFFIXES
 from samkv_integrations.engine.decode import ForcedTokens, force
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.engine.options import AnswerSettings

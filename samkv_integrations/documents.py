@@ -1,12 +1,31 @@
-"""Text files of users."""
+"""Documents of users: text, Markdown, and what markitdown turns into Markdown."""
 
 from __future__ import annotations
 
 import os
 import stat
+from dataclasses import dataclass
 from pathlib import Path
+from typing import IO, Any
 
-from samkv_integrations.errors import InvalidOption
+from samkv_integrations.errors import InvalidOption, MissingExtra
+
+TEXTS = (".md", ".txt")
+CONVERTED = (".csv", ".docx", ".htm", ".html", ".pdf", ".pptx")
+SUFFIXES = (*TEXTS, *CONVERTED)
+"""What `read_document` reads; the converted ones need the extra ``documents``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Document:
+    """The text of each page; one page where a kind has none. title: "" where none is known."""
+
+    pages: tuple[str, ...]
+    title: str = ""
+
+    @property
+    def text(self) -> str:
+        return "\n".join(self.pages)
 
 
 def read_text(path: Path) -> str:
@@ -14,25 +33,61 @@ def read_text(path: Path) -> str:
 
     Raises InvalidOption if it is something else, or cannot be read as UTF-8.
     """
-    return _read(path, os.O_NONBLOCK)
+    with _opened(path, os.O_NONBLOCK) as file:
+        return _decoded(path, file)
 
 
-def read_document(path: Path) -> str:
-    """The text of a regular file that is found there now, and not what a link leads to.
+def read_document(path: Path, *, follows_links: bool = False) -> Document:
+    """A document of one of `SUFFIXES`, whose text is UTF-8, as Markdown; pages of a PDF as text.
 
-    Raises InvalidOption if it is something else, or cannot be read as UTF-8.
+    follows_links: else ``path`` must be a regular file when it is opened.
+
+    Raises:
+        InvalidOption: it is something else, or cannot be read.
+        MissingExtra: it has to be converted, and markitdown is not installed.
     """
-    return _read(path, os.O_NOFOLLOW | os.O_NONBLOCK)
+    with _opened(path, os.O_NONBLOCK | (0 if follows_links else os.O_NOFOLLOW)) as file:
+        if path.suffix.lower() not in CONVERTED:
+            return Document(pages=(_decoded(path, file),))
+        return _converted(path, file)
 
 
-def _read(path: Path, flags: int) -> str:
+def _converted(path: Path, file: IO[bytes]) -> Document:
+    try:
+        from markitdown import StreamInfo, converters
+    except ImportError as error:
+        raise MissingExtra.of("markitdown", "documents") from error
+    suffix = path.suffix.lower()
+    kinds: dict[str, Any] = {
+        ".csv": converters.CsvConverter, ".docx": converters.DocxConverter,
+        ".pdf": converters.PdfConverter, ".pptx": converters.PptxConverter,
+    }  # fmt: skip
+    convert = kinds.get(suffix, converters.HtmlConverter)().convert
+    about = StreamInfo(extension=suffix, charset="utf-8")
+    try:
+        found = convert(file, about)
+    except Exception as error:  # each of its libraries has errors of its own
+        raise InvalidOption(f"{path} cannot be read as {suffix} ({error})") from error
+    pages = found.markdown.removesuffix("\f").split("\f") if suffix == ".pdf" else [found.markdown]
+    return Document(pages=tuple(pages), title=(found.title or "").strip())
+
+
+def _opened(path: Path, flags: int) -> IO[bytes]:
     try:
         opener = lambda name, mode: os.open(name, mode | flags)  # noqa: E731
-        with open(path, encoding="utf-8-sig", opener=opener) as file:
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise InvalidOption(f"{path} is no regular file; give a file that holds the text")
-            return file.read()
+        file = open(path, "rb", opener=opener)  # noqa: SIM115
     except FileNotFoundError as error:
         raise InvalidOption(f"{path} does not exist; give an existing file") from error
+    except OSError as error:
+        raise InvalidOption(f"{path} cannot be read ({error})") from error
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise InvalidOption(f"{path} is no regular file; give a file that holds the text")
+    return file
+
+
+def _decoded(path: Path, file: IO[bytes]) -> str:
+    try:
+        return file.read().decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidOption(f"{path} cannot be read as UTF-8 text ({error})") from error

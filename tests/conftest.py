@@ -35,8 +35,12 @@ def one_thread() -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def no_settings_of_the_user() -> Iterator[None]:
-    """A secret, a remote tier or keys that whoever runs the tests has set are not the tests'."""
+    """A secret, a remote tier or keys that whoever runs the tests has set are not the tests'.
+
+    Processes that tests start have one thread, too.
+    """
     kept = {name: value for name, value in os.environ.items() if not name.startswith("SAMKV_")}
+    kept["OMP_NUM_THREADS"] = "1"
     with mock.patch.dict(os.environ, kept, clear=True):
         yield
 

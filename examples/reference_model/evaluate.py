@@ -39,8 +39,8 @@ from reference_model.questions import style_of
 from reference_model.scenes import Kind, Question, Scene, SceneStyle, draw_scene
 from reference_model.stages import COMPARED, CONTINUED, LINKED, LONG_RECORDS, NEEDLE, RECORDS
 from reference_model.world import World
+from samkv_integrations.engine.chunk_prefix import PrefixPolicy
 from samkv_integrations.engine.engine import Engine
-from samkv_integrations.engine.options import PrefixPolicy
 from samkv_integrations.errors import SamkvError
 from samkv_integrations.evaluation.measures import exact_match, interval
 from samkv_integrations.figures import commit

@@ -13,6 +13,7 @@ import typer.core
 
 from samkv_integrations import figures
 from samkv_integrations.cli import store
+from samkv_integrations.cli.adapt import adapt
 from samkv_integrations.cli.ask import ask, inspect, methods
 from samkv_integrations.cli.doctor import doctor
 from samkv_integrations.cli.ingest import ingest
@@ -45,7 +46,7 @@ app = typer.Typer(
     rich_markup_mode=None,  # plain lines: a panel for each group fills more than a screen
     pretty_exceptions_enable=False,
 )
-for command in (methods, doctor, ingest, ask, inspect, serve, quickstart, plan, tune):
+for command in (methods, doctor, ingest, ask, inspect, serve, quickstart, plan, tune, adapt):
     app.command()(command)
 app.add_typer(store.app, name="store")
 

@@ -24,14 +24,19 @@ def _option(help: str, *names: str, **more: Any) -> Any:  # noqa: ANN401
 _BITS = "Bits of the numbers in caches: 4, 8, or 16 for the model's own."
 _METHOD = "See 'samkv methods'. Default: as tuned, else auto."
 
-ModelName = Annotated[
-    str, _option("Hub id, local folder, GGUF file, 'smollm2' or 'builtin'.", "--model")
+_MODEL = "Hub id, local folder, GGUF file, 'smollm2' or 'builtin'."
+ModelName = Annotated[str, _option(_MODEL, "--model")]
+SameModel = Annotated[
+    str | None, _option(f"{_MODEL} Default: as ingested, else builtin.", "--model")
+]
+SameDtype = Annotated[
+    str | None, _option("auto, float32 or bfloat16. Default: as ingested, else auto.", "--dtype")
 ]
 Device = Annotated[str, _option("auto, cpu, cuda or cuda:N.")]
 Dtype = Annotated[str, _option("auto, float32 or bfloat16.")]
 CacheBits = Annotated[int | None, _option(f"{_BITS} Default: as tuned, else 4.", "--store-bits")]
 SameBits = Annotated[
-    int | None, _option("As ingested. Default: as tuned, else 4.", "--store-bits", hidden=True)
+    int | None, _option("Default: as ingested, else as tuned, else 4.", "--store-bits", hidden=True)
 ]
 # absolute, because Chroma remembers a folder under the name by which it was opened
 Folder = Annotated[
@@ -73,7 +78,10 @@ RayAddress = Annotated[
 ]
 
 # -- of ingest ----------------------------------------------------------------------------------
-Paths = Annotated[list[Path], typer.Argument(help="Files or folders (.txt, .md).")]
+Paths = Annotated[
+    list[Path],
+    typer.Argument(help="Files or folders of text, Markdown, PDF, HTML, DOCX, PPTX, CSV."),
+]
 IngestBudget = Annotated[
     str | None, _option("What all caches may take on disk from now on: 20GB.", "--max-bytes")
 ]

@@ -11,7 +11,7 @@ import typer
 
 from samkv_integrations.cli import arguments as args
 from samkv_integrations.cli import tables
-from samkv_integrations.cli.loading import asks_in_chat, link_to
+from samkv_integrations.cli.loading import as_ingested, asks_in_chat, link_to
 from samkv_integrations.cli.method_options import eviction_of, given_methods, words
 from samkv_integrations.errors import InvalidOption
 from samkv_integrations.figures import Row, percent, visible
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 def ask(
     question: args.QuestionText = None, questions: args.QuestionFile = None,
     collection: args.Collection = "documents", folder: args.Folder = Path(".samkv"),
-    chroma: args.ChromaServer = None, model: args.ModelName = "builtin",
-    device: args.Device = "auto", dtype: args.Dtype = "auto",
+    chroma: args.ChromaServer = None, model: args.SameModel = None,
+    device: args.Device = "auto", dtype: args.SameDtype = None,
     store_bits: args.SameBits = None, top_k: args.TopK = 4,
     method: args.MethodName = None, compare: args.Compare = "", settings: args.Settings = None,
     eviction: args.EvictionName = None, eviction_budget: args.EvictionBudget = None,
@@ -45,9 +45,8 @@ def ask(
     wanted = read_questions(questions) if questions else [question_of(question or "")]
     methods = given_methods(words(compare or method or ""), settings or [])
     rule = eviction_of(eviction, eviction_budget)
-    link = link_to(
-        folder, chroma, collection, model, device, dtype, store_bits, namespace, remote
-    )  # fmt: skip
+    given = as_ingested(folder, [(namespace, collection)], model, dtype, store_bits)
+    link = link_to(folder, chroma, collection, given, device, namespace, remote)
     engine, rows, sources, texts = link.engine, list[Row](), list[str](), list[str]()
     for one in tqdm(wanted, desc="asking", disable=questions is None):
         found = nearest(link, one.question, top_k)
@@ -65,7 +64,7 @@ def ask(
             answered.append(answer_row(one, answer.text, sources, answer.report))
         rows += with_ratios(answered)
     if as_json:
-        tables.write_json("ask", model, rows)
+        tables.write_json("ask", given.model, rows)
         return
     out = tables.console()
     if questions:
@@ -80,8 +79,8 @@ def ask(
 def inspect(
     question: args.InspectedQuestion,
     collection: args.Collection = "documents", folder: args.Folder = Path(".samkv"),
-    chroma: args.ChromaServer = None, model: args.ModelName = "builtin",
-    device: args.Device = "auto", dtype: args.Dtype = "auto",
+    chroma: args.ChromaServer = None, model: args.SameModel = None,
+    device: args.Device = "auto", dtype: args.SameDtype = None,
     store_bits: args.SameBits = None, top_k: args.TopK = 4,
     method: args.MethodName = None, settings: args.Settings = None,
     eviction: args.EvictionName = None, eviction_budget: args.EvictionBudget = None,
@@ -99,14 +98,13 @@ def inspect(
     rule = eviction_of(eviction, eviction_budget)
     if html is not None and not html.parent.is_dir():
         raise InvalidOption(f"{html.parent} is not a folder; make it, or name another file")
-    link = link_to(
-        folder, chroma, collection, model, device, dtype, store_bits, namespace, remote
-    )  # fmt: skip
+    given = as_ingested(folder, [(namespace, collection)], model, dtype, store_bits)
+    link = link_to(folder, chroma, collection, given, device, namespace, remote)
     engine, found = link.engine, nearest(link, asked.question, top_k)
-    given = replace(asked, documents=tuple(one.text for one in found))
-    prompt = given.prompt(chat=asks_in_chat(engine.model, chat))
+    asked = replace(asked, documents=tuple(one.text for one in found))
+    prompt = asked.prompt(chat=asks_in_chat(engine.model, chat))
     seen = inspect_answer(
-        engine, prompt, given.documents, method=chosen, eviction=rule,
+        engine, prompt, asked.documents, method=chosen, eviction=rule,
         max_new_tokens=max_new_tokens, title=asked.question,
         names={one.text.strip(): Path(one.source).name for one in found},
     )  # fmt: skip
@@ -114,7 +112,7 @@ def inspect(
     if html is not None:
         seen.save_html(html)
     if as_json:
-        tables.write_json("inspect", model, [seen.to_dict()])
+        tables.write_json("inspect", given.model, [seen.to_dict()])
         return
     show(seen, layer, tables.console())
     if html is not None:

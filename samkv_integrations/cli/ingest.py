@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,15 +17,21 @@ import typer
 from samkv_integrations import figures
 from samkv_integrations.cli import arguments as args
 from samkv_integrations.cli import tables
-from samkv_integrations.cli.loading import bytes_of, engine_of, require_no_ray
+from samkv_integrations.cli.loading import (
+    Ingested,
+    as_ingested,
+    bytes_of,
+    engine_of,
+    remember,
+    require_no_ray,
+)
+from samkv_integrations.documents import SUFFIXES, read_document
 from samkv_integrations.errors import EmptyInput, InvalidOption, MissingExtra
 
 if TYPE_CHECKING:
     from samkv_integrations.chroma.records import IngestResult
     from samkv_integrations.cluster import ClusterIngest
     from samkv_integrations.model.model import Model
-
-SUFFIXES = (".txt", ".md")
 
 SOME_UNREADABLE = 1
 """Exit code if documents were left out because they cannot be read, or chunks not cached."""
@@ -36,16 +43,28 @@ _LINK = "a symbolic link in a folder is not followed; name what it leads to"
 
 @dataclass(frozen=True, kw_only=True)
 class DocumentChunk:
-    """One chunk of a document: ``number`` counts the chunks of the file ``source`` (absolute)."""
+    """One chunk of a document.
+
+    number: counts the chunks of the file ``source`` (absolute). page: from 1, of a PDF. title: ""
+    where none is known.
+    """
 
     source: str
     number: int
     text: str
+    page: int | None = None
+    title: str = ""
 
     @property
     def id(self) -> str:
         """Name of the chunk in a collection; the same at every ingest."""
         return f"{self.source}#{self.number}"
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """Of its record."""
+        more = {"page": self.page, "title": self.title}
+        return {"source": self.source} | {name: value for name, value in more.items() if value}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,10 +78,14 @@ class Skipped:
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """Documents by their real paths, sorted, once each, and what beside them is left out."""
+    """Documents by their real paths, sorted, once each, and what beside them is left out.
+
+    others: suffix -> how many files of folders are of a kind that is not read.
+    """
 
     files: Sequence[Path]
     skipped: Sequence[Skipped] = ()
+    others: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +101,7 @@ def ingest(
     paths: args.Paths,
     collection: args.Collection = "documents", folder: args.Folder = Path(".samkv"),
     chroma: args.ChromaServer = None,
-    model: args.ModelName = "builtin", device: args.Device = "auto", dtype: args.Dtype = "auto",
+    model: args.SameModel = None, device: args.Device = "auto", dtype: args.SameDtype = None,
     store_bits: args.CacheBits = None, chunk_size: args.ChunkSize = 512,
     max_bytes: args.IngestBudget = None, namespace: args.Namespace = "",
     remote: args.Remote = None, on_ray: args.OnRay = False, ray_address: args.RayAddress = None,
@@ -114,12 +137,18 @@ def ingest(
     limit = None if max_bytes is None else bytes_of("--max-bytes", max_bytes)
     # where workers compute, this process only reads texts
     here = device if pool is None else "cpu"
+    before = as_ingested(folder, [(namespace, collection)], model, dtype)
+    model, dtype = before.model, before.dtype
     engine = engine_of(model, folder / "kv", here, dtype, store_bits, limit, namespace, remote)
     read = read_chunks(found.files, engine.model, chunk_size)
     link = ChromaLink(database.collection(collection, create=True), engine)
+    remember(
+        folder, engine.store, (namespace, collection),
+        Ingested(model=model, dtype=engine.model.dtype_name, store_bits=engine.store_bits),
+    )  # fmt: skip
     ids, texts = [chunk.id for chunk in read.chunks], [chunk.text for chunk in read.chunks]
     embeddings = HashingEmbedding().embed(texts)
-    rows = [{"source": chunk.source} for chunk in read.chunks]
+    rows = [chunk.metadata for chunk in read.chunks]
     done: IngestResult | ClusterIngest
     failed: list[dict[str, Any]] = []
     if pool is None:
@@ -150,6 +179,9 @@ def ingest(
         out.print(line, soft_wrap=True)
     if len(left_out) > SHOWN_SKIPPED:
         out.print(f"{len(left_out)} files and chunks were left out in all; --json names each")
+    if found.others:
+        kinds = ", ".join(f"{n} {kind}" for kind, n in sorted(found.others.items()))
+        out.print(f"files of other kinds were left out: {kinds}", soft_wrap=True)
     if as_json:
         row = {"files": len(read.sources), **asdict(done), "collection": collection}
         row["skipped"] = [{"path": str(one.path), "why": one.why} for one in skipped]
@@ -184,6 +216,7 @@ def find_documents(paths: Sequence[Path], leave_out: Path | None = None) -> Foun
     """
     found: set[Path] = set()
     skipped: list[Skipped] = []
+    others = Counter[str]()
 
     def unreadable(error: OSError) -> None:
         why = f"it cannot be read: {error.strerror}"
@@ -206,10 +239,11 @@ def find_documents(paths: Sequence[Path], leave_out: Path | None = None) -> Foun
                 if not name.startswith(".")
                 and not (leave_out and (here / name).resolve() == leave_out.resolve())
             )  # fmt: skip
-            documents = [
-                here / name for name in names
-                if not name.startswith(".") and Path(name).suffix.lower() in SUFFIXES
-            ]  # fmt: skip
+            shown = [here / name for name in names if not name.startswith(".")]
+            documents = [file for file in shown if file.suffix.lower() in SUFFIXES]
+            others.update(
+                file.suffix.lower() or file.name for file in shown if file not in documents
+            )
             for file in [*(here / name for name in folders), *documents]:
                 if file.is_symlink():
                     skipped.append(Skipped(path=file, why=_LINK))
@@ -228,7 +262,7 @@ def find_documents(paths: Sequence[Path], leave_out: Path | None = None) -> Foun
             + (f" ({skipped[0].path}: {skipped[0].why})" if skipped else "")
             + "; give a folder that holds some"
         )
-    return Found(files=sorted(found), skipped=skipped)
+    return Found(files=sorted(found), skipped=skipped, others=others)
 
 
 def read_chunks(files: Sequence[Path], model: Model, chunk_size: int) -> Read:
@@ -241,7 +275,6 @@ def read_chunks(files: Sequence[Path], model: Model, chunk_size: int) -> Read:
         InvalidOption: ``chunk_size`` is not positive, or none of them can be read.
     """
     from samkv_integrations.cache.chunk import normalise
-    from samkv_integrations.documents import read_document
 
     if chunk_size < 1:
         raise InvalidOption(f"chunk size {chunk_size}; it must be at least 1 token")
@@ -250,26 +283,28 @@ def read_chunks(files: Sequence[Path], model: Model, chunk_size: int) -> Read:
     skipped: list[Skipped] = []
     for file in files:
         try:
-            body = normalise(read_document(file))
-        except InvalidOption as error:
+            document = read_document(file)
+        except (InvalidOption, MissingExtra) as error:
             why = f"it {str(error).removeprefix(f'{file} ')}"
+            why = str(error) if isinstance(error, MissingExtra) else why
             skipped.append(Skipped(path=file, why=why, is_failure=True))
             continue
         sources.append(str(file))
-        texts = [body]
-        if len(model.tokenize(body, special=False)) > chunk_size:
-            try:
-                from semantic_text_splitter import MarkdownSplitter, TextSplitter
-            except ImportError as error:
-                raise MissingExtra.of("semantic-text-splitter", "chroma") from error
-            kind = MarkdownSplitter if file.suffix.lower() == ".md" else TextSplitter
-            tokenizer = model.tokenizer.backend_tokenizer
-            splitter = kind.from_huggingface_tokenizer(tokenizer, chunk_size)
-            texts = [normalise(text) for text in splitter.chunks(body)]
-        chunks += [
-            DocumentChunk(source=str(file), number=n, text=text)
-            for n, text in enumerate(filter(None, texts))
+        parts = [
+            (number, part)
+            for number, page in enumerate(document.pages, start=1)
+            for part in _parts(file, normalise(page), model, chunk_size)
         ]
+        if not parts:
+            skipped.append(Skipped(path=file, why="it holds no text"))
+        has_pages = len(document.pages) > 1
+        chunks += [
+            DocumentChunk(
+                source=str(file), number=n, text=part, page=page if has_pages else None,
+                title=document.title,
+            )
+            for n, (page, part) in enumerate(parts)
+        ]  # fmt: skip
     if not sources:
         first = skipped[0]
         raise InvalidOption(
@@ -278,3 +313,18 @@ def read_chunks(files: Sequence[Path], model: Model, chunk_size: int) -> Read:
     if not chunks:
         raise EmptyInput(f"the {len(files)} documents hold no text")
     return Read(chunks=chunks, sources=sources, skipped=skipped)
+
+
+def _parts(file: Path, body: str, model: Model, chunk_size: int) -> list[str]:
+    """The chunks of a page: none if it holds no text."""
+    from samkv_integrations.cache.chunk import normalise
+
+    if len(model.tokenize(body, special=False)) <= chunk_size:
+        return [body] if body else []
+    try:
+        from semantic_text_splitter import MarkdownSplitter, TextSplitter
+    except ImportError as error:
+        raise MissingExtra.of("semantic-text-splitter", "chroma") from error
+    kind = TextSplitter if file.suffix.lower() in (".txt", ".pdf") else MarkdownSplitter
+    splitter = kind.from_huggingface_tokenizer(model.tokenizer.backend_tokenizer, chunk_size)
+    return list(filter(None, map(normalise, splitter.chunks(body))))

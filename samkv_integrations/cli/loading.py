@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from samkv_integrations.errors import InvalidOption
 
 if TYPE_CHECKING:
+    from samkv_integrations.cache.base import Store
     from samkv_integrations.cache.disk import ChunkStore
     from samkv_integrations.chroma.client import Database
     from samkv_integrations.chroma.link import ChromaLink
@@ -68,21 +71,98 @@ def engine_of(
     return Engine.from_pretrained(model, opened, device=device, dtype=dtype, store_bits=store_bits)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Ingested:
+    """What a collection was ingested with."""
+
+    model: str = BUILTIN
+    dtype: str = "auto"
+    store_bits: int | None = None
+
+
+_NOTE = "ingested"
+
+
+def as_ingested(
+    folder: Path, places: Sequence[tuple[str, str]], model: str | None, dtype: str | None = None,
+    store_bits: int | None = None,
+) -> Ingested:  # fmt: skip
+    """What is given; for the rest what collections were ingested with, else the defaults.
+
+    places: namespace and name of each collection; none for all that are known.
+
+    Raises InvalidOption if they were ingested with several models and none is given.
+    """
+    known, model = _remembered(folder / "kv"), model and _as_kept(model)
+    keys = map(_key, places) if places else known
+    found = [known[key] for key in keys if key in known]
+    models = list(dict.fromkeys(one.model for one in found))
+    if model is None and len(models) > 1:
+        raise InvalidOption(
+            f"the collections were ingested with {' and '.join(models)}; give one with --model, "
+            "and --collection for each that is of it"
+        )
+    last = next((one for one in reversed(found) if model in (None, one.model)), None)
+    last = last or Ingested(model=model or BUILTIN)
+    return Ingested(
+        model=last.model, dtype=dtype or last.dtype,
+        store_bits=last.store_bits if store_bits is None else store_bits,
+    )  # fmt: skip
+
+
+def remember(folder: Path, store: Store, place: tuple[str, str], ingested: Ingested) -> None:
+    """Keep beside the caches what a collection is ingested with."""
+    known = _remembered(folder / "kv")
+    known[_key(place)] = replace(ingested, model=_as_kept(ingested.model))
+    store.put_note(_NOTE, json.dumps({key: asdict(one) for key, one in known.items()}))
+
+
+def _remembered(kv: Path) -> dict[str, Ingested]:
+    from samkv_integrations.cache.files import read_small
+
+    # a damaged note is as none
+    with suppress(OSError, ValueError, TypeError, LookupError, AttributeError):
+        found = json.loads(read_small(kv / f"{_NOTE}.json"))
+        return {
+            key: Ingested(
+                model=str(one["model"]), dtype=str(one["dtype"]), store_bits=int(one["store_bits"])
+            )
+            for key, one in found.items()
+        }
+    return {}
+
+
+def _as_kept(model: str) -> str:
+    """A model in a folder by its absolute path, which any working folder can find."""
+    return str(Path(model).resolve()) if Path(model).exists() else model
+
+
+def _key(place: tuple[str, str]) -> str:
+    return json.dumps(place)
+
+
 def link_to(
-    folder: Path, chroma: str | None, collection: str, model: str, device: str, dtype: str,
-    store_bits: int | None, namespace: str, remote: str | None,
+    folder: Path, chroma: str | None, collection: str, given: Ingested, device: str,
+    namespace: str, remote: str | None,
 ) -> ChromaLink:  # fmt: skip
     """The collection that ``samkv ingest --dir`` has made, with an engine over its caches.
 
-    Raises InvalidOption if there is no such collection, or if its caches are another model's.
+    given: of `as_ingested`.
+
+    Raises InvalidOption if there is no such collection, if it is another namespace's, or if its
+    caches are another model's.
     """
     from samkv_integrations.chroma.client import Database
     from samkv_integrations.chroma.link import ChromaLink
 
-    opened = Database(folder / "chroma", chroma).collection(collection)
+    database = Database(folder / "chroma", chroma)
+    opened = database.collection(collection)
+    if (folder / "kv").is_dir():
+        require_own_records(store_in(folder, namespace), database, [collection])
     engine = engine_of(
-        model, folder / "kv", device, dtype, store_bits, namespace=namespace, remote=remote
-    )
+        given.model, folder / "kv", device, given.dtype, given.store_bits, namespace=namespace,
+        remote=remote,
+    )  # fmt: skip
     engine.store.require(engine.fingerprint)
     return ChromaLink(opened, engine)
 

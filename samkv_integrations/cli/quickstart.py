@@ -134,7 +134,7 @@ def _show(rows: Sequence[Row], n_questions: int, model: str, out: Console) -> No
         return
     samkv = sys.argv[0] if Path(sys.argv[0]).name == "samkv" else "samkv"
     out.print(
-        f"\nYour own folder of .txt and .md files:\n  {samkv} ingest FOLDER --model {model} && "
-        f'{samkv} ask "QUESTION" --model {model}',
+        f"\nYour own folder of documents:\n  {samkv} ingest FOLDER --model {model} && "
+        f'{samkv} ask "QUESTION"',
         soft_wrap=True,
     )

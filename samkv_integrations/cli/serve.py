@@ -13,6 +13,7 @@ import typer
 from samkv_integrations.cli import arguments as args
 from samkv_integrations.cli.loading import (
     BUILTIN,
+    as_ingested,
     bytes_of,
     require_no_ray,
     require_own_records,
@@ -27,10 +28,10 @@ KEYS_VARIABLE = "SAMKV_API_KEYS"
 
 def serve(
     collection: args.Served = None, folder: args.Folder = Path(".samkv"),
-    chroma: args.ChromaServer = None, model: args.ModelName = "builtin",
+    chroma: args.ChromaServer = None, model: args.SameModel = None,
     name: args.ServedName = None, host: args.Host = "127.0.0.1", port: args.Port = 8000,
     namespace: args.Namespace = "", remote: args.Remote = None, api_keys: args.ApiKeyFile = None,
-    device: args.Device = "auto", dtype: args.Dtype = "auto",
+    device: args.Device = "auto", dtype: args.SameDtype = None,
     store_bits: args.SameBits = None,
     method: args.MethodName = None, settings: args.Settings = None,
     eviction: args.EvictionName = None, eviction_budget: args.EvictionBudget = None,
@@ -86,17 +87,21 @@ def serve(
             device = "cpu"
     else:
         require_no_ray(given, "replicas")
+    keys = ApiKeys(
+        _keys_text(api_keys), Tenant(namespace=namespace, collections=tuple(collection or ()))
+    )
+    asked = [(tenant.namespace, name) for tenant in keys.tenants for name in tenant.collections]
+    ingested = as_ingested(folder, asked, model, dtype, store_bits)
+    model = ingested.model
     chosen = [*given_methods([method] if method else [], settings or []), None][0]
     source = ServerSource(
-        model=model, device=device, dtype=dtype, folder=folder, chroma=chroma, remote=remote,
-        limits=limits,
+        model=model, device=device, dtype=ingested.dtype, folder=folder, chroma=chroma,
+        remote=remote, limits=limits,
         options=EngineOptions(
-            method=chosen, eviction=eviction_of(eviction, eviction_budget), store_bits=store_bits
+            method=chosen, eviction=eviction_of(eviction, eviction_budget),
+            store_bits=ingested.store_bits,
         ),
-        keys=ApiKeys(
-            _keys_text(api_keys),
-            Tenant(namespace=namespace, collections=tuple(collection or ())),
-        ),
+        keys=keys,
         settings=Settings(
             model_name=name or (Path(model).resolve().name if Path(model).exists() else model),
             most_tokens=max_tokens, timeout_s=timeout, logs_prompts=log_prompts,

@@ -12,6 +12,7 @@ import typer
 from samkv_integrations.cli import arguments as args
 from samkv_integrations.cli import tables
 from samkv_integrations.cli.loading import (
+    as_ingested,
     bytes_of,
     engine_of,
     progress_bar,
@@ -63,7 +64,7 @@ def stats(folder: args.Folder = Path(".samkv"), as_json: args.Json = False) -> N
 def sync(
     folder: args.Folder = Path(".samkv"), collections: args.Collections = None,
     chroma: args.ChromaServer = None,
-    model: args.ModelName = "builtin", device: args.Device = "auto", dtype: args.Dtype = "auto",
+    model: args.SameModel = None, device: args.Device = "auto", dtype: args.SameDtype = None,
     store_bits: args.CacheBits = None, grace_s: args.Grace = 3600.0,
     prune: args.Prune = True, build: args.Build = True, namespace: args.Namespace = "",
     remote: args.Remote = None, as_json: args.Json = False,
@@ -77,9 +78,12 @@ def sync(
     if not names:
         raise EmptyInput(f"{database} holds no collection; ingest documents first")
     opened = [database.collection(name) for name in names]
+    places = [(namespace, name) for name in names]
+    given = as_ingested(folder, places, model, dtype, store_bits)
     engine = engine_of(
-        model, folder / "kv", device, dtype, store_bits, namespace=namespace, remote=remote
-    )
+        given.model, folder / "kv", device, given.dtype, given.store_bits, namespace=namespace,
+        remote=remote,
+    )  # fmt: skip
     require_own_records(store_in(folder, namespace), database, names)
     engine.store.require(engine.fingerprint)
     # What nothing uses belongs to no collection: it is looked for once, when all have been read.
@@ -98,7 +102,7 @@ def sync(
         f"\n{last.n_pruned} unused caches deleted ({size(last.bytes_freed)}), "
         f"{last.n_in_grace} kept for now because they are young"
     )
-    _show("sync", rows, found, *([said] if prune else []), as_json=as_json, model=model)
+    _show("sync", rows, found, *([said] if prune else []), as_json=as_json, model=given.model)
 
 
 @app.command()
@@ -112,9 +116,9 @@ def forget(
     Records of a vector store stay: delete those first, or they are cached again.
     """
     from samkv_integrations.cache.chunk import normalise
-    from samkv_integrations.documents import read_text
+    from samkv_integrations.documents import read_document
 
-    documents = [read_text(file) for file in files or ()]
+    documents = [read_document(file, follows_links=True).text for file in files or ()]
     bodies = {normalise(text) for text in texts or ()} - {""}
     if not documents and not bodies:
         raise EmptyInput("nothing to forget; name the files of documents, or give --text")
@@ -123,6 +127,11 @@ def forget(
         lambda body: body in bodies or bool(body) and any(body in text for text in documents)
     )
     said = f"{n_chunks} chunks deleted from {store.path}; records of a vector store are not touched"
+    if not n_chunks:
+        said = (
+            f"nothing is deleted: no cached chunk in {store.path} has such a text (namespace "
+            f"{namespace!r})"
+        )
     _show("forget", [{"n_chunks": n_chunks}], said, as_json=as_json)
 
 

@@ -10,13 +10,15 @@ from typing import TYPE_CHECKING, Any, cast
 from samkv_integrations import figures
 from samkv_integrations.cli import arguments as args
 from samkv_integrations.cli import tables
-from samkv_integrations.cli.loading import asks_in_chat, store_in, use_threads_for
+from samkv_integrations.cli.loading import as_ingested, asks_in_chat, store_in, use_threads_for
 from samkv_integrations.errors import EmptyInput, InvalidOption
 from samkv_integrations.figures import ratio, seconds, size
 
 if TYPE_CHECKING:
     from samkv_integrations.engine.options import TunedSetting
     from samkv_integrations.tuning.run import By, Result, Standing
+
+_LEAST_FOR_A_RATE = 10  # questions: "1.00" of one would look like a finding
 
 LEGEND = """\
 out: cannot reach {target:g}, or slower than full prefill; refused: did not reach it on held-out
@@ -25,8 +27,8 @@ questions; in: might. KL, top-1: of the first token; first token, KV: of full pr
 
 def tune(
     collection: args.Collection = "documents", folder: args.Folder = Path(".samkv"),
-    chroma: args.ChromaServer = None, model: args.ModelName = "builtin",
-    device: args.Device = "auto", dtype: args.Dtype = "auto", store_bits: args.CacheBits = None,
+    chroma: args.ChromaServer = None, model: args.SameModel = None,
+    device: args.Device = "auto", dtype: args.SameDtype = None, store_bits: args.CacheBits = None,
     namespace: args.Namespace = "", remote: args.Remote = None,
     questions: args.QuestionFile = None, agree: args.Agree = 0.95, by: args.AgreedBy = "exact",
     minutes: args.Minutes = 10.0, top_k: args.TopK = 4, max_new_tokens: args.MaxNewTokens = 64,
@@ -57,11 +59,14 @@ def tune(
             raise InvalidOption(f"--{option} {value}; give at least 1")
     given = read_questions(questions, with_documents=True) if questions else None
     opened = Database(folder / "chroma", chroma).collection(collection)
+    as_before = as_ingested(folder, [(namespace, collection)], model, dtype, store_bits)
+    model = as_before.model
     use_threads_for(model)
     store = store_in(folder, namespace, remote)
     engine = Engine.from_pretrained(
-        model, store, device=device, dtype=dtype, store_bits=store_bits, prefix_bytes=0
-    )
+        model, store, device=device, dtype=as_before.dtype, store_bits=as_before.store_bits,
+        prefix_bytes=0,
+    )  # fmt: skip
     store.require(engine.fingerprint)
     in_chat = asks_in_chat(engine.model, chat)
     settings = candidates(engine.model.name, engine.store_bits)
@@ -183,6 +188,8 @@ def _checked(entry: TunedSetting, standing: Standing) -> str:
 
 
 def _agreement(each: Standing) -> str:
+    if each.n < _LEAST_FOR_A_RATE:
+        return f"{each.n} asked: too few"
     return f"{each.agreement:.2f} [{each.low:.2f}, {each.high:.2f}]"
 
 

@@ -28,6 +28,7 @@ from samkv_integrations.cache.chunk import BlockScheme, ChunkCache, ChunkRef, Fi
 from samkv_integrations.cache.file_format import FileLayout, text_bytes
 from samkv_integrations.cache.memory import MemoryChunk
 from samkv_integrations.cache.quantise import EntryFormat
+from samkv_integrations.engine.chunk_prefix import ChunkPrefix
 from samkv_integrations.engine.prefill import batches, prefill
 from samkv_integrations.errors import (
     CacheMiss,
@@ -89,7 +90,7 @@ class Chunks:
     """The chunks of one model in one store. Safe to use from many threads.
 
     Args:
-        prefix: token ids that chunks are prefilled after.
+        prefix: what chunks are prefilled after.
         scheme: the blocks of chunks; None for those of what the store holds for this model, else by
             the lengths of the first chunks that are computed.
         store_bits: bits of the numbers in chunk caches.
@@ -106,7 +107,7 @@ class Chunks:
         model: Model,
         store: Store,
         *,
-        prefix: tuple[int, ...],
+        prefix: ChunkPrefix,
         scheme: BlockScheme | None,
         store_bits: int,
         run: Run,
@@ -151,7 +152,7 @@ class Chunks:
             model=model.name, weights=model.identity.weights, config=model.identity.config,
             tokenizer=model.tokenizer_digest, dtype=model.dtype_name, rope=model.identity.rope,
             n_layers=model.n_layers, n_heads=model.n_heads, n_kv_heads=model.n_kv_heads,
-            head_dim=model.head_dim, prefix=",".join(map(str, self.prefix)),
+            head_dim=model.head_dim, prefix=self.prefix.name,
             block_size=scheme.size, n_init=scheme.n_init, n_local=scheme.n_local,
             store_bits=self._store_bits,
         )  # fmt: skip

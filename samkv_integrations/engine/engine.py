@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import replace
@@ -13,6 +14,7 @@ import torch
 from samkv_integrations.cache.base import Store
 from samkv_integrations.cache.chunk import BlockScheme, Fingerprint, normalise
 from samkv_integrations.cache.memory import MemoryStore
+from samkv_integrations.engine.chunk_prefix import ChunkPrefix, PrefixPolicy
 from samkv_integrations.engine.chunks import Chunks, RecentChunks
 from samkv_integrations.engine.costs import CostModel, keep_costs, kept_costs, measure
 from samkv_integrations.engine.decode import force
@@ -20,13 +22,11 @@ from samkv_integrations.engine.options import (
     AnswerOptions,
     AnswerSettings,
     EngineOptions,
-    PrefixPolicy,
     check_given_bits,
     check_on_miss,
     check_parts,
     check_tokens,
     choices_of,
-    prefix_ids,
 )
 from samkv_integrations.engine.prefix_cache import PrefixCache
 from samkv_integrations.engine.request import Request
@@ -58,8 +58,11 @@ class Engine:
         block_size: tokens a block; ``"auto"`` takes the size of what the store already holds for
             this model, else follows the length of the first chunks that are cached.
         prefix: what a chunk is prefilled after: ``"documents"`` (BOS, if there is one, and two
-            short made-up documents), ``"bos"`` or ``"none"``. With ``"bos"`` a chunk that stands
-            first in a prompt is exact; with the documents all others are nearer to full prefill.
+            short made-up documents), ``"learned"`` (BOS, and the embeddings that ``samkv adapt``
+            wrote beside the caches, else those shipped for the model), the path of such embeddings
+            (``.safetensors``), ``"bos"`` or ``"none"``; ``"auto"`` is ``"learned"`` where there are
+            any, else ``"documents"``. With ``"bos"`` a chunk that stands first in a prompt is
+            exact; with documents or embeddings all others are nearer to full prefill.
         prefix_text: text in place of the documents, as at the beginning of every request, such as a
             system prompt: the first chunk behind it is exact.
         store_bits: bits of the numbers in chunk caches (4, 8, or 16 for the model's dtype); None
@@ -79,7 +82,7 @@ class Engine:
         method: str | Method | None = None,
         eviction: str | Eviction | None = None,
         block_size: int | Literal["auto"] = "auto",
-        prefix: PrefixPolicy = "documents",
+        prefix: PrefixPolicy | os.PathLike[str] | str = "auto",
         prefix_text: str = "",
         store_bits: int | None = None,
         prefix_bytes: int = 2**28,
@@ -92,13 +95,14 @@ class Engine:
             model, self.store, method, eviction, store_bits
         )
         self.eviction = eviction
-        self.prefix = prefix_ids(model, prefix, prefix_text)
+        before = ChunkPrefix.of(model, self.store, prefix, prefix_text)
+        self.prefix = before.token_ids
         self.prefixes = PrefixCache(prefix_bytes)
         self._announced = RecentChunks()
         self.scheduler = Scheduler.of(model, scheduler)
         scheme = None if block_size == "auto" else BlockScheme(size=block_size)
         self.chunks = Chunks(
-            model, self.store, prefix=self.prefix, scheme=scheme, store_bits=self.store_bits,
+            model, self.store, prefix=before, scheme=scheme, store_bits=self.store_bits,
             run=self.scheduler.run, on_change=self.prefixes.clear,
         )  # fmt: skip
         self._reader = PromptReader(model, self.store, self.chunks.outage)
@@ -110,7 +114,7 @@ class Engine:
         store: Store | None = None,
         *,
         device: str = "auto",
-        dtype: str = "auto",
+        dtype: str | torch.dtype = "auto",
         **options: Unpack[EngineOptions],
     ) -> Engine:
         """An engine on the model called ``name``: a hub id, folder or GGUF file, see `load_model`.

@@ -77,7 +77,7 @@ def choose(request: Request, *, may_compute: bool = True) -> Choice:
         parts.append(ChunkPart(runs=chunk.runs, blocks=blocks))
         if may_compute and blocks is None and chunk.text is not None:
             missed[chunk.token_ids] = chunk.text
-    layout = Layout.of(resolved.token_ids, parts, request.chunks.prefix)
+    layout = Layout.of(resolved.token_ids, parts, request.chunks.prefix.token_ids)
     window = min(request.settings.context_window or sys.maxsize, model.context_window)
     if layout.n_tokens + request.capacity > window:
         raise PromptTooLong(

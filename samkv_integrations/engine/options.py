@@ -22,6 +22,7 @@ from samkv_integrations.cache.base import Store
 from samkv_integrations.cache.disk import ChunkStore
 from samkv_integrations.cache.files import read_small
 from samkv_integrations.cache.quantise import DEFAULT_STORE_BITS, check_store_bits
+from samkv_integrations.engine.chunk_prefix import PrefixPolicy
 from samkv_integrations.errors import InvalidOption, StoreError, UnknownOption
 from samkv_integrations.eviction import NO_EVICTION, Eviction, get_eviction, with_budget
 from samkv_integrations.methods import DEFAULT_METHOD, Method, get_method
@@ -36,17 +37,6 @@ from samkv_integrations.model.sampling import (
 from samkv_integrations.prompt.resolve import OnMiss
 from samkv_integrations.prompt.text import check_text
 
-PrefixPolicy = Literal["documents", "bos", "none"]
-
-DOCUMENTS_BEFORE = (
-    "[Lake Varen]\nLake Varen is a lake in the north of the country. It is about twelve kilometres "
-    "long and is fed by three rivers.\n\n[Anna Holm]\nAnna Holm (born 4 May 1931) was a writer and "
-    "teacher. She published nine novels and two collections of poems.\n\n"
-)
-"""Two made-up documents that each chunk is prefilled after, so that its entries are those of one
-document of several; their own entries are dropped. They halve what `reuse` loses on short chunks of
-SmolLM2 (docs/results/real_model.md)."""
-
 
 class EngineOptions(TypedDict, total=False):
     """What an engine can be told beside its model and its store; see `Engine`."""
@@ -54,7 +44,7 @@ class EngineOptions(TypedDict, total=False):
     method: str | Method | None
     eviction: str | Eviction | None
     block_size: int | Literal["auto"]
-    prefix: PrefixPolicy
+    prefix: PrefixPolicy | os.PathLike[str] | str
     prefix_text: str
     store_bits: int | None
     prefix_bytes: int
@@ -164,7 +154,7 @@ def check_tokens(name: str, ids: Sequence[int], model: Model) -> None:
         )
 
 
-def check_parts(model: object, store: object, prefix: str, prefix_text: object) -> None:
+def check_parts(model: object, store: object, prefix: object, prefix_text: object) -> None:
     """Raises InvalidOption for what is nearly an argument of an engine."""
     if not isinstance(model, Model):
         raise InvalidOption(
@@ -173,18 +163,13 @@ def check_parts(model: object, store: object, prefix: str, prefix_text: object) 
         )
     if isinstance(store, str | os.PathLike):
         raise InvalidOption(f"store={store!r} is no store; give ChunkStore({str(store)!r})")
-    if prefix not in get_args(PrefixPolicy):
-        raise InvalidOption(f"prefix={prefix!r}; allowed: {', '.join(get_args(PrefixPolicy))}")
+    is_file = isinstance(prefix, os.PathLike) or str(prefix).endswith(".safetensors")
+    if prefix not in get_args(PrefixPolicy) and not is_file:
+        raise InvalidOption(
+            f"prefix={prefix!r}; allowed: {', '.join(get_args(PrefixPolicy))}, or the path of a "
+            "learned prefix (.safetensors)"
+        )
     check_text("prefix_text", prefix_text)
-
-
-def prefix_ids(model: Model, prefix: PrefixPolicy, prefix_text: str) -> tuple[int, ...]:
-    """Token ids of what chunks are prefilled after."""
-    if prefix_text:
-        text_ids = model.tokenize(prefix_text, special=True)
-    else:
-        text_ids = model.tokenize(DOCUMENTS_BEFORE if prefix == "documents" else "", special=False)
-    return (*(() if prefix == "none" or model.bos_id is None else (model.bos_id,)), *text_ids)
 
 
 def check_on_miss(on_miss: str) -> None:

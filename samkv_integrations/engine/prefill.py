@@ -16,6 +16,7 @@ from samkv_integrations.cache.attention_stats import (
 )
 from samkv_integrations.cache.chunk import ChunkCache, ChunkRef, Fingerprint
 from samkv_integrations.cache.quantise import unrotate
+from samkv_integrations.engine.chunk_prefix import ChunkPrefix
 from samkv_integrations.model.attention import Attend, attention
 from samkv_integrations.model.model import Model
 
@@ -43,7 +44,7 @@ def batches(chunks: Sequence[ChunkRef], budget_tokens: int = BATCH_TOKENS) -> li
 
 
 def prefill(
-    model: Model, chunks: Sequence[ChunkRef], fingerprint: Fingerprint, prefix: tuple[int, ...]
+    model: Model, chunks: Sequence[ChunkRef], fingerprint: Fingerprint, prefix: ChunkPrefix
 ) -> list[ChunkCache]:
     """Caches of ``chunks``, from one padded pass in which each sees the prefix and itself alone.
 
@@ -57,21 +58,21 @@ def prefill(
         before[layer] = key, value
         return attention(query, key, value, scaling, None, True)
 
-    if prefix:
-        _pass(model, torch.tensor([prefix]), *model.cos_sin(torch.arange(len(prefix))), keep)
+    if len(prefix):
+        cos, sin = model.cos_sin(torch.arange(len(prefix)))
+        _pass(model, prefix.embedded(model)[None], cos, sin, keep)
     length = max(len(chunk.token_ids) for chunk in chunks)
     ids = torch.zeros(len(chunks), length, dtype=torch.long)
     for row, chunk in zip(ids, chunks, strict=True):
         row[: len(chunk.token_ids)] = torch.tensor(chunk.token_ids)
     cos, sin = model.cos_sin(torch.arange(len(prefix), len(prefix) + length))
     capture = _Capture(model, chunks, fingerprint, before, cos, sin)
-    _pass(model, ids, cos, sin, capture)
+    _pass(model, model.embed(ids), cos, sin, capture)
     return [capture.cache_of(index) for index in range(len(chunks))]
 
 
-def _pass(model: Model, ids: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> None:
-    """Run all layers on ids (batch, R); cos, sin: (R, D)."""
-    hidden = model.embed(ids)
+def _pass(model: Model, hidden: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> None:
+    """Run all layers on hidden (batch, R, hidden); cos, sin: (R, D)."""
     for layer in range(model.n_layers):
         hidden = model.layer(layer, hidden, cos, sin, attend)
 

@@ -508,11 +508,14 @@ class LocalLLM(BaseModel):
         for name in given:
             if name not in known:
                 raise unknown_option(f"argument of {cls.__name__}", name, known, cls._elsewhere)
-        return {
+        said = {
             name: value
             for name, value in given.items()
             if value is not None or type(None) in get_args(known[name].annotation)
         }
+        if "dtype" in said:  # a torch.dtype, too
+            said["dtype"] = str(said["dtype"]).removeprefix("torch.")
+        return said
 
     def _check(self) -> None:
         """Raises for what is wrong without a model: loading one takes its time."""

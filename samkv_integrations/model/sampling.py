@@ -7,11 +7,16 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import reprlib
 import secrets
+import subprocess
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
+from functools import lru_cache
+from threading import BoundedSemaphore
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, TypedDict, Unpack, get_args, get_type_hints
 
@@ -27,7 +32,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from samkv_integrations.errors import InvalidOption, MissingExtra, UnknownOption
+from samkv_integrations.errors import InvalidOption, MissingExtra, Overloaded, UnknownOption
 from samkv_integrations.model.model import Model
 
 if TYPE_CHECKING:
@@ -198,6 +203,29 @@ MAX_MULTIPLE = 100_000
 """Largest common multiple of all values of ``multipleOf``, in units of their last decimal place:
 reading 99,991 takes about a second, and far larger ones take minutes and gigabytes."""
 
+_MOST_PLACES = 20  # decimal ones, of a multiple
+
+MOST_READING_S = 5
+"""CPU seconds that llguidance may take to read a schema. Sixteen patterns that must all hold took
+more than a minute, and could not be ended."""
+
+MOST_READING_BYTES = 1 << 30
+"""Memory that it may take."""
+
+_READ = f"""
+import sys
+try:
+    import resource
+    resource.setrlimit(resource.RLIMIT_CPU, ({MOST_READING_S}, {MOST_READING_S}))
+    resource.setrlimit(resource.RLIMIT_AS, ({MOST_READING_BYTES}, {MOST_READING_BYTES}))
+except ImportError:  # Windows: the time on the clock is the only limit
+    pass
+from llguidance import LLMatcher
+LLMatcher.validate_grammar(sys.stdin.read())
+"""
+
+_reading = BoundedSemaphore(4)
+
 _VALUES = ("const", "enum", "default", "examples")  # what is in them is no schema
 
 
@@ -239,6 +267,7 @@ class JsonConstraint(LogitsProcessor):
         InvalidOption: the schema is none, cannot be fulfilled, or asks for what cannot be decided
             token by token (``not``, ``uniqueItems``, ...).
         MissingExtra: llguidance is not installed.
+        Overloaded: four other schemas are being read for the first time.
     """
 
     def __init__(self, model: Model, schema: Mapping[str, Any], end_ids: frozenset[int]) -> None:
@@ -256,6 +285,11 @@ class JsonConstraint(LogitsProcessor):
             grammar = LLMatcher.grammar_from_json_schema(written, overrides=_LAYOUT)
         except (ValueError, RecursionError) as error:  # half characters, or nested too deep
             raise InvalidOption(f"json_schema: {error}; give a simpler schema") from error
+        if not _is_quickly_read(grammar):
+            raise InvalidOption(
+                f"json_schema takes more than {MOST_READING_S} s or {MOST_READING_BYTES >> 30} GiB "
+                "to read; give fewer patterns, fewer alternatives or smaller numbers"
+            )
         self._matcher = LLMatcher(_tokenizer(model, end_ids), grammar, log_level=0)
         if self._matcher.is_error():
             raise InvalidOption(
@@ -281,6 +315,24 @@ class JsonConstraint(LogitsProcessor):
         return scores.masked_fill(~allowed[: scores.shape[-1]], float("-inf"))
 
 
+@lru_cache(maxsize=64)
+def _is_quickly_read(grammar: str) -> bool:
+    """Whether a process of its own reads it within the limits: nothing else can be ended."""
+    if not _reading.acquire(timeout=1):
+        raise Overloaded("json_schema: four others are being read; ask again in a few seconds")
+    try:
+        done = subprocess.run(
+            [sys.executable, "-P", "-c", _READ], input=grammar.encode(), capture_output=True,
+            timeout=3 * MOST_READING_S, check=False,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return False
+    finally:
+        _reading.release()
+    return done.returncode == 0
+
+
 def _common_multiple(schema: object) -> int:
     """The least common multiple of all values of ``multipleOf``, without their trailing zeros."""
     values, left = list[Decimal](), [schema]
@@ -293,10 +345,16 @@ def _common_multiple(schema: object) -> int:
             left += part.values()
         elif isinstance(part, list | tuple):
             left += part
-    scale = 10 ** max([0, *(-int(value.as_tuple().exponent) for value in values)])
-    multiple = math.lcm(*(int(value * scale) or 1 for value in values))
-    while multiple % 10 == 0:
-        multiple //= 10
+    places = max([0, *(-int(value.as_tuple().exponent) for value in values)])
+    if places > _MOST_PLACES:
+        return MAX_MULTIPLE + 1
+    multiple = 1
+    for value in values:
+        multiple = math.lcm(multiple, int(value * 10**places) or 1)
+        while multiple % 10 == 0:
+            multiple //= 10
+        if multiple > MAX_MULTIPLE:  # thousands of huge ones would take seconds
+            break
     return multiple
 
 

@@ -177,7 +177,7 @@ def test_a_folder_of_documents_is_asked_about(
         (["--data", "nowhere"], "unknown data 'nowhere'; give 'builtin', a JSON Lines file, or a"),
         (
             ["--data", "."],
-            "no document (.txt, .md) in .",
+            "no document (.md, .txt, .csv",
         ),
         (["--eviction", "forget"], "unknown eviction 'forget'"),
         (["--json", "nowhere/x.json"], "the folder nowhere of nowhere/x.json does not exist"),

@@ -15,7 +15,7 @@ from benchmarks.datasets import Question
 from benchmarks.divergence import Forced
 from benchmarks.fidelity import TruthFiles
 from benchmarks.journal import Journal
-from samkv_integrations.engine.options import DOCUMENTS_BEFORE
+from samkv_integrations.engine.chunk_prefix import DOCUMENTS_BEFORE
 from samkv_integrations.figures import Row
 from samkv_integrations.model.model import Model
 from tests.support.models import tiny_model

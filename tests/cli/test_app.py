@@ -58,8 +58,8 @@ def test_unknown_options_and_commands_are_typers_own() -> None:
     [
         (("doctor", "--dtype", "float16"), "allowed: auto, float32, bfloat16"),
         (("ingest", "nothing.txt"), "nothing.txt does not exist"),
-        (("ingest", "town/questions.jsonl"), "known kinds: .txt, .md"),
-        (("ingest", "hollow"), "no document (.txt, .md) in hollow"),
+        (("ingest", "town/questions.jsonl"), "known kinds: .md, .txt, .csv"),
+        (("ingest", "hollow"), "no document (.md, .txt, .csv"),
         (("ingest", "blank"), "the 1 documents hold no text"),
         (("ingest", "town", "--chunk-size", "0"), "it must be at least 1 token"),
         (("ingest", "town", "--collection", "?"), "'?'"),

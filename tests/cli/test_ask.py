@@ -206,5 +206,32 @@ def test_a_model_with_a_chat_template_is_asked_through_it(town: Path, tiny: str)
 
 def test_a_store_of_another_model_names_the_option(town: Path, tiny: str) -> None:
     ran("ingest", str(town), "--model", tiny)
-    line = error_of("ask", "Who?")
+    line = error_of("ask", "Who?", "--model", "builtin")
     assert f"next step: load {tiny!r} (--model of a command), or ingest again" in line
+
+
+def test_a_collection_is_asked_as_it_was_ingested(
+    town: Path, tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its model, type and bits need not be said again, from any folder; what is said counts."""
+    monkeypatch.chdir(Path(tiny).parent)
+    ingest = ("ingest", str(town), "--dir", str(tmp_path / "d"))
+    ran(*ingest, "--model", Path(tiny).name, "--store-bits", "8")
+    ran(*ingest, "--collection", "other", "--dtype", "bfloat16")
+    monkeypatch.chdir(tmp_path)
+    ask = ("ask", "Who?", "--dir", "d", "--max-new-tokens", "1", "--method", "reuse")
+    found = json.loads(ran(*ask, "--json"))
+    assert found["model"] == tiny and found["rows"][0]["reused"] == 4
+    other = json.loads(ran(*ask, "--collection", "other", "--json"))
+    assert other["model"] == "builtin" and other["rows"][0]["reused"] == 4
+    assert "load" in error_of(*ask, "--model", "builtin", "--dtype", "float32")
+    ran(*ingest, "--model", "builtin", "--dtype", "float32")  # the last ingest counts
+    assert json.loads(ran(*ask, "--json"))["model"] == "builtin"
+    Path("d/kv/ingested.json").write_text("{damaged")
+    assert json.loads(ran(*ask, "--json"))["model"] == "builtin"
+
+
+def test_records_of_another_namespace_are_not_asked(town: Path) -> None:
+    ran("ingest", str(town))
+    line = error_of("ask", "Who?", "--namespace", "other")
+    assert "have their caches in namespace ''" in line

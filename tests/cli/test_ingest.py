@@ -162,6 +162,15 @@ class TestWhatIsNotRead:
         (why,) = self.skipped(str(town), "--model", tiny, code=1).values()
         assert why == "its name is not UTF-8"
 
+    def test_other_kinds_are_counted(self, town: Path, tiny: str) -> None:
+        for name in ("a.png", "b.PNG", "Makefile"):
+            (town / name).write_bytes(b"x")
+        (town / "empty.txt").write_text(" ")
+        result = run("ingest", str(town), "--model", tiny)
+        assert result.exit_code == 0
+        assert "other kinds were left out: 1 .jsonl, 2 .png, 1 Makefile" in result.stderr
+        assert "empty.txt: it holds no text" in result.stderr
+
     def test_thousands_are_counted(self, town: Path, tiny: str) -> None:
         for number in range(30):
             (town / f"{number}.txt").symlink_to("gone.txt")

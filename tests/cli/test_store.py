@@ -95,11 +95,11 @@ def test_a_store_of_other_bits(town: Path, tiny: str) -> None:
     ran("ingest", str(town), *wide)
     assert [row["store_bits"] for row in rows_of("store", "stats")] == [16]
     for command in (("ask", "Who?"), ("store", "sync")):
-        line = error_of(*command, "--model", tiny)
+        line = error_of(*command, "--store-bits", "4")
         assert "store_bits is 4 here and 16 there; next step: give store_bits=16" in line
-    (row,) = rows_of("ask", "Who?", *wide, "--max-new-tokens", "1")
+    (row,) = rows_of("ask", "Who?", "--max-new-tokens", "1")
     assert (row["found"], row["chunk_misses"]) == (4, {})
-    assert rows_of("store", "sync", *wide)[0]["n_cached"] == 0
+    assert rows_of("store", "sync")[0]["n_cached"] == 0
 
 
 def test_a_store_of_a_newer_format_version(town: Path, tiny: str) -> None:

@@ -24,6 +24,7 @@ from samkv_integrations.cache.chunk import ChunkCache, ChunkRef, Fingerprint
 from samkv_integrations.cache.quantise import rotate
 from samkv_integrations.engine import chunks as engine_module
 from samkv_integrations.engine.engine import Engine
+from samkv_integrations.engine.chunk_prefix import ChunkPrefix
 from samkv_integrations.engine.prefill import PADDING, batches, prefill
 from samkv_integrations.model.model import Model
 from tests.support.chunks import cache_of, decoded, key_steps, transformed
@@ -64,7 +65,7 @@ def caches_of(
 ) -> list[ChunkCache]:
     """With 16 bits, unless said otherwise: what was captured, to the bit."""
     with torch.inference_mode():
-        return prefill(model, chunks, fingerprint_of(model, block_size, bits), prefix)
+        return prefill(model, chunks, fingerprint_of(model, block_size, bits), ChunkPrefix(ids=prefix))
 
 
 def rows_of(cached: ChunkCache) -> tuple[Tensor, Tensor]:
@@ -476,7 +477,7 @@ def test_prefill_never_holds_an_attention_matrix() -> None:
     tile = model.n_heads * 64 * (n_tokens + 1)
     rows = model.n_layers * n_tokens * model.n_kv_heads * model.head_dim
     with torch.inference_mode(), Memory() as memory:
-        prefill(model, [chunk], fingerprint, (1,))
+        prefill(model, [chunk], fingerprint, ChunkPrefix(ids=(1,)))
     assert memory.largest <= max(tile, rows)
     activation = (n_tokens + 1) * model.config.intermediate_size
     assert memory.peak <= 4 * (3 * rows + 8 * activation + 6 * tile)
@@ -488,7 +489,7 @@ def test_a_batch_holds_tiles_of_one_chunk_at_a_time() -> None:
     model, n_tokens, n_chunks = tiny_model("llama"), 256, 6
     chunks = [new_chunk(n_tokens, seed) for seed in range(n_chunks)]
     with torch.inference_mode(), Memory() as memory:
-        prefill(model, chunks, fingerprint_of(model, bits=4), (1,))
+        prefill(model, chunks, fingerprint_of(model, bits=4), ChunkPrefix(ids=(1,)))
     activation = n_chunks * (n_tokens + 1) * model.config.intermediate_size
     tile = model.n_heads * 64 * (n_tokens + 1)
     assert memory.largest <= max(activation, tile)

@@ -13,7 +13,7 @@ from jsonschema import validate
 from samkv_integrations import Engine
 from samkv_integrations.errors import InvalidOption, MissingExtra
 from samkv_integrations.model.model import Model
-from samkv_integrations.model.sampling import check_json_schema
+from samkv_integrations.model.sampling import JsonConstraint, check_json_schema
 from tests.support.models import byte_tokenizer, hf_model, tiny_model
 
 PROMPT = "Where was Tobias Trulman born?"
@@ -204,3 +204,18 @@ def test_a_schema_that_takes_too_long_to_read() -> None:
     names = {f"property-{number}": {"type": "string"} for number in range(10_000)}
     with pytest.raises(InvalidOption, match="it may have 100000"):
         check_json_schema({"type": "object", "properties": names})
+
+
+def test_a_schema_that_cannot_be_read_in_time_is_refused() -> None:
+    """Sixteen patterns at once took more than a minute, in a call that nothing can end."""
+    patterns = [{"type": "string", "pattern": f".*a.{{{n}}}b.*"} for n in range(16)]
+    model = tiny_model()
+    for _ in range(2):  # the second time it is known
+        with pytest.raises(InvalidOption, match="takes more than 5 s or 1 GiB to read"):
+            JsonConstraint(model, {"allOf": patterns}, frozenset({2}))
+
+
+def test_thousands_of_tiny_multiples_are_refused_at_once() -> None:
+    many = [{"type": "number", "multipleOf": n * 1e-300} for n in range(1, 1800)]
+    with pytest.raises(InvalidOption, match="common multiple of more than 100000"):
+        check_json_schema({"anyOf": many})

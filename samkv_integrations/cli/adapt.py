@@ -1,0 +1,122 @@
+"""``samkv adapt``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from typer import Exit, Option
+
+from samkv_integrations.cli import arguments as args
+from samkv_integrations.cli import tables
+from samkv_integrations.cli.ingest import find_documents, read_chunks
+from samkv_integrations.errors import InvalidOption
+
+if TYPE_CHECKING:
+    from samkv_integrations.tuning.adapt import Judged
+
+CHUNK_SIZES = (128, 512, 1024)
+"""Longest chunks, in tokens, that documents are cut into: a prefix that has seen short ones alone
+does nothing for long ones."""
+
+
+def adapt(
+    data: Annotated[
+        Path, Option(help="Folder of documents, or questions with documents (JSON Lines).")
+    ],
+    folder: args.Folder = Path(".samkv"),
+    model: args.ModelName = "smollm2",
+    device: args.Device = "auto",
+    dtype: args.Dtype = "auto",
+    minutes: Annotated[float, Option(help="That learning may take.")] = 20.0,
+    steps: Annotated[int, Option(help="Prompts to learn from.")] = 160,
+    embeddings: Annotated[
+        int | None, Option(help="How many to learn. Default: as the made-up documents have.")
+    ] = None,
+    most_tokens: Annotated[
+        int, Option(help="Of a prompt to learn from; fewer take less memory and time.")
+    ] = 2048,
+    seed: Annotated[int, Option(help="Of the prompts.")] = 0,
+    as_json: args.Json = False,
+) -> None:
+    """Learn a prefix for your model, so that cached chunks answer more as full prefill does.
+
+    It is kept beside the caches of --dir, for engines with prefix="learned". Ingest again after it.
+    Interrupted, the same command goes on where it was. Exit code 1 if it is no better on held-out
+    prompts: nothing is kept then.
+    """
+    from tqdm.auto import tqdm
+
+    from samkv_integrations.cache.disk import ChunkStore
+    from samkv_integrations.engine.chunk_prefix import LEARNED_FILE
+    from samkv_integrations.evaluation.questions import read_questions
+    from samkv_integrations.model.loading import load_model
+    from samkv_integrations.tuning.adapt import Recipe, learn
+    from samkv_integrations.tuning.mixed_prompts import Source, usable
+
+    if not minutes > 0:
+        raise InvalidOption(f"--minutes {minutes}; give more than 0")
+    recipe = Recipe(steps=steps, n=embeddings, seed=seed)
+    loaded = load_model(model, device=device, dtype=dtype)
+    most = min(most_tokens, loaded.context_window - recipe.tokens)
+    if data.is_dir():
+        files = find_documents([data]).files
+        cuts = [
+            usable(loaded, [chunk.text for chunk in read_chunks(files, loaded, size).chunks])
+            for size in CHUNK_SIZES
+        ]
+        source = Source(cuts=cuts, most_tokens=most)
+    else:
+        source = Source(questions=read_questions(data, with_documents=True), most_tokens=most)
+    kv = ChunkStore(folder / "kv").path
+    with tqdm(total=recipe.steps, desc="learning") as bar:
+
+        def told(step: int, kl: float) -> None:
+            bar.update(step - bar.n)
+            bar.set_postfix_str(f"KL {kl:.3f}")
+
+        found = learn(
+            loaded, source, recipe, partial=kv / f"{LEARNED_FILE}.partial", minutes=minutes,
+            told=told,
+        )  # fmt: skip
+    kept = found.prefix.save(kv / LEARNED_FILE) if found.is_better else None
+    if as_json:
+        more = {"steps": found.steps, "kept": kept and str(kept)}
+        tables.write_json("adapt", loaded.name, [asdict(one) | more for one in found.figures])
+    else:
+        _show(found.figures, found.steps, kept)
+    if kept is None:
+        raise Exit(1)
+
+
+def _show(figures: Sequence[Judged], steps: int, kept: Path | None) -> None:
+    from samkv_integrations.tuning.adapt import HELD_OUT
+
+    out = tables.console()
+    out.print(
+        tables.table(
+            ("recomputed of each chunk", "prefix", "KL", "of before", "top-1", "same answers"),
+            [
+                (
+                    (f"first {one.first} tokens" if one.first else "nothing") if is_before else "",
+                    "made-up documents" if is_before else "learned",
+                    f"{each.kl:.4f}",
+                    "{:.2f} to {:.2f}".format(*one.ratio) if one.ratio and not is_before else "",
+                    f"{each.top1:.3f}", f"{each.same:.0%}",
+                )
+                for one in figures
+                for is_before, each in ((True, one.before), (False, one.after))
+            ],
+        )
+    )  # fmt: skip
+    out.print(
+        f"\n{steps} steps. Along full prefill's answers on {HELD_OUT} held-out prompts: KL in nats "
+        "with the 95 % interval of its ratio, share of equal likeliest tokens, of equal answers."
+    )
+    if kept is None:
+        out.print("It is not clearly better there, so nothing was kept. More --steps, or more "
+                  "documents, may help.")  # fmt: skip
+    else:
+        out.print(f'Kept in {kept}, for prefix="learned". Ingest again to make caches with it.')

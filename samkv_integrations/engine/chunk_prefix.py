@@ -1,0 +1,184 @@
+"""What a chunk is prefilled after: BOS, made-up documents, a text, or learned embeddings.
+
+The prefix's own entries are dropped, so it costs a question nothing. A learned prefix
+(``samkv adapt``, docs/adapt.md) is a safetensors file of embeddings, in place of the documents.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from samkv_integrations.cache.base import Store
+from samkv_integrations.cache.disk import ChunkStore
+from samkv_integrations.errors import InvalidOption
+from samkv_integrations.model.model import Model
+
+PrefixPolicy = Literal["auto", "documents", "learned", "bos", "none"]
+
+LEARNED_FILE = "samkv-prefix.safetensors"
+"""The learned prefix of a folder of chunk caches."""
+
+DOCUMENTS_BEFORE = (
+    "[Lake Varen]\nLake Varen is a lake in the north of the country. It is about twelve kilometres "
+    "long and is fed by three rivers.\n\n[Anna Holm]\nAnna Holm (born 4 May 1931) was a writer and "
+    "teacher. She published nine novels and two collections of poems.\n\n"
+)
+"""Two made-up documents that each chunk is prefilled after, so that its entries are those of one
+document of several. They halve what `reuse` loses on short chunks of SmolLM2
+(docs/results/real_model.md)."""
+
+_MOST_EMBEDDINGS = 1024
+_FORMAT = "samkv-prefix-1"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LearnedPrefix:
+    """Embeddings that stand between BOS and a chunk.
+
+    embeddings: (n, hidden) float32. weights: digests of the weights of the models that they are
+    for, the same model in several dtypes; see `Identity`. recipe, figures: how they were made, and
+    what they were measured to do; for people.
+    """
+
+    embeddings: Tensor
+    weights: tuple[str, ...]
+    recipe: Mapping[str, Any] = field(default_factory=dict)
+    figures: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def digest(self) -> str:
+        """Of the embeddings: what tells chunk caches of two prefixes apart."""
+        return hashlib.blake2b(self.embeddings.numpy().tobytes(), digest_size=16).hexdigest()
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write the file, in place of one that is there. Raises InvalidOption if it cannot."""
+        file = Path(path)
+        made = file.with_name(f".{file.name}.{os.getpid()}")
+        notes = {"weights": self.weights, "recipe": self.recipe, "figures": self.figures}
+        metadata = {"format": _FORMAT, **{key: json.dumps(value) for key, value in notes.items()}}
+        try:
+            save_file({"embeddings": self.embeddings.contiguous()}, made, metadata)
+            made.replace(file)
+        except (OSError, SafetensorError) as error:
+            made.unlink(missing_ok=True)
+            raise InvalidOption(
+                f"{file} cannot be written ({error}); give a folder that exists and has room"
+            ) from error
+        return file
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], model: Model) -> LearnedPrefix:
+        """The prefix in a file. Raises InvalidOption if it is broken, or of another model."""
+        file = Path(path)
+        remedy = f"'samkv adapt --model {model.name}' makes one"
+        try:
+            with safe_open(file, framework="pt") as opened:
+                metadata = opened.metadata() or {}
+                if metadata.get("format") != _FORMAT:
+                    raise ValueError(f"its format is {metadata.get('format')!r}, not {_FORMAT!r}")
+                notes = {name: json.loads(metadata[name]) for name in
+                         ("weights", "recipe", "figures")}  # fmt: skip
+                embeddings = opened.get_tensor("embeddings")
+        except FileNotFoundError as error:
+            raise InvalidOption(f"there is no prefix {str(file)!r}; {remedy}") from error
+        except (OSError, SafetensorError, ValueError, KeyError) as error:
+            raise InvalidOption(f"{file} is no learned prefix ({error}); {remedy}") from error
+        hidden = model.config.hidden_size
+        if embeddings.ndim != 2 or embeddings.shape[1] != hidden or not (
+            0 < len(embeddings) <= _MOST_EMBEDDINGS
+        ):  # fmt: skip
+            raise InvalidOption(
+                f"{file} holds embeddings of shape {tuple(embeddings.shape)}; {model.name!r} takes "
+                f"(1 to {_MOST_EMBEDDINGS}, {hidden}); {remedy}"
+            )
+        if not embeddings.is_floating_point() or not bool(embeddings.isfinite().all()):
+            raise InvalidOption(f"{file} holds embeddings that are no finite numbers; {remedy}")
+        if model.weights_digest not in notes["weights"]:
+            raise InvalidOption(
+                f"{file} was learned for other weights than those of {model.name!r} in "
+                f"{model.dtype_name}; {remedy}"
+            )
+        return cls(
+            embeddings=embeddings.float(), weights=tuple(notes["weights"]),
+            recipe=notes["recipe"], figures=notes["figures"],
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ChunkPrefix:
+    """What chunks are prefilled after: token ids, then maybe learned embeddings."""
+
+    ids: tuple[int, ...]
+    learned: LearnedPrefix | None = None
+
+    @classmethod
+    def of(
+        cls, model: Model, store: Store, prefix: str | os.PathLike[str], prefix_text: str
+    ) -> ChunkPrefix:
+        """What an engine's ``prefix`` and ``prefix_text`` stand for.
+
+        Raises InvalidOption if a learned prefix is not there, or not for this model.
+        """
+        bos = () if prefix == "none" or model.bos_id is None else (model.bos_id,)
+        if prefix_text:
+            return cls(ids=(*bos, *model.tokenize(prefix_text, special=True)))
+        if prefix in ("bos", "none"):
+            return cls(ids=bos)
+        found = None
+        if prefix in ("auto", "learned"):
+            found = learned_file(model, store)
+        elif prefix != "documents":
+            found = Path(prefix)
+        if found is None and prefix in ("auto", "documents"):
+            return cls(ids=(*bos, *model.tokenize(DOCUMENTS_BEFORE, special=False)))
+        if found is None:
+            raise InvalidOption(
+                f"prefix='learned', but there is no {LEARNED_FILE} beside the caches, and none is "
+                f"shipped for {model.name!r} in {model.dtype_name}; 'samkv adapt' makes one"
+            )
+        return cls(ids=bos, learned=LearnedPrefix.load(found, model))
+
+    def __len__(self) -> int:
+        return len(self.ids) + (len(self.learned.embeddings) if self.learned else 0)
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """One for each token; -1, which no prompt holds, for what was learned."""
+        return (*self.ids, *[-1] * (len(self) - len(self.ids)))
+
+    @property
+    def name(self) -> str:
+        """How a fingerprint calls it."""
+        ids = ",".join(map(str, self.ids))
+        return f"{ids};learned:{self.learned.digest}" if self.learned else ids
+
+    def embedded(self, model: Model) -> Tensor:
+        """(P, hidden), in the model's dtype and on its device."""
+        ids = model.embed(torch.tensor([self.ids], dtype=torch.long))[0]
+        if self.learned is None:
+            return ids
+        return torch.cat((ids, self.learned.embeddings.to(ids)))
+
+
+def learned_file(model: Model, store: Store) -> Path | None:
+    """The learned prefix beside the caches, else the one that is shipped for the model."""
+    if isinstance(store, ChunkStore) and (beside := store.path / LEARNED_FILE).is_file():
+        return beside
+    shipped = resources.files("samkv_integrations") / "prefixes"
+    for file in sorted(Path(str(shipped)).glob("*.safetensors")):
+        with safe_open(file, framework="pt") as opened:
+            if model.weights_digest in json.loads((opened.metadata() or {})["weights"]):
+                return file
+    return None

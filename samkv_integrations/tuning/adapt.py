@@ -1,0 +1,238 @@
+"""Learning the embeddings: steps, held-out prompts, and what is kept."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from pickle import UnpicklingError
+from statistics import fmean
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from samkv_integrations.cache.windows import MIN_RUN
+from samkv_integrations.engine.chunk_prefix import DOCUMENTS_BEFORE, LearnedPrefix
+from samkv_integrations.errors import EmptyInput, InvalidOption
+from samkv_integrations.evaluation.measures import ratio_interval
+from samkv_integrations.model.model import Model
+from samkv_integrations.tuning.distil import Distance, Prompt, Truth, distances, loss, teacher
+from samkv_integrations.tuning.mixed_prompts import Part, Source
+
+HELD_OUT = 12
+"""Prompts that choose among the stages of learning, and as many others that judge the choice."""
+
+_NO_MEMORY = "can't allocate memory"  # how torch reports it on a CPU
+
+FIRSTS = (0, 16)
+"""First tokens of each chunk that are recomputed where a prefix is judged."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """How a prefix is learned. Equal recipes over equal prompts give equal prefixes.
+
+    steps: prompts that are learned from, one a step. n: embeddings; None for as many as the
+    made-up documents have, which they begin as. learning_rate: of Adam, at its highest. tokens: of
+    a teacher's answer. firsts: first tokens of each chunk that are recomputed, in turns.
+    """
+
+    steps: int = 160
+    n: int | None = None
+    learning_rate: float = 1e-2
+    tokens: int = 12
+    firsts: tuple[int, ...] = (0, 16)
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "tokens"):
+            if getattr(self, name) < 1:
+                raise InvalidOption(f"{name}={getattr(self, name)}; give at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mean:
+    """Means over prompts: of `Distance`, and the share of them with the teacher's answer."""
+
+    kl: float
+    top1: float
+    same: float
+
+    @classmethod
+    def of(cls, found: Sequence[Distance]) -> Mean:
+        return cls(
+            kl=fmean(one.kl for one in found), top1=fmean(one.top1 for one in found),
+            same=fmean(one.is_same for one in found),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judged:
+    """What a prefix does on prompts that nothing was chosen by.
+
+    first: tokens of each chunk that were recomputed. before, after: with the made-up documents,
+    and with what was learned. ratio: 95 % interval of the ratio of their KL; None where nothing was
+    lost before.
+    """
+
+    first: int
+    before: Mean
+    after: Mean
+    ratio: tuple[float, float] | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Learned:
+    """What came of it.
+
+    figures: for each of `FIRSTS`. steps: how many there were time for.
+    """
+
+    prefix: LearnedPrefix
+    figures: Sequence[Judged]
+    steps: int
+
+    @property
+    def is_better(self) -> bool:
+        """Whether the interval of each ratio ends below 1."""
+        return all(one.ratio is not None and one.ratio[1] < 1 for one in self.figures)
+
+
+def learn(
+    model: Model,
+    source: Source,
+    recipe: Recipe,
+    *,
+    partial: Path,
+    minutes: float = math.inf,
+    told: Callable[[int, float], object] = lambda step, kl: None,
+) -> Learned:
+    """Learn a prefix for ``model``, which is left as it is.
+
+    partial: where the state is kept after every tenth step, so that an interrupted run of the same
+        recipe goes on; deleted at the end.
+    minutes: end after so many, with the best so far.
+    told: called with each step and its KL.
+
+    Raises:
+        EmptyInput: no prompt holds a chunk of `MIN_RUN` tokens.
+        InvalidOption: a prompt does not fit into memory with its gradients, or ``partial`` cannot
+            be written.
+    """
+    began = time.monotonic()
+    for weight in model.hf.parameters():
+        weight.requires_grad_(False)
+    bos = model.embed(torch.tensor(() if model.bos_id is None else (model.bos_id,),
+                                   dtype=torch.long)).float()  # fmt: skip
+    base = model.embed(torch.tensor(model.tokenize(DOCUMENTS_BEFORE, special=False))).float()
+    n = recipe.n or len(base)
+    learned = torch.nn.Parameter(base.repeat(-(-n // len(base)), 1)[:n].clone())
+    optimiser = torch.optim.Adam([learned], lr=recipe.learning_rate)
+    state = _resumed(partial, recipe, model) or {"step": 0, "best": None, "best_kl": math.inf}
+    if "optimiser" in state:
+        optimiser.load_state_dict(state.pop("optimiser"))
+        learned.data.copy_(state.pop("learned"))
+
+    def prompts(part: Part, places: Iterable[int]) -> list[tuple[Prompt, Truth]]:
+        made = [source.prompt(model, f"{recipe.seed} {place}", part) for place in places]
+        return [(one, teacher(model, one, recipe.tokens)) for one in made if one.chunks]
+
+    choosing = prompts("choose", range(HELD_OUT))
+    judging = prompts("judge", range(HELD_OUT))
+    if not choosing or not judging:
+        raise EmptyInput(
+            f"no prompt holds a chunk of {MIN_RUN} tokens or more; give longer documents"
+        )
+    if state["best"] is None:
+        state["best_kl"] = _mean_kl(_distances(model, choosing, torch.cat((bos, base))))
+    every = max(1, recipe.steps // 4)
+    while state["step"] < recipe.steps and time.monotonic() - began < 60 * minutes:
+        step = state["step"]
+        for prompt, truth in prompts("learn", [step]):  # none, if it holds no chunk
+            share = min(1.0, (step + 1) / 10) * max(0.05, 1 - step / recipe.steps)
+            optimiser.param_groups[0]["lr"] = recipe.learning_rate * share
+            first = recipe.firsts[step % len(recipe.firsts)]
+            optimiser.zero_grad()
+            try:
+                lost = loss(model, prompt, truth, torch.cat((bos, learned)), first)
+                lost.backward()  # type: ignore[no-untyped-call]
+            except RuntimeError as error:
+                if not isinstance(error, torch.OutOfMemoryError) and _NO_MEMORY not in str(error):
+                    raise
+                raise InvalidOption(
+                    f"a prompt of {len(prompt.ids)} tokens does not fit into memory with its "
+                    "gradients; allow fewer with --most-tokens"
+                ) from error
+            torch.nn.utils.clip_grad_norm_([learned], 1.0)
+            optimiser.step()
+            told(step + 1, float(lost.detach()))
+        state["step"] = step + 1
+        if state["step"] % every == 0 or state["step"] == recipe.steps:
+            found = _mean_kl(_distances(model, choosing, torch.cat((bos, learned.detach()))))
+            if found < state["best_kl"]:
+                state |= {"best": learned.detach().clone(), "best_kl": found}
+        if state["step"] % 10 == 0:
+            kept = {"learned": learned.detach(), "optimiser": optimiser.state_dict()}
+            _keep(partial, recipe, model, state | kept)
+    best = learned.detach() if state["best"] is None else state["best"]
+    figures = _judged(model, judging, torch.cat((bos, base)), torch.cat((bos, best)))
+    partial.unlink(missing_ok=True)
+    prefix = LearnedPrefix(
+        embeddings=best.cpu().float(), weights=(model.weights_digest,),
+        recipe=asdict(recipe) | {"steps": state["step"]},
+        figures={"judged": [asdict(one) for one in figures]},
+    )  # fmt: skip
+    return Learned(prefix=prefix, figures=figures, steps=state["step"])
+
+
+def _distances(
+    model: Model, prompts: Sequence[tuple[Prompt, Truth]], prefix: Tensor
+) -> dict[int, list[Distance]]:
+    each = [distances(model, prompt, truth, prefix, FIRSTS) for prompt, truth in prompts]
+    return dict(zip(FIRSTS, map(list, zip(*each, strict=True)), strict=True))
+
+
+def _mean_kl(found: dict[int, list[Distance]]) -> float:
+    return fmean(one.kl for each in found.values() for one in each)
+
+
+def _judged(
+    model: Model, prompts: Sequence[tuple[Prompt, Truth]], base: Tensor, learned: Tensor
+) -> list[Judged]:
+    before, after = _distances(model, prompts, base), _distances(model, prompts, learned)
+    return [
+        Judged(
+            first=first, before=Mean.of(before[first]), after=Mean.of(after[first]),
+            ratio=ratio_interval(
+                [one.kl for one in after[first]], [one.kl for one in before[first]]
+            ),
+        )
+        for first in FIRSTS
+    ]  # fmt: skip
+
+
+def _keep(partial: Path, recipe: Recipe, model: Model, state: dict[str, Any]) -> None:
+    made = partial.with_name(f"{partial.name}.{os.getpid()}")
+    try:
+        torch.save({"recipe": asdict(recipe), "weights": model.weights_digest, **state}, made)
+        made.replace(partial)
+    except (OSError, RuntimeError) as error:  # RuntimeError: how torch reports a full disk
+        made.unlink(missing_ok=True)
+        raise InvalidOption(
+            f"{partial} cannot be written ({error}); make room, or give another folder, and the "
+            "same command goes on"
+        ) from error
+
+
+def _resumed(partial: Path, recipe: Recipe, model: Model) -> dict[str, Any] | None:
+    """The state of an interrupted run of this recipe and model; None for another or broken one."""
+    try:
+        found: dict[str, Any] = torch.load(partial, weights_only=True, map_location=model.device)
+    except (OSError, RuntimeError, EOFError, ValueError, UnpicklingError):
+        return None
+    is_same = found.pop("recipe", None) == asdict(recipe)
+    return found if found.pop("weights", None) == model.weights_digest and is_same else None

@@ -1,0 +1,140 @@
+"""A learned prefix: chunks are prefilled after it, its caches are its own; a bad file is named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from samkv_integrations import ChunkStore, Engine
+from samkv_integrations.engine.chunk_prefix import LEARNED_FILE, LearnedPrefix
+from samkv_integrations.errors import InvalidOption
+from samkv_integrations.model.model import Model
+from tests.support.models import tiny_model
+
+TEXTS = ["The mill stands by the river, and its wheel is green.", "A baker lives next to it."]
+PROMPT = f"Read: {TEXTS[0]} And: {TEXTS[1]} Where?"
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return tiny_model("llama")
+
+
+def learned(model: Model, embeddings: Tensor, **changes: Any) -> LearnedPrefix:
+    return LearnedPrefix(embeddings=embeddings, weights=(model.weights_digest,), **changes)
+
+
+def test_embeddings_of_tokens_are_as_the_tokens(model: Model, tmp_path: Path) -> None:
+    """What is learned begins as the embeddings of a text: then it does what the text does."""
+    text = "[A]\nSome words.\n\n"
+    embeddings = model.embed(torch.tensor(model.tokenize(text, special=False)))
+    file = learned(model, embeddings).save(tmp_path / "of-a-text.safetensors")
+    answers = []
+    for options in ({"prefix": file}, {"prefix": str(file)}, {"prefix_text": text}):
+        engine = Engine(model, method="reuse", store_bits=16, **options)
+        engine.cache_chunks(TEXTS)
+        answers.append(engine.logits(PROMPT, TEXTS))
+    torch.testing.assert_close(answers[0], answers[1], rtol=0, atol=0)
+    torch.testing.assert_close(answers[0], answers[2], rtol=1e-5, atol=1e-5)
+
+
+def test_no_chunk_is_exact_and_caches_of_two_prefixes_are_apart(
+    model: Model, tmp_path: Path
+) -> None:
+    files = [
+        learned(model, torch.full((4, 64), value)).save(tmp_path / f"{value}.safetensors")
+        for value in (0.1, 0.2)
+    ]
+    store = ChunkStore(tmp_path / "kv")
+    engines = [
+        Engine(model, store, method="reuse", prefix=prefix)
+        for prefix in (*files, "documents", "bos")
+    ]
+    assert len({engine.fingerprint.digest for engine in engines}) == 4
+    engines[0].cache_chunks(TEXTS)
+    assert [engine.generate(PROMPT, max_new_tokens=1).report.reused for engine in engines] == [
+        2, 0, 0, 0,
+    ]  # fmt: skip
+    first = engines[0].generate(TEXTS[0] + " Where?", max_new_tokens=1, method="epic").report
+    assert first.recompute_ratio > 0
+
+
+def test_it_is_found_beside_the_caches(model: Model, tmp_path: Path) -> None:
+    store = ChunkStore(tmp_path)
+    usual = Engine(model, store).fingerprint
+    with pytest.raises(InvalidOption, match="prefix='learned', but there is no samkv-prefix"):
+        Engine(model, store, prefix="learned")
+    learned(model, torch.ones(3, 64)).save(tmp_path / LEARNED_FILE)
+    found = Engine(model, store)
+    assert found.fingerprint != usual
+    assert found.fingerprint == Engine(model, store, prefix="learned").fingerprint
+    assert Engine(model, store, prefix="documents").fingerprint == usual
+
+
+def test_a_folder_that_holds_only_a_prefix_becomes_a_store(model: Model, tmp_path: Path) -> None:
+    learned(model, torch.ones(3, 64)).save(tmp_path / LEARNED_FILE)
+    engine = Engine(model, ChunkStore(tmp_path), prefix="learned")
+    engine.cache_chunks(TEXTS)
+    assert engine.store.stats().n_chunks == 2
+
+
+def test_notes_are_kept(model: Model, tmp_path: Path) -> None:
+    made = learned(model, torch.ones(3, 64), recipe={"steps": 7}, figures={"judged": [1.5]})
+    found = LearnedPrefix.load(made.save(tmp_path / "p.safetensors"), model)
+    assert (found.recipe, found.figures) == ({"steps": 7}, {"judged": [1.5]})
+    assert torch.equal(found.embeddings, made.embeddings)
+
+
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-9])
+
+
+def of_no_prefix(file: Path) -> None:
+    save_file({"embeddings": torch.ones(3, 64)}, file)
+
+
+def gone(file: Path) -> None:
+    file.unlink()
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (cut, "is no learned prefix"),
+        (of_no_prefix, "its format is None"),
+        (gone, "there is no prefix"),
+        (torch.ones(3, 63), r"shape \(3, 63\)"),
+        (torch.ones(0, 64), r"shape \(0, 64\)"),
+        (torch.ones(64), r"shape \(64,\)"),
+        (torch.full((3, 64), torch.nan), "no finite numbers"),
+        (torch.ones(3, 64, dtype=torch.int32), "no finite numbers"),
+    ],
+)
+def test_a_wrong_file_is_named(
+    model: Model, tmp_path: Path, damage: Callable[[Path], None] | Tensor, says: str
+) -> None:
+    file = tmp_path / "p.safetensors"
+    wrong = damage if isinstance(damage, Tensor) else torch.ones(3, 64)
+    learned(model, wrong).save(file)
+    if not isinstance(damage, Tensor):
+        damage(file)
+    with pytest.raises(InvalidOption, match=rf"p\.safetensors.*{says}|{says}.*p\.safetensors"):
+        Engine(model, prefix=file)
+    with pytest.raises(InvalidOption, match="'samkv adapt --model"):
+        Engine(model, prefix=file)
+
+
+def test_another_model_and_another_policy_are_named(model: Model, tmp_path: Path) -> None:
+    file = learned(model, torch.ones(3, 64)).save(tmp_path / "p.safetensors")
+    with pytest.raises(InvalidOption, match="learned for other weights"):
+        Engine(tiny_model("llama", seed=1), prefix=file)
+    with pytest.raises(InvalidOption, match=r"prefix='magic'; allowed: auto, documents, .*"):
+        Engine(model, prefix="magic")
+    with pytest.raises(InvalidOption, match="cannot be written"):
+        learned(model, torch.ones(3, 64)).save(tmp_path / "none" / "p.safetensors")

@@ -1,0 +1,115 @@
+"""Learning a prefix: better on held-out prompts or not kept, repeatable, resumable."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import get_args
+
+import pytest
+import torch
+
+from samkv_integrations.errors import EmptyInput, InvalidOption
+from samkv_integrations.evaluation.questions import Question
+from samkv_integrations.model.model import Model
+from samkv_integrations.tuning.adapt import Learned, Recipe, learn
+from samkv_integrations.tuning.mixed_prompts import LEAST_CHUNKS, Part, Source, usable
+from tests.support.models import tiny_model
+
+RECIPE = Recipe(steps=12, n=4, tokens=3)
+TEXTS = tuple(
+    f"House {n}\nThe house of number {n} has {n % 7} rooms. Its owner came in the year {1900 + n}."
+    for n in range(LEAST_CHUNKS)
+)
+SOURCE = Source(cuts=[TEXTS], most_tokens=500)
+
+
+def learned(model: Model, folder: Path, recipe: Recipe = RECIPE) -> Learned:
+    return learn(model, SOURCE, recipe, partial=folder / "partial")
+
+
+def test_it_is_the_same_again_and_the_model_stays_as_it_is(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    before = model.weights_digest
+    one, two = learned(model, tmp_path), learned(model, tmp_path)
+    assert torch.equal(one.prefix.embeddings, two.prefix.embeddings)
+    assert one.figures == two.figures and one.steps == 12
+    assert model.identity.look() == 0 and tiny_model("llama").weights_digest == before
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_interrupted_run_goes_on(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    whole = learned(model, tmp_path)
+    steps: list[int] = []
+
+    def interrupt(step: int, kl: float) -> None:
+        steps.append(step)
+        if step == 11:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        learn(model, SOURCE, RECIPE, partial=tmp_path / "partial", told=interrupt)
+    assert steps == list(range(1, 12))
+    steps.clear()
+    rest = learn(model, SOURCE, RECIPE, partial=tmp_path / "partial",
+                 told=lambda step, kl: steps.append(step))  # fmt: skip
+    assert steps == [11, 12]
+    assert torch.equal(rest.prefix.embeddings, whole.prefix.embeddings)
+
+
+def test_the_state_of_another_recipe_is_not_taken(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    whole = learned(model, tmp_path)
+    (tmp_path / "partial").write_bytes(b"no state")
+    assert torch.equal(learned(model, tmp_path).prefix.embeddings, whole.prefix.embeddings)
+
+
+def test_a_time_limit_ends_it_with_the_best_so_far(tmp_path: Path) -> None:
+    found = learn(tiny_model("llama"), SOURCE, RECIPE, partial=tmp_path / "partial", minutes=1e-9)
+    assert found.steps == 0 and not found.is_better
+
+
+def test_prompts_are_mixed_and_repeatable() -> None:
+    model = tiny_model("llama")
+    made = [SOURCE.prompt(model, str(seed), "learn") for seed in range(20)]
+    assert made == [SOURCE.prompt(model, str(seed), "learn") for seed in range(20)]
+    assert len({len(one.chunks) for one in made}) > 2
+    assert all(len(one.ids) <= 500 for one in made)
+
+
+def test_held_out_prompts_hold_nothing_that_is_learned_from() -> None:
+    model = tiny_model("llama")
+    seen = {
+        part: {
+            chunk.token_ids
+            for seed in range(30)
+            for chunk in SOURCE.prompt(model, str(seed), part).chunks
+        }
+        for part in get_args(Part)
+    }
+    assert sum(map(len, seen.values())) == len(set().union(*seen.values())) == len(TEXTS)
+
+
+def test_too_little_to_learn_from() -> None:
+    with pytest.raises(EmptyInput, match="19 chunks.*at least 20"):
+        Source(cuts=[TEXTS[:-1], TEXTS[:3]])
+    lone = Question(question="Which?", documents=TEXTS[:1])
+    with pytest.raises(InvalidOption, match="fewer than 2 documents"):
+        Source(questions=[lone])
+    assert usable(tiny_model("llama"), ["short", *TEXTS, TEXTS[0]]) == list(TEXTS)
+
+
+def test_questions_bring_their_documents() -> None:
+    asked = [
+        Question(question=f"Who owns house {n}?", documents=TEXTS[n : n + 3] + TEXTS[:2])
+        for n in range(LEAST_CHUNKS - 4)
+    ]
+    source = Source(questions=asked * 2, most_tokens=600)
+    model = tiny_model("llama")
+    assert all(2 <= len(source.prompt(model, str(n), "learn").chunks) <= 5 for n in range(10))
+
+
+@pytest.mark.parametrize("wrong", [{"steps": 0}, {"tokens": 0}])
+def test_a_recipe_that_learns_nothing(wrong: dict[str, int]) -> None:
+    with pytest.raises(InvalidOption, match="give at least 1"):
+        Recipe(**wrong)
