@@ -23,8 +23,8 @@ from samkv_integrations.cache.attention_stats import decode_means
 from samkv_integrations.cache.chunk import ChunkCache, ChunkRef, Fingerprint
 from samkv_integrations.cache.quantise import rotate
 from samkv_integrations.engine import chunks as engine_module
-from samkv_integrations.engine.engine import Engine
 from samkv_integrations.engine.chunk_prefix import ChunkPrefix
+from samkv_integrations.engine.engine import Engine
 from samkv_integrations.engine.prefill import PADDING, batches, prefill
 from samkv_integrations.model.model import Model
 from tests.support.chunks import cache_of, decoded, key_steps, transformed
@@ -65,7 +65,9 @@ def caches_of(
 ) -> list[ChunkCache]:
     """With 16 bits, unless said otherwise: what was captured, to the bit."""
     with torch.inference_mode():
-        return prefill(model, chunks, fingerprint_of(model, block_size, bits), ChunkPrefix(ids=prefix))
+        return prefill(
+            model, chunks, fingerprint_of(model, block_size, bits), ChunkPrefix(ids=prefix)
+        )
 
 
 def rows_of(cached: ChunkCache) -> tuple[Tensor, Tensor]:
