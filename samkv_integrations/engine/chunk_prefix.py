@@ -11,6 +11,7 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
@@ -150,13 +151,10 @@ class ChunkPrefix:
             )
         return cls(ids=bos, learned=LearnedPrefix.load(found, model))
 
-    def __len__(self) -> int:
-        return len(self.ids) + (len(self.learned.embeddings) if self.learned else 0)
-
-    @property
+    @cached_property
     def token_ids(self) -> tuple[int, ...]:
         """One for each token; -1, which no prompt holds, for what was learned."""
-        return (*self.ids, *[-1] * (len(self) - len(self.ids)))
+        return (*self.ids, *[-1] * (len(self.learned.embeddings) if self.learned else 0))
 
     @property
     def name(self) -> str:

@@ -210,7 +210,7 @@ class Chunks:
 
     @property
     def _room(self) -> int:
-        return self.model.context_window - len(self.prefix)
+        return self.model.context_window - len(self.prefix.token_ids)
 
     def require_fit(self, chunks: Sequence[ChunkRef]) -> None:
         """Raises InvalidChunk if one is empty, or longer than the context window."""

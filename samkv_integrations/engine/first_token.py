@@ -102,7 +102,7 @@ def choose(request: Request, *, may_compute: bool = True) -> Choice:
     if missed and costs is not None:
         lengths = [len(ids) for ids in missed]  # of all of a chunk, whatever the prompt holds
         full_s = costs.full_prefill_s(layout.n_tokens, n_whole)
-        both_s = costs.chunks_s(lengths, len(request.chunks.prefix)) + two_passes_s(
+        both_s = costs.chunks_s(lengths, len(request.chunks.prefix.token_ids)) + two_passes_s(
             method, costs, layout, lengths, n_blended
         )
         if both_s > full_s or is_whole(method, costs, layout, lengths, n_whole, n_blended):

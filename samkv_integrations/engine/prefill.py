@@ -58,14 +58,14 @@ def prefill(
         before[layer] = key, value
         return attention(query, key, value, scaling, None, True)
 
-    if len(prefix):
-        cos, sin = model.cos_sin(torch.arange(len(prefix)))
+    if n_prefix := len(prefix.token_ids):
+        cos, sin = model.cos_sin(torch.arange(n_prefix))
         _pass(model, prefix.embedded(model)[None], cos, sin, keep)
     length = max(len(chunk.token_ids) for chunk in chunks)
     ids = torch.zeros(len(chunks), length, dtype=torch.long)
     for row, chunk in zip(ids, chunks, strict=True):
         row[: len(chunk.token_ids)] = torch.tensor(chunk.token_ids)
-    cos, sin = model.cos_sin(torch.arange(len(prefix), len(prefix) + length))
+    cos, sin = model.cos_sin(torch.arange(n_prefix, n_prefix + length))
     capture = _Capture(model, chunks, fingerprint, before, cos, sin)
     _pass(model, model.embed(ids), cos, sin, capture)
     return [capture.cache_of(index) for index in range(len(chunks))]
