@@ -187,7 +187,9 @@ def _require(wanted: Fingerprint, held: Sequence[Fingerprint], where: str) -> No
     if "model" in there:  # all else follows from it
         there = {name: there[name] for name in ("model", "weights") if name in there}
     fields = ", ".join(
-        f"{name} is {mine[name]!r:.40} here and {value!r:.40} there"
+        "chunks stand after another prefix there"
+        if name == "prefix"
+        else f"{name} is {mine[name]!r:.40} here and {value!r:.40} there"
         for name, value in there.items()
     )
     next_step = "ingest again with the loaded model, or load the one that the store was filled with"

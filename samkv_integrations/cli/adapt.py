@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -30,7 +31,9 @@ def adapt(
     model: args.ModelName = "smollm2",
     device: args.Device = "auto",
     dtype: args.Dtype = "auto",
-    minutes: Annotated[float, Option(help="That learning may take.")] = 20.0,
+    minutes: Annotated[
+        float, Option(help="That learning may take, besides preparing and judging.")
+    ] = 20.0,
     steps: Annotated[int, Option(help="Prompts to learn from.")] = 160,
     embeddings: Annotated[
         int | None, Option(help="How many to learn. Default: as the made-up documents have.")
@@ -71,16 +74,20 @@ def adapt(
     else:
         source = Source(questions=read_questions(data, with_documents=True), most_tokens=most)
     kv = ChunkStore(folder / "kv").path
-    with tqdm(total=recipe.steps, desc="learning") as bar:
+    partial = kv / f"{LEARNED_FILE}.partial"
+    with tqdm(total=recipe.steps, desc="preparing") as bar:
 
         def told(step: int, kl: float) -> None:
+            bar.set_description("learning", refresh=False)
             bar.update(step - bar.n)
             bar.set_postfix_str(f"KL {kl:.3f}")
 
-        found = learn(
-            loaded, source, recipe, partial=kv / f"{LEARNED_FILE}.partial", minutes=minutes,
-            told=told,
-        )  # fmt: skip
+        try:
+            found = learn(loaded, source, recipe, partial=partial, minutes=minutes, told=told)
+        except KeyboardInterrupt:
+            then = "the same command goes on there" if partial.exists() else "nothing is kept yet"
+            bar.write(f"interrupted at step {bar.n}; {then}", file=sys.stderr)
+            raise
     kept = found.prefix.save(kv / LEARNED_FILE) if found.is_better else None
     if as_json:
         more = {"steps": found.steps, "kept": kept and str(kept)}

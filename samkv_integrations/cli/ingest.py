@@ -311,7 +311,8 @@ def read_chunks(files: Sequence[Path], model: Model, chunk_size: int) -> Read:
             f"none of the {len(files)} documents can be read; {first.path}, the first: {first.why}"
         )
     if not chunks:
-        raise EmptyInput(f"the {len(files)} documents hold no text")
+        why = "".join(f"; {one.path}: {one.why}" for one in skipped if one.is_failure)
+        raise EmptyInput(f"the {len(files)} documents hold no text that can be read{why}")
     return Read(chunks=chunks, sources=sources, skipped=skipped)
 
 

@@ -83,7 +83,9 @@ class LearnedPrefix:
     def load(cls, path: str | os.PathLike[str], model: Model) -> LearnedPrefix:
         """The prefix in a file. Raises InvalidOption if it is broken, or of another model."""
         file = Path(path)
-        remedy = f"'samkv adapt --model {model.name}' makes one"
+        remedy = (
+            f"'samkv adapt --model {model.name}' makes one, and prefix='documents' does without"
+        )
         try:
             with safe_open(file, framework="pt") as opened:
                 metadata = opened.metadata() or {}

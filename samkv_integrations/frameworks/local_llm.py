@@ -6,6 +6,7 @@ Both frameworks declare their components with pydantic, which comes with them.
 from __future__ import annotations
 
 import json
+import os
 import re
 import secrets
 import string
@@ -513,6 +514,9 @@ class LocalLLM(BaseModel):
             for name, value in given.items()
             if value is not None or type(None) in get_args(known[name].annotation)
         }
+        for name in {"model", "model_name", "tokenizer_name"} & said.keys():
+            if isinstance(said[name], os.PathLike):
+                said[name] = os.fspath(said[name])
         if "dtype" in said:  # a torch.dtype, too
             said["dtype"] = str(said["dtype"]).removeprefix("torch.")
         return said

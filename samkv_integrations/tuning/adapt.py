@@ -113,17 +113,16 @@ def learn(
 ) -> Learned:
     """Learn a prefix for ``model``, which is left as it is.
 
-    partial: where the state is kept after every tenth step, so that an interrupted run of the same
+    partial: where the state is kept after every step, so that an interrupted run of the same
         recipe goes on; deleted at the end.
-    minutes: end after so many, with the best so far.
+    minutes: take no further step after so many, preparing and judging left out.
     told: called with each step and its KL.
 
     Raises:
         EmptyInput: no prompt holds a chunk of `MIN_RUN` tokens.
-        InvalidOption: a prompt does not fit into memory with its gradients, or ``partial`` cannot
-            be written.
+        InvalidOption: a prompt does not fit into memory with its gradients, ``partial`` cannot be
+            written, or there is no time for a step.
     """
-    began = time.monotonic()
     for weight in model.hf.parameters():
         weight.requires_grad_(False)
     bos = model.embed(torch.tensor(() if model.bos_id is None else (model.bos_id,),
@@ -150,6 +149,7 @@ def learn(
     if state["best"] is None:
         state["best_kl"] = _mean_kl(_distances(model, choosing, torch.cat((bos, base))))
     every = max(1, recipe.steps // 4)
+    began = time.monotonic()
     while state["step"] < recipe.steps and time.monotonic() - began < 60 * minutes:
         step = state["step"]
         for prompt, truth in prompts("learn", [step]):  # none, if it holds no chunk
@@ -175,9 +175,10 @@ def learn(
             found = _mean_kl(_distances(model, choosing, torch.cat((bos, learned.detach()))))
             if found < state["best_kl"]:
                 state |= {"best": learned.detach().clone(), "best_kl": found}
-        if state["step"] % 10 == 0:
-            kept = {"learned": learned.detach(), "optimiser": optimiser.state_dict()}
-            _keep(partial, recipe, model, state | kept)
+        kept = {"learned": learned.detach(), "optimiser": optimiser.state_dict()}
+        _keep(partial, recipe, model, state | kept)
+    if not state["step"]:
+        raise InvalidOption(f"no step fits into {minutes:g} minutes; give more")
     best = learned.detach() if state["best"] is None else state["best"]
     figures = _judged(model, judging, torch.cat((bos, base)), torch.cat((bos, best)))
     partial.unlink(missing_ok=True)

@@ -10,11 +10,11 @@ import pytest
 from samkv_integrations import ChunkStore, Engine
 from samkv_integrations.engine.chunk_prefix import LEARNED_FILE
 from samkv_integrations.model.loading import load_model
+from samkv_integrations.tuning.adapt import Learned
 from tests.cli.running import error_of, ran, run
 from tests.support.models import saved_tiny
 
 KEPT = Path(".samkv/kv", LEARNED_FILE)
-NO_TIME = ("--minutes", "0.0001")
 SHORT = ("--steps", "100", "--most-tokens", "1000")
 
 
@@ -29,17 +29,20 @@ def notes(tmp_path: Path) -> Path:
     return folder
 
 
-def test_what_is_no_better_is_not_kept(notes: Path, tmp_path: Path) -> None:
-    """Nothing is learned in no time."""
-    model = saved_tiny(tmp_path / "tiny")
-    result = run("adapt", "--model", model, "--data", str(notes), *NO_TIME, "--json")
+def test_what_is_no_better_is_not_kept(
+    notes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Learned, "is_better", False)
+    model = ("--model", saved_tiny(tmp_path / "tiny"))
+    two = ("adapt", *model, "--data", str(notes), "--steps", "2", "--most-tokens", "700")
+    result = run(*two, "--json")
     assert result.exit_code == 1, result.output
     rows = json.loads(result.stdout)["rows"]
     assert [row["first"] for row in rows] == [0, 16]
-    assert all(row["steps"] == 0 and row["kept"] is None for row in rows)
+    assert all(row["steps"] == 2 and row["kept"] is None for row in rows)
     assert all(0 <= row[when]["top1"] <= 1 for row in rows for when in ("before", "after"))
     assert not list(Path(".samkv/kv").glob("samkv-prefix*"))
-    shown = run("adapt", "--model", model, "--data", str(notes), *NO_TIME)
+    shown = run(*two)
     assert "not clearly better" in shown.stdout and not KEPT.exists()
 
 
@@ -62,6 +65,8 @@ def test_adapt_says_what_is_wrong(notes: Path, tmp_path: Path) -> None:
     model = ("--model", saved_tiny(tmp_path / "tiny"))
     assert "none" in error_of("adapt", *model, "--data", "none")
     assert "--minutes 0" in error_of("adapt", *model, "--data", str(notes), "--minutes", "0")
+    short = ("--minutes", "1e-12", "--most-tokens", "500")
+    assert "no step fits" in error_of("adapt", *model, "--data", str(notes), *short)
     assert "steps=0" in error_of("adapt", *model, "--data", str(notes), "--steps", "0")
     for file in list(notes.iterdir())[1:]:
         file.unlink()
