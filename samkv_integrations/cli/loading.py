@@ -73,11 +73,17 @@ def engine_of(
 
 @dataclass(frozen=True, kw_only=True)
 class Ingested:
-    """What a collection was ingested with."""
+    """What a collection was ingested with. path: that of a model in a folder, absolute; or ""."""
 
     model: str = BUILTIN
     dtype: str = "auto"
     store_bits: int | None = None
+    path: str = ""
+
+    @property
+    def here(self) -> str:
+        """The model's name, or its path where a relative one leads elsewhere now."""
+        return self.model if self.path in ("", str(Path(self.model).resolve())) else self.path
 
 
 _NOTE = "ingested"
@@ -93,19 +99,20 @@ def as_ingested(
 
     Raises InvalidOption if they were ingested with several models and none is given.
     """
-    known, model = _remembered(folder / "kv"), model and _as_kept(model)
+    known = _remembered(folder / "kv")
     keys = map(_key, places) if places else known
     found = [known[key] for key in keys if key in known]
-    models = list(dict.fromkeys(one.model for one in found))
+    models = list(dict.fromkeys(one.here for one in found))
     if model is None and len(models) > 1:
         raise InvalidOption(
             f"the collections were ingested with {' and '.join(models)}; give one with --model, "
             "and --collection for each that is of it"
         )
-    last = next((one for one in reversed(found) if model in (None, one.model)), None)
-    last = last or Ingested(model=model or BUILTIN)
+    given = _path(model or "")
+    same = [one for one in found if model in (None, one.model) or (given and one.path == given)]
+    last = same[-1] if same else Ingested(model=model or BUILTIN)
     return Ingested(
-        model=last.model, dtype=dtype or last.dtype,
+        model=model or last.here, dtype=dtype or last.dtype,
         store_bits=last.store_bits if store_bits is None else store_bits,
     )  # fmt: skip
 
@@ -113,7 +120,7 @@ def as_ingested(
 def remember(folder: Path, store: Store, place: tuple[str, str], ingested: Ingested) -> None:
     """Keep beside the caches what a collection is ingested with."""
     known = _remembered(folder / "kv")
-    known[_key(place)] = replace(ingested, model=_as_kept(ingested.model))
+    known[_key(place)] = replace(ingested, path=_path(ingested.model))
     store.put_note(_NOTE, json.dumps({key: asdict(one) for key, one in known.items()}))
 
 
@@ -125,16 +132,18 @@ def _remembered(kv: Path) -> dict[str, Ingested]:
         found = json.loads(read_small(kv / f"{_NOTE}.json"))
         return {
             key: Ingested(
-                model=str(one["model"]), dtype=str(one["dtype"]), store_bits=int(one["store_bits"])
+                model=str(one["model"]), dtype=str(one["dtype"]),
+                store_bits=int(one["store_bits"]), path=str(one["path"]),
             )
             for key, one in found.items()
-        }
+        }  # fmt: skip
     return {}
 
 
-def _as_kept(model: str) -> str:
-    """A model in a folder by its absolute path, which any working folder can find."""
-    return str(Path(model).resolve()) if Path(model).exists() else model
+def _path(model: str) -> str:
+    """The absolute path of a model in a folder, which any working folder can find; "" for none."""
+    is_name = model in ("", BUILTIN, "smollm2") or not Path(model).exists()
+    return "" if is_name else str(Path(model).resolve())
 
 
 def _key(place: tuple[str, str]) -> str:

@@ -225,6 +225,8 @@ def test_a_collection_is_asked_as_it_was_ingested(
     other = json.loads(ran(*ask, "--collection", "other", "--json"))
     assert other["model"] == "builtin" and other["rows"][0]["reused"] == 4
     assert "load" in error_of(*ask, "--model", "builtin", "--dtype", "float32")
+    by_path = json.loads(ran(*ask, "--model", str(Path(tiny) / "."), "--json"))
+    assert by_path["rows"][0]["reused"] == 4  # its 8 bits
     ran(*ingest, "--model", "builtin", "--dtype", "float32")  # the last ingest counts
     assert json.loads(ran(*ask, "--json"))["model"] == "builtin"
     Path("d/kv/ingested.json").write_text("{damaged")
