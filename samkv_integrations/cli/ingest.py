@@ -241,9 +241,8 @@ def find_documents(paths: Sequence[Path], leave_out: Path | None = None) -> Foun
             )  # fmt: skip
             shown = [here / name for name in names if not name.startswith(".")]
             documents = [file for file in shown if file.suffix.lower() in SUFFIXES]
-            others.update(
-                file.suffix.lower() or file.name for file in shown if file not in documents
-            )
+            kinds = (file.suffix.lower() or file.name for file in shown)
+            others.update(kind for kind in kinds if kind not in SUFFIXES)
             for file in [*(here / name for name in folders), *documents]:
                 if file.is_symlink():
                     skipped.append(Skipped(path=file, why=_LINK))
@@ -285,8 +284,8 @@ def read_chunks(files: Sequence[Path], model: Model, chunk_size: int) -> Read:
         try:
             document = read_document(file)
         except (InvalidOption, MissingExtra) as error:
-            why = f"it {str(error).removeprefix(f'{file} ')}"
-            why = str(error) if isinstance(error, MissingExtra) else why
+            said = str(error)
+            why = f"it {said.removeprefix(f'{file} ')}" if said.startswith(str(file)) else said
             skipped.append(Skipped(path=file, why=why, is_failure=True))
             continue
         sources.append(str(file))

@@ -12,7 +12,6 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
 
@@ -139,19 +138,17 @@ class ChunkPrefix:
             return cls(ids=(*bos, *model.tokenize(prefix_text, special=True)))
         if prefix in ("bos", "none"):
             return cls(ids=bos)
-        found = None
-        if prefix in ("auto", "learned"):
-            found = learned_file(model, store)
-        elif prefix != "documents":
-            found = Path(prefix)
-        if found is None and prefix in ("auto", "documents"):
+        beside = store.path / LEARNED_FILE if isinstance(store, ChunkStore) else None
+        has_learned = beside is not None and beside.is_file()
+        if prefix == "documents" or (prefix == "auto" and not has_learned):
             return cls(ids=(*bos, *model.tokenize(DOCUMENTS_BEFORE, special=False)))
-        if found is None:
+        if prefix == "learned" and not has_learned:
             raise InvalidOption(
-                f"prefix='learned', but there is no {LEARNED_FILE} beside the caches, and none is "
-                f"shipped for {model.name!r} in {model.dtype_name}; 'samkv adapt' makes one"
+                f"prefix='learned', but there is no {LEARNED_FILE} beside the caches; "
+                "'samkv adapt' makes one"
             )
-        return cls(ids=bos, learned=LearnedPrefix.load(found, model))
+        file = beside if beside and prefix in ("auto", "learned") else prefix
+        return cls(ids=bos, learned=LearnedPrefix.load(file, model))
 
     @cached_property
     def token_ids(self) -> tuple[int, ...]:
@@ -170,15 +167,3 @@ class ChunkPrefix:
         if self.learned is None:
             return ids
         return torch.cat((ids, self.learned.embeddings.to(ids)))
-
-
-def learned_file(model: Model, store: Store) -> Path | None:
-    """The learned prefix beside the caches, else the one that is shipped for the model."""
-    if isinstance(store, ChunkStore) and (beside := store.path / LEARNED_FILE).is_file():
-        return beside
-    shipped = resources.files("samkv_integrations") / "prefixes"
-    for file in sorted(Path(str(shipped)).glob("*.safetensors")):
-        with safe_open(file, framework="pt") as opened:
-            if model.weights_digest in json.loads((opened.metadata() or {})["weights"]):
-                return file
-    return None

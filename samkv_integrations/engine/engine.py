@@ -59,10 +59,10 @@ class Engine:
             this model, else follows the length of the first chunks that are cached.
         prefix: what a chunk is prefilled after: ``"documents"`` (BOS, if there is one, and two
             short made-up documents), ``"learned"`` (BOS, and the embeddings that ``samkv adapt``
-            wrote beside the caches, else those shipped for the model), the path of such embeddings
-            (``.safetensors``), ``"bos"`` or ``"none"``; ``"auto"`` is ``"learned"`` where there are
-            any, else ``"documents"``. With ``"bos"`` a chunk that stands first in a prompt is
-            exact; with documents or embeddings all others are nearer to full prefill.
+            wrote beside the caches), the path of such embeddings (``.safetensors``), ``"bos"`` or
+            ``"none"``; ``"auto"`` is ``"learned"`` where there are any, else ``"documents"``. With
+            ``"bos"`` a chunk that stands first in a prompt is exact; with documents or embeddings
+            all others are nearer to full prefill.
         prefix_text: text in place of the documents, as at the beginning of every request, such as a
             system prompt: the first chunk behind it is exact.
         store_bits: bits of the numbers in chunk caches (4, 8, or 16 for the model's dtype); None
