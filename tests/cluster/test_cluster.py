@@ -240,6 +240,8 @@ def test_no_answer_is_lost_or_wrong_whatever_is_killed(world: World) -> None:
     assert {*load.retried} <= {"a replica killed"}
     for phase in ("whole", "a replica killed"):
         assert not _missed(load.of(phase)), phase
-    assert {*_missed(load.served)} == {"io"}
+    # "absent": two processes share a folder that holds half of the caches, so one may evict what
+    # the other is about to open.
+    assert "io" in (missed := {*_missed(load.served)}) and missed <= {"io", "absent"}
     found = store("verify", "--dir", str(world.serving))
     assert found["n_chunks"] > 0 and found["damaged"] == []
