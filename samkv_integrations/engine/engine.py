@@ -263,9 +263,12 @@ class Engine:
             found[normalise(text)] = None
         return list(found)
 
-    def count_tokens(self, prompt: Prompt) -> int:
-        """Tokens of a prompt or a part of one, handles counted at the length of their chunks."""
-        return self._reader.count_tokens(prompt, self.chunks.fingerprint)
+    def count_tokens(self, prompt: Prompt, *, most: int | None = None) -> int:
+        """Tokens of a prompt or a part of one, handles counted at the length of their chunks.
+
+        Raises PromptTooLong if there are more than ``most``, None for any number.
+        """
+        return self._reader.count_tokens(prompt, self.chunks.fingerprint, most=most)
 
     # -- answers ----------------------------------------------------------------------------
 

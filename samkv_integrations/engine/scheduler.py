@@ -7,10 +7,11 @@ import os
 import threading
 import time
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import closing
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -27,6 +28,9 @@ from samkv_integrations.model.model import Model
 from samkv_integrations.model.sampling import Sampler
 
 _Made = TypeVar("_Made")
+
+OWNER: ContextVar[str] = ContextVar("samkv_owner", default="")
+"""Whose work it is that follows, such as of a key of a server. Owners take turns at the model."""
 
 AHEAD = 32
 """Pieces that an answer may be ahead of its reader. Then it stands aside for others."""
@@ -94,17 +98,18 @@ class RunningAnswer:
 
     The model's thread calls `begin` and `take`, and `fail` if they raise.
 
-    pieces: for whoever reads it; the first one is empty, when the first token is there. report,
-    stages: of the first token, there with that piece. is_complete: whether all of it is in there.
-    is_abandoned: whether nobody reads it any more, set by the reader. decoder, sampler: of its
-    later tokens, None before the first one and at the end. token: goes through the model next.
+    owner: who asks, see `OWNER`. pieces: for whoever reads it; the first one is empty, when the
+    first token is there. report, stages: of the first token, there with that piece. is_complete:
+    whether all of it is in there. is_abandoned: whether nobody reads it any more, set by the
+    reader. decoder, sampler: of its later tokens, None before the first one and at the end. token:
+    goes through the model next.
     """
 
     report: Report
     stages: Sequence[Stage]
 
     def __init__(self, request: Request) -> None:
-        self.request = request
+        self.request, self.owner = request, OWNER.get()
         n_entries = len(request.resolved.token_ids) + request.capacity
         self.kv_bytes = n_entries * request.model.token_kv_bytes  # the most that it can hold
         self.pieces = Pieces()
@@ -194,7 +199,7 @@ class Limits:
     max_batch: answers of one step. With 1, they are computed one after another.
     max_kv_bytes: KV that the answers under way may come to, each counted at its full prompt and
         all its tokens; None for no limit. An answer that is larger by itself is computed alone.
-    max_waiting: answers that may wait for their first token; None for no limit.
+    max_waiting: answers of an owner that may wait for their first token; None for no limit.
     """
 
     max_batch: int = 8
@@ -229,8 +234,10 @@ class Scheduler:
     """Runs a model on one thread, for all who share it.
 
     Between two steps of the answers under way it does one thing at most that takes longer: the
-    first token of the next answer, or a pass of `run`. Answers begin in the order in which they
-    came. One whose reader is `AHEAD` pieces behind stands aside and leaves its place to others.
+    first token of the next answer, or a pass of `run`. Owners take turns at that, see `OWNER`, and
+    have at most half of the places of a batch each while there are several; answers of one owner
+    begin in the order in which they came. One whose reader is `AHEAD` pieces behind stands aside
+    and leaves its place to others.
 
     The thread starts when there is something to do, and ends with the scheduler. Safe to use from
     many threads, and after a fork that was made while no other thread asked.
@@ -263,7 +270,8 @@ class Scheduler:
             return Load(running=0, waiting=0, kv_bytes=0)
         running = list(self._thread.running)
         kv_bytes = sum(answer.kv_bytes for answer in running)
-        return Load(running=len(running), waiting=self._thread.n_waiting, kv_bytes=kv_bytes)
+        waiting = self._thread.n_waiting.total()
+        return Load(running=len(running), waiting=waiting, kv_bytes=kv_bytes)
 
     def submit(self, answer: RunningAnswer) -> None:
         """Have an answer computed. Raises Overloaded if too many wait already."""
@@ -271,12 +279,13 @@ class Scheduler:
         with thread.counting:
             # a free place does not keep its answer waiting
             n_free = max(0, self.limits.max_batch - len(thread.running))
-            if most is not None and thread.n_waiting >= most + n_free:
+            n_waiting = thread.n_waiting[answer.owner]
+            if most is not None and n_waiting >= most + n_free:
                 raise Overloaded(
-                    f"{thread.n_waiting} answers wait already, and max_waiting is {most}; ask "
-                    "again later, or allow more"
+                    f"{n_waiting} answers wait already, and max_waiting is {most}; ask again "
+                    "later, or allow more"
                 )
-            thread.n_waiting += 1
+            thread.n_waiting[answer.owner] += 1
         thread.mail.put(answer)
 
     def wake(self) -> None:
@@ -290,7 +299,7 @@ class Scheduler:
         if thread.is_current():
             return work()
         done: Future[_Made] = Future()
-        thread.mail.put(partial(_settle, done, work))
+        thread.mail.put(_Work(owner=OWNER.get(), call=partial(_settle, done, work)))
         try:
             return done.result()
         finally:
@@ -314,22 +323,33 @@ def _settle(done: Future[_Made], work: Callable[[], _Made]) -> None:
         done.set_exception(error)
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Work:
+    """A pass of `Scheduler.run`."""
+
+    owner: str
+    call: Callable[[], None]
+
+
 class _Thread:
     """The thread of a scheduler, of which it holds nothing, so that it ends with it.
 
     mail: answers, work, and None for a change of either; from any thread. counting: is held to
-    change n_waiting and running, the answers that have not begun and those that have.
+    change n_waiting and running, the answers that have not begun, by owner, and those that have.
     """
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self.pid = os.getpid()
         self.n_torch_threads = torch.get_num_threads()
-        self.mail: SimpleQueue[RunningAnswer | Callable[[], None] | None] = SimpleQueue()
+        self.mail: SimpleQueue[RunningAnswer | _Work | None] = SimpleQueue()
         self.counting = threading.Lock()
-        self.n_waiting = 0
+        self.n_waiting = Counter[str]()
         self.running: list[RunningAnswer] = []
-        self._queue: deque[RunningAnswer | Callable[[], None]] = deque()
+        self._queue: deque[RunningAnswer | _Work] = deque()
+        # start-time fair queueing (Goyal, Vin and Cheng, 1996), in seconds of the model's time
+        self._clock = 0.0
+        self._used: dict[str, float] = {}
         self._is_stopped = False
         self._thread = threading.Thread(target=self._serve, name="samkv-model", daemon=True)
         self._thread.start()
@@ -381,7 +401,7 @@ class _Thread:
     def _end(self, answer: RunningAnswer) -> None:
         """Let go of one that has not begun."""
         with self.counting:
-            self.n_waiting -= 1
+            self.n_waiting -= Counter([answer.owner])  # which forgets owners who have none
         answer.release()
 
     def _batch(self) -> list[RunningAnswer]:
@@ -394,18 +414,32 @@ class _Thread:
         return batch
 
     def _next(self) -> int | None:
-        """Where in the queue that stands which comes next: an answer in its turn, or a work."""
-        is_their_turn, most = len(self._batch()) < self._limits.max_batch, self._limits.max_kv_bytes
-        for at, letter in enumerate(self._queue):
-            if not isinstance(letter, RunningAnswer):
+        """Where in the queue that stands which comes next: an answer in its turn, or a work.
+
+        The owner who has had the model for the least time comes first.
+        """
+        limits, queue = self._limits, self._queue
+        batch = self._batch()
+        is_their_turn = len(batch) < limits.max_batch
+        n_running = Counter(each.owner for each in batch)
+        n_owners = len({*n_running, *(each.owner for each in queue)})
+        most = limits.max_batch if n_owners == 1 else max(1, limits.max_batch // 2)
+        for at in sorted(range(len(queue)), key=lambda at: self._start_of(queue[at].owner)):
+            letter = queue[at]
+            if isinstance(letter, _Work):
                 return at
+            if n_running[letter.owner] >= most:
+                continue
             if is_their_turn and (
-                most is None or not self.running
-                or sum(each.kv_bytes for each in (*self.running, letter)) <= most
+                limits.max_kv_bytes is None or not self.running
+                or sum(each.kv_bytes for each in (*self.running, letter)) <= limits.max_kv_bytes
             ):  # fmt: skip
                 return at
             is_their_turn = False  # a smaller one does not overtake
         return None
+
+    def _start_of(self, owner: str) -> float:
+        return max(self._clock, self._used.get(owner, 0.0))
 
     def _do_next(self) -> None:
         """What takes longer than a step: a pass of `run`, or the first one of an answer."""
@@ -413,8 +447,15 @@ class _Thread:
             return
         letter = self._queue[at]
         del self._queue[at]
-        if not isinstance(letter, RunningAnswer):
-            letter()
+        self._clock = self._start_of(letter.owner)
+        self._used = {owner: used for owner, used in self._used.items() if used > self._clock}
+        began = time.perf_counter()
+        self._begin(letter)
+        self._used[letter.owner] = self._clock + time.perf_counter() - began
+
+    def _begin(self, letter: RunningAnswer | _Work) -> None:
+        if isinstance(letter, _Work):
+            letter.call()
             return
         try:
             letter.begin()
@@ -425,7 +466,7 @@ class _Thread:
             letter.fail(error)
         else:
             with self.counting:
-                self.n_waiting -= 1
+                self.n_waiting -= Counter([letter.owner])
                 self.running.append(letter)
 
     def _step(self) -> None:

@@ -12,13 +12,14 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import cache, partial
 from typing import NoReturn, ParamSpec, Self, TypeVar
 
 from samkv_integrations.engine.report import COLLECTORS, Report
 from samkv_integrations.engine.request import Request
 from samkv_integrations.engine.scheduler import (
     AHEAD,
+    OWNER,
     FinishReason,
     Piece,
     RunningAnswer,
@@ -208,10 +209,13 @@ class AnswerStream(Iterator[str], AsyncIterator[str]):
         return None if self._last is None else self._last.finish_reason
 
 
-@lru_cache(maxsize=1)
-def _threads(pid: int) -> ThreadPoolExecutor:
-    """Not asyncio's own, which others wait for; nor a parent process's, which has no threads."""
-    return ThreadPoolExecutor(32, thread_name_prefix="samkv-off-loop")
+@cache
+def _threads(pid: int, owner: str) -> ThreadPoolExecutor:
+    """Those of an owner, so that nobody waits for another one's work.
+
+    Not asyncio's own, which others wait for; nor a parent process's, which has no threads.
+    """
+    return ThreadPoolExecutor(16, thread_name_prefix="samkv-off-loop")
 
 
 async def off_loop(
@@ -219,4 +223,6 @@ async def off_loop(
 ) -> _Made:
     """What ``work`` returns or raises, from a thread that sees the caller's context variables."""
     call = partial(contextvars.copy_context().run, work, *args, **kwargs)
-    return await asyncio.get_running_loop().run_in_executor(_threads(os.getpid()), call)
+    return await asyncio.get_running_loop().run_in_executor(
+        _threads(os.getpid(), OWNER.get()), call
+    )

@@ -167,6 +167,11 @@ class Model:
         return [*(() if ids[:1] == before[:1] else before), *ids, *after]
 
     @cached_property
+    def longest_token(self) -> int:
+        """Characters of the longest token, so that a text has at least a token for so many."""
+        return max(map(len, self.tokenizer.get_vocab()))
+
+    @cached_property
     def _added_ids(self) -> tuple[list[int], list[int]]:
         """What the tokenizer adds before and after any text."""
         ids, bare = self.tokenizer("a")["input_ids"], self.tokenize("a", special=True)

@@ -213,12 +213,13 @@ MOST_READING_BYTES = 1 << 30
 """Memory that it may take."""
 
 _READ = f"""
-import sys
+import os, sys
 try:
+    os.nice(19)  # answers come first
     import resource
     resource.setrlimit(resource.RLIMIT_CPU, ({MOST_READING_S}, {MOST_READING_S}))
     resource.setrlimit(resource.RLIMIT_AS, ({MOST_READING_BYTES}, {MOST_READING_BYTES}))
-except ImportError:  # Windows: the time on the clock is the only limit
+except (AttributeError, ImportError):  # Windows: the time on the clock is the only limit
     pass
 from llguidance import LLMatcher
 LLMatcher.validate_grammar(sys.stdin.read())

@@ -242,10 +242,36 @@ class PromptReader:
         check_messages(prompt.messages if isinstance(prompt, Chat) else prompt)
         return self._model.render_chat(prompt)
 
-    def count_tokens(self, prompt: Prompt, made_by: Fingerprint) -> int:
-        """Tokens of a prompt, handles at the length of their chunks."""
+    def count_tokens(self, prompt: Prompt, made_by: Fingerprint, *, most: int | None = None) -> int:
+        """Tokens of a prompt, handles at the length of their chunks.
+
+        Raises PromptTooLong if it has more than ``most``, None for any number.
+        """
+        self._require_few_turns(prompt, most)
         spelled = self._spelled_out(self.render(prompt), (), made_by)
-        return len(self._model.tokenize_prompt(spelled.prompt))
+        return len(self._tokens_of(spelled.prompt, most))
+
+    def _require_few_turns(self, prompt: Prompt, most: int | None) -> None:
+        """Raises PromptTooLong if there are more turns than tokens; a template takes its time."""
+        turns = prompt.messages if isinstance(prompt, Chat) else prompt
+        if most is not None and isinstance(turns, list) and len(turns) > most:
+            raise self._too_long(f"a chat of {len(turns)} turns", most)
+
+    def _tokens_of(self, rendered: RenderedPrompt, most: int | None) -> list[int]:
+        """Raises PromptTooLong if there are more than ``most``, as soon as that is certain."""
+        least = len(rendered.text) // self._model.longest_token
+        if most is not None and least > most:
+            raise self._too_long(f"prompt of at least {least} tokens", most)
+        ids = self._model.tokenize_prompt(rendered)
+        if most is not None and len(ids) > most:
+            raise self._too_long(f"prompt of {len(ids)} tokens (chunks at full size)", most)
+        return ids
+
+    def _too_long(self, what: str, most: int) -> PromptTooLong:
+        return PromptTooLong(
+            f"{what} exceeds the context window of {most} of {self._model.name!r}; retrieve fewer "
+            "chunks"
+        )
 
     def read(
         self,
@@ -271,10 +297,11 @@ class PromptReader:
             InvalidOption: it is empty, or a chunk is not in it.
             ChunkNotCached: see ``must_hold``.
         """
+        most = min(context_window or sys.maxsize, self._model.context_window)
+        self._require_few_turns(prompt, most)
         spelled = self._spelled_out(self.render(prompt), chunks, made_by)
         for text in spelled.around:
             self.handles.require_whole(text)
-        most = min(context_window or sys.maxsize, self._model.context_window)
         is_text = isinstance(prompt, str)
         ids, found = self._read(spelled, chunks, made_by, holds_control=not is_text, most=most)
         if not ids:
@@ -306,12 +333,7 @@ class PromptReader:
         tokenised or looked for.
         """
         rendered, of_store = spelled.prompt, made_by if chunks is None else None
-        ids = self._model.tokenize_prompt(rendered)
-        if most is not None and len(ids) > most:
-            raise PromptTooLong(
-                f"prompt of {len(ids)} tokens (chunks at full size) exceeds the context window of "
-                f"{most} of {self._model.name!r}; retrieve fewer chunks"
-            )
+        ids = self._tokens_of(rendered, most)
         indexes: list[ChunkIndex] = []
         named = spelled.bodies if chunks is None else [*spelled.bodies, *bodies_of(chunks)]
         if named:

@@ -22,6 +22,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from samkv_integrations import figures
+from samkv_integrations.engine.scheduler import OWNER
 from samkv_integrations.engine.tracing import below_caller
 from samkv_integrations.errors import SamkvError
 from samkv_integrations.server import ask, chunks, completions
@@ -186,7 +187,8 @@ class Guard:
             await send(message)
 
         try:
-            state["tenant"] = self._tenant_of(scope["path"], headers)
+            state["tenant"] = tenant = self._tenant_of(scope["path"], headers)
+            OWNER.set(tenant.owner if tenant else "")
             if (length := headers.get("content-length", "")).isdecimal():
                 self._require_size(int(length))
             with below_caller(headers):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -12,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from samkv_integrations.cache.chunk import FORMAT_VERSION, ChunkRef
 from samkv_integrations.engine.engine import Engine
+from samkv_integrations.engine.scheduler import OWNER
 from samkv_integrations.engine.stream import off_loop
 from samkv_integrations.errors import (
     InvalidChunk,
@@ -28,7 +30,7 @@ MAX_TEXTS = 1024
 """Most texts of one request."""
 
 AT_ONCE, MOST_WAITING = 2, 32
-"""Requests that cache or delete at a time, and that wait for it without a thread."""
+"""Requests of a key that cache or delete at a time, and that wait for it without a thread."""
 
 _Made = TypeVar("_Made")
 
@@ -95,24 +97,25 @@ class StoreFigures(BaseModel):
 def router(service: Service) -> APIRouter:
     """The routes of chunks."""
     routes = APIRouter(prefix="/v1/samkv", tags=["chunks"])
-    places, n_waiting = asyncio.Semaphore(AT_ONCE), 0
+    places = defaultdict[str, asyncio.Semaphore](lambda: asyncio.Semaphore(AT_ONCE))
+    n_waiting = Counter[str]()
 
     async def in_turn(work: Callable[..., _Made], *given: Any) -> _Made:  # noqa: ANN401
         """The result of ``work`` in a thread. It runs to its end although the client goes away."""
-        nonlocal n_waiting
-        if places.locked() and n_waiting >= MOST_WAITING:
+        owner = OWNER.get()
+        if places[owner].locked() and n_waiting[owner] >= MOST_WAITING:
             raise Overloaded(
-                f"{n_waiting} requests wait already to cache or delete chunks; ask again later"
+                f"{MOST_WAITING} requests wait already to cache or delete chunks; ask again later"
             )
-        n_waiting += 1
+        n_waiting[owner] += 1
         try:
-            await places.acquire()
+            await places[owner].acquire()
         finally:
-            n_waiting -= 1
+            n_waiting[owner] -= 1
         try:
             return await off_loop(work, *given)
         finally:
-            places.release()
+            places[owner].release()
 
     @routes.post("/chunks")
     async def cache(body: Texts, request: Request) -> CachedChunks:

@@ -179,8 +179,9 @@ class Service:
         async def begin() -> AnswerStream:
             most = most_tokens
             if most is None:
-                room = engine.model.context_window - await off_loop(engine.count_tokens, prompt)
-                most = max(1, min(self.settings.most_tokens, room))
+                window = engine.model.context_window
+                n_tokens = await off_loop(engine.count_tokens, prompt, most=window)
+                most = max(1, min(self.settings.most_tokens, window - n_tokens))
             given = options | {"max_new_tokens": most, "timeout": self.settings.timeout_s}
             return await engine.astream(prompt, chunks, **given)
 

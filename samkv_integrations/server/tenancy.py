@@ -7,7 +7,7 @@ import hmac
 import shlex
 import threading
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Unpack
 
@@ -27,10 +27,15 @@ _FORM = "give each line as KEY, KEY NAMESPACE, or KEY NAMESPACE COLLECTION..."
 
 @dataclass(frozen=True, kw_only=True)
 class Tenant:
-    """The holder of a key. namespace: of its chunk caches. collections: what it may ask."""
+    """The holder of a key.
+
+    namespace: of its chunk caches. collections: what it may ask. owner: tells keys apart, whose
+    requests take turns.
+    """
 
     namespace: str = ""
     collections: tuple[str, ...] = ()
+    owner: str = field(default="", compare=False)
 
 
 class ApiKeys:
@@ -65,7 +70,7 @@ class ApiKeys:
             if digest in self._tenants:
                 raise InvalidOption(f"{where}: the key stands there twice; keep one")
             own = Tenant(namespace=rest[0], collections=tuple(rest[1:])) if rest else everybody
-            self._tenants[digest] = own
+            self._tenants[digest] = replace(own, owner=digest.hex())
 
     def __bool__(self) -> bool:
         return bool(self._tenants)

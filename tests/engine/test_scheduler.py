@@ -9,18 +9,21 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextvars import copy_context
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from samkv_integrations import Engine
+from samkv_integrations.engine import scheduler as scheduler_module
 from samkv_integrations.engine.decode import Decoder, decode
 from samkv_integrations.engine.first_token import first_token
 from samkv_integrations.engine.options import AnswerSettings
-from samkv_integrations.engine.request import Request
-from samkv_integrations.engine.scheduler import AHEAD, Limits, Scheduler
+from samkv_integrations.engine.request import FirstToken, Request
+from samkv_integrations.engine.scheduler import AHEAD, OWNER, Limits, Scheduler
 from samkv_integrations.engine.stream import AnswerStream
 from samkv_integrations.errors import InvalidOption, Overloaded, TimedOut
 from samkv_integrations.eviction import EVICTIONS
@@ -29,6 +32,7 @@ from samkv_integrations.model.model import Model
 from samkv_integrations.model.sampling import Sampler
 from tests.support.executors import Nobody
 from tests.support.models import FAMILIES, tiny_model
+from tests.support.processes import wait_until
 from tests.support.records import builtin
 from tests.support.served import TEXTS
 from tests.support.steps import PATIENCE_S, Steps
@@ -294,6 +298,90 @@ def test_it_computes_with_the_threads_of_its_caller(engine: Engine) -> None:
             assert engine.scheduler.run(torch.get_num_threads) == n
     finally:
         torch.set_num_threads(before)
+
+
+# -- owners -------------------------------------------------------------------------------------
+
+
+def as_owner(owner: str, threads: ThreadPoolExecutor, *call: Any, **options: Any) -> Future[Any]:
+    """A call in a thread, whose work is that of ``owner``."""
+    context = copy_context()
+    context.run(OWNER.set, owner)
+    return threads.submit(context.run, *call, **options)
+
+
+def test_who_asks_for_little_does_not_wait_behind_all_that_another_asks_for(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[int] = []  # most tokens of the answers, which tell them apart
+
+    def recorded(request: Request) -> FirstToken:
+        begun.append(request.capacity)
+        return first_token(request)
+
+    monkeypatch.setattr(scheduler_module, "first_token", recorded)
+    is_over = threading.Event()
+    with ThreadPoolExecutor(6) as threads:
+        asked = [as_owner("many", threads, engine.scheduler.run, is_over.wait)]
+        for n, owner in ((1, "many"), (2, "many"), (3, "many"), (4, "few")):
+            asked.append(as_owner(owner, threads, engine.generate, PROMPTS[n], max_new_tokens=n))
+            wait_until(lambda n=n: of(engine) == (0, n), "they wait")
+        is_over.set()
+        for each in asked:
+            each.result(PATIENCE_S)
+    assert begun == [4, 1, 2, 3]
+
+
+def test_no_owner_has_more_than_half_of_the_places_while_there_are_others(steps: Steps) -> None:
+    engine = engine_of(builtin(), Limits(max_batch=4))
+    steps.hold()
+    with ThreadPoolExecutor(6) as threads:
+        streams = [as_owner("few", threads, engine.stream, ENDLESS, max_new_tokens=200)]
+        steps.wait_for_answers(engine.scheduler, 1)
+        for n in range(1, 5):
+            asked = as_owner("many", threads, engine.stream, ENDLESS, max_new_tokens=200)
+            streams.append(asked)
+            wait_until(lambda n=n: sum(of(engine)) == n + 1, "it is asked")
+        for _ in range(5):
+            steps.wait_until_held()
+            steps.allow(1)
+        assert of(engine) == (3, 2)
+        streams.append(as_owner("few", threads, engine.stream, ENDLESS, max_new_tokens=200))
+        while of(engine) != (4, 2):
+            steps.wait_until_held()
+            steps.allow(1)
+        streams[0].result(PATIENCE_S).close()
+        streams.pop(0)
+        streams.pop().result(PATIENCE_S).close()
+        steps.release()
+        for each in streams:  # alone, it has all places
+            each.result(PATIENCE_S)
+        for each in streams:
+            each.result().close()
+
+
+def of(engine: Engine) -> tuple[int, int]:
+    """Answers that have begun, and those that wait."""
+    load = engine.scheduler.load
+    return load.running, load.waiting
+
+
+def test_an_owner_who_is_refused_refuses_nobody_else(steps: Steps) -> None:
+    engine = engine_of(builtin(), Limits(max_batch=1, max_waiting=1))
+    steps.hold()
+    with ThreadPoolExecutor(4) as threads:
+        first = as_owner("many", threads, engine.stream, ENDLESS, max_new_tokens=200)
+        steps.wait_for_answers(engine.scheduler, 1)
+        waiting = [as_owner("many", threads, engine.generate, ENDLESS, max_new_tokens=2)]
+        wait_until(lambda: of(engine) == (1, 1), "one waits")
+        refused = as_owner("many", threads, engine.generate, ENDLESS, max_new_tokens=2)
+        with pytest.raises(Overloaded, match="1 answers wait already"):
+            refused.result(PATIENCE_S)
+        waiting.append(as_owner("few", threads, engine.generate, ENDLESS, max_new_tokens=2))
+        wait_until(lambda: of(engine) == (1, 2), "both wait")
+        first.result(PATIENCE_S).close()
+        steps.release()
+        assert all(each.result(PATIENCE_S).text for each in waiting)
 
 
 # -- readers ------------------------------------------------------------------------------------
