@@ -1,0 +1,259 @@
+"""Whether normal clients of a server notice hostile ones.
+
+    python -m benchmarks.hostile_clients --minutes 10
+
+``samkv serve`` runs on the built-in model. Eight clients of one key ask about their documents,
+first alone and then beside hostile clients of another key, each of which sends one kind of request
+over and over: schemas that are slow to read, prompts as long as the window, thousands of texts to
+cache, streams that nobody reads, bodies that never end. Half of them leave after two seconds.
+Every normal answer is compared with that of an engine that answers one by one. ``/health`` is
+asked every second.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+import statistics
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+from benchmarks.serve import serving
+from benchmarks.server_soak import KEYS, MAX_TOKENS, Asked, expected, fill, questions
+from samkv_integrations.figures import commit
+
+PHASE = ["quiet"]
+"""Which phase it is, for all clients."""
+
+N_NORMAL = 8
+LEAVES_AFTER_S = 2.0
+METHOD = "reuse"
+_HOSTILE, _NORMAL = ({"authorization": f"Bearer {KEYS[name]}"} for name in ("red", "blue"))
+
+Body = dict[str, Any]
+
+
+def _chat(content: str, **options: Any) -> Body:  # noqa: ANN401
+    return {"model": "builtin", "messages": [{"role": "user", "content": content}], **options}
+
+
+def _held_to(schema: Body) -> Body:
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    return _chat("Answer.", response_format=form, max_tokens=16)
+
+
+def _patterns(n: int) -> Body:
+    """Patterns that must all hold. n: in them, so that no request is an earlier one."""
+    return {"allOf": [{"type": "string", "pattern": f".*a.{{{i}}}b{n}.*"} for i in range(16)]}
+
+
+def _nested(depth: int, n: int) -> Body:
+    schema: Body = {"type": "string", "const": str(n)}
+    for _ in range(depth):
+        schema = {"anyOf": [schema, {"type": "object", "properties": {"a": schema}}]}
+    return schema
+
+
+def _object(names: Sequence[str]) -> Body:
+    return {"type": "object", "properties": {name: {"type": "string"} for name in names}}
+
+
+def _turns(content: str, n_turns: int) -> Body:
+    turns = [{"role": "user", "content": content}] * n_turns
+    return {"model": "builtin", "messages": turns, "max_tokens": 1}
+
+
+def _cycle(n: int) -> Body:
+    names = [f"d{n}x{i}" for i in range(300)]
+    after = itertools.pairwise([*names, names[0]])
+    defs = {a: {"anyOf": [{"$ref": f"#/$defs/{b}"}] * 8} for a, b in after}
+    return {"$defs": defs, "$ref": f"#/$defs/{names[0]}"}
+
+
+COMPLETIONS, CHAT, CHUNKS = "/v1/completions", "/v1/chat/completions", "/v1/samkv/chunks"
+
+
+def _pattern(pattern: str) -> Body:
+    return _held_to({"type": "string", "pattern": pattern})
+
+
+def _going_on(prompt: str, max_tokens: int, **options: Any) -> Body:  # noqa: ANN401
+    return {"model": "builtin", "prompt": prompt, "max_tokens": max_tokens, **options}
+
+
+INPUTS: Mapping[str, tuple[str, Callable[[int], Body]]] = MappingProxyType(
+    {
+        "patterns": (CHAT, lambda n: _held_to(_patterns(n))),
+        "more patterns": (CHAT, lambda n: _held_to(_patterns(-n))),
+        "backtracking": (CHAT, lambda n: _pattern(f"({'a?' * 900}){'a' * 900}{n}")),
+        "counted": (CHAT, lambda n: _pattern(f"((a{{1,99}}){{1,99}}){{1,99}}{n}")),
+        "multiples": (CHAT, lambda n: _held_to({"allOf": [{"multipleOf": 1e-300}] * 2300})),
+        "nested": (CHAT, lambda n: _held_to(_nested(10, n))),
+        "cycle": (CHAT, lambda n: _held_to(_cycle(n))),
+        "enum": (CHAT, lambda n: _held_to({"enum": [f"{n}-{i:05}" * 2 for i in range(4000)]})),
+        "properties": (CHAT, lambda n: _held_to(_object([f"p{n}x{i}" for i in range(2500)]))),
+        "long prompt": (COMPLETIONS, lambda n: _going_on(f"{n} " + "word " * 1_500_000, 1)),
+        "one letter": (COMPLETIONS, lambda n: _going_on(str(n) + "a" * 7_000_000, 1)),
+        "special tokens": (COMPLETIONS, lambda n: _going_on(f"{n}" + "<|im_start|>" * 30_000, 1)),
+        "window": (COMPLETIONS, lambda n: _going_on(f"{n} " + "The sea. " * 600, 1)),
+        "many tokens": (COMPLETIONS, lambda n: _going_on(f"{n} The", 1000)),
+        "stops": (COMPLETIONS, lambda n: _going_on(f"{n} The", 500, stop=["x" * 1000] * 64)),
+        "many turns": (CHAT, lambda n: _turns(f"{n}", 20_000)),
+        "many texts": (CHUNKS, lambda n: {"texts": [f"Text {n} {i} of many." for i in range(999)]}),
+        "long text": (CHUNKS, lambda n: {"texts": [f"{n} " + "word " * 1_000_000]}),
+        "unread": (COMPLETIONS, lambda n: _going_on(f"{n} The", 1000, stream=True)),
+        "unended": (COMPLETIONS, lambda n: {}),
+    }
+)
+"""Where each is sent, and its body, which differs from request to request."""
+
+
+@dataclass
+class Seen:
+    """What clients saw. seconds, health: of each answer, by phase. memory: bytes, by the minute."""
+
+    seconds: dict[str, list[float]] = field(default_factory=lambda: {"quiet": [], "attacked": []})
+    health: dict[str, list[float]] = field(default_factory=lambda: {"quiet": [], "attacked": []})
+    memory: list[float] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+    hostile: dict[str, Counter[str]] = field(default_factory=lambda: {n: Counter() for n in INPUTS})
+
+
+async def normal(http: httpx.AsyncClient, asked: Sequence[Asked], at: int, seen: Seen) -> None:
+    """Ask again and again; the phase may change under it, see `phase`."""
+    for one in itertools.islice(itertools.cycle(asked), at, None):
+        body = {
+            "model": "builtin", "prompt": one.prompt, "max_tokens": MAX_TOKENS,
+            "samkv": {"method": METHOD},
+        }  # fmt: skip
+        phase, began = PHASE[0], time.perf_counter()
+        reply = await http.post(COMPLETIONS, json=body, headers=_NORMAL)
+        seen.seconds[phase].append(time.perf_counter() - began)
+        if reply.status_code != 200:
+            seen.wrong.append(f"{reply.status_code}: {reply.text[:200]}")
+        elif (text := reply.json()["choices"][0]["text"]) != one.answers[METHOD]:
+            seen.wrong.append(f"{text!r} for {one.answers[METHOD]!r}")
+
+
+async def hostile(http: httpx.AsyncClient, name: str, leaves: bool, seen: Seen) -> None:
+    """Send one kind of request over and over."""
+    path, made = INPUTS[name]
+    for n in itertools.count(1):
+        try:
+            async with asyncio.timeout(LEAVES_AFTER_S if leaves else None):
+                seen.hostile[name][await _sent(http, name, path, made(n))] += 1
+        except TimeoutError:
+            seen.hostile[name]["left"] += 1
+        except httpx.TransportError as error:
+            seen.hostile[name][type(error).__name__] += 1
+
+
+async def _sent(http: httpx.AsyncClient, name: str, path: str, body: Body) -> str:
+    if name == "unended":
+
+        async def slowly() -> Any:  # noqa: ANN401
+            for _ in range(20):
+                yield b"["
+                await asyncio.sleep(1)
+
+        headers = {**_HOSTILE, "content-type": "application/json"}
+        return str((await http.post(path, content=slowly(), headers=headers)).status_code)
+    if name == "unread":
+        async with http.stream("POST", path, json=body, headers=_HOSTILE) as reply:
+            await asyncio.sleep(10)
+            return str(reply.status_code)
+    content = await asyncio.to_thread(json.dumps, body)
+    headers = {**_HOSTILE, "content-type": "application/json"}
+    return str((await http.post(path, content=content, headers=headers)).status_code)
+
+
+async def watch(http: httpx.AsyncClient, seen: Seen) -> None:
+    """Ask for /health every second, and for memory every half a minute."""
+    for n in itertools.count():
+        phase, began = PHASE[0], time.perf_counter()
+        if (await http.get("/health")).status_code != 200:
+            seen.wrong.append("/health")
+        seen.health[phase].append(time.perf_counter() - began)
+        if n % 30 == 0:
+            text = (await http.get("/metrics", headers=_NORMAL)).text
+            found = {
+                sample.name: sample.value
+                for family in text_string_to_metric_families(text)
+                for sample in family.samples
+            }
+            seen.memory.append(found["process_resident_memory_bytes"])
+        await asyncio.sleep(1)
+
+
+async def attack(url: str, asked: Sequence[Asked], minutes: float) -> Seen:
+    """A quarter of the time alone, and then beside the hostile clients."""
+    seen = Seen()
+    options: Any = {
+        "base_url": url.removesuffix("/v1"), "timeout": 300.0, "trust_env": False,
+        "limits": httpx.Limits(max_connections=None),
+    }  # fmt: skip
+    async with httpx.AsyncClient(**options) as http, httpx.AsyncClient(**options) as other:
+        tasks = [asyncio.create_task(normal(http, asked, at, seen)) for at in range(N_NORMAL)]
+        tasks.append(asyncio.create_task(watch(http, seen)))
+        try:
+            await asyncio.sleep(minutes * 15)
+            PHASE[0] = "attacked"
+            for at, name in enumerate(INPUTS):
+                tasks.append(asyncio.create_task(hostile(other, name, at % 2 == 0, seen)))
+            done, _ = await asyncio.wait(
+                tasks, timeout=minutes * 60, return_when=asyncio.FIRST_EXCEPTION
+            )
+            for task in done:
+                task.result()  # none ends by itself
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+    return seen
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--minutes", type=float, default=10)
+    parser.add_argument("--questions", type=int, default=40)
+    args = parser.parse_args()
+    rows = questions(args.questions)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        keys = folder / "keys"
+        keys.write_text("".join(f"{key} {tenant}\n" for tenant, key in KEYS.items()))
+        with serving(["--dir", name, "--api-keys", str(keys), "--timeout", "60"]) as url:
+            asyncio.run(fill(url, rows))
+            asked = [one for one in expected(folder, rows) if one.tenant == "blue"]
+            seen = asyncio.run(attack(url, asked, args.minutes))
+    row: dict[str, Any] = {
+        phase: {
+            "answers": len(seconds), "median_s": round(statistics.median(seconds), 3),
+            "longest_s": round(max(seconds), 3), "health_s": round(max(seen.health[phase]), 3),
+        }
+        for phase, seconds in seen.seconds.items()
+    }  # fmt: skip
+    row["ratio"] = round(row["attacked"]["median_s"] / row["quiet"]["median_s"], 2)
+    row |= {
+        "wrong": len(seen.wrong), "memory_mb": [round(each / 1e6) for each in seen.memory],
+        "hostile": seen.hostile, "commit": commit(),
+    }  # fmt: skip
+    print(json.dumps(row, indent=2))
+    for each in seen.wrong[:10]:
+        print(each)
+    raise SystemExit(bool(seen.wrong))
+
+
+if __name__ == "__main__":
+    main()
