@@ -261,7 +261,8 @@ class PromptReader:
         """Raises PromptTooLong if there are more than ``most``, as soon as that is certain."""
         least = len(rendered.text) // self._model.longest_token
         if most is not None and least > most:
-            raise self._too_long(f"prompt of at least {least} tokens", most)
+            what = f"prompt of at least {least} tokens (chunks at full size)"
+            raise self._too_long(what, most)
         ids = self._model.tokenize_prompt(rendered)
         if most is not None and len(ids) > most:
             raise self._too_long(f"prompt of {len(ids)} tokens (chunks at full size)", most)

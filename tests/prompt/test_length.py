@@ -6,6 +6,7 @@ import pytest
 
 from samkv_integrations import Engine, MemoryStore
 from samkv_integrations.errors import PromptTooLong
+from samkv_integrations.model.model import Model
 from tests.support.models import tiny_model
 
 TEXT = "The mill of Orvik was built in 1871 by two brothers, and it grinds barley. " * 20
@@ -39,10 +40,22 @@ def test_no_chunk_is_looked_for(
 def test_handles_count_at_full_size(engine: Engine) -> None:
     prompt = f"{engine.issue_handle(TEXT)} " * 300
     assert len(prompt) < 20_000
-    with pytest.raises(PromptTooLong, match=r"of 45\d\d\d\d tokens .chunks at full size"):
+    with pytest.raises(PromptTooLong, match=r"of at least 34\d\d\d tokens .chunks at full size"):
         engine.generate(prompt, max_new_tokens=1)
 
 
 def test_the_window_of_a_call_counts(engine: Engine) -> None:
     with pytest.raises(PromptTooLong, match="context window of 100 of"):
         engine.generate("a " * 1_000, max_new_tokens=1, context_window=100)
+
+
+@pytest.mark.parametrize("prompt", ["a" * 5_000_000, [{"role": "user", "content": ""}] * 5_000])
+def test_what_cannot_fit_is_refused_before_it_is_read(
+    engine: Engine, prompt: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Model, "tokenize_prompt", None)
+    monkeypatch.setattr(Model, "render_chat", None)
+    with pytest.raises(PromptTooLong, match="exceeds the context window of 4096"):
+        engine.generate(prompt, max_new_tokens=1)  # type: ignore[arg-type]
+    with pytest.raises(PromptTooLong, match="exceeds the context window of 10"):
+        engine.count_tokens(prompt, most=10)  # type: ignore[arg-type]
