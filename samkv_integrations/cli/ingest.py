@@ -27,6 +27,7 @@ from samkv_integrations.cli.loading import (
 )
 from samkv_integrations.documents import SUFFIXES, read_document
 from samkv_integrations.errors import EmptyInput, InvalidOption, MissingExtra
+from samkv_integrations.figures import count
 
 if TYPE_CHECKING:
     from samkv_integrations.chroma.records import IngestResult
@@ -189,8 +190,8 @@ def ingest(
     else:
         out = tables.console()
         out.print(
-            f"{len(read.sources)} files, {done.n_records} chunks in collection {collection!r}: "
-            f"{done.n_cached} prefilled, {done.n_hit} already cached"
+            f"{count(len(read.sources), 'file')}, {count(done.n_records, 'chunk')} in collection "
+            f"{collection!r}: {done.n_cached} prefilled, {done.n_hit} already cached"
         )
         out.print(f"{figures.seconds(done.seconds)}, {figures.size(done.bytes_on_disk)} added")
         if done.n_evicted:
@@ -307,11 +308,11 @@ def read_chunks(files: Sequence[Path], model: Model, chunk_size: int) -> Read:
     if not sources:
         first = skipped[0]
         raise InvalidOption(
-            f"none of the {len(files)} documents can be read; {first.path}, the first: {first.why}"
+            f"of {count(len(files), 'document')} none can be read; {first.path}: {first.why}"
         )
     if not chunks:
         why = "".join(f"; {one.path}: {one.why}" for one in skipped if one.is_failure)
-        raise EmptyInput(f"the {len(files)} documents hold no text that can be read{why}")
+        raise EmptyInput(f"no text in {count(len(files), 'document')}{why}; give some with text")
     return Read(chunks=chunks, sources=sources, skipped=skipped)
 
 

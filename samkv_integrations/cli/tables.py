@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from samkv_integrations.figures import Row, percent, ratio, seconds, size, to_json, visible
+from samkv_integrations.figures import Row, count, percent, ratio, seconds, size, to_json, visible
 
 PIPE_WIDTH = 100
 """Columns of a table that goes to a file or another program, which have no width of their own."""
@@ -131,7 +131,7 @@ def sources_table(sources: Sequence[str], texts: Sequence[str]) -> Table:
 def report_lines(row: Row) -> list[str]:
     """What one answer cost, for a person."""
     with_prompt = row["found"] - row["reused"] - row["computed_now"]
-    parts = [f"{row['found']} chunks found", f"{row['reused']} reused"]
+    parts = [f"{count(row['found'], 'chunk')} found", f"{row['reused']} reused"]
     parts += [f"{row['computed_now']} computed now"] if row["computed_now"] else []
     parts += [f"{with_prompt} computed with the prompt"] if with_prompt else []
     chunks = ", ".join(parts)

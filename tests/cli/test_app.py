@@ -60,7 +60,7 @@ def test_unknown_options_and_commands_are_typers_own() -> None:
         (("ingest", "nothing.txt"), "nothing.txt does not exist"),
         (("ingest", "town/questions.jsonl"), "known kinds: .md, .txt, .csv"),
         (("ingest", "hollow"), "no document (.md, .txt, .csv"),
-        (("ingest", "blank"), "the 1 documents hold no text"),
+        (("ingest", "blank"), "no text in 1 document; give some with"),
         (("ingest", "town", "--chunk-size", "0"), "it must be at least 1 token"),
         (("ingest", "town", "--collection", "?"), "'?'"),
         (("ask", "Who?", "--dir", "nowhere"), "nowhere/chroma holds no Chroma database"),

@@ -128,5 +128,5 @@ def test_without_the_library_the_extra_is_named(
     (tmp_path / "docs/a.txt").write_text(MILL)
     html(tmp_path / "docs/b.html")
     result = run("ingest", "docs", "--model", tiny)
-    assert result.exit_code == 1 and "1 files" in result.stdout
+    assert result.exit_code == 1 and "1 file, 1 chunk in" in result.stdout
     assert "pip install '.[documents]'" in " ".join(result.stderr.split())
