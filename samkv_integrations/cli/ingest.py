@@ -114,12 +114,13 @@ def ingest(
     Links in folders are not followed. Exit code 1 if a document cannot be read, or a chunk not be
     cached; the others are ingested.
     """
-    from samkv_integrations.chroma.client import Database
+    from samkv_integrations.chroma.client import Database, check_name
     from samkv_integrations.chroma.link import ChromaLink
     from samkv_integrations.cluster import ModelSource, WorkerPool, add_on_ray
     from samkv_integrations.cluster.pool import require_ray
     from samkv_integrations.embedding import HashingEmbedding
 
+    check_name(collection)
     pool = None
     if on_ray:
         require_ray()

@@ -63,6 +63,7 @@ def test_unknown_options_and_commands_are_typers_own() -> None:
         (("ingest", "blank"), "no text in 1 document; give some with"),
         (("ingest", "town", "--chunk-size", "0"), "it must be at least 1 token"),
         (("ingest", "town", "--collection", "?"), "'?'"),
+        (("ingest", "nothing.txt", "--collection", "no name"), "collection name 'no name'"),
         (("ask", "Who?", "--dir", "nowhere"), "nowhere/chroma holds no Chroma database"),
         (("ask",), "give either a question or --questions FILE"),
         (("ask", "Who?", "--questions", "x"), "give either a question or --questions FILE"),
