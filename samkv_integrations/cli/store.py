@@ -113,7 +113,7 @@ def forget(
 ) -> None:  # fmt: skip
     """Delete caches and texts of deleted documents, whatever model they are of. Loads no model.
 
-    Records of a vector store stay: delete those first, or they are cached again.
+    Records stay: delete those first, as 'samkv remove' does, or they are cached again.
     """
     from samkv_integrations.cache.chunk import normalise
     from samkv_integrations.documents import read_document
