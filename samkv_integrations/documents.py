@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import stat
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any, BinaryIO
 
 from samkv_integrations.errors import InvalidOption, MissingExtra
 
@@ -52,7 +53,7 @@ def read_document(path: Path, *, follows_links: bool = False) -> Document:
         return _converted(path, file)
 
 
-def _converted(path: Path, file: IO[bytes]) -> Document:
+def _converted(path: Path, file: BinaryIO) -> Document:
     try:
         from markitdown import StreamInfo, converters
     except ImportError as error:
@@ -68,11 +69,29 @@ def _converted(path: Path, file: IO[bytes]) -> Document:
         found = convert(file, about)
     except Exception as error:  # each of its libraries has errors of its own
         raise InvalidOption(f"{path} cannot be read as {suffix} ({error})") from error
-    pages = found.markdown.removesuffix("\f").split("\f") if suffix == ".pdf" else [found.markdown]
-    return Document(pages=tuple(pages), title=(found.title or "").strip())
+    pages, title = [found.markdown], found.title
+    if suffix == ".pdf":
+        pages, title = found.markdown.removesuffix("\f").split("\f"), _title_of_pdf(file)
+    return Document(pages=tuple(pages), title=" ".join((title or "").split()))
 
 
-def _opened(path: Path, flags: int) -> IO[bytes]:
+def _title_of_pdf(file: BinaryIO) -> str:
+    """The title in a PDF's document information, which markitdown leaves out; "" for none."""
+    from pdfminer.pdfdocument import PDFDocument
+    from pdfminer.pdfparser import PDFParser
+    from pdfminer.pdftypes import PDFObjRef
+    from pdfminer.utils import decode_text
+
+    with suppress(Exception):  # what is damaged there must not keep the text from being read
+        for info in PDFDocument(PDFParser(file)).info:  # the newest first
+            title: Any = info.get("Title")
+            # once: a reference to itself would never end
+            if text := decode_text(title.resolve() if isinstance(title, PDFObjRef) else title):
+                return text
+    return ""
+
+
+def _opened(path: Path, flags: int) -> BinaryIO:
     try:
         opener = lambda name, mode: os.open(name, mode | flags)  # noqa: E731
         file = open(path, "rb", opener=opener)  # noqa: SIM115
@@ -86,7 +105,7 @@ def _opened(path: Path, flags: int) -> IO[bytes]:
     return file
 
 
-def _decoded(path: Path, file: IO[bytes]) -> str:
+def _decoded(path: Path, file: BinaryIO) -> str:
     try:
         return file.read().decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
     except (OSError, UnicodeDecodeError) as error:

@@ -81,6 +81,11 @@ def ratio(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
 
 
+def count(number: int, noun: str) -> str:
+    """A number of things, such as ``1 chunk`` or ``2 chunks``. noun: what one of them is called."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def seconds(value: float) -> str:
     """A time in the unit that suits it."""
     return f"{1000 * value:.0f} ms" if value < 1 else f"{value:.1f} s"

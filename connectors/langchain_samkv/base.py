@@ -28,6 +28,7 @@ from samkv_integrations.frameworks.local_llm import (
     known_options,
 )
 from samkv_integrations.methods import Method, get_method
+from samkv_integrations.model.sampling import check_option
 
 PROVIDER = "samkv"
 _SYNONYMS = {"model_name": "model", "max_new_tokens": "max_tokens", "stop_sequences": "stop"}
@@ -262,5 +263,7 @@ def _under_one_name(given: Mapping[str, Any]) -> dict[str, Any]:
         canonical = _SYNONYMS.get(name, name)
         if canonical in found:
             raise InvalidOption(f"{name} and {canonical} are the same thing; give one")
+        if canonical == "max_tokens" and isinstance(value, int):
+            check_option("max_new_tokens", value, name)  # here, where the given name is known
         found[canonical] = value
     return found

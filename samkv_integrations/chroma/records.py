@@ -152,6 +152,15 @@ class Records:
         ids: list[str] = self.read(self.collection, where=where, include=[])["ids"]
         return ids
 
+    def sources(self) -> Iterator[tuple[str, str]]:
+        """Id and ``source`` of each record that has one."""
+        ids = self.ids(None)
+        for part in self.slices(len(ids)):
+            found = self.read(self.collection, ids=ids[part], include=["metadatas"])
+            for id_, row in zip(found["ids"], found["metadatas"] or (), strict=True):
+                if row and "source" in row:
+                    yield id_, str(row["source"])
+
     def keys(self, ids: Sequence[str] | None = None) -> set[str]:
         """The keys that records name. ids: which; None for all."""
         named, keys = self.ids(None) if ids is None else list(ids), set()

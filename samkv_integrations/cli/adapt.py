@@ -14,6 +14,7 @@ from samkv_integrations.cli import arguments as args
 from samkv_integrations.cli import tables
 from samkv_integrations.cli.ingest import find_documents, read_chunks
 from samkv_integrations.errors import InvalidOption
+from samkv_integrations.figures import count
 
 if TYPE_CHECKING:
     from samkv_integrations.tuning.adapt import Judged
@@ -119,8 +120,9 @@ def _show(figures: Sequence[Judged], steps: int, kept: Path | None) -> None:
         )
     )  # fmt: skip
     out.print(
-        f"\n{steps} steps. Along full prefill's answers on {HELD_OUT} held-out prompts: KL in nats "
-        "with the 95 % interval of its ratio, share of equal likeliest tokens, of equal answers."
+        f"\n{count(steps, 'step')}. Along full prefill's answers on {HELD_OUT} held-out prompts: "
+        "KL in nats with the 95 % interval of its ratio, share of equal likeliest tokens, of equal "
+        "answers."
     )
     if kept is None:
         out.print("It is not clearly better there, so nothing was kept. More --steps, or more "

@@ -16,7 +16,7 @@ from samkv_integrations.cli import store
 from samkv_integrations.cli.adapt import adapt
 from samkv_integrations.cli.ask import ask, inspect, methods
 from samkv_integrations.cli.doctor import doctor
-from samkv_integrations.cli.ingest import ingest
+from samkv_integrations.cli.ingest import ingest, remove
 from samkv_integrations.cli.plan import plan
 from samkv_integrations.cli.quickstart import quickstart
 from samkv_integrations.cli.serve import serve
@@ -46,7 +46,9 @@ app = typer.Typer(
     rich_markup_mode=None,  # plain lines: a panel for each group fills more than a screen
     pretty_exceptions_enable=False,
 )
-for command in (methods, doctor, ingest, ask, inspect, serve, quickstart, plan, tune, adapt):
+for command in (
+    methods, doctor, ingest, remove, ask, inspect, serve, quickstart, plan, tune, adapt,
+):  # fmt: skip
     app.command()(command)
 app.add_typer(store.app, name="store")
 

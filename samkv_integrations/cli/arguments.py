@@ -77,10 +77,14 @@ RayAddress = Annotated[
     _option("HOST:PORT of a Ray cluster, or auto. Default: this machine alone.", hidden=True),
 ]
 
-# -- of ingest ----------------------------------------------------------------------------------
+# -- of ingest and remove ------------------------------------------------------------------------
 Paths = Annotated[
     list[Path],
     typer.Argument(help="Files or folders of text, Markdown, PDF, HTML, DOCX, PPTX, CSV."),
+]
+RemovedPaths = Annotated[
+    list[Path],
+    typer.Argument(help="Files that were ingested, or folders for all below; they may be gone."),
 ]
 IngestBudget = Annotated[
     str | None, _option("What all caches may take on disk from now on: 20GB.", "--max-bytes")

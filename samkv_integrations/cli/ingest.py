@@ -1,4 +1,4 @@
-"""``samkv ingest``: the documents that it reads, and the chunks that it makes of them."""
+"""``samkv ingest`` and ``samkv remove``: documents that are read, and the chunks made of them."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import os
 import re
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import typer
 
@@ -24,13 +24,18 @@ from samkv_integrations.cli.loading import (
     engine_of,
     remember,
     require_no_ray,
+    require_own_records,
+    store_in,
 )
 from samkv_integrations.documents import SUFFIXES, read_document
 from samkv_integrations.errors import EmptyInput, InvalidOption, MissingExtra
+from samkv_integrations.figures import count
 
 if TYPE_CHECKING:
+    from samkv_integrations.cache.disk import ChunkStore
     from samkv_integrations.chroma.records import IngestResult
     from samkv_integrations.cluster import ClusterIngest
+    from samkv_integrations.engine.engine import Engine
     from samkv_integrations.model.model import Model
 
 SOME_UNREADABLE = 1
@@ -113,12 +118,13 @@ def ingest(
     Links in folders are not followed. Exit code 1 if a document cannot be read, or a chunk not be
     cached; the others are ingested.
     """
-    from samkv_integrations.chroma.client import Database
+    from samkv_integrations.chroma.client import Database, check_name
     from samkv_integrations.chroma.link import ChromaLink
     from samkv_integrations.cluster import ModelSource, WorkerPool, add_on_ray
     from samkv_integrations.cluster.pool import require_ray
     from samkv_integrations.embedding import HashingEmbedding
 
+    check_name(collection)
     pool = None
     if on_ray:
         require_ray()
@@ -189,8 +195,8 @@ def ingest(
     else:
         out = tables.console()
         out.print(
-            f"{len(read.sources)} files, {done.n_records} chunks in collection {collection!r}: "
-            f"{done.n_cached} prefilled, {done.n_hit} already cached"
+            f"{count(len(read.sources), 'file')}, {count(done.n_records, 'chunk')} in collection "
+            f"{collection!r}: {done.n_cached} prefilled, {done.n_hit} already cached"
         )
         out.print(f"{figures.seconds(done.seconds)}, {figures.size(done.bytes_on_disk)} added")
         if done.n_evicted:
@@ -200,6 +206,60 @@ def ingest(
             )
     if failed or any(one.is_failure for one in skipped):
         raise typer.Exit(SOME_UNREADABLE)
+
+
+class _StoreAlone:
+    """What a link needs of an engine to delete records: their caches, and no model."""
+
+    def __init__(self, store: ChunkStore) -> None:
+        self.store = store
+
+    def delete(self, keys: Collection[str]) -> int:
+        return self.store.delete(*keys)
+
+
+def remove(
+    paths: args.RemovedPaths,
+    collection: args.Collection = "documents", folder: args.Folder = Path(".samkv"),
+    chroma: args.ChromaServer = None, namespace: args.Namespace = "", remote: args.Remote = None,
+    as_json: args.Json = False,
+) -> None:  # fmt: skip
+    """Delete the records of documents, and the caches that no other record uses.
+
+    Loads no model. The files themselves stay, and may have gone before.
+    """
+    from samkv_integrations.chroma.client import Database
+    from samkv_integrations.chroma.link import ChromaLink
+    from samkv_integrations.chroma.records import Records
+
+    database = Database(folder / "chroma", chroma)
+    opened, store = database.collection(collection), store_in(folder, namespace, remote)
+    require_own_records(store, database, [collection])
+    wanted = {path.resolve() for path in paths}  # as ingest names a source
+    matched, sources, ids = set[Path](), set[str](), list[str]()
+    for id_, source in Records(opened).sources():
+        if found := wanted & {Path(source), *Path(source).parents}:
+            matched |= found
+            sources.add(source)
+            ids.append(id_)
+    if not ids:
+        raise EmptyInput(
+            f"no record of collection {collection!r} is of {', '.join(map(str, paths))}; name "
+            "files or folders that 'samkv ingest' has read into it"
+        )
+    n_chunks = ChromaLink(opened, cast("Engine", _StoreAlone(store))).delete(ids)
+    unknown = [str(path) for path in paths if path.resolve() not in matched]
+    for path in unknown:
+        tables.console(stderr=True).print(f"no record is of {path}", soft_wrap=True)
+    if as_json:
+        row: dict[str, Any] = {"files": len(sources), "n_records": len(ids), "n_chunks": n_chunks}
+        row |= {"collection": collection, "unknown": unknown}
+        tables.write_json("remove", None, [row])
+        return
+    tables.console().print(
+        f"{count(len(sources), 'file')}, {count(len(ids), 'record')} removed from "
+        f"collection {collection!r}, {count(n_chunks, 'cache')} deleted"
+    )
 
 
 def find_documents(paths: Sequence[Path], leave_out: Path | None = None) -> Found:
@@ -307,11 +367,11 @@ def read_chunks(files: Sequence[Path], model: Model, chunk_size: int) -> Read:
     if not sources:
         first = skipped[0]
         raise InvalidOption(
-            f"none of the {len(files)} documents can be read; {first.path}, the first: {first.why}"
+            f"of {count(len(files), 'document')} none can be read; {first.path}: {first.why}"
         )
     if not chunks:
         why = "".join(f"; {one.path}: {one.why}" for one in skipped if one.is_failure)
-        raise EmptyInput(f"the {len(files)} documents hold no text that can be read{why}")
+        raise EmptyInput(f"no text in {count(len(files), 'document')}{why}; give some with text")
     return Read(chunks=chunks, sources=sources, skipped=skipped)
 
 

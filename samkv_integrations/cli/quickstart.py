@@ -16,7 +16,7 @@ from samkv_integrations.cli import tables
 from samkv_integrations.cli.ingest import find_documents
 from samkv_integrations.cli.loading import BUILTIN, engine_of
 from samkv_integrations.errors import InvalidOption, MissingExtra, ModelNotFound
-from samkv_integrations.figures import Row
+from samkv_integrations.figures import Row, count
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -82,9 +82,10 @@ def quickstart(
     top_k, n_new = (ARCHIVE_TOP_K, ARCHIVE_TOKENS) if model == BUILTIN else (TOP_K, MAX_NEW_TOKENS)
     run = made(engine, folder, top_k=top_k, max_new_tokens=n_new)
     done = run.ingest(files)
-    out.print(f"{len(files)} documents, {done.n_records} chunks in Chroma: {done.n_cached} "
-              f"prefilled now, {done.n_hit} already cached ({figures.seconds(done.seconds)}, "
-              f"{figures.size(done.bytes_on_disk)} written to {folder / 'kv'})")  # fmt: skip
+    out.print(f"{count(len(files), 'document')}, {count(done.n_records, 'chunk')} in Chroma: "
+              f"{done.n_cached} prefilled now, {done.n_hit} already cached "
+              f"({figures.seconds(done.seconds)}, {figures.size(done.bytes_on_disk)} written to "
+              f"{folder / 'kv'})")  # fmt: skip
     run.ask(asked[0].question, "reuse")  # the first answer of a process is slower than all others
     rows: list[Row] = []
     for number, one in enumerate(tqdm(asked, desc="asking")):
@@ -123,11 +124,11 @@ def _samples(folder: Path, questions: Path | None) -> tuple[Sequence[Path], list
 
 def _show(rows: Sequence[Row], n_questions: int, model: str, out: Console) -> None:
     n_tokens = round(mean(row["prompt_tokens"] for row in rows))
-    out.print(f"\n{model}, {n_questions} questions, prompts of {n_tokens} tokens; "
+    out.print(f"\n{model}, {count(n_questions, 'question')}, prompts of {n_tokens} tokens; "
               "shares are of full prefill (recompute):\n")  # fmt: skip
     out.print(tables.speed_table(rows))
     ran = Counter(row["ran"] for row in rows if row["method"] == "auto").most_common()
-    ways = ", ".join(f"{way} for {n} questions" for way, n in ran)
+    ways = ", ".join(f"{way} for {count(n, 'question')}" for way, n in ran)
     out.print(f"\nauto, the default, ran {ways}.")
     if model == BUILTIN:
         out.print(IN_DISTRIBUTION)

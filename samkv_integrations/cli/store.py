@@ -20,7 +20,7 @@ from samkv_integrations.cli.loading import (
     store_in,
 )
 from samkv_integrations.errors import EmptyInput, InvalidOption
-from samkv_integrations.figures import Row, percent, size
+from samkv_integrations.figures import Row, count, percent, size
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -56,7 +56,7 @@ def stats(folder: args.Folder = Path(".samkv"), as_json: args.Json = False) -> N
         "hits", "evicted", "damaged",
     )  # fmt: skip
     limit = "" if found.max_bytes is None else f" of {size(found.max_bytes)}"
-    said = f"\n{found.n_chunks} chunks, {size(found.bytes)}{limit} in {store.path}"
+    said = f"\n{count(found.n_chunks, 'chunk')}, {size(found.bytes)}{limit} in {store.path}"
     _show("stats", rows, tables.table(titles, cells, left=3, gap=1), said, as_json=as_json)
 
 
@@ -99,8 +99,8 @@ def sync(
     found = tables.table([name.removeprefix("n_") for name in fields], cells)
     last = done[-1]
     said = (
-        f"\n{last.n_pruned} unused caches deleted ({size(last.bytes_freed)}), "
-        f"{last.n_in_grace} kept for now because they are young"
+        f"\n{count(last.n_pruned, 'unused cache')} deleted ({size(last.bytes_freed)}), "
+        f"{last.n_in_grace} kept for now, being young"
     )
     _show("sync", rows, found, *([said] if prune else []), as_json=as_json, model=given.model)
 
@@ -113,7 +113,7 @@ def forget(
 ) -> None:  # fmt: skip
     """Delete caches and texts of deleted documents, whatever model they are of. Loads no model.
 
-    Records of a vector store stay: delete those first, or they are cached again.
+    Records stay: delete those first, as 'samkv remove' does, or they are cached again.
     """
     from samkv_integrations.cache.chunk import normalise
     from samkv_integrations.documents import read_document
@@ -126,7 +126,10 @@ def forget(
     n_chunks = store.forget(
         lambda body: body in bodies or bool(body) and any(body in text for text in documents)
     )
-    said = f"{n_chunks} chunks deleted from {store.path}; records of a vector store are not touched"
+    said = (
+        f"{count(n_chunks, 'chunk')} deleted from {store.path}; records of a vector store are not "
+        "touched"
+    )
     if not n_chunks:
         said = (
             f"nothing is deleted: no cached chunk in {store.path} has such a text (namespace "
@@ -146,9 +149,11 @@ def gc(folder: args.Folder = Path(".samkv"), as_json: args.Json = False) -> None
     done = collect_garbage(store_in(folder))
     found = done.recovered
     said = (
-        f"{found.n_unfinished} unfinished files, {found.n_damaged} damaged ones and "
-        f"{done.n_forgotten} texts whose cache had gone deleted, {size(done.bytes_freed)} in all\n"
-        f"{found.n_adopted} caches found that the index did not know, {found.n_lost} missed"
+        f"{count(found.n_unfinished, 'unfinished file')}, {count(found.n_damaged, 'damaged one')} "
+        f"and {count(done.n_forgotten, 'text')} whose cache had gone deleted, "
+        f"{size(done.bytes_freed)} in all\n"
+        f"{count(found.n_adopted, 'cache')} found that the index did not know, "
+        f"{found.n_lost} missed"
     )
     _show("gc", [asdict(done)], said, as_json=as_json)
 
@@ -170,7 +175,7 @@ def verify(
     if n_damaged > SHOWN_DAMAGE:
         lines.append(f"and {n_damaged - SHOWN_DAMAGE} more; --json names each")
     lines.append(
-        f"{found.n_chunks} chunks, {size(found.n_bytes)} read: {n_damaged} damaged, "
+        f"{count(found.n_chunks, 'chunk')}, {size(found.n_bytes)} read: {n_damaged} damaged, "
         f"{found.n_repaired} of them deleted"
     )
     if n_damaged and not repair:
@@ -243,7 +248,7 @@ def warm(
     with progress_bar("warming") as show:
         done = warm_caches(store, keys, max_bytes=limit, progress=show)
     left = f", {done.n_left} left" if done.n_left else ""
-    said = f"{done.n_chunks} caches, {size(done.bytes_read)} read{left}"
+    said = f"{count(done.n_chunks, 'cache')}, {size(done.bytes_read)} read{left}"
     _show("warm", [asdict(done)], said, as_json=as_json)
 
 
@@ -263,7 +268,7 @@ def push(
     with progress_bar("pushing") as show:
         done = push_caches(store, progress=show)
     left = f", {done.n_left} left" if done.n_left else ""
-    said = f"{done.n_chunks} caches put, {size(done.n_bytes)}{left}"
+    said = f"{count(done.n_chunks, 'cache')} put, {size(done.n_bytes)}{left}"
     _show("push", [asdict(done)], said, as_json=as_json)
     if done.n_left:
         raise typer.Exit(SOME_LEFT)
@@ -285,7 +290,7 @@ def pull(
     with progress_bar("pulling") as show:
         done = pull_caches(store, keys, max_bytes=limit, progress=show)
     left = f", {done.n_left} left" if done.n_left else ""
-    said = f"{done.n_chunks} caches fetched, {size(done.n_bytes)}{left}"
+    said = f"{count(done.n_chunks, 'cache')} fetched, {size(done.n_bytes)}{left}"
     _show("pull", [asdict(done)], said, as_json=as_json)
 
 

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from samkv_integrations.figures import Row, percent, ratio, seconds, size, to_json, visible
+from samkv_integrations.figures import Row, count, percent, ratio, seconds, size, to_json, visible
 
 PIPE_WIDTH = 100
 """Columns of a table that goes to a file or another program, which have no width of their own."""
@@ -108,10 +108,12 @@ def speed_table(rows: Sequence[Row]) -> Table:
 
 def comparison_table(rows: Sequence[Row]) -> Table:
     """The answers to one question, one row a method."""
+    from samkv_integrations.cli.answers import kept_of
+
     columns = ("method", "answer", "kept", "recom-\nputed", "bytes\nread", "first\ntoken", "ratio")
     cells = [
         (
-            row["method"], row["answer"], percent(row["kept_ratio"]),
+            row["method"], " ".join(row["answer"].split()), percent(kept_of(row)),
             percent(row["recompute_ratio"]), size(row["bytes_read"]), seconds(row["ttft_s"]),
             ratio(row.get("ttft_ratio")),
         )
@@ -130,8 +132,10 @@ def sources_table(sources: Sequence[str], texts: Sequence[str]) -> Table:
 
 def report_lines(row: Row) -> list[str]:
     """What one answer cost, for a person."""
+    from samkv_integrations.cli.answers import kept_of
+
     with_prompt = row["found"] - row["reused"] - row["computed_now"]
-    parts = [f"{row['found']} chunks found", f"{row['reused']} reused"]
+    parts = [f"{count(row['found'], 'chunk')} found", f"{row['reused']} reused"]
     parts += [f"{row['computed_now']} computed now"] if row["computed_now"] else []
     parts += [f"{with_prompt} computed with the prompt"] if with_prompt else []
     chunks = ", ".join(parts)
@@ -139,9 +143,11 @@ def report_lines(row: Row) -> list[str]:
         reasons = ", ".join(f"{count} {reason}" for reason, count in misses.items())
         chunks += f" ({sum(misses.values())} without a cache: {reasons})"
     came_to = f" (which did {row['ran']})" if row["ran"] != row["method"] else ""
-    cost = (
-        f"kept {percent(row['kept_ratio'])} of the chunks' tokens, recomputed "
-        f"{percent(row['recompute_ratio'])}, read {size(row['bytes_read'])}, "
+    kept = kept_of(row)
+    cost = "" if kept is None else f"kept {percent(kept)}, "
+    cost += (
+        f"recomputed {percent(row['recompute_ratio'])} of the chunks' tokens, "
+        f"read {size(row['bytes_read'])}, "
         f"first token after {seconds(row['ttft_s'])}"
     )
     if row["eviction"]:

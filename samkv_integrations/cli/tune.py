@@ -12,7 +12,7 @@ from samkv_integrations.cli import arguments as args
 from samkv_integrations.cli import tables
 from samkv_integrations.cli.loading import as_ingested, asks_in_chat, store_in, use_threads_for
 from samkv_integrations.errors import EmptyInput, InvalidOption
-from samkv_integrations.figures import ratio, seconds, size
+from samkv_integrations.figures import count, ratio, seconds, size
 
 if TYPE_CHECKING:
     from samkv_integrations.engine.options import TunedSetting
@@ -92,7 +92,7 @@ def tune(
         random.Random(seed).shuffle(asked)
     elif not (asked := made.from_chunks(texts := made.texts_of(link), seed=seed)):
         raise EmptyInput(
-            f"no question can be made of the {len(texts)} chunks of collection {collection!r}: "
+            f"no question can be made of collection {collection!r} ({count(len(texts), 'chunk')}): "
             "none has a title, or a sentence of a few words; give --questions FILE"
         )
     retrieved = made.with_documents(
@@ -141,19 +141,20 @@ def tune(
     out.print(tables.table(titles, cells, gap=1))
     out.print(LEGEND.format(target=agree))
     out.print(
-        f"\n{len(standings)} settings on up to {max(each.n for each in standings)} questions, "
+        f"\n{count(len(standings), 'setting')} on up to "
+        f"{count(max(each.n for each in standings), 'question')}, "
         f"{seconds(result.seconds)}; every figure against full prefill on the same prompts."
     )
     if left_out := retrieved.too_long + retrieved.uncached:
         out.print(
-            f"{left_out} questions were left out: {retrieved.too_long} too long, "
+            f"{count(left_out, 'question')} left out: {retrieved.too_long} too long, "
             f"{retrieved.uncached} with chunks that have no cache."
         )
     for one in result.checked:
         verdict = "is enough" if one is result.chosen else "is not enough"
         out.print(
-            f"On {one.n} held-out questions {one.label} {verdict}: agreement {_agreement(one)}, "
-            f"first token {ratio(one.ttft_ratio)} of full prefill."
+            f"On {count(one.n, 'held-out question')} {one.label} {verdict}: "
+            f"agreement {_agreement(one)}, first token {ratio(one.ttft_ratio)} of full prefill."
         )
     if setting is None:
         out.print(f"\nRecommended: full prefill, --method {FULL}: {result.why}.")
@@ -172,7 +173,7 @@ def _checked(entry: TunedSetting, standing: Standing) -> str:
     from samkv_integrations.engine.options import TUNED_FILE
 
     shown = (
-        f"{entry.line}\nOn {standing.n} questions: agreement {_agreement(standing)}, F1 "
+        f"{entry.line}\nOn {count(standing.n, 'question')}: agreement {_agreement(standing)}, F1 "
         f"{ratio(standing.f1)}, first token {ratio(standing.ttft_ratio)} of full prefill.\n"
     )
     low, high = entry.measured.get("agreement_low"), entry.measured.get("agreement_high")

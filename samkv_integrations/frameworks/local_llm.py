@@ -49,7 +49,7 @@ from samkv_integrations.frameworks.engine_args import (
 from samkv_integrations.methods import get_method
 from samkv_integrations.model.model import Model
 from samkv_integrations.model.quoting import Chat, RenderedPrompt
-from samkv_integrations.model.sampling import OPTIONS, Sampling
+from samkv_integrations.model.sampling import OPTIONS, Sampling, check_option
 from samkv_integrations.prompt.reader import Prompt
 from samkv_integrations.prompt.resolve import OnMiss
 
@@ -116,6 +116,8 @@ def to_options(
         raise InvalidOption("do_sample=True and temperature=0 contradict; leave out either")
     if "max_tokens" in options and "max_new_tokens" in options:
         raise InvalidOption("max_tokens and max_new_tokens are the same thing; give one")
+    for name in own.keys() & {"max_tokens", "max_new_tokens"}:
+        check_option("max_new_tokens", own[name], name)
     length = options.pop("max_tokens", max_new_tokens)
     options.setdefault("max_new_tokens", DEFAULT_MAX_NEW_TOKENS if length is None else length)
     if isinstance(options.get("stop"), str):
@@ -570,7 +572,16 @@ class LocalLLM(BaseModel):
         without.__dict__.pop("engine", None)
         return super(LocalLLM, without).__getstate__()
 
-    if not TYPE_CHECKING:  # or every attribute would be known
+    if not TYPE_CHECKING:  # or every attribute would be known, and no argument
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
+            if args:
+                name = "engine" if isinstance(args[0], Engine) else "model"
+                raise InvalidOption(
+                    f"{type(self).__name__}({args[0]!r}); arguments need their names, give "
+                    f"{name}={args[0]!r}"
+                )
+            super().__init__(**kwargs)
 
         def __getattr__(self, name: str) -> Any:  # noqa: ANN401
             if name == "engine":

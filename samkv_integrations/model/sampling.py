@@ -101,6 +101,25 @@ _HINTS = {
 OPTIONS: Mapping[str, Option] = MappingProxyType({n: of[1] for n, of in _HINTS.items()})
 """The options by name."""
 
+
+def check_option(name: str, value: Any, called: str = "") -> Any:  # noqa: ANN401
+    """The value of an option as `Sampling` has it. called: what its giver calls the option.
+
+    Raises InvalidOption if it is no number of the right kind, or out of range.
+    """
+    option, called = OPTIONS[name], called or name
+    if value is None and option.default is None:
+        return None
+    hint = _HINTS[name][0]
+    is_whole = int in (get_args(hint) or (hint,))
+    if isinstance(value, bool) or not isinstance(value, int if is_whole else int | float):
+        kind = "a whole number" if is_whole else "a number"
+        raise InvalidOption(f"{called}={value!r}; it must be {kind}")
+    if not option.allows(value):  # false for a NaN too
+        raise InvalidOption(f"{called}={value}; it must be {option.bounds}")
+    return value if is_whole else float(value)
+
+
 _WARPERS: Mapping[str, Callable[[Any], LogitsProcessor]] = {
     "temperature": TemperatureLogitsWarper,
     "top_k": TopKLogitsWarper,
@@ -128,20 +147,10 @@ class Sampling:
         options: Mapping[str, Any] = given
         for name in options.keys() - OPTIONS.keys():
             raise UnknownOption.among("option of sampling", name, OPTIONS)
-        values: dict[str, Any] = {}
-        for name, option in OPTIONS.items():
-            value = options.get(name, option.default)
-            if value is None and option.default is None:
-                values[name] = None
-                continue
-            hint = _HINTS[name][0]
-            is_whole = int in (get_args(hint) or (hint,))
-            if isinstance(value, bool) or not isinstance(value, int if is_whole else int | float):
-                kind = "a whole number" if is_whole else "a number"
-                raise InvalidOption(f"{name}={value!r}; it must be {kind}")
-            if not option.allows(value):  # false for a NaN too
-                raise InvalidOption(f"{name}={value}; it must be {option.bounds}")
-            values[name] = value if is_whole else float(value)
+        values = {
+            name: check_option(name, options.get(name, option.default))
+            for name, option in OPTIONS.items()
+        }
         vars(self).update(  # as frozen fields are set
             items=tuple(values.items()), values=values, max_new_tokens=values["max_new_tokens"],
             is_greedy=values["temperature"] == 0,

@@ -53,7 +53,7 @@ class Source:
         found = len(self.questions) or max(map(len, self.cuts), default=0)
         if found < LEAST_CHUNKS:
             raise EmptyInput(
-                f"{found} chunks or questions are too few to learn from; give documents of at "
+                f"too few chunks or questions to learn from ({found}); give documents of at "
                 f"least {LEAST_CHUNKS} chunks, or as many questions"
             )
 

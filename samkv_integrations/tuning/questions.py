@@ -13,6 +13,7 @@ from samkv_integrations.chroma.link import ChromaLink, nearest
 from samkv_integrations.chroma.records import Records
 from samkv_integrations.errors import EmptyInput
 from samkv_integrations.evaluation.questions import Question
+from samkv_integrations.figures import count
 
 MOST_CHUNKS = 2_000
 """Chunks that questions are made of: the first ones of a collection."""
@@ -164,8 +165,8 @@ def with_documents(
             found.append(ready)
     if not found:
         raise EmptyInput(
-            f"none of {len(asked)} questions can be asked: {too_long} prompts are longer than the "
-            f"context window, {uncached} have chunks without a cache; retrieve fewer chunks with "
+            f"of {count(len(asked), 'question')} none can be asked: {too_long} too long for the "
+            f"context window, {uncached} with chunks without a cache; retrieve fewer chunks with "
             "--top-k, or run 'samkv store sync'"
         )
     return Retrieved(questions=found, too_long=too_long, uncached=uncached)

@@ -164,7 +164,7 @@ class Run:
         """
         if len(questions) < LEAST_QUESTIONS:
             raise EmptyInput(
-                f"{len(questions)} questions are too few to choose by some and check by others; "
+                f"too few questions to choose by some and check by others ({len(questions)}); "
                 f"give at least {LEAST_QUESTIONS} with --questions, or ingest more documents"
             )
         config, began = self._config, self._clock()

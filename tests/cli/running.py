@@ -14,8 +14,8 @@ REPORT_FIELDS = set(Report.__dataclass_fields__)
 
 
 COMMANDS = {
-    "methods", "doctor", "ingest", "ask", "quickstart", "store", "stats", "sync", "forget",
-    "gc", "verify", "budget", "warm", "inspect", "push", "pull",
+    "methods", "doctor", "ingest", "remove", "ask", "quickstart", "store", "stats", "sync",
+    "forget", "gc", "verify", "budget", "warm", "inspect", "push", "pull",
 }  # fmt: skip
 
 

@@ -70,10 +70,10 @@ def test_adapt_says_what_is_wrong(notes: Path, tmp_path: Path) -> None:
     assert "steps=0" in error_of("adapt", *model, "--data", str(notes), "--steps", "0")
     for file in list(notes.iterdir())[1:]:
         file.unlink()
-    assert "1 chunks or questions are too few" in error_of("adapt", *model, "--data", str(notes))
+    assert "questions to learn from (1)" in error_of("adapt", *model, "--data", str(notes))
     few = tmp_path / "few.jsonl"
     few.write_text('{"question": "Who?", "documents": ["A text.", "Another."]}\n' * 4)
-    assert "4 chunks or questions are too few" in error_of("adapt", *model, "--data", str(few))
+    assert "questions to learn from (4)" in error_of("adapt", *model, "--data", str(few))
     few.write_text('{"question": "Who?", "documents": ["A text.", "Another."]}\n' * 40)
     assert "no prompt holds a chunk of 16 tokens" in error_of("adapt", *model, "--data", str(few))
     assert not KEPT.exists()

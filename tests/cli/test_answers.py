@@ -20,7 +20,8 @@ def _row(method: str, question: str, answer: str, *, right: bool, **changed: flo
         "ttft_s": 1.0,
         "answer_s": 2.0,
     }
-    return {"method": method, "question": question, "answer": answer} | known | base | changed
+    named = {"method": method, "ran": method, "eviction": None}
+    return named | {"question": question, "answer": answer} | known | base | changed
 
 
 def test_summary_of_many_answers() -> None:
@@ -48,6 +49,7 @@ def test_summary_of_many_answers() -> None:
     )
     assert (reuse["n_right"], reuse["same_share"], reuse["kept_ratio"]) == (1, 0.5, 0.75)
     assert (reuse["bytes_read"], reuse["bytes_share"], full["bytes_share"]) == (2000, 1.0, 0.05)
+    assert full["kept_ratio"] is None  # of no cache
     assert reuse["ttft_s"] == 0.5
     assert reuse["ttft_ratio"] == pytest.approx((0.5 / 1.0 + 0.5 / 3.0) / 2)  # paired by question
     assert (reuse["n_same"], reuse["n_questions"]) == (1, 2)

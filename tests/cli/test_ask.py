@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from samkv_integrations.chroma.client import open_collection
+from samkv_integrations.cli import tables
+from samkv_integrations.engine.engine import Engine
+from samkv_integrations.engine.stream import Answer
 from samkv_integrations.errors import InvalidOption
 from samkv_integrations.evaluation.questions import read_questions
 from tests.cli.running import REPORT_FIELDS, error_of, ran, rows_of
@@ -64,6 +70,27 @@ def test_ask_compares_methods_on_the_same_chunks(town: Path) -> None:
     assert "samkv-overwrite" in ran("ask", RECORDS[0].question, *compared)
     without = rows_of("ask", RECORDS[0].question, "--compare", "reuse,samkv-overwrite")
     assert not any("ttft_ratio" in row for row in without)
+
+
+def test_a_comparison_is_a_line_an_answer(town: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Full prefill shows no share that it kept: there was no cache to keep it of."""
+    ran("ingest", str(town))
+    monkeypatch.setattr(tables, "PIPE_WIDTH", 200)
+    generate = Engine.generate
+
+    def verbose(*given: Any, **options: Any) -> Answer:
+        answer = generate(*given, **options)
+        return replace(answer, text=f"It is\n\n\t{answer.text}")
+
+    monkeypatch.setattr(Engine, "generate", verbose)
+    ask = ("ask", RECORDS[0].question, "--compare", "recompute,reuse")
+    full, reuse = rows_of(*ask)
+    assert full["answer"].startswith("It is\n\n\t") and full["kept_ratio"] == 1
+    shown = ran(*ask)
+    assert re.search(rf"^recompute +It is {RECORDS[0].workers} +- +100 %", shown, re.M), shown
+    assert re.search(r"^reuse +It is \S+ +100 % +\d %", shown, re.M), shown
+    (of_one,) = ran(*ask[:2], "--method", "recompute").splitlines()[-1:]
+    assert of_one.startswith("recomputed 100 % of the chunks' tokens, read")
 
 
 def test_ask_many_questions(town: Path) -> None:

@@ -19,12 +19,12 @@ MILL = "The mill stands by the river, and its wheel is green."
 BAKER = "The baker lives next door, and sells bread every morning."
 
 
-def pdf(path: Path) -> None:
+def pdf(path: Path, title: str = "Die Mühle") -> None:
     from matplotlib import rc_context
     from matplotlib.backends.backend_pdf import PdfPages
     from matplotlib.figure import Figure
 
-    with rc_context({"pdf.fonttype": 42}), PdfPages(path) as pages:
+    with rc_context({"pdf.fonttype": 42}), PdfPages(path, metadata={"Title": title}) as pages:
         for text in (MILL, BAKER):
             page = Figure()
             page.text(0.1, 0.8, text)
@@ -80,8 +80,22 @@ def test_each_kind_is_read(write: Callable[[Path], None], tmp_path: Path) -> Non
     assert len(found.pages) == (2 if write is pdf else 1)
     if write is pdf:
         assert BAKER in found.pages[1]
+        assert found.title == "Die Mühle"
     if write is html:
         assert found.title == "The mill" and "Größe" in found.text
+
+
+@pytest.mark.parametrize(
+    "damage", [b"/Title 17", b"/Title 1 0 R", b"/Title [(mill)]", b"(mill) (("]
+)
+def test_a_pdf_with_damaged_information_is_read(damage: bytes, tmp_path: Path) -> None:
+    file, title = tmp_path / "file.pdf", b"/Title (The yellow mill)"
+    pdf(file, "The yellow mill")
+    whole = file.read_bytes()
+    assert title in whole
+    file.write_bytes(whole.replace(title, damage.ljust(len(title))))
+    found = read_document(file)
+    assert MILL in found.text and found.title == ""
 
 
 @pytest.mark.parametrize("suffix", [".pdf", ".docx", ".pptx", ".html", ".csv"])
@@ -114,7 +128,7 @@ def test_a_folder_of_documents(tmp_path: Path, tiny: str) -> None:
         for one in records["metadatas"]
     }
     assert places == {
-        ("file.pdf", 1, None), ("file.pdf", 2, None), ("file.docx", None, None),
+        ("file.pdf", 1, "Die Mühle"), ("file.pdf", 2, "Die Mühle"), ("file.docx", None, None),
         ("file.html", None, "The mill"),
     }  # fmt: skip
     assert "2 chunks deleted" in ran("store", "forget", str(folder / "file.pdf"))
@@ -128,5 +142,5 @@ def test_without_the_library_the_extra_is_named(
     (tmp_path / "docs/a.txt").write_text(MILL)
     html(tmp_path / "docs/b.html")
     result = run("ingest", "docs", "--model", tiny)
-    assert result.exit_code == 1 and "1 files" in result.stdout
+    assert result.exit_code == 1 and "1 file, 1 chunk in" in result.stdout
     assert "pip install '.[documents]'" in " ".join(result.stderr.split())

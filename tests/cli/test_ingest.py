@@ -155,7 +155,7 @@ class TestWhatIsNotRead:
         found = self.skipped(str(town), "--model", tiny, code=1)
         assert "cannot be read as UTF-8 text" in found["latin.txt"]
         line = error_of("ingest", str(town / "latin.txt"), "--model", tiny)
-        assert "none of the 1 documents can be read" in line and "UTF-8" in line
+        assert "of 1 document none can be read" in line and "UTF-8" in line
 
     def test_a_name_that_is_not_utf_8(self, town: Path, tiny: str) -> None:
         Path(os.fsdecode(os.fsencode(town) + b"/\xff.txt")).write_text("Some text.")

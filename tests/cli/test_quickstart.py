@@ -94,7 +94,7 @@ def test_quickstart_of_blank_documents(working_folder: Path) -> None:
     folder.mkdir()
     (folder / "blank.txt").write_text(" \n")
     (folder / "questions.jsonl").write_text('{"question": "Who?"}\n')
-    assert "1 documents hold no text" in error_of(*ON_BUILTIN, "blank")
+    assert "no text in 1 document;" in error_of(*ON_BUILTIN, "blank")
 
 
 def test_quickstart_without_llama_index(town: Path, monkeypatch: pytest.MonkeyPatch) -> None:

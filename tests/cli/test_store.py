@@ -124,7 +124,7 @@ class TestForget:
         assert rows_of(*deleted) == [{"n_chunks": 0}]
         held = next(text for text in texts if text not in mine)
         shown = ran("store", "forget", "--text", f" {held}\n")
-        assert "1 chunks deleted" in shown and "records of" in shown
+        assert "1 chunk deleted" in shown and "records of" in shown
         (after,) = rows_of("store", "stats")
         assert before["chunks"] - after["chunks"] == len(mine) + 1
 

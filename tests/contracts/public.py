@@ -111,7 +111,7 @@ def rows_of_commands() -> dict[str, list[str]]:
             ["methods"], ["ingest", str(documents), *index], ["ask", "Where?", *index],
             ["store", "stats", *index],
             ["plan", "--model", "builtin", "--chunks", "100", "--chunk-tokens", "128"],
-            ["inspect", "Where?", *index],
+            ["inspect", "Where?", *index], ["remove", str(documents), *index],
         ):  # fmt: skip
             result = CliRunner().invoke(app, [*command, "--json"])
             assert result.exit_code == 0, (command, result.output, result.exception)

@@ -132,6 +132,36 @@ class TestNearMisses:
             SamKVLLM(engine=engine, method="magic")
 
 
+class TestTheNameThatWasGiven:
+    @pytest.mark.parametrize("name", ["max_tokens", "max_new_tokens"])
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_langchain(self, engine: Engine, kind: type, name: str) -> None:
+        wrong = {name: 0}
+        for call in (
+            lambda: kind(engine=engine, **wrong),
+            lambda: kind(engine=engine).invoke("Hello", **wrong),
+            lambda: kind(engine=engine).bind(**wrong).invoke("Hello"),
+            lambda: kind.from_model_id("builtin", pipeline_kwargs=wrong),
+        ):
+            with pytest.raises(InvalidOption, match=f"^{name}=0; it must be at least 1$"):
+                call()
+
+    @pytest.mark.parametrize("name", ["max_tokens", "max_new_tokens"])
+    def test_llama_index(self, engine: Engine, name: str) -> None:
+        llm = SamKVLLM(engine=engine)
+        with pytest.raises(InvalidOption, match=f"^{name}=0; it must be at least 1$"):
+            llm.complete("Hello", **{name: 0})
+        with pytest.raises(InvalidOption, match=f"^{name}='5'; it must be a whole number$"):
+            list(llm.stream_complete("Hello", **{name: "5"}))
+
+    @pytest.mark.parametrize("kind", [*KINDS, SamKVLLM])
+    def test_an_argument_without_one(self, engine: Engine, kind: Any) -> None:
+        with pytest.raises(InvalidOption, match=rf"{kind.__name__}\('b'\); .* give model='b'$"):
+            kind("b")
+        with pytest.raises(InvalidOption, match="give engine=<"):
+            kind(engine, max_tokens=3)
+
+
 class TestWhereOptionsBelong:
     def test_a_name_as_the_model(self) -> None:
         """As ChatSamKV and most LLMs call it; it was taken for a model without its tokenizer."""

@@ -54,5 +54,5 @@ def test_what_cannot_be_measured_is_left_out_and_counted(link: ChromaLink) -> No
     assert [one.question for one in found.questions] == ["Where is Hesmere?"]
     assert (found.uncached, found.too_long) == (1, 0)
     window = link.engine.model.context_window
-    with pytest.raises(EmptyInput, match="none of 1 questions can be asked: 1 prompts are longer"):
+    with pytest.raises(EmptyInput, match="of 1 question none can be asked: 1 too long"):
         ready(link, [replace(asked[0], id="long")], new=window)

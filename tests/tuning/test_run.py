@@ -177,7 +177,7 @@ def test_what_cannot_be_measured_is_refused() -> None:
     for wrong in ({"agree": 0.0}, {"agree": 1.5}, {"minutes": 0}, {"by": "bleu"}):
         with pytest.raises(InvalidOption, match=next(iter(wrong))):
             TuneConfig(**wrong)  # type: ignore[arg-type]
-    with pytest.raises(EmptyInput, match="4 questions are too few"):
+    with pytest.raises(EmptyInput, match=r"too few questions .* \(4\)"):
         run(Fake(only()), 4)
 
 

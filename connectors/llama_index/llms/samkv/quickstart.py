@@ -26,6 +26,7 @@ from samkv_integrations.embedding import HashingEmbedding
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.engine.report import Report
 from samkv_integrations.errors import EmptyInput
+from samkv_integrations.figures import count
 
 
 class OfflineEmbedding(BaseEmbedding):
@@ -80,7 +81,7 @@ class Quickstart:
             if normalise(text := read_text(file))
         ]
         if not documents:
-            raise EmptyInput(f"the {len(files)} documents hold no text")
+            raise EmptyInput(f"no text in {count(len(files), 'document')}; give some with text")
         for document in documents:  # the file's name belongs neither into prompts nor embeddings
             document.excluded_llm_metadata_keys = ["source"]
             document.excluded_embed_metadata_keys = ["source"]
