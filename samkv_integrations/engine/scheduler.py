@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import threading
 import time
@@ -234,8 +235,8 @@ class Scheduler:
     """Runs a model on one thread, for all who share it.
 
     Between two steps of the answers under way it does one thing at most that takes longer: the
-    first token of the next answer, or a pass of `run`. Owners take turns at that, see `OWNER`, and
-    have at most half of the places of a batch each while there are several; answers of one owner
+    first token of the next answer, or a pass of `run`. While there are several owners, see `OWNER`,
+    each has its share of the time, and half of the places of a batch at most; answers of one owner
     begin in the order in which they came. One whose reader is `AHEAD` pieces behind stands aside
     and leaves its place to others.
 
@@ -416,16 +417,20 @@ class _Thread:
     def _next(self) -> int | None:
         """Where in the queue that stands which comes next: an answer in its turn, or a work.
 
-        The owner who has had the model for the least time comes first.
+        The owner who has had the model for the least time comes first. One who has had it for
+        longer than another whose answers are under way waits for those.
         """
-        limits, queue = self._limits, self._queue
-        batch = self._batch()
+        limits, queue, batch = self._limits, self._queue, self._batch()
         is_their_turn = len(batch) < limits.max_batch
         n_running = Counter(each.owner for each in batch)
-        n_owners = len({*n_running, *(each.owner for each in queue)})
-        most = limits.max_batch if n_owners == 1 else max(1, limits.max_batch // 2)
+        owners = {*n_running, *(each.owner for each in queue)}
+        self._clock = min(map(self._start_of, owners), default=self._clock)
+        least = min(map(self._start_of, n_running), default=math.inf)
+        most = limits.max_batch if len(owners) == 1 else max(1, limits.max_batch // 2)
         for at in sorted(range(len(queue)), key=lambda at: self._start_of(queue[at].owner)):
             letter = queue[at]
+            if self._start_of(letter.owner) > least:
+                return None
             if isinstance(letter, _Work):
                 return at
             if n_running[letter.owner] >= most:
@@ -441,17 +446,20 @@ class _Thread:
     def _start_of(self, owner: str) -> float:
         return max(self._clock, self._used.get(owner, 0.0))
 
+    def _charge(self, owner: str, seconds: float) -> None:
+        """An owner has had the model for so long."""
+        self._used = {each: used for each, used in self._used.items() if used > self._clock}
+        self._used[owner] = self._start_of(owner) + seconds
+
     def _do_next(self) -> None:
         """What takes longer than a step: a pass of `run`, or the first one of an answer."""
         if (at := self._next()) is None:
             return
         letter = self._queue[at]
         del self._queue[at]
-        self._clock = self._start_of(letter.owner)
-        self._used = {owner: used for owner, used in self._used.items() if used > self._clock}
         began = time.perf_counter()
         self._begin(letter)
-        self._used[letter.owner] = self._clock + time.perf_counter() - began
+        self._charge(letter.owner, time.perf_counter() - began)
 
     def _begin(self, letter: RunningAnswer | _Work) -> None:
         if isinstance(letter, _Work):
@@ -487,6 +495,7 @@ class _Thread:
             return
         seconds = time.perf_counter() - began
         for answer, of_one in zip(batch, logits, strict=True):
+            self._charge(answer.owner, seconds / len(batch))
             assert answer.sampler is not None
             try:
                 answer.take(answer.sampler.next(of_one), seconds)
