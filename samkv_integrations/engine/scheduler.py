@@ -274,6 +274,12 @@ class Scheduler:
         waiting = self._thread.n_waiting.total()
         return Load(running=len(running), waiting=waiting, kv_bytes=kv_bytes)
 
+    @property
+    def pass_s(self) -> float:
+        """Seconds that the pass or step under way has taken so far; 0 while there is none."""
+        began = None if self._thread is None else self._thread.pass_began
+        return 0.0 if began is None else time.perf_counter() - began
+
     def submit(self, answer: RunningAnswer) -> None:
         """Have an answer computed. Raises Overloaded if too many wait already."""
         thread, most = self._running_thread(), self.limits.max_waiting
@@ -337,6 +343,7 @@ class _Thread:
 
     mail: answers, work, and None for a change of either; from any thread. counting: is held to
     change n_waiting and running, the answers that have not begun, by owner, and those that have.
+    pass_began: when the pass or step under way began; None while there is none.
     """
 
     def __init__(self, limits: Limits) -> None:
@@ -347,6 +354,7 @@ class _Thread:
         self.counting = threading.Lock()
         self.n_waiting = Counter[str]()
         self.running: list[RunningAnswer] = []
+        self.pass_began: float | None = None
         self._queue: deque[RunningAnswer | _Work] = deque()
         # start-time fair queueing (Goyal, Vin and Cheng, 1996), in seconds of the model's time
         self._clock = 0.0
@@ -457,8 +465,9 @@ class _Thread:
             return
         letter = self._queue[at]
         del self._queue[at]
-        began = time.perf_counter()
+        self.pass_began = began = time.perf_counter()
         self._begin(letter)
+        self.pass_began = None
         self._charge(letter.owner, time.perf_counter() - began)
 
     def _begin(self, letter: RunningAnswer | _Work) -> None:
@@ -481,7 +490,7 @@ class _Thread:
         """One token more for each answer of a batch."""
         if not (batch := self._batch()):
             return
-        began = time.perf_counter()
+        self.pass_began = began = time.perf_counter()
         decoders, tokens = [], []
         for answer in batch:
             assert answer.decoder is not None
@@ -493,6 +502,8 @@ class _Thread:
             for answer in batch:
                 answer.fail(error)
             return
+        finally:
+            self.pass_began = None
         seconds = time.perf_counter() - began
         for answer, of_one in zip(batch, logits, strict=True):
             self._charge(answer.owner, seconds / len(batch))

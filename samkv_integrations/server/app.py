@@ -36,6 +36,9 @@ PAGE = Path(__file__).with_name("page.html")
 OPEN_PATHS = ("/health", "/")
 """What is answered without a key: nothing of anybody."""
 
+STUCK_S = 600
+"""Seconds of one pass or step of the model after which no answer is expected any more."""
+
 _OWN_NAMES = ("localhost", "127.0.0.1", "[::1]")
 _REQUEST_ID = re.compile(r"[\w.:-]{1,128}")
 _log = logging.getLogger(__name__)
@@ -72,7 +75,12 @@ def create_app(tenancy: Tenancy, keys: ApiKeys, settings: Settings) -> FastAPI:
 
     @app.get("/health", tags=["server"])
     async def health() -> dict[str, str]:
-        """Whether the server is up."""
+        """Whether the server is up, and the model comes on."""
+        if tenancy.scheduler.pass_s > STUCK_S:
+            raise Failure(
+                503, f"a pass of the model has taken more than {STUCK_S} s; restart the server",
+                code="stuck",
+            )  # fmt: skip
         return {"status": "ok"}
 
     html = PAGE.read_text(encoding="utf-8")

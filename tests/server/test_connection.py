@@ -9,7 +9,8 @@ import pytest
 
 from samkv_integrations.engine.request import Request
 from samkv_integrations.engine.scheduler import Limits
-from tests.server.conftest import App
+from samkv_integrations.server import app as app_module
+from tests.server.conftest import KEYS, App
 from tests.support.asgi import PATIENCE_S
 from tests.support.served import PROMPT, TEXTS
 from tests.support.steps import Steps
@@ -99,3 +100,38 @@ async def test_an_answer_in_time_is_whole_though_its_client_leaves_later(app: Ap
     exchange.leave()
     assert exchange.status == 200
     assert exchange.body["usage"]["completion_tokens"] == 3
+
+
+async def test_a_key_that_is_refused_refuses_no_other(
+    make_app: Callable[..., App], steps: Steps
+) -> None:
+    app = make_app(keys=KEYS, limits=Limits(max_batch=1, max_waiting=1))
+    red, blue = app.of("sk-of-the-red-team"), app.of("sk-of-the-blue-team")
+    steps.hold()
+    asked = [red.post(PATH, LONG | {"max_tokens": 3})]
+    await asyncio.to_thread(steps.wait_until_held)
+    asked.append(red.post(PATH, LONG | {"max_tokens": 3}))
+    while app.scheduler.load.waiting < 1:
+        await asyncio.sleep(0)
+    assert (await red.posted(PATH, LONG)).status == 429
+    asked.append(blue.post(PATH, LONG | {"max_tokens": 3}))
+    while app.scheduler.load.waiting < 2:
+        await asyncio.sleep(0)
+    steps.release()
+    assert [(await each.end()).status for each in asked] == [200] * 3
+
+
+async def test_health_fails_while_the_model_does_not_come_on(
+    app: App, steps: Steps, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(app_module, "STUCK_S", 0)
+    assert (await app.client.got("/health")).status == 200
+    steps.hold()
+    asked = app.client.post(PATH, LONG | {"max_tokens": 3})
+    await asyncio.to_thread(steps.wait_until_held)
+    reply = await app.client.got("/health")
+    assert (reply.status, reply.error["code"]) == (503, "stuck")
+    steps.release()
+    assert (await asked.end()).status == 200
+    await idle(app)
+    assert (await app.client.got("/health")).status == 200
