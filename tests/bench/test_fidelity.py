@@ -19,6 +19,7 @@ from samkv_integrations.eviction import EVICTIONS
 from samkv_integrations.figures import Row
 from samkv_integrations.model.model import Model
 from samkv_integrations.prompt.text import rag_prompt
+from tests.support.covering import covering
 from tests.support.models import tiny_model
 from tests.support.records import RECORDS, TEXTS, builtin
 
@@ -52,8 +53,7 @@ def test_logits_of_full_prefill_are_the_model_s(engine: Engine) -> None:
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("eviction", ["none", *EVICTIONS])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("method", "eviction"), covering(list(METHODS), ["none", *EVICTIONS]))
 def test_logits_are_those_that_an_answer_is_drawn_from(
     engine: Engine, method: str, eviction: str
 ) -> None:

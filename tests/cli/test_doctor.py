@@ -10,11 +10,19 @@ import torch
 from transformers import GPT2Config, LlamaConfig
 
 from samkv_integrations.cache.disk import ChunkStore
+from samkv_integrations.engine import doctor
 from samkv_integrations.engine.costs import name_of
 from samkv_integrations.engine.doctor import Check
 from samkv_integrations.model.loading import load_model
 from tests.cli.running import error_of, ran, rows_of, run
 from tests.support.models import SHAPE
+
+
+@pytest.fixture(autouse=True)
+def few_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Comparing answers takes longest, and has its own tests."""
+    monkeypatch.setattr(doctor, "FURTHER_QUESTIONS", ())
+    monkeypatch.setattr(doctor, "COMPARED_METHODS", ("reuse",))
 
 
 def test_doctor_exits_with_1_if_a_check_fails(monkeypatch: pytest.MonkeyPatch, tiny: str) -> None:

@@ -14,6 +14,7 @@ from samkv_integrations import Engine
 from samkv_integrations.errors import InvalidOption, MissingExtra
 from samkv_integrations.model.model import Model
 from samkv_integrations.model.sampling import JsonConstraint, check_json_schema
+from tests.support.covering import covering
 from tests.support.models import byte_tokenizer, hf_model, tiny_model
 
 PROMPT = "Where was Tobias Trulman born?"
@@ -53,15 +54,21 @@ def engine(family: str = "llama") -> Engine:
     return Engine(tiny_model(family))
 
 
-@pytest.mark.parametrize("schema", SCHEMAS.values(), ids=SCHEMAS)
-@pytest.mark.parametrize("options", [
-    {"temperature": 1.0}, {"temperature": 1.0, "top_k": 1, "repetition_penalty": 1.3},
-    {"temperature": 1.5, "top_p": 0.5}, {},
-], ids=str)  # fmt: skip
-def test_random_weights_write_json_of_the_schema(
-    schema: dict[str, Any], options: dict[str, Any]
-) -> None:
-    for seed in range(3):
+@pytest.mark.parametrize(
+    ("name", "options"),
+    covering(
+        list(SCHEMAS),
+        [
+            {"temperature": 1.0}, {"temperature": 1.0, "top_k": 1, "repetition_penalty": 1.3},
+            {"temperature": 1.5, "top_p": 0.5}, {},
+        ],
+        times=2,
+    ),
+    ids=str,
+)  # fmt: skip
+def test_random_weights_write_json_of_the_schema(name: str, options: dict[str, Any]) -> None:
+    schema = SCHEMAS[name]
+    for seed in range(2 if options else 1):
         answer = engine().generate(
             PROMPT, json_schema=schema, seed=seed, max_new_tokens=250, **options
         )
@@ -69,8 +76,12 @@ def test_random_weights_write_json_of_the_schema(
         validate(json.loads(answer.text), schema)
 
 
-@pytest.mark.parametrize("method", ["samkv-guided", "samkv-fusion", "cacheblend", "recompute"])
-@pytest.mark.parametrize("eviction", ["none", "snapkv", "quest"])
+@pytest.mark.parametrize(
+    ("method", "eviction"),
+    covering(
+        ["samkv-guided", "samkv-fusion", "cacheblend", "recompute"], ["none", "snapkv", "quest"]
+    ),
+)
 def test_with_every_kind_of_method_and_eviction(method: str, eviction: str) -> None:
     """A constraint is a matter of sampling; a cached document is answered from its cache."""
     document = "[Tobias Trulman] Tobias Trulman was born in Flevport, a town on the Tume."

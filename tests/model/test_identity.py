@@ -47,6 +47,7 @@ class TestDigests:
         again.generation_config.temperature = 0.3
         assert digests(hf_model("llama")) == digests(again) == digests(hf)
 
+    @pytest.mark.slow  # a process; caches of processes that were killed are found by others, too
     def test_are_the_same_in_another_process(self) -> None:
         script = (
             "import sys; from tests.model.test_identity import digests, hf_model; "

@@ -7,6 +7,7 @@ from functools import cache
 from typing import Any
 from unittest import mock
 
+import torch
 from torch import Tensor
 
 from samkv_integrations.engine import scheduler as scheduler_module
@@ -49,10 +50,18 @@ TEMPLATES = {
 
 @cache
 def tool_model(form: str = "hermes") -> Model:
-    """A tiny model with random weights; form: one of `TEMPLATES`."""
+    """A tiny model with random weights; form: one of `TEMPLATES`.
+
+    It likes quotes and ends of turns, so that strings and answers that are drawn do not go on for
+    hundreds of letters.
+    """
     tokenizer = byte_tokenizer(bos=True)
     tokenizer.chat_template = TEMPLATES[form]
-    return Model(hf_model("llama", max_position_embeddings=8192), tokenizer, f"tiny-{form}")
+    hf = hf_model("llama", max_position_embeddings=8192)
+    bias = torch.zeros(hf.config.vocab_size)
+    bias[tokenizer.convert_tokens_to_ids(['"', "<|end|>"])] = 4.0
+    hf.lm_head.bias = torch.nn.Parameter(bias, requires_grad=False)
+    return Model(hf, tokenizer, f"tiny-{form}")
 
 
 def dictated(*texts: str) -> Any:
