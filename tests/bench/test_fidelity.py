@@ -144,9 +144,13 @@ def config(*names: str, n: int = 2, **options: Any) -> fidelity.FidelityConfig:
     )
 
 
-def measured(config: fidelity.FidelityConfig, folder: Path) -> fidelity.Result:
-    with Journal(folder, config.settings(builtin())) as journal:
-        return fidelity.run(config, builtin(), journal)
+def measured(
+    config: fidelity.FidelityConfig, folder: Path, model: Model | None = None
+) -> fidelity.Result:
+    """model: the built-in one if None."""
+    model = builtin() if model is None else model
+    with Journal(folder, config.settings(model)) as journal:
+        return fidelity.run(config, model, journal)
 
 
 def test_rows_of_a_run(tmp_path: Path) -> None:
@@ -175,8 +179,15 @@ def test_a_stopped_run_goes_on_to_the_same_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Stopped between questions, and within one, whose full prefill is then computed again."""
-    asked = config("recompute", "reuse", tokens=3)
-    expected = measured(asked, tmp_path / "undisturbed").rows
+    short = [
+        datasets.Question(
+            id=record.name, dataset="town", kind="town", question=record.question,
+            answers=(record.workers,), documents=(record.text,),
+        )
+        for record in RECORDS[:2]
+    ]  # fmt: skip
+    model, asked = tiny_model(), replace(config("recompute", "reuse", tokens=3), questions=short)
+    expected = measured(asked, tmp_path / "undisturbed", model).rows
     add = Journal.add
     for n_rows in (1, 2):
         left = iter(range(n_rows))
@@ -188,12 +199,12 @@ def test_a_stopped_run_goes_on_to_the_same_rows(
 
         monkeypatch.setattr(Journal, "add", add_or_stop)
         with pytest.raises(KeyboardInterrupt):
-            measured(asked, tmp_path / "run")
+            measured(asked, tmp_path / "run", model)
     monkeypatch.setattr(Journal, "add", add)
     assert (tmp_path / "run" / ROWS).read_text("utf-8").count("\n") == 3
-    assert measured(asked, tmp_path / "run").rows == expected
+    assert measured(asked, tmp_path / "run", model).rows == expected
     with pytest.raises(InvalidOption, match="holds a run of another tokens"):
-        measured(replace(asked, tokens=4), tmp_path / "run")
+        measured(replace(asked, tokens=4), tmp_path / "run", model)
 
 
 def test_what_the_window_does_not_hold_is_left_out(

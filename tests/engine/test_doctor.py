@@ -75,9 +75,7 @@ def test_prompts_that_do_not_fit_are_a_warning() -> None:
     assert check.ok and check.is_warning and "512" in check.detail
 
 
-@pytest.mark.parametrize(
-    ("family", "dtype"), covering(FAMILIES, [torch.float32, torch.bfloat16])
-)
+@pytest.mark.parametrize(("family", "dtype"), covering(FAMILIES, [torch.float32, torch.bfloat16]))
 def test_every_supported_family_passes(family: str, dtype: torch.dtype) -> None:
     checks = examined(tiny_model(family, dtype))
     assert [name for name, check in checks.items() if not check.ok] == []

@@ -50,9 +50,7 @@ ODD_CHUNKS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("method", "kind"), covering(list(METHODS), list(ODD_CHUNKS), times=2)
-)
+@pytest.mark.parametrize(("method", "kind"), covering(list(METHODS), list(ODD_CHUNKS), times=2))
 def test_any_chunks_are_served_from_their_caches(kind: str, method: str) -> None:
     engine, texts = Engine(tiny_model("llama"), block_size=8), ODD_CHUNKS[kind]
     engine.cache_chunks(texts)

@@ -93,9 +93,7 @@ def file_of(engine: Engine) -> Path:
 
 @pytest.mark.parametrize(
     ("fate", "method", "on_miss"),
-    covering(
-        FATES, ["reuse", "recompute", "auto", "samkv-fusion"], ["text", "compute"], times=2
-    ),
+    covering(FATES, ["reuse", "recompute", "auto", "samkv-fusion"], ["text", "compute"], times=2),
 )
 def test_in_a_string_prompt(
     engine: Engine, read: list[list[str]], fate: Fate, method: str, on_miss: OnMiss
@@ -138,9 +136,7 @@ def test_by_a_process_that_was_told_nothing(
 
 @pytest.mark.parametrize(
     ("ask", "fate"),
-    covering(
-        ["complete", "formatted", "query", "chat", "langchain", "chatsamkv"], FATES, times=2
-    ),
+    covering(["complete", "formatted", "query", "chat", "langchain", "chatsamkv"], FATES, times=2),
 )
 def test_by_a_framework(engine: Engine, read: list[list[str]], fate: Fate, ask: str) -> None:
     question = f"{BEFORE}\n\n{DOCUMENT}\n\nWho built it?"

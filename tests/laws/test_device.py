@@ -231,6 +231,6 @@ def test_a_step_waits_for_its_token_and_its_position_alone(
 
 @pytest.mark.parametrize("method", METHODS)
 def test_no_method_waits_for_a_layer(monkeypatch: pytest.MonkeyPatch, method: str):
-    few, many = (waits_of(monkeypatch, n_layers, method=method) for n_layers in (4, 6))
+    few, many = (waits_of(monkeypatch, n_layers, method=method) for n_layers in (3, 5))
     assert few.passes == many.passes and few.steps == many.steps
     assert few.passes

@@ -49,17 +49,17 @@ TEMPLATES = {
 
 
 @cache
-def tool_model(form: str = "hermes") -> Model:
+def tool_model(form: str = "hermes", likes: tuple[str, ...] = ('"',)) -> Model:
     """A tiny model with random weights; form: one of `TEMPLATES`.
 
-    It likes quotes and ends of turns, so that strings and answers that are drawn do not go on for
-    hundreds of letters.
+    likes: tokens that it draws more often; quotes, so that strings do not go on for hundreds of
+        letters.
     """
     tokenizer = byte_tokenizer(bos=True)
     tokenizer.chat_template = TEMPLATES[form]
     hf = hf_model("llama", max_position_embeddings=8192)
     bias = torch.zeros(hf.config.vocab_size)
-    bias[tokenizer.convert_tokens_to_ids(['"', "<|end|>"])] = 4.0
+    bias[tokenizer.convert_tokens_to_ids(list(likes))] = 4.0
     hf.lm_head.bias = torch.nn.Parameter(bias, requires_grad=False)
     return Model(hf, tokenizer, f"tiny-{form}")
 
