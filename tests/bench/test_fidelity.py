@@ -144,6 +144,15 @@ def config(*names: str, n: int = 2, **options: Any) -> fidelity.FidelityConfig:
     )
 
 
+SHORT = [
+    datasets.Question(
+        id=record.name, dataset="town", kind="town", question=record.question,
+        answers=(record.workers,), documents=(record.text,),
+    )
+    for record in RECORDS[:2]
+]  # fmt: skip
+
+
 def measured(
     config: fidelity.FidelityConfig, folder: Path, model: Model | None = None
 ) -> fidelity.Result:
@@ -179,14 +188,7 @@ def test_a_stopped_run_goes_on_to_the_same_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Stopped between questions, and within one, whose full prefill is then computed again."""
-    short = [
-        datasets.Question(
-            id=record.name, dataset="town", kind="town", question=record.question,
-            answers=(record.workers,), documents=(record.text,),
-        )
-        for record in RECORDS[:2]
-    ]  # fmt: skip
-    model, asked = tiny_model(), replace(config("recompute", "reuse", tokens=3), questions=short)
+    model, asked = tiny_model(), replace(config("recompute", "reuse", tokens=3), questions=SHORT)
     expected = measured(asked, tmp_path / "undisturbed", model).rows
     add = Journal.add
     for n_rows in (1, 2):

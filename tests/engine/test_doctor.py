@@ -247,7 +247,8 @@ def test_the_fewest_bits_that_change_little_are_advised(
     monkeypatch: pytest.MonkeyPatch, limit: float, advised: int, warns: bool
 ) -> None:
     monkeypatch.setattr(doctor, "NEGLIGIBLE_KL", limit)
-    check = examined(tiny_model("qwen2"), "store_bits")["store_bits"]
+    *_, check = doctor.bits_advice(tiny_model("qwen2"))
+    assert check.name == "store_bits"
     assert check.ok and check.is_warning == warns
     assert re.search(rf"take (store_bits=)?{advised}\b", check.detail)
 
@@ -282,7 +283,7 @@ def test_the_smallest_context_of_two_passes_is_what_auto_does(
 ) -> None:
     model, costs = tiny_model("qwen2"), a_cost(layer_s=layer_s)
     monkeypatch.setattr(Engine, "calibrate", lambda engine: costs)
-    detail = examined(model)["speed"].detail
+    detail = doctor.speed_advice(Engine(model)).detail
     found = re.search(r"below contexts of (\d+) tokens", detail)
     assert found is not None, detail
     smallest = int(found[1])
@@ -303,7 +304,8 @@ def test_the_smallest_context_of_two_passes_is_what_auto_does(
 
 def test_full_prefill_may_always_be_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Engine, "calibrate", lambda engine: a_cost(entry_s=1.0))
-    assert "faster up to contexts of 4064 tokens" in examined(tiny_model())["speed"].detail
+    detail = doctor.speed_advice(Engine(tiny_model())).detail
+    assert "faster up to contexts of 4064 tokens" in detail
 
 
 def test_what_passes_cost_is_kept_where_it_is_told_to(tmp_path: Path) -> None:

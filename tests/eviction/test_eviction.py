@@ -348,7 +348,7 @@ def test_a_budget_for_all_entries_changes_nothing(
                     assert torch.equal(evicting.step(token), logits)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["llama3-rope", "qwen3"])  # of logits, all families above
 def test_tokens_are_those_without_eviction(engines: Callable[[str], Engine], family: str) -> None:
     engine = engines(family)
     whole = engine.generate(PROMPT, CHUNKS, eviction="none", max_new_tokens=ANSWER)

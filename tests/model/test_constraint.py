@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import json
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -15,7 +16,7 @@ from samkv_integrations.errors import InvalidOption, MissingExtra
 from samkv_integrations.model.model import Model
 from samkv_integrations.model.sampling import JsonConstraint, check_json_schema
 from tests.support.covering import covering
-from tests.support.models import byte_tokenizer, hf_model, tiny_model
+from tests.support.models import byte_tokenizer, hf_model, quoting_model, tiny_model
 
 PROMPT = "Where was Tobias Trulman born?"
 SCHEMAS: dict[str, dict[str, Any]] = {
@@ -50,8 +51,8 @@ SCHEMAS: dict[str, dict[str, Any]] = {
 
 
 @cache
-def engine(family: str = "llama") -> Engine:
-    return Engine(tiny_model(family))
+def engine(model: Callable[[], Model] = quoting_model) -> Engine:
+    return Engine(model())
 
 
 @pytest.mark.parametrize(
@@ -134,9 +135,9 @@ def test_an_answer_that_is_cut_says_so() -> None:
 
 def test_stop_ids_end_it_when_it_is_complete_and_not_before() -> None:
     """A token of the vocabulary that a caller declared an end token would cut a string."""
-    letters = engine().model.tokenize("abcdefghijklmnopqrstuvwxyz", special=False)
+    letters = engine(tiny_model).model.tokenize("abcdefghijklmnopqrstuvwxyz", special=False)
     for seed in range(6):
-        answer = engine().generate(
+        answer = engine(tiny_model).generate(
             PROMPT, json_schema=SCHEMAS["list"], stop_ids=letters, temperature=1.0, seed=seed
         )
         assert answer.finish_reason == "stop"

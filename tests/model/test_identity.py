@@ -18,7 +18,7 @@ from samkv_integrations.errors import UnsupportedModel
 from samkv_integrations.model import identity
 from samkv_integrations.model.loading import load_model
 from samkv_integrations.model.model import Model
-from tests.support.models import FAMILIES, byte_tokenizer, hf_model
+from tests.support.models import byte_tokenizer, hf_model
 
 Change = Callable[[Any], object]
 
@@ -59,7 +59,7 @@ class TestDigests:
         )
         assert tuple(done.stdout.split()) == digests(hf_model("qwen3")), done.stderr
 
-    @pytest.mark.parametrize("family", FAMILIES)
+    @pytest.mark.parametrize("family", ["qwen2", "qwen3"])  # with biases, and with more norms
     def test_see_a_single_value_of_every_tensor(self, family: str) -> None:
         hf = hf_model(family)
         seen = {digests(hf)}

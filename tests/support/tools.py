@@ -7,13 +7,12 @@ from functools import cache
 from typing import Any
 from unittest import mock
 
-import torch
 from torch import Tensor
 
 from samkv_integrations.engine import scheduler as scheduler_module
 from samkv_integrations.model.model import Model
 from samkv_integrations.model.sampling import Sampler
-from tests.support.models import byte_tokenizer, hf_model
+from tests.support.models import byte_tokenizer, hf_model, liking
 
 _MESSAGES = (
     "{% for m in messages %}<|{{ 'user' if m['role'] == 'tool' else m['role'] }}|>"
@@ -58,10 +57,8 @@ def tool_model(form: str = "hermes", likes: tuple[str, ...] = ('"',)) -> Model:
     tokenizer = byte_tokenizer(bos=True)
     tokenizer.chat_template = TEMPLATES[form]
     hf = hf_model("llama", max_position_embeddings=8192)
-    bias = torch.zeros(hf.config.vocab_size)
-    bias[tokenizer.convert_tokens_to_ids(list(likes))] = 4.0
-    hf.lm_head.bias = torch.nn.Parameter(bias, requires_grad=False)
-    return Model(hf, tokenizer, f"tiny-{form}")
+    liked = tokenizer.convert_tokens_to_ids(list(likes))
+    return Model(liking(hf, liked), tokenizer, f"tiny-{form}")
 
 
 def dictated(*texts: str) -> Any:
