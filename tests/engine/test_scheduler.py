@@ -585,6 +585,7 @@ stream = engine.stream("Hello", max_new_tokens=4000)  # which is under way when 
 """
 
 
+@pytest.mark.slow  # a process; one that ends while an answer runs is in tests/cli/test_serve.py
 def test_processes_fork_and_end() -> None:
     done = subprocess.run(
         [sys.executable, "-c", IN_A_PROCESS],

@@ -359,7 +359,7 @@ def test_tokens_are_those_without_eviction(engines: Callable[[str], Engine], fam
         assert answer.report.decode_kv_bytes == whole.report.decode_kv_bytes
 
 
-@pytest.mark.parametrize(("family", "method"), covering(FAMILIES, list(METHODS), times=2))
+@pytest.mark.parametrize(("family", "method"), covering(FAMILIES, list(METHODS)))
 def test_every_method_with_every_rule(
     engines: Callable[[str], Engine], family: str, method: str
 ) -> None:
@@ -391,7 +391,7 @@ def test_every_method_with_every_rule(
         assert decoder.position == n_tokens + 8
 
 
-@pytest.mark.parametrize(("family", "method"), covering(FAMILIES, list(METHODS)))
+@pytest.mark.parametrize(("family", "method"), covering(FAMILIES, [*METHODS][::-1]))
 def test_every_method_answers_with_every_rule(
     engines: Callable[[str], Engine], family: str, method: str
 ) -> None:

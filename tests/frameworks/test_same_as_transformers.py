@@ -14,7 +14,14 @@ FEW = 3
 TRANSFORMERS, *OTHERS = PAIRS
 
 
-@pytest.mark.parametrize("asked", SETS)
+@pytest.mark.parametrize(
+    "asked",
+    [
+        # longer prompts
+        pytest.param(name, marks=pytest.mark.slow if name == "real paragraphs" else ())
+        for name in SETS
+    ],
+)
 def test_recompute_answers_as_transformers_generates(asked: str) -> None:
     row = measure(TRANSFORMERS, asked, FEW)
     assert row.same == row.questions == FEW

@@ -229,7 +229,17 @@ def test_a_step_waits_for_its_token_and_its_position_alone(
     assert waits.steps == [{"to the device": 2}] * len(FOLLOW)
 
 
-@pytest.mark.parametrize("method", METHODS)
+KINDS = ("recompute", "reuse", "multi-infllm", "cacheblend", "epic", "ape", "samkv-guided")
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        # seconds each; the others select, check and update as one of these does
+        pytest.param(name, marks=() if name in KINDS else pytest.mark.slow)
+        for name in METHODS
+    ],
+)
 def test_no_method_waits_for_a_layer(monkeypatch: pytest.MonkeyPatch, method: str):
     few, many = (waits_of(monkeypatch, n_layers, method=method) for n_layers in (3, 5))
     assert few.passes == many.passes and few.steps == many.steps

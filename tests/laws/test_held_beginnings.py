@@ -94,7 +94,7 @@ def test_an_answer_does_not_tell_whether_its_beginning_was_held(
 
 @pytest.mark.parametrize(
     ("name", "eviction"),
-    covering(list(METHODS), [name for name in EVICTIONS if name != "quest"], times=2),
+    covering(list(METHODS), [name for name in EVICTIONS if name != "quest"]),
 )
 def test_an_eviction_chooses_the_same(name: str, eviction: str) -> None:
     """A rule that wants the queries of all tokens gets them: nothing is taken from memory then."""
@@ -173,9 +173,7 @@ def test_a_conversation_without_documents_goes_on_from_its_last_turn(
 
 @pytest.mark.parametrize(
     ("before", "eviction", "name"),
-    covering(
-        list(METHODS), [None, "h2o"], ["reuse", "samkv-fusion", "ape", "samkv-guided"], times=2
-    ),
+    covering(list(METHODS), [None, "h2o"], ["reuse", "samkv-fusion", "ape", "samkv-guided"]),
 )
 def test_whichever_method_left_it(before: str, eviction: str | None, name: str) -> None:
     cold, warm = engines("qwen3", 16, len(CHUNKS))

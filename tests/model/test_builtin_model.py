@@ -68,6 +68,7 @@ def test_it_reads(cell: Cell, least: float) -> None:
     assert share >= least
 
 
+@pytest.mark.slow  # a single fact, as above, in a long prompt
 def test_it_finds_a_needle_in_a_thousand_tokens() -> None:
     (share,) = right(draw_items(builtin(), WORLD, needle(1000), 12, seed=11), Variant())
     assert share >= 0.7

@@ -54,8 +54,12 @@ HANDED_OVER = (
 the first one does."""
 ANOTHER_PROCESS = "persisted, in a new process"
 """It imports LlamaIndex and loads a model: seconds."""
-MORE_CHUNKS = ("compact, 8 chunks", "compact, 12 chunks")
-"""Longer prompts of a pipeline that is in the table."""
+NEAR_ANOTHER = (
+    "compact, 8 chunks", "compact, 12 chunks",  # longer prompts
+    "simple_summarize", "compact_accumulate",  # prompts of `compact` and `accumulate`
+    "sentence windows, cached at ingest", "rerankers after",
+)  # fmt: skip
+"""Pipelines that find their chunks as another one does, which the quick tests have."""
 RULE = "\n---------------------\n"
 """What LlamaIndex puts between the answers that it accumulates."""
 
@@ -104,7 +108,7 @@ def expected(*, made_up: bool = False) -> list[object]:
 
 
 def is_quick(name: str, way: str) -> bool:
-    if name == ANOTHER_PROCESS or name in MORE_CHUNKS:
+    if name == ANOTHER_PROCESS or name in NEAR_ANOTHER:
         return False
     return (way == "text" or name in IN_EVERY_WAY) and PIPELINES[name].like in ("", *HANDED_OVER)
 
