@@ -163,7 +163,7 @@ def measured(
 
 
 def test_rows_of_a_run(tmp_path: Path) -> None:
-    asked = config(past_end=True, tokens=6)
+    asked = config(past_end=True, tokens=6, n=1)
     found = measured(asked, tmp_path / "run")
     assert [(r["id"], r["label"]) for r in found.rows] == [
         (q.id, label) for q in asked.questions for label in NAMES
@@ -212,12 +212,12 @@ def test_a_stopped_run_goes_on_to_the_same_rows(
 def test_what_the_window_does_not_hold_is_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = config("recompute", tokens=50)  # longer than the expected answers
+    asked = config("recompute", tokens=20)  # longer than the expected answers
     lengths = [len(q.prompt_ids(builtin())) for q in asked.questions]
     assert lengths[0] != lengths[1]
-    monkeypatch.setattr(Model, "context_window", max(lengths) + 50)
+    monkeypatch.setattr(Model, "context_window", max(lengths) + 20)
     assert measured(asked, tmp_path / "all").too_long == 0
-    monkeypatch.setattr(Model, "context_window", max(lengths) + 49)
+    monkeypatch.setattr(Model, "context_window", max(lengths) + 19)
     found = measured(asked, tmp_path / "one")
     assert (found.too_long, len(found.rows)) == (1, 1)
     monkeypatch.setattr(Model, "context_window", min(lengths))

@@ -85,14 +85,8 @@ def test_every_supported_family_passes(family: str, dtype: torch.dtype) -> None:
     assert not checks["store_bits=8"].is_warning
 
 
-@pytest.mark.parametrize(
-    "dtype",
-    [
-        "float32",
-        # families are examined in it
-        pytest.param("bfloat16", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow  # the command examines it in every run, in tests/cli/test_doctor.py
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_built_in_model_passes(dtype: str) -> None:
     checks = examined(load_model("builtin", dtype=dtype))
     assert all(check.ok for check in checks.values()), checks

@@ -439,8 +439,10 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Seen, Tensor]]:
     return shown
 
 
-@pytest.mark.parametrize("method", ["recompute", "reuse", "reuse-local", "samkv-guided"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "method"),
+    covering(FAMILIES, ["recompute", "reuse", "reuse-local", "samkv-guided"], times=2),
+)
 def test_a_rule_sees_the_attention_of_the_model(
     engines: Callable[[str], Engine],
     looks: list[tuple[Seen, Tensor]],

@@ -28,6 +28,7 @@ def test_recompute_answers_as_transformers_generates(asked: str) -> None:
     assert row.different == FEW and row.found == row.given > FEW
 
 
+@pytest.mark.slow  # twice as many questions
 def test_another_method_does_not_always() -> None:
     """So that being the same says something: `reuse` loses what needs another document."""
     assert measure(TRANSFORMERS, "sample questions", 2 * FEW, "reuse").same < 2 * FEW

@@ -58,6 +58,7 @@ NEAR_ANOTHER = (
     "compact, 8 chunks", "compact, 12 chunks",  # longer prompts
     "simple_summarize", "compact_accumulate",  # prompts of `compact` and `accumulate`
     "sentence windows, cached at ingest", "rerankers after",
+    "tree_summarize, several calls", "compact_accumulate, several calls",  # see the test of packing
 )  # fmt: skip
 """Pipelines that find their chunks as another one does, which the quick tests have."""
 RULE = "\n---------------------\n"
