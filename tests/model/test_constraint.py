@@ -218,6 +218,7 @@ def test_a_schema_that_takes_too_long_to_read() -> None:
         check_json_schema({"type": "object", "properties": names})
 
 
+@pytest.mark.slow  # it takes the five seconds; what is refused for its size is above
 def test_a_schema_that_cannot_be_read_in_time_is_refused() -> None:
     """Sixteen patterns at once took more than a minute, in a call that nothing can end."""
     patterns = [{"type": "string", "pattern": f".*a.{{{n}}}b.*"} for n in range(16)]
