@@ -27,6 +27,17 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.fixture(autouse=True, scope="module")
+def what_a_module_leaves_stays() -> Iterator[None]:
+    """Models that it holds, and what it was the first to import, for the same reason.
+
+    After some thousand tests each collection that a test asks for would take a second.
+    """
+    yield
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True, scope="session")
 def one_thread() -> None:
     """The tensors are tiny, and threads that wait for each other on a busy machine cost more."""

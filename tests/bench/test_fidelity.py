@@ -19,6 +19,7 @@ from samkv_integrations.eviction import EVICTIONS
 from samkv_integrations.figures import Row
 from samkv_integrations.model.model import Model
 from samkv_integrations.prompt.text import rag_prompt
+from tests.support.covering import covering
 from tests.support.models import tiny_model
 from tests.support.records import RECORDS, TEXTS, builtin
 
@@ -52,8 +53,7 @@ def test_logits_of_full_prefill_are_the_model_s(engine: Engine) -> None:
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("eviction", ["none", *EVICTIONS])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("method", "eviction"), covering(list(METHODS), ["none", *EVICTIONS]))
 def test_logits_are_those_that_an_answer_is_drawn_from(
     engine: Engine, method: str, eviction: str
 ) -> None:
@@ -144,13 +144,26 @@ def config(*names: str, n: int = 2, **options: Any) -> fidelity.FidelityConfig:
     )
 
 
-def measured(config: fidelity.FidelityConfig, folder: Path) -> fidelity.Result:
-    with Journal(folder, config.settings(builtin())) as journal:
-        return fidelity.run(config, builtin(), journal)
+SHORT = [
+    datasets.Question(
+        id=record.name, dataset="town", kind="town", question=record.question,
+        answers=(record.workers,), documents=(record.text,),
+    )
+    for record in RECORDS[:2]
+]  # fmt: skip
+
+
+def measured(
+    config: fidelity.FidelityConfig, folder: Path, model: Model | None = None
+) -> fidelity.Result:
+    """model: the built-in one if None."""
+    model = builtin() if model is None else model
+    with Journal(folder, config.settings(model)) as journal:
+        return fidelity.run(config, model, journal)
 
 
 def test_rows_of_a_run(tmp_path: Path) -> None:
-    asked = config(past_end=True, tokens=6)
+    asked = config(past_end=True, tokens=6, n=1)
     found = measured(asked, tmp_path / "run")
     assert [(r["id"], r["label"]) for r in found.rows] == [
         (q.id, label) for q in asked.questions for label in NAMES
@@ -175,8 +188,8 @@ def test_a_stopped_run_goes_on_to_the_same_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Stopped between questions, and within one, whose full prefill is then computed again."""
-    asked = config("recompute", "reuse", tokens=3)
-    expected = measured(asked, tmp_path / "undisturbed").rows
+    model, asked = tiny_model(), replace(config("recompute", "reuse", tokens=3), questions=SHORT)
+    expected = measured(asked, tmp_path / "undisturbed", model).rows
     add = Journal.add
     for n_rows in (1, 2):
         left = iter(range(n_rows))
@@ -188,23 +201,23 @@ def test_a_stopped_run_goes_on_to_the_same_rows(
 
         monkeypatch.setattr(Journal, "add", add_or_stop)
         with pytest.raises(KeyboardInterrupt):
-            measured(asked, tmp_path / "run")
+            measured(asked, tmp_path / "run", model)
     monkeypatch.setattr(Journal, "add", add)
     assert (tmp_path / "run" / ROWS).read_text("utf-8").count("\n") == 3
-    assert measured(asked, tmp_path / "run").rows == expected
+    assert measured(asked, tmp_path / "run", model).rows == expected
     with pytest.raises(InvalidOption, match="holds a run of another tokens"):
-        measured(replace(asked, tokens=4), tmp_path / "run")
+        measured(replace(asked, tokens=4), tmp_path / "run", model)
 
 
 def test_what_the_window_does_not_hold_is_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = config("recompute", tokens=50)  # longer than the expected answers
+    asked = config("recompute", tokens=20)  # longer than the expected answers
     lengths = [len(q.prompt_ids(builtin())) for q in asked.questions]
     assert lengths[0] != lengths[1]
-    monkeypatch.setattr(Model, "context_window", max(lengths) + 50)
+    monkeypatch.setattr(Model, "context_window", max(lengths) + 20)
     assert measured(asked, tmp_path / "all").too_long == 0
-    monkeypatch.setattr(Model, "context_window", max(lengths) + 49)
+    monkeypatch.setattr(Model, "context_window", max(lengths) + 19)
     found = measured(asked, tmp_path / "one")
     assert (found.too_long, len(found.rows)) == (1, 1)
     monkeypatch.setattr(Model, "context_window", min(lengths))

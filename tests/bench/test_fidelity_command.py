@@ -77,6 +77,7 @@ def asked(folder: Path, *records: object) -> Path:
     return path
 
 
+@pytest.mark.slow  # the bench from end to end, three times
 def test_several_models_one_after_the_other(
     tmp_path: Path, loaded: list[tuple[str, str, int]]
 ) -> None:
@@ -109,6 +110,7 @@ def test_several_models_one_after_the_other(
     ]
 
 
+@pytest.mark.slow  # the bench from end to end, three times
 def test_a_fresh_run_drops_the_truths_of_an_earlier_one(
     tmp_path: Path, loaded: list[tuple[str, str, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -80,7 +80,8 @@ def test_the_other_dtype_is_near(tmp_path: Path) -> None:
     assert not (tmp_path / "truths").exists()
 
 
-@pytest.mark.parametrize("stops_at", [1, 5])
+# a run that stops within a question is in test_fidelity.py, too
+@pytest.mark.parametrize("stops_at", [pytest.param(1, marks=pytest.mark.slow), 5])
 def test_a_stopped_run_goes_on_to_the_same_floor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stops_at: int
 ) -> None:

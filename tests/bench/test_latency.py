@@ -14,7 +14,7 @@ import torch
 
 from benchmarks import ingest, latency, models
 from benchmarks.ingest import IngestConfig
-from benchmarks.latency import LatencyConfig
+from benchmarks.latency import LatencyConfig, PageCache
 from samkv_integrations import METHODS
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.engine.report import Report
@@ -66,14 +66,25 @@ def tiny(**changes: Any) -> LatencyConfig:  # noqa: ANN401
 # -- what is measured ---------------------------------------------------------------------------
 
 
-def test_every_cell_question_and_method_has_a_row_with_all_columns() -> None:
+@pytest.mark.parametrize(
+    "page_caches",
+    [
+        ("warm",),
+        # which cells are asked; what is dropped before a cold one has a test of its own
+        pytest.param(("warm", "cold"), marks=pytest.mark.slow),
+    ],
+)
+def test_every_cell_question_and_method_has_a_row_with_all_columns(
+    page_caches: tuple[PageCache, ...],
+) -> None:
     config = tiny(
-        text_tokens=(20,), cached_shares=(1.0, 0.5), page_caches=("warm", "cold"),
+        text_tokens=(20,), cached_shares=(1.0, 0.5), page_caches=page_caches,
         n_chunks=(4,), chunk_tokens=(60,), new_tokens=3, memory=True,
     )  # fmt: skip
     rows = list(latency.run(config, METHODS_HERE))
     keys = [(*(row[name] for name in sorted(CELL)), row["label"]) for row in rows]
-    assert len(keys) == len(set(keys)) == 2 * 3 * len(NAMES)  # 3: one question, and two
+    n_rows = len(page_caches) * 3 * len(NAMES)  # 3: one question, and two
+    assert len(keys) == len(set(keys)) == n_rows
     for row in rows:
         assert set(row) == CELL | SETTINGS | MEASURED | set(Report.__dataclass_fields__)
         assert not [name for name in MEASURED if row[name] is None]

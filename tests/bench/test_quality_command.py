@@ -51,6 +51,7 @@ def test_the_command_writes_everything(file: Path, tmp_path: Path) -> None:
     assert run["weights"] == builtin().weights_digest and run["hardware"] == found["hardware"]
 
 
+@pytest.mark.slow  # the bench from end to end, three times
 def test_views_of_the_paper_s_tables(file: Path, tmp_path: Path) -> None:
     common = ("--data", file, "--questions", "1", "--output")
     one = command(*common, tmp_path / "1", "--methods", "recompute,reuse", "--table1").stdout
@@ -84,6 +85,7 @@ def test_shipped_questions_are_asked_by_default(tmp_path: Path) -> None:
     assert {row["dataset"] for row in found} == {"builtin"}
 
 
+@pytest.mark.slow  # the bench from end to end, with a long prompt
 def test_the_long_questions_are_asked_when_their_set_is_named(tmp_path: Path) -> None:
     done = command("--set", "long", "--questions", "1", "--methods", "recompute",
                    "--output", tmp_path / "run")  # fmt: skip

@@ -1,4 +1,4 @@
-"""The harnesses of stores, with a few kills; many of them in the slow tests.
+"""The harnesses of stores.
 
 As commands: they fork, which a process of pytest with its threads must not.
 """
@@ -33,12 +33,14 @@ def rows_of(folder: Path, module: str, *arguments: object) -> list[dict[str, Any
     return rows
 
 
-@pytest.mark.slow  # starts a process for each kill; the next test is made of fewer
+@pytest.mark.slow  # starts a process for each kill
 def test_a_store_survives_kills_at_random_instants(tmp_path: Path) -> None:
     (row,) = rows_of(tmp_path, "store_kills", "--kills", 24, "--sync-kills", 0)
     assert row["violations"] == 0 and row["kills"] >= 24 and row["chunks"] > 0
 
 
+# in every run writers are killed at every step, in tests/cache/test_store.py
+@pytest.mark.slow  # starts a process for each point
 def test_a_store_survives_kills_at_every_point(tmp_path: Path) -> None:
     rows = rows_of(tmp_path, "store_crash_points", "--only", "delete")
     assert [row["violations"] for row in rows] == [0]

@@ -246,7 +246,7 @@ SCHEMES = [
 @pytest.mark.parametrize("n_tokens", [1, 2, 9, 16, 40, 121, 200])
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
 def test_chunk_statistics_equal_the_loops(n_tokens: int, scheme: BlockScheme) -> None:
-    for seed in range(6):
+    for seed in range(2):
         layers, blocks = random_layers(seed, 5, n_tokens), scheme.of(n_tokens)
         result = chunk_statistics(layers, blocks)
         block_max, block_min, outliers, stable = oracle_chunk(layers, blocks)

@@ -48,7 +48,8 @@ def s3() -> Iterator[dict[str, Any]]:
         yield options
 
 
-@pytest.fixture(params=["memory", "file", "s3"])
+# three tests ask the server in every run; objects there are written, listed and deleted alike
+@pytest.fixture(params=["memory", "file", pytest.param("s3", marks=pytest.mark.slow)])
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, dict[str, Any]]:
     """The URL of a new place, and fsspec's options."""
     name = f"place{next(NUMBERS)}"
@@ -140,6 +141,10 @@ def found(store: ChunkStore, chunks: list[Any]) -> list[Occurrence]:
 # -- two machines -------------------------------------------------------------------------------
 
 
+EVERYWHERE = pytest.mark.parametrize("place", ["memory", "file", "s3"], indirect=True)
+
+
+@EVERYWHERE
 def test_another_machine_reads_what_one_has_put(machine: Machine) -> None:
     first, second = machine(), machine()
     (chunk,) = fill(first)
@@ -197,6 +202,7 @@ def test_a_text_longer_than_what_is_read_of_a_head(
     assert second.text(chunk.key) == chunk.text
 
 
+@EVERYWHERE
 def test_what_one_deletes_all_delete(machine: Machine) -> None:
     first, second, third = machine(), machine(), machine()
     kept, gone = fill(first, 2)
@@ -235,6 +241,7 @@ def test_a_chunk_that_is_deleted_while_it_is_fetched_stays_away(
     assert not second.file(chunk.key, TINY.digest).exists()
 
 
+@EVERYWHERE
 def test_a_bucket_that_was_emptied_deletes_nothing(
     machine: Machine, place: tuple[str, dict[str, Any]]
 ) -> None:

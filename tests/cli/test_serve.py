@@ -86,6 +86,7 @@ def test_it_answers_from_what_was_ingested_and_ends_what_it_began(documents: Pat
     assert process.returncode in (143, -signal.SIGTERM)
 
 
+@pytest.mark.slow  # another process; keys, names and ends are looked at in tests/server
 def test_keys_of_the_environment_another_name_and_a_quiet_end(working_folder: Path) -> None:
     """One process, as each takes seconds to start."""
     key = "sk-of-the-red-team"

@@ -20,6 +20,7 @@ from samkv_integrations.engine.costs import CostModel, keep_costs, kept_costs, m
 from samkv_integrations.errors import StoreError
 from samkv_integrations.eviction import EVICTIONS
 from samkv_integrations.model.model import Model
+from tests.support.covering import covering
 from tests.support.models import tiny_model
 
 # Only computed tokens cost anything, so that what the model computes can be held against it.
@@ -78,10 +79,10 @@ def test_never_computes_more_than_full_prefill_where_missed_chunks_differ_in_len
     assert ours[0] <= full[0], report
 
 
-@pytest.mark.parametrize("n_chunks", [1, 4, 16])
-@pytest.mark.parametrize("n_tokens", [32, 96, 200])
-@pytest.mark.parametrize("uncached", [20, 400])
-@pytest.mark.parametrize("cached", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize(
+    ("n_chunks", "n_tokens", "uncached", "cached"),
+    covering([1, 4, 16], [32, 96, 200], [20, 400], [0.0, 0.5, 1.0], times=4),
+)
 def test_never_computes_more_than_full_prefill(
     n_chunks: int, n_tokens: int, uncached: int, cached: float
 ) -> None:

@@ -36,11 +36,14 @@ from tests.support.blend_reference import (
     case_of,
     reference,
 )
+from tests.support.covering import covering
 from tests.support.models import FAMILIES, tiny_model, turned
 
 
-@pytest.mark.parametrize(("update", "weight"), UPDATES, ids=["overwrite", "cosine", "weight"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "update", "weight"),
+    [(family, *update) for family, update in covering(FAMILIES, UPDATES, times=2)],
+)
 def test_any_selection_and_any_tokens_equal_the_dense_reference(
     family: str, update: Update, weight: float | None | str
 ) -> None:
@@ -56,9 +59,17 @@ def test_any_selection_and_any_tokens_equal_the_dense_reference(
     assert only_carried > 10, "no token passed through a layer where its block is not kept"
 
 
-@pytest.mark.parametrize(("kept", "stale"), [(0.0, 0.0), (0.3, 0.0), (0.5, 1.0), (1.0, 0.3)])
-@pytest.mark.parametrize("lengths", [(1,), (3,), (30,), (9, 1, 14, 4)], ids=str)
-def test_any_lengths_and_shares(lengths: tuple[int, ...], kept: float, stale: float) -> None:
+@pytest.mark.parametrize(
+    ("lengths", "shares"),
+    covering(
+        [(1,), (3,), (30,), (9, 1, 14, 4)],
+        [(0.0, 0.0), (0.3, 0.0), (0.5, 1.0), (1.0, 0.3)],
+        times=2,
+    ),
+    ids=str,
+)
+def test_any_lengths_and_shares(lengths: tuple[int, ...], shares: tuple[float, float]) -> None:
+    kept, stale = shares
     model = tiny_model("llama")
     for seed in (5, 6):
         case = case_of(seed, lengths=lengths, kept=kept, stale=stale)
@@ -68,23 +79,35 @@ def test_any_lengths_and_shares(lengths: tuple[int, ...], kept: float, stale: fl
 
 CUT_AT_BOTH_ENDS = ([range(3, 20)], [range(1, 5)], [range(9, 17)])
 IN_PIECES = ([range(7), range(7, 15), range(18, 22)], [range(5)], [range(2, 6), range(15, 17)])
+PARTS: dict[str, Sequence[Sequence[range]]] = {"cut": CUT_AT_BOTH_ENDS, "in pieces": IN_PIECES}
 
 
-@pytest.mark.parametrize("cuts", [CUT_AT_BOTH_ENDS, IN_PIECES], ids=["cut", "in pieces"])
-@pytest.mark.parametrize("ends_with_chunk", [False, True])
-@pytest.mark.parametrize(("kept", "stale"), [(1.0, 0.0), (0.6, 0.4), (1.0, 1.0)])
-@pytest.mark.parametrize("family", ["llama", "llama3-rope", "qwen3"])
+@pytest.mark.parametrize(
+    ("shares", "family", "cuts", "ends_with_chunk"),
+    [
+        ((1.0, 0.0), "llama", "cut", False),
+        ((1.0, 0.0), "llama3-rope", "in pieces", True),
+        ((1.0, 0.0), "qwen3", "cut", True),
+        ((0.6, 0.4), "llama", "in pieces", True),
+        ((0.6, 0.4), "llama3-rope", "cut", False),
+        ((0.6, 0.4), "qwen3", "in pieces", False),
+        ((1.0, 1.0), "llama", "in pieces", False),
+        ((1.0, 1.0), "llama3-rope", "cut", True),
+        ((1.0, 1.0), "qwen3", "cut", True),
+    ],
+)
 def test_chunks_of_which_the_prompt_holds_a_part(
-    family: str, kept: float, stale: float, ends_with_chunk: bool, cuts: Sequence[Sequence[range]]
+    shares: tuple[float, float], family: str, cuts: str, ends_with_chunk: bool
 ) -> None:
     """Each token has the entry of its own place in the chunk, turned to its place in the prompt."""
+    (kept, stale), parts = shares, PARTS[cuts]
     model = tiny_model(family)
     for seed, (update, weight) in enumerate(UPDATES):
         case = case_of(
-            seed, cuts=cuts, kept=kept, stale=stale, ends_with_chunk=ends_with_chunk,
+            seed, cuts=parts, kept=kept, stale=stale, ends_with_chunk=ends_with_chunk,
             prefix=(1,) if seed else (),
         )  # fmt: skip
-        assert case.layout.n_context == sum(len(run) for of_chunk in cuts for run in of_chunk)
+        assert case.layout.n_context == sum(len(run) for of_chunk in parts for run in of_chunk)
         done = blended(model, case, update=update, capacity=3)
         expected = reference(model, case, weight=weight)
         assert_equal(done, expected, case)
@@ -262,9 +285,11 @@ def test_tokens_that_wait_are_as_if_they_were_not_there(
 # --- deciding in mid-pass ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kept", [1.0, 0.6])
-@pytest.mark.parametrize("at_layer", [0, 1, 2, 3])
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize(
+    ("at_layer", "family", "kept"),
+    [(0, "llama", 1.0), (0, "qwen3", 0.6), (1, "qwen3", 1.0), (1, "llama", 0.6),
+     (2, "llama", 1.0), (2, "qwen3", 0.6), (3, "qwen3", 1.0), (3, "llama", 0.6)],
+)  # fmt: skip
 def test_a_check_layer_equals_the_dense_reference(family: str, at_layer: int, kept: float) -> None:
     """Tokens computed up to it, of which some go on; what it is shown is what the layer made."""
     model = tiny_model(family)
@@ -334,15 +359,16 @@ def assert_cached(model: Model, case: Case, layer: int, checked: Checked) -> Non
 # --- attention that treats the context apart ---------------------------------------------------
 
 
-@pytest.mark.parametrize("positions", ["local", "global"])
-@pytest.mark.parametrize(("temperature", "scale"), [(0.9, 0.9), (0.3, 1.4), (2.0, 0.0)])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "weights", "positions"),
+    covering(FAMILIES, [(0.9, 0.9), (0.3, 1.4), (2.0, 0.0)], ["local", "global"], times=2),
+)
 def test_attention_in_two_parts_equals_the_dense_reference(
-    family: str, temperature: float, scale: float, positions: Positions
+    family: str, weights: tuple[float, float], positions: Positions
 ) -> None:
     """Also of answer tokens, which are none of the context."""
     model, case = tiny_model(family), case_of(4, stale=0.0)
-    attend = ApeAttention(temperature=temperature, scale=scale)
+    attend = ApeAttention(temperature=weights[0], scale=weights[1])
     done = blended(model, case, positions=positions, attend=attend, capacity=4)
     expected = reference(model, case, positions=positions, ape=attend)
     assert_equal(done, expected, case)

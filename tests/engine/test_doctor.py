@@ -28,18 +28,19 @@ from samkv_integrations.model.model import Model
 from samkv_integrations.model.quoting import RenderedPrompt
 from samkv_integrations.model.sampling import Sampler
 from samkv_integrations.prompt.text import rag_prompt
+from tests.support.covering import covering
 from tests.support.models import FAMILIES, SHAPE, byte_tokenizer, hf_model, tiny_model
 
 EXACT = ("full prefill", "prefix reuse", "key rotation", "greedy decoding", "tokens")
 ADVICE = ("store_bits=8", "store_bits=4", "store_bits", "speed")
 
 
-def examined(model: Model) -> dict[str, Check]:
-    """All checks but the last one, of answers, which takes longest and has its own test."""
+def examined(model: Model, last: str = "speed") -> dict[str, Check]:
+    """All checks up to the last that is asked for; those of answers have a test of their own."""
     checks = {}
     for check in examine(model):
         checks[check.name] = check
-        if check.name == "speed":
+        if check.name == last:
             break
     return checks
 
@@ -74,8 +75,7 @@ def test_prompts_that_do_not_fit_are_a_warning() -> None:
     assert check.ok and check.is_warning and "512" in check.detail
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "dtype"), covering(FAMILIES, [torch.float32, torch.bfloat16]))
 def test_every_supported_family_passes(family: str, dtype: torch.dtype) -> None:
     checks = examined(tiny_model(family, dtype))
     assert [name for name, check in checks.items() if not check.ok] == []
@@ -85,6 +85,7 @@ def test_every_supported_family_passes(family: str, dtype: torch.dtype) -> None:
     assert not checks["store_bits=8"].is_warning
 
 
+@pytest.mark.slow  # the command examines it in every run, in tests/cli/test_doctor.py
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_built_in_model_passes(dtype: str) -> None:
     checks = examined(load_model("builtin", dtype=dtype))
@@ -101,7 +102,7 @@ def test_keys_stored_at_a_position_are_noticed(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
 ) -> None:
     monkeypatch.setattr(ingest, "unrotate", lambda x, cos, sin: x)
-    checks = examined(tiny_model("llama", dtype))
+    checks = examined(tiny_model("llama", dtype), "prefix reuse")
     assert not checks["prefix reuse"].ok
     assert checks["full prefill"].ok  # it reads no cached key: the check above is the one needed
 
@@ -116,7 +117,7 @@ def test_a_wrong_pairing_of_rotated_channels_is_noticed(
         return (x * cos[:, None] + turned * sin[:, None]).to(x.dtype)
 
     monkeypatch.setattr(doctor, "rotate", neighbours)
-    assert not examined(tiny_model("llama", dtype))["key rotation"].ok
+    assert not examined(tiny_model("llama", dtype), "key rotation")["key rotation"].ok
 
 
 def test_a_wrong_mask_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,7 +129,7 @@ def test_a_wrong_mask_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
             query, key, value, scaling, mask, causal=False
         ),
     )
-    checks = examined(tiny_model())
+    checks = examined(tiny_model(), "greedy decoding")
     assert not checks["full prefill"].ok and not checks["greedy decoding"].ok
 
 
@@ -144,7 +145,7 @@ def test_another_greedy_token_is_a_warning_only_in_a_tie(
         hf.lm_head.bias[right] = 100.0
         hf.lm_head.bias[other] = 100.0 if is_tie else 50.0
     monkeypatch.setattr(Sampler, "next", lambda self, logits: other)
-    check = examined(Model(hf, tokenizer, "tied"))["greedy decoding"]
+    check = examined(Model(hf, tokenizer, "tied"), "greedy decoding")["greedy decoding"]
     assert (check.ok, check.is_warning) == (is_tie, is_tie)
     assert "after 0 tokens" in check.detail
 
@@ -158,7 +159,7 @@ def test_other_tokens_than_transformers_fail(monkeypatch: pytest.MonkeyPatch, lo
         return ids[1:] if prompt.is_chat == (lost == "of a chat") else ids
 
     monkeypatch.setattr(Model, "tokenize_prompt", other)
-    check = examined(tiny_model())["tokens"]
+    check = examined(tiny_model(), "tokens")["tokens"]
     assert not check.ok and check.detail == "plain prompt and chat: not those of the tokenizer"
 
 
@@ -174,7 +175,7 @@ def test_prompts_have_the_tokens_of_any_template(template: str | None, kinds: st
     tokenizer = byte_tokenizer(bos=True)
     after = tokenizer.chat_template.removeprefix("{{ bos_token }}")
     tokenizer.chat_template = None if template is None else template + after
-    check = examined(Model(hf_model("llama"), tokenizer, "other"))["tokens"]
+    check = examined(Model(hf_model("llama"), tokenizer, "other"), "tokens")["tokens"]
     assert check.ok and not check.is_warning
     assert check.detail.startswith(f"{kinds}: those of the tokenizer; caches have ")
 
@@ -190,7 +191,7 @@ def test_tokens_that_merge_across_the_end_of_a_chunk_are_those_of_transformers()
         tokenizer_object=backend, bos_token="<|bos|>", eos_token="<|end|>"
     )
     hf = hf_model("llama", vocab_size=len(vocabulary) + 1)
-    checks = examined(Model(hf, tokenizer, "merging"))
+    checks = examined(Model(hf, tokenizer, "merging"), "tokens")
     assert checks["tokens"].ok and all(checks[name].ok for name in EXACT)
     # all but the full stops at the ends; within a chunk they merge in its cache too
     n_context = sum(len(chunk.replace(".\n", ".")) - 1 for chunk in CHUNKS)
@@ -209,7 +210,7 @@ def biased(size: float) -> Model:
 
 
 def test_a_large_constant_in_keys_is_fine_in_4_bits() -> None:
-    checks = examined(biased(20.0))
+    checks = examined(biased(20.0), "store_bits")
     assert not checks["store_bits=4"].is_warning
     assert checks["store_bits"].detail == "take 4, the default: what it changes is negligible"
 
@@ -222,13 +223,13 @@ def test_it_would_notice_if_the_constant_took_the_bits(monkeypatch: pytest.Monke
         return torch.stack((2 * reach / (2**form.bits - 1), -reach)).half()
 
     monkeypatch.setattr(EntryFormat, "_range", around_zero)
-    checks = examined(biased(20.0))
+    checks = examined(biased(20.0), "store_bits=4")
     assert checks["store_bits=4"].ok and checks["store_bits=4"].is_warning
 
 
 def test_a_change_that_is_not_negligible_is_a_warning() -> None:
     model = tiny_model("qwen2")
-    four = examined(model)["store_bits=4"]
+    four = examined(model, "store_bits=4")["store_bits=4"]
     assert four.ok and four.is_warning and "of 12 prompts" in four.detail
     assert str(four.to_row()["detail"]).startswith("warning: ")
 
@@ -240,7 +241,8 @@ def test_the_fewest_bits_that_change_little_are_advised(
     monkeypatch: pytest.MonkeyPatch, limit: float, advised: int, warns: bool
 ) -> None:
     monkeypatch.setattr(doctor, "NEGLIGIBLE_KL", limit)
-    check = examined(tiny_model("qwen2"))["store_bits"]
+    *_, check = doctor.bits_advice(tiny_model("qwen2"))
+    assert check.name == "store_bits"
     assert check.ok and check.is_warning == warns
     assert re.search(rf"take (store_bits=)?{advised}\b", check.detail)
 
@@ -249,7 +251,7 @@ def test_values_that_no_scale_holds_are_a_warning() -> None:
     hf = hf_model("llama")
     with torch.no_grad():
         hf.model.layers[0].self_attn.v_proj.weight.mul_(1e6)
-    checks = examined(Model(hf, byte_tokenizer(bos=True), "large"))
+    checks = examined(Model(hf, byte_tokenizer(bos=True), "large"), "store_bits")
     for bits in (4, 8):
         assert checks[f"store_bits={bits}"].ok and checks[f"store_bits={bits}"].is_warning
         assert "give store_bits=16" in checks[f"store_bits={bits}"].detail
@@ -275,7 +277,7 @@ def test_the_smallest_context_of_two_passes_is_what_auto_does(
 ) -> None:
     model, costs = tiny_model("qwen2"), a_cost(layer_s=layer_s)
     monkeypatch.setattr(Engine, "calibrate", lambda engine: costs)
-    detail = examined(model)["speed"].detail
+    detail = doctor.speed_advice(Engine(model)).detail
     found = re.search(r"below contexts of (\d+) tokens", detail)
     assert found is not None, detail
     smallest = int(found[1])
@@ -296,12 +298,13 @@ def test_the_smallest_context_of_two_passes_is_what_auto_does(
 
 def test_full_prefill_may_always_be_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Engine, "calibrate", lambda engine: a_cost(entry_s=1.0))
-    assert "faster up to contexts of 4064 tokens" in examined(tiny_model())["speed"].detail
+    detail = doctor.speed_advice(Engine(tiny_model())).detail
+    assert "faster up to contexts of 4064 tokens" in detail
 
 
 def test_what_passes_cost_is_kept_where_it_is_told_to(tmp_path: Path) -> None:
     model, store = tiny_model(), ChunkStore(tmp_path / "kv")
-    (speed,) = (check for check in examine(model, store) if check.name == "speed")
+    speed = next(check for check in examine(model, store) if check.name == "speed")
     assert speed.detail.endswith(f"kept in {tmp_path / 'kv'}")
     assert store.note(name_of(model)) is not None
     assert Engine(model, ChunkStore(tmp_path / "kv")).costs == kept_costs(model, store)

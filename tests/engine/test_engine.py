@@ -24,6 +24,7 @@ from samkv_integrations.errors import (
 )
 from samkv_integrations.eviction import Quest
 from samkv_integrations.methods.guided import GuidedRecompute
+from tests.support.covering import covering
 from tests.support.handles import issued
 from tests.support.models import tiny_model
 from tests.support.served import PROMPT, TEXTS, chunk_file, engine_on
@@ -49,10 +50,9 @@ ODD_CHUNKS = {
 }
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("texts", ODD_CHUNKS.values(), ids=list(ODD_CHUNKS))
-def test_any_chunks_are_served_from_their_caches(texts: list[str], method: str) -> None:
-    engine = Engine(tiny_model("llama"), block_size=8)
+@pytest.mark.parametrize(("method", "kind"), covering(list(METHODS), list(ODD_CHUNKS), times=2))
+def test_any_chunks_are_served_from_their_caches(kind: str, method: str) -> None:
+    engine, texts = Engine(tiny_model("llama"), block_size=8), ODD_CHUNKS[kind]
     engine.cache_chunks(texts)
     prompt = "Read:\n" + "\n--\n".join(texts) + "\nQ?"
     report = engine.generate(prompt, texts, method=method, max_new_tokens=3).report

@@ -25,6 +25,7 @@ from samkv_integrations.errors import (
 )
 from samkv_integrations.model.model import Model
 from samkv_integrations.prompt.resolve import OnMiss
+from tests.support.covering import covering
 from tests.support.handles import issued
 from tests.support.models import tiny_model
 from tests.support.served import PROMPT, TEXTS, chunk_file, engine_on
@@ -65,9 +66,15 @@ def flip(path: Path, at: int) -> None:
     path.write_bytes(bytes(content))
 
 
-@pytest.mark.parametrize("by_handle", [False, True])
-@pytest.mark.parametrize("method", ["reuse", "samkv-fusion", "samkv-guided"])
-@pytest.mark.parametrize("damage", [delete, truncate, flip_first, flip_header, flip_entries])
+@pytest.mark.parametrize(
+    ("damage", "method", "by_handle"),
+    covering(
+        [delete, truncate, flip_first, flip_header, flip_entries],
+        ["reuse", "samkv-fusion", "samkv-guided"],
+        [False, True],
+        times=2,
+    ),
+)
 def test_a_damaged_cache_is_a_counted_miss(engine: Engine, damage, method, by_handle) -> None:  # noqa: ANN001
     """Its chunk is computed from its text, exactly as if it had never been cached."""
     fresh = Engine(engine.model, block_size=8)
@@ -138,9 +145,15 @@ def test_damage_that_shows_while_it_is_read_is_an_error_too(engine: Engine, meth
     assert not file.exists()  # no prompt is slowed by it again
 
 
-@pytest.mark.parametrize("on_miss", ["text", "compute"])
-@pytest.mark.parametrize("method", ["reuse", "samkv-guided", "samkv-fusion"])
-@pytest.mark.parametrize("damage", [truncate, flip_header, flip_entries])
+@pytest.mark.parametrize(
+    ("damage", "method", "on_miss"),
+    covering(
+        [truncate, flip_header, flip_entries],
+        ["reuse", "samkv-guided", "samkv-fusion"],
+        ["text", "compute"],
+        times=3,
+    ),
+)
 def test_damage_is_healed_on_disk_by_the_question_that_finds_it(
     engine: Engine, damage: Callable[[Path], None], method: str, on_miss: OnMiss
 ) -> None:

@@ -25,6 +25,7 @@ from samkv_integrations.eviction import Quest
 from samkv_integrations.methods import METHODS, Method
 from samkv_integrations.methods.guided import SINKS, GuidedRecompute, GuidedSelect
 from tests.support.asking import ask, first_token_by
+from tests.support.covering import covering
 from tests.support.laws import CHUNKS, FOLLOW, PROMPT, plain_logits
 from tests.support.models import tiny_model
 
@@ -242,8 +243,10 @@ def test_full_prefill_reads_no_entry(engine: Engine) -> None:
 # --- broken caches -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", [FEW, "reuse", "samkv-fusion", "cacheblend"])
-@pytest.mark.parametrize("broken", [[0], [3], [1, 4]], ids=str)
+@pytest.mark.parametrize(
+    ("method", "broken"),
+    covering([FEW, "reuse", "samkv-fusion", "cacheblend"], [[0], [3], [1, 4]], times=2),
+)
 def test_a_chunk_lost_on_the_way_is_computed_from_its_text(
     on_disk: Engine, tmp_path: Path, method: str | Method, broken: list[int]
 ) -> None:

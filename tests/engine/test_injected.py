@@ -14,6 +14,7 @@ from samkv_integrations.engine import scheduler as scheduler_module
 from samkv_integrations.engine.first_token import first_token
 from samkv_integrations.engine.request import FirstToken, Request
 from samkv_integrations.prompt.resolve import OnMiss
+from tests.support.covering import covering
 from tests.support.handles import issued
 from tests.support.models import SPECIAL, tiny_model
 
@@ -90,9 +91,10 @@ def file_of(engine: Engine) -> Path:
     return engine.store.file(engine.key_of(DOCUMENT), engine.fingerprint.digest)
 
 
-@pytest.mark.parametrize("on_miss", ["text", "compute"])
-@pytest.mark.parametrize("method", ["reuse", "recompute", "auto", "samkv-fusion"])
-@pytest.mark.parametrize("fate", FATES)
+@pytest.mark.parametrize(
+    ("fate", "method", "on_miss"),
+    covering(FATES, ["reuse", "recompute", "auto", "samkv-fusion"], ["text", "compute"], times=2),
+)
 def test_in_a_string_prompt(
     engine: Engine, read: list[list[str]], fate: Fate, method: str, on_miss: OnMiss
 ) -> None:
@@ -105,8 +107,9 @@ def test_in_a_string_prompt(
     assert read == [OWN] * 3
 
 
-@pytest.mark.parametrize("fate", FATES)
-@pytest.mark.parametrize("told", ["expect", "announce", "chunks", "handle"])
+@pytest.mark.parametrize(
+    ("fate", "told"), covering(FATES, ["expect", "announce", "chunks", "handle"], times=2)
+)
 def test_however_it_was_named(engine: Engine, read: list[list[str]], fate: Fate, told: str) -> None:
     """Also by a process that has never seen its text in the store."""
     late = again(engine)
@@ -131,9 +134,9 @@ def test_by_a_process_that_was_told_nothing(
     assert (report.found, read) == (2, [OWN])
 
 
-@pytest.mark.parametrize("fate", FATES)
 @pytest.mark.parametrize(
-    "ask", ["complete", "formatted", "query", "chat", "langchain", "chatsamkv"]
+    ("ask", "fate"),
+    covering(["complete", "formatted", "query", "chat", "langchain", "chatsamkv"], FATES, times=2),
 )
 def test_by_a_framework(engine: Engine, read: list[list[str]], fate: Fate, ask: str) -> None:
     question = f"{BEFORE}\n\n{DOCUMENT}\n\nWho built it?"

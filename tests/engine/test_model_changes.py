@@ -21,6 +21,7 @@ from samkv_integrations.errors import (
     UnsupportedModel,
 )
 from samkv_integrations.model.model import Model
+from tests.support.covering import covering
 from tests.support.handles import issued
 from tests.support.models import byte_tokenizer, hf_model
 from tests.support.served import PROMPT, TEXTS
@@ -90,9 +91,10 @@ def test_the_error_names_what_differs(tmp_path: Path) -> None:
         other.store.require(other.fingerprint)
 
 
-@pytest.mark.parametrize("change", [in_one_value, in_epsilon])
-@pytest.mark.parametrize("block_size", [8, "auto"])
-@pytest.mark.parametrize("on_miss", ["text", "compute"])
+@pytest.mark.parametrize(
+    ("change", "block_size", "on_miss"),
+    covering([in_one_value, in_epsilon], [8, "auto"], ["text", "compute"], times=2),
+)
 def test_a_change_in_place_between_two_questions(
     change: Change, block_size: Any, on_miss: Any
 ) -> None:

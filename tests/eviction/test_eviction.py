@@ -36,6 +36,7 @@ from samkv_integrations.methods.parts import RecomputeAll
 from samkv_integrations.model.attention import attention
 from samkv_integrations.prompt.layout import Layout
 from tests.support.asking import ask
+from tests.support.covering import covering
 from tests.support.laws import CHUNKS, PROMPT, TOLERANCE
 from tests.support.models import FAMILIES, tiny_model
 
@@ -241,9 +242,10 @@ RULES = {
 }
 
 
-@pytest.mark.parametrize("share", [1.0, 0.3], ids=["all computed", "some computed"])
-@pytest.mark.parametrize("heads", [(4, 2), (6, 1), (3, 3)])
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize(
+    ("name", "heads", "share"),
+    covering(list(RULES), [(4, 2), (6, 1), (3, 3)], [1.0, 0.3], times=3),
+)
 def test_the_choice_is_that_of_the_slow_version(
     name: str, heads: tuple[int, int], share: float
 ) -> None:
@@ -346,7 +348,7 @@ def test_a_budget_for_all_entries_changes_nothing(
                     assert torch.equal(evicting.step(token), logits)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["llama3-rope", "qwen3"])  # of logits, all families above
 def test_tokens_are_those_without_eviction(engines: Callable[[str], Engine], family: str) -> None:
     engine = engines(family)
     whole = engine.generate(PROMPT, CHUNKS, eviction="none", max_new_tokens=ANSWER)
@@ -357,8 +359,7 @@ def test_tokens_are_those_without_eviction(engines: Callable[[str], Engine], fam
         assert answer.report.decode_kv_bytes == whole.report.decode_kv_bytes
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "method"), covering(FAMILIES, list(METHODS)))
 def test_every_method_with_every_rule(
     engines: Callable[[str], Engine], family: str, method: str
 ) -> None:
@@ -390,8 +391,7 @@ def test_every_method_with_every_rule(
         assert decoder.position == n_tokens + 8
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "method"), covering(FAMILIES, [*METHODS][::-1]))
 def test_every_method_answers_with_every_rule(
     engines: Callable[[str], Engine], family: str, method: str
 ) -> None:
@@ -439,8 +439,10 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Seen, Tensor]]:
     return shown
 
 
-@pytest.mark.parametrize("method", ["recompute", "reuse", "reuse-local", "samkv-guided"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "method"),
+    covering(FAMILIES, ["recompute", "reuse", "reuse-local", "samkv-guided"], times=2),
+)
 def test_a_rule_sees_the_attention_of_the_model(
     engines: Callable[[str], Engine],
     looks: list[tuple[Seen, Tensor]],

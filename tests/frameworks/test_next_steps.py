@@ -33,7 +33,7 @@ def engine() -> Engine:
 @pytest.mark.parametrize("name", ["model_name", "model", "kv_dir", "store_bits", "device_map"])
 def test_a_configurable_model_is_an_alternative(engine: Engine, name: str) -> None:
     """It was refused only when a call set it, and as a contradiction."""
-    llm = ChatSamKV(engine=engine)
+    llm = ChatSamKV(engine=engine, max_tokens=2)
     with pytest.raises(InvalidOption, match=f"{name}=.*share its engine.*configurable_alternativ"):
         llm.configurable_fields(**{name: ConfigurableField(id="it")})
     assert llm.configurable_fields(temperature=ConfigurableField(id="t")).invoke("Hello")

@@ -14,13 +14,21 @@ FEW = 3
 TRANSFORMERS, *OTHERS = PAIRS
 
 
-@pytest.mark.parametrize("asked", SETS)
+@pytest.mark.parametrize(
+    "asked",
+    [
+        # longer prompts
+        pytest.param(name, marks=pytest.mark.slow if name == "real paragraphs" else ())
+        for name in SETS
+    ],
+)
 def test_recompute_answers_as_transformers_generates(asked: str) -> None:
     row = measure(TRANSFORMERS, asked, FEW)
     assert row.same == row.questions == FEW
     assert row.different == FEW and row.found == row.given > FEW
 
 
+@pytest.mark.slow  # twice as many questions
 def test_another_method_does_not_always() -> None:
     """So that being the same says something: `reuse` loses what needs another document."""
     assert measure(TRANSFORMERS, "sample questions", 2 * FEW, "reuse").same < 2 * FEW

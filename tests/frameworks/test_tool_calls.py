@@ -172,7 +172,7 @@ class TestForced:
     def test_random_weights_make_the_call(self, form: str) -> None:
         engine = Engine(tool_model(form))
         chosen = set()
-        for seed in range(8):
+        for seed in range(4):
             forced = use(form, "any")
             chat = Chat([{"role": "user", "content": "Where?"}], forced.tools)
             answer = engine.generate(

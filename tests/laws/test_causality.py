@@ -28,12 +28,14 @@ from samkv_integrations.methods.epic import EpicRecompute
 from samkv_integrations.methods.guided import GuidedRecompute, GuidedSelect
 from samkv_integrations.model.attention import attention
 from samkv_integrations.prompt.layout import Layout
+from tests.support.covering import covering
 from tests.support.laws import (
     CHUNKS,
     PROMPT,
     TOLERANCE,
     first_logits,
 )
+from tests.support.models import FAMILIES
 
 
 class Tape:
@@ -128,8 +130,11 @@ EAGER = {
 """Methods with enough recomputed tokens that some are in every chunk."""
 
 
-@pytest.mark.parametrize("future", FUTURES)
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize(
+    ("engine", "future", "name"),
+    covering(FAMILIES, list(FUTURES), list(METHODS), times=3),
+    indirect=["engine"],
+)
 def test_no_token_attends_to_what_comes_after_it(engine: Engine, name: str, future: str) -> None:
     """Another future, and what was decided about the first one: no entry before it may change.
 
@@ -171,7 +176,11 @@ def test_no_token_attends_to_what_comes_after_it(engine: Engine, name: str, futu
     assert differ > 0.01, "the futures are the same"
 
 
-@pytest.mark.parametrize("name", ["recompute", "reuse", "ape", "samkv-guided", "cacheblend"])
+@pytest.mark.parametrize(
+    ("engine", "name"),
+    covering(FAMILIES, ["recompute", "reuse", "ape", "samkv-guided", "cacheblend"]),
+    indirect=["engine"],
+)
 def test_a_token_that_looked_ahead_would_be_noticed(
     engine: Engine, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,6 +20,7 @@ from samkv_integrations.methods import METHODS, Method
 from samkv_integrations.methods.guided import GuidedSelect
 from tests.support import asking
 from tests.support.asking import Asked
+from tests.support.covering import covering
 from tests.support.laws import (
     CHUNKS,
     FOLLOW,
@@ -70,9 +71,10 @@ def assert_same(cold: Asked, warm: Asked) -> None:
     assert warm.report.recompute_ratio == cold.report.recompute_ratio
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("n_cached", [len(CHUNKS), 2])
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize(
+    ("family", "n_cached", "name"),
+    covering(FAMILIES, [len(CHUNKS), 2], list(METHODS), times=2),
+)
 def test_an_answer_does_not_tell_whether_its_beginning_was_held(
     family: str, n_cached: int, name: str
 ) -> None:
@@ -90,8 +92,10 @@ def test_an_answer_does_not_tell_whether_its_beginning_was_held(
     assert int(positions.min()) >= N_BEFORE + n_bos, "it computes none of them"
 
 
-@pytest.mark.parametrize("name", METHODS)
-@pytest.mark.parametrize("eviction", [name for name in EVICTIONS if name != "quest"])
+@pytest.mark.parametrize(
+    ("name", "eviction"),
+    covering(list(METHODS), [name for name in EVICTIONS if name != "quest"]),
+)
 def test_an_eviction_chooses_the_same(name: str, eviction: str) -> None:
     """A rule that wants the queries of all tokens gets them: nothing is taken from memory then."""
     rule = replace(get_eviction(eviction), budget_ratio=0.5)  # type: ignore[type-var]
@@ -145,8 +149,9 @@ def test_a_chunk_behind_the_text_that_it_was_cached_after_stays_exact(name: str)
     assert warm.report.prefix_tokens == 1 + len(SYSTEM)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("name", ["auto", "samkv-fusion", "ape", "recompute"])
+@pytest.mark.parametrize(
+    ("family", "name"), covering(FAMILIES, ["auto", "samkv-fusion", "ape", "recompute"])
+)
 def test_a_conversation_without_documents_goes_on_from_its_last_turn(
     family: str, name: str
 ) -> None:
@@ -166,16 +171,17 @@ def test_a_conversation_without_documents_goes_on_from_its_last_turn(
     assert again.report.uncached_tokens == 1  # the last one gives the logits
 
 
-@pytest.mark.parametrize("before", METHODS)
-def test_whichever_method_left_it(before: str) -> None:
-    cold, warm = pair("qwen3")
-    for eviction in (None, "h2o"):
-        warm.prefixes.clear()
-        ask(warm, EARLIER, before, eviction=eviction)
-        for name in ("reuse", "samkv-fusion", "ape", "samkv-guided"):
-            mine, theirs = (ask(engine, PROMPT, name) for engine in (warm, cold))
-            assert_same(theirs, mine)
-            assert mine.report.prefix_tokens >= N_BEFORE
+@pytest.mark.parametrize(
+    ("before", "eviction", "name"),
+    covering(list(METHODS), [None, "h2o"], ["reuse", "samkv-fusion", "ape", "samkv-guided"]),
+)
+def test_whichever_method_left_it(before: str, eviction: str | None, name: str) -> None:
+    cold, warm = engines("qwen3", 16, len(CHUNKS))
+    warm.prefixes.clear()
+    ask(warm, EARLIER, before, eviction=eviction)
+    mine, theirs = (ask(engine, PROMPT, name) for engine in (warm, cold))
+    assert_same(theirs, mine)
+    assert mine.report.prefix_tokens >= N_BEFORE
 
 
 def test_a_part_of_a_held_beginning_serves() -> None:

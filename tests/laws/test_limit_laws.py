@@ -35,6 +35,7 @@ from samkv_integrations.methods.parts import Fusion, RecomputeAll, RecomputeNone
 from samkv_integrations.methods.samkv import SamkvSelect
 from tests.support.asking import ask
 from tests.support.chunks import cache_of
+from tests.support.covering import covering
 from tests.support.laws import (
     CHUNKS,
     FOLLOW,
@@ -42,13 +43,14 @@ from tests.support.laws import (
     PROMPT,
     TOLERANCE,
     WHOLE_IS_FASTER,
+    WITH_BITS,
     assert_same_answer,
     changed,
-    engine_of,
     first_logits,
     plain_logits,
+    shared_engine,
 )
-from tests.support.models import tiny_model
+from tests.support.models import FAMILIES, tiny_model
 
 
 def test_recompute_is_the_plain_forward(engine: Engine) -> None:
@@ -124,7 +126,9 @@ SELECTS = [
 ]
 
 
-@pytest.mark.parametrize("select", SELECTS, ids=str)
+@pytest.mark.parametrize(
+    ("any_engine", "select"), covering(WITH_BITS, SELECTS), indirect=["any_engine"], ids=str
+)
 def test_guided_recomputing_nothing_is_reuse(any_engine: Engine, select: GuidedSelect) -> None:
     for recompute in (RecomputeNone(), GuidedRecompute(first=0, matched=0, hits=0.0)):
         method = replace(METHODS["samkv-guided"], select=select, recompute=recompute)
@@ -133,7 +137,9 @@ def test_guided_recomputing_nothing_is_reuse(any_engine: Engine, select: GuidedS
         assert_same_answer(query, guided, *first_logits(any_engine, PROMPT, CHUNKS, "reuse"))
 
 
-@pytest.mark.parametrize("select", SELECTS, ids=str)
+@pytest.mark.parametrize(
+    ("any_engine", "select"), covering(WITH_BITS, SELECTS), indirect=["any_engine"], ids=str
+)
 def test_guided_recomputing_all_is_recompute(any_engine: Engine, select: GuidedSelect) -> None:
     """At any number of bits: no stored entry is left."""
     for recompute in (RecomputeAll(), GuidedRecompute(first=10**6)):
@@ -147,19 +153,20 @@ def test_guided_recomputing_all_is_recompute(any_engine: Engine, select: GuidedS
 # --- the methods of other papers ---------------------------------------------------------------
 
 
+ALL_OF_IT = [
+    changed("epic", first=90),
+    changed("epic", first=0, last=90),
+    changed("epic", first=45, last=45),
+    changed("epic", ratio=1.0),
+    changed("cacheblend", ratio=1.0),
+    changed("cacheblend", ratio=0.0, layer=3),  # no layer comes after it
+    changed("a3", ratio=1.0),
+    changed("a3", ratio=0.3, layer=9),
+]
+
+
 @pytest.mark.parametrize(
-    "method",
-    [
-        changed("epic", first=90),
-        changed("epic", first=0, last=90),
-        changed("epic", first=45, last=45),
-        changed("epic", ratio=1.0),
-        changed("cacheblend", ratio=1.0),
-        changed("cacheblend", ratio=0.0, layer=3),  # no layer comes after it
-        changed("a3", ratio=1.0),
-        changed("a3", ratio=0.3, layer=9),
-    ],
-    ids=lambda m: f"{m.name} {m.recompute}",
+    ("any_engine", "method"), covering(WITH_BITS, ALL_OF_IT, times=3), indirect=["any_engine"]
 )
 def test_recomputing_every_token_is_recompute(any_engine: Engine, method: Method) -> None:
     # the first chunk is reused as it is where it is exact, and so as exactly as it was stored
@@ -172,15 +179,16 @@ def test_recomputing_every_token_is_recompute(any_engine: Engine, method: Method
         assert query.report.recompute_ratio == (n_context - exact) / n_context
 
 
+NOTHING_OF_IT = [
+    changed("epic", first=0),
+    changed("epic", ratio=0.0),
+    changed("epic", ratio=0.0, first=9, last=9),  # the share comes instead of the counts
+    replace(METHODS["multi-infllm"], select=MultiInfllmSelect(max_kept_ratio=1.0)),
+]
+
+
 @pytest.mark.parametrize(
-    "method",
-    [
-        changed("epic", first=0),
-        changed("epic", ratio=0.0),
-        changed("epic", ratio=0.0, first=9, last=9),  # the share comes instead of the counts
-        replace(METHODS["multi-infllm"], select=MultiInfllmSelect(max_kept_ratio=1.0)),
-    ],
-    ids=lambda m: f"{m.name} {m.recompute} {m.select}",
+    ("any_engine", "method"), covering(WITH_BITS, NOTHING_OF_IT, times=2), indirect=["any_engine"]
 )
 def test_recomputing_nothing_of_everything_is_reuse(any_engine: Engine, method: Method) -> None:
     logits, query = first_logits(any_engine, PROMPT, CHUNKS, method)
@@ -188,8 +196,11 @@ def test_recomputing_nothing_of_everything_is_reuse(any_engine: Engine, method: 
     assert query.report.recompute_ratio == 0.0
 
 
-@pytest.mark.parametrize("layer", [0, 1, 2])
-@pytest.mark.parametrize("name", ["cacheblend", "a3"])
+@pytest.mark.parametrize(
+    ("engine", "name", "layer"),
+    covering(FAMILIES, ["cacheblend", "a3"], [0, 1, 2], times=2),
+    indirect=["engine"],
+)
 def test_a_share_of_nothing_recomputes_the_layers_of_the_check_alone(
     engine: Engine, name: str, layer: int
 ) -> None:
@@ -231,8 +242,11 @@ def test_ape_without_temperature_and_scale_is_reuse_local(any_engine: Engine) ->
     assert texts[0] == texts[1]
 
 
+FUSED = ["samkv-overwrite", "samkv-guided", "epic", "cacheblend", "a3", "recompute"]
+
+
 @pytest.mark.parametrize(
-    "name", ["samkv-overwrite", "samkv-guided", "epic", "cacheblend", "a3", "recompute"]
+    ("any_engine", "name"), covering(WITH_BITS, FUSED, times=2), indirect=["any_engine"]
 )
 def test_fusion_with_weight_one_is_overwrite(any_engine: Engine, name: str) -> None:
     method = METHODS[name]
@@ -281,7 +295,11 @@ def test_order_of_ingest_changes_no_bit(store_bits: int) -> None:
     assert torch.equal(mine, theirs)
 
 
-@pytest.mark.parametrize("name", [n for n in METHODS if n != "recompute"])
+@pytest.mark.parametrize(
+    ("engine", "name"),
+    covering(FAMILIES, [n for n in METHODS if n != "recompute"], times=2),
+    indirect=["engine"],
+)
 def test_no_method_changes_an_exact_first_chunk(engine: Engine, name: str) -> None:
     """Entries of the first chunk that are kept at all must be those of full prefill."""
     method = METHODS[name]
@@ -307,7 +325,9 @@ def test_no_method_changes_an_exact_first_chunk(engine: Engine, name: str) -> No
     assert not bool(query.recomputed[:, of_first].any())
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize(
+    ("engine", "name"), covering(FAMILIES, list(METHODS), times=2), indirect=["engine"]
+)
 def test_a_prompt_of_one_exact_chunk_reads_and_computes_no_more_than_reuse(
     engine: Engine, name: str
 ) -> None:
@@ -360,8 +380,16 @@ def test_guided_on_a_small_context_is_full_prefill(engine: Engine, update: Updat
 # --- what the answer goes on with --------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", ["reuse", "recompute", "samkv-guided", "samkv-fusion", "ape"])
-@pytest.mark.parametrize("budget", [{"budget_ratio": 1.0}, {"budget_tokens": 5000}], ids=str)
+@pytest.mark.parametrize(
+    ("engine", "method", "budget"),
+    covering(
+        FAMILIES,
+        ["reuse", "recompute", "samkv-guided", "samkv-fusion", "ape"],
+        [{"budget_ratio": 1.0}, {"budget_tokens": 5000}],
+        times=2,
+    ),
+    indirect=["engine"],
+)
 def test_quest_with_room_for_all_is_no_eviction(
     engine: Engine, method: str, budget: dict[str, Any]
 ) -> None:
@@ -376,7 +404,7 @@ def test_quest_with_room_for_all_is_no_eviction(
 @pytest.mark.parametrize("method", METHODS)
 def test_the_first_token_has_seen_all_that_a_step_may_not(method: str) -> None:
     """A budget of the answer never touches the prompt's own pass."""
-    engine = engine_of("llama", 4)
+    engine = shared_engine("llama", 4)
     few = ask(engine, PROMPT, CHUNKS, method, eviction=Quest(budget_tokens=64))
     dense = ask(engine, PROMPT, CHUNKS, method, eviction="none")
     assert torch.equal(few.first.logits, dense.first.logits)

@@ -37,6 +37,7 @@ from samkv_integrations.methods.samkv import SamkvRecompute, SamkvSelect
 from samkv_integrations.model.model import Model
 from samkv_integrations.prompt.layout import ChunkPart, Layout
 from tests.support.chunks import cache_of, decoded
+from tests.support.covering import covering
 from tests.support.laws import CHUNKS, FROM_THE_START, PROMPT, changed, first_logits
 from tests.support.models import FAMILIES, tiny_model, turned
 from tests.support.selection_inputs import Request, Shape, request_of, shapes
@@ -113,9 +114,9 @@ PROMPTS = {"after a text": PROMPT, "exact first chunk": FROM_THE_START}
 # --- CacheBlend --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("prompt", PROMPTS)
-@pytest.mark.parametrize("layer", [1, 2])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "layer", "prompt"), covering(FAMILIES, [1, 2], list(PROMPTS), times=2)
+)
 def test_cacheblend_computes_where_values_deviate_most(
     family: str, layer: int, prompt: str
 ) -> None:
@@ -145,9 +146,9 @@ def test_cacheblend_computes_where_values_deviate_most(
 # --- A3 ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("prompt", PROMPTS)
-@pytest.mark.parametrize("layer", [0, 1, 2])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "layer", "prompt"), covering(FAMILIES, [0, 1, 2], list(PROMPTS), times=2)
+)
 def test_a3_computes_what_the_question_attends_to(family: str, layer: int, prompt: str) -> None:
     """By a softmax over the context that may be computed again, head by head and token by token."""
     engine = engine_of(family)
@@ -697,8 +698,7 @@ def guided_pair(method: Method) -> Method:
     return method
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "method"), covering(FAMILIES, list(METHODS), times=2))
 def test_every_method_answers_on_every_family(family: str, method: str) -> None:
     engine = engine_of(family)
     rng = random.Random(7)

@@ -55,14 +55,20 @@ def test_a_standard_llama_small_enough_to_ship() -> None:
 # Far above a guess, and far enough below the card that N questions do not fall short by chance.
 @pytest.mark.parametrize(
     ("cell", "least"),
-    [(single_hop(4), 0.8), (single_hop(8), 0.7), (two_hop(6), 0.6), (reference(8), 0.6)],
-    ids=["single-hop 4", "single-hop 8", "two-hop", "reference"],
+    [
+        # fewer documents of the next one
+        pytest.param(single_hop(4), 0.8, marks=pytest.mark.slow),
+        (single_hop(8), 0.7),
+        (two_hop(6), 0.6),
+    ],
+    ids=["single-hop 4", "single-hop 8", "two-hop"],
 )
 def test_it_reads(cell: Cell, least: float) -> None:
     (share,) = right(draw_items(builtin(), WORLD, cell, N, seed=11), Variant())
     assert share >= least
 
 
+@pytest.mark.slow  # a single fact, as above, in a long prompt
 def test_it_finds_a_needle_in_a_thousand_tokens() -> None:
     (share,) = right(draw_items(builtin(), WORLD, needle(1000), 12, seed=11), Variant())
     assert share >= 0.7
@@ -83,12 +89,19 @@ def test_a_document_that_continues_another_needs_it() -> None:
         Variant(method="reuse", prefix="bos"),
         Variant(method="reuse-local", prefix="bos"),
     )
+    assert full >= 0.6
     assert full - local > 0.3
     assert full - reused > 0.2
 
 
 @pytest.mark.parametrize(
-    "name", ["llama-index chat text-qa", "llama-index context chat", "langchain system"]
+    "name",
+    [
+        "llama-index chat text-qa",
+        # pipelines and chains answer in these forms in every run
+        pytest.param("llama-index context chat", marks=pytest.mark.slow),
+        pytest.param("langchain system", marks=pytest.mark.slow),
+    ],
 )
 def test_it_reads_the_default_prompts_of_frameworks(name: str) -> None:
     items = draw_form_items(WORLD, FORMS, FORMS.named(name), True, N, seed=11)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import json
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -14,7 +15,8 @@ from samkv_integrations import Engine
 from samkv_integrations.errors import InvalidOption, MissingExtra
 from samkv_integrations.model.model import Model
 from samkv_integrations.model.sampling import JsonConstraint, check_json_schema
-from tests.support.models import byte_tokenizer, hf_model, tiny_model
+from tests.support.covering import covering
+from tests.support.models import byte_tokenizer, hf_model, quoting_model, tiny_model
 
 PROMPT = "Where was Tobias Trulman born?"
 SCHEMAS: dict[str, dict[str, Any]] = {
@@ -49,19 +51,25 @@ SCHEMAS: dict[str, dict[str, Any]] = {
 
 
 @cache
-def engine(family: str = "llama") -> Engine:
-    return Engine(tiny_model(family))
+def engine(model: Callable[[], Model] = quoting_model) -> Engine:
+    return Engine(model())
 
 
-@pytest.mark.parametrize("schema", SCHEMAS.values(), ids=SCHEMAS)
-@pytest.mark.parametrize("options", [
-    {"temperature": 1.0}, {"temperature": 1.0, "top_k": 1, "repetition_penalty": 1.3},
-    {"temperature": 1.5, "top_p": 0.5}, {},
-], ids=str)  # fmt: skip
-def test_random_weights_write_json_of_the_schema(
-    schema: dict[str, Any], options: dict[str, Any]
-) -> None:
-    for seed in range(3):
+@pytest.mark.parametrize(
+    ("name", "options"),
+    covering(
+        list(SCHEMAS),
+        [
+            {"temperature": 1.0}, {"temperature": 1.0, "top_k": 1, "repetition_penalty": 1.3},
+            {"temperature": 1.5, "top_p": 0.5}, {},
+        ],
+        times=2,
+    ),
+    ids=str,
+)  # fmt: skip
+def test_random_weights_write_json_of_the_schema(name: str, options: dict[str, Any]) -> None:
+    schema = SCHEMAS[name]
+    for seed in range(2 if options else 1):
         answer = engine().generate(
             PROMPT, json_schema=schema, seed=seed, max_new_tokens=250, **options
         )
@@ -69,8 +77,12 @@ def test_random_weights_write_json_of_the_schema(
         validate(json.loads(answer.text), schema)
 
 
-@pytest.mark.parametrize("method", ["samkv-guided", "samkv-fusion", "cacheblend", "recompute"])
-@pytest.mark.parametrize("eviction", ["none", "snapkv", "quest"])
+@pytest.mark.parametrize(
+    ("method", "eviction"),
+    covering(
+        ["samkv-guided", "samkv-fusion", "cacheblend", "recompute"], ["none", "snapkv", "quest"]
+    ),
+)
 def test_with_every_kind_of_method_and_eviction(method: str, eviction: str) -> None:
     """A constraint is a matter of sampling; a cached document is answered from its cache."""
     document = "[Tobias Trulman] Tobias Trulman was born in Flevport, a town on the Tume."
@@ -123,9 +135,9 @@ def test_an_answer_that_is_cut_says_so() -> None:
 
 def test_stop_ids_end_it_when_it_is_complete_and_not_before() -> None:
     """A token of the vocabulary that a caller declared an end token would cut a string."""
-    letters = engine().model.tokenize("abcdefghijklmnopqrstuvwxyz", special=False)
+    letters = engine(tiny_model).model.tokenize("abcdefghijklmnopqrstuvwxyz", special=False)
     for seed in range(6):
-        answer = engine().generate(
+        answer = engine(tiny_model).generate(
             PROMPT, json_schema=SCHEMAS["list"], stop_ids=letters, temperature=1.0, seed=seed
         )
         assert answer.finish_reason == "stop"
@@ -206,6 +218,7 @@ def test_a_schema_that_takes_too_long_to_read() -> None:
         check_json_schema({"type": "object", "properties": names})
 
 
+@pytest.mark.slow  # it takes the five seconds; what is refused for its size is above
 def test_a_schema_that_cannot_be_read_in_time_is_refused() -> None:
     """Sixteen patterns at once took more than a minute, in a call that nothing can end."""
     patterns = [{"type": "string", "pattern": f".*a.{{{n}}}b.*"} for n in range(16)]

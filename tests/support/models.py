@@ -110,6 +110,22 @@ def tiny_model(family: str = "llama", dtype: torch.dtype = torch.float32, seed: 
     return Model(hf_model(family, seed).to(dtype), byte_tokenizer(bos=bos), f"tiny-{family}")
 
 
+def liking(hf: PreTrainedModel, tokens: list[int]) -> PreTrainedModel:
+    """``hf``, which draws ``tokens`` more often than others."""
+    bias = torch.zeros(hf.config.vocab_size)
+    bias[tokens] = 4.0
+    hf.lm_head.bias = torch.nn.Parameter(bias, requires_grad=False)
+    return hf
+
+
+@cache
+def quoting_model() -> Model:
+    """A tiny model that likes quotes, so that strings do not go on for a hundred letters."""
+    tokenizer = byte_tokenizer(bos=True)
+    hf = liking(hf_model("llama"), [tokenizer.convert_tokens_to_ids('"')])
+    return Model(hf, tokenizer, "tiny-quoting")
+
+
 def turned(x: Tensor, position: int, model: Model) -> Tensor:
     """(heads, D) rotated to ``position``, by the cos and sin of transformers."""
     cos, sin = model.hf.model.rotary_emb(torch.empty(0), torch.tensor([[position]]))

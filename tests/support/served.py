@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import random
+import shutil
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from samkv_integrations import ChunkStore, Engine
 from tests.support.models import tiny_model
@@ -13,10 +16,25 @@ TEXTS = ["".join(RNG.choices("abcdefgh ijkl\n", k=n)).strip() for n in (80, 47, 
 PROMPT = "Read.\n\n" + "\n\n".join(TEXTS) + "\n\nQ: what?\nA:"
 
 
-def engine_on(folder: Path) -> Engine:
+@cache
+def _filled() -> TemporaryDirectory[str]:
+    """A store that holds the chunks, to be copied: far sooner done than computing them again."""
+    made = TemporaryDirectory()
+    _engine(Path(made.name)).cache_chunks(TEXTS)
+    return made
+
+
+def _engine(folder: Path) -> Engine:
     """Its method is one that always answers from caches; the default is in test_auto."""
     store = ChunkStore(folder / "kv")
-    engine = Engine(tiny_model("llama"), store, method="samkv-guided", block_size=8)
+    return Engine(tiny_model("llama"), store, method="samkv-guided", block_size=8)
+
+
+def engine_on(folder: Path) -> Engine:
+    """An engine that has cached the chunks in a store of its own."""
+    if not (folder / "kv").exists():
+        shutil.copytree(Path(_filled().name) / "kv", folder / "kv")
+    engine = _engine(folder)
     engine.cache_chunks(TEXTS)
     return engine
 

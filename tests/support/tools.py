@@ -12,7 +12,7 @@ from torch import Tensor
 from samkv_integrations.engine import scheduler as scheduler_module
 from samkv_integrations.model.model import Model
 from samkv_integrations.model.sampling import Sampler
-from tests.support.models import byte_tokenizer, hf_model
+from tests.support.models import byte_tokenizer, hf_model, liking
 
 _MESSAGES = (
     "{% for m in messages %}<|{{ 'user' if m['role'] == 'tool' else m['role'] }}|>"
@@ -48,11 +48,17 @@ TEMPLATES = {
 
 
 @cache
-def tool_model(form: str = "hermes") -> Model:
-    """A tiny model with random weights; form: one of `TEMPLATES`."""
+def tool_model(form: str = "hermes", likes: tuple[str, ...] = ('"',)) -> Model:
+    """A tiny model with random weights; form: one of `TEMPLATES`.
+
+    likes: tokens that it draws more often; quotes, so that strings do not go on for hundreds of
+        letters.
+    """
     tokenizer = byte_tokenizer(bos=True)
     tokenizer.chat_template = TEMPLATES[form]
-    return Model(hf_model("llama", max_position_embeddings=8192), tokenizer, f"tiny-{form}")
+    hf = hf_model("llama", max_position_embeddings=8192)
+    liked = tokenizer.convert_tokens_to_ids(list(likes))
+    return Model(liking(hf, liked), tokenizer, f"tiny-{form}")
 
 
 def dictated(*texts: str) -> Any:

@@ -55,7 +55,18 @@ def ours(few: Library) -> Setting:
     return Setting(library=few, method="samkv-guided")
 
 
-@pytest.mark.parametrize(("name", "aspect"), ASKED_OF)
+ALIKE = ("LCEL, f-string, ainvoke", "LCEL, f-string, astream", "LCEL, mustache {{ }}",
+         "LCEL, jinja2", "RunnableWithMessageHistory, stream")  # fmt: skip
+"""Chains that differ from another one by what the batches or the other templates differ by, too."""
+
+
+@pytest.mark.parametrize(
+    ("name", "aspect"),
+    [
+        pytest.param(*asked, marks=pytest.mark.slow if asked[0] in ALIKE else ())
+        for asked in ASKED_OF
+    ],
+)
 def test_chain(few: Library, name: str, aspect: str) -> None:
     row = measure(name, few)
     assert row.questions == FEW

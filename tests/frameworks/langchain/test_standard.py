@@ -37,7 +37,7 @@ def engine() -> Engine:
 
 @cache
 def tool_engine() -> Engine:
-    return Engine(tool_model())
+    return Engine(tool_model(likes=('"', "<|end|>")))
 
 
 class BuiltIn:

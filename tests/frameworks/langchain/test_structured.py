@@ -16,7 +16,7 @@ from langchain_samkv import ChatSamKV
 from samkv_integrations import Engine
 from samkv_integrations.errors import InvalidOption, UnknownOption
 from tests.support.asked import listen
-from tests.support.models import tiny_model
+from tests.support.models import quoting_model
 
 QUESTION = "Where was Tobias Trulman born?"
 
@@ -44,7 +44,7 @@ class BirthDict(TypedDict):
 @pytest.fixture(scope="module")
 def chat() -> ChatSamKV:
     return ChatSamKV(
-        engine=Engine(tiny_model(), method="reuse"), max_tokens=300, temperature=1.0, seed=1
+        engine=Engine(quoting_model(), method="reuse"), max_tokens=300, temperature=1.0, seed=1
     )
 
 

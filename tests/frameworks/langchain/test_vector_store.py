@@ -42,7 +42,7 @@ def engine(tmp_path: Path) -> Engine:
     return Engine(builtin(), ChunkStore(tmp_path / "kv"), block_size=8)
 
 
-@pytest.fixture(params=["folder", "server", "memory"])
+@pytest.fixture(params=["folder", "server", pytest.param("memory", marks=pytest.mark.slow)])
 def either(request: pytest.FixtureRequest, engine: Engine, tmp_path: Path) -> Iterator[SamKVChroma]:
     """A store on a folder, one on a server, and one in memory."""
     where: dict[str, Any] = {}

@@ -375,10 +375,14 @@ class TestConfiguration:
         assert not metadata.is_function_calling_model
 
     @pytest.mark.parametrize("options", [
-        {}, {"context_window": 600}, {"system_prompt": "Be brief, and polite."},
-        {"is_chat_model": False},
+        {"context_window": 600},
         {"is_chat_model": False, "completion_to_prompt": lambda text: f"Read this:\n{text}\nOh?"},
-        {"messages_to_prompt": lambda messages: f"Say: {messages[-1].content}!"},
+        # a prompt that fills the window each, as the last one does
+        pytest.param({}, marks=pytest.mark.slow),
+        pytest.param({"system_prompt": "Be brief, and polite."}, marks=pytest.mark.slow),
+        pytest.param({"is_chat_model": False}, marks=pytest.mark.slow),
+        pytest.param({"messages_to_prompt": lambda messages: f"Say: {messages[-1].content}!"},
+                     marks=pytest.mark.slow),
     ])  # fmt: skip
     def test_window_is_what_a_prompt_may_fill(self, corpus: Corpus, options: Any) -> None:
         llm = corpus.llm(**options)

@@ -13,7 +13,7 @@ from pydantic import BaseModel, Field
 from llama_index.llms.samkv import SamKVLLM
 from samkv_integrations import Engine
 from samkv_integrations.errors import AnswerCut, InvalidOption
-from tests.support.models import tiny_model
+from tests.support.models import quoting_model
 
 PROMPT = PromptTemplate("{document}\n\nWhere was {name} born?")
 GIVEN = {"document": "", "name": "Tobias Trulman"}
@@ -37,7 +37,7 @@ class Birth(BaseModel):
 def llm_with(**options: Any) -> SamKVLLM:
     sampling = {"temperature": 1.0, "seed": 3} | options.pop("generate_kwargs", {})
     given = {"max_new_tokens": 200, "generate_kwargs": sampling} | options
-    return SamKVLLM(engine=Engine(tiny_model(), method="reuse"), **given)
+    return SamKVLLM(engine=Engine(quoting_model(), method="reuse"), **given)
 
 
 @pytest.fixture(scope="module")
