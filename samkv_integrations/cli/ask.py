@@ -11,7 +11,7 @@ import typer
 
 from samkv_integrations.cli import arguments as args
 from samkv_integrations.cli import tables
-from samkv_integrations.cli.loading import as_ingested, asks_in_chat, link_to
+from samkv_integrations.cli.loading import as_ingested, link_to
 from samkv_integrations.cli.method_options import eviction_of, given_methods, words
 from samkv_integrations.errors import InvalidOption
 from samkv_integrations.figures import Row, percent, visible
@@ -51,7 +51,8 @@ def ask(
     for one in tqdm(wanted, desc="asking", disable=questions is None):
         found = nearest(link, one.question, top_k)
         texts, sources = [each.text for each in found], [each.source for each in found]
-        prompt = replace(one, documents=tuple(texts)).prompt(chat=asks_in_chat(engine.model, chat))
+        in_chat = engine.model.asks_in_chat if chat is None else chat
+        prompt = replace(one, documents=tuple(texts)).prompt(chat=in_chat)
         if one is wanted[0] and len(methods) > 1:  # the first pass is slower than all later ones
             engine.generate(prompt, texts, method=methods[0], max_new_tokens=1)
         answered: list[Row] = []
@@ -102,7 +103,7 @@ def inspect(
     link = link_to(folder, chroma, collection, given, device, namespace, remote)
     engine, found = link.engine, nearest(link, asked.question, top_k)
     asked = replace(asked, documents=tuple(one.text for one in found))
-    prompt = asked.prompt(chat=asks_in_chat(engine.model, chat))
+    prompt = asked.prompt(chat=engine.model.asks_in_chat if chat is None else chat)
     seen = inspect_answer(
         engine, prompt, asked.documents, method=chosen, eviction=rule,
         max_new_tokens=max_new_tokens, title=asked.question,

@@ -25,6 +25,7 @@ from samkv_integrations.cli.loading import (
     remember,
     require_no_ray,
     require_own_records,
+    require_same,
     store_in,
 )
 from samkv_integrations.documents import SUFFIXES, read_document
@@ -144,6 +145,7 @@ def ingest(
     # where workers compute, this process only reads texts
     here = device if pool is None else "cpu"
     before = as_ingested(folder, [(namespace, collection)], model, dtype)
+    require_same(folder, database, (namespace, collection), before, dtype, found.files)
     model, dtype = before.model, before.dtype
     engine = engine_of(model, folder / "kv", here, dtype, store_bits, limit, namespace, remote)
     read = read_chunks(found.files, engine.model, chunk_size)
@@ -196,7 +198,7 @@ def ingest(
         out = tables.console()
         out.print(
             f"{count(len(read.sources), 'file')}, {count(done.n_records, 'chunk')} in collection "
-            f"{collection!r}: {done.n_cached} prefilled, {done.n_hit} already cached"
+            f"{collection!r}: {done.n_cached} prefilled by {model}, {done.n_hit} already cached"
         )
         out.print(f"{figures.seconds(done.seconds)}, {figures.size(done.bytes_on_disk)} added")
         if done.n_evicted:

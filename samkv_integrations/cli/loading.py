@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from samkv_integrations.errors import InvalidOption
 
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from samkv_integrations.chroma.client import Database
     from samkv_integrations.chroma.link import ChromaLink
     from samkv_integrations.engine.engine import Engine
-    from samkv_integrations.model.model import Model
 
 BUILTIN = "builtin"
 
@@ -117,6 +116,31 @@ def as_ingested(
     )  # fmt: skip
 
 
+def require_same(
+    folder: Path, database: Database, place: tuple[str, str], now: Ingested, dtype: str | None,
+    files: Sequence[Path],
+) -> None:  # fmt: skip
+    """Raises InvalidOption if a collection holds other documents, of another model or dtype.
+
+    now: what ``files`` are to be ingested with. dtype: the one that is given; None for none.
+    """
+    before, path = _remembered(folder / "kv").get(_key(place), now), _path(now.model)
+    if now.model not in (before.model, before.here) and not (path and path == before.path):
+        what = f"model {before.model}"
+    elif dtype not in (None, "auto", before.dtype):
+        what = f"dtype {before.dtype}"
+    else:
+        return
+    collection, sources = database.collection(place[1], create=True), list(map(str, files))
+    others: Any = {"source": {"$nin": sources}}
+    if collection.get(where=others, limit=1, include=[])["ids"]:
+        raise InvalidOption(
+            f"collection {place[1]!r} holds other documents, ingested with {what}, and is asked "
+            "with one model and dtype; leave the option out, give another --collection, or ingest "
+            "all of its documents"
+        )
+
+
 def remember(folder: Path, store: Store, place: tuple[str, str], ingested: Ingested) -> None:
     """Keep beside the caches what a collection is ingested with."""
     known = _remembered(folder / "kv")
@@ -174,11 +198,6 @@ def link_to(
     )  # fmt: skip
     engine.store.require(engine.fingerprint)
     return ChromaLink(opened, engine)
-
-
-def asks_in_chat(model: Model, given: bool | None) -> bool:
-    """Whether questions go through the chat template; ``given``: what the user says of it."""
-    return model.has_chat_template and model.name != BUILTIN if given is None else given
 
 
 def store_in(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 from samkv_integrations import figures
 from samkv_integrations.cli import arguments as args
 from samkv_integrations.cli import tables
-from samkv_integrations.cli.loading import as_ingested, asks_in_chat, store_in, use_threads_for
+from samkv_integrations.cli.loading import as_ingested, store_in, use_threads_for
 from samkv_integrations.errors import EmptyInput, InvalidOption
 from samkv_integrations.figures import count, ratio, seconds, size
 
@@ -68,7 +68,7 @@ def tune(
         prefix_bytes=0,
     )  # fmt: skip
     store.require(engine.fingerprint)
-    in_chat = asks_in_chat(engine.model, chat)
+    in_chat = engine.model.asks_in_chat if chat is None else chat
     settings = candidates(engine.model.name, engine.store_bits)
     if check:
         entry = tuned_setting(engine.model, store)

@@ -222,6 +222,14 @@ class Model:
     def has_chat_template(self) -> bool:
         return bool(self.tokenizer.chat_template)
 
+    @property
+    def asks_in_chat(self) -> bool:
+        """Whether questions go through the chat template where nobody says so.
+
+        The built-in model reads plain prompts as well.
+        """
+        return self.has_chat_template and self.name != "builtin"
+
     @cached_property
     def tool_template(self) -> str | None:
         """The chat template of prompts with tools; None if there is none that writes them."""

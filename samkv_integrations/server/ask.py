@@ -48,7 +48,8 @@ class Question(Body):
 
     collection: one that the key may ask; may be left out where there is one. top_k: chunks to
     retrieve. max_tokens: of the answer; None for as many as the server allows, and as fit. method,
-    eviction: None for the server's own. chat: whether to ask through the model's chat template.
+    eviction: None for the server's own. chat: whether to ask through the model's chat template;
+    None for yes where there is one, but for the built-in model.
     """
 
     model_config = ConfigDict(
@@ -63,7 +64,7 @@ class Question(Body):
     max_tokens: Annotated[int | None, Field(ge=1)] = None
     method: str | None = None
     eviction: str | None = None
-    chat: bool = False
+    chat: bool | None = None
     stream: bool = False
 
     @property
@@ -162,8 +163,9 @@ def router(service: Service) -> APIRouter:
                 404, str(error), code="collection_not_found", param="collection"
             ) from None
         texts = [source.text for source in writer.sources]
+        in_chat = engine.model.asks_in_chat if body.chat is None else body.chat
         return await service.respond(
-            request, engine, rag_prompt(body.question, texts, chat=body.chat), body.options,
+            request, engine, rag_prompt(body.question, texts, chat=in_chat), body.options,
             writer, chunks=texts, most_tokens=body.max_tokens, is_streamed=body.stream,
         )  # fmt: skip
 

@@ -21,8 +21,8 @@ from tests.support.records import RECORDS
 
 def test_ingest_prefills_once(town: Path) -> None:
     shown = ran("ingest", str(town))
-    assert "6 files, 6 chunks" in shown and "6 prefilled, 0 already cached" in shown
-    assert "0 prefilled, 6 already cached" in ran("ingest", str(town))
+    assert "6 files, 6 chunks" in shown and "6 prefilled by builtin, 0 already cached" in shown
+    assert "0 prefilled by builtin, 6 already cached" in ran("ingest", str(town))
     (row,) = rows_of("ingest", str(town))
     assert (row["files"], row["n_records"], row["n_cached"], row["n_hit"]) == (6, 6, 0, 6)
     assert row["bytes_on_disk"] == 0 and row["seconds"] > 0
@@ -30,6 +30,16 @@ def test_ingest_prefills_once(town: Path) -> None:
     assert (held["model"], held["chunks"]) == ("builtin", 6)
     assert held["bytes"] > 0
     assert "6 chunks" in ran("store", "stats")
+
+
+def test_a_collection_is_of_one_model_and_dtype(town: Path, tiny: str) -> None:
+    ran("ingest", str(town), "--model", tiny, "--dtype", "float32")
+    one = str(town / "krasplex-systems.txt")
+    line = error_of("ingest", one, "--model", "builtin")
+    assert f"ingested with model {tiny}" in line and "leave the option out" in line
+    assert "ingested with dtype float32" in error_of("ingest", one, "--dtype", "bfloat16")
+    assert "6 already cached" in ran("ingest", str(town))
+    assert "6 prefilled by builtin" in ran("ingest", str(town), "--model", "builtin")
 
 
 def test_ingest_splits_long_documents_and_forgets_what_they_no_longer_say(
