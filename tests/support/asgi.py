@@ -34,6 +34,13 @@ class Exchange:
         """Close the connection."""
         self.incoming.put_nowait({"type": "http.disconnect"})
 
+    async def receive(self) -> dict[str, Any]:
+        """What the client sends; that it has gone is said as often as it is asked."""
+        message = await self.incoming.get()
+        if message["type"] == "http.disconnect":
+            self.leave()
+        return message
+
     async def wait_for(self, n_messages: int) -> None:
         """Wait until the application has sent so many, the head of the response included."""
         async with asyncio.timeout(PATIENCE_S), self.arrived:
@@ -98,7 +105,7 @@ class Client:
             "headers": [(name.encode(), value.encode()) for name, value in named.items()],
             "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 8000),
         }  # fmt: skip
-        exchange.task = asyncio.create_task(self._app(scope, exchange.incoming.get, exchange.send))
+        exchange.task = asyncio.create_task(self._app(scope, exchange.receive, exchange.send))
         return exchange
 
     def post(self, path: str, body: object, **headers: str) -> Exchange:

@@ -108,7 +108,7 @@ def test_held_out_prompts_hold_nothing_that_is_learned_from() -> None:
 
 
 def test_too_little_to_learn_from() -> None:
-    with pytest.raises(EmptyInput, match="19 chunks.*at least 20"):
+    with pytest.raises(EmptyInput, match="too few chunks.*19.*at least 20"):
         Source(cuts=[TEXTS[:-1], TEXTS[:3]])
     lone = Question(question="Which?", documents=TEXTS[:1])
     with pytest.raises(InvalidOption, match="fewer than 2 documents"):

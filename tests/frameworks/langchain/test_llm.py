@@ -464,7 +464,7 @@ class TestArguments:
             ({"top_p": 0}, "top_p=0"),
             ({"top_k": -1}, "top_k=-1"),
             ({"repetition_penalty": 0}, "repetition_penalty=0"),
-            ({"max_tokens": 0}, "max_new_tokens=0"),
+            ({"max_tokens": 0}, "max_tokens=0"),
             ({"max_tokens": 10**6}, "max_tokens=1000000 leaves no room"),
             ({"stop": [""]}, r"stop=\[''\]"),
             ({"stop": ""}, r"stop=\[''\]"),

@@ -349,7 +349,7 @@ class TestConfiguration:
             SamKVLLM()
         with pytest.raises(InvalidOption, match="max_tokens and max_new_tokens"):
             corpus.llm().complete("Hello", max_tokens=1, max_new_tokens=1)
-        with pytest.raises(InvalidOption, match="max_new_tokens=0"):
+        with pytest.raises(InvalidOption, match="max_tokens=0"):
             corpus.llm().complete("Hello", max_tokens=0)
 
     def test_store_bits_are_those_of_the_engine(self, corpus: Corpus) -> None:
