@@ -36,9 +36,6 @@ from benchmarks.serve import serving
 from benchmarks.server_soak import KEYS, MAX_TOKENS, Asked, expected, fill, questions
 from samkv_integrations.figures import commit
 
-PHASE = ["quiet"]
-"""Which phase it is, for all clients."""
-
 N_NORMAL = 8
 LEAVES_AFTER_S = 2.0
 METHOD = "reuse"
@@ -124,8 +121,12 @@ INPUTS: Mapping[str, tuple[str, Callable[[int], Body]]] = MappingProxyType(
 
 @dataclass
 class Seen:
-    """What clients saw. seconds, health: of each answer, by phase. memory: bytes, by the minute."""
+    """What clients saw in each phase.
 
+    seconds, health: of each answer. memory: bytes, every half a minute.
+    """
+
+    phase: str = "quiet"
     seconds: dict[str, list[float]] = field(default_factory=lambda: {"quiet": [], "attacked": []})
     health: dict[str, list[float]] = field(default_factory=lambda: {"quiet": [], "attacked": []})
     memory: list[float] = field(default_factory=list)
@@ -134,13 +135,13 @@ class Seen:
 
 
 async def normal(http: httpx.AsyncClient, asked: Sequence[Asked], at: int, seen: Seen) -> None:
-    """Ask again and again; the phase may change under it, see `phase`."""
+    """Ask again and again; the phase may change meanwhile."""
     for one in itertools.islice(itertools.cycle(asked), at, None):
         body = {
             "model": "builtin", "prompt": one.prompt, "max_tokens": MAX_TOKENS,
             "samkv": {"method": METHOD},
         }  # fmt: skip
-        phase, began = PHASE[0], time.perf_counter()
+        phase, began = seen.phase, time.perf_counter()
         reply = await http.post(COMPLETIONS, json=body, headers=_NORMAL)
         seen.seconds[phase].append(time.perf_counter() - began)
         if reply.status_code != 200:
@@ -184,7 +185,7 @@ async def _sent(http: httpx.AsyncClient, name: str, path: str, body: Body) -> st
 async def watch(http: httpx.AsyncClient, seen: Seen) -> None:
     """Ask for /health every second, and for memory every half a minute."""
     for n in itertools.count():
-        phase, began = PHASE[0], time.perf_counter()
+        phase, began = seen.phase, time.perf_counter()
         if (await http.get("/health")).status_code != 200:
             seen.wrong.append("/health")
         seen.health[phase].append(time.perf_counter() - began)
@@ -238,7 +239,7 @@ async def measure(url: str, asked: Sequence[Asked], minutes: float, names: Seque
         try:
             await asyncio.sleep(minutes * 15)
             attackers.start()
-            PHASE[0] = "attacked"
+            seen.phase = "attacked"
             done, _ = await asyncio.wait(
                 tasks, timeout=attack_s, return_when=asyncio.FIRST_EXCEPTION
             )
