@@ -15,9 +15,8 @@ from samkv_integrations import figures
 from samkv_integrations.cli import store
 from samkv_integrations.cli.adapt import adapt
 from samkv_integrations.cli.ask import ask, inspect, methods
-from samkv_integrations.cli.doctor import doctor
 from samkv_integrations.cli.ingest import ingest, remove
-from samkv_integrations.cli.plan import plan
+from samkv_integrations.cli.plan import doctor, plan
 from samkv_integrations.cli.quickstart import quickstart
 from samkv_integrations.cli.serve import serve
 from samkv_integrations.cli.tune import tune

@@ -1,4 +1,4 @@
-"""``samkv plan``: what chunks will take and what questions about them will cost, on paper."""
+"""``samkv doctor`` measures what suits a model; ``samkv plan`` works out what caches will cost."""
 
 from __future__ import annotations
 
@@ -11,11 +11,45 @@ import typer
 from samkv_integrations import figures
 from samkv_integrations.cli import arguments as args
 from samkv_integrations.cli import tables
+from samkv_integrations.cli.loading import use_threads_for
 from samkv_integrations.cli.method_options import counts, shares, words
 from samkv_integrations.errors import InvalidOption, UnknownOption
 from samkv_integrations.figures import Row
 
 _DEVICES = ("cpu", "cuda")
+
+CHECK_FAILED = 1
+"""Exit code if a model is not computed exactly."""
+
+
+def doctor(
+    model: args.ModelName = "builtin", device: args.Device = "auto", dtype: args.Dtype = "auto",
+    folder: args.CostFolder = None, as_json: args.Json = False,
+) -> None:  # fmt: skip
+    """Check that a model is computed exactly, and measure what suits it. Exit code 1 if it is not.
+
+    It says which --store-bits to take, when full prefill is faster, and how often each method gives
+    full prefill's answer.
+    """
+    from samkv_integrations.cache.disk import ChunkStore
+    from samkv_integrations.engine.doctor import examine
+    from samkv_integrations.model.loading import load_model
+
+    use_threads_for(model)  # times of another number of threads would not be found again
+    loaded = load_model(model, device=device, dtype=dtype)
+    checks = list(examine(loaded, None if folder is None else ChunkStore(folder / "kv")))
+    failed = [check.name for check in checks if not check.ok]
+    if as_json:
+        tables.write_json("doctor", model, [check.to_row() for check in checks])
+    else:
+        out = tables.console()
+        words = [(c.name, "failed" if not c.ok else "warning" if c.is_warning else "ok", c.detail)
+                 for c in checks]  # fmt: skip
+        out.print(tables.table(("check", "", "detail"), words, left=3))
+        verdict = f"FAILED: {', '.join(failed)}" if failed else "computed as by transformers"
+        out.print(f"\n{model} in {loaded.dtype_name} on {loaded.device}: {verdict}")
+    if failed:
+        raise typer.Exit(CHECK_FAILED)
 
 
 def plan(

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import base64
+import html
+import json
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from samkv_integrations.engine.blend import State, Watch
 from samkv_integrations.engine.decode import TextStream, decode_greedily
@@ -14,14 +20,183 @@ from samkv_integrations.engine.engine import Engine
 from samkv_integrations.engine.first_token import first_token
 from samkv_integrations.engine.options import AnswerSettings
 from samkv_integrations.engine.report import Report
+from samkv_integrations.errors import InvalidOption
 from samkv_integrations.eviction import Eviction
-from samkv_integrations.inspection.inspection import InspectedChunk, Inspection
 from samkv_integrations.methods import Method
 from samkv_integrations.model.model import Model
 from samkv_integrations.prompt.reader import Prompt
 from samkv_integrations.prompt.resolve import Resolved
 
 __all__ = ["InspectedChunk", "Inspection", "inspect"]
+
+PAGE = Path(__file__).with_name("page.html")
+_UNMEASURED = ("announce_s", "wait_s", "ttft_s", "decode_tokens_per_s")
+
+
+@dataclass(frozen=True, kw_only=True)
+class InspectedChunk:
+    """A chunk of an inspected prompt. All figures are means over layers, or of one layer.
+
+    name: where it comes from. kept, recomputed, dropped: shares of its tokens; all 0 without a
+    cache. attention, full_attention: the last prompt token's attention to the whole chunk, in this
+    answer and in full prefill's. score: the largest of its tokens, None if the method scores none.
+    """
+
+    name: str
+    text: str
+    n_tokens: int
+    is_cached: bool
+    kept: float
+    recomputed: float
+    dropped: float
+    attention: float
+    full_attention: float
+    score: float | None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class Inspection:
+    """One answer and all that it read. T tokens of the prompt, L layers.
+
+    In a notebook it shows itself as the page of `to_html`.
+
+    title: what was asked. pieces: (T) text that each token adds to the prompt; of characters that
+        several tokens make, the last one has the text. chunk_of: (T,) chunk of each token, -1
+        outside chunks. names, texts: of the chunks.
+    states: (L, T) uint8, a `State` each.
+    attention, full_attention: (L, T) share of the last prompt token's attention that each token
+        has, mean over heads, in this answer and in full prefill's.
+    scores: (T,) what the method chose tokens by, nan for a token without a score; None if it scores
+        none.
+    answer, full_answer: of this method, and of full prefill. report, full_report: figures of their
+        first tokens; times are of single passes that were watched, and mean little.
+    """
+
+    title: str
+    pieces: tuple[str, ...]
+    chunk_of: Tensor
+    names: tuple[str, ...]
+    texts: tuple[str, ...]
+    states: Tensor
+    attention: Tensor
+    full_attention: Tensor
+    scores: Tensor | None
+    answer: str
+    full_answer: str
+    report: Report
+    full_report: Report
+
+    def __repr__(self) -> str:
+        return (
+            f"Inspection({self.title!r}, {self.report.ran}: {self.answer!r}, same={self.is_same})"
+        )
+
+    @property
+    def n_layers(self) -> int:
+        return len(self.states)
+
+    @property
+    def is_same(self) -> bool:
+        """Whether full prefill gives the same answer."""
+        return self.answer == self.full_answer
+
+    def state_at(self, layer: int | None = None) -> list[State]:
+        """(T) what becomes of each token at a layer.
+
+        layer: counted from 0; None for all: a token is recomputed if it is so at any layer, else
+            kept if it is so at any.
+
+        Raises InvalidOption if there is no such layer.
+        """
+        if layer is not None and not 0 <= layer < self.n_layers:
+            raise InvalidOption(
+                f"layer={layer}; {self.report.model!r} has {self.n_layers}, counted from 0"
+            )
+        found = self.states[layer or 0].clone()
+        for state in (State.DROPPED, State.KEPT, State.RECOMPUTED) if layer is None else ():
+            found[(self.states == state).any(0)] = state
+        return [State(int(state)) for state in found]
+
+    @property
+    def chunks(self) -> tuple[InspectedChunk, ...]:
+        """The chunks in the order of the prompt, all layers together."""
+        return self.chunks_at()
+
+    def chunks_at(self, layer: int | None = None) -> tuple[InspectedChunk, ...]:
+        """The chunks in the order of the prompt, at a layer; None for the mean over all.
+
+        Raises InvalidOption if there is no such layer.
+        """
+        if layer is not None:
+            self.state_at(layer)  # refuses one that there is not
+        layers, found = slice(None) if layer is None else slice(layer, layer + 1), []
+        for index, (name, text) in enumerate(zip(self.names, self.texts, strict=True)):
+            own = self.chunk_of == index
+            states = self.states[layers, own]
+            kept, recomputed, dropped = (
+                float((states == state).float().mean())
+                for state in (State.KEPT, State.RECOMPUTED, State.DROPPED)
+            )
+            scores = [] if self.scores is None else self.scores[own].tolist()
+            chunk = InspectedChunk(
+                name=name, text=text, n_tokens=int(own.sum()), kept=kept, recomputed=recomputed,
+                dropped=dropped, is_cached=not bool((states == State.MISSED).any()),
+                attention=float(self.attention[layers, own].sum(1).mean()),
+                full_attention=float(self.full_attention[layers, own].sum(1).mean()),
+                score=max((score for score in scores if score == score), default=None),
+            )  # fmt: skip
+            found.append(chunk)
+        return tuple(found)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The answers, the chunks and the reports, as JSON-able values; no tensors.
+
+        Reports are without the times that an answer which is watched does not have.
+        """
+        reports = {
+            name: {key: value for key, value in report.to_dict().items() if key not in _UNMEASURED}
+            for name, report in (("report", self.report), ("full_report", self.full_report))
+        }
+        return {
+            "title": self.title, "answer": self.answer, "full_answer": self.full_answer,
+            "same": self.is_same, "n_layers": self.n_layers,
+            "chunks": [asdict(chunk) for chunk in self.chunks],
+            **reports,
+        }  # fmt: skip
+
+    def to_html(self) -> str:
+        """A page that needs nothing but a browser, with every token and a slider over layers.
+
+        All texts in it are data: none of them becomes markup.
+        """
+        scores = None if self.scores is None else self.scores.tolist()
+        tokens = {
+            "pieces": list(self.pieces),
+            "chunk_of": self.chunk_of.tolist(),
+            **{name: _packed(getattr(self, name)) for name in ("attention", "full_attention")},
+            "states": _packed(self.states.to(torch.uint8)),
+            "scores": scores and [None if x != x else round(x, 6) for x in scores],
+        }
+        shown = {"summary": self.to_dict(), "tokens": tokens}
+        data = json.dumps(shown, ensure_ascii=False, allow_nan=False)
+        # what could end the element, or begin a comment, in a document's text
+        data = re.sub("[<\u2028\u2029]", lambda found: f"\\u{ord(found[0]):04x}", data)
+        before, after = PAGE.read_text(encoding="utf-8").split("__DATA__")
+        return before + data + after
+
+    def save_html(self, file: str | Path) -> None:
+        """Write `to_html`. Raises InvalidOption if the file cannot be written."""
+        try:
+            Path(file).write_text(self.to_html(), encoding="utf-8")
+        except OSError as error:
+            raise InvalidOption(f"{file} cannot be written ({error}); name another") from error
+
+    def _repr_html_(self) -> str:
+        document = html.escape(self.to_html(), quote=True)
+        return (
+            f'<iframe srcdoc="{document}" sandbox="allow-scripts" title="What an answer read" '
+            f'style="width: 100%; height: 720px; border: 0"></iframe>'
+        )
 
 
 def inspect(
@@ -105,3 +280,14 @@ def _pieces(model: Model, ids: Sequence[int]) -> list[str]:
     if ids and ids[-1] not in special:
         pieces[-1] += text.flush()
     return pieces
+
+
+def _packed(values: Tensor) -> str:
+    """The bytes of a tensor, little-endian, row after row, as base64.
+
+    Numbers from 0 to 1 become whole ones from 0 to 65535.
+    """
+    if values.is_floating_point():
+        values = (values.clamp(0, 1) * 65535).round().to(torch.int32).to(torch.uint16)
+    array = values.contiguous().numpy()
+    return base64.b64encode(array.astype(array.dtype.newbyteorder("<")).tobytes()).decode()

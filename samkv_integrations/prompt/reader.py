@@ -10,7 +10,7 @@ import threading
 import time
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import cache
@@ -29,7 +29,7 @@ from samkv_integrations.errors import (
 from samkv_integrations.model.model import Model
 from samkv_integrations.model.quoting import Chat, RenderedPrompt
 from samkv_integrations.prompt.layout import Occurrence, Run, find_runs
-from samkv_integrations.prompt.text import bodies_of, check_messages, shorten
+from samkv_integrations.prompt.text import bodies_of, shorten
 
 Prompt = str | RenderedPrompt | Sequence[dict[str, str]] | Chat
 """A string, read to the letter: control tokens in it count. Or chat messages (``role``,
@@ -239,7 +239,7 @@ class PromptReader:
             return RenderedPrompt(prompt)
         if isinstance(prompt, RenderedPrompt):
             return prompt
-        check_messages(prompt.messages if isinstance(prompt, Chat) else prompt)
+        _check_messages(prompt.messages if isinstance(prompt, Chat) else prompt)
         return self._model.render_chat(prompt)
 
     def count_tokens(self, prompt: Prompt, made_by: Fingerprint, *, most: int | None = None) -> int:
@@ -495,3 +495,19 @@ class PromptReader:
                 self._order.pop(body, None)
                 self._expected.remove(body)
         self.handles.forget(bodies)
+
+
+def _check_messages(prompt: object) -> None:
+    """Raises InvalidOption unless these are chat messages: mappings of role and content.
+
+    Chat templates write nothing for a message without content, and say nothing about it.
+    """
+    if not isinstance(prompt, Sequence) or not prompt:
+        raise InvalidOption(f"prompt={prompt!r}; it must be a string, or a list of chat messages")
+    for message in prompt:
+        is_one = isinstance(message, Mapping) and isinstance(message.get("role"), str)
+        if not is_one or not isinstance(message.get("content"), str):
+            raise InvalidOption(
+                f"message {message!r} of the prompt; it must be a mapping of role and content, two "
+                "strings"
+            )

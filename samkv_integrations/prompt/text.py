@@ -1,8 +1,8 @@
-"""Texts and messages that prompts are made of, checked; the prompt of the command line."""
+"""Texts that prompts are made of, checked; the prompt of the command line."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from samkv_integrations.cache.chunk import normalise
 from samkv_integrations.errors import InvalidOption
@@ -36,22 +36,6 @@ def check_text(what: str, text: object) -> None:
     """Raises InvalidOption unless ``text`` is one; what: what it was given for."""
     if not isinstance(text, str):
         raise InvalidOption(f"{what}={text!r}; it must be a string")
-
-
-def check_messages(prompt: object) -> None:
-    """Raises InvalidOption unless these are chat messages: mappings of role and content.
-
-    Chat templates write nothing for a message without content, and say nothing about it.
-    """
-    if not isinstance(prompt, Sequence) or not prompt:
-        raise InvalidOption(f"prompt={prompt!r}; it must be a string, or a list of chat messages")
-    for message in prompt:
-        is_one = isinstance(message, Mapping) and isinstance(message.get("role"), str)
-        if not is_one or not isinstance(message.get("content"), str):
-            raise InvalidOption(
-                f"message {message!r} of the prompt; it must be a mapping of role and content, two "
-                "strings"
-            )
 
 
 def shorten(text: str, limit: int = 60) -> str:
