@@ -19,21 +19,17 @@ import json
 import multiprocessing
 import os
 import statistics
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.queues import Queue
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import httpx
-from prometheus_client.parser import text_string_to_metric_families
 
-from benchmarks.serve import serving
-from benchmarks.server_soak import KEYS, MAX_TOKENS, Asked, expected, fill, questions
+from benchmarks.server_soak import KEYS, MAX_TOKENS, Asked, server_figures, two_tenants
 from samkv_integrations.figures import commit
 
 N_NORMAL = 8
@@ -190,12 +186,7 @@ async def watch(http: httpx.AsyncClient, seen: Seen) -> None:
             seen.wrong.append("/health")
         seen.health[phase].append(time.perf_counter() - began)
         if n % 30 == 0:
-            text = (await http.get("/metrics", headers=_NORMAL)).text
-            found = {
-                sample.name: sample.value
-                for family in text_string_to_metric_families(text)
-                for sample in family.samples
-            }
+            found = await server_figures(http)
             seen.memory.append(found["process_resident_memory_bytes"])
         await asyncio.sleep(1)
 
@@ -260,15 +251,9 @@ def main() -> None:
     parser.add_argument("--questions", type=int, default=40)
     parser.add_argument("--inputs", nargs="+", choices=INPUTS, default=list(INPUTS))
     args = parser.parse_args()
-    rows = questions(args.questions)
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        keys = folder / "keys"
-        keys.write_text("".join(f"{key} {tenant}\n" for tenant, key in KEYS.items()))
-        with serving(["--dir", name, "--api-keys", str(keys), "--timeout", "60"]) as url:
-            asyncio.run(fill(url, rows))
-            asked = [one for one in expected(folder, rows) if one.tenant == "blue"]
-            seen = asyncio.run(measure(url, asked, args.minutes, args.inputs))
+    with two_tenants(args.questions, "--timeout", "60") as (url, asked):
+        blue = [one for one in asked if one.tenant == "blue"]
+        seen = asyncio.run(measure(url, blue, args.minutes, args.inputs))
     row: dict[str, Any] = {
         phase: {
             "answers": len(seconds), "median_s": round(statistics.median(seconds), 3),

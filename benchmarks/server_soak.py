@@ -1,13 +1,13 @@
 """A server, many clients, and all that clients do: leave in mid-answer, send nonsense, wrong keys.
 
-    python -m benchmarks.server_soak --requests 1000 --clients 16
+    python -m benchmarks.server_soak --minutes 60 --clients 16
 
 ``samkv serve`` runs in a process of its own on the built-in model. Two tenants have keys and half
 of the documents each. Of the requests a tenth leave at once, after the first event or in the midst,
-and a tenth are refused, each in its own way; some ask for the other tenant's documents, which must
-not be found. Every answer is compared with that of an engine that answers one by one over the same
-chunk caches. Memory and file descriptors are the server's own figures, after a fifth of the
-requests, half of them, and all.
+and a tenth are refused, each in its own way. Some ask for the other tenant's documents, which must
+not be found. Some cache texts of their own, ask about them, and delete them; then they must not be
+found either. Every other answer is compared with that of an engine that answers one by one over the
+same chunk caches. Memory and file descriptors are the server's own figures, every half a minute.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ import statistics
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,7 @@ METHODS = ("reuse", "samkv-guided", "recompute")
 """Not auto, which goes by time and may answer either way."""
 MAX_TOKENS = 16
 PATIENCE_S = 300.0
+LOOK_S = 30.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,34 +141,35 @@ class Soak:
     def __init__(self, http: httpx.AsyncClient, asked: Sequence[Asked], seed: int) -> None:
         self._http, self._asked, self._rng = http, asked, random.Random(seed)
         self.tally = Tally()
+        self._began = 0.0
 
-    async def run(self, n_requests: int, n_clients: int) -> None:
-        """Send so many requests, and look at the server in between."""
-        left = iter(range(n_requests))
-        looks = {n_requests // 5, n_requests // 2}
+    async def run(self, minutes: float, n_clients: int) -> None:
+        """Send requests for so long, and look at the server every half a minute."""
+        self._began = time.monotonic()
+        ends = self._began + 60 * minutes
 
         async def client() -> None:
-            for number in left:
-                if number in looks:
-                    await self.look()
+            while time.monotonic() < ends:
                 await self._one()
 
+        async def look() -> None:
+            while time.monotonic() < ends:
+                await self.look()
+                await asyncio.sleep(min(LOOK_S, max(0.0, ends - time.monotonic())))
+
         async with asyncio.TaskGroup() as group:
+            group.create_task(look())
             for _ in range(n_clients):
                 group.create_task(client())
         await self.look()
 
     async def look(self) -> None:
         """Note the server's figures."""
-        reply = await self._http.get("/metrics", headers=_of("red"))
-        found = {
-            sample.name: sample.value
-            for family in text_string_to_metric_families(reply.text)
-            for sample in family.samples
-        }
+        found = await server_figures(self._http)
         names = ("process_resident_memory_bytes", "process_open_fds", "samkv_requests_running",
                  "samkv_requests_waiting", "samkv_kv_bytes")  # fmt: skip
-        self.tally.figures.append({name: found[name] for name in names})
+        at = {"minute": round((time.monotonic() - self._began) / 60, 1)}
+        self.tally.figures.append(at | {name: found[name] for name in names})
 
     async def _one(self) -> None:
         rng, asked = self._rng, self._rng.choice(self._asked)
@@ -185,6 +188,9 @@ class Soak:
                 return
             if kind < 0.25:
                 await self._spy(asked, body | {"stream": False})
+                return
+            if kind < 0.3:
+                await self._cache_and_delete(asked.tenant, body | {"stream": False})
                 return
             await self._ask(asked, body, method)
         self.tally.seconds.append(time.perf_counter() - began)
@@ -250,6 +256,28 @@ class Soak:
         if reply.status_code != 200 or reply.json()["samkv"]["found"] > asked.shared:
             self.tally.wrong.append(f"leak: {reply.text[:300]}")
 
+    async def _cache_and_delete(self, tenant: str, body: dict[str, Any]) -> None:
+        """Texts that nobody else has: cached, found in a prompt, deleted, found no more."""
+        texts = [
+            "Readings: " + " ".join(str(self._rng.randrange(10**6)) for _ in range(40))
+            for _ in range(3)
+        ]
+        own = body | {"prompt": str(rag_prompt("What was read?", texts))}
+        own["samkv"] = {"method": "reuse", "on_miss": "text"}
+        found = []
+        for method in ("POST", "DELETE"):
+            changed = await self._http.request(
+                method, "/v1/samkv/chunks", json={"texts": texts}, headers=_of(tenant)
+            )
+            reply = await self._http.post("/v1/completions", json=own, headers=_of(tenant))
+            if {changed.status_code, reply.status_code} != {200}:
+                self.tally.wrong.append(f"{method}: {changed.text[:200]} {reply.text[:200]}")
+                return
+            found.append(reply.json()["samkv"]["found"])
+        self.tally.outcomes["cached and deleted"] += 1
+        if found != [len(texts), 0]:
+            self.tally.wrong.append(f"found {found} of {len(texts)} texts, before and after")
+
 
 def _of(tenant: str) -> dict[str, str]:
     return {"authorization": f"Bearer {KEYS[tenant]}"}
@@ -265,7 +293,7 @@ async def soak(url: str, asked: Sequence[Asked], args: argparse.Namespace) -> Ta
         limits=httpx.Limits(max_connections=None),
     ) as http:
         clients = Soak(http, asked, args.seed)
-        await clients.run(args.requests, args.clients)
+        await clients.run(args.minutes, args.clients)
         while clients.tally.figures[-1]["samkv_requests_running"]:
             await clients.look()
         return clients.tally
@@ -282,27 +310,40 @@ async def fill(url: str, rows: Sequence[tuple[str, str, tuple[str, ...]]]) -> No
                 reply.raise_for_status()
 
 
+async def server_figures(http: httpx.AsyncClient) -> dict[str, float]:
+    """The server's metrics by name; of one with labels, any."""
+    reply = await http.get("/metrics", headers=_of("red"))
+    return {
+        sample.name: sample.value
+        for family in text_string_to_metric_families(reply.text)
+        for sample in family.samples
+    }
+
+
+@contextmanager
+def two_tenants(n_questions: int, *options: str) -> Iterator[tuple[str, list[Asked]]]:
+    """The URL of a server with the documents of both, and what they ask. options: of the server."""
+    rows = questions(n_questions)
+    with tempfile.TemporaryDirectory() as name:
+        keys = Path(name) / "keys"
+        keys.write_text("".join(f"{key} {tenant}\n" for tenant, key in KEYS.items()))
+        with serving(["--dir", name, "--api-keys", str(keys), *options]) as url:
+            asyncio.run(fill(url, rows))
+            yield url, expected(Path(name), rows)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--requests", type=int, default=1000)
+    parser.add_argument("--minutes", type=float, default=60)
     parser.add_argument("--clients", type=int, default=16)
     parser.add_argument("--questions", type=int, default=40)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    rows = questions(args.questions)
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        keys = folder / "keys"
-        keys.write_text("".join(f"{key} {tenant}\n" for tenant, key in KEYS.items()))
-        with serving(["--dir", name, "--api-keys", str(keys), "--max-waiting", "1000"]) as url:
-            asyncio.run(fill(url, rows))
-            asked = expected(folder, rows)
-            began = time.perf_counter()
-            tally = asyncio.run(soak(url, asked, args))
-            seconds = time.perf_counter() - began
+    with two_tenants(args.questions, "--max-waiting", "1000") as (url, asked):
+        tally = asyncio.run(soak(url, asked, args))
     row = {
-        "requests": args.requests, "clients": args.clients, **tally.outcomes,
-        "wrong": len(tally.wrong), "seconds": round(seconds, 1),
+        "minutes": args.minutes, "clients": args.clients, **tally.outcomes,
+        "wrong": len(tally.wrong),
         "median_s": round(statistics.median(tally.seconds), 3),
         "longest_s": round(max(tally.seconds), 3), "figures": tally.figures, "commit": commit(),
     }  # fmt: skip

@@ -71,7 +71,9 @@ EvictionName = Annotated[
 EvictionBudget = Annotated[
     float | None, _option("KV entries to go on with, as a share of the prompt.", hidden=True)
 ]
-MaxNewTokens = Annotated[int, _option("Longest answer, in tokens.")]
+MaxNewTokens = Annotated[
+    int, _option("Longest answer, in tokens.", "--max-new-tokens", "--max-tokens")
+]
 RayAddress = Annotated[
     str | None,
     _option("HOST:PORT of a Ray cluster, or auto. Default: this machine alone.", hidden=True),
@@ -142,7 +144,14 @@ MaxBatch = Annotated[int, _option("Answers that are decoded together.")]
 MaxWaiting = Annotated[int, _option("Answers that may wait.", hidden=True)]
 MaxKv = Annotated[str | None, _option("Most KV of all running answers: 8GB.", hidden=True)]
 ServedTokens = Annotated[
-    int, _option("Of an answer whose client names no number.", "--max-tokens", min=1, hidden=True)
+    int,
+    _option(
+        "Of an answer whose client names no number.",
+        "--max-tokens",
+        "--max-new-tokens",
+        min=1,
+        hidden=True,
+    ),
 ]
 MaxBody = Annotated[str, _option("Largest request, such as 8MB.", hidden=True)]
 Timeout = Annotated[float | None, _option("Seconds that an answer may take, in all.")]

@@ -273,7 +273,7 @@ def find_documents(paths: Sequence[Path], leave_out: Path | None = None) -> Foun
     leave_out: a folder in which nothing is looked for. Hidden files and folders are left out too.
 
     Raises:
-        InvalidOption: a path does not exist, or is no regular file, or of another kind.
+        InvalidOption: a path does not exist, or is no regular file.
         EmptyInput: there is no document.
     """
     found: set[Path] = set()
@@ -288,8 +288,10 @@ def find_documents(paths: Sequence[Path], leave_out: Path | None = None) -> Foun
         if not path.is_dir():
             if not path.exists():
                 raise InvalidOption(f"{path} does not exist; give files or folders of documents")
-            if path.suffix.lower() not in SUFFIXES:
-                raise InvalidOption(f"{path} is not a document; known kinds: {', '.join(SUFFIXES)}")
+            if path.suffix.lower() not in SUFFIXES:  # as of a shell's *
+                why = f"it is not a document; known kinds: {', '.join(SUFFIXES)}"
+                skipped.append(Skipped(path=path, why=why, is_failure=True))
+                continue
             if not path.is_file():
                 raise InvalidOption(f"{path} is no regular file; give a file that holds the text")
             found.add(path.resolve())

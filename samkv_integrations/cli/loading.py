@@ -94,13 +94,14 @@ def as_ingested(
 ) -> Ingested:  # fmt: skip
     """What is given; for the rest what collections were ingested with, else the defaults.
 
-    places: namespace and name of each collection; none for all that are known.
+    places: namespace and name of each collection; none for all that are known. Of new ones, what
+    the other collections of the folder were ingested with.
 
     Raises InvalidOption if they were ingested with several models and none is given.
     """
     known = _remembered(folder / "kv")
-    keys = map(_key, places) if places else known
-    found = [known[key] for key in keys if key in known]
+    keys = map(_key, places)
+    found = [known[key] for key in keys if key in known] or [*known.values()]
     models = list(dict.fromkeys(one.here for one in found))
     if model is None and len(models) > 1:
         raise InvalidOption(

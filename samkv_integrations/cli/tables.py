@@ -144,7 +144,7 @@ def report_lines(row: Row) -> list[str]:
         chunks += f" ({sum(misses.values())} without a cache: {reasons})"
     came_to = f" (which did {row['ran']})" if row["ran"] != row["method"] else ""
     kept = kept_of(row)
-    cost = "" if kept is None else f"kept {percent(kept)}, "
+    cost = "" if kept in (None, 1) else f"kept {percent(kept)}, "
     cost += (
         f"recomputed {percent(row['recompute_ratio'])} of the chunks' tokens, "
         f"read {size(row['bytes_read'])}, "

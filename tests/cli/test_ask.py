@@ -244,7 +244,7 @@ def test_a_collection_is_asked_as_it_was_ingested(
     monkeypatch.chdir(Path(tiny).parent)
     ingest = ("ingest", str(town), "--dir", str(tmp_path / "d"))
     ran(*ingest, "--model", Path(tiny).name, "--store-bits", "8")
-    ran(*ingest, "--collection", "other", "--dtype", "bfloat16")
+    ran(*ingest, "--collection", "other", "--model", "builtin", "--dtype", "bfloat16")
     monkeypatch.chdir(tmp_path)
     ask = ("ask", "Who?", "--dir", "d", "--max-new-tokens", "1", "--method", "reuse")
     found = json.loads(ran(*ask, "--json"))

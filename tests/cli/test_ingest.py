@@ -42,6 +42,17 @@ def test_a_collection_is_of_one_model_and_dtype(town: Path, tiny: str) -> None:
     assert "6 prefilled by builtin" in ran("ingest", str(town), "--model", "builtin")
 
 
+def test_a_new_collection_is_of_the_folders_model(town: Path, tiny: str) -> None:
+    one = str(town / "krasplex-systems.txt")
+    ran("ingest", one, "--model", tiny)
+    assert f"0 prefilled by {tiny}" in ran(
+        "ingest", str(town / "krasplex-systems.txt"), "--collection", "two"
+    )
+    ran("ingest", one, "--model", "builtin", "--collection", "built")
+    line = error_of("ingest", one, "--collection", "third")
+    assert "give one with --model" in line
+
+
 def test_ingest_splits_long_documents_and_forgets_what_they_no_longer_say(
     tiny: str, working_folder: Path
 ) -> None:
@@ -180,6 +191,15 @@ class TestWhatIsNotRead:
         assert result.exit_code == 0
         assert "other kinds were left out: 1 .jsonl, 2 .png, 1 Makefile" in result.stderr
         assert "empty.txt: it holds no text" in result.stderr
+
+    def test_another_kind_that_is_named_does_not_stop_the_others(
+        self, town: Path, tiny: str
+    ) -> None:
+        (town / "a.png").write_bytes(b"x")
+        picture = str(town / "a.png")
+        found = self.skipped(str(town), picture, "--model", tiny, code=1)
+        assert "not a document; known kinds: .md, .txt" in found["a.png"]
+        assert "not a document" in error_of("ingest", picture, "--model", tiny)
 
     def test_thousands_are_counted(self, town: Path, tiny: str) -> None:
         for number in range(30):
