@@ -45,9 +45,8 @@ def test_a_collection_is_of_one_model_and_dtype(town: Path, tiny: str) -> None:
 def test_a_new_collection_is_of_the_folders_model(town: Path, tiny: str) -> None:
     one = str(town / "krasplex-systems.txt")
     ran("ingest", one, "--model", tiny)
-    assert f"0 prefilled by {tiny}" in ran(
-        "ingest", str(town / "krasplex-systems.txt"), "--collection", "two"
-    )
+    found = json.loads(ran("ingest", one, "--collection", "two", "--json"))
+    assert found["model"] == tiny
     ran("ingest", one, "--model", "builtin", "--collection", "built")
     line = error_of("ingest", one, "--collection", "third")
     assert "give one with --model" in line
