@@ -4,7 +4,8 @@
 
 KL and top-1 along full prefill's own answer; with --stray the method's own answer, too: how
 unlikely full prefill finds it, and how near it is to full prefill's; with --floor what bfloat16
-alone changes. Run it with OMP_NUM_THREADS=1.
+alone changes. --ask puts another question in place of each, --prompt longbench another prompt.
+Run it with OMP_NUM_THREADS=1.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -30,9 +32,11 @@ from benchmarks.run_settings import hardware
 from samkv_integrations import METHODS, Engine
 from samkv_integrations.cache.memory import MemoryStore
 from samkv_integrations.cli.tables import markdown_table as table
+from samkv_integrations.engine.chunk_prefix import ChunkPrefix
 from samkv_integrations.engine.decode import decode_greedily, force
 from samkv_integrations.engine.first_token import first_token
 from samkv_integrations.engine.options import AnswerSettings
+from samkv_integrations.engine.prefill import prefill
 from samkv_integrations.engine.request import Request
 from samkv_integrations.evaluation.measures import f1_score, kl, ratio_interval, same_top1
 from samkv_integrations.figures import to_json
@@ -42,6 +46,10 @@ from samkv_integrations.model.model import Model
 
 BASE = "reuse, after BOS"
 """What ratios are to."""
+
+NEIGHBOUR, STRANGER = "the document before", "a document of another question"
+"""What FusionRAG (arXiv 2601.12904) prefills a chunk after: a document that is likely to stand in
+the same prompt, and what becomes of it where that one does not."""
 
 
 def candidates(learned: str | None = None) -> dict[str, tuple[Method, str]]:
@@ -69,6 +77,11 @@ def candidates(learned: str | None = None) -> dict[str, tuple[Method, str]]:
         "samkv-guided, after BOS": (guided, "bos"),
         **{label: (m, "documents") for label, m in {**papers, **ours, **counts}.items()},
         **{f"{label}, learned": (m, str(learned)) for label, m in after.items()},
+        **{
+            f"{label}, after {before}": (METHODS[name], before)
+            for before in (NEIGHBOUR, STRANGER)
+            for label, name in (("reuse", "reuse"), ("first 16", "epic"))
+        },
     }
 
 
@@ -102,11 +115,33 @@ def logits_along(model: Model, ids: Sequence[int], follow: Sequence[int]) -> Ten
     return model.hf(input_ids=fed, logits_to_keep=len(follow)).logits[0].float().cpu()  # type: ignore[no-any-return]
 
 
+def engine_over(
+    model: Model, documents: Sequence[str], prefix: str, strangers: Sequence[str]
+) -> Engine:
+    """An engine with caches of the documents, each prefilled after ``prefix``."""
+    if prefix not in (NEIGHBOUR, STRANGER):
+        chosen: Any = prefix
+        engine = Engine(model, MemoryStore(), prefix=chosen, prefix_bytes=0)
+        engine.cache_chunks(documents)
+        return engine
+    engine = Engine(model, MemoryStore(), prefix="bos", prefix_bytes=0)
+    befores = documents[-1:] + documents[:-1] if prefix == NEIGHBOUR else cycle(strangers)
+    refs = engine.chunks.agree(engine.chunks.refer(documents))
+    for ref, before in zip(refs, befores, strict=False):
+        after = ChunkPrefix.of(model, engine.store, "bos", f"{before}\n\n")
+        made = partial(prefill, model, [ref], engine.fingerprint, after)
+        engine.store.put(engine.scheduler.run(made)[0])
+    return engine
+
+
 def measured(
     model: Model, question: Question, chosen: Mapping[str, tuple[Method, str]], n: int, *,
-    stray: bool, other: Model | None,
+    stray: bool, other: Model | None, strangers: Sequence[str],
 ) -> Iterator[Row]:  # fmt: skip
-    """A row for each candidate. other: the model in bfloat16, for the floor."""
+    """A row for each candidate.
+
+    other: the model in bfloat16, for the floor. strangers: documents of another question.
+    """
     ids, prompt = question.prompt_ids(model, chat=True), question.prompt(chat=True)
     own = fidelity.greedy(model, ids, n, end_ids=model.eos_ids)
     truth = logits_along(model, ids, own)
@@ -138,9 +173,7 @@ def measured(
     engines: dict[str, Engine] = {}
     for label, (method, prefix) in chosen.items():
         if prefix not in engines:
-            found: Any = prefix
-            engines[prefix] = Engine(model, MemoryStore(), prefix=found, prefix_bytes=0)
-            engines[prefix].cache_chunks(question.documents)
+            engines[prefix] = engine_over(model, question.documents, prefix, strangers)
         engine = engines[prefix]
         settings = AnswerSettings.of(method=method, eviction="none", on_miss="text")
 
@@ -206,6 +239,8 @@ def main() -> None:
     parser.add_argument("--prefix", help="a file of samkv adapt: candidates after it, too")
     parser.add_argument("--stray", action="store_true", help="of each candidate's own answer")
     parser.add_argument("--floor", action="store_true", help="full prefill in bfloat16, too")
+    parser.add_argument("--ask", help="in place of each question")
+    parser.add_argument("--prompt", default="rag", choices=["rag", "longbench"])
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     known = candidates(args.prefix)
@@ -214,13 +249,18 @@ def main() -> None:
         parser.error(f"no candidate {unknown[0]!r}; known: {'; '.join(known)}")
     model = load_model(args.model, dtype="float32")
     other = load_model(args.model, dtype="bfloat16") if args.floor else None
-    found = fidelity.of_part(load(args.data, prompt="rag"), args.part)[: args.questions]
+    found = [
+        fidelity.with_fewer(question, args.documents)
+        for question in fidelity.of_part(load(args.data, prompt=args.prompt), args.part)
+    ][: args.questions]
+    if args.ask:
+        found = [replace(question, question=args.ask) for question in found]
     settings = {"hardware": hardware(model), "part": args.part, "documents": args.documents}
     rows: list[Row] = []
-    for question in tqdm(found, desc="questions"):
+    for at, question in enumerate(tqdm(found, desc="questions")):
         rows += measured(
-            model, fidelity.with_fewer(question, args.documents), {k: known[k] for k in labels},
-            args.tokens, stray=args.stray, other=other,
+            model, question, {k: known[k] for k in labels}, args.tokens, stray=args.stray,
+            other=other, strangers=found[at - 1].documents,
         )  # fmt: skip
         if args.json:  # hours of work: keep what there is
             text = to_json("default choice", model.name, [asdict(row) for row in rows], settings)

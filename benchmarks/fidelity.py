@@ -83,9 +83,11 @@ def with_fewer(question: Question, n_documents: int) -> Question:
         raise InvalidOption(f"documents={n_documents}; it must be at least 1")
     places = dict.fromkeys([*question.supporting, *range(len(question.documents))])
     kept = sorted(islice(places, n_documents))
+    documents = tuple(question.documents[place] for place in kept)
     return replace(
         question,
-        documents=tuple(question.documents[place] for place in kept),
+        documents=documents,
+        context=None if question.context is None else "\n".join(documents),
         supporting=tuple(kept.index(place) for place in question.supporting if place in kept),
     )
 
