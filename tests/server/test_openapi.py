@@ -21,6 +21,7 @@ ROUTES = {
     ("get", "/v1/models/{model}"),
     ("post", "/v1/chat/completions"),
     ("post", "/v1/completions"),
+    ("post", "/v1/responses"),
     ("post", "/v1/samkv/chunks"),
     ("delete", "/v1/samkv/chunks"),
     ("get", "/v1/samkv/chunks"),
@@ -102,6 +103,7 @@ def test_errors_are_in_openais_shape_everywhere(document: dict[str, Any]) -> Non
         ("get", "/v1/samkv/collections", None),
         ("get", "/v1/samkv/methods", None),
         ("post", "/v1/completions", {"model": "town-model", "prompt": "a", "max_tokens": 2}),
+        ("post", "/v1/responses", {"model": "town-model", "input": "a", "max_output_tokens": 2}),
         (
             "post",
             "/v1/chat/completions",
@@ -130,6 +132,6 @@ def test_examples_are_bodies_that_are_described(document: dict[str, Any]) -> Non
 
 
 def test_streams_are_described(document: dict[str, Any]) -> None:
-    for path in ("/v1/samkv/ask", "/v1/completions", "/v1/chat/completions"):
+    for path in ("/v1/samkv/ask", "/v1/completions", "/v1/chat/completions", "/v1/responses"):
         content = document["paths"][path]["post"]["responses"]["200"]["content"]
         assert "[DONE]" in content["text/event-stream"]["schema"]["description"]

@@ -1,0 +1,123 @@
+"""OpenAI's own client and ``/v1/responses``, against a real server."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+from openai import AsyncOpenAI, OpenAI
+
+from tests.support.live_server import CHAT, KEY, MAX_TOKENS, QUESTION, LiveServer
+from tests.support.records import TEXTS
+
+ASK: dict[str, Any] = {"model": "builtin", "input": QUESTION, "max_output_tokens": MAX_TOKENS}
+
+
+@pytest.fixture
+def client(live: LiveServer) -> Iterator[OpenAI]:
+    with OpenAI(base_url=live.url, api_key=KEY, max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def expected(live: LiveServer) -> str:
+    return live.answer(CHAT)
+
+
+def check_reused(answer: Any) -> None:
+    assert answer.model_extra["samkv"]["reused"] == len(TEXTS)
+    usage = answer.usage
+    assert 0 < usage.input_tokens_details.cached_tokens < usage.input_tokens
+    assert usage.total_tokens == usage.input_tokens + usage.output_tokens
+
+
+def test_a_question(client: OpenAI, expected: str) -> None:
+    answer = client.responses.create(**ASK)
+    assert (answer.output_text, answer.status) == (expected, "completed")
+    check_reused(answer)
+
+
+def test_instructions_are_a_system_message(client: OpenAI, live: LiveServer) -> None:
+    answer = client.responses.create(**ASK, instructions="Answer in one word.")
+    said = {"role": "system", "content": "Answer in one word."}
+    assert answer.output_text == live.answer([said, *CHAT])
+
+
+def test_a_cut_answer_says_so(client: OpenAI, live: LiveServer) -> None:
+    answer = client.responses.create(**ASK | {"max_output_tokens": 1})
+    assert (answer.status, answer.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    assert answer.output_text == live.answer(CHAT, max_new_tokens=1)
+
+
+def test_a_stream(client: OpenAI, expected: str) -> None:
+    events = list(client.responses.create(**ASK, stream=True))
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    text = "".join(e.delta for e in events if e.type == "response.output_text.delta")
+    assert text == expected
+    assert events[-1].type == "response.completed"
+    assert events[-1].response.output_text == expected
+    check_reused(events[-1].response)
+
+
+def test_the_helper_that_gathers_a_stream(client: OpenAI, expected: str) -> None:
+    with client.responses.stream(**ASK) as stream:
+        for _ in stream:
+            pass
+        assert stream.get_final_response().output_text == expected
+
+
+async def test_asynchronous(live: LiveServer, expected: str) -> None:
+    async with AsyncOpenAI(base_url=live.url, api_key=KEY, max_retries=0) as client:
+        stream = await client.responses.create(**ASK, stream=True)
+        events = [event async for event in stream]
+        assert events[-1].response.output_text == expected
+
+
+def test_an_answer_is_sent_back_as_it_came(client: OpenAI, live: LiveServer) -> None:
+    answer = client.responses.create(**ASK)
+    asked = {"role": "user", "content": [{"type": "input_text", "text": "And who else?"}]}
+    turns: list[Any] = [*CHAT, *answer.output, asked]
+    second = client.responses.create(**ASK | {"input": turns})
+    said = {"role": "assistant", "content": answer.output_text}
+    assert second.output_text == live.answer([*CHAT, said, {**asked, "content": "And who else?"}])
+
+
+def test_a_schema_is_kept_to(client: OpenAI) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"workers": {"type": "integer", "maximum": 9999}},
+        "required": ["workers"],
+        "additionalProperties": False,
+    }
+    form: Any = {"format": {"type": "json_schema", "name": "n", "schema": schema, "strict": True}}
+    answer = client.responses.create(**ASK | {"max_output_tokens": 40}, text=form)
+    assert {*json.loads(answer.output_text)} == {"workers"}
+
+
+@pytest.mark.parametrize(
+    ("more", "param"),
+    [
+        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"background": True}, "background"),
+        ({"tools": [{"type": "web_search"}]}, "tools"),
+        ({"truncation": "auto"}, "truncation"),
+        ({"input": []}, "input"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0"),
+    ],
+)
+def test_what_is_refused(client: OpenAI, more: dict[str, Any], param: str) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.responses.create(**ASK | more)
+    assert str(caught.value.param).startswith(param)
+
+
+def test_what_changes_no_answer_is_taken(client: OpenAI, expected: str) -> None:
+    answer = client.responses.create(
+        **ASK, store=True, include=[], tools=[], tool_choice="auto", parallel_tool_calls=True,
+        truncation="disabled", metadata={"a": "b"}, service_tier="auto", user="u",
+    )  # fmt: skip
+    assert answer.output_text == expected
