@@ -85,7 +85,7 @@ def test_quickstart_with_smollm2(working_folder: Path) -> None:
     (folder / "questions.jsonl").write_text(question, encoding="utf-8")
     shown = ran("quickstart", "--documents", "some")
     assert json.loads(question)["answers"][0] in shown.partition("recompute  ")[2]
-    assert "smollm2, 1 questions" in shown and "ingest FOLDER --model smollm2" in shown
+    assert "smollm2, 1 question," in shown and "ingest FOLDER --model smollm2" in shown
 
 
 def test_quickstart_of_blank_documents(working_folder: Path) -> None:
