@@ -187,8 +187,7 @@ class ChromaLink:
         """The chunk of each record, None for one that gets no cache."""
         chunks = self.engine.chunks
         places = [place for place, id_ in enumerate(ids) if id_ not in without_cache]
-        found = chunks.refer([texts[place] for place in places])
-        chunks.require_fit(found)
+        found = chunks.refer([texts[place] for place in places], must_fit=True)
         at_place: dict[int, ChunkRef] = {}
         for place, ref in zip(places, chunks.agree(found), strict=True):
             is_named = (rows[place] or {}).get(KEY_FIELD) == ref.key

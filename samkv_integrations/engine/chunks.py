@@ -187,15 +187,25 @@ class Chunks:
 
     # -- from texts to caches ---------------------------------------------------------------
 
-    def refer(self, texts: Sequence[str]) -> list[ChunkRef]:
+    def refer(self, texts: Sequence[str], *, must_fit: bool = False) -> list[ChunkRef]:
         """Each text as a chunk, whatever it is and whether or not there is a cache: ``missed``.
 
-        Raises UnsupportedModel if the model has changed so that caches no longer fit it.
+        must_fit: one that can have no cache is an error, and is not tokenised if its length tells.
+
+        Raises:
+            InvalidChunk: a text is empty, or longer than the context window.
+            UnsupportedModel: the model has changed so that caches no longer fit it.
         """
         self.follow_model()
         bodies = bodies_of(texts)
+        for body in bodies if must_fit else ():
+            if (least := len(body) // self.model.longest_token) > self._room:
+                raise self._too_long(f"at least {least}", body)
         ids = [tuple(self.model.tokenize(body, special=False)) for body in bodies]
-        return self._named(bodies, ids)
+        found = self._named(bodies, ids)
+        if must_fit:
+            self.require_fit(found)
+        return found
 
     def _named(self, bodies: Sequence[str], ids: Sequence[tuple[int, ...]]) -> list[ChunkRef]:
         fingerprint = self.fingerprint
@@ -218,11 +228,13 @@ class Chunks:
             if not ref.token_ids:
                 raise InvalidChunk(f"chunk {ref.text!r} holds no text; leave empty chunks out")
             if not self.fits(ref):
-                raise InvalidChunk(
-                    f"a chunk of {len(ref.token_ids)} tokens is longer than the {self._room} that "
-                    f"the context window of {self.model.name!r} leaves; split it (it begins "
-                    f"{ref.text[:40]!r})"
-                )
+                raise self._too_long(str(len(ref.token_ids)), ref.text)
+
+    def _too_long(self, n_tokens: str, body: str) -> InvalidChunk:
+        return InvalidChunk(
+            f"a chunk of {n_tokens} tokens is longer than the {self._room} that the context window "
+            f"of {self.model.name!r} leaves; split it (it begins {body[:40]!r})"
+        )
 
     def agree(self, chunks: list[ChunkRef]) -> list[ChunkRef]:
         """The chunks, once the block size is settled: for good, by the lengths of the first ones.
@@ -277,9 +289,7 @@ class Chunks:
 
     def cache(self, texts: Sequence[str], *, progress: bool = False) -> list[ChunkRef]:
         """See `Engine.cache_chunks`: the chunks, ``missed`` being those that were computed."""
-        found = self.refer(texts)
-        self.require_fit(found)
-        found = self.look_up(self.agree(found))
+        found = self.look_up(self.agree(self.refer(texts, must_fit=True)))
         self.compute(found, progress=progress)
         self._prepared.add(ref.key for ref in found)
         return found

@@ -161,8 +161,8 @@ class Engine:
         Raises InvalidChunk if ``text`` can have none: it is empty, or longer than the context
         window.
         """
-        self.chunks.require_fit(found := self.chunks.refer([text]))
-        return self.chunks.look_up(found)[0].state == "cached"
+        (ref,) = self.chunks.look_up(self.chunks.refer([text], must_fit=True))
+        return ref.state == "cached"
 
     def cache_chunks(self, texts: Sequence[str], *, progress: bool = False) -> list[str]:
         """Cache chunks, several a pass; returns their keys in order.
@@ -199,9 +199,7 @@ class Engine:
         """
         check_on_miss(on_miss)
         began, chunks = time.perf_counter(), self.chunks
-        found = chunks.refer(texts)
-        if on_miss != "text":
-            chunks.require_fit(found)
+        found = chunks.refer(texts, must_fit=on_miss != "text")
         if on_miss == "compute":
             with chunks.outage.survived():
                 found = chunks.look_up(chunks.agree(found), "opens")

@@ -157,9 +157,7 @@ def _cache(engine: Engine, texts: Sequence[str]) -> list[CachedChunk | SamkvErro
     outcomes: dict[int, CachedChunk | SamkvError] = {}
     for place, text in enumerate(texts):
         try:
-            found = chunks.refer([text])
-            chunks.require_fit(found)
-            (refs[place],) = found
+            (refs[place],) = chunks.refer([text], must_fit=True)
         except (InvalidChunk, InvalidOption) as error:
             outcomes[place] = error
     found, failed = list(refs.values()), dict[str, SamkvError]()

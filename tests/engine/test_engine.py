@@ -180,6 +180,15 @@ def test_chunks_that_cannot_be_cached(engine: Engine) -> None:
         engine.cache_chunks(["a" * 5000])
 
 
+def test_a_chunk_that_is_far_too_long_is_not_tokenised(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("llama")
+    engine = Engine(model, prefix="bos")
+    longest = model.longest_token
+    monkeypatch.setattr(type(model), "tokenize", lambda *_, **__: pytest.fail("it was tokenised"))
+    with pytest.raises(InvalidChunk, match="at least 5000 tokens is longer than the 4095"):
+        engine.cache_chunks(["a" * 5000 * longest])
+
+
 # -- answers -----------------------------------------------------------------------------------
 
 
