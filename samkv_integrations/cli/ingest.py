@@ -7,7 +7,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -29,11 +29,12 @@ from samkv_integrations.cli.loading import (
     store_in,
 )
 from samkv_integrations.documents import SUFFIXES, read_document
-from samkv_integrations.errors import EmptyInput, InvalidOption, MissingExtra
+from samkv_integrations.errors import EmptyInput, InvalidOption, MissingExtra, UnknownOption
 from samkv_integrations.figures import count
 
 if TYPE_CHECKING:
     from samkv_integrations.cache.disk import ChunkStore
+    from samkv_integrations.chroma.link import ChromaLink
     from samkv_integrations.chroma.records import IngestResult
     from samkv_integrations.cluster import ClusterIngest
     from samkv_integrations.engine.engine import Engine
@@ -44,6 +45,7 @@ SOME_UNREADABLE = 1
 
 SHOWN_SKIPPED = 10
 
+_NAME = "its name is not UTF-8"
 _LINK = "a symbolic link in a folder is not followed; name what it leads to"
 
 
@@ -149,6 +151,12 @@ def ingest(
     model, dtype = before.model, before.dtype
     engine = engine_of(model, folder / "kv", here, dtype, store_bits, limit, namespace, remote)
     read = read_chunks(found.files, engine.model, chunk_size)
+    if not read.chunks:
+        with suppress(InvalidOption, UnknownOption):  # a new collection is not made
+            _delete_outdated(ChromaLink(database.collection(collection), engine), read)
+        why = "".join(f"; {one.path}: {one.why}" for one in read.skipped if one.is_failure)
+        n_files = count(len(found.files), "document")
+        raise EmptyInput(f"no text in {n_files}{why}; give some with text")
     link = ChromaLink(database.collection(collection, create=True), engine)
     remember(
         folder, engine.store, (namespace, collection),
@@ -174,11 +182,7 @@ def ingest(
             {"path": read.chunks[at].source, "number": read.chunks[at].number, "why": why}
             for at, why in done.failed.items()
         ]
-    # records, and caches, of chunks that the ingested files no longer have
-    where: Any = {"source": {"$in": list(read.sources)}}
-    held = link.collection.get(where=where, include=[])["ids"]
-    if outdated := sorted(set(held) - set(ids)):
-        link.delete(ids=outdated)
+    _delete_outdated(link, read)
 
     skipped, out = [*found.skipped, *read.skipped], tables.console(stderr=True)
     left_out = [f"skipped {one.path}: {one.why}" for one in skipped]
@@ -208,6 +212,14 @@ def ingest(
             )
     if failed or any(one.is_failure for one in skipped):
         raise typer.Exit(SOME_UNREADABLE)
+
+
+def _delete_outdated(link: ChromaLink, read: Read) -> None:
+    """Delete records, and caches, of chunks that the files which were read no longer have."""
+    where: Any = {"source": {"$in": list(read.sources)}}
+    held = link.collection.get(where=where, include=[])["ids"]
+    if outdated := sorted(set(held) - {chunk.id for chunk in read.chunks}):
+        link.delete(ids=outdated)
 
 
 class _StoreAlone:
@@ -291,10 +303,12 @@ def find_documents(paths: Sequence[Path], leave_out: Path | None = None) -> Foun
             if path.suffix.lower() not in SUFFIXES:  # as of a shell's *
                 why = f"it is not a document; known kinds: {', '.join(SUFFIXES)}"
                 skipped.append(Skipped(path=path, why=why, is_failure=True))
-                continue
-            if not path.is_file():
+            elif not path.is_file():
                 raise InvalidOption(f"{path} is no regular file; give a file that holds the text")
-            found.add(path.resolve())
+            elif not _is_utf_8(path):
+                skipped.append(Skipped(path=path, why=_NAME, is_failure=True))
+            else:
+                found.add(path.resolve())
             continue
         for root, folders, names in os.walk(path, onerror=unreadable):  # which follows no links
             here = Path(root)
@@ -314,9 +328,8 @@ def find_documents(paths: Sequence[Path], leave_out: Path | None = None) -> Foun
                     continue
                 elif not file.is_file():
                     skipped.append(Skipped(path=file, why="it is no regular file"))
-                elif re.search(r"[\ud800-\udfff]", str(file.resolve())):  # names its records
-                    why = "its name is not UTF-8"
-                    skipped.append(Skipped(path=file, why=why, is_failure=True))
+                elif not _is_utf_8(file):
+                    skipped.append(Skipped(path=file, why=_NAME, is_failure=True))
                 else:
                     found.add(file.resolve())
     if not found:
@@ -325,7 +338,12 @@ def find_documents(paths: Sequence[Path], leave_out: Path | None = None) -> Foun
             + (f" ({skipped[0].path}: {skipped[0].why})" if skipped else "")
             + "; give a folder that holds some"
         )
-    return Found(files=sorted(found), skipped=skipped, others=others)
+    return Found(files=sorted(found), skipped=list(dict.fromkeys(skipped)), others=others)
+
+
+def _is_utf_8(file: Path) -> bool:
+    """Whether the path, which names a document's records, is text."""
+    return not re.search(r"[\ud800-\udfff]", str(file.resolve()))
 
 
 def read_chunks(files: Sequence[Path], model: Model, chunk_size: int) -> Read:
@@ -333,9 +351,7 @@ def read_chunks(files: Sequence[Path], model: Model, chunk_size: int) -> Read:
 
     A file that cannot be read is skipped: it must not keep the others from being ingested.
 
-    Raises:
-        EmptyInput: the files hold no text.
-        InvalidOption: ``chunk_size`` is not positive, or none of them can be read.
+    Raises InvalidOption if ``chunk_size`` is not positive, or none of them can be read.
     """
     from samkv_integrations.cache.chunk import normalise
 
@@ -373,9 +389,6 @@ def read_chunks(files: Sequence[Path], model: Model, chunk_size: int) -> Read:
         raise InvalidOption(
             f"of {count(len(files), 'document')} none can be read; {first.path}: {first.why}"
         )
-    if not chunks:
-        why = "".join(f"; {one.path}: {one.why}" for one in skipped if one.is_failure)
-        raise EmptyInput(f"no text in {count(len(files), 'document')}{why}; give some with text")
     return Read(chunks=chunks, sources=sources, skipped=skipped)
 
 

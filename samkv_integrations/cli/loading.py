@@ -102,11 +102,11 @@ def as_ingested(
     known = _remembered(folder / "kv")
     keys = map(_key, places)
     found = [known[key] for key in keys if key in known] or [*known.values()]
-    models = list(dict.fromkeys(one.here for one in found))
+    models = {one.path or one.model: one.here for one in found}
     if model is None and len(models) > 1:
         raise InvalidOption(
-            f"the collections were ingested with {' and '.join(models)}; give one with --model, "
-            "and --collection for each that is of it"
+            f"the collections were ingested with {' and '.join(models.values())}; give one with "
+            f"--model{'' if places else ', and --collection for each that is of it'}"
         )
     given = _path(model or "")
     same = [one for one in found if model in (None, one.model) or (given and one.path == given)]

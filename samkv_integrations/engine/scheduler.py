@@ -39,6 +39,10 @@ AHEAD = 32
 FinishReason = Literal["stop", "length"]
 
 
+class TooLate(Exception):
+    """There is no piece in time."""
+
+
 class Abandoned(Exception):
     """Nobody reads the answer any more; ends the passes to its first token."""
 
@@ -78,8 +82,11 @@ class Pieces:
         coming.set_result(item)
 
     def next(self, timeout: float | None = None) -> Piece:
-        """The next piece. Raises TimeoutError if there is none within ``timeout`` seconds."""
-        item = self._items[0].result(timeout)
+        """The next piece. Raises TooLate if there is none within ``timeout`` seconds."""
+        try:
+            item = self._items[0].result(timeout)
+        except TimeoutError as error:
+            raise TooLate from error
         self._items.popleft()
         if isinstance(item, BaseException):
             raise item
@@ -90,7 +97,11 @@ class Pieces:
         coming = self._items[0]
         if not coming.done():
             # a task that is cancelled cancels what it waits for, and the piece comes all the same
-            await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(coming)), timeout)
+            waiting = asyncio.shield(asyncio.wrap_future(coming))
+            try:
+                await asyncio.wait_for(waiting, timeout)
+            except TimeoutError as error:
+                raise TooLate from error
         return self.next()
 
 
@@ -236,9 +247,10 @@ class Scheduler:
 
     Between two steps of the answers under way it does one thing at most that takes longer: the
     first token of the next answer, or a pass of `run`. While there are several owners, see `OWNER`,
-    each has its share of the time, and half of the places of a batch at most; answers of one owner
-    begin in the order in which they came. One whose reader is `AHEAD` pieces behind stands aside
-    and leaves its place to others.
+    each has its share of the time. An owner begins no answer beyond half of the places of a batch
+    then, and where one has more, its answers take turns at the places that it keeps. Answers of one
+    owner begin in the order in which they came. One whose reader is `AHEAD` pieces behind stands
+    aside and leaves its place to others.
 
     The thread starts when there is something to do, and ends with the scheduler. Safe to use from
     many threads, and after a fork that was made while no other thread asked.
@@ -414,23 +426,29 @@ class _Thread:
         answer.release()
 
     def _batch(self) -> list[RunningAnswer]:
-        """The answers of the next step: those that are `AHEAD` of their readers stand aside."""
-        batch: list[RunningAnswer] = []
+        """The answers of the next step: those that are `AHEAD` of their readers stand aside.
+
+        The first of each owner, then the second of each, as many as there are places.
+        """
+        seen, ranked = Counter[str](), list[tuple[int, RunningAnswer]]()
         for each in self.running:
-            is_over = each.is_complete or each.is_abandoned
-            if not is_over and len(each.pieces) < AHEAD and len(batch) < self._limits.max_batch:
-                batch.append(each)
-        return batch
+            if not (each.is_complete or each.is_abandoned) and len(each.pieces) < AHEAD:
+                ranked.append((seen[each.owner], each))
+                seen[each.owner] += 1
+        ranked.sort(key=lambda one: one[0])
+        return [each for _, each in ranked[: self._limits.max_batch]]
 
     def _next(self) -> int | None:
         """Where in the queue that stands which comes next: an answer in its turn, or a work.
 
         The owner who has had the model for the least time comes first. One who has had it for
-        longer than another whose answers are under way waits for those.
+        longer than another whose answers are under way waits for those. A full batch takes an
+        answer more of an owner who has two places fewer than another.
         """
         limits, queue, batch = self._limits, self._queue, self._batch()
-        is_their_turn = len(batch) < limits.max_batch
+        has_room = True
         n_running = Counter(each.owner for each in batch)
+        fullest = max(n_running.values(), default=0)
         owners = {*n_running, *(each.owner for each in queue)}
         self._clock = min(map(self._start_of, owners), default=self._clock)
         least = min(map(self._start_of, n_running), default=math.inf)
@@ -441,14 +459,15 @@ class _Thread:
                 return None
             if isinstance(letter, _Work):
                 return at
-            if n_running[letter.owner] >= most:
+            mine = n_running[letter.owner]
+            if mine >= most or (len(batch) >= limits.max_batch and mine + 2 > fullest):
                 continue
-            if is_their_turn and (
+            if has_room and (
                 limits.max_kv_bytes is None or not self.running
                 or sum(each.kv_bytes for each in (*self.running, letter)) <= limits.max_kv_bytes
             ):  # fmt: skip
                 return at
-            is_their_turn = False  # a smaller one does not overtake
+            has_room = False  # a smaller one does not overtake
         return None
 
     def _start_of(self, owner: str) -> float:

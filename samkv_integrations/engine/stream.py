@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import lru_cache, partial
 from typing import NoReturn, ParamSpec, Self, TypeVar
 
 from samkv_integrations.engine.report import COLLECTORS, Report
@@ -24,6 +24,7 @@ from samkv_integrations.engine.scheduler import (
     Piece,
     RunningAnswer,
     Scheduler,
+    TooLate,
 )
 from samkv_integrations.engine.tracing import Trace
 from samkv_integrations.errors import TimedOut
@@ -127,11 +128,11 @@ class AnswerStream(Iterator[str], AsyncIterator[str]):
         if piece.finish_reason is not None:
             self._end()
         elif (left := self._left()) is not None and left < 0:
-            raise TimeoutError
+            raise TooLate
         return piece.text
 
     def _fail(self, error: BaseException) -> NoReturn:
-        if isinstance(error, TimeoutError) and (left := self._left()) is not None and left <= 0:
+        if isinstance(error, TooLate):
             error = TimedOut(
                 f"timeout={self._request.settings.timeout}: the answer was not complete after that "
                 "many seconds; give more, or ask for fewer tokens"
@@ -209,11 +210,12 @@ class AnswerStream(Iterator[str], AsyncIterator[str]):
         return None if self._last is None else self._last.finish_reason
 
 
-@cache
+@lru_cache(16)
 def _threads(pid: int, owner: str) -> ThreadPoolExecutor:
     """Those of an owner, so that nobody waits for another one's work.
 
-    Not asyncio's own, which others wait for; nor a parent process's, which has no threads.
+    Not asyncio's own, which others wait for; nor a parent process's, which has no threads. Of the
+    owners who asked last: a pool that nobody holds ends its threads once their work is done.
     """
     return ThreadPoolExecutor(16, thread_name_prefix="samkv-off-loop")
 

@@ -9,7 +9,8 @@ from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
-from pydantic import BaseModel, BeforeValidator, Field
+from pydantic import BaseModel, BeforeValidator, Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from samkv_integrations.engine.options import AnswerOptions
 from samkv_integrations.engine.report import Report
@@ -37,7 +38,7 @@ def _as_messages(given: object) -> object:
         return given
     messages = []
     for item in given:
-        if isinstance(item, dict) and item.get("type", "message") == "message":
+        if isinstance(item, dict) and item.get("type") in (None, "message"):
             kept = {name: item[name] for name in item.keys() - {"type", "id", "status", "phase"}}
             if isinstance(parts := kept.get("content"), list):
                 kept["content"] = [_as_text_part(part) for part in parts]
@@ -48,7 +49,7 @@ def _as_messages(given: object) -> object:
 
 def _as_text_part(part: Any) -> object:  # noqa: ANN401
     if isinstance(part, dict) and part.get("type") in ("input_text", "output_text"):
-        return {"type": "text", "text": part.get("text")}
+        return {n: part[n] for n in part.keys() - {"annotations", "logprobs"}} | {"type": "text"}
     return part
 
 
@@ -56,6 +57,14 @@ class TextForm(SchemaFormat):
     """The form of an answer; a schema stands beside its name."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
+
+    @model_validator(mode="after")
+    def _check_schema(self) -> TextForm:
+        if ("schema_" in self.model_fields_set) != (self.type == "json_schema"):
+            raise PydanticCustomError(
+                "schema", "a schema goes with type 'json_schema', which needs one"
+            )
+        return self
 
 
 class TextOptions(Body):
@@ -90,6 +99,14 @@ class ResponseRequest(Asked):
     service_tier: Literal["auto", "default"] = "auto"
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+
+    @model_validator(mode="after")
+    def _check_length(self) -> ResponseRequest:
+        if self.max_tokens is not None and self.max_output_tokens is not None:
+            raise PydanticCustomError(
+                "length", "max_tokens and max_output_tokens are the same thing; give one"
+            )
+        return self
 
     @property
     def turns(self) -> list[dict[str, str]]:
@@ -173,7 +190,9 @@ class _Writer:
             "instructions": asked.instructions, "max_output_tokens": asked.most_tokens,
             "metadata": asked.metadata or {}, "parallel_tool_calls": False,
             "previous_response_id": None, "store": False, "temperature": asked.temperature or 0.0,
-            "text": {"format": {"type": asked.text.format.type}}, "tool_choice": "none",
+            "text": asked.text.model_dump(by_alias=True, exclude_unset=True)
+            or {"format": {"type": "text"}},
+            "tool_choice": "none",
             "tools": [], "top_p": 1.0 if asked.top_p is None else asked.top_p,
             "truncation": "disabled",
         }  # fmt: skip
@@ -229,7 +248,7 @@ class _Writer:
             ),
             "usage": {
                 "input_tokens": usage["prompt_tokens"],
-                "input_tokens_details": usage["prompt_tokens_details"],
+                "input_tokens_details": usage["prompt_tokens_details"] | {"cache_write_tokens": 0},
                 "output_tokens": usage["completion_tokens"],
                 "output_tokens_details": {"reasoning_tokens": 0},
                 "total_tokens": usage["total_tokens"],

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from samkv_integrations.chroma.client import connect_collection, open_collection
+from samkv_integrations.chroma.client import Database, connect_collection, open_collection
 from samkv_integrations.chroma.link import ChromaLink
 from samkv_integrations.cli.ingest import Found, find_documents
 from samkv_integrations.cluster import ClusterIngest
@@ -177,9 +177,12 @@ class TestWhatIsNotRead:
         line = error_of("ingest", str(town / "latin.txt"), "--model", tiny)
         assert "of 1 document none can be read" in line and "UTF-8" in line
 
-    def test_a_name_that_is_not_utf_8(self, town: Path, tiny: str) -> None:
-        Path(os.fsdecode(os.fsencode(town) + b"/\xff.txt")).write_text("Some text.")
-        (why,) = self.skipped(str(town), "--model", tiny, code=1).values()
+    @pytest.mark.parametrize("is_named", [False, True])
+    def test_a_name_that_is_not_utf_8(self, town: Path, tiny: str, is_named: bool) -> None:
+        file = os.fsdecode(os.fsencode(town) + b"/\xff.txt")
+        Path(file).write_text("Some text.")
+        named = [file] if is_named else []
+        (why,) = self.skipped(str(town), *named, "--model", tiny, code=1).values()
         assert why == "its name is not UTF-8"
 
     def test_other_kinds_are_counted(self, town: Path, tiny: str) -> None:
@@ -214,6 +217,19 @@ def test_the_records_of_an_emptied_document_go(town: Path, tiny: str) -> None:
     ran("ingest", str(town), "--model", tiny)
     collection = open_collection(Path(".samkv/chroma").resolve(), "documents", create=False)
     assert collection.count() == len(RECORDS) - 1
+
+
+def test_the_records_of_documents_that_are_all_emptied_go(town: Path, tiny: str) -> None:
+    one = town / "krasplex-systems.txt"
+    ran("ingest", str(one), "--model", tiny)
+    one.write_text(" ")
+    assert "no text in 1 document" in error_of("ingest", str(one), "--model", tiny)
+    collection = open_collection(Path(".samkv/chroma").resolve(), "documents", create=False)
+    assert collection.count() == 0
+    assert rows_of("store", "stats") == []
+    assert "no text" in error_of("ingest", str(one), "--collection", "new")
+    names = Database(Path(".samkv/chroma")).names()
+    assert names == ["documents"]
 
 
 def test_a_namespace_of_its_own(town: Path) -> None:

@@ -25,7 +25,7 @@ from samkv_integrations.engine.first_token import first_token
 from samkv_integrations.engine.options import AnswerSettings
 from samkv_integrations.engine.request import FirstToken, Request
 from samkv_integrations.engine.scheduler import AHEAD, OWNER, Limits, Scheduler
-from samkv_integrations.engine.stream import AnswerStream
+from samkv_integrations.engine.stream import AnswerStream, off_loop
 from samkv_integrations.errors import InvalidOption, Overloaded, TimedOut
 from samkv_integrations.eviction import EVICTIONS
 from samkv_integrations.methods import METHODS
@@ -362,6 +362,30 @@ def test_no_owner_has_more_than_half_of_the_places_while_there_are_others(
             each.result().close()
 
 
+def test_who_comes_when_another_has_all_places_does_not_wait_for_whole_answers(
+    steps: Steps,
+) -> None:
+    engine = engine_of(builtin(), Limits(max_batch=2))
+    steps.hold()
+    with ThreadPoolExecutor(3) as threads:
+        many = [
+            as_owner("many", threads, engine.stream, ENDLESS, max_new_tokens=200) for _ in range(2)
+        ]
+        steps.wait_for_answers(engine.scheduler, 2)
+        few = as_owner("few", threads, engine.generate, ENDLESS, max_new_tokens=3)
+        wait_until(lambda: of(engine) == (2, 1), "it waits")
+        before = steps.n
+        while not few.done() and steps.n - before < 10:
+            steps.wait_until_held()
+            steps.allow(1)
+        is_done, n_steps = few.done(), [*steps.counts.values()]
+        steps.release()
+        assert is_done and few.result().text
+        assert abs(n_steps[0] - n_steps[1]) <= 1  # those of the other took turns
+        for each in many:
+            each.result(PATIENCE_S).close()
+
+
 def of(engine: Engine) -> tuple[int, int]:
     """Answers that have begun, and those that wait."""
     load = engine.scheduler.load
@@ -510,8 +534,29 @@ def test_time_runs_out_while_it_waits(steps: Steps, begun: list[Request]) -> Non
         engine.generate(PROMPTS[1], max_new_tokens=4, timeout=0.05)
     with pytest.raises(TimedOut, match="timeout=0.05"):
         asyncio.run(engine.agenerate(PROMPTS[1], max_new_tokens=4, timeout=0.05))
+    with pytest.raises(TimedOut), asyncio.Runner(loop_factory=_EarlyLoop) as runner:
+        runner.run(engine.agenerate(PROMPTS[1], max_new_tokens=4, timeout=0.05))
     steps.release()
     assert "".join(running) and len(begun) == 1
+
+
+class _EarlyLoop(asyncio.SelectorEventLoop):
+    """Its timers ring a little too early, as uvloop's do."""
+
+    def call_at(self, when: float, *given: Any, **more: Any) -> asyncio.TimerHandle:
+        return super().call_at(when - 0.005, *given, **more)
+
+
+async def test_threads_of_many_owners_end() -> None:
+    for n in range(40):
+        context = copy_context()
+        context.run(OWNER.set, f"owner {n}")
+        await asyncio.create_task(off_loop(time.sleep, 0), context=context)
+
+    def n_threads() -> int:
+        return sum(each.name.startswith("samkv-off-loop") for each in threading.enumerate())
+
+    await asyncio.to_thread(wait_until, lambda: n_threads() < 20, "those of the first have ended")
 
 
 def test_time_runs_out_between_pieces(talking: Engine, steps: Steps) -> None:

@@ -16,6 +16,9 @@ from tests.support.records import TEXTS
 ASK: dict[str, Any] = {"model": "builtin", "input": QUESTION, "max_output_tokens": MAX_TOKENS}
 
 
+_PART = {"type": "input_text", "text": "a"}
+
+
 @pytest.fixture
 def client(live: LiveServer) -> Iterator[OpenAI]:
     with OpenAI(base_url=live.url, api_key=KEY, max_retries=0) as client:
@@ -78,11 +81,13 @@ async def test_asynchronous(live: LiveServer, expected: str) -> None:
 
 def test_an_answer_is_sent_back_as_it_came(client: OpenAI, live: LiveServer) -> None:
     answer = client.responses.create(**ASK)
-    asked = {"role": "user", "content": [{"type": "input_text", "text": "And who else?"}]}
+    part = {"type": "input_text", "text": "And who else?"}
+    asked = {"type": None, "role": "user", "content": [part]}
     turns: list[Any] = [*CHAT, *answer.output, asked]
     second = client.responses.create(**ASK | {"input": turns})
     said = {"role": "assistant", "content": answer.output_text}
-    assert second.output_text == live.answer([*CHAT, said, {**asked, "content": "And who else?"}])
+    last = {"role": "user", "content": "And who else?"}
+    assert second.output_text == live.answer([*CHAT, said, last])
 
 
 def test_a_schema_is_kept_to(client: OpenAI) -> None:
@@ -105,6 +110,10 @@ def test_a_schema_is_kept_to(client: OpenAI) -> None:
         ({"tools": [{"type": "web_search"}]}, "tools"),
         ({"truncation": "auto"}, "truncation"),
         ({"input": []}, "input"),
+        ({"extra_body": {"max_tokens": 2}}, "None"),
+        ({"text": {"format": {"type": "json_object", "schema": {"type": "array"}}}}, "text"),
+        ({"text": {"format": {"type": "json_schema", "name": "n"}}}, "text"),
+        ({"input": [{"role": "user", "content": [_PART | {"x": 1}]}]}, "input.0"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0"),
     ],
