@@ -89,7 +89,8 @@ def test_the_limits_have_their_defaults() -> None:
 
 def test_options_that_are_named_exist() -> None:
     served = set(options_of_serve())
-    elsewhere = {"--help", "--url"}  # of every command, and of python -m benchmarks serve
+    # of every command, of python -m benchmarks serve, and of docker
+    elsewhere = {"--help", "--url", "--build-arg", "--rm"}
     assert set(re.findall(r"(?<![\w-])--[a-z][\w-]+", PAGE)) - elsewhere <= served
 
 
