@@ -12,8 +12,7 @@ import typer.core
 from benchmarks.journal import Journal, digest
 from samkv_integrations import figures
 from samkv_integrations.cli.app import USER_ERROR
-from samkv_integrations.cli.loading import use_threads_for
-from samkv_integrations.cli.method_options import words
+from samkv_integrations.cli.loading import use_threads_for, words
 from samkv_integrations.cli.tables import markdown_table
 from samkv_integrations.errors import InvalidOption, SamkvError
 from samkv_integrations.figures import Row

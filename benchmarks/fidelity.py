@@ -32,7 +32,7 @@ from benchmarks.variants import ALL, TRUTH, Variant
 from samkv_integrations import figures
 from samkv_integrations.cache.quantise import DEFAULT_STORE_BITS, check_store_bits
 from samkv_integrations.cli import arguments as args
-from samkv_integrations.cli import method_options as lists
+from samkv_integrations.cli import loading
 from samkv_integrations.cli.ingest import Found, find_documents, read_chunks
 from samkv_integrations.documents import SUFFIXES
 from samkv_integrations.engine.decode import ForcedTokens, force
@@ -578,11 +578,11 @@ def fidelity(
 ) -> None:  # fmt: skip
     """How far every method's next-token distributions are from full prefill's, on real text."""
     names, half = _models(model), cast(Part, part or ("all" if data else "report"))
-    again = lists.shares("--recompute-ratios", recompute_ratios)
-    kept = lists.shares("--budgets", budgets)
-    rules = variants.evictions_of(lists.words(eviction))
+    again = loading.shares("--recompute-ratios", recompute_ratios)
+    kept = loading.shares("--budgets", budgets)
+    rules = variants.evictions_of(loading.words(eviction))
     compared = variants.combine(runs.method_names(methods), kept, again, rules)
-    bits = list(dict.fromkeys(lists.counts("--store-bits", store_bits)))
+    bits = list(dict.fromkeys(loading.counts("--store-bits", store_bits)))
     if not bits:
         raise InvalidOption(f"--store-bits {store_bits!r} names none; give 4, 8 or 16")
     if plot:

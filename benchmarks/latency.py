@@ -25,7 +25,7 @@ from benchmarks.variants import TRUTH
 from samkv_integrations import figures
 from samkv_integrations.cache.disk import ChunkStore
 from samkv_integrations.cli import arguments as args
-from samkv_integrations.cli import method_options as lists
+from samkv_integrations.cli import loading
 from samkv_integrations.cli.loading import use_threads_for
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.errors import InvalidOption, PromptTooLong
@@ -429,10 +429,10 @@ def latency(
     """Time, bytes and memory of a first token, with every combination of the lists given."""
     config = LatencyConfig(
         shape=shape, layers=layers, dtype=dtype, device=device, new_tokens=new_tokens,
-        n_chunks=tuple(lists.counts("--chunks", chunks)),
-        chunk_tokens=tuple(lists.counts("--chunk-tokens", chunk_tokens)),
-        text_tokens=tuple(lists.counts("--uncached", uncached)),
-        cached_shares=tuple(lists.shares("--cached", cached)),
+        n_chunks=tuple(loading.counts("--chunks", chunks)),
+        chunk_tokens=tuple(loading.counts("--chunk-tokens", chunk_tokens)),
+        text_tokens=tuple(loading.counts("--uncached", uncached)),
+        cached_shares=tuple(loading.shares("--cached", cached)),
         page_caches=page_caches(page_cache),
         repeats=repeats, memory=memory, folder=folder,
     )  # fmt: skip

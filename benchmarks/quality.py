@@ -25,7 +25,7 @@ from benchmarks.variants import ALL, TRUTH, Table4Row, Variant
 from samkv_integrations import figures
 from samkv_integrations.cache.quantise import DEFAULT_STORE_BITS, check_store_bits
 from samkv_integrations.cli import arguments as args
-from samkv_integrations.cli import method_options as lists
+from samkv_integrations.cli import loading
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.errors import EmptyInput, InvalidOption
 from samkv_integrations.evaluation.measures import interval
@@ -287,7 +287,7 @@ def quality(
         questions=load(
             sources, builtin_set=builtin_set or SHORT,
             prompt=cast(PromptStyle, prompt),  # load refuses any other word
-            kinds=lists.words(kinds), documents=lists.counts("--documents", documents),
+            kinds=loading.words(kinds), documents=loading.counts("--documents", documents),
             max_new_tokens=max_new_tokens,
         ),
         variants=compared, chat=chat, most=questions, max_tokens=max_tokens,
@@ -328,7 +328,7 @@ def _compared(
             "--ablation and --knobs bring their own methods; leave --methods, --recompute-ratios "
             "and --eviction out"
         )
-    kept = lists.shares("--budgets", budgets)
+    kept = loading.shares("--budgets", budgets)
     if view == "ablation":
         return variants.table4(kept)
     if view == "knobs":
@@ -336,8 +336,8 @@ def _compared(
             raise InvalidOption(f"--knobs with --budgets {budgets}; leave --budgets out")
         return variants.knobs(), {}
     names = runs.method_names(methods or "all")
-    again = lists.shares("--recompute-ratios", recompute_ratios)
-    return variants.combine(names, kept, again, variants.evictions_of(lists.words(eviction))), {}
+    again = loading.shares("--recompute-ratios", recompute_ratios)
+    return variants.combine(names, kept, again, variants.evictions_of(loading.words(eviction))), {}
 
 
 def _sources(data: Sequence[str] | None, builtin_set: str | None) -> Sequence[str]:

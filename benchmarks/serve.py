@@ -44,8 +44,7 @@ from benchmarks.load_summary import rows_of
 from benchmarks.run_settings import machine
 from samkv_integrations import figures
 from samkv_integrations.cli import arguments as args
-from samkv_integrations.cli import method_options as lists
-from samkv_integrations.cli import tables
+from samkv_integrations.cli import loading, tables
 from samkv_integrations.cli.loading import use_threads_for
 from samkv_integrations.cli.serve import KEYS_VARIABLE
 from samkv_integrations.errors import InvalidOption
@@ -112,8 +111,8 @@ def _paces(concurrency: str, rate: str) -> tuple[Pace, ...]:
             "send no fixed number a second: give one of them"
         )
     if rate:
-        return tuple(Pace(rate=each) for each in lists.shares("--rate", rate))
-    counts = lists.counts("--concurrency", concurrency or "8")
+        return tuple(Pace(rate=each) for each in loading.shares("--rate", rate))
+    counts = loading.counts("--concurrency", concurrency or "8")
     return tuple(Pace(concurrency=each) for each in counts)
 
 

@@ -11,8 +11,7 @@ import typer
 
 from samkv_integrations.cli import arguments as args
 from samkv_integrations.cli import tables
-from samkv_integrations.cli.loading import as_ingested, link_to
-from samkv_integrations.cli.method_options import eviction_of, given_methods, words
+from samkv_integrations.cli.loading import as_ingested, eviction_of, given_methods, link_to, words
 from samkv_integrations.errors import InvalidOption
 from samkv_integrations.figures import Row, percent, visible
 

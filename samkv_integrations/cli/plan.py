@@ -11,8 +11,7 @@ import typer
 from samkv_integrations import figures
 from samkv_integrations.cli import arguments as args
 from samkv_integrations.cli import tables
-from samkv_integrations.cli.loading import use_threads_for
-from samkv_integrations.cli.method_options import counts, shares, words
+from samkv_integrations.cli.loading import counts, shares, use_threads_for, words
 from samkv_integrations.errors import InvalidOption, UnknownOption
 from samkv_integrations.figures import Row
 

@@ -15,12 +15,13 @@ from samkv_integrations.cli.loading import (
     BUILTIN,
     as_ingested,
     bytes_of,
+    eviction_of,
+    given_methods,
     require_no_ray,
     require_own_records,
     store_in,
     use_threads_for,
 )
-from samkv_integrations.cli.method_options import eviction_of, given_methods
 from samkv_integrations.errors import InvalidOption, MissingExtra
 
 KEYS_VARIABLE = "SAMKV_API_KEYS"

@@ -49,8 +49,15 @@ def tune(
     )
     from samkv_integrations.evaluation.questions import read_questions
     from samkv_integrations.tuning import questions as made
-    from samkv_integrations.tuning.measure import FULL, Measurer
-    from samkv_integrations.tuning.run import Run, TuneConfig, as_label, candidates, recommended
+    from samkv_integrations.tuning.run import (
+        FULL,
+        Measurer,
+        Run,
+        TuneConfig,
+        as_label,
+        candidates,
+        recommended,
+    )
 
     config = TuneConfig(agree=agree, by=cast("By", by), minutes=minutes)
     counts = {"top-k": top_k, "max-new-tokens": max_new_tokens, "most": most}

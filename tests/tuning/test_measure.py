@@ -11,8 +11,7 @@ from benchmarks.fidelity import greedy
 from samkv_integrations import ChunkStore, Engine
 from samkv_integrations.evaluation.questions import Question
 from samkv_integrations.methods import METHODS
-from samkv_integrations.tuning.measure import FULL, Measurer
-from samkv_integrations.tuning.run import candidates
+from samkv_integrations.tuning.run import FULL, Measurer, candidates
 from tests.support.models import tiny_model
 from tests.support.stores import chunk_files
 

@@ -9,10 +9,10 @@ import pytest
 
 from samkv_integrations.errors import EmptyInput, InvalidOption
 from samkv_integrations.evaluation.questions import Question
-from samkv_integrations.tuning.measure import Compared
 from samkv_integrations.tuning.run import (
     LEAST_CHECKED,
     MOST_TRIED,
+    Compared,
     Result,
     Run,
     TuneConfig,

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from benchmarks.variants import evictions_of
 from samkv_integrations import EVICTIONS
-from samkv_integrations.cli.method_options import eviction_of
+from samkv_integrations.cli.loading import eviction_of
 
 
 def test_a_ratio_is_the_budget_of_the_rule_wherever_it_is_given() -> None:
