@@ -10,9 +10,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
+from io import BufferedReader
 from pathlib import Path
 from typing import Any, TypeVar
 
+from samkv_integrations.cache.file_format import NotAFile, open_regular
 from samkv_integrations.cache.files import write_file
 from samkv_integrations.errors import CacheMiss, InvalidOption, MissingExtra
 
@@ -106,7 +108,13 @@ class Objects:
     def read(self, path: str, *, n_bytes: int | None = None, patiently: bool = False) -> bytes:
         """An object, or its first ``n_bytes``. Raises FileNotFoundError."""
         part = {} if n_bytes is None else {"start": 0, "end": n_bytes}
-        return bytes(self._try(self._fs.cat_file, path, patiently=patiently, **part))
+
+        def work(file: str) -> bytes:
+            if self.is_local:
+                return read_regular(file, n_bytes)
+            return bytes(self._fs.cat_file(file, **part))
+
+        return self._try(work, path, patiently=patiently)
 
     def write(
         self, path: str, data: bytes, *, is_new: bool = False, patiently: bool = False
@@ -220,6 +228,18 @@ class Objects:
         return CacheMiss("io", f"{self.url}: {why}")
 
 
+def read_regular(file: str, n_bytes: int | None) -> bytes:
+    """A file, or its first ``n_bytes``; nothing of a link, a pipe, a device or a folder.
+
+    Whoever may write a place could else have its readers wait for ever, or fill their memory.
+    """
+    try:
+        with open_regular(Path(file)) as opened, BufferedReader(opened) as buffered:
+            return buffered.read(-1 if n_bytes is None else n_bytes)
+    except NotAFile:
+        return b""
+
+
 def write_whole(file: str, data: bytes, is_new: bool) -> None:
     """Write a file as object stores do: it is there when it is whole."""
     path = Path(file)
@@ -228,6 +248,8 @@ def write_whole(file: str, data: bytes, is_new: bool) -> None:
 
 
 def _info(info: Mapping[str, Any]) -> ObjectInfo:
+    """What a file system knows of an object; what is no plain file counts as an empty one."""
     when = next((info[name] for name in _TIMES if info.get(name)), 0.0)
     at = when.timestamp() if isinstance(when, datetime) else float(when)
-    return ObjectInfo(n_bytes=int(info["size"] or 0), modified_at=at)
+    is_file = info["type"] == "file" and not info.get("islink")
+    return ObjectInfo(n_bytes=int(info["size"] or 0) if is_file else 0, modified_at=at)

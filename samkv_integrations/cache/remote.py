@@ -27,7 +27,7 @@ from typing import Any
 from samkv_integrations.cache.base import Outage
 from samkv_integrations.cache.chunk import FORMAT_VERSION, Fingerprint
 from samkv_integrations.cache.file_format import BAD_JSON, ChunkFile, open_regular
-from samkv_integrations.cache.files import folder_named
+from samkv_integrations.cache.files import MAX_SMALL_BYTES, folder_named
 from samkv_integrations.cache.folder import ChunkFolder, check_of
 from samkv_integrations.cache.index import EVICTED, LOST, PRESENT, Entry, Place
 from samkv_integrations.cache.objects import ObjectInfo, Objects
@@ -47,6 +47,9 @@ KNOWN_S = 10.0
 
 HEAD_BYTES = 1 << 18
 """Bytes of a chunk file that hold what the index is told, unless its text is very long."""
+
+MOST_HEAD_BYTES = 1 << 25
+"""Bytes of a chunk file that hold it even then; no more is read of what was only listed."""
 
 SLICE = 64
 """New chunks that are looked at in one go, so that a question's do not wait behind all of them."""
@@ -287,19 +290,27 @@ class SharedTier:
         """
         digest, key = place
 
-        def verified(file: Path) -> Entry:
+        def verified(file: Path, *, is_whole: bool = True) -> Entry:
             try:
                 with self._opened(file, key) as chunk:
                     if (found := chunk.layout.fingerprint.digest) != digest:
                         raise CacheMiss("fingerprint", f"{self.url}: {found}")
-                    chunk.verify()
+                    if is_whole:
+                        chunk.verify()
                     return Entry.of_file(chunk)
             except CacheMiss as miss:
                 if miss.is_damage:
                     self.discard(digest, key)
                 raise
 
-        data = self._get(digest, key, patiently=patiently)
+        n_bytes = None
+        if self.objects.is_local:  # a file of any size: no more is read than its header says
+            self._check()
+            n_bytes, path = 0, self._path(digest, key)
+            with suppress(FileNotFoundError):
+                if self.objects.info(path, patiently=patiently).n_bytes:
+                    n_bytes = verified(Path(self.objects.root, path), is_whole=False).n_bytes
+        data = self._get(digest, key, n_bytes=n_bytes, patiently=patiently)
         self._files.put(key, digest, [data], verified)
         self.mark([place])
         try:
@@ -444,7 +455,7 @@ class SharedTier:
 
     def _head(self, place: Place, size: int) -> Entry | None:
         """What the index is told of a remote chunk; None if it is damaged or has gone."""
-        for n_bytes in (HEAD_BYTES, size):
+        for n_bytes in (HEAD_BYTES, min(size, MOST_HEAD_BYTES)):
             with suppress(CacheMiss, OSError), TemporaryDirectory("samkv") as folder:
                 file = Path(folder) / "head"
                 file.write_bytes(self._get(*place, n_bytes=n_bytes))
@@ -486,7 +497,7 @@ class SharedTier:
             found = json.loads(text or "")["value"]
         except BAD_JSON:
             found = None
-        if not isinstance(found, int) or not 0 < found <= _MAX_AGREED:
+        if type(found) is not int or not 0 < found <= _MAX_AGREED:
             raise self._damaged(self._note(name))
         return found
 
@@ -495,7 +506,7 @@ class SharedTier:
         with _answering():
             self._check()
             with suppress(FileNotFoundError):
-                return self.objects.read(self._note(name)).decode(errors="replace")
+                return self._read_small(self._note(name)).decode(errors="replace")
             return None
 
     def put_note(self, name: str, text: str, *, replace: bool = True) -> bool:
@@ -516,11 +527,16 @@ class SharedTier:
         return f"{self._space}/notes/{name}.json"
 
     def _read(self, path: str, *, patiently: bool = False) -> dict[str, Any]:
-        text = self.objects.read(path, patiently=patiently)
+        text = self._read_small(path, patiently=patiently)
         try:
             return {**json.loads(text)}
         except BAD_JSON as error:
             raise self._damaged(path) from error
+
+    def _read_small(self, path: str, *, patiently: bool = False) -> bytes:
+        # S3 knows no part of an empty object
+        n_bytes = MAX_SMALL_BYTES if self.objects.is_local else None
+        return self.objects.read(path, n_bytes=n_bytes, patiently=patiently)
 
     def _damaged(self, path: str) -> StoreError:
         return StoreError(

@@ -208,6 +208,8 @@ class ChromaLink:
             StoreError: the caches cannot be deleted, such as while a remote tier does not answer;
                 the records are there still, unless the error says that they are gone.
         """
+        if isinstance(ids, str):  # its letters may be ids too
+            raise InvalidOption(f"ids={ids!r:.60} is one id; give a list of ids")
         if not ids and (ids is not None or not where):
             raise InvalidOption(
                 f"ids={ids!r} and where={where!r} name no record to delete; to delete all of them, "

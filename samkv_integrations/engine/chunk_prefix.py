@@ -85,27 +85,32 @@ class LearnedPrefix:
         remedy = (
             f"'samkv adapt --model {model.name}' makes one, and prefix='documents' does without"
         )
+        hidden = model.config.hidden_size
         try:
+            if file.exists() and not file.is_file():  # a pipe would be waited for
+                raise ValueError("it is no file")
             with safe_open(file, framework="pt") as opened:
                 metadata = opened.metadata() or {}
                 if metadata.get("format") != _FORMAT:
                     raise ValueError(f"its format is {metadata.get('format')!r}, not {_FORMAT!r}")
                 notes = {name: json.loads(metadata[name]) for name in
                          ("weights", "recipe", "figures")}  # fmt: skip
-                embeddings = opened.get_tensor("embeddings")
+                if not isinstance(notes["weights"], list):
+                    raise ValueError("it does not list the weights that it is for")
+                shape = tuple(opened.get_slice("embeddings").get_shape())
+                fits = len(shape) == 2 and shape[1] == hidden and 0 < shape[0] <= _MOST_EMBEDDINGS
+                embeddings = opened.get_tensor("embeddings") if fits else torch.empty(0)
         except FileNotFoundError as error:
             raise InvalidOption(f"there is no prefix {str(file)!r}; {remedy}") from error
-        except (OSError, SafetensorError, ValueError, KeyError) as error:
+        except (OSError, SafetensorError, RuntimeError, ValueError, KeyError) as error:
             raise InvalidOption(f"{file} is no learned prefix ({error}); {remedy}") from error
-        hidden = model.config.hidden_size
-        if embeddings.ndim != 2 or embeddings.shape[1] != hidden or not (
-            0 < len(embeddings) <= _MOST_EMBEDDINGS
-        ):  # fmt: skip
+        if not fits:
             raise InvalidOption(
-                f"{file} holds embeddings of shape {tuple(embeddings.shape)}; {model.name!r} takes "
+                f"{file} holds embeddings of shape {shape}; {model.name!r} takes "
                 f"(1 to {_MOST_EMBEDDINGS}, {hidden}); {remedy}"
             )
-        if not embeddings.is_floating_point() or not bool(embeddings.isfinite().all()):
+        is_floating, embeddings = embeddings.is_floating_point(), embeddings.float()
+        if not is_floating or not bool(embeddings.isfinite().all()):
             raise InvalidOption(f"{file} holds embeddings that are no finite numbers; {remedy}")
         if model.weights_digest not in notes["weights"]:
             raise InvalidOption(
@@ -113,7 +118,7 @@ class LearnedPrefix:
                 f"{model.dtype_name}; {remedy}"
             )
         return cls(
-            embeddings=embeddings.float(), weights=tuple(notes["weights"]),
+            embeddings=embeddings, weights=tuple(notes["weights"]),
             recipe=notes["recipe"], figures=notes["figures"],
         )  # fmt: skip
 

@@ -22,7 +22,7 @@ from samkv_integrations.cache import objects as objects_module
 from samkv_integrations.cache.base import Store
 from samkv_integrations.cache.disk import ChunkStore
 from samkv_integrations.cache.objects import AT_ONCE, Objects
-from samkv_integrations.cache.remote import Refreshed, SharedTier
+from samkv_integrations.cache.remote import MOST_HEAD_BYTES, Refreshed, SharedTier
 from samkv_integrations.cache.upkeep import Moved, gc, pull, push
 from samkv_integrations.errors import CacheMiss, InvalidOption, StoreError
 from samkv_integrations.prompt.layout import Occurrence, find_runs
@@ -477,6 +477,68 @@ def test_a_damaged_object_is_a_miss_and_is_emptied(
         stored.verify()
 
 
+@pytest.mark.parametrize("obstacle", ["pipe", "device", "link", "folder"])
+def test_what_is_no_plain_file_counts_as_an_empty_object(
+    obstacle: str, local: Machine, folder: Path
+) -> None:
+    """A machine waited for the writer of a pipe, and read a device until its memory was full."""
+    first, second = local(), local()
+    (chunk,) = fill(first)
+    (file,) = files_of(folder)
+
+    def replace(path: Path) -> None:
+        data = path.read_bytes()
+        path.unlink()
+        match obstacle:
+            case "pipe":
+                os.mkfifo(path)
+            case "device":
+                path.symlink_to("/dev/zero")
+            case "link":
+                path.symlink_to(path.with_name("elsewhere"))
+                path.resolve().write_bytes(data)
+            case _:
+                path.mkdir()
+
+    replace(file)
+    assert reason(lambda: second.open(chunk.key, TINY)) == "absent"
+    assert not second.contains(chunk.key, TINY) and second.shared
+    assert counts(second.shared.refresh()) == (0, 0)
+    if obstacle != "folder":  # which nothing replaces
+        assert push(first).n_chunks == 1 and file.is_file() and not file.is_symlink()
+        second.open(chunk.key, TINY).close()
+    replace(folder / "store.json")
+    with pytest.raises(StoreError, match=r"store\.json is damaged; next step: delete it"):
+        local()
+
+
+def test_no_more_of_a_file_is_read_than_its_header_says(
+    local: Machine, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of it came into memory before it was looked at: a machine could be made to run out."""
+    first, second = local(), local()
+    chunk, other = fill(first, 2)
+    (file,) = [file for file in files_of(folder) if file.stem == chunk.key]
+    os.truncate(file, 1 << 40)
+    asked: list[Any] = []
+    plain = objects_module.read_regular
+
+    def read(path: str, n_bytes: int | None) -> bytes:
+        asked.append(n_bytes)
+        return plain(path, n_bytes)
+
+    monkeypatch.setattr(objects_module, "read_regular", read)
+    assert second.shared and counts(second.shared.refresh()) == (1, 0)  # the other one
+    assert reason(lambda: second.open(chunk.key, TINY)) == "corrupt"
+    assert file.read_bytes() == b""
+    second.open(other.key, TINY).close()
+    assert asked and all(n is not None and n <= MOST_HEAD_BYTES for n in asked)
+    marker = folder / "store.json"
+    os.truncate(marker, 1 << 40)
+    with pytest.raises(StoreError, match=r"store\.json is damaged"):
+        local()
+
+
 def test_a_damaged_object_was_not_deleted(local: Machine, folder: Path) -> None:
     """Machines that have a sound file keep it, and may put it again."""
     first, second, third = local(), local(), local()
@@ -650,9 +712,10 @@ def no_place(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None
         raise ConnectionError("nobody answers")
 
     def breaks() -> None:
-        for name in ("cat_file", "info", "find", "ls", "exists", "rm_file"):
+        for name in ("info", "find", "ls", "exists", "rm_file"):
             monkeypatch.setattr(f"fsspec.implementations.local.LocalFileSystem.{name}", fail)
-        monkeypatch.setattr("samkv_integrations.cache.objects.write_whole", fail)
+        for name in ("read_regular", "write_whole"):
+            monkeypatch.setattr(objects_module, name, fail)
 
     return breaks
 
@@ -891,7 +954,7 @@ def test_a_gone_place_is_not_asked_twice_by_questions(
         n_asked += 1
         raise OSError("timed out")
 
-    monkeypatch.setattr(fsspec.implementations.local.LocalFileSystem, "cat_file", fail)
+    monkeypatch.setattr(objects_module, "read_regular", fail)
     for _ in range(5):
         with pytest.raises(CacheMiss, match="io"):
             objects.read("a")
@@ -901,7 +964,7 @@ def test_a_gone_place_is_not_asked_twice_by_questions(
     assert n_asked == 6
 
 
-@pytest.mark.parametrize("value", [0, -1, 1 << 40, "4", None])
+@pytest.mark.parametrize("value", [0, -1, 1 << 40, "4", True, None])
 def test_a_made_up_block_size_is_refused(value: object, local: Machine, folder: Path) -> None:
     assert local().agree_block_size(TINY, 4) == 4
     (file,) = [file for file in folder.rglob("*.json") if file.parent.name == "notes"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -103,12 +104,31 @@ def gone(file: Path) -> None:
     file.unlink()
 
 
+def a_pipe(file: Path) -> None:
+    file.unlink()
+    os.mkfifo(file)
+
+
+def noted(**notes: str) -> Callable[[Path], None]:
+    """Notes of whoever made the file, who may be anybody."""
+
+    def damage(file: Path) -> None:
+        fine = {"format": "samkv-prefix-1", "weights": "[]", "recipe": "{}", "figures": "{}"}
+        save_file({"embeddings": torch.ones(3, 64)}, file, fine | notes)
+
+    return damage
+
+
 @pytest.mark.parametrize(
     ("damage", "says"),
     [
         (cut, "is no learned prefix"),
         (of_no_prefix, "its format is None"),
         (gone, "there is no prefix"),
+        (a_pipe, "it is no file"),  # it was waited for
+        (noted(weights="5"), "it does not list the weights"),  # these were errors of Python
+        (noted(recipe="[" * 100_000), "maximum recursion depth"),
+        (torch.full((3, 64), 1e300, dtype=torch.float64), "no finite numbers"),  # not in float32
         (torch.ones(3, 63), r"shape \(3, 63\)"),
         (torch.ones(0, 64), r"shape \(0, 64\)"),
         (torch.ones(64), r"shape \(64,\)"),

@@ -295,6 +295,10 @@ class TestDelete:
         for use in (store.delete_nodes, store.get_nodes):
             with pytest.raises(InvalidOption, match="(?i)text_match"):
                 use(filters=odd)
+            with pytest.raises(InvalidOption, match="it must be MetadataFilters"):
+                use(filters=[_equal("document_id", "None")])  # type: ignore[arg-type]
+        with pytest.raises(InvalidOption, match="ids='ab' is one id; give a list"):
+            store.delete_nodes("ab")  # type: ignore[arg-type]  # which deleted record 'a'
         in_step(store, TEXTS[0])
 
 

@@ -323,6 +323,8 @@ def _metadata(node: BaseNode) -> dict[str, Any]:
 def _where(filters: MetadataFilters | None) -> dict[str, Any] | None:
     if filters is None:
         return None
+    if not isinstance(filters, MetadataFilters):
+        raise InvalidOption(f"filters={filters!r:.60}; it must be MetadataFilters")
     try:
         where: dict[str, Any] = _to_chroma_filter(filters)
     except ValueError as error:
