@@ -163,6 +163,7 @@ class Index:
         self._connection: sqlite3.Connection | None = None
         self._of_parent: sqlite3.Connection | None = None
         self._path: Path | None = None  # None for one in memory
+        self._is_held_up = False
 
     # -- transactions ---------------------------------------------------------------------------
 
@@ -173,7 +174,8 @@ class Index:
         """A block that sees the database as it is at one moment.
 
         writes: all of what the block writes is kept or nothing, and no other process writes.
-        patience_s: how long to wait for another process.
+        patience_s: how long to wait for another process. After one long wait in vain, as for a
+            process that is stopped in the middle of its commit, waits are brief until one ends.
 
         A database that turns out to be damaged is deleted: the next transaction makes it anew.
         """
@@ -182,6 +184,7 @@ class Index:
             if self._path is not None:  # kept, as closing it would end locks of this process
                 self._of_parent, self._connection = self._connection, None
         with self._lock:
+            patience_s = min(patience_s, _BRIEF_S) if self._is_held_up else patience_s
             try:
                 connection = self._open()
                 connection.execute(f"PRAGMA busy_timeout={int(1000 * patience_s)}")
@@ -189,6 +192,7 @@ class Index:
                 try:
                     yield connection
                     connection.execute("COMMIT")
+                    self._is_held_up = False
                 except BaseException:
                     with suppress(*_FAILS):  # SQLite itself rolls back after some errors
                         connection.execute("ROLLBACK")
@@ -196,6 +200,8 @@ class Index:
             except UnicodeEncodeError:  # what was asked for is no text; no row is damaged
                 raise
             except (sqlite3.Error, OSError, *_BAD_ROWS) as error:
+                is_busy = getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_BUSY
+                self._is_held_up |= is_busy and patience_s > _BRIEF_S
                 where = f"the index of {self._folder or 'the store'}"
                 if self._path is not None and _is_damage(error):
                     self._discard()
