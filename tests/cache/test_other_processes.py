@@ -68,8 +68,9 @@ class TestStopped:
         index.keep(entry(1), lambda: None)
         with connected(tmp_path) as other:
             other.execute("BEGIN EXCLUSIVE")
-            with pytest.raises(StoreError, match="locked"), index.transaction(patience_s=0.02) as at:
-                at.execute("SELECT * FROM chunks").fetchall()
+            with pytest.raises(StoreError, match="locked"):
+                with index.transaction(patience_s=0.02) as connection:
+                    connection.execute("SELECT * FROM chunks").fetchall()
             for _ in range(3):
                 began = time.monotonic()
                 with pytest.raises(StoreError, match="locked"):
