@@ -44,7 +44,7 @@ Place = tuple[str, str]
 
 _log = logging.getLogger(__name__)
 _BUSY_S = 60.0
-_BRIEF_S = 1.0
+BRIEF_S = 1.0
 """How long to wait for another process with notes that a question leaves, and does not need."""
 
 # `spaces` has what is true of a namespace, its bytes kept by triggers. `texts` has the text and the
@@ -184,7 +184,7 @@ class Index:
             if self._path is not None:  # kept, as closing it would end locks of this process
                 self._of_parent, self._connection = self._connection, None
         with self._lock:
-            patience_s = min(patience_s, _BRIEF_S) if self._is_held_up else patience_s
+            patience_s = min(patience_s, BRIEF_S) if self._is_held_up else patience_s
             try:
                 connection = self._open()
                 connection.execute(f"PRAGMA busy_timeout={int(1000 * patience_s)}")
@@ -201,7 +201,7 @@ class Index:
                 raise
             except (sqlite3.Error, OSError, *_BAD_ROWS) as error:
                 is_busy = getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_BUSY
-                self._is_held_up |= is_busy and patience_s > _BRIEF_S
+                self._is_held_up |= is_busy and patience_s > BRIEF_S
                 where = f"the index of {self._folder or 'the store'}"
                 if self._path is not None and _is_damage(error):
                     self._discard()
@@ -480,7 +480,7 @@ class Index:
 
         are_counted: in hits and misses.
         """
-        with self.transaction(writes=True, patience_s=_BRIEF_S) as connection:
+        with self.transaction(writes=True, patience_s=BRIEF_S) as connection:
             now, n_known = time.time(), 0
             for key in used:
                 n_known += connection.execute(

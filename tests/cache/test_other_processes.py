@@ -64,7 +64,7 @@ class TestStopped:
         self, tmp_path: Path, index: Index, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """A question reads the index a dozen times, and waited a minute at each."""
-        monkeypatch.setattr("samkv_integrations.cache.index._BRIEF_S", 0.01)
+        monkeypatch.setattr("samkv_integrations.cache.index.BRIEF_S", 0.01)
         index.keep(entry(1), lambda: None)
         with connected(tmp_path) as other:
             other.execute("BEGIN EXCLUSIVE")
