@@ -186,7 +186,7 @@ class Index:
         with self._lock:
             patience_s = min(patience_s, BRIEF_S) if self._is_held_up else patience_s
             try:
-                connection = self._open()
+                connection = self._open(patience_s)
                 connection.execute(f"PRAGMA busy_timeout={int(1000 * patience_s)}")
                 connection.execute("BEGIN IMMEDIATE" if writes else "BEGIN")
                 try:
@@ -213,7 +213,7 @@ class Index:
                     "make room or allow access there, or use a store in another folder"
                 ) from error
 
-    def _open(self) -> sqlite3.Connection:
+    def _open(self, patience_s: float) -> sqlite3.Connection:
         """The connection to the database, which is made if there is none that can be used."""
         if self._path is not None and not self._path.exists():  # another process has replaced it
             self.close()
@@ -222,7 +222,7 @@ class Index:
         self._path = self._newest()
         if self._path is not None:
             try:
-                self._connection = _connect(str(self._path))
+                self._connection = _connect(str(self._path), patience_s)
                 self._connection.execute("SELECT * FROM settings").fetchall()
                 return self._connection
             except _FAILS as error:
@@ -638,9 +638,9 @@ class IndexedChunks:
         return places, ids
 
 
-def _connect(name: str) -> sqlite3.Connection:
+def _connect(name: str, patience_s: float = _BUSY_S) -> sqlite3.Connection:
     connection = sqlite3.connect(
-        name, timeout=_BUSY_S, isolation_level=None, check_same_thread=False
+        name, timeout=patience_s, isolation_level=None, check_same_thread=False
     )
     connection.execute("PRAGMA secure_delete=ON")
     connection.execute("PRAGMA synchronous=OFF")  # what a power cut damages is made anew
