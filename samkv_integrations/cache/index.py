@@ -44,7 +44,7 @@ Place = tuple[str, str]
 
 _log = logging.getLogger(__name__)
 _BUSY_S = 60.0
-_BRIEF_S = 1.0
+BRIEF_S = 1.0
 """How long to wait for another process with notes that a question leaves, and does not need."""
 
 # `spaces` has what is true of a namespace, its bytes kept by triggers. `texts` has the text and the
@@ -163,6 +163,7 @@ class Index:
         self._connection: sqlite3.Connection | None = None
         self._of_parent: sqlite3.Connection | None = None
         self._path: Path | None = None  # None for one in memory
+        self._is_held_up = False
 
     # -- transactions ---------------------------------------------------------------------------
 
@@ -173,7 +174,8 @@ class Index:
         """A block that sees the database as it is at one moment.
 
         writes: all of what the block writes is kept or nothing, and no other process writes.
-        patience_s: how long to wait for another process.
+        patience_s: how long to wait for another process. After one long wait in vain, as for a
+            process that is stopped in the middle of its commit, waits are brief until one ends.
 
         A database that turns out to be damaged is deleted: the next transaction makes it anew.
         """
@@ -182,13 +184,15 @@ class Index:
             if self._path is not None:  # kept, as closing it would end locks of this process
                 self._of_parent, self._connection = self._connection, None
         with self._lock:
+            patience_s = min(patience_s, BRIEF_S) if self._is_held_up else patience_s
             try:
-                connection = self._open()
+                connection = self._open(patience_s)
                 connection.execute(f"PRAGMA busy_timeout={int(1000 * patience_s)}")
                 connection.execute("BEGIN IMMEDIATE" if writes else "BEGIN")
                 try:
                     yield connection
                     connection.execute("COMMIT")
+                    self._is_held_up = False
                 except BaseException:
                     with suppress(*_FAILS):  # SQLite itself rolls back after some errors
                         connection.execute("ROLLBACK")
@@ -196,6 +200,8 @@ class Index:
             except UnicodeEncodeError:  # what was asked for is no text; no row is damaged
                 raise
             except (sqlite3.Error, OSError, *_BAD_ROWS) as error:
+                is_busy = getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_BUSY
+                self._is_held_up |= is_busy and patience_s > BRIEF_S
                 where = f"the index of {self._folder or 'the store'}"
                 if self._path is not None and _is_damage(error):
                     self._discard()
@@ -207,7 +213,7 @@ class Index:
                     "make room or allow access there, or use a store in another folder"
                 ) from error
 
-    def _open(self) -> sqlite3.Connection:
+    def _open(self, patience_s: float) -> sqlite3.Connection:
         """The connection to the database, which is made if there is none that can be used."""
         if self._path is not None and not self._path.exists():  # another process has replaced it
             self.close()
@@ -216,7 +222,7 @@ class Index:
         self._path = self._newest()
         if self._path is not None:
             try:
-                self._connection = _connect(str(self._path))
+                self._connection = _connect(str(self._path), patience_s)
                 self._connection.execute("SELECT * FROM settings").fetchall()
                 return self._connection
             except _FAILS as error:
@@ -474,7 +480,7 @@ class Index:
 
         are_counted: in hits and misses.
         """
-        with self.transaction(writes=True, patience_s=_BRIEF_S) as connection:
+        with self.transaction(writes=True, patience_s=BRIEF_S) as connection:
             now, n_known = time.time(), 0
             for key in used:
                 n_known += connection.execute(
@@ -632,9 +638,9 @@ class IndexedChunks:
         return places, ids
 
 
-def _connect(name: str) -> sqlite3.Connection:
+def _connect(name: str, patience_s: float = _BUSY_S) -> sqlite3.Connection:
     connection = sqlite3.connect(
-        name, timeout=_BUSY_S, isolation_level=None, check_same_thread=False
+        name, timeout=patience_s, isolation_level=None, check_same_thread=False
     )
     connection.execute("PRAGMA secure_delete=ON")
     connection.execute("PRAGMA synchronous=OFF")  # what a power cut damages is made anew

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sqlite3
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -19,6 +20,10 @@ if TYPE_CHECKING:
 
 _NAME = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9._-]{1,510}[a-zA-Z0-9]")
 """What Chroma allows; its own message says it in the words of a schema."""
+
+_NO_ACCESS = (
+    sqlite3.SQLITE_READONLY, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_FULL, sqlite3.SQLITE_CANTOPEN,
+)  # fmt: skip
 
 
 def open_collection(path: str | os.PathLike[str], name: str, create: bool) -> Collection:
@@ -184,4 +189,7 @@ def chroma_errors(what: str) -> Iterator[None]:
     try:
         yield
     except (ChromaError, TransportError, ValueError, TypeError) as error:
-        raise InvalidOption(f"{what}: {error}") from error
+        of_sqlite = re.search(r"\(code: (\d+)\)", str(error))
+        is_refused = bool(of_sqlite and int(of_sqlite[1]) & 0xFF in _NO_ACCESS)
+        remedy = "; make room or allow access: Chroma writes even to be asked" * is_refused
+        raise InvalidOption(f"{what}: {error}{remedy}") from error

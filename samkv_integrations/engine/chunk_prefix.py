@@ -17,11 +17,12 @@ from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
 from samkv_integrations.cache.base import Store
 from samkv_integrations.cache.disk import ChunkStore
+from samkv_integrations.cache.files import write_file
 from samkv_integrations.errors import InvalidOption
 from samkv_integrations.model.model import Model
 
@@ -65,14 +66,11 @@ class LearnedPrefix:
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the file, in place of one that is there. Raises InvalidOption if it cannot."""
         file = Path(path)
-        made = file.with_name(f".{file.name}.{os.getpid()}")
         notes = {"weights": self.weights, "recipe": self.recipe, "figures": self.figures}
         metadata = {"format": _FORMAT, **{key: json.dumps(value) for key, value in notes.items()}}
         try:
-            save_file({"embeddings": self.embeddings.contiguous()}, made, metadata)
-            made.replace(file)
+            write_file(file, [save({"embeddings": self.embeddings.contiguous()}, metadata)])
         except (OSError, SafetensorError) as error:
-            made.unlink(missing_ok=True)
             raise InvalidOption(
                 f"{file} cannot be written ({error}); give a folder that exists and has room"
             ) from error

@@ -20,7 +20,7 @@ import tomli_w
 
 from samkv_integrations.cache.base import Store
 from samkv_integrations.cache.disk import ChunkStore
-from samkv_integrations.cache.files import read_small
+from samkv_integrations.cache.files import read_small, write_file
 from samkv_integrations.cache.quantise import DEFAULT_STORE_BITS, check_store_bits
 from samkv_integrations.engine.chunk_prefix import PrefixPolicy
 from samkv_integrations.errors import InvalidOption, StoreError, UnknownOption
@@ -363,11 +363,8 @@ def write_tuned(folder: str | os.PathLike[str], setting: TunedSetting) -> Path:
         values = {**asdict(entry), "set": list(entry.set), "measured": dict(entry.measured)}
         del values["model"]
         tables[model] = {name: each for name, each in values.items() if each is not None}
-    made = file.with_name(f".{TUNED_FILE}.{os.getpid()}")
     try:
-        made.write_text(f"{_HEADER}\n{tomli_w.dumps({'models': tables})}", encoding="utf-8")
-        made.replace(file)
+        write_file(file, [f"{_HEADER}\n{tomli_w.dumps({'models': tables})}".encode()])
     except (OSError, UnicodeEncodeError) as error:
-        made.unlink(missing_ok=True)
         raise InvalidOption(f"{file} cannot be written ({error}); allow access there") from error
     return file

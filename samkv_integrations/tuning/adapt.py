@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
+from io import BytesIO
 from pathlib import Path
 from pickle import UnpicklingError
 from statistics import fmean
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from samkv_integrations.cache.files import write_file
 from samkv_integrations.cache.windows import MIN_RUN
 from samkv_integrations.engine.chunk_prefix import DOCUMENTS_BEFORE, LearnedPrefix
 from samkv_integrations.errors import EmptyInput, InvalidOption
@@ -217,12 +218,11 @@ def _judged(
 
 
 def _keep(partial: Path, recipe: Recipe, model: Model, state: dict[str, Any]) -> None:
-    made = partial.with_name(f"{partial.name}.{os.getpid()}")
+    made = BytesIO()
+    torch.save({"recipe": asdict(recipe), "weights": model.weights_digest, **state}, made)
     try:
-        torch.save({"recipe": asdict(recipe), "weights": model.weights_digest, **state}, made)
-        made.replace(partial)
-    except (OSError, RuntimeError) as error:  # RuntimeError: how torch reports a full disk
-        made.unlink(missing_ok=True)
+        write_file(partial, [made.getbuffer()])
+    except OSError as error:
         raise InvalidOption(
             f"{partial} cannot be written ({error}); make room, or give another folder, and the "
             "same command goes on"

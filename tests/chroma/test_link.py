@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from chromadb.errors import InternalError
 
 import samkv_integrations.engine.chunks
 from samkv_integrations import ChunkStore, Engine, MemoryStore
 from samkv_integrations.cache.base import StoredChunk
-from samkv_integrations.chroma.client import open_collection
+from samkv_integrations.chroma.client import chroma_errors, open_collection
 from samkv_integrations.chroma.link import ChromaLink
 from samkv_integrations.chroma.records import KEY_FIELD, Retrieved
 from samkv_integrations.embedding import HashingEmbedding
@@ -249,6 +250,15 @@ class TestOpenCollection:
             open_collection(tmp_path / "file", "town", create=True)
         with pytest.raises(InvalidOption, match="cannot be looked into: .*; allow access"):
             open_collection(tmp_path / ("long" * 100), "town", create=False)
+
+    @pytest.mark.parametrize("code", [8, 13, 778])
+    def test_a_disk_that_takes_nothing_is_named_with_the_next_step(self, code: int) -> None:
+        """Read-only, full, or a limit of the process; Chroma says no more than this."""
+        with (
+            pytest.raises(InvalidOption, match=rf"town: .*{code}.*make room or allow access"),
+            chroma_errors("cannot open town"),
+        ):
+            raise InternalError(f"error returned from database: (code: {code}) attempt to write")
 
 
 def test_caches_inside_chromas_folder_are_refused(tmp_path: Path) -> None:

@@ -92,6 +92,22 @@ def test_notes_are_kept(model: Model, tmp_path: Path) -> None:
     assert torch.equal(found.embeddings, made.embeddings)
 
 
+def test_an_interruption_leaves_the_former_file_alone(
+    model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It left what was being written beside it."""
+    made = learned(model, torch.ones(3, 64))
+    before = made.save(tmp_path / "p.safetensors").read_bytes()
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "replace", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        learned(model, torch.zeros(3, 64)).save(tmp_path / "p.safetensors")
+    assert [file.read_bytes() for file in tmp_path.iterdir()] == [before]
+
+
 def cut(file: Path) -> None:
     file.write_bytes(file.read_bytes()[:-9])
 

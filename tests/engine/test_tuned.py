@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import stat
 from dataclasses import replace
 from pathlib import Path
 
@@ -45,6 +47,25 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     write_tuned(str(tmp_path), newer)
     assert read_tuned(tmp_path) == {SETTING.model: newer, odd.model: odd}
     assert [file.name for file in tmp_path.iterdir()] == [TUNED_FILE]
+
+
+def test_the_file_is_its_owners_and_what_a_kill_leaves_is_cleared_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was readable by the umask, and its temporary file had a name that gc does not know."""
+    store = ChunkStore(tmp_path / "kv")
+    before = os.umask(0)
+    try:
+        assert stat.S_IMODE(write_tuned(store.path, SETTING).stat().st_mode) == 0o600
+    finally:
+        os.umask(before)
+    with monkeypatch.context() as killed:
+        killed.setattr(os, "replace", lambda *_: None)
+        killed.setattr(os, "unlink", lambda *_: None)
+        write_tuned(store.path, SETTING)
+    (left,) = [file for file in store.path.iterdir() if file.name.count(TUNED_FILE + ".")]
+    os.utime(left, (0, 0))
+    assert gc(store).recovered.n_unfinished == 1 and not left.exists()
 
 
 def test_what_people_write_of_their_measurements_is_kept(tmp_path: Path) -> None:

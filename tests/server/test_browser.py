@@ -146,6 +146,21 @@ def test_texts_of_documents_are_texts(page: Page) -> None:
     assert page.complaints() == []
 
 
+def test_names_of_documents_neither_turn_what_stands_beside_nor_fill_the_page(page: Page) -> None:
+    """An override of the direction in a name reached the distance; a long name took ten screens."""
+    page.run("document.getElementById('reply').hidden = false")
+    names = ["\u202etxt.exe", "x" * 20_000]
+    page.run(
+        "showSources(arguments[0].map((source) => ({source, text: '', distance: 0.5})))", names
+    )
+    turned, long = page.all("#sources summary")
+    isolated = turned.find_element("css selector", "bdi")
+    assert isolated.get_attribute("textContent") == names[0]
+    assert isolated.value_of_css_property("unicode-bidi") == "isolate"
+    assert long.get_attribute("title") == names[1]
+    assert long.size["height"] < 200
+
+
 def test_nothing_is_asked_for_elsewhere(page: Page) -> None:
     page.ask(QUESTION)
     page.wait_for_figures()

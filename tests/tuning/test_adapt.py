@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 from typing import get_args
 from unittest import mock
@@ -69,6 +71,26 @@ def test_an_interrupted_run_goes_on(tmp_path: Path, whole: Learned) -> None:
     rest = learn(model, SOURCE, RECIPE, partial=tmp_path / "partial",
                  told=lambda step, kl: steps.append(step))  # fmt: skip
     assert steps == [11, 12]
+    assert torch.equal(rest.prefix.embeddings, whole.prefix.embeddings)
+
+
+def test_an_interruption_while_the_state_is_written(
+    tmp_path: Path, whole: Learned, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It left what was being written beside the state, and nothing deleted it."""
+    model = tiny_model("llama")
+    partial, replace, times = tmp_path / "partial", os.replace, count(1)
+
+    def interrupt(*names: Path) -> None:
+        if next(times) == 3:
+            raise KeyboardInterrupt
+        replace(*names)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(os, "replace", interrupt)
+        learn(model, SOURCE, RECIPE, partial=partial)
+    assert list(tmp_path.iterdir()) == [partial]
+    rest = learn(model, SOURCE, RECIPE, partial=partial)
     assert torch.equal(rest.prefix.embeddings, whole.prefix.embeddings)
 
 
