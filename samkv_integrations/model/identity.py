@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from samkv_integrations.errors import UnsupportedModel
+from samkv_integrations.model.families import text_config
 from samkv_integrations.model.shape import refuse_adapters
 
 _PIECE_BYTES = 2**25
@@ -156,9 +157,9 @@ class Identity:
             writes = [x._version for x in tensors]
         except RuntimeError:  # tensors made in inference mode count nothing
             writes = [-1 if x.is_inference() else x._version for x in tensors]
-        matrices = [x for x in tensors if x.ndim == 2]
+        matrices = [x for x in tensors if x.ndim >= 2]
         if len(matrices) > _MAX_PROBED:  # one a layer, of another kind in each
-            n_layers: int = self._hf.config.num_hidden_layers
+            n_layers: int = text_config(self._hf.config).num_hidden_layers
             per_layer = len(matrices) // n_layers
             matrices = [matrices[at * per_layer + at % per_layer] for at in range(n_layers)]
         some = [
@@ -258,8 +259,14 @@ def _config_digest(hf: PreTrainedModel) -> str:
 
 
 def _rope_digest(hf: Any) -> str:  # noqa: ANN401
-    frequencies = hf.model.rotary_emb.inv_freq.float().cpu().numpy().tobytes()
-    return _hash([hf.config.rope_parameters, frequencies.hex()])
+    rotary = hf.get_decoder().rotary_emb
+    frequencies = {
+        name: values.float().cpu().numpy().tobytes().hex()
+        for name, values in rotary.named_buffers()
+        if name.endswith("inv_freq") and "original" not in name
+    }
+    parameters = text_config(hf.config).rope_parameters
+    return _hash([parameters, frequencies.get("inv_freq") or frequencies])
 
 
 def _hash(value: Any) -> str:  # noqa: ANN401

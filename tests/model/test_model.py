@@ -69,8 +69,8 @@ class TestLoading:
         )
         assert model.context_window == 99
         assert model.tokenizer.pad_token == "<|end|>"
-        with pytest.raises(UnsupportedModel, match="yarn"):  # checked as it will be loaded
-            rope = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 2.0}
+        with pytest.raises(UnsupportedModel, match="dynamic"):  # checked as it will be loaded
+            rope = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 2.0}
             load_model(str(folder / "model"), model_kwargs={"rope_parameters": rope})
 
     @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
