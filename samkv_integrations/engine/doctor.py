@@ -31,7 +31,7 @@ from samkv_integrations.model.model import Model
 from samkv_integrations.prompt.layout import ChunkPart, Layout
 from samkv_integrations.prompt.text import rag_prompt
 
-TOLERANCE = {"float32": 1e-4, "bfloat16": 0.05}
+TOLERANCE = {"float32": 1e-4, "bfloat16": 0.05, "float16": 0.01}
 """Largest difference that rounding may make, as a share of the largest figure compared."""
 
 NEW_TOKENS = 12

@@ -159,7 +159,8 @@ class _InParts(TorchFunctionMode):
         x, weight, bias = (*args, None)[:3]
         n_outputs, n_inputs = weight.shape
         is_suited = (
-            x.numel() == n_inputs <= _WIDEST
+            type(weight) in (Tensor, torch.nn.Parameter)  # quantised ones know their own products
+            and x.numel() == n_inputs <= _WIDEST
             and n_outputs % _PARTS == 0
             and weight.is_contiguous()
             and x.dtype == weight.dtype

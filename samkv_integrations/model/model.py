@@ -33,7 +33,7 @@ from samkv_integrations.model.families import (
     text_config,
     windows_of,
 )
-from samkv_integrations.model.identity import Identity
+from samkv_integrations.model.identity import Identity, kind_of
 from samkv_integrations.model.quoting import Chat, RenderedPrompt, SpecialTokens
 from samkv_integrations.model.shape import (
     context_window_of,
@@ -75,7 +75,12 @@ class Model:
             )
         quantised: Any = getattr(hf.config, "quantization_config", None)
         is_gguf = getattr(quantised, "quant_method", None) == "gguf"
-        if is_gguf and all(weight.is_floating_point() for weight in hf.parameters()):
+        if is_gguf:
+            if not all(weight.is_floating_point() for weight in hf.parameters()):
+                raise UnsupportedModel(
+                    f"{name!r} holds packed weights of a GGUF file; load it with dtype='float32', "
+                    "which dequantises them"
+                )
             # transformers has dequantised the file, and leaves a note of what it was
             del hf.config.quantization_config
         refuse_unsupported(hf.config)
@@ -104,8 +109,7 @@ class Model:
         self.n_heads: int = self.config.num_attention_heads
         self.n_kv_heads: int = self.config.num_key_value_heads
         self.head_dim: int = head_dim_of(self.config)
-        self.dtype: torch.dtype = hf.dtype
-        self.device: torch.device = hf.device
+        self.dtype, self.device = kind_of(hf)
         self.windows = windows_of(self.config)
         self._ropes = layer_ropes(self.config)
         self._rope_kinds = list(dict.fromkeys(self._ropes))

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from samkv_integrations.errors import UnsupportedModel
 from samkv_integrations.model.families import SUPPORTED_ROPE, family_of, ropes_of, text_config
 
-SUPPORTED_DTYPES = ("float32", "bfloat16")
+SUPPORTED_DTYPES = ("float32", "bfloat16", "float16")
 
 
 def refuse_unsupported(config: Any) -> None:  # noqa: ANN401
@@ -41,10 +41,6 @@ def refuse_unsupported(config: Any) -> None:  # noqa: ANN401
     if getattr(text, "use_bidirectional_attention", None):
         raise UnsupportedModel(
             "its attention looks at later tokens too; chunk caches need causal attention"
-        )
-    if getattr(config, "quantization_config", None) is not None:
-        raise UnsupportedModel(
-            "quantised weights are not supported; load the model in float32 or bfloat16"
         )
 
 

@@ -99,8 +99,7 @@ class TestLoading:
             ("dtype", "give dtype"),
             ("device_map", "one device"),
             ("attn_implementation", "leave it out"),
-            ("quantization_config", "quantised weights are not supported"),
-            ("load_in_8bit", "quantised weights are not supported"),
+            ("load_in_8bit", "give quantization_config=BitsAndBytesConfig"),
         ],
     )
     def test_what_is_decided_here(self, name: str, instead: str) -> None:
