@@ -33,7 +33,7 @@ SameDtype = Annotated[
     str | None,
     _option("auto, float32, bfloat16, float16. Default: as ingested, else auto.", "--dtype"),
 ]
-Device = Annotated[str, _option("auto, cpu, cuda or cuda:N.")]
+Device = Annotated[str, _option("auto, cpu, cuda, cuda:N or mps.")]
 Dtype = Annotated[str, _option("auto, float32, bfloat16, float16.")]
 CacheBits = Annotated[int | None, _option(f"{_BITS} Default: as tuned, else 4.", "--store-bits")]
 SameBits = Annotated[

@@ -66,11 +66,9 @@ FAMILIES: Mapping[str, Family] = {
     "smollm3": Family(rotates="no_rope_layers"),
     "gemma2": Family(logit_cap="final_logit_softcapping", score_cap="attn_logit_softcapping"),
     "gemma3_text": Family(logit_cap="final_logit_softcapping"),
+    "gemma3": Family(),  # reads images too; its text part is used
     "gpt_oss": Family(has_sinks=True, turns_half=True),
 }
-
-WITH_IMAGES: Mapping[str, str] = {"gemma3": "gemma3_text"}
-"""Models that read images too, and the family of their text part, which is all that is used."""
 
 SUPPORTED_ROPE = ("default", "linear", "llama3", "yarn", "longrope")
 
@@ -80,17 +78,16 @@ def text_config(config: Any) -> Any:  # noqa: ANN401
 
     Raises UnsupportedModel for a family that is not there.
     """
-    inner = config.get_text_config() if config.model_type in WITH_IMAGES else config
-    if inner.model_type not in FAMILIES:
-        supported = ", ".join(sorted(FAMILIES.keys() | WITH_IMAGES.keys()))
+    if config.model_type not in FAMILIES:
         raise UnsupportedModel(
-            f"model family {config.model_type!r} is not supported; supported: {supported}"
+            f"model family {config.model_type!r} is not supported; supported: "
+            f"{', '.join(sorted(FAMILIES))}"
         )
-    return inner
+    return config.get_text_config()
 
 
 def family_of(config: Any) -> Family:  # noqa: ANN401
-    """Of a `text_config`."""
+    """Of a model's config, or of its text part's."""
     return FAMILIES[config.model_type]
 
 

@@ -49,8 +49,23 @@ _PROBED_VALUES = 16
 
 def kind_of(hf: PreTrainedModel) -> tuple[torch.dtype, torch.device]:
     """What a model computes in, and where. Of embeddings, which no quantisation packs."""
-    embedded: Any = hf.get_input_embeddings().weight
-    return embedded.dtype, embedded.device
+    embedding: Any = hf.get_input_embeddings()
+    device = embedding.weight.device
+    hook = getattr(embedding, "_hf_hook", None)
+    if device.type == "meta" and hook is not None:  # accelerate loads it as it runs
+        device = torch.device(hook.execution_device)
+    return embedding.weight.dtype, device
+
+
+def _offloaded(hf: PreTrainedModel) -> dict[str, Tensor]:
+    """The weights that accelerate loads as their modules run, by name."""
+    found: dict[str, Tensor] = {}
+    for place, module in hf.named_modules():
+        weights = getattr(getattr(module, "_hf_hook", None), "weights_map", None)
+        for name, weight in module._parameters.items():
+            if weights is not None and weight is not None and weight.is_meta:
+                found[f"{place}.{name}"] = weights[name]
+    return found
 
 
 class Identity:
@@ -162,6 +177,8 @@ class Identity:
         """
         tensors: list[Tensor] = []
         for x in (x for held in self._tensors for x in held.values() if x is not None):
+            if x.is_meta:
+                continue  # accelerate puts another one there at each run
             if type(x) in _PLAIN:
                 tensors.append(x)
             elif hasattr(x, "__tensor_flatten__"):  # others pack themselves anew when they are used
@@ -181,10 +198,10 @@ class Identity:
             for matrix in matrices
             if matrix.numel() > 2 * _PROBED_VALUES and matrix.is_contiguous()
         ]
-        try:
-            values = torch.cat(some).float().cpu().numpy().tobytes() if some else b""
-        except RuntimeError:  # they are on several devices now, or on none
-            values = b""
+        values = []
+        for device in dict.fromkeys(each.device for each in some):
+            here = torch.cat([each for each in some if each.device == device])
+            values.append(here.float().cpu().numpy().tobytes())
         modules = [id(module) for held in self._modules for module in held.values()]
         config = vars(self._hf.config).items()
         unseen = _NO_INPUT | {"quantization_config"}  # seen by what is packed
@@ -227,6 +244,7 @@ def _state(hf: PreTrainedModel) -> tuple[dict[str, Tensor], dict[str, str]]:
         **dict(hf.named_buffers(remove_duplicate=False)),
         **dict(hf.named_parameters(remove_duplicate=False)),
     }
+    named |= _offloaded(hf)
     state: dict[str, Tensor] = {}
     readings: dict[str, str] = {}
     for name in sorted(named):

