@@ -314,14 +314,17 @@ class Model:
     def rotation(self, positions: Tensor) -> Rotation:
         """The model's own cos and sin for ``positions`` (R,), of each kind of layer."""
         probe = torch.empty(0, dtype=self.dtype, device=self.device)
-        positions = positions.to(self.device)
+        n, positions = len(positions), positions.to(self.device)
+        if n == 0:  # which longrope does not take
+            positions = torch.zeros(1, dtype=torch.long, device=self.device)
         turns = []
         for name, rotates in self._rope_kinds:
             if rotates:
                 found = self._rotary(probe, positions[None], *(() if name is None else (name,)))
-                cos, sin = self._of_whole_head(found[0][0], 1), self._of_whole_head(found[1][0], 0)
+                cos = self._of_whole_head(found[0][0, :n], 1)
+                sin = self._of_whole_head(found[1][0, :n], 0)
             else:
-                cos = probe.new_ones(len(positions), self.head_dim)
+                cos = probe.new_ones(n, self.head_dim)
                 sin = torch.zeros_like(cos)
             turns.append((cos, sin))
         return Rotation(turns=turns, kinds=[self._rope_kinds.index(kind) for kind in self._ropes])

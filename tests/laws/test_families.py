@@ -5,19 +5,25 @@ Where transformers computes something in more than one way, the eager one is the
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import islice
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from transformers import TorchAoConfig
 
 from samkv_integrations.engine.doctor import examine
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.errors import InvalidOption
 from samkv_integrations.eviction import EVICTIONS
+from samkv_integrations.model.families import FAMILIES as SUPPORTED
+from samkv_integrations.model.loading import load_model
 from samkv_integrations.model.model import Model
 from tests.support.asking import ask
 from tests.support.laws import (
@@ -27,9 +33,11 @@ from tests.support.laws import (
     TOLERANCE,
     WHOLE_IS_FASTER,
     first_logits,
+    plain_logits,
 )
 from tests.support.models import OTHER_FAMILIES, byte_tokenizer, hf_model, tiny_model
 
+ROOT = Path(__file__).parents[2]
 FAMILIES = tuple(OTHER_FAMILIES)
 WINDOWED = tuple(
     name for name, (_, config) in OTHER_FAMILIES.items() if config.get("sliding_window")
@@ -71,6 +79,13 @@ def test_full_prefill_and_its_decoding_are_transformers_own(family: str) -> None
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+def test_a_prompt_without_chunks(family: str) -> None:
+    logits, query = first_logits(engine_of(family), "Who is there?", None, "auto")
+    expected = plainly(family, query.layout.token_ids)[-1]
+    torch.testing.assert_close(logits, expected, **TOLERANCE)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_the_model_itself_goes_on_working(family: str) -> None:
     ids = torch.arange(30, 130)
     with torch.inference_mode():
@@ -91,8 +106,9 @@ def test_a_chunk_right_behind_its_prefix_is_exact(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_doctor_finds_nothing_wrong(family: str) -> None:
-    found = list(islice(examine(tiny_model(family)), 5))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_doctor_finds_nothing_wrong(family: str, dtype: torch.dtype) -> None:
+    found = list(islice(examine(tiny_model(family, dtype)), 5))
     assert [check.detail for check in found if not check.ok] == []
     assert found[-1].name == "tokens"
 
@@ -154,6 +170,29 @@ def test_few_bits_are_near(family: str) -> None:
 def test_a_method_that_weighs_scores_itself_is_refused(family: str) -> None:
     with pytest.raises(InvalidOption, match="method 'ape'.*choose"):
         engine_of(family).generate(PROMPT, CHUNKS, method="ape", max_new_tokens=2)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_quantised_weights(family: str, tmp_path: Path) -> None:
+    quantisation: Any = pytest.importorskip("torchao.quantization")
+    hf_model(family).save_pretrained(tmp_path)
+    byte_tokenizer(bos=True).save_pretrained(tmp_path)
+    how = TorchAoConfig(quantisation.Int8WeightOnlyConfig())
+    model = load_model(
+        str(tmp_path), device="cpu", dtype="float32", model_kwargs={"quantization_config": how}
+    )
+    engine = Engine(model, prefix="bos", store_bits=16)
+    logits, query = first_logits(engine, PROMPT, CHUNKS, "recompute")
+    torch.testing.assert_close(logits, plain_logits(model, query.layout), **TOLERANCE)
+    assert model.identity.weights != tiny_model(family).identity.weights
+
+
+def test_every_family_is_tested_and_in_the_table() -> None:
+    tested = {kind for kind, _ in OTHER_FAMILIES.values()} | {"llama", "mistral", "qwen2", "qwen3"}
+    page = (ROOT / "docs" / "models.md").read_text()
+    rows = page.partition("## Families")[2].partition("Refused")[0].splitlines()
+    named = {name for row in rows for name in re.findall("`([a-z0-9_]+)`", row.split(" | ")[0])}
+    assert tested == set(SUPPORTED) == named - {"model_type"}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
