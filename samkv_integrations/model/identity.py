@@ -228,7 +228,9 @@ def _parts(tensor: Tensor) -> tuple[dict[str, Tensor], str]:
             how += more
         return parts, how
     if not type(tensor).__module__.startswith("bitsandbytes."):
-        raise TypeError(type(tensor).__name__)
+        if tensor.is_quantized or type(tensor.cpu()) not in _PLAIN:
+            raise TypeError(type(tensor).__name__)
+        return {"": tensor}, ""
     return {"": tensor.detach().as_subclass(Tensor)}, ""  # the rest of it is in the state dict
 
 
