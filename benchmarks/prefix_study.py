@@ -97,9 +97,9 @@ def _layers_of(model: Model, prefix: Tensor) -> list[Tensor]:
         return attention(query, key, value, scaling, None, True)
 
     hidden = prefix.to(model.dtype)[None]
-    cos, sin = model.cos_sin(torch.arange(len(prefix)))
+    rotation = model.rotation(torch.arange(len(prefix)))
     for layer in range(model.n_layers):
-        hidden = model.layer(layer, hidden, cos, sin, keep)
+        hidden = model.layer(layer, hidden, *rotation.of(layer), keep)
     return found
 
 
@@ -109,7 +109,7 @@ def _entries_after(model: Model, chunks: Sequence[Occurrence], pairs: Sequence[T
     ids = torch.zeros(len(chunks), longest, dtype=torch.long)
     for row, chunk in zip(ids, chunks, strict=True):
         row[: len(chunk.token_ids)] = torch.tensor(chunk.token_ids)
-    cos, sin = model.cos_sin(torch.arange(n, n + longest))
+    rotation = model.rotation(torch.arange(n, n + longest))
     mask = torch.arange(n + longest)[None] <= torch.arange(n, n + longest)[:, None]
 
     def layer_after(layer: int, hidden: Tensor, pair: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -121,7 +121,7 @@ def _entries_after(model: Model, chunks: Sequence[Occurrence], pairs: Sequence[T
             keys, values = torch.cat((before[0], key), 2), torch.cat((before[1], value), 2)
             return attention(query, keys, values, scaling, mask, False)
 
-        output = model.layer(layer, hidden, cos, sin, attend)
+        output = model.layer(layer, hidden, *rotation.of(layer), attend)
         return output, seen[0], seen[1]
 
     hidden, entries = model.embed(ids), []

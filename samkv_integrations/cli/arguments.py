@@ -30,10 +30,11 @@ SameModel = Annotated[
     str | None, _option(f"{_MODEL} Default: as ingested, else builtin.", "--model")
 ]
 SameDtype = Annotated[
-    str | None, _option("auto, float32 or bfloat16. Default: as ingested, else auto.", "--dtype")
+    str | None,
+    _option("auto, float32, bfloat16, float16. Default: as ingested, else auto.", "--dtype"),
 ]
-Device = Annotated[str, _option("auto, cpu, cuda or cuda:N.")]
-Dtype = Annotated[str, _option("auto, float32 or bfloat16.")]
+Device = Annotated[str, _option("auto, cpu, cuda, cuda:N or mps.")]
+Dtype = Annotated[str, _option("auto, float32, bfloat16, float16.")]
 CacheBits = Annotated[int | None, _option(f"{_BITS} Default: as tuned, else 4.", "--store-bits")]
 SameBits = Annotated[
     int | None, _option("Default: as ingested, else as tuned, else 4.", "--store-bits", hidden=True)

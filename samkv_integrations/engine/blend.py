@@ -5,7 +5,7 @@ Planned tokens are computed, everything else is taken as stored.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 
@@ -23,7 +23,7 @@ from samkv_integrations.methods.base import (
     Update,
     overwrite,
 )
-from samkv_integrations.model.attention import attention
+from samkv_integrations.model.families import Rotation
 from samkv_integrations.model.model import Model
 from samkv_integrations.prompt.layout import Layout
 
@@ -43,9 +43,10 @@ class LayerPlan:
     mixed: (k,) which computed tokens update a stored entry, mixed_slots: (k,) their places.
     carried: (c,) computed context tokens, on the CPU, carried_rows: (c,) which computed tokens
         they are.
-    mask: (R, S), 0 where a token sees an entry, else -inf, in the model's dtype; bool for a method
-        that weighs the context in its own way; None if every token is computed and sees those
-        before it.
+    masks: window of a layer, None for all tokens -> (R, S), 0 where a token sees an entry, else
+        -inf, in the model's dtype; bool for a method that weighs the context in its own way. Not
+        there if every token is computed and sees all those before it.
+    at: (S,) positions of the entries.
     is_context: (S,) bool, entries of context tokens.
 
     The rest says what an answer goes on with, counted among the S' of the entries that stay:
@@ -66,7 +67,8 @@ class LayerPlan:
     mixed_slots: Tensor
     carried: Tensor
     carried_rows: Tensor
-    mask: Tensor | None
+    masks: Mapping[int | None, Tensor]
+    at: Tensor
     is_context: Tensor
     staying: Tensor | None
     context: Tensor
@@ -75,6 +77,10 @@ class LayerPlan:
     other_slots: Tensor
     query_rows: Tensor
     query_slots: Tensor
+
+    def mask_of(self, window: int | None) -> Tensor | None:
+        """Of a layer with such a window; one that holds all of the prompt is none."""
+        return self.masks[window] if window in self.masks else self.masks.get(None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +109,7 @@ def plan_pass(
     n_held: int = 0,
     mixes: bool = False,
     weighs: bool = False,
+    windows: Sequence[int | None] = (),
 ) -> PassPlan:
     """The plan of a pass.
 
@@ -116,6 +123,7 @@ def plan_pass(
         but for the first ``n_held`` tokens of the prompt, which are among them and held in memory.
     mixes: whether a recomputed entry needs the stored one. weighs: whether the method weighs the
         context in its own way, so that a mask is always wanted.
+    windows: that layers have, and that are shorter than the prompt.
     """
     uncached = layout.uncached if uncached is None else uncached
     stored = keep[:, layout.block_of_token] & ~layout.uncached[layout.context_positions]
@@ -154,11 +162,16 @@ def plan_pass(
         mixed = (is_again[positions] & mixes).nonzero()[:, 0]
         query_rows = stays[positions].nonzero()[:, 0]
         narrows = before is not None and not torch.equal(before, is_computed)
-        mask = None
+        seen_of: dict[int | None, Tensor] = {}
+        wanted = set(windows) - {None}
         if weighs or len(positions) < len(entries):
-            mask = entries.to(device)[None] <= positions.to(device)[:, None]
+            wanted.add(None)
+        if wanted:
+            behind = positions.to(device)[:, None] - entries.to(device)[None]
+        for window in wanted:
+            seen = behind >= 0 if window is None else (behind >= 0) & (behind < window)
             # attention would turn a bool mask into this one at every layer
-            mask = mask if weighs else torch.where(mask, 0.0, -torch.inf).to(dtype)
+            seen_of[window] = seen if weighs else torch.where(seen, 0.0, -torch.inf).to(dtype)
         plan = LayerPlan(
             n_entries=len(entries), n_held=n_held, positions=positions.to(device),
             narrow=is_computed[before].nonzero()[:, 0].to(device) if narrows else None,
@@ -166,7 +179,7 @@ def plan_pass(
             mixed_slots=slot[positions[mixed]].to(device),
             carried=carried[layer].nonzero()[:, 0],
             carried_rows=torch.searchsorted(positions, at[carried[layer]]).to(device),
-            mask=mask, is_context=~layout.uncached[entries].to(device),
+            masks=seen_of, at=entries, is_context=~layout.uncached[entries].to(device),
             staying=None if torch.equal(stays, present) else slot[stays].to(device),
             context=context.to(device), context_slots=final[at[context]].to(device),
             changed=recompute[layer][context].nonzero()[:, 0].to(device),
@@ -215,13 +228,17 @@ class Watch:
         query: Tensor,
         keys: Tensor,
         scaling: float,
+        mask: Tensor | None,
     ) -> None:
-        """A layer of the pass. query: (H, D) of the last token. keys: (S, G, D), all it sees."""
+        """A layer of the pass.
+
+        query: (H, D) of the last token. keys: (S, G, D). mask: of the layer, see `LayerPlan`.
+        """
         n_kv_heads, head_dim = keys.shape[1:]
         grouped = query.float().view(n_kv_heads, -1, head_dim) * scaling
         logits = torch.einsum("grd,sgd->grs", grouped, keys.float()).flatten(0, 1)
-        if plan.mask is not None:
-            hidden = ~plan.mask[-1] if plan.mask.dtype == torch.bool else plan.mask[-1] < 0
+        if mask is not None:
+            hidden = ~mask[-1] if mask.dtype == torch.bool else mask[-1] < 0
             logits = logits.masked_fill(hidden, -torch.inf)
         sides = (
             torch.arange(plan.n_held),
@@ -286,7 +303,7 @@ Decide = Callable[[Checked], PassPlan]
 class Blend:
     """A pass of one request; `run` it once, or go `through_layers` where no token is wanted.
 
-    cos, sin: (T, D) of all positions.
+    rotation: of all T positions.
     update: how a recomputed entry and the stored one combine. weigh: how computed tokens weigh the
     context against the rest, None as the model does.
     held: entries of the prompt's first tokens, for a plan that takes them from memory. leaves:
@@ -298,8 +315,7 @@ class Blend:
     model: Model
     layout: Layout
     context: Context
-    cos: Tensor
-    sin: Tensor
+    rotation: Rotation
     update: Update = overwrite
     weigh: ContextAttention | None = None
     held: Prefix | None = None
@@ -324,12 +340,13 @@ class Blend:
             return self._layer(layer, layers[layer], query, key, value, scaling)
 
         positions = layers[0].positions
-        hidden = self.model.embed(self.layout.token_ids.to(self.cos.device)[positions])[None]
+        hidden = self.model.embed(self.layout.token_ids.to(positions.device)[positions])[None]
         for layer in range(self.model.n_layers):
             if (narrow := layers[layer].narrow) is not None:
                 hidden = hidden.index_select(1, narrow)
             at = layers[layer].positions
-            hidden = self.model.layer(layer, hidden, self.cos[at], self.sin[at], attend)
+            cos, sin = (side[at] for side in self.rotation.of(layer))
+            hidden = self.model.layer(layer, hidden, cos, sin, attend)
         return hidden
 
     def _layer(
@@ -340,26 +357,33 @@ class Blend:
         held = () if self.held is None else self.held.of_layer(layer, plan.n_held)
         of_keys, of_values = zip(*filter(None, (held, stored, computed)), strict=True)
         keys, values = self._assemble(plan, of_keys), self._assemble(plan, of_values)
+        window = self.model.windows[layer]
+        mask = plan.mask_of(window)
         if self.observe is not None:
             at = plan.positions
+            cos, sin = (side[at] for side in self.rotation.of(layer))
+            out_of_sight = None
+            if window is not None:
+                places = self.layout.context_positions.to(at.device)[plan.cached]
+                out_of_sight = places <= at[-1] - window
             probed = ProbedLayer(
-                layer=layer, n_layers=self.model.n_layers, queries=query[0], cos=self.cos[at],
-                sin=self.sin[at], keys=stored[0], scaling=scaling,
+                layer=layer, n_layers=self.model.n_layers, queries=query[0], cos=cos, sin=sin,
+                keys=stored[0], scaling=scaling, out_of_sight=out_of_sight,
             )  # fmt: skip
             self.observe(probed)
         if self.watch is not None:
             seen = keys[: plan.n_entries]
-            self.watch.see_layer(layer, self.layout, plan, query[0, :, -1], seen, scaling)
+            self.watch.see_layer(layer, self.layout, plan, query[0, :, -1], seen, scaling, mask)
         as_rows = (as_heads(keys[: plan.n_entries]), as_heads(values[: plan.n_entries]))
         if self.weigh is not None:
-            output = self.weigh(query, *as_rows, scaling, plan.mask, plan.is_context)
+            output = self.weigh(query, *as_rows, scaling, mask, plan.is_context)
         else:
-            causal = plan.mask is None and plan.n_entries > 1
-            output = attention(query, *as_rows, scaling, plan.mask, causal)
+            causal = mask is None and plan.n_entries > 1
+            output = self.model.attention(layer, query, *as_rows, scaling, mask, causal)
         if self.leaves is not None:
             self.leaves.take(keys, values)
         if self.cache is not None:
-            n_entries, is_context = plan.n_entries, plan.is_context
+            n_entries, is_context, at = plan.n_entries, plan.is_context, plan.at
             if plan.staying is not None:
                 room, n_entries = len(keys) - n_entries, len(plan.staying)
                 staying_keys = room_for(n_entries + room, keys)
@@ -367,12 +391,13 @@ class Blend:
                 staying_keys[:n_entries] = keys.index_select(0, plan.staying)
                 staying_values[:n_entries] = values.index_select(0, plan.staying)
                 keys, values = staying_keys, staying_values
-                is_context = is_context[plan.staying]
+                is_context, at = is_context[plan.staying], at[plan.staying.cpu()]
             entries = LayerEntries(
                 keys=keys, values=values, n_entries=n_entries, is_context=is_context,
                 context=plan.context, context_slots=plan.context_slots, changed=plan.changed,
                 other_slots=plan.other_slots, queries=query[0][:, plan.query_rows],
                 query_slots=plan.query_slots, scaling=scaling,
+                at=None if window is None else at, window=window,
             )  # fmt: skip
             self.cache.take(layer, entries)
             self.context.release(layer)

@@ -19,7 +19,6 @@ from torch import Tensor
 from samkv_integrations.cache.base import Store
 from samkv_integrations.cache.quantise import EntryFormat, groups
 from samkv_integrations.methods import Method
-from samkv_integrations.model.attention import attention
 from samkv_integrations.model.model import Model
 from samkv_integrations.model.shape import ModelShape
 from samkv_integrations.prompt.layout import Layout
@@ -203,13 +202,12 @@ def _seconds(model: Model, work: Callable[[], object], repeats: int = 5) -> floa
 
 def _plain_pass(model: Model, n_tokens: int) -> None:
     """A layer's share of full prefill."""
-    cos, sin = model.cos_sin(torch.arange(n_tokens))
 
     def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        return attention(query, key, value, scaling, None, True)
+        return model.attention(layer, query, key, value, scaling, None, True)
 
     hidden = model.embed(torch.zeros(1, n_tokens, dtype=torch.long))
-    model.layer(0, hidden, cos, sin, attend)
+    model.layer(0, hidden, *model.rotation(torch.arange(n_tokens)).of(0), attend)
 
 
 def _dequantise(model: Model, form: EntryFormat, n_tokens: int) -> None:

@@ -42,7 +42,7 @@ def decode(decoders: Sequence[Decoder], tokens: Sequence[int]) -> Tensor:
     decoders are of one model.
     """
     model = decoders[0].model
-    cos, sin = model.cos_sin(torch.tensor([decoder.position for decoder in decoders]))
+    rotation = model.rotation(torch.tensor([decoder.position for decoder in decoders]))
 
     def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         outputs = []
@@ -55,7 +55,7 @@ def decode(decoders: Sequence[Decoder], tokens: Sequence[int]) -> Tensor:
     with for_single_token(model.device, model.dtype) if len(tokens) == 1 else nullcontext():
         hidden = model.embed(torch.tensor([list(tokens)]))
         for layer in range(model.n_layers):
-            hidden = model.layer(layer, hidden, cos, sin, attend)
+            hidden = model.layer(layer, hidden, *rotation.of(layer), attend)
         logits = model.logits(hidden[0])
     for decoder in decoders:
         decoder.position += 1

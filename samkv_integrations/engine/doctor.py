@@ -27,12 +27,11 @@ from samkv_integrations.engine.costs import CostModel, is_whole, two_passes_s
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.errors import InvalidChunk, InvalidOption, PromptTooLong
 from samkv_integrations.methods import METHODS
-from samkv_integrations.model.attention import attention
 from samkv_integrations.model.model import Model
 from samkv_integrations.prompt.layout import ChunkPart, Layout
 from samkv_integrations.prompt.text import rag_prompt
 
-TOLERANCE = {"float32": 1e-4, "bfloat16": 0.05}
+TOLERANCE = {"float32": 1e-4, "bfloat16": 0.05, "float16": 0.01}
 """Largest difference that rounding may make, as a share of the largest figure compared."""
 
 NEW_TOKENS = 12
@@ -183,22 +182,25 @@ def _rotation(engine: Engine) -> Check:
 
     def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         captured.append(key[0].transpose(0, 1))  # (T, G, D)
-        return attention(query, key, value, scaling, None, True)
+        return model.attention(layer, query, key, value, scaling, None, True)
 
-    rotations = model.cos_sin(here), model.cos_sin(there)
+    rotations = model.rotation(here), model.rotation(there)
     hidden = model.embed(ids)
     for layer in range(model.n_layers):
-        after = model.layer(layer, hidden, *rotations[0], attend)
-        model.layer(layer, hidden, *rotations[1], attend)
+        after = model.layer(layer, hidden, *rotations[0].of(layer), attend)
+        model.layer(layer, hidden, *rotations[1].of(layer), attend)
         hidden = after
-    stored = [unrotate(keys, *rotations[0]) for keys in captured[0::2]]
-    ours = torch.stack([rotate(keys, *rotations[1]) for keys in stored])
+    moved = []
+    for layer, keys in enumerate(captured[0::2]):
+        stored = unrotate(keys, *rotations[0].of(layer))
+        moved.append(rotate(stored, *rotations[1].of(layer)))
+    ours = torch.stack(moved)
     theirs = torch.stack(captured[1::2])
     # relative to each rotated pair, because a few channels of a key are often far larger than all
     # others and would hide them
     pairs = torch.hypot(*theirs.float().chunk(2, dim=-1)).clamp(min=1e-6).repeat(1, 1, 1, 2)
-    moved = f"; keys of all layers moved by {int(there[0])} positions"
-    return _compare("key rotation", model, "keys", ours / pairs, theirs / pairs, moved)
+    how_far = f"; keys of all layers moved by {int(there[0])} positions"
+    return _compare("key rotation", model, "keys", ours / pairs, theirs / pairs, how_far)
 
 
 def _greedy(engine: Engine) -> Check:

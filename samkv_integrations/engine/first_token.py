@@ -18,7 +18,7 @@ from samkv_integrations.engine.prefix_cache import Prefix
 from samkv_integrations.engine.report import Stopwatch, report_of
 from samkv_integrations.engine.request import FirstToken, Request
 from samkv_integrations.engine.working_cache import DenseCache, SparseCache, WorkingCache
-from samkv_integrations.errors import PromptTooLong
+from samkv_integrations.errors import InvalidOption, PromptTooLong
 from samkv_integrations.eviction import Eviction, Quest
 from samkv_integrations.eviction.base import DroppingEviction
 from samkv_integrations.methods import Method
@@ -63,7 +63,9 @@ def choose(request: Request, *, may_compute: bool = True) -> Choice:
     may_compute: whether missed chunks may be computed as chunks. ``auto`` leaves them to full
         prefill where that is faster, ``recompute`` always.
 
-    Raises PromptTooLong: prompt and answer exceed the context window.
+    Raises:
+        PromptTooLong: prompt and answer exceed the context window.
+        InvalidOption: the method cannot be used with the model.
     """
     model, method, costs, resolved = (
         request.model, request.method, request.costs, request.resolved,
@@ -78,6 +80,11 @@ def choose(request: Request, *, may_compute: bool = True) -> Choice:
         if may_compute and blocks is None and chunk.text is not None:
             missed[chunk.token_ids] = chunk.text
     layout = Layout.of(resolved.token_ids, parts, request.chunks.prefix.token_ids)
+    if method.attend is not None and not model.scores_plainly:
+        raise InvalidOption(
+            f"method {method.name!r} weighs attention scores in its own way, and {model.name!r} "
+            "bounds them or has sinks; choose another method, such as 'auto'"
+        )
     window = min(request.settings.context_window or sys.maxsize, model.context_window)
     if layout.n_tokens + request.capacity > window:
         raise PromptTooLong(
@@ -167,20 +174,21 @@ def first_token(request: Request) -> FirstToken:
 
 def _compute(request: Request, choice: Choice, clock: Stopwatch) -> FirstToken:
     model, layout, method = request.model, choice.layout, choice.method
-    cos, sin = model.cos_sin(torch.arange(layout.n_tokens))
+    rotation = model.rotation(torch.arange(layout.n_tokens))
     is_global = method.positions == "global"
     cached_at = layout.context_positions if is_global else layout.prefilled_positions
     # not out of those above: chunks may reach beyond the end, after a prefix the prompt has not
-    cached_cos, cached_sin = model.cos_sin(cached_at)
+    cached_rotation = model.rotation(cached_at).float()
     opened = request.resolved.opened if layout.n_chunks else ()
-    context = Context(layout, opened, choice.fingerprint, cached_cos.float(), cached_sin.float())
+    context = Context(layout, opened, choice.fingerprint, cached_rotation)
     blend = Blend(
-        model=model, layout=layout, context=context, cos=cos, sin=sin, update=method.update,
+        model=model, layout=layout, context=context, rotation=rotation, update=method.update,
         weigh=method.attend, held=choice.held,
     )  # fmt: skip
     plan_of = partial(
         plan_pass, layout, device=model.device, dtype=model.dtype, n_held=choice.n_held,
         mixes=method.update is not overwrite, weighs=method.attend is not None,
+        windows=model.windows_within(layout.n_tokens),
     )  # fmt: skip
     with clock("load"):
         inputs = context.inputs(method.needs, request.stable_layers)
@@ -207,13 +215,14 @@ def _compute(request: Request, choice: Choice, clock: Stopwatch) -> FirstToken:
     cache: WorkingCache
     if isinstance(rule, Quest):
         cache = SparseCache(
-            model.n_layers, context, rule.budget(layout.n_context), request.capacity, method.attend
-        )
+            model.n_layers, context, rule.budget(layout.n_context), request.capacity, method.attend,
+            n_tokens=layout.n_tokens, model=model,
+        )  # fmt: skip
     else:
         drops = rule if isinstance(rule, DroppingEviction) else None
         cache = DenseCache(
             model.n_layers, request.capacity, n_tokens=layout.n_tokens, rule=drops,
-            weigh=method.attend,
+            weigh=method.attend, model=model,
         )  # fmt: skip
     prefixes, leaves = request.prefixes, None
     with clock("blend"):
@@ -252,6 +261,7 @@ def _probe(blend: Blend, context: Context, method: Method, clock: Stopwatch) -> 
         layout, method.select.probe_blocks(layout).expand(model.n_layers, -1),
         torch.zeros(model.n_layers, layout.n_context, dtype=torch.bool), device=model.device,
         dtype=model.dtype, uncached=uncached, n_held=n_held, weighs=method.attend is not None,
+        windows=model.windows_within(layout.n_tokens),
     )  # fmt: skip
     scores: list[Tensor] = []
 

@@ -15,6 +15,7 @@ from samkv_integrations.cache.chunk import Fingerprint
 from samkv_integrations.cache.quantise import GROUP_TOKENS, Entries
 from samkv_integrations.errors import CacheMiss
 from samkv_integrations.methods.base import SelectionInputs
+from samkv_integrations.model.families import Rotation
 from samkv_integrations.prompt.layout import Layout
 
 
@@ -46,7 +47,7 @@ class Context:
         commits only the pages of what was really read.
     key_range: (L, N, 2, G, D) float16 of all groups of the context, see `EntryFormat`; N is 0
         until something is loaded.
-    cos, sin: (Tctx, D) float32 on the model's device, where cached keys sit.
+    rotation: float32, on the model's device, of the positions where cached keys sit.
     """
 
     def __init__(
@@ -54,12 +55,11 @@ class Context:
         layout: Layout,
         chunks: Sequence[StoredChunk],
         fingerprint: Fingerprint,
-        cos: Tensor,
-        sin: Tensor,
+        rotation: Rotation,
     ) -> None:
         self.layout = layout
         self.chunks = chunks
-        self.device = cos.device
+        self.device = rotation.turns[0][0].device
         self.form = fingerprint.entry_format
         self.n_layers = fingerprint.n_layers
         shape = (layout.n_context, self.form.n_bytes)
@@ -73,9 +73,14 @@ class Context:
         self.group_of_token = group.to(self.device)
         heads, half = self.form.n_kv_heads, self.form.head_dim // 2
         # of each channel pair and head, see `rotated_keys`
-        self._turns = [
-            side[:, None, :half].expand(-1, heads, -1).contiguous() for side in (cos, sin)
-        ]
+        self._turns = Rotation(
+            turns=[
+                (cos[:, None, :half].expand(-1, heads, -1).contiguous(),
+                 sin[:, None, :half].expand(-1, heads, -1).contiguous())
+                for cos, sin in rotation.turns
+            ],
+            kinds=rotation.kinds,
+        )  # fmt: skip
         self._loaded = torch.zeros(self.n_layers, layout.n_blocks, dtype=torch.bool)
 
     def load(self, blocks: Tensor) -> None:
@@ -129,7 +134,7 @@ class Context:
 
         Where nothing was loaded, they hold nothing yet.
         """
-        codes, (cos, sin) = self.codes[layer], self._turns
+        codes, (cos, sin) = self.codes[layer], self._turns.of(layer)
         if not self._loaded.any():
             codes = torch.empty_like(codes, device=self.device)
         entries = Entries(

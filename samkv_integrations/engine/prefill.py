@@ -17,7 +17,8 @@ from samkv_integrations.cache.attention_stats import (
 from samkv_integrations.cache.chunk import ChunkCache, ChunkRef, Fingerprint
 from samkv_integrations.cache.quantise import unrotate
 from samkv_integrations.engine.chunk_prefix import ChunkPrefix
-from samkv_integrations.model.attention import Attend, attention
+from samkv_integrations.model.attention import Attend
+from samkv_integrations.model.families import Rotation
 from samkv_integrations.model.model import Model
 
 BATCH_TOKENS = 4096
@@ -56,25 +57,26 @@ def prefill(
 
     def keep(layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         before[layer] = key, value
-        return attention(query, key, value, scaling, None, True)
+        mask = model.window_mask(layer, n_prefix)
+        return model.attention(layer, query, key, value, scaling, mask, mask is None)
 
     if n_prefix := len(prefix.token_ids):
-        cos, sin = model.cos_sin(torch.arange(n_prefix))
-        _pass(model, prefix.embedded(model)[None], cos, sin, keep)
+        rotation = model.rotation(torch.arange(n_prefix))
+        _pass(model, prefix.embedded(model)[None], rotation, keep)
     length = max(len(chunk.token_ids) for chunk in chunks)
     ids = torch.zeros(len(chunks), length, dtype=torch.long)
     for row, chunk in zip(ids, chunks, strict=True):
         row[: len(chunk.token_ids)] = torch.tensor(chunk.token_ids)
-    cos, sin = model.cos_sin(torch.arange(n_prefix, n_prefix + length))
-    capture = _Capture(model, chunks, fingerprint, before, cos, sin)
-    _pass(model, model.embed(ids), cos, sin, capture)
+    rotation = model.rotation(torch.arange(n_prefix, n_prefix + length))
+    capture = _Capture(model, chunks, fingerprint, before, rotation)
+    _pass(model, model.embed(ids), rotation, capture)
     return [capture.cache_of(index) for index in range(len(chunks))]
 
 
-def _pass(model: Model, hidden: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> None:
-    """Run all layers on hidden (batch, R, hidden); cos, sin: (R, D)."""
+def _pass(model: Model, hidden: Tensor, rotation: Rotation, attend: Attend) -> None:
+    """Run all layers on hidden (batch, R, hidden); rotation: of the R positions."""
     for layer in range(model.n_layers):
-        hidden = model.layer(layer, hidden, cos, sin, attend)
+        hidden = model.layer(layer, hidden, *rotation.of(layer), attend)
 
 
 class _Capture:
@@ -82,7 +84,7 @@ class _Capture:
 
     Padding stands at the end, where causal attention never lets a real token see it.
 
-    cos, sin: (T, D) of the longest chunk's positions.
+    rotation: of the T positions of the longest chunk.
     """
 
     def __init__(
@@ -91,11 +93,10 @@ class _Capture:
         chunks: Sequence[ChunkRef],
         fingerprint: Fingerprint,
         before: Sequence[tuple[Tensor, Tensor]],
-        cos: Tensor,
-        sin: Tensor,
+        rotation: Rotation,
     ) -> None:
         self._chunks, self._fingerprint, self._before = chunks, fingerprint, before
-        self._cos, self._sin = cos, sin
+        self._model, self._rotation = model, rotation
         shapes = [
             (model.n_layers, len(chunk.token_ids), model.n_kv_heads, model.head_dim)
             for chunk in chunks
@@ -114,9 +115,10 @@ class _Capture:
             for first, rest in zip(self._before[layer], (key, value), strict=True)
         )
         n_prefix = keys.shape[2] - key.shape[2]
+        all_cos, all_sin = self._rotation.of(layer)
         for index, chunk in enumerate(self._chunks):
             stop = len(chunk.token_ids)
-            cos, sin = self._cos[:stop], self._sin[:stop]
+            cos, sin = all_cos[:stop], all_sin[:stop]
             self._keys[index][layer] = unrotate(key[index, :, :stop].transpose(0, 1), cos, sin)
             self._values[index][layer] = value[index, :, :stop].transpose(0, 1)
             local = self._fingerprint.scheme.of(stop).local_start
@@ -135,7 +137,9 @@ class _Capture:
             )
         # As many queries as keys, so that causal attention needs no mask.
         padded = pad(query, (0, 0, n_prefix, 0))
-        return attention(padded, keys, values, scaling, None, True)[:, :, n_prefix:]
+        mask = self._model.window_mask(layer, keys.shape[2])
+        output = self._model.attention(layer, padded, keys, values, scaling, mask, mask is None)
+        return output[:, :, n_prefix:]
 
     def cache_of(self, index: int) -> ChunkCache:
         chunk, keys = self._chunks[index], self._keys[index]

@@ -22,6 +22,7 @@ from samkv_integrations.engine.loader import Context
 from samkv_integrations.eviction.base import DroppingEviction, Seen
 from samkv_integrations.methods.base import ContextAttention
 from samkv_integrations.model.attention import attention
+from samkv_integrations.model.model import Model
 
 _LEAST = torch.finfo(torch.float32).tiny
 
@@ -36,6 +37,7 @@ class LayerEntries:
     context_slots, other_slots: where context tokens and all others lie among the S entries.
     changed: (d,) which of the context tokens do not stay as they are stored.
     queries: (H, R, D), rotated, of computed tokens that stay, and query_slots: (R,) theirs, CPU.
+    window: of the layer, see `Model.windows`. at: (S,) positions, on the CPU, if there is one.
     """
 
     keys: Tensor
@@ -49,6 +51,8 @@ class LayerEntries:
     queries: Tensor
     query_slots: Tensor
     scaling: float
+    window: int | None = None
+    at: Tensor | None = None
 
 
 class WorkingCache(ABC):
@@ -99,6 +103,16 @@ def room_for(n_entries: int, like: Tensor) -> Tensor:
     return like.new_empty(n_heads, n_entries, size).transpose(0, 1)
 
 
+def _attention(
+    model: Model | None, layer: int, query: Tensor, keys: Tensor, values: Tensor, scaling: float,
+    mask: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """A step's, of query (1, H, 1, D) over all entries, as the layer computes it."""
+    if model is None:
+        return attention(query, keys, values, scaling, mask, False)
+    return model.attention(layer, query, keys, values, scaling, mask, False)
+
+
 class DenseCache(WorkingCache):
     """Rotated keys and values, with room for the answer's tokens, which an eviction may thin out.
 
@@ -111,6 +125,10 @@ class DenseCache(WorkingCache):
 
     capacity: tokens that the answer may add. n_tokens: of the prompt. rule: what to keep, None for
     all. weigh: how a step weighs the context against the rest, None as the model does.
+    model: how its layers attend; plain attention without one.
+
+    Of a layer with a sliding window only what the next token sees is kept. No rule evicts there:
+    the window does.
     """
 
     def __init__(
@@ -121,6 +139,7 @@ class DenseCache(WorkingCache):
         n_tokens: int = 0,
         rule: DroppingEviction | None = None,
         weigh: ContextAttention | None = None,
+        model: Model | None = None,
     ) -> None:
         self.keys: list[Tensor] = [torch.empty(0)] * n_layers  # each (S + room, G, D)
         self.values: list[Tensor] = [torch.empty(0)] * n_layers
@@ -132,13 +151,13 @@ class DenseCache(WorkingCache):
         self._keepers = rule and [
             rule.keeper(rule.layer_budget(n_tokens, layer, n_layers)) for layer in range(n_layers)
         ]
-        self._weigh = weigh
+        self._weigh, self._model, self._n_tokens = weigh, model, n_tokens
+        self._windows: dict[int, tuple[int, Tensor]] = {}  # of layers: window, positions (S + room)
         self._sides = [self.keys, self.values, *([self.context] if weigh else [])]
 
     @property
     def kv_bytes(self) -> int:
-        entries = self.keys[0]
-        return 2 * sum(self.lengths) * entries.shape[1:].numel() * entries.element_size()
+        return sum(2 * keys[:n].nbytes for keys, n in zip(self.keys, self.lengths, strict=True))
 
     def attended(self, layer: int, of_chunks: Tensor) -> float:
         slots = self._kept[layer]
@@ -154,7 +173,10 @@ class DenseCache(WorkingCache):
             of_context = entries.is_context.new_zeros(len(entries.keys), dtype=torch.bool)
             of_context[:n_entries] = entries.is_context
             self.context[layer] = of_context[:, None, None].repeat(1, entries.keys.shape[1], 1)
-        if self._keepers:
+        most = self._n_tokens + self._capacity
+        if entries.at is not None and entries.window is not None and entries.window < most:
+            self._trim(layer, entries.at, entries.window)
+        elif self._keepers:
             seen = Seen(
                 query=entries.queries, slots=entries.query_slots, keys=entries.keys[:n_entries],
                 scaling=entries.scaling,
@@ -169,13 +191,18 @@ class DenseCache(WorkingCache):
         if self._weigh is not None:
             self.context[layer][last] = False
         self.lengths[layer] = n_entries = last + 1
-        keys = as_heads(self.keys[layer][:n_entries])
-        values = as_heads(self.values[layer][:n_entries])
+        first = 0
+        if layer in self._windows:
+            window, at = self._windows[layer]
+            first = int(torch.searchsorted(at[:n_entries], at[last] - window, right=True))
+        keys = as_heads(self.keys[layer][first:n_entries])
+        values = as_heads(self.values[layer][first:n_entries])
         if self._weigh is None:
-            output = attention(query, keys, values, scaling, None, False)
+            output = _attention(self._model, layer, query, keys, values, scaling)
         else:
-            output = self._weigh(query, keys, values, scaling, None, self.is_context(layer))
-        if self._keepers and self._slides:
+            is_context = self.is_context(layer)[:, first:]
+            output = self._weigh(query, keys, values, scaling, None, is_context)
+        if self._keepers and self._slides and layer not in self._windows:
             seen = Seen(
                 query=query[0], slots=torch.tensor([last]),
                 keys=self.keys[layer][:n_entries], scaling=scaling,
@@ -208,6 +235,21 @@ class DenseCache(WorkingCache):
             side[layer] = moved
         self.lengths[layer], self._kept[layer] = n_kept, slots
 
+    def _trim(self, layer: int, at: Tensor, window: int) -> None:
+        """Keep what the next token sees, in tensors with room for the answer."""
+        n_entries = self.lengths[layer]
+        first = int((at <= self._n_tokens - window).sum())
+        n_kept = n_entries - first
+        for side in self._sides:
+            moved = room_for(n_kept + self._capacity, side[layer])
+            moved[:n_kept] = side[layer][first:n_entries]
+            side[layer] = moved
+        later = torch.arange(self._n_tokens, self._n_tokens + self._capacity)
+        self._windows[layer] = window, torch.cat((at[first:], later))
+        self.lengths[layer] = n_kept
+        slots = torch.arange(first, n_entries)[:, None]
+        self._kept[layer] = slots.expand(-1, self.keys[layer].shape[1])
+
     def evict(self, layer: int, slot: int | Tensor) -> None:
         """The last entry takes the place of entry ``slot``, or of ``slot[g]`` (G,) of each head."""
         last = self.lengths[layer] - 1
@@ -235,6 +277,9 @@ class SparseCache(WorkingCache):
         budget: context tokens that a step attends to.
         capacity: tokens that the answer may add.
         weigh: how a step weighs the context against the rest, None as the model does.
+        n_tokens: of the prompt. model: how its layers attend; plain attention without one.
+
+    A layer with a sliding window attends to all that its window holds.
     """
 
     def __init__(
@@ -244,7 +289,13 @@ class SparseCache(WorkingCache):
         budget: int,
         capacity: int,
         weigh: ContextAttention | None = None,
+        *,
+        n_tokens: int = 0,
+        model: Model | None = None,
     ) -> None:
+        self._near = DenseCache(n_layers, capacity, n_tokens=n_tokens, weigh=weigh, model=model)
+        self._is_near = [False] * n_layers
+        self._most, self._model = n_tokens + capacity, model
         self._n_layers, self._stored = n_layers, context
         self._budget, self._capacity, self._weigh = budget, capacity, weigh
         self._context: list[Entries | None] = [None] * n_layers
@@ -256,14 +307,26 @@ class SparseCache(WorkingCache):
 
     @property
     def kv_bytes(self) -> int:
-        rest = 2 * sum(self._lengths) * self._keys[0][:1].nbytes
+        rest = self._near.kv_bytes
+        rest += sum(2 * keys[:n].nbytes for keys, n in zip(self._keys, self._lengths, strict=True))
         means = sum(mean.nbytes for mean in self._mean_value)
         return rest + means + sum(held.n_bytes for held in self._context if held is not None)
 
     def attended(self, layer: int, of_chunks: Tensor) -> float:
+        if self._is_near[layer]:
+            return self._near.attended(layer, of_chunks)
         return int(of_chunks.sum()) - max(0, self._n_context[layer] - self._budget)
 
     def take(self, layer: int, entries: LayerEntries) -> None:
+        self._is_near[layer] = entries.window is not None and entries.window < self._most
+        if self._is_near[layer]:
+            self._near.take(layer, entries)
+        else:
+            self._take(layer, entries)
+        if layer == self._n_layers - 1:
+            self.prompt_bytes = self.kv_bytes
+
+    def _take(self, layer: int, entries: LayerEntries) -> None:
         others = entries.other_slots
         room = (0, 0, 0, 0, 0, self._capacity)
         self._keys[layer] = pad(entries.keys.index_select(0, others), room)
@@ -278,12 +341,12 @@ class SparseCache(WorkingCache):
             )
             of_context = entries.values.index_select(0, entries.context_slots)
             self._mean_value[layer] = of_context.mean(0, keepdim=True)
-        if layer == self._n_layers - 1:
-            self.prompt_bytes = self.kv_bytes
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float
     ) -> Tensor:
+        if self._is_near[layer]:
+            return self._near.attend(layer, query, key, value, scaling)
         attend = partial(self._attend, layer, query, key, value, scaling)
         return on_one_thread(attend) if query.device.type == "cpu" else attend()
 
@@ -311,7 +374,7 @@ class SparseCache(WorkingCache):
             mask[0, :, 0, -1] = rest_logit - moved.float()
         keys, values = (as_heads(torch.cat(side)) for side in zip(*parts, strict=True))
         if self._weigh is None:
-            return attention(query, keys, values, scaling, mask, False)
+            return _attention(self._model, layer, query, keys, values, scaling, mask)
         is_context = torch.arange(keys.shape[2], device=keys.device) < n_context
         return self._weigh(query, keys, values, scaling, None, is_context)
 
@@ -323,6 +386,8 @@ class SparseCache(WorkingCache):
         One choice for all heads. The logit is (H,), None if nobody wants it.
         """
         logits = context.logits(query).flatten(0, 1).mul_(scaling)
+        if self._model is not None and (cap := self._model.score_cap) is not None:
+            logits.div_(cap).tanh_().mul_(cap)
         top = logits.amax(-1, keepdim=True)
         weights = logits.sub_(top).exp_()  # of each head (H, n), over that of its largest
         scores = weights.sum(-1).reciprocal() @ weights  # the softmax, summed over heads

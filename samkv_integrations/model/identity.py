@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from samkv_integrations.errors import UnsupportedModel
+from samkv_integrations.model.families import text_config
 from samkv_integrations.model.shape import refuse_adapters
 
 _PIECE_BYTES = 2**25
@@ -39,9 +40,32 @@ _NO_INPUT = frozenset({
 })  # fmt: skip
 """Fields of a config that no number of a chunk cache depends on; every other one is hashed."""
 
+_PLAIN = (Tensor, torch.nn.Parameter)
+_PROBED = (torch.float32, torch.bfloat16, torch.float16)
 _MAX_PROBED = 48
 _PROBED_VALUES = 16
 """The cheap check compares so many values of each matrix, or of one a layer if they are more."""
+
+
+def kind_of(hf: PreTrainedModel) -> tuple[torch.dtype, torch.device]:
+    """What a model computes in, and where. Of embeddings, which no quantisation packs."""
+    embedding: Any = hf.get_input_embeddings()
+    device = embedding.weight.device
+    hook = getattr(embedding, "_hf_hook", None)
+    if device.type == "meta" and hook is not None:  # accelerate loads it as it runs
+        device = torch.device(hook.execution_device)
+    return embedding.weight.dtype, device
+
+
+def _offloaded(hf: PreTrainedModel) -> dict[str, Tensor]:
+    """The weights that accelerate loads as their modules run, by name."""
+    found: dict[str, Tensor] = {}
+    for place, module in hf.named_modules():
+        weights = getattr(getattr(module, "_hf_hook", None), "weights_map", None)
+        for name, weight in module._parameters.items():
+            if weights is not None and weight is not None and weight.is_meta:
+                found[f"{place}.{name}"] = weights[name]
+    return found
 
 
 class Identity:
@@ -57,7 +81,7 @@ class Identity:
     def __init__(self, hf: PreTrainedModel, name: str) -> None:
         self._hf = hf
         self._name = name
-        self._kind = (hf.dtype, hf.device)
+        self._kind = kind_of(hf)
         self._lock = threading.RLock()
         self._generation = 0
         self._digests: dict[str, str] = {}
@@ -119,10 +143,10 @@ class Identity:
 
     def _refuse_changed(self) -> None:
         refuse_adapters(self._hf, self._name)
-        if (self._hf.dtype, self._hf.device) != self._kind:
+        if (kind := kind_of(self._hf)) != self._kind:
             was, now = (
                 f"{str(dtype).removeprefix('torch.')} on {device}"
-                for dtype, device in (self._kind, (self._hf.dtype, self._hf.device))
+                for dtype, device in (self._kind, kind)
             )
             raise UnsupportedModel(
                 f"{self._name!r} was {was} when it was given, and is {now} now; make a new Model "
@@ -151,14 +175,21 @@ class Identity:
         Which modules there are, where tensors are, how often each was written to where PyTorch
         counts that, and some of their values; and the fields of the config.
         """
-        tensors = [x for held in self._tensors for x in held.values() if x is not None]
+        tensors: list[Tensor] = []
+        for x in (x for held in self._tensors for x in held.values() if x is not None):
+            if x.is_meta:
+                continue  # accelerate puts another one there at each run
+            if type(x) in _PLAIN:
+                tensors.append(x)
+            elif hasattr(x, "__tensor_flatten__"):  # others pack themselves anew when they are used
+                tensors += _parts(x)[0].values()
         try:
             writes = [x._version for x in tensors]
         except RuntimeError:  # tensors made in inference mode count nothing
             writes = [-1 if x.is_inference() else x._version for x in tensors]
-        matrices = [x for x in tensors if x.ndim == 2]
+        matrices = [x for x in tensors if x.ndim >= 2 and x.dtype in _PROBED]
         if len(matrices) > _MAX_PROBED:  # one a layer, of another kind in each
-            n_layers: int = self._hf.config.num_hidden_layers
+            n_layers: int = text_config(self._hf.config).num_hidden_layers
             per_layer = len(matrices) // n_layers
             matrices = [matrices[at * per_layer + at % per_layer] for at in range(n_layers)]
         some = [
@@ -167,18 +198,44 @@ class Identity:
             for matrix in matrices
             if matrix.numel() > 2 * _PROBED_VALUES and matrix.is_contiguous()
         ]
-        try:
-            values = torch.cat(some).float().cpu().numpy().tobytes() if some else b""
-        except RuntimeError:  # they are on several devices now, or on none
-            values = b""
+        values = []
+        for device in dict.fromkeys(each.device for each in some):
+            here = torch.cat([each for each in some if each.device == device])
+            values.append(here.float().cpu().numpy().tobytes())
         modules = [id(module) for held in self._modules for module in held.values()]
         config = vars(self._hf.config).items()
-        settings = {name: value for name, value in config if name not in _NO_INPUT}
+        unseen = _NO_INPUT | {"quantization_config"}  # seen by what is packed
+        settings = {name: value for name, value in config if name not in unseen}
         return (modules, [x.data_ptr() for x in tensors], writes, values), settings
 
 
-def _state(hf: PreTrainedModel) -> dict[str, Tensor]:
-    """Every parameter and buffer, and the rest of the state dict, by name.
+def _parts(tensor: Tensor) -> tuple[dict[str, Tensor], str]:
+    """The plain tensors that a parameter is made of, by name, and what else tells how to read them.
+
+    Quantised weights are such tensors: codes, scales, zero points.
+
+    Raises TypeError for a kind whose numbers are not to be had.
+    """
+    if type(tensor) in _PLAIN and not tensor.is_quantized:
+        return {"": tensor}, ""
+    if hasattr(tensor, "__tensor_flatten__"):
+        names, context = tensor.__tensor_flatten__()
+        parts: dict[str, Tensor] = {}
+        how = repr(context)
+        for name in names:
+            inner, more = _parts(getattr(tensor, name))
+            parts |= {f".{name}{rest}": part for rest, part in inner.items()}
+            how += more
+        return parts, how
+    if not type(tensor).__module__.startswith("bitsandbytes."):
+        if tensor.is_quantized or type(tensor.cpu()) not in _PLAIN:
+            raise TypeError(type(tensor).__name__)
+        return {"": tensor}, ""
+    return {"": tensor.detach().as_subclass(Tensor)}, ""  # the rest of it is in the state dict
+
+
+def _state(hf: PreTrainedModel) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Every parameter and buffer, and the rest of the state dict, by name; and how to read some.
 
     The frequencies of RoPE are left out, which `rope` is about.
 
@@ -189,23 +246,32 @@ def _state(hf: PreTrainedModel) -> dict[str, Tensor]:
         **dict(hf.named_buffers(remove_duplicate=False)),
         **dict(hf.named_parameters(remove_duplicate=False)),
     }
-    state = {name: named[name] for name in sorted(named) if ".rotary_emb." not in name}
-    for name, value in state.items():
-        is_tensor = isinstance(value, Tensor) and not value.is_quantized
-        if not is_tensor or type(value.cpu()) not in (Tensor, torch.nn.Parameter):
+    named |= _offloaded(hf)
+    state: dict[str, Tensor] = {}
+    readings: dict[str, str] = {}
+    for name in sorted(named):
+        if ".rotary_emb." in name:
+            continue
+        try:
+            parts, readings[name] = _parts(named[name])
+        except (AttributeError, TypeError) as error:
             raise UnsupportedModel(
-                f"{name!r} of the model's state is a {type(value).__name__}, which has no digest, "
-                "so that two models could not be told apart; load the model in float32 or bfloat16"
-            )
-    for name, module in hf.named_modules():
-        weight = module._parameters.get("weight")
-        is_plain = weight is not None and weight.is_floating_point()
-        if name.endswith(("_proj", "lm_head")) and not is_plain:
+                f"{name!r} of the model's state is a {type(named[name]).__name__}, which has no "
+                "digest, so that two models could not be told apart; load the model in another "
+                "quantisation, or in float32 or bfloat16"
+            ) from error
+        state |= {f"{name}{rest}": part for rest, part in parts.items()}
+    kept = {name.rpartition(".")[0] for name in named} | {
+        name.split(".weight")[0] for name in named
+    }
+    for name, _ in hf.named_modules():
+        if name.endswith(("_proj", "lm_head")) and name not in kept:
             raise UnsupportedModel(
-                f"the weight of {name!r} is no parameter in floating point, so that two models "
-                "could not be told apart; load the model in float32 or bfloat16"
+                f"the weight of {name!r} is nowhere in the model's state, so that two models "
+                "could not be told apart; load the model in another quantisation, or in float32 "
+                "or bfloat16"
             )
-    return state
+    return state, {name: how for name, how in readings.items() if how}
 
 
 def weights_digest(hf: PreTrainedModel) -> str:
@@ -213,7 +279,7 @@ def weights_digest(hf: PreTrainedModel) -> str:
 
     Piece by piece in a few threads: hashlib lets other threads run, and no copy is large.
     """
-    state = _state(hf)
+    state, readings = _state(hf)
     once = {_place(tensor): tensor for tensor in state.values()}  # tied weights are one tensor
     pieces = [(place, piece) for place, tensor in once.items() for piece in _pieces(tensor)]
     hashes: dict[tuple[Any, ...], list[str]] = {place: [] for place in once}
@@ -224,10 +290,11 @@ def weights_digest(hf: PreTrainedModel) -> str:
             digests = threads.map(hash_piece, [piece.cpu() for _, piece in some])
             for (place, _), digest in zip(some, digests, strict=True):
                 hashes[place].append(digest)
-    return _hash([
+    found: list[Any] = [
         (name, str(tensor.dtype), list(tensor.shape), hashes[_place(tensor)])
         for name, tensor in state.items()
-    ])  # fmt: skip
+    ]
+    return _hash([*found, readings] if readings else found)
 
 
 def _place(tensor: Tensor) -> tuple[Any, ...]:
@@ -258,8 +325,14 @@ def _config_digest(hf: PreTrainedModel) -> str:
 
 
 def _rope_digest(hf: Any) -> str:  # noqa: ANN401
-    frequencies = hf.model.rotary_emb.inv_freq.float().cpu().numpy().tobytes()
-    return _hash([hf.config.rope_parameters, frequencies.hex()])
+    rotary = hf.get_decoder().rotary_emb
+    frequencies = {
+        name: values.float().cpu().numpy().tobytes().hex()
+        for name, values in rotary.named_buffers()
+        if name.endswith("inv_freq") and "original" not in name
+    }
+    parameters = text_config(hf.config).rope_parameters
+    return _hash([parameters, frequencies.get("inv_freq") or frequencies])
 
 
 def _hash(value: Any) -> str:  # noqa: ANN401

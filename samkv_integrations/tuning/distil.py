@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from samkv_integrations.model.attention import attention
+from samkv_integrations.model.families import Rotation
 from samkv_integrations.model.model import Model
 from samkv_integrations.prompt.layout import Occurrence
 
@@ -120,24 +120,26 @@ def student(
     # of each position: where its entry is, once the computed ones follow the cached ones
     entry = torch.cat((cached, computed)).argsort().to(model.device)
     row, offset = row[cached].to(model.device), offset[cached].to(model.device)
-    cos, sin = model.cos_sin(computed)
-    cos_here, sin_here = model.cos_sin(cached)
-    cos_there, sin_there = model.cos_sin(offset + n_prefix)
-    norm = cos_there.square() + sin_there.square()
-    causal = torch.arange(len(sequence))[None] <= computed[:, None]
-    mask = causal.to(model.device)
+    rotation, here = model.rotation(computed), model.rotation(cached)
+    there = model.rotation(offset + n_prefix)
+    behind = computed[:, None] - torch.arange(len(sequence))[None]
+    behind = behind.to(model.device)
 
     def blended(layer: int, hidden: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        placed = _turn(_turn(_picked(keys, row, offset), cos_there, -sin_there) / norm,
-                       cos_here, sin_here)  # fmt: skip
+        cos, sin = there.of(layer)
+        bare = _turn(_picked(keys, row, offset), cos, -sin) / (cos.square() + sin.square())
+        placed = _turn(bare, *here.of(layer))
+        mask, window = behind >= 0, model.windows[layer]
+        if window is not None:
+            mask &= behind < window
         stored = _picked(values, row, offset)
 
         def attend(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
             every_key = torch.cat((placed, key), 2)[:, :, entry]
             every_value = torch.cat((stored, value), 2)[:, :, entry]
-            return attention(query, every_key, every_value, scaling, mask, False)
+            return model.attention(layer, query, every_key, every_value, scaling, mask, False)
 
-        return _layer(model, layer, hidden, cos, sin, attend)[0]
+        return _layer(model, layer, hidden, rotation, attend)[0]
 
     hidden = model.embed(sequence[computed])[None]
     for layer in range(model.n_layers):
@@ -155,22 +157,25 @@ def chunk_entries(
         row[: len(chunk.token_ids)] = torch.tensor(chunk.token_ids)
     before = prefix.to(model.dtype).expand(len(chunks), -1, -1)
     hidden = torch.cat((before, model.embed(ids)), 1)
-    cos, sin = model.cos_sin(torch.arange(n + longest))
+    rotation = model.rotation(torch.arange(n + longest))
 
-    def attend(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        return attention(query, key, value, scaling, None, True)
+    def alone(layer: int, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        mask = model.window_mask(layer, n + longest)
+
+        def attend(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+            return model.attention(layer, query, key, value, scaling, mask, mask is None)
+
+        return _layer(model, layer, hidden, rotation, attend)
 
     entries = []
     for layer in range(model.n_layers):
-        hidden, keys, values = checkpoint(
-            _layer, model, layer, hidden, cos, sin, attend, use_reentrant=False
-        )
+        hidden, keys, values = checkpoint(alone, layer, hidden, use_reentrant=False)
         entries.append((keys[:, :, n:], values[:, :, n:]))
     return entries
 
 
 def _layer(
-    model: Model, layer: int, hidden: Tensor, cos: Tensor, sin: Tensor,
+    model: Model, layer: int, hidden: Tensor, rotation: Rotation,
     attend: Callable[[Tensor, Tensor, Tensor, float], Tensor],
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """A layer's output, and the keys and values that it computed on the way."""
@@ -180,7 +185,7 @@ def _layer(
         seen.extend((key, value))
         return attend(query, key, value, scaling)
 
-    output = model.layer(layer, hidden, cos, sin, watched)
+    output = model.layer(layer, hidden, *rotation.of(layer), watched)
     return output, seen[0], seen[1]
 
 

@@ -96,7 +96,7 @@ def test_an_unrotated_key_is_the_key_before_rope(family: str, dtype: torch.dtype
     for start in (0, 1, 700, 4096 - TOKENS):
         positions = torch.arange(start, start + TOKENS)
         before, rotated = own_keys(model, random_ids(1, TOKENS), positions[None])
-        cos, sin = model.cos_sin(positions)
+        cos, sin = model.rotation(positions).of(0)
         assert cos.dtype == dtype
         for layer in range(model.n_layers):
             plain = unrotate(rotated[layer, 0], cos, sin)
@@ -118,8 +118,8 @@ def test_a_key_moved_to_another_position_is_the_model_s_own_there(
     start[0], goal[0], start[1], goal[1] = 0, 4095, 4095, 0
     _, at_start = own_keys(model, ids, start[:, None])
     _, at_goal = own_keys(model, ids, goal[:, None])
-    from_cos, from_sin = model.cos_sin(start)
-    to_cos, to_sin = model.cos_sin(goal)
+    from_cos, from_sin = model.rotation(start).of(0)
+    to_cos, to_sin = model.rotation(goal).of(0)
     for layer in range(model.n_layers):
         moved = rotate(unrotate(at_start[layer, :, 0], from_cos, from_sin), to_cos, to_sin)
         assert_turned(moved, at_goal[layer, :, 0], WORST[dtype][1])
@@ -142,7 +142,7 @@ def test_cos_and_sin_are_those_that_the_layers_get(family: str, dtype: torch.dty
     finally:
         hook.remove()
     ((cos, sin),) = seen
-    mine = model.cos_sin(positions)
+    mine = model.rotation(positions).of(0)
     assert torch.equal(mine[0], cos[0]) and torch.equal(mine[1], sin[0])
     assert mine[0].dtype == mine[1].dtype == dtype and mine[0].shape == (4, model.head_dim)
 
@@ -150,7 +150,9 @@ def test_cos_and_sin_are_those_that_the_layers_get(family: str, dtype: torch.dty
 def test_llama3_frequencies_are_not_the_default_ones() -> None:
     """Otherwise the family would test nothing of its own."""
     position = torch.tensor([900])
-    scaled, default = (model_of(f, torch.float32).cos_sin(position)[0] for f in FAMILIES[1::-1])
+    scaled, default = (
+        model_of(f, torch.float32).rotation(position).of(0)[0] for f in FAMILIES[1::-1]
+    )
     assert not torch.allclose(scaled, default, atol=0.05)
 
 
@@ -168,7 +170,7 @@ def test_round_trip_in_float32(family: str, positions: list[int], seed: int, hea
     and the division by it are the rest."""
     vectors = torch.randn(len(positions), heads, 16, generator=torch.Generator().manual_seed(seed))
     for dtype in DTYPES:
-        cos, sin = model_of(family, dtype).cos_sin(torch.tensor(positions))
+        cos, sin = model_of(family, dtype).rotation(torch.tensor(positions)).of(0)
         assert_turned(unrotate(rotate(vectors, cos, sin), cos, sin), vectors, 12)
         assert_turned(rotate(unrotate(vectors, cos, sin), cos, sin), vectors, 12)
 
@@ -180,7 +182,7 @@ def test_bfloat16_is_rounded_once(positions: list[int], seed: int) -> None:
     vectors = torch.randn(
         len(positions), 2, 16, generator=torch.Generator().manual_seed(seed)
     ).bfloat16()
-    cos, sin = model_of("llama", torch.bfloat16).cos_sin(torch.tensor(positions))
+    cos, sin = model_of("llama", torch.bfloat16).rotation(torch.tensor(positions)).of(0)
     for turn in (rotate, unrotate):
         assert torch.equal(turn(vectors, cos, sin), turn(vectors.float(), cos, sin).bfloat16())
 
@@ -198,7 +200,7 @@ def test_rotation_is_a_multiplication_of_complex_numbers(p: int, q: int, seed: i
     angle = torch.tensor([p, q], dtype=torch.float64)[:, None] * frequency
     first, second = vectors.double().chunk(2, dim=-1)
     turned = torch.complex(first, second) * torch.exp(1j * angle)[:, None]
-    cos, sin = model_of("llama", torch.float32).cos_sin(torch.tensor([p, q]))
+    cos, sin = model_of("llama", torch.float32).rotation(torch.tensor([p, q])).of(0)
     # an angle of up to 4095 is rounded to float32 by transformers: off by up to 2^-12 of a radian
     torch.testing.assert_close(
         rotate(vectors, cos, sin).double(),
@@ -212,7 +214,7 @@ def test_leading_dimensions_and_inputs_are_left_alone() -> None:
     """(L, T, G, D) as the methods use it equals layer by layer."""
     vectors = torch.randn(3, 5, 2, 16, generator=torch.Generator().manual_seed(3))
     before = vectors.clone()
-    cos, sin = model_of("qwen3", torch.float32).cos_sin(torch.arange(7, 12))
+    cos, sin = model_of("qwen3", torch.float32).rotation(torch.arange(7, 12)).of(0)
     for turn in (rotate, unrotate):
         together = turn(vectors, cos, sin)
         assert torch.equal(together, torch.stack([turn(layer, cos, sin) for layer in vectors]))

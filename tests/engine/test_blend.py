@@ -259,7 +259,7 @@ def test_a_probe_shows_its_queries_and_the_keys_that_they_saw(
             asking = of_rows(expected.queries, probed.layer, rows)
             own = [turned(asking[:, i], at, model) for i, at in enumerate(rows)]
             torch.testing.assert_close(probed.queries, torch.stack(own, dim=1), **CLOSE)
-            cos, sin = model.cos_sin(torch.tensor(rows))
+            cos, sin = model.rotation(torch.tensor(rows)).of(0)
             assert torch.equal(probed.cos, cos) and torch.equal(probed.sin, sin)
             keys = [key for at, key, _ in expected.entries[probed.layer] if at in stored]
             torch.testing.assert_close(probed.keys, torch.stack(keys), **CLOSE)

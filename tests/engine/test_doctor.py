@@ -17,12 +17,13 @@ from samkv_integrations.cache.disk import ChunkStore
 from samkv_integrations.cache.memory import MemoryStore
 from samkv_integrations.cache.quantise import EntryFormat
 from samkv_integrations.cache.windows import MIN_RUN
-from samkv_integrations.engine import blend, doctor
+from samkv_integrations.engine import doctor
 from samkv_integrations.engine import prefill as ingest
 from samkv_integrations.engine.costs import CostModel, keep_costs, kept_costs, name_of
 from samkv_integrations.engine.doctor import CHUNK_TOKENS, CHUNKS, QUESTION_TOKENS, Check, examine
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.errors import UnsupportedModel
+from samkv_integrations.model.attention import attention
 from samkv_integrations.model.loading import load_model
 from samkv_integrations.model.model import Model
 from samkv_integrations.model.quoting import RenderedPrompt
@@ -121,15 +122,15 @@ def test_a_wrong_pairing_of_rotated_channels_is_noticed(
 
 
 def test_a_wrong_mask_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = blend.attention
+    model = tiny_model()
     monkeypatch.setattr(
-        blend,
+        model,
         "attention",
-        lambda query, key, value, scaling, mask, causal: original(
+        lambda layer, query, key, value, scaling, mask, causal: attention(
             query, key, value, scaling, mask, causal=False
         ),
     )
-    checks = examined(tiny_model(), "greedy decoding")
+    checks = examined(model, "greedy decoding")
     assert not checks["full prefill"].ok and not checks["greedy decoding"].ok
 
 
@@ -318,17 +319,17 @@ def _save(folder: Path, config: GPT2Config | LlamaConfig) -> str:
 
 
 def test_other_families_are_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedModel, match="'gpt2'.*supported: llama"):
+    with pytest.raises(UnsupportedModel, match="'gpt2'.*supported: gemma2, .*llama"):
         load_model(_save(tmp_path, GPT2Config()))
 
 
-def test_yarn_is_refused_with_the_reason(tmp_path: Path) -> None:
+def test_frequencies_that_change_are_refused_with_the_reason(tmp_path: Path) -> None:
     rope = {
-        "rope_type": "yarn",
+        "rope_type": "dynamic",
         "rope_theta": 10_000.0,
         "factor": 4.0,
         "original_max_position_embeddings": 1024,
     }
     config = LlamaConfig(rope_parameters=rope, **SHAPE)
-    with pytest.raises(UnsupportedModel, match="'yarn'.*scales attention"):
+    with pytest.raises(UnsupportedModel, match="'dynamic'.*change with the prompt"):
         load_model(_save(tmp_path, config))

@@ -14,6 +14,7 @@ from samkv_integrations.cache.chunk import ChunkCache, Fingerprint
 from samkv_integrations.cache.memory import MemoryChunk
 from samkv_integrations.engine.loader import ChunkLost, Context
 from samkv_integrations.errors import CacheMiss
+from samkv_integrations.model.families import Rotation
 from samkv_integrations.prompt.layout import ChunkPart, Layout, Run
 from tests.support.chunks import decoded, random_chunk, tiny_fingerprint
 
@@ -60,8 +61,9 @@ class Case:
         self.layout = Layout.of([*ids, 5, 6], parts, (1,))
         opened = [Opened(cache, self.made_by) for cache in self.caches]
         self.opened, self.order = [opened[chunk] for chunk in order], order  # opened once each
-        cos = torch.ones(self.layout.n_context, self.made_by.head_dim)  # at no position
-        self.context = Context(self.layout, self.opened, self.made_by, cos, 0 * cos)
+        cos = torch.ones(self.layout.n_context, self.made_by.head_dim)
+        nowhere = Rotation(turns=[(cos, 0 * cos)], kinds=[0] * self.made_by.n_layers)
+        self.context = Context(self.layout, self.opened, self.made_by, nowhere)
         self.ids_bytes = sum(self.caches[chunk].token_ids.nbytes for chunk in set(order))
 
     @property

@@ -79,13 +79,13 @@ def assert_layer(plan: LayerPlan, sets: Sets, request: Request, mixes: bool, wei
     assert [at[t] for t in plan.carried.tolist()] == sorted(sets.carried)
     assert plan.carried_rows.tolist() == places(computed, sorted(sets.carried))
     seen = [[e <= row for e in entries] for row in computed]
-    if plan.mask is None:
+    if plan.mask_of(None) is None:
         assert computed == entries and not weighs
     elif weighs:
-        assert plan.mask.tolist() == seen
+        assert plan.mask_of(None).tolist() == seen
     else:
-        assert plan.mask.dtype == torch.bfloat16
-        assert plan.mask.exp().tolist() == seen
+        assert plan.mask_of(None).dtype == torch.bfloat16
+        assert plan.mask_of(None).exp().tolist() == seen
     of_context = set(at) - {request.layout.n_tokens - 1}
     assert plan.is_context.tolist() == [e in of_context for e in entries]
     staying = entries if plan.staying is None else [entries[i] for i in plan.staying.tolist()]

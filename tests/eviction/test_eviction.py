@@ -453,12 +453,12 @@ def test_a_rule_sees_the_attention_of_the_model(
     """The weights that it is shown, times the values, are what the layer computed."""
     outputs = []
 
-    def recorded(*arguments: Any) -> Tensor:
+    def recorded(layer: int, *arguments: Any) -> Tensor:
         outputs.append(attention(*arguments))
         return outputs[-1]
 
-    monkeypatch.setattr("samkv_integrations.engine.blend.attention", recorded)
     engine = engines(family)
+    monkeypatch.setattr(engine.model, "attention", recorded)
     asked(engine, method, EVICTIONS["h2o"])
     assert len(looks) == engine.model.n_layers
     for (seen, values), output in zip(looks, outputs[-len(looks) :], strict=True):

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from samkv_integrations.engine import blend
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.methods import METHODS
 from samkv_integrations.methods.a3 import A3Recompute
@@ -187,11 +186,12 @@ def test_a_token_that_looked_ahead_would_be_noticed(
     """The test above on a pass whose mask lets every token see everything."""
 
     def blind(
-        query: Tensor, keys: Tensor, values: Tensor, scaling: float, mask: Tensor, causal: bool
-    ) -> Tensor:
+        layer: int, query: Tensor, keys: Tensor, values: Tensor, scaling: float, mask: Tensor,
+        causal: bool,
+    ) -> Tensor:  # fmt: skip
         return attention(query, keys, values, scaling, None, False)
 
-    monkeypatch.setattr(blend, "attention", blind)
+    monkeypatch.setattr(engine.model, "attention", blind)
     weigh = ApeAttention.__call__
     monkeypatch.setattr(ApeAttention, "__call__", lambda *given: weigh(*given[:5], None, given[6]))
     with pytest.raises(AssertionError, match="Tensor-likes are not close"):

@@ -69,8 +69,8 @@ class TestLoading:
         )
         assert model.context_window == 99
         assert model.tokenizer.pad_token == "<|end|>"
-        with pytest.raises(UnsupportedModel, match="yarn"):  # checked as it will be loaded
-            rope = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 2.0}
+        with pytest.raises(UnsupportedModel, match="dynamic"):  # checked as it will be loaded
+            rope = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 2.0}
             load_model(str(folder / "model"), model_kwargs={"rope_parameters": rope})
 
     @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
@@ -97,10 +97,8 @@ class TestLoading:
         [
             ("torch_dtype", "give dtype"),
             ("dtype", "give dtype"),
-            ("device_map", "one device"),
             ("attn_implementation", "leave it out"),
-            ("quantization_config", "quantised weights are not supported"),
-            ("load_in_8bit", "quantised weights are not supported"),
+            ("load_in_8bit", "give quantization_config=BitsAndBytesConfig"),
         ],
     )
     def test_what_is_decided_here(self, name: str, instead: str) -> None:
@@ -114,8 +112,8 @@ class TestLoading:
             load_model(str(folder / "model"), device="cpu")
         with pytest.raises(ModelNotFound, match="holds no config.json"):
             load_model(str(folder / "tokenizer"))
-        for device in ("balanced", "mps", {"": 0}):
-            with pytest.raises(InvalidOption, match="allowed: auto, cpu, cuda, cuda:N"):
+        for device in ("balanced", "xpu", {"": 0}):
+            with pytest.raises(InvalidOption, match="allowed: auto, .*model_kwargs"):
                 load_model("builtin", device=device)  # type: ignore[arg-type]
         with pytest.raises(InvalidOption, match="device 'cuda:99', but torch finds"):
             load_model("builtin", device="cuda:99")
@@ -131,10 +129,6 @@ class TestLoading:
         tokenizer = byte_tokenizer(bos=True)
         with pytest.raises(UnsupportedModel, match="a Linear is no transformers model"):
             Model(torch.nn.Linear(1, 1), tokenizer, "mine")  # type: ignore[arg-type]
-        hf = hf_model("llama")
-        hf.hf_device_map = {"model.layers.0": 0, "model.layers.1": "cpu"}  # type: ignore[assignment]
-        with pytest.raises(UnsupportedModel, match="'mine' is spread over 0, cpu"):
-            Model(hf, tokenizer, "mine")
 
 
 class TestEndIds:

@@ -20,6 +20,7 @@ from samkv_integrations.engine.working_cache import DenseCache
 from samkv_integrations.methods.ape import ApeAttention
 from samkv_integrations.methods.base import Checked, Positions, ProbedLayer, Update, overwrite
 from samkv_integrations.methods.parts import Fusion
+from samkv_integrations.model.families import Rotation
 from samkv_integrations.model.model import Model
 from samkv_integrations.prompt.layout import ChunkPart, Layout, Run
 from tests.support.chunks import decoded, random_chunk, tiny_fingerprint
@@ -72,10 +73,10 @@ class Case:
     def ids(self) -> list[int]:
         return [token for piece in self.pieces for token in piece.ids]
 
-    def context(self, cos: Tensor, sin: Tensor) -> Context:
+    def context(self, rotation: Rotation) -> Context:
         caches = {piece.chunk: piece.cache for piece in self.pieces if piece.cache is not None}
         opened = [MemoryChunk(cache, self.fingerprint) for cache in caches.values()]
-        return Context(self.layout, opened, self.fingerprint, cos.float(), sin.float())
+        return Context(self.layout, opened, self.fingerprint, rotation.float())
 
 
 def fingerprint(store_bits: int) -> Fingerprint:
@@ -385,14 +386,14 @@ def blended(
         after[check[0] + 1 :] = check[1](checked)
         return plan_of(after)
 
-    cos, sin = model.cos_sin(torch.arange(layout.n_tokens))
+    rotation = model.rotation(torch.arange(layout.n_tokens))
     at = layout.context_positions if positions == "global" else layout.prefilled_positions
-    context = case.context(cos[at], sin[at])
+    context = case.context(model.rotation(at))
     plan = plan_of(rows)
     context.load(plan.blocks if check is None else case.keep)
     cache, probed = DenseCache(LAYERS, capacity, weigh=attend), []
     blend = Blend(
-        model=model, layout=layout, context=context, cos=cos, sin=sin, update=update,
+        model=model, layout=layout, context=context, rotation=rotation, update=update,
         weigh=attend, cache=None if probes else cache, observe=probed.append if probes else None,
         check=check and (check[0], decide),
     )  # fmt: skip

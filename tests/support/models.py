@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from torch import Tensor
 from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -24,6 +27,57 @@ from transformers import (
 from samkv_integrations.model.model import Model
 
 FAMILIES = ("llama", "llama3-rope", "mistral", "qwen2", "qwen3")
+"""Layers that attend to everything, and rotate whole heads: laws of methods run over these."""
+
+YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 8.0,
+        "original_max_position_embeddings": 512}  # fmt: skip
+_LONGROPE = {"rope_type": "longrope", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5,
+             "original_max_position_embeddings": 2048, "factor": 2.0,
+             "short_factor": [1.0, 1.1, 1.3, 1.7], "long_factor": [1.0, 2.0, 4.0, 8.0]}  # fmt: skip
+_EXPERTS = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2,
+            "moe_intermediate_size": 48, "shared_expert_intermediate_size": 48}  # fmt: skip
+_MIXED = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
+_CAPPED = {"sliding_window": 48, "layer_types": _MIXED, "query_pre_attn_scalar": 16,
+           "final_logit_softcapping": 20.0}  # fmt: skip
+
+_IMAGES = {"mm_tokens_per_image": 1, "vision_config": {
+    "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1,
+    "image_size": 14, "patch_size": 14,
+}}  # fmt: skip
+
+OTHER_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama, yarn": ("llama", {"rope_parameters": YARN}),
+    "mistral, window": ("mistral", {"sliding_window": 48}),
+    "qwen2, some windows": (
+        "qwen2", {"sliding_window": 48, "use_sliding_window": True, "max_window_layers": 2}
+    ),
+    "qwen2_moe": ("qwen2_moe", {**_EXPERTS, "decoder_sparse_step": 2}),
+    "qwen3_moe": ("qwen3_moe", _EXPERTS),
+    "mixtral": ("mixtral", {**_EXPERTS, "sliding_window": 48}),
+    "olmo2": ("olmo2", {}),
+    "granite": ("granite", {
+        "embedding_multiplier": 3.0, "residual_multiplier": 0.5, "attention_multiplier": 0.2,
+        "logits_scaling": 0.5,
+    }),
+    "phi3": ("phi3", {"sliding_window": None}),
+    "phi3, longrope": ("phi3", {
+        "sliding_window": None, "rope_parameters": _LONGROPE,
+        "original_max_position_embeddings": 2048,
+    }),
+    "smollm3": ("smollm3", {"no_rope_layers": [1, 0, 1, 0]}),
+    "gemma2": ("gemma2", {**_CAPPED, "attn_logit_softcapping": 5.0}),
+    "gemma3_text": ("gemma3_text", {
+        **_CAPPED, "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+            "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+        },
+    }),
+    "gemma3, images": ("gemma3", {}),
+    "gpt_oss": ("gpt_oss", {
+        **_EXPERTS, "sliding_window": 48, "layer_types": _MIXED, "rope_parameters": YARN
+    }),
+}  # fmt: skip
+"""Further ones: name -> model type and what its config has beside `SHAPE`."""
 
 TEMPLATE = (
     "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}"
@@ -74,7 +128,19 @@ SHAPE = {
 
 def hf_model(family: str, seed: int = 0, **changes: object) -> PreTrainedModel:
     torch.manual_seed(seed)
-    shape = SHAPE | changes
+    shape: dict[str, Any] = SHAPE | changes
+    if family in OTHER_FAMILIES:
+        kind, more = OTHER_FAMILIES[family]
+        auto: Any = AutoModelForCausalLM
+        config = SHAPE | more | changes
+        if kind == "gemma3":
+            of_text = SHAPE | OTHER_FAMILIES["gemma3_text"][1] | changes
+            config = {"text_config": of_text, **_IMAGES}
+        hf = auto.from_config(AutoConfig.for_model(kind, **config))
+        for name, weight in hf.named_parameters():
+            if name.endswith("sinks"):
+                torch.nn.init.normal_(weight)  # far from nothing
+        return hf
     if family == "llama":
         return LlamaForCausalLM(LlamaConfig(**shape))
     if family == "llama3-rope":

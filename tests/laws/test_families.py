@@ -1,0 +1,217 @@
+"""The laws on families whose layers differ: windows, several RoPEs, sinks, bounds, experts.
+
+Where transformers computes something in more than one way, the eager one is the reference.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import TorchAoConfig
+
+from samkv_integrations.engine.doctor import examine
+from samkv_integrations.engine.engine import Engine
+from samkv_integrations.errors import InvalidOption
+from samkv_integrations.eviction import EVICTIONS
+from samkv_integrations.model.families import FAMILIES as SUPPORTED
+from samkv_integrations.model.loading import load_model
+from samkv_integrations.model.model import Model
+from tests.support.asking import ask
+from tests.support.laws import (
+    CHUNKS,
+    FOLLOW,
+    PROMPT,
+    TOLERANCE,
+    WHOLE_IS_FASTER,
+    first_logits,
+    plain_logits,
+)
+from tests.support.models import OTHER_FAMILIES, byte_tokenizer, hf_model, tiny_model
+
+ROOT = Path(__file__).parents[2]
+FAMILIES = tuple(OTHER_FAMILIES)
+WINDOWED = tuple(
+    name for name, (_, config) in OTHER_FAMILIES.items() if config.get("sliding_window")
+)
+
+
+@cache
+def engine_of(family: str, store_bits: int = 16) -> Engine:
+    engine = Engine(
+        tiny_model(family), block_size=8, store_bits=store_bits, prefix_bytes=0, prefix="bos"
+    )
+    engine.costs = WHOLE_IS_FASTER
+    engine.cache_chunks(CHUNKS)
+    return engine
+
+
+@cache
+def eager(family: str) -> torch.nn.Module:
+    hf = hf_model(family)
+    hf.set_attn_implementation("eager")
+    return hf.train(False)
+
+
+def plainly(family: str, ids: Tensor) -> Tensor:
+    """(T, vocabulary) of the plain forward of transformers."""
+    with torch.inference_mode():
+        logits: Tensor = eager(family)(ids[None], use_cache=False).logits[0]
+        return logits
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_full_prefill_and_its_decoding_are_transformers_own(family: str) -> None:
+    logits, query = first_logits(engine_of(family), PROMPT, CHUNKS, "recompute")
+    ids = query.layout.token_ids
+    expected = plainly(family, torch.cat((ids, torch.tensor(FOLLOW))))
+    torch.testing.assert_close(logits, expected[len(ids) - 1], **TOLERANCE)
+    torch.testing.assert_close(query.follow(FOLLOW), expected[len(ids) :], **TOLERANCE)
+    assert float(logits.std()) > 0.5, "logits too flat to notice a mistake"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_prompt_without_chunks(family: str) -> None:
+    logits, query = first_logits(engine_of(family), "Who is there?", None, "auto")
+    expected = plainly(family, query.layout.token_ids)[-1]
+    torch.testing.assert_close(logits, expected, **TOLERANCE)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_model_itself_goes_on_working(family: str) -> None:
+    ids = torch.arange(30, 130)
+    with torch.inference_mode():
+        ours = tiny_model(family).hf(ids[None]).logits[0]
+    torch.testing.assert_close(ours, plainly(family, ids), **TOLERANCE)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_chunk_right_behind_its_prefix_is_exact(family: str) -> None:
+    """Chunks longer than the window, too."""
+    prompt = f"{CHUNKS[0]}\n\nQuestion: why?"
+    logits, query = first_logits(engine_of(family), prompt, CHUNKS[:1], "reuse")
+    assert query.layout.exact.tolist() == [True]
+    ids = query.layout.token_ids
+    expected = plainly(family, torch.cat((ids, torch.tensor(FOLLOW))))
+    torch.testing.assert_close(logits, expected[len(ids) - 1], **TOLERANCE)
+    torch.testing.assert_close(query.follow(FOLLOW), expected[len(ids) :], **TOLERANCE)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_doctor_finds_nothing_wrong(family: str, dtype: torch.dtype) -> None:
+    found = list(islice(examine(tiny_model(family, dtype)), 5))
+    assert [check.detail for check in found if not check.ok] == []
+    assert found[-1].name == "tokens"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("method", ["reuse", "samkv-guided", "samkv-overwrite", "cacheblend"])
+def test_no_token_sees_what_comes_after_it(family: str, method: str) -> None:
+    """Entries that a pass leaves do not depend on the end of the prompt."""
+    one, other = (
+        ask(engine_of(family), PROMPT + end, CHUNKS, method) for end in (" Because", " Despite")
+    )
+    n_same = next(
+        at for at, (a, b) in enumerate(zip(one.layout.token_ids, other.layout.token_ids,
+                                           strict=True)) if a != b
+    )  # fmt: skip
+    if method == "reuse":
+        for layer, window in enumerate(tiny_model(family).windows):
+            dropped = 0 if window is None else max(0, one.layout.n_tokens - window + 1)
+            stop = n_same - dropped
+            mine, theirs = (asked.cache.keys[layer][:stop] for asked in (one, other))
+            assert stop > 0
+            torch.testing.assert_close(mine, theirs, **TOLERANCE)
+    assert torch.isfinite(one.first.logits).all()
+    assert not torch.allclose(one.first.logits, other.first.logits, atol=1e-3)
+
+
+@pytest.mark.parametrize("family", WINDOWED)
+def test_what_a_window_leaves_behind_is_not_kept(family: str) -> None:
+    model, asked = tiny_model(family), ask(engine_of(family), PROMPT, CHUNKS, "reuse")
+    n_tokens = asked.layout.n_tokens
+    for length, window in zip(asked.cache.lengths, model.windows, strict=True):
+        assert length == (n_tokens if window is None else window - 1)
+    asked.follow(FOLLOW)
+    for length, window in zip(asked.cache.lengths, model.windows, strict=True):
+        assert length == len(FOLLOW) + (n_tokens if window is None else window - 1)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_eviction_with_room_for_everything_changes_nothing(family: str) -> None:
+    engine = engine_of(family)
+    plain = ask(engine, PROMPT, CHUNKS, "reuse")
+    expected = plain.follow(FOLLOW)
+    for name in ("quest", "snapkv"):
+        rule = replace(EVICTIONS[name], budget_ratio=1.0)
+        asked = ask(engine, PROMPT, CHUNKS, "reuse", eviction=rule)
+        torch.testing.assert_close(asked.first.logits, plain.first.logits, **TOLERANCE)
+        torch.testing.assert_close(asked.follow(FOLLOW), expected, **TOLERANCE)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_few_bits_are_near(family: str) -> None:
+    exact, _ = first_logits(engine_of(family), PROMPT, CHUNKS, "reuse")
+    rounded, _ = first_logits(engine_of(family, 8), PROMPT, CHUNKS, "reuse")
+    other, _ = first_logits(engine_of(family), PROMPT, CHUNKS, "recompute")
+    assert 0 < float((rounded - exact).norm()) < 0.3 * float((other - exact).norm())
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss"])
+def test_a_method_that_weighs_scores_itself_is_refused(family: str) -> None:
+    with pytest.raises(InvalidOption, match="method 'ape'.*choose"):
+        engine_of(family).generate(PROMPT, CHUNKS, method="ape", max_new_tokens=2)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_quantised_weights(family: str, tmp_path: Path) -> None:
+    quantisation: Any = pytest.importorskip("torchao.quantization")
+    hf_model(family).save_pretrained(tmp_path)
+    byte_tokenizer(bos=True).save_pretrained(tmp_path)
+    how = TorchAoConfig(quantisation.Int8WeightOnlyConfig())
+    model = load_model(
+        str(tmp_path), device="cpu", dtype="float32", model_kwargs={"quantization_config": how}
+    )
+    engine = Engine(model, prefix="bos", store_bits=16)
+    logits, query = first_logits(engine, PROMPT, CHUNKS, "recompute")
+    torch.testing.assert_close(logits, plain_logits(model, query.layout), **TOLERANCE)
+    assert model.identity.weights != tiny_model(family).identity.weights
+
+
+def test_every_family_is_tested_and_in_the_table() -> None:
+    tested = {kind for kind, _ in OTHER_FAMILIES.values()} | {"llama", "mistral", "qwen2", "qwen3"}
+    page = (ROOT / "docs" / "models.md").read_text()
+    rows = page.partition("## Families")[2].partition("Refused")[0].splitlines()
+    named = {name for row in rows for name in re.findall("`([a-z0-9_]+)`", row.split(" | ")[0])}
+    assert tested == set(SUPPORTED) == named - {"model_type"}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_cache_of_one_family_serves_no_other(family: str) -> None:
+    fingerprints = [engine_of(name).fingerprint.digest for name in FAMILIES]
+    assert fingerprints.count(engine_of(family).fingerprint.digest) == 1
+
+
+def models_of(families: Sequence[str]) -> list[Model]:
+    return [Model(hf_model(name), byte_tokenizer(bos=True), name) for name in families]
+
+
+def test_a_long_prompt_of_longrope_is_refused() -> None:
+    """Other frequencies hold beyond the first range."""
+    (model,) = models_of(["phi3, longrope"])
+    assert model.context_window == 2048
+    before = model.identity.look()
+    model.hf(torch.arange(2100)[None] % 200)  # transformers' own writes other frequencies
+    (other,) = models_of(["phi3, longrope"])
+    mine, theirs = (each.rotation(torch.arange(9)).of(0)[0] for each in (model, other))
+    assert torch.equal(mine, theirs)
+    assert model.identity.look() >= before

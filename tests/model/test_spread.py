@@ -1,0 +1,83 @@
+"""Layers that are spread over devices, or loaded from memory and disk as they run.
+
+This is rehearsed with the processor and the disk: several devices are as many places.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from samkv_integrations.cache.memory import MemoryStore
+from samkv_integrations.engine.engine import Engine
+from samkv_integrations.errors import InvalidOption
+from samkv_integrations.model.loading import load_model
+from tests.support.laws import CHUNKS, PROMPT, first_logits
+from tests.support.models import byte_tokenizer, hf_model
+
+pytest.importorskip("accelerate")
+
+PLACES = {
+    "model.embed_tokens": "cpu", "model.rotary_emb": "cpu", "model.layers.0": "cpu",
+    "model.layers.1": "disk", "model.layers.2": "disk", "model.layers.3": "cpu",
+    "model.norm": "cpu", "lm_head": "disk",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    hf_model("llama").save_pretrained(path)
+    byte_tokenizer(bos=True).save_pretrained(path)
+    return path
+
+
+def test_it_computes_the_same_and_shares_caches(folder: Path, tmp_path: Path) -> None:
+    options = {"device_map": PLACES, "offload_folder": str(tmp_path)}
+    spread = load_model(str(folder), dtype="float32", model_kwargs=options)
+    whole = load_model(str(folder), device="cpu", dtype="float32")
+    assert any(weight.is_meta for weight in spread.hf.parameters())
+    assert spread.identity.weights == whole.identity.weights
+    store = MemoryStore()
+    one = Engine(whole, store, store_bits=16)
+    one.cache_chunks(CHUNKS)
+    other = Engine(spread, store, store_bits=16)
+    before = spread.identity.look()
+    for method in ("recompute", "reuse", "samkv-guided"):
+        mine, asked = first_logits(other, PROMPT, CHUNKS, method)
+        theirs, _ = first_logits(one, PROMPT, CHUNKS, method)
+        assert torch.equal(mine, theirs)
+        assert asked.layout.n_chunks == len(CHUNKS)
+    mine, theirs = (each.generate(PROMPT, CHUNKS, max_new_tokens=8).text for each in (other, one))
+    assert mine == theirs
+    assert spread.identity.look() == before
+
+
+def test_a_weight_on_disk_that_differs_is_another_model(folder: Path, tmp_path: Path) -> None:
+    options = {"device_map": PLACES, "offload_folder": str(tmp_path)}
+    spread = load_model(str(folder), dtype="float32", model_kwargs=options)
+    hf = hf_model("llama")
+    with torch.no_grad():
+        hf.model.layers[2].mlp.up_proj.weight[3, 4] += 1
+    hf.save_pretrained(tmp_path / "other")
+    byte_tokenizer(bos=True).save_pretrained(tmp_path / "other")
+    options["offload_folder"] = str(tmp_path / "weights")
+    other = load_model(str(tmp_path / "other"), dtype="float32", model_kwargs=options)
+    assert spread.identity.weights != other.identity.weights
+
+
+def test_a_map_without_a_layer_is_refused(folder: Path) -> None:
+    places = {name: place for name, place in PLACES.items() if name != "model.layers.3"}
+    with pytest.raises(Exception, match="device_map|layers.3") as raised:
+        load_model(str(folder), dtype="float32", model_kwargs={"device_map": places})
+    assert type(raised.value).__module__ == "samkv_integrations.errors"
+
+
+def test_an_apple_gpu_that_is_not_there(folder: Path) -> None:
+    if torch.backends.mps.is_available():
+        assert load_model(str(folder), device="mps").device.type == "mps"
+    else:
+        with pytest.raises(InvalidOption, match="no Apple GPU here"):
+            load_model(str(folder), device="mps")
