@@ -241,13 +241,23 @@ def main() -> None:
     parser.add_argument("--floor", action="store_true", help="full prefill in bfloat16, too")
     parser.add_argument("--ask", help="in place of each question")
     parser.add_argument("--prompt", default="rag", choices=["rag", "longbench"])
+    parser.add_argument(
+        "--weights", default="float32", choices=["float32", "bfloat16", "float16", "int8"],
+        help="int8: by torchao, of a model that is no GGUF file",
+    )  # fmt: skip
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     known = candidates(args.prefix)
     labels = list(dict.fromkeys([BASE, *args.labels.split(";")])) if args.labels else list(known)
     if unknown := [label for label in labels if label not in known]:
         parser.error(f"no candidate {unknown[0]!r}; known: {'; '.join(known)}")
-    model = load_model(args.model, dtype="float32")
+    dtype, further = args.weights, {}
+    if args.weights == "int8":
+        from torchao.quantization import Int8WeightOnlyConfig
+        from transformers import TorchAoConfig
+
+        dtype, further = "float32", {"quantization_config": TorchAoConfig(Int8WeightOnlyConfig())}
+    model = load_model(args.model, dtype=dtype, model_kwargs=further)
     other = load_model(args.model, dtype="bfloat16") if args.floor else None
     found = [
         fidelity.with_fewer(question, args.documents)
