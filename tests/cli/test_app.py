@@ -56,7 +56,7 @@ def test_unknown_options_and_commands_are_typers_own() -> None:
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (("doctor", "--dtype", "float16"), "allowed: auto, float32, bfloat16"),
+        (("doctor", "--dtype", "float8"), "allowed: auto, float32, bfloat16"),
         (("ingest", "nothing.txt"), "nothing.txt does not exist"),
         (("ingest", "town/questions.jsonl"), "known kinds: .md, .txt, .csv"),
         (("ingest", "hollow"), "no document (.md, .txt, .csv"),

@@ -66,7 +66,7 @@ def test_a_folder_with_a_config_is_enough(tmp_path: Path) -> None:
     [
         ("no json", "could not be loaded (It looks like the config file at"),
         ("{}", "could not be loaded (Unrecognized model in"),
-        ('{"model_type": "gemma3_text"}', "model family 'gemma3_text' is not supported; supported"),
+        ('{"model_type": "gpt2"}', "model family 'gpt2' is not supported; supported"),
         ('{"model_type": "llama", "num_attention_heads": 0}', "could not be loaded (integer divi"),
         ('{"model_type": "llama", "head_dim": "x"}', "(Validation error for field 'head_dim':)"),
         ('{"model_type": "llama", "dtype": "float8"}', "could not be loaded (module 'torch' has"),
