@@ -229,6 +229,7 @@ class Watch:
         keys: Tensor,
         scaling: float,
         mask: Tensor | None,
+        model: Model,
     ) -> None:
         """A layer of the pass.
 
@@ -237,6 +238,8 @@ class Watch:
         n_kv_heads, head_dim = keys.shape[1:]
         grouped = query.float().view(n_kv_heads, -1, head_dim) * scaling
         logits = torch.einsum("grd,sgd->grs", grouped, keys.float()).flatten(0, 1)
+        if model.score_cap is not None:
+            logits = torch.tanh(logits / model.score_cap) * model.score_cap
         if mask is not None:
             hidden = ~mask[-1] if mask.dtype == torch.bool else mask[-1] < 0
             logits = logits.masked_fill(hidden, -torch.inf)
@@ -246,7 +249,11 @@ class Watch:
             plan.positions.cpu(),
         )
         spread = torch.zeros(layout.n_tokens)
-        spread[torch.cat(sides)[plan.source.cpu()]] = logits.softmax(-1).mean(0).cpu()
+        n_seen = logits.shape[-1]
+        if (sinks := model.sinks(layer)) is not None:
+            logits = torch.cat((logits, sinks.float()[:, None]), -1)
+        shares = logits.softmax(-1)[:, :n_seen].mean(0)
+        spread[torch.cat(sides)[plan.source.cpu()]] = shares.cpu()
         self._attention[layer] = spread
 
     def see_plan(self, layout: Layout, selection: Selection, plan: PassPlan) -> None:
@@ -373,7 +380,9 @@ class Blend:
             self.observe(probed)
         if self.watch is not None:
             seen = keys[: plan.n_entries]
-            self.watch.see_layer(layer, self.layout, plan, query[0, :, -1], seen, scaling, mask)
+            self.watch.see_layer(
+                layer, self.layout, plan, query[0, :, -1], seen, scaling, mask, self.model
+            )
         as_rows = (as_heads(keys[: plan.n_entries]), as_heads(values[: plan.n_entries]))
         if self.weigh is not None:
             output = self.weigh(query, *as_rows, scaling, mask, plan.is_context)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -20,8 +20,10 @@ from samkv_integrations.errors import UnsupportedModel
 class Family:
     """How the model around the layers treats embeddings and logits, and what layers know.
 
-    embedding_factor, logit_factor: names of config fields that embeddings are multiplied by, and
-        logits divided by.
+    window: which layers see ``sliding_window`` last tokens alone: those that ``layer_types`` calls
+        so, all, or none, whatever the config says.
+    embedding_factor: attribute of the model that embeddings are multiplied by. logit_factor: name
+        of the config field that logits are divided by.
     logit_cap: name of the config field that bounds logits (Gemma 2, arXiv 2408.00118, section 2).
     score_cap: the same of attention scores.
     has_sinks: whether each head has a learned attention score that no token takes.
@@ -30,6 +32,7 @@ class Family:
     may_turn_part: whether RoPE may rotate a part of each head, as the config says.
     """
 
+    window: Literal["typed", "all", "none"] = "none"
     embedding_factor: str | None = None
     logit_factor: str | None = None
     logit_cap: str | None = None
@@ -39,9 +42,9 @@ class Family:
     turns_half: bool = False
     may_turn_part: bool = False
 
-    def embeddings(self, config: Any, hidden: Tensor) -> Tensor:  # noqa: ANN401
+    def embeddings(self, decoder: Any, hidden: Tensor) -> Tensor:  # noqa: ANN401
         """What enters the first layer, of what the embedding gives."""
-        return hidden * getattr(config, self.embedding_factor) if self.embedding_factor else hidden
+        return hidden * getattr(decoder, self.embedding_factor) if self.embedding_factor else hidden
 
     def logits(self, config: Any, scores: Tensor) -> Tensor:  # noqa: ANN401
         """Logits, of what the head gives."""
@@ -54,20 +57,22 @@ class Family:
 
 FAMILIES: Mapping[str, Family] = {
     "llama": Family(),
-    "mistral": Family(),
-    "mixtral": Family(),
-    "qwen2": Family(),
-    "qwen2_moe": Family(),
-    "qwen3": Family(),
-    "qwen3_moe": Family(),
+    "mistral": Family(window="all"),
+    "mixtral": Family(window="all"),
+    "qwen2": Family(window="typed"),
+    "qwen2_moe": Family(window="typed"),
+    "qwen3": Family(window="typed"),
+    "qwen3_moe": Family(window="all"),
     "olmo2": Family(),
-    "phi3": Family(may_turn_part=True),  # Phi-4-mini is of this family
+    "phi3": Family(window="all", may_turn_part=True),  # Phi-4-mini is of this family
     "granite": Family(embedding_factor="embedding_multiplier", logit_factor="logits_scaling"),
-    "smollm3": Family(rotates="no_rope_layers"),
-    "gemma2": Family(logit_cap="final_logit_softcapping", score_cap="attn_logit_softcapping"),
-    "gemma3_text": Family(logit_cap="final_logit_softcapping"),
-    "gemma3": Family(),  # reads images too; its text part is used
-    "gpt_oss": Family(has_sinks=True, turns_half=True),
+    "smollm3": Family(window="typed", rotates="no_rope_layers"),
+    "gemma2": Family(
+        window="typed", logit_cap="final_logit_softcapping", score_cap="attn_logit_softcapping"
+    ),
+    "gemma3_text": Family(window="typed", logit_cap="final_logit_softcapping"),
+    "gemma3": Family(window="typed"),  # reads images too; its text part is used
+    "gpt_oss": Family(window="typed", has_sinks=True, turns_half=True),
 }
 
 SUPPORTED_ROPE = ("default", "linear", "llama3", "yarn", "longrope")
@@ -81,7 +86,7 @@ def text_config(config: Any) -> Any:  # noqa: ANN401
     if config.model_type not in FAMILIES:
         raise UnsupportedModel(
             f"model family {config.model_type!r} is not supported; supported: "
-            f"{', '.join(sorted(FAMILIES))}"
+            f"{', '.join(sorted(FAMILIES))}; give a model of one of them (docs/models.md)"
         )
     return config.get_text_config()
 
@@ -92,13 +97,22 @@ def family_of(config: Any) -> Family:  # noqa: ANN401
 
 
 def windows_of(config: Any) -> tuple[int | None, ...]:  # noqa: ANN401
-    """Of each layer: how many last tokens a token sees, itself included; None for all of them."""
-    window = getattr(config, "sliding_window", None) or None
-    kinds = getattr(config, "layer_types", None)
-    if kinds:
-        return tuple(window if kind == "sliding_attention" else None for kind in kinds)
-    is_used = getattr(config, "use_sliding_window", True)
-    return (window if is_used else None,) * int(config.num_hidden_layers)
+    """Of each layer: how many last tokens a token sees, itself included; None for all of them.
+
+    Raises UnsupportedModel for a window that holds no token.
+    """
+    n_layers, family = int(config.num_hidden_layers), family_of(config)
+    window = getattr(config, "sliding_window", None)
+    if family.window == "none" or (family.window == "all" and window is None):
+        return (None,) * n_layers
+    has_one = [True] * n_layers
+    if family.window == "typed":
+        has_one = [kind == "sliding_attention" for kind in config.layer_types]
+    if any(has_one) and not window:
+        raise UnsupportedModel(
+            f"sliding_window={window!r} for layers with a sliding window; the config is damaged"
+        )
+    return tuple(window if sees_less else None for sees_less in has_one)
 
 
 def ropes_of(config: Any) -> Mapping[str | None, Mapping[str, Any]]:  # noqa: ANN401
@@ -135,10 +149,11 @@ def layer_ropes(config: Any) -> tuple[tuple[str | None, bool], ...]:  # noqa: AN
     n_layers, flags = int(config.num_hidden_layers), family_of(config).rotates
     rotates = getattr(config, flags) if flags else [True] * n_layers
     kinds = [None] * n_layers if None in ropes_of(config) else config.layer_types
-    return tuple((kind, bool(turns)) for kind, turns in zip(kinds, rotates, strict=True))
+    return tuple((kind, bool(turns)) for kind, turns in zip(kinds, rotates[:n_layers], strict=True))
 
 
 def rotated_channels(config: Any, head_dim: int) -> int:  # noqa: ANN401
-    """Channels of a head that RoPE rotates: its first ones."""
+    """Channels of a head that RoPE rotates: its first ones, pairs of them."""
     rope = next(iter(ropes_of(config).values()))
-    return int(head_dim * rope.get("partial_rotary_factor", 1.0))
+    n = int(head_dim * rope.get("partial_rotary_factor", 1.0))
+    return n + n % 2

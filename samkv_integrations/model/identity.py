@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from samkv_integrations.errors import UnsupportedModel
-from samkv_integrations.model.families import text_config
+from samkv_integrations.model.families import text_config, windows_of
 from samkv_integrations.model.shape import refuse_adapters
 
 _PIECE_BYTES = 2**25
@@ -82,6 +82,7 @@ class Identity:
         self._hf = hf
         self._name = name
         self._kind = kind_of(hf)
+        self._windows = windows_of(text_config(hf.config))
         self._lock = threading.RLock()
         self._generation = 0
         self._digests: dict[str, str] = {}
@@ -151,6 +152,11 @@ class Identity:
             raise UnsupportedModel(
                 f"{self._name!r} was {was} when it was given, and is {now} now; make a new Model "
                 "and Engine of it"
+            )
+        if windows_of(text_config(self._hf.config)) != self._windows:
+            raise UnsupportedModel(
+                f"the sliding window of {self._name!r} was changed since it was given; make a new "
+                "Model and Engine of it"
             )
         if (attention := self._hf.config._attn_implementation) != "samkv":
             raise UnsupportedModel(
@@ -326,12 +332,14 @@ def _config_digest(hf: PreTrainedModel) -> str:
 
 def _rope_digest(hf: Any) -> str:  # noqa: ANN401
     rotary = hf.get_decoder().rotary_emb
+    parameters = text_config(hf.config).rope_parameters
+    if parameters.get("rope_type") == "longrope":  # which writes others over those it has
+        return _hash([parameters, rotary.original_inv_freq.float().cpu().numpy().tobytes().hex()])
     frequencies = {
         name: values.float().cpu().numpy().tobytes().hex()
         for name, values in rotary.named_buffers()
         if name.endswith("inv_freq") and "original" not in name
     }
-    parameters = text_config(hf.config).rope_parameters
     return _hash([parameters, frequencies.get("inv_freq") or frequencies])
 
 

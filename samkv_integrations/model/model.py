@@ -309,7 +309,7 @@ class Model:
     def embed(self, ids: Tensor) -> Tensor:
         """(..., R) token ids -> (..., R, hidden)."""
         hidden: Tensor = self._decoder.embed_tokens(ids.to(self.device))
-        return self._family.embeddings(self.config, hidden)
+        return self._family.embeddings(self._decoder, hidden)
 
     def rotation(self, positions: Tensor) -> Rotation:
         """The model's own cos and sin for ``positions`` (R,), of each kind of layer."""
@@ -371,12 +371,17 @@ class Model:
         mask: Tensor | None, causal: bool,
     ) -> Tensor:  # fmt: skip
         """`attention` as a layer computes it, with the model's bound of scores and its sinks."""
-        sinks = None
-        if self._family.has_sinks:
-            sinks = self._decoder.layers[layer].self_attn.sinks.to(self.device)
         return attention(
-            query, key, value, scaling, mask, causal, score_cap=self.score_cap, sinks=sinks
-        )
+            query, key, value, scaling, mask, causal, score_cap=self.score_cap,
+            sinks=self.sinks(layer),
+        )  # fmt: skip
+
+    def sinks(self, layer: int) -> Tensor | None:
+        """(H,) the score of each head that no token takes, None if there are none."""
+        if not self._family.has_sinks:
+            return None
+        sinks: Tensor = self._decoder.layers[layer].self_attn.sinks
+        return sinks.to(self.device)
 
     def window_mask(self, layer: int, n_tokens: int) -> Tensor | None:
         """(n, n) bool: what each of the first tokens sees at a layer; None for all before it."""

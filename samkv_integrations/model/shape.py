@@ -9,7 +9,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from samkv_integrations.errors import UnsupportedModel
-from samkv_integrations.model.families import SUPPORTED_ROPE, family_of, ropes_of, text_config
+from samkv_integrations.model.families import (
+    SUPPORTED_ROPE,
+    family_of,
+    ropes_of,
+    text_config,
+    windows_of,
+)
 
 SUPPORTED_DTYPES = ("float32", "bfloat16", "float16")
 
@@ -38,6 +44,7 @@ def refuse_unsupported(config: Any) -> None:  # noqa: ANN401
         raise UnsupportedModel(
             f"layer types {unknown}: every layer must attend to all tokens or to a sliding window"
         )
+    windows_of(text)
     if getattr(text, "use_bidirectional_attention", None):
         raise UnsupportedModel(
             "its attention looks at later tokens too; chunk caches need causal attention"
@@ -116,10 +123,11 @@ def context_window_of(config: Any) -> int:  # noqa: ANN401
     With longrope those of its first range: other frequencies hold for longer prompts, so that no
     cache would serve both (LongRoPE, arXiv 2402.13753, section 3.3).
     """
-    rope = next(iter(ropes_of(config).values()))
-    if rope.get("rope_type") == "longrope":
-        return int(rope["original_max_position_embeddings"])
-    return int(config.max_position_embeddings)
+    first_ranges = [
+        int(rope["original_max_position_embeddings"])
+        for rope in ropes_of(config).values() if rope.get("rope_type") == "longrope"
+    ]  # fmt: skip
+    return min([int(config.max_position_embeddings), *first_ranges])
 
 
 def _layer_parameters(config: Any) -> int:  # noqa: ANN401

@@ -109,6 +109,9 @@ class Failure(HTTPException):
             case "extra_forbidden":
                 message = f"{param!r} is unknown or not supported here; leave it out"
                 return cls(400, message, param=param, code="unsupported_parameter")
+            case "too_long" if error.get("ctx", {}).get("max_length") == 0:
+                message = f"{param!r} is not supported here; leave it out"
+                return cls(400, message, param=param, code="unsupported_parameter")
             case "missing":
                 return cls(400, f"{param or 'the body'} is missing; give it", param=param)
         if not where:

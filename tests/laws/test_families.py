@@ -20,8 +20,9 @@ from transformers import TorchAoConfig
 
 from samkv_integrations.engine.doctor import examine
 from samkv_integrations.engine.engine import Engine
-from samkv_integrations.errors import InvalidOption
+from samkv_integrations.errors import InvalidOption, UnsupportedModel
 from samkv_integrations.eviction import EVICTIONS
+from samkv_integrations.inspection import inspect
 from samkv_integrations.model.families import FAMILIES as SUPPORTED
 from samkv_integrations.model.loading import load_model
 from samkv_integrations.model.model import Model
@@ -215,3 +216,77 @@ def test_a_long_prompt_of_longrope_is_refused() -> None:
     mine, theirs = (each.rotation(torch.arange(9)).of(0)[0] for each in (model, other))
     assert torch.equal(mine, theirs)
     assert model.identity.look() >= before
+
+
+# -- what configs say, and what transformers makes of it --------------------------------------
+
+ODD = [
+    # these never look at a window, or give it to all layers, whatever else the config says
+    ("llama", {"sliding_window": 48}),
+    ("olmo2", {"sliding_window": 48, "layer_types": ["sliding_attention"] * 4}),
+    ("mistral, window", {"layer_types": ["full_attention"] * 4}),
+    ("mistral, window", {"use_sliding_window": False}),
+    ("phi3", {"sliding_window": 48, "layer_types": ["full_attention", "sliding_attention"] * 2}),
+    ("qwen3_moe", {"sliding_window": 48, "use_sliding_window": True}),
+    ("phi3", {"rope_parameters": {
+        "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.45
+    }}),
+    ("smollm3", {"no_rope_layers": [1, 0, 1, 0, 1]}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "config"), ODD)
+def test_a_config_means_what_transformers_makes_of_it(family: str, config: dict[str, Any]) -> None:
+    model = Model(hf_model(family, **config), byte_tokenizer(bos=True), "odd")
+    engine = Engine(model, block_size=8, store_bits=16, prefix="bos")
+    engine.cache_chunks(CHUNKS)
+    reference = hf_model(family, **config)
+    reference.set_attn_implementation("eager")
+    for prompt, chunks, method in (
+        (PROMPT, CHUNKS, "recompute"), (f"{CHUNKS[0]} Why?", CHUNKS[:1], "reuse"),
+    ):  # fmt: skip
+        logits, query = first_logits(engine, prompt, chunks, method)
+        with torch.inference_mode():
+            expected = reference.train(False)(query.layout.token_ids[None]).logits[0, -1]
+        torch.testing.assert_close(logits, expected, **TOLERANCE)
+
+
+@pytest.mark.parametrize(("family", "window"), [("gemma2", None), ("gemma2", 0), ("mistral", 0)])
+def test_a_window_of_nothing_is_refused(family: str, window: int | None) -> None:
+    with pytest.raises(UnsupportedModel, match="sliding_window=(None|0)"):
+        if family == "mistral":
+            family = "mistral, window"
+        Model(hf_model(family, sliding_window=window), byte_tokenizer(bos=True), "odd")
+
+
+def test_another_window_later_is_refused() -> None:
+    (model,) = models_of(["mistral, window"])
+    engine = Engine(model)
+    model.config.sliding_window = 16
+    with pytest.raises(UnsupportedModel, match="sliding window of .* was changed"):
+        engine.cache_chunks(CHUNKS[:1])
+
+
+def test_granite_goes_on_with_the_factor_it_was_made_with() -> None:
+    (model,) = models_of(["granite"])
+    model.config.embedding_multiplier = 5.0
+    logits, query = first_logits(Engine(model), PROMPT, None, "recompute")
+    torch.testing.assert_close(logits, plain_logits(model, query.layout), **TOLERANCE)
+
+
+def test_longrope_is_the_same_model_after_a_long_prompt() -> None:
+    before, after = models_of(["phi3, longrope"] * 2)
+    after.hf(torch.arange(2100)[None] % 200)
+    assert before.identity.rope == after.identity.rope
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "gemma3_text"])
+def test_the_attention_that_is_shown_is_the_models(family: str) -> None:
+    shown = inspect(engine_of(family), PROMPT, CHUNKS, method="reuse", max_new_tokens=1)
+    hf = hf_model(family)
+    hf.set_attn_implementation("eager")
+    ids = ask(engine_of(family), PROMPT, CHUNKS, "recompute").layout.token_ids
+    with torch.inference_mode():
+        seen = hf.train(False)(ids[None], output_attentions=True).attentions
+    expected = torch.stack([layer[0, :, -1].mean(0) for layer in seen])
+    torch.testing.assert_close(shown.full_attention, expected, atol=1e-3, rtol=0.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -136,7 +137,7 @@ def hf_model(family: str, seed: int = 0, **changes: object) -> PreTrainedModel:
         if kind == "gemma3":
             of_text = SHAPE | OTHER_FAMILIES["gemma3_text"][1] | changes
             config = {"text_config": of_text, **_IMAGES}
-        hf = auto.from_config(AutoConfig.for_model(kind, **config))
+        hf = auto.from_config(AutoConfig.for_model(kind, **copy.deepcopy(config)))
         for name, weight in hf.named_parameters():
             if name.endswith("sinks"):
                 torch.nn.init.normal_(weight)  # far from nothing
