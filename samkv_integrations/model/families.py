@@ -27,8 +27,11 @@ class Family:
     logit_cap: name of the config field that bounds logits (Gemma 2, arXiv 2408.00118, section 2).
     score_cap: the same of attention scores.
     has_sinks: whether each head has a learned attention score that no token takes.
-    rotates: config field with 1 for each layer that has RoPE; all layers have it if it is None.
-    turns_half: whether its cos and sin are of half a head, and not repeated for the other half.
+    logit_scale: attribute of the model with its head that logits are multiplied by.
+    rotates: config field with 1, or "sliding_attention", for each layer that has RoPE; all layers
+        have it if it is None.
+    turns: how its cos and sin lie: for all channels of a head, twice the same ("halves"), once
+        ("half"), or each one twice, where neighbouring channels turn together ("pairs").
     may_turn_part: whether RoPE may rotate a part of each head, as the config says.
     """
 
@@ -39,15 +42,18 @@ class Family:
     score_cap: str | None = None
     has_sinks: bool = False
     rotates: str | None = None
-    turns_half: bool = False
+    logit_scale: str | None = None
+    turns: Literal["halves", "half", "pairs"] = "halves"
     may_turn_part: bool = False
 
     def embeddings(self, decoder: Any, hidden: Tensor) -> Tensor:  # noqa: ANN401
         """What enters the first layer, of what the embedding gives."""
         return hidden * getattr(decoder, self.embedding_factor) if self.embedding_factor else hidden
 
-    def logits(self, config: Any, scores: Tensor) -> Tensor:  # noqa: ANN401
-        """Logits, of what the head gives."""
+    def logits(self, hf: Any, config: Any, scores: Tensor) -> Tensor:  # noqa: ANN401
+        """Logits, of what the head of the model ``hf`` gives."""
+        if self.logit_scale:
+            scores = scores * getattr(hf, self.logit_scale)
         if self.logit_factor:
             scores = scores / getattr(config, self.logit_factor)
         if self.logit_cap and (cap := getattr(config, self.logit_cap)) is not None:
@@ -67,12 +73,16 @@ FAMILIES: Mapping[str, Family] = {
     "phi3": Family(window="all", may_turn_part=True),  # Phi-4-mini is of this family
     "granite": Family(embedding_factor="embedding_multiplier", logit_factor="logits_scaling"),
     "smollm3": Family(window="typed", rotates="no_rope_layers"),
+    "cohere": Family(turns="pairs", logit_scale="logit_scale"),
+    "cohere2": Family(
+        window="typed", rotates="layer_types", turns="pairs", logit_scale="logit_scale"
+    ),
     "gemma2": Family(
         window="typed", logit_cap="final_logit_softcapping", score_cap="attn_logit_softcapping"
     ),
     "gemma3_text": Family(window="typed", logit_cap="final_logit_softcapping"),
     "gemma3": Family(window="typed"),  # reads images too; its text part is used
-    "gpt_oss": Family(window="typed", has_sinks=True, turns_half=True),
+    "gpt_oss": Family(window="typed", has_sinks=True, turns="half"),
 }
 
 SUPPORTED_ROPE = ("default", "linear", "llama3", "yarn", "longrope")
@@ -148,8 +158,9 @@ def layer_ropes(config: Any) -> tuple[tuple[str | None, bool], ...]:  # noqa: AN
     """Of each layer: the name of its RoPE in `ropes_of`, and whether it rotates at all."""
     n_layers, flags = int(config.num_hidden_layers), family_of(config).rotates
     rotates = getattr(config, flags) if flags else [True] * n_layers
+    turns = [flag in (1, "sliding_attention") for flag in rotates[:n_layers]]
     kinds = [None] * n_layers if None in ropes_of(config) else config.layer_types
-    return tuple((kind, bool(turns)) for kind, turns in zip(kinds, rotates[:n_layers], strict=True))
+    return tuple(zip(kinds, turns, strict=True))
 
 
 def rotated_channels(config: Any, head_dim: int) -> int:  # noqa: ANN401

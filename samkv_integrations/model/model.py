@@ -25,6 +25,7 @@ from transformers.modeling_utils import AttentionInterface
 from samkv_integrations.errors import InvalidOption, UnsupportedModel
 from samkv_integrations.model.attention import Attend, _samkv_attention, attention
 from samkv_integrations.model.families import (
+    Family,
     Rotation,
     family_of,
     layer_ropes,
@@ -115,7 +116,7 @@ class Model:
         if self._family.score_cap:
             self.score_cap = getattr(self.config, self._family.score_cap)
         self._n_rotated = rotated_channels(self.config, self.head_dim)
-        self._halves = _halves(self._n_rotated, self.head_dim)
+        self._halves = _halves(self._n_rotated, self.head_dim, self._family)
         self._rotary = self._decoder.rotary_emb
         if any(rope.get("rope_type") == "longrope" for rope in ropes_of(self.config).values()):
             self._rotary = copy.deepcopy(self._rotary)  # it writes to itself at every use
@@ -398,10 +399,11 @@ class Model:
 
     def _of_whole_head(self, side: Tensor, fill: float) -> Tensor:
         """(R, D) of the cos, or sin, (R, .) that the model computes; ``fill`` where none turns."""
-        if self._halves is None and not self._family.turns_half:
+        if self._halves is None and self._family.turns == "halves":
             return side
+        step = 2 if self._family.turns == "pairs" else 1
         half = F.pad(
-            side[:, : self._n_rotated // 2],
+            side[:, ::step][:, : self._n_rotated // 2],
             (0, (self.head_dim - self._n_rotated) // 2),
             value=fill,
         )
@@ -410,22 +412,26 @@ class Model:
     def _of_layer(self, side: Tensor) -> Tensor:
         """What a layer takes, of `_of_whole_head`."""
         half = side[:, : self._n_rotated // 2]
-        if self._family.turns_half:
+        if self._family.turns == "half":
             return half
+        if self._family.turns == "pairs":
+            return half.repeat_interleave(2, -1)
         return side if self._halves is None else torch.cat((half, half), -1)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(R, hidden) after the last layer -> (R, vocabulary)."""
         scores: Tensor = self.hf.lm_head(self._decoder.norm(hidden))
-        return self._family.logits(self.config, scores.to(self.device))
+        return self._family.logits(self.hf, self.config, scores.to(self.device))
 
 
-def _halves(n_rotated: int, head_dim: int) -> Tensor | None:
+def _halves(n_rotated: int, head_dim: int, family: Family) -> Tensor | None:
     """(D,) the order of a head's channels in which RoPE turns the first half with the second.
 
     A family that rotates a part of a head turns the first half of that part with the second. The
     order of channels makes no difference to the product of a query and a key.
     """
+    if family.turns == "pairs":
+        return torch.cat((torch.arange(0, head_dim, 2), torch.arange(1, head_dim, 2)))
     if n_rotated == head_dim:
         return None
     rotated, rest = torch.arange(n_rotated), torch.arange(n_rotated, head_dim)

@@ -74,6 +74,10 @@ OTHER_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     }),
     "gemma3, images": ("gemma3", {}),
+    "cohere": ("cohere", {"use_qk_norm": True, "logit_scale": 4.0}),
+    "cohere2": ("cohere2", {
+        "sliding_window": 48, "layer_types": _MIXED, "logit_scale": 4.0
+    }),
     "gpt_oss": ("gpt_oss", {
         **_EXPERTS, "sliding_window": 48, "layer_types": _MIXED, "rope_parameters": YARN
     }),
