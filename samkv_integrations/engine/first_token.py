@@ -178,7 +178,7 @@ def _compute(request: Request, choice: Choice, clock: Stopwatch) -> FirstToken:
     is_global = method.positions == "global"
     cached_at = layout.context_positions if is_global else layout.prefilled_positions
     # not out of those above: chunks may reach beyond the end, after a prefix the prompt has not
-    cached_rotation = model.rotation(cached_at).float()
+    cached_rotation = model.rotation(cached_at)
     opened = request.resolved.opened if layout.n_chunks else ()
     context = Context(layout, opened, choice.fingerprint, cached_rotation)
     blend = Blend(

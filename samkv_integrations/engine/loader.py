@@ -47,7 +47,7 @@ class Context:
         commits only the pages of what was really read.
     key_range: (L, N, 2, G, D) float16 of all groups of the context, see `EntryFormat`; N is 0
         until something is loaded.
-    rotation: float32, on the model's device, of the positions where cached keys sit.
+    rotation: of the positions where cached keys sit.
     """
 
     def __init__(
@@ -75,8 +75,8 @@ class Context:
         # of each channel pair and head, see `rotated_keys`
         self._turns = Rotation(
             turns=[
-                (cos[:, None, :half].expand(-1, heads, -1).contiguous(),
-                 sin[:, None, :half].expand(-1, heads, -1).contiguous())
+                (cos[:, None, :half].float().expand(-1, heads, -1).contiguous(),
+                 sin[:, None, :half].float().expand(-1, heads, -1).contiguous())
                 for cos, sin in rotation.turns
             ],
             kinds=rotation.kinds,

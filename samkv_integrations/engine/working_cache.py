@@ -145,6 +145,7 @@ class DenseCache(WorkingCache):
         self.values: list[Tensor] = [torch.empty(0)] * n_layers
         self.context: list[Tensor] = [torch.empty(0)] * n_layers  # each (S + room, G, 1) bool
         self.lengths: list[int] = [0] * n_layers
+        self._entry_bytes = 0  # of a token at a layer
         self._kept: list[Tensor | None] = [None] * n_layers  # (K, G) slots after an eviction
         self.room, self._capacity = 0 if rule else capacity, capacity
         self._slides = rule is not None and rule.slides
@@ -157,7 +158,7 @@ class DenseCache(WorkingCache):
 
     @property
     def kv_bytes(self) -> int:
-        return sum(2 * keys[:n].nbytes for keys, n in zip(self.keys, self.lengths, strict=True))
+        return sum(self.lengths) * self._entry_bytes
 
     def attended(self, layer: int, of_chunks: Tensor) -> float:
         slots = self._kept[layer]
@@ -168,7 +169,8 @@ class DenseCache(WorkingCache):
     def take(self, layer: int, entries: LayerEntries) -> None:
         self.keys[layer], self.values[layer] = entries.keys, entries.values
         self.lengths[layer] = n_entries = entries.n_entries
-        self.prompt_bytes += 2 * entries.keys[:n_entries].nbytes
+        self._entry_bytes = 2 * entries.keys[:1].nbytes
+        self.prompt_bytes += n_entries * self._entry_bytes
         if self._weigh is not None:
             of_context = entries.is_context.new_zeros(len(entries.keys), dtype=torch.bool)
             of_context[:n_entries] = entries.is_context

@@ -149,10 +149,6 @@ class Rotation:
         """Those of a layer."""
         return self.turns[self.kinds[layer]]
 
-    def float(self) -> Rotation:
-        """The same numbers in float32."""
-        return Rotation(turns=[(c.float(), s.float()) for c, s in self.turns], kinds=self.kinds)
-
 
 def layer_ropes(config: Any) -> tuple[tuple[str | None, bool], ...]:  # noqa: ANN401
     """Of each layer: the name of its RoPE in `ropes_of`, and whether it rotates at all."""

@@ -110,13 +110,15 @@ class Model:
         # the device of the embeddings: what moves is a layer's tokens, in and out.
         self._is_spread = len(set(getattr(hf, "hf_device_map", {}).values())) > 1
         self.windows = windows_of(self.config)
-        self._ropes = layer_ropes(self.config)
-        self._rope_kinds = list(dict.fromkeys(self._ropes))
+        ropes = layer_ropes(self.config)
+        self._rope_kinds = list(dict.fromkeys(ropes))
+        self._kind_of_layer = [self._rope_kinds.index(kind) for kind in ropes]
         self.score_cap: float | None = None
         if self._family.score_cap:
             self.score_cap = getattr(self.config, self._family.score_cap)
         self._n_rotated = rotated_channels(self.config, self.head_dim)
         self._halves = _halves(self._n_rotated, self.head_dim, self._family)
+        self._lies_otherwise = self._halves is not None or self._family.turns != "halves"
         self._rotary = self._decoder.rotary_emb
         if any(rope.get("rope_type") == "longrope" for rope in ropes_of(self.config).values()):
             self._rotary = copy.deepcopy(self._rotary)  # it writes to itself at every use
@@ -153,7 +155,7 @@ class Model:
         """Whether attention is a softmax of scaled products, without bound or sinks."""
         return self.score_cap is None and not self._family.has_sinks
 
-    @property
+    @cached_property
     def context_window(self) -> int:
         """Most tokens of prompt and answer together."""
         return context_window_of(self.config)
@@ -322,13 +324,14 @@ class Model:
         for name, rotates in self._rope_kinds:
             if rotates:
                 found = self._rotary(probe, positions[None], *(() if name is None else (name,)))
-                cos = self._of_whole_head(found[0][0, :n], 1)
-                sin = self._of_whole_head(found[1][0, :n], 0)
+                cos, sin = found[0][0, :n], found[1][0, :n]
+                if self._lies_otherwise:
+                    cos, sin = self._of_whole_head(cos, 1), self._of_whole_head(sin, 0)
             else:
                 cos = probe.new_ones(n, self.head_dim)
                 sin = torch.zeros_like(cos)
             turns.append((cos, sin))
-        return Rotation(turns=turns, kinds=[self._rope_kinds.index(kind) for kind in self._ropes])
+        return Rotation(turns=turns, kinds=self._kind_of_layer)
 
     @contextmanager
     def interruptible(self, check: Callable[[], None]) -> Iterator[None]:
@@ -358,11 +361,13 @@ class Model:
                 output = inner(layer, query.to(here), key.to(here), value.to(here), scaling)
                 return output.to(device)
 
+        if self._lies_otherwise:
+            cos, sin = self._of_layer(cos), self._of_layer(sin)
         output: Tensor = self._decoder.layers[index](
             hidden,
             attention_mask=None,
             position_ids=None,
-            position_embeddings=(self._of_layer(cos)[None], self._of_layer(sin)[None]),
+            position_embeddings=(cos[None], sin[None]),
             attend=attend,
         )
         return output.to(self.device)
@@ -395,12 +400,12 @@ class Model:
 
     def windows_within(self, n_tokens: int) -> tuple[int | None, ...]:
         """`windows`, None too where a window holds so many tokens."""
+        if not any(self.windows):
+            return self.windows
         return tuple(w if w is not None and w < n_tokens else None for w in self.windows)
 
     def _of_whole_head(self, side: Tensor, fill: float) -> Tensor:
         """(R, D) of the cos, or sin, (R, .) that the model computes; ``fill`` where none turns."""
-        if self._halves is None and self._family.turns == "halves":
-            return side
         step = 2 if self._family.turns == "pairs" else 1
         half = F.pad(
             side[:, ::step][:, : self._n_rotated // 2],
@@ -416,7 +421,7 @@ class Model:
             return half
         if self._family.turns == "pairs":
             return half.repeat_interleave(2, -1)
-        return side if self._halves is None else torch.cat((half, half), -1)
+        return torch.cat((half, half), -1)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(R, hidden) after the last layer -> (R, vocabulary)."""

@@ -57,7 +57,7 @@ def test_the_doctor_keeps_what_passes_cost_where_ask_looks(town: Path) -> None:
 
 def test_a_model_of_another_family_is_refused(working_folder: Path) -> None:
     GPT2Config().save_pretrained(working_folder / "gpt2")
-    assert "'gpt2' is not supported; supported: gemma2" in error_of("doctor", "--model", "gpt2")
+    assert "'gpt2' is not supported; supported: cohere" in error_of("doctor", "--model", "gpt2")
 
 
 def test_a_model_with_changing_frequencies_is_refused(working_folder: Path) -> None:

@@ -319,7 +319,7 @@ def _save(folder: Path, config: GPT2Config | LlamaConfig) -> str:
 
 
 def test_other_families_are_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedModel, match="'gpt2'.*supported: gemma2, .*llama"):
+    with pytest.raises(UnsupportedModel, match="'gpt2'.*supported: cohere, .*llama"):
         load_model(_save(tmp_path, GPT2Config()))
 
 

@@ -76,7 +76,7 @@ class Case:
     def context(self, rotation: Rotation) -> Context:
         caches = {piece.chunk: piece.cache for piece in self.pieces if piece.cache is not None}
         opened = [MemoryChunk(cache, self.fingerprint) for cache in caches.values()]
-        return Context(self.layout, opened, self.fingerprint, rotation.float())
+        return Context(self.layout, opened, self.fingerprint, rotation)
 
 
 def fingerprint(store_bits: int) -> Fingerprint:
