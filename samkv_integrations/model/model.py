@@ -109,6 +109,7 @@ class Model:
         # Where layers are on several devices, or loaded as they run, entries and attention stay on
         # the device of the embeddings: what moves is a layer's tokens, in and out.
         self._is_spread = len(set(getattr(hf, "hf_device_map", {}).values())) > 1
+        self._most_tokens = context_window_of(self.config)
         self.windows = windows_of(self.config)
         ropes = layer_ropes(self.config)
         self._rope_kinds = list(dict.fromkeys(ropes))
@@ -155,10 +156,10 @@ class Model:
         """Whether attention is a softmax of scaled products, without bound or sinks."""
         return self.score_cap is None and not self._family.has_sinks
 
-    @cached_property
+    @property
     def context_window(self) -> int:
         """Most tokens of prompt and answer together."""
-        return context_window_of(self.config)
+        return min(self._most_tokens, int(self.config.max_position_embeddings))
 
     # -- text -------------------------------------------------------------------------------
 
