@@ -44,7 +44,7 @@ def refuse_unsupported(config: Any) -> None:  # noqa: ANN401
         raise UnsupportedModel(
             f"layer types {unknown}: every layer must attend to all tokens or to a sliding window"
         )
-    windows_of(text)
+    windows_of(text)  # which refuses a window of nothing
     if getattr(text, "use_bidirectional_attention", None):
         raise UnsupportedModel(
             "its attention looks at later tokens too; chunk caches need causal attention"

@@ -70,9 +70,8 @@ def test_a_weight_on_disk_that_differs_is_another_model(folder: Path, tmp_path: 
 
 def test_a_map_without_a_layer_is_refused(folder: Path) -> None:
     places = {name: place for name, place in PLACES.items() if name != "model.layers.3"}
-    with pytest.raises(Exception, match="device_map|layers.3") as raised:
+    with pytest.raises(InvalidOption, match="model_kwargs=.*device_map"):
         load_model(str(folder), dtype="float32", model_kwargs={"device_map": places})
-    assert type(raised.value).__module__ == "samkv_integrations.errors"
 
 
 def test_an_apple_gpu_that_is_not_there(folder: Path) -> None:
