@@ -203,9 +203,10 @@ def matching_segments(layout: Layout, size: int, most: int, given: Tensor) -> Te
     asked: Tensor = torch.unique(layout.token_ids[layout.question])
     place = torch.searchsorted(asked, ids).clamp(max=len(asked) - 1)
     is_asked = asked[place] == ids
-    (of_chunk, _), segment = torch.unique(
-        torch.stack((chunk, layout.offset_in_chunk // size)), return_inverse=True, dim=1
-    )
+    most_of_chunk = layout.longest_chunk // size + 1
+    number = chunk * most_of_chunk + layout.offset_in_chunk // size
+    numbers, segment = torch.unique(number, return_inverse=True)  # by columns it is 50 times slower
+    of_chunk = numbers // most_of_chunk
     length = torch.zeros(len(of_chunk)).index_add(0, segment, (~given).float())
     in_segment = torch.zeros(len(length), len(asked))
     in_segment[segment[is_asked], place[is_asked]] = 1.0
