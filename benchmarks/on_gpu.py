@@ -185,15 +185,15 @@ def main() -> None:
             ways = Ways(model, Path(folder), *map(int, cell.split("x")))
             found = rows_of(ways, names, args.rounds)
             rows += [{"cell": cell, "ingest_s": ways.ingest_s, **row} for row in found]
-            columns = [
-                name for name, value in found[-1].items() if isinstance(value, float)
-            ]
+            columns = [name for name, value in found[-1].items() if isinstance(value, float)]
             lines = [
                 [row["way"], row["ran"], *(f"{row.get(name, 0.0):.3f}" for name in columns)]
                 for row in found
             ]  # fmt: skip
-            sys.stdout.write(f"\n{cell}: {found[-1]['prompt_tokens']} tokens, ingest "
-                             f"{ways.ingest_s:.2f} s\n{table(('way', 'ran', *columns), lines)}\n")
+            sys.stdout.write(
+                f"\n{cell}: {found[-1]['prompt_tokens']} tokens, ingest "
+                f"{ways.ingest_s:.2f} s\n{table(('way', 'ran', *columns), lines)}\n"
+            )
             sys.stdout.flush()
             if args.profile:
                 sys.stdout.write(f"{ways.profiled(args.profile)}\n")

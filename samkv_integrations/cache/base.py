@@ -64,14 +64,14 @@ class StoredChunk(Protocol):
     def key_range(self) -> Tensor:
         """(L, N, 2, G, D) float16, see `ChunkCache`.
 
-        Read once, by `read_all` if that comes first.
+        Read once, by `read_layers` if that comes first.
         """
 
-    def read_all(self, out: Sequence[Tensor]) -> None:
-        """Reads the entries of all tokens at all layers, and the key range if it is not known yet.
+    def read_layers(self, first: int, out: Sequence[Tensor]) -> None:
+        """Reads the entries of all tokens at layers from ``first`` on, and the key range once.
 
-        ``out`` is written: a contiguous CPU tensor (T, E) uint8 for each layer, which may be a part
-        of a larger one. After a `CacheMiss` its content is undefined.
+        ``out`` is written: a contiguous CPU tensor (T, E) uint8 for each of these layers, which may
+        be a part of a larger one. After a `CacheMiss` its content is undefined.
         """
 
     def read_blocks(self, layer: int, blocks: Sequence[int], out: Tensor) -> None:

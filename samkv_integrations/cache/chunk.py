@@ -15,7 +15,7 @@ from torch import Tensor
 from samkv_integrations.cache.quantise import EntryFormat
 from samkv_integrations.errors import FingerprintMismatch, InvalidOption
 
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 SECRET_BYTES = 32
 MAX_NAMESPACE = 1000
 

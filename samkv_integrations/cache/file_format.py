@@ -21,6 +21,7 @@ from math import prod
 from pathlib import Path
 
 import torch
+from blake3 import blake3
 from torch import Tensor
 
 from samkv_integrations.cache.chunk import (
@@ -187,8 +188,9 @@ def file_key(header: bytes, secret: bytes) -> bytes:
 
 def mac(key: bytes, position: int, data: bytes | memoryview) -> bytes:
     """The MAC of region ``position`` of a file; key: see `file_key`."""
-    salt = position.to_bytes(16, "little")
-    return blake2b(data, key=key, digest_size=MAC_BYTES, salt=salt).digest()
+    hasher = blake3(position.to_bytes(8, "little"), key=key)
+    hasher.update(data)
+    return hasher.digest(length=MAC_BYTES)
 
 
 def encode(chunk: ChunkCache, namespace: str, secret: bytes) -> Iterator[bytes | memoryview]:
@@ -451,21 +453,21 @@ class ChunkFile:
             raise self._corrupt("key_range")
         return found
 
-    def read_all(self, out: Sequence[Tensor]) -> None:
+    def read_layers(self, first: int, out: Sequence[Tensor]) -> None:
         layout = self.layout
         n_layers, *shape = layout.tensors["entries"].shape
-        assert len(out) == n_layers
+        assert first >= 0 and first + len(out) <= n_layers
         assert all((o.dtype, list(o.shape)) == (torch.uint8, shape) for o in out)
         assert all(o.is_contiguous() for o in out)
         self.key_range()
         layers = [byte_view(layer) for layer in out]
-        self._read(layout.tensors["entries"].start, *layers)
+        self._read(layout.tensors["entries"].start + first * layout.layer_bytes, *layers)
         places = layout.block_places
         regions = [
             of_layer[start : start + n_bytes] for of_layer in layers for start, n_bytes in places
         ]
-        first = 1 + len(INDEX)
-        self._check(regions, range(first, first + len(regions)), "block")
+        before = 1 + len(INDEX) + first * len(places)
+        self._check(regions, range(before, before + len(regions)), "block")
 
     def read_blocks(self, layer: int, blocks: Sequence[int], out: Tensor) -> None:
         # The hot path of a request: thousands of calls, so no tensor operation in any loop.
@@ -496,7 +498,7 @@ class ChunkFile:
     def chunk(self) -> ChunkCache:
         place = self.layout.tensors["entries"]
         entries = torch.empty(place.shape, dtype=place.dtype)
-        self.read_all(list(entries))
+        self.read_layers(0, list(entries))
         return ChunkCache(
             key=self.key, fingerprint=self.layout.fingerprint, text=self.text(),
             token_ids=self.token_ids, entries=entries, key_range=self.key_range(),

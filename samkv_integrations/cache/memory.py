@@ -64,9 +64,10 @@ class MemoryChunk(StoredChunk):
     def key_range(self) -> Tensor:
         return self._part(self._opened().key_range)
 
-    def read_all(self, out: Sequence[Tensor]) -> None:
+    def read_layers(self, first: int, out: Sequence[Tensor]) -> None:
         self.key_range()
-        entries = self._opened().entries
+        assert first >= 0
+        entries = self._opened().entries[first : first + len(out)]
         assert len(out) == len(entries)
         for layer, found in zip(out, entries, strict=True):
             assert (layer.dtype, layer.shape) == (found.dtype, found.shape)

@@ -16,6 +16,8 @@ float32 and rounds once.
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
@@ -30,6 +32,8 @@ STORE_BITS = (4, 8, 16)
 DEFAULT_STORE_BITS = 4
 GROUP_TOKENS = 64
 """Tokens that share a scale and an offset a channel of their keys (docs/decisions.md)."""
+
+_log = logging.getLogger(__name__)
 
 _HALF_MAX = torch.finfo(torch.float16).max
 HALF_STEP = 2.0**-24
@@ -153,8 +157,8 @@ class EntryFormat:
         As `keys` and then `rope.rotate`, several times sooner, and not rounded to ``dtype`` yet:
         this is most of what a pass does for a context token.
 
-        key_range, group: see `keys`. cos, sin: (T, G, D / 2) float32, contiguous: a product that
-            broadcasts takes twice as long.
+        key_range, group: see `keys`. cos, sin: (T, G, D / 2) float32, contiguous: on a CPU a
+            product that broadcasts, as of (T, 1, D / 2), takes twice as long.
         """
         first, second = self._key_halves(entries, key_range, group)
         out = torch.empty(len(entries), self.n_kv_heads, self.head_dim, device=entries.device)
@@ -307,7 +311,8 @@ class Entries:
     codes: (n, E) uint8, see `EntryFormat`. key_range: (N, 2, G, D) float16, of some groups. group:
     (n,) which of them is each token's.
     cos, sin: (Tctx, G, D / 2) float32, contiguous, of the positions of all context tokens, as the
-    model rotates them. tokens: (n,) which of those these are, None for all.
+    model rotates them; on a GPU (Tctx, 1, D / 2). tokens: (n,) which of those these are, None for
+    all.
     """
 
     form: EntryFormat
@@ -325,6 +330,17 @@ class Entries:
     def n_bytes(self) -> int:
         """Bytes of what is stored."""
         return self.codes.nbytes + self.key_range.nbytes
+
+    def keys_and_values(self) -> tuple[Tensor, Tensor]:
+        """`keys` and `values`, by one kernel where there is one."""
+        if self.codes.is_cuda and (kernel := _kernel(self.form)) is not None:
+            cos, sin = self.cos[:, 0], self.sin[:, 0]
+            matrix = _hadamard(self.form.head_dim // 2, self.codes.device)
+            return kernel(
+                self.codes, self.group, self.tokens, self.key_range, cos, sin, matrix,
+                self.form.dtype,
+            )  # fmt: skip
+        return self.keys(), self.values()
 
     def keys(self) -> Tensor:
         """(n, G, D) at their positions, in the model's dtype."""
@@ -387,3 +403,31 @@ class Entries:
             key_range=torch.cat((self.key_range, key_range)),
             group=self.group.index_copy(0, at, group),
         )
+
+
+_Kernel = Callable[
+    [Tensor, Tensor, Tensor | None, Tensor, Tensor, Tensor, Tensor, torch.dtype],
+    tuple[Tensor, Tensor],
+]
+
+
+@lru_cache(maxsize=16)
+def _kernel(form: EntryFormat) -> _Kernel | None:
+    """`kernels.keys_and_values`, once it has run; None where it cannot, which is only slower."""
+    half = form.head_dim // 2
+    if form.bits != 4 or form._mixed_channels != half or half < 16 or not torch.cuda.is_available():
+        return None
+    try:
+        from samkv_integrations.cache import kernels
+
+        device = torch.device("cuda")
+        turns = torch.ones(1, half, device=device)
+        kernels.keys_and_values(
+            torch.zeros(1, form.n_bytes, dtype=torch.uint8, device=device), groups(1, device), None,
+            torch.zeros(form.range_shape(1), dtype=torch.float16, device=device), turns, turns,
+            _hadamard(half, device), form.dtype,
+        )  # fmt: skip
+    except Exception as error:  # of Triton, which wants a C compiler
+        _log.warning("chunk caches are decoded step by step, which is slower: %s", error)
+        return None
+    return kernels.keys_and_values

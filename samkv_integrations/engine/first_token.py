@@ -180,73 +180,75 @@ def _compute(request: Request, choice: Choice, clock: Stopwatch) -> FirstToken:
     # not out of those above: chunks may reach beyond the end, after a prefix the prompt has not
     cached_rotation = model.rotation(cached_at)
     opened = request.resolved.opened if layout.n_chunks else ()
-    context = Context(layout, opened, choice.fingerprint, cached_rotation)
-    blend = Blend(
-        model=model, layout=layout, context=context, rotation=rotation, update=method.update,
-        weigh=method.attend, held=choice.held,
-    )  # fmt: skip
-    plan_of = partial(
-        plan_pass, layout, device=model.device, dtype=model.dtype, n_held=choice.n_held,
-        mixes=method.update is not overwrite, weighs=method.attend is not None,
-        windows=model.windows_within(layout.n_tokens),
-    )  # fmt: skip
-    with clock("load"):
-        inputs = context.inputs(method.needs, request.stable_layers)
-    scores = None
-    if method.select.probes and bool(method.select.probe_tokens(layout).any()):
-        scores = _probe(blend, context, method, clock)
-    with clock("select"):
-        selection = method.select.choose(scores, inputs, layout)
-        recompute = method.recompute.choose(selection, inputs, layout)
-        plan = plan_of(selection.keep, recompute)
-    check = method.recompute.check_layer
-    with clock("load"):  # what a check leaves out is not known yet
-        context.load(plan.blocks if check is None else selection.keep)
-    plans = [plan]
-
-    def decide(checked: Checked) -> PassPlan:
-        assert check is not None
-        later = recompute.clone()
-        later[check + 1 :] = method.recompute.choose_after(checked, layout)
-        plans.append(plan_of(selection.keep, later))
-        return plans[-1]
-
-    rule = choice.eviction
-    cache: WorkingCache
-    if isinstance(rule, Quest):
-        cache = SparseCache(
-            model.n_layers, context, rule.budget(layout.n_context), request.capacity, method.attend,
-            n_tokens=layout.n_tokens, model=model,
+    with Context(layout, opened, choice.fingerprint, cached_rotation) as context:
+        blend = Blend(
+            model=model, layout=layout, context=context, rotation=rotation, update=method.update,
+            weigh=method.attend, held=choice.held,
         )  # fmt: skip
-    else:
-        drops = rule if isinstance(rule, DroppingEviction) else None
-        cache = DenseCache(
-            model.n_layers, request.capacity, n_tokens=layout.n_tokens, rule=drops,
-            weigh=method.attend, model=model,
+        plan_of = partial(
+            plan_pass, layout, device=model.device, dtype=model.dtype, n_held=choice.n_held,
+            mixes=method.update is not overwrite, weighs=method.attend is not None,
+            windows=model.windows_within(layout.n_tokens),
         )  # fmt: skip
-    prefixes, leaves = request.prefixes, None
-    with clock("blend"):
-        if prefixes is not None:
-            leaves = prefixes.begin(
-                choice.fingerprint.computed_by, layout.token_ids[: choice.n_left], choice.n_found,
-                model.token_kv_bytes,
+        with clock("load"):
+            inputs = context.inputs(method.needs, request.stable_layers)
+        scores = None
+        if method.select.probes and bool(method.select.probe_tokens(layout).any()):
+            scores = _probe(blend, context, method, clock)
+        with clock("select"):
+            selection = method.select.choose(scores, inputs, layout)
+            recompute = method.recompute.choose(selection, inputs, layout)
+            plan = plan_of(selection.keep, recompute)
+        check = method.recompute.check_layer
+        with clock("load"):  # what a check leaves out is not known yet
+            context.load(plan.blocks if check is None else selection.keep)
+        plans = [plan]
+
+        def decide(checked: Checked) -> PassPlan:
+            assert check is not None
+            later = recompute.clone()
+            later[check + 1 :] = method.recompute.choose_after(checked, layout)
+            plans.append(plan_of(selection.keep, later))
+            return plans[-1]
+
+        rule = choice.eviction
+        cache: WorkingCache
+        if isinstance(rule, Quest):
+            cache = SparseCache(
+                model.n_layers, context, rule.budget(layout.n_context), request.capacity,
+                method.attend, n_tokens=layout.n_tokens, model=model,
             )  # fmt: skip
-        logits = replace(
-            blend, cache=cache, check=None if check is None else (check, decide), leaves=leaves,
-            watch=request.watch,
-        ).run(plan)  # fmt: skip
-        if prefixes is not None and leaves is not None:
-            prefixes.keep(leaves)
-    if request.watch is not None:
-        request.watch.see_plan(layout, selection, plans[-1])
-    ran = method.way
-    if choice.whole:
-        ran = "prefix" if choice.held else "recompute"
-    report = report_of(
-        model, request.resolved, layout, cache, plans[-1], clock, ran=ran,
-        method=request.method.name, eviction=choice.eviction, n_held=choice.n_held,
-    )  # fmt: skip
-    return FirstToken(logits=logits, cache=cache, layout=layout, report=report, stages=clock.stages)
+        else:
+            drops = rule if isinstance(rule, DroppingEviction) else None
+            cache = DenseCache(
+                model.n_layers, request.capacity, n_tokens=layout.n_tokens, rule=drops,
+                weigh=method.attend, model=model,
+            )  # fmt: skip
+        prefixes, leaves = request.prefixes, None
+        with clock("blend"):
+            if prefixes is not None:
+                leaves = prefixes.begin(
+                    choice.fingerprint.computed_by, layout.token_ids[: choice.n_left],
+                    choice.n_found, model.token_kv_bytes,
+                )  # fmt: skip
+            logits = replace(
+                blend, cache=cache, check=None if check is None else (check, decide), leaves=leaves,
+                watch=request.watch,
+            ).run(plan)  # fmt: skip
+            if prefixes is not None and leaves is not None:
+                prefixes.keep(leaves)
+        if request.watch is not None:
+            request.watch.see_plan(layout, selection, plans[-1])
+        ran = method.way
+        if choice.whole:
+            ran = "prefix" if choice.held else "recompute"
+        report = report_of(
+            model, request.resolved, layout, cache, plans[-1], clock, ran=ran,
+            method=request.method.name, eviction=choice.eviction, n_held=choice.n_held,
+        )  # fmt: skip
+        return FirstToken(
+            logits=logits, cache=cache, layout=layout, report=report, stages=clock.stages
+        )
 
 
 def _probe(blend: Blend, context: Context, method: Method, clock: Stopwatch) -> Tensor:

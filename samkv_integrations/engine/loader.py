@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from functools import lru_cache
+from threading import Lock
+from typing import Self
 
 import torch
 import torch.nn.functional as F
@@ -37,16 +42,28 @@ def _reading(index: int) -> Iterator[None]:
         raise ChunkLost(index, miss) from miss
 
 
+LAYERS_TOGETHER = 4
+"""Layers of a chunk that are read at once where the device does not wait for all of them."""
+
+_MOST_READERS = 16
+
+
+@lru_cache(1)
+def _readers(pid: int) -> ThreadPoolExecutor:
+    """Threads that read for a device. Not a parent process's, which has no threads here."""
+    n_threads = min(_MOST_READERS, os.cpu_count() or 1)
+    return ThreadPoolExecutor(n_threads, thread_name_prefix="samkv-read")
+
+
 class Context:
     """The cached KV entries of one request, as they are stored, on the model's device.
 
-    No entry is read while a pass runs. One is read twice only where few blocks of its chunk were
-    loaded first and most of the chunk after that, as one read.
+    A context manager: reading has ended when it is left. On a CPU no entry is read while a pass
+    runs. For another device threads read whole chunks, a few layers at a time into memory that it
+    can copy from by itself, and a layer of a pass waits for its own entries only. An entry is read
+    twice only where few blocks of its chunk were loaded first and most of the chunk after that, as
+    one read.
 
-    codes: (Tctx, E) uint8 of each layer. They span the whole context, but the operating system
-        commits only the pages of what was really read.
-    key_range: (L, N, 2, G, D) float16 of all groups of the context, see `EntryFormat`; N is 0
-        until something is loaded.
     rotation: of the positions where cached keys sit.
     """
 
@@ -62,16 +79,20 @@ class Context:
         self.device = rotation.turns[0][0].device
         self.form = fingerprint.entry_format
         self.n_layers = fingerprint.n_layers
-        shape = (layout.n_context, self.form.n_bytes)
-        self._read = [torch.empty(shape, dtype=torch.uint8) for _ in range(self.n_layers)]
-        self.codes = self._read
-        no_range = (self.n_layers, *self.form.range_shape(0))
-        self.key_range = torch.empty(no_range, dtype=torch.float16, device=self.device)
+        self._is_pinned = self.device.type == "cuda"
+        self._read: list[Tensor] = []  # (Tctx, E) uint8 of each layer, once something is loaded
+        self._codes: list[Tensor | None] = [None] * self.n_layers  # the same, on the device
         n_groups = [self.form.range_shape(chunk.n_tokens)[0] for chunk in chunks]
-        first_group = torch.tensor([0, *n_groups]).cumsum(0)[:-1]
-        group = first_group[layout.chunk_of_token] + layout.offset_in_chunk // GROUP_TOKENS
+        first_group = torch.tensor([0, *n_groups]).cumsum(0)
+        self._groups = [range(*first_group[at : at + 2].tolist()) for at in range(len(chunks))]
+        _, *of_group = self.form.range_shape(0)
+        ranges = (self.n_layers, int(first_group[-1]), *of_group)  # (L, N, 2, G, D) of all groups
+        self._read_range = torch.empty(ranges, dtype=torch.float16, pin_memory=self._is_pinned)
+        self._key_range: Tensor | None = None  # the same, on the device
+        group = first_group[:-1][layout.chunk_of_token] + layout.offset_in_chunk // GROUP_TOKENS
         self.group_of_token = group.to(self.device)
-        heads, half = self.form.n_kv_heads, self.form.head_dim // 2
+        half = self.form.head_dim // 2
+        heads = self.form.n_kv_heads if self.device.type == "cpu" else 1
         # of each channel pair and head, see `rotated_keys`
         self._turns = Rotation(
             turns=[
@@ -82,33 +103,50 @@ class Context:
             kinds=rotation.kinds,
         )  # fmt: skip
         self._loaded = torch.zeros(self.n_layers, layout.n_blocks, dtype=torch.bool)
+        # What threads are reading, by the first of the layers that are read together.
+        self._coming: dict[int, list[Future[None]]] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        coming = [each for of_layers in self._coming.values() for each in of_layers]
+        for each in coming:
+            each.cancel()
+        wait(coming)
 
     def load(self, blocks: Tensor) -> None:
         """Read ``blocks`` (L, Nb) bool, those not read before. Raises ChunkLost.
 
-        A chunk of which most is missing is read at once, from its first byte to its last.
+        A chunk of which most is missing is read as a whole, from its first byte to its last.
         """
         layout, missing = self.layout, blocks & ~self._loaded
-        whole: dict[StoredChunk, list[Tensor]] = {}  # all entries of chunks that were read, (T, E)
+        if not bool(missing.any()):
+            return
+        for layer in range(self.n_layers):
+            self._wait_for(layer)
+        if not self._read:
+            # They span the whole context. In memory that is not pinned the operating system commits
+            # only the pages of what is really read.
+            shape = (layout.n_context, self.form.n_bytes)
+            self._read = [
+                torch.empty(shape, dtype=torch.uint8, pin_memory=self._is_pinned)
+                for _ in range(self.n_layers)
+            ]
+        whole: dict[StoredChunk, list[int]] = {}
         for index, chunk in enumerate(self.chunks):
             tokens, of_chunk = layout.token_range[index], layout.block_range[index]
             wanted = missing[:, of_chunk.start : of_chunk.stop]
-            out = [of_layer[tokens.start : tokens.stop] for of_layer in self._read]
+            if 2 * int(wanted.sum()) > wanted.numel():  # one read of all beats many of most
+                whole.setdefault(chunk, []).append(index)
+                wanted |= True
+                continue
             offsets = layout.offset_in_chunk[tokens.start : tokens.stop]
+            in_chunk = layout.block_in_chunk[of_chunk.start : of_chunk.stop]
             with _reading(index):
-                if 2 * int(wanted.sum()) > wanted.numel():  # one read of all beats many of most
-                    if chunk not in whole:
-                        shape = (self.n_layers, chunk.n_tokens, self.form.n_bytes)
-                        is_whole = len(tokens) == chunk.n_tokens
-                        whole[chunk] = out if is_whole else [*torch.empty(shape, dtype=torch.uint8)]
-                        chunk.read_all(whole[chunk])
-                    if whole[chunk] is not out:
-                        for to, entries in zip(out, whole[chunk], strict=True):
-                            torch.index_select(entries, 0, offsets, out=to)
-                    wanted |= True
-                    continue
-                in_chunk = layout.block_in_chunk[of_chunk.start : of_chunk.stop]
+                self._keep_range(index)
                 for layer, of_layer in enumerate(wanted):
+                    out = self._read[layer][tokens.start : tokens.stop]
                     needed = in_chunk[of_layer]
                     gaps = (needed.diff() != 1).nonzero()[:, 0] + 1
                     for neighbours in needed.tensor_split(gaps.tolist()):
@@ -119,26 +157,83 @@ class Context:
                         entries = torch.empty(end - begin, self.form.n_bytes, dtype=torch.uint8)
                         chunk.read_blocks(layer, range(first, last + 1), entries)
                         at = ((offsets >= begin) & (offsets < end)).nonzero()[:, 0]
-                        out[layer][at] = entries[offsets[at] - begin]
-        if bool(missing.any()):
-            self._loaded |= missing
-            self.codes = [of_layer.to(self.device) for of_layer in self._read]
-            ranges = []
-            for index, chunk in enumerate(self.chunks):
-                with _reading(index):
-                    ranges.append(chunk.key_range())
-            self.key_range = torch.cat(ranges, dim=1).to(self.device)
+                        out[at] = entries[offsets[at] - begin]
+        self._loaded |= missing
+        self._codes, self._key_range = [None] * self.n_layers, None
+        if self.device.type == "cpu":
+            for chunk, places in whole.items():
+                self._read_whole(chunk, places, range(self.n_layers), Lock())
+            return
+        one_at_a_time = {chunk: Lock() for chunk in whole}
+        for first in range(0, self.n_layers, LAYERS_TOGETHER):
+            layers = range(first, min(first + LAYERS_TOGETHER, self.n_layers))
+            self._coming[first] = [
+                _readers(os.getpid()).submit(
+                    self._read_whole, chunk, places, layers, one_at_a_time[chunk]
+                )
+                for chunk, places in whole.items()
+            ]
+
+    @torch.inference_mode()
+    def _read_whole(
+        self, chunk: StoredChunk, places: Sequence[int], layers: range, reading: Lock
+    ) -> None:
+        """Read a chunk at some layers for each of its places in the prompt."""
+        layout, sides = self.layout, self._read[layers.start : layers.stop]
+        into: list[Tensor] | None = None
+        for index in places:
+            tokens = layout.token_range[index]
+            if len(tokens) == chunk.n_tokens:
+                into = [side[tokens.start : tokens.stop] for side in sides]
+        if into is None:
+            shape = (len(layers), chunk.n_tokens, self.form.n_bytes)
+            into = [*torch.empty(shape, dtype=torch.uint8)]
+        with reading, _reading(places[0]):
+            chunk.read_layers(layers.start, into)
+            if layers.start == 0:
+                for index in places:
+                    self._keep_range(index)
+        for index in places:
+            tokens = layout.token_range[index]
+            offsets = layout.offset_in_chunk[tokens.start : tokens.stop]
+            for side, entries in zip(sides, into, strict=True):
+                out = side[tokens.start : tokens.stop]
+                if out.data_ptr() != entries.data_ptr():
+                    torch.index_select(entries, 0, offsets, out=out)
+
+    def _keep_range(self, index: int) -> None:
+        groups = self._groups[index]
+        self._read_range[:, groups.start : groups.stop] = self.chunks[index].key_range()
+
+    def _wait_for(self, layer: int) -> None:
+        """For what is being read of a layer. Raises ChunkLost."""
+        for each in self._coming.pop(layer // LAYERS_TOGETHER * LAYERS_TOGETHER, ()):
+            each.result()
+
+    def _stored(self, layer: int) -> tuple[Tensor, Tensor]:
+        """(Tctx, E) and (N, 2, G, D) of a layer on the device, once they are there."""
+        self._wait_for(layer)
+        codes = self._codes[layer]
+        if codes is None:
+            if self._read:
+                codes = self._read[layer].to(self.device, non_blocking=True)
+            else:  # all of them are computed
+                shape = (self.layout.n_context, self.form.n_bytes)
+                codes = torch.empty(shape, dtype=torch.uint8, device=self.device)
+            self._codes[layer] = codes
+        if self._key_range is None:
+            self._wait_for(0)
+            self._key_range = self._read_range.to(self.device, non_blocking=True)
+        return codes, self._key_range[layer]
 
     def entries(self, layer: int, tokens: Tensor) -> Entries:
         """Those of context tokens (n,), which are in order and on the model's device.
 
         Where nothing was loaded, they hold nothing yet.
         """
-        codes, (cos, sin) = self.codes[layer], self._turns.of(layer)
-        if not self._loaded.any():
-            codes = torch.empty_like(codes, device=self.device)
+        (codes, key_range), (cos, sin) = self._stored(layer), self._turns.of(layer)
         entries = Entries(
-            form=self.form, codes=codes, key_range=self.key_range[layer],
+            form=self.form, codes=codes, key_range=key_range,
             group=self.group_of_token, cos=cos, sin=sin,
         )  # fmt: skip
         return entries if len(tokens) == len(entries) else entries.select(tokens)
@@ -152,12 +247,13 @@ class Context:
             shape = (0, self.form.n_kv_heads, self.form.head_dim)
             empty = torch.empty(shape, dtype=self.form.dtype, device=self.device)
             return empty, empty
-        entries = self.entries(layer, tokens)
-        return entries.keys(), entries.values()
+        return self.entries(layer, tokens).keys_and_values()
 
     def release(self, layer: int) -> None:
         """Free the entries of a layer: the request is done with it."""
-        self.codes[layer] = self._read[layer] = torch.empty(0, dtype=torch.uint8)
+        self._codes[layer] = torch.empty(0, dtype=torch.uint8)
+        if self._read:
+            self._read[layer] = torch.empty(0, dtype=torch.uint8)
 
     def inputs(self, needs: frozenset[str], stable_layers: tuple[int, ...]) -> SelectionInputs:
         """The inputs named in ``needs``, for all chunks of the request. Raises ChunkLost."""
@@ -202,8 +298,8 @@ class Context:
         counts = torch.bincount(layout.chunk_of_token[anchor], minlength=layout.n_chunks)
         tokens = anchor.nonzero()[:, 0].to(self.device)
         group = self.group_of_token[tokens]
-        keys = [
-            self.form.keys(codes.index_select(0, tokens), of_layer, group)
-            for codes, of_layer in zip(self.codes, self.key_range, strict=True)
-        ]
+        keys = []
+        for layer in range(self.n_layers):
+            codes, key_range = self._stored(layer)
+            keys.append(self.form.keys(codes.index_select(0, tokens), key_range, group))
         return mean_of_blocks(torch.stack(keys), counts)

@@ -365,7 +365,7 @@ class SparseCache(WorkingCache):
                 best, rest_logit = self._choose(context, query[0, :, 0], scaling)
                 context = context.select(best)
             n_context = len(context)
-            parts.insert(0, (context.keys(), context.values()))
+            parts.insert(0, context.keys_and_values())
         if rest_logit is not None:
             # A key of zeros has a logit of 0 with every query, to which the mask adds. All
             # logits are moved alike, or the dtype's rounding would be of so large a number.

@@ -71,23 +71,21 @@ def attention(
     """
     if score_cap is not None or sinks is not None:
         return _explicit_attention(query, key, value, scaling, mask, causal, score_cap, sinks)
-    groups = query.shape[1] // key.shape[1]
-    if groups > 1 and query.shape[2] == 1 and not causal and query.device.type == "cpu":
-        # For a single token, the heads of a group are queries of one head. A key is then read
-        # once, not once a head: ten times as fast on CPUs (docs/decisions.md), whose kernel knows
-        # no such grouping.
-        as_queries = (len(query), key.shape[1], -1, query.shape[3])  # (batch, G, H / G, D)
-        if mask is not None:
-            mask = mask.expand(*query.shape[:2], 1, key.shape[2])
-            mask = mask.reshape(*as_queries[:3], key.shape[2])
-        output = F.scaled_dot_product_attention(
-            query.reshape(as_queries), key, value, mask, scale=scaling
-        )
+    (n_batch, n_heads, n_rows, size), (n_kv_heads, n_keys) = query.shape, key.shape[1:3]
+    groups = n_heads // n_kv_heads
+    # Neither a CPU's kernel for a single token nor CUDA's kernels with a mask know grouped heads.
+    # The heads of a group are queries of one head then. A key is read once, not once a head: ten
+    # times as fast on CPUs (docs/decisions.md).
+    is_single = n_rows == 1 and not causal and query.device.type == "cpu"
+    if groups > 1 and (is_single or (mask is not None and query.is_cuda)):
+        if mask is not None and mask.dim() == 2:
+            mask = mask.repeat(groups, 1)
+        elif mask is not None:
+            mask = mask.expand(n_batch, n_heads, n_rows, n_keys)
+            mask = mask.reshape(n_batch, n_kv_heads, groups * n_rows, n_keys)
+        as_queries = query.reshape(n_batch, n_kv_heads, groups * n_rows, size)
+        output = F.scaled_dot_product_attention(as_queries, key, value, mask, scale=scaling)
         return output.reshape(query.shape)
-    if groups > 1 and mask is not None and query.is_cuda:
-        # with a mask, CUDA's grouped-head path falls back to the slow math kernel
-        key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
-        groups = 1
     return F.scaled_dot_product_attention(
         query, key, value, mask, is_causal=causal, scale=scaling, enable_gqa=groups > 1
     )

@@ -131,7 +131,7 @@ def test_files_are_where_the_specification_has_them(store: ChunkStore, folder: P
     name = f"{TINY.digest}/{chunk.key[:2]}/{chunk.key}.safetensors"
     assert files(folder) == {"store.json", "secret", name}
     assert len(list(folder.glob("index-*.sqlite"))) == 1
-    assert json.loads((folder / "store.json").read_text())["format_version"] == 4
+    assert json.loads((folder / "store.json").read_text())["format_version"] == 5
     assert len((folder / "secret").read_bytes()) == 32
     assert set(os.listdir(folder)) >= {"index.lock", TINY.digest}
 
@@ -227,7 +227,7 @@ def test_another_format_version_is_refused(store: ChunkStore, folder: Path, vers
 
 @pytest.mark.parametrize(
     "content",
-    ["", "{", "[]", "{}", "null", "\xff", '{"format_version": 4}'],
+    ["", "{", "[]", "{}", "null", "\xff", '{"format_version": 5}'],
 )
 def test_a_broken_marker_is_refused(store: ChunkStore, folder: Path, content: str) -> None:
     (folder / "store.json").write_text(content, encoding="latin-1")

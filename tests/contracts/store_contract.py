@@ -45,7 +45,7 @@ def read_all(stored: StoredChunk) -> Tensor:
     made_by, n_tokens = stored.fingerprint, stored.n_tokens
     shape = (made_by.n_layers, n_tokens + 5, made_by.entry_format.n_bytes)
     whole = torch.full(shape, 77, dtype=torch.uint8)
-    stored.read_all(whole[:, 2 : 2 + n_tokens])
+    stored.read_layers(0, whole[:, 2 : 2 + n_tokens])
     assert (whole[:, :2] == 77).all() and (whole[:, 2 + n_tokens :] == 77).all()
     return whole[:, 2 : 2 + n_tokens]
 
@@ -129,11 +129,33 @@ class StoreContract:
             for wrong in bad:
                 with pytest.raises(AssertionError):
                     stored.read_blocks(0, [1], wrong)
-            stored.read_all(whole)
+            stored.read_layers(0, whole)
             turned = whole.transpose(1, 2).contiguous().transpose(1, 2)
-            for wrong in (whole[:1], whole[:, 1:], whole[..., 1:], whole.int(), turned):
+            for wrong in (
+                torch.cat((whole, whole)),
+                whole[:, 1:],
+                whole[..., 1:],
+                whole.int(),
+                turned,
+            ):
                 with pytest.raises(AssertionError):
-                    stored.read_all(wrong)
+                    stored.read_layers(0, wrong)
+            for first in (-1, 1):
+                with pytest.raises(AssertionError):
+                    stored.read_layers(first, whole)
+
+    def test_layers_are_read_by_themselves(self, store: Store) -> None:
+        chunk = chunk_for(store, 2, 30)
+        store.put(chunk)
+        with store.open(chunk.key, TINY) as stored:
+            for first in range(TINY.n_layers):
+                for last in range(first + 1, TINY.n_layers + 1):
+                    entries = torch.empty_like(chunk.entries[first:last])
+                    stored.key_range()
+                    before = stored.bytes_read
+                    stored.read_layers(first, list(entries))
+                    assert torch.equal(entries, chunk.entries[first:last])
+                    assert stored.bytes_read - before == entries.nbytes
 
     @pytest.mark.parametrize(("layer", "block"), [(-1, 1), (2, 1), (0, -1), (0, 8)])
     def test_refuses_layers_and_blocks_that_are_not_there(
@@ -516,7 +538,7 @@ class StoreContract:
                 dtype="float32",
                 store_bits=4,
                 block_size=4,
-                format_version=4,
+                format_version=5,
                 chunks=3,
                 bytes=expected[TINY.digest],
             ),
@@ -525,7 +547,7 @@ class StoreContract:
                 dtype="bfloat16",
                 store_bits=8,
                 block_size=8,
-                format_version=4,
+                format_version=5,
                 chunks=1,
                 bytes=expected[other.digest],
             ),

@@ -202,16 +202,16 @@ def test_each_chunk_is_read_once_from_its_first_entry_to_its_last(
     """For the probe and the pass together, by one call a chunk, and no block by itself."""
     asked_of = on_disk if kind is ChunkFile else engine
     calls: Counter[str] = Counter()
-    whole = kind.read_all
+    whole = kind.read_layers
 
-    def read_all(chunk: Any, out: Tensor) -> None:
+    def read_layers(chunk: Any, first: int, out: Tensor) -> None:
         calls[chunk.key] += 1
-        whole(chunk, out)
+        whole(chunk, first, out)
 
     def read_blocks(*_: Any) -> None:
         raise AssertionError("a block was read by itself")
 
-    monkeypatch.setattr(kind, "read_all", read_all)
+    monkeypatch.setattr(kind, "read_layers", read_layers)
     monkeypatch.setattr(kind, "read_blocks", read_blocks)
     ask(asked_of, PROMPT, CHUNKS, PROBING)
     assert calls == {asked_of.key_of(text): 1 for text in CHUNKS}
@@ -273,17 +273,17 @@ def test_bytes_of_a_lost_chunk_count(engine: Engine, monkeypatch: pytest.MonkeyP
     twice, because the way begins again, and the first one had been read by then."""
     chunks = [CHUNKS[0], CHUNKS[1], CHUNKS[3]]
     prompt = "Read:\n" + "\n".join(chunks) + "\nWhy?"
-    bad, whole = engine.key_of(chunks[1]), MemoryChunk.read_all
+    bad, whole = engine.key_of(chunks[1]), MemoryChunk.read_layers
     sizes: dict[str, int] = {}
 
-    def read_all(chunk: MemoryChunk, out: Tensor) -> None:
+    def read_layers(chunk: MemoryChunk, first: int, out: Tensor) -> None:
         before = chunk.bytes_read
-        whole(chunk, out)
+        whole(chunk, first, out)
         sizes.setdefault(chunk.key, chunk.bytes_read - before)
         if chunk.key == bad:
             raise CacheMiss("io", "unplugged")
 
-    monkeypatch.setattr(MemoryChunk, "read_all", read_all)
+    monkeypatch.setattr(MemoryChunk, "read_layers", read_layers)
     report = ask(engine, prompt, chunks, "reuse").report
     assert report.chunk_misses == {"io": 1} and report.reused == 2
     first, second, third = (engine.key_of(text) for text in chunks)

@@ -277,7 +277,7 @@ def assert_inputs(case: Case) -> Tensor:
     return torch.cat((inputs.block_max, inputs.block_min))
 
 
-@pytest.mark.parametrize("reads", ["read_all", "read_blocks", "key_range", "local_query"])
+@pytest.mark.parametrize("reads", ["read_layers", "read_blocks", "key_range", "local_query"])
 def test_a_chunk_that_fails_is_named_by_its_place(
     reads: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -289,7 +289,7 @@ def test_a_chunk_that_fails_is_named_by_its_place(
     monkeypatch.setattr(case.opened[1], reads, fail)
     blocks = torch.zeros(2, 13, dtype=torch.bool)
     blocks[:, 6] = True
-    if reads == "read_all":
+    if reads == "read_layers":
         blocks[:] = True
     with pytest.raises(ChunkLost) as lost:
         if reads == "local_query":

@@ -16,13 +16,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from samkv_integrations.cache.memory import MemoryStore
+from samkv_integrations.cache.memory import MemoryChunk, MemoryStore
 from samkv_integrations.cache.quantise import STORE_BITS
 from samkv_integrations.engine.blend import Blend, PassPlan
 from samkv_integrations.engine.decode import Decoder
 from samkv_integrations.engine.engine import Engine
-from samkv_integrations.engine.loader import Context
+from samkv_integrations.engine.loader import LAYERS_TOGETHER, Context
 from samkv_integrations.engine.scheduler import Scheduler
+from samkv_integrations.errors import CacheMiss
 from samkv_integrations.eviction import EVICTIONS
 from samkv_integrations.methods import METHODS
 from samkv_integrations.methods.guided import GuidedSelect
@@ -116,6 +117,9 @@ def test_a_sum_over_two_devices_fails_as_on_a_gpu():
         (lambda x: x[torch.tensor([0])], {"indices of the host": 1}),
         (lambda x: torch.equal(x, x), {"equal": 1}),
         (lambda x: x.add_(torch.tensor([1]).to(DEVICE)), {"to the device": 1}),
+        (lambda x: torch.ones(1).to(DEVICE, non_blocking=True), {"to the device": 1}),
+        (lambda x: torch.ones(1, pin_memory=True).to(DEVICE), {"to the device": 1}),
+        (lambda x: torch.ones(1, pin_memory=True).to(DEVICE, non_blocking=True), {}),
         (lambda x: torch.zeros_like(x).index_put_((x,), x), {}),
         (lambda x: x[x].softmax(0, torch.float32).topk(2).values.sort().values, {}),
     ],
@@ -188,18 +192,45 @@ def test_a_plan_left_on_the_host_fails(monkeypatch: pytest.MonkeyPatch, method: 
 
 
 def test_entries_left_on_the_host_fail(monkeypatch: pytest.MonkeyPatch):
-    load, on_cpu = Context.load, filled()
+    stored, on_cpu = Context._stored, filled()
 
-    def load_to_host(context: Context, blocks: Tensor) -> None:
-        load(context, blocks)
-        assert all(isinstance(of_layer, OnDevice) for of_layer in context.codes)
-        context.codes = [of_layer.held for of_layer in context.codes]
+    def stored_on_host(context: Context, layer: int) -> tuple[Tensor, Tensor]:
+        codes, key_range = stored(context, layer)
+        assert isinstance(codes, OnDevice)
+        return codes.held, key_range
 
-    monkeypatch.setattr(Context, "load", load_to_host)
+    monkeypatch.setattr(Context, "_stored", stored_on_host)
     with pretend_device():
         there = engine(on_cpu.store)
         with pytest.raises(RuntimeError, match="same device"):
             there.logits(PROMPT, CHUNKS, method="reuse")
+
+
+@pytest.mark.parametrize("fails_at", [0, 4])
+def test_a_chunk_that_fails_while_layers_run_is_a_miss(
+    monkeypatch: pytest.MonkeyPatch, fails_at: int
+):
+    """Threads read six layers of each chunk in two parts. The answer begins again without it."""
+    on_cpu, read = filled(n_layers=6), MemoryChunk.read_layers
+    bad = on_cpu.key_of(CHUNKS[1])
+    expected = on_cpu.logits(PROMPT, [CHUNKS[0], CHUNKS[2]], method="reuse")
+    whole = on_cpu.logits(PROMPT, CHUNKS, method="reuse")
+    assert LAYERS_TOGETHER == 4
+    failed: list[int] = []
+
+    def failing(chunk: MemoryChunk, first: int, out: list[Tensor]) -> None:
+        if chunk.key == bad and first == fails_at:
+            failed.append(first)
+            raise CacheMiss("io", "unplugged")
+        read(chunk, first, out)
+
+    monkeypatch.setattr(MemoryChunk, "read_layers", failing)
+    with pretend_device():
+        there = engine(on_cpu.store, n_layers=6)
+        found = there.logits(PROMPT, CHUNKS, method="reuse")
+    assert failed == [fails_at]
+    torch.testing.assert_close(found, expected, **AS_CLOSE)
+    assert not torch.allclose(found, whole, **AS_CLOSE)
 
 
 # -- waits ----------------------------------------------------------------------------------------

@@ -29,5 +29,5 @@ def read_all(stored: StoredChunk) -> Tensor:
     """(L, T, E): the entries of all layers."""
     form, n_layers = stored.fingerprint.entry_format, stored.fingerprint.n_layers
     entries = torch.empty(n_layers, stored.n_tokens, form.n_bytes, dtype=torch.uint8)
-    stored.read_all(list(entries))
+    stored.read_layers(0, list(entries))
     return entries

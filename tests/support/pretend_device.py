@@ -119,7 +119,7 @@ class Device(TorchDispatchMode):
     """While active, tensors can be made on the device and moved to and from it.
 
     waits: how often the host has waited for the device, by the operation that made it wait. A copy
-    from the host's memory counts too: torch waits for it, as the memory is not pinned.
+    from the host's memory counts too: torch waits for it, but from pinned memory if it is told to.
     """
 
     def __init__(self) -> None:
@@ -143,18 +143,21 @@ class Device(TorchDispatchMode):
             goes_there = torch.device(place).type == DEVICE.type
             kwargs["device"] = torch.device("cpu")
         if packet is aten._to_copy:
-            if is_here != goes_there:
+            may_go_on = getattr(args[0], "is_told_pinned", False) and kwargs.get("non_blocking")
+            if is_here != goes_there and not may_go_on:
                 self.waits["to the device" if goes_there else "to the host"] += 1
         elif packet is aten.copy_:
             if isinstance(args[0], OnDevice) != isinstance(args[1], OnDevice):
                 self.waits["to the device" if is_here else "to the host"] += 1
         elif is_here:
             self._check(func, args, kwargs, tensors)
-        if kwargs.get("pin_memory"):
+        if is_pinned := kwargs.get("pin_memory", False):
             kwargs["pin_memory"] = False
         found = {id(tensor.held): tensor for tensor in tensors if isinstance(tensor, OnDevice)}
         args, kwargs = tree_map(_held, (args, kwargs))
         result = func(*args, **kwargs)
+        if is_pinned:
+            result.is_told_pinned = True
         if not goes_there:
             return result
         leaves, shape = tree_flatten(result)

@@ -1,0 +1,79 @@
+"""Keys and values of entries in 4 bits by one kernel, where Triton and a CUDA device are there.
+
+What `EntryFormat.rotated_keys` and `values` do in some forty operations, each of which reads and
+writes all numbers in float32. Nothing imports this module where there is no such device.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton  # comes with torch's CUDA builds
+import triton.language as tl
+from torch import Tensor
+
+_BLOCK = 32
+"""Entries that one program takes, of one head."""
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _keys_and_values(  # type: ignore[no-untyped-def]  # noqa: ANN202
+    codes, group, tokens, key_range, cos, sin, hadamard, keys, values, n,  # noqa: ANN001
+    n_bytes: tl.constexpr, n_heads: tl.constexpr, half: tl.constexpr, has_tokens: tl.constexpr,
+    block: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(1)
+    at = tl.program_id(0) * block + tl.arange(0, block)
+    is_there, channel = at < n, tl.arange(0, half)
+    both = is_there[:, None] & (channel[None] < half)
+    at = tl.where(is_there, at, 0).to(tl.int64)
+    row = codes + at[:, None] * n_bytes
+    side = n_heads * half  # bytes of all keys, or of all values
+    # keys: (codes * scale + offset) of each channel, the transform's inverse, and the rotation
+    packed = tl.load(row + head * half + channel[None], mask=both, other=0)
+    of_group = tl.load(group + at, mask=is_there, other=0)
+    scale = key_range + (of_group[:, None] * 2 * n_heads + head) * 2 * half + channel[None]
+    offset = scale + n_heads * 2 * half
+    first = (packed & 15).to(tl.float32) * tl.load(scale).to(tl.float32)
+    first += tl.load(offset).to(tl.float32)
+    second = (packed >> 4).to(tl.float32) * tl.load(scale + half).to(tl.float32)
+    second += tl.load(offset + half).to(tl.float32)
+    matrix = tl.load(hadamard + channel[:, None] * half + channel[None])
+    first = tl.dot(first, matrix, input_precision="ieee")
+    second = tl.dot(second, matrix, input_precision="ieee")
+    place = tl.load(tokens + at, mask=is_there, other=0) if has_tokens else at
+    turn = place[:, None] * half + channel[None]
+    c, s = tl.load(cos + turn), tl.load(sin + turn)
+    out = (at[:, None] * n_heads + head) * 2 * half + channel[None]
+    kind = keys.dtype.element_ty
+    tl.store(keys + out, (first * c - second * s).to(kind), mask=both)
+    tl.store(keys + out + half, (second * c + first * s).to(kind), mask=both)
+    # values: scale and offset of each token
+    packed = tl.load(row + side + head * half + channel[None], mask=both, other=0)
+    ranges = (codes + at * n_bytes + 2 * side).to(tl.pointer_type(tl.float16))
+    scale_v = tl.load(ranges + head, mask=is_there, other=0).to(tl.float32)[:, None]
+    offset_v = tl.load(ranges + n_heads + head, mask=is_there, other=0).to(tl.float32)[:, None]
+    tl.store(values + out, ((packed & 15).to(tl.float32) * scale_v + offset_v).to(kind), mask=both)
+    second_v = (packed >> 4).to(tl.float32) * scale_v + offset_v
+    tl.store(values + out + half, second_v.to(kind), mask=both)
+
+
+def keys_and_values(
+    codes: Tensor, group: Tensor, tokens: Tensor | None, key_range: Tensor, cos: Tensor,
+    sin: Tensor, hadamard: Tensor, dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Keys at their positions and values, (n, G, D) in ``dtype``, of entries in 4 bits.
+
+    codes: (n, E) uint8, see `EntryFormat`. group: (n,) which of key_range (N, 2, G, D) is each
+    entry's. cos, sin: (Tctx, D / 2) float32, of which the entries' are ``tokens`` (n,), the first n
+    if that is None. hadamard: (D / 2, D / 2) float32, which mixes the channels of each half.
+    """
+    n_groups, _, n_heads, head_dim = key_range.shape
+    assert all(x.is_contiguous() for x in (codes, group, key_range, cos, sin, hadamard))
+    keys, values = codes.new_empty(2, len(codes), n_heads, head_dim, dtype=dtype)
+    grid = (triton.cdiv(len(codes), _BLOCK), n_heads)
+    _keys_and_values[grid](
+        codes, group, group if tokens is None else tokens, key_range, cos, sin, hadamard, keys,
+        values, len(codes), n_bytes=codes.shape[1], n_heads=n_heads, half=head_dim // 2,
+        has_tokens=tokens is not None, block=_BLOCK,
+    )  # fmt: skip
+    return keys, values
