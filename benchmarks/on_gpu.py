@@ -5,6 +5,12 @@
 Random weights in the shape of models that people use, in bfloat16. The ways take turns, and figures
 are medians over rounds: seconds of an answer of one token, and of a later token. --profile says
 besides where the time of one first token goes, and where the host waits for the device.
+
+    python -m benchmarks.on_gpu --answers 12 --model smollm2
+    python -m benchmarks.on_gpu --learning 4 --shape llama-3.1-8b
+
+Greedy answers of a real model there against those on the processor, float32 on both; and seconds
+and memory of a step of ``samkv adapt``.
 """
 
 from __future__ import annotations
@@ -24,15 +30,20 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks import models
+from benchmarks.answer_grid import Texts
 from benchmarks.models import Words
 from benchmarks.run_settings import hardware
 from samkv_integrations.cache.disk import ChunkStore
+from samkv_integrations.cache.memory import MemoryStore
 from samkv_integrations.cli.tables import markdown_table as table
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.evaluation.shapes import SHAPES
 from samkv_integrations.figures import commit, to_json
+from samkv_integrations.model.loading import load_model
 from samkv_integrations.model.model import Model
 from samkv_integrations.prompt.text import rag_prompt
+from samkv_integrations.tuning.distil import loss, teacher
+from samkv_integrations.tuning.mixed_prompts import Source
 
 PLAIN = "plain transformers"
 WAYS = (PLAIN, "recompute", "reuse", "epic", "samkv-guided", "auto")
@@ -86,9 +97,7 @@ class Ways:
                 )  # fmt: skip
             self.model.tokenizer.decode(made[0, -n_tokens:])
         else:
-            report = self.engine.generate(
-                self.prompt, self.chunks, method=way, max_new_tokens=n_tokens
-            ).report
+            report = self.engine.generate(self.prompt, method=way, max_new_tokens=n_tokens).report
         self._wait()
         return time.perf_counter() - began, report
 
@@ -152,9 +161,54 @@ def rows_of(ways: Ways, names: Sequence[str], rounds: int) -> list[dict[str, Any
             "peak_gb": ways.peak_bytes(name) / 1e9,
             "read_gb": report.bytes_read / 1e9 if report else 0.0,
             **({f"{stage}_s": getattr(report, f"{stage}_s")
-                for stage in ("load", "select", "probe", "blend")} if report else {}),
+                for stage in ("ttft", "load", "select", "probe", "blend")} if report else {}),
         })  # fmt: skip
     return rows
+
+
+def answers(name: str, device: str, n: int) -> str:
+    """How many greedy answers of 32 tokens over real paragraphs are those of the processor."""
+    here, there = (load_model(name, device=one, dtype="float32") for one in ("cpu", device))
+    texts = Texts(here)
+    chunks = [texts.next(160) for _ in range(5 * n)]
+    engines = [Engine(here, MemoryStore()), Engine(there, MemoryStore())]
+    for engine in engines:
+        engine.cache_chunks(chunks)
+    lines = []
+    for way in ("recompute", "reuse", "samkv-guided"):
+        pairs = []
+        for at in range(n):
+            held = chunks[5 * at : 5 * at + 5]
+            prompt = rag_prompt("What do the texts say about this?", held, chat=here.asks_in_chat)
+            pairs.append([
+                engine.generate(prompt, method=way, max_new_tokens=N_STEPS).text
+                for engine in engines
+            ])  # fmt: skip
+        same = sum(one == other for one, other in pairs)
+        lines.append(f"{way}: {same} of {n} answers are the processor's")
+    return "\n".join(lines)
+
+
+def learning(model: Model, n: int) -> str:
+    """Seconds and memory of ``n`` steps of learning a prefix, prompts of up to 2,048 tokens."""
+    words = Words(model, 0)
+    source = Source(cuts=[[words.text(400) for _ in range(60)]])
+    own = torch.nn.Parameter(torch.zeros(71, model.config.hidden_size, device=model.device))
+    for weight in model.hf.parameters():
+        weight.requires_grad_(False)
+    lines = []
+    for at in range(n):
+        prompt = source.prompt(model, f"{at}", "learn")
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        truth = teacher(model, prompt, 12)
+        loss(model, prompt, truth, own, 0).backward()  # type: ignore[no-untyped-call]
+        torch.cuda.synchronize()
+        lines.append(f"{len(prompt.ids)} tokens: {time.perf_counter() - began:.2f} s, "
+                     f"{(torch.cuda.max_memory_allocated() - before) / 1e9:.1f} GB")  # fmt: skip
+    return "\n".join(lines)
 
 
 def _over(mine: float, base: float) -> float:
@@ -171,14 +225,23 @@ def main() -> None:
     parser.add_argument("--ways", nargs="+", default=list(WAYS))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--profile", metavar="WAY")
+    parser.add_argument("--answers", type=int, help="compared with the processor's")
+    parser.add_argument("--model", default="smollm2", help="that answers")
+    parser.add_argument("--learning", type=int, help="steps that are timed")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    if args.answers:
+        sys.stdout.write(f"{answers(args.model, args.device, args.answers)}\n")
+        return
     names = [PLAIN, *(way for way in args.ways if way != PLAIN)]
     model = build(args.shape, args.device, args.layers)
     began = time.perf_counter()
     digest = model.weights_digest
     sys.stdout.write(f"{model.name}, {hardware(model)['device']}, commit {commit()}; "
                      f"digest {digest[:8]} took {time.perf_counter() - began:.1f} s\n")  # fmt: skip
+    if args.learning:
+        sys.stdout.write(f"{learning(model, args.learning)}\n")
+        return
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         for cell in args.cells:

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
+from blake3 import blake3
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -283,7 +284,7 @@ def _state(hf: PreTrainedModel) -> tuple[dict[str, Tensor], dict[str, str]]:
 def weights_digest(hf: PreTrainedModel) -> str:
     """Hash over every byte of every weight, see `_state`.
 
-    Piece by piece in a few threads: hashlib lets other threads run, and no copy is large.
+    Piece by piece in a few threads, each of which copies its piece from the device that it is on.
     """
     state, readings = _state(hf)
     once = {_place(tensor): tensor for tensor in state.values()}  # tied weights are one tensor
@@ -293,7 +294,7 @@ def weights_digest(hf: PreTrainedModel) -> str:
     with ThreadPoolExecutor(n_threads) as threads:
         for first in range(0, len(pieces), n_threads):
             some = pieces[first : first + n_threads]  # what is copied from a device at a time
-            digests = threads.map(hash_piece, [piece.cpu() for _, piece in some])
+            digests = threads.map(hash_piece, [piece for _, piece in some])
             for (place, _), digest in zip(some, digests, strict=True):
                 hashes[place].append(digest)
     found: list[Any] = [
@@ -313,9 +314,9 @@ def _pieces(tensor: Tensor) -> tuple[Tensor, ...]:
 
 
 def hash_piece(piece: Tensor) -> str:
-    """Hash of the bytes of a piece in the host's memory."""
-    data: Any = piece.view(torch.uint8).numpy()
-    return hashlib.blake2b(data, digest_size=32).hexdigest()
+    """Hash of the bytes of a piece."""
+    data: Any = piece.cpu().view(torch.uint8).numpy()
+    return blake3(data).hexdigest()
 
 
 def _config_digest(hf: PreTrainedModel) -> str:

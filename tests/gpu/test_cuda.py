@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from samkv_integrations.cache.quantise import STORE_BITS
+from samkv_integrations.cache.quantise import STORE_BITS, Entries, EntryFormat, _kernel, groups
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.eviction import EVICTIONS, Eviction, Quest
 from samkv_integrations.methods import METHODS, Method
@@ -29,11 +29,17 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
 ]
 
-CHUNKS = [f"the {name} of number {name} is at the {name}, " * 6 for name in ("mill", "inn", "quay")]
+# No two blocks are alike: between equal scores rounding would choose.
+CHUNKS = [
+    "".join(
+        f"{name} {at * at} of {chr(97 + at) * 3} stands at {7 * at + 3}, " for at in range(n, n + 9)
+    )
+    for n, name in enumerate(("mill", "inn", "quay"))
+]
 PROMPT = f"A guide: {' and '.join(CHUNKS)} Where is the inn?"
 FOLLOW = (40, 50, 60, 70)
 # As transformers on both: float32 in another order, and logits of these models reach 100.
-TIGHT = {"rtol": 1e-4, "atol": 1e-3}
+TIGHT = {"rtol": 1e-4, "atol": 2e-3}
 
 
 @cache
@@ -198,3 +204,32 @@ def test_a_chunk_after_its_prefix_is_exact_in_bfloat16(family: str):
     reused, full = (there.logits(prompt, CHUNKS[:1], method=m) for m in ("reuse", "recompute"))
     true = exact.logits(prompt, CHUNKS[:1], method="recompute")
     assert rms(reused - full) <= 2 * rms(full - true)
+
+
+# -- one kernel in place of many operations -------------------------------------------------------
+
+
+@pytest.mark.parametrize("n_tokens", [1, 64, 203])
+@pytest.mark.parametrize(("n_kv_heads", "head_dim"), [(1, 32), (3, 64), (8, 128), (2, 256)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_kernel_decodes_as_the_operations_do(
+    dtype: torch.dtype, n_kv_heads: int, head_dim: int, n_tokens: int
+):
+    form = EntryFormat(bits=4, n_kv_heads=n_kv_heads, head_dim=head_dim, dtype=dtype)
+    random = torch.Generator("cuda").manual_seed(n_tokens)
+    shape = (n_tokens, n_kv_heads, head_dim)
+    keys, values = (torch.randn(shape, generator=random, device="cuda").to(dtype) for _ in "kv")
+    codes, key_range = form.encode(3 * keys + 1, values)
+    angle = torch.randn(n_tokens, 1, head_dim // 2, generator=random, device="cuda")
+    whole = Entries(
+        form=form, codes=codes, key_range=key_range, group=groups(n_tokens, codes.device),
+        cos=angle.cos(), sin=angle.sin(),
+    )  # fmt: skip
+    assert _kernel(form) is not None
+    some = whole.select(torch.arange(0, n_tokens, 3, device="cuda"))
+    for entries in (whole, some):
+        found, expected = entries.keys_and_values(), (entries.keys(), entries.values())
+        for mine, theirs in zip(found, expected, strict=True):
+            assert mine.dtype == dtype
+            ulp = torch.finfo(dtype).eps
+            torch.testing.assert_close(mine, theirs, rtol=2 * ulp, atol=4 * max(ulp, 2e-6))
