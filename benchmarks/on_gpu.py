@@ -23,6 +23,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks import models
 from benchmarks.answer_grid import Texts
+from benchmarks.memory import peak_of
 from benchmarks.models import Words
 from benchmarks.run_settings import hardware
 from samkv_integrations.cache.disk import ChunkStore
@@ -39,10 +41,11 @@ from samkv_integrations.cli.tables import markdown_table as table
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.evaluation.shapes import SHAPES
 from samkv_integrations.figures import commit, to_json
+from samkv_integrations.model.identity import weights_digest
 from samkv_integrations.model.loading import load_model
 from samkv_integrations.model.model import Model
 from samkv_integrations.prompt.text import rag_prompt
-from samkv_integrations.tuning.distil import loss, teacher
+from samkv_integrations.tuning.distil import Prompt, loss, teacher
 from samkv_integrations.tuning.mixed_prompts import Source
 
 PLAIN = "plain transformers"
@@ -66,6 +69,8 @@ def build(shape: str, device: str, layers: int | None) -> Model:
     name = f"{shape} (random weights)"
     model = models.random_model(fields, name=name, dtype="bfloat16", device=device, seed=0)
     model.eos_ids = frozenset()
+    # made again from the same seed, they are the same: 61 GB need not be hashed
+    model.identity._digests["weights"] = f"{shape} of {fields['num_hidden_layers']} layers"
     return model
 
 
@@ -79,12 +84,13 @@ class Ways:
         began = time.perf_counter()
         self.engine.cache_chunks(self.chunks)
         self.ingest_s = time.perf_counter() - began
+        self.engine.calibrate()  # as `samkv doctor` does; auto goes by it
         self.prompt = str(rag_prompt("What is the name of the river?", self.chunks))
 
     def __call__(self, way: str, n_tokens: int) -> tuple[float, Any]:
         """Seconds of an answer of so many tokens, and its report; the device has ended."""
         self.engine.prefixes.clear()
-        self._wait()
+        wait_for(self.model.device)
         began = time.perf_counter()
         report = None
         if way == PLAIN:
@@ -98,21 +104,8 @@ class Ways:
             self.model.tokenizer.decode(made[0, -n_tokens:])
         else:
             report = self.engine.generate(self.prompt, method=way, max_new_tokens=n_tokens).report
-        self._wait()
+        wait_for(self.model.device)
         return time.perf_counter() - began, report
-
-    def peak_bytes(self, way: str) -> int:
-        """Most bytes on the device above those of the weights, for an answer of one token."""
-        if not self.model.device.type == "cuda":
-            return 0
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        self(way, 1)
-        return torch.cuda.max_memory_allocated() - before
-
-    def _wait(self) -> None:
-        if self.model.device.type == "cuda":
-            torch.cuda.synchronize()
 
     def profiled(self, way: str) -> str:
         """Where the time of a first token goes, and the lines at which the host waits."""
@@ -134,6 +127,12 @@ class Ways:
             waits = Counter(f"{each.filename.split('/')[-1]}:{each.lineno}" for each in seen)
             parts.append("\n".join(f"{n} waits at {at}" for at, n in waits.most_common(25)))
         return "\n\n".join(parts)
+
+
+def wait_for(device: torch.device) -> None:
+    """Until it has done what it was told."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def rows_of(ways: Ways, names: Sequence[str], rounds: int) -> list[dict[str, Any]]:
@@ -158,7 +157,7 @@ def rows_of(ways: Ways, names: Sequence[str], rounds: int) -> list[dict[str, Any
             "first_ratio": statistics.median(map(_over, first[name], first[names[0]])),
             "step_ms": 1000 * statistics.median(step[name]),
             "step_ratio": statistics.median(map(_over, step[name], step[names[0]])),
-            "peak_gb": ways.peak_bytes(name) / 1e9,
+            "peak_gb": peak_of(partial(ways, name, 1), ways.model.device).tensor_bytes / 1e9,
             "read_gb": report.bytes_read / 1e9 if report else 0.0,
             **({f"{stage}_s": getattr(report, f"{stage}_s")
                 for stage in ("ttft", "load", "select", "probe", "blend")} if report else {}),
@@ -199,15 +198,17 @@ def learning(model: Model, n: int) -> str:
     lines = []
     for at in range(n):
         prompt = source.prompt(model, f"{at}", "learn")
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        torch.cuda.synchronize()
-        began = time.perf_counter()
-        truth = teacher(model, prompt, 12)
-        loss(model, prompt, truth, own, 0).backward()  # type: ignore[no-untyped-call]
-        torch.cuda.synchronize()
-        lines.append(f"{len(prompt.ids)} tokens: {time.perf_counter() - began:.2f} s, "
-                     f"{(torch.cuda.max_memory_allocated() - before) / 1e9:.1f} GB")  # fmt: skip
+        spent = []
+
+        def step(prompt: Prompt = prompt, spent: list[float] = spent) -> None:
+            began = time.perf_counter()
+            loss(model, prompt, teacher(model, prompt, 12), own, 0).backward()  # type: ignore[no-untyped-call]
+            wait_for(model.device)
+            spent.append(time.perf_counter() - began)
+
+        step()
+        peak = peak_of(step, model.device).tensor_bytes
+        lines.append(f"{len(prompt.ids)} tokens: {spent[0]:.2f} s, {peak / 1e9:.1f} GB")
     return "\n".join(lines)
 
 
@@ -225,6 +226,7 @@ def main() -> None:
     parser.add_argument("--ways", nargs="+", default=list(WAYS))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--profile", metavar="WAY")
+    parser.add_argument("--digest", action="store_true", help="time the hash of all weights")
     parser.add_argument("--answers", type=int, help="compared with the processor's")
     parser.add_argument("--model", default="smollm2", help="that answers")
     parser.add_argument("--learning", type=int, help="steps that are timed")
@@ -236,12 +238,10 @@ def main() -> None:
     names = [PLAIN, *(way for way in args.ways if way != PLAIN)]
     model = build(args.shape, args.device, args.layers)
     began = time.perf_counter()
-    digest = model.weights_digest
-    sys.stdout.write(f"{model.name}, {hardware(model)['device']}, commit {commit()}; "
-                     f"digest {digest[:8]} took {time.perf_counter() - began:.1f} s\n")  # fmt: skip
-    if args.learning:
-        sys.stdout.write(f"{learning(model, args.learning)}\n")
-        return
+    if args.digest:
+        weights_digest(model.hf)
+        sys.stdout.write(f"hashing all weights took {time.perf_counter() - began:.1f} s\n")
+    sys.stdout.write(f"{model.name}, {hardware(model)['device']}, commit {commit()}\n")
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         for cell in args.cells:
@@ -260,6 +260,8 @@ def main() -> None:
             sys.stdout.flush()
             if args.profile:
                 sys.stdout.write(f"{ways.profiled(args.profile)}\n")
+    if args.learning:
+        sys.stdout.write(f"{learning(model, args.learning)}\n")
     if args.json:
         args.json.write_text(to_json("on_gpu", model.name, rows, hardware(model)))
 

@@ -20,6 +20,7 @@ from io import FileIO
 from math import prod
 from pathlib import Path
 
+import numpy as np
 import torch
 from blake3 import blake3
 from torch import Tensor
@@ -448,8 +449,12 @@ class ChunkFile:
         return BlockMeans(codes=codes, scale=scale)
 
     def key_range(self) -> Tensor:
+        is_known = ("key_range",) in self._groups
         found = self._group("key_range")[0]
-        if not bool(found.isfinite().all()):  # its MAC says nothing of what was written
+        # Its MAC says nothing of what was written. NumPy: torch's `isfinite` takes 25 ms for 1 MB
+        # of float16 on a CPU, and threads of its own.
+        if not is_known and not np.isfinite(found.numpy()).all():
+            del self._groups[("key_range",)]
             raise self._corrupt("key_range")
         return found
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from samkv_integrations.cache.base import Store
-from samkv_integrations.cache.quantise import EntryFormat, groups
+from samkv_integrations.cache.quantise import Entries, EntryFormat, groups
 from samkv_integrations.methods import Method
 from samkv_integrations.model.model import Model
 from samkv_integrations.model.shape import ModelShape
@@ -63,7 +63,8 @@ class CostModel:
             token_s=2 * model.layer_parameters / flops,
             pair_s=4 * model.n_heads * model.head_dim / flops,
             entry_s=(1e-11 if on_gpu else 4e-9) * model.n_kv_heads * model.head_dim,
-            read_s=1e-9 * model.n_kv_heads * model.head_dim,
+            # threads read for a GPU, while its layers run
+            read_s=(1e-10 if on_gpu else 1e-9) * model.n_kv_heads * model.head_dim,
         )
 
     def full_prefill_s(self, n_tokens: int, n_held: int = 0) -> float:
@@ -212,11 +213,14 @@ def _plain_pass(model: Model, n_tokens: int) -> None:
 
 def _dequantise(model: Model, form: EntryFormat, n_tokens: int) -> None:
     """What one layer of a pass does for stored entries."""
-    device, shape = model.device, (n_tokens, form.n_kv_heads, form.head_dim // 2)
-    turns = torch.ones(shape, device=device)
-    entries = torch.zeros(n_tokens, form.n_bytes, dtype=torch.uint8, device=device)
-    key_range = torch.ones(form.range_shape(n_tokens), dtype=torch.float16, device=device)
+    device = model.device
+    heads = form.n_kv_heads if device.type == "cpu" else 1
+    turns = torch.ones(n_tokens, heads, form.head_dim // 2, device=device)
+    entries = Entries(
+        form=form, codes=torch.zeros(n_tokens, form.n_bytes, dtype=torch.uint8, device=device),
+        key_range=torch.ones(form.range_shape(n_tokens), dtype=torch.float16, device=device),
+        group=groups(n_tokens, device), cos=turns, sin=turns,
+    )  # fmt: skip
     order = torch.arange(n_tokens, device=device)
-    keys = form.rotated_keys(entries, key_range, groups(n_tokens, device), turns, turns)
-    for side in (keys.to(form.dtype), form.values(entries)):
+    for side in entries.keys_and_values():
         side.index_select(0, order)

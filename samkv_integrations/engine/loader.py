@@ -202,8 +202,9 @@ class Context:
                     torch.index_select(entries, 0, offsets, out=out)
 
     def _keep_range(self, index: int) -> None:
-        groups = self._groups[index]
-        self._read_range[:, groups.start : groups.stop] = self.chunks[index].key_range()
+        groups, found = self._groups[index], self.chunks[index].key_range()
+        # NumPy, as torch would copy with threads of its own beside those that read
+        self._read_range.numpy()[:, groups.start : groups.stop] = found.numpy()
 
     def _wait_for(self, layer: int) -> None:
         """For what is being read of a layer. Raises ChunkLost."""

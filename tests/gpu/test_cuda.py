@@ -49,10 +49,12 @@ def on_gpu(family: str, dtype: torch.dtype) -> Model:
 
 
 @cache
-def filled(family: str, dtype: torch.dtype, store_bits: int, device: str) -> Engine:
+def filled(
+    family: str, dtype: torch.dtype, store_bits: int, device: str, prefix: str = "documents"
+) -> Engine:
     """An engine with the chunks in its store. Both devices accept each other's caches."""
     model = tiny_model(family, dtype) if device == "cpu" else on_gpu(family, dtype)
-    made = Engine(model, block_size=8, store_bits=store_bits)
+    made = Engine(model, block_size=8, store_bits=store_bits, prefix=prefix)
     made.cache_chunks(CHUNKS)
     return made
 
@@ -86,7 +88,7 @@ def test_logits_in_float32_are_those_of_the_cpu(
 
 
 @pytest.mark.parametrize("rule", [None, "none", *EVICTIONS])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [name for name in METHODS if name != "auto"])
 def test_every_method_and_rule_runs(method: str, rule: str | None):
     on_cpu = filled("llama", torch.float32, 4, "cpu")
     there = with_caches_of(on_cpu, on_gpu("llama", torch.float32))
@@ -117,11 +119,13 @@ def test_logits_in_bfloat16_are_no_further_from_float32_than_the_cpu_s(
 def test_an_answer_is_the_cpu_s_and_sampling_repeats_itself():
     on_cpu = filled("llama", torch.float32, 16, "cpu")
     there = with_caches_of(on_cpu, on_gpu("llama", torch.float32))
-    greedy = [engine.generate(PROMPT, CHUNKS, max_new_tokens=16) for engine in (on_cpu, there)]
+    asked = {
+        "method": "samkv-guided",
+        "max_new_tokens": 16,
+    }  # auto goes by what a device is fast at
+    greedy = [engine.generate(PROMPT, CHUNKS, **asked) for engine in (on_cpu, there)]
     assert greedy[0].text == greedy[1].text
-    drawn = [
-        there.generate(PROMPT, CHUNKS, max_new_tokens=16, temperature=1.0, seed=7) for _ in range(2)
-    ]
+    drawn = [there.generate(PROMPT, CHUNKS, temperature=1.0, seed=7, **asked) for _ in range(2)]
     assert drawn[0].text == drawn[1].text
 
 
@@ -198,8 +202,8 @@ def test_recompute_in_bfloat16_is_the_plain_forward(family: str):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_chunk_after_its_prefix_is_exact_in_bfloat16(family: str):
-    there = filled(family, torch.bfloat16, 16, "cuda")
-    exact = filled(family, torch.float32, 16, "cpu")
+    there = filled(family, torch.bfloat16, 16, "cuda", "bos")
+    exact = filled(family, torch.float32, 16, "cpu", "bos")
     prompt = CHUNKS[0].strip() + " Where is the inn?"
     reused, full = (there.logits(prompt, CHUNKS[:1], method=m) for m in ("reuse", "recompute"))
     true = exact.logits(prompt, CHUNKS[:1], method="recompute")
@@ -209,13 +213,18 @@ def test_a_chunk_after_its_prefix_is_exact_in_bfloat16(family: str):
 # -- one kernel in place of many operations -------------------------------------------------------
 
 
-@pytest.mark.parametrize("n_tokens", [1, 64, 203])
 @pytest.mark.parametrize(("n_kv_heads", "head_dim"), [(1, 32), (3, 64), (8, 128), (2, 256)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_kernel_decodes_as_the_operations_do(
-    dtype: torch.dtype, n_kv_heads: int, head_dim: int, n_tokens: int
+    dtype: torch.dtype, n_kv_heads: int, head_dim: int
 ):
     form = EntryFormat(bits=4, n_kv_heads=n_kv_heads, head_dim=head_dim, dtype=dtype)
+    for n_tokens in (1, 64, 203):
+        _compare(form, n_tokens)
+
+
+def _compare(form: EntryFormat, n_tokens: int) -> None:
+    n_kv_heads, head_dim, dtype = form.n_kv_heads, form.head_dim, form.dtype
     random = torch.Generator("cuda").manual_seed(n_tokens)
     shape = (n_tokens, n_kv_heads, head_dim)
     keys, values = (torch.randn(shape, generator=random, device="cuda").to(dtype) for _ in "kv")
