@@ -49,6 +49,7 @@ INDEX = (
     "key_range",
 )
 MAC_BYTES = 16
+_FIRST_BLOCK = 1 + len(INDEX)  # the region
 _FILE_PURPOSE = b"samkv file"  # the secret names chunks too, by hashes without a purpose
 
 _DTYPE_NAMES = {
@@ -107,7 +108,7 @@ class FileLayout:
         n_layers, n_groups, dim = made_by.n_layers, made_by.n_kv_heads, made_by.head_dim
         entries = made_by.entry_format
         table = {
-            "macs": (torch.uint8, (1 + len(INDEX) + n_layers * n_blocks, MAC_BYTES)),
+            "macs": (torch.uint8, (_FIRST_BLOCK + n_layers * (n_blocks + 1), MAC_BYTES)),
             "token_ids": (torch.int32, (self.n_tokens,)),
             "block_max": (torch.int32, (n_layers,)),
             "block_min": (torch.int32, (n_layers,)),
@@ -222,16 +223,25 @@ def encode(chunk: ChunkCache, namespace: str, secret: bytes) -> Iterator[bytes |
     header = layout.header(chunk.key)
     key = file_key(header, secret)
     *index, entries = (byte_view(tensor.detach().contiguous()) for tensor in tensors.values())
-    regions: list[bytes | memoryview] = [header, *index]
-    for start in range(0, len(entries), layout.layer_bytes):
-        regions += [
-            entries[start + first : start + first + n_bytes]
-            for first, n_bytes in layout.block_places
-        ]
+    regions: list[bytes | memoryview] = [header, *index, *_block_regions(layout, entries)]
+    # whole layers too: to check one at once takes a thread a sixteenth of Python's steps
+    regions += [
+        entries[start : start + layout.layer_bytes]
+        for start in range(0, len(entries), layout.layer_bytes)
+    ]
     yield header
     yield b"".join([mac(key, position, data) for position, data in enumerate(regions)])
     yield from index
     yield entries
+
+
+def _block_regions(layout: FileLayout, entries: memoryview) -> list[memoryview]:
+    """Each block of each layer. entries: of all layers."""
+    return [
+        entries[start + first : start + first + n_bytes]
+        for start in range(0, len(entries), layout.layer_bytes)
+        for first, n_bytes in layout.block_places
+    ]
 
 
 def byte_view(tensor: Tensor) -> memoryview:
@@ -467,12 +477,8 @@ class ChunkFile:
         self.key_range()
         layers = [byte_view(layer) for layer in out]
         self._read(layout.tensors["entries"].start + first * layout.layer_bytes, *layers)
-        places = layout.block_places
-        regions = [
-            of_layer[start : start + n_bytes] for of_layer in layers for start, n_bytes in places
-        ]
-        before = 1 + len(INDEX) + first * len(places)
-        self._check(regions, range(before, before + len(regions)), "block")
+        before = _FIRST_BLOCK + n_layers * len(layout.block_places) + first
+        self._check(layers, range(before, before + len(layers)), "layer")
 
     def read_blocks(self, layer: int, blocks: Sequence[int], out: Tensor) -> None:
         # The hot path of a request: thousands of calls, so no tensor operation in any loop.
@@ -496,7 +502,7 @@ class ChunkFile:
         assert done == len(view), "the tensor must hold exactly the entries of the blocks"
         for offset, first, last in runs:
             self._read(offset, view[first:last])
-        of_layer = 1 + len(INDEX) + layer * len(places)
+        of_layer = _FIRST_BLOCK + layer * len(places)
         positions = [of_layer + block for block in blocks]
         self._check([view[first:last] for first, last in regions], positions, "block")
 
@@ -512,7 +518,8 @@ class ChunkFile:
         )  # fmt: skip
 
     def verify(self) -> None:
-        self.chunk()
+        regions = _block_regions(self.layout, byte_view(self.chunk().entries))
+        self._check(regions, range(_FIRST_BLOCK, _FIRST_BLOCK + len(regions)), "block")
 
     @property
     def modified_at(self) -> float:

@@ -65,7 +65,8 @@ def _places() -> dict[str, list[tuple[int, int]]]:
 
 PLACES = _places()
 _MACS = PLACES["macs"][0][0]
-_FIRST_BLOCK = _LAYOUT.tensors["macs"].shape[0] - len(PLACES["entries"])
+_N_BLOCKS = len(PLACES["entries"])
+_FIRST_BLOCK = _LAYOUT.tensors["macs"].shape[0] - _N_BLOCKS - SMALL.n_layers
 
 Bytes = Callable[[random.Random], bytes]
 
@@ -181,6 +182,11 @@ def _forged(text: bytes, data: bytes, rng: random.Random) -> bytes:
         for name, places in PLACES.items()
         if name not in ("length", "json", "macs")
         for first, last in places
+    ]
+    start = _HEADER + _LAYOUT.tensors["entries"].start
+    regions += [
+        data[at - _HEADER : at - _HEADER + _LAYOUT.layer_bytes]
+        for at in range(start, start + SMALL.n_layers * _LAYOUT.layer_bytes, _LAYOUT.layer_bytes)
     ]
     secret = rng.choice((b"", bytes(32), rng.randbytes(32)))
     key = hashlib.blake2b(header, key=secret, digest_size=32, person=b"samkv file").digest()
