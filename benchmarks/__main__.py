@@ -22,6 +22,7 @@ BENCHMARKS = {
     "hostile_clients": "whether normal clients of a server notice hostile ones",
     "held_beginning": "how much sooner a turn of a conversation is answered from memory",
     "learned_prefix": "the prefix of `samkv adapt`, learned from the choosing half of questions",
+    "on_gpu": "first token, decode and memory on a GPU, against plain transformers",
     "prefix_study": "ways of learning what chunks are prefilled after, side by side",
     "query_path": "functions and files that one question passes",
     "inspection_pictures": "pictures of what answers read, for docs/inspect.md",

@@ -333,7 +333,7 @@ class Entries:
 
     def keys_and_values(self) -> tuple[Tensor, Tensor]:
         """`keys` and `values`, by one kernel where there is one."""
-        if self.codes.is_cuda and (kernel := _kernel(self.form)) is not None:
+        if self.codes.is_cuda and (kernel := kernel_of(self.form)) is not None:
             cos, sin = self.cos[:, 0], self.sin[:, 0]
             matrix = _hadamard(self.form.head_dim // 2, self.codes.device)
             return kernel(
@@ -412,7 +412,7 @@ _Kernel = Callable[
 
 
 @lru_cache(maxsize=16)
-def _kernel(form: EntryFormat) -> _Kernel | None:
+def kernel_of(form: EntryFormat) -> _Kernel | None:
     """`kernels.keys_and_values`, once it has run; None where it cannot, which is only slower."""
     half = form.head_dim // 2
     if form.bits != 4 or form._mixed_channels != half or half < 16 or not torch.cuda.is_available():

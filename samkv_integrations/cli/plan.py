@@ -57,7 +57,7 @@ def plan(
     question_tokens: args.QuestionTokens = 64, answer_tokens: args.AnswerTokens = 1,
     dtype: args.Dtype = "auto", layers: args.Layers = None, device: args.PlannedDevice = "cpu",
     prefill_tokens_s: args.PrefillSpeed = None, decode_tokens_s: args.DecodeSpeed = None,
-    disk_gb_s: args.DiskSpeed = None, check_gb_s: args.CheckSpeed = 0.6,
+    disk_gb_s: args.DiskSpeed = None, check_gb_s: args.CheckSpeed = 4.0,
     remote_gb_s: args.RemoteSpeed = None, remote_latency_ms: args.RemoteLatency = 0.0,
     disk_usd_gb_month: args.DiskPrice = None, remote_usd_gb_month: args.RemotePrice = None,
     columns: args.Columns = None, as_json: args.Json = False,

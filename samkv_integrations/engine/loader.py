@@ -211,7 +211,7 @@ class Context:
         for each in self._coming.pop(layer // LAYERS_TOGETHER * LAYERS_TOGETHER, ()):
             each.result()
 
-    def _stored(self, layer: int) -> tuple[Tensor, Tensor]:
+    def stored(self, layer: int) -> tuple[Tensor, Tensor]:
         """(Tctx, E) and (N, 2, G, D) of a layer on the device, once they are there."""
         self._wait_for(layer)
         codes = self._codes[layer]
@@ -232,7 +232,7 @@ class Context:
 
         Where nothing was loaded, they hold nothing yet.
         """
-        (codes, key_range), (cos, sin) = self._stored(layer), self._turns.of(layer)
+        (codes, key_range), (cos, sin) = self.stored(layer), self._turns.of(layer)
         entries = Entries(
             form=self.form, codes=codes, key_range=key_range,
             group=self.group_of_token, cos=cos, sin=sin,
@@ -301,6 +301,6 @@ class Context:
         group = self.group_of_token[tokens]
         keys = []
         for layer in range(self.n_layers):
-            codes, key_range = self._stored(layer)
+            codes, key_range = self.stored(layer)
             keys.append(self.form.keys(codes.index_select(0, tokens), key_range, group))
         return mean_of_blocks(torch.stack(keys), counts)

@@ -23,8 +23,8 @@ from samkv_integrations.prompt.layout import ChunkPart, Layout
 TEXT_BYTES = 4
 """Bytes of text a token, as in English: a thousandth of a chunk's file."""
 
-CHECK_GB_S = 0.6
-"""Checking MACs on one thread, measured (docs/format.md)."""
+CHECK_GB_S = 4.0
+"""Checking MACs of whole layers on one thread, measured (docs/format.md)."""
 
 CHUNK_PREFIX = 64
 """Tokens, about, that a chunk is prefilled after: those of `DOCUMENTS_BEFORE`."""

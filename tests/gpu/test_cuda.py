@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from samkv_integrations.cache.quantise import STORE_BITS, Entries, EntryFormat, _kernel, groups
+from samkv_integrations.cache.quantise import STORE_BITS, Entries, EntryFormat, groups, kernel_of
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.eviction import EVICTIONS, Eviction, Quest
 from samkv_integrations.methods import METHODS, Method
@@ -234,7 +234,7 @@ def _compare(form: EntryFormat, n_tokens: int) -> None:
         form=form, codes=codes, key_range=key_range, group=groups(n_tokens, codes.device),
         cos=angle.cos(), sin=angle.sin(),
     )  # fmt: skip
-    assert _kernel(form) is not None
+    assert kernel_of(form) is not None
     some = whole.select(torch.arange(0, n_tokens, 3, device="cuda"))
     for entries in (whole, some):
         found, expected = entries.keys_and_values(), (entries.keys(), entries.values())

@@ -192,14 +192,14 @@ def test_a_plan_left_on_the_host_fails(monkeypatch: pytest.MonkeyPatch, method: 
 
 
 def test_entries_left_on_the_host_fail(monkeypatch: pytest.MonkeyPatch):
-    stored, on_cpu = Context._stored, filled()
+    stored, on_cpu = Context.stored, filled()
 
     def stored_on_host(context: Context, layer: int) -> tuple[Tensor, Tensor]:
         codes, key_range = stored(context, layer)
         assert isinstance(codes, OnDevice)
         return codes.held, key_range
 
-    monkeypatch.setattr(Context, "_stored", stored_on_host)
+    monkeypatch.setattr(Context, "stored", stored_on_host)
     with pretend_device():
         there = engine(on_cpu.store)
         with pytest.raises(RuntimeError, match="same device"):
