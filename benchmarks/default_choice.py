@@ -85,6 +85,13 @@ def candidates(learned: str | None = None) -> dict[str, tuple[Method, str]]:
     }
 
 
+def cut(question: Question, n: int) -> Question:
+    """``question`` over the first ``n`` characters of each document."""
+    documents = tuple(body[:n].strip() for body in question.documents)
+    context = None if question.context is None else "\n".join(documents)
+    return replace(question, documents=documents, context=context)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Row:
     """A question and a candidate.
@@ -232,6 +239,7 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--data", action="append", required=True, help="JSON Lines; again for more")
     parser.add_argument("--documents", type=int, default=5)
+    parser.add_argument("--characters", type=int, help="of a document, which is cut after them")
     parser.add_argument("--questions", type=int, default=30)
     parser.add_argument("--part", default="report", choices=["choose", "report", "all"])
     parser.add_argument("--tokens", type=int, default=32)
@@ -263,6 +271,8 @@ def main() -> None:
         fidelity.with_fewer(question, args.documents)
         for question in fidelity.of_part(load(args.data, prompt=args.prompt), args.part)
     ][: args.questions]
+    if args.characters:
+        found = [cut(question, args.characters) for question in found]
     if args.ask:
         found = [replace(question, question=args.ask) for question in found]
     settings = {"hardware": hardware(model), "part": args.part, "documents": args.documents}

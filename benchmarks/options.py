@@ -34,6 +34,9 @@ Data = Annotated[
     list[str] | None,
     typer.Option(help="'builtin' or a JSON Lines file, LongBench's too; may be repeated."),
 ]
+Prefix = Annotated[
+    str, typer.Option(help="What chunks are prefilled after: documents, bos, or a file of adapt.")
+]
 BuiltinSet = Annotated[
     str | None, typer.Option("--set", help=f"Of the built-in questions: {', '.join(SETS)}. [short]")
 ]

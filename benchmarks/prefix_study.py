@@ -3,9 +3,10 @@
     python -m benchmarks.prefix_study --data hotpotqa.jsonl --data 2wikimqa.jsonl --steps 50
 
 Embeddings in several numbers, from the two made-up documents or from tokens drawn by chance, at
-several rates, and keys and values of each layer in place of embeddings (prefix tuning). All learn
-from one question of the choosing half a step, and are compared with the documents on the reporting
-half: KL along full prefill's own answer, by caches of 16 bits.
+several rates, keys and values of each layer in place of embeddings (prefix tuning), and embeddings
+after each chunk whose entries are kept in its cache (KV Packet, arXiv 2604.13226). All learn from
+one question of the choosing half a step, and are compared with the documents on the reporting half:
+KL along full prefill's own answer, by caches of 16 bits.
 """
 
 from __future__ import annotations
@@ -14,13 +15,14 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 from statistics import fmean
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 from tqdm.auto import tqdm
 
@@ -35,7 +37,7 @@ from samkv_integrations.figures import commit
 from samkv_integrations.model.attention import attention
 from samkv_integrations.model.loading import load_model
 from samkv_integrations.model.model import Model
-from samkv_integrations.prompt.layout import Occurrence, find_runs
+from samkv_integrations.prompt.layout import Occurrence, Run, find_runs
 from samkv_integrations.tuning.distil import Prompt, Truth, chunk_entries, student, teacher
 
 FIRSTS = (0, 4, 16)
@@ -47,12 +49,16 @@ Entries = list[tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
-    """learned: what changes. entries: of chunks, made with it. n: positions that it takes."""
+    """learned: what changes. entries: of chunks, made with it. n: positions before a chunk.
+
+    after: entries that follow those of a chunk in its cache.
+    """
 
     learned: Sequence[Tensor]
     entries: Callable[[Sequence[Occurrence]], Entries]
     n: int
     rate: float
+    after: int = 0
 
 
 def ways(model: Model, rate: float) -> dict[str, Way]:
@@ -69,6 +75,16 @@ def ways(model: Model, rate: float) -> dict[str, Way]:
             entries=lambda chunks: chunk_entries(model, chunks, torch.cat((bos, own))),
         )  # fmt: skip
 
+    line_break = model.embed(torch.tensor(model.tokenize("\n", special=False))).float()
+
+    def between(before: Tensor, n: int, rate: float) -> Way:
+        after = torch.nn.Parameter(line_break[:1].repeat(n, 1))
+        learned = [after, before] if before.requires_grad else [after]
+        return Way(
+            learned=learned, n=1 + len(before), rate=rate, after=n,
+            entries=lambda chunks: _entries_between(model, chunks, torch.cat((bos, before)), after),
+        )  # fmt: skip
+
     pairs = [torch.nn.Parameter(each) for each in _layers_of(model, torch.cat((bos, base)))]
     return {
         DOCUMENTS: Way(
@@ -83,6 +99,11 @@ def ways(model: Model, rate: float) -> dict[str, Way]:
         "keys and values of each layer": Way(
             learned=pairs, n=1 + len(base), rate=rate,
             entries=lambda chunks: _entries_after(model, chunks, pairs),
+        ),
+        "the two documents, and 4 embeddings after the chunk": between(base, 4, rate),
+        "the two documents, and 8 embeddings after the chunk": between(base, 8, rate),
+        f"{len(base)} embeddings, and 8 after the chunk, a third of the rate": between(
+            torch.nn.Parameter(base.clone()), 8, rate / 3
         ),
     }  # fmt: skip
 
@@ -131,11 +152,49 @@ def _entries_after(model: Model, chunks: Sequence[Occurrence], pairs: Sequence[T
     return entries
 
 
+def _entries_between(
+    model: Model, chunks: Sequence[Occurrence], before: Tensor, after: Tensor
+) -> Entries:
+    """As `chunk_entries`, with those of ``after`` behind each chunk's."""
+    bodies = [model.embed(torch.tensor(chunk.token_ids)) for chunk in chunks]
+    rows = [torch.cat((before.to(body), body, after.to(body))) for body in bodies]
+    hidden, entries = pad_sequence(rows, batch_first=True), []
+    rotation = model.rotation(torch.arange(hidden.shape[1]))
+
+    def alone(layer: int, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        seen: list[Tensor] = []
+
+        def attend(_: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+            seen.extend((key, value))
+            return attention(query, key, value, scaling, None, True)
+
+        output = model.layer(layer, hidden, *rotation.of(layer), attend)
+        return output, seen[0], seen[1]
+
+    for layer in range(model.n_layers):
+        hidden, keys, values = checkpoint(alone, layer, hidden, use_reentrant=False)
+        entries.append((keys[:, :, len(before) :], values[:, :, len(before) :]))
+    return entries
+
+
+def _with_places(prompt: Prompt, n: int) -> Prompt:
+    """``prompt`` with ``n`` places behind each chunk, for entries behind the chunk's own."""
+    ids, chunks, done = list[int](), list[Occurrence](), 0
+    for chunk in prompt.chunks:
+        shift, end, size = len(ids) - done, chunk.runs[-1].span.stop, len(chunk.token_ids)
+        moved = [replace(run, position=run.position + shift) for run in chunk.runs]
+        chunks.append(replace(chunk, runs=(*moved, Run(end + shift, size, size + n))))
+        ids += [*prompt.ids[done:end], *[0] * n]
+        done = end
+    return Prompt(ids=[*ids, *prompt.ids[done:]], chunks=chunks)
+
+
 def far(
     model: Model, prompt: Prompt, truth: Truth, way: Way, entries: Entries, first: int
 ) -> Tensor:
     """Mean KL in nats along full prefill's answer."""
-    logits = student(model, prompt, truth.answer, entries, way.n, first)
+    placed = _with_places(prompt, way.after)
+    logits = student(model, placed, truth.answer, entries, way.n, first)
     mine, theirs = logits.float().log_softmax(-1), truth.logits.log_softmax(-1)
     return (theirs.exp() * (theirs - mine)).sum(-1).mean()
 
@@ -158,6 +217,7 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=1e-2)
     parser.add_argument("--documents", type=int, default=5)
     parser.add_argument("--questions", type=int, default=24, help="that judge")
+    parser.add_argument("--ways", help="labels, with ';' between; all if left out")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     model = load_model(args.model, dtype="bfloat16")
@@ -166,7 +226,11 @@ def main() -> None:
     every = load(args.data, prompt="rag")
     learning = fidelity.of_part(every, "choose")
     Random(0).shuffle(learning)
-    tried = ways(model, args.rate)
+    known = ways(model, args.rate)
+    labels = [DOCUMENTS, *args.ways.split(";")] if args.ways else list(known)
+    if unknown := [label for label in labels if label not in known]:
+        parser.error(f"no way {unknown[0]!r}; known: {'; '.join(known)}")
+    tried = {label: known[label] for label in labels}
     optimisers = {
         label: torch.optim.Adam(way.learned, lr=way.rate)
         for label, way in tried.items() if way.learned

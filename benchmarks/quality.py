@@ -23,9 +23,11 @@ from benchmarks.question_caches import QuestionCaches
 from benchmarks.run_settings import common_settings
 from benchmarks.variants import ALL, TRUTH, Table4Row, Variant
 from samkv_integrations import figures
+from samkv_integrations.cache.memory import MemoryStore
 from samkv_integrations.cache.quantise import DEFAULT_STORE_BITS, check_store_bits
 from samkv_integrations.cli import arguments as args
 from samkv_integrations.cli import loading
+from samkv_integrations.engine.chunk_prefix import ChunkPrefix
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.errors import EmptyInput, InvalidOption
 from samkv_integrations.evaluation.measures import interval
@@ -41,6 +43,7 @@ class QualityConfig:
         prompt is left out, as is one that exceeds the model's window together with its answer.
     answerable: questions that full prefill does not answer exactly are left out; it must be a
         variant then. block_size: tokens a block; None for what suits the questions' chunks.
+    prefix: what chunks are prefilled after, as `Engine` takes it.
 
     Raises InvalidOption for a value that cannot be measured.
     """
@@ -53,6 +56,7 @@ class QualityConfig:
     answerable: bool = False
     block_size: int | None = None
     store_bits: int = DEFAULT_STORE_BITS
+    prefix: str = "documents"
 
     def __post_init__(self) -> None:
         counts = {"questions": self.most, "max_tokens": self.max_tokens}
@@ -82,6 +86,7 @@ class QualityConfig:
             "answerable": self.answerable,
             "block_size": self.block_size,
             "store_bits": self.store_bits,
+            "prefix": ChunkPrefix.of(model, MemoryStore(), self.prefix, "").name,
         }
 
 
@@ -160,7 +165,7 @@ class _Asker:
         self.questions = questions
         self._config, self._journal, self._bar = config, journal, bar
         self._caches = QuestionCaches(
-            model, questions, config.variants, config.block_size, config.store_bits
+            model, questions, config.variants, config.block_size, config.store_bits, config.prefix
         )
         self._is_warm = False
 
@@ -268,6 +273,7 @@ View = Literal["all", "ablation", "knobs", "table1", "table3"]
 def quality(
     model: args.ModelName = "builtin", device: args.Device = "auto", dtype: args.Dtype = "auto",
     block_size: own.BlockSize = None, store_bits: own.StoreBits = DEFAULT_STORE_BITS,
+    prefix: own.Prefix = "documents",
     data: own.Data = None, builtin_set: own.BuiltinSet = None,
     questions: own.MostQuestions = None, kinds: own.Kinds = "",
     documents: own.DocumentCounts = "", max_tokens: own.MaxTokens = None,
@@ -292,6 +298,7 @@ def quality(
         ),
         variants=compared, chat=chat, most=questions, max_tokens=max_tokens,
         answerable=answerable, block_size=block_size, store_bits=store_bits,
+        prefix=prefix,
     )  # fmt: skip
     config.require_extras()
     loaded = runs.loaded_model(model, device, dtype)

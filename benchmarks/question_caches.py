@@ -31,8 +31,9 @@ class QuestionCaches:
         variants: Mapping[str, Variant],
         block_size: int | None = None,
         store_bits: int = DEFAULT_STORE_BITS,
+        prefix: str = "documents",
     ) -> None:
-        self._model, self._store_bits = model, store_bits
+        self._model, self._store_bits, self._prefix = model, store_bits, prefix
         self._store = MemoryStore()
         chunks = list(dict.fromkeys(chunk for q in questions for chunk in q.documents))
         lengths = sorted(len(model.tokenize(c, special=False)) for c in chunks[:MIN_CHUNKS])
@@ -48,7 +49,7 @@ class QuestionCaches:
         """An engine that holds the chunks of ``question``."""
         engine = Engine(
             self._model, self._store, block_size=self._block_size, store_bits=self._store_bits,
-            prefix_bytes=0,
+            prefix=self._prefix, prefix_bytes=0,
         )  # fmt: skip
         shared = engine.cache_chunks(self._calibration)
         own = engine.cache_chunks(question.documents)

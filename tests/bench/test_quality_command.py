@@ -7,10 +7,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks import commands
 from benchmarks.journal import RUN
-from tests.bench.asking import EVICTION, written
+from benchmarks.question_caches import QuestionCaches
+from samkv_integrations.engine.chunk_prefix import LearnedPrefix
+from tests.bench.asking import EVICTION, asked, written
 from tests.bench.asking import quality_command as command
 from tests.support.records import builtin
 
@@ -49,6 +52,22 @@ def test_the_command_writes_everything(file: Path, tmp_path: Path) -> None:
     assert "2 questions; left out: 0 too long" in done.stderr
     run = json.loads((folder / RUN).read_text("utf-8"))
     assert run["weights"] == builtin().weights_digest and run["hardware"] == found["hardware"]
+
+
+def test_chunks_are_prefilled_after_the_prefix_that_is_named(file: Path, tmp_path: Path) -> None:
+    model, path = builtin(), tmp_path / "prefix.safetensors"
+    zeros = torch.zeros(4, model.config.hidden_size)
+    LearnedPrefix(embeddings=zeros, weights=(model.weights_digest,)).save(path)
+    names = set()
+    for prefix in ("documents", "bos", str(path)):
+        config, _ = asked(file, "reuse", prefix=prefix)
+        names.add(config.settings(model)["prefix"])
+        caches = QuestionCaches(model, config.questions, config.variants, prefix=prefix)
+        with caches.engine(config.questions[0]) as engine:
+            assert engine.chunks.prefix.name == config.settings(model)["prefix"]
+    assert len(names) == 3
+    done = command("--data", file, "--prefix", tmp_path / "none")
+    assert done.exit_code == 2 and "there is no prefix" in done.stderr
 
 
 @pytest.mark.slow  # the bench from end to end, three times
