@@ -45,9 +45,6 @@ from samkv_integrations.model.shape import (
 
 _USES_TOOLS = re.compile(r"\{[{%][^{}]*\btools\b")
 
-_ROWS, _MANY = 16, 256
-"""Layers in 16 bits on CPUs compute multiples of so many rows; of four times so many above."""
-
 
 class Model:
     """A causal language model that can be stepped through layer by layer.
@@ -388,14 +385,15 @@ class Model:
         return output[:, :n_rows].to(self.device)
 
     def _n_more_rows(self, n_rows: int) -> int:
-        """Rows of zeros that a pass through a layer gets, so that passes differ in fewer shapes.
+        """Rows of zeros that a pass through a layer gets, so that passes have fewer shapes.
 
         For a 16-bit product of each shape that it meets, oneDNN compiles a program of .7 MB, and
-        keeps a thousand of them. What the other rows come to stays the same to the last bit.
+        keeps a thousand of them. There are an eighth more rows at most, and 112 numbers of them up
+        to 4,096. What the other rows come to stays the same to the last bit.
         """
-        if n_rows <= _ROWS or self.device.type != "cpu" or self.dtype.itemsize != 2:
+        if n_rows <= 16 or self.device.type != "cpu" or self.dtype.itemsize != 2:
             return 0
-        return -n_rows % (_ROWS if n_rows <= _MANY else 4 * _ROWS)
+        return -n_rows % min(64, 2 ** (n_rows.bit_length() - 4))
 
     def attention(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float,
