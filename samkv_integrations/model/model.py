@@ -393,7 +393,7 @@ class Model:
         """
         if n_rows <= 16 or self.device.type != "cpu" or self.dtype.itemsize != 2:
             return 0
-        return -n_rows % min(64, 2 ** (n_rows.bit_length() - 4))
+        return -n_rows % min(64, 1 << n_rows.bit_length() - 4)
 
     def attention(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float,
