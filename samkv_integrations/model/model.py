@@ -364,7 +364,7 @@ class Model:
 
         if self._lies_otherwise:
             cos, sin = self._of_layer(cos), self._of_layer(sin)
-        n_rows, n_more = hidden.shape[1], self._n_more_rows(hidden.shape[1])
+        n_rows, n_more = hidden.shape[1], self.n_more_rows(hidden.shape[1])
         if n_more:
             of_rows = attend
             hidden, cos, sin = (F.pad(each, (0, 0, 0, n_more)) for each in (hidden, cos, sin))
@@ -384,7 +384,7 @@ class Model:
         )
         return output[:, :n_rows].to(self.device)
 
-    def _n_more_rows(self, n_rows: int) -> int:
+    def n_more_rows(self, n_rows: int) -> int:
         """Rows of zeros that a pass through a layer gets, so that passes have fewer shapes.
 
         For a 16-bit product of each shape that it meets, oneDNN compiles a program of .7 MB, and

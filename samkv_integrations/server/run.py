@@ -29,7 +29,7 @@ from samkv_integrations.server.tenancy import ApiKeys, Tenancy
 MAX_HEADER_BYTES = 2**16
 """Of one request; more is answered with a 400."""
 
-_TICKS = 300
+TICKS = 300
 """Of a tenth of a second: half a minute from one `return_memory` to the next."""
 
 _M_ARENA_MAX = -8  # of malloc.h
@@ -140,7 +140,7 @@ class Server(uvicorn.Server):
         self._ready()
 
     async def on_tick(self, counter: int) -> bool:
-        if counter % _TICKS == 0:
+        if counter % TICKS == 0:
             await asyncio.to_thread(return_memory)  # a tenth of a second on a busy server
         return await super().on_tick(counter)
 

@@ -40,8 +40,8 @@ def test_passes_in_16_bits_have_few_shapes(dtype: torch.dtype) -> None:
     few = {*range(18, 33, 2), *range(36, 65, 4), *range(72, 129, 8), *range(144, 257, 16)}
     assert {64, 512} <= rows <= {*few, *range(288, 513, 32), 576, 640}
     counts = range(1, 10_000)
-    assert all(engine.model._n_more_rows(n) <= n / 8 for n in counts)
-    assert len({n + engine.model._n_more_rows(n) for n in range(1, 4097)}) == 112
+    assert all(engine.model.n_more_rows(n) <= n / 8 for n in counts)
+    assert len({n + engine.model.n_more_rows(n) for n in range(1, 4097)}) == 112
 
 
 def test_what_compiles_nothing_gets_no_rows_more() -> None:
@@ -58,7 +58,7 @@ def test_nothing_comes_out_otherwise(family: str, monkeypatch: pytest.MonkeyPatc
     prompt = f"{WORDS[:77]}\n{WORDS[20:200]}\nWhen does it come back?"
     methods = ("recompute", "reuse", "epic")
     found = [engine.logits(prompt, method=method) for method in methods]
-    monkeypatch.setattr(Model, "_n_more_rows", lambda _, n_rows: 0)
+    monkeypatch.setattr(Model, "n_more_rows", lambda _, n_rows: 0)
     engine = Engine(engine.model, prefix_bytes=0)
     engine.cache_chunks([WORDS[:77], WORDS[20:200]])
     for method, with_rows in zip(methods, found, strict=True):

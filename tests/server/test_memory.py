@@ -68,7 +68,7 @@ def test_a_server_does_so_from_time_to_time(
 ) -> None:
     is_done = threading.Event()
     monkeypatch.setattr(run, "return_memory", is_done.set)
-    monkeypatch.setattr(run, "_TICKS", 1)
+    monkeypatch.setattr(run, "TICKS", 1)
     keys = ApiKeys("", Tenant())
     app = create_app(
         Tenancy(Scheduler(tiny_model("llama")), tmp_path), keys, Settings(model_name="tiny")
