@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 DEVICE = torch.device("cuda:0")
@@ -79,6 +79,9 @@ class OnDevice(Tensor):
         return self.to(torch.bool)
 
     def cpu(self) -> Tensor:
+        if _get_current_dispatch_mode() is None:  # a thread besides the one that has the device
+            _active().waits["to the host"] += 1
+            return self.held.clone()
         return self.to("cpu")
 
     def contiguous(self) -> Tensor:
