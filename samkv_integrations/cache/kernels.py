@@ -71,9 +71,10 @@ def keys_and_values(
     assert all(x.is_contiguous() for x in (codes, group, key_range, cos, sin, hadamard))
     keys, values = codes.new_empty(2, len(codes), n_heads, head_dim, dtype=dtype)
     grid = (triton.cdiv(len(codes), _BLOCK), n_heads)
-    _keys_and_values[grid](
-        codes, group, group if tokens is None else tokens, key_range, cos, sin, hadamard, keys,
-        values, len(codes), n_bytes=codes.shape[1], n_heads=n_heads, half=head_dim // 2,
-        has_tokens=tokens is not None, block=_BLOCK,
-    )  # fmt: skip
+    with torch.cuda.device(codes.device):  # Triton launches on the current one
+        _keys_and_values[grid](
+            codes, group, group if tokens is None else tokens, key_range, cos, sin, hadamard, keys,
+            values, len(codes), n_bytes=codes.shape[1], n_heads=n_heads, half=head_dim // 2,
+            has_tokens=tokens is not None, block=_BLOCK,
+        )  # fmt: skip
     return keys, values

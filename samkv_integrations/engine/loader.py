@@ -208,7 +208,9 @@ class Context:
 
     def _wait_for(self, layer: int) -> None:
         """For what is being read of a layer. Raises ChunkLost."""
-        for each in self._coming.pop(layer // LAYERS_TOGETHER * LAYERS_TOGETHER, ()):
+        coming = self._coming.pop(layer // LAYERS_TOGETHER * LAYERS_TOGETHER, [])
+        wait(coming)  # all of them, also where one fails: nobody else would
+        for each in coming:
             each.result()
 
     def stored(self, layer: int) -> tuple[Tensor, Tensor]:
