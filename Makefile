@@ -17,7 +17,7 @@ help:
 	@echo "make quickstart   install, and see it work: a small model, real paragraphs"
 	@echo "make test         check, and run the tests"
 	@echo "make test-all     the slow ones as well"
-	@echo "make test-quantised   those of quantised weights, with torchao and bitsandbytes"
+	@echo "make test-quantised   those of quantised weights, with the packages that load them"
 	@echo "make check        lint, formatting, types"
 	@echo "make docs         the documentation as a site, in build/site"
 	@echo "make bench        time to first token of every method, random weights"
@@ -34,7 +34,8 @@ test-all: check
 
 # Not in the environment: transformers imports them wherever they are, which takes a second.
 test-quantised: $(VENV)/installed-dev
-	$(PIP) --no-deps --target build/quantised --upgrade torchao==0.18.0 bitsandbytes==0.50.2
+	$(PIP) --no-deps --target build/quantised --upgrade torchao==0.18.0 bitsandbytes==0.50.2 \
+	  compressed-tensors==0.20.0 loguru==0.7.3
 	OMP_NUM_THREADS=1 PYTHONPATH=build/quantised $(VENV)/bin/python -m pytest -q \
 	  tests/model/test_quantised.py tests/laws/test_families.py
 

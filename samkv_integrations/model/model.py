@@ -95,6 +95,10 @@ class Model:
         AttentionMaskInterface.register("samkv", sdpa_mask)
         hf.set_attn_implementation("samkv")
         self.hf = hf.train(False)
+        if getattr(quantised, "quant_method", None) == "compressed-tensors":
+            # It unpacks its weights when the model is first called; no layer can run before.
+            with torch.no_grad():
+                hf(torch.zeros(1, 1, dtype=torch.long, device=kind_of(hf)[1]))
         # A copy: for each text it is told anew whether special tokens count, under our lock.
         self.tokenizer = copy.deepcopy(tokenizer)
         self.name = name

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
+from torch import Tensor
 
 from samkv_integrations.cache.memory import MemoryStore
 from samkv_integrations.engine.engine import Engine
@@ -114,18 +119,81 @@ def test_a_checkpoint_in_half_precision_is_widened_on_processors(tmp_path: Path)
     assert load_model(str(tmp_path), device="cpu").dtype == torch.float32
 
 
-def test_a_package_that_is_not_there_is_named(folder: Path) -> None:
-    import json
+Packed = Callable[[str, Tensor], dict[str, Tensor]]
+"""What a checkpoint holds in place of a projection's weight, by the weight's name."""
 
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "gptq", "bits": 4, "group_size": 64}
-    quantised = folder.parent / "gptq"
-    quantised.mkdir()
-    for file in folder.iterdir():
-        (quantised / file.name).write_bytes(file.read_bytes())
-    (quantised / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UnsupportedModel, match="needs a package.*(optimum|gptqmodel)"):
-        load_model(str(quantised), device="cpu")
+
+def checkpoint(path: Path, packed: Packed, quantisation: dict[str, Any]) -> Path:
+    """A folder as quantisers write one."""
+    hf = hf_model("llama", **SIZES)
+    hf.save_pretrained(path)
+    byte_tokenizer(bos=True).save_pretrained(path)
+    state: dict[str, Tensor] = {}
+    for name, weight in hf.state_dict().items():
+        state |= packed(name, weight) if name.endswith("_proj.weight") else {name: weight}
+    save_file(state, path / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((path / "config.json").read_text()) | {"quantization_config": quantisation}
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq", "compressed-tensors"])
+def test_a_package_that_is_not_there_is_named(tmp_path: Path, method: str) -> None:
+    if method == "compressed-tensors" and find_spec("compressed_tensors"):
+        pytest.skip("it is there")
+    how = {"quant_method": method, "bits": 4, "group_size": 64}
+    path = checkpoint(tmp_path, lambda name, weight: {name: weight}, how)
+    with pytest.raises(UnsupportedModel, match="needs a package.*(optimum|gptqmodel|compressed)"):
+        load_model(str(path), device="cpu")
+
+
+def test_fp8_is_widened_on_processors(tmp_path: Path) -> None:
+    """Codes of 8 bits, and a scale for each block of 32 x 32."""
+    expected: dict[str, Tensor] = {}
+
+    def packed(name: str, weight: Tensor) -> dict[str, Tensor]:
+        blocks = weight.unflatten(0, (-1, 32)).unflatten(2, (-1, 32))
+        scale = blocks.abs().amax((1, 3)) / 448
+        codes = (blocks / scale[:, None, :, None]).to(torch.float8_e4m3fn)
+        expected[name] = (codes.float() * scale[:, None, :, None]).reshape(weight.shape)
+        return {name: codes.reshape(weight.shape), f"{name}_scale_inv": scale}
+
+    how = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [32, 32]}
+    model = load_model(str(checkpoint(tmp_path, packed, how)), device="cpu")
+    assert model.dtype == torch.float32 and expected
+    for name, weight in model.hf.named_parameters():
+        assert name not in expected or torch.equal(weight, expected[name])
+    whole, query = first_logits(engine_of(model), PROMPT, CHUNKS, "recompute")
+    torch.testing.assert_close(whole, plain_logits(model, query.layout), **TOLERANCE)
+
+
+def test_compressed_tensors_are_unpacked_before_a_layer_runs(tmp_path: Path) -> None:
+    """Codes of 4 bits, and a scale for each row."""
+    pack: Any = pytest.importorskip("compressed_tensors.compressors").pack_to_int32
+    expected: dict[str, Tensor] = {}
+
+    def packed(name: str, weight: Tensor) -> dict[str, Tensor]:
+        scale = weight.abs().amax(1, keepdim=True) / 7
+        codes = (weight / scale).round().to(torch.int8)
+        expected[name] = codes * scale
+        parts = {"packed": pack(codes, 4), "scale": scale, "shape": torch.tensor(weight.shape)}
+        return {f"{name}_{part}": tensor for part, tensor in parts.items()}
+
+    scheme = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "channel"}
+    how = {
+        "quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": ["lm_head"],
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": scheme}},
+    }  # fmt: skip
+    model = load_model(str(checkpoint(tmp_path, packed, how)), device="cpu")
+    engine = engine_of(model)
+    found = dict(model.hf.named_parameters())
+    for name, weight in expected.items():
+        torch.testing.assert_close(found[name], weight)
+    before = model.identity.look()
+    whole, query = first_logits(engine, PROMPT, CHUNKS, "recompute")
+    torch.testing.assert_close(whole, plain_logits(model, query.layout), **TOLERANCE)
+    assert model.identity.look() == before
 
 
 def test_the_older_names_are_told_the_newer_one(folder: Path) -> None:
