@@ -224,7 +224,7 @@ def encode(chunk: ChunkCache, namespace: str, secret: bytes) -> Iterator[bytes |
     key = file_key(header, secret)
     *index, entries = (byte_view(tensor.detach().contiguous()) for tensor in tensors.values())
     regions: list[bytes | memoryview] = [header, *index, *_block_regions(layout, entries)]
-    # whole layers too: to check one at once takes a thread a sixteenth of Python's steps
+    # whole layers too, for who reads all: one MAC in place of one a block
     regions += [
         entries[start : start + layout.layer_bytes]
         for start in range(0, len(entries), layout.layer_bytes)

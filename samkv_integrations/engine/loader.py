@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from functools import lru_cache
-from threading import Lock
 from typing import Self
 
 import torch
@@ -43,13 +42,13 @@ def _reading(index: int) -> Iterator[None]:
 
 
 LAYERS_TOGETHER = 4
-"""Layers of a chunk that are read at once where the device does not wait for all of them."""
+"""Layers of a chunk in one read, where threads read while layers run."""
 
 _MOST_READERS = 16
 
 
 @lru_cache(1)
-def _readers(pid: int) -> ThreadPoolExecutor:
+def readers(pid: int) -> ThreadPoolExecutor:
     """Threads that read for a device. Not a parent process's, which has no threads here."""
     n_threads = min(_MOST_READERS, os.cpu_count() or 1)
     return ThreadPoolExecutor(n_threads, thread_name_prefix="samkv-read")
@@ -59,10 +58,10 @@ class Context:
     """The cached KV entries of one request, as they are stored, on the model's device.
 
     A context manager: reading has ended when it is left. On a CPU no entry is read while a pass
-    runs. For another device threads read whole chunks, a few layers at a time into memory that it
-    can copy from by itself, and a layer of a pass waits for its own entries only. An entry is read
-    twice only where few blocks of its chunk were loaded first and most of the chunk after that, as
-    one read.
+    runs. For another device threads read whole chunks, the lower layers first, and a layer of a
+    pass waits for its own entries only; for CUDA they read into pinned memory, so that copies do
+    not wait. An entry is read twice only where few blocks of its chunk were loaded first and most
+    of the chunk after that, as one read.
 
     rotation: of the positions where cached keys sit.
     """
@@ -93,7 +92,7 @@ class Context:
         self.group_of_token = group.to(self.device)
         half = self.form.head_dim // 2
         heads = self.form.n_kv_heads if self.device.type == "cpu" else 1
-        # of each channel pair and head, see `rotated_keys`
+        # of each channel pair, and on a CPU of each head, see `rotated_keys`
         self._turns = Rotation(
             turns=[
                 (cos[:, None, :half].float().expand(-1, heads, -1).contiguous(),
@@ -103,17 +102,17 @@ class Context:
             kinds=rotation.kinds,
         )  # fmt: skip
         self._loaded = torch.zeros(self.n_layers, layout.n_blocks, dtype=torch.bool)
-        # What threads are reading, by the first of the layers that are read together.
+        # What threads are reading, by the first of the layers that are read together; their work.
         self._coming: dict[int, list[Future[None]]] = {}
+        self._work: list[Future[None]] = []
+        self._is_left = False
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        coming = [each for of_layers in self._coming.values() for each in of_layers]
-        for each in coming:
-            each.cancel()
-        wait(coming)
+        self._is_left = True
+        wait([each for each in self._work if not each.cancel()])
 
     def load(self, blocks: Tensor) -> None:
         """Read ``blocks`` (L, Nb) bool, those not read before. Raises ChunkLost.
@@ -160,37 +159,56 @@ class Context:
                         out[at] = entries[offsets[at] - begin]
         self._loaded |= missing
         self._codes, self._key_range = [None] * self.n_layers, None
-        if self.device.type == "cpu":
-            for chunk, places in whole.items():
-                self._read_whole(chunk, places, range(self.n_layers), Lock())
-            return
-        one_at_a_time = {chunk: Lock() for chunk in whole}
-        for first in range(0, self.n_layers, LAYERS_TOGETHER):
-            layers = range(first, min(first + LAYERS_TOGETHER, self.n_layers))
-            self._coming[first] = [
-                _readers(os.getpid()).submit(
-                    self._read_whole, chunk, places, layers, one_at_a_time[chunk]
-                )
-                for chunk, places in whole.items()
-            ]
+        for chunk, places in whole.items():
+            if self.device.type == "cpu":
+                self._read_whole(chunk, places, 0, self._read)
+                continue
+            parts: dict[int, Future[None]] = {
+                first: Future() for first in range(0, self.n_layers, LAYERS_TOGETHER)
+            }
+            for first, part in parts.items():
+                self._coming.setdefault(first, []).append(part)
+            # A layer that needs no entries may be done with, and released, before it is read.
+            read = list(self._read)
+            work = readers(os.getpid()).submit(self._read_parts, chunk, places, read, parts)
+            self._work.append(work)
+
+    def _read_parts(
+        self, chunk: StoredChunk, places: Sequence[int], read: Sequence[Tensor],
+        parts: Mapping[int, Future[None]],
+    ) -> None:  # fmt: skip
+        """`_read_whole` some layers after the others, which ``parts`` tell."""
+        try:
+            for first, part in parts.items():
+                if self._is_left:
+                    return
+                self._read_whole(chunk, places, first, read[first : first + LAYERS_TOGETHER])
+                part.set_result(None)
+        except BaseException as error:
+            for part in parts.values():
+                if not part.done():
+                    part.set_exception(error)
 
     @torch.inference_mode()
     def _read_whole(
-        self, chunk: StoredChunk, places: Sequence[int], layers: range, reading: Lock
+        self, chunk: StoredChunk, places: Sequence[int], first: int, sides: Sequence[Tensor]
     ) -> None:
-        """Read a chunk at some layers for each of its places in the prompt."""
-        layout, sides = self.layout, self._read[layers.start : layers.stop]
+        """Read a chunk for each of its places in the prompt.
+
+        sides: (Tctx, E) of the layers from ``first`` on.
+        """
+        layout = self.layout
         into: list[Tensor] | None = None
         for index in places:
             tokens = layout.token_range[index]
             if len(tokens) == chunk.n_tokens:
                 into = [side[tokens.start : tokens.stop] for side in sides]
         if into is None:
-            shape = (len(layers), chunk.n_tokens, self.form.n_bytes)
+            shape = (len(sides), chunk.n_tokens, self.form.n_bytes)
             into = [*torch.empty(shape, dtype=torch.uint8)]
-        with reading, _reading(places[0]):
-            chunk.read_layers(layers.start, into)
-            if layers.start == 0:
+        with _reading(places[0]):
+            chunk.read_layers(first, into)
+            if first == 0:
                 for index in places:
                     self._keep_range(index)
         for index in places:
@@ -208,9 +226,7 @@ class Context:
 
     def _wait_for(self, layer: int) -> None:
         """For what is being read of a layer. Raises ChunkLost."""
-        coming = self._coming.pop(layer // LAYERS_TOGETHER * LAYERS_TOGETHER, [])
-        wait(coming)  # all of them, also where one fails: nobody else would
-        for each in coming:
+        for each in self._coming.pop(layer // LAYERS_TOGETHER * LAYERS_TOGETHER, ()):
             each.result()
 
     def stored(self, layer: int) -> tuple[Tensor, Tensor]:
@@ -219,14 +235,14 @@ class Context:
         codes = self._codes[layer]
         if codes is None:
             if self._read:
-                codes = self._read[layer].to(self.device, non_blocking=True)
+                codes = self._read[layer].to(self.device, non_blocking=self._is_pinned)
             else:  # all of them are computed
                 shape = (self.layout.n_context, self.form.n_bytes)
                 codes = torch.empty(shape, dtype=torch.uint8, device=self.device)
             self._codes[layer] = codes
         if self._key_range is None:
             self._wait_for(0)
-            self._key_range = self._read_range.to(self.device, non_blocking=True)
+            self._key_range = self._read_range.to(self.device, non_blocking=self._is_pinned)
         return codes, self._key_range[layer]
 
     def entries(self, layer: int, tokens: Tensor) -> Entries:

@@ -64,7 +64,8 @@ class Report:
     kv_bytes: working cache that the first token read, before any eviction; full_kv_bytes: what
         full prefill would hold.
     decode_kv_bytes: working cache at the end of the answer: grown by its tokens, or shrunk.
-    probe_s, select_s, load_s, blend_s: seconds of each stage, load_s being all reading, blend_s
+    probe_s, select_s, load_s, blend_s: seconds of each stage, load_s being all reading (for a
+        GPU, what is read before a pass: the rest is read during probe_s and blend_s), blend_s
         with eviction.
     wait_s: from when the prompt was read until the model was free for its first pass.
     ttft_s: from the call to the first token, waiting and reading included. announce_s: before that,

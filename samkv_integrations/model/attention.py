@@ -65,7 +65,8 @@ def attention(
 ) -> Tensor:  # fmt: skip
     """Scaled dot-product attention of (batch, H, R, D) over (batch, G, S, D), grouped heads.
 
-    mask: bool, True where a query sees a key, or what is added to scores.
+    mask: (R, S) or (batch, H, R, S), bool, True where a query sees a key, or what is added to
+        scores.
     score_cap: scores stay below it (Gemma 2, arXiv 2408.00118, section 2).
     sinks: (H,) score of each head that no key takes (gpt-oss, arXiv 2508.10925, section 2.2).
     """
@@ -75,9 +76,11 @@ def attention(
     groups = n_heads // n_kv_heads
     # Neither a CPU's kernel for a single token nor CUDA's kernels with a mask know grouped heads.
     # The heads of a group are queries of one head then. A key is read once, not once a head: ten
-    # times as fast on CPUs (docs/decisions.md).
+    # times as fast on CPUs (docs/decisions.md). On CUDA that is where masks of the heads are
+    # smaller than keys and values of the heads would be.
     is_single = n_rows == 1 and not causal and query.device.type == "cpu"
-    if groups > 1 and (is_single or (mask is not None and query.is_cuda)):
+    is_masked = mask is not None and query.is_cuda
+    if groups > 1 and (is_single or (is_masked and groups * n_rows <= 2 * n_heads * size)):
         if mask is not None and mask.dim() == 2:
             mask = mask.repeat(groups, 1)
         elif mask is not None:
@@ -86,6 +89,9 @@ def attention(
         as_queries = query.reshape(n_batch, n_kv_heads, groups * n_rows, size)
         output = F.scaled_dot_product_attention(as_queries, key, value, mask, scale=scaling)
         return output.reshape(query.shape)
+    if groups > 1 and is_masked:
+        key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
+        groups = 1
     return F.scaled_dot_product_attention(
         query, key, value, mask, is_causal=causal, scale=scaling, enable_gqa=groups > 1
     )

@@ -7,10 +7,14 @@ waits.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
+from threading import Event
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +22,7 @@ from torch import Tensor
 
 from samkv_integrations.cache.memory import MemoryChunk, MemoryStore
 from samkv_integrations.cache.quantise import STORE_BITS
+from samkv_integrations.engine import loader
 from samkv_integrations.engine.blend import Blend, PassPlan
 from samkv_integrations.engine.decode import Decoder
 from samkv_integrations.engine.engine import Engine
@@ -231,6 +236,63 @@ def test_a_chunk_that_fails_while_layers_run_is_a_miss(
     assert failed == [fails_at]
     torch.testing.assert_close(found, expected, **AS_CLOSE)
     assert not torch.allclose(found, whole, **AS_CLOSE)
+
+
+@contextmanager
+def no_thread_to_read() -> Iterator[Callable[[], object]]:
+    """All threads that read for a device are busy until what it gives is called."""
+    goes_on = Event()
+    pool = ThreadPoolExecutor(2)
+    busy = [pool.submit(goes_on.wait, 60) for _ in range(2)]
+    with mock.patch.object(loader, "readers", lambda pid: pool), pool:
+        yield goes_on.set
+        assert not any(each.done() for each in busy) or goes_on.is_set(), "somebody waited"
+        goes_on.set()
+
+
+@pytest.mark.parametrize("method", ["cacheblend", "a3"])
+def test_a_layer_that_needs_no_entries_may_be_done_with_before_they_are_read(
+    monkeypatch: pytest.MonkeyPatch, method: str
+):
+    on_cpu, release = filled(n_layers=6), Context.release
+    expected = on_cpu.logits(PROMPT, CHUNKS, method=method)
+    with no_thread_to_read() as go_on, pretend_device():
+
+        def released(context: Context, layer: int) -> None:
+            release(context, layer)
+            go_on()
+
+        monkeypatch.setattr(Context, "release", released)
+        found = engine(on_cpu.store, n_layers=6).logits(PROMPT, CHUNKS, method=method)
+    torch.testing.assert_close(found, expected, **AS_CLOSE)
+
+
+def test_a_request_that_ends_does_not_wait_for_what_nobody_reads_yet(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    on_cpu = filled(n_layers=6)
+
+    def fail(*_: object) -> None:
+        raise InterruptedError
+
+    monkeypatch.setattr(Blend, "through_layers", fail)
+    with no_thread_to_read(), pretend_device():
+        with pytest.raises(InterruptedError):
+            engine(on_cpu.store, n_layers=6).logits(PROMPT, CHUNKS, method="reuse")
+
+
+def test_the_lower_layers_of_a_chunk_are_read_first(monkeypatch: pytest.MonkeyPatch):
+    on_cpu, read = filled(n_layers=6), MemoryChunk.read_layers
+    firsts: dict[str, list[int]] = {}
+
+    def noted(chunk: MemoryChunk, first: int, out: list[Tensor]) -> None:
+        firsts.setdefault(chunk.key, []).append(first)
+        read(chunk, first, out)
+
+    monkeypatch.setattr(MemoryChunk, "read_layers", noted)
+    with pretend_device():
+        engine(on_cpu.store, n_layers=6).logits(PROMPT, CHUNKS, method="reuse")
+    assert firsts == {on_cpu.key_of(text): [0, 4] for text in CHUNKS}
 
 
 # -- waits ----------------------------------------------------------------------------------------
