@@ -60,6 +60,8 @@ _DECIDED = {
 # Further ones whose values transformers checks late, each in its own words.
 _CONCERNING_WEIGHTS = {"quantization_config", "device_map"}
 
+NO_MEMORY = "can't allocate memory"  # how torch reports it on a CPU
+
 # What transformers raises for a config, weights or a tokenizer that are damaged or not there.
 _OF_BAD_FILES = (
     OSError, ValueError, RuntimeError, LookupError, EOFError, ArithmeticError, AttributeError,
@@ -117,9 +119,11 @@ def load_model(
                 asked.setdefault("device_map", {"": place})  # they are packed where they stay
             auto: Any = AutoModelForCausalLM
             hf = auto.from_pretrained(source, dtype=dtype, **asked)
+        if not hasattr(hf, "hf_device_map"):
+            hf = hf.to(place)
     if tokenizer is None:
         tokenizer = load_tokenizer(name, tokenizer_kwargs)
-    return Model(hf if hasattr(hf, "hf_device_map") else hf.to(place), tokenizer, name)
+    return Model(hf, tokenizer, name)
 
 
 def load_shape(name: str, *, dtype: str = "auto") -> ModelShape:
@@ -230,7 +234,14 @@ def _loading(
             f"{kind} {name!r} needs a package that is not there or too old "
             f"({str(error).splitlines()[0]}); install it with pip"
         ) from error
-    except (TypeError, *_OF_BAD_FILES) as error:
+    except (MemoryError, TypeError, *_OF_BAD_FILES) as error:
+        is_full = isinstance(error, MemoryError | torch.OutOfMemoryError)
+        if is_full or NO_MEMORY in str(error):
+            raise InvalidOption(
+                f"{kind} {name!r} does not fit into memory ({(str(error) or repr(error))[:100]}); "
+                "give a smaller one, quantised weights, dtype='bfloat16', or "
+                "model_kwargs={'device_map': 'auto'}, which spreads its layers"
+            ) from error
         if further.keys() & _CONCERNING_WEIGHTS or (isinstance(error, TypeError) and further):
             raise InvalidOption(
                 f"{kind} {name!r} could not be loaded with {kind}_kwargs={sorted(further)} "

@@ -20,6 +20,7 @@ from samkv_integrations.cache.windows import MIN_RUN
 from samkv_integrations.engine.chunk_prefix import DOCUMENTS_BEFORE, LearnedPrefix
 from samkv_integrations.errors import EmptyInput, InvalidOption
 from samkv_integrations.evaluation.measures import ratio_interval
+from samkv_integrations.model.loading import NO_MEMORY
 from samkv_integrations.model.model import Model
 from samkv_integrations.tuning.distil import Distance, Prompt, Truth, distances, loss, teacher
 from samkv_integrations.tuning.mixed_prompts import Part, Source
@@ -27,7 +28,6 @@ from samkv_integrations.tuning.mixed_prompts import Part, Source
 HELD_OUT = 12
 """Prompts that choose among the stages of learning, and as many others that judge the choice."""
 
-_NO_MEMORY = "can't allocate memory"  # how torch reports it on a CPU
 
 FIRSTS = (0, 16)
 """First tokens of each chunk that are recomputed where a prefix is judged."""
@@ -162,7 +162,7 @@ def learn(
                 lost = loss(model, prompt, truth, torch.cat((bos, learned)), first)
                 lost.backward()  # type: ignore[no-untyped-call]
             except RuntimeError as error:
-                if not isinstance(error, torch.OutOfMemoryError) and _NO_MEMORY not in str(error):
+                if not isinstance(error, torch.OutOfMemoryError) and NO_MEMORY not in str(error):
                     raise
                 raise InvalidOption(
                     f"a prompt of {len(prompt.ids)} tokens does not fit into memory with its "

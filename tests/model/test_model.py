@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from benchmarks.models import random_model
 from samkv_integrations import Engine
@@ -104,6 +105,27 @@ class TestLoading:
     def test_what_is_decided_here(self, name: str, instead: str) -> None:
         with pytest.raises(InvalidOption, match=f"model_kwargs holds '{name}': .*{instead}"):
             load_model("builtin", model_kwargs={name: None})
+
+    @pytest.mark.parametrize(
+        "error",
+        [
+            torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 112.00 MiB."),
+            RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 GB"),
+            MemoryError(),
+        ],
+    )
+    @pytest.mark.parametrize("place", ["from_pretrained", "to"])
+    def test_what_does_not_fit_into_memory(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch, place: str, error: Exception
+    ) -> None:
+        """While weights are read, and when they go to their device."""
+
+        def fail(*_: object, **__: object) -> None:
+            raise error
+
+        monkeypatch.setattr(PreTrainedModel, place, fail)
+        with pytest.raises(InvalidOption, match="does not fit into memory .*quantised weights"):
+            load_model(str(folder / "model"))
 
     def test_what_cannot_be_loaded(self, folder: Path) -> None:
         with pytest.raises(InvalidOption, match=r"model_kwargs=\['colour'\].*leave out"):
