@@ -28,7 +28,6 @@ from samkv_integrations.tuning.mixed_prompts import Part, Source
 HELD_OUT = 12
 """Prompts that choose among the stages of learning, and as many others that judge the choice."""
 
-
 FIRSTS = (0, 16)
 """First tokens of each chunk that are recomputed where a prefix is judged."""
 
