@@ -62,11 +62,14 @@ def _offloaded(hf: PreTrainedModel) -> dict[str, Tensor]:
     """The weights that accelerate loads as their modules run, by name."""
     found: dict[str, Tensor] = {}
     for place, module in hf.named_modules():
-        weights = getattr(getattr(module, "_hf_hook", None), "weights_map", None)
         for name, weight in module._parameters.items():
-            if weights is not None and weight is not None and weight.is_meta:
-                found[f"{place}.{name}"] = weights[name]
+            if weight is not None and weight.is_meta and _is_offloaded(module):
+                found[f"{place}.{name}"] = module._hf_hook.weights_map[name]
     return found
+
+
+def _is_offloaded(module: Any) -> bool:  # noqa: ANN401
+    return getattr(getattr(module, "_hf_hook", None), "weights_map", None) is not None
 
 
 class Identity:
@@ -170,8 +173,13 @@ class Identity:
         # The dictionaries themselves: what is put into them later is seen.
         parts = [module.__dict__ for module in self._hf.modules()]
         self._modules = [held for of in parts if (held := of["_modules"])]
+        # Not those of accelerate, which puts others into them while a forward runs.
         self._tensors = [
-            held for of in parts for kind in ("_parameters", "_buffers") if (held := of[kind])
+            held
+            for module in self._hf.modules()
+            if not _is_offloaded(module)
+            for kind in ("_parameters", "_buffers")
+            if (held := module.__dict__[kind])
         ]
         self._seen = copy.deepcopy(self._stamp())
 
@@ -185,7 +193,7 @@ class Identity:
         tensors: list[Tensor] = []
         for x in (x for held in self._tensors for x in held.values() if x is not None):
             if x.is_meta:
-                continue  # accelerate puts another one there at each run
+                continue  # nothing to compare; a model moved there is refused for that
             if type(x) in _PLAIN:
                 tensors.append(x)
             elif hasattr(x, "__tensor_flatten__"):  # others pack themselves anew when they are used

@@ -6,6 +6,7 @@ This is rehearsed with the processor and the disk: several devices are as many p
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from samkv_integrations.model.loading import load_model
 from tests.support.laws import CHUNKS, PROMPT, first_logits
 from tests.support.models import byte_tokenizer, hf_model
 
-pytest.importorskip("accelerate")
+accelerate = pytest.importorskip("accelerate")
 
 PLACES = {
     "model.embed_tokens": "cpu", "model.rotary_emb": "cpu", "model.layers.0": "cpu",
@@ -53,6 +54,25 @@ def test_it_computes_the_same_and_shares_caches(folder: Path, tmp_path: Path) ->
     mine, theirs = (each.generate(PROMPT, CHUNKS, max_new_tokens=8).text for each in (other, one))
     assert mine == theirs
     assert spread.identity.look() == before
+
+
+def test_a_look_while_weights_are_loaded_sees_no_change(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a request that arrives while the model answers another."""
+    options = {"device_map": PLACES, "offload_folder": str(tmp_path)}
+    spread = load_model(str(folder), dtype="float32", model_kwargs=options)
+    generations: list[int] = []
+    load = accelerate.hooks.AlignDevicesHook.pre_forward
+
+    def look_after_loading(*args: Any, **kwargs: Any) -> Any:
+        loaded = load(*args, **kwargs)
+        generations.append(spread.identity.look())
+        return loaded
+
+    monkeypatch.setattr(accelerate.hooks.AlignDevicesHook, "pre_forward", look_after_loading)
+    Engine(spread, MemoryStore(), store_bits=16).cache_chunks(CHUNKS)
+    assert set(generations) == {0}
 
 
 def test_a_weight_on_disk_that_differs_is_another_model(folder: Path, tmp_path: Path) -> None:
