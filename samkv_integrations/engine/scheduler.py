@@ -304,8 +304,8 @@ class Scheduler:
                     f"{n_waiting} answers wait already, and max_waiting is {most}; ask again "
                     "later, or allow more"
                 )
+            thread.mail.put(answer)  # first: one that is counted as waiting can be begun
             thread.n_waiting[answer.owner] += 1
-        thread.mail.put(answer)
 
     def wake(self) -> None:
         """Look again at the answers: one was abandoned, or read. Takes no lock."""
