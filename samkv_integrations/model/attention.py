@@ -70,9 +70,25 @@ def attention(
     score_cap: scores stay below it (Gemma 2, arXiv 2408.00118, section 2).
     sinks: (H,) score of each head that no key takes (gpt-oss, arXiv 2508.10925, section 2.2).
     """
-    if score_cap is not None or sinks is not None:
-        return _explicit_attention(query, key, value, scaling, mask, causal, score_cap, sinks)
     (n_batch, n_heads, n_rows, size), (n_kv_heads, n_keys) = query.shape, key.shape[1:3]
+    is_explicit = score_cap is not None or sinks is not None
+    more_rows, more_keys = _more(n_rows, n_keys, causal)
+    is_compiled = query.device.type == "cpu" and query.dtype.itemsize == 2
+    if is_compiled and (more_rows or more_keys) and (is_explicit or n_rows >= _MANY_ROWS):
+        query = F.pad(query, (0, 0, 0, more_rows))
+        key, value = (F.pad(each, (0, 0, 0, more_keys)) for each in (key, value))
+        if not causal:
+            mask = query.new_ones(1, n_keys, dtype=torch.bool) if mask is None else mask
+            is_bool = mask.dtype == torch.bool
+            mask = F.pad(mask, (0, more_keys), value=False if is_bool else -torch.inf)
+            if mask.shape[-2] > 1:  # a row that sees nothing would be NaN, in gradients too
+                mask = F.pad(mask, (0, 0, 0, more_rows), value=True if is_bool else 0.0)
+        output = attention(
+            query, key, value, scaling, mask, causal, score_cap=score_cap, sinks=sinks
+        )
+        return output[:, :, :n_rows]
+    if is_explicit:
+        return _explicit_attention(query, key, value, scaling, mask, causal, score_cap, sinks)
     groups = n_heads // n_kv_heads
     # Neither a CPU's kernel for a single token nor CUDA's kernels with a mask know grouped heads.
     # The heads of a group are queries of one head then. A key is read once, not once a head: ten
@@ -95,6 +111,19 @@ def attention(
     return F.scaled_dot_product_attention(
         query, key, value, mask, is_causal=causal, scale=scaling, enable_gqa=groups > 1
     )
+
+
+_MANY_ROWS = 64
+"""From so many on, kernels of CPUs for 16 bits are compiled for each shape."""
+
+
+def _more(n_rows: int, n_keys: int, causal: bool) -> tuple[int, int]:
+    """Rows and keys of zeros that attention in 16 bits gets on CPUs, so that it has few shapes.
+
+    PyTorch and oneDNN compile a program of .1 to 1.3 MB for each, and PyTorch keeps all of them.
+    """
+    more_keys = -n_keys % 64
+    return more_keys if causal else -n_rows % 16 if n_rows > 16 else 0, more_keys
 
 
 _SCORES = 1 << 24
