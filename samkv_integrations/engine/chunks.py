@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Literal
+from typing import Literal, Protocol, TypeVar
 
 import torch
 from tqdm.auto import tqdm
@@ -24,12 +24,12 @@ from samkv_integrations.cache.attention_stats import (
     stable_layers,
 )
 from samkv_integrations.cache.base import Outage, Store, StoredChunk
-from samkv_integrations.cache.chunk import BlockScheme, ChunkCache, ChunkRef, Fingerprint
+from samkv_integrations.cache.chunk import BlockScheme, ChunkRef, Fingerprint
 from samkv_integrations.cache.file_format import FileLayout, text_bytes
 from samkv_integrations.cache.memory import MemoryChunk
 from samkv_integrations.cache.quantise import EntryFormat
 from samkv_integrations.engine.chunk_prefix import ChunkPrefix
-from samkv_integrations.engine.prefill import batches, prefill
+from samkv_integrations.engine.prefill import batches, entries_before, prefill
 from samkv_integrations.errors import (
     CacheMiss,
     FingerprintMismatch,
@@ -52,8 +52,13 @@ _WRITERS = 4
 MAX_RECENT = 2**16
 """Some 10 MB, and more chunks than one ingest adds at once."""
 
-Run = Callable[[Callable[[], list[ChunkCache]]], list[ChunkCache]]
-"""Runs work in the model's thread, see `Scheduler.run`."""
+_Made = TypeVar("_Made")
+
+
+class Run(Protocol):
+    """`Scheduler.run`: runs work in the model's thread."""
+
+    def __call__(self, work: Callable[[], _Made]) -> _Made: ...
 
 
 class RecentChunks:
@@ -326,10 +331,10 @@ class Chunks:
         ):
             written: Iterator[None] = iter(())
             try:
+                if missed:
+                    before = self._run(partial(entries_before, self.model, self.prefix))
                 for batch in batches(list(missed.values())):
-                    caches = self._run(
-                        partial(prefill, self.model, batch, fingerprint, self.prefix)
-                    )
+                    caches = self._run(partial(prefill, self.model, batch, fingerprint, before))
                     if not is_same_model():
                         raise StoreError(
                             "the model changed while chunks were being cached, and what it was "
@@ -365,11 +370,12 @@ class Chunks:
             chunks = self.agree(self._named(list(true.values()), list(true)))
         fingerprint, is_same_model = self._while_computing()
         made: dict[tuple[int, ...], StoredChunk] = {}
+        before = entries_before(self.model, self.prefix) if chunks else ()
         pending = batches(chunks)
         while pending:
             batch = pending.pop(0)
             try:
-                caches = prefill(self.model, batch, fingerprint, self.prefix)
+                caches = prefill(self.model, batch, fingerprint, before)
             except InvalidChunk:  # one of them: the others are none the worse for it
                 pending = [*([chunk] for chunk in batch if len(batch) > 1), *pending]
                 continue

@@ -21,22 +21,29 @@ from samkv_integrations.model.attention import Attend
 from samkv_integrations.model.families import Rotation
 from samkv_integrations.model.model import Model
 
-BATCH_TOKENS = 4096
+BATCH_TOKENS = 1024
+BATCH_CHUNKS = 32
+"""An answer that is due while chunks are cached waits for a batch of them."""
 PADDING = 1.1
 """Most tokens of a batch, padding included, over those of its chunks."""
+
+Before = Sequence[tuple[Tensor, Tensor]]
+"""Keys and values (1, G, P, D) of what stands before each chunk, of each layer."""
 
 
 def batches(chunks: Sequence[ChunkRef], budget_tokens: int = BATCH_TOKENS) -> list[list[ChunkRef]]:
     """Chunks of similar length together, at most ``budget_tokens`` padded tokens a batch.
 
-    Not more than `PADDING` allows: what is computed for nothing is in no estimate of `costs`.
+    Not more than `PADDING` allows: what is computed for nothing is in no estimate of `costs`. And
+    at most `BATCH_CHUNKS`, each of which takes time of its own.
     """
     grouped: list[list[ChunkRef]] = []
     n_tokens = 0
     for chunk in sorted(chunks, key=lambda c: len(c.token_ids), reverse=True):
         length = len(chunk.token_ids)
         padded = (len(grouped[-1]) + 1) * len(grouped[-1][0].token_ids) if grouped else 0
-        if not grouped or padded > min(budget_tokens, PADDING * (n_tokens + length)):
+        is_full = bool(grouped) and len(grouped[-1]) == BATCH_CHUNKS
+        if not grouped or is_full or padded > min(budget_tokens, PADDING * (n_tokens + length)):
             grouped.append([])
             n_tokens = 0
         grouped[-1].append(chunk)
@@ -44,16 +51,11 @@ def batches(chunks: Sequence[ChunkRef], budget_tokens: int = BATCH_TOKENS) -> li
     return grouped
 
 
-def prefill(
-    model: Model, chunks: Sequence[ChunkRef], fingerprint: Fingerprint, prefix: ChunkPrefix
-) -> list[ChunkCache]:
-    """Caches of ``chunks``, from one padded pass in which each sees the prefix and itself alone.
-
-    The prefix has a pass of its own before, once for all of them.
-    """
+def entries_before(model: Model, prefix: ChunkPrefix) -> Before:
+    """The entries of a prefix, once for all chunks."""
     shape = (1, model.n_kv_heads, 0, model.head_dim)
     empty = torch.empty(shape, dtype=model.dtype, device=model.device)
-    before = [(empty, empty)] * model.n_layers  # keys and values of the prefix, (1, G, P, D)
+    before = [(empty, empty)] * model.n_layers
 
     def keep(layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         before[layer] = key, value
@@ -63,6 +65,14 @@ def prefill(
     if n_prefix := len(prefix.token_ids):
         rotation = model.rotation(torch.arange(n_prefix))
         _pass(model, prefix.embedded(model)[None], rotation, keep)
+    return before
+
+
+def prefill(
+    model: Model, chunks: Sequence[ChunkRef], fingerprint: Fingerprint, before: Before
+) -> list[ChunkCache]:
+    """Caches of ``chunks``, from one padded pass in which each sees the prefix and itself alone."""
+    n_prefix = before[0][0].shape[2]
     length = max(len(chunk.token_ids) for chunk in chunks)
     ids = torch.zeros(len(chunks), length, dtype=torch.long)
     for row, chunk in zip(ids, chunks, strict=True):
@@ -92,7 +102,7 @@ class _Capture:
         model: Model,
         chunks: Sequence[ChunkRef],
         fingerprint: Fingerprint,
-        before: Sequence[tuple[Tensor, Tensor]],
+        before: Before,
         rotation: Rotation,
     ) -> None:
         self._chunks, self._fingerprint, self._before = chunks, fingerprint, before
