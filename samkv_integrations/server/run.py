@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import ctypes
 import errno
 import ipaddress
 import logging
 import os
 import socket
+import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -29,8 +30,8 @@ from samkv_integrations.server.tenancy import ApiKeys, Tenancy
 MAX_HEADER_BYTES = 2**16
 """Of one request; more is answered with a 400."""
 
-TICKS = 300
-"""Of a tenth of a second: half a minute from one `return_memory` to the next."""
+RETURN_S = 30.0
+"""From one `return_memory` to the next, which takes a tenth of a second on a busy server."""
 
 _M_ARENA_MAX = -8  # of malloc.h
 
@@ -85,6 +86,7 @@ class ServerSource:
                 f"the folder {self.folder / 'kv'} of chunk caches does not exist here; give a "
                 "--dir that all machines share under the same path, or --remote"
             )
+        spare_memory()
         return create_app(self.tenancy(), self.keys, self.settings)
 
 
@@ -139,19 +141,22 @@ class Server(uvicorn.Server):
         await super().startup(sockets)
         self._ready()
 
-    async def on_tick(self, counter: int) -> bool:
-        if counter % TICKS == 0:
-            await asyncio.to_thread(return_memory)  # a tenth of a second on a busy server
-        return await super().on_tick(counter)
 
+def spare_memory() -> None:
+    """Keep less of freed memory in this process from now on, where its C library is glibc.
 
-def share_arenas() -> None:
-    """Have threads allocate from two arenas, not eight a core: each keeps what is freed in it.
-
-    Does nothing where there is another C library than glibc.
+    Threads allocate from two arenas, not eight a core: each keeps what is freed in it. And what
+    is freed is given back from time to time.
     """
     with suppress(AttributeError, OSError, TypeError):
         ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 2)
+
+    def give_back() -> None:
+        while True:
+            time.sleep(RETURN_S)
+            return_memory()
+
+    threading.Thread(target=give_back, name="samkv-memory", daemon=True).start()
 
 
 def return_memory() -> None:
@@ -168,7 +173,7 @@ def run(source: ServerSource, listening: socket.socket, ready: Callable[[str], N
 
     ready: called with the server's address, once it answers.
     """
-    share_arenas()
+    spare_memory()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     app = create_app(source.tenancy(), source.keys, source.settings)
     address = address_of(listening)

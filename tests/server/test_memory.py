@@ -11,13 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from samkv_integrations.engine.scheduler import Scheduler
 from samkv_integrations.server import run
-from samkv_integrations.server.app import create_app
-from samkv_integrations.server.run import Server, listen_on, return_memory
-from samkv_integrations.server.service import Settings
-from samkv_integrations.server.tenancy import ApiKeys, Tenancy, Tenant
-from tests.support.models import tiny_model
+from samkv_integrations.server.run import return_memory
 
 OF_GLIBC = pytest.mark.skipif(
     not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="another C library"
@@ -25,8 +20,8 @@ OF_GLIBC = pytest.mark.skipif(
 
 COUNT_ARENAS = """
 import ctypes, os, sys, threading
-from samkv_integrations.server.run import share_arenas
-share_arenas()
+from samkv_integrations.server.run import spare_memory
+spare_memory()
 met = threading.Barrier(13)
 def work():
     held = bytearray(20_000)
@@ -63,26 +58,10 @@ def test_what_was_freed_below_something_in_use_is_given_back() -> None:
     assert before - resident_bytes() > 60e6
 
 
-def test_a_server_does_so_from_time_to_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    is_done = threading.Event()
-    monkeypatch.setattr(run, "return_memory", is_done.set)
-    monkeypatch.setattr(run, "TICKS", 1)
-    keys = ApiKeys("", Tenant())
-    app = create_app(
-        Tenancy(Scheduler(tiny_model("llama")), tmp_path), keys, Settings(model_name="tiny")
-    )
-
-    def end_soon() -> None:
-        is_done.clear()  # of the start
-        threading.Thread(target=end_when_done).start()
-
-    def end_when_done() -> None:
-        is_done.wait(10)
-        server.should_exit = True
-
-    server = Server(app, 0, end_soon)
-    with listen_on("127.0.0.1", 0, keys) as listening:
-        server.run(sockets=[listening])
-    assert is_done.is_set()
+def test_that_is_done_from_time_to_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    done = threading.Semaphore(0)
+    monkeypatch.setattr(run, "return_memory", done.release)
+    monkeypatch.setattr(run, "RETURN_S", 0.01)
+    run.spare_memory()
+    assert done.acquire(timeout=10)
+    assert done.acquire(timeout=10)
