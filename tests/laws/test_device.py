@@ -177,6 +177,27 @@ def test_a_chunk_without_a_cache_is_computed_on_the_device():
     torch.testing.assert_close(found, expected, **AS_CLOSE)
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma2", "phi3"])
+@pytest.mark.parametrize("method", ["recompute", "samkv-guided", "epic"])
+def test_layers_on_two_devices(family: str, method: str):
+    """The last two on the CPU, as of a model that is larger than its GPU."""
+    hooks = pytest.importorskip("accelerate.hooks")
+    on_cpu = Engine(Model(hf_model(family), byte_tokenizer(bos=True), "tiny"), store_bits=16)
+    expected = on_cpu.logits(PROMPT, CHUNKS, follow=FOLLOW, method=method)
+    with pretend_device():
+        hf = hf_model(family).to(DEVICE)
+        n_layers = len(hf.model.layers)
+        for layer in hf.model.layers[-2:].to("cpu"):
+            at_cpu = hooks.AlignDevicesHook(execution_device="cpu", io_same_device=True)
+            hooks.add_hook_to_module(layer, at_cpu)
+        hf.hf_device_map = {"": DEVICE, f"model.layers.{n_layers - 1}": "cpu"}
+        model = Model(hf, byte_tokenizer(bos=True), "tiny")
+        assert model.device == DEVICE
+        spread = Engine(model, store_bits=16, scheduler=OnThisThread(model))
+        found = spread.logits(PROMPT, CHUNKS, follow=FOLLOW, method=method)
+    torch.testing.assert_close(found, expected, **AS_CLOSE)
+
+
 @pytest.mark.parametrize("method", ["reuse", "samkv-guided"])
 def test_a_plan_left_on_the_host_fails(monkeypatch: pytest.MonkeyPatch, method: str):
     """The rehearsal can fail: a plan whose tensors are not on the model's device."""
