@@ -36,7 +36,7 @@ from samkv_integrations.engine.chunk_prefix import ChunkPrefix
 from samkv_integrations.engine.decode import decode_greedily, force
 from samkv_integrations.engine.first_token import first_token
 from samkv_integrations.engine.options import AnswerSettings
-from samkv_integrations.engine.prefill import prefill
+from samkv_integrations.engine.prefill import entries_before, prefill
 from samkv_integrations.engine.request import Request
 from samkv_integrations.evaluation.measures import f1_score, kl, ratio_interval, same_top1
 from samkv_integrations.figures import to_json
@@ -136,7 +136,8 @@ def engine_over(
     refs = engine.chunks.agree(engine.chunks.refer(documents))
     for ref, before in zip(refs, befores, strict=False):
         after = ChunkPrefix.of(model, engine.store, "bos", f"{before}\n\n")
-        made = partial(prefill, model, [ref], engine.fingerprint, after)
+        entries = engine.scheduler.run(partial(entries_before, model, after))
+        made = partial(prefill, model, [ref], engine.fingerprint, entries)
         engine.store.put(engine.scheduler.run(made)[0])
     return engine
 

@@ -100,7 +100,7 @@ class CostModel:
         """A layer's share of computing chunks of these lengths as chunks, kept for later.
 
         n_prefix: tokens that each of them is prefilled after. They count once a chunk, although
-            the chunks of a batch share one pass over them: an upper bound.
+            all chunks share one pass over them: an upper bound.
         """
         with_prefix = [n_prefix + length for length in lengths]
         pairs = sum(length * (length + 1) / 2 for length in with_prefix)

@@ -123,7 +123,9 @@ def _more(n_rows: int, n_keys: int, causal: bool) -> tuple[int, int]:
     PyTorch and oneDNN compile a program of .1 to 1.3 MB for each, and PyTorch keeps all of them.
     """
     more_keys = -n_keys % 64
-    return more_keys if causal else -n_rows % 16 if n_rows > 16 else 0, more_keys
+    if causal:
+        return (more_keys, more_keys) if n_rows == n_keys else (0, 0)
+    return -n_rows % 16 if n_rows > 16 else 0, more_keys
 
 
 _SCORES = 1 << 24
@@ -135,13 +137,13 @@ def _explicit_attention(
     score_cap: float | None, sinks: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """`attention`, what no kernel does."""
-    n_batch, n_heads, n_rows, _ = query.shape
-    n_keys = key.shape[2]
-    key, value = (x.repeat_interleave(n_heads // x.shape[1], dim=1) for x in (key, value))
+    (n_batch, n_heads, n_rows, size), (n_kv_heads, n_keys) = query.shape, key.shape[1:3]
     tile, outputs = max(1, _SCORES // (n_batch * n_heads * n_keys)), []
     for start in range(0, n_rows, tile):
         rows = slice(start, min(start + tile, n_rows))
-        scores = query[:, :, rows] @ key.mT * scaling
+        # The heads of a group are more queries of its key-value head, which is not copied for them.
+        grouped = query[:, :, rows].reshape(n_batch, n_kv_heads, -1, size)
+        scores = (grouped @ key.mT * scaling).view(n_batch, n_heads, -1, n_keys)
         if score_cap is not None:
             scores = torch.tanh(scores / score_cap) * score_cap
         seen = mask
@@ -157,8 +159,9 @@ def _explicit_attention(
         if sinks is not None:
             sink = sinks.view(1, -1, 1, 1).expand(n_batch, -1, scores.shape[2], 1)
             scores = torch.cat((scores, sink.to(scores.dtype)), -1)
-        weights = scores.softmax(-1, dtype=torch.float32).to(query.dtype)
-        outputs.append(weights[..., :n_keys] @ value)
+        weights = scores.softmax(-1, dtype=torch.float32).to(query.dtype)[..., :n_keys]
+        output = weights.reshape(n_batch, n_kv_heads, -1, n_keys) @ value
+        outputs.append(output.view(n_batch, n_heads, -1, size))
     return torch.cat(outputs, 2)
 
 

@@ -63,7 +63,7 @@ def _offloaded(hf: PreTrainedModel) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for place, module in hf.named_modules():
         for name, weight in module._parameters.items():
-            if weight is not None and weight.is_meta and _is_offloaded(module):
+            if weight is not None and _is_offloaded(module):
                 found[f"{place}.{name}"] = module._hf_hook.weights_map[name]
     return found
 
@@ -205,8 +205,9 @@ class Identity:
         matrices = [x for x in tensors if x.ndim >= 2 and x.dtype in _PROBED]
         if len(matrices) > _MAX_PROBED:  # one a layer, of another kind in each
             n_layers: int = text_config(self._hf.config).num_hidden_layers
-            per_layer = len(matrices) // n_layers
-            matrices = [matrices[at * per_layer + at % per_layer] for at in range(n_layers)]
+            per_layer = max(1, len(matrices) // n_layers)  # fewer where most are on disk
+            n_probed = min(n_layers, len(matrices))
+            matrices = [matrices[at * per_layer + at % per_layer] for at in range(n_probed)]
         some = [
             # an odd step, so that values are of many rows and columns
             matrix.as_strided((_PROBED_VALUES,), ((matrix.numel() - 1) // _PROBED_VALUES - 1 | 1,))

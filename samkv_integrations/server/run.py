@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 import uvicorn
@@ -142,6 +143,7 @@ class Server(uvicorn.Server):
         self._ready()
 
 
+@cache
 def spare_memory() -> None:
     """Keep less of freed memory in this process from now on, where its C library is glibc.
 

@@ -28,6 +28,7 @@ from samkv_integrations.engine.engine import Engine
 from samkv_integrations.engine.prefill import (
     BATCH_CHUNKS,
     PADDING,
+    Before,
     batches,
     entries_before,
     prefill,
@@ -344,6 +345,23 @@ class Counting:
     def __call__(self, model: Model, chunks: Sequence[ChunkRef], *rest: Any) -> list[ChunkCache]:
         self.chunks += [chunk.text for chunk in chunks]
         return prefill(model, chunks, *rest)
+
+
+def test_the_prefix_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    computed: list[int] = []
+
+    def noted(model: Model, prefix: ChunkPrefix) -> Before:
+        computed.append(len(prefix.token_ids))
+        return entries_before(model, prefix)
+
+    monkeypatch.setattr(engine_module, "entries_before", noted)
+    counting = Counting(monkeypatch)
+    engine = Engine(tiny_model("llama"), block_size=BLOCK, prefix="bos")
+    engine.cache_chunks([f"text {n}" for n in range(3 * BATCH_CHUNKS)])
+    assert computed == [1]
+    assert len(counting.chunks) == 3 * BATCH_CHUNKS
+    engine.cache_chunks(["text 0"])
+    assert computed == [1]
 
 
 def test_what_is_cached_is_not_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,28 +60,30 @@ def test_the_first_token_of_all_sees_itself_only() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("masked", ["no", "causal", "of tokens", "of a row", "added", "of heads"])
-@pytest.mark.parametrize("bound", [None, 2.0])
+@pytest.mark.parametrize("of_family", ["llama", "gemma2", "gpt_oss"])
 @pytest.mark.parametrize(("n_rows", "n_keys"), [(77, 200), (1, 130), (20, 99), (192, 321)])
 def test_zeros_in_16_bits_change_nothing(
-    dtype: torch.dtype, masked: str, bound: float | None, n_rows: int, n_keys: int
+    dtype: torch.dtype, masked: str, of_family: str, n_rows: int, n_keys: int
 ) -> None:
     """Against the same numbers in float32, which get none; nor are gradients of them NaN."""
     n_keys = n_rows if masked == "causal" else n_keys
     shapes = ((HEADS, n_rows), (2, n_keys), (2, n_keys))
-    given = [normal(at, 1, *shape, DIM).to(dtype) for at, shape in enumerate(shapes)]
+    given = [normal(at, 2, *shape, DIM).to(dtype) for at, shape in enumerate(shapes)]
+    bound = 2.0 if of_family == "gemma2" else None
+    sinks = normal(4, HEADS).to(dtype) if of_family == "gpt_oss" else None
     for each in given:
         each.requires_grad_()
     mask = {
         "of tokens": normal(3, n_rows, n_keys) > -0.5,
-        "of a row": normal(3, 1, n_keys) > -0.5,
+        "of a row": normal(3, 2, 1, 1, n_keys) > -0.5,
         "of heads": normal(3, 1, HEADS, n_rows, n_keys) > -0.5,
         "added": normal(3, n_rows, n_keys).to(dtype),
     }.get(masked)
     causal = masked == "causal"
-    output = attention(*given, SCALING, mask, causal, score_cap=bound)
+    output = attention(*given, SCALING, mask, causal, score_cap=bound, sinks=sinks)
     in_full = mask if mask is None or mask.dtype == torch.bool else mask.float()
     exact = [each.detach().float().requires_grad_() for each in given]
-    expected = attention(*exact, SCALING, in_full, causal, score_cap=bound)
+    expected = attention(*exact, SCALING, in_full, causal, score_cap=bound, sinks=sinks)
     torch.testing.assert_close(output.float(), expected, rtol=0.02, atol=0.02)
     output.float().sum().backward()
     expected.sum().backward()

@@ -75,6 +75,20 @@ def test_a_look_while_weights_are_loaded_sees_no_change(
     assert set(generations) == {0}
 
 
+def test_a_model_of_which_few_layers_are_in_memory(tmp_path: Path) -> None:
+    """The cheap check looks at a matrix a layer, of those that are there."""
+    hf_model("llama", num_hidden_layers=60).save_pretrained(tmp_path / "model")
+    byte_tokenizer(bos=True).save_pretrained(tmp_path / "model")
+    places = {name: "cpu" for name in PLACES if "layers" not in name}
+    places |= {f"model.layers.{n}": "cpu" if n < 7 else "disk" for n in range(60)}
+    options = {"device_map": places, "offload_folder": str(tmp_path / "weights")}
+    spread = load_model(str(tmp_path / "model"), dtype="float32", model_kwargs=options)
+    assert spread.identity.look() == 0
+    with torch.no_grad():
+        spread.hf.model.layers[3].mlp.up_proj.weight[0, 0] += 1
+    assert spread.identity.look() == 1
+
+
 def test_a_weight_on_disk_that_differs_is_another_model(folder: Path, tmp_path: Path) -> None:
     options = {"device_map": PLACES, "offload_folder": str(tmp_path)}
     spread = load_model(str(folder), dtype="float32", model_kwargs=options)
