@@ -246,8 +246,8 @@ class Scheduler:
     """Runs a model on one thread, for all who share it.
 
     Between two steps of the answers under way it does one thing at most that takes longer: the
-    first token of the next answer, or a pass of `run`. While there are several owners, see `OWNER`,
-    each has its share of the time. An owner begins no answer beyond half of the places of a batch
+    first token of the next answer, or a pass of `run`, after which answers of the same owner have
+    as much time. While there are several owners, see `OWNER`, each has its share of the time. An owner begins no answer beyond half of the places of a batch
     then, and where one has more, its answers take turns at the places that it keeps. Answers of one
     owner begin in the order in which they came. One whose reader is `AHEAD` pieces behind stands
     aside and leaves its place to others.
@@ -371,6 +371,8 @@ class _Thread:
         # start-time fair queueing (Goyal, Vin and Cheng, 1996), in seconds of the model's time
         self._clock = 0.0
         self._used: dict[str, float] = {}
+        # what `run` has had of it since an owner's answers had as much, in seconds
+        self._ahead: dict[str, float] = {}
         self._is_stopped = False
         self._thread = threading.Thread(target=self._serve, name="samkv-model", daemon=True)
         self._thread.start()
@@ -442,7 +444,8 @@ class _Thread:
         """Where in the queue that stands which comes next: an answer in its turn, or a work.
 
         The owner who has had the model for the least time comes first. One who has had it for
-        longer than another whose answers are under way waits for those. A full batch takes an
+        longer than another whose answers are under way waits for those. Between two works of an
+        owner, answers of that owner have as much time as the first took. A full batch takes an
         answer more of an owner who has two places fewer than another.
         """
         limits, queue, batch = self._limits, self._queue, self._batch()
@@ -458,6 +461,8 @@ class _Thread:
             if self._start_of(letter.owner) > least:
                 return None
             if isinstance(letter, _Work):
+                if n_running[letter.owner] and self._ahead.get(letter.owner, 0.0) > 0:
+                    continue
                 return at
             mine = n_running[letter.owner]
             if mine >= most or (len(batch) >= limits.max_batch and mine + 2 > fullest):
@@ -477,6 +482,8 @@ class _Thread:
         """An owner has had the model for so long."""
         self._used = {each: used for each, used in self._used.items() if used > self._clock}
         self._used[owner] = self._start_of(owner) + seconds
+        if owner in self._ahead:
+            self._ahead[owner] -= seconds
 
     def _do_next(self) -> None:
         """What takes longer than a step: a pass of `run`, or the first one of an answer."""
@@ -487,7 +494,10 @@ class _Thread:
         self.pass_began = began = time.perf_counter()
         self._begin(letter)
         self.pass_began = None
-        self._charge(letter.owner, time.perf_counter() - began)
+        seconds = time.perf_counter() - began
+        self._charge(letter.owner, seconds)
+        if isinstance(letter, _Work):
+            self._ahead[letter.owner] = seconds
 
     def _begin(self, letter: RunningAnswer | _Work) -> None:
         if isinstance(letter, _Work):

@@ -331,6 +331,40 @@ def test_who_asks_for_little_does_not_wait_behind_all_that_another_asks_for(
     assert begun == [4, 1, 2, 3]
 
 
+def test_an_answer_has_as_much_time_as_passes_that_the_same_owner_asked_for(
+    steps: Steps, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as those of an ingest: of 10 seconds each, where a step takes one."""
+    now = 0.0
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+    begun_at: list[int] = []
+
+    def work() -> None:
+        nonlocal now
+        begun_at.append(steps.n)
+        now += 10
+
+    def step() -> None:
+        nonlocal now
+        now += 1
+
+    engine = engine_of(builtin())
+    steps.on_step = step
+    steps.hold()
+    with ThreadPoolExecutor(4) as threads:
+        asked = threads.submit(engine.generate, ENDLESS, max_new_tokens=200)
+        steps.wait_for_answers(engine.scheduler, 1)
+        works = [threads.submit(engine.scheduler.run, work) for _ in range(3)]
+        while len(begun_at) < 3:
+            steps.wait_until_held()
+            steps.allow(1)
+        steps.release()
+        for each in (*works, asked):
+            each.result(PATIENCE_S)
+    first, second, third = begun_at
+    assert second - first >= 10 and third - second >= 10
+
+
 def test_no_owner_has_more_than_half_of_the_places_while_there_are_others(
     steps: Steps, monkeypatch: pytest.MonkeyPatch
 ) -> None:
