@@ -247,10 +247,11 @@ class Scheduler:
 
     Between two steps of the answers under way it does one thing at most that takes longer: the
     first token of the next answer, or a pass of `run`, after which answers of the same owner have
-    as much time. While there are several owners, see `OWNER`, each has its share of the time. An owner begins no answer beyond half of the places of a batch
-    then, and where one has more, its answers take turns at the places that it keeps. Answers of one
-    owner begin in the order in which they came. One whose reader is `AHEAD` pieces behind stands
-    aside and leaves its place to others.
+    as much time. While there are several owners, see `OWNER`, each has its share of the time. An
+    owner begins no answer beyond half of the places of a batch then, and where one has more, its
+    answers take turns at the places that it keeps. Answers of one owner begin in the order in
+    which they came. One whose reader is `AHEAD` pieces behind stands aside and leaves its place to
+    others.
 
     The thread starts when there is something to do, and ends with the scheduler. Safe to use from
     many threads, and after a fork that was made while no other thread asked.
@@ -444,8 +445,7 @@ class _Thread:
         """Where in the queue that stands which comes next: an answer in its turn, or a work.
 
         The owner who has had the model for the least time comes first. One who has had it for
-        longer than another whose answers are under way waits for those. Between two works of an
-        owner, answers of that owner have as much time as the first took. A full batch takes an
+        longer than another whose answers are under way waits for those. A full batch takes an
         answer more of an owner who has two places fewer than another.
         """
         limits, queue, batch = self._limits, self._queue, self._batch()
