@@ -319,9 +319,15 @@ def test_who_asks_for_little_does_not_wait_behind_all_that_another_asks_for(
         return first_token(request)
 
     monkeypatch.setattr(scheduler_module, "first_token", recorded)
-    is_over = threading.Event()
+    has_begun, is_over = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        has_begun.set()
+        is_over.wait(PATIENCE_S)
+
     with ThreadPoolExecutor(6) as threads:
-        asked = [as_owner("many", threads, engine.scheduler.run, is_over.wait)]
+        asked = [as_owner("many", threads, engine.scheduler.run, hold)]
+        has_begun.wait(PATIENCE_S)
         for n, owner in ((1, "many"), (2, "many"), (3, "many"), (4, "few")):
             asked.append(as_owner(owner, threads, engine.generate, PROMPTS[n], max_new_tokens=n))
             wait_until(lambda n=n: of(engine) == (0, n), "they wait")
