@@ -47,7 +47,7 @@ def adapt(
 ) -> None:
     """Learn a prefix for your model, so that cached chunks answer more as full prefill does.
 
-    It is kept beside the caches of --dir, for engines with prefix="learned". Ingest again after it.
+    It is kept beside the caches of --dir, and engines over them take it. Ingest again after it.
     Interrupted, the same command goes on where it was. Exit code 1 if it is no better on held-out
     prompts: nothing is kept then.
     """
@@ -94,12 +94,13 @@ def adapt(
         more = {"steps": found.steps, "kept": kept and str(kept)}
         tables.write_json("adapt", loaded.name, [asdict(one) | more for one in found.figures])
     else:
-        _show(found.figures, found.steps, kept)
+        _show(found.figures, found.steps, kept, more="steps" if found.steps == steps else "minutes")
     if kept is None:
         raise Exit(1)
 
 
-def _show(figures: Sequence[Judged], steps: int, kept: Path | None) -> None:
+def _show(figures: Sequence[Judged], steps: int, kept: Path | None, *, more: str) -> None:
+    """more: the option that ended learning."""
     from samkv_integrations.tuning.adapt import HELD_OUT
 
     out = tables.console()
@@ -125,7 +126,7 @@ def _show(figures: Sequence[Judged], steps: int, kept: Path | None) -> None:
         "answers."
     )
     if kept is None:
-        out.print("It is not clearly better there, so nothing was kept. More --steps, or more "
+        out.print(f"It is not clearly better there, so nothing was kept. More --{more}, or more "
                   "documents, may help.")  # fmt: skip
     else:
-        out.print(f'Kept in {kept}, for prefix="learned". Ingest again to make caches with it.')
+        out.print(f"Kept in {kept}. Ingest again to make caches with it.")

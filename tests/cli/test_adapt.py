@@ -45,7 +45,9 @@ def test_what_is_no_better_is_not_kept(
     assert all(0 <= row[when]["top1"] <= 1 for row in rows for when in ("before", "after"))
     assert not list(Path(".samkv/kv").glob("samkv-prefix*"))
     shown = run(*two)
-    assert "not clearly better" in shown.stdout and not KEPT.exists()
+    assert "not clearly better" in shown.stdout and "More --steps" in shown.stdout
+    hasty = run(*two[:-4], "--minutes", "0.00001", "--most-tokens", "700")
+    assert "More --minutes" in hasty.stdout and not KEPT.exists()
 
 
 @pytest.mark.slow  # a hundred steps
