@@ -56,10 +56,11 @@ def main() -> None:
         own, steps=args.steps, n=args.embeddings, learning_rate=args.learning_rate, seed=args.seed,
         firsts=tuple(args.first or own.firsts),
     )  # fmt: skip
-    with tqdm(total=recipe.steps, desc="learning") as bar:
+    with tqdm() as bar:
 
-        def told(step: int, kl: float) -> None:
-            bar.update(step - bar.n)
+        def told(stage: str, done: int, of: int, kl: float) -> None:
+            bar.n, bar.total = done, of
+            bar.set_description(stage, refresh=False)
             bar.set_postfix_str(f"KL {kl:.3f}")
 
         found = learn(

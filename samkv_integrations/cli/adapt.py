@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from math import isnan
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -76,18 +77,21 @@ def adapt(
         source = Source(questions=read_questions(data, with_documents=True), most_tokens=most)
     kv = ChunkStore(folder / "kv").path
     partial = kv / f"{LEARNED_FILE}.partial"
-    with tqdm(total=recipe.steps, desc="preparing") as bar:
+    with tqdm() as bar:
 
-        def told(step: int, kl: float) -> None:
-            bar.set_description("learning", refresh=False)
-            bar.update(step - bar.n)
-            bar.set_postfix_str(f"KL {kl:.3f}")
+        def told(stage: str, done: int, of: int, kl: float) -> None:
+            if bar.desc != f"{stage}: ":
+                bar.reset(of)
+                bar.initial = done  # for the time that is left
+            bar.n = done
+            bar.set_description(stage, refresh=False)
+            bar.set_postfix_str("" if isnan(kl) else f"KL {kl:.3f}")
 
         try:
             found = learn(loaded, source, recipe, partial=partial, minutes=minutes, told=told)
         except KeyboardInterrupt:
             then = "the same command goes on there" if partial.exists() else "nothing is kept yet"
-            bar.write(f"interrupted at step {bar.n}; {then}", file=sys.stderr)
+            bar.write(f"interrupted in {bar.desc}{bar.n} of {bar.total}; {then}", file=sys.stderr)
             raise
     kept = found.prefix.save(kv / LEARNED_FILE) if found.is_better else None
     if as_json:

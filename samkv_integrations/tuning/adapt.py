@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from io import BytesIO
+from itertools import product
 from pathlib import Path
 from pickle import UnpicklingError
 from statistics import fmean
@@ -43,7 +44,7 @@ class Recipe:
 
     steps: int = 160
     n: int | None = None
-    learning_rate: float = 1e-2
+    learning_rate: float = 3.3e-3
     tokens: int = 12
     firsts: tuple[int, ...] = (0, 16)
     seed: int = 0
@@ -52,6 +53,9 @@ class Recipe:
         for name in ("steps", "tokens"):
             if getattr(self, name) < 1:
                 raise InvalidOption(f"{name}={getattr(self, name)}; give at least 1")
+
+
+_Distances = dict[int, tuple[Distance, ...]]  # for each of FIRSTS, one of each prompt
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,14 +113,15 @@ def learn(
     *,
     partial: Path,
     minutes: float = math.inf,
-    told: Callable[[int, float], object] = lambda step, kl: None,
+    told: Callable[[str, int, int, float], object] = lambda stage, done, of, kl: None,
 ) -> Learned:
     """Learn a prefix for ``model``, which is left as it is.
 
     partial: where the state is kept after every step, so that an interrupted run of the same
         recipe goes on; deleted at the end.
     minutes: take no further step after so many, preparing and judging left out.
-    told: called with each step and its KL.
+    told: called with the stage ("preparing", "learning", "choosing", "judging"), how much of it is
+        done, how much there is, and the KL of the last step, NaN before the first.
 
     Raises:
         EmptyInput: no prompt holds a chunk of `MIN_RUN` tokens.
@@ -136,23 +141,35 @@ def learn(
         optimiser.load_state_dict(state.pop("optimiser"))
         learned.data.copy_(state.pop("learned"))
 
-    def prompts(part: Part, places: Iterable[int]) -> list[tuple[Prompt, Truth]]:
-        made = [source.prompt(model, f"{recipe.seed} {place}", part) for place in places]
-        return [(one, teacher(model, one, recipe.tokens)) for one in made if one.chunks]
+    def prompts(part: Part, place: int) -> list[tuple[Prompt, Truth]]:
+        made = source.prompt(model, f"{recipe.seed} {place}", part)
+        return [(made, teacher(model, made, recipe.tokens))] if made.chunks else []
 
-    choosing = prompts("choose", range(HELD_OUT))
-    judging = prompts("judge", range(HELD_OUT))
+    def far(prompts: Sequence[tuple[Prompt, Truth]], prefix: Tensor, stage: str) -> _Distances:
+        each = []
+        for number, (prompt, truth) in enumerate(prompts):
+            told(stage, number, len(prompts), kl)
+            each.append(distances(model, prompt, truth, torch.cat((bos, prefix)), FIRSTS))
+        return dict(zip(FIRSTS, zip(*each, strict=True), strict=True))
+
+    kl = math.nan
+    held_out: dict[Part, list[tuple[Prompt, Truth]]] = {"choose": [], "judge": []}
+    for number, (place, part) in enumerate(product(range(HELD_OUT), held_out)):
+        told("preparing", number, 2 * HELD_OUT, kl)
+        held_out[part] += prompts(part, place)
+    choosing, judging = held_out.values()
     if not choosing or not judging:
         raise EmptyInput(
             f"no prompt holds a chunk of {MIN_RUN} tokens or more; give longer documents"
         )
     if state["best"] is None:
-        state["best_kl"] = _mean_kl(_distances(model, choosing, torch.cat((bos, base))))
+        state["best_kl"] = _mean_kl(far(choosing, base, "choosing"))
     every = max(1, recipe.steps // 4)
     began = time.monotonic()
     while state["step"] < recipe.steps and time.monotonic() - began < 60 * minutes:
         step = state["step"]
-        for prompt, truth in prompts("learn", [step]):  # none, if it holds no chunk
+        told("learning", step, recipe.steps, kl)
+        for prompt, truth in prompts("learn", step):  # none, if it holds no chunk
             share = min(1.0, (step + 1) / 10) * max(0.05, 1 - step / recipe.steps)
             optimiser.param_groups[0]["lr"] = recipe.learning_rate * share
             first = recipe.firsts[step % len(recipe.firsts)]
@@ -169,10 +186,10 @@ def learn(
                 ) from error
             torch.nn.utils.clip_grad_norm_([learned], 1.0)
             optimiser.step()
-            told(step + 1, float(lost.detach()))
+            kl = float(lost.detach())
         state["step"] = step + 1
         if state["step"] % every == 0 or state["step"] == recipe.steps:
-            found = _mean_kl(_distances(model, choosing, torch.cat((bos, learned.detach()))))
+            found = _mean_kl(far(choosing, learned.detach(), "choosing"))
             if found < state["best_kl"]:
                 state |= {"best": learned.detach().clone(), "best_kl": found}
         kept = {"learned": learned.detach(), "optimiser": optimiser.state_dict()}
@@ -180,7 +197,7 @@ def learn(
     if not state["step"]:
         raise InvalidOption(f"no step fits into {minutes:g} minutes; give more")
     best = learned.detach() if state["best"] is None else state["best"]
-    figures = _judged(model, judging, torch.cat((bos, base)), torch.cat((bos, best)))
+    figures = _judged(far(judging, base, "judging"), far(judging, best, "judging"))
     partial.unlink(missing_ok=True)
     prefix = LearnedPrefix(
         embeddings=best.cpu().float(), weights=(model.weights_digest,),
@@ -190,21 +207,11 @@ def learn(
     return Learned(prefix=prefix, figures=figures, steps=state["step"])
 
 
-def _distances(
-    model: Model, prompts: Sequence[tuple[Prompt, Truth]], prefix: Tensor
-) -> dict[int, list[Distance]]:
-    each = [distances(model, prompt, truth, prefix, FIRSTS) for prompt, truth in prompts]
-    return dict(zip(FIRSTS, map(list, zip(*each, strict=True)), strict=True))
-
-
-def _mean_kl(found: dict[int, list[Distance]]) -> float:
+def _mean_kl(found: _Distances) -> float:
     return fmean(one.kl for each in found.values() for one in each)
 
 
-def _judged(
-    model: Model, prompts: Sequence[tuple[Prompt, Truth]], base: Tensor, learned: Tensor
-) -> list[Judged]:
-    before, after = _distances(model, prompts, base), _distances(model, prompts, learned)
+def _judged(before: _Distances, after: _Distances) -> list[Judged]:
     return [
         Judged(
             first=first, before=Mean.of(before[first]), after=Mean.of(after[first]),

@@ -57,20 +57,23 @@ def test_it_is_the_same_again_and_the_model_stays_as_it_is(tmp_path: Path, whole
 
 def test_an_interrupted_run_goes_on(tmp_path: Path, whole: Learned) -> None:
     model = tiny_model("llama")
-    steps: list[int] = []
+    done: dict[str, list[int]] = {}
 
-    def interrupt(step: int, kl: float) -> None:
-        steps.append(step)
-        if step == 11:
+    def told(stage: str, so_far: int, of: int, kl: float) -> None:
+        done.setdefault(stage, []).append(so_far)
+        assert so_far < of
+
+    def interrupt(stage: str, so_far: int, of: int, kl: float) -> None:
+        told(stage, so_far, of, kl)
+        if (stage, so_far) == ("learning", 10):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         learn(model, SOURCE, RECIPE, partial=tmp_path / "partial", told=interrupt)
-    assert steps == list(range(1, 12))
-    steps.clear()
-    rest = learn(model, SOURCE, RECIPE, partial=tmp_path / "partial",
-                 told=lambda step, kl: steps.append(step))  # fmt: skip
-    assert steps == [11, 12]
+    assert done["preparing"] == list(range(8)) and done["learning"] == list(range(11))
+    done.clear()
+    rest = learn(model, SOURCE, RECIPE, partial=tmp_path / "partial", told=told)
+    assert done["learning"] == [10, 11] and done["judging"] == [*range(4)] * 2
     assert torch.equal(rest.prefix.embeddings, whole.prefix.embeddings)
 
 
