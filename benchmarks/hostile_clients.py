@@ -119,11 +119,14 @@ INPUTS: Mapping[str, tuple[str, Callable[[int], Body]]] = MappingProxyType(
 class Seen:
     """What clients saw in each phase.
 
-    seconds, health: of each answer. memory: bytes, every half a minute.
+    seconds: of each answer, by phase and question. health: the same, of /health. memory: bytes,
+    every half a minute.
     """
 
     phase: str = "quiet"
-    seconds: dict[str, list[float]] = field(default_factory=lambda: {"quiet": [], "attacked": []})
+    seconds: dict[str, dict[str, list[float]]] = field(
+        default_factory=lambda: {"quiet": {}, "attacked": {}}
+    )
     health: dict[str, list[float]] = field(default_factory=lambda: {"quiet": [], "attacked": []})
     memory: list[float] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
@@ -139,7 +142,8 @@ async def normal(http: httpx.AsyncClient, asked: Sequence[Asked], at: int, seen:
         }  # fmt: skip
         phase, began = seen.phase, time.perf_counter()
         reply = await http.post(COMPLETIONS, json=body, headers=_NORMAL)
-        seen.seconds[phase].append(time.perf_counter() - began)
+        seconds = time.perf_counter() - began
+        seen.seconds[phase].setdefault(one.prompt, []).append(seconds)
         if reply.status_code != 200:
             seen.wrong.append(f"{reply.status_code}: {reply.text[:200]}")
         elif (text := reply.json()["choices"][0]["text"]) != one.answers[METHOD]:
@@ -254,13 +258,20 @@ def main() -> None:
     with two_tenants(args.questions, "--timeout", "60") as (url, asked):
         blue = [one for one in asked if one.tenant == "blue"]
         seen = asyncio.run(measure(url, blue, args.minutes, args.inputs))
-    row: dict[str, Any] = {
-        phase: {
+    own = {prompt: statistics.median(each) for prompt, each in seen.seconds["quiet"].items()}
+    row: dict[str, Any] = {}
+    for phase, of_prompt in seen.seconds.items():
+        seconds = [one for each in of_prompt.values() for one in each]
+        ratios = sorted(one / own[prompt] for prompt, each in of_prompt.items()
+                        for one in each if prompt in own)  # fmt: skip
+        row[phase] = {
             "answers": len(seconds), "median_s": round(statistics.median(seconds), 3),
             "longest_s": round(max(seconds), 3), "health_s": round(max(seen.health[phase]), 3),
-        }
-        for phase, seconds in seen.seconds.items()
-    }  # fmt: skip
+            "of_own_quiet_median": {
+                name: round(ratios[int(share * (len(ratios) - 1))], 2)
+                for name, share in (("median", 0.5), ("p90", 0.9), ("p99", 0.99), ("most", 1.0))
+            },
+        }  # fmt: skip
     row["ratio"] = round(row["attacked"]["median_s"] / row["quiet"]["median_s"], 2)
     row |= {
         "wrong": len(seen.wrong), "memory_mb": [round(each / 1e6) for each in seen.memory],

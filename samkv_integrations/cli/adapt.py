@@ -29,8 +29,8 @@ def adapt(
     data: Annotated[
         Path, Option(help="Folder of documents, or questions with documents (JSON Lines).")
     ],
+    model: args.ModelName,
     folder: args.Folder = Path(".samkv"),
-    model: args.ModelName = "smollm2",
     device: args.Device = "auto",
     dtype: args.Dtype = "auto",
     minutes: Annotated[

@@ -48,14 +48,6 @@ def with_ratios(rows: Sequence[Row]) -> list[Row]:
     ]
 
 
-def kept_of(row: Row) -> float | None:
-    """Share of the chunks' tokens that an answer went on with; None for all of full prefill.
-
-    Full prefill keeps nothing of a cache, so that "kept 100 %" would be read wrongly.
-    """
-    return None if row["ran"] == "recompute" and not row["eviction"] else row["kept_ratio"]
-
-
 def summarise(rows: Sequence[Row]) -> list[Row]:
     """A row of each method in ``rows`` over all its questions, in order of appearance.
 
@@ -63,7 +55,7 @@ def summarise(rows: Sequence[Row]) -> list[Row]:
     questions, those with the same answer as by `recompute`; same_share: their share. bytes_read:
     mean over questions; bytes_share: its share of what `reuse` reads. ttft_s, answer_s: medians;
     ttft_ratio, answer_ratio: medians of the ratios to `recompute` at each question. None where
-    `recompute` or `reuse` did not run. kept_ratio: mean where it is not full prefill that ran.
+    `recompute` or `reuse` did not run. kept_ratio, recompute_ratio: means.
 
     rows: question, answer, expected and exact_match if known, and the fields of a report. All
     methods must have answered the same questions, in the same order.
@@ -86,10 +78,8 @@ def summarise(rows: Sequence[Row]) -> list[Row]:
             "n_known": len(known),
             "n_right": sum(int(row["exact_match"]) for row in known),
         }
-        for key in ("recompute_ratio", "bytes_read"):
+        for key in ("kept_ratio", "recompute_ratio", "bytes_read"):
             found[key] = mean(row[key] for row in mine)
-        kept = [share for row in mine if (share := kept_of(row)) is not None]
-        found["kept_ratio"] = mean(kept) if kept else None
         found["bytes_share"] = found["bytes_read"] / all_bytes if all_bytes else None
         for key, ratio in (("ttft_s", "ttft_ratio"), ("answer_s", "answer_ratio")):
             found[key] = median(row[key] for row in mine)

@@ -33,7 +33,14 @@ class _Commands(typer.core.TyperGroup):
         try:
             return super().invoke(ctx)
         except SamkvError as error:
-            typer.echo(f"samkv: {figures.visible(' '.join(str(error).split()))}", err=True)
+            said = " ".join(str(error).split())
+            name, _, value = said.partition("=")
+            known = (each for command in self.commands.values() for each in command.params)
+            for option in known:  # the library names arguments
+                if option.name == name and option.opts[0].startswith("--"):
+                    said = f"{option.opts[0]} {value}"
+                    break
+            typer.echo(f"samkv: {figures.visible(said)}", err=True)
             raise typer.Exit(USER_ERROR) from error
 
 

@@ -121,6 +121,7 @@ def ingest(
     Links in folders are not followed. Exit code 1 if a document cannot be read, or a chunk not be
     cached; the others are ingested.
     """
+    from samkv_integrations.cache.windows import MIN_RUN
     from samkv_integrations.chroma.client import Database, check_name
     from samkv_integrations.chroma.link import ChromaLink
     from samkv_integrations.cluster import ModelSource, WorkerPool, add_on_ray
@@ -187,6 +188,7 @@ def ingest(
     skipped, out = [*found.skipped, *read.skipped], tables.console(stderr=True)
     left_out = [f"skipped {one.path}: {one.why}" for one in skipped]
     left_out += [f"not ingested: {one['path']}#{one['number']}: {one['why']}" for one in failed]
+    n_short = sum(len(engine.model.tokenize(text, special=False)) < MIN_RUN for text in texts)
     for line in left_out[:SHOWN_SKIPPED]:
         out.print(line, soft_wrap=True)
     if len(left_out) > SHOWN_SKIPPED:
@@ -194,14 +196,18 @@ def ingest(
     if found.others:
         kinds = ", ".join(f"{n} {kind}" for kind, n in sorted(found.others.items()))
         out.print(f"files of other kinds were left out: {kinds}", soft_wrap=True)
+    if n_short:
+        short = f"{count(n_short, 'chunk')} of fewer than {MIN_RUN} tokens: a prompt computes such"
+        out.print(f"{short} text anew; merge short documents", soft_wrap=True)
+    n_read = len({chunk.source for chunk in read.chunks})
     if as_json:
-        row = {"files": len(read.sources), **asdict(done), "collection": collection}
+        row = {"files": n_read, **asdict(done), "collection": collection}
         row["skipped"] = [{"path": str(one.path), "why": one.why} for one in skipped]
         tables.write_json("ingest", model, [row | ({"failed": failed} if pool else {})])
     else:
         out = tables.console()
         out.print(
-            f"{count(len(read.sources), 'file')}, {count(done.n_records, 'chunk')} in collection "
+            f"{count(n_read, 'file')}, {count(done.n_records, 'chunk')} in collection "
             f"{collection!r}: {done.n_cached} prefilled by {model}, {done.n_hit} already cached"
         )
         out.print(f"{figures.seconds(done.seconds)}, {figures.size(done.bytes_on_disk)} added")

@@ -74,7 +74,7 @@ def summary_table(rows: Sequence[Row]) -> Table:
     from samkv_integrations.cli.answers import summarise
 
     columns = (
-        "method", "answers\nright", "same as\nrecompute", "kept", "recom-\nputed",
+        "method", "answers\nright", "same as\nrecompute", "attended\nto", "recom-\nputed",
         "bytes\nread", "of\nreuse", "first\ntoken", "of re-\ncompute",
     )  # fmt: skip
     cells = [
@@ -108,12 +108,12 @@ def speed_table(rows: Sequence[Row]) -> Table:
 
 def comparison_table(rows: Sequence[Row]) -> Table:
     """The answers to one question, one row a method."""
-    from samkv_integrations.cli.answers import kept_of
-
-    columns = ("method", "answer", "kept", "recom-\nputed", "bytes\nread", "first\ntoken", "ratio")
+    columns = (
+        "method", "answer", "attended\nto", "recom-\nputed", "bytes\nread", "first\ntoken", "ratio",
+    )  # fmt: skip
     cells = [
         (
-            row["method"], " ".join(row["answer"].split()), percent(kept_of(row)),
+            row["method"], " ".join(row["answer"].split()), percent(row["kept_ratio"]),
             percent(row["recompute_ratio"]), size(row["bytes_read"]), seconds(row["ttft_s"]),
             ratio(row.get("ttft_ratio")),
         )
@@ -132,8 +132,6 @@ def sources_table(sources: Sequence[str], texts: Sequence[str]) -> Table:
 
 def report_lines(row: Row) -> list[str]:
     """What one answer cost, for a person."""
-    from samkv_integrations.cli.answers import kept_of
-
     with_prompt = row["found"] - row["reused"] - row["computed_now"]
     parts = [f"{count(row['found'], 'chunk')} found", f"{row['reused']} reused"]
     parts += [f"{row['computed_now']} computed now"] if row["computed_now"] else []
@@ -143,8 +141,7 @@ def report_lines(row: Row) -> list[str]:
         reasons = ", ".join(f"{count} {reason}" for reason, count in misses.items())
         chunks += f" ({sum(misses.values())} without a cache: {reasons})"
     came_to = f" (which did {row['ran']})" if row["ran"] != row["method"] else ""
-    kept = kept_of(row)
-    cost = "" if kept in (None, 1) else f"kept {percent(kept)}, "
+    cost = "" if row["kept_ratio"] == 1 else f"attended to {percent(row['kept_ratio'])}, "
     cost += (
         f"recomputed {percent(row['recompute_ratio'])} of the chunks' tokens, "
         f"read {size(row['bytes_read'])}, "

@@ -71,7 +71,7 @@ def test_adapt_says_what_is_wrong(notes: Path, tmp_path: Path) -> None:
     assert "--minutes 0" in error_of("adapt", *model, "--data", str(notes), "--minutes", "0")
     short = ("--minutes", "1e-12", "--most-tokens", "500")
     assert "no step fits" in error_of("adapt", *model, "--data", str(notes), *short)
-    assert "steps=0" in error_of("adapt", *model, "--data", str(notes), "--steps", "0")
+    assert "--steps 0" in error_of("adapt", *model, "--data", str(notes), "--steps", "0")
     for file in list(notes.iterdir())[1:]:
         file.unlink()
     assert "questions to learn from (1)" in error_of("adapt", *model, "--data", str(notes))

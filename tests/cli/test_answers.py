@@ -49,7 +49,6 @@ def test_summary_of_many_answers() -> None:
     )
     assert (reuse["n_right"], reuse["same_share"], reuse["kept_ratio"]) == (1, 0.5, 0.75)
     assert (reuse["bytes_read"], reuse["bytes_share"], full["bytes_share"]) == (2000, 1.0, 0.05)
-    assert full["kept_ratio"] is None  # of no cache
     assert reuse["ttft_s"] == 0.5
     assert reuse["ttft_ratio"] == pytest.approx((0.5 / 1.0 + 0.5 / 3.0) / 2)  # paired by question
     assert (reuse["n_same"], reuse["n_questions"]) == (1, 2)

@@ -56,7 +56,7 @@ def test_unknown_options_and_commands_are_typers_own() -> None:
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (("doctor", "--dtype", "float8"), "allowed: auto, float32, bfloat16"),
+        (("doctor", "--dtype", "float8"), "--dtype 'float8'; allowed: auto, float32, bfloat16"),
         (("ingest", "nothing.txt"), "nothing.txt does not exist"),
         (("ingest", "town/questions.jsonl"), "known kinds: .md, .txt, .csv"),
         (("ingest", "hollow"), "no document (.md, .txt, .csv"),
@@ -76,7 +76,7 @@ def test_unknown_options_and_commands_are_typers_own() -> None:
         (("ask", "Who?", "--set", "select.window=many"), "'many' is not a whole number"),
         (("ask", "Who?", "--method", "samkv-fusion", "--set", "select.bias=so"), "not True or"),
         (("ask", "Who?", "--set", "select.window=0"), "it must be at least 1"),
-        (("ingest", "town", "--store-bits", "3"), "store_bits=3; allowed: 4, 8, 16"),
+        (("ingest", "town", "--store-bits", "3"), "--store-bits 3; allowed: 4, 8, 16"),
         (("store", "stats", "--dir", "nowhere"), "nowhere/kv does not exist"),
         (("store", "sync", "--dir", "nowhere"), "nowhere/chroma holds no Chroma database"),
         (("quickstart",), "examples/paragraphs is not a folder"),

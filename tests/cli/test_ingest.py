@@ -189,8 +189,11 @@ class TestWhatIsNotRead:
         for name in ("a.png", "b.PNG", "Makefile"):
             (town / name).write_bytes(b"x")
         (town / "empty.txt").write_text(" ")
+        (town / "short.txt").write_text("A word.")
         result = run("ingest", str(town), "--model", tiny)
         assert result.exit_code == 0
+        assert result.stdout.startswith(f"{len(list(town.glob('*.txt'))) - 1} files, ")
+        assert "1 chunk of fewer than 16 tokens" in result.stderr
         assert "other kinds were left out: 1 .jsonl, 2 .png, 1 Makefile" in result.stderr
         assert "empty.txt: it holds no text" in result.stderr
 

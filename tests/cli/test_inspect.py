@@ -71,7 +71,7 @@ def test_what_is_missing_is_said(ingested: Path) -> None:
 
 
 def test_wrong_options(ingested: Path) -> None:
-    assert "layer=8; 'builtin' has 8" in error_of("inspect", QUESTION, "--layer", "8")
+    assert "--layer 8; 'builtin' has 8" in error_of("inspect", QUESTION, "--layer", "8")
     message = error_of("inspect", QUESTION, "--html", "nowhere/page.html", "--layer", "1")
     assert "nowhere is not a folder" in message
     assert "guided" in error_of("inspect", QUESTION, "--method", "guided")

@@ -65,8 +65,8 @@ def test_tune_says_when_nothing_is_enough_and_writes_nothing(town: Path) -> None
 
 
 def test_tune_says_what_is_wrong(town: Path) -> None:
-    assert "agree=95" in error_of("tune", "--agree", "95")
-    assert "by='bleu'; allowed: exact, f1" in error_of("tune", "--by", "bleu")
+    assert "--agree 95" in error_of("tune", "--agree", "95")
+    assert "--by 'bleu'; allowed: exact, f1" in error_of("tune", "--by", "bleu")
     assert "--top-k 0; give at least 1" in error_of("tune", "--top-k", "0")
     assert "holds no Chroma database" in error_of("tune")
     ran("ingest", str(town), "--collection", "town")
