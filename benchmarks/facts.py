@@ -43,11 +43,15 @@ TOP_K, NEW_TOKENS = 8, 24
 FULL = "recompute"
 
 
-def candidates() -> dict[str, tuple[Method, str]]:
-    """Label -> method, and the prefix that its chunks were cached after."""
+def candidates(learned: str | None = None) -> dict[str, tuple[Method, str]]:
+    """Label -> method, and the prefix that its chunks were cached after.
+
+    learned: a file of ``samkv adapt``, for the candidates after it.
+    """
     guided, epic = METHODS["samkv-guided"], METHODS["epic"]
     again: Any = guided.recompute
     first: Any = epic.recompute
+    after = {"reuse": METHODS["reuse"], "first 16": epic, "samkv-guided": guided}
     return {
         "reuse, after BOS": (METHODS["reuse"], "bos"),
         "first 16, after BOS": (epic, "bos"),
@@ -62,6 +66,7 @@ def candidates() -> dict[str, tuple[Method, str]]:
         "samkv-guided, 192 matched": (
             replace(guided, recompute=replace(again, matched=192)), "documents",
         ),
+        **({f"{label}, learned": (m, learned) for label, m in after.items()} if learned else {}),
     }  # fmt: skip
 
 
@@ -185,9 +190,10 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--part", default="report", choices=["choose", "report", "all"])
     parser.add_argument("--labels", help="of the candidates, with ';' between; all if left out")
+    parser.add_argument("--prefix", help="a file of samkv adapt: candidates after it, too")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    known = candidates()
+    known = candidates(args.prefix)
     labels = args.labels.split(";") if args.labels else list(known)
     if unknown := [label for label in labels if label not in known]:
         parser.error(f"no candidate {unknown[0]!r}; known: {'; '.join(known)}")
