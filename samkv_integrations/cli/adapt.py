@@ -105,7 +105,7 @@ def adapt(
 
 def _show(figures: Sequence[Judged], steps: int, kept: Path | None, *, more: str) -> None:
     """more: the option that ended learning."""
-    from samkv_integrations.tuning.adapt import HELD_OUT
+    from samkv_integrations.tuning.adapt import JUDGING
 
     out = tables.console()
     out.print(
@@ -125,7 +125,7 @@ def _show(figures: Sequence[Judged], steps: int, kept: Path | None, *, more: str
         )
     )  # fmt: skip
     out.print(
-        f"\n{count(steps, 'step')}. Along full prefill's answers on {HELD_OUT} held-out prompts: "
+        f"\n{count(steps, 'step')}. Along full prefill's answers on {JUDGING} held-out prompts: "
         "KL in nats with the 95 % interval of its ratio, share of equal likeliest tokens, of equal "
         "answers."
     )

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from io import BytesIO
-from itertools import product
 from pathlib import Path
 from pickle import UnpicklingError
 from statistics import fmean
@@ -26,8 +25,8 @@ from samkv_integrations.model.model import Model
 from samkv_integrations.tuning.distil import Distance, Prompt, Truth, distances, loss, teacher
 from samkv_integrations.tuning.mixed_prompts import Part, Source
 
-HELD_OUT = 12
-"""Prompts that choose among the stages of learning, and as many others that judge the choice."""
+CHOOSING, JUDGING = 12, 24
+"""Held-out prompts that choose among the stages of learning, and others that judge the choice."""
 
 FIRSTS = (0, 16)
 """First tokens of each chunk that are recomputed where a prefix is judged."""
@@ -154,8 +153,10 @@ def learn(
 
     kl = math.nan
     held_out: dict[Part, list[tuple[Prompt, Truth]]] = {"choose": [], "judge": []}
-    for number, (place, part) in enumerate(product(range(HELD_OUT), held_out)):
-        told("preparing", number, 2 * HELD_OUT, kl)
+    counts: dict[Part, int] = {"choose": CHOOSING, "judge": JUDGING}
+    places = [(part, place) for part, most in counts.items() for place in range(most)]
+    for number, (part, place) in enumerate(places):
+        told("preparing", number, len(places), kl)
         held_out[part] += prompts(part, place)
     choosing, judging = held_out.values()
     if not choosing or not judging:

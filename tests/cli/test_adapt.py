@@ -34,7 +34,8 @@ def test_what_is_no_better_is_not_kept(
     notes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Learned, "is_better", False)
-    monkeypatch.setattr(adapt, "HELD_OUT", 4)  # most of the time goes into them
+    for name in ("CHOOSING", "JUDGING"):  # most of the time goes into them
+        monkeypatch.setattr(adapt, name, 4)
     model = ("--model", saved_tiny(tmp_path / "tiny"))
     two = ("adapt", *model, "--data", str(notes), "--steps", "2", "--most-tokens", "700")
     result = run(*two, "--json")

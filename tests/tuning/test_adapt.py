@@ -31,7 +31,7 @@ SOURCE = Source(cuts=[TEXTS], most_tokens=500)
 @pytest.fixture(scope="module", autouse=True)
 def few_held_out() -> Iterator[None]:
     """Most of the time goes into held-out prompts, which are all alike."""
-    with mock.patch.object(adapt, "HELD_OUT", 4):
+    with mock.patch.multiple(adapt, CHOOSING=4, JUDGING=4):
         yield
 
 
