@@ -62,7 +62,7 @@ def main() -> None:
     quiet_s, beside = ingest_s(texts[:half]), []
     with ThreadPoolExecutor(1) as pool:
         ingest: Future[float] = pool.submit(ingest_s, texts[half:])
-        while not ingest.done():
+        while not (ingest.done() and beside):
             beside.append(answer_s())
     row = {
         "alone_s": round(statistics.median(alone), 2), "answers": len(beside),

@@ -58,10 +58,10 @@ def main() -> None:
     )  # fmt: skip
     with tqdm() as bar:
 
-        def told(stage: str, done: int, of: int, kl: float) -> None:
+        def told(stage: str, done: int, of: int, kl: float | None) -> None:
             bar.n, bar.total = done, of
             bar.set_description(stage, refresh=False)
-            bar.set_postfix_str(f"KL {kl:.3f}")
+            bar.set_postfix_str("" if kl is None else f"KL {kl:.3f}")
 
         found = learn(
             model, Source(questions=questions, most_tokens=args.most_tokens), recipe,

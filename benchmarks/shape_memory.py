@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=1 python -m benchmarks.shape_memory --rounds 400
 
 A round answers one prompt of a random length; with --life it caches some texts, asks about them by
-four methods, and deletes them. Eight rows say what the process has grown by since the first round,
+four methods, and deletes them. Rows say what the process has grown by since the first round,
 once malloc has given back what is free.
 """
 

@@ -49,7 +49,9 @@ def main() -> None:
     print(f"\n{QUESTION} {chain.invoke(QUESTION)}")
     report = llm.last_report
     assert report is not None
-    print(f"  {report.found} chunks found, {report.reused} reused, {report.kept_ratio:.0%} kept")
+    print(
+        f"  {report.found} chunks found, {report.reused} reused, {report.kept_ratio:.0%} attended"
+    )
 
     # Stream: the same, piece by piece.
     print(f"\n{QUESTION} ", end="")

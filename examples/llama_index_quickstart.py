@@ -59,7 +59,9 @@ def main() -> None:
     assert report is not None
     print(f"\n{question} {response}")
     print(f"  from {response.source_nodes[0].node.metadata['file_name']} and three others")
-    print(f"  {report.found} chunks found, {report.reused} reused, {report.kept_ratio:.0%} kept")
+    print(
+        f"  {report.found} chunks found, {report.reused} reused, {report.kept_ratio:.0%} attended"
+    )
 
     # Stream: the same, piece by piece.
     print(f"\n{question} ", end="")

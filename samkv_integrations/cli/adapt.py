@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from math import isnan
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -38,10 +37,10 @@ def adapt(
     ] = 20.0,
     steps: Annotated[int, Option(help="Prompts to learn from.")] = 160,
     embeddings: Annotated[
-        int | None, Option(help="How many to learn. Default: as the made-up documents have.")
+        int | None, Option(help="How many to learn. Default: as the made-up documents have.", min=1)
     ] = None,
     most_tokens: Annotated[
-        int, Option(help="Of a prompt to learn from; fewer take less memory and time.")
+        int, Option(help="Of a prompt to learn from; fewer take less memory and time.", min=1)
     ] = 2048,
     seed: Annotated[int, Option(help="Of the prompts.")] = 0,
     as_json: args.Json = False,
@@ -77,21 +76,23 @@ def adapt(
         source = Source(questions=read_questions(data, with_documents=True), most_tokens=most)
     kv = ChunkStore(folder / "kv").path
     partial = kv / f"{LEARNED_FILE}.partial"
+    now = ("", 0)
     with tqdm() as bar:
 
-        def told(stage: str, done: int, of: int, kl: float) -> None:
-            if bar.desc != f"{stage}: ":
-                bar.reset(of)
-                bar.initial = done  # for the time that is left
-            bar.n = done
+        def told(stage: str, done: int, of: int, kl: float | None) -> None:
+            nonlocal now
             bar.set_description(stage, refresh=False)
-            bar.set_postfix_str("" if isnan(kl) else f"KL {kl:.3f}")
+            if stage != now[0]:
+                bar.initial = done  # for the time that is left
+                bar.reset(of)
+            now, bar.n = (stage, done), done
+            bar.set_postfix_str("" if kl is None else f"KL {kl:.3f}")
 
         try:
             found = learn(loaded, source, recipe, partial=partial, minutes=minutes, told=told)
         except KeyboardInterrupt:
             then = "the same command goes on there" if partial.exists() else "nothing is kept yet"
-            bar.write(f"interrupted in {bar.desc}{bar.n} of {bar.total}; {then}", file=sys.stderr)
+            bar.write(f"interrupted after {now[1]} of {now[0]}; {then}", file=sys.stderr)
             raise
     kept = found.prefix.save(kv / LEARNED_FILE) if found.is_better else None
     if as_json:

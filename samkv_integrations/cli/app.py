@@ -12,6 +12,7 @@ import typer
 import typer.core
 
 from samkv_integrations import figures
+from samkv_integrations.cli import arguments as args
 from samkv_integrations.cli import store
 from samkv_integrations.cli.adapt import adapt
 from samkv_integrations.cli.ask import ask, inspect, methods
@@ -33,14 +34,7 @@ class _Commands(typer.core.TyperGroup):
         try:
             return super().invoke(ctx)
         except SamkvError as error:
-            said = " ".join(str(error).split())
-            name, _, value = said.partition("=")
-            known = (each for command in self.commands.values() for each in command.params)
-            for option in known:  # the library names arguments
-                if option.name == name and option.opts[0].startswith("--"):
-                    said = f"{option.opts[0]} {value}"
-                    break
-            typer.echo(f"samkv: {figures.visible(said)}", err=True)
+            typer.echo(f"samkv: {figures.visible(' '.join(str(error).split()))}", err=True)
             raise typer.Exit(USER_ERROR) from error
 
 
@@ -55,7 +49,7 @@ app = typer.Typer(
 for command in (
     methods, doctor, ingest, remove, ask, inspect, serve, quickstart, plan, tune, adapt,
 ):  # fmt: skip
-    app.command()(command)
+    app.command(cls=args.Command)(command)
 app.add_typer(store.app, name="store")
 
 

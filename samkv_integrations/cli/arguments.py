@@ -10,8 +10,27 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+import typer.core
 
+from samkv_integrations.errors import SamkvError
 from samkv_integrations.evaluation.shapes import shape_names
+
+
+class Command(typer.core.TyperCommand):
+    """A command whose errors name an option that was given, as the library names arguments."""
+
+    def invoke(self, ctx: typer.Context) -> Any:  # type: ignore[override]  # noqa: ANN401
+        try:
+            return super().invoke(ctx)
+        except SamkvError as error:
+            name, _, value = str(error).partition("=")
+            for option in self.params:
+                source = ctx.get_parameter_source(option.name or "")
+                is_given = source is not None and source.name == "COMMANDLINE"
+                if option.name == name and is_given and option.opts[0].startswith("--"):
+                    error.args = (f"{option.opts[0]} {value}",)
+            raise
+
 
 # -- of several commands ------------------------------------------------------------------------
 

@@ -198,7 +198,9 @@ def ingest(
         out.print(f"files of other kinds were left out: {kinds}", soft_wrap=True)
     if n_short:
         short = f"{count(n_short, 'chunk')} of fewer than {MIN_RUN} tokens: a prompt computes such"
-        out.print(f"{short} text anew; merge short documents", soft_wrap=True)
+        out.print(
+            f"{short} text anew; give longer documents, or a larger --chunk-size", soft_wrap=True
+        )
     n_read = len({chunk.source for chunk in read.chunks})
     if as_json:
         row = {"files": n_read, **asdict(done), "collection": collection}

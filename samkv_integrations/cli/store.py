@@ -36,7 +36,7 @@ NO_LIMIT = "none"
 app = typer.Typer(help="Look into the folder of chunk caches.", no_args_is_help=True)
 
 
-@app.command()
+@app.command(cls=args.Command)
 def stats(folder: args.Folder = Path(".samkv"), as_json: args.Json = False) -> None:
     """Show what the chunk caches of a folder take and how often they were used.
 
@@ -60,7 +60,7 @@ def stats(folder: args.Folder = Path(".samkv"), as_json: args.Json = False) -> N
     _show("stats", rows, tables.table(titles, cells, left=3, gap=1), said, as_json=as_json)
 
 
-@app.command()
+@app.command(cls=args.Command)
 def sync(
     folder: args.Folder = Path(".samkv"), collections: args.Collections = None,
     chroma: args.ChromaServer = None,
@@ -105,7 +105,7 @@ def sync(
     _show("sync", rows, found, *([said] if prune else []), as_json=as_json, model=given.model)
 
 
-@app.command()
+@app.command(cls=args.Command)
 def forget(
     files: args.DeletedFiles = None, texts: args.DeletedTexts = None,
     folder: args.Folder = Path(".samkv"), namespace: args.Namespace = "",
@@ -138,7 +138,7 @@ def forget(
     _show("forget", [{"n_chunks": n_chunks}], said, as_json=as_json)
 
 
-@app.command()
+@app.command(cls=args.Command)
 def gc(folder: args.Folder = Path(".samkv"), as_json: args.Json = False) -> None:
     """Delete what nobody will use: what killed processes left, damaged files, lost texts.
 
@@ -158,7 +158,7 @@ def gc(folder: args.Folder = Path(".samkv"), as_json: args.Json = False) -> None
     _show("gc", [asdict(done)], said, as_json=as_json)
 
 
-@app.command()
+@app.command(cls=args.Command)
 def verify(
     folder: args.Folder = Path(".samkv"), repair: args.Repair = False, as_json: args.Json = False
 ) -> None:
@@ -190,7 +190,7 @@ def verify(
         raise typer.Exit(DAMAGE_LEFT)
 
 
-@app.command()
+@app.command(cls=args.Command)
 def budget(
     max_bytes: args.Budget = None, namespace: args.BudgetNamespace = None,
     folder: args.Folder = Path(".samkv"), as_json: args.Json = False,
@@ -231,7 +231,7 @@ def budget(
     _show("budget", rows, found, as_json=as_json)
 
 
-@app.command()
+@app.command(cls=args.Command)
 def warm(
     folder: args.Folder = Path(".samkv"), collections: args.Collections = None,
     chroma: args.ChromaServer = None, max_bytes: args.WarmBytes = None,
@@ -252,7 +252,7 @@ def warm(
     _show("warm", [asdict(done)], said, as_json=as_json)
 
 
-@app.command()
+@app.command(cls=args.Command)
 def push(
     folder: args.Folder = Path(".samkv"), remote: args.Remote = None,
     namespace: args.Namespace = "", as_json: args.Json = False,
@@ -274,7 +274,7 @@ def push(
         raise typer.Exit(SOME_LEFT)
 
 
-@app.command()
+@app.command(cls=args.Command)
 def pull(
     folder: args.Folder = Path(".samkv"), remote: args.Remote = None,
     collections: args.Collections = None, chroma: args.ChromaServer = None,

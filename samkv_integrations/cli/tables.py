@@ -141,7 +141,8 @@ def report_lines(row: Row) -> list[str]:
         reasons = ", ".join(f"{count} {reason}" for reason, count in misses.items())
         chunks += f" ({sum(misses.values())} without a cache: {reasons})"
     came_to = f" (which did {row['ran']})" if row["ran"] != row["method"] else ""
-    cost = "" if row["kept_ratio"] == 1 else f"attended to {percent(row['kept_ratio'])}, "
+    attended = "went on with" if row["eviction"] else "attended to"
+    cost = "" if row["kept_ratio"] == 1 else f"{attended} {percent(row['kept_ratio'])}, "
     cost += (
         f"recomputed {percent(row['recompute_ratio'])} of the chunks' tokens, "
         f"read {size(row['bytes_read'])}, "

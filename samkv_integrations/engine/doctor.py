@@ -411,7 +411,7 @@ def answers_advice(model: Model, bits: int, costs: CostModel) -> Check:
     return Check(
         name="answers",
         ok=True,
-        is_warning=2 * same["auto"] < len(questions),
+        is_warning=2 * max(same.values()) < len(questions),
         detail=f"of {len(questions)} greedy answers of up to {ANSWER_TOKENS} tokens over "
         f"{len(chunks)} short chunks, so many are those of full prefill: {counts}; "
         "'samkv tune' compares them on your documents",

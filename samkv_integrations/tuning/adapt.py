@@ -49,9 +49,9 @@ class Recipe:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("steps", "tokens"):
-            if getattr(self, name) < 1:
-                raise InvalidOption(f"{name}={getattr(self, name)}; give at least 1")
+        for name in ("steps", "tokens", "n"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise InvalidOption(f"{name}={value}; give at least 1")
 
 
 _Distances = dict[int, tuple[Distance, ...]]  # for each of FIRSTS, one of each prompt
@@ -112,21 +112,23 @@ def learn(
     *,
     partial: Path,
     minutes: float = math.inf,
-    told: Callable[[str, int, int, float], object] = lambda stage, done, of, kl: None,
+    told: Callable[[str, int, int, float | None], object] = lambda stage, done, of, kl: None,
 ) -> Learned:
     """Learn a prefix for ``model``, which is left as it is.
 
     partial: where the state is kept after every step, so that an interrupted run of the same
         recipe goes on; deleted at the end.
     minutes: take no further step after so many, preparing and judging left out.
-    told: called with the stage ("preparing", "learning", "choosing", "judging"), how much of it is
-        done, how much there is, and the KL of the last step, NaN before the first.
+    told: called with the stage, how much of it is done, how much there is, and the KL of the last
+        step; None before the first.
 
     Raises:
         EmptyInput: no prompt holds a chunk of `MIN_RUN` tokens.
         InvalidOption: a prompt does not fit into memory with its gradients, ``partial`` cannot be
             written, or there is no time for a step.
     """
+    kl: float | None = None
+    told("preparing", 0, CHOOSING + JUDGING, kl)
     for weight in model.hf.parameters():
         weight.requires_grad_(False)
     bos = model.embed(torch.tensor(() if model.bos_id is None else (model.bos_id,),
@@ -146,18 +148,17 @@ def learn(
 
     def far(prompts: Sequence[tuple[Prompt, Truth]], prefix: Tensor, stage: str) -> _Distances:
         each = []
-        for number, (prompt, truth) in enumerate(prompts):
-            told(stage, number, len(prompts), kl)
+        for number, (prompt, truth) in enumerate(prompts, start=1):
             each.append(distances(model, prompt, truth, torch.cat((bos, prefix)), FIRSTS))
+            told(stage, number, len(prompts), kl)
         return dict(zip(FIRSTS, zip(*each, strict=True), strict=True))
 
-    kl = math.nan
     held_out: dict[Part, list[tuple[Prompt, Truth]]] = {"choose": [], "judge": []}
     counts: dict[Part, int] = {"choose": CHOOSING, "judge": JUDGING}
     places = [(part, place) for part, most in counts.items() for place in range(most)]
-    for number, (part, place) in enumerate(places):
-        told("preparing", number, len(places), kl)
+    for number, (part, place) in enumerate(places, start=1):
         held_out[part] += prompts(part, place)
+        told("preparing", number, len(places), kl)
     choosing, judging = held_out.values()
     if not choosing or not judging:
         raise EmptyInput(
@@ -169,7 +170,6 @@ def learn(
     began = time.monotonic()
     while state["step"] < recipe.steps and time.monotonic() - began < 60 * minutes:
         step = state["step"]
-        told("learning", step, recipe.steps, kl)
         for prompt, truth in prompts("learn", step):  # none, if it holds no chunk
             share = min(1.0, (step + 1) / 10) * max(0.05, 1 - step / recipe.steps)
             optimiser.param_groups[0]["lr"] = recipe.learning_rate * share
@@ -195,10 +195,12 @@ def learn(
                 state |= {"best": learned.detach().clone(), "best_kl": found}
         kept = {"learned": learned.detach(), "optimiser": optimiser.state_dict()}
         _keep(partial, recipe, model, state | kept)
+        told("learning", state["step"], recipe.steps, kl)
     if not state["step"]:
         raise InvalidOption(f"no step fits into {minutes:g} minutes; give more")
     best = learned.detach() if state["best"] is None else state["best"]
-    figures = _judged(far(judging, base, "judging"), far(judging, best, "judging"))
+    before = far(judging, base, "judging the documents")
+    figures = _judged(before, far(judging, best, "judging what was learned"))
     partial.unlink(missing_ok=True)
     prefix = LearnedPrefix(
         embeddings=best.cpu().float(), weights=(model.weights_digest,),

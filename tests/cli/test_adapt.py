@@ -45,6 +45,7 @@ def test_what_is_no_better_is_not_kept(
     assert all(row["steps"] == 2 and row["kept"] is None for row in rows)
     assert all(0 <= row[when]["top1"] <= 1 for row in rows for when in ("before", "after"))
     assert not list(Path(".samkv/kv").glob("samkv-prefix*"))
+    monkeypatch.setenv("TQDM_DISABLE", "1")
     shown = run(*two)
     assert "not clearly better" in shown.stdout and "More --steps" in shown.stdout
     hasty = run(*two[:-4], "--minutes", "0.00001", "--most-tokens", "700")

@@ -88,7 +88,7 @@ def test_a_config_of_no_model_is_refused(tmp_path: Path, config: str, message: s
         (("--chunks", "many"), "--chunks 'many'; give whole numbers, as in 4,8"),
         (("--chunks", ","), "--chunks ',' names no number; give one or more, as in 4,8"),
         (("--chunks", "0"), "n_chunks=0; give a whole number from 1 to 1e+15"),
-        (("--chunks", "5"), "--chunks-per-question 8 of n_chunks=5; give at most as many"),
+        (("--chunks", "5"), "chunks_per_question=8 of n_chunks=5; give at most as many"),
         (("--chunk-tokens", "-1"), "--chunk-tokens -1; give a whole number from 1"),
         (("--chunk-tokens", "5000"), "exceed the 32768 tokens that 'qwen2.5-0.5b' takes; give few"),
         (("--store-bits", "3"), "--store-bits 3; allowed: 4, 8, 16"),

@@ -67,6 +67,10 @@ def test_it_counts_the_answers_that_are_those_of_full_prefill(
     check = doctor.answers_advice(model, 16, engine.costs)
     assert check.ok and check.detail.startswith(f"of {len(doctor.SAMPLES)} greedy answers")
     assert f"recompute {len(doctor.SAMPLES)}, reuse {n_same};" in check.detail
+    assert not check.is_warning
+    monkeypatch.setattr(doctor, "COMPARED_METHODS", ("reuse",))
+    alone = doctor.answers_advice(model, 16, engine.costs)
+    assert alone.is_warning == (2 * n_same < len(doctor.SAMPLES))
 
 
 def test_prompts_that_do_not_fit_are_a_warning() -> None:

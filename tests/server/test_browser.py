@@ -70,7 +70,7 @@ def test_a_question_is_answered_with_sources_and_figures(page: Page) -> None:
     sources[0].find_element("css selector", "summary").click()
     assert sources[0].find_element("css selector", "p").text == TEXTS[0]
     assert figure(page, "Chunk hits") == "3 of 3"
-    assert figure(page, "Kept").endswith("%")
+    assert figure(page, "Attended to").endswith("%")
     assert figure(page, "Recomputed").endswith("%")
     assert figure(page, "First token").endswith("s")
     assert figure(page, "Full prefill, estimated").endswith("s")
