@@ -68,7 +68,8 @@ def _converted(path: Path, file: BinaryIO) -> Document:
     try:
         found = convert(file, about)
     except Exception as error:  # each of its libraries has errors of its own
-        raise InvalidOption(f"{path} cannot be read as {suffix} ({error})") from error
+        why = str(error) or type(error).__name__  # one that is encrypted has no words
+        raise InvalidOption(f"{path} cannot be read as {suffix} ({why})") from error
     pages, title = [found.markdown], found.title
     if suffix == ".pdf":
         pages, title = found.markdown.removesuffix("\f").split("\f"), _title_of_pdf(file)

@@ -211,7 +211,8 @@ def report_of(
         stays = layout.uncached.repeat(model.n_layers, 1)
         stays[:, layout.context_positions] |= plan.kept[:, layout.block_of_token]
         for layer, of_layer in enumerate(stays):
-            kept += cache.attended(layer, of_chunks[of_layer]) / model.n_layers
+            kept += cache.attended(layer, of_chunks[of_layer])
+        kept /= model.n_layers  # only here, so that all of it is 1 and no more
         # the last token is computed whatever it is of
         again = plan.computed | layout.uncached[layout.context_positions]
         is_new = torch.tensor(new, dtype=torch.bool)

@@ -98,6 +98,22 @@ def test_a_pdf_with_damaged_information_is_read(damage: bytes, tmp_path: Path) -
     assert MILL in found.text and found.title == ""
 
 
+def test_an_error_without_words_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As that of a PDF that is encrypted."""
+
+    class PasswordIncorrect(Exception):
+        pass
+
+    def refuse(*_: object) -> None:
+        raise PasswordIncorrect
+
+    monkeypatch.setattr("markitdown.converters.PdfConverter.convert", refuse)
+    file = tmp_path / "secret.pdf"
+    file.write_bytes(b"%PDF-1.4")
+    with pytest.raises(InvalidOption, match=r"cannot be read as \.pdf \(PasswordIncorrect\)"):
+        read_document(file)
+
+
 @pytest.mark.parametrize("suffix", [".pdf", ".docx", ".pptx", ".html", ".csv"])
 @pytest.mark.parametrize("content", [b"no document", b"PK\x03\x04\xff\xfe", b"\x00\xff" * 500, b""])
 def test_what_is_damaged_is_named_or_is_text(suffix: str, content: bytes, tmp_path: Path) -> None:

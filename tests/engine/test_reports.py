@@ -13,8 +13,9 @@ from samkv_integrations.engine import chunks as chunks_module
 from samkv_integrations.engine.report import Report
 from samkv_integrations.engine.working_cache import DenseCache
 from samkv_integrations.eviction import EVICTIONS
+from samkv_integrations.model.model import Model
 from tests.support.laws import WHOLE_IS_FASTER
-from tests.support.models import tiny_model
+from tests.support.models import byte_tokenizer, hf_model, tiny_model
 from tests.support.served import PROMPT, TEXTS, engine_on
 
 
@@ -186,6 +187,15 @@ def test_kept_is_what_an_eviction_leaves(
     assert report.kept_ratio == pytest.approx(sum(of_layers) / len(of_layers) / n_context)
     assert 0 < report.kept_ratio < 60 / n_context
     assert asked(engine, eviction="none", **ask).kept_ratio == 1.0
+
+
+@pytest.mark.parametrize("n_layers", [3, 10, 30])
+def test_all_of_the_context_is_exactly_one(n_layers: int) -> None:
+    """A mean over layers that is added up in parts comes to a little more."""
+    hf = hf_model("llama", num_hidden_layers=n_layers)
+    engine = Engine(Model(hf, byte_tokenizer(bos=True), "deep"), prefix_bytes=0)
+    engine.cache_chunks(TEXTS)
+    assert asked(engine, method="reuse").kept_ratio == 1
 
 
 def test_streaming_keeps_the_prompts_ends(engine: Engine) -> None:
