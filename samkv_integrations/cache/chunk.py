@@ -201,7 +201,8 @@ def _require(wanted: Fingerprint, held: Sequence[Fingerprint], where: str) -> No
         next_step = f"give dtype={there['dtype']!r}, or ingest again"
     elif there.keys() <= {"prefix", *_LAYOUT_FIELDS}:
         next_step = (
-            "give the prefix= and prefix_text= of the engine that filled it, or ingest again"
+            "ingest again, as after 'samkv adapt', or give the prefix= and prefix_text= of the "
+            "engine that filled it"
         )
     raise FingerprintMismatch(
         f"{where} holds no cache of the loaded model {wanted.model!r}; the closest it holds is of "

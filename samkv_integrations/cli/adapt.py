@@ -13,6 +13,7 @@ from typer import Exit, Option
 from samkv_integrations.cli import arguments as args
 from samkv_integrations.cli import tables
 from samkv_integrations.cli.ingest import find_documents, read_chunks
+from samkv_integrations.documents import SUFFIXES
 from samkv_integrations.errors import InvalidOption
 from samkv_integrations.figures import count
 
@@ -54,7 +55,7 @@ def adapt(
     from tqdm.auto import tqdm
 
     from samkv_integrations.cache.disk import ChunkStore
-    from samkv_integrations.engine.chunk_prefix import LEARNED_FILE
+    from samkv_integrations.engine.chunk_prefix import LEARNED_FILE, LearnedPrefix, OtherWeights
     from samkv_integrations.evaluation.questions import read_questions
     from samkv_integrations.model.loading import load_model
     from samkv_integrations.tuning.adapt import Recipe, learn
@@ -65,6 +66,12 @@ def adapt(
     recipe = Recipe(steps=steps, n=embeddings, seed=seed)
     loaded = load_model(model, device=device, dtype=dtype)
     most = min(most_tokens, loaded.context_window - recipe.tokens)
+    if not data.exists() or (data.is_file() and data.suffix.lower() in SUFFIXES):
+        what = "is a document" if data.exists() else "does not exist"
+        raise InvalidOption(
+            f"--data {data} {what}; give a folder of documents, or a JSON Lines file of questions "
+            "with their documents"
+        )
     if data.is_dir():
         files = find_documents([data]).files
         cuts = [
@@ -76,24 +83,32 @@ def adapt(
         source = Source(questions=read_questions(data, with_documents=True), most_tokens=most)
     kv = ChunkStore(folder / "kv").path
     partial = kv / f"{LEARNED_FILE}.partial"
-    now = ("", 0)
-    with tqdm() as bar:
-
-        def told(stage: str, done: int, of: int, kl: float | None) -> None:
-            nonlocal now
-            bar.set_description(stage, refresh=False)
-            if stage != now[0]:
-                bar.initial = done  # for the time that is left
-                bar.reset(of)
-            now, bar.n = (stage, done), done
-            bar.set_postfix_str("" if kl is None else f"KL {kl:.3f}")
-
+    if (kv / LEARNED_FILE).exists():
         try:
-            found = learn(loaded, source, recipe, partial=partial, minutes=minutes, told=told)
-        except KeyboardInterrupt:
-            then = "the same command goes on there" if partial.exists() else "nothing is kept yet"
-            bar.write(f"interrupted after {now[1]} of {now[0]}; {then}", file=sys.stderr)
-            raise
+            LearnedPrefix.load(kv / LEARNED_FILE, loaded)
+        except OtherWeights as error:
+            raise InvalidOption(f"{error}; or give another --dir, as a folder has one") from error
+    now, bar = ("", 0, 0), tqdm(disable=True)
+
+    def told(stage: str, done: int, of: int, kl: float | None) -> None:
+        nonlocal now, bar
+        if stage != now[0]:
+            bar.close()
+            bar = tqdm(desc=stage, initial=done, total=of, leave=False)
+        now = stage, done, of
+        bar.update(done - bar.n)
+        if stage == "learning":
+            bar.set_postfix_str(f"KL {kl:.3f}")
+
+    try:
+        found = learn(loaded, source, recipe, partial=partial, minutes=minutes, told=told)
+    except KeyboardInterrupt:
+        then = "the same command goes on there" if partial.exists() else "nothing is kept yet"
+        stage, done, of = now
+        tqdm.write(f"interrupted in {stage}, after {done} of {of}; {then}", file=sys.stderr)
+        raise
+    finally:
+        bar.close()
     kept = found.prefix.save(kv / LEARNED_FILE) if found.is_better else None
     if as_json:
         more = {"steps": found.steps, "kept": kept and str(kept)}
@@ -111,11 +126,11 @@ def _show(figures: Sequence[Judged], steps: int, kept: Path | None, *, more: str
     out = tables.console()
     out.print(
         tables.table(
-            ("recomputed of each chunk", "prefix", "KL", "of before", "top-1", "same answers"),
+            ("recomputed", "prefix", "KL", "of documents", "top-1", "same\nanswers"),
             [
                 (
-                    (f"first {one.first} tokens" if one.first else "nothing") if is_before else "",
-                    "made-up documents" if is_before else "learned",
+                    (f"first {one.first} of each" if one.first else "nothing") if is_before else "",
+                    "documents" if is_before else "learned",
                     f"{each.kl:.4f}",
                     "{:.2f} to {:.2f}".format(*one.ratio) if one.ratio and not is_before else "",
                     f"{each.top1:.3f}", f"{each.same:.0%}",
@@ -131,7 +146,8 @@ def _show(figures: Sequence[Judged], steps: int, kept: Path | None, *, more: str
         "answers."
     )
     if kept is None:
-        out.print(f"It is not clearly better there, so nothing was kept. More --{more}, or more "
-                  "documents, may help.")  # fmt: skip
+        again = " The same command goes on where it was." if more == "minutes" else ""
+        out.print(f"It is not clearly better there, so no prefix was kept. More --{more}, or more "
+                  f"documents, may help.{again}")  # fmt: skip
     else:
-        out.print(f"Kept in {kept}. Ingest again to make caches with it.")
+        out.print(f"Kept in {kept}. Caches made before do not have it: run 'samkv ingest' again.")

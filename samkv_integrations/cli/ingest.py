@@ -208,9 +208,11 @@ def ingest(
         tables.write_json("ingest", model, [row | ({"failed": failed} if pool else {})])
     else:
         out = tables.console()
+        after = " after the learned prefix" if engine.chunks.prefix.learned else ""
         out.print(
             f"{count(n_read, 'file')}, {count(done.n_records, 'chunk')} in collection "
-            f"{collection!r}: {done.n_cached} prefilled by {model}, {done.n_hit} already cached"
+            f"{collection!r}: {done.n_cached} prefilled by {model}{after}, "
+            f"{done.n_hit} already cached"
         )
         out.print(f"{figures.seconds(done.seconds)}, {figures.size(done.bytes_on_disk)} added")
         if done.n_evicted:

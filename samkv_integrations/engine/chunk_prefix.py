@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -26,6 +27,8 @@ from samkv_integrations.cache.files import write_file
 from samkv_integrations.errors import InvalidOption
 from samkv_integrations.model.model import Model
 
+_log = logging.getLogger(__name__)
+
 PrefixPolicy = Literal["auto", "documents", "learned", "bos", "none"]
 
 LEARNED_FILE = "samkv-prefix.safetensors"
@@ -42,6 +45,10 @@ document of several. They halve what `reuse` loses on short chunks of SmolLM2
 
 _MOST_EMBEDDINGS = 1024
 _FORMAT = "samkv-prefix-1"
+
+
+class OtherWeights(InvalidOption):
+    """A learned prefix is for other weights than those of the model."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -78,10 +85,15 @@ class LearnedPrefix:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], model: Model) -> LearnedPrefix:
-        """The prefix in a file. Raises InvalidOption if it is broken, or of another model."""
+        """The prefix in a file.
+
+        Raises InvalidOption if it is broken, and OtherWeights, which is one, if it is for another
+        model or dtype.
+        """
         file = Path(path)
         remedy = (
-            f"'samkv adapt --model {model.name}' makes one, and prefix='documents' does without"
+            f"'samkv adapt --model {model.name} --dtype {model.dtype_name}' makes one, and "
+            "prefix='documents' does without"
         )
         hidden = model.config.hidden_size
         try:
@@ -102,6 +114,11 @@ class LearnedPrefix:
             raise InvalidOption(f"there is no prefix {str(file)!r}; {remedy}") from error
         except (OSError, SafetensorError, RuntimeError, ValueError, KeyError) as error:
             raise InvalidOption(f"{file} is no learned prefix ({error}); {remedy}") from error
+        if model.weights_digest not in notes["weights"]:
+            raise OtherWeights(
+                f"{file} was learned for other weights than those of {model.name!r} in "
+                f"{model.dtype_name}; {remedy}"
+            )
         if not fits:
             raise InvalidOption(
                 f"{file} holds embeddings of shape {shape}; {model.name!r} takes "
@@ -110,11 +127,6 @@ class LearnedPrefix:
         is_floating, embeddings = embeddings.is_floating_point(), embeddings.float()
         if not is_floating or not bool(embeddings.isfinite().all()):
             raise InvalidOption(f"{file} holds embeddings that are no finite numbers; {remedy}")
-        if model.weights_digest not in notes["weights"]:
-            raise InvalidOption(
-                f"{file} was learned for other weights than those of {model.name!r} in "
-                f"{model.dtype_name}; {remedy}"
-            )
         return cls(
             embeddings=embeddings, weights=tuple(notes["weights"]),
             recipe=notes["recipe"], figures=notes["figures"],
@@ -134,6 +146,8 @@ class ChunkPrefix:
     ) -> ChunkPrefix:
         """What an engine's ``prefix`` and ``prefix_text`` stand for.
 
+        With "auto", what lies beside the caches counts if it is for this model.
+
         Raises InvalidOption if a learned prefix is not there, or not for this model.
         """
         bos = () if prefix == "none" or model.bos_id is None else (model.bos_id,)
@@ -143,15 +157,20 @@ class ChunkPrefix:
             return cls(ids=bos)
         beside = store.path / LEARNED_FILE if isinstance(store, ChunkStore) else None
         has_learned = beside is not None and beside.is_file()
-        if prefix == "documents" or (prefix == "auto" and not has_learned):
-            return cls(ids=(*bos, *model.tokenize(DOCUMENTS_BEFORE, special=False)))
         if prefix == "learned" and not has_learned:
             raise InvalidOption(
                 f"prefix='learned', but there is no {LEARNED_FILE} beside the caches; "
                 "'samkv adapt' makes one"
             )
-        file = beside if beside and prefix in ("auto", "learned") else prefix
-        return cls(ids=bos, learned=LearnedPrefix.load(file, model))
+        if prefix != "documents" and (has_learned or prefix != "auto"):
+            file = beside if beside and prefix in ("auto", "learned") else prefix
+            try:
+                return cls(ids=bos, learned=LearnedPrefix.load(file, model))
+            except OtherWeights as error:
+                if prefix != "auto":
+                    raise
+                _log.warning("%s; chunks are prefilled after the made-up documents", error)
+        return cls(ids=(*bos, *model.tokenize(DOCUMENTS_BEFORE, special=False)))
 
     @cached_property
     def token_ids(self) -> tuple[int, ...]:

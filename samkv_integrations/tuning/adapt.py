@@ -116,8 +116,8 @@ def learn(
 ) -> Learned:
     """Learn a prefix for ``model``, which is left as it is.
 
-    partial: where the state is kept after every step, so that an interrupted run of the same
-        recipe goes on; deleted at the end.
+    partial: where the state is kept after every step, so that a run of the same recipe goes on that
+        was interrupted, or had too few minutes to be better; deleted at the end.
     minutes: take no further step after so many, preparing and judging left out.
     told: called with the stage, how much of it is done, how much there is, and the KL of the last
         step; None before the first.
@@ -201,13 +201,15 @@ def learn(
     best = learned.detach() if state["best"] is None else state["best"]
     before = far(judging, base, "judging the documents")
     figures = _judged(before, far(judging, best, "judging what was learned"))
-    partial.unlink(missing_ok=True)
     prefix = LearnedPrefix(
         embeddings=best.cpu().float(), weights=(model.weights_digest,),
         recipe=asdict(recipe) | {"steps": state["step"]},
         figures={"judged": [asdict(one) for one in figures]},
     )  # fmt: skip
-    return Learned(prefix=prefix, figures=figures, steps=state["step"])
+    made = Learned(prefix=prefix, figures=figures, steps=state["step"])
+    if made.is_better or made.steps == recipe.steps:
+        partial.unlink(missing_ok=True)
+    return made
 
 
 def _mean_kl(found: _Distances) -> float:

@@ -50,6 +50,7 @@ def test_what_is_no_better_is_not_kept(
     assert "not clearly better" in shown.stdout and "More --steps" in shown.stdout
     hasty = run(*two[:-4], "--minutes", "0.00001", "--most-tokens", "700")
     assert "More --minutes" in hasty.stdout and not KEPT.exists()
+    assert [file.name for file in KEPT.parent.glob("samkv-prefix*")] == [f"{LEARNED_FILE}.partial"]
 
 
 @pytest.mark.slow  # a hundred steps
@@ -69,7 +70,9 @@ def test_what_is_better_is_kept_and_engines_take_it(notes: Path, tmp_path: Path)
 
 def test_adapt_says_what_is_wrong(notes: Path, tmp_path: Path) -> None:
     model = ("--model", saved_tiny(tmp_path / "tiny"))
-    assert "none" in error_of("adapt", *model, "--data", "none")
+    assert "--data none does not exist" in error_of("adapt", *model, "--data", "none")
+    one = str(next(notes.iterdir()))
+    assert "is a document; give a folder" in error_of("adapt", *model, "--data", one)
     assert "--minutes 0" in error_of("adapt", *model, "--data", str(notes), "--minutes", "0")
     short = ("--minutes", "1e-12", "--most-tokens", "500")
     assert "no step fits" in error_of("adapt", *model, "--data", str(notes), *short)

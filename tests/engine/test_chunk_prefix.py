@@ -170,6 +170,12 @@ def test_another_model_and_another_policy_are_named(model: Model, tmp_path: Path
     file = learned(model, torch.ones(3, 64)).save(tmp_path / "p.safetensors")
     with pytest.raises(InvalidOption, match="learned for other weights"):
         Engine(tiny_model("llama", seed=1), prefix=file)
+    store, other = ChunkStore(tmp_path / "kv"), tiny_model("llama", seed=1)
+    file.rename(store.path / LEARNED_FILE)
+    after = Engine(other, store, prefix="documents")
+    assert Engine(other, store).fingerprint == after.fingerprint  # of several models over it
+    with pytest.raises(InvalidOption, match="learned for other weights"):
+        Engine(other, store, prefix="learned")
     with pytest.raises(InvalidOption, match=r"prefix='magic'; allowed: auto, documents, .*"):
         Engine(model, prefix="magic")
     with pytest.raises(InvalidOption, match="cannot be written"):
