@@ -63,15 +63,15 @@ def adapt(
 
     if not minutes > 0:
         raise InvalidOption(f"--minutes {minutes}; give more than 0")
-    recipe = Recipe(steps=steps, n=embeddings, seed=seed)
-    loaded = load_model(model, device=device, dtype=dtype)
-    most = min(most_tokens, loaded.context_window - recipe.tokens)
     if not data.exists() or (data.is_file() and data.suffix.lower() in SUFFIXES):
         what = "is a document" if data.exists() else "does not exist"
         raise InvalidOption(
             f"--data {data} {what}; give a folder of documents, or a JSON Lines file of questions "
             "with their documents"
         )
+    recipe = Recipe(steps=steps, n=embeddings, seed=seed)
+    loaded = load_model(model, device=device, dtype=dtype)
+    most = min(most_tokens, loaded.context_window - recipe.tokens)
     if data.is_dir():
         files = find_documents([data]).files
         cuts = [
@@ -83,11 +83,15 @@ def adapt(
         source = Source(questions=read_questions(data, with_documents=True), most_tokens=most)
     kv = ChunkStore(folder / "kv").path
     partial = kv / f"{LEARNED_FILE}.partial"
-    if (kv / LEARNED_FILE).exists():
-        try:
-            LearnedPrefix.load(kv / LEARNED_FILE, loaded)
-        except OtherWeights as error:
-            raise InvalidOption(f"{error}; or give another --dir, as a folder has one") from error
+    try:
+        LearnedPrefix.load(kv / LEARNED_FILE, loaded)
+    except OtherWeights as error:
+        raise InvalidOption(
+            f"{kv / LEARNED_FILE} is of another model or dtype, and a folder has one; give another "
+            "--dir, or move it away"
+        ) from error
+    except InvalidOption:
+        pass  # there is none, or a broken one, which is replaced
     now, bar = ("", 0, 0), tqdm(disable=True)
 
     def told(stage: str, done: int, of: int, kl: float | None) -> None:
@@ -97,7 +101,7 @@ def adapt(
             bar = tqdm(desc=stage, initial=done, total=of, leave=False)
         now = stage, done, of
         bar.update(done - bar.n)
-        if stage == "learning":
+        if stage == "learning" and kl is not None:
             bar.set_postfix_str(f"KL {kl:.3f}")
 
     try:

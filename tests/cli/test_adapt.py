@@ -66,6 +66,8 @@ def test_what_is_better_is_kept_and_engines_take_it(notes: Path, tmp_path: Path)
     assert "0 damaged" in ran("store", "verify")
     assert Engine(model, store).fingerprint == Engine(model, store, prefix="learned").fingerprint
     assert Engine(model, store).fingerprint != Engine(model, store, prefix="documents").fingerprint
+    other = ("adapt", "--model", folder, "--dtype", "bfloat16", "--data", str(notes))
+    assert "a folder has one; give another --dir" in error_of(*other)
 
 
 def test_adapt_says_what_is_wrong(notes: Path, tmp_path: Path) -> None:
