@@ -30,7 +30,7 @@ def test_notebook_answers(framework: str) -> None:
     _, (_, ingested, asked, full, streamed, several, deleted) = kept_and_executed(framework)
     assert "40 chunks cached" in ingested
     assert "Kruktech Works" in asked and "\n4 4 {}" in asked
-    assert "Kruktech Works" in full and "100% kept, 100% recomputed" in full
+    assert "Kruktech Works" in full and "100% attended, 100% recomputed" in full
     assert streamed.strip() == "Trulhaven"
     assert "Trulhaven" in several and "Theo Homvek" in several
     assert "39 chunks cached" in deleted and "n_pruned=0" in deleted
