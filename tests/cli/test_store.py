@@ -73,7 +73,7 @@ def test_sync_says_what_is_wrong(town: Path, tiny: str, working_folder: Path) ->
     sync = ("store", "sync", "--model", tiny)
     ran("ingest", str(town), "--model", tiny)
     assert "'papers'; known: documents" in error_of(*sync, "--collection", "papers")
-    assert "grace_s=-1.0" in error_of(*sync, "--grace", "-1")
+    assert "--grace -1.0" in error_of(*sync, "--grace", "-1")
     assert "dtype is 'bfloat16' here" in error_of(*sync, "--dtype", "bfloat16")
     empty = open_collection(working_folder / "hollow/chroma", "town", create=True)
     empty._client.delete_collection("town")
