@@ -96,6 +96,9 @@ def test_the_built_in_model_passes(dtype: str) -> None:
     checks = examined(load_model("builtin", dtype=dtype))
     assert all(check.ok for check in checks.values()), checks
     warned = {name for name, check in checks.items() if check.is_warning}
+    if dtype == "bfloat16" and "greedy decoding" in warned:  # two candidates are exactly alike
+        assert "a tie" in checks["greedy decoding"].detail
+        warned.remove("greedy decoding")
     assert warned <= {"store_bits=4", "store_bits"}, checks  # 4 bits may change the likeliest token
     advice = "store_bits=8" if "store_bits=4" in warned else "take 4, the default"
     assert advice in checks["store_bits"].detail
