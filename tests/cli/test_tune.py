@@ -24,7 +24,8 @@ def tuned(*arguments: str) -> dict[str, Any]:
 
 @pytest.mark.slow  # half a minute of measuring
 def test_tune_writes_a_setting_that_ask_takes(town: Path) -> None:
-    ran("ingest", str(town), "--collection", "town")
+    # in float32: one of 14 answers hangs on how 16 bits are rounded
+    ran("ingest", str(town), "--collection", "town", "--dtype", "float32")
     options = ("--collection", "town", "--agree", "0.6", "--minutes", "1")
     found = tuned(*options)
     assert found["why"] == "" and found["held_out"][-1]["agreement"] >= 0.6
