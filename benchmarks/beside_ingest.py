@@ -40,7 +40,7 @@ def main() -> None:
     model = load_model(args.model, dtype=args.dtype)
     engine = Engine(model, MemoryStore(), prefix_bytes=0, method="reuse")
     engine.cache_chunks(DOCUMENTS)
-    prompt, order = rag_prompt(QUESTION, DOCUMENTS), random.Random(0)
+    prompt, order = rag_prompt(QUESTION, DOCUMENTS, chat=True), random.Random(0)
     texts = [
         f"Note {n}: the value of gauge {order.randrange(10**6)} was {order.randrange(10**6)}."
         for n in range(args.texts)
@@ -48,7 +48,9 @@ def main() -> None:
 
     def answer_s() -> float:
         began = time.perf_counter()
-        engine.generate(prompt, max_new_tokens=args.tokens)
+        answer = engine.generate(prompt, max_new_tokens=args.tokens)
+        if answer.report.completion_tokens < args.tokens:
+            raise SystemExit(f"the answer has fewer tokens than {args.tokens}: {answer.text!r}")
         return time.perf_counter() - began
 
     def ingest_s(texts: list[str]) -> float:
