@@ -435,7 +435,8 @@ class LocalLLM(BaseModel):
     tokenizer_name: str | None = None
     """Hub id or folder of the tokenizer, if it is not the model's own."""
     device_map: str | None = "auto"
-    """``"auto"``, ``"cpu"``, ``"cuda"`` or ``"cuda:N"``; None for ``"cpu"``."""
+    """``"auto"``, ``"cpu"``, ``"cuda"`` or ``"cuda:N"``; None for ``"cpu"``. Several devices:
+    ``model_kwargs={"device_map": ...}``."""
     dtype: str = "auto"
     """``"float32"``, ``"bfloat16"``, or ``"auto"`` for the checkpoint's; float32 where this
     processor computes bfloat16 slowly."""
@@ -455,9 +456,9 @@ class LocalLLM(BaseModel):
     """Whose the chunk caches are, such as a tenant's: none is found, or read, under another one;
     None for the engine's, which is ``""`` by default."""
     max_bytes: int | None = None
-    """What the chunk caches in ``kv_dir`` may take on disk, those of all namespaces together and
-    for every process from now on; None for what was said before. What was used longest ago makes
-    room, and is computed again when it is asked for."""
+    """Bytes that the chunk caches in ``kv_dir`` may take on disk, those of all namespaces together
+    and for every process from now on; None for what was said before. What was used longest ago
+    makes room, and is computed again when it is asked for."""
     store_bits: int | None = None
     """Bits of the numbers in chunk caches: 4, 8, or 16 for the model's dtype; None for the
     engine's, which are 4 by default."""
@@ -496,7 +497,9 @@ class LocalLLM(BaseModel):
             # what follows the name in a path are pydantic's words for the kinds that it tried
             name = first["loc"][0] if first["loc"] else cls.__name__
             value = given.get(str(name), first["input"])
-            raise InvalidOption(f"{name}={value!r}: {first['msg']}") from error
+            meant = cls.model_fields[name].description if name in cls.model_fields else None
+            meaning = f". {name}: {' '.join(meant.replace('``', '').split())}" if meant else ""
+            raise InvalidOption(f"{name}={value!r}: {first['msg']}{meaning}") from error
         llm._check()
         llm._attach()
         return llm

@@ -89,6 +89,11 @@ class TestArgumentsOfSamKVLLM:
         with pytest.raises(InvalidOption, match=f"{name}=.*valid (integer|string)"):
             SamKVLLM(engine=engine, **options)
 
+    @pytest.mark.parametrize("kind", [SamKVLLM, ChatSamKV])
+    def test_what_one_takes_is_said(self, kind: type[Any]) -> None:
+        with pytest.raises(InvalidOption, match=r"device_map=\{'': 'cpu'\}.*model_kwargs="):
+            kind(model="builtin", device_map={"": "cpu"})
+
     def test_one_that_is_made_is_taken_as_it_is(self) -> None:
         """By another component's field, for example; its model is not loaded a second time."""
         llm = SamKVLLM(model_name="builtin", tokenizer_kwargs={"max_length": 2048})
