@@ -108,6 +108,7 @@ class StoredChunk(Protocol):
 class FingerprintStats:
     """What a store holds of one fingerprint and namespace; ``bytes`` counts chunk files.
 
+    prefix: what chunks stand after there, see `Fingerprint`.
     hits, misses: chunks of prompts that were answered from a cache, and that had none.
     evicted: caches that went for want of room. corrupt: damaged ones that were found.
     """
@@ -116,6 +117,7 @@ class FingerprintStats:
     dtype: str
     store_bits: int
     block_size: int
+    prefix: str
     format_version: int
     chunks: int
     bytes: int
@@ -381,8 +383,9 @@ class Store:
         rows = [
             FingerprintStats(
                 model=known.model, dtype=known.dtype, store_bits=known.store_bits,
-                block_size=known.block_size, format_version=known.format_version,
-                namespace=namespace, chunks=chunks, bytes=n_bytes,
+                block_size=known.block_size, prefix=known.prefix,
+                format_version=known.format_version, namespace=namespace,
+                chunks=chunks, bytes=n_bytes,
                 hits=hits, misses=misses, evicted=evicted, corrupt=corrupt,
             )
             for namespace, digest, chunks, n_bytes, hits, misses, evicted, corrupt in totals

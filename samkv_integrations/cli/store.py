@@ -47,17 +47,22 @@ def stats(folder: args.Folder = Path(".samkv"), as_json: args.Json = False) -> N
     rows = [{**asdict(row), "hit_rate": row.hit_rate} for row in found.rows]
     cells = [
         (repr(r["namespace"]), r["model"], r["dtype"], str(r["store_bits"]), str(r["block_size"]),
-         str(r["format_version"]), str(r["chunks"]), size(r["bytes"]), percent(r["hit_rate"]),
+         _prefix(r["prefix"]), str(r["chunks"]), size(r["bytes"]), percent(r["hit_rate"]),
          str(r["evicted"]), str(r["corrupt"]))
         for r in rows
     ]  # fmt: skip
     titles = (
-        "namespace", "model", "dtype", "bits", "block\nsize", "for-\nmat", "chunks", "bytes",
+        "namespace", "model", "dtype", "bits", "block\nsize", "prefix\ntokens", "chunks", "bytes",
         "hits", "evicted", "damaged",
     )  # fmt: skip
     limit = "" if found.max_bytes is None else f" of {size(found.max_bytes)}"
     said = f"\n{count(found.n_chunks, 'chunk')}, {size(found.bytes)}{limit} in {store.path}"
     _show("stats", rows, tables.table(titles, cells, left=3, gap=1), said, as_json=as_json)
+
+
+def _prefix(named: str) -> str:
+    """What `Fingerprint.prefix` says in a few letters."""
+    return "learned" if "learned" in named else str(len(named.split(",")) if named else 0)
 
 
 @app.command(cls=args.Command)

@@ -66,6 +66,13 @@ def test_what_is_better_is_kept_and_engines_take_it(notes: Path, tmp_path: Path)
     assert "0 damaged" in ran("store", "verify")
     assert Engine(model, store).fingerprint == Engine(model, store, prefix="learned").fingerprint
     assert Engine(model, store).fingerprint != Engine(model, store, prefix="documents").fingerprint
+    for prefix in ("documents", "learned"):
+        Engine(model, store, prefix=prefix).cache_chunks(["The ferry leaves at noon."])
+    shown = ran("store", "stats")
+    assert (
+        "learned" in shown
+        and str(len(Engine(model, prefix="documents").chunks.prefix.ids)) in shown
+    )
     other = ("adapt", "--model", folder, "--dtype", "bfloat16", "--data", str(notes))
     assert "a folder has one; give another --dir" in error_of(*other)
 
