@@ -254,8 +254,10 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=10)
     parser.add_argument("--questions", type=int, default=40)
     parser.add_argument("--inputs", nargs="+", choices=INPUTS, default=list(INPUTS))
+    parser.add_argument("--prefix-bytes", default="512MB", help="of the server")
     args = parser.parse_args()
-    with two_tenants(args.questions, "--timeout", "60") as (url, asked):
+    options = ("--timeout", "60", "--prefix-bytes", args.prefix_bytes)
+    with two_tenants(args.questions, *options) as (url, asked):
         blue = [one for one in asked if one.tenant == "blue"]
         seen = asyncio.run(measure(url, blue, args.minutes, args.inputs))
     own = {prompt: statistics.median(each) for prompt, each in seen.seconds["quiet"].items()}

@@ -163,6 +163,9 @@ ApiKeyFile = Annotated[
 MaxBatch = Annotated[int, _option("Answers that are decoded together.")]
 MaxWaiting = Annotated[int, _option("Answers that may wait.", hidden=True)]
 MaxKv = Annotated[str | None, _option("Most KV of all running answers: 8GB.", hidden=True)]
+PrefixBytes = Annotated[
+    str, _option("Beginnings of prompts in memory, all namespaces: 512MB.", hidden=True)
+]
 ServedTokens = Annotated[
     int,
     _option(

@@ -37,6 +37,7 @@ def serve(
     method: args.MethodName = None, settings: args.Settings = None,
     eviction: args.EvictionName = None, eviction_budget: args.EvictionBudget = None,
     max_batch: args.MaxBatch = 8, max_waiting: args.MaxWaiting = 64, max_kv: args.MaxKv = None,
+    prefix_bytes: args.PrefixBytes = "512MB",
     max_tokens: args.ServedTokens = 1024, max_body: args.MaxBody = "8MB",
     timeout: args.Timeout = None, grace: args.EndGrace = 30, log_prompts: args.LogPrompts = False,
     on_ray: args.ServedOnRay = False, ray_address: args.RayAddress = None,
@@ -91,6 +92,7 @@ def serve(
     keys = ApiKeys(
         _keys_text(api_keys), Tenant(namespace=namespace, collections=tuple(collection or ()))
     )
+    namespaces = {tenant.namespace for tenant in keys.tenants}
     asked = [(tenant.namespace, name) for tenant in keys.tenants for name in tenant.collections]
     ingested = as_ingested(folder, asked, model, dtype, store_bits)
     model = ingested.model
@@ -101,6 +103,8 @@ def serve(
         options=EngineOptions(
             method=chosen, eviction=eviction_of(eviction, eviction_budget),
             store_bits=ingested.store_bits,
+            # equal parts: what one namespace asks must not show in how soon another is answered
+            prefix_bytes=bytes_of("--prefix-bytes", prefix_bytes) // len(namespaces),
         ),
         keys=keys,
         settings=Settings(

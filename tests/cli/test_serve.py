@@ -105,6 +105,18 @@ def test_keys_of_the_environment_another_name_and_a_quiet_end(working_folder: Pa
     assert "Traceback" not in said
 
 
+def test_namespaces_have_equal_parts_of_the_memory(
+    working_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served: list[run_module.ServerSource] = []
+    monkeypatch.setattr(run_module, "run", lambda source, *_: served.append(source))
+    keys = Path("keys")
+    keys.write_text("".join(f"sk-of-somebody-{n} {name}\n" for n, name in enumerate("aab")))
+    ran("serve", "--port", "0", "--api-keys", str(keys), "--prefix-bytes", "1MB")
+    ran("serve", "--port", "0", "--prefix-bytes", "1MB")
+    assert [source.options["prefix_bytes"] for source in served] == [500_000, 1_000_000]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -117,6 +129,7 @@ def test_keys_of_the_environment_another_name_and_a_quiet_end(working_folder: Pa
         (("--max-waiting", "-1"), "--max-waiting -1"),
         (("--max-kv", "many"), "--max-kv many"),
         (("--max-body", "0"), "--max-body 0"),
+        (("--prefix-bytes", "much"), "--prefix-bytes much"),
         (("--timeout", "0"), "--timeout 0"),
         (("--model", "nowhere/at-all"), "nowhere/at-all"),
         (("--namespace", "\udcff"), "namespace"),
