@@ -6,11 +6,13 @@ Caches belong to a fingerprint, which is agreed on with the store and true to th
 from __future__ import annotations
 
 import logging
+import math
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Literal, Protocol, TypeVar
@@ -24,7 +26,7 @@ from samkv_integrations.cache.attention_stats import (
     stable_layers,
 )
 from samkv_integrations.cache.base import Outage, Store, StoredChunk
-from samkv_integrations.cache.chunk import BlockScheme, ChunkRef, Fingerprint
+from samkv_integrations.cache.chunk import BlockScheme, ChunkCache, ChunkRef, Fingerprint
 from samkv_integrations.cache.file_format import FileLayout, text_bytes
 from samkv_integrations.cache.memory import MemoryChunk
 from samkv_integrations.cache.quantise import EntryFormat
@@ -132,6 +134,9 @@ class Chunks:
         self._stable_layers: tuple[int, ...] | None = None
         self._prepared = RecentChunks()
         self._has_looked = False
+        # held to keep what a question has computed; see `forgetting`
+        self._keeping = threading.Lock()
+        self._n_forgetting, self._forgot_at = 0, -math.inf
 
     # -- identity ---------------------------------------------------------------------------
 
@@ -305,10 +310,12 @@ class Chunks:
         *,
         progress: bool = False,
         on_written: Callable[[], object] = lambda: None,
+        began: float = math.inf,
     ) -> None:
         """Compute the chunks that are ``missed``, several a pass, and keep them.
 
         progress: whether to show a bar of them. on_written: called after each that is kept.
+        began: when the question began that they are for, see `compute_for`.
 
         Those that are cached are young again: who prepares a chunk is about to need it. One whose
         file has gone meanwhile is computed too.
@@ -343,7 +350,7 @@ class Chunks:
                     for _ in written:  # of the batch before, while this one was computed
                         bar.update()
                         on_written()
-                    written = writers.map(self._store.put, caches)
+                    written = writers.map(partial(self._keep, began), caches)
                 for _ in written:
                     bar.update()
                     on_written()
@@ -355,13 +362,14 @@ class Chunks:
                 self._stable_layers = None
 
     def compute_for(
-        self, texts: Mapping[tuple[int, ...], str]
+        self, texts: Mapping[tuple[int, ...], str], *, began: float
     ) -> dict[tuple[int, ...], StoredChunk]:
         """Caches of a prompt's missed chunks by their token ids, opened from memory.
 
-        They are kept if the store takes them. A chunk that no cache can hold is left out, and so
-        is one whose text, which is the store's index's, has other tokens. Nothing is computed in a
-        store that cannot settle its block size. For the model's thread.
+        They are kept if the store takes them, and nothing was forgotten since the question began
+        (`time.perf_counter`): it may have been one of them. A chunk that no cache can hold is left
+        out, and so is one whose text, which is the store's index's, has other tokens. Nothing is
+        computed in a store that cannot settle its block size. For the model's thread.
         """
         chunks: list[ChunkRef] = []
         true = {ids: text for ids, text in texts.items()
@@ -384,9 +392,30 @@ class Chunks:
                 made[chunk.token_ids] = MemoryChunk(cache, fingerprint)
                 if is_kept:
                     with self.outage.survived():
-                        self._store.put(cache)
+                        self._keep(began, cache)
         self._stable_layers = None
         return made
+
+    def _keep(self, began: float, cache: ChunkCache) -> None:
+        """Store a cache, unless something was forgotten since a question began; inf for none."""
+        if began == math.inf:
+            self._store.put(cache)
+            return
+        with self._keeping:
+            if not self._n_forgetting and began > self._forgot_at:
+                self._store.put(cache)
+
+    @contextmanager
+    def forgetting(self) -> Iterator[None]:
+        """While chunks are deleted: a question that began before must not bring them back."""
+        with self._keeping:
+            self._n_forgetting += 1
+        try:
+            yield
+        finally:
+            with self._keeping:
+                self._n_forgetting -= 1
+                self._forgot_at = time.perf_counter()
 
     def record(self, resolved: Resolved) -> None:
         """Tell the store which caches a prompt used and missed.

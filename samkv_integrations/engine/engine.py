@@ -203,7 +203,7 @@ class Engine:
         if on_miss == "compute":
             with chunks.outage.survived():
                 found = chunks.look_up(chunks.agree(found), "opens")
-                chunks.compute([ref for ref in found if ref.state == "missed"])
+                chunks.compute([ref for ref in found if ref.state == "missed"], began=began)
             missed = {ref.key for ref in found if ref.state == "missed"}
             if made := [key for key in missed if self.store.contains(key, chunks.fingerprint)]:
                 self._announced.add(made, (time.perf_counter() - began) / len(made))
@@ -229,9 +229,10 @@ class Engine:
 
         Records of a vector store stay, and are cached again. Raises StoreError on failure.
         """
-        n_chunks = self.chunks.forget(texts)
-        self._reader.forget(texts)
-        self.prefixes.clear()
+        with self.chunks.forgetting():
+            n_chunks = self.chunks.forget(texts)
+            self._reader.forget(texts)
+            self.prefixes.clear()
         return n_chunks
 
     def delete(self, keys: Collection[str]) -> int:
@@ -240,9 +241,10 @@ class Engine:
         Raises StoreError if one cannot be deleted, InvalidOption if these are no keys.
         """
         keys = check_texts("keys", keys)
-        self._reader.forget(keys=set(keys))
-        self.prefixes.clear()
-        return self.store.delete(*sorted(keys))
+        with self.chunks.forgetting():
+            self._reader.forget(keys=set(keys))
+            self.prefixes.clear()
+            return self.store.delete(*sorted(keys))
 
     def render(self, prompt: Prompt) -> RenderedPrompt:
         """A prompt as the one string that is read. Raises InvalidOption as the template does."""

@@ -163,7 +163,9 @@ def first_token(request: Request) -> FirstToken:
         choice = choose(request)
         if choice.missed:
             with clock("compute_chunks"):
-                resolved.add_computed(request.chunks.compute_for(choice.missed))
+                resolved.add_computed(
+                    request.chunks.compute_for(choice.missed, began=request.began)
+                )
                 choice = choose(request, may_compute=False)
         try:
             return _compute(request, choice, clock)

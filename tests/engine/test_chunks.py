@@ -6,6 +6,7 @@ import os
 import pickle
 import shutil
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unicodedata import normalize
@@ -113,7 +114,7 @@ def test_a_text_of_other_tokens_is_not_computed() -> None:
     engine = Engine(tiny_model("llama"))
     true, forged = "What the chunk says.", "What somebody else says."
     ids = tuple(engine.model.tokenize(true, special=False))
-    computed = engine.chunks.compute_for
+    computed = partial(engine.chunks.compute_for, began=0.0)
     assert engine.scheduler.run(lambda: computed({ids: forged})) == {}
     assert not engine.store.contains(engine.store.key(engine.fingerprint, ids), engine.fingerprint)
     assert list(engine.scheduler.run(lambda: computed({ids: true}))) == [ids]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from samkv_integrations import ChunkStore, Engine
+from samkv_integrations.engine.scheduler import RunningAnswer
 from samkv_integrations.errors import InvalidOption
 from samkv_integrations.model.model import Model
 from tests.support.models import byte_tokenizer, hf_model, tiny_model
@@ -44,6 +47,37 @@ def test_all_of_a_text_goes_by_every_model_and_bits(tmp_path: Path) -> None:
     assert engines[0].forget(TEXTS[:2]) == 4
     assert files(tmp_path, *TEXTS) == []
     assert engines[0].forget(TEXTS) == 0
+
+
+@pytest.mark.parametrize("how", ["announced", "lost"])
+def test_a_question_that_waits_does_not_bring_it_back(tmp_path: Path, how: str) -> None:
+    engine = engine_of(tmp_path)
+    engine.cache_chunks(TEXTS[1:2] if how == "announced" else TEXTS[:2])
+    if how == "announced":
+        engine.expect(TEXTS[:1])
+    else:
+        engine.store.file(engine.key_of(TEXTS[0]), engine.fingerprint.digest).unlink()  # type: ignore[attr-defined]
+    question = f"Read: {TEXTS[0]} When?"
+    is_free, has_read = threading.Event(), threading.Event()
+    with ThreadPoolExecutor(2) as pool:
+        pool.submit(engine.scheduler.run, is_free.wait)
+        submit = engine.scheduler.submit
+
+        def noticed(answer: RunningAnswer) -> None:
+            submit(answer)
+            has_read.set()
+
+        engine.scheduler.submit = noticed  # type: ignore[method-assign]
+        asked = pool.submit(engine.generate, question, method="reuse", max_new_tokens=1)
+        assert has_read.wait(60)
+        engine.forget(TEXTS[:1])
+        is_free.set()
+        assert asked.result(60).report.computed_now == 1
+    assert not engine.is_cached(TEXTS[0]) and engine.is_cached(TEXTS[1])
+    assert TEXTS[0] not in engine_of(tmp_path).found_in(f"Read: {TEXTS[0][4:]}")
+    engine.expect(TEXTS[:1])
+    engine.generate(question, method="reuse", max_new_tokens=1)
+    assert engine.is_cached(TEXTS[0])
 
 
 def test_another_namespace_keeps_what_it_has(tmp_path: Path) -> None:
