@@ -63,12 +63,12 @@ def main() -> None:
             bar.set_description(stage, refresh=False)
             bar.set_postfix_str("" if kl is None else f"KL {kl:.3f}")
 
-        found = learn(
-            model, Source(questions=questions, most_tokens=args.most_tokens), recipe,
-            partial=args.out.with_suffix(".partial"), told=told,
-        )  # fmt: skip
+        source = Source(questions=questions, most_tokens=args.most_tokens)
+        partial = args.out.with_suffix(".partial")
+        found = learn(model, source, recipe, partial=partial, told=told)
     digests = [load_model(args.model, dtype=one).weights_digest for one in DTYPES]
     replace(found.prefix, weights=tuple(digests)).save(args.out)
+    partial.unlink()
     rows = [asdict(one) for one in found.figures]
     sys.stdout.write(f"{to_json('learned prefix', model.name, rows, asdict(recipe))}\n")
 

@@ -58,7 +58,7 @@ def adapt(
     from samkv_integrations.engine.chunk_prefix import LEARNED_FILE, LearnedPrefix, OtherWeights
     from samkv_integrations.evaluation.questions import read_questions
     from samkv_integrations.model.loading import load_model
-    from samkv_integrations.tuning.adapt import Recipe, learn
+    from samkv_integrations.tuning.adapt import Recipe, identity_of, learn
     from samkv_integrations.tuning.mixed_prompts import Source, usable
 
     if not minutes > 0:
@@ -82,7 +82,7 @@ def adapt(
     else:
         source = Source(questions=read_questions(data, with_documents=True), most_tokens=most)
     kv = ChunkStore(folder / "kv").path
-    partial = kv / f"{LEARNED_FILE}.partial"
+    partial = kv / f"{LEARNED_FILE}.{identity_of(loaded, source, recipe)}.partial"
     try:
         LearnedPrefix.load(kv / LEARNED_FILE, loaded)
     except OtherWeights as error:
@@ -114,6 +114,9 @@ def adapt(
     finally:
         bar.close()
     kept = found.prefix.save(kv / LEARNED_FILE) if found.is_better else None
+    if kept or found.steps == steps:
+        for each in kv.glob(f"{LEARNED_FILE}.*.partial") if kept else [partial]:
+            each.unlink(missing_ok=True)
     if as_json:
         more = {"steps": found.steps, "kept": kept and str(kept)}
         tables.write_json("adapt", loaded.name, [asdict(one) | more for one in found.figures])

@@ -124,7 +124,8 @@ class LearnedPrefix:
                 f"{file} holds embeddings of shape {shape}; {model.name!r} takes "
                 f"(1 to {_MOST_EMBEDDINGS}, {hidden}); {remedy}"
             )
-        is_floating, embeddings = embeddings.is_floating_point(), embeddings.float()
+        # a copy: who writes into the file, which is mapped, must not change an open engine
+        is_floating, embeddings = embeddings.is_floating_point(), embeddings.float().clone()
         if not is_floating or not bool(embeddings.isfinite().all()):
             raise InvalidOption(f"{file} holds embeddings that are no finite numbers; {remedy}")
         return cls(

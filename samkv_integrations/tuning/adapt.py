@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from io import BytesIO
 from pathlib import Path
-from pickle import UnpicklingError
 from statistics import fmean
 from typing import Any
 
@@ -27,6 +27,8 @@ from samkv_integrations.tuning.mixed_prompts import Part, Source
 
 CHOOSING, JUDGING = 12, 24
 """Held-out prompts that choose among the stages of learning, and others that judge the choice."""
+
+_DIGEST_BYTES = 16
 
 FIRSTS = (0, 16)
 """First tokens of each chunk that are recomputed where a prefix is judged."""
@@ -52,6 +54,12 @@ class Recipe:
         for name in ("steps", "tokens", "n"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise InvalidOption(f"{name}={value}; give at least 1")
+
+
+def identity_of(model: Model, source: Source, recipe: Recipe) -> str:
+    """16 hex digits that name a run: equal ones learn the same."""
+    named = repr((model.weights_digest, source, recipe)).encode()
+    return hashlib.blake2b(named, digest_size=8).hexdigest()
 
 
 _Distances = dict[int, tuple[Distance, ...]]  # for each of FIRSTS, one of each prompt
@@ -116,8 +124,8 @@ def learn(
 ) -> Learned:
     """Learn a prefix for ``model``, which is left as it is.
 
-    partial: where the state is kept after every step, so that a run of the same recipe goes on that
-        was interrupted, or had too few minutes to be better; deleted at the end.
+    partial: where the state is kept after every step, so that the same run goes on if it was
+        interrupted, had too few minutes, or its prefix could not be written. Delete it then.
     minutes: take no further step after so many, preparing and judging left out.
     told: called with the stage, how much of it is done, how much there is, and the KL of the last
         step; None before the first.
@@ -137,7 +145,8 @@ def learn(
     n = recipe.n or len(base)
     learned = torch.nn.Parameter(base.repeat(-(-n // len(base)), 1)[:n].clone())
     optimiser = torch.optim.Adam([learned], lr=recipe.learning_rate)
-    state = _resumed(partial, recipe, model) or {"step": 0, "best": None, "best_kl": math.inf}
+    identity = identity_of(model, source, recipe)
+    state = _resumed(partial, identity, model) or {"step": 0, "best": None, "best_kl": math.inf}
     if "optimiser" in state:
         optimiser.load_state_dict(state.pop("optimiser"))
         learned.data.copy_(state.pop("learned"))
@@ -194,7 +203,7 @@ def learn(
             if found < state["best_kl"]:
                 state |= {"best": learned.detach().clone(), "best_kl": found}
         kept = {"learned": learned.detach(), "optimiser": optimiser.state_dict()}
-        _keep(partial, recipe, model, state | kept)
+        _keep(partial, identity, state | kept)
         told("learning", state["step"], recipe.steps, kl)
     if not state["step"]:
         raise InvalidOption(f"no step fits into {minutes:g} minutes; give more")
@@ -206,10 +215,7 @@ def learn(
         recipe=asdict(recipe) | {"steps": state["step"]},
         figures={"judged": [asdict(one) for one in figures]},
     )  # fmt: skip
-    made = Learned(prefix=prefix, figures=figures, steps=state["step"])
-    if made.is_better or made.steps == recipe.steps:
-        partial.unlink(missing_ok=True)
-    return made
+    return Learned(prefix=prefix, figures=figures, steps=state["step"])
 
 
 def _mean_kl(found: _Distances) -> float:
@@ -228,11 +234,12 @@ def _judged(before: _Distances, after: _Distances) -> list[Judged]:
     ]  # fmt: skip
 
 
-def _keep(partial: Path, recipe: Recipe, model: Model, state: dict[str, Any]) -> None:
+def _keep(partial: Path, identity: str, state: dict[str, Any]) -> None:
     made = BytesIO()
-    torch.save({"recipe": asdict(recipe), "weights": model.weights_digest, **state}, made)
+    torch.save(state, made)
+    body = made.getbuffer()
     try:
-        write_file(partial, [made.getbuffer()])
+        write_file(partial, [_digest(identity, body), body])
     except OSError as error:
         raise InvalidOption(
             f"{partial} cannot be written ({error}); make room, or give another folder, and the "
@@ -240,11 +247,18 @@ def _keep(partial: Path, recipe: Recipe, model: Model, state: dict[str, Any]) ->
         ) from error
 
 
-def _resumed(partial: Path, recipe: Recipe, model: Model) -> dict[str, Any] | None:
-    """The state of an interrupted run of this recipe and model; None for another or broken one."""
+def _resumed(partial: Path, identity: str, model: Model) -> dict[str, Any] | None:
+    """The state that this run has left; None for another's, a damaged one, or none."""
     try:
-        found: dict[str, Any] = torch.load(partial, weights_only=True, map_location=model.device)
-    except (OSError, RuntimeError, EOFError, ValueError, UnpicklingError):
+        found = partial.read_bytes() if partial.is_file() else b""
+    except OSError:
         return None
-    is_same = found.pop("recipe", None) == asdict(recipe)
-    return found if found.pop("weights", None) == model.weights_digest and is_same else None
+    digest, body = found[:_DIGEST_BYTES], found[_DIGEST_BYTES:]
+    if digest != _digest(identity, body):
+        return None
+    state: dict[str, Any] = torch.load(BytesIO(body), weights_only=True, map_location=model.device)
+    return state
+
+
+def _digest(identity: str, body: bytes | memoryview) -> bytes:
+    return hashlib.blake2b(body, key=identity.encode(), digest_size=_DIGEST_BYTES).digest()

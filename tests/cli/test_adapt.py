@@ -50,7 +50,7 @@ def test_what_is_no_better_is_not_kept(
     assert "not clearly better" in shown.stdout and "More --steps" in shown.stdout
     hasty = run(*two[:-4], "--minutes", "0.00001", "--most-tokens", "700")
     assert "More --minutes" in hasty.stdout and not KEPT.exists()
-    assert [file.name for file in KEPT.parent.glob("samkv-prefix*")] == [f"{LEARNED_FILE}.partial"]
+    assert len(list(KEPT.parent.glob(f"{LEARNED_FILE}.*.partial"))) == 1
 
 
 @pytest.mark.slow  # a hundred steps

@@ -85,6 +85,17 @@ def test_a_folder_that_holds_only_a_prefix_becomes_a_store(model: Model, tmp_pat
     assert engine.store.stats().n_chunks == 2
 
 
+def test_a_file_that_is_written_over_changes_no_open_engine(model: Model, tmp_path: Path) -> None:
+    """As a copy of another one does, in place: the file was mapped."""
+    file = learned(model, torch.ones(3, 64)).save(tmp_path / "p.safetensors")
+    engine = Engine(model, prefix=file)
+    file.write_bytes(learned(model, torch.zeros(3, 64)).save(tmp_path / "q").read_bytes())
+    assert engine.chunks.prefix.learned is not None
+    assert torch.equal(engine.chunks.prefix.learned.embeddings, torch.ones(3, 64))
+    file.write_bytes(b"")
+    assert engine.cache_chunks(TEXTS)
+
+
 def test_notes_are_kept(model: Model, tmp_path: Path) -> None:
     made = learned(model, torch.ones(3, 64), recipe={"steps": 7}, figures={"judged": [1.5]})
     found = LearnedPrefix.load(made.save(tmp_path / "p.safetensors"), model)
