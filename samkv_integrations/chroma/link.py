@@ -479,15 +479,23 @@ class ChromaLink:
         documents, metadatas, distances = found["documents"], found["metadatas"], found["distances"]
         assert documents and metadatas and distances  # they were asked for
         columns = found["ids"][0], documents[0], metadatas[0], distances[0]
-        if textless := [
-            id_ for id_, text in zip(columns[0], columns[1], strict=True) if text is None
-        ]:
-            raise InvalidOption(
-                f"record {textless[0]!r} of collection {name!r} has no text; add it again with one"
-            )
+        rows = list(zip(*columns, strict=True))
+        if textless := [id_ for id_, text, _, _ in rows if text is None]:
+            with chroma_errors(f"collection {name!r} refused the query"):
+                bare = self.collection.get(ids=textless, include=[])["ids"]
+            if bare:
+                raise InvalidOption(
+                    f"record {bare[0]!r} of collection {name!r} has no text; add it again with one"
+                )
+            # Chroma's index is this process's own, and its records are everybody's
+            _log.warning(
+                "another process has changed collection %r: records that it deleted are left out, "
+                "and those that it added are not found before this process starts again", name,
+            )  # fmt: skip
         return [
             Retrieved(id=id_, text=text, metadata=dict(metadata or {}), distance=distance)
-            for id_, text, metadata, distance in zip(*columns, strict=True)
+            for id_, text, metadata, distance in rows
+            if text is not None
         ]
 
 

@@ -283,6 +283,7 @@ def remove(
     tables.console().print(
         f"{count(len(sources), 'file')}, {count(len(ids), 'record')} removed from "
         f"collection {collection!r}, {count(n_chunks, 'cache')} deleted"
+        + ("; a cache stays as long as another record has its text" if n_chunks < len(ids) else "")
     )
 
 

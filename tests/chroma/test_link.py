@@ -206,6 +206,22 @@ class TestQuery:
             link.query(vector, 3)
 
 
+def test_what_another_process_deletes_is_left_out(
+    link: ChromaLink, embedding: HashingEmbedding, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its record is gone, and the index of this process still leads there."""
+    link.add(IDS[:3], TEXTS[:3], embedding.embed(TEXTS[:3]))
+    vector = embedding.embed(TEXTS[:1])[0]
+    assert link.query(vector, 3)[0].id == IDS[0]
+    code = (
+        "import sys; from samkv_integrations.chroma.client import open_collection;"
+        "open_collection(sys.argv[1], 'town', create=False).delete(ids=[sys.argv[2]])"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "chroma"), IDS[0]], check=True)
+    assert {hit.id for hit in link.query(vector, 3)} == set(IDS[1:3])
+    assert "another process has changed collection 'town'" in caplog.text
+
+
 def test_from_question_to_answer(link: ChromaLink, embedding: HashingEmbedding) -> None:
     link.add(IDS, TEXTS, embedding.embed(TEXTS))
     for record in RECORDS:
