@@ -28,6 +28,7 @@ def command(*arguments: str | Path) -> Result:
     return run("fidelity", *arguments)
 
 
+@pytest.mark.slow  # all of a benchmark, whose parts have tests of their own
 def test_the_command_from_end_to_end(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     done = command("--questions", "3", "--documents", "2", "--tokens", "4", "--part", "choose",

@@ -29,6 +29,7 @@ def _one_thread() -> None:
     builtin()  # sets it, as the command does
 
 
+@pytest.mark.slow  # all of a benchmark, whose parts have tests of their own
 def test_the_command_writes_everything(file: Path, tmp_path: Path) -> None:
     out, picture, folder = tmp_path / "out.json", tmp_path / "out.png", tmp_path / "run"
     done = command("--data", file, "--questions", "2", "--methods", "recompute,samkv-fusion",

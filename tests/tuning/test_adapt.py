@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 from unittest import mock
 
 import pytest
@@ -97,33 +97,55 @@ def test_an_interruption_while_the_state_is_written(
     assert torch.equal(rest.prefix.embeddings, whole.prefix.embeddings)
 
 
-@pytest.mark.parametrize("how", ["recipe", "data", "weights", "damage", "no file"])
-def test_the_state_of_another_run_is_not_taken(tmp_path: Path, whole: Learned, how: str) -> None:
-    model, partial = tiny_model("llama"), tmp_path / "partial"
-    if how == "no file":
-        os.mkfifo(partial)
-    else:
-        other = tiny_model("llama", seed=7) if how == "weights" else model
-        recipe = replace(RECIPE, seed=1) if how == "recipe" else RECIPE
-        source = replace(SOURCE, cuts=[TEXTS[::-1]]) if how == "data" else SOURCE
-        learn(other, source, recipe, partial=partial, minutes=1e-3)
-    if how == "damage":
-        found = bytearray(partial.read_bytes())
-        found[len(found) // 2] ^= 1
-        partial.write_bytes(found)
-    assert torch.equal(learned(model, tmp_path).prefix.embeddings, whole.prefix.embeddings)
-
-
-def test_what_could_not_be_written_is_not_learned_again(tmp_path: Path) -> None:
-    """The state stays until the prefix is there."""
-    model, steps = tiny_model("llama"), list[int]()
-    first = learned(model, tmp_path)
+def interrupted_after(steps: int, *run: Any, partial: Path) -> list[int]:
+    """The steps that a run told of before it was interrupted."""
+    done = list[int]()
 
     def told(stage: str, so_far: int, of: int, kl: float | None) -> None:
-        steps.extend([so_far] if stage == "learning" else [])
+        if stage == "learning":
+            done.append(so_far)
+            if len(done) == steps:
+                raise KeyboardInterrupt
 
-    again = learn(model, SOURCE, RECIPE, partial=tmp_path / "partial", told=told)
-    assert torch.equal(again.prefix.embeddings, first.prefix.embeddings) and steps == []
+    with pytest.raises(KeyboardInterrupt):
+        learn(*run, partial=partial, told=told)
+    return done
+
+
+def test_the_state_of_another_run_is_not_taken(tmp_path: Path) -> None:
+    model, other, partial = tiny_model("llama"), tiny_model("llama", seed=7), tmp_path / "partial"
+    runs = [
+        (model, SOURCE, RECIPE),
+        (other, SOURCE, RECIPE),
+        (model, replace(SOURCE, cuts=[TEXTS[::-1]]), RECIPE),
+        (model, replace(SOURCE, most_tokens=499), RECIPE),
+        (model, SOURCE, replace(RECIPE, seed=1)),
+    ]
+    assert [interrupted_after(1, *run, partial=partial) for run in runs] == [[1]] * len(runs)
+    assert interrupted_after(1, *runs[-1], partial=partial) == [2]
+
+
+@pytest.mark.parametrize("how", ["a bit", "its end", "no file"])
+def test_a_damaged_state_is_not_taken(tmp_path: Path, how: str) -> None:
+    run, partial = (tiny_model("llama"), SOURCE, RECIPE), tmp_path / "partial"
+    interrupted_after(1, *run, partial=partial)
+    found = bytearray(partial.read_bytes())
+    if how == "no file":
+        partial.unlink()
+        os.mkfifo(partial)
+    else:
+        found[len(found) // 2] ^= how == "a bit"
+        partial.write_bytes(found if how == "a bit" else found[:-1])
+    assert interrupted_after(1, *run, partial=partial) == [1]
+
+
+def test_what_could_not_be_written_is_not_learned_again(tmp_path: Path, whole: Learned) -> None:
+    """The state stays until the prefix is there."""
+    model = tiny_model("llama")
+    interrupted_after(RECIPE.steps, model, SOURCE, RECIPE, partial=tmp_path / "partial")
+    with mock.patch.object(adapt, "loss", side_effect=AssertionError("a step")):
+        again = learned(model, tmp_path)
+    assert torch.equal(again.prefix.embeddings, whole.prefix.embeddings)
 
 
 def test_a_time_limit_ends_it_with_the_best_so_far(tmp_path: Path) -> None:
