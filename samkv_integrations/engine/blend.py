@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -32,7 +33,7 @@ from samkv_integrations.prompt.layout import Layout
 class LayerPlan:
     """One layer of a pass. Places are those of the S entries that the layer attends to.
 
-    Entries are in prompt order; tensors are on the model's device unless said otherwise.
+    Entries are in prompt order; tensors are on the layer's device unless said otherwise.
 
     positions: (R,) of the tokens that the layer computes. narrow: (R,) where they are among those
         of the layer before, None if they are the same.
@@ -103,7 +104,7 @@ def plan_pass(
     keep: Tensor,
     recompute: Tensor,
     *,
-    device: torch.device,
+    devices: Sequence[torch.device],
     dtype: torch.dtype,
     uncached: Tensor | None = None,
     n_held: int = 0,
@@ -118,7 +119,7 @@ def plan_pass(
     where its block is not kept, it takes part with what it computes, and does not stay.
 
     keep: (L, Nb) bool. recompute: (L, Tctx) bool, ignored where the block is not kept.
-    device, dtype: the model's.
+    devices: of each layer. dtype: the model's.
     uncached: (T,) bool, other tokens that take part, all uncached ones if None. They are computed,
         but for the first ``n_held`` tokens of the prompt, which are among them and held in memory.
     mixes: whether a recomputed entry needs the stored one. weighs: whether the method weighs the
@@ -131,7 +132,9 @@ def plan_pass(
     carried = recompute.flip(0).cummax(0).values.flip(0)
     used = stored if mixes else stored & ~recompute
     masks = torch.stack((stored, recompute, carried))
-    is_new = [True, *(masks[:, 1:] != masks[:, :-1]).flatten(2).any(2).any(0).tolist()]
+    differing = (masks[:, 1:] != masks[:, :-1]).flatten(2).any(2).any(0).tolist()
+    moving = [here != before for before, here in pairwise(devices)]
+    is_new = [True, *(any(both) for both in zip(differing, moving, strict=True))]
     assert bool(uncached[:n_held].all())
     at = layout.context_positions
 
@@ -148,6 +151,7 @@ def plan_pass(
             same = layers[-1]
             layers.append(same if same.narrow is None else replace(same, narrow=None))
             continue
+        device = devices[layer]
         is_stored, is_again = in_prompt(stored[layer]), in_prompt(recompute[layer])
         is_computed = uncached | in_prompt(carried[layer])
         stays, present = uncached | is_stored, is_computed | is_stored
@@ -349,9 +353,10 @@ class Blend:
         positions = layers[0].positions
         hidden = self.model.embed(self.layout.token_ids.to(positions.device)[positions])[None]
         for layer in range(self.model.n_layers):
-            if (narrow := layers[layer].narrow) is not None:
+            at, narrow = layers[layer].positions, layers[layer].narrow
+            hidden = hidden.to(at.device)
+            if narrow is not None:
                 hidden = hidden.index_select(1, narrow)
-            at = layers[layer].positions
             cos, sin = (side[at] for side in self.rotation.of(layer))
             hidden = self.model.layer(layer, hidden, cos, sin, attend)
         return hidden

@@ -188,7 +188,7 @@ def _compute(request: Request, choice: Choice, clock: Stopwatch) -> FirstToken:
             weigh=method.attend, held=choice.held,
         )  # fmt: skip
         plan_of = partial(
-            plan_pass, layout, device=model.device, dtype=model.dtype, n_held=choice.n_held,
+            plan_pass, layout, devices=model.layer_devices, dtype=model.dtype, n_held=choice.n_held,
             mixes=method.update is not overwrite, weighs=method.attend is not None,
             windows=model.windows_within(layout.n_tokens),
         )  # fmt: skip
@@ -263,16 +263,16 @@ def _probe(blend: Blend, context: Context, method: Method, clock: Stopwatch) -> 
         n_held = int(uncached[: blend.held.n_tokens].cumprod(0).sum())
     plan = plan_pass(
         layout, method.select.probe_blocks(layout).expand(model.n_layers, -1),
-        torch.zeros(model.n_layers, layout.n_context, dtype=torch.bool), device=model.device,
-        dtype=model.dtype, uncached=uncached, n_held=n_held, weighs=method.attend is not None,
-        windows=model.windows_within(layout.n_tokens),
+        torch.zeros(model.n_layers, layout.n_context, dtype=torch.bool),
+        devices=model.layer_devices, dtype=model.dtype, uncached=uncached, n_held=n_held,
+        weighs=method.attend is not None, windows=model.windows_within(layout.n_tokens),
     )  # fmt: skip
     scores: list[Tensor] = []
 
     def observe(probed: ProbedLayer) -> None:
         score = method.select.score(probed, layout)
         if score is not None:
-            scores.append(score)
+            scores.append(score.to(model.layer_devices[0]))
 
     with clock("load"):
         context.load(plan.blocks)

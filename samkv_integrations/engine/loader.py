@@ -55,10 +55,10 @@ def readers(pid: int) -> ThreadPoolExecutor:
 
 
 class Context:
-    """The cached KV entries of one request, as they are stored, on the model's device.
+    """The cached KV entries of one request, as they are stored, each layer's on its device.
 
     A context manager: reading has ended when it is left. On a CPU no entry is read while a pass
-    runs. For another device threads read whole chunks, the lower layers first, and a layer of a
+    runs. For other devices threads read whole chunks, the lower layers first, and a layer of a
     pass waits for its own entries only; for CUDA they read into pinned memory, so that copies do
     not wait. An entry is read twice only where few blocks of its chunk were loaded first and most
     of the chunk after that, as one read.
@@ -75,32 +75,32 @@ class Context:
     ) -> None:
         self.layout = layout
         self.chunks = chunks
-        self.device = rotation.turns[0][0].device
         self.form = fingerprint.entry_format
         self.n_layers = fingerprint.n_layers
-        self._is_pinned = self.device.type == "cuda"
+        self._devices = [rotation.of(layer)[0].device for layer in range(self.n_layers)]
+        self._is_pinned = any(device.type == "cuda" for device in self._devices)
         self._read: list[Tensor] = []  # (Tctx, E) uint8 of each layer, once something is loaded
-        self._codes: list[Tensor | None] = [None] * self.n_layers  # the same, on the device
+        self._codes: list[Tensor | None] = [None] * self.n_layers  # the same, on its device
         n_groups = [self.form.range_shape(chunk.n_tokens)[0] for chunk in chunks]
         first_group = torch.tensor([0, *n_groups]).cumsum(0)
         self._groups = [range(*first_group[at : at + 2].tolist()) for at in range(len(chunks))]
         _, *of_group = self.form.range_shape(0)
         ranges = (self.n_layers, int(first_group[-1]), *of_group)  # (L, N, 2, G, D) of all groups
         self._read_range = torch.empty(ranges, dtype=torch.float16, pin_memory=self._is_pinned)
-        self._key_range: Tensor | None = None  # the same, on the device
+        self._key_range: dict[torch.device, Tensor] = {}  # the same, on each device
         group = first_group[:-1][layout.chunk_of_token] + layout.offset_in_chunk // GROUP_TOKENS
-        self.group_of_token = group.to(self.device)
-        half = self.form.head_dim // 2
-        heads = self.form.n_kv_heads if self.device.type == "cpu" else 1
-        # of each channel pair, and on a CPU of each head, see `rotated_keys`
+        self._group_of_token = {device: group.to(device) for device in set(self._devices)}
+
+        def of_pairs(side: Tensor) -> Tensor:
+            """(R, 1, D / 2), on a CPU (R, G, D / 2), see `rotated_keys`."""
+            heads = self.form.n_kv_heads if side.device.type == "cpu" else 1
+            pairs = side[:, None, : self.form.head_dim // 2].float()
+            return pairs.expand(-1, heads, -1).contiguous()
+
         self._turns = Rotation(
-            turns=[
-                (cos[:, None, :half].float().expand(-1, heads, -1).contiguous(),
-                 sin[:, None, :half].float().expand(-1, heads, -1).contiguous())
-                for cos, sin in rotation.turns
-            ],
+            turns=[(of_pairs(cos), of_pairs(sin)) for cos, sin in rotation.turns],
             kinds=rotation.kinds,
-        )  # fmt: skip
+        )
         self._loaded = torch.zeros(self.n_layers, layout.n_blocks, dtype=torch.bool)
         # What threads are reading, by the first of the layers that are read together; their work.
         self._coming: dict[int, list[Future[None]]] = {}
@@ -158,9 +158,9 @@ class Context:
                         at = ((offsets >= begin) & (offsets < end)).nonzero()[:, 0]
                         out[at] = entries[offsets[at] - begin]
         self._loaded |= missing
-        self._codes, self._key_range = [None] * self.n_layers, None
+        self._codes, self._key_range = [None] * self.n_layers, {}
         for chunk, places in whole.items():
-            if self.device.type == "cpu":
+            if all(device.type == "cpu" for device in self._devices):
                 self._read_whole(chunk, places, 0, self._read)
                 continue
             parts: dict[int, Future[None]] = {
@@ -230,41 +230,43 @@ class Context:
             each.result()
 
     def stored(self, layer: int) -> tuple[Tensor, Tensor]:
-        """(Tctx, E) and (N, 2, G, D) of a layer on the device, once they are there."""
+        """(Tctx, E) and (N, 2, G, D) of a layer on its device, once they are there."""
         self._wait_for(layer)
-        codes = self._codes[layer]
+        codes, device = self._codes[layer], self._devices[layer]
         if codes is None:
             if self._read:
-                codes = self._read[layer].to(self.device, non_blocking=self._is_pinned)
+                codes = self._read[layer].to(device, non_blocking=self._is_pinned)
             else:  # all of them are computed
                 shape = (self.layout.n_context, self.form.n_bytes)
-                codes = torch.empty(shape, dtype=torch.uint8, device=self.device)
+                codes = torch.empty(shape, dtype=torch.uint8, device=device)
             self._codes[layer] = codes
-        if self._key_range is None:
+        if device not in self._key_range:
             self._wait_for(0)
-            self._key_range = self._read_range.to(self.device, non_blocking=self._is_pinned)
-        return codes, self._key_range[layer]
+            moved = self._read_range.to(device, non_blocking=self._is_pinned)
+            self._key_range[device] = moved
+        return codes, self._key_range[device][layer]
 
     def entries(self, layer: int, tokens: Tensor) -> Entries:
-        """Those of context tokens (n,), which are in order and on the model's device.
+        """Those of context tokens (n,), which are in order and on the layer's device.
 
         Where nothing was loaded, they hold nothing yet.
         """
         (codes, key_range), (cos, sin) = self.stored(layer), self._turns.of(layer)
         entries = Entries(
             form=self.form, codes=codes, key_range=key_range,
-            group=self.group_of_token, cos=cos, sin=sin,
+            group=self._group_of_token[self._devices[layer]], cos=cos, sin=sin,
         )  # fmt: skip
         return entries if len(tokens) == len(entries) else entries.select(tokens)
 
     def keys_and_values(self, layer: int, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Keys at their positions, and values, (n, G, D) each, of context tokens (n,).
 
-        tokens: loaded before, in order, on the model's device.
+        tokens: loaded before, in order, on the layer's device.
         """
         if not len(tokens):
             shape = (0, self.form.n_kv_heads, self.form.head_dim)
-            empty = torch.empty(shape, dtype=self.form.dtype, device=self.device)
+            device = self._devices[layer]
+            empty = torch.empty(shape, dtype=self.form.dtype, device=device)
             return empty, empty
         return self.entries(layer, tokens).keys_and_values()
 
@@ -304,7 +306,7 @@ class Context:
         for name, values in parts.items():
             is_per_chunk = name in ("local_query", "block_max", "block_min")
             joined = torch.stack(values, dim=1) if is_per_chunk else torch.cat(values, dim=1)
-            tensors[name] = joined.to(self.device)
+            tensors[name] = joined.to(self._devices[0])
         if "anchor_mean" in needs:
             tensors["anchor_mean"] = self._anchor_mean()
         return SelectionInputs(n_layers=self.n_layers, stable_layers=stable_layers, **tensors)
@@ -315,10 +317,13 @@ class Context:
         self.load(layout.is_anchor.expand(self.n_layers, -1))
         anchor = layout.is_anchor[layout.block_of_token]
         counts = torch.bincount(layout.chunk_of_token[anchor], minlength=layout.n_chunks)
-        tokens = anchor.nonzero()[:, 0].to(self.device)
-        group = self.group_of_token[tokens]
+        anchors = anchor.nonzero()[:, 0]
+        of_device = {device: anchors.to(device) for device in self._group_of_token}
         keys = []
         for layer in range(self.n_layers):
-            codes, key_range = self.stored(layer)
-            keys.append(self.form.keys(codes.index_select(0, tokens), key_range, group))
+            (codes, key_range), device = self.stored(layer), self._devices[layer]
+            tokens = of_device[device]
+            group = self._group_of_token[device][tokens]
+            codes = codes.index_select(0, tokens)
+            keys.append(self.form.keys(codes, key_range, group).to(self._devices[0]))
         return mean_of_blocks(torch.stack(keys), counts)

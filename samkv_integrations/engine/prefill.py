@@ -54,8 +54,8 @@ def batches(chunks: Sequence[ChunkRef], budget_tokens: int = BATCH_TOKENS) -> li
 def entries_before(model: Model, prefix: ChunkPrefix) -> Before:
     """The entries of a prefix, once for all chunks."""
     shape = (1, model.n_kv_heads, 0, model.head_dim)
-    empty = torch.empty(shape, dtype=model.dtype, device=model.device)
-    before = [(empty, empty)] * model.n_layers
+    empty = [torch.empty(shape, dtype=model.dtype, device=where) for where in model.layer_devices]
+    before = list(zip(empty, empty, strict=True))
 
     def keep(layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         before[layer] = key, value

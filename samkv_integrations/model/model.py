@@ -56,6 +56,8 @@ class Model:
         name: what a report calls it.
 
     identity: digests of what it computes with, and whether that has changed.
+    device: of the embeddings and logits. layer_devices: where each layer computes, and its entries
+        and masks are; the same one unless accelerate has spread the layers.
     windows: of each layer, see `families.windows_of`.
     token_kv_bytes: bytes of one token's keys and values in all layers, in the model's dtype.
 
@@ -110,14 +112,10 @@ class Model:
         self.n_kv_heads: int = self.config.num_key_value_heads
         self.head_dim: int = head_dim_of(self.config)
         self.dtype, self.device = kind_of(hf)
-        # Where layers are on several devices, or loaded as they run, entries and attention stay on
-        # the device of the embeddings: what moves is a layer's tokens, in and out.
-        self._is_spread = len(set(getattr(hf, "hf_device_map", {}).values())) > 1
         self._most_tokens = context_window_of(self.config)
         self.windows = windows_of(self.config)
-        ropes = layer_ropes(self.config)
-        self._rope_kinds = list(dict.fromkeys(ropes))
-        self._kind_of_layer = [self._rope_kinds.index(kind) for kind in ropes]
+        self._ropes = layer_ropes(self.config)
+        self.layer_devices = (self.device,) * self.n_layers
         self.score_cap: float | None = None
         if self._family.score_cap:
             self.score_cap = getattr(self.config, self._family.score_cap)
@@ -133,6 +131,8 @@ class Model:
         self._passing = threading.local()
         self.special_tokens = SpecialTokens(self.tokenizer)
         self.constraint_tokenizers: dict[frozenset[int], Any] = {}  # of `JsonConstraint`, by ends
+        if len(set(getattr(hf, "hf_device_map", {}).values())) > 1:
+            self.layer_devices = self._devices_of_layers()
 
     # -- identity ---------------------------------------------------------------------------
 
@@ -325,8 +325,10 @@ class Model:
         n, positions = len(positions), positions.to(self.device)
         if n == 0:  # which longrope does not take
             positions = torch.zeros(1, dtype=torch.long, device=self.device)
+        of_layers = list(zip(self._ropes, self.layer_devices, strict=True))
+        kinds = list(dict.fromkeys(of_layers))
         turns = []
-        for name, rotates in self._rope_kinds:
+        for (name, rotates), device in kinds:
             if rotates:
                 found = self._rotary(probe, positions[None], *(() if name is None else (name,)))
                 cos, sin = found[0][0, :n], found[1][0, :n]
@@ -335,8 +337,8 @@ class Model:
             else:
                 cos = probe.new_ones(n, self.head_dim)
                 sin = torch.zeros_like(cos)
-            turns.append((cos, sin))
-        return Rotation(turns=turns, kinds=self._kind_of_layer)
+            turns.append((cos.to(device), sin.to(device)))
+        return Rotation(turns=turns, kinds=[kinds.index(kind) for kind in of_layers])
 
     @contextmanager
     def interruptible(self, check: Callable[[], None]) -> Iterator[None]:
@@ -350,21 +352,19 @@ class Model:
     def layer(self, index: int, hidden: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         """Run decoder layer ``index`` on tokens ``hidden`` (batch, R, hidden).
 
-        cos, sin: (R, D) of the tokens' positions. Keys and values go to ``attend``.
+        cos, sin: (R, D) of the tokens' positions. Keys and values go to ``attend``. They, and what
+        is returned, are on the layer's device.
         """
+        hidden = hidden.to(self.layer_devices[index])
         if (check := getattr(self._passing, "check", None)) is not None:
             check()
-        halves, inner = self._halves, attend
-        if halves is not None or self._is_spread:
+        if (halves := self._halves) is not None:
+            of_halves = attend
 
             def attend(
                 layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float
             ) -> Tensor:
-                if halves is not None:
-                    query, key = query[..., halves], key[..., halves]
-                here, device = self.device, query.device
-                output = inner(layer, query.to(here), key.to(here), value.to(here), scaling)
-                return output.to(device)
+                return of_halves(layer, query[..., halves], key[..., halves], value, scaling)
 
         if self._lies_otherwise:
             cos, sin = self._of_layer(cos), self._of_layer(sin)
@@ -386,7 +386,22 @@ class Model:
             position_embeddings=(cos[None], sin[None]),
             attend=attend,
         )
-        return output[:, :n_rows].to(self.device)
+        return output[:, :n_rows]
+
+    def _devices_of_layers(self) -> tuple[torch.device, ...]:
+        """What a pass over one token shows: hooks of accelerate move it, and load weights."""
+        found: list[torch.device] = []
+
+        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+            found.append(query.device)
+            return query
+
+        with torch.no_grad():
+            hidden = self.embed(torch.zeros(1, 1, dtype=torch.long))
+            rotation = self.rotation(torch.arange(1))
+            for layer in range(self.n_layers):
+                hidden = self.layer(layer, hidden, *rotation.of(layer), attend)
+        return tuple(found)
 
     def n_more_rows(self, n_rows: int) -> int:
         """Rows of zeros that a pass through a layer gets, so that passes have fewer shapes.
@@ -414,14 +429,14 @@ class Model:
         if not self._family.has_sinks:
             return None
         sinks: Tensor = self._decoder.layers[layer].self_attn.sinks
-        return sinks.to(self.device)
+        return sinks
 
     def window_mask(self, layer: int, n_tokens: int) -> Tensor | None:
         """(n, n) bool: what each of the first tokens sees at a layer; None for all before it."""
         window = self.windows_within(n_tokens)[layer]
         if window is None:
             return None
-        at = torch.arange(n_tokens, device=self.device)
+        at = torch.arange(n_tokens, device=self.layer_devices[layer])
         behind = at[:, None] - at[None]
         return (behind >= 0) & (behind < window)
 

@@ -118,14 +118,18 @@ def student(
     is_cached[len(prompt.ids) - 1 :] = False  # the last token gives the first logits
     cached, computed = is_cached.nonzero()[:, 0], (~is_cached).nonzero()[:, 0]
     # of each position: where its entry is, once the computed ones follow the cached ones
-    entry = torch.cat((cached, computed)).argsort().to(model.device)
-    row, offset = row[cached].to(model.device), offset[cached].to(model.device)
+    entry = torch.cat((cached, computed)).argsort()
+    row, offset = row[cached], offset[cached]
     rotation, here = model.rotation(computed), model.rotation(cached)
     there = model.rotation(offset + n_prefix)
     behind = computed[:, None] - torch.arange(len(sequence))[None]
-    behind = behind.to(model.device)
+    of_device = {
+        device: tuple(index.to(device) for index in (entry, row, offset, behind))
+        for device in set(model.layer_devices)
+    }
 
     def blended(layer: int, hidden: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        entry, row, offset, behind = of_device[model.layer_devices[layer]]
         cos, sin = there.of(layer)
         bare = _turn(_picked(keys, row, offset), cos, -sin) / (cos.square() + sin.square())
         placed = _turn(bare, *here.of(layer))

@@ -177,25 +177,69 @@ def test_a_chunk_without_a_cache_is_computed_on_the_device():
     torch.testing.assert_close(found, expected, **AS_CLOSE)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "phi3"])
-@pytest.mark.parametrize("method", ["recompute", "samkv-guided", "epic"])
-def test_layers_on_two_devices(family: str, method: str):
-    """The last two on the CPU, as of a model that is larger than its GPU."""
+# -- layers on two devices ------------------------------------------------------------------------
+
+
+def spread_engine(
+    family: str, n_layers: int | None = None, store: MemoryStore | None = None, **options: object
+) -> Engine:
+    """The last two layers are on the CPU, as of a model that is larger than its GPU."""
     hooks = pytest.importorskip("accelerate.hooks")
-    on_cpu = Engine(Model(hf_model(family), byte_tokenizer(bos=True), "tiny"), store_bits=16)
+    hf = hf_model(family, **({} if n_layers is None else {"num_hidden_layers": n_layers}))
+    hf = hf.to(DEVICE)
+    for module in (*hf.model.layers[-2:].to("cpu"), hf.model.norm):
+        place = DEVICE if module is hf.model.norm else "cpu"
+        hooks.add_hook_to_module(module, hooks.AlignDevicesHook(execution_device=place))
+    hf.hf_device_map = {"": DEVICE, "model.layers.last_two": "cpu"}
+    model = Model(hf, byte_tokenizer(bos=True), "tiny")
+    assert model.device == DEVICE
+    here = torch.device("cpu")
+    assert model.layer_devices == (*[DEVICE] * (model.n_layers - 2), here, here)
+    return Engine(model, store, block_size=8, scheduler=OnThisThread(model), **options)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "phi3", "cohere2"])
+@pytest.mark.parametrize("method", ["recompute", "samkv-guided", "epic"])
+def test_layers_on_two_devices_of_families(family: str, method: str):
+    on_cpu = Engine(
+        Model(hf_model(family), byte_tokenizer(bos=True), "tiny"), block_size=8, store_bits=16
+    )
     expected = on_cpu.logits(PROMPT, CHUNKS, follow=FOLLOW, method=method)
     with pretend_device():
-        hf = hf_model(family).to(DEVICE)
-        n_layers = len(hf.model.layers)
-        for layer in hf.model.layers[-2:].to("cpu"):
-            at_cpu = hooks.AlignDevicesHook(execution_device="cpu", io_same_device=True)
-            hooks.add_hook_to_module(layer, at_cpu)
-        hf.hf_device_map = {"": DEVICE, f"model.layers.{n_layers - 1}": "cpu"}
-        model = Model(hf, byte_tokenizer(bos=True), "tiny")
-        assert model.device == DEVICE
-        spread = Engine(model, store_bits=16, scheduler=OnThisThread(model))
-        found = spread.logits(PROMPT, CHUNKS, follow=FOLLOW, method=method)
+        found = spread_engine(family, store_bits=16).logits(
+            PROMPT, CHUNKS, follow=FOLLOW, method=method
+        )
     torch.testing.assert_close(found, expected, **AS_CLOSE)
+
+
+@pytest.mark.parametrize(("method", "rule", "store_bits"), EVERYTHING)
+def test_layers_on_two_devices(method: str, rule: str, store_bits: int):
+    on_cpu = filled(store_bits=store_bits)
+    asked = {"follow": FOLLOW, "method": method, "eviction": rule}
+    expected = on_cpu.logits(PROMPT, CHUNKS, **asked)
+    with pretend_device():
+        found = spread_engine("llama", 4, on_cpu.store, store_bits=store_bits).logits(
+            PROMPT, CHUNKS, **asked
+        )
+    torch.testing.assert_close(found, expected, **AS_CLOSE)
+
+
+@pytest.mark.parametrize("method", ["recompute", "reuse", "epic"])
+def test_a_prompts_tokens_move_once_where_layers_change_their_device(
+    monkeypatch: pytest.MonkeyPatch, method: str
+):
+    """There, and once back for the logits, however many layers there are: entries stay."""
+    found = []
+    for n_layers in (3, 6):
+        on_cpu = filled(n_layers=n_layers)
+        with monkeypatch.context() as patch, pretend_device() as device:
+            there = spread_engine("llama", n_layers, on_cpu.store)
+            waits = Waits(device, patch)
+            there.logits(PROMPT, CHUNKS, follow=FOLLOW, method=method)
+        found.append((waits.passes, waits.steps))
+    assert found[0] == found[1]
+    assert found[0][0] == [{**ONE_COPY, "to the host": 1}]
+    assert found[0][1] == [{"to the device": 3, "to the host": 3}] * len(FOLLOW)
 
 
 @pytest.mark.parametrize("method", ["reuse", "samkv-guided"])

@@ -375,8 +375,8 @@ def blended(
 
     def plan_of(of_rows: Tensor) -> PassPlan:
         plan = plan_pass(
-            layout, case.keep, of_rows, device=model.device, dtype=model.dtype, uncached=uncached,
-            mixes=update is not overwrite, weighs=attend is not None,
+            layout, case.keep, of_rows, devices=model.layer_devices, dtype=model.dtype,
+            uncached=uncached, mixes=update is not overwrite, weighs=attend is not None,
         )  # fmt: skip
         plans.append(plan)
         return plan
