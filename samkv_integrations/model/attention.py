@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from time import perf_counter
 from typing import Any, Protocol
 
 import torch
@@ -172,17 +174,48 @@ _WIDEST = 2048  # inputs of a layer; above, MKL's product of a matrix and a vect
 
 
 def for_single_token(device: torch.device, dtype: torch.dtype) -> AbstractContextManager[object]:
-    """A block in which linear layers over one token are computed as a few products in a batch.
+    """A block in which linear layers over one token are computed as it is faster.
 
-    With MKL, float32 weights are then read about twice as fast (docs/decisions.md); elsewhere
-    nothing changes. Results differ in the last bits only. No module is changed.
+    That may be as a few products in a batch, see `parts_are_faster`. Results differ in the last
+    bits only. No module is changed.
     """
-    if device.type == "cpu" and dtype == torch.float32 and torch.backends.mkl.is_available():  # type: ignore[no-untyped-call]
-        return _InParts()
-    return nullcontext()
+    is_float32 = device.type == "cpu" and dtype == torch.float32
+    return InParts() if is_float32 and parts_are_faster() else nullcontext()
 
 
-class _InParts(TorchFunctionMode):
+@cache
+def parts_are_faster() -> bool:
+    """Whether this processor reads float32 weights faster as `InParts`, by a trial of .1 s.
+
+    With MKL a product of a matrix and a vector then takes .4 of the time on AMD's processors, and
+    twice the time on Intel's (docs/decisions.md).
+    """
+    if not torch.backends.mkl.is_available():  # type: ignore[no-untyped-call]
+        return False
+    with torch.inference_mode():
+        weight, token = torch.ones(_TRIED // 1024, 1024), torch.ones(1, 1024)
+        seconds: dict[Callable[[Tensor, Tensor], Tensor], list[float]] = {F.linear: [], _parts: []}
+        for _ in range(4):
+            for product, taken in seconds.items():
+                start = perf_counter()
+                product(token, weight)
+                taken.append(perf_counter() - start)
+    return min(seconds[_parts]) < 0.8 * min(seconds[F.linear])
+
+
+_TRIED = 2**24
+"""Numbers of the matrix of that trial: more than the caches of most processors hold."""
+
+
+def _parts(x: Tensor, weight: Tensor) -> Tensor:
+    parts = weight.view(_PARTS, -1, weight.shape[1])
+    token = x.reshape(1, -1).t().expand(_PARTS, -1, 1)
+    return torch.bmm(parts, token).view(*x.shape[:-1], -1)
+
+
+class InParts(TorchFunctionMode):
+    """A block in which linear layers over one token are a few products in a batch."""
+
     def __torch_function__(
         self,
         func: Callable[..., Any],
@@ -203,7 +236,5 @@ class _InParts(TorchFunctionMode):
         )
         if not is_suited:
             return F.linear(x, weight, bias)
-        parts = weight.view(_PARTS, -1, n_inputs)
-        token = x.reshape(1, -1).t().expand(_PARTS, -1, 1)
-        product = torch.bmm(parts, token).view(*x.shape[:-1], -1)
+        product = _parts(x, weight)
         return product if bias is None else product + bias

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 
-from samkv_integrations.model.attention import for_single_token
+from samkv_integrations.model import attention
+from samkv_integrations.model.attention import InParts, for_single_token
 
 CPU = torch.device("cpu")
 
@@ -23,7 +24,7 @@ def test_results_are_those_of_the_layer(
     layer, x = nn.Linear(shape[1], shape[0], bias=bias).double(), torch.randn(*rows, shape[1])
     exact = layer(x.double())
     layer = layer.float()
-    with for_single_token(CPU, torch.float32):
+    with InParts():
         found = layer(x)
         called_by_name = linear(x, weight=layer.weight, bias=layer.bias)
     assert found.shape == exact.shape and found.is_contiguous()
@@ -35,7 +36,7 @@ def test_results_are_those_of_the_layer(
 def test_a_transposed_weight_is_as_good() -> None:
     weight = torch.randn(64, 32).T
     x = torch.randn(1, 64)
-    with for_single_token(CPU, torch.float32):
+    with InParts():
         torch.testing.assert_close(linear(x, weight), x @ weight.T)
 
 
@@ -43,3 +44,9 @@ def test_other_dtypes_are_left_alone() -> None:
     layer, x = nn.Linear(64, 64, dtype=torch.bfloat16), torch.randn(1, 64, dtype=torch.bfloat16)
     with for_single_token(CPU, torch.bfloat16):
         assert torch.equal(layer(x), linear(x, layer.weight, layer.bias))
+
+
+@pytest.mark.parametrize("faster", [False, True])
+def test_a_trial_decides(monkeypatch: pytest.MonkeyPatch, faster: bool) -> None:
+    monkeypatch.setattr(attention, "parts_are_faster", lambda: faster)
+    assert isinstance(for_single_token(CPU, torch.float32), InParts) == faster
