@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 import typer.core
 
-from samkv_integrations.errors import SamkvError
+from samkv_integrations.errors import InvalidOption, SamkvError
 from samkv_integrations.evaluation.shapes import shape_names
 
 
@@ -38,6 +38,17 @@ class Command(typer.core.TyperCommand):
 def _option(help: str, *names: str, **more: Any) -> Any:  # noqa: ANN401
     """An option, its help first. ``hidden`` ones are described in docs/ and left out of --help."""
     return typer.Option(*names, help=help, **more)
+
+
+def _count(help: str, *names: str) -> Any:  # noqa: ANN401
+    """An option that is at least 1, which is checked before a model is loaded."""
+
+    def checked(param: typer.CallbackParam, value: int) -> int:
+        if value < 1:
+            raise InvalidOption(f"{'/'.join(param.opts)} {value}; give at least 1")
+        return value
+
+    return _option(help, *names, callback=checked)
 
 
 _BITS = "Bits of the numbers in caches: 4, 8, or 16 for the model's own."
@@ -79,7 +90,7 @@ Chat = Annotated[
     bool | None,
     _option("Use the model's chat template. Default: yes, but for 'builtin'.", "--chat/--no-chat"),
 ]
-TopK = Annotated[int, _option("Chunks to retrieve.")]
+TopK = Annotated[int, _count("Chunks to retrieve.")]
 MethodName = Annotated[str | None, _option(_METHOD, "--method")]
 Settings = Annotated[
     list[str] | None, _option("An option of the method, NAME=VALUE.", "--set", hidden=True)
@@ -92,7 +103,7 @@ EvictionBudget = Annotated[
     float | None, _option("KV entries to go on with, as a share of the prompt.", hidden=True)
 ]
 MaxNewTokens = Annotated[
-    int, _option("Longest answer, in tokens.", "--max-new-tokens", "--max-tokens")
+    int, _count("Longest answer, in tokens.", "--max-new-tokens", "--max-tokens")
 ]
 RayAddress = Annotated[
     str | None,
@@ -210,7 +221,7 @@ AgreedBy = Annotated[
 ]
 Minutes = Annotated[float, _option("That measuring may take.")]
 Seed = Annotated[int, _option("Of the order of questions.")]
-MostQuestions = Annotated[int, _option("Most questions.")]
+MostQuestions = Annotated[int, _count("Most questions.")]
 CheckWritten = Annotated[
     bool, _option("Measure the setting that was written, on all these questions.", "--check")
 ]

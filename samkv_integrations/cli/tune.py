@@ -60,10 +60,6 @@ def tune(
     )
 
     config = TuneConfig(agree=agree, by=cast("By", by), minutes=minutes)
-    counts = {"top-k": top_k, "max-new-tokens": max_new_tokens, "most": most}
-    for option, value in counts.items():
-        if value < 1:
-            raise InvalidOption(f"--{option} {value}; give at least 1")
     given = read_questions(questions, with_documents=True) if questions else None
     opened = Database(folder / "chroma", chroma).collection(collection)
     as_before = as_ingested(folder, [(namespace, collection)], model, dtype, store_bits)
