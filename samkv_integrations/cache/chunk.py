@@ -184,8 +184,10 @@ def _require(wanted: Fingerprint, held: Sequence[Fingerprint], where: str) -> No
     ]
     closest = min(range(len(held)), key=lambda i: len(differing[i]))
     there = differing[closest]
-    if "model" in there:  # all else follows from it
-        there = {name: there[name] for name in ("model", "weights") if name in there}
+    if "weights" in there and "model" in there:  # another model: most else follows from that
+        there = {name: there[name] for name in ("model", "weights", "dtype") if name in there}
+    else:  # a label alone is no difference
+        there.pop("model", None)
     fields = ", ".join(
         "chunks stand after another prefix there"
         if name == "prefix"
@@ -194,7 +196,10 @@ def _require(wanted: Fingerprint, held: Sequence[Fingerprint], where: str) -> No
     )
     next_step = "ingest again with the loaded model, or load the one that the store was filled with"
     if "model" in there:
-        next_step = f"load {held[closest].model!r} (--model of a command), or ingest again"
+        next_step = f"load {held[closest].model!r} (--model of a command)"
+        if "dtype" in there:
+            next_step += f" with dtype={there['dtype']!r}"
+        next_step += ", or ingest again"
     elif "store_bits" in there and there.keys() <= {*_LAYOUT_FIELDS}:
         next_step = f"give store_bits={there['store_bits']}, or ingest again"
     elif "dtype" in there and held[closest].model == wanted.model:  # other weights, by their hash

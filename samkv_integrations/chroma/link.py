@@ -142,7 +142,7 @@ class ChromaLink:
                     ids[part], texts[part], embeddings[part], rows[part], keys
                 )
                 bar.update(min(part.stop, len(ids)) - bar.n)  # with those that were cached
-        self._release(replaced)
+        n_released = self._release(replaced)
         # Without missing chunks nothing needed room.
         made = {ref.key for ref in refs} if missed else set()
         return IngestResult(
@@ -150,6 +150,7 @@ class ChromaLink:
             n_cached=len(missed),
             n_hit=len(refs) - len(missed or missing),
             n_evicted=self._n_evicted(made),
+            n_released=n_released,
             seconds=time.perf_counter() - began,
             bytes_on_disk=self.engine.chunks.n_bytes(list(missed.values())),
         )

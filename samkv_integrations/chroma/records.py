@@ -28,14 +28,15 @@ class IngestResult:
     n_cached: chunks that were read by the model, those with a broken cache among them. n_hit:
     records whose chunk was cached before, or stood in the same call already. Records without a
     cache are in neither. n_evicted: chunks of this call that had gone again at its end, for want of
-    room. bytes_on_disk: what the caches that were written take, before what replaced records had
-    was released.
+    room. n_released: caches that replaced records had, such as another model's, and that were
+    deleted. bytes_on_disk: what the caches that were written take, before that.
     """
 
     n_records: int
     n_cached: int
     n_hit: int
     n_evicted: int = 0
+    n_released: int = 0
     seconds: float
     bytes_on_disk: int
 

@@ -215,6 +215,11 @@ def ingest(
             f"{done.n_hit} already cached"
         )
         out.print(f"{figures.seconds(done.seconds)}, {figures.size(done.bytes_on_disk)} added")
+        if n_released := getattr(done, "n_released", 0):  # which workers do not count
+            out.print(
+                f"{count(n_released, 'cache')} deleted that the records had before, of other texts "
+                "or another model", soft_wrap=True,
+            )  # fmt: skip
         if done.n_evicted:
             out.print(
                 f"{done.n_evicted} of these chunks had to make room again, and will be computed "

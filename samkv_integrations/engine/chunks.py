@@ -418,23 +418,24 @@ class Chunks:
                 self._forgot_at = time.perf_counter()
 
     def record(self, resolved: Resolved) -> None:
-        """Tell the store which caches a prompt used and missed.
-
-        Warns once, if there are caches in or beside the store and none that fits this engine.
-        """
+        """Tell the store which caches a prompt used and missed."""
         used: dict[str, None] = {}  # keys of the caches that were there before, each once
         for chunk in resolved.chunks:
             if chunk.stored is not None and not chunk.computed_now:
                 used[chunk.key] = None
         self._store.record(self.follow_model(), used=list(used), missed=resolved.missed)
-        if used or self._has_looked:
-            return
-        self._has_looked = True
+        if not used and not self._has_looked:
+            self._has_looked = True
+            self.warn_if_none_fits()
+
+    def warn_if_none_fits(self) -> None:
+        """Log it if there are caches in or beside the store and none that fits this engine."""
         with self.outage.survived():
             try:
                 self._store.require(self.fingerprint)
             except FingerprintMismatch as error:
                 _log.warning("no cache is used: %s. This is said once", error)
+                self._has_looked = True
                 return
             if (where := self._store.elsewhere()) is not None:
                 _log.warning(
@@ -442,6 +443,7 @@ class Chunks:
                     "This is said once",
                     self._store.namespace, where,
                 )  # fmt: skip
+                self._has_looked = True
 
     def forget(self, texts: Sequence[str]) -> int:
         """Delete caches and texts of these chunks, whichever model they are of; how many.

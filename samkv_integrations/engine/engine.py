@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import Literal, Unpack
+from typing import Any, Literal, Unpack
 
 import torch
 
@@ -115,14 +115,21 @@ class Engine:
         *,
         device: str = "auto",
         dtype: str | torch.dtype = "auto",
+        model_kwargs: Mapping[str, Any] | None = None,
+        tokenizer_kwargs: Mapping[str, Any] | None = None,
         **options: Unpack[EngineOptions],
     ) -> Engine:
         """An engine on the model called ``name``: a hub id, folder or GGUF file, see `load_model`.
 
-        device, dtype: see `load_model`. options: those of the class.
+        device, dtype, model_kwargs, tokenizer_kwargs: see `load_model`. options: those of the
+        class.
         """
         check_given_bits(options.get("store_bits"))  # loading takes its time
-        return cls(load_model(name, device=device, dtype=dtype), store, **options)
+        model = load_model(
+            name, device=device, dtype=dtype, model_kwargs=model_kwargs,
+            tokenizer_kwargs=tokenizer_kwargs,
+        )  # fmt: skip
+        return cls(model, store, **options)
 
     # -- chunks -----------------------------------------------------------------------------
 

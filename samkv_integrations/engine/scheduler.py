@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import math
 import os
 import threading
@@ -14,7 +15,7 @@ from concurrent.futures import Future
 from contextlib import closing
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from queue import Empty, SimpleQueue
 from typing import Literal, TypeVar
 
@@ -351,6 +352,19 @@ class _Work:
     call: Callable[[], None]
 
 
+_threads: set[_Thread] = set()
+"""Those that may be running. An interpreter that ends while one frees a model would abort."""
+
+
+@cache
+def _wait_for_threads_at_exit() -> None:
+    def stop_all() -> None:
+        for each in list(_threads):
+            each.stop()
+
+    atexit.register(stop_all)
+
+
 class _Thread:
     """The thread of a scheduler, of which it holds nothing, so that it ends with it.
 
@@ -377,6 +391,11 @@ class _Thread:
         self._is_stopped = False
         self._thread = threading.Thread(target=self._serve, name="samkv-model", daemon=True)
         self._thread.start()
+        _wait_for_threads_at_exit()
+        for each in list(_threads):
+            if not each._thread.is_alive():
+                _threads.discard(each)
+        _threads.add(self)
 
     def is_current(self) -> bool:
         return threading.current_thread() is self._thread

@@ -30,13 +30,13 @@ _MAX_THREADS = 8
 
 _NO_INPUT = frozenset({
     # where it came from, and who wrote it
-    "_name_or_path", "_commit_hash", "architectures", "transformers_version",
+    "_name_or_path", "_model_name_or_path", "_commit_hash", "architectures", "transformers_version",
     # what is a field of the fingerprint of its own, or is decided here
     "dtype", "torch_dtype", "_attn_implementation",
     # which results a forward hands out
     "use_cache", "return_dict", "output_hidden_states", "output_attentions", "_output_attentions",
     # tokens that begin, end and fill up texts, and what only training and classifiers read
-    "bos_token_id", "eos_token_id", "pad_token_id",
+    "bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id",
     "initializer_range", "id2label", "label2id", "problem_type",
 })  # fmt: skip
 """Fields of a config that no number of a chunk cache depends on; every other one is hashed."""

@@ -62,6 +62,8 @@ _CONCERNING_WEIGHTS = {"quantization_config", "device_map"}
 
 NO_MEMORY = "can't allocate memory"  # how torch reports it on a CPU
 
+_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")  # device maps that accelerate makes
+
 # What transformers raises for a config, weights or a tokenizer that are damaged or not there.
 _OF_BAD_FILES = (
     OSError, ValueError, RuntimeError, LookupError, EOFError, ArithmeticError, AttributeError,
@@ -101,6 +103,7 @@ def load_model(
         raise InvalidOption(
             f"device {device!r} and a device_map in model_kwargs say where the layers go; give one"
         )
+    _check_device_map(further.get("device_map"))
     for decided in _DECIDED.keys() & further.keys():
         raise InvalidOption(f"model_kwargs holds {decided!r}: {_DECIDED[decided]}")
     source, gguf_file = _source(name)
@@ -245,7 +248,7 @@ def _loading(
         if further.keys() & _CONCERNING_WEIGHTS or (isinstance(error, TypeError) and further):
             raise InvalidOption(
                 f"{kind} {name!r} could not be loaded with {kind}_kwargs={sorted(further)} "
-                f"({error}); leave out what from_pretrained does not know, or give what it takes"
+                f"({error}); correct what is wrong there, or leave it out"
             ) from error
         if name == "smollm2":
             raise ModelNotFound(
@@ -307,7 +310,7 @@ def device_of(name: str) -> torch.device:
         device = torch.device("meta")
     if device.type not in ("cpu", "cuda", "mps"):
         raise InvalidOption(
-            f"device {name!r}; allowed: auto, cpu, cuda, cuda:N, mps; "
+            f"device {name!r}; allowed: auto, cpu, cuda, cuda:N, mps; in Python "
             "model_kwargs={'device_map': ...} spreads layers over several"
         )
     if device.type == "mps" and not torch.backends.mps.is_available():
@@ -318,6 +321,24 @@ def device_of(name: str) -> torch.device:
             "give 'auto' or 'cpu'"
         )
     return device
+
+
+def _check_device_map(given: Any) -> None:  # noqa: ANN401
+    """Raises InvalidOption for a map with a place that is not of this machine."""
+    if given is None or given in _MAPS:
+        return
+    is_dict = isinstance(given, Mapping)
+    for place in given.values() if is_dict else [given]:
+        try:
+            if not (is_dict and place == "disk"):
+                device_of(f"cuda:{place}" if type(place) is int else str(place))
+        except InvalidOption:
+            n_cuda = torch.cuda.device_count()
+            raise InvalidOption(
+                f"model_kwargs={{'device_map': ...}} holds {place!r}; allowed: {', '.join(_MAPS)}, "
+                "or a dict of modules and their places: 'cpu', 'disk', or the number of a CUDA "
+                f"device, of which torch finds {n_cuda} here"
+            ) from None
 
 
 def builtin_path() -> Path:

@@ -73,7 +73,7 @@ class ServerSource:
             scheduler, self.folder, self.remote, database=self.database(), **self.options
         )
         for tenant in self.keys.tenants:
-            tenancy.engine(tenant)
+            tenancy.engine(tenant).chunks.warn_if_none_fits()
         return tenancy
 
     def replica(self) -> FastAPI:

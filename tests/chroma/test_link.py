@@ -134,8 +134,8 @@ class TestAdd:
 
     def test_known_id_is_replaced(self, link: ChromaLink, embedding: HashingEmbedding) -> None:
         # Collection.add would silently keep the old text
-        link.add(["a"], TEXTS[:1], embedding.embed(TEXTS[:1]))
-        link.add(["a"], TEXTS[1:2], embedding.embed(TEXTS[1:2]))
+        assert link.add(["a"], TEXTS[:1], embedding.embed(TEXTS[:1])).n_released == 0
+        assert link.add(["a"], TEXTS[1:2], embedding.embed(TEXTS[1:2])).n_released == 1
         assert records(link) == {"a": (TEXTS[1], {KEY_FIELD: link.engine.key_of(TEXTS[1])})}
 
     def test_no_more_records_at_once_than_chroma_takes(

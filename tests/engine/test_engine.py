@@ -272,6 +272,17 @@ def test_a_device_that_is_not_there_is_named() -> None:
         pytest.skip("there is a CUDA device")
     with pytest.raises(InvalidOption, match="device 'cuda', but torch finds 0 CUDA devices here"):
         Engine.from_pretrained("builtin", device="cuda")
+    with pytest.raises(InvalidOption, match="device_map': ...} holds 'cuda:77'"):
+        Engine.from_pretrained("builtin", model_kwargs={"device_map": {"": "cuda:77"}})
+
+
+def test_what_is_said_of_another_label_of_the_same_weights(engine: Engine) -> None:
+    """The label is no reason, and what is one is named."""
+    theirs = replace(engine.fingerprint, model="another name")
+    engine.store.require(theirs)
+    with pytest.raises(FingerprintMismatch) as raised:
+        engine.store.require(replace(theirs, rope="other"))
+    assert "rope is 'other' here" in str(raised.value) and "model is" not in str(raised.value)
 
 
 def test_streaming_is_incremental_and_equals_generate(engine: Engine) -> None:

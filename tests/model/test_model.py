@@ -128,7 +128,7 @@ class TestLoading:
             load_model(str(folder / "model"))
 
     def test_what_cannot_be_loaded(self, folder: Path) -> None:
-        with pytest.raises(InvalidOption, match=r"model_kwargs=\['colour'\].*leave out"):
+        with pytest.raises(InvalidOption, match=r"model_kwargs=\['colour'\].*leave it out"):
             load_model(str(folder / "model"), model_kwargs={"colour": "red"})
         with pytest.raises(ModelNotFound, match="tokenizer .*model' could not be loaded"):
             load_model(str(folder / "model"), device="cpu")
@@ -246,7 +246,8 @@ class TestSampling:
     "options",
     [
         {"quantization_config": "int8"}, {"device_map": "autom"}, {"device_map": 7},
-        {"device_map": {"": "gpu"}},
+        {"device_map": {"": "gpu"}}, {"device_map": {"": "cpu", "lm_head": "cuda:77"}},
+        {"device_map": {"": 77}}, {"device_map": "disk"},
     ],
 )  # fmt: skip
 def test_a_wrong_place_or_quantisation_is_named(options: dict[str, object]) -> None:
