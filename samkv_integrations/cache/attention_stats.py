@@ -77,8 +77,8 @@ def layer_statistics(
     key = key.float()
     positions = torch.arange(-n_prefix, n_tokens, device=device)
     n_later, mean_u, spread_u = (m.to(device, torch.float32) for m in _log_distances(n_tokens))
-    received = torch.zeros(n_tokens, device=device)
-    slope = torch.zeros(n_tokens, device=device)
+    received = torch.zeros(n_tokens, dtype=torch.float32, device=device)
+    slope = torch.zeros(n_tokens, dtype=torch.float32, device=device)
     for start in range(0, n_tokens, tile):
         stop = min(start + tile, n_tokens)
         # Keys after the tile are masked for all its queries: leaving them out halves the work.
@@ -126,8 +126,9 @@ def chunk_statistics(layers: Sequence[LayerStatistics], blocks: ChunkBlocks) -> 
     stable if the leading block's alpha is below mean - 3 sigma over that layer's blocks. A chunk
     of fewer than `MIN_PAUTA` such blocks has no stable layer, whatever its attention is.
     """
-    alpha = torch.stack([layer.alpha for layer in layers]).cpu()  # (L, T)
-    sustained = torch.stack([layer.sustained for layer in layers]).cpu()
+    one = layers[0].alpha.device  # layers may be on several
+    alpha = torch.stack([layer.alpha.to(one) for layer in layers]).cpu()  # (L, T)
+    sustained = torch.stack([layer.sustained.to(one) for layer in layers]).cpu()
     assert alpha.shape[1] == blocks.n_tokens
     importance = _by_block(alpha.nan_to_num(nan=torch.inf), blocks, torch.inf).amin(2)  # (L, N)
     prominence = _by_block(sustained.nan_to_num(nan=-torch.inf), blocks, -torch.inf).amax(2)
@@ -223,7 +224,7 @@ def mean_of_blocks(entries: Tensor, lengths: Tensor) -> Tensor:
     """(L, N, G, D) float32 mean of entries (L, T, G, D) over blocks of ``lengths`` (N,) tokens."""
     n_layers, _, *shape = entries.shape
     block = torch.arange(len(lengths)).repeat_interleave(lengths).to(entries.device)
-    total = torch.zeros(n_layers, len(lengths), *shape, device=entries.device)
+    total = entries.new_zeros(n_layers, len(lengths), *shape, dtype=torch.float32)
     counts = lengths.clamp(min=1).to(entries.device)  # of no tokens: 0
     return total.index_add_(1, block, entries.float()) / counts[:, None, None]
 

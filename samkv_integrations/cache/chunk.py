@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -250,7 +251,7 @@ def chunk_key(secret: bytes, namespace: str, fingerprint: str, token_ids: Sequen
     digest = hashlib.blake2b(key=secret, digest_size=16)
     for part in (namespace.encode(), fingerprint.encode()):
         digest.update(len(part).to_bytes(8, "little") + part)
-    digest.update(torch.tensor(list(token_ids), dtype=torch.int32).numpy().tobytes())
+    digest.update(array("i", token_ids).tobytes())
     return digest.hexdigest()
 
 

@@ -161,7 +161,8 @@ class EntryFormat:
             product that broadcasts, as of (T, 1, D / 2), takes twice as long.
         """
         first, second = self._key_halves(entries, key_range, group)
-        out = torch.empty(len(entries), self.n_kv_heads, self.head_dim, device=entries.device)
+        shape = (len(entries), self.n_kv_heads, self.head_dim)
+        out = torch.empty(shape, dtype=torch.float32, device=entries.device)
         lower, upper = out.chunk(2, dim=-1)
         torch.mul(first, cos, out=lower)
         lower.addcmul_(second, sin, value=-1)
@@ -191,7 +192,8 @@ class EntryFormat:
         ranges = entries[:, 2 * self._side :].contiguous().view(torch.float16).float()
         scale, offset = ranges.view(len(entries), 2, self.n_kv_heads, 1).unbind(1)
         half = self.head_dim // 2
-        out = torch.empty(len(entries), self.n_kv_heads, self.head_dim, device=entries.device)
+        shape = (len(entries), self.n_kv_heads, self.head_dim)
+        out = torch.empty(shape, dtype=torch.float32, device=entries.device)
         lower, upper = self._halves(side)
         torch.mul(lower, scale, out=out[..., :half])
         torch.mul(upper, scale, out=out[..., half:])
@@ -421,7 +423,7 @@ def kernel_of(form: EntryFormat) -> _Kernel | None:
         from samkv_integrations.cache import kernels
 
         device = torch.device("cuda")
-        turns = torch.ones(1, half, device=device)
+        turns = torch.ones(1, half, dtype=torch.float32, device=device)
         kernels.keys_and_values(
             torch.zeros(1, form.n_bytes, dtype=torch.uint8, device=device), groups(1, device), None,
             torch.zeros(form.range_shape(1), dtype=torch.float16, device=device), turns, turns,

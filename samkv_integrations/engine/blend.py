@@ -252,7 +252,7 @@ class Watch:
             layout.context_positions[plan.cached.cpu()],
             plan.positions.cpu(),
         )
-        spread = torch.zeros(layout.n_tokens)
+        spread = torch.zeros(layout.n_tokens, dtype=torch.float32)
         n_seen = logits.shape[-1]
         if (sinks := model.sinks(layer)) is not None:
             logits = torch.cat((logits, sinks.float()[:, None]), -1)

@@ -215,7 +215,8 @@ def _dequantise(model: Model, form: EntryFormat, n_tokens: int) -> None:
     """What one layer of a pass does for stored entries."""
     device = model.device
     heads = form.n_kv_heads if device.type == "cpu" else 1
-    turns = torch.ones(n_tokens, heads, form.head_dim // 2, device=device)
+    shape = (n_tokens, heads, form.head_dim // 2)
+    turns = torch.ones(shape, dtype=torch.float32, device=device)
     entries = Entries(
         form=form, codes=torch.zeros(n_tokens, form.n_bytes, dtype=torch.uint8, device=device),
         key_range=torch.ones(form.range_shape(n_tokens), dtype=torch.float16, device=device),

@@ -245,7 +245,7 @@ def inspect(
     states[:, is_missed] = State.MISSED
     called, scores = names or {}, None
     if watch.token_scores is not None:
-        scores = torch.full((watch.layout.n_tokens,), torch.nan)
+        scores = torch.full((watch.layout.n_tokens,), torch.nan, dtype=torch.float32)
         scores[watch.layout.context_positions] = watch.token_scores
     return Inspection(
         title=title, pieces=tuple(pieces), chunk_of=chunk_of, texts=tuple(texts), states=states,

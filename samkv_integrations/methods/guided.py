@@ -124,7 +124,7 @@ class GuidedRecompute(Recompute):
             scores = selection.token_scores.cpu()  # waits for the device
             scores = scores.masked_fill(given | recomputed, -math.inf)
             n_hits = min(round(self.hits * layout.n_chunks), int(scores.isfinite().sum()))
-            hits = torch.zeros(layout.n_context)
+            hits = torch.zeros(layout.n_context, dtype=torch.float32)
             hits[scores.argsort(descending=True, stable=True)[:n_hits]] = 1.0
             recomputed |= dilate(hits, layout, before=BEFORE, after=AFTER) > 0
         return (recomputed & ~given).repeat(inputs.n_layers, 1)

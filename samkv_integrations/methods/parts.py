@@ -207,10 +207,10 @@ def matching_segments(layout: Layout, size: int, most: int, given: Tensor) -> Te
     number = chunk * most_of_chunk + layout.offset_in_chunk // size
     numbers, segment = torch.unique(number, return_inverse=True)  # by columns it is 40 times slower
     of_chunk = numbers // most_of_chunk
-    length = torch.zeros(len(of_chunk)).index_add(0, segment, (~given).float())
-    in_segment = torch.zeros(len(length), len(asked))
+    length = torch.zeros(len(of_chunk), dtype=torch.float32).index_add(0, segment, (~given).float())
+    in_segment = torch.zeros(len(length), len(asked), dtype=torch.float32)
     in_segment[segment[is_asked], place[is_asked]] = 1.0
-    in_chunk = torch.zeros(layout.n_chunks, len(asked))
+    in_chunk = torch.zeros(layout.n_chunks, len(asked), dtype=torch.float32)
     in_chunk[chunk[is_asked], place[is_asked]] = 1.0
     rarity = ((len(length) + 1) / (in_segment.sum(0) + 0.5)).log()
     own = in_segment @ rarity

@@ -193,7 +193,8 @@ def parts_are_faster() -> bool:
     if not torch.backends.mkl.is_available():  # type: ignore[no-untyped-call]
         return False
     with torch.inference_mode():
-        weight, token = torch.ones(_TRIED // 1024, 1024), torch.ones(1, 1024)
+        kind: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
+        weight, token = torch.ones(_TRIED // 1024, 1024, **kind), torch.ones(1, 1024, **kind)
         seconds: dict[Callable[[Tensor, Tensor], Tensor], list[float]] = {F.linear: [], _parts: []}
         for _ in range(4):
             for product, taken in seconds.items():

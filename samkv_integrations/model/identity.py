@@ -19,7 +19,7 @@ from blake3 import blake3
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from samkv_integrations.errors import UnsupportedModel
+from samkv_integrations.errors import InvalidOption, UnsupportedModel
 from samkv_integrations.model.families import text_config, windows_of
 from samkv_integrations.model.shape import refuse_adapters
 
@@ -59,12 +59,22 @@ def kind_of(hf: PreTrainedModel) -> tuple[torch.dtype, torch.device]:
 
 
 def _offloaded(hf: PreTrainedModel) -> dict[str, Tensor]:
-    """The weights that accelerate loads as their modules run, by name."""
+    """The weights that accelerate loads as their modules run, by name.
+
+    Raises InvalidOption if one is not there, being tied to one in another place.
+    """
     found: dict[str, Tensor] = {}
     for place, module in hf.named_modules():
         for name, weight in module._parameters.items():
-            if weight is not None and _is_offloaded(module):
+            if weight is None or not _is_offloaded(module):
+                continue
+            try:
                 found[f"{place}.{name}"] = module._hf_hook.weights_map[name]
+            except KeyError:
+                raise InvalidOption(
+                    f"the device_map puts {place!r} on disk, but its {name} is that of another "
+                    "module, which is elsewhere; give both the same place"
+                ) from None
     return found
 
 
@@ -118,8 +128,16 @@ class Identity:
         what changes many values, such as a merged adapter. `refresh` is for a few values written
         behind PyTorch's back (``weight.data``, or a mapped file of weights).
 
-        Raises UnsupportedModel if it was moved, converted, given an adapter or another attention.
+        Raises:
+            UnsupportedModel: it was moved, converted, given an adapter or another attention.
+            InvalidOption: this thread makes tensors elsewhere than on the CPU.
         """
+        if (device := torch.get_default_device()).type != "cpu":
+            raise InvalidOption(
+                f"torch.set_default_device({str(device)!r}) was called in this thread, where "
+                "prompts are read on the CPU; call torch.set_default_device(None) once models are "
+                "loaded"
+            )
         with self._lock:
             stamp, settings = self._stamp()
             if stamp != self._seen[0] or settings != self._seen[1]:

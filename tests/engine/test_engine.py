@@ -285,6 +285,36 @@ def test_what_is_said_of_another_label_of_the_same_weights(engine: Engine) -> No
     assert "rope is 'other' here" in str(raised.value) and "model is" not in str(raised.value)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_what_tensors_are_made_in_by_default_changes_nothing(
+    engine: Engine, dtype: torch.dtype
+) -> None:
+    """Loading a model sets it for a moment, for all threads."""
+
+    def answered() -> list[torch.Tensor]:
+        other = Engine(engine.model, block_size=8, prefix_bytes=0)
+        other.cache_chunks(TEXTS)
+        methods = [name for name in METHODS if name != "auto"]
+        return [other.logits(PROMPT, TEXTS, method=name, follow=(4, 5)) for name in methods]
+
+    expected = answered()
+    torch.set_default_dtype(dtype)
+    try:
+        found = answered()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert all(map(torch.equal, found, expected))
+
+
+def test_a_default_device_is_refused(engine: Engine) -> None:
+    torch.set_default_device("meta")
+    try:
+        with pytest.raises(InvalidOption, match=r"set_default_device\('meta'\).*None"):
+            engine.generate(PROMPT, TEXTS, max_new_tokens=1)
+    finally:
+        torch.set_default_device(None)
+
+
 def test_streaming_is_incremental_and_equals_generate(engine: Engine) -> None:
     stream = engine.stream(PROMPT, TEXTS, max_new_tokens=24)
     pieces = [next(stream)]

@@ -201,15 +201,23 @@ def spread_engine(
 @pytest.mark.parametrize("family", ["llama", "gemma2", "phi3", "cohere2"])
 @pytest.mark.parametrize("method", ["recompute", "samkv-guided", "epic"])
 def test_layers_on_two_devices_of_families(family: str, method: str):
+    """Chunks are cached there, and are those that the CPU caches."""
     on_cpu = Engine(
         Model(hf_model(family), byte_tokenizer(bos=True), "tiny"), block_size=8, store_bits=16
     )
-    expected = on_cpu.logits(PROMPT, CHUNKS, follow=FOLLOW, method=method)
+    on_cpu.cache_chunks(CHUNKS)
+    asked = {"follow": FOLLOW, "method": method}
+    expected = on_cpu.logits(PROMPT, CHUNKS, **asked)
     with pretend_device():
-        found = spread_engine(family, store_bits=16).logits(
-            PROMPT, CHUNKS, follow=FOLLOW, method=method
+        found = spread_engine(family, store=on_cpu.store, store_bits=16).logits(
+            PROMPT, CHUNKS, **asked
         )
+        there = spread_engine(family, store=MemoryStore(), store_bits=16)
+        there.cache_chunks(CHUNKS)
+        own = there.logits(PROMPT, CHUNKS, **asked)
+        assert all(map(there.is_cached, CHUNKS))
     torch.testing.assert_close(found, expected, **AS_CLOSE)
+    torch.testing.assert_close(own, expected, **AS_CLOSE)
 
 
 @pytest.mark.parametrize(("method", "rule", "store_bits"), EVERYTHING)

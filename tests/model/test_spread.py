@@ -102,6 +102,15 @@ def test_a_weight_on_disk_that_differs_is_another_model(folder: Path, tmp_path: 
     assert spread.identity.weights != other.identity.weights
 
 
+def test_a_head_on_disk_that_is_tied_to_the_embedding_is_refused(tmp_path: Path) -> None:
+    hf_model("llama", tie_word_embeddings=True).save_pretrained(tmp_path / "model")
+    byte_tokenizer(bos=True).save_pretrained(tmp_path / "model")
+    options = {"device_map": {"model": "cpu", "lm_head": "disk"}, "offload_folder": str(tmp_path)}
+    model = load_model(str(tmp_path / "model"), dtype="float32", model_kwargs=options)
+    with pytest.raises(InvalidOption, match="puts 'lm_head' on disk.*the same place"):
+        assert model.weights_digest
+
+
 def test_a_map_without_a_layer_is_refused(folder: Path) -> None:
     places = {name: place for name, place in PLACES.items() if name != "model.layers.3"}
     with pytest.raises(InvalidOption, match="model_kwargs=.*device_map"):
