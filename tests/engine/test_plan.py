@@ -11,7 +11,7 @@ from samkv_integrations.engine.blend import LayerPlan, plan_pass
 from tests.support.selection_inputs import Request, Shape, request_of, shapes
 
 MANY = settings(max_examples=120, deadline=None)
-MODEL = {"device": torch.device("cpu"), "dtype": torch.bfloat16}
+CPU = torch.device("cpu")
 
 
 def random_masks(request: Request, kept: float, stale: float, alike: bool) -> tuple[Tensor, Tensor]:
@@ -131,7 +131,7 @@ def test_every_layer_is_that_of_the_sets(
     first = next(at for at in range(layout.n_tokens) if at not in uncached or at == fresh[-1])
     in_memory = min(most_in_memory, first)
     plan = plan_pass(
-        layout, keep, rows, **MODEL, uncached=mask if some_wait else None, n_held=in_memory,
+        layout, keep, rows, devices=[CPU] * len(keep), dtype=torch.bfloat16, uncached=mask if some_wait else None, n_held=in_memory,
         mixes=mixes, weighs=weighs,
     )  # fmt: skip
     assert len(plan.layers) == shape.n_layers and torch.equal(plan.kept, keep)
@@ -158,7 +158,9 @@ def test_layers_that_do_the_same_share_their_plan() -> None:
     request = request_of(Shape(seed=1, lengths=(30, 20), n_layers=4))
     keep, rows = random_masks(request, 0.6, 0.5, alike=True)
     rows[2:] = False
-    first, second, third, fourth = plan_pass(request.layout, keep, rows, **MODEL).layers
+    first, second, third, fourth = plan_pass(
+        request.layout, keep, rows, devices=[CPU] * len(keep), dtype=torch.bfloat16
+    ).layers
     assert first is second and third is not second
     assert third.narrow is not None and fourth.narrow is None
     assert fourth.cached is third.cached
@@ -169,7 +171,14 @@ def test_a_plan_changes_nothing_that_it_is_given() -> None:
     keep, rows = random_masks(request, 0.6, 0.5, alike=False)
     uncached = request.layout.uncached.clone()
     given_now = [keep.clone(), rows.clone(), uncached.clone(), request.layout.uncached.clone()]
-    plan_pass(request.layout, keep, rows, **MODEL, uncached=uncached)
+    plan_pass(
+        request.layout,
+        keep,
+        rows,
+        devices=[CPU] * len(keep),
+        dtype=torch.bfloat16,
+        uncached=uncached,
+    )
     for before, after in zip(
         given_now, (keep, rows, uncached, request.layout.uncached), strict=True
     ):
