@@ -16,6 +16,7 @@ StoreBits = Annotated[
 
 # -- of the benches -----------------------------------------------------------------------------
 AllMethods = Annotated[str, typer.Option(help="NAME,NAME,... or 'all'.")]
+NewTokens = Annotated[int, typer.Option("--max-tokens", help="Longest answer, in tokens.")]
 MostQuestions = Annotated[int | None, typer.Option(help="How many to ask; else all.")]
 Budgets = Annotated[str, typer.Option(help="Kept ratios for the methods that select: 0.1,0.2,...")]
 Evictions = Annotated[

@@ -64,7 +64,7 @@ def serve(
     chunk_tokens: own.PromptChunkTokens = None, warm_share: own.WarmShare = None,
     chat: args.Chat = False, methods: own.AllMethods = "auto,recompute",
     concurrency: own.Concurrency = "", rate: own.Rate = "", requests: own.Requests = 32,
-    rounds: own.Rounds = 2, max_tokens: args.MaxNewTokens = 16,
+    rounds: own.Rounds = 2, max_tokens: own.NewTokens = 16,
     timeout: own.RequestSeconds = 600.0, api_key: own.ApiKey = None,
     folder: own.BenchFolder = None, output: own.LoadFolder = None, fresh: own.Fresh = False,
     as_json: args.Json = False, plot: own.LoadPlot = None,

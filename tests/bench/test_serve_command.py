@@ -134,7 +134,7 @@ def test_requests_come_at_a_rate_and_every_one_is_kept(server: Endpoint, tmp_pat
         (("--questions", "nothing.jsonl"), "unknown data 'nothing.jsonl'"),
         (("--plot", "load.gif"), "must end in .png or .svg"),
         (("--dir", "nowhere"), "is not there, or not writable"),
-        (("--max-tokens", "0"), "--max-tokens 0; give at least 1"),
+        (("--max-tokens", "0"), "max_tokens=0; it must be at least 1"),
         (("--timeout", "0"), "timeout=0.0; it must be above 0"),
     ],
 )

@@ -62,7 +62,8 @@ def test_two_workers_make_the_files_of_one_process(tmp_path: Path, tiny: str) ->
     assert told == [(range(len(texts)), done.failed)]
     # what another process has cached is found in prompts of this one
     engine = engine_of(source)
-    assert engine.found_in(f"Read this: {TEXTS[7]}") == [TEXTS[7]]
+    text = max(TEXTS, key=len)  # of a few words all: a short one may be hidden by parts of others
+    assert engine.found_in(f"Read this: {text}") == [text]
 
 
 @pytest.mark.slow  # a worker that is killed is begun anew, and takes its time to import torch

@@ -131,8 +131,8 @@ def test_every_layer_is_that_of_the_sets(
     first = next(at for at in range(layout.n_tokens) if at not in uncached or at == fresh[-1])
     in_memory = min(most_in_memory, first)
     plan = plan_pass(
-        layout, keep, rows, devices=[CPU] * len(keep), dtype=torch.bfloat16, uncached=mask if some_wait else None, n_held=in_memory,
-        mixes=mixes, weighs=weighs,
+        layout, keep, rows, devices=[CPU] * len(keep), dtype=torch.bfloat16,
+        uncached=mask if some_wait else None, n_held=in_memory, mixes=mixes, weighs=weighs,
     )  # fmt: skip
     assert len(plan.layers) == shape.n_layers and torch.equal(plan.kept, keep)
     at = request.positions
