@@ -6,6 +6,7 @@ import sys
 from importlib import import_module
 
 BENCHMARKS = {
+    "right_answers": "right answers of every method, of all questions: the judge",
     "quality": "answers of every method to the same questions over the same chunks",
     "fidelity": "how far next-token distributions are from full prefill's, on real text",
     "latency": "time, bytes and memory of a first token, over chunks, lengths and methods",

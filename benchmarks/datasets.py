@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
-from itertools import chain, zip_longest
+from itertools import chain, islice, zip_longest
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -319,6 +319,24 @@ def _of_longbench(record: Mapping[str, Any], form: _Form) -> Question:
         context=None if form.prompt == "rag" else context,
         language=known.language,
         max_new_tokens=form.max_new_tokens or known.max_new_tokens,
+    )
+
+
+def with_fewer(question: Question, n_documents: int) -> Question:
+    """``question`` over ``n_documents`` at most, in order; supporting ones are dropped last.
+
+    Raises InvalidOption if ``n_documents`` is not positive.
+    """
+    if n_documents < 1:
+        raise InvalidOption(f"documents={n_documents}; it must be at least 1")
+    places = dict.fromkeys([*question.supporting, *range(len(question.documents))])
+    kept = sorted(islice(places, n_documents))
+    documents = tuple(question.documents[place] for place in kept)
+    return replace(
+        question,
+        documents=documents,
+        context=None if question.context is None else "\n".join(documents),
+        supporting=tuple(kept.index(place) for place in question.supporting if place in kept),
     )
 
 

@@ -27,7 +27,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from benchmarks import fidelity
-from benchmarks.datasets import Question, load
+from benchmarks.datasets import Question, load, with_fewer
 from benchmarks.run_settings import hardware
 from samkv_integrations import METHODS, Engine
 from samkv_integrations.cache.memory import MemoryStore
@@ -269,7 +269,7 @@ def main() -> None:
     model = load_model(args.model, dtype=dtype, model_kwargs=further)
     other = load_model(args.model, dtype="bfloat16") if args.floor else None
     found = [
-        fidelity.with_fewer(question, args.documents)
+        with_fewer(question, args.documents)
         for question in fidelity.of_part(load(args.data, prompt=args.prompt), args.part)
     ][: args.questions]
     if args.characters:

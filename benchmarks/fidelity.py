@@ -23,7 +23,7 @@ from benchmarks import fidelity_plot, markdown, variants
 from benchmarks import options as own
 from benchmarks import plot as picture
 from benchmarks.commands import command_line
-from benchmarks.datasets import BUILTIN, DATA, Question, load, neighbour_questions
+from benchmarks.datasets import BUILTIN, DATA, Question, load, neighbour_questions, with_fewer
 from benchmarks.divergence import DIVERGENCES, MEASURES, OF_REFERENCE, Forced, measure
 from benchmarks.journal import Journal
 from benchmarks.question_caches import QuestionCaches
@@ -72,24 +72,6 @@ def of_part(found: Sequence[Question], part: Part) -> list[Question]:
     if part not in get_args(Part):
         raise UnknownOption.among("part", part, get_args(Part))
     return [question for question in found if part in ("all", part_of(question.id))]
-
-
-def with_fewer(question: Question, n_documents: int) -> Question:
-    """``question`` over ``n_documents`` at most, in order; supporting ones are dropped last.
-
-    Raises InvalidOption if ``n_documents`` is not positive.
-    """
-    if n_documents < 1:
-        raise InvalidOption(f"documents={n_documents}; it must be at least 1")
-    places = dict.fromkeys([*question.supporting, *range(len(question.documents))])
-    kept = sorted(islice(places, n_documents))
-    documents = tuple(question.documents[place] for place in kept)
-    return replace(
-        question,
-        documents=documents,
-        context=None if question.context is None else "\n".join(documents),
-        supporting=tuple(kept.index(place) for place in question.supporting if place in kept),
-    )
 
 
 @dataclass(frozen=True, kw_only=True)

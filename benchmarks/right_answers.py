@@ -1,0 +1,394 @@
+"""Right answers of every method, of all questions that were asked, and what they cost.
+
+    python -m benchmarks right_answers --model MODEL --data FOLDER --output RUN
+
+A run that was interrupted goes on. First-token times are CPU seconds, so that other work on the
+machine counts little; run it with OMP_NUM_THREADS=1.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from statistics import fmean, median
+from typing import Annotated, TypeVar
+from zlib import crc32
+
+import torch
+import typer
+from torch import Tensor
+from torch.nn.functional import pad
+from tqdm.auto import tqdm
+
+from benchmarks.commands import command_line, loaded_model, write
+from benchmarks.journal import Journal
+from benchmarks.question_sets import PACKAGES, STANDARD, Asked, questions_of
+from benchmarks.run_settings import hardware
+from samkv_integrations.cache.memory import MemoryStore
+from samkv_integrations.cli.tables import markdown_table
+from samkv_integrations.engine.chunk_prefix import ChunkPrefix
+from samkv_integrations.engine.decode import Decoder, decode, force
+from samkv_integrations.engine.engine import Engine
+from samkv_integrations.engine.first_token import first_token
+from samkv_integrations.engine.options import AnswerSettings
+from samkv_integrations.engine.prefill import _Capture, _pass, batches, entries_before
+from samkv_integrations.engine.request import Request
+from samkv_integrations.errors import InvalidOption
+from samkv_integrations.evaluation.judge import Paired, is_right
+from samkv_integrations.evaluation.measures import kl
+from samkv_integrations.figures import Row, commit
+from samkv_integrations.methods import Method, get_method
+from samkv_integrations.methods.base import (
+    MOST_TOKENS,
+    Recompute,
+    Selection,
+    SelectionInputs,
+    option_names,
+    with_option,
+)
+from samkv_integrations.methods.parts import SelectAll
+from samkv_integrations.model.model import Model
+from samkv_integrations.model.sampling import Sampler, Sampling
+from samkv_integrations.prompt.layout import Layout
+
+_Made = TypeVar("_Made")
+
+FULL = "recompute"
+TIMED_EVERY = 16
+"""Of so many questions one has its answers decoded alone, to be timed, and KL along."""
+FOLLOWED = 8
+"""Tokens of full prefill's answer along which KL is measured."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankedRecompute(Recompute):
+    """The tokens of each chunk whose entries depend most on what stands before the chunk.
+
+    share: of a chunk's tokens. ranks: of each cached chunk, (T,) of its tokens, 0 for the most.
+    """
+
+    share: float
+    ranks: tuple[Tensor, ...] = ()
+
+    def choose(self, selection: Selection, inputs: SelectionInputs, layout: Layout) -> Tensor:
+        chunk, longest = layout.chunk_of_token, layout.longest_chunk
+        table = torch.stack([pad(ranks, (0, longest - len(ranks))) for ranks in self.ranks])
+        chosen = table[chunk, layout.offset_in_chunk] < self.share * layout.chunk_lengths[chunk]
+        chosen &= ~layout.exact[layout.chunk_of_token]
+        return chosen.repeat(inputs.n_layers, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A way of answering. is_exact: whether the first chunk is exact behind the prompt's head."""
+
+    label: str
+    method: Method
+    is_exact: bool = False
+
+    @classmethod
+    def of(cls, label: str) -> Candidate:
+        """From ``[exact] METHOD [FIELD=VALUE ...]``, such as ``exact samkv-guided first=8``.
+
+        ``probe=no`` is for a guided method without its probe; ``ranked share=.1`` is no method of
+        the product.
+        """
+        words = label.split()
+        is_exact = words[:1] == ["exact"]
+        name, *settings = words[is_exact:]
+        if name == "ranked":
+            share = float(settings[0].removeprefix("share="))
+            part = RankedRecompute(share=share)
+            method = Method(name=name, paper="-", summary="", select=SelectAll(), recompute=part)
+            return cls(label=label, method=method, is_exact=is_exact)
+        method = get_method(name)
+        for setting in settings:
+            field, _, value = setting.partition("=")
+            if setting == "probe=no":
+                field, value = "long", str(MOST_TOKENS)
+            known = [each for each in option_names(method) if each.split(".")[1] == field]
+            if not known:
+                raise InvalidOption(f"{label!r}: {name} has no {field!r}; {option_names(method)}")
+            method = with_option(method, f"{known[0]}={value}")
+        return cls(label=label, method=method, is_exact=is_exact)
+
+
+class Judged:
+    """One question, its chunks cached, as every candidate answers it."""
+
+    def __init__(self, engine: Engine, asked: Asked, *, is_ranked: bool) -> None:
+        self.engine, self.asked, self.question = engine, asked, asked.question
+        self.model, self._documents = engine.model, list(asked.question.documents)
+        self._prompt = self.question.prompt(chat=engine.model.has_chat_template)
+        self._ranks: dict[tuple[int, ...], Tensor] = {}
+        if is_ranked:
+            engine.scheduler.run(self._rank)
+        else:
+            engine.cache_chunks(self._documents)
+
+    def _rank(self) -> None:
+        """Caches the chunks, and ranks their tokens by how much they differ after two prefixes."""
+        engine, model, found = self.engine, self.model, {}
+        refs = engine.chunks.agree(engine.chunks.refer(self._documents))
+        for name in ("documents", "bos"):
+            before = entries_before(model, ChunkPrefix.of(model, engine.store, name, ""))
+            n_before = before[0][0].shape[2]
+            for batch in batches(list({ref.key: ref for ref in refs}.values())):
+                length = max(len(ref.token_ids) for ref in batch)
+                ids = torch.zeros(len(batch), length, dtype=torch.long)
+                for row, ref in zip(ids, batch, strict=True):
+                    row[: len(ref.token_ids)] = torch.tensor(ref.token_ids)
+                rotation = model.rotation(torch.arange(n_before, n_before + length))
+                capture = _Capture(model, batch, engine.fingerprint, before, rotation)
+                _pass(model, model.embed(ids), rotation, capture)
+                for at, ref in enumerate(batch):
+                    if name == "documents":
+                        engine.store.put(capture.cache_of(at))
+                    found[name, ref.key] = capture._keys[at].float(), capture._values[at].float()
+        for ref in refs:
+            apart = torch.zeros(len(ref.token_ids))
+            pairs = zip(found["documents", ref.key], found["bos", ref.key], strict=True)
+            for one, other in pairs:  # (L, T, G, D) each
+                scale = one.square().sum((2, 3)).mean(1, keepdim=True)
+                apart += ((one - other).square().sum((2, 3)) / scale).sum(0)
+            self._ranks[ref.token_ids] = apart.argsort(descending=True).argsort()
+
+    def _asked(self, candidate: Candidate, work: Callable[[Request], _Made]) -> _Made:
+        """What ``work`` makes of the request, in the model's thread."""
+        method = candidate.method
+        chunks = self._documents[1:] if candidate.is_exact else self._documents
+        with self.engine.resolve(self._prompt, chunks) as resolved:
+            if isinstance(method.recompute, RankedRecompute):
+                ranks = tuple(
+                    self._ranks[chunk.token_ids] for chunk in resolved.chunks if chunk.stored
+                )
+                method = replace(method, recompute=replace(method.recompute, ranks=ranks))
+            settings = AnswerSettings.of(method=method, eviction="none", on_miss="text")
+            request = self.engine.request(resolved, settings, self.question.max_new_tokens)
+            return self.engine.scheduler.run(lambda: work(request))
+
+    def rows(self, candidates: Sequence[Candidate], *, is_timed: bool) -> list[Row]:
+        """A row for each candidate, the first being full prefill."""
+        if any(each.is_exact for each in candidates):  # leaves the first chunk in memory
+            self._asked(replace(candidates[0], is_exact=True), first_token)
+        answers = [
+            self._asked(each, lambda request, label=each.label: _Answer(label, request))
+            for each in candidates
+        ]
+        decoded, most = self.engine.scheduler.run, self.question.max_new_tokens
+        if is_timed:
+            for answer in answers:
+                decoded(partial(_decode, [answer], most, lambda _: False))
+        else:
+            gold = self.question.answers
+            decoded(partial(_decode, answers, most, lambda answer: is_right(answer.text, gold)))
+        full, rows = answers[0], [answer.row(self.asked) for answer in answers]
+        for row, answer in zip(rows, answers, strict=True):
+            row["kl_first"] = float(kl(full.logits[None], answer.logits[None])[0])
+        if is_timed:
+            along = partial(force, follow=full.tokens[:FOLLOWED])
+            theirs = self._asked(candidates[0], along).logits
+            for row, candidate in zip(rows, candidates, strict=True):
+                row["kl_along"] = float(kl(theirs, self._asked(candidate, along).logits).mean())
+        return rows
+
+
+class _Answer:
+    """One answer while it is decoded."""
+
+    def __init__(self, label: str, request: Request) -> None:
+        self.label, self.model, began = label, request.model, time.process_time()
+        first = first_token(request)
+        self.first_s = time.process_time() - began
+        self.report, self.logits = first.report, first.logits.float().cpu()
+        self.sampler = Sampler(self.model, first.layout.token_ids.tolist(), Sampling())
+        self.decoder = Decoder(self.model, first.cache, first.layout.n_tokens)
+        self.tokens = [self.sampler.next(first.logits)]
+        self.decode_s = 0.0
+        self.is_whole = True
+
+    @property
+    def text(self) -> str:
+        ends = self.model.end_ids(())
+        return self.model.detokenize([t for t in self.tokens if t not in ends]).strip()
+
+    def row(self, asked: Asked) -> Row:
+        report = self.report
+        return {
+            "id": asked.question.id, "label": self.label, "kind": asked.kind,
+            "half": asked.half, "can_be_copied": asked.can_be_copied, "text": self.text,
+            "right": is_right(self.text, asked.question.answers),
+            "first_s": round(self.first_s, 4),
+            "decode_s": round(self.decode_s, 4) if self.is_whole else None,
+            "tokens": len(self.tokens), "prompt_tokens": report.prompt_tokens,
+            "recomputed": round(report.recompute_ratio, 4), "commit": commit(),
+        }  # fmt: skip
+
+
+def _decode(answers: Sequence[_Answer], most: int, is_enough: Callable[[_Answer], bool]) -> None:
+    """The tokens of answers, together. Those of several are not timed."""
+    ends = answers[0].model.end_ids(())
+    began = time.process_time()
+    going = list(answers)
+    for answer in answers:
+        answer.is_whole = len(answers) == 1
+    while True:
+        going = [
+            each for each in going
+            if each.tokens[-1] not in ends and len(each.tokens) < most and not is_enough(each)
+        ]  # fmt: skip
+        if not going:
+            break
+        logits = decode([each.decoder for each in going], [each.tokens[-1] for each in going])
+        for each, found in zip(going, logits, strict=True):
+            each.tokens.append(each.sampler.next(found))
+    answers[0].decode_s = time.process_time() - began
+
+
+# -- tables -----------------------------------------------------------------------------------
+
+
+def summarise(rows: Sequence[Row], labels: Sequence[str]) -> list[Row]:
+    """A row for each label over the questions that all labels have answered."""
+    by_id: dict[str, dict[str, Row]] = {}
+    for row in rows:
+        by_id.setdefault(row["id"], {})[row["label"]] = row
+    whole = [found for found in by_id.values() if all(label in found for label in labels)]
+    lines: list[Row] = []
+    for label in labels:
+        mine, full = [each[label] for each in whole], [each[FULL] for each in whole]
+        paired = Paired.of([row["right"] for row in mine], [row["right"] for row in full])
+        timed = [
+            (own["first_s"] + own["decode_s"]) / (theirs["first_s"] + theirs["decode_s"])
+            for own, theirs in zip(mine, full, strict=True)
+            if own["decode_s"] is not None and theirs["decode_s"] is not None
+        ]
+        along = [row["kl_along"] for row in mine if "kl_along" in row]
+        lines.append({
+            "label": label, **asdict(paired), "points": paired.points,
+            "recomputed": fmean(row["recomputed"] for row in mine) if mine else None,
+            "first": median(own["first_s"] / theirs["first_s"]
+                            for own, theirs in zip(mine, full, strict=True)) if mine else None,
+            "whole": median(timed) if timed else None,
+            "kl_first": fmean(row["kl_first"] for row in mine) if mine else None,
+            "kl_along": fmean(along) if along else None,
+        })  # fmt: skip
+    return lines
+
+
+COLUMNS = (
+    "method", "right", "lost, won", "difference, points (95 %)", "p", "recomputed",
+    "first token", "whole answer", "KL first, along",
+)  # fmt: skip
+
+
+def table(lines: Sequence[Row]) -> str:
+    """The table of `summarise`."""
+
+    def number(value: float | None, form: str) -> str:
+        return "-" if value is None else format(value, form)
+
+    cells = [
+        [
+            line["label"], f"{line['right']} of {line['questions']}",
+            f"{line['lost']}, {line['won']}", line["points"], f"{line['p']:.2f}",
+            number(line["recomputed"], ".3f"), number(line["first"], ".3f"),
+            number(line["whole"], ".2f"),
+            f"{number(line['kl_first'], '.3f')}, {number(line['kl_along'], '.3f')}",
+        ]
+        for line in lines
+    ]  # fmt: skip
+    return markdown_table(COLUMNS, cells, left=1)
+
+
+def tables(rows: Sequence[Row], labels: Sequence[str], *, by_kind: bool) -> str:
+    """One table over all questions, and one for each kind of use if wanted."""
+    parts = [table(summarise(rows, labels))]
+    for kind in dict.fromkeys(row["kind"] for row in rows) if by_kind else ():
+        of_kind = [row for row in rows if row["kind"] == kind]
+        n_tokens = [row["prompt_tokens"] for row in of_kind if row["label"] == FULL]
+        if n_tokens:
+            parts += [
+                f"{kind}: {len(n_tokens)} questions, {round(fmean(n_tokens)):,} tokens",
+                table(summarise(of_kind, labels)),
+            ]
+    return "\n\n".join(parts)
+
+
+# -- the command ------------------------------------------------------------------------------
+
+DEFAULT_METHODS = "reuse,epic,auto"
+
+
+def right_answers(
+    model: Annotated[str, typer.Option(help="Hub id, folder, GGUF file or 'smollm2'.")],
+    questions: Annotated[
+        list[str] | None, typer.Option(help="FILE[@FORM][:FIRST-LAST]; again for more.")
+    ] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(help="A folder of hotpotqa.jsonl and the others: the standard questions."),
+    ] = None,
+    methods: Annotated[
+        str, typer.Option(help="[exact] METHOD [FIELD=VALUE ...], with commas between.")
+    ] = DEFAULT_METHODS,
+    half: Annotated[str, typer.Option(help="choose, report or all.")] = "all",
+    most: Annotated[int | None, typer.Option(help="At most so many questions.")] = None,
+    dtype: Annotated[str, typer.Option(help="Of the model.")] = "bfloat16",
+    output: Annotated[Path, typer.Option(help="Folder of the run.")] = Path(".samkv/right"),
+    by_kind: Annotated[bool, typer.Option(help="A table for each kind of use, too.")] = False,
+    only_table: Annotated[bool, typer.Option(help="Of the rows that are there.")] = False,
+) -> None:
+    """Right answers of every method, of all questions that were asked, and what they cost."""
+    labels = list(dict.fromkeys([FULL, *(each.strip() for each in methods.split(","))]))
+    candidates = [Candidate.of(label) for label in labels]
+    specs = list(questions or ())
+    if data is not None:
+        specs += [str(data / spec) for spec in STANDARD] + [str(PACKAGES)]
+    if not specs:
+        raise InvalidOption("no questions; give --questions FILE or --data FOLDER")
+    if half not in ("choose", "report", "all"):
+        raise InvalidOption(f"half={half!r}; allowed: choose, report, all")
+    asked = [each for each in questions_of(specs) if half in (each.half, "all")][:most]
+    missing = sum(not each.can_be_copied for each in asked)
+    typer.echo(
+        f"{len(asked)} questions; the gold answer of {missing} stands in no chunk, and they count",
+        err=True,
+    )
+    loaded = None if only_table else loaded_model(model, "auto", dtype)
+    settings = {"model": re.split(r"[/\\]", model)[-1], "dtype": dtype}
+    with Journal(output, settings) as journal:
+        wanted = {each.question.id for each in asked}
+        if loaded is not None:
+            typer.echo(f"{hardware(loaded)}", err=True)
+            _measure(loaded, journal, asked, candidates)
+        rows = [row for row in journal.rows.values() if row["id"] in wanted]
+    write(tables(rows, labels, by_kind=by_kind), Path("-"))
+
+
+def _measure(
+    model: Model, journal: Journal, asked: Sequence[Asked], candidates: Sequence[Candidate]
+) -> None:
+    first = Engine(model, prefix_bytes=0)
+    is_ranked = any(isinstance(each.method.recompute, RankedRecompute) for each in candidates)
+    for one in tqdm(asked, desc="asking"):
+        missing = [each for each in candidates if (one.question.id, each.label) not in journal.rows]
+        if not missing:
+            continue
+        engine = Engine(model, MemoryStore(), prefix_bytes=2**29, scheduler=first.scheduler)
+        judged = Judged(engine, one, is_ranked=is_ranked)
+        is_timed = crc32(one.question.id.encode()) % TIMED_EVERY == 0
+        # full prefill again, with which the others are compared
+        asked_of = list(dict.fromkeys([candidates[0], *missing]))
+        for row in judged.rows(asked_of, is_timed=is_timed):
+            if (row["id"], row["label"]) not in journal.rows:
+                journal.add(row)
+
+
+def main() -> None:
+    """The table, on standard output."""
+    command_line(right_answers)()
