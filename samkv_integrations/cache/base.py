@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
-from typing import Protocol, Self
+from dataclasses import asdict, dataclass, replace
+from typing import ClassVar, Protocol, Self
 
 from torch import Tensor
 
@@ -104,11 +105,16 @@ class StoredChunk(Protocol):
         self.close()
 
 
+BEHIND_HEADS = "behind heads of prompts"
+_FIGURES = ("chunks", "bytes", "hits", "misses", "evicted", "corrupt")
+
+
 @dataclass(frozen=True, kw_only=True)
 class FingerprintStats:
     """What a store holds of one fingerprint and namespace; ``bytes`` counts chunk files.
 
-    prefix: what chunks stand after there, see `Fingerprint`.
+    prefix: what chunks stand after there, see `Fingerprint`; `BEHIND_HEADS` for all beginnings of
+        prompts together, see `Store.behind`.
     hits, misses: chunks of prompts that were answered from a cache, and that had none.
     evicted: caches that went for want of room. corrupt: damaged ones that were found.
     """
@@ -134,10 +140,15 @@ class FingerprintStats:
         return self.hits / asked if asked else None
 
 
+def _counted(row: FingerprintStats, figures: Mapping[str, int]) -> FingerprintStats:
+    return FingerprintStats(**{**asdict(row), **figures})
+
+
 @dataclass(frozen=True, kw_only=True)
 class StoreStats:
     """What a store holds, in all and by fingerprint and namespace.
 
+    n_chunks: those of beginnings do not count, which are others' again; bytes: theirs do.
     max_bytes: what the chunk files of all namespaces may take; None for no limit.
     """
 
@@ -194,6 +205,9 @@ class Store:
     Here is what the index answers, whatever caches are kept in, and what a store does without a
     remote tier.
     """
+
+    keeps_beginnings: ClassVar[bool] = False
+    """Whether exact beginnings of prompts are made for it, see `behind`."""
 
     def __init__(self, namespace: str, secret: bytes, index: Index, where: str) -> None:
         self._namespace = check_namespace(namespace)
@@ -296,8 +310,20 @@ class Store:
         """
         return self.delete(*self._wanted(is_wanted, token_ids))
 
+    def behind(self, fingerprint: Fingerprint, head: Sequence[int]) -> Fingerprint:
+        """That of the chunks which stand behind the token ids ``head`` of a prompt.
+
+        Their entries are full prefill's there: exact beginnings of prompts. Any deletion of chunks
+        deletes all of them, as each may hold what was deleted.
+        """
+        return fingerprint.behind(head, self.secret, self._namespace)
+
+    def delete_beginnings(self) -> int:
+        """Deletes all exact beginnings, see `behind`; how many there were."""
+        return self.index.delete_beginnings(self._namespace)
+
     def keys(self, fingerprint: Fingerprint | None = None) -> list[str]:
-        """Sorted keys of the chunks of one fingerprint, or of all."""
+        """Sorted keys of the chunks of one fingerprint, or of all; not of beginnings."""
         return self.index.keys(self._namespace, fingerprint, are_present=True)
 
     def same_texts(self, *keys: str) -> set[str]:
@@ -329,8 +355,9 @@ class Store:
         raise NotImplementedError
 
     def fingerprints(self) -> list[Fingerprint]:
-        """The fingerprints of which there is a chunk, sorted by digest."""
-        return self.index.fingerprints(self._namespace)
+        """The fingerprints of which there is a chunk, sorted by digest; not of beginnings."""
+        found = self.index.fingerprints(self._namespace)
+        return [made_by for made_by in found if not made_by.is_of_beginning]
 
     def stats(self) -> StoreStats:
         """What the store holds at this moment."""
@@ -379,21 +406,21 @@ class Store:
     def _stats(self, space: str | None) -> StoreStats:
         """What the store holds of a namespace, or of all."""
         made_by = {each.digest: each for each in self.index.fingerprints()}
-        totals = self.index.totals(space)
-        rows = [
-            FingerprintStats(
-                model=known.model, dtype=known.dtype, store_bits=known.store_bits,
-                block_size=known.block_size, prefix=known.prefix,
-                format_version=known.format_version, namespace=namespace,
-                chunks=chunks, bytes=n_bytes,
-                hits=hits, misses=misses, evicted=evicted, corrupt=corrupt,
-            )
-            for namespace, digest, chunks, n_bytes, hits, misses, evicted, corrupt in totals
-            if (known := made_by.get(digest)) is not None
-        ]  # fmt: skip
+        counts: dict[FingerprintStats, Counter[str]] = {}
+        for namespace, digest, *figures in self.index.totals(space):
+            if (known := made_by.get(digest)) is not None:
+                row = FingerprintStats(
+                    model=known.model, dtype=known.dtype, store_bits=known.store_bits,
+                    block_size=known.block_size,
+                    prefix=BEHIND_HEADS if known.is_of_beginning else known.prefix,
+                    format_version=known.format_version, namespace=namespace, chunks=0, bytes=0,
+                )  # fmt: skip
+                counts.setdefault(row, Counter()).update(dict(zip(_FIGURES, figures, strict=True)))
+        rows = [_counted(row, figures) for row, figures in counts.items()]
         return StoreStats(
-            n_chunks=sum(total[2] for total in totals), bytes=sum(total[3] for total in totals),
-            rows=tuple(rows), max_bytes=self.index.budget()[0],
+            n_chunks=sum(row.chunks for row in rows if row.prefix != BEHIND_HEADS),
+            bytes=sum(row.bytes for row in rows), rows=tuple(rows),
+            max_bytes=self.index.budget()[0],
         )  # fmt: skip
 
     def _wanted(

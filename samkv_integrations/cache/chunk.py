@@ -6,7 +6,7 @@ import hashlib
 import json
 from array import array
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Literal
 
@@ -19,6 +19,7 @@ from samkv_integrations.errors import FingerprintMismatch, InvalidOption
 FORMAT_VERSION = 5
 SECRET_BYTES = 32
 MAX_NAMESPACE = 1000
+_BEHIND = "behind:"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,6 +147,21 @@ class Fingerprint:
     @cached_property
     def scheme(self) -> BlockScheme:
         return BlockScheme(size=self.block_size, n_init=self.n_init, n_local=self.n_local)
+
+    def behind(self, head: Sequence[int], secret: bytes, namespace: str) -> Fingerprint:
+        """That of chunks which were prefilled behind the token ids ``head`` of a prompt.
+
+        Named by a hash with the store's secret: the prompt cannot be guessed from it.
+        """
+        digest = hashlib.blake2b(key=secret, digest_size=16, person=b"samkv head")
+        digest.update(len(namespace.encode()).to_bytes(8, "little") + namespace.encode())
+        digest.update(array("i", head).tobytes())
+        return replace(self, prefix=f"{_BEHIND}{digest.hexdigest()}")
+
+    @property
+    def is_of_beginning(self) -> bool:
+        """Whether its chunks stand first in prompts with one head, see `behind`."""
+        return self.prefix.startswith(_BEHIND)
 
     @property
     def torch_dtype(self) -> torch.dtype:

@@ -26,6 +26,8 @@ class ChunkStore(Store):
     bytes, recency and texts.
     """
 
+    keeps_beginnings = True
+
     def __init__(
         self,
         path: str | os.PathLike[str],
@@ -97,7 +99,8 @@ class ChunkStore(Store):
     def put(self, chunk: ChunkCache) -> None:
         entry = Entry.of(chunk, self._namespace)
         data = encode(chunk, self._namespace, self.secret)
-        if self.shared is None:
+        # beginnings stay here: no machine could delete those of others with a text
+        if self.shared is None or chunk.fingerprint.is_of_beginning:
             self.files.put(chunk.key, entry.digest, data, lambda file: entry)
             return
         whole = b"".join(data)
@@ -112,7 +115,8 @@ class ChunkStore(Store):
         self, key: str, fingerprint: Fingerprint, token_ids: Sequence[int] | None = None
     ) -> StoredChunk:
         file = self.file(key, fingerprint.digest)
-        if self.shared is not None and not os.path.exists(file):
+        may_be_shared = self.shared is not None and not fingerprint.is_of_beginning
+        if self.shared is not None and may_be_shared and not os.path.exists(file):
             self.shared.fetch(key, fingerprint.digest)
         opened = ChunkFile(file, key, fingerprint, namespace=self._namespace, secret=self.secret)
         if token_ids is not None and opened.token_ids.tolist() != list(token_ids):
@@ -186,7 +190,8 @@ class ChunkStore(Store):
         # There before here, so that nothing is said to be gone that is not.
         gone = self.shared.delete(keys) if self.shared else set()
         gone |= self.index.delete(self._namespace, keys)
-        if any(map(self.files.holds, keys)):  # the writer was killed before the index was told
+        # a writer was killed before the index was told
+        if keys and (any(map(self.files.holds, keys)) or self.files.has_strangers()):
             reconcile(self.files)
             gone |= self.index.delete(self._namespace, keys)
         return len(gone)
@@ -199,6 +204,7 @@ class ChunkStore(Store):
             self.shared.refresh()
         keys = self._wanted(is_wanted, token_ids)
         self.delete(*keys)
+        self.index.delete_beginnings(self._namespace)  # also if the text itself had gone before
         return len(keys)
 
     # -- what the index knows ---------------------------------------------------------------------

@@ -220,6 +220,18 @@ class ChunkFolder:
         with suppress(CacheMiss):
             remove(self.file(key, digest))
 
+    def remove_all(self, digest: str) -> None:
+        if _HEX_NAME.fullmatch(digest):
+            remove(self.path / digest)
+
+    def has_strangers(self) -> bool:
+        """Whether there are files of fingerprints that the index does not know.
+
+        A writer that is killed leaves a file that the index was not told of.
+        """
+        known = {made_by.digest for made_by in self.index.fingerprints(are_present=False)}
+        return any(_HEX_NAME.fullmatch(n) and n not in known for n in os.listdir(self.path))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Recovered:

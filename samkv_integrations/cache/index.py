@@ -99,7 +99,11 @@ _DAMAGED = (
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """A cache, as the index is told of it. fields: of its fingerprint."""
+    """A cache, as the index is told of it. fields: of its fingerprint.
+
+    That of a beginning, see `Fingerprint.behind`, has neither text nor token ids: nobody looks for
+    it by either.
+    """
 
     digest: str
     key: str
@@ -113,19 +117,22 @@ class Entry:
     @classmethod
     def of(cls, chunk: ChunkCache, namespace: str) -> Entry:
         """Of a chunk that is about to be put."""
+        made_by = chunk.fingerprint
         return cls(
-            digest=chunk.fingerprint.digest, key=chunk.key, namespace=namespace, text=chunk.text,
-            token_ids=chunk.token_ids.tolist(), fields=asdict(chunk.fingerprint),
+            digest=made_by.digest, key=chunk.key, namespace=namespace, text=chunk.text,
+            token_ids=() if made_by.is_of_beginning else chunk.token_ids.tolist(),
+            fields=asdict(made_by),
             n_bytes=FileLayout.of(chunk, namespace).file_size(chunk.key), used_at=time.time(),
         )  # fmt: skip
 
     @classmethod
     def of_file(cls, file: ChunkFile) -> Entry:
         """Of an open file. Raises CacheMiss."""
-        layout = file.layout
+        layout, made_by = file.layout, file.layout.fingerprint
         return cls(
-            digest=layout.fingerprint.digest, key=file.key, namespace=layout.namespace,
-            text=file.text(), token_ids=file.token_ids.tolist(), fields=asdict(layout.fingerprint),
+            digest=made_by.digest, key=file.key, namespace=layout.namespace, text=file.text(),
+            token_ids=() if made_by.is_of_beginning else file.token_ids.tolist(),
+            fields=asdict(made_by),
             n_bytes=layout.file_size(file.key), used_at=file.modified_at,
         )  # fmt: skip
 
@@ -141,6 +148,9 @@ class Caches(Protocol):
 
     def remove(self, digest: str, key: str) -> None:
         """Delete the cache of a chunk, if there is one. Raises StoreError."""
+
+    def remove_all(self, digest: str) -> None:
+        """Delete all caches of a fingerprint, known or not. Raises StoreError."""
 
 
 class Index:
@@ -367,10 +377,7 @@ class Index:
         """Evict until the limits of a namespace hold; but: a chunk that stays."""
         for limit, _, space in list(_limits(connection, namespace)):
             of = "namespace = coalesce(?, namespace)"
-            (taken,) = connection.execute(
-                f"SELECT coalesce(sum(bytes), 0) FROM spaces WHERE {of}", [space]
-            ).fetchone()
-            going, over = [], taken - limit
+            going, over = [], _taken(connection, space) - limit
             oldest = connection.execute(
                 "SELECT id, digest, key, namespace, bytes FROM chunks "
                 f"WHERE state = ? AND {of} AND id != ? ORDER BY used_at", [PRESENT, space, but],
@@ -411,11 +418,17 @@ class Index:
     def delete(self, namespace: str, keys: Iterable[str], state: int | None = None) -> set[str]:
         """Delete chunks, with caches and texts, of every fingerprint; the keys that there were.
 
-        state: of the chunks; None for any.
+        All beginnings of the namespace go along: any of them may hold what is deleted, as its chunk
+        or in the prompt's head. They are made again where they are needed.
+
+        state: of the chunks; None for any. With one, beginnings stay.
         """
+        keys = list(dict.fromkeys(keys))
         with self.transaction(writes=True) as connection:
             gone = set()
-            for key in dict.fromkeys(keys):
+            for digest in _beginnings(connection, namespace) if keys and state is None else ():
+                self._delete_beginnings(connection, digest)
+            for key in keys:
                 # "+": by key, as SQLite would go through all of a namespace
                 found = connection.execute(
                     "SELECT id, digest, ids FROM chunks LEFT JOIN texts USING(id) WHERE key = ? "
@@ -436,6 +449,31 @@ class Index:
                 "DELETE FROM fingerprints WHERE digest NOT IN (SELECT digest FROM chunks)"
             )
             return gone
+
+    def delete_beginnings(self, namespace: str) -> int:
+        """Delete the beginnings of a namespace, see `Fingerprint.behind`; how many there were."""
+        with self.transaction(writes=True) as connection:
+            found = _beginnings(connection, namespace)
+            return sum(self._delete_beginnings(connection, digest) for digest in found)
+
+    def _delete_beginnings(self, connection: sqlite3.Connection, digest: str) -> int:
+        self._caches.remove_all(digest)  # also what a killed writer did not tell the index
+        of_digest = "SELECT id FROM chunks WHERE digest = ?"
+        connection.execute(f"DELETE FROM texts WHERE id IN ({of_digest})", [digest])
+        (n_there,) = connection.execute(
+            "SELECT count(*) FROM chunks WHERE digest = ? AND state = ?", [digest, PRESENT]
+        ).fetchone()
+        for table in ("chunks", "counts", "fingerprints"):
+            connection.execute(f"DELETE FROM {table} WHERE digest = ?", [digest])
+        return int(n_there)
+
+    def has_room(self, namespace: str, n_bytes: int) -> bool:
+        """Whether so many bytes more fit into the budgets, with nothing evicted."""
+        with self.transaction() as connection:
+            return all(
+                _taken(connection, space) + n_bytes <= limit
+                for limit, _, space in _limits(connection, namespace)
+            )
 
     # -- budgets ----------------------------------------------------------------------------------
 
@@ -494,13 +532,18 @@ class Index:
     def keys(
         self, namespace: str, fingerprint: Fingerprint | None, *, are_present: bool = False
     ) -> list[str]:
-        """Sorted keys of the chunks that there is a text of; are_present: and a cache."""
-        rows = self.rows(
-            "SELECT DISTINCT key FROM chunks WHERE namespace = ? AND digest = coalesce(?, digest) "
-            "AND state = coalesce(?, state) ORDER BY key",
-            namespace, fingerprint and fingerprint.digest, PRESENT if are_present else None,
-        )  # fmt: skip
-        return [key for (key,) in rows]
+        """Sorted keys of the chunks that there is a text of; are_present: and a cache.
+
+        Without a fingerprint those of all, but for beginnings.
+        """
+        with self.transaction() as connection:
+            rows = connection.execute(
+                "SELECT DISTINCT key, digest FROM chunks WHERE namespace = ? AND "
+                "digest = coalesce(?, digest) AND state = coalesce(?, state) ORDER BY key",
+                [namespace, fingerprint and fingerprint.digest, PRESENT if are_present else None],
+            ).fetchall()
+            left_out = set() if fingerprint else set(_beginnings(connection, namespace))
+        return list(dict.fromkeys(key for key, digest in rows if digest not in left_out))
 
     def places(self, namespace: str | None = None, *states: int) -> list[tuple[str, str, str]]:
         """(digest, key, namespace) of chunks in these states, those used last first."""
@@ -672,6 +715,25 @@ def _limits(
         yield quota[0], f"the quota of namespace {namespace!r}", namespace
     if (most := _setting(connection, "max_bytes")) is not None:
         yield most, "the store's max_bytes", None
+
+
+def _taken(connection: sqlite3.Connection, namespace: str | None) -> int:
+    """Bytes of the caches of a namespace; None for all."""
+    sql = "SELECT coalesce(sum(bytes), 0) FROM spaces WHERE namespace = coalesce(?, namespace)"
+    (taken,) = connection.execute(sql, [namespace]).fetchone()
+    return int(taken)
+
+
+def _beginnings(connection: sqlite3.Connection, namespace: str) -> list[str]:
+    """Digests of the fingerprints of a namespace's beginnings."""
+    rows = connection.execute(
+        "SELECT digest, fields FROM fingerprints WHERE digest IN "
+        "(SELECT digest FROM chunks WHERE namespace = ?)", [namespace],
+    )  # fmt: skip
+    return [
+        digest for digest, fields in rows.fetchall()
+        if Fingerprint(**json.loads(fields)).is_of_beginning
+    ]  # fmt: skip
 
 
 def _count(connection: sqlite3.Connection, namespace: str, digest: str, **more: int) -> None:

@@ -109,6 +109,10 @@ class _InMemory(dict[Place, ChunkCache]):
     def remove(self, digest: str, key: str) -> None:
         self.pop((digest, key), None)
 
+    def remove_all(self, digest: str) -> None:
+        for place in [place for place in self if place[0] == digest]:
+            self.pop(place, None)
+
 
 class MemoryStore(Store):
     """Chunk caches in this process's memory, as they came; the index is there too."""

@@ -396,6 +396,34 @@ class Chunks:
         self._stable_layers = None
         return made
 
+    def make_behind(
+        self, chunk: ChunkRef, head: tuple[int, ...], began: float, check: Callable[[], None]
+    ) -> None:
+        """Cache a chunk as it stands behind the token ids ``head`` of a prompt, see `Beginnings`.
+
+        In the model's thread. check: is called before every layer, and ends the pass by raising.
+        Nothing is made without room, of a chunk that was deleted meanwhile, or if the store fails.
+        """
+        with self.outage.survived():
+            fingerprint, is_same_model = self._while_computing()
+            made_by = self._store.behind(fingerprint, head)
+            key = self._store.key(made_by, chunk.token_ids)
+            layout = FileLayout(
+                fingerprint=made_by, n_tokens=len(chunk.token_ids), n_text=0,
+                namespace=self._store.namespace,
+            )  # fmt: skip
+            has_room = self._store.index.has_room(self._store.namespace, layout.file_size(key))
+            if not has_room or self._store.contains(key, made_by):
+                return
+            with self.model.interruptible(check):
+                before = entries_before(self.model, ChunkPrefix(ids=head))
+                named = replace(chunk, key=key, text="")
+                (cache,) = prefill(self.model, [named], made_by, before)
+            if is_same_model() and self._store.text(chunk.key) is not None:
+                self._keep(began, cache)
+                if self._store.text(chunk.key) is None:  # another process deleted it meanwhile
+                    self._store.delete_beginnings()
+
     def _keep(self, began: float, cache: ChunkCache) -> None:
         """Store a cache, unless something was forgotten since a question began; inf for none."""
         if began == math.inf:
@@ -421,6 +449,8 @@ class Chunks:
         """Tell the store which caches a prompt used and missed."""
         used: dict[str, None] = {}  # keys of the caches that were there before, each once
         for chunk in resolved.chunks:
+            if chunk.is_exact and chunk.stored is not None:
+                self._store.touch(chunk.stored.key, chunk.stored.fingerprint)
             if chunk.stored is not None and not chunk.computed_now:
                 used[chunk.key] = None
         self._store.record(self.follow_model(), used=list(used), missed=resolved.missed)

@@ -114,12 +114,14 @@ def is_whole(
     method: Method,
     costs: CostModel | None,
     layout: Layout,
+    blended: Layout,
     missed: Sequence[int] = (),
     n_whole: int = 0,
     n_blended: int = 0,
 ) -> bool:
     """Whether a method computes the context as a whole, which is full prefill.
 
+    blended: the layout of what stands behind the tokens that are held for two passes.
     missed: tokens of each uncached chunk that counts as a cached one. n_whole, n_blended: first
     tokens of the prompt that are held in memory, for full prefill and for two passes.
     """
@@ -128,7 +130,7 @@ def is_whole(
     if not method.whole_if_faster:
         return False
     assert costs is not None
-    two_passes = two_passes_s(method, costs, layout, missed, n_blended)
+    two_passes = two_passes_s(method, costs, blended, missed, n_blended)
     return two_passes > MARGIN * costs.full_prefill_s(layout.n_tokens, n_whole)
 
 

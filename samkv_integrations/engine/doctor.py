@@ -355,7 +355,7 @@ def speed_advice(engine: Engine) -> Check:
     smallest = 1 + bisect_left(
         range(1, longest + 1),
         True,
-        key=lambda n: not is_whole(METHODS["auto"], costs, _layout(n)),
+        key=lambda n: not is_whole(METHODS["auto"], costs, _layout(n), _layout(n)),
     )
     shown = _layout(min(2048, longest) if smallest > longest else smallest)
     n_context, n_tokens = shown.n_context, shown.n_tokens

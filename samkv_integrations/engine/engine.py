@@ -14,6 +14,7 @@ import torch
 from samkv_integrations.cache.base import Store
 from samkv_integrations.cache.chunk import BlockScheme, Fingerprint, normalise
 from samkv_integrations.cache.memory import MemoryStore
+from samkv_integrations.engine.beginnings import Beginnings
 from samkv_integrations.engine.chunk_prefix import ChunkPrefix, PrefixPolicy
 from samkv_integrations.engine.chunks import Chunks, RecentChunks
 from samkv_integrations.engine.costs import CostModel, keep_costs, kept_costs, measure
@@ -68,7 +69,10 @@ class Engine:
         store_bits: bits of the numbers in chunk caches (4, 8, or 16 for the model's dtype); None
             for those that were tuned if the store holds such or no caches, else 4.
         prefix_bytes: memory for beginnings of prompts (system prompt, earlier turns; documents that
-            ``auto`` computed in full), so that the next prompt goes on from there; 0 for none.
+            were computed in full), so that the next prompt goes on from there; 0 for none.
+        exact_beginnings: whether a chunk that has stood first in a prompt gets a second cache, made
+            in idle time behind the same head (chat template, system prompt), where none of its
+            tokens has to be recomputed. For stores on disk.
         scheduler: runs the model, for other engines of the same model too; None for one of its own.
 
     Many threads and tasks may use one engine. Their answers are decoded together, see `Scheduler`.
@@ -86,6 +90,7 @@ class Engine:
         prefix_text: str = "",
         store_bits: int | None = None,
         prefix_bytes: int = 2**28,
+        exact_beginnings: bool = True,
         scheduler: Scheduler | None = None,
     ) -> None:
         check_parts(model, store, prefix, prefix_text)
@@ -105,6 +110,9 @@ class Engine:
             model, self.store, prefix=before, scheme=scheme, store_bits=self.store_bits,
             run=self.scheduler.run, on_change=self.prefixes.clear,
         )  # fmt: skip
+        self._beginnings: Beginnings | None = None
+        if exact_beginnings and self.store.keeps_beginnings:
+            self._beginnings = Beginnings(self.chunks, self.scheduler)
         self._reader = PromptReader(model, self.store, self.chunks.outage)
 
     @classmethod
@@ -230,6 +238,13 @@ class Engine:
         and ``on_miss`` says what becomes of it.
         """
         self._reader.expect(self.chunks.refer(texts))
+
+    def make_beginnings(self) -> None:
+        """Make now what would be made in idle time, see ``exact_beginnings``.
+
+        For a program that ends with its last answer.
+        """
+        self.scheduler.finish_idle()
 
     def forget(self, texts: Sequence[str]) -> int:
         """Delete all that is kept of these texts, by any model; how many chunks there were.
@@ -365,7 +380,7 @@ class Engine:
             request, end_ids=end_ids, form=form, announce_s=sum(announced.values()), began=began,
             asked=time.perf_counter(),
         )  # fmt: skip
-        return AnswerStream(self.scheduler, request, trace)
+        return AnswerStream(self.scheduler, request, trace, self._beginnings)
 
     def logits(
         self,
@@ -409,7 +424,10 @@ class Engine:
             prompt, chunks, made_by, must_hold=on_miss == "error", context_window=context_window
         )
         outage = self.chunks.outage
-        return resolve(token_ids, found, self.store, made_by, outage, on_miss=on_miss)
+        return resolve(
+            token_ids, found, self.store, made_by, outage, on_miss=on_miss,
+            with_beginnings=self._beginnings is not None,
+        )  # fmt: skip
 
     def request(self, resolved: Resolved, settings: AnswerSettings, capacity: int) -> Request:
         """What `first_token` is given for a prompt, with room for ``capacity`` tokens."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
+from samkv_integrations.cache.base import StoredChunk
 from samkv_integrations.cache.chunk import Fingerprint
 from samkv_integrations.engine.blend import Blend, PassPlan, plan_pass
 from samkv_integrations.engine.costs import is_whole, two_passes_s
@@ -34,7 +35,8 @@ class Choice:
     missed: chunks to compute as chunks first, token ids -> text; then is chosen anew.
     whole: whether everything is computed. method: the request's, or full prefill.
     eviction: what the answer goes on with.
-    layout: of the prompt; without chunks where entries of chunks are taken from memory.
+    layout: of the prompt, and of what of its chunks stands behind the tokens that are held. opened:
+    the caches of these chunks.
     held: entries of the prompt's first tokens, taken from memory: n_held of the n_found there are.
     fingerprint: identity of what is computed now. n_left: first tokens whose entries will be full
         prefill's, and are left for the next prompt.
@@ -45,6 +47,7 @@ class Choice:
     method: Method
     eviction: Eviction | None
     layout: Layout
+    opened: Sequence[StoredChunk]
     held: Prefix | None
     n_held: int
     n_found: int
@@ -55,10 +58,10 @@ class Choice:
 def choose(request: Request, *, may_compute: bool = True) -> Choice:
     """What of a prompt is computed as a whole, loaded, computed as chunks, or taken from memory.
 
-    Causal attention makes the entries of the tokens before the first chunk depend on nothing that
-    is reused: the chat template's head, the system prompt, earlier turns. Where ``auto`` computes
-    everything, that holds for chunks too. ``recompute`` takes no chunk from memory: others are
-    compared with it.
+    Causal attention makes the entries of the tokens before the first cache that is used depend on
+    nothing that is reused: the chat template's head, the system prompt, earlier turns, and chunks
+    that were computed with the prompt. The longest beginning that memory holds of them is taken,
+    the rest is blended. ``recompute`` takes no chunk from memory: others are compared with it.
 
     may_compute: whether missed chunks may be computed as chunks. ``auto`` leaves them to full
         prefill where that is faster, ``recompute`` always.
@@ -76,10 +79,11 @@ def choose(request: Request, *, may_compute: bool = True) -> Choice:
     missed: dict[tuple[int, ...], str] = {}
     for chunk in chunks:
         blocks = None if chunk.stored is None else chunk.stored.blocks
-        parts.append(ChunkPart(runs=chunk.runs, blocks=blocks))
+        parts.append(ChunkPart(runs=chunk.runs, blocks=blocks, is_exact=chunk.is_exact))
         if may_compute and blocks is None and chunk.text is not None:
             missed[chunk.token_ids] = chunk.text
-    layout = Layout.of(resolved.token_ids, parts, request.chunks.prefix.token_ids)
+    prefix_ids = request.chunks.prefix.token_ids
+    layout = Layout.of(resolved.token_ids, parts, prefix_ids)
     if method.attend is not None and not model.scores_plainly:
         raise InvalidOption(
             f"method {method.name!r} weighs attention scores in its own way, and {model.name!r} "
@@ -102,22 +106,31 @@ def choose(request: Request, *, may_compute: bool = True) -> Choice:
     if request.prefixes is not None:
         found = request.prefixes.find(fingerprint.computed_by, layout.token_ids)
     n_found = 0 if found is None else found.n_tokens
-    n_blended = _before_queries(min(n_found, first_chunk), layout, rule)
+    n_blended = n_found if method.recompute.uses_caches else min(n_found, first_chunk)
+    n_blended = _before_queries(n_blended, layout, rule)
     n_whole = _before_queries(min(n_found, first_chunk), layout, whole_rule)
     if whole_rule is None and method.whole_if_faster:
         n_whole = n_found
+    behind = [part.behind(n_blended) for part in parts]
+    blended, opened = layout, resolved.opened
+    if n_blended > first_chunk:
+        blended = Layout.of(resolved.token_ids, [part for part in behind if part], prefix_ids)
+        there = zip(chunks, behind, strict=True)
+        opened = [chunk.stored for chunk, part in there if part and chunk.stored]
     if missed and costs is not None:
         lengths = [len(ids) for ids in missed]  # of all of a chunk, whatever the prompt holds
         full_s = costs.full_prefill_s(layout.n_tokens, n_whole)
-        both_s = costs.chunks_s(lengths, len(request.chunks.prefix.token_ids)) + two_passes_s(
-            method, costs, layout, lengths, n_blended
+        both_s = costs.chunks_s(lengths, len(prefix_ids)) + two_passes_s(
+            method, costs, blended, lengths, n_blended
         )
-        if both_s > full_s or is_whole(method, costs, layout, lengths, n_whole, n_blended):
+        if both_s > full_s or is_whole(method, costs, layout, blended, lengths, n_whole, n_blended):
             missed = {}
-    n_held, n_left = n_blended, first_chunk
-    whole = is_whole(method, costs, layout, (), n_whole, n_blended)
-    if whole:
-        n_held, rule = n_whole, whole_rule
+    whole = is_whole(method, costs, layout, blended, (), n_whole, n_blended)
+    if not whole:
+        n_held, layout = n_blended, blended
+        n_left = int(layout.context_positions[0]) if layout.n_context else first_chunk
+    else:
+        n_held, rule, n_left = n_whole, whole_rule, first_chunk
         if chunks and method.whole_if_faster:
             n_left = chunks[-1].runs[-1].span.stop
         # entries of few bits are never exact, wherever their chunk stands
@@ -126,10 +139,10 @@ def choose(request: Request, *, may_compute: bool = True) -> Choice:
         method = replace(
             method, select=SelectAll(), recompute=everything, update=overwrite, eviction=None
         )
-    if n_held > first_chunk:
-        layout = Layout.of(resolved.token_ids, (), ())
+        if n_held > first_chunk:
+            layout, opened = Layout.of(resolved.token_ids, (), ()), []
     return Choice(
-        missed=missed, whole=whole, method=method, eviction=rule, layout=layout,
+        missed=missed, whole=whole, method=method, eviction=rule, layout=layout, opened=opened,
         held=found.first(n_held) if found is not None and n_held else None, n_held=n_held,
         n_found=n_found, fingerprint=fingerprint, n_left=n_left,
     )  # fmt: skip
@@ -170,8 +183,9 @@ def first_token(request: Request) -> FirstToken:
         try:
             return _compute(request, choice, clock)
         except ChunkLost as lost:
-            clock.bytes_lost += resolved.opened[lost.index].bytes_read
-            resolved.lose(lost.index, lost.miss)
+            cache = choice.opened[lost.index]
+            clock.bytes_lost += cache.bytes_read
+            resolved.lose(cache, lost.miss)
 
 
 def _compute(request: Request, choice: Choice, clock: Stopwatch) -> FirstToken:
@@ -181,8 +195,7 @@ def _compute(request: Request, choice: Choice, clock: Stopwatch) -> FirstToken:
     cached_at = layout.context_positions if is_global else layout.prefilled_positions
     # not out of those above: chunks may reach beyond the end, after a prefix the prompt has not
     cached_rotation = model.rotation(cached_at)
-    opened = request.resolved.opened if layout.n_chunks else ()
-    with Context(layout, opened, choice.fingerprint, cached_rotation) as context:
+    with Context(layout, choice.opened, choice.fingerprint, cached_rotation) as context:
         blend = Blend(
             model=model, layout=layout, context=context, rotation=rotation, update=method.update,
             weigh=method.attend, held=choice.held,

@@ -48,6 +48,7 @@ class EngineOptions(TypedDict, total=False):
     prefix_text: str
     store_bits: int | None
     prefix_bytes: int
+    exact_beginnings: bool
 
 
 class AnswerOptions(SamplingOptions, total=False):

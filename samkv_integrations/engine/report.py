@@ -49,6 +49,8 @@ class Report:
         are ``computed_now``, or have no usable cache, count as computed whole.
     uncached_tokens: tokens outside chunks that were computed: all but those of ``prefix_tokens``.
         What was not computed at all, chunks included, is `cached_tokens`.
+    exact_tokens: context tokens that were not computed and whose entries are full prefill's: those
+        of chunks in ``prefix_tokens``, and of caches made behind all that stands before them.
     found: chunks that were recognised in the prompt, with or without a cache. Each is either
         reused, computed now, or (all others) computed with the rest of the prompt, as full prefill
         does; a chunk that stands in two places counts twice.
@@ -84,6 +86,7 @@ class Report:
     kept_ratio: float
     recompute_ratio: float
     uncached_tokens: int
+    exact_tokens: int
     found: int
     reused: int
     computed_now: int
@@ -184,45 +187,45 @@ def report_of(
     n_held: tokens that were taken from memory.
     """
     chunks, spent, n_tokens = resolved.chunks, clock.seconds, len(resolved.token_ids)
-    n_context = computed_now = 0
-    new, missed = [], Counter[str]()
-    of_chunks = torch.zeros(n_tokens, dtype=torch.bool)
-    for chunk in chunks:
+    n_context = n_in_memory = computed_now = 0
+    missed = Counter[str]()
+    is_of_chunk = torch.zeros(n_tokens, dtype=torch.bool)
+    # chunks of which memory holds entries, and those in the layout: whether their cache is new
+    in_memory, is_new = set[int](), dict[int, bool]()
+    computed = 0.0  # tokens of chunks, mean over layers
+    for number, chunk in enumerate(chunks):
+        n_of = sum(len(range(run.position, min(n_held, run.span.stop))) for run in chunk.runs)
         n_context += chunk.n_tokens
+        n_in_memory += n_of
         computed_now += chunk.computed_now
-        if chunk.stored is not None:
-            new.append(chunk.computed_now)
-        elif chunk.miss is not None:
+        computed += n_of * chunk.computed_now
+        if n_of and not chunk.computed_now:
+            in_memory.add(number)
+        if chunk.stored is None and chunk.miss is not None:
             missed[chunk.miss] += chunk.n_tokens
+        if chunk.stored is not None and n_of < chunk.n_tokens and layout.n_chunks:
+            is_new[number] = chunk.computed_now
         for run in chunk.runs:
-            of_chunks[run.position : run.span.stop] = True
-    # tokens of chunks that a step of the answer attends to, those that were computed (mean over
-    # layers) or held in memory, and chunks of which an entry that was there before was used
-    kept = computed = 0.0
-    reused = held = 0
-    if chunks and n_held > chunks[0].runs[0].position:  # full prefill went on behind them
-        for chunk in chunks:
-            n_of = sum(len(range(run.position, min(n_held, run.span.stop))) for run in chunk.runs)
-            held += n_of
-            computed += chunk.n_tokens if chunk.computed_now else chunk.n_tokens - n_of
-            reused += n_of > 0 and not chunk.computed_now
-        kept = n_context
-    elif chunks:
-        stays = layout.uncached.repeat(model.n_layers, 1)
-        stays[:, layout.context_positions] |= plan.kept[:, layout.block_of_token]
-        for layer, of_layer in enumerate(stays):
-            kept += cache.attended(layer, of_chunks[of_layer])
-        kept /= model.n_layers  # only here, so that all of it is 1 and no more
-        # the last token is computed whatever it is of
-        again = plan.computed | layout.uncached[layout.context_positions]
-        is_new = torch.tensor(new, dtype=torch.bool)
-        is_computed = again | is_new[layout.chunk_of_token]
-        computed = int(is_computed.sum()) / model.n_layers + layout.n_missed
-        uses_cache = torch.zeros_like(is_new)
-        uses_cache[layout.block_chunk[plan.blocks.any(0)]] = True
-        # what is left out was not computed either: the cache has told that it is not needed
-        uses_cache[layout.chunk_of_token[~again.all(0)]] = True
-        reused = int((uses_cache & ~is_new).sum())
+            is_of_chunk[run.position : run.span.stop] = True
+    stays = layout.uncached.repeat(model.n_layers, 1)
+    stays[:, layout.context_positions] |= plan.kept[:, layout.block_of_token]
+    kept = 0.0  # tokens of chunks that a step of the answer attends to
+    for layer, of_layer in enumerate(stays):
+        kept += cache.attended(layer, is_of_chunk[of_layer])
+    kept /= model.n_layers  # only here, so that all of it is 1 and no more
+    # the last token is computed whatever it is of
+    again = plan.computed | layout.uncached[layout.context_positions]
+    made_now = torch.tensor(list(is_new.values()), dtype=torch.bool)
+    computed += int((again | made_now[layout.chunk_of_token]).sum()) / model.n_layers
+    computed += n_context - n_in_memory - layout.n_context  # with the prompt, without a cache
+    uses_cache = torch.zeros_like(made_now)
+    uses_cache[layout.block_chunk[plan.blocks.any(0)]] = True
+    # what is left out was not computed either: the cache has told that it is not needed
+    uses_cache[layout.chunk_of_token[~again.all(0)]] = True
+    n_exact = n_in_memory + int((layout.exact[layout.chunk_of_token] & ~again.any(0)).sum())
+    used = [number for number, uses in zip(is_new, (uses_cache & ~made_now).tolist(), strict=True)
+            if uses]  # fmt: skip
+    reused = len(in_memory.union(used))
     bytes_read = clock.bytes_lost
     for stored in set(resolved.opened):
         bytes_read += stored.bytes_read
@@ -231,7 +234,7 @@ def report_of(
         model=model.name, prompt_tokens=n_tokens, context_tokens=n_context, prefix_tokens=n_held,
         kept_ratio=kept / n_context if n_context else 1.0,
         recompute_ratio=computed / n_context if n_context else 0.0,
-        uncached_tokens=n_tokens - n_context - (n_held - held),
+        uncached_tokens=n_tokens - n_context - (n_held - n_in_memory), exact_tokens=n_exact,
         found=len(chunks), reused=reused, computed_now=computed_now,
         chunk_misses=dict(resolved.misses), missed_tokens=dict(missed),
         bytes_read=bytes_read, kv_bytes=cache.prompt_bytes,
@@ -265,6 +268,7 @@ class Total:
     kept_ratio: float
     recompute_ratio: float
     uncached_tokens: int
+    exact_tokens: int
     found: int
     reused: int
     computed_now: int
@@ -312,8 +316,8 @@ class Total:
 
 _SUMS = (
     "prompt_tokens", "context_tokens", "prefix_tokens", "cached_tokens", "uncached_tokens", "found",
-    "reused", "computed_now", "bytes_read", "probe_s", "select_s", "load_s", "blend_s",
-    "announce_s", "wait_s", "ttft_s", "completion_tokens",
+    "exact_tokens", "reused", "computed_now", "bytes_read", "probe_s", "select_s", "load_s",
+    "blend_s", "announce_s", "wait_s", "ttft_s", "completion_tokens",
 )  # fmt: skip
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import logging
 import math
 import os
 import threading
@@ -30,6 +31,8 @@ from samkv_integrations.model.model import Model
 from samkv_integrations.model.sampling import Sampler
 
 _Made = TypeVar("_Made")
+
+_log = logging.getLogger(__name__)
 
 OWNER: ContextVar[str] = ContextVar("samkv_owner", default="")
 """Whose work it is that follows, such as of a key of a server. Owners take turns at the model."""
@@ -326,6 +329,21 @@ class Scheduler:
         finally:
             done.cancel()  # of a caller who was interrupted while it waited
 
+    def run_when_idle(self, work: IdleWork) -> None:
+        """Have ``work`` done on the model's thread once nothing else is to do.
+
+        It is given a check to call often, which raises as soon as something else comes; it is then
+        begun again later. What it raises otherwise is logged.
+        """
+        thread = self._running_thread()
+        thread.idle.append(work)
+        thread.mail.put(None)
+
+    def finish_idle(self) -> None:
+        """Do all work that waits for idle time now."""
+        thread = self._running_thread()
+        self.run(lambda: thread.do_idle(lambda: None, most=len(thread.idle)))
+
     def _running_thread(self) -> _Thread:
         with self._starting:
             if self._thread is None or self._thread.pid != os.getpid():
@@ -333,6 +351,13 @@ class Scheduler:
                 weakref.finalize(self, self._thread.stop)
             self._thread.n_torch_threads = torch.get_num_threads()
             return self._thread
+
+
+IdleWork = Callable[[Callable[[], None]], None]
+"""Work for idle time, given a check that raises `Abandoned` where something else is to do."""
+
+MOST_IDLE = 64
+"""Works that wait for idle time; the oldest makes room."""
 
 
 def _settle(done: Future[_Made], work: Callable[[], _Made]) -> None:
@@ -382,6 +407,7 @@ class _Thread:
         self.n_waiting = Counter[str]()
         self.running: list[RunningAnswer] = []
         self.pass_began: float | None = None
+        self.idle: deque[IdleWork] = deque(maxlen=MOST_IDLE)
         self._queue: deque[RunningAnswer | _Work] = deque()
         # start-time fair queueing (Goyal, Vin and Cheng, 1996), in seconds of the model's time
         self._clock = 0.0
@@ -417,10 +443,12 @@ class _Thread:
                 self._do_next()
                 self._step()
                 self._drop()
+                if self.idle and self._has_nothing_to_do():
+                    self.do_idle(self._check_idle)
 
     def _read_mail(self) -> None:
         """Take what has come; wait for it if there is nothing to do."""
-        is_idle = not self._batch() and self._next() is None
+        is_idle = self._has_nothing_to_do() and not self.idle
         while True:
             try:
                 letter = self.mail.get(block=is_idle)
@@ -429,6 +457,25 @@ class _Thread:
             is_idle = False
             if letter is not None:
                 self._queue.append(letter)
+
+    def _has_nothing_to_do(self) -> bool:
+        return not self._batch() and self._next() is None
+
+    def _check_idle(self) -> None:
+        if self._is_stopped or not self.mail.empty():
+            raise Abandoned
+
+    def do_idle(self, check: Callable[[], None], most: int = 1) -> None:
+        """Do the first works that wait for idle time."""
+        for _ in range(min(most, len(self.idle))):
+            work = self.idle.popleft()
+            try:
+                work(check)
+            except Abandoned:
+                self.idle.append(work)
+                return
+            except Exception:
+                _log.exception("work in idle time failed; answers are none the worse for it")
 
     def _drop(self) -> None:
         """Let go of answers of which nothing more is computed."""

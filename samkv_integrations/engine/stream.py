@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import NoReturn, ParamSpec, Self, TypeVar
 
+from samkv_integrations.engine.beginnings import Beginnings
 from samkv_integrations.engine.report import COLLECTORS, Report
 from samkv_integrations.engine.request import Request
 from samkv_integrations.engine.scheduler import (
@@ -61,8 +62,15 @@ class AnswerStream(Iterator[str], AsyncIterator[str]):
     TimedOut as its next piece.
     """
 
-    def __init__(self, scheduler: Scheduler, request: Request, trace: Trace) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        request: Request,
+        trace: Trace,
+        beginnings: Beginnings | None = None,
+    ) -> None:
         self._scheduler, self._request, self._trace = scheduler, request, trace
+        self._beginnings = beginnings
         self._answer = RunningAnswer(request)
         self._last: Piece | None = None
         self._is_submitted = self._is_over = False
@@ -76,7 +84,7 @@ class AnswerStream(Iterator[str], AsyncIterator[str]):
             self._scheduler.submit(self._answer)
             self._is_submitted = True
             self._take(self._answer.pieces.next(self._left()))
-            self._request.chunks.record(self._request.resolved)
+            self._record()
         except BaseException as error:
             self._fail(error)
         return self
@@ -88,10 +96,16 @@ class AnswerStream(Iterator[str], AsyncIterator[str]):
             self._is_submitted = True
             self._take(await self._answer.pieces.anext(self._left()))
             # it may wait for a disk
-            await off_loop(self._request.chunks.record, self._request.resolved)
+            await off_loop(self._record)
         except BaseException as error:
             self._fail(error)
         return self
+
+    def _record(self) -> None:
+        request = self._request
+        request.chunks.record(request.resolved)
+        if self._beginnings is not None:
+            self._beginnings.after(request.resolved, self._answer.report, request.began)
 
     def __next__(self) -> str:
         while not self._is_over:

@@ -138,15 +138,26 @@ class ChunkPart:
 
     runs: in order, in the prompt and in the chunk.
     blocks: the block structure of the whole chunk; None if its cache is not at hand.
+    is_exact: whether its cache was made behind all that stands before it in the prompt.
     """
 
     runs: tuple[Run, ...]
     blocks: ChunkBlocks | None = None
+    is_exact: bool = False
 
     @classmethod
     def whole(cls, blocks: ChunkBlocks, position: int) -> ChunkPart:
         """All of a chunk, from ``position`` on."""
         return cls(runs=(Run(position, 0, blocks.n_tokens),), blocks=blocks)
+
+    def behind(self, n_tokens: int) -> ChunkPart | None:
+        """What of it stands behind the first tokens of the prompt; None for nothing."""
+        runs = []
+        for run in self.runs:
+            cut = max(0, n_tokens - run.position)
+            if cut < len(run):
+                runs.append(Run(run.position + cut, run.start + cut, run.stop))
+        return replace(self, runs=tuple(runs)) if runs else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,8 +177,8 @@ class Layout:
     block_lengths, block_chunk: (Nb,) tokens in each block, and the chunk it belongs to.
     block_in_chunk: (Nb,) which block of its chunk it is.
     is_anchor: (Nb,) bool, initial and local blocks.
-    exact: (C,) bool, chunks of which one run begins right after the prefix that they were prefilled
-        with, so that its entries already equal full prefill's.
+    exact: (C,) bool, chunks whose entries already equal full prefill's: their cache was made behind
+        all that stands before them, or one run begins right after the prefix of all caches.
     question: (W,) positions of the tokens after the last chunk; the last token alone if there are
         none.
     chunk_lengths: (C,) tokens of each chunk, whether or not the prompt holds all of them.
@@ -239,7 +250,8 @@ class Layout:
             anchors.append(part.blocks.is_anchor[of_chunk])
             first = part.runs[0]
             begins_it = first.start == 0 and first.position == len(prefix)
-            exact.append(begins and len(part.runs) == 1 and begins_it)
+            begins_it &= begins and len(part.runs) == 1
+            exact.append(part.is_exact or begins_it)
             chunk_lengths.append(part.blocks.n_tokens)
             token_range.append(range(n_context, n_context + n_held))
             block_range.append(range(n_blocks, n_blocks + len(of_chunk)))
@@ -283,7 +295,8 @@ class Layout:
     @cached_property
     def prefilled_positions(self) -> Tensor:
         """(Tctx,) position at which each context token was prefilled."""
-        return self.offset_in_chunk + self.n_prefix
+        after_prefix = self.offset_in_chunk + self.n_prefix
+        return self.context_positions.where(self.exact[self.chunk_of_token], after_prefix)
 
     @cached_property
     def middle_of_chunk(self) -> Tensor:

@@ -161,6 +161,7 @@ class PromptChunk:
     key: of its cache, empty if nobody has looked for one. token_ids: of all of it. text: its body,
     None if only the store knows it.
     stored: its cache; None if there is none that can be used. miss: why not.
+    is_exact: whether that cache was made behind all that stands before it in this prompt.
     computed_now: whether the cache was made for this very prompt.
     """
 
@@ -171,11 +172,20 @@ class PromptChunk:
     stored: StoredChunk | None = None
     miss: str | None = None
     computed_now: bool = False
+    is_exact: bool = False
 
     @property
     def n_tokens(self) -> int:
         """Tokens of the prompt that are in its runs."""
         return sum(map(len, self.runs))
+
+    @property
+    def may_be_exact(self) -> bool:
+        """Whether it has its own first token in the prompt, and nothing stands between its parts.
+
+        Only then is what a cache behind the prompt's head holds full prefill's.
+        """
+        return len(self.runs) == 1 and self.runs[0].start == 0
 
     @property
     def is_whole(self) -> bool:

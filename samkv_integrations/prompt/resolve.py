@@ -61,15 +61,27 @@ class Resolved(AbstractContextManager["Resolved"]):
             if chunk.stored is None and (stored := made.get(chunk.token_ids)) is not None:
                 chunk.stored, chunk.key, chunk.computed_now = stored, stored.key, True
 
-    def lose(self, index: int, miss: CacheMiss) -> None:
-        """Make cached chunk ``index``, as counted in `opened`, a missed one wherever it stands.
+    def lose(self, lost: StoredChunk, miss: CacheMiss) -> None:
+        """Make a chunk a missed one wherever this cache of it stands.
 
-        One that was made for this prompt is not made again, but computed from its tokens.
+        In place of an exact beginning its ordinary cache is taken. One that was made for this
+        prompt is not made again, but computed from its tokens.
 
         Raises ChunkNotCached if ``on_miss`` is ``error``.
         """
-        lost = self.opened[index]
         places = [chunk for chunk in self.chunks if chunk.stored is lost]
+        if places[0].is_exact:
+            if miss.is_damage:
+                self.store.quarantine(lost.key, lost.fingerprint)
+            (first,) = places
+            first.stored, first.is_exact = None, False
+            lost.close()
+            try:
+                first.stored = self.store.open(first.key, self.fingerprint, first.token_ids)
+            except CacheMiss as own_miss:
+                first.miss, first.text = own_miss.reason, self.text_of(first.key)
+                self.count_miss(first.key, own_miss)
+            return
         self.count_miss(lost.key, miss, len(places))
         for chunk in places:
             chunk.stored, chunk.miss = None, miss.reason
@@ -78,6 +90,21 @@ class Resolved(AbstractContextManager["Resolved"]):
             elif chunk.text is None:
                 chunk.text = self.text_of(lost.key)
         lost.close()
+
+    def open_beginning(self, first: PromptChunk) -> bool:
+        """Open the cache that the first chunk has behind the prompt's head; whether it has one."""
+        if not first.may_be_exact:
+            return False
+        made_by = self.store.behind(self.fingerprint, self.token_ids[: first.runs[0].position])
+        key = self.store.key(made_by, first.token_ids)
+        try:
+            first.stored = self.store.open(key, made_by, first.token_ids)
+        except CacheMiss as miss:
+            if miss.is_damage:
+                self.store.quarantine(key, made_by)
+            return False
+        first.is_exact = True
+        return True
 
     def count_miss(self, key: str, miss: CacheMiss, n_places: int = 1) -> None:
         """Count a chunk without a usable cache. Raises ChunkNotCached if that is an error."""
@@ -105,9 +132,11 @@ def resolve(
     outage: Outage,
     *,
     on_miss: OnMiss = "text",
+    with_beginnings: bool = False,
 ) -> Resolved:
     """A prompt that was read, with the caches of its chunks open.
 
+    with_beginnings: whether the first chunk's is the one made behind the prompt's head, if any.
     outage: told of caches that the operating system does not give.
 
     Raises ChunkNotCached if ``on_miss`` is ``error`` and a chunk has no usable cache.
@@ -124,6 +153,8 @@ def resolve(
         for chunk in chunks:
             key = chunk.key
             resolved.chunks.append(chunk)
+            if with_beginnings and chunk is chunks[0] and resolved.open_beginning(chunk):
+                continue
             cache = opened.get(key)
             if cache is None:  # a file is opened once, in however many places its chunk is
                 try:
