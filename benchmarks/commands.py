@@ -1,27 +1,23 @@
-"""What the benchmarks with options share: errors, lists, models, folders, files and tables."""
+"""What the benchmarks with options share: errors, lists, models, files and tables."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import typer
 import typer.core
 
-from benchmarks.journal import Journal, digest
 from samkv_integrations import figures
 from samkv_integrations.cli.app import USER_ERROR
 from samkv_integrations.cli.loading import use_threads_for, words
 from samkv_integrations.cli.tables import markdown_table
-from samkv_integrations.errors import InvalidOption, SamkvError
+from samkv_integrations.errors import SamkvError
 from samkv_integrations.figures import Row
 from samkv_integrations.methods import METHODS
 from samkv_integrations.model.loading import load_model
 from samkv_integrations.model.model import Model
-
-RUNS = Path(".samkv/bench")
-"""Where runs are kept that are given no folder."""
 
 STDOUT = Path("-")
 """Names standard output where a file may be named."""
@@ -54,19 +50,6 @@ def loaded_model(model: str, device: str, dtype: str) -> Model:
     """The model that the options name."""
     use_threads_for(model)
     return load_model(model, device=device, dtype=dtype)
-
-
-def journal_of(
-    output: Path | None, settings: Mapping[str, Any], *, fresh: bool, beside: str | None = None
-) -> Journal:
-    """The journal in ``output``, or in a folder of `RUNS` that is named after the settings."""
-    return Journal(output or RUNS / digest(settings), settings, fresh=fresh, beside=beside)
-
-
-def require_folder(file: Path | None) -> None:
-    """Raise InvalidOption if ``file`` is to be written into a folder that does not exist."""
-    if file and not file.parent.is_dir():
-        raise InvalidOption(f"the folder {file.parent} of {file} does not exist; make it first")
 
 
 def write(text: str, file: Path) -> None:

@@ -18,7 +18,7 @@ from rich.console import Console
 from selenium.webdriver import Chrome, ChromeOptions, ChromeService
 from selenium.webdriver.common.by import By
 
-from benchmarks.datasets import DATA, Question, load
+from benchmarks.datasets import Question, load
 from samkv_integrations.cli.ask import show
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.inspection import Inspection, inspect
@@ -29,7 +29,7 @@ WIDTH = 900
 
 def first_of_each_kind() -> dict[str, Question]:
     found: dict[str, Question] = {}
-    for question in load([str(DATA / "questions.jsonl")], prompt="rag"):
+    for question in load():
         found.setdefault(question.kind, question)
     return found
 

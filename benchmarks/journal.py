@@ -5,7 +5,6 @@ A run that was stopped goes on with the rows that its folder holds.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Mapping
@@ -22,18 +21,10 @@ from samkv_integrations.figures import Row
 ROWS, RUN, LOCK = "rows.jsonl", "run.json", "lock"
 
 
-def digest(settings: Mapping[str, Any]) -> str:
-    """12 hex digits that name a run."""
-    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
-
-
 class Journal:
     """The folder of a run: its settings, and a line for every row as soon as it is measured.
 
     ``rows`` holds the rows of this and of earlier processes under (question id, label).
-
-    beside: a pattern of files in the folder that belong to its run as well. A new run begins
-        without those that an earlier one left.
 
     Raises InvalidOption if the folder belongs to a run of other settings, if another process
     measures into it, or if it is not writable.
@@ -45,7 +36,6 @@ class Journal:
         settings: Mapping[str, Any],
         *,
         fresh: bool = False,
-        beside: str | None = None,
     ) -> None:
         self.folder = folder
         self.rows: dict[tuple[str, str], Row] = {}
@@ -54,7 +44,7 @@ class Journal:
             try:
                 folder.mkdir(parents=True, exist_ok=True)
                 opened.enter_context(FileLock(folder / LOCK, timeout=0))
-                self._claim(json.loads(json.dumps(settings)), fresh, beside)
+                self._claim(json.loads(json.dumps(settings)), fresh)
             except TimeoutError as error:
                 raise InvalidOption(
                     f"another process measures into {folder}; wait for it, or name another folder "
@@ -66,7 +56,7 @@ class Journal:
                 ) from error
             self._opened = opened.pop_all()
 
-    def _claim(self, settings: Mapping[str, Any], fresh: bool, beside: str | None) -> None:
+    def _claim(self, settings: Mapping[str, Any], fresh: bool) -> None:
         run, rows = self.folder / RUN, self.folder / ROWS
         if fresh:
             rows.unlink(missing_ok=True)
@@ -77,9 +67,6 @@ class Journal:
         elif rows.exists():
             raise InvalidOption(f"{self.folder} has {ROWS} but no {RUN}; name another folder")
         else:
-            # before the run is there: one that is killed here goes on without them, too
-            for left in self.folder.glob(beside) if beside else ():
-                left.unlink()
             # whole or not at all: a process that is killed here leaves no half file behind
             made = run.with_suffix(".tmp")
             made.write_text(json.dumps(settings, ensure_ascii=False, indent=1) + "\n", "utf-8")

@@ -10,13 +10,14 @@ from itertools import count
 from pathlib import Path
 
 from benchmarks import models
-from benchmarks.datasets import BUILTIN, SETS, SHORT, Question, load
+from benchmarks.datasets import SHORT, Question, load
 from benchmarks.load import Prompt, Prompts
 from benchmarks.models import Words
 from samkv_integrations.errors import InvalidOption
 from samkv_integrations.prompt.text import rag_prompt
 
 QUESTION_TOKENS = 12
+BUILTIN = "builtin"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,6 +210,5 @@ class Subject:
         return Prepared(name=model.name, served=served, prompts=prompts)
 
     def _of_questions(self, labels: Sequence[str], n_prompts: int) -> Prompts:
-        named = self.questions or SHORT
-        found = load(builtin_set=named) if named in SETS else load([named])
+        found = load(self.questions or SHORT)
         return of_questions(found, labels, n_prompts, chat=self.chat)

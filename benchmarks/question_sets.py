@@ -84,11 +84,11 @@ def _set_of(spec: str) -> list[Asked]:
     elif form and "x" in form:
         size, count = map(int, form.split("x"))
         kind = f"{count} x {size:,} tokens"
-        found = [_split(each, size, count) for each in load([str(path)], prompt="rag")]
+        found = [_split(each, size, count) for each in load(path)]
     else:
         n = int(form or 10**9)
         kind = f"{form or 'all'} paragraphs"
-        found = [with_fewer(each, n) for each in load([str(path)], prompt="rag")]
+        found = [with_fewer(each, n) for each in load(path)]
     found = found[first - 1 : last]
     if not found:
         raise InvalidOption(f"questions {spec!r}: the file holds fewer than {first} questions")

@@ -1,39 +1,15 @@
-"""The settings that every run over questions depends on."""
+"""Where a run was measured."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 import platform
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.datasets import Question
-from benchmarks.variants import Variant
-from samkv_integrations.figures import commit, version
 from samkv_integrations.model.model import Model
-
-
-def common_settings(
-    model: Model, questions: Sequence[Question], variants: Mapping[str, Variant]
-) -> dict[str, Any]:
-    """Model, data, variants, version and hardware of a run, as JSON-able values."""
-    text = json.dumps([asdict(q) for q in questions], ensure_ascii=False)
-    return {
-        "model": model.name,
-        "weights": model.weights_digest,
-        "tokenizer": model.tokenizer_digest,
-        "data": hashlib.sha256(text.encode()).hexdigest(),
-        "variants": {label: v.describe() for label, v in variants.items()},
-        "version": version(),
-        "commit": commit(),
-        "hardware": hardware(model),
-    }
 
 
 def hardware(model: Model) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Does `recompute` answer as the LLM that it takes the place of? Counted over the same prompts.
 
     pip install langchain-huggingface llama-index-llms-huggingface  # into an environment of its own
-    python -m benchmarks.same_as_transformers --model FOLDER --sets "real paragraphs"
+    python -m benchmarks.same_as_transformers --model FOLDER --sets "package descriptions"
 
 Every row asks a class of this package with ``method="recompute"`` and the class of the framework
 that runs the same model by transformers. All chunks are cached before, and found in the prompts, so
@@ -24,8 +24,7 @@ from llama_index.core.llms import ChatMessage
 
 import samkv_integrations
 from benchmarks.datasets import Question, load
-from benchmarks.fidelity import questions as real_questions
-from benchmarks.fidelity import with_fewer
+from benchmarks.question_sets import PACKAGES, questions_of
 from langchain_samkv import ChatSamKV, SamKV
 from llama_index.llms.samkv import SamKVLLM
 from samkv_integrations import Engine, collect_reports
@@ -40,8 +39,6 @@ MAX_TOKENS = 32
 
 BUILTIN = str(Path(samkv_integrations.__file__).with_name("assets") / "builtin")
 DTYPE = torch.float32
-DOCUMENTS = 5
-"""Most paragraphs of a prompt."""
 
 chosen = argparse.Namespace(model=BUILTIN)
 """The command line: the folder of the model, that the classes of others can read as well."""
@@ -51,11 +48,11 @@ Turn = dict[str, str]
 
 SETS: Mapping[str, Callable[[int], list[Question]]] = {
     "sample questions": lambda number: load(kinds=["single-hop", "reference"])[:number],
-    "real paragraphs": lambda number: [
-        with_fewer(question, DOCUMENTS) for question in real_questions("all")[:number]
+    "package descriptions": lambda number: [
+        asked.question for asked in questions_of([str(PACKAGES)])[:number]
     ],
 }
-"""What is asked: questions as in training, and HotpotQA, 2WikiMultihopQA and MuSiQue."""
+"""What is asked: questions as in training, and real ones over retrieved text."""
 
 
 # -- the classes of others -------------------------------------------------------------------

@@ -42,7 +42,7 @@ def main() -> None:
     parser.add_argument("--answers", type=int, default=20)
     parser.add_argument("--tokens", type=int, default=64)
     args = parser.parse_args()
-    questions = load(builtin_set="long")[: args.answers]
+    questions = load("long")[: args.answers]
     prompts = [str(rag_prompt(each.question, each.documents)) for each in questions]
     engine = Engine(load_model("builtin"), prefix_bytes=0)
     for each in questions:

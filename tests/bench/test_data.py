@@ -1,4 +1,4 @@
-"""Questions and prompts of the quality bench."""
+"""Questions of the benchmarks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks import datasets
 from reference_model.questions import main as write_questions
-from samkv_integrations.errors import EmptyInput, InvalidOption, SamkvError, UnknownOption
+from samkv_integrations.errors import EmptyInput, InvalidOption, UnknownOption
 from samkv_integrations.prompt.text import rag_prompt
 from tests.support.records import builtin
 
@@ -21,16 +21,6 @@ RECORD = {
     "question": "Who?",
     "answers": ["Ada"],
     "contexts": [{"title": "One", "text": "It was Ada."}, {"title": "Two", "text": "No."}],
-}
-
-
-THEIRS = {
-    "_id": "l0",
-    "dataset": "hotpotqa",
-    "input": "Who {x}?",
-    "answers": ["Ada"],
-    "context": "Passage 1:\nOne\nIt was {Ada}. See Passage 7:\n\nPassage 2:\nTwo\nNo.\n",
-    "length": 9,
 }
 
 
@@ -68,7 +58,7 @@ def test_the_shipped_long_questions_are_what_the_recipe_writes(tmp_path: Path) -
     [("short", 9, 1), ("short", 90, 10), ("short", 360, 40), ("long", 9, 1), ("long", 144, 16)],
 )
 def test_the_first_shipped_questions_are_balanced(builtin_set: str, n: int, each: int) -> None:
-    cells = Counter((q.kind, len(q.documents)) for q in datasets.load(builtin_set=builtin_set)[:n])
+    cells = Counter((q.kind, len(q.documents)) for q in datasets.load(builtin_set)[:n])
     assert len(cells) == 9
     assert set(cells.values()) == {each}
 
@@ -76,7 +66,7 @@ def test_the_first_shipped_questions_are_balanced(builtin_set: str, n: int, each
 def test_the_shipped_long_questions_are_long() -> None:
     """Tokens of the built-in model; the card's window is 4,096."""
     model = builtin()
-    questions = datasets.load(builtin_set="long")
+    questions = datasets.load("long")
     prompts = [len(model.tokenize(str(q.prompt()), special=False)) + 1 for q in questions]
     assert min(prompts) >= 1_200 and max(prompts) <= 3_500
     assert 1_900 < fmean(prompts) < 2_100
@@ -85,84 +75,23 @@ def test_the_shipped_long_questions_are_long() -> None:
     assert min(lengths) >= 250 and max(lengths) <= 640
 
 
-def test_a_set_is_one_of_those_that_come_with_the_package(tmp_path: Path) -> None:
-    short, long = datasets.load(), datasets.load(builtin_set="long")
-    assert datasets.load(builtin_set="short") == short
-    assert not {q.id for q in short} & {q.id for q in long}
-    mixed = datasets.load([datasets.BUILTIN, written(tmp_path, RECORD)], builtin_set="long")
-    assert [q.id for q in mixed[:3]] == [long[0].id, "q0", long[1].id]
-    with pytest.raises(UnknownOption, match="built-in questions 'huge'; known: long, short"):
-        datasets.load(builtin_set="huge")
+def test_no_question_is_in_both_sets() -> None:
+    assert not {q.id for q in datasets.load()} & {q.id for q in datasets.load("long")}
 
 
 def test_records_become_questions(tmp_path: Path) -> None:
     path = written(tmp_path, RECORD, "", RECORD | {"id": "q1", "set": "odd", "kind": "two-hop"})
-    first, second = datasets.load([path])
+    first, second = datasets.load(path)
     assert first.documents == ("[One]\nIt was Ada.", "[Two]\nNo.")
     assert first.prompt() == rag_prompt("Who?", first.documents)
     assert (first.kind, second.kind, first.max_new_tokens) == ("town", "odd", 16)
-    assert [q.id for q in datasets.load([path], kinds=["odd"])] == ["q1"]
-    assert [q.id for q in datasets.load([path], kinds=["two-hop"])] == ["q1"]
-    assert [q.max_new_tokens for q in datasets.load([path], max_new_tokens=5)] == [5, 5]
+    assert [q.id for q in datasets.load(path, kinds=["odd"])] == ["q1"]
+    assert [q.id for q in datasets.load(path, kinds=["two-hop"])] == ["q1"]
     del (unnamed := dict(RECORD))["dataset"]
-    assert datasets.load([written(tmp_path, unnamed, name="my-town.jsonl")])[0].dataset == "my-town"
+    assert datasets.load(written(tmp_path, unnamed, name="my-town.jsonl"))[0].dataset == "my-town"
     places = [{"supporting": value, "id": f"q{value}"} for value in ([1, 0], [], None)]
-    found = datasets.load([written(tmp_path, RECORD, *(RECORD | place for place in places))])
+    found = datasets.load(written(tmp_path, RECORD, *(RECORD | place for place in places)))
     assert [q.supporting for q in found] == [(), (1, 0), (), ()]
-
-
-def test_numbers_of_documents_are_picked() -> None:
-    assert {len(q.documents) for q in datasets.load(documents=[4, 12])} == {4, 12}
-    with pytest.raises(InvalidOption, match="no question has 5 documents.*4, 8, 12"):
-        datasets.load(documents=[5])
-
-
-def test_files_take_turns(tmp_path: Path) -> None:
-    one = written(tmp_path, RECORD, RECORD | {"id": "q1"}, RECORD | {"id": "q2"}, name="one")
-    two = written(tmp_path, RECORD | {"id": "p0"}, name="two")
-    assert [q.id for q in datasets.load([one, two])] == ["q0", "p0", "q1", "q2"]
-    with pytest.raises(InvalidOption, match="two questions have the id 'q0'"):
-        datasets.load([one, written(tmp_path, RECORD, name="three")])
-
-
-@pytest.mark.parametrize("dataset", ["hotpotqa", "2wikimqa", "musique"])
-def test_longbench_s_sets_are_asked_as_longbench_asks(tmp_path: Path, dataset: str) -> None:
-    (asked,) = datasets.load([written(tmp_path, RECORD | {"dataset": dataset})])
-    assert asked.prompt() == (
-        "Answer the question based on the given passages. Only give me the answer and do not "
-        "output any other words.\n\nThe following are given passages.\nPassage 1:\nOne\nIt was "
-        "Ada.\nPassage 2:\nTwo\nNo.\n\nAnswer the question based on the given passages. Only give "
-        "me the answer and do not output any other words.\n\nQuestion: Who?\nAnswer:"
-    )
-    assert asked.documents == ("Passage 1:\nOne\nIt was Ada.", "Passage 2:\nTwo\nNo.")
-    assert asked.max_new_tokens == 32
-    assert asked.prompt(chat=True) == [{"role": "user", "content": asked.prompt()}]
-    (plain,) = datasets.load([written(tmp_path, RECORD | {"dataset": dataset})], prompt="rag")
-    assert plain.prompt() == rag_prompt("Who?", ("[One]\nIt was Ada.", "[Two]\nNo."))
-    assert plain.max_new_tokens == 32
-
-
-def test_dureader_is_asked_in_chinese(tmp_path: Path) -> None:
-    (asked,) = datasets.load([written(tmp_path, RECORD | {"dataset": "dureader"})])
-    assert asked.documents[1] == "文章2\n标题：Two\nNo."
-    assert isinstance(asked.prompt(), str) and "问题：Who?\n回答：" in asked.prompt()
-    assert (asked.language, asked.max_new_tokens) == ("zh", 128)
-
-
-def test_longbench_s_own_files_keep_their_text(tmp_path: Path) -> None:
-    chinese = THEIRS | {"_id": "l1", "dataset": "dureader", "input": "谁？",
-                        "context": "文章1\n标题：一\n是她。\n文章2\n标题：二\n不是。"}  # fmt: skip
-    english, zh = datasets.load([written(tmp_path, THEIRS, chinese)])
-    assert english.documents == (
-        "Passage 1:\nOne\nIt was {Ada}. See Passage 7:", "Passage 2:\nTwo\nNo."
-    )  # fmt: skip
-    assert zh.documents == ("文章1\n标题：一\n是她。", "文章2\n标题：二\n不是。")
-    for question, context in ((english, THEIRS["context"]), (zh, chinese["context"])):
-        prompt = question.prompt()
-        assert isinstance(prompt, str) and str(context) in prompt
-        places = [prompt.index(document) for document in question.documents]
-        assert places == sorted(places)
-        assert all(prompt.count(document) == 1 for document in question.documents)
 
 
 @pytest.mark.parametrize(
@@ -183,14 +112,14 @@ def test_longbench_s_own_files_keep_their_text(tmp_path: Path) -> None:
 )
 def test_a_broken_record_is_named(tmp_path: Path, change: dict[str, object], message: str) -> None:
     with pytest.raises(InvalidOption, match=f"asked.jsonl, line 2: {message}"):
-        datasets.load([written(tmp_path, RECORD, RECORD | {"id": "q1"} | change)])
+        datasets.load(written(tmp_path, RECORD, RECORD | {"id": "q1"} | change))
 
 
 @pytest.mark.parametrize("field", ["id", "question", "answers", "contexts"])
 def test_a_missing_field_is_named(tmp_path: Path, field: str) -> None:
     record = {name: value for name, value in RECORD.items() if name != field}
     with pytest.raises(InvalidOption, match=f"line 1: the field '{field}' is missing"):
-        datasets.load([written(tmp_path, record)])
+        datasets.load(written(tmp_path, record))
 
 
 @pytest.mark.parametrize(
@@ -198,62 +127,43 @@ def test_a_missing_field_is_named(tmp_path: Path, field: str) -> None:
     [
         ('{"id": ', "line 2: .*Expecting value"),
         ("[1]", "line 2: a line must be a JSON object"),
-        (json.dumps(THEIRS | {"dataset": "narrativeqa"}), "line 2: .*'narrativeqa'.*2wikimqa"),
-        (json.dumps(THEIRS | {"context": "no header"}), "line 2: no document begins in context"),
-        (json.dumps(THEIRS | {"answers": []}), "line 2: answers is"),
     ],
 )
 def test_a_broken_line_is_named(tmp_path: Path, line: str, message: str) -> None:
-    with pytest.raises(SamkvError, match=message):
-        datasets.load([written(tmp_path, RECORD, line)])
+    with pytest.raises(InvalidOption, match=message):
+        datasets.load(written(tmp_path, RECORD, line))
 
 
 def test_what_is_not_there_is_refused(tmp_path: Path) -> None:
     path = written(tmp_path, RECORD)
-    with pytest.raises(InvalidOption, match="unknown data 'nothing'; give 'builtin' or an"):
-        datasets.load(["nothing"])
+    with pytest.raises(InvalidOption, match="unknown questions 'nothing'; give short, long or an"):
+        datasets.load("nothing")
     with pytest.raises(UnknownOption, match="unknown kind 'odd'; known: town"):
-        datasets.load([path], kinds=["odd"])
-    with pytest.raises(UnknownOption, match="'town'; known: 2wikimqa, dureader, hotpotqa, musique"):
-        datasets.load([path], prompt="longbench")
-    with pytest.raises(InvalidOption, match="prompt 'alpaca'; allowed: auto, rag, longbench"):
-        datasets.load([path], prompt="alpaca")  # type: ignore[arg-type]
-    with pytest.raises(InvalidOption, match="max_new_tokens=0"):
-        datasets.load([path], max_new_tokens=0)
+        datasets.load(path, kinds=["odd"])
+    with pytest.raises(InvalidOption, match="two questions have the id 'q0'"):
+        datasets.load(written(tmp_path, RECORD, RECORD))
     with pytest.raises(EmptyInput, match="holds no question"):
-        datasets.load([written(tmp_path, "")])
-    two = written(tmp_path, RECORD | {"kind": "a"}, RECORD | {"id": "q1", "kind": "b", "contexts":
-                  [{"title": "x", "text": "y"}]})  # fmt: skip
-    with pytest.raises(EmptyInput, match="asked for: b, 2 documents"):
-        datasets.load([two], kinds=["b"], documents=[2])
+        datasets.load(written(tmp_path, ""))
 
 
-def test_without_labels_a_question_and_its_documents_are_enough(tmp_path: Path) -> None:
-    bare = {"question": "Who?", "documents": ["One. ", "Two."]}
-    theirs = {name: THEIRS[name] for name in ("input", "context", "dataset")}
-    path = written(tmp_path, bare, bare | {"id": "mine", "answers": ["Ada"]}, theirs, RECORD)
-    found = datasets.load([path], labelled=False)
-    assert [q.id for q in found] == ["asked:1", "mine", "asked:3", RECORD["id"]]
-    assert [q.answers for q in found] == [(), ("Ada",), (), ("Ada",)]
-    assert found[0].documents == ("One.", "Two.") and found[2].context == THEIRS["context"]
-    assert found[0].prompt() == rag_prompt("Who?", ["One.", "Two."])
-    with pytest.raises(InvalidOption, match="line 1: the field 'id' is missing; needed are id, qu"):
-        datasets.load([path])
+def test_documents_may_stand_in_place_of_contexts(tmp_path: Path) -> None:
+    bare = {name: RECORD[name] for name in ("id", "question", "answers")}
+    (found,) = datasets.load(written(tmp_path, bare | {"documents": ["One. ", "Two."]}))
+    assert found.documents == ("One.", "Two.")
+    for documents, message in (
+        ([], "documents must be a list of one text or more"),
+        ("One.", "documents must be a list of one text or more"),
+        (["One.", " "], "documents is ' '; it must be a text"),
+    ):
+        with pytest.raises(InvalidOption, match=f"asked.jsonl, line 1: {message}"):
+            datasets.load(written(tmp_path, bare | {"documents": documents}))
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"documents": []}, "documents must be a list of one text or more"),
-        ({"documents": "One."}, "documents must be a list of one text or more"),
-        ({"documents": ["One.", " "]}, "documents is ' '; it must be a text"),
-        ({"answers": "Ada"}, "answers is 'Ada'"),
-        ({"question": ""}, "question is ''; .*needed are question and documents, a list of texts"),
-    ],
-)
-def test_a_broken_line_without_labels_is_named(
-    tmp_path: Path, change: dict[str, object], message: str
-) -> None:
-    bare = {"question": "Who?", "documents": ["One."]}
-    with pytest.raises(InvalidOption, match=f"asked.jsonl, line 1: {message}"):
-        datasets.load([written(tmp_path, bare | change)], labelled=False)
+def test_fewer_documents_keep_those_that_the_answer_needs(tmp_path: Path) -> None:
+    contexts = [{"title": f"{n}", "text": "x"} for n in range(4)]
+    (found,) = datasets.load(written(tmp_path, RECORD | {"contexts": contexts, "supporting": [3]}))
+    two = datasets.with_fewer(found, 2)
+    assert two.documents == ("[0]\nx", "[3]\nx") and two.supporting == (1,)
+    assert datasets.with_fewer(found, 9) == found
+    with pytest.raises(InvalidOption, match="documents=0; it must be at least 1"):
+        datasets.with_fewer(found, 0)

@@ -131,7 +131,7 @@ def test_requests_come_at_a_rate_and_every_one_is_kept(server: Endpoint, tmp_pat
         (("--url", "http://a/v1", "--shape", "builtin"), "runs already; leave it out"),
         (("--shape", "gpt"), "unknown shape 'gpt'"),
         (("--chunks", "4"), "random words come with a shape"),
-        (("--questions", "nothing.jsonl"), "unknown data 'nothing.jsonl'"),
+        (("--questions", "nothing.jsonl"), "unknown questions 'nothing.jsonl'"),
         (("--plot", "load.gif"), "must end in .png or .svg"),
         (("--dir", "nowhere"), "is not there, or not writable"),
         (("--max-tokens", "0"), "max_tokens=0; it must be at least 1"),

@@ -18,7 +18,7 @@ TRANSFORMERS, *OTHERS = PAIRS
     "asked",
     [
         # longer prompts
-        pytest.param(name, marks=pytest.mark.slow if name == "real paragraphs" else ())
+        pytest.param(name, marks=pytest.mark.slow if name == "package descriptions" else ())
         for name in SETS
     ],
 )

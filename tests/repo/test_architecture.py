@@ -299,7 +299,7 @@ def test_a_framework_needs_no_other(frameworks: tuple[str, ...], modules: list[s
 def test_importing_needs_no_extra_and_changes_nothing() -> None:
     """In a process of its own: here other tests have made engines, which do register."""
     extras = ("llama_index", "langchain_core", "chromadb", "sklearn", "scipy",
-              "semantic_text_splitter", "matplotlib", "jieba", "rouge", "ray")  # fmt: skip
+              "semantic_text_splitter", "matplotlib", "ray")  # fmt: skip
     modules = [m for m in SOURCES if room(m) != "connectors" and m not in OF_A_GPU]
     found = subprocess.run(
         [sys.executable, "-c", IMPORT_ALL.format(extras=extras, modules=modules)],

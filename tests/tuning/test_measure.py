@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.fidelity import greedy
 from samkv_integrations import ChunkStore, Engine
 from samkv_integrations.evaluation.questions import Question
 from samkv_integrations.methods import METHODS
 from samkv_integrations.tuning.run import FULL, Measurer, candidates
+from tests.support.greedy import greedy
 from tests.support.models import tiny_model
 from tests.support.stores import chunk_files
 
