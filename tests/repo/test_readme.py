@@ -158,15 +158,6 @@ def test_figures_of_the_readme_are_those_of_the_results() -> None:
     assert table in page("docs/results.md")
 
 
-@pytest.mark.parametrize(
-    "path", ["README.md", "docs/index.md", "docs/results.md", "docs/results/answers.md"]
-)
-def test_figures_of_the_builtin_model_say_that_they_are_in_distribution(path: str) -> None:
-    """They were shown without it, and read as what a method does to any text."""
-    words = " ".join(page(path).split())
-    assert re.search(r"(nonsense|anything else,?) with every method, full prefill included", words)
-
-
 @pytest.mark.parametrize("path", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"])
 def test_links_lead_somewhere(path: str) -> None:
     """Those of docs/ are looked at when the site is built."""
