@@ -204,6 +204,10 @@ ReplicaGpus = Annotated[float | None, _option("GPUs of each. [default: 0]", min=
 Route = Annotated[str | None, _option("load, or collection. [default: load]", hidden=True)]
 
 # -- of doctor and quickstart -------------------------------------------------------------------
+DoctorQuestions = Annotated[
+    Path | None,
+    _option("JSON Lines of yours: question, answers, documents.", "--questions"),
+]
 CostFolder = Annotated[
     Path | None, _option("Keep the measured times beside its caches.", "--dir", resolve_path=True)
 ]
@@ -215,9 +219,8 @@ SampleQuestions = Annotated[
 ]
 
 # -- of tune ------------------------------------------------------------------------------------
-Agree = Annotated[float, _option("Least agreement with full prefill, 0 to 1.")]
-AgreedBy = Annotated[
-    str, _option("What agreement is: exact (the same answer) or f1 (tokens in common).")
+Lose = Annotated[
+    float, _option("Points of right answers below full prefill's that are still enough.")
 ]
 Minutes = Annotated[float, _option("That measuring may take.")]
 Seed = Annotated[int, _option("Of the order of questions.")]

@@ -5,24 +5,30 @@ from __future__ import annotations
 import random
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from samkv_integrations import figures
 from samkv_integrations.cli import arguments as args
 from samkv_integrations.cli import tables
 from samkv_integrations.cli.loading import as_ingested, store_in, use_threads_for
 from samkv_integrations.errors import EmptyInput, InvalidOption
-from samkv_integrations.figures import count, ratio, seconds, size
+from samkv_integrations.figures import count, ratio, seconds
 
 if TYPE_CHECKING:
     from samkv_integrations.engine.options import TunedSetting
-    from samkv_integrations.tuning.run import By, Result, Standing
-
-_LEAST_FOR_A_RATE = 10  # questions: "1.00" of one would look like a finding
+    from samkv_integrations.tuning.run import Standing, TuneConfig
 
 LEGEND = """\
-out: cannot reach {target:g}, or slower than full prefill; refused: did not reach it on held-out
-questions; in: might. KL, top-1: of the first token; first token, KV: of full prefill's."""
+points: {right} answers more than full prefill, on the same questions, with 95 % interval
+  (of no width: no question changed, which few questions may not show)
+out: loses more than {lose:g} points, or slower than full prefill; refused: so on held-out questions
+enough: there too, but not the first choice; in: might be, not tried
+KL: of the first token; first token, KV: of full prefill's"""
+
+NO_GOLD = (
+    "{n} of {of} have gold answers, too few to judge by: what full prefill answers counts as "
+    'right, so a setting can only lose. --questions FILE with "answers" counts right answers.'
+)
 
 
 def tune(
@@ -30,13 +36,13 @@ def tune(
     chroma: args.ChromaServer = None, model: args.SameModel = None,
     device: args.Device = "auto", dtype: args.SameDtype = None, store_bits: args.CacheBits = None,
     namespace: args.Namespace = "", remote: args.Remote = None,
-    questions: args.QuestionFile = None, agree: args.Agree = 0.95, by: args.AgreedBy = "exact",
-    minutes: args.Minutes = 10.0, top_k: args.TopK = 4, max_new_tokens: args.MaxNewTokens = 64,
+    questions: args.QuestionFile = None, lose: args.Lose = 3.0, minutes: args.Minutes = 10.0,
+    top_k: args.TopK = 4, max_new_tokens: args.MaxNewTokens = 64,
     chat: args.Chat = None, seed: args.Seed = 0, most: args.MostQuestions = 400,
     check: args.CheckWritten = False, writes: args.Writes = True,
     fall_back: args.FallBack = False, as_json: args.Json = False,
 ) -> None:  # fmt: skip
-    """Find the cheapest setting that answers as full prefill does, on your model and documents."""
+    """Find the cheapest setting with as many right answers as full prefill, on your documents."""
     from samkv_integrations.chroma.client import Database
     from samkv_integrations.chroma.link import ChromaLink
     from samkv_integrations.engine.costs import name_of
@@ -47,19 +53,22 @@ def tune(
         tuned_setting,
         write_tuned,
     )
+    from samkv_integrations.evaluation.judge import is_in_documents
     from samkv_integrations.evaluation.questions import read_questions
     from samkv_integrations.tuning import questions as made
     from samkv_integrations.tuning.run import (
         FULL,
+        GOLD,
         Measurer,
         Run,
         TuneConfig,
         as_label,
         candidates,
+        judged,
         recommended,
     )
 
-    config = TuneConfig(agree=agree, by=cast("By", by), minutes=minutes)
+    config = TuneConfig(lose=lose, minutes=minutes)
     given = read_questions(questions, with_documents=True) if questions else None
     opened = Database(folder / "chroma", chroma).collection(collection)
     as_before = as_ingested(folder, [(namespace, collection)], model, dtype, store_bits)
@@ -91,38 +100,54 @@ def tune(
         engine.calibrate()
     link = ChromaLink(opened, engine)
     if given is not None:
-        asked = made.distinct(given)
+        asked = made.distinct(sorted(given, key=lambda one: not one.has_gold))
         random.Random(seed).shuffle(asked)
     elif not (asked := made.from_chunks(texts := made.texts_of(link), seed=seed)):
         raise EmptyInput(
             f"no question can be made of collection {collection!r} ({count(len(texts), 'chunk')}): "
             "none has a title, or a sentence of a few words; give --questions FILE"
         )
+    known, judge = judged(asked)
     retrieved = made.with_documents(
-        link, asked, top_k=top_k, max_new_tokens=max_new_tokens, chat=in_chat, most=most
+        link, known, top_k=top_k, max_new_tokens=max_new_tokens, chat=in_chat, most=most
     )
     methods = {label: setting.to_method() for label, setting in settings.items()}
     measurer = Measurer(engine, methods, max_new_tokens=max_new_tokens, chat=in_chat)
     run = Run(config, measurer.compare)
-    out = tables.console(stderr=as_json)
+    out, right = tables.console(stderr=as_json), "right" if judge == GOLD else "same"
+    elsewhere = [
+        one for one in retrieved.questions
+        if one.answers and not is_in_documents(one.answers, one.documents)
+    ]  # fmt: skip
+    if judge != GOLD:
+        n_gold = sum(one.has_gold for one in asked)
+        out.print(NO_GOLD.format(n=n_gold, of=count(len(asked), "question")))
+    elif n_without := len(asked) - len(known):
+        out.print(f"{count(n_without, 'question')} left out: without answers.")
+    if elsewhere:
+        out.print(
+            f"{count(len(elsewhere), 'question')} with answers that stand in none of the "
+            "documents, counted all the same."
+        )
     if check:
         (standing,) = run.standings([*settings], retrieved.questions)
         entry = settings[standing.label]
         if as_json:
-            found = {"setting": entry.line, "measured": dict(entry.measured)}
+            found = {"setting": entry.line, "judged_by": judge, "measured": dict(entry.measured)}
             tables.write_text(figures.to_json("tune", model, [asdict(standing)], found))
-        out.print(_checked(entry, standing))
+        out.print(_checked(entry, _in_words(standing, right), standing, config, judge))
         return
     result = run.tune([*settings], retrieved.questions)
-    setting = recommended(result, settings, config, collection)
+    setting = recommended(result, settings, config, collection, judge)
     kept = setting
     if setting is None and fall_back:
         kept = TunedSetting(model=engine.model.name, method=FULL, store_bits=engine.store_bits)
     written = write_tuned(store.path, kept) if writes and kept else None
     if as_json:
-        rows = [asdict(one) | {"state": _state(one, result)} for one in result.standings]
+        rows = [asdict(one) | {"state": result.states[one.label]} for one in result.standings]
         more: dict[str, Any] = {
-            "target": agree, "agreed_by": by,
+            "lose": -config.least, "judged_by": judge, "without_answers": len(asked) - len(known),
+            "answers_in_no_document": len(elsewhere),
             "recommended": setting.line if setting else f"--method {FULL}",
             "store_bits": setting.store_bits if setting else None, "why": result.why,
             "held_out": [asdict(one) for one in result.checked],
@@ -130,23 +155,24 @@ def tune(
         }  # fmt: skip
         tables.write_text(figures.to_json("tune", model, rows, more))
     standings = sorted(result.standings, key=lambda each: each.ttft_ratio)
-    titles = (
-        "setting", "agreement", "asked", "F1", "KL", "top-1", "first\ntoken", "read", "KV", "",
-    )  # fmt: skip
+    longest = max(standings, key=lambda each: each.questions)
     cells = [
+        ("full prefill", f"{longest.full} of {longest.questions}", *[""] * 4, *["1.00"] * 2, "")
+    ]
+    cells += [
         (
-            each.label, _agreement(each), str(each.n), ratio(each.f1), f"{each.first_kl:.3f}",
-            ratio(each.first_top1), ratio(each.ttft_ratio), size(each.bytes_read),
-            ratio(each.kv_ratio), _state(each, result),
+            each.label, f"{each.right} of {each.questions}", str(each.lost), str(each.won),
+            each.points, f"{each.first_kl:.3f}", ratio(each.ttft_ratio), ratio(each.kv_ratio),
+            result.states[each.label],
         )
         for each in standings
     ]  # fmt: skip
+    titles = ("setting", right, "lost", "won", "points", "KL", "first\ntoken", "KV", "")
     out.print(tables.table(titles, cells, gap=1))
-    out.print(LEGEND.format(target=agree))
+    out.print(LEGEND.format(right=right, lose=lose))
     out.print(
-        f"\n{count(len(standings), 'setting')} on up to "
-        f"{count(max(each.n for each in standings), 'question')}, "
-        f"{seconds(result.seconds)}; every figure against full prefill on the same prompts."
+        f"\n{count(len(standings), 'setting')} on up to {count(longest.questions, 'question')}, "
+        f"{seconds(result.seconds)}; judged by {judge}."
     )
     if left_out := retrieved.too_long + retrieved.uncached:
         out.print(
@@ -154,11 +180,8 @@ def tune(
             f"{retrieved.uncached} with chunks that have no cache."
         )
     for one in result.checked:
-        verdict = "is enough" if one is result.chosen else "is not enough"
-        out.print(
-            f"On {count(one.n, 'held-out question')} {one.label} {verdict}: "
-            f"agreement {_agreement(one)}, first token {ratio(one.ttft_ratio)} of full prefill."
-        )
+        verdict = "not enough" if result.states[one.label] == "refused" else "enough"
+        out.print(f"{one.label} is {verdict} on held-out questions: {_in_words(one, right)}.")
     if setting is None:
         out.print(f"\nRecommended: full prefill, --method {FULL}: {result.why}.")
     else:
@@ -171,35 +194,31 @@ def tune(
         out.print(f"Not written: --write keeps it in {TUNED_FILE} beside the caches.")
 
 
-def _checked(entry: TunedSetting, standing: Standing) -> str:
+def _checked(
+    entry: TunedSetting, words: str, standing: Standing, config: TuneConfig, judge: str
+) -> str:
     """A setting on questions of now, beside what was said of it when it was written."""
     from samkv_integrations.engine.options import TUNED_FILE
 
-    shown = (
-        f"{entry.line}\nOn {count(standing.n, 'question')}: agreement {_agreement(standing)}, F1 "
-        f"{ratio(standing.f1)}, first token {ratio(standing.ttft_ratio)} of full prefill.\n"
+    verdict = "enough" if config.is_enough(standing) else "not enough: tune again"
+    shown = f"{entry.line}\n{words}; judged by {judge}.\nThat is {verdict}."
+    said = [entry.measured.get(name) for name in ("difference", "low", "high")]
+    numbers = [100 * each for each in said if isinstance(each, int | float)]
+    if len(numbers) < len(said) or entry.measured.get("judged_by") != judge:
+        return f"{shown} {TUNED_FILE} has no figures of this judge; tune again to compare."
+    was, low, high = numbers
+    than = "worse than" if 100 * standing.high < low else "as"
+    than = "better than" if 100 * standing.low > high else than
+    return (
+        f"{shown} It is {than} when it was written: {was:+.1f} ({low:+.1f} to {high:+.1f}) points "
+        f"on {entry.measured.get('questions', '?')} questions."
     )
-    low, high = entry.measured.get("agreement_low"), entry.measured.get("agreement_high")
-    if not isinstance(low, float | int) or not isinstance(high, float | int):
-        return f"{shown}{TUNED_FILE} does not say what was measured when it was written."
-    verdict, more = "within", ""
-    if standing.agreement > high:
-        verdict = "above"
-    if standing.agreement < low:
-        verdict, more = "below", "\nDocuments or questions are others now: tune again."
-    n = entry.measured.get("held_out_questions", "?")
-    return f"{shown}That is {verdict} its interval, [{low:.2f}, {high:.2f}] on {n} questions.{more}"
 
 
-def _agreement(each: Standing) -> str:
-    if each.n < _LEAST_FOR_A_RATE:
-        return f"{each.n} asked: too few"
-    return f"{each.agreement:.2f} [{each.low:.2f}, {each.high:.2f}]"
-
-
-def _state(each: Standing, result: Result) -> str:
-    if result.chosen is not None and each.label == result.chosen.label:
-        return "chosen"
-    if each.label in [one.label for one in result.checked]:
-        return "refused"
-    return "out" if each.label in result.out else "in"
+def _in_words(each: Standing, right: str) -> str:
+    """right: what answers are: right, or the same as full prefill's."""
+    return (
+        f"{right} answers {each.right} of {each.questions}, full prefill {each.full} (lost "
+        f"{each.lost}, won {each.won}): {each.points} points; first token {ratio(each.ttft_ratio)} "
+        "of full prefill's"
+    )

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from samkv_integrations.documents import read_text
 from samkv_integrations.errors import EmptyInput, InvalidOption
+from samkv_integrations.evaluation.measures import f1_words
 from samkv_integrations.model.model import Model
 from samkv_integrations.model.quoting import RenderedPrompt
 from samkv_integrations.prompt.text import rag_prompt
@@ -29,6 +30,11 @@ class Question:
     answers: tuple[str, ...] = ()
     documents: tuple[str, ...] = ()
     max_new_tokens: int = ANSWER_TOKENS
+
+    @property
+    def has_gold(self) -> bool:
+        """Whether an answer can be judged by it: one of nothing but articles is no gold answer."""
+        return any(f1_words(answer) for answer in self.answers)
 
     def prompt(self, *, chat: bool = False) -> str | list[dict[str, str]]:
         """The whole prompt. chat: as one user message, for a chat template."""
@@ -66,8 +72,12 @@ def read_questions(path: Path, *, with_documents: bool = False) -> list[Question
             if not isinstance(row, dict):
                 raise TypeError("it is no JSON object")
             question, answers = row.get("question"), row.get("answers", [])
-            if not isinstance(question, str) or not isinstance(answers, list):
-                raise TypeError("question must be a string and answers a list")
+            if (
+                not isinstance(question, str)
+                or not isinstance(answers, list)
+                or any(not isinstance(answer, str | int | float) for answer in answers)
+            ):
+                raise TypeError("question must be a string and answers a list of texts")
             documents = row.get("documents", []) if with_documents else []
             if not isinstance(documents, list) or any(
                 not isinstance(text, str) or not text.strip() for text in documents

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from statistics import mean, median
-from typing import Any, Literal
+from typing import Any
 
 from tqdm.auto import tqdm
 
@@ -18,7 +18,8 @@ from samkv_integrations.engine.first_token import first_token
 from samkv_integrations.engine.options import AnswerSettings, TunedSetting
 from samkv_integrations.engine.report import Report
 from samkv_integrations.errors import EmptyInput, InvalidOption
-from samkv_integrations.evaluation.measures import f1, interval, kl, same_top1, wilson
+from samkv_integrations.evaluation.judge import Paired, is_right
+from samkv_integrations.evaluation.measures import exact_match, kl
 from samkv_integrations.evaluation.questions import Question
 from samkv_integrations.eviction import NO_EVICTION
 from samkv_integrations.methods import METHODS, Method
@@ -28,8 +29,9 @@ FULL = "recompute"
 
 Clock = Callable[[], float]
 
-By = Literal["exact", "f1"]
-"""What counts as agreement: the same answer, or the tokens that both have."""
+GOLD = "gold answers"
+AGREEMENT = "agreement with full prefill only, where a setting can only lose"
+"""What judges the answers: those that questions bring along, or else what full prefill says."""
 
 NOISE = 1.1
 """Times within this factor are taken for equal: medians of pairs differ so much from run to run."""
@@ -52,11 +54,11 @@ MOST_ASKED = 48
 LEAST_CHECKED = 16
 """Held-out questions without which nothing is recommended, where there are so many."""
 
-NARROW = 0.1
-"""Width of the check's interval that is enough."""
-
 MOST_TRIED = 3
 """Settings that are tried on held-out questions: of many, one would pass by luck."""
+
+LEAST_RIGHT = 0.1
+"""Share of right answers that full prefill must exceed: with fewer there is little to lose."""
 
 _CANDIDATES: Sequence[Mapping[str, Any]] = (
     {"method": "reuse"},
@@ -84,19 +86,30 @@ def as_label(setting: TunedSetting) -> str:
     return ", ".join(words)
 
 
+def judged(questions: Sequence[Question]) -> tuple[list[Question], str]:
+    """The questions that are asked, and what judges them: `GOLD` or `AGREEMENT`.
+
+    Those with gold answers, if all have some or LEAST_QUESTIONS do; else all of them, and none by
+    its answers.
+    """
+    known = [one for one in questions if one.has_gold]
+    if known and len(known) >= min(LEAST_QUESTIONS, len(questions)):
+        return known, GOLD
+    return [replace(one, answers=()) for one in questions], AGREEMENT
+
+
 @dataclass(frozen=True, kw_only=True)
 class Compared:
-    """An answer against full prefill's to the same prompt.
+    """An answer beside full prefill's to the same prompt.
 
-    exact: 1 for the same text. f1: of the tokens of both. first_kl, first_top1: of the first token.
-    ttft_ratio: first token over full prefill's. bytes_read: of caches. kv_ratio: working cache over
-    full prefill's.
+    right, full: whether it is right, and full prefill's. first_kl: of the first token, in nats.
+    ttft_ratio: first token over full prefill's. bytes_read: of caches.
+    kv_ratio: working cache over full prefill's.
     """
 
-    exact: float
-    f1: float
+    right: bool
+    full: bool
     first_kl: float
-    first_top1: float
     ttft_ratio: float
     bytes_read: float
     kv_ratio: float
@@ -127,23 +140,29 @@ class Measurer:
         self._warm: set[str] = set()
 
     def compare(self, question: Question, labels: Sequence[str]) -> list[Compared]:
-        """The answer of each of ``labels`` against full prefill's, which is computed with them."""
+        """The answer of each of ``labels`` beside full prefill's, which is computed with them.
+
+        A question without gold answers has one right answer: full prefill's, but for case,
+        punctuation and articles.
+        """
         for label in {FULL, *labels} - self._warm:  # the first pass of each is slower than others
             self.answer(question, label, 1)
             self._warm.add(label)
         full, _, full_ttft_s = self.answer(question, FULL, self._max_new_tokens)
+
+        def right(text: str) -> bool:
+            if question.answers:
+                return is_right(text, question.answers)
+            return exact_match(text, [full.text]) == 1
+
         found = []
         for label in labels:
             answer, report, ttft_s = self.answer(question, label, self._max_new_tokens)
-            first, mine = full.logits[:1], answer.logits[:1]
-            both_empty = not answer.shown and not full.shown
             found.append(
                 Compared(
-                    exact=float(full.text == answer.text),
-                    # tokens of the model: the same measure in languages without spaces
-                    f1=1.0 if both_empty else f1(answer.shown, full.shown),
-                    first_kl=float(kl(first, mine)[0]),
-                    first_top1=float(same_top1(first, mine)[0]),
+                    right=right(answer.text),
+                    full=right(full.text),
+                    first_kl=float(kl(full.logits[:1], answer.logits[:1])[0]),
                     ttft_ratio=ttft_s / full_ttft_s,
                     bytes_read=report.bytes_read,
                     kv_ratio=report.kv_bytes / report.full_kv_bytes,
@@ -178,69 +197,74 @@ class Measurer:
 class TuneConfig:
     """What is asked of a run. Raises InvalidOption for what cannot be.
 
-    agree: least agreement with full prefill, by ``by``. minutes: that measuring may take; the
-    question that is under way then is still answered.
+    lose: points by which the share of right answers may be below full prefill's. minutes: that
+    measuring may take; the question that is under way then is still answered.
     """
 
-    agree: float = 0.95
-    by: By = "exact"
+    lose: float = 3.0
     minutes: float = 10.0
 
     def __post_init__(self) -> None:
-        if not 0 < self.agree <= 1:
+        if not 0 <= self.lose < 100:
             raise InvalidOption(
-                f"agree={self.agree:g}; it must be above 0 and at most 1, as in 0.95"
+                f"lose={self.lose:g}; it must be a number of points from 0 to below 100, as in 3"
             )
-        if self.by not in ("exact", "f1"):
-            raise InvalidOption(f"by={self.by!r}; allowed: exact, f1")
         if not self.minutes > 0:
             raise InvalidOption(f"minutes={self.minutes:g}; it must be above 0")
 
+    @property
+    def least(self) -> float:
+        """The least difference of the shares of right answers that is enough."""
+        return -self.lose / 100
+
+    def is_enough(self, each: Paired) -> bool:
+        """Whether right answers are not below full prefill's by more than ``lose``."""
+        return each.difference >= self.least
+
+    def can_judge(self, each: Paired) -> bool:
+        """Whether full prefill has so many right answers that losing them would be noticed."""
+        return each.full > each.questions * max(LEAST_RIGHT, -self.least)
+
 
 @dataclass(frozen=True, kw_only=True)
-class Standing(Compared):
-    """A setting over the questions that it was asked: means, but the median of ``ttft_ratio``.
+class Standing(Paired):
+    """A setting beside full prefill, over the questions that it was asked.
 
-    agreement: share of questions with full prefill's answer, or mean F1 with it; low, high: its
-        95 % interval. f1_interval, first_kl_interval: 95 % bootstrap intervals.
+    The other figures are means of `Compared`, but ``ttft_ratio`` is the median.
     """
 
     label: str
-    n: int
-    agreement: float
-    low: float
-    high: float
-    f1_interval: tuple[float, float]
-    first_kl_interval: tuple[float, float]
+    first_kl: float
+    ttft_ratio: float
+    bytes_read: float
+    kv_ratio: float
 
     @classmethod
-    def of(cls, label: str, answers: Sequence[Compared], by: By = "exact") -> Standing:
+    def over(cls, label: str, answers: Sequence[Compared]) -> Standing:
         """The standing after these answers, at least one."""
         values = {name: [vars(one)[name] for one in answers] for name in vars(answers[0])}
+        mine, full = values.pop("right"), values.pop("full")
         means = {name: mean(each) for name, each in values.items()}
-        low, high = wilson(means[by], len(answers))
-        return cls(
-            **means | {"ttft_ratio": median(values["ttft_ratio"])},
-            label=label, n=len(answers), agreement=means[by], low=low, high=high,
-            f1_interval=interval(values["f1"]), first_kl_interval=interval(values["first_kl"]),
-        )  # fmt: skip
+        means["ttft_ratio"] = median(values["ttft_ratio"])
+        return cls(label=label, **vars(Paired.of(mine, full)), **means)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
     """What a run found.
 
-    standings: of all settings, on the questions of the choice. out: labels of those that cannot
-    reach the target any more, or are slower than full prefill. checked: those that were tried on
-    held-out questions, in that order. chosen: the last of them if it is enough there, None for full
-    prefill; why: in words, then. seconds: that it took.
+    standings: of all settings, on the questions of the choice. checked: of the best of them, on
+    held-out questions, the best at the head. chosen: the first of those that is enough, None for
+    full prefill; why: in words, then. states: label -> chosen; enough, but after the chosen one;
+    refused on held-out questions; out, for it loses too much or is slower than full prefill; else
+    in. seconds: that it took.
     """
 
     standings: Sequence[Standing]
-    out: Set[str]
     checked: Sequence[Standing]
     chosen: Standing | None
     why: str
+    states: Mapping[str, str]
     seconds: float
 
 
@@ -257,7 +281,7 @@ class Run:
         self._config, self._compare, self._clock = config, compare, clock
 
     def tune(self, labels: Sequence[str], questions: Sequence[Question]) -> Result:
-        """Ask all settings, then try the best on held-out questions: of every five the last two.
+        """Ask all settings, then the best on held-out questions: of every five the last two.
 
         Raises EmptyInput for fewer than LEAST_QUESTIONS questions.
         """
@@ -274,42 +298,46 @@ class Run:
         ends = began + 60 * config.minutes
 
         def is_out(each: Standing) -> bool:
-            too_slow = each.ttft_ratio > WORTH * NOISE
-            return each.n >= least_asked and (each.high < config.agree or too_slow)
-
-        def is_known(each: Standing) -> bool:
-            is_narrow = each.high - each.low <= NARROW
-            return each.n >= least_checked and (is_narrow or each.high < config.agree)
+            is_slow = each.ttft_ratio > WORTH * NOISE
+            return each.questions >= least_asked and (each.high < config.least or is_slow)
 
         def passed(each: Standing) -> bool:
-            is_faster = each.ttft_ratio < WORTH
-            return each.n >= least_checked and each.agreement >= config.agree and is_faster
+            is_asked, is_faster = each.questions >= least_checked, each.ttft_ratio < WORTH
+            return is_asked and is_faster and config.is_enough(each) and config.can_judge(each)
 
         standings = self.standings(labels, choice, began + CHOICE_SHARE * (ends - began), is_out)
-        able = [each for each in standings if not is_out(each) and each.ttft_ratio < WORTH]
-        checked: list[Standing] = []
-        for each in best_first(able, config.agree)[:MOST_TRIED]:
-            if self._clock() >= ends:
-                break
-            checked += self.standings([each.label], held_out, ends, is_known)
-            if passed(checked[-1]):
-                break
-        chosen = checked[-1] if checked and passed(checked[-1]) else None
+        able = [
+            each for each in standings
+            if not is_out(each) and each.ttft_ratio < WORTH and config.can_judge(each)
+        ]  # fmt: skip
+        tried = [each.label for each in best_first(able, config)[:MOST_TRIED]]
+        has_time = self._clock() < ends
+        checked = self.standings(tried, held_out, ends, is_out) if tried and has_time else []
+        chosen = next((each for each in checked if passed(each)), None)
 
-        target, why = f"{100 * config.agree:g} % agreement", ""
-        is_cut = any(each.n < least_asked for each in standings) or (able and not checked)
-        if chosen is None and (is_cut or any(each.n < least_checked for each in checked)):
-            why = f"the time was over before a setting could be shown to reach {target}"
-        elif chosen is None and checked:
-            reached = any(each.agreement >= config.agree for each in checked)
-            end = "is not faster than full prefill" if reached else f"does not reach {target}"
-            why = f"what came nearest {end} on held-out questions"
-        elif chosen is None:
-            reached = any(each.agreement >= config.agree for each in standings)
-            why = f"no{' faster' if reached else ''} setting reaches {target}"
+        last, least = (checked, least_checked) if checked else (standings, least_asked)
+        longest = max(last, key=lambda each: each.questions)
+        is_cut = any(each.questions < least and not is_out(each) for each in last)
+        within = f"within {config.lose:g} points of full prefill's right answers"
+        if chosen is not None:
+            why = ""
+        elif is_cut or (tried and not checked):
+            why = "the time was over before a setting could be shown to be enough"
+        elif not config.can_judge(longest):
+            why = (
+                f"full prefill itself answers {longest.full} of {longest.questions} questions "
+                "right, too few to judge settings by; ask what the model can answer"
+            )
+        else:
+            is_slow = any(config.is_enough(each) for each in last)
+            why = f"no setting {within} is faster" if is_slow else f"no setting comes {within}"
+            why += " on held-out questions" if checked else ""
+        states = {each.label: "out" if is_out(each) else "in" for each in standings}
+        states |= {each.label: "enough" if passed(each) else "refused" for each in checked}
+        states |= {chosen.label: "chosen"} if chosen else {}
         return Result(
-            standings=standings, out={each.label for each in standings if is_out(each)},
-            checked=checked, chosen=chosen, why=why, seconds=self._clock() - began,
+            standings=standings, checked=checked, chosen=chosen, why=why, states=states,
+            seconds=self._clock() - began,
         )  # fmt: skip
 
     def standings(
@@ -326,40 +354,44 @@ class Run:
         ends = self._clock() + 60 * self._config.minutes if ends is None else ends
         answers: dict[str, list[Compared]] = {label: [] for label in labels}
         left, longest = list(labels), 0.0
-        for question in tqdm(questions, desc=f"asking {len(left)} settings"):
+        for question in tqdm(questions, desc=f"asking {figures.count(len(left), 'setting')}"):
             began = self._clock()
             if not left or (longest and began + longest > ends):
                 break
             for label, one in zip(left, self._compare(question, left), strict=True):
                 answers[label].append(one)
             longest = max(longest, self._clock() - began)
-            left = [label for label in left if not is_settled(self._standing(label, answers))]
-        return [self._standing(label, answers) for label in labels]
-
-    def _standing(self, label: str, answers: Mapping[str, Sequence[Compared]]) -> Standing:
-        return Standing.of(label, answers[label], self._config.by)
+            left = [each for each in left if not is_settled(Standing.over(each, answers[each]))]
+        return [Standing.over(label, answers[label]) for label in labels]
 
 
-def best_first(standings: Sequence[Standing], target: float) -> list[Standing]:
-    """Those at the target, the cheapest at the head; then those below it, the nearest at the head.
+def best_first(standings: Sequence[Standing], config: TuneConfig) -> list[Standing]:
+    """Those that are enough, the cheapest at the head; then the others, the nearest at the head.
 
-    What is below it on few questions may be at it on many. Of those whose times are equal within
-    `NOISE`, the one that agrees most, then the smallest KL, then the smallest working cache.
+    What is not enough on few questions may be on many. Of those whose times are equal within
+    `NOISE`, the one with most right answers, then the smallest KL, then the smallest working cache.
     """
     left, ordered = list(standings), []
     while left:
         bound = min(each.ttft_ratio for each in left) * NOISE
         near = [each for each in left if each.ttft_ratio <= bound]
-        best = min(near, key=lambda each: (-each.agreement, each.first_kl, each.kv_ratio))
+        best = min(near, key=lambda each: (-each.difference, each.first_kl, each.kv_ratio))
         ordered.append(best)
         left.remove(best)
-    return sorted(ordered, key=lambda each: max(0.0, target - each.agreement))
+    return sorted(ordered, key=lambda each: max(0.0, config.least - each.difference))
 
 
 def recommended(
-    result: Result, settings: Mapping[str, TunedSetting], config: TuneConfig, collection: str
+    result: Result,
+    settings: Mapping[str, TunedSetting],
+    config: TuneConfig,
+    collection: str,
+    judge: str,
 ) -> TunedSetting | None:
-    """The entry of ``samkv.toml``, with what it was measured with; None for full prefill."""
+    """The entry of ``samkv.toml``, with what it was measured with; None for full prefill.
+
+    judge: `GOLD` or `AGREEMENT`. Differences are shares, not points.
+    """
     chosen = result.chosen
     if chosen is None:
         return None
@@ -369,13 +401,10 @@ def recommended(
             "collection": collection,
             "at": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
             "version": figures.version(),
-            "target": config.agree,
-            "agreed_by": config.by,
-            "held_out_questions": chosen.n,
+            "judged_by": judge,
+            "lose": -config.least,
             "held_out_tries": len(result.checked),
-            "agreement": round(chosen.agreement, 4),
-            "agreement_low": round(chosen.low, 4),
-            "agreement_high": round(chosen.high, 4),
+            **{name: round(vars(chosen)[name], 4) for name in Paired.__dataclass_fields__},
             "first_token_of_full_prefill": round(chosen.ttft_ratio, 4),
         },
     )

@@ -9,8 +9,15 @@ from typing import Any
 
 import pytest
 
-from samkv_integrations.engine.options import TUNED_FILE, TunedSetting, read_tuned, write_tuned
-from tests.cli.running import error_of, ran, rows_of
+from samkv_integrations.engine.options import (
+    TUNED_FILE,
+    Scalar,
+    TunedSetting,
+    read_tuned,
+    write_tuned,
+)
+from samkv_integrations.tuning.run import AGREEMENT
+from tests.cli.running import error_of, ran, rows_of, run
 from tests.support.records import RECORDS
 
 FAST = ("--top-k", "2", "--max-new-tokens", "4")
@@ -23,28 +30,58 @@ def tuned(*arguments: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow  # half a minute of measuring
-def test_tune_writes_a_setting_that_ask_takes(town: Path) -> None:
+def test_tune_counts_right_answers_and_writes_a_setting_that_ask_takes(town: Path) -> None:
     # in float32: one of 14 answers hangs on how 16 bits are rounded
     ran("ingest", str(town), "--collection", "town", "--dtype", "float32")
-    options = ("--collection", "town", "--agree", "0.6", "--minutes", "1")
+    asked = [json.loads(line) for line in (town / "questions.jsonl").read_text().splitlines()]
+    asked += [{"question": "Who knows?"}, {"question": "Where?", "answers": []}]
+    asked[0]["answers"] = ["an answer that stands nowhere"]
+    Path("asked.jsonl").write_text("\n".join(map(json.dumps, asked)))
+    options = ("--collection", "town", "--questions", "asked.jsonl", "--lose", "45")
     found = tuned(*options)
-    assert found["why"] == "" and found["held_out"][-1]["agreement"] >= 0.6
+    assert (found["lose"], found["judged_by"]) == (0.45, "gold answers")
+    assert (found["without_answers"], found["answers_in_no_document"]) == (2, 1)
+    assert found["why"] == "" and found["held_out"][0]["difference"] >= -0.45
     setting = read_tuned(Path(".samkv/kv"))["builtin"]
     assert found["written"] == str(Path(".samkv/kv").resolve() / TUNED_FILE)
     assert found["recommended"] == setting.line
     assert setting.measured["collection"] == "town"
     assert {row["label"] for row in found["rows"]} >= {"reuse", "epic", "auto"}
     for row in found["rows"]:
-        low, high = row["first_kl_interval"]
-        assert low <= row["first_kl"] <= high and row["low"] <= row["agreement"] <= row["high"]
+        assert row["low"] <= row["difference"] <= row["high"] and row["first_kl"] >= 0
+        assert row["right"] == row["full"] - row["lost"] + row["won"]
+    full, held_out = found["rows"][0], found["held_out"][0]
+    assert full["questions"] + held_out["questions"] == len(RECORDS)
+    assert full["full"] + held_out["full"] < len(RECORDS)  # it has not all of them right
     (row,) = rows_of("ask", RECORDS[0].question, "--collection", "town")
     assert row["method"] == setting.method
-    shown = ran("tune", *FAST, *options, "--no-write")
-    assert "Recommended: " + setting.line in shown and "Not written" in shown
-    assert not Path(".samkv/tune").exists()  # a run leaves nothing but its setting
-    checked = ran("tune", *FAST, *options, "--check", "--seed", "5", "--most", "10")
-    assert setting.line in checked and "On 10 questions: agreement" in checked
-    assert "its interval, [" in checked
+    checked = ran("tune", *FAST, *options, "--check", "--seed", "5")
+    assert "2 questions left out: without answers" in checked and "right answers " in checked
+    assert "1 question with answers that stand in none of the documents, counted" in checked
+    assert setting.line in checked and "judged by gold answers.\nThat is enough" in checked
+    assert "when it was written" in checked
+
+
+def written(**measured: Scalar) -> None:
+    setting = TunedSetting(model="builtin", method="reuse", measured=measured)
+    write_tuned(Path(".samkv/kv"), setting)
+
+
+@pytest.mark.slow  # answers questions five times
+def test_a_check_compares_with_what_was_written(town: Path) -> None:
+    """Questions that are made have no gold answers: agreement is what was, or was not, written."""
+    ran("ingest", str(town), "--collection", "town")
+    check = ("tune", *FAST, "--collection", "town", "--check", "--most", "3", "--lose", "99")
+    judge = {"judged_by": AGREEMENT, "questions": 9}
+    for low, high, said in ((-1.0, 0.0, "as when"), (0.5, 1.0, "worse than when")):
+        written(**judge, difference=low, low=low, high=high)
+        shown = " ".join(ran(*check).split())
+        assert "same answers " in shown and "have gold answers, too few to judge by" in shown
+        assert f"It is {said} it was written:" in shown and "points on 9 questions" in shown
+    written(agreement=0.97, agreement_low=0.9, agreement_high=1.0)  # of an older version
+    assert "has no figures of this judge; tune again to compare" in " ".join(ran(*check).split())
+    written(judged_by="gold answers", difference=0.0, low=0.0, high=0.0)
+    assert "has no figures of this judge" in " ".join(ran(*check).split())
 
 
 @pytest.mark.slow  # every setting answers a question, twice
@@ -66,10 +103,12 @@ def test_tune_says_when_nothing_is_enough_and_writes_nothing(town: Path) -> None
 
 
 def test_tune_says_what_is_wrong(town: Path) -> None:
-    assert "--agree 95" in error_of("tune", "--agree", "95")
-    assert "--by 'bleu'; allowed: exact, f1" in error_of("tune", "--by", "bleu")
+    assert "--lose -1; it must be a number of points from 0" in error_of("tune", "--lose", "-1")
+    assert "'--lose': Input should be a valid number" in run("tune", "--lose", "x").stderr
     assert "--top-k 0; give at least 1" in error_of("tune", "--top-k", "0")
     assert "holds no Chroma database" in error_of("tune")
+    Path("empty.jsonl").touch()
+    assert "empty.jsonl holds no question" in error_of("tune", "--questions", "empty.jsonl")
     ran("ingest", str(town), "--collection", "town")
     assert "unknown collection 'twon'" in error_of("tune", "--collection", "twon")
     assert "has no entry for 'builtin'" in error_of("tune", "--collection", "town", "--check")
@@ -85,7 +124,7 @@ def test_another_machine_tunes_on_caches_of_a_remote_tier(
     ran("ingest", str(town), "--collection", "town", *remote)
     shutil.move(".samkv/kv", "first-machine")
     found = tuned("--collection", "town", "--minutes", "0.001", "--no-write", *remote)
-    assert {row["n"] for row in found["rows"]} == {1}
+    assert {row["questions"] for row in found["rows"]} == {1}
     assert list(Path(".samkv/kv").rglob("*.safetensors"))
 
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from samkv_integrations import ChunkStore, Engine
+from samkv_integrations.evaluation.measures import exact_match
 from samkv_integrations.evaluation.questions import Question
 from samkv_integrations.methods import METHODS
+from samkv_integrations.tuning.distil import Prompt, teacher
 from samkv_integrations.tuning.run import FULL, Measurer, candidates
-from tests.support.greedy import greedy
 from tests.support.models import tiny_model
 from tests.support.stores import chunk_files
 
@@ -64,12 +66,12 @@ def test_figures_say_how_far_settings_are_from_full_prefill(engine: Engine) -> N
     times = iter(range(1000))  # a second passes whenever anybody looks
     found = measurer(engine, clock=lambda: next(times)).compare(QUESTION, LABELS)
     model = engine.model
-    own = greedy(model, QUESTION.prompt_ids(model), 6, end_ids=model.eos_ids)
+    own = teacher(model, Prompt(ids=QUESTION.prompt_ids(model), chunks=()), 6).answer
     full, _, _ = measurer(engine).answer(QUESTION, FULL, 6)
-    assert list(full.tokens) == own
+    assert list(full.tokens) == list(own)
     for label, each in zip(LABELS, found, strict=True):
         text = measurer(engine).answer(QUESTION, label, 6)[0].text
-        assert each.exact == float(text == full.text) and (each.f1 == 1.0) >= (each.exact == 1.0)
+        assert each.full and each.right == bool(exact_match(text, [full.text]))
         assert each.first_kl >= 0 and each.ttft_ratio == 1.0 and 0 < each.kv_ratio <= 1.1
     reuse = engine.logits(QUESTION.prompt(), TEXTS, method="reuse")
     truth = engine.logits(QUESTION.prompt(), TEXTS, method="recompute")
@@ -88,6 +90,20 @@ def test_nothing_of_one_question_is_left_for_the_next(engine: Engine) -> None:
         assert vars(one) | {"ttft_ratio": 0} == vars(other) | {"ttft_ratio": 0}
 
 
+def test_gold_answers_judge_full_prefill_too(engine: Engine) -> None:
+    """A setting may be right where full prefill is not; without them it can only lose."""
+    asked = measurer(engine)
+    full, reuse = (asked.answer(QUESTION, m, 6)[0].text for m in (FULL, "reuse"))
+    assert not exact_match(reuse, [full])
+    for gold, expected in (
+        ((reuse,), (True, False)),
+        ((full,), (False, True)),
+        ((), (False, True)),
+    ):
+        (found,) = asked.compare(replace(QUESTION, answers=gold), ["reuse"])
+        assert (found.right, found.full) == expected, gold
+
+
 def test_the_token_that_ends_an_answer_is_no_agreement(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -97,4 +113,4 @@ def test_the_token_that_ends_an_answer_is_no_agreement(
     ends = frozenset({one.tokens[0], other.tokens[0]})
     monkeypatch.setattr(type(engine.model), "end_ids", lambda *_: ends)
     (found,) = measurer(engine).compare(QUESTION, ["reuse"])
-    assert (found.exact, found.f1) == (1.0, 1.0)
+    assert found.right and found.full
