@@ -2,17 +2,15 @@
 
 It runs on any supported model, in seconds on a small one. The checks of exactness come first, and
 one that fails is a defect: each has two ways to the same figures, one of them transformers' own.
-What follows them is advice, which never fails: which store_bits to take, when full prefill is
-faster, and how often each method gives its answer.
+What follows them is advice, which never fails: which store_bits to take, and when full prefill is
+faster. `samkv_integrations.evaluation.checkup` adds how many answers of each method are right.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import Counter
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import accumulate
 from statistics import fmean
 
@@ -25,7 +23,7 @@ from samkv_integrations.cache.disk import ChunkStore
 from samkv_integrations.cache.quantise import DEFAULT_STORE_BITS, STORE_BITS, rotate, unrotate
 from samkv_integrations.engine.costs import CostModel, is_whole, two_passes_s
 from samkv_integrations.engine.engine import Engine
-from samkv_integrations.errors import InvalidChunk, InvalidOption, PromptTooLong
+from samkv_integrations.errors import InvalidChunk, InvalidOption
 from samkv_integrations.methods import METHODS
 from samkv_integrations.model.model import Model
 from samkv_integrations.prompt.layout import ChunkPart, Layout
@@ -50,10 +48,11 @@ _THEATRE = (
     "boats; the middle one has a red sail."
 )
 SAMPLES = (
-    (QUESTION, CHUNKS),
-    ("How many books does the library hold?", CHUNKS[1::-1]),
+    (QUESTION, ("Ida Brandt",), CHUNKS),
+    ("How many books does the library hold?", ("5120",), CHUNKS[1::-1]),
     (
         "When was the bakery opened?",
+        ("1931",),
         (
             "[Bakery]\nThe bakery on Mill Lane was opened in 1931 by the Holm family. It sells rye "
             "bread and a plum cake, which is made on Fridays only.",
@@ -62,6 +61,7 @@ SAMPLES = (
     ),
     (
         "What colour is the sail of the middle boat?",
+        ("red",),
         (
             "[Ferry]\nThe ferry takes twelve minutes, four cars and sixty people. In winter it "
             "waits for the ice to be broken.",
@@ -72,6 +72,7 @@ SAMPLES = (
     ),
     (
         "Who rings the bell?",
+        ("oldest pupil",),
         (
             "[School]\nThe school has nine teachers. Its garden grows beans, and the bell is rung "
             "by hand, by the oldest pupil.",
@@ -80,24 +81,7 @@ SAMPLES = (
         ),
     ),
 )
-"""Questions, each with its chunks, on which the effect of fewer bits is measured."""
-
-FURTHER_QUESTIONS = (
-    "When was the harbour of Ostmere built?",
-    "What colour is the lighthouse?",
-    "How many trains a day run to Ostmere?",
-    "Which bread does the bakery sell?",
-    "How many people does the ferry take, and how long does it take?",
-    "Why is the clock of the town hall slow?",
-    "What grows in the garden of the school?",
-)
-"""With those of `SAMPLES` a dozen, which are asked over all of its chunks at once."""
-
-COMPARED_METHODS = ("reuse", "epic", "samkv-guided", "auto")
-"""Methods whose answers are compared with full prefill's."""
-
-ANSWER_TOKENS = 16
-"""Longest answer that is compared."""
+"""Questions with their right answers and chunks, on which the effect of fewer bits is measured."""
 
 NEGLIGIBLE_KL = 0.05
 """Nats of KL divergence that fewer bits may add to first tokens, on average.
@@ -128,8 +112,10 @@ class Check:
         return {"check": self.name, "ok": self.ok, "detail": detail}
 
 
-def examine(model: Model, store: ChunkStore | None = None) -> Iterator[Check]:
-    """All checks of ``model``, each as soon as it is done.
+def examine(
+    model: Model, store: ChunkStore | None = None
+) -> Generator[Check, None, tuple[int, CostModel]]:
+    """The checks of ``model``, each as soon as it is done; returns the bits to take, and the costs.
 
     store: where the measured cost of passes is kept; nothing else is written to disk.
 
@@ -144,7 +130,7 @@ def examine(model: Model, store: ChunkStore | None = None) -> Iterator[Check]:
     advised = yield from bits_advice(model)
     measured = Engine(model, store, store_bits=advised)
     yield speed_advice(measured)
-    yield answers_advice(model, advised, measured.costs)
+    return advised, measured.costs
 
 
 # -- exactness --------------------------------------------------------------------------------
@@ -333,7 +319,7 @@ def _sample_logits(model: Model, bits: int) -> list[Tensor]:
     """
     engine = Engine(model, method="reuse", store_bits=bits)
     found = []
-    for question, chunks in SAMPLES:
+    for question, _, chunks in SAMPLES:
         engine.cache_chunks(chunks)
         for first in range(len(chunks)):
             order = (*chunks[first:], *chunks[:first])
@@ -384,35 +370,3 @@ def _layout(n_context: int) -> Layout:
         ChunkPart.whole(BlockScheme().of(n), end - n) for n, end in zip(lengths, ends, strict=True)
     ]
     return Layout.of([0] * (ends[-1] + QUESTION_TOKENS), chunks, ())
-
-
-def answers_advice(model: Model, bits: int, costs: CostModel) -> Check:
-    """How often each method gives the greedy answer of full prefill, by chunks stored in ``bits``.
-
-    Each question has all chunks before it, in another rotation. costs: those that ``auto`` goes by.
-    """
-    engine = Engine(model, store_bits=bits, prefix_bytes=0)
-    engine.costs = costs
-    chunks = list(dict.fromkeys(chunk for _, of_one in SAMPLES for chunk in of_one))
-    questions = [question for question, _ in SAMPLES] + list(FURTHER_QUESTIONS)
-    same = Counter(dict.fromkeys(COMPARED_METHODS, 0))
-    engine.cache_chunks(chunks)
-    try:
-        for first, question in enumerate(questions):
-            order = [*chunks[first % len(chunks) :], *chunks[: first % len(chunks)]]
-            prompt = rag_prompt(question, order, chat=model.has_chat_template)
-            asked = partial(engine.generate, prompt, order, max_new_tokens=ANSWER_TOKENS)
-            full = asked(method="recompute").text
-            for name in COMPARED_METHODS:
-                same[name] += asked(method=name).text == full
-    except PromptTooLong as error:
-        return Check(name="answers", ok=True, is_warning=True, detail=str(error))
-    counts = ", ".join(f"{name} {n}" for name, n in same.items())
-    return Check(
-        name="answers",
-        ok=True,
-        is_warning=2 * max(same.values()) < len(questions),
-        detail=f"of {len(questions)} greedy answers of up to {ANSWER_TOKENS} tokens over "
-        f"{len(chunks)} short chunks, so many are those of full prefill: {counts}; "
-        "'samkv tune' compares them on your documents",
-    )

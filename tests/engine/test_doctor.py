@@ -28,7 +28,6 @@ from samkv_integrations.model.loading import load_model
 from samkv_integrations.model.model import Model
 from samkv_integrations.model.quoting import RenderedPrompt
 from samkv_integrations.model.sampling import Sampler
-from samkv_integrations.prompt.text import rag_prompt
 from tests.support.covering import covering
 from tests.support.models import FAMILIES, SHAPE, byte_tokenizer, hf_model, tiny_model
 
@@ -37,47 +36,13 @@ ADVICE = ("store_bits=8", "store_bits=4", "store_bits", "speed")
 
 
 def examined(model: Model, last: str = "speed") -> dict[str, Check]:
-    """All checks up to the last that is asked for; those of answers have a test of their own."""
+    """All checks up to the last that is asked for."""
     checks = {}
     for check in examine(model):
         checks[check.name] = check
         if check.name == last:
             break
     return checks
-
-
-def test_it_counts_the_answers_that_are_those_of_full_prefill(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(doctor, "FURTHER_QUESTIONS", ())
-    monkeypatch.setattr(doctor, "COMPARED_METHODS", ("recompute", "reuse"))
-    model = tiny_model()
-    engine = Engine(model, store_bits=16, prefix_bytes=0)
-    chunks = list(dict.fromkeys(chunk for _, of_one in doctor.SAMPLES for chunk in of_one))
-    engine.cache_chunks(chunks)
-    n_same = 0
-    for first, (question, _) in enumerate(doctor.SAMPLES):
-        order = chunks[first:] + chunks[:first]
-        prompt = rag_prompt(question, order, chat=model.has_chat_template)
-        full, reused = (
-            engine.generate(prompt, order, method=name, max_new_tokens=16).text
-            for name in ("recompute", "reuse")
-        )
-        n_same += full == reused
-    check = doctor.answers_advice(model, 16, engine.costs)
-    assert check.ok and check.detail.startswith(f"of {len(doctor.SAMPLES)} greedy answers")
-    assert f"recompute {len(doctor.SAMPLES)}, reuse {n_same};" in check.detail
-    assert not check.is_warning
-    monkeypatch.setattr(doctor, "COMPARED_METHODS", ("reuse",))
-    alone = doctor.answers_advice(model, 16, engine.costs)
-    assert alone.is_warning == (2 * n_same < len(doctor.SAMPLES))
-
-
-def test_prompts_that_do_not_fit_are_a_warning() -> None:
-    hf = hf_model("llama", max_position_embeddings=512)
-    model = Model(hf, byte_tokenizer(bos=True), "short")
-    check = doctor.answers_advice(model, 16, Engine(model).costs)
-    assert check.ok and check.is_warning and "512" in check.detail
 
 
 @pytest.mark.parametrize(("family", "dtype"), covering(FAMILIES, [torch.float32, torch.bfloat16]))
