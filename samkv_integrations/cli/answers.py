@@ -7,6 +7,7 @@ from statistics import mean, median
 from typing import Any
 
 from samkv_integrations.engine.report import Report
+from samkv_integrations.evaluation.judge import is_right
 from samkv_integrations.evaluation.measures import exact_match, f1_score
 from samkv_integrations.evaluation.questions import Question
 from samkv_integrations.figures import Row
@@ -26,6 +27,7 @@ def answer_row(question: Question, text: str, sources: Sequence[str], report: Re
     }
     if question.answers:
         row["expected"] = list(question.answers)
+        row["right"] = is_right(answer, question.answers)
         row["exact_match"] = exact_match(answer, question.answers)
         row["f1"] = f1_score(answer, question.answers)
     steps = report.completion_tokens - 1
@@ -51,13 +53,13 @@ def with_ratios(rows: Sequence[Row]) -> list[Row]:
 def summarise(rows: Sequence[Row]) -> list[Row]:
     """A row of each method in ``rows`` over all its questions, in order of appearance.
 
-    n_right: exact matches among the n_known questions whose answer is known. n_same: of the
+    n_right: right answers to the n_known questions whose answer is known. n_same: of the
     questions, those with the same answer as by `recompute`; same_share: their share. bytes_read:
     mean over questions; bytes_share: its share of what `reuse` reads. ttft_s, answer_s: medians;
     ttft_ratio, answer_ratio: medians of the ratios to `recompute` at each question. None where
     `recompute` or `reuse` did not run. kept_ratio, recompute_ratio: means.
 
-    rows: question, answer, expected and exact_match if known, and the fields of a report. All
+    rows: question, answer, expected and right if known, and the fields of a report. All
     methods must have answered the same questions, in the same order.
     """
     by_method: dict[str, list[Row]] = {}
@@ -76,7 +78,7 @@ def summarise(rows: Sequence[Row]) -> list[Row]:
             "n_same": sum(same) if same else None,
             "same_share": mean(same) if same else None,
             "n_known": len(known),
-            "n_right": sum(int(row["exact_match"]) for row in known),
+            "n_right": sum(row["right"] for row in known),
         }
         for key in ("kept_ratio", "recompute_ratio", "bytes_read"):
             found[key] = mean(row[key] for row in mine)

@@ -9,10 +9,13 @@ from rich.console import Console
 
 from samkv_integrations import figures
 from samkv_integrations.cli import answers, tables
+from samkv_integrations.engine.engine import Engine
+from samkv_integrations.evaluation.questions import Question, question_of
+from tests.support.models import tiny_model
 
 
 def _row(method: str, question: str, answer: str, *, right: bool, **changed: float) -> figures.Row:
-    known = {"expected": ["x"], "exact_match": float(right)}
+    known = {"expected": ["x"], "right": right}
     base = {
         "kept_ratio": 0.5,
         "recompute_ratio": 0.25,
@@ -59,6 +62,15 @@ def test_summary_of_many_answers() -> None:
     (alone,) = answers.summarise(rows[1::2])
     assert (alone["same_share"], alone["ttft_ratio"]) == (None, None)
     assert (alone["n_same"], alone["answer_ratio"]) == (None, None)
+
+
+def test_an_answer_is_right_if_a_gold_answer_stands_in_it() -> None:
+    report = Engine(tiny_model()).generate("How many books?", [], max_new_tokens=1).report
+    asked = Question(question="How many books?", answers=("5,120",))
+    for text, right in (("It holds 5120 books.", True), ("It holds 51 books.", False)):
+        row = answers.answer_row(asked, text, [], report)
+        assert (row["right"], row["exact_match"]) == (right, 0.0)
+    assert "right" not in answers.answer_row(question_of("How many?"), "5120", [], report)
 
 
 def test_the_summary_fits_into_a_terminal() -> None:
