@@ -13,8 +13,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from math import inf
 from pathlib import Path
 from statistics import fmean, median
+from tempfile import TemporaryDirectory
 from typing import Annotated, TypeVar
 from zlib import crc32
 
@@ -28,7 +30,8 @@ from benchmarks.commands import command_line, loaded_model, write
 from benchmarks.journal import Journal
 from benchmarks.question_sets import PACKAGES, STANDARD, Asked, questions_of
 from benchmarks.run_settings import hardware
-from samkv_integrations.cache.memory import MemoryStore
+from samkv_integrations.cache.chunk import ChunkRef
+from samkv_integrations.cache.disk import ChunkStore
 from samkv_integrations.cli.tables import markdown_table
 from samkv_integrations.engine.chunk_prefix import ChunkPrefix
 from samkv_integrations.engine.decode import Decoder, decode, force
@@ -122,6 +125,8 @@ class Judged:
 
     def __init__(self, engine: Engine, asked: Asked, *, is_ranked: bool) -> None:
         self.engine, self.asked, self.question = engine, asked, asked.question
+        self._with_beginnings = Engine(engine.model, engine.store, scheduler=engine.scheduler)
+        self._with_beginnings.prefixes = engine.prefixes  # both have the prompt's head in memory
         self.model, self._documents = engine.model, list(asked.question.documents)
         self._prompt = self.question.prompt(chat=engine.model.has_chat_template)
         self._ranks: dict[tuple[int, ...], Tensor] = {}
@@ -160,21 +165,31 @@ class Judged:
     def _asked(self, candidate: Candidate, work: Callable[[Request], _Made]) -> _Made:
         """What ``work`` makes of the request, in the model's thread."""
         method = candidate.method
-        chunks = self._documents[1:] if candidate.is_exact else self._documents
-        with self.engine.resolve(self._prompt, chunks) as resolved:
+        engine = self._with_beginnings if candidate.is_exact else self.engine
+        with engine.resolve(self._prompt, self._documents) as resolved:
             if isinstance(method.recompute, RankedRecompute):
                 ranks = tuple(
                     self._ranks[chunk.token_ids] for chunk in resolved.chunks if chunk.stored
                 )
                 method = replace(method, recompute=replace(method.recompute, ranks=ranks))
             settings = AnswerSettings.of(method=method, eviction="none", on_miss="text")
-            request = self.engine.request(resolved, settings, self.question.max_new_tokens)
-            return self.engine.scheduler.run(lambda: work(request))
+            request = engine.request(resolved, settings, self.question.max_new_tokens)
+            return engine.scheduler.run(lambda: work(request))
+
+    def _make_beginning(self) -> None:
+        """Caches the first chunk behind the prompt's head, as idle time would."""
+        with self.engine.resolve(self._prompt, self._documents) as resolved:
+            first = resolved.chunks[0]
+            head = tuple(resolved.token_ids[: first.runs[0].position])
+            ref = ChunkRef(key=first.key, text="", token_ids=first.token_ids, state="cached")
+            if first.may_be_exact:
+                make = partial(self.engine.chunks.make_behind, ref, head, inf, lambda: None)
+                self.engine.scheduler.run(make)
 
     def rows(self, candidates: Sequence[Candidate], *, is_timed: bool) -> list[Row]:
         """A row for each candidate, the first being full prefill."""
-        if any(each.is_exact for each in candidates):  # leaves the first chunk in memory
-            self._asked(replace(candidates[0], is_exact=True), first_token)
+        if any(each.is_exact for each in candidates):
+            self._make_beginning()
         answers = [
             self._asked(each, lambda request, label=each.label: _Answer(label, request))
             for each in candidates
@@ -379,14 +394,17 @@ def _measure(
         missing = [each for each in candidates if (one.question.id, each.label) not in journal.rows]
         if not missing:
             continue
-        engine = Engine(model, MemoryStore(), prefix_bytes=2**29, scheduler=first.scheduler)
-        judged = Judged(engine, one, is_ranked=is_ranked)
         is_timed = crc32(one.question.id.encode()) % TIMED_EVERY == 0
         # full prefill again, with which the others are compared
         asked_of = list(dict.fromkeys([candidates[0], *missing]))
-        for row in judged.rows(asked_of, is_timed=is_timed):
-            if (row["id"], row["label"]) not in journal.rows:
-                journal.add(row)
+        with TemporaryDirectory() as folder:
+            engine = Engine(
+                model, ChunkStore(folder), exact_beginnings=False, scheduler=first.scheduler
+            )
+            judged = Judged(engine, one, is_ranked=is_ranked)
+            for row in judged.rows(asked_of, is_timed=is_timed):
+                if (row["id"], row["label"]) not in journal.rows:
+                    journal.add(row)
 
 
 def main() -> None:
