@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 
+from samkv_integrations.cache.disk import ChunkStore
 from samkv_integrations.engine import scheduler as scheduler_module
 from samkv_integrations.engine.first_token import first_token
 from samkv_integrations.engine.request import FirstToken, Request
@@ -54,6 +55,17 @@ def no_settings_of_the_user() -> Iterator[None]:
     kept["OMP_NUM_THREADS"] = "1"
     with mock.patch.dict(os.environ, kept, clear=True):
         yield
+
+
+@pytest.fixture(autouse=True)
+def no_exact_beginnings(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers of an approximate method to the same question are compared with each other.
+
+    What is made in idle time between them would change the second one. Tests of beginnings, which
+    are marked so, have it made when they say so.
+    """
+    if request.node.get_closest_marker("beginnings") is None:
+        monkeypatch.setattr(ChunkStore, "keeps_beginnings", False)
 
 
 @pytest.fixture(scope="module")

@@ -106,6 +106,8 @@ class StoredChunk(Protocol):
 
 
 BEHIND_HEADS = "behind heads of prompts"
+"""The ``prefix`` in statistics of all exact beginnings together, see `Store.behind`."""
+
 _FIGURES = ("chunks", "bytes", "hits", "misses", "evicted", "corrupt")
 
 

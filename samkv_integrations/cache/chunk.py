@@ -19,7 +19,8 @@ from samkv_integrations.errors import FingerprintMismatch, InvalidOption
 FORMAT_VERSION = 5
 SECRET_BYTES = 32
 MAX_NAMESPACE = 1000
-_BEHIND = "behind:"
+BEHIND = "behind:"
+"""What the prefix of a beginning's fingerprint starts with, see `Fingerprint.behind`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,12 +157,12 @@ class Fingerprint:
         digest = hashlib.blake2b(key=secret, digest_size=16, person=b"samkv head")
         digest.update(len(namespace.encode()).to_bytes(8, "little") + namespace.encode())
         digest.update(array("i", head).tobytes())
-        return replace(self, prefix=f"{_BEHIND}{digest.hexdigest()}")
+        return replace(self, prefix=f"{BEHIND}{digest.hexdigest()}")
 
     @property
     def is_of_beginning(self) -> bool:
         """Whether its chunks stand first in prompts with one head, see `behind`."""
-        return self.prefix.startswith(_BEHIND)
+        return self.prefix.startswith(BEHIND)
 
     @property
     def torch_dtype(self) -> torch.dtype:

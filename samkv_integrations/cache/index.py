@@ -26,7 +26,7 @@ from typing import Any, Protocol
 import numpy as np
 from filelock import FileLock
 
-from samkv_integrations.cache.chunk import ChunkCache, Fingerprint, normalise
+from samkv_integrations.cache.chunk import BEHIND, ChunkCache, Fingerprint, normalise
 from samkv_integrations.cache.file_format import ChunkFile, FileLayout, text_bytes
 from samkv_integrations.cache.windows import MAX_PLACES, Found, Ids, Windows
 from samkv_integrations.cache.windows import Place as Window
@@ -468,8 +468,11 @@ class Index:
         return int(n_there)
 
     def has_room(self, namespace: str, n_bytes: int) -> bool:
-        """Whether so many bytes more fit into the budgets, with nothing evicted."""
-        with self.transaction() as connection:
+        """Whether so many bytes more fit into the budgets, with nothing evicted.
+
+        Raises StoreError, too, if another process keeps this one from writing for a moment.
+        """
+        with self.transaction(writes=True, patience_s=BRIEF_S) as connection:
             return all(
                 _taken(connection, space) + n_bytes <= limit
                 for limit, _, space in _limits(connection, namespace)
@@ -730,10 +733,8 @@ def _beginnings(connection: sqlite3.Connection, namespace: str) -> list[str]:
         "SELECT digest, fields FROM fingerprints WHERE digest IN "
         "(SELECT digest FROM chunks WHERE namespace = ?)", [namespace],
     )  # fmt: skip
-    return [
-        digest for digest, fields in rows.fetchall()
-        if Fingerprint(**json.loads(fields)).is_of_beginning
-    ]  # fmt: skip
+    found = rows.fetchall()
+    return [digest for digest, fields in found if f'"prefix": "{BEHIND}' in fields]
 
 
 def _count(connection: sqlite3.Connection, namespace: str, digest: str, **more: int) -> None:

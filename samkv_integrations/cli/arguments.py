@@ -138,6 +138,9 @@ DeletedFiles = Annotated[
 DeletedTexts = Annotated[
     list[str] | None, _option("The text of a chunk; again for more.", "--text")
 ]
+ForgetBeginnings = Annotated[
+    bool, _option("Delete the exact beginnings of the namespace, which are made again.")
+]
 Grace = Annotated[float, _option("Keep unused caches that are younger, in seconds.", "--grace")]
 Prune = Annotated[bool, _option("Delete caches that no record uses.")]
 Build = Annotated[bool, _option("Cache the chunks that are not.")]

@@ -40,7 +40,8 @@ app = typer.Typer(help="Look into the folder of chunk caches.", no_args_is_help=
 def stats(folder: args.Folder = Path(".samkv"), as_json: args.Json = False) -> None:
     """Show what the chunk caches of a folder take and how often they were used.
 
-    By model and namespace.
+    By model and namespace. "head" are exact beginnings: second caches of chunks that stood first in
+    prompts, made behind the prompt's head.
     """
     store = store_in(folder)
     found = store.stats(everyone=True)
@@ -61,7 +62,11 @@ def stats(folder: args.Folder = Path(".samkv"), as_json: args.Json = False) -> N
 
 
 def _prefix(named: str) -> str:
-    """What `Fingerprint.prefix` says in a few letters."""
+    """What `FingerprintStats.prefix` says in a few letters."""
+    from samkv_integrations.cache.base import BEHIND_HEADS
+
+    if named == BEHIND_HEADS:
+        return "head"
     return "learned" if "learned" in named else str(len(named.split(",")) if named else 0)
 
 
@@ -113,21 +118,30 @@ def sync(
 @app.command(cls=args.Command)
 def forget(
     files: args.DeletedFiles = None, texts: args.DeletedTexts = None,
+    beginnings: args.ForgetBeginnings = False,
     folder: args.Folder = Path(".samkv"), namespace: args.Namespace = "",
     remote: args.Remote = None, as_json: args.Json = False,
 ) -> None:  # fmt: skip
     """Delete caches and texts of deleted documents, whatever model they are of. Loads no model.
 
-    Records stay: delete those first, as 'samkv remove' does, or they are cached again.
+    Records stay: delete those first, as 'samkv remove' does, or they are cached again. Any deletion
+    takes all exact beginnings of the namespace along; --beginnings deletes nothing else.
     """
     from samkv_integrations.cache.chunk import normalise
     from samkv_integrations.documents import read_document
 
     documents = [read_document(file, follows_links=True).text for file in files or ()]
     bodies = {normalise(text) for text in texts or ()} - {""}
-    if not documents and not bodies:
-        raise EmptyInput("nothing to forget; name the files of documents, or give --text")
+    if not documents and not bodies and not beginnings:
+        raise EmptyInput(
+            "nothing to forget; name the files of documents, or give --text or --beginnings"
+        )
     store = store_in(folder, namespace, remote)
+    if not documents and not bodies:
+        n_beginnings = store.delete_beginnings()
+        said = f"{count(n_beginnings, 'exact beginning')} deleted from {store.path}"
+        _show("forget", [{"n_beginnings": n_beginnings}], said, as_json=as_json)
+        return
     n_chunks = store.forget(
         lambda body: body in bodies or bool(body) and any(body in text for text in documents)
     )
