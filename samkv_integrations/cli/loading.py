@@ -125,11 +125,12 @@ def use_threads_for(model: str) -> None:
 def engine_of(
     model: str, store: Path, device: str, dtype: str, store_bits: int | None,
     max_bytes: int | None = None, namespace: str = "", remote: str | None = None,
+    *, exact_beginnings: bool = True,
 ) -> Engine:  # fmt: skip
     """An engine whose chunk caches are in the folder ``store``, which is made if it is missing.
 
     max_bytes: what they may take from now on; None for what was said before.
-    remote: where machines share them.
+    remote: where machines share them. exact_beginnings: see `Engine`.
     """
     from samkv_integrations.cache.disk import ChunkStore
     from samkv_integrations.engine.engine import Engine
@@ -138,7 +139,10 @@ def engine_of(
     use_threads_for(model)
     check_given_bits(store_bits)  # before a folder is made
     opened = ChunkStore(store, namespace=namespace, max_bytes=max_bytes, remote=remote)
-    return Engine.from_pretrained(model, opened, device=device, dtype=dtype, store_bits=store_bits)
+    return Engine.from_pretrained(
+        model, opened, device=device, dtype=dtype, store_bits=store_bits,
+        exact_beginnings=exact_beginnings,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

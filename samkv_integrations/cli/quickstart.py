@@ -4,48 +4,51 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from statistics import mean
-from typing import TYPE_CHECKING
+from statistics import fmean, median
+from typing import TYPE_CHECKING, Any
 
 from samkv_integrations import figures
 from samkv_integrations.cli import arguments as args
 from samkv_integrations.cli import tables
 from samkv_integrations.cli.ingest import find_documents
 from samkv_integrations.cli.loading import BUILTIN, engine_of
+from samkv_integrations.documents import read_text
 from samkv_integrations.errors import InvalidOption, MissingExtra, ModelNotFound
-from samkv_integrations.figures import Row, count
+from samkv_integrations.figures import Row, count, ratio, seconds
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from samkv_integrations.evaluation.questions import Question
 
-COMPARED = ("recompute", "reuse", "epic", "auto")
-"""The methods that answer every question; the first is full prefill, the last the default."""
+FULL, DEFAULT = "recompute", "auto"
+COMPARED = (FULL, "reuse", "epic", DEFAULT)
+"""The methods that answer every question: full prefill, two others, and the default."""
 
 SMOLLM2 = "smollm2"
+SMOLLM2_DTYPE = "bfloat16"
 
 PARAGRAPHS = Path("examples/paragraphs")
-SAMPLES = {BUILTIN: Path("examples/town_archive")}
-"""Sample documents of a model; of all others `PARAGRAPHS`."""
-
-TOP_K, MAX_NEW_TOKENS = 8, 24
-"""Chunks of a prompt, and tokens of an answer, for models that read paragraphs."""
-
-ARCHIVE_TOP_K, ARCHIVE_TOKENS = 5, 16
-"""The same for the built-in model: the archive's documents are longer, its answers shorter."""
-
-SHOWN_QUESTIONS = 3
-"""How many questions are shown with their answers."""
-
-SHOWN_SOURCES = 3
+ARCHIVE = Path("examples/town_archive")
+"""Documents of a model that answers questions about any text, and of the built-in model."""
 
 IN_DISTRIBUTION = """\
 The built-in model was trained on questions and documents of the samples' kind. To other text it
 answers nonsense with every method, full prefill included."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Samples:
+    """Documents, name -> text, and questions about them. The rest: see `Quickstart`."""
+
+    texts: Mapping[str, str]
+    questions: Sequence[Question]
+    chunk_tokens: int
+    top_k: int
+    max_new_tokens: int
 
 
 def quickstart(
@@ -54,22 +57,24 @@ def quickstart(
     questions: args.SampleQuestions = None,
     folder: args.Folder = Path(".samkv/quickstart"), as_json: args.Json = False,
 ) -> None:  # fmt: skip
-    """The whole way: index paragraphs, ask about them through LlamaIndex, compare the methods.
+    """The whole way: index documents, ask about them through LlamaIndex, compare the methods.
 
-    Without the model smollm2 it runs the built-in model over documents that this one can read.
+    The documents are paragraphs of Wikipedia, in chunks of 250 tokens. Without the model smollm2 it
+    runs the built-in model over documents that this one can read.
     """
     from tqdm.auto import tqdm
 
-    from samkv_integrations.cli.answers import answer_row, with_ratios
+    from samkv_integrations.evaluation.judge import is_in_documents, is_right
 
     out = tables.console(stderr=as_json)
-    files, asked = _samples(documents or SAMPLES.get(model, PARAGRAPHS), questions)
+    samples = _samples(model, documents, questions)
     try:  # the connector, which alone may import LlamaIndex
         made = importlib.import_module("llama_index.llms.samkv.quickstart").Quickstart
     except ModuleNotFoundError as error:
         raise MissingExtra.of(error.name or "llama_index", "llama-index") from error
+    dtype = SMOLLM2_DTYPE if model == SMOLLM2 else "auto"
     try:
-        engine = engine_of(model, folder / "kv", "auto", "auto", None)
+        engine = engine_of(model, folder / "kv", "auto", dtype, None, exact_beginnings=False)
     except (MissingExtra, ModelNotFound) as error:
         if model != SMOLLM2:
             raise
@@ -77,59 +82,105 @@ def quickstart(
         out.print(
             f"No real model: {error}\nThis goes on with the built-in one, which is for tests."
         )
-        files, asked = _samples(documents or SAMPLES[model], questions)
-        engine = engine_of(model, folder / "kv", "auto", "auto", None)
-    top_k, n_new = (ARCHIVE_TOP_K, ARCHIVE_TOKENS) if model == BUILTIN else (TOP_K, MAX_NEW_TOKENS)
-    run = made(engine, folder, top_k=top_k, max_new_tokens=n_new)
-    done = run.ingest(files)
-    out.print(f"{count(len(files), 'document')}, {count(done.n_records, 'chunk')} in Chroma: "
-              f"{done.n_cached} prefilled now, {done.n_hit} already cached "
-              f"({figures.seconds(done.seconds)}, {figures.size(done.bytes_on_disk)} written to "
+        samples = _samples(model, documents, questions)
+        engine = engine_of(model, folder / "kv", "auto", "auto", None, exact_beginnings=False)
+    run = made(
+        engine, folder, chunk_tokens=samples.chunk_tokens, top_k=samples.top_k,
+        max_new_tokens=samples.max_new_tokens,
+    )  # fmt: skip
+    done = run.ingest(samples.texts)
+    out.print(f"{count(len(samples.texts), 'document')}, {count(done.n_records, 'chunk')} in "
+              f"Chroma: {done.n_cached} prefilled now, {done.n_hit} already cached "
+              f"({seconds(done.seconds)}, {figures.size(done.bytes_on_disk)} written to "
               f"{folder / 'kv'})")  # fmt: skip
-    run.ask(asked[0].question, "reuse")  # the first answer of a process is slower than all others
+    run.ask(samples.questions[0].question, "reuse")  # the first answer of a process is slow
     rows: list[Row] = []
-    for number, one in enumerate(tqdm(asked, desc="asking")):
+    for number, one in enumerate(tqdm(samples.questions, desc="asking", leave=False)):
         replies = {name: run.ask(one.question, name) for name in COMPARED}
-        rows += with_ratios(
-            [answer_row(one, each.text, each.sources, each.report) for each in replies.values()]
-        )
-        if number < SHOWN_QUESTIONS:
-            sources, lines = replies[COMPARED[-1]].sources, ["", one.question]
-            lines += [
-                f"  {name:10} {' '.join(each.text.split())}" for name, each in replies.items()
-            ]
-            lines.append(
-                f"  from {', '.join(sources[:SHOWN_SOURCES])} and "
-                f"{len(sources) - SHOWN_SOURCES} more"
-            )
+        for name, reply in replies.items():
+            full = replies[FULL]
+            rows.append({
+                "question": one.question, "expected": list(one.answers), "answer": reply.text,
+                "right": is_right(reply.text, one.answers) if one.answers else None,
+                "can_be_copied": is_in_documents(one.answers, reply.chunks),
+                "sources": list(reply.sources), **reply.report.to_dict(),
+                "answer_s": reply.seconds, "answer_ratio": reply.seconds / full.seconds,
+                "ttft_ratio": reply.report.ttft_s / full.report.ttft_s,
+                "method": name,
+            })  # fmt: skip
+        if number == 0:
             with tqdm.external_write_mode():
-                out.print("\n".join(lines), soft_wrap=True)
+                out.print(_side_by_side(one, replies), soft_wrap=True)
     if as_json:
         tables.write_json("quickstart", model, rows)
     else:
-        _show(rows, len(asked), model, out)
+        _show(rows, len(samples.questions), model, out)
 
 
-def _samples(folder: Path, questions: Path | None) -> tuple[Sequence[Path], list[Question]]:
-    """Documents of a folder, and questions about them."""
+def _samples(model: str, folder: Path | None, questions: Path | None) -> _Samples:
+    """Documents and questions about them: those of a folder, else those that suit the model.
+
+    Raises InvalidOption if they are not there.
+    """
     from samkv_integrations.evaluation.questions import read_questions
 
+    is_archive = model == BUILTIN
+    sample = ARCHIVE if is_archive else PARAGRAPHS
+    given, folder = folder, folder or sample
     if not folder.is_dir():
         raise InvalidOption(
             f"{folder} is not a folder; run this where the sample documents are (a checkout of "
             "the repository), or name a folder with --documents"
         )
-    return find_documents([folder]).files, read_questions(questions or folder / "questions.jsonl")
+    texts = {file.name: read_text(file) for file in find_documents([folder]).files}
+    if given is None and not is_archive:  # so that chunks are as long as those of most users
+        texts = {"paragraphs": "\n\n".join(texts[name].strip() for name in sorted(texts))}
+    return _Samples(
+        texts=texts, questions=read_questions(questions or folder / "questions.jsonl"),
+        # the archive's documents are no longer than a chunk, and its answers are short
+        chunk_tokens=512 if is_archive else 250, top_k=5 if is_archive else 4,
+        max_new_tokens=16 if is_archive else 24,
+    )  # fmt: skip
+
+
+def _side_by_side(question: Question, replies: Mapping[str, Any]) -> str:
+    """The answers to one question by full prefill and by the default, with their times."""
+    lines = ["", question.question]
+    if question.answers:
+        lines.append(f"  (right: {question.answers[0]})")
+    for name, title in ((FULL, "full prefill"), (DEFAULT, "samkv's default")):
+        reply = replies[name]
+        lines += [
+            f"  {title}: first token {seconds(reply.report.ttft_s)}, whole answer "
+            f"{seconds(reply.seconds)}",
+            f"    {' '.join(reply.text.split())}",
+        ]
+    return "\n".join(lines)
 
 
 def _show(rows: Sequence[Row], n_questions: int, model: str, out: Console) -> None:
-    n_tokens = round(mean(row["prompt_tokens"] for row in rows))
-    out.print(f"\n{model}, {count(n_questions, 'question')}, prompts of {n_tokens} tokens; "
-              "shares are of full prefill (recompute):\n")  # fmt: skip
-    out.print(tables.speed_table(rows))
-    ran = Counter(row["ran"] for row in rows if row["method"] == "auto").most_common()
-    ways = ", ".join(f"{way} for {count(n, 'question')}" for way, n in ran)
-    out.print(f"\nauto, the default, ran {ways}.")
+    n_tokens = round(fmean(row["prompt_tokens"] for row in rows))
+    n_missing = sum(not row["can_be_copied"] for row in rows if row["method"] == FULL)
+    out.print(f"\n{model}, {count(n_questions, 'question')}, prompts of {n_tokens} tokens; times "
+              "are medians, and their ratios to full prefill's (recompute):\n")  # fmt: skip
+    cells = []
+    for name in COMPARED:
+        mine = [row for row in rows if row["method"] == name]
+        judged = [row["right"] for row in mine if row["right"] is not None]
+        cells.append((
+            name, f"{sum(judged)} of {len(judged)}",
+            *(f"{ratio(median(row[of_full] for row in mine))} "
+              f"({seconds(median(row[key] for row in mine))})"
+              for key, of_full in (("ttft_s", "ttft_ratio"), ("answer_s", "answer_ratio"))),
+        ))  # fmt: skip
+    titles = ("method", "right answers", "first token", "whole answer")
+    out.print(tables.table(titles, cells, gap=3))
+    out.print(
+        "\nRight: a gold answer stands in the answer. Every question counts, also "
+        f"{n_missing} whose gold answer stands in no retrieved chunk.\n"
+        "So few questions are an example; docs/results/right_answers.md has 451 on two models.",
+        soft_wrap=True,
+    )
     if model == BUILTIN:
         out.print(IN_DISTRIBUTION)
         return

@@ -7,7 +7,7 @@ Everything between the documents and the answers is LlamaIndex as one would writ
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +21,6 @@ from llama_index.vector_stores.samkv import SamKVChromaVectorStore
 from samkv_integrations.cache.chunk import normalise
 from samkv_integrations.chroma.client import open_collection
 from samkv_integrations.chroma.records import IngestResult
-from samkv_integrations.documents import read_text
 from samkv_integrations.embedding import HashingEmbedding
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.engine.report import Report
@@ -44,11 +43,20 @@ class OfflineEmbedding(BaseEmbedding):
 
 @dataclass(frozen=True, kw_only=True)
 class Reply:
-    """One answer, the files that it was given, nearest first, and what it cost."""
+    """One answer, the texts of the chunks that it was given, nearest first, and what it cost.
+
+    seconds: of the whole answer, after retrieval.
+    """
 
     text: str
     sources: tuple[str, ...]
+    chunks: tuple[str, ...]
     report: Report
+
+    @property
+    def seconds(self) -> float:
+        steps, per_s = self.report.completion_tokens - 1, self.report.decode_tokens_per_s
+        return self.report.ttft_s + (steps / per_s if per_s else 0.0)
 
 
 class Quickstart:
@@ -57,39 +65,44 @@ class Quickstart:
     Args:
         engine: answers, and keeps the chunk caches.
         folder: where the Chroma database is kept.
-        top_k: chunks that are retrieved for a question.
+        chunk_tokens: of a chunk, at most. top_k: chunks that are retrieved for a question.
         max_new_tokens: longest answer.
     """
 
-    def __init__(self, engine: Engine, folder: Path, *, top_k: int, max_new_tokens: int) -> None:
+    def __init__(
+        self, engine: Engine, folder: Path, *, chunk_tokens: int, top_k: int, max_new_tokens: int
+    ) -> None:
         self.engine, self._top_k, self._max_new_tokens = engine, top_k, max_new_tokens
+        self._chunk_tokens = chunk_tokens
         self._collection = open_collection(folder / "chroma", "documents", create=True)
         self._embedding = OfflineEmbedding()
         self._index: VectorStoreIndex | None = None
 
-    def ingest(self, files: Sequence[Path]) -> IngestResult:
-        """Index ``files`` in place of what the collection held, and cache their chunks.
+    def ingest(self, texts: Mapping[str, str]) -> IngestResult:
+        """Index documents in place of what the collection held, and cache their chunks.
 
-        Raises EmptyInput if they hold no text.
+        texts: name -> text. Raises EmptyInput if they hold no text.
         """
         began = time.perf_counter()
         store = self.engine.store
         keys, n_bytes = set(store.keys()), store.stats().bytes
         documents = [
-            Document(text=text, metadata={"source": file.name})
-            for file in files
-            if normalise(text := read_text(file))
+            Document(text=text, metadata={"source": name})
+            for name, text in texts.items()
+            if normalise(text)
         ]
         if not documents:
-            raise EmptyInput(f"no text in {count(len(files), 'document')}; give some with text")
-        for document in documents:  # the file's name belongs neither into prompts nor embeddings
+            raise EmptyInput(f"no text in {count(len(texts), 'document')}; give some with text")
+        for (
+            document
+        ) in documents:  # the document's name belongs neither into prompts nor embeddings
             document.excluded_llm_metadata_keys = ["source"]
             document.excluded_embed_metadata_keys = ["source"]
         of_earlier_runs = self._collection.get(include=[])["ids"]
         vector_store = SamKVChromaVectorStore(self._collection, engine=self.engine)
         self._index = VectorStoreIndex.from_documents(
             documents,
-            transformations=[SentenceSplitter(chunk_size=512)],
+            transformations=[SentenceSplitter(chunk_size=self._chunk_tokens, chunk_overlap=0)],
             storage_context=StorageContext.from_defaults(vector_store=vector_store),
             embed_model=self._embedding,
         )
@@ -118,5 +131,8 @@ class Quickstart:
         response = query_engine.query(question)
         report = llm.last_report
         assert report is not None
-        sources = tuple(found.node.metadata["source"] for found in response.source_nodes)
-        return Reply(text=str(response), sources=sources, report=report)
+        nodes = [found.node for found in response.source_nodes]
+        return Reply(
+            text=str(response).strip(), sources=tuple(node.metadata["source"] for node in nodes),
+            chunks=tuple(node.get_content() for node in nodes), report=report,
+        )  # fmt: skip
