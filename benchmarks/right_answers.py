@@ -11,11 +11,10 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
 from pathlib import Path
-from statistics import fmean, median
 from tempfile import TemporaryDirectory
 from typing import Annotated, TypeVar
 from zlib import crc32
@@ -26,13 +25,13 @@ from torch import Tensor
 from torch.nn.functional import pad
 from tqdm.auto import tqdm
 
-from benchmarks.commands import command_line, loaded_model, write
+from benchmarks.commands import STDOUT, command_line, loaded_model, write
 from benchmarks.journal import Journal
 from benchmarks.question_sets import PACKAGES, STANDARD, Asked, questions_of
+from benchmarks.right_table import FULL, summarise, table
 from benchmarks.run_settings import hardware
 from samkv_integrations.cache.chunk import ChunkRef
 from samkv_integrations.cache.disk import ChunkStore
-from samkv_integrations.cli.tables import markdown_table
 from samkv_integrations.engine.chunk_prefix import ChunkPrefix
 from samkv_integrations.engine.decode import Decoder, decode, force
 from samkv_integrations.engine.engine import Engine
@@ -41,7 +40,7 @@ from samkv_integrations.engine.options import AnswerSettings
 from samkv_integrations.engine.prefill import _Capture, _pass, batches, entries_before
 from samkv_integrations.engine.request import Request
 from samkv_integrations.errors import InvalidOption
-from samkv_integrations.evaluation.judge import Paired, is_right
+from samkv_integrations.evaluation.judge import is_right
 from samkv_integrations.evaluation.measures import kl
 from samkv_integrations.figures import Row, commit
 from samkv_integrations.methods import Method, get_method
@@ -60,7 +59,6 @@ from samkv_integrations.prompt.layout import Layout
 
 _Made = TypeVar("_Made")
 
-FULL = "recompute"
 TIMED_EVERY = 16
 """Of so many questions one has its answers decoded alone, to be timed, and KL along."""
 FOLLOWED = 8
@@ -264,76 +262,6 @@ def _decode(answers: Sequence[_Answer], most: int, is_enough: Callable[[_Answer]
     answers[0].decode_s = time.process_time() - began
 
 
-# -- tables -----------------------------------------------------------------------------------
-
-
-def summarise(rows: Sequence[Row], labels: Sequence[str]) -> list[Row]:
-    """A row for each label over the questions that all labels have answered."""
-    by_id: dict[str, dict[str, Row]] = {}
-    for row in rows:
-        by_id.setdefault(row["id"], {})[row["label"]] = row
-    whole = [found for found in by_id.values() if all(label in found for label in labels)]
-    lines: list[Row] = []
-    for label in labels:
-        mine, full = [each[label] for each in whole], [each[FULL] for each in whole]
-        paired = Paired.of([row["right"] for row in mine], [row["right"] for row in full])
-        timed = [
-            (own["first_s"] + own["decode_s"]) / (theirs["first_s"] + theirs["decode_s"])
-            for own, theirs in zip(mine, full, strict=True)
-            if own["decode_s"] is not None and theirs["decode_s"] is not None
-        ]
-        along = [row["kl_along"] for row in mine if "kl_along" in row]
-        lines.append({
-            "label": label, **asdict(paired), "points": paired.points,
-            "recomputed": fmean(row["recomputed"] for row in mine) if mine else None,
-            "first": median(own["first_s"] / theirs["first_s"]
-                            for own, theirs in zip(mine, full, strict=True)) if mine else None,
-            "whole": median(timed) if timed else None,
-            "kl_first": fmean(row["kl_first"] for row in mine) if mine else None,
-            "kl_along": fmean(along) if along else None,
-        })  # fmt: skip
-    return lines
-
-
-COLUMNS = (
-    "method", "right", "lost, won", "difference, points (95 %)", "p", "recomputed",
-    "first token", "whole answer", "KL first, along",
-)  # fmt: skip
-
-
-def table(lines: Sequence[Row]) -> str:
-    """The table of `summarise`."""
-
-    def number(value: float | None, form: str) -> str:
-        return "-" if value is None else format(value, form)
-
-    cells = [
-        [
-            line["label"], f"{line['right']} of {line['questions']}",
-            f"{line['lost']}, {line['won']}", line["points"], f"{line['p']:.2f}",
-            number(line["recomputed"], ".3f"), number(line["first"], ".3f"),
-            number(line["whole"], ".2f"),
-            f"{number(line['kl_first'], '.3f')}, {number(line['kl_along'], '.3f')}",
-        ]
-        for line in lines
-    ]  # fmt: skip
-    return markdown_table(COLUMNS, cells, left=1)
-
-
-def tables(rows: Sequence[Row], labels: Sequence[str], *, by_kind: bool) -> str:
-    """One table over all questions, and one for each kind of use if wanted."""
-    parts = [table(summarise(rows, labels))]
-    for kind in dict.fromkeys(row["kind"] for row in rows) if by_kind else ():
-        of_kind = [row for row in rows if row["kind"] == kind]
-        n_tokens = [row["prompt_tokens"] for row in of_kind if row["label"] == FULL]
-        if n_tokens:
-            parts += [
-                f"{kind}: {len(n_tokens)} questions, {round(fmean(n_tokens)):,} tokens",
-                table(summarise(of_kind, labels)),
-            ]
-    return "\n\n".join(parts)
-
-
 # -- the command ------------------------------------------------------------------------------
 
 DEFAULT_METHODS = "reuse,epic,auto"
@@ -355,8 +283,6 @@ def right_answers(
     most: Annotated[int | None, typer.Option(help="At most so many questions.")] = None,
     dtype: Annotated[str, typer.Option(help="Of the model.")] = "bfloat16",
     output: Annotated[Path, typer.Option(help="Folder of the run.")] = Path(".samkv/right"),
-    by_kind: Annotated[bool, typer.Option(help="A table for each kind of use, too.")] = False,
-    only_table: Annotated[bool, typer.Option(help="Of the rows that are there.")] = False,
 ) -> None:
     """Right answers of every method, of all questions that were asked, and what they cost."""
     labels = list(dict.fromkeys([FULL, *(each.strip() for each in methods.split(","))]))
@@ -374,15 +300,14 @@ def right_answers(
         f"{len(asked)} questions; the gold answer of {missing} stands in no chunk, and they count",
         err=True,
     )
-    loaded = None if only_table else loaded_model(model, "auto", dtype)
+    loaded = loaded_model(model, "auto", dtype)
     settings = {"model": re.split(r"[/\\]", model)[-1], "dtype": dtype}
     with Journal(output, settings) as journal:
+        typer.echo(f"{hardware(loaded)}", err=True)
+        _measure(loaded, journal, asked, candidates)
         wanted = {each.question.id for each in asked}
-        if loaded is not None:
-            typer.echo(f"{hardware(loaded)}", err=True)
-            _measure(loaded, journal, asked, candidates)
         rows = [row for row in journal.rows.values() if row["id"] in wanted]
-    write(tables(rows, labels, by_kind=by_kind), Path("-"))
+    write(table(summarise(rows, labels)), STDOUT)
 
 
 def _measure(
