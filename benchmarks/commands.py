@@ -19,6 +19,8 @@ from samkv_integrations.methods import METHODS
 from samkv_integrations.model.loading import load_model
 from samkv_integrations.model.model import Model
 
+TRUTH = "recompute"
+"""Label of full prefill, which everything else is measured against."""
 STDOUT = Path("-")
 """Names standard output where a file may be named."""
 

@@ -17,11 +17,10 @@ import typer
 
 from benchmarks import disk, latency_plot, models
 from benchmarks import options as own
-from benchmarks.commands import command_line, method_names, time_table
+from benchmarks.commands import TRUTH, command_line, method_names, time_table
 from benchmarks.disk import require_cold
 from benchmarks.memory import Peak, peak_of
 from benchmarks.models import Words, device_name
-from benchmarks.variants import TRUTH
 from samkv_integrations import figures
 from samkv_integrations.cache.disk import ChunkStore
 from samkv_integrations.cli import arguments as args

@@ -9,7 +9,7 @@ from pathlib import Path
 from textwrap import fill
 
 from benchmarks import plot
-from benchmarks.variants import TRUTH
+from benchmarks.commands import TRUTH
 from samkv_integrations.errors import InvalidOption
 from samkv_integrations.figures import Row
 

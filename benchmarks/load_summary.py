@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.commands import TRUTH
 from benchmarks.load import Block, Pace, Record
-from benchmarks.variants import TRUTH
 from samkv_integrations.evaluation.measures import ratio_interval
 from samkv_integrations.figures import Row
 

@@ -133,7 +133,6 @@ def show(seen: Inspection, layer: int | None, out: Console) -> None:
     }
     columns = (
         "chunk", "tokens", "kept", "recom-\nputed", "dropped", "attention", "in full\nprefill",
-        "best\nscore",
     )  # fmt: skip
     cells = [
         (
@@ -141,7 +140,6 @@ def show(seen: Inspection, layer: int | None, out: Console) -> None:
             *(percent(share) if chunk.is_cached else "no cache"
               for share in (chunk.kept, chunk.recomputed, chunk.dropped)),
             percent(chunk.attention), percent(chunk.full_attention),
-            "-" if chunk.score is None else f"{chunk.score:.3g}",
         )
         for chunk in seen.chunks_at(layer)
     ]  # fmt: skip

@@ -20,7 +20,6 @@ from samkv_integrations.methods.base import (
     Checked,
     ContextAttention,
     ProbedLayer,
-    Selection,
     Update,
     overwrite,
 )
@@ -106,7 +105,6 @@ def plan_pass(
     *,
     devices: Sequence[torch.device],
     dtype: torch.dtype,
-    uncached: Tensor | None = None,
     n_held: int = 0,
     mixes: bool = False,
     weighs: bool = False,
@@ -120,14 +118,14 @@ def plan_pass(
 
     keep: (L, Nb) bool. recompute: (L, Tctx) bool, ignored where the block is not kept.
     devices: of each layer. dtype: the model's.
-    uncached: (T,) bool, other tokens that take part, all uncached ones if None. They are computed,
-        but for the first ``n_held`` tokens of the prompt, which are among them and held in memory.
+    n_held: the first tokens of the prompt, uncached ones that are held in memory; the other
+        uncached ones are computed.
     mixes: whether a recomputed entry needs the stored one. weighs: whether the method weighs the
         context in its own way, so that a mask is always wanted.
     windows: that layers have, and that are shorter than the prompt.
     """
-    uncached = layout.uncached if uncached is None else uncached
-    stored = keep[:, layout.block_of_token] & ~layout.uncached[layout.context_positions]
+    uncached = layout.uncached
+    stored = keep[:, layout.block_of_token] & ~uncached[layout.context_positions]
     recompute = recompute & stored
     carried = recompute.flip(0).cummax(0).values.flip(0)
     used = stored if mixes else stored & ~recompute
@@ -183,7 +181,7 @@ def plan_pass(
             mixed_slots=slot[positions[mixed]].to(device),
             carried=carried[layer].nonzero()[:, 0],
             carried_rows=torch.searchsorted(positions, at[carried[layer]]).to(device),
-            masks=seen_of, at=entries, is_context=~layout.uncached[entries].to(device),
+            masks=seen_of, at=entries, is_context=~uncached[entries].to(device),
             staying=None if torch.equal(stays, present) else slot[stays].to(device),
             context=context.to(device), context_slots=final[at[context]].to(device),
             changed=recompute[layer][context].nonzero()[:, 0].to(device),
@@ -222,7 +220,7 @@ class Watch:
 
     def __init__(self) -> None:
         self._attention: dict[int, Tensor] = {}
-        self._seen: tuple[Layout, Selection, PassPlan] | None = None
+        self._seen: tuple[Layout, PassPlan] | None = None
 
     def see_layer(
         self,
@@ -260,20 +258,9 @@ class Watch:
         spread[torch.cat(sides)[plan.source.cpu()]] = shares.cpu()
         self._attention[layer] = spread
 
-    def see_plan(self, layout: Layout, selection: Selection, plan: PassPlan) -> None:
-        """The layout, what was selected, and what the layers did in the end."""
-        self._seen = layout, selection, plan
-
-    @property
-    def layout(self) -> Layout:
-        """That of the prompt."""
-        return self._complete[0]
-
-    @property
-    def token_scores(self) -> Tensor | None:
-        """(Tctx,) see `Selection`."""
-        scores = self._complete[1].token_scores
-        return None if scores is None else scores.float().cpu()
+    def see_plan(self, layout: Layout, plan: PassPlan) -> None:
+        """The layout, and what the layers did in the end."""
+        self._seen = layout, plan
 
     @property
     def attention(self) -> Tensor:
@@ -283,7 +270,8 @@ class Watch:
     @property
     def states(self) -> Tensor:
         """(L, T) uint8, a `State` each; `State.UNCACHED` for all that has no stored entry."""
-        layout, _, plan = self._complete
+        assert self._seen is not None, "no first token has been computed"
+        layout, plan = self._seen
         at = layout.context_positions
         states = torch.full((len(plan.layers), layout.n_tokens), State.UNCACHED, dtype=torch.uint8)
         for row, layer in zip(states, plan.layers, strict=True):
@@ -294,11 +282,6 @@ class Watch:
             row[at] = of_context
             row[at[layout.uncached[at]]] = State.RECOMPUTED  # the last one of a prompt, if any
         return states
-
-    @property
-    def _complete(self) -> tuple[Layout, Selection, PassPlan]:
-        assert self._seen is not None, "no first token has been computed"
-        return self._seen
 
 
 # -- the pass ---------------------------------------------------------------------------------
@@ -374,15 +357,7 @@ class Blend:
         if self.observe is not None:
             at = plan.positions
             cos, sin = (side[at] for side in self.rotation.of(layer))
-            out_of_sight = None
-            if window is not None:
-                places = self.layout.context_positions.to(at.device)[plan.cached]
-                out_of_sight = places <= at[-1] - window
-            probed = ProbedLayer(
-                layer=layer, n_layers=self.model.n_layers, queries=query[0], cos=cos, sin=sin,
-                keys=stored[0], scaling=scaling, out_of_sight=out_of_sight,
-            )  # fmt: skip
-            self.observe(probed)
+            self.observe(ProbedLayer(queries=query[0], cos=cos, sin=sin))
         if self.watch is not None:
             seen = keys[: plan.n_entries]
             self.watch.see_layer(

@@ -1,7 +1,8 @@
 """What a pass costs on this machine, roughly: enough to say whether full prefill is faster.
 
-A pass over few tokens of a small model is mostly overhead, so two short passes can take longer than
-one over everything. ``samkv doctor`` measures the figures for the model and device at hand.
+A pass over few tokens of a small model is mostly overhead, and cached entries have to be read, so
+that full prefill can be faster. ``samkv doctor`` measures the figures for the model and device at
+hand.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from samkv_integrations.model.shape import ModelShape
 from samkv_integrations.prompt.layout import Layout
 
 MARGIN = 0.95
-"""Two passes must be estimated below this share of full prefill to be worth their approximation."""
+"""A pass over caches must be estimated below this share of full prefill to be worth taking."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,26 +76,17 @@ class CostModel:
         n_rest = n_tokens - n_held
         return self._pass_s(n_rest, n_rest * (n_held + n_tokens + 1) / 2)
 
-    def two_passes_s(
-        self,
-        n_tokens: int,
-        n_context: int,
-        n_probed: int,
-        recomputed_ratio: float,
-        n_held: int = 0,
+    def blended_s(
+        self, n_tokens: int, n_context: int, recomputed_ratio: float, n_held: int = 0
     ) -> float:
-        """A layer's share of a probe of ``n_probed`` tokens, 0 for none, and a pass of the rest.
+        """A layer's share of a pass over cached, recomputed and uncached tokens.
 
         n_context: tokens with a cache. recomputed_ratio: the share of them that is computed again,
         mean over layers. n_held: as above, before the context.
         """
         n_again = n_tokens - n_held - n_context + recomputed_ratio * n_context
-        seconds = self._pass_s(n_again, n_again * n_tokens) + n_context * (
-            self.entry_s + self.read_s
-        )
-        if n_probed:
-            seconds += self._pass_s(n_probed, n_probed * n_tokens) + n_context * self.entry_s
-        return seconds
+        entries_s = n_context * (self.entry_s + self.read_s)
+        return self._pass_s(n_again, n_again * n_tokens) + entries_s
 
     def chunks_s(self, lengths: Sequence[int], n_prefix: int = 0) -> float:
         """A layer's share of computing chunks of these lengths as chunks, kept for later.
@@ -121,27 +113,26 @@ def is_whole(
 ) -> bool:
     """Whether a method computes the context as a whole, which is full prefill.
 
-    blended: the layout of what stands behind the tokens that are held for two passes.
+    blended: the layout of what stands behind the tokens that are held for a pass over caches.
     missed: tokens of each uncached chunk that counts as a cached one. n_whole, n_blended: first
-    tokens of the prompt that are held in memory, for full prefill and for two passes.
+    tokens of the prompt that are held in memory, for full prefill and for that pass.
     """
     if layout.n_context + sum(missed) <= method.recompute.whole_tokens:
         return True
     if not method.whole_if_faster:
         return False
     assert costs is not None
-    two_passes = two_passes_s(method, costs, blended, missed, n_blended)
-    return two_passes > MARGIN * costs.full_prefill_s(layout.n_tokens, n_whole)
+    full_s = costs.full_prefill_s(layout.n_tokens, n_whole)
+    return blended_s(method, costs, blended, missed, n_blended) > MARGIN * full_s
 
 
-def two_passes_s(
+def blended_s(
     method: Method, costs: CostModel, layout: Layout, missed: Sequence[int] = (), n_held: int = 0
 ) -> float:
     """A layer's share of a request that is not computed as a whole; arguments as in `is_whole`."""
     n_context, n_chunks = layout.n_context + sum(missed), layout.n_chunks + len(missed)
-    n_probed = int(method.select.probe_tokens(layout).sum())
-    ratio = method.recompute.most_ratio(n_context, n_chunks, scored=n_probed > 0)
-    return costs.two_passes_s(layout.n_tokens, n_context, n_probed, ratio, n_held)
+    ratio = method.recompute.most_ratio(n_context, n_chunks)
+    return costs.blended_s(layout.n_tokens, n_context, ratio, n_held)
 
 
 def kept_costs(model: Model, store: Store) -> CostModel:

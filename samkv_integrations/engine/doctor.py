@@ -21,7 +21,7 @@ from torch.nn.functional import kl_div
 from samkv_integrations.cache.chunk import BlockScheme
 from samkv_integrations.cache.disk import ChunkStore
 from samkv_integrations.cache.quantise import DEFAULT_STORE_BITS, STORE_BITS, rotate, unrotate
-from samkv_integrations.engine.costs import CostModel, is_whole, two_passes_s
+from samkv_integrations.engine.costs import CostModel, blended_s, is_whole
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.errors import InvalidChunk, InvalidOption
 from samkv_integrations.methods import METHODS
@@ -334,10 +334,10 @@ def _kl(full: Tensor, other: Tensor) -> float:
 
 
 def speed_advice(engine: Engine) -> Check:
-    """The contexts for which full prefill is faster than two passes, by costs measured here."""
+    """The contexts for which full prefill is faster than reuse, by costs measured here."""
     model, costs = engine.model, engine.calibrate()
     longest = min(model.context_window - QUESTION_TOKENS, LONGEST_TOKENS)
-    # the fewest context tokens for which auto makes two passes
+    # the fewest context tokens of which auto reuses any
     smallest = 1 + bisect_left(
         range(1, longest + 1),
         True,
@@ -346,7 +346,7 @@ def speed_advice(engine: Engine) -> Check:
     shown = _layout(min(2048, longest) if smallest > longest else smallest)
     n_context, n_tokens = shown.n_context, shown.n_tokens
     full = costs.full_prefill_s(n_tokens) * model.n_layers
-    partial = two_passes_s(METHODS["auto"], costs, shown) * model.n_layers
+    partial = blended_s(METHODS["auto"], costs, shown) * model.n_layers
     if smallest > longest:
         verdict = f"full prefill is faster up to contexts of {longest} tokens, which auto then does"
     else:

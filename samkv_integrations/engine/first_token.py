@@ -13,7 +13,7 @@ from torch import Tensor
 from samkv_integrations.cache.base import StoredChunk
 from samkv_integrations.cache.chunk import Fingerprint
 from samkv_integrations.engine.blend import Blend, PassPlan, plan_pass
-from samkv_integrations.engine.costs import is_whole, two_passes_s
+from samkv_integrations.engine.costs import blended_s, is_whole
 from samkv_integrations.engine.loader import ChunkLost, Context
 from samkv_integrations.engine.prefix_cache import Prefix
 from samkv_integrations.engine.report import Stopwatch, report_of
@@ -23,7 +23,7 @@ from samkv_integrations.errors import InvalidOption, PromptTooLong
 from samkv_integrations.eviction import Eviction, Quest
 from samkv_integrations.eviction.base import DroppingEviction
 from samkv_integrations.methods import Method
-from samkv_integrations.methods.base import Checked, ProbedLayer, overwrite
+from samkv_integrations.methods.base import Checked, ProbedLayer, Select, overwrite
 from samkv_integrations.methods.parts import RecomputeAll, RecomputeInexact, SelectAll
 from samkv_integrations.prompt.layout import ChunkPart, Layout
 
@@ -120,7 +120,7 @@ def choose(request: Request, *, may_compute: bool = True) -> Choice:
     if missed and costs is not None:
         lengths = [len(ids) for ids in missed]  # of all of a chunk, whatever the prompt holds
         full_s = costs.full_prefill_s(layout.n_tokens, n_whole)
-        both_s = costs.chunks_s(lengths, len(prefix_ids)) + two_passes_s(
+        both_s = costs.chunks_s(lengths, len(prefix_ids)) + blended_s(
             method, costs, blended, lengths, n_blended
         )
         if both_s > full_s or is_whole(method, costs, layout, blended, lengths, n_whole, n_blended):
@@ -208,8 +208,10 @@ def _compute(request: Request, choice: Choice, clock: Stopwatch) -> FirstToken:
         with clock("load"):
             inputs = context.inputs(method.needs, request.stable_layers)
         scores = None
-        if method.select.probes and bool(method.select.probe_tokens(layout).any()):
-            scores = _probe(blend, context, method, clock)
+        if method.select.probes:
+            nothing = torch.zeros(model.n_layers, layout.n_context, dtype=torch.bool)
+            probed = method.select.probe_blocks(layout).expand(model.n_layers, -1)
+            scores = _probe(blend, plan_of(probed, nothing), method.select, clock)
         with clock("select"):
             selection = method.select.choose(scores, inputs, layout)
             recompute = method.recompute.choose(selection, inputs, layout)
@@ -253,7 +255,7 @@ def _compute(request: Request, choice: Choice, clock: Stopwatch) -> FirstToken:
             if prefixes is not None and leaves is not None:
                 prefixes.keep(leaves)
         if request.watch is not None:
-            request.watch.see_plan(layout, selection, plans[-1])
+            request.watch.see_plan(layout, plans[-1])
         ran = method.way
         if choice.whole:
             ran = "prefix" if choice.held else "recompute"
@@ -266,29 +268,15 @@ def _compute(request: Request, choice: Choice, clock: Stopwatch) -> FirstToken:
         )
 
 
-def _probe(blend: Blend, context: Context, method: Method, clock: Stopwatch) -> Tensor:
-    """What the method's selection makes of every layer of a probe, stacked."""
-    model, layout = blend.model, blend.layout
-    uncached = method.select.probe_tokens(layout)
-    n_held = 0
-    if blend.held is not None:
-        # behind a token that the probe leaves out, the others are not what they were when held
-        n_held = int(uncached[: blend.held.n_tokens].cumprod(0).sum())
-    plan = plan_pass(
-        layout, method.select.probe_blocks(layout).expand(model.n_layers, -1),
-        torch.zeros(model.n_layers, layout.n_context, dtype=torch.bool),
-        devices=model.layer_devices, dtype=model.dtype, uncached=uncached, n_held=n_held,
-        weighs=method.attend is not None, windows=model.windows_within(layout.n_tokens),
-    )  # fmt: skip
+def _probe(blend: Blend, plan: PassPlan, select: Select, clock: Stopwatch) -> Tensor:
+    """What a selection makes of every layer of a probe, stacked."""
     scores: list[Tensor] = []
 
     def observe(probed: ProbedLayer) -> None:
-        score = method.select.score(probed, layout)
-        if score is not None:
-            scores.append(score.to(model.layer_devices[0]))
+        scores.append(select.score(probed, blend.layout).to(blend.model.layer_devices[0]))
 
     with clock("load"):
-        context.load(plan.blocks)
+        blend.context.load(plan.blocks)
     with clock("probe"):
         replace(blend, observe=observe).through_layers(plan)
         return torch.stack(scores)

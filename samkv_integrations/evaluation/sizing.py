@@ -14,7 +14,7 @@ from typing import Any
 from samkv_integrations.cache.chunk import BlockScheme, Fingerprint
 from samkv_integrations.cache.file_format import FileLayout
 from samkv_integrations.cache.quantise import DEFAULT_STORE_BITS, EntryFormat
-from samkv_integrations.engine.costs import CostModel, two_passes_s
+from samkv_integrations.engine.costs import CostModel, blended_s
 from samkv_integrations.errors import InvalidOption
 from samkv_integrations.methods import METHODS
 from samkv_integrations.model.shape import ModelShape
@@ -246,13 +246,13 @@ def size_up(shape: ModelShape, work: Workload, machine: Machine) -> Sizing:
         """Computing ``n`` chunks."""
         return shape.n_layers * costs.chunks_s([work.chunk_tokens] * n, CHUNK_PREFIX)
 
-    # both passes of the default method, as the engine estimates them to choose a way
+    # the pass of the default method, as the engine estimates it to choose a way
     chunks = [ChunkPart.whole(layout.blocks, work.chunk_tokens * at) for at in range(n_chunks)]
     prompt = Layout.of([0] * work.prompt_tokens, chunks, ())
-    passes_s = shape.n_layers * two_passes_s(METHODS["samkv-guided"], costs, prompt)
+    pass_s = shape.n_layers * blended_s(METHODS["samkv-guided"], costs, prompt)
 
     # an engine reads, checks and computes on one thread; chunks are fetched beside it
-    on_thread = {"compute": passes_s + decode_s, "disk": read_s, "check": check_s}
+    on_thread = {"compute": pass_s + decode_s, "disk": read_s, "check": check_s}
     rate, bound = 1 / sum(on_thread.values()), max(on_thread, key=on_thread.__getitem__)
     latency_s = machine.remote_latency_ms / 1000
     fetch_s = remote_rate = remote_bound = None
@@ -271,7 +271,7 @@ def size_up(shape: ModelShape, work: Workload, machine: Machine) -> Sizing:
         read_bytes=read_bytes(layout), total_bytes=total_bytes,
         read_s=read_s, check_s=check_s, fetch_s=fetch_s, recompute_s=chunks_s(n_chunks),
         full_prefill_s=shape.n_layers * costs.full_prefill_s(work.prompt_tokens),
-        first_token_s=passes_s + read_s + check_s,
+        first_token_s=pass_s + read_s + check_s,
         break_even_gb_s=question_gb / left_s if left_s > 0 else None,
         requests_per_s=rate, bound=bound,
         remote_requests_per_s=remote_rate, remote_bound=remote_bound,

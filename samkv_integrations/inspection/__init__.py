@@ -39,7 +39,7 @@ class InspectedChunk:
 
     name: where it comes from. kept, recomputed, dropped: shares of its tokens; all 0 without a
     cache. attention, full_attention: the last prompt token's attention to the whole chunk, in this
-    answer and in full prefill's. score: the largest of its tokens, None if the method scores none.
+    answer and in full prefill's.
     """
 
     name: str
@@ -51,7 +51,6 @@ class InspectedChunk:
     dropped: float
     attention: float
     full_attention: float
-    score: float | None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -66,8 +65,6 @@ class Inspection:
     states: (L, T) uint8, a `State` each.
     attention, full_attention: (L, T) share of the last prompt token's attention that each token
         has, mean over heads, in this answer and in full prefill's.
-    scores: (T,) what the method chose tokens by, nan for a token without a score; None if it scores
-        none.
     answer, full_answer: of this method, and of full prefill. report, full_report: figures of their
         first tokens; times are of single passes that were watched, and mean little.
     """
@@ -80,7 +77,6 @@ class Inspection:
     states: Tensor
     attention: Tensor
     full_attention: Tensor
-    scores: Tensor | None
     answer: str
     full_answer: str
     report: Report
@@ -137,13 +133,11 @@ class Inspection:
                 float((states == state).float().mean())
                 for state in (State.KEPT, State.RECOMPUTED, State.DROPPED)
             )
-            scores = [] if self.scores is None else self.scores[own].tolist()
             chunk = InspectedChunk(
                 name=name, text=text, n_tokens=int(own.sum()), kept=kept, recomputed=recomputed,
                 dropped=dropped, is_cached=not bool((states == State.MISSED).any()),
                 attention=float(self.attention[layers, own].sum(1).mean()),
                 full_attention=float(self.full_attention[layers, own].sum(1).mean()),
-                score=max((score for score in scores if score == score), default=None),
             )  # fmt: skip
             found.append(chunk)
         return tuple(found)
@@ -169,13 +163,11 @@ class Inspection:
 
         All texts in it are data: none of them becomes markup.
         """
-        scores = None if self.scores is None else self.scores.tolist()
         tokens = {
             "pieces": list(self.pieces),
             "chunk_of": self.chunk_of.tolist(),
             **{name: _packed(getattr(self, name)) for name in ("attention", "full_attention")},
             "states": _packed(self.states.to(torch.uint8)),
-            "scores": scores and [None if x != x else round(x, 6) for x in scores],
         }
         shown = {"summary": self.to_dict(), "tokens": tokens}
         data = json.dumps(shown, ensure_ascii=False, allow_nan=False)
@@ -243,14 +235,11 @@ def inspect(
         full_answer, full_report, full_watch = _watched(engine, resolved, truth)
     states = watch.states
     states[:, is_missed] = State.MISSED
-    called, scores = names or {}, None
-    if watch.token_scores is not None:
-        scores = torch.full((watch.layout.n_tokens,), torch.nan, dtype=torch.float32)
-        scores[watch.layout.context_positions] = watch.token_scores
+    called = names or {}
     return Inspection(
         title=title, pieces=tuple(pieces), chunk_of=chunk_of, texts=tuple(texts), states=states,
         names=tuple(called.get(text, f"chunk {number}") for number, text in enumerate(texts, 1)),
-        attention=watch.attention, full_attention=full_watch.attention, scores=scores,
+        attention=watch.attention, full_attention=full_watch.attention,
         answer=answer, full_answer=full_answer, report=report, full_report=full_report,
     )  # fmt: skip
 

@@ -14,7 +14,6 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Literal, Protocol, get_args, get_origin, get_type_hints
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from samkv_integrations.errors import InvalidOption, UnknownOption
@@ -27,18 +26,14 @@ class Selection:
     """What a method keeps of the context.
 
     keep: (L, Nb) bool, CPU, blocks kept at each layer.
-    token_scores: (Tctx,) how much the question attends to each context token, if it was computed;
-        on the model's device.
     """
 
     keep: Tensor
-    token_scores: Tensor | None = None
 
     @classmethod
-    def of_all(cls, n_layers: int, layout: Layout, token_scores: Tensor | None = None) -> Selection:
+    def of_all(cls, n_layers: int, layout: Layout) -> Selection:
         """Every block at every layer."""
-        keep = torch.ones(n_layers, layout.n_blocks, dtype=torch.bool)
-        return cls(keep=keep, token_scores=token_scores)
+        return cls(keep=torch.ones(n_layers, layout.n_blocks, dtype=torch.bool))
 
     def tokens(self, layout: Layout) -> Tensor:
         """(L, Tctx) bool, tokens kept at each layer."""
@@ -84,44 +79,22 @@ class SelectionInputs:
 
 @dataclass(frozen=True, kw_only=True)
 class ProbedLayer:
-    """One layer of a probe: the queries of the tokens that it computed, and the keys they saw.
+    """One layer of a probe.
 
     queries: (H, R, D), rotated, of the computed tokens in prompt order. cos, sin: (R, D) of them.
-    keys: (n, G, D), rotated, of the context tokens in `Select.probe_blocks`; a last token of the
-        prompt is none of them, being computed.
-    scaling: of the attention's logits.
-    out_of_sight: (n,) bool, keys before the layer's window of the last token; None without one.
     """
 
-    layer: int
-    n_layers: int
     queries: Tensor
     cos: Tensor
     sin: Tensor
-    keys: Tensor
-    scaling: float
-    out_of_sight: Tensor | None = None
-
-    def last_logits(self, n_context: int) -> Tensor:
-        """(H, Tctx) float32: attention logits of the last prompt token, to all context tokens.
-
-        Where a prompt ends with a chunk, its last token has no stored key, and the lowest logit;
-        so has what the layer does not see.
-        """
-        keys = self.keys.float()  # (n, G, D)
-        query = self.queries[:, -1].float().view(keys.shape[1], -1, keys.shape[2])
-        logits = torch.einsum("grd,tgd->grt", query * self.scaling, keys).flatten(0, 1)
-        lowest = torch.finfo(logits.dtype).min
-        if self.out_of_sight is not None:
-            logits = logits.masked_fill(self.out_of_sight, lowest)
-        return F.pad(logits, (0, n_context - len(keys)), value=lowest)
 
 
 class Select(ABC):
     """Which blocks of the context to keep at each layer.
 
     needs: names out of `NEEDED`. Everything needed counts as bytes.
-    probes: whether a pass over `probe_blocks` comes first, that `score` looks at layer by layer.
+    probes: whether a pass of the uncached tokens over `probe_blocks` comes first, that `score`
+        looks at layer by layer.
     """
 
     @property
@@ -136,16 +109,9 @@ class Select(ABC):
         """(Nb,) bool, blocks that the probe attends to: all, unless a method reads fewer."""
         return torch.ones(layout.n_blocks, dtype=torch.bool)
 
-    def probe_tokens(self, layout: Layout) -> Tensor:
-        """(T,) bool, uncached tokens that the probe computes, the last one among them.
-
-        No token for no probe of this prompt: `choose` is then given no scores.
-        """
-        return layout.uncached
-
-    def score(self, probed: ProbedLayer, layout: Layout) -> Tensor | None:
-        """What `choose` is given of a layer; None for nothing. Stays on the device. Pure."""
-        return None
+    def score(self, probed: ProbedLayer, layout: Layout) -> Tensor:
+        """What `choose` is given of a layer. Stays on the device. Pure."""
+        raise NotImplementedError
 
     @abstractmethod
     def choose(self, scores: Tensor | None, inputs: SelectionInputs, layout: Layout) -> Selection:
@@ -195,11 +161,11 @@ class Recompute(ABC):
     def whole_tokens(self) -> int:
         return 0
 
-    def most_ratio(self, n_context: int, n_chunks: int, *, scored: bool) -> float:
+    def most_ratio(self, n_context: int, n_chunks: int) -> float:
         """Recomputed tokens as a share of the context, mean over layers, at most.
 
-        scored: whether a probe gave the context's tokens scores. `auto` alone asks, to weigh a
-        method against full prefill; with 1.0 it never takes the method.
+        `auto` alone asks, to weigh a method against full prefill; with 1.0 it never takes the
+        method.
         """
         return 1.0
 

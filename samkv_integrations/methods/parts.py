@@ -166,30 +166,6 @@ def fill_budget(order: Tensor, layout: Layout, budget_tokens: float | Tensor) ->
     return torch.zeros_like(fits).scatter(1, ranking, fits)
 
 
-def softmax_by_chunk(logits: Tensor, layout: Layout) -> Tensor:
-    """Softmax of (H, Tctx) within each chunk, as if it were alone."""
-    longest = layout.longest_chunk
-    place = layout.place_in_chunks(logits.device)
-    padded = logits.new_full((len(logits), layout.n_chunks * longest), -math.inf)
-    padded[:, place] = logits
-    shares = padded.view(len(logits), layout.n_chunks, longest).softmax(-1)
-    return shares.flatten(1)[:, place]
-
-
-def dilate(scores: Tensor, layout: Layout, *, before: int = 0, after: int = 0) -> Tensor:
-    """(Tctx,) scores shared with the ``before`` and ``after`` tokens around, within the chunk."""
-    chunk, best = layout.chunk_of_token, scores
-    for shift in range(1, min(max(before, after), layout.n_context - 1) + 1):
-        same = chunk[shift:] == chunk[:-shift]
-        if shift <= after:
-            moved = scores[:-shift].where(same, -math.inf)
-            best = torch.cat((best[:shift], best[shift:].maximum(moved)))
-        if shift <= before:
-            moved = scores[shift:].where(same, -math.inf)
-            best = torch.cat((best[:-shift].maximum(moved), best[-shift:]))
-    return best
-
-
 def matching_segments(layout: Layout, size: int, most: int, given: Tensor) -> Tensor:
     """(Tctx,) bool: segments of chunks that share the rarest tokens with the question.
 

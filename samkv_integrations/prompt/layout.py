@@ -273,24 +273,10 @@ class Layout:
             n_blocks=n_blocks, n_chunks=len(exact), n_missed=n_missed, n_prefix=len(prefix),
         )  # fmt: skip
 
-    def place_in_chunks(self, device: torch.device) -> Tensor:
-        """(Tctx,) place of each context token in a table of chunks by offsets, row after row.
-
-        The table is as wide as the longest chunk. Moved to ``device`` once, as each move waits.
-        """
-        if device not in self._moved:
-            place = self.chunk_of_token * self.longest_chunk + self.offset_in_chunk
-            self._moved[device] = place.to(device)
-        return self._moved[device]
-
     @cached_property
     def longest_chunk(self) -> int:
         """Tokens of it."""
         return int(self.chunk_lengths.max())
-
-    @cached_property
-    def _moved(self) -> dict[torch.device, Tensor]:
-        return {}
 
     @cached_property
     def prefilled_positions(self) -> Tensor:

@@ -78,7 +78,7 @@ def candidates(model: str, store_bits: int) -> dict[str, TunedSetting]:
 
 
 def as_label(setting: TunedSetting) -> str:
-    """A setting in few words: ``auto, hits=3.0, quest@0.1``."""
+    """A setting in few words: ``auto, first=48, quest@0.1``."""
     words = [setting.method, *(option.partition(".")[2] for option in setting.set)]
     if setting.eviction != NO_EVICTION:
         budget = "" if setting.eviction_budget is None else f"@{setting.eviction_budget:g}"

@@ -25,7 +25,7 @@ from tests.support.models import tiny_model
 
 # Only computed tokens cost anything, so that what the model computes can be held against it.
 TOKENS_ONLY = CostModel(layer_s=0, token_s=1, pair_s=0, entry_s=0, read_s=0)
-# A pass as such costs so much that two can never win, or nothing at all.
+# A pass as such costs so much that it hardly counts what it computes: reuse never wins.
 ONE_PASS = CostModel(layer_s=1e5, token_s=1, pair_s=0, entry_s=0, read_s=0)
 
 
@@ -99,7 +99,7 @@ def test_never_computes_more_than_full_prefill(
         assert ours[0] <= full[0], report
 
 
-def test_runs_two_passes_where_they_compute_less_and_full_prefill_where_not() -> None:
+def test_reuses_where_that_computes_less_and_does_full_prefill_where_not() -> None:
     chunks = texts(4, 200)
     engine = engine_with(TOKENS_ONLY, prefix_bytes=0)
     engine.cache_chunks(chunks)
@@ -124,17 +124,17 @@ def test_more_to_compute_never_costs_less(
     model = CostModel(**dict(zip(names, costs, strict=True)))
     n_tokens = n_context + n_rest
     assert model.full_prefill_s(n_tokens) <= model.full_prefill_s(n_tokens + 1)
-    two = model.two_passes_s(n_tokens, n_context, 64, ratio)
-    assert two <= model.two_passes_s(n_tokens + 1, n_context, 64, ratio)
-    assert two >= 2 * model.layer_s
+    blended = model.blended_s(n_tokens, n_context, ratio)
+    assert blended <= model.blended_s(n_tokens + 1, n_context, ratio)
+    assert blended >= model.layer_s
     held = n_rest // 2
     assert model.full_prefill_s(n_tokens, held) <= model.full_prefill_s(n_tokens)
-    assert model.two_passes_s(n_tokens, n_context, 64, ratio, held) <= two
+    assert model.blended_s(n_tokens, n_context, ratio, held) <= blended
 
 
 def test_both_ways_are_shorter_by_a_beginning_that_is_held() -> None:
     """Behind much text that either way computes, few documents spare too little."""
-    chunks = texts(3, 80)  # at most 3 * 16 + 96 of their 240 tokens are computed again
+    chunks = texts(2, 80)  # at most 2 * 8 + 26 of their 160 tokens are computed again
     asked = prompt(chunks, before=3000)
     for room, ran in ((0, "recompute"), (2**24, "samkv-guided")):
         engine = engine_with(TOKENS_ONLY, prefix_bytes=room)
@@ -202,7 +202,7 @@ def test_the_next_question_about_the_same_documents_goes_on_exactly(cached: bool
     assert torch.allclose(found, expected, atol=2e-4 * float(expected.abs().max()))
 
 
-def test_a_short_prefix_does_not_keep_many_cached_documents_from_two_passes() -> None:
+def test_a_short_prefix_does_not_keep_many_cached_documents_from_reuse() -> None:
     first, *others = texts(1, 100) + texts(5, 200, seed=1)
     engine = engine_with(TOKENS_ONLY)
     engine.cache_chunks([first, *others])

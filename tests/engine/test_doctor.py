@@ -245,7 +245,7 @@ def a_cost(**changes: float) -> CostModel:
 
 
 @pytest.mark.parametrize("layer_s", [1e-4, 3e-3, 2e-2])
-def test_the_smallest_context_of_two_passes_is_what_auto_does(
+def test_the_smallest_context_of_reuse_is_what_auto_does(
     monkeypatch: pytest.MonkeyPatch, layer_s: float
 ) -> None:
     model, costs = tiny_model("qwen2"), a_cost(layer_s=layer_s)

@@ -23,15 +23,14 @@ from samkv_integrations.engine.working_cache import DenseCache, SparseCache
 from samkv_integrations.errors import CacheMiss, PromptTooLong
 from samkv_integrations.eviction import Quest
 from samkv_integrations.methods import METHODS, Method
-from samkv_integrations.methods.guided import SINKS, GuidedRecompute, GuidedSelect
+from samkv_integrations.methods.guided import GuidedRecompute
 from tests.support.asking import ask, first_token_by
 from tests.support.covering import covering
 from tests.support.laws import CHUNKS, FOLLOW, PROMPT, plain_logits
 from tests.support.models import tiny_model
 
 GUIDED = METHODS["samkv-guided"]
-PROBING = replace(GUIDED, select=GuidedSelect(long=0))  # the chunks here are short
-FEW = replace(PROBING, recompute=GuidedRecompute(first=2, hits=0.2))
+FEW = replace(GUIDED, recompute=GuidedRecompute(first=2))
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +90,7 @@ def test_a_first_token_is_a_value(engine: Engine, method: str) -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_prompt_that_ends_with_a_chunk_is_answered(engine: Engine, method: str) -> None:
-    """Its last token is computed, and so has no stored key; the probe of the default fell over."""
+    """Its last token is computed, and so has no stored key."""
     prompt = PROMPT[: PROMPT.index("\n\nQuestion")]
     asked = ask(engine, prompt, CHUNKS, method)
     assert bool(asked.first.logits.isfinite().all())
@@ -148,48 +147,28 @@ def counted_tokens(engine: Engine) -> Iterator[list[int]]:
         del model.layer
 
 
-@pytest.mark.parametrize("window", [1, 5, 24, 30, 9999])
-def test_the_probe_computes_nothing_but_its_window_and_sinks(engine: Engine, window: int) -> None:
-    """And the answer's pass what was chosen, with all uncached text."""
-    method = replace(GUIDED, select=GuidedSelect(window=window, long=0))
+@pytest.mark.parametrize("method", ["multi-infllm", "samkv-overwrite", "samkv-guided"])
+def test_a_pass_computes_uncached_text_and_what_was_chosen(engine: Engine, method: str) -> None:
+    """A probe before it, for the methods that have one, nothing but the uncached text."""
     with counted_tokens(engine) as rows:
         asked = ask(engine, PROMPT, CHUNKS, method)
     layout, n_layers = asked.layout, engine.model.n_layers
-    uncached = layout.uncached.nonzero()[:, 0].tolist()
-    near = [at for at in uncached if at < SINKS or at >= layout.n_tokens - window]
-    assert rows[:n_layers] == [len(near)] * n_layers
+    n_uncached = int(layout.uncached.sum())
+    assert rows[:-n_layers] == [n_uncached] * (n_layers * METHODS[method].select.probes)
     computed = asked.planned[-1].plan.computed.sum(1).tolist()
-    assert rows[n_layers:] == [len(uncached) + n for n in computed]
-    assert sum(computed) > 0
+    assert rows[-n_layers:] == [n_uncached + n for n in computed]
+    assert (sum(computed) > 0) == (method != "multi-infllm")
     n_context = layout.n_context
     assert asked.report.recompute_ratio == pytest.approx(sum(computed) / n_layers / n_context)
 
 
 def test_methods_without_a_probe_run_one_pass(engine: Engine) -> None:
     for name, method in METHODS.items():
-        if method.whole_if_faster:  # one or two
-            continue
         with counted_tokens(engine) as rows:
             asked = ask(engine, PROMPT, CHUNKS, method)
-        probed = method.select.probes and name != "samkv-guided"  # none where chunks are short
-        passes = 2 if probed else 1
+        passes = 2 if method.select.probes else 1
         assert len(rows) == passes * engine.model.n_layers, name
-        assert (asked.report.probe_s > 0) == probed
-
-
-def test_a_window_over_all_uncached_text_is_the_probe_of_all(engine: Engine) -> None:
-    layout = ask(engine, PROMPT, CHUNKS, "reuse").layout
-    seen: dict[int, Tensor] = {}
-    for window in (layout.n_tokens - int(layout.uncached.nonzero()[0]), 10_000):
-        asked = ask(
-            engine, PROMPT, CHUNKS, replace(GUIDED, select=GuidedSelect(window=window, long=0))
-        )
-        assert bool((asked.planned[0].uncached == layout.uncached).all())
-        seen[window] = torch.cat((asked.recomputed.float().flatten(), asked.first.logits))
-    one, two = seen.values()
-    assert torch.equal(one, two)
-    shorter = ask(engine, PROMPT, CHUNKS, replace(GUIDED, select=GuidedSelect(window=1, long=0)))
-    assert not torch.equal(shorter.recomputed.float().flatten(), one[: shorter.recomputed.numel()])
+        assert (asked.report.probe_s > 0) == method.select.probes
 
 
 # --- what is read ------------------------------------------------------------------------------
@@ -199,7 +178,7 @@ def test_a_window_over_all_uncached_text_is_the_probe_of_all(engine: Engine) -> 
 def test_each_chunk_is_read_once_from_its_first_entry_to_its_last(
     kind: type, on_disk: Engine, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For the probe and the pass together, by one call a chunk, and no block by itself."""
+    """By one call a chunk, and no block by itself."""
     asked_of = on_disk if kind is ChunkFile else engine
     calls: Counter[str] = Counter()
     whole = kind.read_layers
@@ -213,7 +192,7 @@ def test_each_chunk_is_read_once_from_its_first_entry_to_its_last(
 
     monkeypatch.setattr(kind, "read_layers", read_layers)
     monkeypatch.setattr(kind, "read_blocks", read_blocks)
-    ask(asked_of, PROMPT, CHUNKS, PROBING)
+    ask(asked_of, PROMPT, CHUNKS, GUIDED)
     assert calls == {asked_of.key_of(text): 1 for text in CHUNKS}
 
 
@@ -221,7 +200,7 @@ def test_bytes_read_are_those_of_the_files_without_what_is_not_needed(
     on_disk: Engine, tmp_path: Path
 ) -> None:
     """Texts, and local queries and block_means for some methods, lie in the files unread."""
-    report = ask(on_disk, PROMPT, CHUNKS, PROBING).report
+    report = ask(on_disk, PROMPT, CHUNKS, GUIDED).report
     unread = total = 0
     for text in CHUNKS:
         total += file_of(on_disk, tmp_path, text).stat().st_size
@@ -302,7 +281,7 @@ def test_every_chunk_lost_is_full_prefill(on_disk: Engine, tmp_path: Path) -> No
     for text in CHUNKS:
         spoil(file_of(on_disk, tmp_path, text), -1)
     nothing = GuidedRecompute(first=0, matched=0, small_context=0)
-    asked = ask(on_disk, PROMPT, CHUNKS, replace(PROBING, recompute=nothing))
+    asked = ask(on_disk, PROMPT, CHUNKS, replace(GUIDED, recompute=nothing))
     assert asked.report.chunk_misses == {"corrupt": len(CHUNKS)}
     assert (asked.report.found, asked.report.reused) == (len(CHUNKS), 0)
     expected = plain_logits(on_disk.model, asked.layout)

@@ -108,7 +108,6 @@ def assert_layer(plan: LayerPlan, sets: Sets, request: Request, mixes: bool, wei
     st.booleans(),
     st.booleans(),
     st.booleans(),
-    st.booleans(),
     st.integers(0, 4),
 )
 def test_every_layer_is_that_of_the_sets(
@@ -118,21 +117,17 @@ def test_every_layer_is_that_of_the_sets(
     alike: bool,
     mixes: bool,
     weighs: bool,
-    some_wait: bool,
     most_in_memory: int,
 ) -> None:
     request = request_of(shape)
     layout = request.layout
     keep, rows = random_masks(request, kept, stale, alike)
-    fresh = layout.uncached.nonzero()[:, 0].tolist()
-    uncached = {at for at in fresh if not some_wait or at % 2 or at == fresh[-1]}
-    mask = torch.zeros(layout.n_tokens, dtype=torch.bool)
-    mask[list(uncached)] = True
-    first = next(at for at in range(layout.n_tokens) if at not in uncached or at == fresh[-1])
+    uncached = set(layout.uncached.nonzero()[:, 0].tolist())
+    first = next(at for at in range(layout.n_tokens) if at not in uncached or at == max(uncached))
     in_memory = min(most_in_memory, first)
     plan = plan_pass(
         layout, keep, rows, devices=[CPU] * len(keep), dtype=torch.bfloat16,
-        uncached=mask if some_wait else None, n_held=in_memory, mixes=mixes, weighs=weighs,
+        n_held=in_memory, mixes=mixes, weighs=weighs,
     )  # fmt: skip
     assert len(plan.layers) == shape.n_layers and torch.equal(plan.kept, keep)
     at = request.positions
@@ -169,17 +164,7 @@ def test_layers_that_do_the_same_share_their_plan() -> None:
 def test_a_plan_changes_nothing_that_it_is_given() -> None:
     request = request_of(Shape(seed=2, lengths=(30, 20), n_layers=3))
     keep, rows = random_masks(request, 0.6, 0.5, alike=False)
-    uncached = request.layout.uncached.clone()
-    given_now = [keep.clone(), rows.clone(), uncached.clone(), request.layout.uncached.clone()]
-    plan_pass(
-        request.layout,
-        keep,
-        rows,
-        devices=[CPU] * len(keep),
-        dtype=torch.bfloat16,
-        uncached=uncached,
-    )
-    for before, after in zip(
-        given_now, (keep, rows, uncached, request.layout.uncached), strict=True
-    ):
+    given_now = [keep.clone(), rows.clone(), request.layout.uncached.clone()]
+    plan_pass(request.layout, keep, rows, devices=[CPU] * len(keep), dtype=torch.bfloat16)
+    for before, after in zip(given_now, (keep, rows, request.layout.uncached), strict=True):
         assert torch.equal(before, after)

@@ -114,7 +114,7 @@ def test_stages_are_below_and_within_their_answer(engine: Engine, told: Told) ->
     stages = told.stages(span)
     names = [stage.name.removeprefix("samkv.") for stage in stages]
     assert names[:3] == ["read", "wait", "compute_chunks"] and names[-1] == "decode"
-    assert {"select", "load", "blend"} <= set(names)  # a probe in long chunks alone
+    assert {"select", "load", "blend"} <= set(names)
     ends = [span.start_time, *(stage.end_time for stage in stages)]
     for end, stage in zip(ends, stages, strict=False):  # one after the other
         assert end <= stage.start_time <= stage.end_time

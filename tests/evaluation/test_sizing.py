@@ -126,10 +126,10 @@ def test_seconds_are_those_of_the_cost_model() -> None:
     n_tokens, n_context = 8 * 512 + 64, 8 * 512
     assert found.full_prefill_s == SHAPE.n_layers * costs.full_prefill_s(n_tokens)
     assert found.recompute_s == SHAPE.n_layers * costs.chunks_s([512] * 8, sizing.CHUNK_PREFIX)
-    ratio = METHODS["samkv-guided"].recompute.most_ratio(n_context, 8, scored=True)
+    ratio = METHODS["samkv-guided"].recompute.most_ratio(n_context, 8)
     on_disk_s = 8 * found.read_bytes * (1 / 2e9 + 1 / 4.0e9)
     with_disk = replace(costs, read_s=on_disk_s / (n_context * SHAPE.n_layers))
-    expected = SHAPE.n_layers * with_disk.two_passes_s(n_tokens, n_context, 64, ratio)
+    expected = SHAPE.n_layers * with_disk.blended_s(n_tokens, n_context, ratio)
     assert found.first_token_s == pytest.approx(expected)
     assert found.requests_per_s == pytest.approx(1 / expected)
 

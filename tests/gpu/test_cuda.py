@@ -150,11 +150,11 @@ def changed(name: str, **options: float) -> Method:
     return replace(method, recompute=replace(method.recompute, **options))
 
 
-ALL_HITS = GuidedRecompute(first=10**6, small_context=0)
+ALL_FIRST = GuidedRecompute(first=10**6, small_context=0)
 LAWS = [
-    Law(method=changed("samkv-guided", first=0, matched=0, hits=0.0), equals="reuse"),
+    Law(method=changed("samkv-guided", first=0, matched=0), equals="reuse"),
     Law(method=replace(METHODS["samkv-guided"], recompute=RecomputeNone()), equals="reuse"),
-    Law(method=replace(METHODS["samkv-guided"], recompute=ALL_HITS), equals="recompute"),
+    Law(method=replace(METHODS["samkv-guided"], recompute=ALL_FIRST), equals="recompute"),
     Law(method=changed("samkv-guided", small_context=10_000), equals="recompute"),
     Law(method=changed("epic", first=0), equals="reuse"),
     Law(method=changed("epic", ratio=1.0), equals="recompute"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -14,7 +13,6 @@ from samkv_integrations.engine.engine import Engine
 from samkv_integrations.errors import InvalidOption, PromptTooLong
 from samkv_integrations.inspection import Inspection, inspect
 from samkv_integrations.methods import METHODS, Method
-from samkv_integrations.methods.guided import GuidedSelect
 from tests.support.laws import CHUNKS, PROMPT, engine_of
 from tests.support.models import FAMILIES, hf_model
 from tests.support.records import COMPLETION_TEMPLATE, RECORDS, TEXTS
@@ -114,17 +112,6 @@ def test_figures_of_chunks_add_up() -> None:
     assert found.report.chunk_misses == {"absent": N_MISSED}
 
 
-def test_scores_are_of_methods_that_score_tokens() -> None:
-    found = seen_by(replace(METHODS["samkv-guided"], select=GuidedSelect(long=0)))
-    assert found.scores is not None
-    has_cache = (found.chunk_of >= 0) & (found.chunk_of < len(CHUNKS) - N_MISSED)
-    assert torch.equal(~found.scores.isnan(), has_cache)
-    best = [chunk.score for chunk in found.chunks]
-    assert best[0] == pytest.approx(float(found.scores[found.chunk_of == 0].max()))
-    assert best[-N_MISSED:] == [None] * N_MISSED
-    assert seen_by("reuse").scores is None
-
-
 def test_a_layer_or_all_of_them() -> None:
     found = seen_by("samkv-guided")
     assert [int(state) for state in found.state_at(1)] == found.states[1].tolist()
@@ -150,7 +137,7 @@ def test_the_chunks_of_a_layer() -> None:
         for layer, each in enumerate(at):
             recomputed = (found.states[layer, own] == State.RECOMPUTED).sum()
             assert each.recomputed * each.n_tokens == pytest.approx(float(recomputed))
-            assert (each.text, each.score) == (chunk.text, chunk.score)
+            assert each.text == chunk.text
         for name in ("kept", "recomputed", "dropped", "attention", "full_attention"):
             mean = sum(getattr(each, name) for each in at) / len(at)
             assert mean == pytest.approx(getattr(chunk, name), abs=1e-6)

@@ -24,7 +24,7 @@ from samkv_integrations.methods.base import (
 )
 from samkv_integrations.methods.cacheblend import CacheblendRecompute
 from samkv_integrations.methods.epic import EpicRecompute
-from samkv_integrations.methods.guided import GuidedRecompute, GuidedSelect
+from samkv_integrations.methods.guided import GuidedRecompute
 from samkv_integrations.model.attention import attention
 from samkv_integrations.prompt.layout import Layout
 from tests.support.covering import covering
@@ -76,10 +76,7 @@ class TapedSelect(Select):
     def probe_blocks(self, layout: Layout) -> Tensor:
         return self.part.probe_blocks(layout)
 
-    def probe_tokens(self, layout: Layout) -> Tensor:
-        return self.part.probe_tokens(layout)
-
-    def score(self, probed: ProbedLayer, layout: Layout) -> Tensor | None:
+    def score(self, probed: ProbedLayer, layout: Layout) -> Tensor:
         return self.part.score(probed, layout)
 
     def choose(self, scores: Tensor | None, inputs: SelectionInputs, layout: Layout) -> Selection:
@@ -118,10 +115,7 @@ FUTURES = {
 """Prompt, chunks, and the first chunk that is another one (5: none)."""
 
 EAGER = {
-    "samkv-guided": {
-        "select": GuidedSelect(long=0),
-        "recompute": GuidedRecompute(first=8, hits=3.0),
-    },
+    "samkv-guided": {"recompute": GuidedRecompute(first=16)},
     "epic": {"recompute": EpicRecompute(first=12, last=6)},
     "cacheblend": {"recompute": CacheblendRecompute(ratio=0.4)},
     "a3": {"recompute": A3Recompute(ratio=0.4, layer=0)},

@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import cache
 from threading import Event
 from typing import Any
@@ -31,7 +30,6 @@ from samkv_integrations.engine.scheduler import Scheduler
 from samkv_integrations.errors import CacheMiss
 from samkv_integrations.eviction import EVICTIONS
 from samkv_integrations.methods import METHODS
-from samkv_integrations.methods.guided import GuidedSelect
 from samkv_integrations.model.model import Model
 from tests.support.covering import covering
 from tests.support.models import byte_tokenizer, hf_model
@@ -378,13 +376,19 @@ def test_reuse_waits_once_a_pass_for_the_tokens(monkeypatch: pytest.MonkeyPatch,
 
 
 @pytest.mark.parametrize(("n_layers", "rule"), [(2, "quest"), (6, "none")])
-def test_neither_pass_of_samkv_guided_waits_for_a_layer(
+def test_the_pass_of_samkv_guided_waits_once_for_the_tokens(
     monkeypatch: pytest.MonkeyPatch, n_layers: int, rule: str
 ):
-    """The probe moves where tokens lie in their chunks besides its tokens, the second pass none."""
-    probing = replace(METHODS["samkv-guided"], select=GuidedSelect(long=0))
-    waits = waits_of(monkeypatch, n_layers, method=probing, eviction=rule)
-    assert waits.passes == [{"to the device": 2}, ONE_COPY]
+    waits = waits_of(monkeypatch, n_layers, method="samkv-guided", eviction=rule)
+    assert waits.passes == [ONE_COPY]
+
+
+@pytest.mark.parametrize("n_layers", [2, 6])
+def test_neither_pass_of_a_method_that_probes_waits_for_a_layer(
+    monkeypatch: pytest.MonkeyPatch, n_layers: int
+):
+    waits = waits_of(monkeypatch, n_layers, method="multi-infllm", eviction="none")
+    assert waits.passes == [ONE_COPY, ONE_COPY]
 
 
 @pytest.mark.parametrize(("n_layers", "rule"), [(2, "quest"), (6, "none")])

@@ -17,7 +17,6 @@ import torch
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.eviction import EVICTIONS, get_eviction
 from samkv_integrations.methods import METHODS, Method
-from samkv_integrations.methods.guided import GuidedSelect
 from tests.support import asking
 from tests.support.asking import Asked
 from tests.support.covering import covering
@@ -115,16 +114,6 @@ def test_a_window_that_reaches_into_the_beginning_gets_its_queries(window: int) 
     assert_same_answer(warm, warm.first.logits, cold.first.logits, cold)
     expected = 1 + len(SYSTEM) - max(0, window - after)
     assert warm.report.prefix_tokens == expected > 0
-
-
-@pytest.mark.parametrize("window", [64, 400, 420, 9999, 1])
-def test_a_probe_that_leaves_tokens_out_sees_the_others_as_it_did(window: int) -> None:
-    """Behind a gap, tokens are not what they are in the whole prompt."""
-    method = replace(METHODS["samkv-guided"], select=GuidedSelect(window=window, long=0))
-    cold, warm = (ask(engine, PROMPT, method) for engine in pair("llama"))
-    assert_same(cold, warm)
-    assert torch.equal(cold.planned[-1].recompute, warm.planned[-1].recompute)
-    assert warm.report.prefix_tokens == N_BEFORE + 1
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -18,7 +18,6 @@ from unittest import mock
 import pytest
 import torch
 
-from benchmarks.variants import CompetingSelect
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.eviction import Quest
 from samkv_integrations.methods import METHODS
@@ -29,9 +28,9 @@ from samkv_integrations.methods.base import (
     Update,
     overwrite,
 )
-from samkv_integrations.methods.guided import GuidedRecompute, GuidedSelect
+from samkv_integrations.methods.guided import GuidedRecompute
 from samkv_integrations.methods.multi_infllm import MultiInfllmSelect
-from samkv_integrations.methods.parts import Fusion, RecomputeAll, RecomputeNone
+from samkv_integrations.methods.parts import Fusion, RecomputeAll, RecomputeNone, SelectAll
 from samkv_integrations.methods.samkv import SamkvSelect
 from tests.support.asking import ask
 from tests.support.chunks import cache_of
@@ -103,7 +102,7 @@ def test_reuse_of_many_chunks_is_not_full_prefill(engine: Engine) -> None:
 def test_keeping_and_recomputing_all_is_recompute(engine: Engine, name: str) -> None:
     select = {
         "samkv-overwrite": KeepAll(),
-        "samkv-guided": GuidedSelect(long=0),
+        "samkv-guided": SelectAll(),
     }[name]
     method = replace(METHODS[name], select=select, recompute=RecomputeAll())
     logits, query = first_logits(engine, PROMPT, CHUNKS, method)
@@ -118,32 +117,18 @@ class KeepAll(SamkvSelect):
         return Selection(keep=torch.ones_like(chosen.keep))
 
 
-SELECTS = [
-    GuidedSelect(),
-    GuidedSelect(long=0),
-    GuidedSelect(window=1, long=0),
-    CompetingSelect(long=0),
-]
-
-
-@pytest.mark.parametrize(
-    ("any_engine", "select"), covering(WITH_BITS, SELECTS), indirect=["any_engine"], ids=str
-)
-def test_guided_recomputing_nothing_is_reuse(any_engine: Engine, select: GuidedSelect) -> None:
-    for recompute in (RecomputeNone(), GuidedRecompute(first=0, matched=0, hits=0.0)):
-        method = replace(METHODS["samkv-guided"], select=select, recompute=recompute)
+def test_guided_recomputing_nothing_is_reuse(any_engine: Engine) -> None:
+    for recompute in (RecomputeNone(), GuidedRecompute(first=0, matched=0)):
+        method = replace(METHODS["samkv-guided"], recompute=recompute)
         guided, query = first_logits(any_engine, PROMPT, CHUNKS, method)
         assert query.report.kept_ratio == 1.0 and query.report.recompute_ratio == 0.0
         assert_same_answer(query, guided, *first_logits(any_engine, PROMPT, CHUNKS, "reuse"))
 
 
-@pytest.mark.parametrize(
-    ("any_engine", "select"), covering(WITH_BITS, SELECTS), indirect=["any_engine"], ids=str
-)
-def test_guided_recomputing_all_is_recompute(any_engine: Engine, select: GuidedSelect) -> None:
+def test_guided_recomputing_all_is_recompute(any_engine: Engine) -> None:
     """At any number of bits: no stored entry is left."""
     for recompute in (RecomputeAll(), GuidedRecompute(first=10**6)):
-        method = replace(METHODS["samkv-guided"], select=select, recompute=recompute)
+        method = replace(METHODS["samkv-guided"], recompute=recompute)
         guided, query = first_logits(any_engine, PROMPT, CHUNKS, method)
         full = first_logits(any_engine, PROMPT, CHUNKS, "recompute")
         assert_same_answer(query, guided, *full)
@@ -250,8 +235,6 @@ FUSED = ["samkv-overwrite", "samkv-guided", "epic", "cacheblend", "a3", "recompu
 )
 def test_fusion_with_weight_one_is_overwrite(any_engine: Engine, name: str) -> None:
     method = METHODS[name]
-    if name == "samkv-guided":
-        method = replace(method, select=GuidedSelect(long=0), recompute=GuidedRecompute(first=8))
     overwritten, of_overwrite = first_logits(any_engine, PROMPT, CHUNKS, method)
     assert of_overwrite.report.recompute_ratio > 0.1
     fused, query = first_logits(
@@ -302,10 +285,7 @@ def test_order_of_ingest_changes_no_bit(store_bits: int) -> None:
 )
 def test_no_method_changes_an_exact_first_chunk(engine: Engine, name: str) -> None:
     """Entries of the first chunk that are kept at all must be those of full prefill."""
-    method = METHODS[name]
-    if name == "samkv-guided":
-        method = replace(method, select=GuidedSelect(long=0), recompute=GuidedRecompute(first=8))
-    _, query = first_logits(engine, FROM_THE_START, CHUNKS, method)
+    _, query = first_logits(engine, FROM_THE_START, CHUNKS, name)
     _, full = first_logits(engine, FROM_THE_START, CHUNKS, "recompute")
     layout = query.layout
     assert layout.exact.tolist() == [True] + [False] * (len(CHUNKS) - 1)
@@ -339,7 +319,7 @@ def test_a_prompt_of_one_exact_chunk_reads_and_computes_no_more_than_reuse(
     _, reuse = first_logits(engine, prompt, CHUNKS[:1], "reuse")
     logits, query = first_logits(engine, prompt, CHUNKS[:1], name)
     assert bool(logits.isfinite().all())
-    keeps_all = not METHODS[name].select.probes or name in ("samkv-guided", "auto")
+    keeps_all = not METHODS[name].select.probes
     if keeps_all and METHODS[name].attend is None:
         plain = plain_logits(engine.model, query.layout)
         torch.testing.assert_close(logits, plain, **TOLERANCE)
@@ -362,9 +342,7 @@ def test_guided_on_a_small_context_is_full_prefill(engine: Engine, update: Updat
         for small, is_whole in ((65, True), (64, len(asked) == 1), (0, False)):
             method = METHODS["samkv-guided"]
             recompute = replace(method.recompute, small_context=small)
-            method = replace(
-                method, select=GuidedSelect(long=0), recompute=recompute, update=update
-            )
+            method = replace(method, recompute=recompute, update=update)
             logits, query = first_logits(engine, prompt, asked, method)
             report = query.report
             if is_whole:
@@ -373,7 +351,7 @@ def test_guided_on_a_small_context_is_full_prefill(engine: Engine, update: Updat
                 exact = query.layout.exact[query.layout.chunk_of_token].sum()
                 computed = 1 - int(exact) / query.layout.n_context
                 assert report.recompute_ratio == pytest.approx(computed)
-            assert len(query.planned) == (1 if is_whole else 2), "a probe, or none"
+            assert report.ran == ("recompute" if is_whole else "samkv-guided")
             assert report.kept_ratio == 1
 
 

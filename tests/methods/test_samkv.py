@@ -29,7 +29,7 @@ from samkv_integrations.methods.ape import ApeAttention
 from samkv_integrations.methods.base import Method, Selection, SelectionInputs, overwrite
 from samkv_integrations.methods.cacheblend import CacheblendRecompute
 from samkv_integrations.methods.epic import EpicRecompute
-from samkv_integrations.methods.guided import GuidedRecompute, GuidedSelect
+from samkv_integrations.methods.guided import GuidedRecompute
 from samkv_integrations.methods.multi_infllm import MultiInfllmSelect
 from samkv_integrations.methods.parts import (
     Fusion,
@@ -574,7 +574,6 @@ def test_the_probe_is_over_the_anchors() -> None:
     layout = request_of(Shape(seed=6, lengths=(40, 7, 30))).layout
     assert SamkvSelect().probes
     assert torch.equal(SamkvSelect().probe_blocks(layout), layout.is_anchor)
-    assert torch.equal(SamkvSelect().probe_tokens(layout), layout.uncached)
 
 
 # --- the inputs of a real request --------------------------------------------------------------
@@ -663,7 +662,6 @@ def test_no_more_is_read_than_the_method_needs(engine: Engine) -> None:
 PARTS = [
     SamkvSelect(),
     SamkvRecompute(),
-    GuidedSelect(),
     GuidedRecompute(),
     MultiInfllmSelect(),
     CacheblendRecompute(),

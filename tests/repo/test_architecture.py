@@ -191,10 +191,10 @@ def test_no_method_is_asked_what_it_is(module: str) -> None:
 
 def test_asking_a_method_what_it_is_would_be_seen() -> None:
     parts = set().union(*map(classes_of, METHOD_MODULES))
-    assert {"GuidedSelect", "ApeAttention", "Method", "RecomputeAll"} <= parts
+    assert {"SelectAll", "ApeAttention", "Method", "RecomputeAll"} <= parts
     source = """
 isinstance(query.method.select, tuple)
-isinstance(found, parts.GuidedSelect)
+isinstance(found, parts.SelectAll)
 isinstance(found, (int, RecomputeAll))
 type(method.recompute) is str
 method.name == "ape"

@@ -30,7 +30,6 @@ class Planned:
 
     keep: Tensor
     recompute: Tensor
-    uncached: Tensor | None
     plan: PassPlan
 
 
@@ -109,8 +108,7 @@ def ask(
 
     def noted(layout: Layout, keep: Tensor, recompute: Tensor, **options: Any) -> PassPlan:
         plan = plan_pass(layout, keep, recompute, **options)
-        uncached = options.get("uncached")
-        planned.append(Planned(keep=keep, recompute=recompute, uncached=uncached, plan=plan))
+        planned.append(Planned(keep=keep, recompute=recompute, plan=plan))
         return plan
 
     def call(request: Request) -> FirstToken:

@@ -56,10 +56,7 @@ class Piece:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One request: what is kept and what is recomputed, by context token.
-
-    waiting: uncached tokens that the pass leaves out.
-    """
+    """One request: what is kept and what is recomputed, by context token."""
 
     pieces: tuple[Piece, ...]
     prefix: tuple[int, ...]
@@ -67,7 +64,6 @@ class Case:
     recompute: Tensor  # (L, Tctx), kept tokens alone
     layout: Layout
     fingerprint: Fingerprint
-    waiting: frozenset[int] = frozenset()
 
     @property
     def ids(self) -> list[int]:
@@ -288,8 +284,7 @@ def reference(
     out = Reference(model, [], [], [], [], torch.empty(0), n_tokens, apart=apart)
     for layer in range(LAYERS):
         needed = set().union(*stale[layer:])
-        waiting = of_chunk | case.waiting
-        rows = [at for at in range(n_tokens) if at not in waiting or at in needed]
+        rows = [at for at in range(n_tokens) if at not in of_chunk or at in needed]
         fresh = {}
         queries, raw = {}, {}
         for at in rows:
@@ -369,14 +364,12 @@ def blended(
 ) -> Blended:
     """The pass of a case. check: a layer, and what gives the tokens of all later ones there."""
     layout, rows = case.layout, case.recompute if recompute is None else recompute
-    uncached = layout.uncached.clone()
-    uncached[list(case.waiting)] = False
     plans: list[PassPlan] = []
 
     def plan_of(of_rows: Tensor) -> PassPlan:
         plan = plan_pass(
             layout, case.keep, of_rows, devices=model.layer_devices, dtype=model.dtype,
-            uncached=uncached, mixes=update is not overwrite, weighs=attend is not None,
+            mixes=update is not overwrite, weighs=attend is not None,
         )  # fmt: skip
         plans.append(plan)
         return plan

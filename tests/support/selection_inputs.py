@@ -79,8 +79,8 @@ def shapes(**fixed: object) -> st.SearchStrategy[Shape]:
 class Request:
     """A layout, selection inputs for it and what a probe shows, all of them in float64.
 
-    queries: (L, H, R, D), rotated by cos and sin (R, D), of the R uncached tokens. keys: (L, n, G,
-    D), rotated, of the context tokens. mean_query: (L, H, D). blocks: all blocks in prompt order.
+    queries: (L, H, R, D), rotated by cos and sin (R, D), of the R uncached tokens. mean_query: (L,
+    H, D). blocks: all blocks in prompt order.
     exact: for each chunk, whether one run of it begins right after the prefix that it was prefilled
     with. held: of each chunk, which of its tokens the prompt holds. positions: in the prompt, of
     the context tokens.
@@ -92,7 +92,6 @@ class Request:
     queries: Tensor
     cos: Tensor
     sin: Tensor
-    keys: Tensor
     mean_query: Tensor
     blocks: list[Block]
     exact: list[bool]
@@ -101,15 +100,7 @@ class Request:
 
     def probed(self, layer: int) -> ProbedLayer:
         """What a probe over everything shows of ``layer``."""
-        return ProbedLayer(
-            layer=layer,
-            n_layers=self.shape.n_layers,
-            queries=self.queries[layer],
-            cos=self.cos,
-            sin=self.sin,
-            keys=self.keys[layer],
-            scaling=self.shape.dim**-0.5,
-        )
+        return ProbedLayer(queries=self.queries[layer], cos=self.cos, sin=self.sin)
 
     @property
     def n_context(self) -> int:
@@ -230,7 +221,6 @@ def request_of(shape: Shape) -> Request:
     n_missed = int(layout.uncached.sum())
     turns = normal(n_missed, dim // 2)
     angle = torch.cat((turns, turns), dim=1)  # both halves turn alike, as in every rotary model
-    n_stored = n_context - (not shape.window)
     one_run = len(parts[0].runs) == 1 and held[0][0] == 0
     first_is_exact = shape.before == 0 and one_run
     return Request(
@@ -240,7 +230,6 @@ def request_of(shape: Shape) -> Request:
         queries=shape.scale * normal(n_layers, n_heads, n_missed, dim),
         cos=angle.cos(),
         sin=angle.sin(),
-        keys=normal(n_layers, n_stored, shape.groups, dim),
         mean_query=shape.scale * normal(n_layers, n_heads, dim),
         blocks=blocks,
         exact=[first_is_exact and chunk == 0 for chunk in range(n_chunks)],
