@@ -45,7 +45,6 @@ from samkv_integrations.evaluation.measures import kl
 from samkv_integrations.figures import Row, commit
 from samkv_integrations.methods import Method, get_method
 from samkv_integrations.methods.base import (
-    MOST_TOKENS,
     Recompute,
     Selection,
     SelectionInputs,
@@ -93,10 +92,9 @@ class Candidate:
 
     @classmethod
     def of(cls, label: str) -> Candidate:
-        """From ``[exact] METHOD [FIELD=VALUE ...]``, such as ``exact samkv-guided first=8``.
+        """From ``[exact] METHOD [FIELD=VALUE ...]``, such as ``exact epic first=8``.
 
-        ``probe=no`` is for a guided method without its probe; ``ranked share=.1`` is no method of
-        the product.
+        ``ranked share=.1`` is no method of the product.
         """
         words = label.split()
         is_exact = words[:1] == ["exact"]
@@ -109,8 +107,6 @@ class Candidate:
         method = get_method(name)
         for setting in settings:
             field, _, value = setting.partition("=")
-            if setting == "probe=no":
-                field, value = "long", str(MOST_TOKENS)
             known = [each for each in option_names(method) if each.split(".")[1] == field]
             if not known:
                 raise InvalidOption(f"{label!r}: {name} has no {field!r}; {option_names(method)}")
@@ -332,6 +328,5 @@ def _measure(
                     journal.add(row)
 
 
-def main() -> None:
-    """The table, on standard output."""
-    command_line(right_answers)()
+app = command_line(right_answers)
+main = app

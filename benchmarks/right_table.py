@@ -180,6 +180,5 @@ def right_table(
         draw({"both models" if len(models) > 1 else "all": lines, **of_models}, plot)
 
 
-def main() -> None:
-    """The tables, on standard output."""
-    command_line(right_table)()
+app = command_line(right_table)
+main = app

@@ -126,6 +126,8 @@ def choose(request: Request, *, may_compute: bool = True) -> Choice:
         if both_s > full_s or is_whole(method, costs, layout, blended, lengths, n_whole, n_blended):
             missed = {}
     whole = is_whole(method, costs, layout, blended, (), n_whole, n_blended)
+    if layout.n_chunks and not blended.n_chunks:  # memory holds all chunks: nothing to choose from
+        method = replace(method, select=SelectAll(), recompute=RecomputeInexact(), update=overwrite)
     if not whole:
         n_held, layout = n_blended, blended
         n_left = int(layout.context_positions[0]) if layout.n_context else first_chunk

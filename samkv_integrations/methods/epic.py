@@ -5,7 +5,7 @@ Hu et al.: EPIC, Efficient Position-Independent Caching for Serving Large Langua
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -47,6 +47,11 @@ class EpicRecompute(Recompute):
         if self.ratio is not None:
             check_ratio("ratio", self.ratio)
 
+    def most_ratio(self, n_context: int, n_chunks: int) -> float:
+        if self.ratio is not None:
+            return self.ratio
+        return min(1.0, (self.first + self.last) * n_chunks / max(1, n_context))
+
     def choose(self, selection: Selection, inputs: SelectionInputs, layout: Layout) -> Tensor:
         chunk, offset = layout.chunk_of_token, layout.offset_in_chunk
         length = layout.chunk_lengths[chunk]
@@ -66,3 +71,14 @@ def epic() -> Method:
         select=SelectAll(),
         recompute=EpicRecompute(),
     )
+
+
+def auto() -> Method:
+    """The default: `epic`, or full prefill where that is not slower.
+
+    The reason is measured: docs/results/right_answers.md.
+    """
+    return replace(
+        epic(), name="auto", else_way="epic", whole_if_faster=True,
+        summary="epic, or full prefill where that is faster",
+    )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The default method: recomputes first tokens of chunks, and what the question asks about.
+"""Recomputes first tokens of chunks, and what the question asks about.
 
 Ours. From EPIC (arXiv 2410.15332): the first tokens of a chunk are recomputed. What shares rare
 tokens with the question is found as BM25 would, without a pass of the model.
@@ -6,7 +6,7 @@ tokens with the question is found as BM25 would, without a pass of the model.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -34,7 +34,7 @@ class GuidedRecompute(Recompute):
     small_context: contexts of at most this many tokens are computed whole, which takes no longer.
     """
 
-    first: int = 8
+    first: int = 16
     matched: int = 96
     small_context: int = 128
 
@@ -68,12 +68,4 @@ def samkv_guided() -> Method:
         name="samkv-guided", paper="ours, after arXiv 2410.15332",
         summary="everything kept; recomputed: first tokens, and what the question names",
         select=SelectAll(), recompute=GuidedRecompute(),
-    )  # fmt: skip
-
-
-def auto() -> Method:
-    """`samkv_guided`, or full prefill where that is not slower."""
-    return replace(
-        samkv_guided(), name="auto", else_way="samkv-guided", whole_if_faster=True,
-        summary="samkv-guided, or full prefill where that is faster",
     )  # fmt: skip

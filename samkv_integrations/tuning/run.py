@@ -63,11 +63,11 @@ LEAST_RIGHT = 0.1
 _CANDIDATES: Sequence[Mapping[str, Any]] = (
     {"method": "reuse"},
     {"method": "reuse", "eviction": "quest", "eviction_budget": 0.1},
-    {"method": "epic"},
-    # `auto` in place of samkv-guided: the same setting, with full prefill where that is faster
+    # `auto` in place of epic: the same setting, with full prefill where that is faster
     {"method": "auto", "eviction": "quest", "eviction_budget": 0.1},
     {"method": "auto"},
-    {"method": "auto", "set": ("recompute.first=48", "recompute.matched=192")},
+    {"method": "samkv-guided"},
+    {"method": "auto", "set": ("recompute.first=48",)},
 )
 
 

@@ -1,0 +1,130 @@
+"""``python -m benchmarks right_answers`` on the built-in model: rows, resumption, bad input."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.question_sets import PACKAGES, questions_of
+from benchmarks.right_answers import Candidate
+from benchmarks.right_table import FULL, rows_of, summarise
+from samkv_integrations.errors import InvalidOption
+from tests.bench.running import error_of, ran
+
+CONTEXTS = [
+    {"title": "Pavel Flalvek", "text": "Pavel Flalvek was born in Nombury."},
+    {"title": "Tobias Trulman", "text": "Tobias Trulman was born in Flevport."},
+    {"title": "Nadine Frost", "text": "Nadine Frost was born in Orvik."},
+]
+QUESTIONS = [
+    {"id": "one", "question": "Where was Pavel Flalvek born?", "answers": ["Nombury"]},
+    {"id": "two", "question": "Where was Nadine Frost born?", "answers": ["Paris"]},
+    {"id": "three", "question": "Was Nadine Frost born in Orvik?", "answers": ["yes"]},
+]
+
+
+def questions(folder: Path, rows: list[dict[str, Any]] = QUESTIONS) -> Path:
+    file = folder / "questions.jsonl"
+    lines = [json.dumps({"contexts": CONTEXTS, **row}) + "\n" for row in rows]
+    file.write_text("".join(lines), encoding="utf-8")
+    return file
+
+
+def asked(folder: Path, *more: str, methods: str = "reuse,exact epic first=4") -> list[str]:
+    return [
+        "--model", "builtin", "--dtype", "float32", "--questions", f"{questions(folder)}@3",
+        "--methods", methods, "--output", str(folder / "run"), *more,
+    ]  # fmt: skip
+
+
+def test_every_question_counts_for_every_method(tmp_path: Path) -> None:
+    shown = ran("right_answers", *asked(tmp_path))
+    rows = rows_of(tmp_path / "run")
+    labels = [FULL, "reuse", "exact epic first=4"]
+    assert [(row["id"], row["label"]) for row in rows] == [
+        (f"{row['id']}@3", label) for row in QUESTIONS for label in labels
+    ]
+    assert all(row["kind"] == "3 paragraphs" and row["commit"] for row in rows)
+    assert [row["can_be_copied"] for row in rows[::3]] == [True, False, True]
+    full, reuse, exact = summarise(rows, labels)
+    assert full["questions"] == 3 and full["first"] == 1.0 and full["lost"] == full["won"] == 0
+    assert full["kl_first"] == 0 < reuse["kl_first"]
+    assert reuse["recomputed"] == 0 < exact["recomputed"]
+    # the first chunk is exact, so that of the others alone something is recomputed
+    (plain,) = summarise(rows, [FULL, "reuse"])[1:]
+    assert plain["label"] == "reuse"
+    assert f"| reuse | {reuse['right']} of 3 |" in shown
+
+
+def test_a_run_goes_on_with_the_rows_that_are_there(tmp_path: Path) -> None:
+    ran("right_answers", *asked(tmp_path, "--most", "1"))
+    file = tmp_path / "run" / "rows.jsonl"
+    first = file.read_text()
+    with file.open("a") as half:
+        half.write('{"id": "two@3", "lab')  # killed while it wrote this line
+    ran("right_answers", *asked(tmp_path))
+    assert file.read_text().startswith(first)
+    assert len(rows_of(tmp_path / "run")) == 9
+    before = file.read_text()
+    ran("right_answers", *asked(tmp_path, methods="reuse"))  # nothing is left to do
+    assert file.read_text() == before
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        ([{"id": "a", "question": "Who?"}], "line 1: the field 'answers' is missing"),
+        ([{"id": "a", "question": "Who?", "answers": []}], "line 1: answers is []"),
+        ([{"package": "attrs", "id": "a", "question": "Who?"}], "line 1: no answers; give one"),
+        (
+            [{"package": "no-such-package-x", "id": "a", "question": "?", "answers": ["b"]}],
+            "'no-such-package-x', which is not installed",
+        ),
+    ],
+)
+def test_questions_that_cannot_be_judged(
+    tmp_path: Path, rows: list[dict[str, Any]], said: str
+) -> None:
+    with pytest.raises(InvalidOption) as error:
+        questions_of([str(questions(tmp_path, rows))])
+    assert said in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--half", "left"), "half='left'; allowed: choose, report, all"),
+        (("--methods", "nobody"), "unknown method 'nobody'"),
+        (("--methods", "epic frist=3"), "epic has no 'frist'"),
+        (("--questions", "absent.jsonl"), "there is no file 'absent.jsonl'"),
+    ],
+)
+def test_bad_options(tmp_path: Path, options: tuple[str, ...], said: str) -> None:
+    assert said in error_of("right_answers", *asked(tmp_path, *options))
+
+
+def test_a_label_says_what_is_changed() -> None:
+    candidate = Candidate.of("exact epic first=4")
+    assert candidate.is_exact and candidate.method.name == "epic"
+    assert vars(candidate.method.recompute)["first"] == 4
+
+
+def test_questions_about_packages_name_what_the_descriptions_say() -> None:
+    """Written from the text: every gold answer stands in the description of its package."""
+    from importlib.metadata import metadata
+
+    from samkv_integrations.evaluation.judge import is_in_documents
+
+    rows = [json.loads(line) for line in PACKAGES.read_text("utf-8").splitlines()]
+    assert len(rows) >= 100 and len({row["package"] for row in rows}) >= 25
+    assert len({row["id"] for row in rows}) == len(rows)
+    for row in rows:
+        found = metadata(row["package"])
+        text = str(found.get_payload() or found["Description"])
+        assert all(is_in_documents([gold], [text]) for gold in row["answers"]), row
+    chunked = questions_of([str(PACKAGES)])
+    assert {len(one.question.documents) for one in chunked} == {4}
+    assert max(len(text) for one in chunked for text in one.question.documents) <= 1000
