@@ -356,7 +356,7 @@ def speed_advice(engine: Engine) -> Check:
         name="speed",
         ok=True,
         detail=f"{verdict}; with {n_context} tokens full prefill is estimated at {full:.2g} s, "
-        f"samkv-guided at {partial:.2g} s; "
+        f"{METHODS['auto'].else_way} at {partial:.2g} s; "
         + (f"kept {folder}" if folder else "measured, but not kept: give --dir for that"),
     )
 

@@ -142,7 +142,7 @@ def test_options_without_a_method_are_of_the_default_one(town: Path) -> None:
     write_tuned(Path(".samkv/kv"), TunedSetting(model="builtin", method="reuse"))
     ask = ("ask", RECORDS[0].question, "--collection", "town")
     assert rows_of(*ask)[0]["method"] == "reuse"
-    assert rows_of(*ask, "--set", "recompute.matched=48")[0]["method"] == "auto"
+    assert rows_of(*ask, "--set", "recompute.first=48")[0]["method"] == "auto"
 
 
 def test_chunks_of_which_no_question_can_be_made(working_folder: Path) -> None:

@@ -103,8 +103,11 @@ def test_reuses_where_that_computes_less_and_does_full_prefill_where_not() -> No
     chunks = texts(4, 200)
     engine = engine_with(TOKENS_ONLY, prefix_bytes=0)
     engine.cache_chunks(chunks)
-    guided = engine.generate(prompt(chunks), chunks, max_new_tokens=4)
-    assert guided.report.ran == "samkv-guided" and guided.report.recompute_ratio < 0.2
+    reused = engine.generate(prompt(chunks), chunks, max_new_tokens=4)
+    assert reused.report.ran == "epic"
+    assert reused.report.recompute_ratio == pytest.approx(4 * 16 / reused.report.context_tokens)
+    epic = engine.generate(prompt(chunks), chunks, max_new_tokens=4, method="epic")
+    assert reused.text == epic.text
     engine.costs = ONE_PASS
     whole = engine.generate(prompt(chunks), chunks, max_new_tokens=4)
     assert (whole.report.ran, whole.report.recompute_ratio) == ("recompute", 1.0)
@@ -134,9 +137,9 @@ def test_more_to_compute_never_costs_less(
 
 def test_both_ways_are_shorter_by_a_beginning_that_is_held() -> None:
     """Behind much text that either way computes, few documents spare too little."""
-    chunks = texts(2, 80)  # at most 2 * 8 + 26 of their 160 tokens are computed again
+    chunks = texts(2, 80)  # 2 * 16 of their 160 tokens are computed again
     asked = prompt(chunks, before=3000)
-    for room, ran in ((0, "recompute"), (2**24, "samkv-guided")):
+    for room, ran in ((0, "recompute"), (2**24, "epic")):
         engine = engine_with(TOKENS_ONLY, prefix_bytes=room)
         engine.cache_chunks(chunks)
         engine.generate(asked, chunks, method="reuse", max_new_tokens=1)
@@ -204,11 +207,13 @@ def test_the_next_question_about_the_same_documents_goes_on_exactly(cached: bool
 
 def test_a_short_prefix_does_not_keep_many_cached_documents_from_reuse() -> None:
     first, *others = texts(1, 100) + texts(5, 200, seed=1)
-    engine = engine_with(TOKENS_ONLY)
+    engine = engine_with(ONE_PASS)
     engine.cache_chunks([first, *others])
     assert engine.generate(prompt([first]), [first], max_new_tokens=1).report.ran == "recompute"
+    engine.costs = TOKENS_ONLY
     asked = prompt([first, *others])
-    assert engine.generate(asked, [first, *others], max_new_tokens=1).report.ran == "samkv-guided"
+    report = engine.generate(asked, [first, *others], max_new_tokens=1).report
+    assert (report.ran, report.reused) == ("epic", 6) and report.exact_tokens >= 100
     again = engine.generate(prompt([first], question="And?"), [first], max_new_tokens=1)
     assert again.report.ran == "prefix"
 
@@ -225,7 +230,7 @@ def test_missed_documents_behind_a_short_prefix_are_cached_for_later(on_miss: An
     if on_miss == "text":
         assert report.ran == "prefix" and not report.computed_now
     else:
-        assert report.ran == "samkv-guided" and report.computed_now == 6
+        assert report.ran == "epic" and report.computed_now == 6
 
 
 def test_a_prefix_grows_with_the_documents_behind_it() -> None:

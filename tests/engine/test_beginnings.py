@@ -23,27 +23,12 @@ from samkv_integrations.cache.chunk import Fingerprint
 from samkv_integrations.cache.upkeep import verify
 from samkv_integrations.evaluation.measures import kl
 from tests.cli.running import ran
+from tests.support.beginnings import CHUNKS, HEAD, QUESTION, opened, prompt_of
 from tests.support.models import tiny_model
 
 pytestmark = pytest.mark.beginnings
 
-CHUNKS = [
-    "The mill of Orvik was built in 1871 by two brothers from the north, who sold it in 1902.",
-    "Tessel bridge carries the road to the harbour; it is painted green and closed in winter.",
-]
-HEAD, QUESTION = "System: answer from the documents.\n\n", "\n\nQuestion: who built the mill?"
 EXACT = {"rtol": 0, "atol": 2e-4}
-
-
-def prompt_of(chunks: list[str], head: str = HEAD) -> str:
-    return head + "\n\n".join(chunks) + QUESTION
-
-
-def opened(folder: Path, **options: object) -> Engine:
-    namespace = str(options.pop("namespace", ""))
-    model = options.pop("model", tiny_model("llama"))
-    given = {"store_bits": 16, "method": "epic", "block_size": 8, **options}
-    return Engine(model, ChunkStore(folder, namespace=namespace), **given)  # type: ignore[arg-type]
 
 
 def with_beginning(folder: Path, chunks: list[str] = CHUNKS, **options: object) -> Engine:
@@ -262,7 +247,7 @@ def test_a_damaged_beginning_is_the_ordinary_cache_and_made_again(
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from tests.engine.test_beginnings import CHUNKS, opened, prompt_of
+from tests.support.beginnings import CHUNKS, opened, prompt_of
 when, rename = sys.argv[2], os.replace
 
 def dies(source, target):

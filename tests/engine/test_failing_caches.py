@@ -317,7 +317,7 @@ def test_a_new_store_that_cannot_be_written_fails_no_request(
 def test_a_chunk_that_no_cache_can_hold_costs_the_others_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    engine = Engine(tiny_model("llama"), method="reuse", block_size=8)
+    engine = Engine(tiny_model("llama"), method="reuse", block_size=8, prefix_bytes=0)
     prefill, bad = ingest.prefill, len(engine.model.tokenize(TEXTS[0], special=False))
 
     def refusing(model: Model, chunks: Sequence[ChunkRef], *rest: Any) -> list[ChunkCache]:

@@ -192,7 +192,7 @@ def test_each_chunk_is_read_once_from_its_first_entry_to_its_last(
 
     monkeypatch.setattr(kind, "read_layers", read_layers)
     monkeypatch.setattr(kind, "read_blocks", read_blocks)
-    ask(asked_of, PROMPT, CHUNKS, GUIDED)
+    ask(asked_of, PROMPT, CHUNKS, FEW)  # no block is computed again as a whole
     assert calls == {asked_of.key_of(text): 1 for text in CHUNKS}
 
 
@@ -200,7 +200,7 @@ def test_bytes_read_are_those_of_the_files_without_what_is_not_needed(
     on_disk: Engine, tmp_path: Path
 ) -> None:
     """Texts, and local queries and block_means for some methods, lie in the files unread."""
-    report = ask(on_disk, PROMPT, CHUNKS, GUIDED).report
+    report = ask(on_disk, PROMPT, CHUNKS, FEW).report
     unread = total = 0
     for text in CHUNKS:
         total += file_of(on_disk, tmp_path, text).stat().st_size

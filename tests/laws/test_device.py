@@ -138,7 +138,7 @@ def test_what_makes_the_host_wait_is_counted(look: Callable[[Tensor], object], w
 
 
 EVERYTHING = covering(
-    # auto is full prefill or samkv-guided, and costs differ between devices
+    # auto is full prefill or epic, and costs differ between devices
     [method for method in METHODS if method != "auto"], ["none", *EVICTIONS], list(STORE_BITS)
 )  # fmt: skip
 

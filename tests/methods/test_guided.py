@@ -21,7 +21,7 @@ from torch import Tensor
 
 from samkv_integrations.cache.chunk import BlockScheme
 from samkv_integrations.errors import InvalidOption
-from samkv_integrations.methods import METHODS
+from samkv_integrations.methods import DEFAULT_METHOD, METHODS
 from samkv_integrations.methods import guided as module
 from samkv_integrations.methods.base import Selection, option_names, overwrite
 from samkv_integrations.methods.guided import GuidedRecompute
@@ -385,7 +385,9 @@ def test_what_matches_in_an_exact_chunk_is_not_computed_again() -> None:
 @pytest.mark.parametrize("first", [0, 3, 20, 60])
 @pytest.mark.parametrize("most", [0, 20, 40, 1000])
 @pytest.mark.parametrize("n_words", [2, 40])
-def test_auto_weighs_no_less_than_what_is_recomputed(first: int, most: int, n_words: int) -> None:
+def test_estimates_weigh_no_less_than_what_is_recomputed(
+    first: int, most: int, n_words: int
+) -> None:
     request = request_of(Shape(seed=16, lengths=(40, 40, 40), n_layers=2, before=1, window=8))
     request = with_words(request, n_words)
     assert bool(matching_segments(request.layout, module.SEGMENT, 1000, some(request, 0)).any())
@@ -397,7 +399,7 @@ def test_auto_weighs_no_less_than_what_is_recomputed(first: int, most: int, n_wo
         assert computed == pytest.approx(weighed)
 
 
-def test_what_auto_weighs_is_of_chunks_and_of_the_prompt() -> None:
+def test_what_estimates_weigh_is_of_chunks_and_of_the_prompt() -> None:
     """First tokens are a chunk's, and matching segments the whole prompt's."""
     part = GuidedRecompute(first=4, matched=20)
     assert part.most_ratio(200, 3) == pytest.approx((3 * 4 + 20) / 200)
@@ -422,7 +424,7 @@ def test_small_contexts_are_computed_whole() -> None:
 
 def test_first_tokens_and_what_matches_are_recomputed_and_answers_decoded_densely() -> None:
     method = METHODS["samkv-guided"]
-    assert method.recompute == GuidedRecompute(first=8, matched=96, small_context=128)
+    assert method.recompute == GuidedRecompute(first=16, matched=96, small_context=128)
     assert method.select == SelectAll() and method.needs == frozenset()
     assert (module.SEGMENT, module.MOST_MATCHED) == (32, 6)
     assert method.update is overwrite and method.positions == "global" and method.attend is None
@@ -461,5 +463,6 @@ def test_an_unknown_option_is_a_type_error() -> None:
         GuidedRecompute(max_kept=0.2)
 
 
-def test_the_default_has_few_enough_options_to_be_known_by_heart() -> None:
-    assert len(option_names(METHODS["samkv-guided"])) <= 3
+@pytest.mark.parametrize("name", ["samkv-guided", DEFAULT_METHOD])
+def test_it_has_few_enough_options_to_be_known_by_heart(name: str) -> None:
+    assert 0 < len(option_names(METHODS[name])) <= 3

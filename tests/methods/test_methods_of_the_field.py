@@ -24,7 +24,7 @@ from samkv_integrations.cache.windows import MIN_RUN
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.errors import InvalidOption
 from samkv_integrations.eviction import EVICTIONS
-from samkv_integrations.methods import METHODS, Method
+from samkv_integrations.methods import DEFAULT_METHOD, METHODS, Method
 from samkv_integrations.methods.a3 import A3Recompute
 from samkv_integrations.methods.ape import ApeAttention
 from samkv_integrations.methods.base import Checked, Selection, SelectionInputs, overwrite
@@ -298,6 +298,37 @@ def test_epic_takes_the_ends_of_chunks(
     assert rows.dtype == torch.bool
     assert sets(rows) == [slow_epic(layout, lengths, part)] * 3
     assert part.check_layer is None and part.needs == frozenset()
+
+
+@MANY
+@given(
+    st.lists(st.integers(1, 40), min_size=1, max_size=5).map(tuple),
+    st.integers(0, 45),
+    st.integers(0, 45),
+    st.one_of(st.none(), st.sampled_from([0.0, 0.125, 0.25, 0.5, 0.75, 1.0])),
+)
+def test_auto_weighs_no_less_than_what_epic_recomputes(
+    lengths: tuple[int, ...], first: int, last: int, ratio: float | None
+) -> None:
+    """With a ratio, less than a token of each chunk more, which is rounded up."""
+    layout = layout_of(lengths, before=1)
+    part = EpicRecompute(first=first, last=last, ratio=ratio)
+    keep = torch.ones(1, layout.n_blocks, dtype=torch.bool)
+    computed = int(part.choose(Selection(keep=keep), SelectionInputs(n_layers=1), layout).sum())
+    weighed = part.most_ratio(layout.n_context, len(lengths))
+    assert 0 <= weighed <= 1
+    rounding = len(lengths) if ratio is not None else 1e-6
+    assert computed <= weighed * layout.n_context + rounding
+    if ratio is None and min(lengths) >= first + last:
+        assert computed == pytest.approx(weighed * layout.n_context)
+
+
+def test_the_default_is_epic_or_full_prefill_where_that_is_faster() -> None:
+    auto = METHODS[DEFAULT_METHOD]
+    assert auto.recompute == EpicRecompute(first=16, last=0, ratio=None)
+    assert (auto.else_way, auto.whole_if_faster, auto.recompute.whole_tokens) == ("epic", True, 0)
+    same = {"name": "epic", "summary": METHODS["epic"].summary}
+    assert replace(auto, **same, else_way="", whole_if_faster=False) == METHODS["epic"]
 
 
 def test_epic_by_hand() -> None:

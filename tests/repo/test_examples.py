@@ -14,6 +14,7 @@ import torch
 import make_town_records as script
 from reference_model.world import World, is_held_out
 from samkv_integrations.embedding import HashingEmbedding
+from samkv_integrations.evaluation.judge import is_in_documents
 from samkv_integrations.model.loading import load_model
 from samkv_integrations.model.model import Model
 from tests.support.records import builtin
@@ -174,27 +175,31 @@ def test_words_alone_find_the_long_document_of_a_question() -> None:
     assert len(missed) <= 1, missed
 
 
-def test_gold_paragraphs_are_there_and_retrieved_by_words_alone() -> None:
-    """Among the eight that the quickstart retrieves."""
-    files = sorted(PARAGRAPHS.glob("*.txt"))
-    vectors = torch.tensor(HashingEmbedding().embed([f.read_text("utf-8") for f in files]))
+def test_each_question_of_the_paragraphs_has_an_answer_that_one_of_them_states() -> None:
     rows = rows_of(PARAGRAPHS)
-    assert len(rows) == 10
+    assert len({row["question"] for row in rows}) == len(rows) == 14
+    blocks = [block for path in PARAGRAPHS.glob("*.txt") for block in blocks_of(path)]
     for row in rows:
-        gold = {one["document"]: one["title"] for one in row["supporting"]}
-        texts = {name: blocks_of(PARAGRAPHS / name) for name in gold}
-        assert all([title for title, _ in texts[name]] == [gold[name]] for name in gold)
-        stated = " ".join(text for ((_, text),) in texts.values())
-        assert any(answer in stated for answer in row["answers"])
+        assert any(answer in text for answer in row["answers"] for _, text in blocks), row
+
+
+def test_words_alone_find_most_answers_among_the_chunks_of_the_quickstart() -> None:
+    """Among the four of 250 tokens that it retrieves; of three questions they do not."""
+    splitter = pytest.importorskip("llama_index.core.node_parser").SentenceSplitter
+    files = sorted(PARAGRAPHS.glob("*.txt"))
+    text = "\n\n".join(file.read_text("utf-8").strip() for file in files)
+    chunks = splitter(chunk_size=250, chunk_overlap=0).split_text(text)
+    vectors, missed = torch.tensor(HashingEmbedding().embed(chunks)), []
+    for row in rows_of(PARAGRAPHS):
         asked = torch.tensor(HashingEmbedding().embed([row["question"]])[0])
-        nearest = (vectors @ asked).topk(8).indices.tolist()
-        assert set(gold) <= {files[i].name for i in nearest}, row["id"]
+        nearest = [chunks[i] for i in (vectors @ asked).topk(4).indices.tolist()]
+        if not is_in_documents(row["answers"], nearest):
+            missed.append(row["question"])
+    assert len(missed) <= 3, missed
 
 
 def test_every_source_is_named() -> None:
     licence = (PARAGRAPHS / "LICENSE").read_text(encoding="utf-8")
-    for row in rows_of(PARAGRAPHS):
-        assert row["id"].removeprefix(f"{row['dataset']}-") in licence.split()
     assert "dureader" not in licence.lower()
     for path in PARAGRAPHS.glob("*.txt"):
         assert path.name in licence.split()

@@ -25,7 +25,7 @@ METHODS_BY_LABEL = {
     **{label: each.to_method() for label, each in candidates("m", 4).items()},
     "samkv-guided": METHODS["samkv-guided"],
 }
-LABELS = ("reuse", "auto, quest@0.1", "auto, first=48, matched=192")
+LABELS = ("reuse", "auto, quest@0.1", "auto, first=48")
 
 
 @pytest.fixture
