@@ -102,7 +102,9 @@ def quickstart(
             rows.append({
                 "question": one.question, "expected": list(one.answers), "answer": reply.text,
                 "right": is_right(reply.text, one.answers) if one.answers else None,
-                "can_be_copied": is_in_documents(one.answers, reply.chunks),
+                "can_be_copied": (
+                    is_in_documents(one.answers, reply.chunks) if one.answers else None
+                ),
                 "sources": list(reply.sources), **reply.report.to_dict(),
                 "answer_s": reply.seconds, "answer_ratio": reply.seconds / full.seconds,
                 "ttft_ratio": reply.report.ttft_s / full.report.ttft_s,
@@ -160,7 +162,7 @@ def _side_by_side(question: Question, replies: Mapping[str, Any]) -> str:
 
 def _show(rows: Sequence[Row], n_questions: int, model: str, out: Console) -> None:
     n_tokens = round(fmean(row["prompt_tokens"] for row in rows))
-    n_missing = sum(not row["can_be_copied"] for row in rows if row["method"] == FULL)
+    n_missing = sum(row["can_be_copied"] is False for row in rows if row["method"] == FULL)
     out.print(f"\n{model}, {count(n_questions, 'question')}, prompts of {n_tokens} tokens; times "
               "are medians, and their ratios to full prefill's (recompute):\n")  # fmt: skip
     cells = []

@@ -125,7 +125,7 @@ def forget(
     """Delete caches and texts of deleted documents, whatever model they are of. Loads no model.
 
     Records stay: delete those first, as 'samkv remove' does, or they are cached again. Any deletion
-    takes all exact beginnings of the namespace along; --beginnings deletes nothing else.
+    takes all exact beginnings of the namespace along; --beginnings alone deletes nothing else.
     """
     from samkv_integrations.cache.chunk import normalise
     from samkv_integrations.documents import read_document
@@ -137,24 +137,22 @@ def forget(
             "nothing to forget; name the files of documents, or give --text or --beginnings"
         )
     store = store_in(folder, namespace, remote)
-    if not documents and not bodies:
-        n_beginnings = store.delete_beginnings()
-        said = f"{count(n_beginnings, 'exact beginning')} deleted from {store.path}"
-        _show("forget", [{"n_beginnings": n_beginnings}], said, as_json=as_json)
-        return
-    n_chunks = store.forget(
-        lambda body: body in bodies or bool(body) and any(body in text for text in documents)
-    )
-    said = (
-        f"{count(n_chunks, 'chunk')} deleted from {store.path}; records of a vector store are not "
-        "touched"
-    )
-    if not n_chunks:
-        said = (
-            f"nothing is deleted: no cached chunk in {store.path} has such a text (namespace "
+    row, said = {}, []
+    if beginnings:
+        row["n_beginnings"] = store.delete_beginnings()
+        said.append(f"{count(row['n_beginnings'], 'exact beginning')} deleted from {store.path}")
+    if documents or bodies:
+        row["n_chunks"] = store.forget(
+            lambda body: body in bodies or bool(body) and any(body in text for text in documents)
+        )
+        said.append(
+            f"{count(row['n_chunks'], 'chunk')} deleted from {store.path}; records of a vector "
+            "store are not touched"
+            if row["n_chunks"]
+            else f"nothing is deleted: no cached chunk in {store.path} has such a text (namespace "
             f"{namespace!r})"
         )
-    _show("forget", [{"n_chunks": n_chunks}], said, as_json=as_json)
+    _show("forget", [row], *said, as_json=as_json)
 
 
 @app.command(cls=args.Command)

@@ -20,6 +20,9 @@ FOLDER = ROOT / "benchmarks"
 def has_main(file: Path) -> bool:
     tree = ast.parse(file.read_text(encoding="utf-8"))
     names = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+    for node in tree.body:
+        if isinstance(node, ast.Assign):
+            names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
     return "main" in names and file.stem != "__main__"
 
 

@@ -335,3 +335,11 @@ def test_the_command_shows_and_removes_them(tmp_path: Path) -> None:
     assert "1 exact beginning deleted" in ran("store", "forget", "--beginnings", *folder)
     assert beginnings(tmp_path / "kv") == []
     assert "2 chunks," in ran("store", "stats", *folder)
+
+
+def test_the_command_removes_them_beside_a_text_that_has_no_cache(tmp_path: Path) -> None:
+    """As one that stood only in the head of a prompt."""
+    with_beginning(tmp_path / "kv")
+    shown = ran("store", "forget", "--beginnings", "--text", "No chunk.", "--dir", str(tmp_path))
+    assert "1 exact beginning deleted" in shown and "no cached chunk" in shown
+    assert beginnings(tmp_path / "kv") == []
