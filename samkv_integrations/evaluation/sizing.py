@@ -16,7 +16,7 @@ from samkv_integrations.cache.file_format import FileLayout
 from samkv_integrations.cache.quantise import DEFAULT_STORE_BITS, EntryFormat
 from samkv_integrations.engine.costs import CostModel, blended_s
 from samkv_integrations.errors import InvalidOption
-from samkv_integrations.methods import METHODS
+from samkv_integrations.methods import DEFAULT_METHOD, METHODS
 from samkv_integrations.model.shape import ModelShape
 from samkv_integrations.prompt.layout import ChunkPart, Layout
 
@@ -120,7 +120,7 @@ class Sizing:
     read_s, check_s, fetch_s: a question's chunks read from disk, their MACs checked after that on
         the same thread, and the chunks fetched from the remote tier.
     recompute_s: those chunks computed again as chunks. full_prefill_s: the whole prompt without
-        caches. first_token_s: the prompt with all chunks on disk, by ``samkv-guided``.
+        caches. first_token_s: the prompt with all chunks on disk, by ``epic``, as the default.
     break_even_gb_s: of the remote tier; below it recomputing a question's chunks is faster than
         fetching and checking them. None if it is faster whatever the bandwidth.
     requests_per_s: with all chunks on disk; bound: what takes most of a request then, ``compute``,
@@ -249,7 +249,7 @@ def size_up(shape: ModelShape, work: Workload, machine: Machine) -> Sizing:
     # the pass of the default method, as the engine estimates it to choose a way
     chunks = [ChunkPart.whole(layout.blocks, work.chunk_tokens * at) for at in range(n_chunks)]
     prompt = Layout.of([0] * work.prompt_tokens, chunks, ())
-    pass_s = shape.n_layers * blended_s(METHODS["samkv-guided"], costs, prompt)
+    pass_s = shape.n_layers * blended_s(METHODS[DEFAULT_METHOD], costs, prompt)
 
     # an engine reads, checks and computes on one thread; chunks are fetched beside it
     on_thread = {"compute": pass_s + decode_s, "disk": read_s, "check": check_s}

@@ -15,7 +15,7 @@ from samkv_integrations.errors import InvalidOption
 from samkv_integrations.evaluation import sizing
 from samkv_integrations.evaluation.shapes import SHAPES, sizes_of
 from samkv_integrations.evaluation.sizing import Machine, Workload
-from samkv_integrations.methods import METHODS
+from samkv_integrations.methods import DEFAULT_METHOD, METHODS
 from samkv_integrations.model.loading import load_model, load_shape
 from samkv_integrations.model.model import Model
 from samkv_integrations.model.shape import ModelShape
@@ -126,7 +126,7 @@ def test_seconds_are_those_of_the_cost_model() -> None:
     n_tokens, n_context = 8 * 512 + 64, 8 * 512
     assert found.full_prefill_s == SHAPE.n_layers * costs.full_prefill_s(n_tokens)
     assert found.recompute_s == SHAPE.n_layers * costs.chunks_s([512] * 8, sizing.CHUNK_PREFIX)
-    ratio = METHODS["samkv-guided"].recompute.most_ratio(n_context, 8)
+    ratio = METHODS[DEFAULT_METHOD].recompute.most_ratio(n_context, 8)
     on_disk_s = 8 * found.read_bytes * (1 / 2e9 + 1 / 4.0e9)
     with_disk = replace(costs, read_s=on_disk_s / (n_context * SHAPE.n_layers))
     expected = SHAPE.n_layers * with_disk.blended_s(n_tokens, n_context, ratio)
