@@ -456,6 +456,19 @@ class Index:
             found = _beginnings(connection, namespace)
             return sum(self._delete_beginnings(connection, digest) for digest in found)
 
+    def keep_heads(self, namespace: str, most: int) -> None:
+        """Delete the beginnings of all heads of prompts but the ``most`` that were used last."""
+        with self.transaction(writes=True, patience_s=BRIEF_S) as connection:
+            found = _beginnings(connection, namespace)
+            used_at = {
+                digest: connection.execute(
+                    "SELECT max(used_at) FROM chunks WHERE digest = ?", [digest]
+                ).fetchone()[0]
+                for digest in found
+            }
+            for digest in sorted(found, key=used_at.__getitem__, reverse=True)[most:]:
+                self._delete_beginnings(connection, digest)
+
     def _delete_beginnings(self, connection: sqlite3.Connection, digest: str) -> int:
         self._caches.remove_all(digest)  # also what a killed writer did not tell the index
         of_digest = "SELECT id FROM chunks WHERE digest = ?"

@@ -51,6 +51,10 @@ _log = logging.getLogger(__name__)
 _WRITERS = 4
 """Threads that write chunk caches: most of the time each waits for its disk."""
 
+MOST_HEADS = 8
+"""Heads of prompts whose beginnings a namespace keeps, those used last. One with a date or a name in
+it is another one each time, and must not fill a disk."""
+
 MAX_RECENT = 2**16
 """Some 10 MB, and more chunks than one ingest adds at once."""
 
@@ -421,6 +425,7 @@ class Chunks:
                 (cache,) = prefill(self.model, [named], made_by, before)
             if is_same_model() and self._store.text(chunk.key) is not None:
                 self._keep(began, cache)
+                self._store.index.keep_heads(self._store.namespace, MOST_HEADS)
                 if self._store.text(chunk.key) is None:  # another process deleted it meanwhile
                     self._store.delete_beginnings()
 

@@ -21,6 +21,7 @@ import torch
 from samkv_integrations import METHODS, ChunkStore, Engine
 from samkv_integrations.cache.chunk import Fingerprint
 from samkv_integrations.cache.upkeep import verify
+from samkv_integrations.engine.chunks import MOST_HEADS
 from samkv_integrations.evaluation.measures import kl
 from tests.cli.running import ran
 from tests.support.beginnings import CHUNKS, HEAD, QUESTION, opened, prompt_of
@@ -104,6 +105,17 @@ def test_another_head_is_another_beginning(tmp_path: Path) -> None:
     # the second chunk stands behind another chunk, and has none
     turned = engine.generate(prompt_of(CHUNKS[::-1]), max_new_tokens=1)
     assert turned.report.exact_tokens == 0
+
+
+def test_heads_that_never_come_again_do_not_fill_the_store(tmp_path: Path) -> None:
+    engine = with_beginning(tmp_path / "kv", CHUNKS[:1])
+    for day in range(12):
+        head = f"Today is day {day} of the year.\n\n"
+        engine.generate(prompt_of(CHUNKS[:1], head=head), max_new_tokens=1)
+        engine.make_beginnings()
+        engine.generate(prompt_of(CHUNKS[:1]), max_new_tokens=1)  # which is used again and again
+    assert len(beginnings(tmp_path / "kv")) == MOST_HEADS
+    assert engine.generate(prompt_of(CHUNKS[:1]), max_new_tokens=1).report.exact_tokens > 0
 
 
 def test_a_chunk_that_the_prompt_cuts_is_exact_as_far_as_it_goes(tmp_path: Path) -> None:
