@@ -21,6 +21,7 @@ from samkv_integrations.chroma.records import KEY_FIELD, SyncResult
 from samkv_integrations.errors import InvalidChunk, InvalidOption, StoreError, UnknownOption
 from tests.support.chroma_link import IDS, VECTOR, add_raw, any_bytes_of, client_of, link_of
 from tests.support.chroma_server import HOST, free_port
+from tests.support.costs import ONE_PASS
 from tests.support.records import TEXTS, builtin
 
 
@@ -354,6 +355,7 @@ class TestRelease:
     def test_a_deleted_text_is_not_held_in_memory_either(self, link: ChromaLink) -> None:
         add(link, {"a": TEXTS[0], "b": TEXTS[1]})
         engine, asked = link.engine, [f"{TEXTS[0]}\n\n{question}" for question in ("Q?", "Why?")]
+        engine.costs = ONE_PASS  # full prefill, which leaves the document in memory
         ran = [engine.generate(a, TEXTS[:1], max_new_tokens=1).report.ran for a in asked]
         assert ran == ["recompute", "prefix"]
         link.delete(["b"])

@@ -20,13 +20,9 @@ from samkv_integrations.engine.costs import CostModel, keep_costs, kept_costs, m
 from samkv_integrations.errors import StoreError
 from samkv_integrations.eviction import EVICTIONS
 from samkv_integrations.model.model import Model
+from tests.support.costs import ONE_PASS, TOKENS_ONLY
 from tests.support.covering import covering
 from tests.support.models import tiny_model
-
-# Only computed tokens cost anything, so that what the model computes can be held against it.
-TOKENS_ONLY = CostModel(layer_s=0, token_s=1, pair_s=0, entry_s=0, read_s=0)
-# A pass as such costs so much that it hardly counts what it computes: reuse never wins.
-ONE_PASS = CostModel(layer_s=1e5, token_s=1, pair_s=0, entry_s=0, read_s=0)
 
 
 def texts(n_chunks: int, n_tokens: int, seed: int = 0) -> list[str]:

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from samkv_integrations import ChunkStore, Engine
-from samkv_integrations.engine.costs import CostModel
 from samkv_integrations.engine.scheduler import RunningAnswer
 from samkv_integrations.errors import InvalidOption
 from samkv_integrations.model.model import Model
+from tests.support.costs import ONE_PASS
 from tests.support.models import byte_tokenizer, hf_model, tiny_model
 from tests.support.records import COMPLETION_TEMPLATE, RECORDS, TEXTS, builtin
 
@@ -101,7 +101,7 @@ def test_a_cache_with_a_damaged_text_is_known_by_its_tokens(tmp_path: Path) -> N
 def test_nothing_is_held_in_memory(tmp_path: Path) -> None:
     engine = engine_of(tmp_path, model=builtin())
     # full prefill, which leaves the document in memory
-    engine.costs = CostModel(layer_s=1e5, token_s=1, pair_s=0, entry_s=0, read_s=0)
+    engine.costs = ONE_PASS
     engine.cache_chunks(TEXTS[:2])
     engine.expect([TEXTS[2]])
     prompt = COMPLETION_TEMPLATE.format(

@@ -13,7 +13,6 @@ from samkv_integrations import ChunkStore, Engine
 from samkv_integrations.cache.base import Store
 from samkv_integrations.cache.memory import MemoryStore
 from samkv_integrations.engine import chunks as chunks_module
-from samkv_integrations.engine.costs import CostModel
 from samkv_integrations.errors import (
     FingerprintMismatch,
     HandleError,
@@ -21,13 +20,11 @@ from samkv_integrations.errors import (
     UnsupportedModel,
 )
 from samkv_integrations.model.model import Model
+from tests.support.costs import ONE_PASS
 from tests.support.covering import covering
 from tests.support.handles import issued
 from tests.support.models import byte_tokenizer, hf_model
 from tests.support.served import PROMPT, TEXTS
-
-# A pass as such costs so much that two can never win.
-ONE_PASS = CostModel(layer_s=1e5, token_s=1, pair_s=0, entry_s=0, read_s=0)
 
 Change = Callable[[Any], object]
 

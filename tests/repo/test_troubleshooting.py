@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from samkv_integrations import ChunkStore, Engine
 from samkv_integrations.cache.windows import MIN_RUN
-from samkv_integrations.engine.costs import CostModel
 from samkv_integrations.engine.report import Report
 from samkv_integrations.errors import MISS_REASONS, FingerprintMismatch
 from samkv_integrations.methods import METHODS
+from tests.support.costs import ONE_PASS, TOKENS_ONLY
 from tests.support.models import tiny_model
 
 ROOT = Path(__file__).parents[2]
@@ -147,12 +146,10 @@ class TestDamage:
 
 def test_a_short_context_is_found_and_computed_as_a_whole(engine: Engine) -> None:
     """By `auto` if that is faster, and by `samkv-guided` in any case."""
-    passes_alone_cost = CostModel(layer_s=1e5, token_s=1, pair_s=0, entry_s=0, read_s=0)
-    tokens_alone_cost = replace(passes_alone_cost, layer_s=0)
     for method, costs, ran in (
-        ("auto", passes_alone_cost, "recompute"),
-        ("auto", tokens_alone_cost, "epic"),
-        ("samkv-guided", tokens_alone_cost, "recompute"),
+        ("auto", ONE_PASS, "recompute"),
+        ("auto", TOKENS_ONLY, "epic"),
+        ("samkv-guided", TOKENS_ONLY, "recompute"),
     ):
         engine.prefixes.clear()  # or the next one goes on from what this one has left
         engine.costs = costs
