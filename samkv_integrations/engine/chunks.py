@@ -52,8 +52,8 @@ _WRITERS = 4
 """Threads that write chunk caches: most of the time each waits for its disk."""
 
 MOST_HEADS = 8
-"""Heads of prompts whose beginnings a namespace keeps, those used last. One with a date or a name in
-it is another one each time, and must not fill a disk."""
+"""Heads of prompts whose beginnings a namespace keeps, those used last. One with a date in it is
+another one each time, and must not fill a disk."""
 
 MAX_RECENT = 2**16
 """Some 10 MB, and more chunks than one ingest adds at once."""
