@@ -23,6 +23,7 @@ def right_by_method(shown: str) -> dict[str, str]:
     return dict(re.findall(r"^([a-z-]+) +(\d+ of \d+) ", shown, re.MULTILINE))
 
 
+@pytest.mark.beginnings
 def test_quickstart_compares_every_method_and_follows_the_documents(town: Path) -> None:
     pytest.importorskip("llama_index.core")
     shown = ran(*ON_BUILTIN, str(town))
@@ -30,6 +31,7 @@ def test_quickstart_compares_every_method_and_follows_the_documents(town: Path) 
     _, _, beside = shown.partition(RECORDS[0].question)
     assert beside.startswith(f"\n  (right: {RECORDS[0].workers})\n  full prefill: first token ")
     assert f"\n    {RECORDS[0].workers}\n  samkv's default: first token " in beside
+    assert "\n  asked again: first token " in beside
     assert [*right_by_method(shown)] == [*COMPARED]
     assert int(right_by_method(shown)["recompute"][0]) >= 5
     assert "also 0 whose gold answer stands in no retrieved chunk" in shown
@@ -57,6 +59,9 @@ def test_quickstart_compares_every_method_and_follows_the_documents(town: Path) 
         else:
             assert row["right"] == (gold in re.findall(r"\w+", row["answer"]))
             assert row["can_be_copied"] == (row["question"] not in gone)
+    again = [row for row in rows if row["method"] == "auto-again"]  # with an exact beginning
+    assert {row["ran"] for row in again} == {"epic"}
+    assert all(row["exact_tokens"] > 0 for row in again)
     answers = {row["answer"] for row in rows if row["question"] == RECORDS[1].question}
     assert "7391" in answers
     full, auto = (

@@ -46,7 +46,7 @@ def test_tune_counts_right_answers_and_writes_a_setting_that_ask_takes(town: Pat
     assert found["written"] == str(Path(".samkv/kv").resolve() / TUNED_FILE)
     assert found["recommended"] == setting.line
     assert setting.measured["collection"] == "town"
-    assert {row["label"] for row in found["rows"]} >= {"reuse", "epic", "auto"}
+    assert {row["label"] for row in found["rows"]} >= {"reuse", "samkv-guided", "auto"}
     for row in found["rows"]:
         assert row["low"] <= row["difference"] <= row["high"] and row["first_kl"] >= 0
         assert row["right"] == row["full"] - row["lost"] + row["won"]
