@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from math import inf
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, TypeVar
@@ -177,8 +176,10 @@ class Judged:
             head = tuple(resolved.token_ids[: first.runs[0].position])
             ref = ChunkRef(key=first.key, text="", token_ids=first.token_ids, state="cached")
             if first.may_be_exact:
-                make = partial(self.engine.chunks.make_behind, ref, head, inf, lambda: None)
-                self.engine.scheduler.run(make)
+                chunks = self.engine.chunks
+                compute = partial(chunks.compute_behind, ref, head, lambda: None)
+                if (cache := self.engine.scheduler.run(compute)) is not None:
+                    self.engine.store.put(cache)
 
     def rows(self, candidates: Sequence[Candidate], *, is_timed: bool) -> list[Row]:
         """A row for each candidate, the first being full prefill."""

@@ -224,8 +224,11 @@ class Store:
         """The key of the chunk with these tokens, in this store and namespace."""
         return chunk_key(self.secret, self._namespace, fingerprint.digest, token_ids)
 
-    def put(self, chunk: ChunkCache) -> None:
+    def put(self, chunk: ChunkCache, *, unless_deleted_since: int | None = None) -> None:
         """Keeps a chunk, in place of one with the same key and fingerprint.
+
+        unless_deleted_since: what `Index.deletions` said before; if something was deleted since,
+            the chunk is not kept, and that is a `CacheMiss` "absent".
 
         Atomic: others see the whole chunk or what was there before. If the store cannot be written
         the text may have been kept all the same. ``chunk`` must not be modified afterwards.
@@ -435,4 +438,7 @@ class Store:
             for digest in {digest for digest, *_ in texts}
             for ids in token_ids
         }
-        return sorted({key for _, key, body in texts if key in named or is_wanted(normalise(body))})
+        # a beginning has no text: whoever deletes anything deletes it along
+        return sorted(
+            {key for _, key, body in texts if key in named or (body and is_wanted(normalise(body)))}
+        )

@@ -96,8 +96,8 @@ class ChunkStore(Store):
 
     # -- caches ---------------------------------------------------------------------------------
 
-    def put(self, chunk: ChunkCache) -> None:
-        entry = Entry.of(chunk, self._namespace)
+    def put(self, chunk: ChunkCache, *, unless_deleted_since: int | None = None) -> None:
+        entry = Entry.of(chunk, self._namespace, unless_deleted_since)
         data = encode(chunk, self._namespace, self.secret)
         # beginnings stay here: no machine could delete those of others with a text
         if self.shared is None or chunk.fingerprint.is_of_beginning:
@@ -133,7 +133,8 @@ class ChunkStore(Store):
         return False
 
     def is_elsewhere(self, key: str, fingerprint: Fingerprint) -> bool:
-        if self.shared is None or self._is_here(key, fingerprint):
+        is_never_shared = self.shared is None or fingerprint.is_of_beginning
+        if self.shared is None or is_never_shared or self._is_here(key, fingerprint):
             return False
         return self.shared.has(fingerprint.digest, key)
 
@@ -196,6 +197,12 @@ class ChunkStore(Store):
             gone |= self.index.delete(self._namespace, keys)
         return len(gone)
 
+    def delete_beginnings(self) -> int:
+        self.files.require_own()
+        if self.files.has_strangers():  # a writer was killed before the index was told
+            reconcile(self.files)
+        return super().delete_beginnings()
+
     def forget(
         self, is_wanted: Callable[[str], bool], token_ids: Sequence[Sequence[int]] = ()
     ) -> int:
@@ -204,7 +211,7 @@ class ChunkStore(Store):
             self.shared.refresh()
         keys = self._wanted(is_wanted, token_ids)
         self.delete(*keys)
-        self.index.delete_beginnings(self._namespace)  # also if the text itself had gone before
+        self.delete_beginnings()  # also if the text itself had gone before
         return len(keys)
 
     # -- what the index knows ---------------------------------------------------------------------

@@ -113,9 +113,12 @@ class Entry:
     n_bytes: int
     fields: dict[str, Any]
     used_at: float
+    unless_deleted_since: int | None = None
 
     @classmethod
-    def of(cls, chunk: ChunkCache, namespace: str) -> Entry:
+    def of(
+        cls, chunk: ChunkCache, namespace: str, unless_deleted_since: int | None = None
+    ) -> Entry:
         """Of a chunk that is about to be put."""
         made_by = chunk.fingerprint
         return cls(
@@ -123,6 +126,7 @@ class Entry:
             token_ids=() if made_by.is_of_beginning else chunk.token_ids.tolist(),
             fields=asdict(made_by),
             n_bytes=FileLayout.of(chunk, namespace).file_size(chunk.key), used_at=time.time(),
+            unless_deleted_since=unless_deleted_since,
         )  # fmt: skip
 
     @classmethod
@@ -323,9 +327,13 @@ class Index:
         place: puts the cache where it belongs, while no other process evicts or deletes; None if
             it is there.
 
-        Raises StoreError if it is larger than a budget, CacheMiss if it has gone.
+        Raises StoreError if it is larger than a budget, CacheMiss if it has gone, or if something
+        was deleted since it was asked for.
         """
+        since = entry.unless_deleted_since
         with self.transaction(writes=True) as connection:
+            if since is not None and since != _n_deletions(connection, entry.namespace):
+                raise CacheMiss("absent", f"{entry.key}: something was deleted meanwhile")
             for limit, what, _ in _limits(connection, entry.namespace) if place else ():
                 if entry.n_bytes > limit:
                     raise StoreError(
@@ -378,10 +386,14 @@ class Index:
         for limit, _, space in list(_limits(connection, namespace)):
             of = "namespace = coalesce(?, namespace)"
             going, over = [], _taken(connection, space) - limit
+            # beginnings first: each is a second cache of its chunk
+            extra = _beginnings(connection, space)
+            marks = ", ".join("?" * len(extra))
             oldest = connection.execute(
                 "SELECT id, digest, key, namespace, bytes FROM chunks "
-                f"WHERE state = ? AND {of} AND id != ? ORDER BY used_at", [PRESENT, space, but],
-            )  # fmt: skip
+                f"WHERE state = ? AND {of} AND id != ? ORDER BY digest NOT IN ({marks}), used_at",
+                [PRESENT, space, but, *extra],
+            )
             while over > 0 and (found := oldest.fetchone()):
                 going.append(found)
                 over -= found[4]
@@ -391,6 +403,10 @@ class Index:
                 connection.execute(
                     "UPDATE chunks SET state = ?, bytes = 0 WHERE id = ?", [EVICTED, chunk]
                 )
+                if digest in extra:  # nobody will miss it
+                    connection.execute("DELETE FROM texts WHERE id = ?", [chunk])
+                    connection.execute("DELETE FROM chunks WHERE id = ?", [chunk])
+                    continue
                 _count(connection, of_chunk, digest, evictions=1)
 
     def lose(self, places: Iterable[Place], *, are_damaged: bool = False) -> None:
@@ -426,6 +442,8 @@ class Index:
         keys = list(dict.fromkeys(keys))
         with self.transaction(writes=True) as connection:
             gone = set()
+            if state is None:
+                _count_deletion(connection, namespace)
             for digest in _beginnings(connection, namespace) if keys and state is None else ():
                 self._delete_beginnings(connection, digest)
             for key in keys:
@@ -453,6 +471,7 @@ class Index:
     def delete_beginnings(self, namespace: str) -> int:
         """Delete the beginnings of a namespace, see `Fingerprint.behind`; how many there were."""
         with self.transaction(writes=True) as connection:
+            _count_deletion(connection, namespace)
             found = _beginnings(connection, namespace)
             return sum(self._delete_beginnings(connection, digest) for digest in found)
 
@@ -479,6 +498,11 @@ class Index:
         for table in ("chunks", "counts", "fingerprints"):
             connection.execute(f"DELETE FROM {table} WHERE digest = ?", [digest])
         return int(n_there)
+
+    def deletions(self, namespace: str) -> int:
+        """How often something of a namespace was deleted, as far as the index remembers."""
+        with self.transaction() as connection:
+            return _n_deletions(connection, namespace)
 
     def has_room(self, namespace: str, n_bytes: int) -> bool:
         """Whether so many bytes more fit into the budgets, with nothing evicted.
@@ -740,11 +764,22 @@ def _taken(connection: sqlite3.Connection, namespace: str | None) -> int:
     return int(taken)
 
 
-def _beginnings(connection: sqlite3.Connection, namespace: str) -> list[str]:
-    """Digests of the fingerprints of a namespace's beginnings."""
+def _n_deletions(connection: sqlite3.Connection, namespace: str) -> int:
+    return int(_setting(connection, f"deletions {namespace}") or 0)
+
+
+def _count_deletion(connection: sqlite3.Connection, namespace: str) -> None:
+    connection.execute(
+        "REPLACE INTO settings VALUES(?, ?)",
+        [f"deletions {namespace}", _n_deletions(connection, namespace) + 1],
+    )
+
+
+def _beginnings(connection: sqlite3.Connection, namespace: str | None) -> list[str]:
+    """Digests of the fingerprints of a namespace's beginnings; None for those of all."""
     rows = connection.execute(
         "SELECT digest, fields FROM fingerprints WHERE digest IN "
-        "(SELECT digest FROM chunks WHERE namespace = ?)", [namespace],
+        "(SELECT digest FROM chunks WHERE namespace = coalesce(?, namespace))", [namespace],
     )  # fmt: skip
     found = rows.fetchall()
     return [digest for digest, fields in found if f'"prefix": "{BEHIND}' in fields]

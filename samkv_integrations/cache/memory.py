@@ -123,9 +123,9 @@ class MemoryStore(Store):
         index = Index(None, self._chunks, secret)
         super().__init__(namespace, secret, index, "the memory store")
 
-    def put(self, chunk: ChunkCache) -> None:
+    def put(self, chunk: ChunkCache, *, unless_deleted_since: int | None = None) -> None:
         place = (chunk.fingerprint.digest, chunk.key)
-        entry = Entry.of(chunk, self._namespace)
+        entry = Entry.of(chunk, self._namespace, unless_deleted_since)
         self.index.keep(entry, lambda: self._chunks.update({place: chunk}))
 
     def open(

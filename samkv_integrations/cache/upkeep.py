@@ -68,6 +68,7 @@ def gc(store: ChunkStore) -> GcResult:
     for namespace in {space for *_, space in lost}:
         keys = [key for _, key, space in lost if space == namespace]
         store.index.delete(namespace, keys, LOST)
+        store.index.delete_beginnings(namespace)  # any may be of a text that is forgotten now
     store.index.vacuum()
     return GcResult(recovered=recovered, n_forgotten=len(lost), bytes_freed=recovered.bytes_freed)
 
@@ -178,7 +179,10 @@ def push(store: ChunkStore, *, progress: Progress | None = None) -> Moved:
     shared = _shared(store)
     shared.begin_anew()
     there = {place for place, info in shared.listed().items() if info.n_bytes}
-    here = {(digest, key) for digest, key, _ in store.index.places(store.namespace, PRESENT)}
+    ordinary = {made_by.digest for made_by in store.index.fingerprints(store.namespace)
+                if not made_by.is_of_beginning}  # fmt: skip
+    places = store.index.places(store.namespace, PRESENT)
+    here = {(digest, key) for digest, key, _ in places if digest in ordinary}
     return _move(shared, shared.send, sorted(here - there), progress)
 
 

@@ -51,9 +51,8 @@ _log = logging.getLogger(__name__)
 _WRITERS = 4
 """Threads that write chunk caches: most of the time each waits for its disk."""
 
-MOST_HEADS = 8
-"""Heads of prompts whose beginnings a namespace keeps, those used last. One with a date in it is
-another one each time, and must not fill a disk."""
+MOST_HEADS = 64
+"""Heads of prompts whose beginnings a namespace keeps, those used last."""
 
 MAX_RECENT = 2**16
 """Some 10 MB, and more chunks than one ingest adds at once."""
@@ -400,34 +399,36 @@ class Chunks:
         self._stable_layers = None
         return made
 
-    def make_behind(
-        self, chunk: ChunkRef, head: tuple[int, ...], began: float, check: Callable[[], None]
-    ) -> None:
-        """Cache a chunk as it stands behind the token ids ``head`` of a prompt, see `Beginnings`.
+    def compute_behind(
+        self, chunk: ChunkRef, head: tuple[int, ...], check: Callable[[], None]
+    ) -> ChunkCache | None:
+        """The cache of a chunk as it stands behind the token ids ``head``, see `Beginnings`.
 
-        In the model's thread. check: is called before every layer, and ends the pass by raising.
-        Nothing is made without room, of a chunk that was deleted meanwhile, or if the store fails.
+        None if it is there, or the model has changed. In the model's thread. check: is called
+        before every layer, and ends the pass by raising.
         """
-        with self.outage.survived():
-            fingerprint, is_same_model = self._while_computing()
-            made_by = self._store.behind(fingerprint, head)
-            key = self._store.key(made_by, chunk.token_ids)
-            layout = FileLayout(
-                fingerprint=made_by, n_tokens=len(chunk.token_ids), n_text=0,
-                namespace=self._store.namespace,
-            )  # fmt: skip
-            has_room = self._store.index.has_room(self._store.namespace, layout.file_size(key))
-            if not has_room or self._store.contains(key, made_by):
-                return
-            with self.model.interruptible(check):
-                before = entries_before(self.model, ChunkPrefix(ids=head))
-                named = replace(chunk, key=key, text="")
-                (cache,) = prefill(self.model, [named], made_by, before)
-            if is_same_model() and self._store.text(chunk.key) is not None:
-                self._keep(began, cache)
-                self._store.index.keep_heads(self._store.namespace, MOST_HEADS)
-                if self._store.text(chunk.key) is None:  # another process deleted it meanwhile
-                    self._store.delete_beginnings()
+        fingerprint, is_same_model = self._while_computing()
+        made_by = self._store.behind(fingerprint, head)
+        key = self._store.key(made_by, chunk.token_ids)
+        if self._store.contains(key, made_by):
+            return None
+        with self.model.interruptible(check):
+            before = entries_before(self.model, ChunkPrefix(ids=head))
+            (cache,) = prefill(self.model, [replace(chunk, key=key)], made_by, before)
+        return cache if is_same_model() else None
+
+    def keep_behind(self, cache: ChunkCache, since: int) -> None:
+        """Keep what `compute_behind` made, if there is room and nothing was deleted.
+
+        since: what `Index.deletions` said when the prompt was read. What fails is not told: the
+        next question tries again.
+        """
+        store = self._store
+        n_bytes = FileLayout.of(cache, store.namespace).file_size(cache.key)
+        with suppress(StoreError, CacheMiss):
+            if store.index.has_room(store.namespace, n_bytes):
+                store.put(cache, unless_deleted_since=since)
+                store.index.keep_heads(store.namespace, MOST_HEADS)
 
     def _keep(self, began: float, cache: ChunkCache) -> None:
         """Store a cache, unless something was forgotten since a question began; inf for none."""

@@ -72,7 +72,8 @@ class Engine:
             were computed in full), so that the next prompt goes on from there; 0 for none.
         exact_beginnings: whether a chunk that has stood first in a prompt gets a second cache, made
             in idle time behind the same head (chat template, system prompt), where none of its
-            tokens has to be recomputed. For stores on disk.
+            tokens has to be recomputed, from the second question with that head on. For stores
+            on disk.
         scheduler: runs the model, for other engines of the same model too; None for one of its own.
 
     Many threads and tasks may use one engine. Their answers are decoded together, see `Scheduler`.
@@ -244,7 +245,8 @@ class Engine:
 
         For a program that ends with its last answer.
         """
-        self.scheduler.finish_idle()
+        if self._beginnings is not None:
+            self._beginnings.finish()
 
     def forget(self, texts: Sequence[str]) -> int:
         """Delete all that is kept of these texts, by any model; how many chunks there were.

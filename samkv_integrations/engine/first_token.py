@@ -106,7 +106,10 @@ def choose(request: Request, *, may_compute: bool = True) -> Choice:
     if request.prefixes is not None:
         found = request.prefixes.find(fingerprint.computed_by, layout.token_ids)
     n_found = 0 if found is None else found.n_tokens
-    n_blended = n_found if method.recompute.uses_caches else min(n_found, first_chunk)
+    # into chunks only where nothing is selected: what is held is attended to in any case
+    reaches = method.recompute.uses_caches and isinstance(method.select, SelectAll)
+    reaches &= method.attend is None and rule is None
+    n_blended = n_found if reaches else min(n_found, first_chunk)
     n_blended = _before_queries(n_blended, layout, rule)
     n_whole = _before_queries(min(n_found, first_chunk), layout, whole_rule)
     if whole_rule is None and method.whole_if_faster:
@@ -126,8 +129,8 @@ def choose(request: Request, *, may_compute: bool = True) -> Choice:
         if both_s > full_s or is_whole(method, costs, layout, blended, lengths, n_whole, n_blended):
             missed = {}
     whole = is_whole(method, costs, layout, blended, (), n_whole, n_blended)
-    if layout.n_chunks and not blended.n_chunks:  # memory holds all chunks: nothing to choose from
-        method = replace(method, select=SelectAll(), recompute=RecomputeInexact(), update=overwrite)
+    if layout.n_chunks and not blended.n_chunks:  # memory holds all chunks: full prefill goes on
+        whole, n_whole = True, n_blended
     if not whole:
         n_held, layout = n_blended, blended
         n_left = int(layout.context_positions[0]) if layout.n_context else first_chunk

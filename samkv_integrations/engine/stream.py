@@ -105,7 +105,7 @@ class AnswerStream(Iterator[str], AsyncIterator[str]):
         request = self._request
         request.chunks.record(request.resolved)
         if self._beginnings is not None:
-            self._beginnings.after(request.resolved, self._answer.report, request.began)
+            self._beginnings.after(request.resolved, self._answer.report)
 
     def __next__(self) -> str:
         while not self._is_over:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from typing import Literal
 
 from samkv_integrations.cache.base import Outage, Store, StoredChunk
 from samkv_integrations.cache.chunk import Fingerprint
-from samkv_integrations.errors import CacheMiss, ChunkNotCached
+from samkv_integrations.errors import CacheMiss, ChunkNotCached, StoreError
 from samkv_integrations.prompt.reader import PromptChunk
 
 MAX_HELD = 32
@@ -26,6 +26,7 @@ class Resolved(AbstractContextManager["Resolved"]):
 
     store, fingerprint, outage: see `resolve`.
     on_miss: with ``error`` a miss raises; else the tokens of its chunk are computed.
+    n_deletions: what `Index.deletions` said before the caches were opened; None if nobody asked.
     misses: reason -> number of chunks without a usable cache. missed: keys of these.
     """
 
@@ -37,6 +38,7 @@ class Resolved(AbstractContextManager["Resolved"]):
     chunks: list[PromptChunk] = field(default_factory=list)
     misses: Counter[str] = field(default_factory=Counter)
     missed: list[str] = field(default_factory=list)
+    n_deletions: int | None = None
 
     @property
     def opened(self) -> list[StoredChunk]:
@@ -142,6 +144,9 @@ def resolve(
     Raises ChunkNotCached if ``on_miss`` is ``error`` and a chunk has no usable cache.
     """
     resolved = Resolved(token_ids, store, fingerprint, outage, on_miss)
+    if with_beginnings:
+        with suppress(StoreError):
+            resolved.n_deletions = store.index.deletions(store.namespace)
     opened: dict[str, StoredChunk | CacheMiss] = {}
     keys: dict[tuple[int, ...], str] = {}
     for chunk in chunks:
