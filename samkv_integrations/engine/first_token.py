@@ -107,7 +107,7 @@ def choose(request: Request, *, may_compute: bool = True) -> Choice:
         found = request.prefixes.find(fingerprint.computed_by, layout.token_ids)
     n_found = 0 if found is None else found.n_tokens
     # into chunks only where nothing is selected: what is held is attended to in any case
-    reaches = method.recompute.uses_caches and isinstance(method.select, SelectAll)
+    reaches = method.recompute.uses_caches and method.select.keeps_all
     reaches &= method.attend is None and rule is None
     n_blended = n_found if reaches else min(n_found, first_chunk)
     n_blended = _before_queries(n_blended, layout, rule)

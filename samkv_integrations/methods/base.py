@@ -95,7 +95,10 @@ class Select(ABC):
     needs: names out of `NEEDED`. Everything needed counts as bytes.
     probes: whether a pass of the uncached tokens over `probe_blocks` comes first, that `score`
         looks at layer by layer.
+    keeps_all: whether it keeps every block, of any context.
     """
+
+    keeps_all: ClassVar[bool] = False
 
     @property
     def needs(self) -> frozenset[str]:

@@ -28,6 +28,8 @@ from samkv_integrations.prompt.layout import Layout
 class SelectAll(Select):
     """Keep every block at every layer."""
 
+    keeps_all: ClassVar[bool] = True
+
     def choose(self, scores: Tensor | None, inputs: SelectionInputs, layout: Layout) -> Selection:
         return Selection.of_all(inputs.n_layers, layout)
 
