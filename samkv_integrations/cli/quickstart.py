@@ -59,8 +59,8 @@ def quickstart(
 ) -> None:  # fmt: skip
     """The whole way: index documents, ask about them through LlamaIndex, compare the methods.
 
-    The documents are paragraphs of Wikipedia, of which 8 are retrieved. Without the model smollm2
-    it runs the built-in model over documents that this one can read.
+    The documents are paragraphs of Wikipedia, in chunks of 250 tokens. Without the model smollm2 it
+    runs the built-in model over documents that this one can read.
     """
     from tqdm.auto import tqdm
 
@@ -95,9 +95,7 @@ def quickstart(
               f"{folder / 'kv'})")  # fmt: skip
     engine.store.delete_beginnings()  # of an earlier run
     with_beginnings = Engine(engine.model, engine.store, scheduler=engine.scheduler)
-    run.engine = with_beginnings  # which has then seen the head of the prompts
     run.ask(samples.questions[0].question, "reuse")  # the first answer of a process is slow
-    run.engine = engine
     rows: list[Row] = []
     for number, one in enumerate(tqdm(samples.questions, desc="asking", leave=False)):
         replies = {name: run.ask(one.question, name) for name in (FULL, "reuse")}
@@ -137,17 +135,20 @@ def _samples(model: str, folder: Path | None, questions: Path | None) -> _Sample
 
     is_archive = model == BUILTIN
     sample = ARCHIVE if is_archive else PARAGRAPHS
-    folder = folder or sample
+    given, folder = folder, folder or sample
     if not folder.is_dir():
         raise InvalidOption(
             f"{folder} is not a folder; run this where the sample documents are (a checkout of "
             "the repository), or name a folder with --documents"
         )
     texts = {file.name: read_text(file) for file in find_documents([folder]).files}
+    if given is None and not is_archive:  # so that chunks are as long as those of most users
+        texts = {"paragraphs": "\n\n".join(texts[name].strip() for name in sorted(texts))}
     return _Samples(
         texts=texts, questions=read_questions(questions or folder / "questions.jsonl"),
-        # the archive's documents are longer, and its answers shorter
-        chunk_tokens=512, top_k=5 if is_archive else 8, max_new_tokens=16 if is_archive else 24,
+        # the archive's documents are no longer than a chunk, and its answers are short
+        chunk_tokens=512 if is_archive else 250, top_k=5 if is_archive else 4,
+        max_new_tokens=16 if is_archive else 24,
     )  # fmt: skip
 
 
