@@ -95,7 +95,9 @@ def quickstart(
               f"{folder / 'kv'})")  # fmt: skip
     engine.store.delete_beginnings()  # of an earlier run
     with_beginnings = Engine(engine.model, engine.store, scheduler=engine.scheduler)
+    run.engine = with_beginnings  # which has then seen the head of the prompts
     run.ask(samples.questions[0].question, "reuse")  # the first answer of a process is slow
+    run.engine = engine
     rows: list[Row] = []
     for number, one in enumerate(tqdm(samples.questions, desc="asking", leave=False)):
         replies = {name: run.ask(one.question, name) for name in (FULL, "reuse")}
