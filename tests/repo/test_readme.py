@@ -94,7 +94,7 @@ def test_a_snippet_of_the_readme_may_be_run_again(tmp_path: Path, name: str) -> 
 
 def answers_of_readme(printed: str) -> None:
     answer, _, report = printed.partition("auto")
-    assert "British aviator" in answer
+    assert "Amy Johnson" in answer  # documents added twice tie in retrieval: words differ
     assert (
         " of 5 chunks reused, " in report and "0 of 5" not in report
     )  # and none missed, which would stand between
