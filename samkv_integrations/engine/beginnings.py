@@ -1,8 +1,8 @@
-"""Exact beginnings of prompts, kept: caches of chunks as they stand behind the head of a prompt.
+"""Exact beginnings: a second cache of a chunk, computed behind the head of a prompt.
 
-The head is what stands before the first chunk: the chat template's beginning and a system prompt.
-Behind it the first chunk's entries are full prefill's, so none of its tokens has to be recomputed.
-Such a cache is an ordinary chunk cache whose prefix is the head, see `Fingerprint.behind`.
+The head is the text before the first chunk, such as the chat template's beginning and a system
+prompt. Behind it the first chunk's entries equal full prefill's, so none of its tokens has to be
+recomputed. The cache is an ordinary chunk cache whose prefix is the head, see `Fingerprint.behind`.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 
-from samkv_integrations.cache.chunk import ChunkCache, ChunkRef
+from samkv_integrations.cache.chunk import ChunkRef
 from samkv_integrations.engine.chunks import Chunks
 from samkv_integrations.engine.report import Report
 from samkv_integrations.engine.scheduler import Scheduler
 from samkv_integrations.prompt.resolve import Resolved
 
 MOST_SEEN = 1024
-"""Heads of prompts that are remembered, those seen last."""
+"""Prompt heads that are remembered; the one seen longest ago goes first."""
 
 
 class Beginnings:
-    """Makes exact caches of first chunks in idle time of the scheduler. For many threads.
+    """Computes exact beginnings while the scheduler is idle. Thread-safe.
 
-    One is made once a chunk has stood first, from its cache, behind a head that another question of
-    this engine had before: a head with a date in it never comes again. It never makes an answer
-    wait, and never evicts another cache: without room it is not made.
+    A chunk gets one if it stood first in a prompt, was answered from its cache, and an earlier
+    question of this engine had the same head: a head with a date in it never comes again. No answer
+    waits for it, and no other cache is evicted for it: without room in the store it is skipped.
     """
 
     def __init__(self, chunks: Chunks, scheduler: Scheduler) -> None:
@@ -37,19 +37,25 @@ class Beginnings:
         self._storing: list[threading.Thread] = []
 
     def after(self, resolved: Resolved, report: Report) -> None:
-        """Have one made for the first chunk of a prompt that was answered, if it lacks one."""
+        """Schedule one for the first chunk of a prompt that was answered, if it has none yet."""
         first = resolved.chunks[0] if resolved.chunks else None
         if first is None or first.stored is None or first.is_exact or not first.may_be_exact:
             return
         head = tuple(resolved.token_ids[: first.runs[0].position])
-        # full prefill reads no cache, and behind the prefix of all caches each is exact as it is
+        # full prefill reads no cache, and right behind the common prefix every cache is exact
         if report.ran in ("recompute", "prefix") or head == self._chunks.prefix.token_ids:
             return
-        since = resolved.n_deletions
-        if since is None or not self._has_seen(head):
+        with self._lock:
+            is_known = hash(head) in self._seen
+            self._seen[hash(head)] = None
+            self._seen.move_to_end(hash(head))
+            while len(self._seen) > MOST_SEEN:
+                self._seen.popitem(last=False)
+        if not is_known:
             return
         chunk = ChunkRef(key=first.key, text="", token_ids=first.token_ids, state="cached")
-        mine = weakref.ref(self)  # an engine that is dropped makes none
+        since = resolved.since
+        mine = weakref.ref(self)  # nothing is computed for an engine that was dropped
 
         def make(check: Callable[[], None]) -> None:
             if (beginnings := mine()) is not None:
@@ -57,24 +63,13 @@ class Beginnings:
 
         self._scheduler.run_when_idle(make)
 
-    def _has_seen(self, head: tuple[int, ...]) -> bool:
-        with self._lock:
-            is_known = hash(head) in self._seen
-            self._seen[hash(head)] = None
-            self._seen.move_to_end(hash(head))
-            while len(self._seen) > MOST_SEEN:
-                self._seen.popitem(last=False)
-        return is_known
-
     def _make(
         self, chunk: ChunkRef, head: tuple[int, ...], since: int, check: Callable[[], None]
     ) -> None:
-        """In the model's thread, which only computes: a store may keep its caller waiting."""
+        """Compute in the model's thread, and store in another one: a disk may be slow."""
         cache = self._chunks.compute_behind(chunk, head, check)
-        if cache is not None:
-            self._store(cache, since)
-
-    def _store(self, cache: ChunkCache, since: int) -> None:
+        if cache is None:
+            return
         thread = threading.Thread(
             target=self._chunks.keep_behind, args=(cache, since), name="samkv-store", daemon=True
         )
@@ -84,7 +79,7 @@ class Beginnings:
             thread.start()
 
     def finish(self) -> None:
-        """Make now what waits for idle time, and wait until it is stored."""
+        """Compute now what is scheduled, and wait until it is stored."""
         self._scheduler.finish_idle()
         with self._lock:
             storing = list(self._storing)

@@ -1,21 +1,20 @@
-"""The one way from the text of a chunk to its cache: refer, look up, prepare, compute.
+"""From the text of a chunk to its cache: identify it, look it up, compute it, store it.
 
-Caches belong to a fingerprint, which is agreed on with the store and true to the model.
+A cache belongs to a fingerprint: model, tokenizer, prefix, block size and bits. The fingerprint
+follows changes of the model, and all processes that share a store agree on its block size.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 import threading
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Literal, Protocol, TypeVar
+from typing import Any, Literal
 
 import torch
 from tqdm.auto import tqdm
@@ -43,41 +42,30 @@ from samkv_integrations.prompt.resolve import Resolved
 from samkv_integrations.prompt.text import bodies_of
 
 Depth = Literal["exists", "opens", "whole"]
-"""How closely a cache is looked at: its file is there; it can be opened, which verifies whose it
-is; all of it is read and verified."""
+"""How thoroughly a cache is checked: its file exists; it can be opened, which verifies its header;
+all of it is read and verified."""
 
 _log = logging.getLogger(__name__)
 
 _WRITERS = 4
-"""Threads that write chunk caches: most of the time each waits for its disk."""
+"""Threads that write chunk caches; each mostly waits for the disk."""
 
 MOST_HEADS = 64
-"""Heads of prompts whose beginnings a namespace keeps, those used last."""
+"""Prompt heads whose exact beginnings a namespace keeps; the least recently used goes first."""
 
 MAX_RECENT = 2**16
-"""Some 10 MB, and more chunks than one ingest adds at once."""
-
-_Made = TypeVar("_Made")
-
-
-class Run(Protocol):
-    """`Scheduler.run`: runs work in the model's thread."""
-
-    def __call__(self, work: Callable[[], _Made]) -> _Made: ...
+"""Chunks that `RecentChunks` remembers, about 10 MB: more than one ingest adds at once."""
 
 
 class RecentChunks:
-    """What is known of chunks by key, until it is asked for: the latest `MAX_RECENT`.
-
-    Safe to use from many threads.
-    """
+    """The latest `MAX_RECENT` chunk keys, and the seconds that each chunk took. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._seconds: OrderedDict[str, float] = OrderedDict()
 
     def add(self, keys: Iterable[str], seconds: float = 0.0) -> None:
-        """Remember chunks, each of which took ``seconds``."""
+        """Remember chunks that took ``seconds`` each."""
         with self._lock:
             for key in keys:
                 self._seconds[key] = seconds
@@ -86,30 +74,31 @@ class RecentChunks:
                 self._seconds.popitem(last=False)
 
     def take(self, key: str) -> float | None:
-        """The seconds that a chunk took, which is forgotten then; None if it is not known."""
+        """Remove a chunk and return its seconds; None if it is unknown."""
         with self._lock:
             return self._seconds.pop(key, None)
 
     def clear(self) -> None:
-        """Forget all."""
+        """Remove all."""
         with self._lock:
             self._seconds.clear()
 
 
 class Chunks:
-    """The chunks of one model in one store. Safe to use from many threads.
+    """The chunks of one model in one store. Thread-safe.
 
     Args:
-        prefix: what chunks are prefilled after.
-        scheme: the blocks of chunks; None for those of what the store holds for this model, else by
-            the lengths of the first chunks that are computed.
-        store_bits: bits of the numbers in chunk caches.
-        run: runs the model.
-        on_change: called when the model is seen to have changed.
+        prefix: the tokens that precede a chunk while its KV entries are computed.
+        scheme: the blocks of chunks. None takes the block size of the caches that the store holds
+            for this model, else one that suits the lengths of the first chunks.
+        store_bits: bits of each number in a chunk cache.
+        run: `Scheduler.run`, which runs a function in the model's thread.
+        on_change: called when the model has changed.
 
-    has_own_scheme: whether ``scheme`` was given. outage: told when the store fails a prompt.
+    has_own_scheme: whether ``scheme`` was given. outage: logs failures of the store that a prompt
+    survives.
 
-    Raises InvalidOption if the model cannot be kept in so many bits.
+    Raises InvalidOption if the model's entries cannot be stored in ``store_bits`` bits.
     """
 
     def __init__(
@@ -120,7 +109,7 @@ class Chunks:
         prefix: ChunkPrefix,
         scheme: BlockScheme | None,
         store_bits: int,
-        run: Run,
+        run: Callable[[Callable[[], Any]], Any],
         on_change: Callable[[], None],
     ) -> None:
         EntryFormat(
@@ -137,49 +126,38 @@ class Chunks:
         self._stable_layers: tuple[int, ...] | None = None
         self._prepared = RecentChunks()
         self._has_looked = False
-        # held to keep what a question has computed; see `forgetting`
-        self._keeping = threading.Lock()
-        self._n_forgetting, self._forgot_at = 0, -math.inf
 
     # -- identity ---------------------------------------------------------------------------
 
     @property
     def fingerprint(self) -> Fingerprint:
-        """Identity of the caches that are made and accepted.
+        """Identity of the caches that are written and accepted.
 
-        Its block size is a guess until there is a chunk: whoever is about to compute the first one
-        agrees on it with all processes that share the store.
+        Until there is a chunk its block size is a guess: `agree` settles it.
         """
         with self._lock:
-            if self._agreed is None:
-                guess = self._guess(self._scheme or BlockScheme())
-                size = guess.block_size if self._scheme else self._stored_block_size(guess)
-                if size is None:
-                    return guess
-                self._agreed = replace(guess, block_size=size)
-            return self._agreed
-
-    def _guess(self, scheme: BlockScheme) -> Fingerprint:
-        model = self.model
-        return Fingerprint(
-            model=model.name, weights=model.identity.weights, config=model.identity.config,
-            tokenizer=model.tokenizer_digest, dtype=model.dtype_name, rope=model.identity.rope,
-            n_layers=model.n_layers, n_heads=model.n_heads, n_kv_heads=model.n_kv_heads,
-            head_dim=model.head_dim, prefix=self.prefix.name,
-            block_size=scheme.size, n_init=scheme.n_init, n_local=scheme.n_local,
-            store_bits=self._store_bits,
-        )  # fmt: skip
-
-    def _stored_block_size(self, guess: Fingerprint) -> int | None:
-        """That of the caches which the store holds for this model."""
-        with self.outage.survived():
-            for found in self._store.fingerprints():
-                if replace(guess, block_size=found.block_size).digest == found.digest:
-                    return found.block_size
-        return None
+            if self._agreed is not None:
+                return self._agreed
+            model, scheme = self.model, self._scheme or BlockScheme()
+            guess = Fingerprint(
+                model=model.name, weights=model.identity.weights, config=model.identity.config,
+                tokenizer=model.tokenizer_digest, dtype=model.dtype_name, rope=model.identity.rope,
+                n_layers=model.n_layers, n_heads=model.n_heads, n_kv_heads=model.n_kv_heads,
+                head_dim=model.head_dim, prefix=self.prefix.name,
+                block_size=scheme.size, n_init=scheme.n_init, n_local=scheme.n_local,
+                store_bits=self._store_bits,
+            )  # fmt: skip
+            if self._scheme is not None:
+                self._agreed = guess
+                return guess
+            with self.outage.survived():  # the caches that the store holds for this model
+                for found in self._store.fingerprints():
+                    if replace(guess, block_size=found.block_size).digest == found.digest:
+                        self._agreed = replace(guess, block_size=found.block_size)
+            return self._agreed or guess
 
     def follow_model(self) -> Fingerprint:
-        """`fingerprint`, another one if the model has changed: once a request.
+        """Check once a request whether the model has changed; returns the current `fingerprint`.
 
         Raises UnsupportedModel as `Identity.look` does.
         """
@@ -193,7 +171,7 @@ class Chunks:
         return self.fingerprint
 
     def _while_computing(self) -> tuple[Fingerprint, Callable[[], bool]]:
-        """The fingerprint, and whether the model is still the same, to ask after a pass."""
+        """The fingerprint, and a function that tells after a pass whether the model is the same."""
         with self._lock:
             generation = self._generation
             return self.fingerprint, lambda: self.model.identity.look() == generation
@@ -201,9 +179,9 @@ class Chunks:
     # -- from texts to caches ---------------------------------------------------------------
 
     def refer(self, texts: Sequence[str], *, must_fit: bool = False) -> list[ChunkRef]:
-        """Each text as a chunk, whatever it is and whether or not there is a cache: ``missed``.
+        """Identify each text as a chunk. Nothing is looked up: each is ``missed``.
 
-        must_fit: one that can have no cache is an error, and is not tokenised if its length tells.
+        must_fit: raise for a text that no cache can hold, if possible before it is tokenised.
 
         Raises:
             InvalidChunk: a text is empty, or longer than the context window.
@@ -228,7 +206,7 @@ class Chunks:
         ]
 
     def fits(self, ref: ChunkRef) -> bool:
-        """Whether there can be a cache of it: it holds text, and no more than the window."""
+        """Whether a cache can hold it: it is not empty, and it fits into the context window."""
         return 0 < len(ref.token_ids) <= self._room
 
     @property
@@ -250,11 +228,11 @@ class Chunks:
         )
 
     def agree(self, chunks: list[ChunkRef]) -> list[ChunkRef]:
-        """The chunks, once the block size is settled: for good, by the lengths of the first ones.
+        """Settle the block size; returns the chunks with their keys, which depend on it.
 
-        Whoever is about to compute chunks asks, as keys depend on the block size.
+        Call it before computing chunks. The lengths of the first chunks decide, for good.
 
-        Raises StoreError if the store does not say, nor take, a block size.
+        Raises StoreError if the store can neither tell nor record the block size.
         """
         if not chunks:
             return chunks
@@ -262,15 +240,15 @@ class Chunks:
         with self._lock:
             guess = self.fingerprint
             if self._agreed is None:
-                # Another process may be filling the same empty store: the first one decides.
+                # several processes may fill an empty store: the first one decides
                 size = BlockScheme.auto(lengths[len(lengths) // 2]).size
                 size = self._store.agree_block_size(guess, size)
                 self._agreed = replace(guess, block_size=size)
-        # Always: another thread or process may have settled it since these were named.
+        # always, as another thread or process may have settled it since the keys were made
         return self._named([ref.text for ref in chunks], [ref.token_ids for ref in chunks])
 
     def look_up(self, chunks: Sequence[ChunkRef], depth: Depth = "whole") -> list[ChunkRef]:
-        """The chunks, ``cached`` or ``missed``; nothing is computed."""
+        """Each chunk as ``cached`` or ``missed``. Nothing is computed."""
         ask = self._store.begin_to_fetch if depth == "opens" else self._store.look_ahead
         ask([ref.key for ref in chunks], self.fingerprint)
         return [
@@ -282,7 +260,7 @@ class Chunks:
         if depth == "exists":
             return self._store.contains(ref.key, self.fingerprint)
         if depth == "whole" and self._store.is_elsewhere(ref.key, self.fingerprint):
-            return True  # `open` will verify it
+            return True  # in the remote tier: verified when it is opened
         try:
             with self._store.open(ref.key, self.fingerprint, ref.token_ids) as chunk:
                 if depth == "whole":
@@ -294,14 +272,14 @@ class Chunks:
         return True
 
     def take_prepared(self, ref: ChunkRef) -> bool:
-        """Whether this process has prepared the chunk, and nobody has asked since.
+        """Whether `cache` has just verified or written this chunk; asked once for each.
 
-        Who indexes what a step before has cached need not read and verify all of it again.
+        It saves an indexing step from reading and verifying the cache again.
         """
         return self._prepared.take(ref.key) is not None
 
     def cache(self, texts: Sequence[str], *, progress: bool = False) -> list[ChunkRef]:
-        """See `Engine.cache_chunks`: the chunks, ``missed`` being those that were computed."""
+        """As `Engine.cache_chunks`; returns the chunks, of which the ``missed`` were computed."""
         found = self.look_up(self.agree(self.refer(texts, must_fit=True)))
         self.compute(found, progress=progress)
         self._prepared.add(ref.key for ref in found)
@@ -313,19 +291,18 @@ class Chunks:
         *,
         progress: bool = False,
         on_written: Callable[[], object] = lambda: None,
-        began: float = math.inf,
+        since: int | None = None,
     ) -> None:
-        """Compute the chunks that are ``missed``, several a pass, and keep them.
+        """Compute the ``missed`` chunks, several a pass, and store their caches.
 
-        progress: whether to show a bar of them. on_written: called after each that is kept.
-        began: when the question began that they are for, see `compute_for`.
+        progress: show a progress bar. on_written: called after each cache is stored.
+        since: store none if something was deleted since, see `deletions`; None to store all.
 
-        Those that are cached are young again: who prepares a chunk is about to need it. One whose
-        file has gone meanwhile is computed too.
+        The ``cached`` ones count as just used; one whose file is gone is computed, too.
 
         Raises:
             InvalidChunk: a chunk cannot be cached.
-            StoreError: the store cannot be written; what was kept before stays.
+            StoreError: the store cannot be written; caches stored before stay.
         """
         missed = {
             ref.key: ref
@@ -353,26 +330,27 @@ class Chunks:
                     for _ in written:  # of the batch before, while this one was computed
                         bar.update()
                         on_written()
-                    written = writers.map(partial(self._keep, began), caches)
+                    written = writers.map(partial(self._keep, since), caches)
                 for _ in written:
                     bar.update()
                     on_written()
-            except BaseException:  # who interrupts does not want to wait for a whole batch
+            except BaseException:  # an interruption does not wait for a whole batch
                 writers.shutdown(cancel_futures=True)
                 raise
             finally:
-                # Chunks vote, and were fewer if somebody asked meanwhile.
-                self._stable_layers = None
+                self._stable_layers = None  # more chunks vote now
 
     def compute_for(
-        self, texts: Mapping[tuple[int, ...], str], *, began: float
+        self, texts: Mapping[tuple[int, ...], str], since: int
     ) -> dict[tuple[int, ...], StoredChunk]:
-        """Caches of a prompt's missed chunks by their token ids, opened from memory.
+        """Compute a prompt's missed chunks; returns their caches by token ids, held in memory.
 
-        They are kept if the store takes them, and nothing was forgotten since the question began
-        (`time.perf_counter`): it may have been one of them. A chunk that no cache can hold is left
-        out, and so is one whose text, which is the store's index's, has other tokens. Nothing is
-        computed in a store that cannot settle its block size. For the model's thread.
+        texts: of the chunks by their token ids. since: see `deletions`.
+
+        The caches are stored, too, if the store can be written and nothing was deleted since the
+        question was asked. A chunk is left out if no cache can hold it, or if its text has other
+        tokens, as that of a damaged index may. Nothing is computed if the store cannot settle its
+        block size. To be called in the model's thread.
         """
         chunks: list[ChunkRef] = []
         true = {ids: text for ids, text in texts.items()
@@ -387,7 +365,7 @@ class Chunks:
             batch = pending.pop(0)
             try:
                 caches = prefill(self.model, batch, fingerprint, before)
-            except InvalidChunk:  # one of them: the others are none the worse for it
+            except InvalidChunk:  # one of them cannot be cached: try each by itself
                 pending = [*([chunk] for chunk in batch if len(batch) > 1), *pending]
                 continue
             is_kept = is_same_model()
@@ -395,17 +373,17 @@ class Chunks:
                 made[chunk.token_ids] = MemoryChunk(cache, fingerprint)
                 if is_kept:
                     with self.outage.survived():
-                        self._keep(began, cache)
+                        self._keep(since, cache)
         self._stable_layers = None
         return made
 
     def compute_behind(
         self, chunk: ChunkRef, head: tuple[int, ...], check: Callable[[], None]
     ) -> ChunkCache | None:
-        """The cache of a chunk as it stands behind the token ids ``head``, see `Beginnings`.
+        """Compute the cache of a chunk behind the token ids ``head``, see `Beginnings`.
 
-        None if it is there, or the model has changed. In the model's thread. check: is called
-        before every layer, and ends the pass by raising.
+        Returns None if it exists already, or if the model has changed meanwhile. check: called
+        before every layer; it may raise to end the pass. To be called in the model's thread.
         """
         fingerprint, is_same_model = self._while_computing()
         made_by = self._store.behind(fingerprint, head)
@@ -418,42 +396,36 @@ class Chunks:
         return cache if is_same_model() else None
 
     def keep_behind(self, cache: ChunkCache, since: int) -> None:
-        """Keep what `compute_behind` made, if there is room and nothing was deleted.
+        """Store what `compute_behind` returned, if there is room and nothing was deleted ``since``.
 
-        since: what `Index.deletions` said when the prompt was read. What fails is not told: the
-        next question tries again.
+        Failures are ignored: the next question tries again.
         """
         store = self._store
         n_bytes = FileLayout.of(cache, store.namespace).file_size(cache.key)
-        with suppress(StoreError, CacheMiss):
+        with suppress(StoreError):
             if store.index.has_room(store.namespace, n_bytes):
-                store.put(cache, unless_deleted_since=since)
+                self._keep(since, cache)
                 store.index.keep_heads(store.namespace, MOST_HEADS)
 
-    def _keep(self, began: float, cache: ChunkCache) -> None:
-        """Store a cache, unless something was forgotten since a question began; inf for none."""
-        if began == math.inf:
-            self._store.put(cache)
-            return
-        with self._keeping:
-            if not self._n_forgetting and began > self._forgot_at:
-                self._store.put(cache)
+    def deletions(self) -> int:
+        """How often something was deleted from the store so far, by any process.
 
-    @contextmanager
-    def forgetting(self) -> Iterator[None]:
-        """While chunks are deleted: a question that began before must not bring them back."""
-        with self._keeping:
-            self._n_forgetting += 1
-        try:
-            yield
-        finally:
-            with self._keeping:
-                self._n_forgetting -= 1
-                self._forgot_at = time.perf_counter()
+        A question reads it before it begins, and gives it as ``since`` when it stores a cache: it
+        must not bring back a chunk that was deleted meanwhile. Without an answer from the store it
+        is -1, and nothing is stored.
+        """
+        with suppress(StoreError):
+            return self._store.index.deletions(self._store.namespace)
+        return -1
+
+    def _keep(self, since: int | None, cache: ChunkCache) -> None:
+        """Store a cache, unless something was deleted since, see `deletions`."""
+        with suppress(CacheMiss):
+            self._store.put(cache, unless_deleted_since=since)
 
     def record(self, resolved: Resolved) -> None:
-        """Tell the store which caches a prompt used and missed."""
-        used: dict[str, None] = {}  # keys of the caches that were there before, each once
+        """Tell the store which caches a prompt used, and which it missed."""
+        used: dict[str, None] = {}  # keys of the caches that existed before, each once
         for chunk in resolved.chunks:
             if chunk.is_exact and chunk.stored is not None:
                 self._store.touch(chunk.stored.key, chunk.stored.fingerprint)
@@ -465,7 +437,7 @@ class Chunks:
             self.warn_if_none_fits()
 
     def warn_if_none_fits(self) -> None:
-        """Log it if there are caches in or beside the store and none that fits this engine."""
+        """Warn once if there are caches in the store or beside it, but none for this engine."""
         with self.outage.survived():
             try:
                 self._store.require(self.fingerprint)
@@ -482,10 +454,10 @@ class Chunks:
                 self._has_looked = True
 
     def forget(self, texts: Sequence[str]) -> int:
-        """Delete caches and texts of these chunks, whichever model they are of; how many.
+        """Delete caches and texts of these chunks, for every model; returns how many chunks.
 
-        See `Store.forget`, which knows chunks by their text, and those of this model by their
-        tokens too, should the text be damaged.
+        `Store.forget` finds chunks by their text, and those of this model by their tokens as well,
+        in case the stored text is damaged.
         """
         found = [ref for ref in self.refer(texts) if ref.text]
         bodies = {ref.text for ref in found}
@@ -493,7 +465,7 @@ class Chunks:
         return self._store.forget(bodies.__contains__, [ref.token_ids for ref in found])
 
     def n_bytes(self, chunks: Sequence[ChunkRef]) -> int:
-        """What the files of these chunks take, each key once, whether or not they are there."""
+        """Bytes that the files of these chunks take, whether or not they exist; each key once."""
         made_by, namespace = self.fingerprint, self._store.namespace
         named = {ref.key: ref for ref in chunks}
         return sum(
@@ -508,24 +480,23 @@ class Chunks:
 
     @property
     def stable_layers(self) -> tuple[int, ...]:
-        """The layers N* (paper: Appendix A.2): published for this shape, or from stored chunks."""
+        """The layers N* (paper: Appendix A.2): published for this shape, or from stored chunks.
+
+        Of stored chunks the first ones by key vote, so the order of ingest does not matter.
+        """
         model, config = self.model, self.model.config
         shape = (config.model_type, model.n_layers, config.hidden_size, model.n_kv_heads)
         if shape in PUBLISHED_STABLE_LAYERS:
             return PUBLISHED_STABLE_LAYERS[shape]
         if self._stable_layers is None:
-            self._stable_layers = stable_layers(model.n_layers, self._votes())
+            keys: list[str] = []
+            with self.outage.survived():
+                keys = self._store.keys(self.fingerprint)[: 2 * MIN_CHUNKS]
+            votes = []  # (L,) bool each
+            for key in keys if len(keys) >= MIN_CHUNKS else ():
+                with suppress(CacheMiss), self._store.open(key, self.fingerprint) as chunk:
+                    votes.append(chunk.statistics().stable)
+            self._stable_layers = stable_layers(
+                model.n_layers, torch.stack(votes) if votes else None
+            )
         return self._stable_layers
-
-    def _votes(self) -> torch.Tensor | None:
-        """(n, L) bool: stable layers of the first chunks by key, whatever the order of ingest."""
-        keys: list[str] = []
-        with self.outage.survived():
-            keys = self._store.keys(self.fingerprint)[: 2 * MIN_CHUNKS]
-        if len(keys) < MIN_CHUNKS:
-            return None
-        votes = []
-        for key in keys:
-            with suppress(CacheMiss), self._store.open(key, self.fingerprint) as chunk:
-                votes.append(chunk.statistics().stable)
-        return torch.stack(votes) if votes else None

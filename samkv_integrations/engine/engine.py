@@ -1,11 +1,10 @@
-"""The engine: cache chunks once, answer prompts from their caches."""
+"""The engine caches chunks once, and answers prompts from their caches."""
 
 from __future__ import annotations
 
 import os
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, Literal, Unpack
 
@@ -42,7 +41,7 @@ from samkv_integrations.model.model import Model
 from samkv_integrations.model.quoting import RenderedPrompt
 from samkv_integrations.model.sampling import JsonConstraint
 from samkv_integrations.prompt.reader import Prompt, PromptReader
-from samkv_integrations.prompt.resolve import OnMiss, Resolved, resolve
+from samkv_integrations.prompt.resolve import OnMiss, Resolved
 from samkv_integrations.prompt.text import check_texts
 
 
@@ -51,13 +50,13 @@ class Engine:
 
     Args:
         model: the model, see `Model`.
-        store: where chunk caches live; None keeps them in memory.
-        method: a name out of `METHODS`, or a `Method`; None for the one that ``samkv tune`` wrote
+        store: where chunk caches are kept; None for this process's memory.
+        method: a name in `METHODS`, or a `Method`; None takes the one that ``samkv tune`` wrote
             beside the caches (``samkv.toml``), else ``"auto"``.
-        eviction: which entries an answer's later tokens go on with: a name out of `EVICTIONS`, or
-            an `Eviction`; None for the method's own, ``"none"`` for all.
-        block_size: tokens a block; ``"auto"`` takes the size of what the store already holds for
-            this model, else follows the length of the first chunks that are cached.
+        eviction: which KV entries are kept for the tokens after the first: a name in `EVICTIONS`,
+            or an `Eviction`; None for the method's own rule, ``"none"`` to keep all.
+        block_size: tokens per block; ``"auto"`` takes the size that the store's caches for this
+            model have, else one that suits the length of the first chunks.
         prefix: what a chunk is prefilled after: ``"documents"`` (BOS, if there is one, and two
             short made-up documents), ``"learned"`` (BOS, and the embeddings that ``samkv adapt``
             wrote beside the caches), the path of such embeddings (``.safetensors``), ``"bos"`` or
@@ -66,17 +65,17 @@ class Engine:
             all others are nearer to full prefill.
         prefix_text: text in place of the documents, as at the beginning of every request, such as a
             system prompt: the first chunk behind it is exact.
-        store_bits: bits of the numbers in chunk caches (4, 8, or 16 for the model's dtype); None
-            for those that were tuned if the store holds such or no caches, else 4.
-        prefix_bytes: memory for beginnings of prompts (system prompt, earlier turns; documents that
-            were computed in full), so that the next prompt goes on from there; 0 for none.
-        exact_beginnings: whether a chunk that has stood first in a prompt gets a second cache, made
-            in idle time behind the same head (chat template, system prompt), where none of its
-            tokens has to be recomputed, from the second question with that head on. For stores
-            on disk.
-        scheduler: runs the model, for other engines of the same model too; None for one of its own.
+        store_bits: bits of each number in a chunk cache (4, 8, or 16 for the model's dtype); None
+            for the tuned number, if the store is empty or holds such caches, else 4.
+        prefix_bytes: memory for prefixes of prompts (system prompt, earlier turns, documents that
+            were computed in full), which later prompts with the same prefix reuse; 0 for none.
+        exact_beginnings: whether the first chunk of a prompt gets a second cache, computed in idle
+            time behind the prompt's head (chat template, system prompt). None of its tokens has to
+            be recomputed behind that head, from the second question on. For stores on disk.
+        scheduler: runs the model, and may be shared by engines of the same model; None for a new
+            one.
 
-    Many threads and tasks may use one engine. Their answers are decoded together, see `Scheduler`.
+    Threads and tasks may share an engine. Their answers are decoded together, see `Scheduler`.
     """
 
     def __init__(
@@ -128,12 +127,11 @@ class Engine:
         tokenizer_kwargs: Mapping[str, Any] | None = None,
         **options: Unpack[EngineOptions],
     ) -> Engine:
-        """An engine on the model called ``name``: a hub id, folder or GGUF file, see `load_model`.
+        """An engine for the model ``name``: a hub id, a folder or a GGUF file.
 
-        device, dtype, model_kwargs, tokenizer_kwargs: see `load_model`. options: those of the
-        class.
+        device, dtype, model_kwargs, tokenizer_kwargs: see `load_model`. options: see the class.
         """
-        check_given_bits(options.get("store_bits"))  # loading takes its time
+        check_given_bits(options.get("store_bits"))  # before the model is loaded
         model = load_model(
             name, device=device, dtype=dtype, model_kwargs=model_kwargs,
             tokenizer_kwargs=tokenizer_kwargs,
@@ -144,11 +142,11 @@ class Engine:
 
     @property
     def fingerprint(self) -> Fingerprint:
-        """Identity of the caches that this engine makes and accepts, for the model as it is now."""
+        """Identity of the caches that this engine writes and accepts, for the current weights."""
         return self.chunks.follow_model()
 
     def refresh(self) -> bool:
-        """Hash the model again, after what `Identity.look` cannot see; True if it changed."""
+        """Hash the model again, after a change that `Identity.look` misses; True if it changed."""
         before = self.chunks.fingerprint
         self.model.identity.refresh()
         return self.fingerprint != before
@@ -159,35 +157,34 @@ class Engine:
         return self.chunks.stable_layers
 
     def key_of(self, text: str) -> str:
-        """Key of the chunk cache that ``text`` has, or would have."""
+        """The key of the chunk cache of ``text``, whether or not it exists."""
         return self.chunks.refer([text])[0].key
 
     def issue_handle(self, text: str) -> str | None:
-        """A new handle of ``text``, to stand for it in a prompt; None if it has no cache.
+        """A new handle, which stands for ``text`` in a prompt; None if the text has no cache.
 
-        It means something to this engine alone and for an hour. Whoever may put it into a prompt
-        has the text answered, so issue it for the request that was allowed to read the text.
+        It is valid for this engine only, for an hour. A prompt with the handle reads the text, so
+        issue handles only to callers who may read it.
         """
         (ref,) = self.chunks.look_up(self.chunks.refer([text]), "exists")
         return self._reader.handles.issue(ref.text) if ref.state == "cached" else None
 
     def is_cached(self, text: str) -> bool:
-        """Whether a sound cache of ``text`` is stored; all of it is read and verified.
+        """Whether an intact cache of ``text`` is stored; the whole cache is read and verified.
 
-        Raises InvalidChunk if ``text`` can have none: it is empty, or longer than the context
-        window.
+        Raises InvalidChunk if ``text`` is empty, or longer than the context window.
         """
         (ref,) = self.chunks.look_up(self.chunks.refer([text], must_fit=True))
         return ref.state == "cached"
 
     def cache_chunks(self, texts: Sequence[str], *, progress: bool = False) -> list[str]:
-        """Cache chunks, several a pass; returns their keys in order.
+        """Compute and store the caches of chunks, several a pass; returns their keys in order.
 
-        A cache that is stored and sound is left alone, a broken one is made anew.
+        An intact cache is left alone, a damaged one is computed again.
 
         Raises:
             InvalidChunk: a text is empty, or longer than the context window.
-            StoreError: the store cannot be written; what was cached before stays.
+            StoreError: the store cannot be written; caches stored before stay.
         """
         return [ref.key for ref in self.chunks.cache(texts, progress=progress)]
 
@@ -199,15 +196,15 @@ class Engine:
         names: Sequence[str] = (),
         remedy: str = "ingest it again",
     ) -> None:
-        """Get ready the chunks that a prompt is about to hold, as a retriever has found them.
+        """Prepare for chunks that a retriever has found, and that the next prompt will contain.
 
-        They are looked for in prompts first, even if they are not stored, and their caches begin to
-        be read. If the next prompt of this thread or task holds none of them, that is logged.
+        Prompts are searched for them first, even if they are not stored, and their caches are read
+        ahead. If the next prompt of this thread or task contains none of them, a warning is logged.
 
-        on_miss: what to do now for one without a cache: ``compute`` (and keep it), ``text``
-            (nothing: a prompt computes its text) or ``error``. What the store cannot take stays a
-            miss: a full disk must not fail a request.
-        names, remedy: what the chunks are called, and what makes a cache again, in an error.
+        on_miss: what to do now for a chunk without a cache: ``compute`` and store it, ``text``
+            (nothing: the prompt computes its text) or ``error``. If the store cannot be written,
+            the chunk stays a miss: a full disk must not fail a request.
+        names, remedy: for the error: what the chunks are called, and how to cache them again.
 
         Raises:
             ChunkNotCached: a chunk has no usable cache, and ``on_miss`` is ``error``.
@@ -215,11 +212,12 @@ class Engine:
         """
         check_on_miss(on_miss)
         began, chunks = time.perf_counter(), self.chunks
+        since = chunks.deletions()
         found = chunks.refer(texts, must_fit=on_miss != "text")
         if on_miss == "compute":
             with chunks.outage.survived():
                 found = chunks.look_up(chunks.agree(found), "opens")
-                chunks.compute([ref for ref in found if ref.state == "missed"], began=began)
+                chunks.compute([ref for ref in found if ref.state == "missed"], since=since)
             missed = {ref.key for ref in found if ref.state == "missed"}
             if made := [key for key in missed if self.store.contains(key, chunks.fingerprint)]:
                 self._announced.add(made, (time.perf_counter() - began) / len(made))
@@ -233,49 +231,48 @@ class Engine:
         self._reader.expect(found, for_next_prompt=True)
 
     def expect(self, texts: Sequence[str]) -> None:
-        """Look for these chunks in prompts first, as a retriever has just found them.
+        """Search prompts for these chunks first, even if they are not stored.
 
-        Chunks in the store are found anyway. One without a usable cache is then a counted miss,
-        and ``on_miss`` says what becomes of it.
+        Chunks in the store are found anyway. One without a usable cache counts as a miss, which
+        the answer's ``on_miss`` decides on.
         """
         self._reader.expect(self.chunks.refer(texts))
 
     def make_beginnings(self) -> None:
-        """Make now what would be made in idle time, see ``exact_beginnings``.
+        """Compute now what idle time would compute, see ``exact_beginnings``.
 
-        For a program that ends with its last answer.
+        For a program that exits after its last answer.
         """
         if self._beginnings is not None:
             self._beginnings.finish()
 
     def forget(self, texts: Sequence[str]) -> int:
-        """Delete all that is kept of these texts, by any model; how many chunks there were.
+        """Delete the caches and texts of these chunks, for every model; returns how many chunks.
 
-        Records of a vector store stay, and are cached again. Raises StoreError on failure.
+        Records in a vector store stay, and would be cached again. Raises StoreError on failure.
         """
-        with self.chunks.forgetting():
-            n_chunks = self.chunks.forget(texts)
-            self._reader.forget(texts)
-            self.prefixes.clear()
+        n_chunks = self.chunks.forget(texts)
+        self._reader.forget(texts)
+        self.prefixes.clear()
         return n_chunks
 
     def delete(self, keys: Collection[str]) -> int:
-        """Delete chunk caches by key, and what memory holds of their chunks; how many there were.
+        """Delete chunk caches by key, from memory too; returns how many existed.
 
-        Raises StoreError if one cannot be deleted, InvalidOption if these are no keys.
+        Raises StoreError if one cannot be deleted, InvalidOption if ``keys`` are not strings.
         """
         keys = check_texts("keys", keys)
-        with self.chunks.forgetting():
-            self._reader.forget(keys=set(keys))
-            self.prefixes.clear()
-            return self.store.delete(*sorted(keys))
+        n_deleted = self.store.delete(*sorted(keys))
+        self._reader.forget(keys=set(keys))
+        self.prefixes.clear()
+        return n_deleted
 
     def render(self, prompt: Prompt) -> RenderedPrompt:
-        """A prompt as the one string that is read. Raises InvalidOption as the template does."""
+        """The prompt as one string. Raises InvalidOption if the chat template refuses it."""
         return self._reader.render(prompt)
 
     def found_in(self, prompt: Prompt) -> list[str]:
-        """Bodies of the chunks that stand in a prompt, handles' too, in order, each once."""
+        """The texts of the chunks in a prompt, those of handles too, in order, each once."""
         found: dict[str, None] = {}
         for chunk in self._reader.find(prompt, self.chunks.fingerprint):
             text = chunk.text
@@ -288,9 +285,9 @@ class Engine:
         return list(found)
 
     def count_tokens(self, prompt: Prompt, *, most: int | None = None) -> int:
-        """Tokens of a prompt or a part of one, handles counted at the length of their chunks.
+        """Tokens of a prompt, or of a part of one. A handle counts as many as its chunk.
 
-        Raises PromptTooLong if there are more than ``most``, None for any number.
+        most: raises PromptTooLong if there are more; None for no limit.
         """
         return self._reader.count_tokens(prompt, self.chunks.fingerprint, most=most)
 
@@ -305,18 +302,19 @@ class Engine:
         """The answer to ``prompt``.
 
         prompt: see `Prompt`.
-        chunks: texts of chunks that occur in it, besides handles; None to find those of the store
-            (and those that `expect` named). The prompt is tokenised as transformers would; at least
-            16 token ids in a row that are a chunk's are taken from its cache, the others computed.
+        chunks: texts of chunks that it contains, besides handles; None to find all that the store
+            holds or `expect` named. The prompt is tokenised as transformers would. Runs of at least
+            16 token ids that are a chunk's are taken from its cache; all others are computed.
         options: see `AnswerOptions` and `SamplingOptions`.
 
         Raises:
             PromptTooLong: prompt and answer exceed the context window.
-            HandleError: a handle was cut.
+            HandleError: something cut a handle in two.
             ChunkNotCached: a chunk has no usable cache and on_miss is ``error``.
             TimedOut: the answer was not complete after ``timeout`` seconds.
             Overloaded: more answers wait than the scheduler's limits allow.
-            InvalidOption, UnknownOption, MissingExtra: an argument is wrong, or needs an extra.
+            InvalidOption, UnknownOption: an argument is wrong.
+            MissingExtra: an option needs an extra that is not installed.
         """
         stream = self.stream(prompt, chunks, **options)
         return Answer.of("".join(stream), stream)
@@ -327,7 +325,7 @@ class Engine:
         chunks: Sequence[str] | None = None,
         **options: Unpack[AnswerOptions],
     ) -> Answer:
-        """Like `generate`, for a task: while it waits, it holds no thread."""
+        """Like `generate`, for asynchronous code; occupies no thread while it waits."""
         async with await self.astream(prompt, chunks, **options) as stream:
             return Answer.of("".join([piece async for piece in stream]), stream)
 
@@ -337,9 +335,9 @@ class Engine:
         chunks: Sequence[str] | None = None,
         **options: Unpack[AnswerOptions],
     ) -> AnswerStream:
-        """Like `generate`, but yields pieces of text as they are decided.
+        """Like `generate`, but returns an iterator over pieces of text.
 
-        The first token is computed before this returns, so mistakes raise here.
+        The first token is computed before this returns, so errors in the arguments raise here.
         """
         return self._ask(prompt, chunks, options).start()
 
@@ -349,19 +347,16 @@ class Engine:
         chunks: Sequence[str] | None = None,
         **options: Unpack[AnswerOptions],
     ) -> AnswerStream:
-        """Like `stream`, for a task: read it with ``async for``."""
+        """Like `stream`, for asynchronous code: read it with ``async for``."""
         return await (await off_loop(self._ask, prompt, chunks, options)).astart()
 
     def _ask(
         self, prompt: Prompt, chunks: Sequence[str] | None, options: AnswerOptions
     ) -> AnswerStream:
-        """The answer to a prompt, which is read here and computed in the model's thread."""
+        """Read the prompt and decide on its settings, in the caller's thread."""
         began, settings = time.perf_counter(), AnswerSettings.of(**options)
         trace = Trace(self.model.name, prompt, settings, began)
         try:
-            end_ids = self.model.end_ids(settings.stop_ids)
-            schema = settings.json_schema
-            form = None if schema is None else JsonConstraint(self.model, schema, end_ids)
             resolved = self.resolve(
                 prompt, chunks, on_miss=settings.on_miss, context_window=settings.context_window
             )
@@ -378,10 +373,8 @@ class Engine:
             if (seconds := self._announced.take(chunk.key)) is not None:
                 announced[chunk.key] = seconds
             chunk.computed_now |= chunk.key in announced
-        request = replace(
-            request, end_ids=end_ids, form=form, announce_s=sum(announced.values()), began=began,
-            asked=time.perf_counter(),
-        )  # fmt: skip
+        request.announce_s = sum(announced.values())
+        request.began, request.asked = began, time.perf_counter()
         return AnswerStream(self.scheduler, request, trace, self._beginnings)
 
     def logits(
@@ -395,8 +388,8 @@ class Engine:
     ) -> torch.Tensor:
         """Logits of the answer's first token, and after each token of ``follow``.
 
-        Returns (1 + len(follow), vocabulary) float32 on the CPU. Other arguments and errors are
-        those of `generate`; chunks without a cache are computed as text.
+        Returns (1 + len(follow), vocabulary) float32 on the CPU. The other arguments and the errors
+        are those of `generate`. Chunks without a cache are computed as text.
         """
         check_tokens("follow", follow, self.model)
         settings = AnswerSettings.of(method=method, eviction=eviction, on_miss="text")
@@ -417,29 +410,37 @@ class Engine:
     ) -> Resolved:
         """The tokens of a prompt, and the open caches of its chunks; a context manager.
 
-        Arguments and errors are those of `generate`. Nothing is computed: with ``compute`` a missed
-        chunk is text here too.
+        Arguments and errors are those of `generate`. Nothing is computed: with ``compute``, too, a
+        missed chunk is text.
         """
         check_on_miss(on_miss)
-        made_by = self.chunks.follow_model()
+        made_by, since = self.chunks.follow_model(), self.chunks.deletions()
         token_ids, found = self._reader.read(
             prompt, chunks, made_by, must_hold=on_miss == "error", context_window=context_window
         )
-        outage = self.chunks.outage
-        return resolve(
-            token_ids, found, self.store, made_by, outage, on_miss=on_miss,
-            with_beginnings=self._beginnings is not None,
+        resolved = Resolved(
+            token_ids=token_ids, chunks=found, store=self.store, fingerprint=made_by,
+            outage=self.chunks.outage, on_miss=on_miss, since=since,
         )  # fmt: skip
+        try:
+            resolved.open(with_beginnings=self._beginnings is not None)
+        except BaseException:
+            resolved.close()
+            raise
+        return resolved
 
     def request(self, resolved: Resolved, settings: AnswerSettings, capacity: int) -> Request:
-        """What `first_token` is given for a prompt, with room for ``capacity`` tokens."""
-        method = settings.method or self.method
-        rule = self.eviction if settings.eviction is None else settings.eviction
+        """The request that `first_token` answers, with room for ``capacity`` tokens."""
+        method, schema = settings.method or self.method, settings.json_schema
+        given = self.eviction if settings.eviction is None else settings.eviction
+        rule, end_ids = get_eviction(given), self.model.end_ids(settings.stop_ids)
         return Request(
-            model=self.model, chunks=self.chunks, resolved=resolved, method=method,
-            capacity=capacity, settings=settings,
+            chunks=self.chunks, resolved=resolved, method=method, capacity=capacity,
+            settings=settings, end_ids=end_ids,
+            form=None if schema is None else JsonConstraint(self.model, schema, end_ids),
             stable_layers=self.stable_layers if "statistics" in method.needs else (),
-            eviction=get_eviction(rule), own_eviction=rule is None,
+            # full prefill leaves out the rule that is the method's own
+            eviction=method.eviction if given is None else rule, whole_eviction=rule,
             costs=self.costs if method.whole_if_faster else None, prefixes=self.prefixes,
         )  # fmt: skip
 
@@ -447,13 +448,13 @@ class Engine:
 
     @cached_property
     def costs(self) -> CostModel:
-        """What passes cost here: as `calibrate` measured, else as assumed."""
+        """The cost of passes on this machine: as `calibrate` measured, else as assumed."""
         return kept_costs(self.model, self.store)
 
     def calibrate(self) -> CostModel:
-        """Measure what passes cost on this machine, and keep it beside the caches; seconds.
+        """Measure the cost of passes on this machine, and keep it beside the caches.
 
-        Raises StoreError if the store cannot be written.
+        Takes some seconds. Raises StoreError if the store cannot be written.
         """
         self.costs = self.scheduler.run(partial(measure, self.model, self.fingerprint.entry_format))
         keep_costs(self.model, self.store, self.costs)

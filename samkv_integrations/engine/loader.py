@@ -1,4 +1,4 @@
-"""What a request reads of its cached chunks: KV entries, and what a selection looks at."""
+"""Reads a request's chunk caches: KV entries, and the inputs of a selection."""
 
 from __future__ import annotations
 
@@ -24,46 +24,45 @@ from samkv_integrations.prompt.layout import Layout
 
 
 class ChunkLost(Exception):
-    """A chunk cache failed while it was read; ``index`` counts the request's cached chunks."""
+    """A chunk cache failed while it was read."""
 
-    def __init__(self, index: int, miss: CacheMiss) -> None:
+    def __init__(self, chunk: StoredChunk, miss: CacheMiss) -> None:
         super().__init__(str(miss))
-        self.index = index
-        self.miss = miss
+        self.chunk, self.miss = chunk, miss
 
 
 @contextmanager
-def _reading(index: int) -> Iterator[None]:
-    """A miss in the block is the loss of cached chunk ``index``."""
+def _reading(chunk: StoredChunk) -> Iterator[None]:
+    """Turns a CacheMiss in the block into the loss of ``chunk``."""
     try:
         yield
     except CacheMiss as miss:
-        raise ChunkLost(index, miss) from miss
+        raise ChunkLost(chunk, miss) from miss
 
 
 LAYERS_TOGETHER = 4
-"""Layers of a chunk in one read, where threads read while layers run."""
+"""Layers of a chunk that one read takes, where threads read while layers run."""
 
 _MOST_READERS = 16
 
 
 @lru_cache(1)
 def readers(pid: int) -> ThreadPoolExecutor:
-    """Threads that read for a device. Not a parent process's, which has no threads here."""
+    """Threads that read for a GPU. By process, as a fork does not inherit threads."""
     n_threads = min(_MOST_READERS, os.cpu_count() or 1)
     return ThreadPoolExecutor(n_threads, thread_name_prefix="samkv-read")
 
 
 class Context:
-    """The cached KV entries of one request, as they are stored, each layer's on its device.
+    """The cached KV entries of one request, in their stored format, each layer's on its device.
 
-    A context manager: reading has ended when it is left. On a CPU no entry is read while a pass
-    runs. For other devices threads read whole chunks, the lower layers first, and a layer of a
-    pass waits for its own entries only; for CUDA they read into pinned memory, so that copies do
-    not wait. An entry is read twice only where few blocks of its chunk were loaded first and most
-    of the chunk after that, as one read.
+    A context manager; no thread reads for it after it is left. On a CPU all reading is done before
+    a pass runs. For other devices threads read whole chunks, the lower layers first, and each layer
+    of a pass waits for its own entries only. For CUDA they read into pinned memory, so that copies
+    do not block. An entry is read twice only if few blocks of its chunk are loaded first, and most
+    of the chunk later, in one read.
 
-    rotation: of the positions where cached keys sit.
+    rotation: of the positions of the cached keys.
     """
 
     def __init__(
@@ -102,7 +101,7 @@ class Context:
             kinds=rotation.kinds,
         )
         self._loaded = torch.zeros(self.n_layers, layout.n_blocks, dtype=torch.bool)
-        # What threads are reading, by the first of the layers that are read together; their work.
+        # reads in progress, by the first of the layers that are read together
         self._coming: dict[int, list[Future[None]]] = {}
         self._work: list[Future[None]] = []
         self._is_left = False
@@ -115,9 +114,9 @@ class Context:
         wait([each for each in self._work if not each.cancel()])
 
     def load(self, blocks: Tensor) -> None:
-        """Read ``blocks`` (L, Nb) bool, those not read before. Raises ChunkLost.
+        """Read those of ``blocks`` (L, Nb) bool that were not read before. Raises ChunkLost.
 
-        A chunk of which most is missing is read as a whole, from its first byte to its last.
+        If more than half of a chunk is missing, all of it is read in one sequential read.
         """
         layout, missing = self.layout, blocks & ~self._loaded
         if not bool(missing.any()):
@@ -125,8 +124,7 @@ class Context:
         for layer in range(self.n_layers):
             self._wait_for(layer)
         if not self._read:
-            # They span the whole context. In memory that is not pinned the operating system commits
-            # only the pages of what is really read.
+            # for the whole context: unpinned pages are committed lazily, as they are written
             shape = (layout.n_context, self.form.n_bytes)
             self._read = [
                 torch.empty(shape, dtype=torch.uint8, pin_memory=self._is_pinned)
@@ -136,13 +134,13 @@ class Context:
         for index, chunk in enumerate(self.chunks):
             tokens, of_chunk = layout.token_range[index], layout.block_range[index]
             wanted = missing[:, of_chunk.start : of_chunk.stop]
-            if 2 * int(wanted.sum()) > wanted.numel():  # one read of all beats many of most
+            if 2 * int(wanted.sum()) > wanted.numel():  # one long read beats many short ones
                 whole.setdefault(chunk, []).append(index)
-                wanted |= True
+                wanted |= True  # marks them as loaded: a view of `missing`
                 continue
             offsets = layout.offset_in_chunk[tokens.start : tokens.stop]
             in_chunk = layout.block_in_chunk[of_chunk.start : of_chunk.stop]
-            with _reading(index):
+            with _reading(chunk):
                 self._keep_range(index)
                 for layer, of_layer in enumerate(wanted):
                     out = self._read[layer][tokens.start : tokens.stop]
@@ -168,8 +166,7 @@ class Context:
             }
             for first, part in parts.items():
                 self._coming.setdefault(first, []).append(part)
-            # A layer that needs no entries may be done with, and released, before it is read.
-            read = list(self._read)
+            read = list(self._read)  # `release` may drop a layer that needs no entries before
             work = readers(os.getpid()).submit(self._read_parts, chunk, places, read, parts)
             self._work.append(work)
 
@@ -177,7 +174,7 @@ class Context:
         self, chunk: StoredChunk, places: Sequence[int], read: Sequence[Tensor],
         parts: Mapping[int, Future[None]],
     ) -> None:  # fmt: skip
-        """`_read_whole` some layers after the others, which ``parts`` tell."""
+        """Read some layers after the others; the future of each part is set when it is done."""
         try:
             for first, part in parts.items():
                 if self._is_left:
@@ -193,9 +190,9 @@ class Context:
     def _read_whole(
         self, chunk: StoredChunk, places: Sequence[int], first: int, sides: Sequence[Tensor]
     ) -> None:
-        """Read a chunk for each of its places in the prompt.
+        """Read layers of a chunk into each of its places in the prompt.
 
-        sides: (Tctx, E) of the layers from ``first`` on.
+        sides: (Tctx, E) of each layer from ``first`` on.
         """
         layout = self.layout
         into: list[Tensor] | None = None
@@ -206,7 +203,7 @@ class Context:
         if into is None:
             shape = (len(sides), chunk.n_tokens, self.form.n_bytes)
             into = [*torch.empty(shape, dtype=torch.uint8)]
-        with _reading(places[0]):
+        with _reading(chunk):
             chunk.read_layers(first, into)
             if first == 0:
                 for index in places:
@@ -221,22 +218,22 @@ class Context:
 
     def _keep_range(self, index: int) -> None:
         groups, found = self._groups[index], self.chunks[index].key_range()
-        # NumPy, as torch would copy with threads of its own beside those that read
+        # NumPy, as torch would start threads of its own for the copy
         self._read_range.numpy()[:, groups.start : groups.stop] = found.numpy()
 
     def _wait_for(self, layer: int) -> None:
-        """For what is being read of a layer. Raises ChunkLost."""
+        """Wait until a layer has been read. Raises ChunkLost."""
         for each in self._coming.pop(layer // LAYERS_TOGETHER * LAYERS_TOGETHER, ()):
             each.result()
 
     def stored(self, layer: int) -> tuple[Tensor, Tensor]:
-        """(Tctx, E) and (N, 2, G, D) of a layer on its device, once they are there."""
+        """Wait for a layer; returns its entries (Tctx, E) and key ranges (N, 2, G, D) on its device."""
         self._wait_for(layer)
         codes, device = self._codes[layer], self._devices[layer]
         if codes is None:
             if self._read:
                 codes = self._read[layer].to(device, non_blocking=self._is_pinned)
-            else:  # all of them are computed
+            else:  # nothing is loaded: all tokens are computed
                 shape = (self.layout.n_context, self.form.n_bytes)
                 codes = torch.empty(shape, dtype=torch.uint8, device=device)
             self._codes[layer] = codes
@@ -247,9 +244,9 @@ class Context:
         return codes, self._key_range[device][layer]
 
     def entries(self, layer: int, tokens: Tensor) -> Entries:
-        """Those of context tokens (n,), which are in order and on the layer's device.
+        """The entries of context tokens (n,), in order and on the layer's device.
 
-        Where nothing was loaded, they hold nothing yet.
+        Entries that were not loaded are undefined.
         """
         (codes, key_range), (cos, sin) = self.stored(layer), self._turns.of(layer)
         entries = Entries(
@@ -259,9 +256,9 @@ class Context:
         return entries if len(tokens) == len(entries) else entries.select(tokens)
 
     def keys_and_values(self, layer: int, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys at their positions, and values, (n, G, D) each, of context tokens (n,).
+        """Rotated keys, and values, (n, G, D) each, of context tokens (n,) that were loaded.
 
-        tokens: loaded before, in order, on the layer's device.
+        tokens: in order, on the layer's device.
         """
         if not len(tokens):
             shape = (0, self.form.n_kv_heads, self.form.head_dim)
@@ -271,7 +268,7 @@ class Context:
         return self.entries(layer, tokens).keys_and_values()
 
     def release(self, layer: int) -> None:
-        """Free the entries of a layer: the request is done with it."""
+        """Free the entries of a layer."""
         self._codes[layer] = torch.empty(0, dtype=torch.uint8)
         if self._read:
             self._read[layer] = torch.empty(0, dtype=torch.uint8)
@@ -284,7 +281,7 @@ class Context:
             tokens, blocks = self.layout.token_range[index], self.layout.block_range[index]
             held = self.layout.block_in_chunk[blocks.start : blocks.stop]
             found: dict[str, Tensor] = {}
-            with _reading(index):
+            with _reading(chunk):
                 if "block_means" in needs:
                     middle, n_blocks = chunk.blocks.middle_blocks, chunk.blocks.n_blocks
                     around = (0, 0, 0, 0, middle.start, n_blocks - middle.stop)
@@ -294,7 +291,7 @@ class Context:
                     found["local_query"] = chunk.local_query().float()
                 if "statistics" in needs:
                     statistics = chunk.statistics()
-                    # the last is for "no middle", -1
+                    # one more, for -1: no middle block
                     place = torch.full((chunk.blocks.n_blocks + 1,), -1)
                     place[held] = torch.arange(blocks.start, blocks.stop)
                     found["block_max"] = place[statistics.block_max.long()]
@@ -307,23 +304,18 @@ class Context:
             is_per_chunk = name in ("local_query", "block_max", "block_min")
             joined = torch.stack(values, dim=1) if is_per_chunk else torch.cat(values, dim=1)
             tensors[name] = joined.to(self._devices[0])
-        if "anchor_mean" in needs:
-            tensors["anchor_mean"] = self._anchor_mean()
+        if "anchor_mean" in needs:  # (L, C, G, D) float32
+            layout = self.layout
+            self.load(layout.is_anchor.expand(self.n_layers, -1))
+            anchor = layout.is_anchor[layout.block_of_token]
+            counts = torch.bincount(layout.chunk_of_token[anchor], minlength=layout.n_chunks)
+            anchors = anchor.nonzero()[:, 0]
+            of_device = {device: anchors.to(device) for device in self._group_of_token}
+            keys = []
+            for layer in range(self.n_layers):
+                (codes, key_range), device = self.stored(layer), self._devices[layer]
+                at = of_device[device]
+                group, codes = self._group_of_token[device][at], codes.index_select(0, at)
+                keys.append(self.form.keys(codes, key_range, group).to(self._devices[0]))
+            tensors["anchor_mean"] = mean_of_blocks(torch.stack(keys), counts)
         return SelectionInputs(n_layers=self.n_layers, stable_layers=stable_layers, **tensors)
-
-    def _anchor_mean(self) -> Tensor:
-        """(L, C, G, D) float32: mean un-rotated key of each chunk's anchor tokens."""
-        layout = self.layout
-        self.load(layout.is_anchor.expand(self.n_layers, -1))
-        anchor = layout.is_anchor[layout.block_of_token]
-        counts = torch.bincount(layout.chunk_of_token[anchor], minlength=layout.n_chunks)
-        anchors = anchor.nonzero()[:, 0]
-        of_device = {device: anchors.to(device) for device in self._group_of_token}
-        keys = []
-        for layer in range(self.n_layers):
-            (codes, key_range), device = self.stored(layer), self._devices[layer]
-            tokens = of_device[device]
-            group = self._group_of_token[device][tokens]
-            codes = codes.index_select(0, tokens)
-            keys.append(self.form.keys(codes, key_range, group).to(self._devices[0]))
-        return mean_of_blocks(torch.stack(keys), counts)

@@ -1,4 +1,4 @@
-"""One prompt and how to answer it, and what its answer begins with."""
+"""What is asked of the model for one prompt, and the first token that comes out."""
 
 from __future__ import annotations
 
@@ -22,24 +22,22 @@ from samkv_integrations.prompt.layout import Layout
 from samkv_integrations.prompt.resolve import Resolved
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class Request:
-    """One prompt and how to answer it: made in the caller's thread, computed in the model's.
+    """One prompt and how to answer it: read in the caller's thread, computed in the model's.
 
-    chunks: what makes and identifies chunk caches. resolved: the prompt's tokens, and the open
-    caches of its chunks. stable_layers: N*, for methods that need statistics. capacity: most tokens
-    of the answer. settings: the options that it was asked with.
-    own_eviction: take the method's eviction in place of ``eviction``. costs: for a method that
-    computes everything where that is faster, else None. prefixes: beginnings of earlier prompts,
-    None for none. watch: sees the pass.
+    chunks: identifies and computes chunk caches. resolved: the prompt's tokens, and the open caches
+    of its chunks. capacity: tokens of the answer at most. settings: the options of the answer.
+    stable_layers: N*, for methods that need attention statistics.
+    eviction: of an answer over caches; whole_eviction: of one whose prompt is computed in full.
+    costs: for a method that computes the prompt in full where that is faster, else None.
+    prefixes: entries of earlier prompts; None to use and leave none. watch: sees the pass.
 
-    What follows is for answers beyond the first token. end_ids: tokens that end the answer. form:
-    the JSON schema that it keeps to. announce_s: seconds that announcements took for chunks of the
-    prompt. began, asked: when the caller asked, and when the prompt had been read, times of
-    `time.perf_counter`.
+    The rest is for tokens after the first. end_ids: tokens that end the answer. form: the JSON
+    schema that it keeps to. announce_s: seconds that announcements took for chunks of the prompt.
+    began, asked: when the caller asked, and when the prompt had been read (`time.perf_counter`).
     """
 
-    model: Model
     chunks: Chunks
     resolved: Resolved
     method: Method
@@ -47,7 +45,7 @@ class Request:
     settings: AnswerSettings
     stable_layers: tuple[int, ...] = ()
     eviction: Eviction | None = None
-    own_eviction: bool = False
+    whole_eviction: Eviction | None = None
     costs: CostModel | None = None
     prefixes: PrefixCache | None = None
     watch: Watch | None = None
@@ -57,13 +55,18 @@ class Request:
     began: float = 0.0
     asked: float = 0.0
 
+    @property
+    def model(self) -> Model:
+        """The model that computes the answer."""
+        return self.chunks.model
+
 
 @dataclass(frozen=True, kw_only=True)
 class FirstToken:
-    """What an answer begins with.
+    """The result of the prompt's pass.
 
-    logits: (vocabulary,) of its first token. cache: what its later tokens go on with. report: the
-    figures so far, ``ttft_s`` and those of decoding left at 0. stages: in order.
+    logits: (vocabulary,) of the first token. cache: KV entries for the tokens after it. report:
+    ``ttft_s`` and the figures of decoding are still 0. stages: in order.
     """
 
     logits: Tensor
