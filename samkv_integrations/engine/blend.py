@@ -1,6 +1,7 @@
-"""One pass through the layers: what it computes and takes from caches, planned before it runs.
+"""One pass through the layers, over computed and cached tokens.
 
-Planned tokens are computed, everything else is taken as stored.
+`plan_pass` says for each layer which tokens are computed and which stored entries are used; `Blend`
+runs the plan through the model's own layers.
 """
 
 from __future__ import annotations
@@ -30,31 +31,29 @@ from samkv_integrations.prompt.layout import Layout
 
 @dataclass(frozen=True, kw_only=True)
 class LayerPlan:
-    """One layer of a pass. Places are those of the S entries that the layer attends to.
+    """One layer of a pass. Places count the S entries that the layer attends to, in prompt order.
 
-    Entries are in prompt order; tensors are on the layer's device unless said otherwise.
+    Tensors are on the layer's device unless stated otherwise.
 
-    positions: (R,) of the tokens that the layer computes. narrow: (R,) where they are among those
-        of the layer before, None if they are the same.
-    n_held: the first tokens of the prompt, whose entries are held in memory.
+    positions: (R,) of the tokens that the layer computes. narrow: (R,) their indices among those
+        of the layer before; None if they are the same tokens.
+    n_held: first tokens of the prompt whose entries come from the prefix cache.
     cached: (n,) context tokens whose stored entries are used.
-    source: (S,) where each entry comes from: the held ones, those n, then the computed tokens, as
-        counted through.
-    mixed: (k,) which computed tokens update a stored entry, mixed_slots: (k,) their places.
-    carried: (c,) computed context tokens, on the CPU, carried_rows: (c,) which computed tokens
-        they are.
-    masks: window of a layer, None for all tokens -> (R, S), 0 where a token sees an entry, else
-        -inf, in the model's dtype; bool for a method that weighs the context in its own way. Not
-        there if every token is computed and sees all those before it.
+    source: (S,) the origin of each entry, as an index into held, cached and computed ones in a row.
+    mixed: (k,) computed tokens that update a stored entry; mixed_slots: (k,) their places.
+    carried: (c,) computed context tokens, CPU; carried_rows: (c,) their indices among the computed.
+    masks: window of a layer, None for all tokens -> (R, S): 0 where a token sees an entry, else
+        -inf, in the model's dtype; bool for a method with its own attention. Empty if every token
+        is computed and sees all tokens before it.
     at: (S,) positions of the entries.
     is_context: (S,) bool, entries of context tokens.
 
-    The rest says what an answer goes on with, counted among the S' of the entries that stay:
+    The rest is about the S' entries that stay for the answer's later tokens:
 
     staying: (S',) places of the entries that stay, None for all.
-    context: (c,) context tokens that stay, context_slots: (c,) their places; changed: (d,) which of
-        them do not stay as they are stored; other_slots: the places of all other tokens.
-    query_rows: computed tokens that stay, and query_slots: their places, on the CPU.
+    context: (c,) context tokens that stay; context_slots: (c,) their places among the S'; changed:
+        (d,) those of them that differ from their stored entry; other_slots: places of all others.
+    query_rows: computed tokens that stay; query_slots: their places among the S', CPU.
     """
 
     n_entries: int
@@ -79,17 +78,17 @@ class LayerPlan:
     query_slots: Tensor
 
     def mask_of(self, window: int | None) -> Tensor | None:
-        """Of a layer with such a window; one that holds all of the prompt is none."""
+        """The mask of a layer with this window. A window over the whole prompt counts as none."""
         return self.masks[window] if window in self.masks else self.masks.get(None)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PassPlan:
-    """A pass. Neighbouring layers that do the same share a `LayerPlan`.
+    """The plan of a pass. Consecutive layers with the same plan share a `LayerPlan`.
 
     blocks: (L, Nb) bool, blocks of which a stored entry is used.
     kept: (L, Nb) bool, blocks that stay.
-    computed: (L, Tctx) bool, context tokens that take part in the computation.
+    computed: (L, Tctx) bool, context tokens that are computed.
     """
 
     layers: tuple[LayerPlan, ...]
@@ -110,19 +109,19 @@ def plan_pass(
     weighs: bool = False,
     windows: Sequence[int | None] = (),
 ) -> PassPlan:
-    """The plan of a pass.
+    """Plan a pass.
 
-    A token that a layer needs is carried through all layers below it (paper: section 3.3, rules 1
-    and 2). Where it is not itself recomputed, the stored entry stays and the token only attends;
-    where its block is not kept, it takes part with what it computes, and does not stay.
+    A token that is recomputed at a layer is computed at all layers below it (paper: section 3.3,
+    rules 1 and 2). Below, its stored entry stays and the token only attends. Where its block is not
+    kept, its computed entry is attended to in that layer and then dropped.
 
     keep: (L, Nb) bool. recompute: (L, Tctx) bool, ignored where the block is not kept.
     devices: of each layer. dtype: the model's.
-    n_held: the first tokens of the prompt, uncached ones that are held in memory; the other
-        uncached ones are computed.
-    mixes: whether a recomputed entry needs the stored one. weighs: whether the method weighs the
-        context in its own way, so that a mask is always wanted.
-    windows: that layers have, and that are shorter than the prompt.
+    n_held: first tokens that the prefix cache holds, all of them uncached; the other uncached
+        tokens are computed.
+    mixes: whether a recomputed entry needs the stored one. weighs: whether the method has its own
+        attention, which always takes a mask.
+    windows: those of the layers that are shorter than the prompt.
     """
     uncached = layout.uncached
     stored = keep[:, layout.block_of_token] & ~uncached[layout.context_positions]
@@ -157,7 +156,7 @@ def plan_pass(
         slot, final = present.cumsum(0) - 1, stays.cumsum(0) - 1
         positions, entries = is_computed.nonzero()[:, 0], present.nonzero()[:, 0]
         cached, context = used[layer].nonzero()[:, 0], stored[layer].nonzero()[:, 0]
-        source = torch.arange(len(entries))  # right for those held in memory
+        source = torch.arange(len(entries))  # correct for the held ones
         brings = (~is_stored[positions] | (is_again[positions] & (not mixes))).nonzero()[:, 0]
         source[slot[positions[brings]]] = n_held + len(cached) + brings
         source[slot[at[cached]]] = n_held + torch.arange(len(cached))
@@ -172,7 +171,7 @@ def plan_pass(
             behind = positions.to(device)[:, None] - entries.to(device)[None]
         for window in wanted:
             seen = behind >= 0 if window is None else (behind >= 0) & (behind < window)
-            # attention would turn a bool mask into this one at every layer
+            # made once: attention would convert a bool mask at every layer
             seen_of[window] = seen if weighs else torch.where(seen, 0.0, -torch.inf).to(dtype)
         plan = LayerPlan(
             n_entries=len(entries), n_held=n_held, positions=positions.to(device),
@@ -194,14 +193,14 @@ def plan_pass(
     return PassPlan(layers=tuple(layers), blocks=blocks, kept=keep, computed=carried)
 
 
-# -- for who inspects an answer ---------------------------------------------------------------
+# -- for `samkv inspect` ----------------------------------------------------------------------
 
 
 class State(IntEnum):
-    """What becomes of a prompt token at one layer.
+    """What a layer does with a prompt token.
 
-    uncached: outside chunks, and computed. missed: of a chunk without a usable cache, and computed.
-    kept: its stored entry is used. recomputed: it has a stored entry, and is computed again.
+    uncached: computed, outside chunks. missed: computed, in a chunk without a usable cache.
+    kept: its stored entry is used. recomputed: computed, although it has a stored entry.
     dropped: its stored entry is not used.
     """
 
@@ -213,10 +212,7 @@ class State(IntEnum):
 
 
 class Watch:
-    """Sees the pass of one request that gives the first token. Nothing depends on what it sees.
-
-    It is complete once `first_token` has returned.
-    """
+    """Records the pass of one request, for inspection; complete once `first_token` has returned."""
 
     def __init__(self) -> None:
         self._attention: dict[int, Tensor] = {}
@@ -233,7 +229,7 @@ class Watch:
         mask: Tensor | None,
         model: Model,
     ) -> None:
-        """A layer of the pass.
+        """Record a layer.
 
         query: (H, D) of the last token. keys: (S, G, D). mask: of the layer, see `LayerPlan`.
         """
@@ -259,12 +255,12 @@ class Watch:
         self._attention[layer] = spread
 
     def see_plan(self, layout: Layout, plan: PassPlan) -> None:
-        """The layout, and what the layers did in the end."""
+        """Record the layout, and the plan that the layers followed in the end."""
         self._seen = layout, plan
 
     @property
     def attention(self) -> Tensor:
-        """(L, T) share of the last token's attention that each token has, mean over heads."""
+        """(L, T) share of the last token's attention to each token, mean over heads."""
         return torch.stack([self._attention[at] for at in sorted(self._attention)])
 
     @property
@@ -280,7 +276,7 @@ class Watch:
             of_context[context] = State.KEPT
             of_context[context[layer.changed.cpu()]] = State.RECOMPUTED
             row[at] = of_context
-            row[at[layout.uncached[at]]] = State.RECOMPUTED  # the last one of a prompt, if any
+            row[at[layout.uncached[at]]] = State.RECOMPUTED  # a last token of the prompt
         return states
 
 
@@ -290,20 +286,21 @@ Observe = Callable[[ProbedLayer], None]
 """Looks at a layer of a probe."""
 
 Decide = Callable[[Checked], PassPlan]
-"""Decides at a layer what all later ones do."""
+"""Decides at the check layer what all later layers do."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Blend:
-    """A pass of one request; `run` it once, or go `through_layers` where no token is wanted.
+    """A pass of one request: `run` it, or go `through_layers` where no logits are needed.
 
     rotation: of all T positions.
-    update: how a recomputed entry and the stored one combine. weigh: how computed tokens weigh the
-    context against the rest, None as the model does.
-    held: entries of the prompt's first tokens, for a plan that takes them from memory. leaves:
-    takes those that the next prompt may begin with.
-    cache: takes what the pass leaves at a layer. observe: looks at each layer instead.
-    check: a layer, and who decides there what all later layers do. watch: sees every layer.
+    update: combines a recomputed entry with the stored one. weigh: the method's own attention, None
+    for the model's.
+    held: entries of the prompt's first tokens, from the prefix cache. leaves: takes those that
+    later prompts may reuse.
+    cache: takes the entries that a layer leaves. observe: looks at each layer instead.
+    check: a layer, and the function that decides there what all later layers do. watch: records
+    each layer.
     """
 
     model: Model
@@ -320,16 +317,22 @@ class Blend:
     watch: Watch | None = None
 
     def run(self, plan: PassPlan) -> Tensor:
-        """Logits (vocabulary,) of the last token. Its stored entries must have been loaded."""
+        """Logits (vocabulary,) of the last token. The plan's blocks must have been loaded."""
         return self.model.logits(self.through_layers(plan)[0, -1:])[0]
 
     def through_layers(self, plan: PassPlan) -> Tensor:
-        """(1, R, hidden size) what the last layer makes of the tokens that it computes."""
+        """(1, R, hidden size): output of the last layer for the tokens that it computes."""
         layers = list(plan.layers)
 
         def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
             if self.check is not None and layer == self.check[0]:
-                checked = self._checked(layers[layer], layer, query, key, value, scaling)
+                carried, rows = layers[layer].carried, layers[layer].carried_rows
+                checked = Checked(
+                    tokens=carried, queries=query[0][:, -len(self.layout.question) :],
+                    keys=key[0].transpose(0, 1)[rows], values=value[0].transpose(0, 1)[rows],
+                    cached=lambda: self.context.keys_and_values(layer, carried.to(key.device)),
+                    scaling=scaling,
+                )  # fmt: skip
                 layers[layer + 1 :] = self.check[1](checked).layers[layer + 1 :]
             return self._layer(layer, layers[layer], query, key, value, scaling)
 
@@ -393,29 +396,16 @@ class Blend:
         return output
 
     def _assemble(self, plan: LayerPlan, sides: tuple[Tensor, ...]) -> Tensor:
-        """(S + room, G, D) from the keys, or values, that were held, stored and computed.
+        """(S + room, G, D): the keys or values of all entries, in prompt order.
 
-        sides: (n, G, D) each, those that were computed last.
+        sides: (n, G, D) each, held, stored and computed ones; the computed ones last.
         """
         room, computed = 0 if self.cache is None else self.cache.room, sides[-1]
         entries = room_for(plan.n_entries + room, computed)
-        mixed_up = len(plan.cached) or plan.n_held  # else all are computed, in prompt order
-        entries[: plan.n_entries] = (
-            torch.cat(sides).index_select(0, plan.source) if mixed_up else computed
-        )
+        if len(plan.cached) or plan.n_held:
+            entries[: plan.n_entries] = torch.cat(sides).index_select(0, plan.source)
+        else:  # all are computed, in prompt order
+            entries[: plan.n_entries] = computed
         if len(plan.mixed):
             entries[plan.mixed_slots] = self.update(entries[plan.mixed_slots], computed[plan.mixed])
         return entries
-
-    def _checked(
-        self, plan: LayerPlan, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float
-    ) -> Checked:
-        """What the check sees: the context tokens computed so far, and the question's queries."""
-        return Checked(
-            tokens=plan.carried,
-            queries=query[0][:, -len(self.layout.question) :],
-            keys=key[0].transpose(0, 1)[plan.carried_rows],
-            values=value[0].transpose(0, 1)[plan.carried_rows],
-            scaling=scaling,
-            cached=lambda: self.context.keys_and_values(layer, plan.carried.to(key.device)),
-        )

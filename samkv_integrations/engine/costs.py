@@ -1,8 +1,7 @@
-"""What a pass costs on this machine, roughly: enough to say whether full prefill is faster.
+"""Estimates of what a pass costs, to decide whether full prefill is faster.
 
-A pass over few tokens of a small model is mostly overhead, and cached entries have to be read, so
-that full prefill can be faster. ``samkv doctor`` measures the figures for the model and device at
-hand.
+Few tokens of a small model are mostly overhead, and cached entries have to be read, so full prefill
+may be faster than reuse. ``samkv doctor`` measures the figures for a model and its device.
 """
 
 from __future__ import annotations
@@ -25,17 +24,16 @@ from samkv_integrations.model.shape import ModelShape
 from samkv_integrations.prompt.layout import Layout
 
 MARGIN = 0.95
-"""A pass over caches must be estimated below this share of full prefill to be worth taking."""
+"""Caches are used if their pass is estimated below this share of full prefill."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CostModel:
-    """Seconds of a pass as a sum of its parts, all for one layer.
+    """Seconds of one layer of a pass, as a sum of parts.
 
-    layer_s: whatever a layer computes. token_s: each computed token. pair_s: each pair of a
-    computed token and one that it attends to. entry_s: de-quantising the entry of a context token,
-    and all else that a pass does for it. read_s: reading and checking it, for all layers together
-    divided by their number.
+    layer_s: constant. token_s: for each computed token. pair_s: for each pair of a computed token
+    and one that it attends to. entry_s: for each cached context token, de-quantising included.
+    read_s: for reading and verifying it, of all layers divided by their number.
     """
 
     layer_s: float
@@ -48,51 +46,48 @@ class CostModel:
         for field in fields(self):
             value = getattr(self, field.name)
             if not isinstance(value, float | int) or not 0 <= value < 1e6:
-                raise ValueError(f"{field.name}={value!r} is no time in seconds")
+                raise ValueError(f"{field.name}={value!r}; it must be seconds, 0 or more")
 
     @classmethod
     def assumed(cls, model: Model) -> CostModel:
-        """What a machine of today does, where nothing was measured."""
+        """Figures of a typical machine, for when nothing was measured."""
         return cls.assumed_on(model, on_gpu=model.device.type == "cuda")
 
     @classmethod
     def assumed_on(cls, model: Model | ModelShape, *, on_gpu: bool) -> CostModel:
-        """The same of a processor or a GPU, for a model that need not be there."""
+        """The same for a CPU or a GPU, from the shape of a model alone."""
         flops = 60e12 if on_gpu else 60e9
         return cls(
             layer_s=4e-4 if on_gpu else 3e-4,
             token_s=2 * model.layer_parameters / flops,
             pair_s=4 * model.n_heads * model.head_dim / flops,
             entry_s=(1e-11 if on_gpu else 4e-9) * model.n_kv_heads * model.head_dim,
-            # threads read for a GPU, while its layers run
+            # for a GPU, threads read while layers run
             read_s=(1e-10 if on_gpu else 1e-9) * model.n_kv_heads * model.head_dim,
         )
 
     def full_prefill_s(self, n_tokens: int, n_held: int = 0) -> float:
-        """A layer's share of computing ``n_tokens`` tokens, causally, but the first that are held.
-
-        n_held: tokens whose entries an earlier prompt has left in memory.
-        """
+        """A layer of full prefill over ``n_tokens``, of which the prefix cache holds ``n_held``."""
         n_rest = n_tokens - n_held
         return self._pass_s(n_rest, n_rest * (n_held + n_tokens + 1) / 2)
 
     def blended_s(
         self, n_tokens: int, n_context: int, recomputed_ratio: float, n_held: int = 0
     ) -> float:
-        """A layer's share of a pass over cached, recomputed and uncached tokens.
+        """A layer of a pass over cached, recomputed and uncached tokens.
 
-        n_context: tokens with a cache. recomputed_ratio: the share of them that is computed again,
-        mean over layers. n_held: as above, before the context.
+        n_context: tokens with a cache. recomputed_ratio: share of them that is recomputed, mean
+        over layers. n_held: tokens before the context that the prefix cache holds.
         """
         n_again = n_tokens - n_held - n_context + recomputed_ratio * n_context
         entries_s = n_context * (self.entry_s + self.read_s)
         return self._pass_s(n_again, n_again * n_tokens) + entries_s
 
     def chunks_s(self, lengths: Sequence[int], n_prefix: int = 0) -> float:
-        """A layer's share of computing chunks of these lengths as chunks, kept for later.
+        """A layer of computing and storing chunks of these lengths.
 
-        n_prefix: tokens that each of them is prefilled after. They count once a chunk, although
-            all chunks share one pass over them: an upper bound.
+        n_prefix: tokens of their prefix. They count once for each chunk, although all chunks share
+            one pass over them: an upper bound.
         """
         with_prefix = [n_prefix + length for length in lengths]
         pairs = sum(length * (length + 1) / 2 for length in with_prefix)
@@ -111,11 +106,11 @@ def is_whole(
     n_whole: int = 0,
     n_blended: int = 0,
 ) -> bool:
-    """Whether a method computes the context as a whole, which is full prefill.
+    """Whether a method computes the whole prompt, as full prefill does.
 
-    blended: the layout of what stands behind the tokens that are held for a pass over caches.
-    missed: tokens of each uncached chunk that counts as a cached one. n_whole, n_blended: first
-    tokens of the prompt that are held in memory, for full prefill and for that pass.
+    blended: the layout behind the held tokens, for a pass over caches. missed: tokens of each
+    chunk that would be computed and then count as cached. n_whole, n_blended: first tokens that the
+    prefix cache holds, for full prefill and for a pass over caches.
     """
     if layout.n_context + sum(missed) <= method.recompute.whole_tokens:
         return True
@@ -129,28 +124,28 @@ def is_whole(
 def blended_s(
     method: Method, costs: CostModel, layout: Layout, missed: Sequence[int] = (), n_held: int = 0
 ) -> float:
-    """A layer's share of a request that is not computed as a whole; arguments as in `is_whole`."""
+    """A layer of a request that uses caches; arguments as in `is_whole`."""
     n_context, n_chunks = layout.n_context + sum(missed), layout.n_chunks + len(missed)
     ratio = method.recompute.most_ratio(n_context, n_chunks)
     return costs.blended_s(layout.n_tokens, n_context, ratio, n_held)
 
 
 def kept_costs(model: Model, store: Store) -> CostModel:
-    """As measured on this machine and kept beside the caches, else as assumed."""
+    """The costs kept beside the caches for this machine, else the assumed ones."""
     text = store.note(name_of(model))
     try:
         return CostModel(**json.loads(text or ""))
-    except (ValueError, TypeError):  # none, or not what `keep_costs` wrote
+    except (ValueError, TypeError):  # none, or damaged
         return CostModel.assumed(model)
 
 
 def keep_costs(model: Model, store: Store, costs: CostModel) -> None:
-    """Keep measured costs beside the caches. Raises StoreError if that cannot be written."""
+    """Write measured costs beside the caches. Raises StoreError if that fails."""
     store.put_note(name_of(model), json.dumps(asdict(costs)))
 
 
 def name_of(model: Model) -> str:
-    """What the costs of a model on its device are kept under."""
+    """The name under which the costs of a model on its device are kept."""
     if model.device.type == "cuda" and torch.cuda.is_available():
         device = re.sub(r"\W+", "-", torch.cuda.get_device_name(model.device))
     else:
@@ -160,29 +155,51 @@ def name_of(model: Model) -> str:
 
 @torch.inference_mode()
 def measure(model: Model, form: EntryFormat) -> CostModel:
-    """The costs on this machine, from passes of some layers over made-up tokens; a few seconds.
+    """Measure the costs on this machine, by passes of one layer over made-up tokens.
 
-    The least of repeated runs, as other work on the machine only ever adds. What disks do is not
-    measured: entries are assumed to be read from the system's page cache.
+    Takes some seconds. The minimum of repeated runs counts, as other work on the machine only adds
+    time. Disks are not measured: entries are assumed to be in the system's page cache.
     """
-    short, long, far = (min(n, model.context_window) for n in (8, 512, 2048))
-    few, some, many = (_seconds(model, partial(_plain_pass, model, n)) for n in (short, long, far))
-    # few = layer + short * token + ..., and so on: three equations for three unknowns
-    ns = torch.tensor([short, long, far], dtype=torch.float64)
+
+    def full_prefill(n_tokens: int) -> None:
+        hidden = model.embed(torch.zeros(1, n_tokens, dtype=torch.long))
+        model.layer(0, hidden, *model.rotation(torch.arange(n_tokens)).of(0), attend)
+
+    def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        return model.attention(layer, query, key, value, scaling, None, True)
+
+    def dequantise(n_tokens: int) -> None:
+        device = model.device
+        heads = form.n_kv_heads if device.type == "cpu" else 1
+        turns = torch.ones(n_tokens, heads, form.head_dim // 2, device=device, dtype=torch.float32)
+        entries = Entries(
+            form=form, codes=torch.zeros(n_tokens, form.n_bytes, dtype=torch.uint8, device=device),
+            key_range=torch.ones(form.range_shape(n_tokens), dtype=torch.float16, device=device),
+            group=groups(n_tokens, device), cos=turns, sin=turns,
+        )  # fmt: skip
+        order = torch.arange(n_tokens, device=device)
+        for side in entries.keys_and_values():
+            side.index_select(0, order)
+
+    # three lengths, and three unknowns: layer_s + n * token_s + n (n + 1) / 2 * pair_s
+    lengths = [min(n, model.context_window) for n in (8, 512, 2048)]
+    ns = torch.tensor(lengths, dtype=torch.float64)
     parts = torch.stack((torch.ones(3, dtype=torch.float64), ns, ns * (ns + 1) / 2), dim=1)
-    spent = torch.tensor([few, some, many], dtype=torch.float64)
+    spent = torch.tensor(
+        [_seconds(model, partial(full_prefill, n)) for n in lengths], dtype=torch.float64
+    )
     layer_s, token_s, pair_s = (max(0.0, x) for x in torch.linalg.lstsq(parts, spent)[0].tolist())
-    entry_s = _seconds(model, partial(_dequantise, model, form, far)) / far
     return CostModel(
-        layer_s=layer_s, token_s=token_s, pair_s=pair_s, entry_s=entry_s,
+        layer_s=layer_s, token_s=token_s, pair_s=pair_s,
+        entry_s=_seconds(model, partial(dequantise, lengths[-1])) / lengths[-1],
         read_s=CostModel.assumed(model).read_s,
     )  # fmt: skip
 
 
 def _seconds(model: Model, work: Callable[[], object], repeats: int = 5) -> float:
-    """Seconds of ``work`` if nothing else runs: on a CPU those of its threads, not of a clock."""
+    """Least seconds of ``work``; on a CPU its threads' time, which other programs do not add to."""
     is_cpu, spent = model.device.type == "cpu", []
-    work()  # the first time is slower
+    work()  # the first run is slower
     for _ in range(repeats):
         began = time.process_time() if is_cpu else time.perf_counter()
         work()
@@ -192,29 +209,3 @@ def _seconds(model: Model, work: Callable[[], object], repeats: int = 5) -> floa
             torch.cuda.synchronize(model.device)
             spent.append(time.perf_counter() - began)
     return min(spent)
-
-
-def _plain_pass(model: Model, n_tokens: int) -> None:
-    """A layer's share of full prefill."""
-
-    def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        return model.attention(layer, query, key, value, scaling, None, True)
-
-    hidden = model.embed(torch.zeros(1, n_tokens, dtype=torch.long))
-    model.layer(0, hidden, *model.rotation(torch.arange(n_tokens)).of(0), attend)
-
-
-def _dequantise(model: Model, form: EntryFormat, n_tokens: int) -> None:
-    """What one layer of a pass does for stored entries."""
-    device = model.device
-    heads = form.n_kv_heads if device.type == "cpu" else 1
-    shape = (n_tokens, heads, form.head_dim // 2)
-    turns = torch.ones(shape, dtype=torch.float32, device=device)
-    entries = Entries(
-        form=form, codes=torch.zeros(n_tokens, form.n_bytes, dtype=torch.uint8, device=device),
-        key_range=torch.ones(form.range_shape(n_tokens), dtype=torch.float16, device=device),
-        group=groups(n_tokens, device), cos=turns, sin=turns,
-    )  # fmt: skip
-    order = torch.arange(n_tokens, device=device)
-    for side in entries.keys_and_values():
-        side.index_select(0, order)

@@ -1,4 +1,4 @@
-"""The tokens of answers after their first ones, those of several answers in one step."""
+"""Decoding: the tokens of answers after the first one, for several answers in one step."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from samkv_integrations.model.sampling import Sampler, Sampling
 
 @dataclass(eq=False)
 class Decoder:
-    """Computes one answer token after another over a working cache.
+    """Computes the tokens of one answer over a working cache.
 
-    ``position`` is the next token's place in the logical prompt, which counts all tokens of all
-    chunks although entries are missing from the cache.
+    position: of the next token. It counts all tokens of the prompt, although the cache may lack
+    entries of some.
     """
 
     model: Model
@@ -36,9 +36,9 @@ class Decoder:
 
 
 def decode(decoders: Sequence[Decoder], tokens: Sequence[int]) -> Tensor:
-    """Logits (answers, vocabulary) after the next token of each answer, from one step of the model.
+    """One step of the model: logits (answers, vocabulary) after the next token of each answer.
 
-    The weights are read once for all answers, each of which attends to its own working cache. The
+    The weights are read once for all answers; each answer attends to its own working cache. All
     decoders are of one model.
     """
     model = decoders[0].model
@@ -51,7 +51,7 @@ def decode(decoders: Sequence[Decoder], tokens: Sequence[int]) -> Tensor:
             outputs.append(decoder.cache.attend(layer, q, k, v, scaling))
         return torch.cat(outputs, 2)
 
-    # The layers see answers as tokens of one sequence: they meet nowhere but in attention.
+    # To the layers the answers are tokens of one sequence, which interact in attention only.
     with for_single_token(model.device, model.dtype) if len(tokens) == 1 else nullcontext():
         hidden = model.embed(torch.tensor([list(tokens)]))
         for layer in range(model.n_layers):
@@ -63,9 +63,9 @@ def decode(decoders: Sequence[Decoder], tokens: Sequence[int]) -> Tensor:
 
 
 class TextStream:
-    """Tokens in, pieces of text out; ends at a stop string, which is never part of the text.
+    """Turns tokens into pieces of text, up to a stop string, which is not part of the text.
 
-    A piece is held back while it ends in half a character, or in what may become a stop string.
+    Text that ends in half a character, or may be the beginning of a stop string, is held back.
     """
 
     def __init__(self, model: Model, stop: Sequence[str] = ()) -> None:
@@ -76,7 +76,7 @@ class TextStream:
         self.stopped = False
 
     def push(self, token: int) -> str:
-        """The text that ``token`` decides; empty while undecided."""
+        """The text that is final after ``token``; may be empty."""
         self._ids.append(token)
         text = self._model.detokenize(self._ids)
         end = len(text)
@@ -85,7 +85,7 @@ class TextStream:
                 self.stopped, end = True, min(end, at)
         if not self.stopped:
             end = len(text.rstrip("\N{REPLACEMENT CHARACTER}"))
-            tail = text[self._sent : end]  # what was sent is decided, however long a stop string is
+            tail = text[self._sent : end]  # what was sent stays, however long a stop string is
             held_back = 0
             for stop in self._stop:
                 begun = min(len(stop) - 1, len(tail))
@@ -98,19 +98,19 @@ class TextStream:
         return piece
 
     def flush(self) -> str:
-        """What was held back, when no token follows."""
+        """The text that was held back, after the last token."""
         return "" if self.stopped else self._model.detokenize(self._ids)[self._sent :]
 
 
-# -- for who compares answers -----------------------------------------------------------------
+# -- for benchmarks, tuning and inspection ----------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
 class Greedy:
-    """One answer.
+    """One greedy answer.
 
-    tokens: (n,) ids, the one that ends the answer included if it came. shown: without that one;
-    text: of these. logits: (n, vocabulary) float32 on the CPU, the model's own before each token.
+    tokens: (n,) ids, with the end token if it came. shown: without the end token; text: of these.
+    logits: (n, vocabulary) float32 on the CPU, before each token.
     """
 
     tokens: tuple[int, ...]
@@ -120,10 +120,10 @@ class Greedy:
 
 
 def decode_greedily(model: Model, begun: FirstToken, most_tokens: int) -> Greedy:
-    """The tokens that `Engine.generate` takes by default, at most ``most_tokens``.
+    """The answer of `Engine.generate` with its default options, of at most ``most_tokens``.
 
-    So with the repetition penalty of the model's own configuration, if it has one. On the model's
-    thread; the request needs room for the tokens.
+    That includes the repetition penalty of the model's generation config, if it has one. To be
+    called in the model's thread; the request needs room for the tokens.
     """
     sampler = Sampler(model, begun.layout.token_ids.tolist(), Sampling())
     decoder = Decoder(model, begun.cache, begun.layout.n_tokens)
@@ -145,10 +145,10 @@ def decode_greedily(model: Model, begun: FirstToken, most_tokens: int) -> Greedy
 
 @dataclass(frozen=True, kw_only=True)
 class ForcedTokens:
-    """What a prompt and given tokens after it come to.
+    """The logits of a prompt and of n given tokens after it.
 
-    logits: (1 + n, vocabulary) float32 on the CPU, of the first token and after each of the n
-    given ones. report: of the first token.
+    logits: (1 + n, vocabulary) float32 on the CPU, of the first token and after each given one.
+    report: of the first token.
     """
 
     logits: Tensor
@@ -156,9 +156,10 @@ class ForcedTokens:
 
 
 def force(request: Request, follow: Sequence[int]) -> ForcedTokens:
-    """The answer to a request forced along the tokens ``follow``, on the model's thread.
+    """Answer a request with the tokens ``follow``, whatever the model would choose.
 
-    The request needs room for them. Errors are those of `first_token`.
+    To be called in the model's thread; the request needs room for them. Errors are those of
+    `first_token`.
     """
     begun = first_token(request)
     decoder = Decoder(request.model, begun.cache, begun.layout.n_tokens)

@@ -1,9 +1,9 @@
-"""The doctor: is a model computed exactly, and what suits it?
+"""The doctor checks that a model is computed exactly, and advises on its settings.
 
-It runs on any supported model, in seconds on a small one. The checks of exactness come first, and
-one that fails is a defect: each has two ways to the same figures, one of them transformers' own.
-What follows them is advice, which never fails: which store_bits to take, and when full prefill is
-faster. `samkv_integrations.evaluation.checkup` adds how many answers of each method are right.
+It takes seconds on a small model. The checks of exactness come first: each computes the same
+numbers in two ways, one of them transformers' own, and a failure is a defect. Then comes advice,
+which never fails: which store_bits to use, and when full prefill is faster.
+`samkv_integrations.evaluation.checkup` adds how many answers of each method are right.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from samkv_integrations.prompt.layout import ChunkPart, Layout
 from samkv_integrations.prompt.text import rag_prompt
 
 TOLERANCE = {"float32": 1e-4, "bfloat16": 0.05, "float16": 0.01}
-"""Largest difference that rounding may make, as a share of the largest figure compared."""
+"""Largest difference that rounding may cause, as a share of the largest number compared."""
 
 NEW_TOKENS = 12
-"""Tokens of the answer whose greedy decoding is compared."""
+"""Length of the answer for the check of greedy decoding."""
 
 CHUNKS = (
     "[Harbour]\nThe harbour of Ostmere was built in 1874. Its lighthouse is painted green.",
@@ -81,25 +81,25 @@ SAMPLES = (
         ),
     ),
 )
-"""Questions with their right answers and chunks, on which the effect of fewer bits is measured."""
+"""Questions, right answers and chunks, on which the effect of fewer bits is measured."""
 
 NEGLIGIBLE_KL = 0.05
-"""Nats of KL divergence that fewer bits may add to first tokens, on average.
+"""Mean KL divergence in nats that fewer bits may add to first tokens.
 
-A tenth of what reusing chunks as they are changes on real paragraphs (docs/results.md). The
-probability of any token then moves by sqrt(0.05 / 2) = 0.16 at most, on average (Pinsker).
+A tenth of what reuse without recomputation changes on real paragraphs (docs/results.md). By
+Pinsker's inequality no probability then changes by more than sqrt(0.05 / 2) = 0.16 on average.
 """
 
 CHUNK_TOKENS, QUESTION_TOKENS = 256, 32
-"""Lengths of a chunk and of the question in the prompts for which times are estimated."""
+"""Lengths of a chunk and of the question, in the prompts that times are estimated for."""
 
 LONGEST_TOKENS = 2**16
-"""Most context tokens for which times are estimated."""
+"""Longest context that times are estimated for."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """One check and its outcome. A warning is not a failure: what runs is still exact."""
+    """One check and its outcome. A warning is no failure: answers are still exact."""
 
     name: str
     ok: bool
@@ -115,13 +115,13 @@ class Check:
 def examine(
     model: Model, store: ChunkStore | None = None
 ) -> Generator[Check, None, tuple[int, CostModel]]:
-    """The checks of ``model``, each as soon as it is done; returns the bits to take, and the costs.
+    """Yields the checks of ``model`` one by one; returns the advised bits and the measured costs.
 
-    store: where the measured cost of passes is kept; nothing else is written to disk.
+    store: where the measured costs are kept; nothing else is written to disk.
 
     Raises StoreError if the store cannot be written.
     """
-    # What is exact must not be rounded by the store.
+    # 16 bits, so that the store rounds nothing
     engine = Engine(model, method="recompute", prefix="bos", store_bits=16)
     engine.cache_chunks(CHUNKS)
     with torch.inference_mode():
@@ -146,8 +146,8 @@ def _full_prefill(engine: Engine) -> Check:
 
 
 def _prefix_reuse(engine: Engine) -> Check:
-    """A chunk right after the prefix is exact: its cache must give what its text gives."""
-    bos = engine.model.tokenizer.bos_token or ""  # which not every tokenizer adds to a text
+    """A chunk right behind the prefix is exact: its cache gives the same logits as its text."""
+    bos = engine.model.tokenizer.bos_token or ""  # not every tokenizer adds it to a text
     prompt = f"{bos}{CHUNKS[0]}\n\nQuestion: {QUESTION}\nAnswer:"
     ours, ids = _first_logits(engine, prompt, CHUNKS[:1], "reuse")
     return _compare(
@@ -156,9 +156,9 @@ def _prefix_reuse(engine: Engine) -> Check:
 
 
 def _rotation(engine: Engine) -> Check:
-    """Compares keys of every layer at a new position: rotated there by us, and by the model.
+    """Compares keys at a new position, rotated there by us and by the model, in every layer.
 
-    Both come from the same hidden states, so nothing but the position differs.
+    Both come from the same hidden states, so only the position differs.
     """
     model = engine.model
     ids = torch.tensor([model.tokenize(CHUNKS[0], special=False)])
@@ -182,8 +182,7 @@ def _rotation(engine: Engine) -> Check:
         moved.append(rotate(stored, *rotations[1].of(layer)))
     ours = torch.stack(moved)
     theirs = torch.stack(captured[1::2])
-    # relative to each rotated pair, because a few channels of a key are often far larger than all
-    # others and would hide them
+    # relative to each rotated pair: a few channels of a key are often far larger than the others
     pairs = torch.hypot(*theirs.float().chunk(2, dim=-1)).clamp(min=1e-6).repeat(1, 1, 1, 2)
     how_far = f"; keys of all layers moved by {int(there[0])} positions"
     return _compare("key rotation", model, "keys", ours / pairs, theirs / pairs, how_far)
@@ -217,7 +216,7 @@ def _greedy(engine: Engine) -> Check:
 
 
 def _tokens(engine: Engine) -> Check:
-    """Whether prompts are read in the tokens that transformers makes of them."""
+    """Compares the token ids of prompts with those of transformers."""
     model, prompt, kinds = engine.model, _prompt(), "plain prompt"
     with engine.resolve(prompt, CHUNKS) as resolved:
         same = resolved.token_ids == model.tokenizer(prompt).input_ids
@@ -246,7 +245,7 @@ def _prompt() -> str:
 def _first_logits(
     engine: Engine, prompt: str, chunks: Sequence[str], method: str
 ) -> tuple[Tensor, Tensor]:
-    """Logits (vocabulary,) of the answer's first token by ``method``, and the prompt's ids (T,)."""
+    """Logits (vocabulary,) of the first token by ``method``, and the prompt's ids (T,)."""
     with engine.resolve(prompt, chunks) as resolved:
         ids = resolved.token_ids
     logits = engine.logits(prompt, chunks, method=method, eviction="none")[0]
@@ -254,7 +253,7 @@ def _first_logits(
 
 
 def _plain_logits(model: Model, ids: Tensor) -> Tensor:
-    """(T, vocabulary) by the plain forward of transformers."""
+    """(T, vocabulary) by the forward pass of transformers."""
     logits: Tensor = model.hf(ids[None].to(model.device), use_cache=False).logits[0]
     return logits
 
@@ -279,7 +278,7 @@ def _compare(
 
 
 def bits_advice(model: Model) -> Generator[Check, None, int]:
-    """The effect of each number of bits below the most, then which to take; returns that."""
+    """Yields the effect of each number of bits below 16, then the advice; returns the bits."""
     most = max(STORE_BITS)
     advised, exact = most, _sample_logits(model, most)
     for bits in sorted(STORE_BITS, reverse=True)[1:]:
@@ -313,9 +312,9 @@ def bits_advice(model: Model) -> Generator[Check, None, int]:
 
 
 def _sample_logits(model: Model, bits: int) -> list[Tensor]:
-    """(vocabulary,) of the first token of each sample, by reusing chunks stored in ``bits``.
+    """(vocabulary,) of the first token of each sample, with chunks stored in ``bits``.
 
-    Each question is asked over every rotation of its chunks, because single prompts differ much.
+    Each question is asked with every rotation of its chunks, as single prompts differ much.
     """
     engine = Engine(model, method="reuse", store_bits=bits)
     found = []
@@ -334,10 +333,10 @@ def _kl(full: Tensor, other: Tensor) -> float:
 
 
 def speed_advice(engine: Engine) -> Check:
-    """The contexts for which full prefill is faster than reuse, by costs measured here."""
+    """Measures costs, and tells up to which context full prefill is faster than reuse."""
     model, costs = engine.model, engine.calibrate()
     longest = min(model.context_window - QUESTION_TOKENS, LONGEST_TOKENS)
-    # the fewest context tokens of which auto reuses any
+    # the smallest context with which auto uses caches
     smallest = 1 + bisect_left(
         range(1, longest + 1),
         True,
@@ -362,7 +361,7 @@ def speed_advice(engine: Engine) -> Check:
 
 
 def _layout(n_context: int) -> Layout:
-    """Chunks of `CHUNK_TOKENS` (the last one may be shorter), and a question."""
+    """A layout of chunks of `CHUNK_TOKENS`, the last one maybe shorter, and a question."""
     lengths = [CHUNK_TOKENS] * (n_context // CHUNK_TOKENS)
     lengths += [n_context % CHUNK_TOKENS] if n_context % CHUNK_TOKENS else []
     ends = list(accumulate(lengths))

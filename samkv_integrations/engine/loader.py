@@ -227,7 +227,7 @@ class Context:
             each.result()
 
     def stored(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Wait for a layer; returns its entries (Tctx, E) and key ranges (N, 2, G, D) on its device."""
+        """Wait for a layer; returns its entries (Tctx, E) and key ranges (N, 2, G, D)."""
         self._wait_for(layer)
         codes, device = self._codes[layer], self._devices[layer]
         if codes is None:

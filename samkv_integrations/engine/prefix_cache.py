@@ -1,8 +1,8 @@
-"""The beginnings of prompts whose KV entries are full prefill's, held for the next prompt.
+"""The prefix cache: KV entries of prompts' first tokens, which later prompts reuse.
 
-Causal attention makes the entries of a prompt's first tokens depend on those tokens alone, as long
-as nothing that is reused stands among them. Held in memory only, and by one engine, so nothing
-crosses a namespace or outlives the process.
+The entries of a prompt's first tokens depend on those tokens only, as attention is causal, unless a
+chunk cache is used among them. They are held in memory, by one engine, so they cross no namespace
+and do not outlive the process.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from torch import Tensor
 from samkv_integrations.errors import InvalidOption
 
 LEAST = 8
-"""Fewer tokens are neither held nor taken: they are computed before they are found."""
+"""Fewer tokens are neither held nor reused: computing them is faster than finding them."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Prefix:
-    """The entries of a prompt's first tokens, rotated, which a pass leaves layer by layer.
+    """The rotated entries of a prompt's first tokens; a pass adds them layer by layer.
 
     made_by: what computed them, see `Fingerprint.computed_by`. token_ids: (P,).
-    cleared: how often the cache had been cleared when the pass began.
-    keys, values: (P, G, D) of each layer, P being that many or more.
+    cleared: how often the prefix cache had been cleared when the pass began.
+    keys, values: (P, G, D) of each layer; P may be larger.
     """
 
     made_by: str
@@ -47,17 +47,17 @@ class Prefix:
         self.values.append(values[: self.n_tokens].clone())
 
     def first(self, n_tokens: int) -> Prefix:
-        """The entries of fewer tokens."""
+        """The same, shortened to its first tokens."""
         assert n_tokens <= self.n_tokens
         return replace(self, token_ids=self.token_ids[:n_tokens])
 
     def of_layer(self, layer: int, n_tokens: int) -> tuple[Tensor, Tensor]:
-        """Keys and values (n_tokens, G, D) of the first tokens."""
+        """Keys and values (n_tokens, G, D) of the first tokens at a layer."""
         assert n_tokens <= self.n_tokens
         return self.keys[layer][:n_tokens], self.values[layer][:n_tokens]
 
     def common(self, made_by: str, token_ids: Tensor) -> int:
-        """First tokens that it shares with a prompt (T,)."""
+        """How many first tokens it shares with a prompt (T,)."""
         if made_by != self.made_by:
             return 0
         length = min(len(token_ids), self.n_tokens)
@@ -66,14 +66,12 @@ class Prefix:
 
 
 class PrefixCache:
-    """The last few beginnings of prompts; the one that was used longest ago makes room.
+    """The prefixes of recent prompts; the least recently used makes room. Thread-safe.
 
-    A prompt takes the longest that it shares with any of them, which may be a part of one. A
-    beginning that another one goes on from is held once, in that. For many threads.
+    A prompt takes the longest prefix that it shares with any of them, which may be a part of one. A
+    prefix that another one extends is dropped.
 
-    max_bytes: of all together; 0 for none.
-
-    Raises InvalidOption for another number.
+    max_bytes: of all together; 0 for none. Raises InvalidOption for anything but a whole number.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -82,12 +80,12 @@ class PrefixCache:
                 f"prefix_bytes={max_bytes!r}; it must be a whole number of bytes, 0 for none"
             )
         self._max_bytes = max_bytes
-        self._held: list[Prefix] = []  # the one that was used last at the end
+        self._held: list[Prefix] = []  # the most recently used one last
         self._n_cleared = 0
         self._lock = threading.Lock()
 
     def find(self, made_by: str, token_ids: Tensor) -> Prefix | None:
-        """The most first tokens of a prompt (T,) that are held, its last token never being one."""
+        """The longest held prefix of a prompt (T,), at most all but its last token."""
         with self._lock:
             if not self._held:
                 return None
@@ -102,11 +100,10 @@ class PrefixCache:
     def begin(
         self, made_by: str, token_ids: Tensor, n_held: int, token_bytes: int
     ) -> Prefix | None:
-        """What a pass is to leave, to be given to `keep` at its end; None for nothing.
+        """An empty prefix for a pass to fill and give to `keep`; None if there is nothing to hold.
 
-        token_ids: (P,) the prompt's first tokens whose entries will be full prefill's; as many as
-        there is room for are held. n_held: how many of them the pass took from here. token_bytes:
-        of an entry, of all layers.
+        token_ids: (P,) the first tokens whose entries will be full prefill's; they are cut to what
+        fits. n_held: how many of them come from here. token_bytes: of one token in all layers.
         """
         token_ids = token_ids[: self._max_bytes // token_bytes].clone()
         if len(token_ids) < n_held + LEAST:
@@ -115,7 +112,7 @@ class PrefixCache:
             return Prefix(made_by=made_by, token_ids=token_ids, cleared=self._n_cleared)
 
     def keep(self, new: Prefix) -> None:
-        """Hold what a pass has left. Not if the cache was cleared since the pass began."""
+        """Store the prefix produced by a pass, unless `clear` was called since the pass began."""
         with self._lock:
             if new.cleared != self._n_cleared:
                 return
@@ -129,7 +126,7 @@ class PrefixCache:
                 self._held.pop(0)
 
     def clear(self) -> None:
-        """Forget all of them, such as after a document was deleted, or the model changed."""
+        """Clear all prefixes, for example after a deletion or a change of the model."""
         with self._lock:
             self._held.clear()
             self._n_cleared += 1

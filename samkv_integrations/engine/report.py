@@ -1,4 +1,4 @@
-"""What answers cost: the report of one, the same fields for every method, and totals of several."""
+"""What answers cost: a report of each, with the same fields for every method, and totals."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from itertools import starmap
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ from samkv_integrations.prompt.resolve import Resolved
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """When a stage of an answer was: times of `time.perf_counter`."""
+    """A stage of an answer: its begin and end by `time.perf_counter`."""
 
     name: str
     began: float
@@ -35,43 +34,39 @@ class Stage:
 class Report:
     """Figures of one answer.
 
-    method, eviction: names; None without eviction. ran: what the method came to: its own name,
-        ``recompute`` where it computed everything, ``prefix`` where it computed everything that
-        was not held from a prompt with the same beginning.
+    method, eviction: names; None without eviction. ran: what was done: the method's own name,
+        ``recompute`` if the whole prompt was computed, ``prefix`` if all of it was computed except
+        a prefix that an earlier prompt left in memory.
     prompt_tokens: of the whole prompt. context_tokens: those in runs of at least 16 that are a
         chunk's; all others are computed as text.
-        prefix_tokens: the first ones of the prompt, as far as an earlier prompt with the same
-        beginning has left them in memory: up to the first chunk, and with ``prefix`` in chunks too.
-    kept_ratio: context tokens that the answer goes on with after its first token, so after an
-        eviction, mean over layers and key-value heads, over all context tokens; with quest, those
-        that a step attends to.
-    recompute_ratio: context tokens computed at query time, mean over layers, likewise. Chunks that
-        are ``computed_now``, or have no usable cache, count as computed whole.
+    prefix_tokens: first tokens that were taken from memory, where an earlier prompt with the same
+        prefix left them: up to the first chunk, and with ``prefix`` in chunks too.
+    kept_ratio: share of the context tokens that the answer attends to after its first token,
+        mean over layers and key-value heads; with quest, those that one step attends to.
+    recompute_ratio: share of the context tokens that were computed, mean over layers. Chunks that
+        are ``computed_now``, or have no usable cache, count as computed in full.
     uncached_tokens: tokens outside chunks that were computed: all but those of ``prefix_tokens``.
-        What was not computed at all, chunks included, is `cached_tokens`.
-    exact_tokens: context tokens that were not computed and whose entries are full prefill's: those
-        of chunks in ``prefix_tokens``, and of caches made behind all that stands before them.
-    found: chunks that were recognised in the prompt, with or without a cache. Each is either
-        reused, computed now, or (all others) computed with the rest of the prompt, as full prefill
-        does; a chunk that stands in two places counts twice.
-    reused: chunks answered, at least in part, from KV entries that were there before: those of
-        their cache, or of an earlier prompt with the same beginning.
-    computed_now: chunks that were computed as chunks for this prompt, which later prompts find:
-        while it waited, or by an announcement of which it is the first prompt (`Engine.announce`).
-        If full prefill was faster then, such a chunk was computed twice.
-    chunk_misses: reason -> chunks without a usable cache when the prompt came (an announcement's
-        have one).
-    missed_tokens: reason -> tokens of the prompt that are in such chunks and were computed with it.
-    bytes_read: bytes read from chunk caches, headers and scoring data included.
-    kv_bytes: working cache that the first token read, before any eviction; full_kv_bytes: what
-        full prefill would hold.
-    decode_kv_bytes: working cache at the end of the answer: grown by its tokens, or shrunk.
-    probe_s, select_s, load_s, blend_s: seconds of each stage, load_s being all reading (for a
-        GPU, what is read before a pass: the rest is read during probe_s and blend_s), blend_s
-        with eviction.
-    wait_s: from when the prompt was read until the model was free for its first pass.
-    ttft_s: from the call to the first token, waiting and reading included. announce_s: before that,
-        in announcements: their part for the chunks of this prompt that they computed.
+    exact_tokens: context tokens that were not computed and equal full prefill's: those of chunks in
+        ``prefix_tokens``, and of caches computed behind all that precedes them.
+    found: chunks recognised in the prompt, with or without a cache. Each is reused, computed now,
+        or (all others) computed with the rest of the prompt, as full prefill does. A chunk that
+        occurs twice counts twice.
+    reused: chunks that were answered, at least in part, from KV entries that existed before, in
+        their cache or in memory.
+    computed_now: chunks that were computed as chunks for this prompt, and stored for later ones,
+        either while it waited or by an announcement that it is the first to use
+        (`Engine.announce`). If full prefill was faster then, the chunk was computed twice.
+    chunk_misses: reason -> chunks that had no usable cache when the prompt came. What an
+        announcement computed has one.
+    bytes_read: read from chunk caches, headers and scoring data included.
+    kv_bytes: KV entries that the first token read, before any eviction; full_kv_bytes: those of
+        full prefill; decode_kv_bytes: those held at the end of the answer.
+    probe_s, select_s, load_s, blend_s: seconds of each stage. load_s is all reading (on a GPU, only
+        what is read before a pass: the rest overlaps with probe_s and blend_s). blend_s includes
+        eviction.
+    wait_s: from the end of reading the prompt until the model was free for it.
+    ttft_s: from the call to the first token, waiting and reading included. announce_s: before the
+        call, in announcements, for chunks of this prompt.
     decode_tokens_per_s: tokens after the first, per second of the steps that computed them, which
         other answers may have shared; 0 with one token.
     """
@@ -91,7 +86,6 @@ class Report:
     reused: int
     computed_now: int
     chunk_misses: Mapping[str, int]
-    missed_tokens: Mapping[str, int]
     bytes_read: int
     kv_bytes: int
     full_kv_bytes: int
@@ -108,15 +102,15 @@ class Report:
 
     @property
     def cached_tokens(self) -> int:
-        """Prompt tokens that were not computed for it: held from before, in a cache or in memory.
+        """Prompt tokens that were not computed: taken from a cache or from memory.
 
-        A mean over layers, as methods compute other tokens at each.
+        A mean over layers, as a method may compute different tokens at each.
         """
         computed = self.uncached_tokens + self.recompute_ratio * self.context_tokens
         return max(0, round(self.prompt_tokens - computed))
 
     def __str__(self) -> str:
-        """What a reader asks first: what ran, what it spared, and how long it took."""
+        """What ran, what was reused, and how long it took."""
         ran = self.ran if self.ran == self.method else f"{self.method}, which ran {self.ran}"
         misses = ", ".join(f"{n} {reason}" for reason, n in sorted(self.chunk_misses.items()))
         return (
@@ -128,8 +122,8 @@ class Report:
 
     @property
     def line(self) -> str:
-        """The figures that say most, on one line for a log; no text of anybody."""
-        misses = ",".join(starmap("{}:{}".format, sorted(self.chunk_misses.items())))
+        """The most telling figures on one line, for a log; without any text of the prompt."""
+        misses = ",".join(f"{reason}:{n}" for reason, n in sorted(self.chunk_misses.items()))
         return (
             f"model={self.model} method={self.method} ran={self.ran} "
             f"prompt_tokens={self.prompt_tokens} completion_tokens={self.completion_tokens} "
@@ -140,18 +134,15 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as JSON-able values."""
-        return asdict(self) | {
-            "chunk_misses": dict(self.chunk_misses),
-            "missed_tokens": dict(self.missed_tokens),
-        }
+        return asdict(self)
 
 
 @dataclass
 class Stopwatch:
-    """Seconds spent in each stage of a request, which do not overlap, and when that was.
+    """Seconds of each stage of a request, which do not overlap, and when it ran.
 
-    On a GPU a stage counts until its work is launched; the first one that waits for the device
-    counts what came before.
+    On a GPU a stage ends when its work is launched; the next stage that waits for the device
+    includes the rest. bytes_lost: read from caches that failed.
     """
 
     seconds: defaultdict[str, float] = field(default_factory=partial(defaultdict, float))
@@ -182,63 +173,59 @@ def report_of(
     eviction: Eviction | None,
     n_held: int,
 ) -> Report:
-    """The figures of a first token, after the pass of ``plan`` over ``layout``.
+    """The report of a first token, after the pass of ``plan`` over ``layout``.
 
-    n_held: tokens that were taken from memory.
+    n_held: first tokens that were taken from memory.
     """
     chunks, spent, n_tokens = resolved.chunks, clock.seconds, len(resolved.token_ids)
-    n_context = n_in_memory = computed_now = 0
-    missed = Counter[str]()
+    n_context, n_in_memory = resolved.n_context, 0
     is_of_chunk = torch.zeros(n_tokens, dtype=torch.bool)
-    # chunks of which memory holds entries, and those in the layout: whether their cache is new
-    in_memory, is_new = set[int](), dict[int, bool]()
+    reused = set[int]()  # chunks, by their number in the prompt
+    is_new = dict[int, bool]()  # chunks of the layout: whether their cache was computed now
     computed = 0.0  # tokens of chunks, mean over layers
     for number, chunk in enumerate(chunks):
-        n_of = sum(len(range(run.position, min(n_held, run.span.stop))) for run in chunk.runs)
-        n_context += chunk.n_tokens
+        n_of = 0
+        for run in chunk.runs:
+            n_of += len(range(run.position, min(n_held, run.span.stop)))
+            is_of_chunk[run.position : run.span.stop] = True
         n_in_memory += n_of
-        computed_now += chunk.computed_now
-        computed += n_of * chunk.computed_now
-        if n_of and not chunk.computed_now:
-            in_memory.add(number)
-        if chunk.stored is None and chunk.miss is not None:
-            missed[chunk.miss] += chunk.n_tokens
+        if chunk.computed_now:
+            computed += n_of
+        elif n_of:
+            reused.add(number)
         if chunk.stored is not None and n_of < chunk.n_tokens and layout.n_chunks:
             is_new[number] = chunk.computed_now
-        for run in chunk.runs:
-            is_of_chunk[run.position : run.span.stop] = True
     stays = layout.uncached.repeat(model.n_layers, 1)
     stays[:, layout.context_positions] |= plan.kept[:, layout.block_of_token]
-    kept = 0.0  # tokens of chunks that a step of the answer attends to
+    kept = 0.0
     for layer, of_layer in enumerate(stays):
         kept += cache.attended(layer, is_of_chunk[of_layer])
-    kept /= model.n_layers  # only here, so that all of it is 1 and no more
-    # the last token is computed whatever it is of
+    kept /= model.n_layers  # divided once, so that all of the context is exactly 1
+    # the last token of a prompt is always computed
     again = plan.computed | layout.uncached[layout.context_positions]
     made_now = torch.tensor(list(is_new.values()), dtype=torch.bool)
     computed += int((again | made_now[layout.chunk_of_token]).sum()) / model.n_layers
     computed += n_context - n_in_memory - layout.n_context  # with the prompt, without a cache
+    n_exact = n_in_memory + int((layout.exact[layout.chunk_of_token] & ~again.any(0)).sum())
+    # reused: its entries are read, or its cache has told that tokens can be left out
     uses_cache = torch.zeros_like(made_now)
     uses_cache[layout.block_chunk[plan.blocks.any(0)]] = True
-    # what is left out was not computed either: the cache has told that it is not needed
     uses_cache[layout.chunk_of_token[~again.all(0)]] = True
-    n_exact = n_in_memory + int((layout.exact[layout.chunk_of_token] & ~again.any(0)).sum())
-    used = [number for number, uses in zip(is_new, (uses_cache & ~made_now).tolist(), strict=True)
-            if uses]  # fmt: skip
-    reused = len(in_memory.union(used))
-    bytes_read = clock.bytes_lost
-    for stored in set(resolved.opened):
-        bytes_read += stored.bytes_read
+    for (number, is_new_one), uses in zip(is_new.items(), uses_cache.tolist(), strict=True):
+        if uses and not is_new_one:
+            reused.add(number)
     return Report(
         method=method, ran=ran, eviction=None if eviction is None else eviction.name,
         model=model.name, prompt_tokens=n_tokens, context_tokens=n_context, prefix_tokens=n_held,
         kept_ratio=kept / n_context if n_context else 1.0,
         recompute_ratio=computed / n_context if n_context else 0.0,
         uncached_tokens=n_tokens - n_context - (n_held - n_in_memory), exact_tokens=n_exact,
-        found=len(chunks), reused=reused, computed_now=computed_now,
-        chunk_misses=dict(resolved.misses), missed_tokens=dict(missed),
-        bytes_read=bytes_read, kv_bytes=cache.prompt_bytes,
-        full_kv_bytes=n_tokens * model.token_kv_bytes, decode_kv_bytes=cache.kv_bytes,
+        found=len(chunks), reused=len(reused),
+        computed_now=sum(chunk.computed_now for chunk in chunks),
+        chunk_misses=dict(resolved.misses),
+        bytes_read=clock.bytes_lost + sum(stored.bytes_read for stored in set(resolved.opened)),
+        kv_bytes=cache.prompt_bytes, full_kv_bytes=n_tokens * model.token_kv_bytes,
+        decode_kv_bytes=cache.kv_bytes,
         probe_s=spent["probe"], select_s=spent["select"], load_s=spent["load"],
         blend_s=spent["blend"], announce_s=0.0, wait_s=0.0, ttft_s=0.0, completion_tokens=0,
         decode_tokens_per_s=0.0,
@@ -247,37 +234,31 @@ def report_of(
 
 @dataclass(frozen=True, kw_only=True)
 class Total:
-    """What several answers cost together. A field that `Report` has too is its sum, but for these.
+    """What several answers cost together.
 
-    answers: how many. ran: what each came to -> answers. cached_tokens: `Report.cached_tokens`.
+    A field that `Report` has too is a sum, except for the ratios.
+
+    answers: how many. ran: what was done -> answers. cached_tokens: `Report.cached_tokens`.
     kept_ratio, recompute_ratio: over the context tokens of all answers; 1 and 0 without any.
-    ttft_s and the seconds of stages: added up, which is more than what a clock showed if answers
-        were computed at once, or waited for each other.
-    decode_s: seconds of all tokens after the first ones, added up likewise. decode_tokens_per_s:
-        those tokens a second; 0 without any.
+    decode_s: seconds of the tokens after the first. decode_tokens_per_s: those tokens per second; 0
+    without any.
 
-    A chunk that stands in the prompts of several answers counts in each.
+    Seconds are sums: more than a clock showed if answers were computed at once, or waited for each
+    other. A chunk counts in each prompt that contains it.
     """
 
     answers: int
     ran: Mapping[str, int]
     prompt_tokens: int
     context_tokens: int
-    prefix_tokens: int
     cached_tokens: int
     kept_ratio: float
     recompute_ratio: float
-    uncached_tokens: int
-    exact_tokens: int
     found: int
     reused: int
     computed_now: int
     chunk_misses: Mapping[str, int]
     bytes_read: int
-    probe_s: float
-    select_s: float
-    load_s: float
-    blend_s: float
     announce_s: float
     wait_s: float
     ttft_s: float
@@ -287,17 +268,17 @@ class Total:
 
     @classmethod
     def of(cls, reports: Iterable[Report]) -> Total:
-        """The total of these."""
+        """The total of these reports."""
         each = list(reports)
         sums = {name: sum(getattr(report, name) for report in each) for name in _SUMS}
         n_context = sums["context_tokens"]
         kept = sum(report.kept_ratio * report.context_tokens for report in each)
         computed = sum(report.recompute_ratio * report.context_tokens for report in each)
-        decoded = [
-            (report.completion_tokens - 1, report.decode_tokens_per_s)
-            for report in each if report.decode_tokens_per_s
-        ]  # fmt: skip
-        decode_s = sum(n / per_s for n, per_s in decoded)
+        decoded, decode_s = 0, 0.0
+        for report in each:
+            if report.decode_tokens_per_s:
+                decoded += report.completion_tokens - 1
+                decode_s += (report.completion_tokens - 1) / report.decode_tokens_per_s
         return cls(
             answers=len(each),
             ran=dict(Counter(report.ran for report in each)),
@@ -305,7 +286,7 @@ class Total:
             recompute_ratio=computed / n_context if n_context else 0.0,
             chunk_misses=dict(sum((Counter(report.chunk_misses) for report in each), Counter())),
             decode_s=decode_s,
-            decode_tokens_per_s=sum(n for n, _ in decoded) / decode_s if decode_s else 0.0,
+            decode_tokens_per_s=decoded / decode_s if decode_s else 0.0,
             **sums,
         )
 
@@ -315,9 +296,8 @@ class Total:
 
 
 _SUMS = (
-    "prompt_tokens", "context_tokens", "prefix_tokens", "cached_tokens", "uncached_tokens", "found",
-    "exact_tokens", "reused", "computed_now", "bytes_read", "probe_s", "select_s", "load_s",
-    "blend_s", "announce_s", "wait_s", "ttft_s", "completion_tokens",
+    "prompt_tokens", "context_tokens", "cached_tokens", "found", "reused", "computed_now",
+    "bytes_read", "announce_s", "wait_s", "ttft_s", "completion_tokens",
 )  # fmt: skip
 
 
@@ -326,12 +306,12 @@ class Reports(list[Report]):
 
     @property
     def total(self) -> Total:
-        """What those that are there by now come to."""
+        """The total of the reports so far."""
         return Total.of(self)
 
 
 COLLECTORS: ContextVar[tuple[Reports, ...]] = ContextVar("samkv_reports", default=())
-"""Those that an answer which begins here reports to."""
+"""The `collect_reports` blocks that an answer which begins here reports to."""
 
 
 @contextmanager
@@ -342,16 +322,16 @@ def collect_reports() -> Iterator[Reports]:
             response = query_engine.query("Who?")
         cost = reports.total  # .found, .reused, .ttft_s, ...
 
-    An answer reports when it ends or is closed. Read streamed ones in the block: frameworks may
-    not call the model before.
-    What the block calls is covered through all of LangChain and LlamaIndex: asynchronous tasks, and
-    their threads, which take the context of their caller along. A thread of one's own does not:
-    give it ``contextvars.copy_context().run``. Blocks may be nested; both get the report then.
+    An answer reports when it ends or is closed. Read streamed answers inside the block: frameworks
+    may not call the model before.
+    All that the block calls through LangChain and LlamaIndex is covered: asynchronous tasks, and
+    their threads, which inherit the caller's context. A thread of your own does not: run it with
+    ``contextvars.copy_context().run``. Of nested blocks each gets the report.
     """
     reports = Reports()
     COLLECTORS.set((*COLLECTORS.get(), reports))
     try:
         yield reports
     finally:
-        # not by the token of `set`: an asynchronous generator may leave in another context
+        # not with the token of `set`: an asynchronous generator may leave in another context
         COLLECTORS.set(tuple(each for each in COLLECTORS.get() if each is not reports))

@@ -1,4 +1,4 @@
-"""One thread that runs the model, for all who share it, and the answers that it decodes."""
+"""The scheduler: one thread that runs the model, and decodes several answers in each step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from contextlib import closing
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 from queue import Empty, SimpleQueue
 from typing import Literal, TypeVar
 
@@ -35,27 +35,27 @@ _Made = TypeVar("_Made")
 _log = logging.getLogger(__name__)
 
 OWNER: ContextVar[str] = ContextVar("samkv_owner", default="")
-"""Whose work it is that follows, such as of a key of a server. Owners take turns at the model."""
+"""Who asks, for example an API key of a server. Owners share the model's time equally."""
 
 AHEAD = 32
-"""Pieces that an answer may be ahead of its reader. Then it stands aside for others."""
+"""Pieces that an answer may be ahead of its reader; then it is paused."""
 
 FinishReason = Literal["stop", "length"]
 
 
 class TooLate(Exception):
-    """There is no piece in time."""
+    """No piece came in time."""
 
 
 class Abandoned(Exception):
-    """Nobody reads the answer any more; ends the passes to its first token."""
+    """Nobody reads the answer any more; raised inside a pass to end it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """Text that is decided, empty at the beginning and end, and what the answer is up to then.
+    """Text that is final, empty in the first and the last piece, and the state of the answer.
 
-    n_tokens: tokens so far. decode_s: seconds of the steps of all but the first. kv_bytes: working
+    n_tokens: so far. decode_s: seconds of the steps after the first token. kv_bytes: of the working
     cache. finish_reason: how the answer ended; None while it goes on.
     """
 
@@ -67,13 +67,13 @@ class Piece:
 
 
 class Pieces:
-    """A queue from the model's thread to the one reader of an answer, a thread or a task.
+    """A queue from the model's thread to the single reader of an answer, a thread or a task.
 
-    Putting never waits; reading does, at most ``timeout`` seconds. An error in it is raised.
+    `put` never blocks. Reading waits at most ``timeout`` seconds, and raises an error that was put.
     """
 
     def __init__(self) -> None:
-        # the last one is still to come
+        # the last item has not come yet
         self._items: deque[Future[Piece | BaseException]] = deque([Future()])
 
     def __len__(self) -> int:
@@ -97,10 +97,10 @@ class Pieces:
         return item
 
     async def anext(self, timeout: float | None = None) -> Piece:
-        """Like `next`, for a task, which holds no thread."""
+        """Like `next`, for a task; occupies no thread while it waits."""
         coming = self._items[0]
         if not coming.done():
-            # a task that is cancelled cancels what it waits for, and the piece comes all the same
+            # shielded: cancelling the task must not cancel the piece
             waiting = asyncio.shield(asyncio.wrap_future(coming))
             try:
                 await asyncio.wait_for(waiting, timeout)
@@ -110,15 +110,14 @@ class Pieces:
 
 
 class RunningAnswer:
-    """One answer, from a request that waits to its last token.
+    """One answer, from a waiting request to its last token.
 
-    The model's thread calls `begin` and `take`, and `fail` if they raise.
+    The model's thread calls `begin` and `take`, and `fail` if one of them raises.
 
-    owner: who asks, see `OWNER`. pieces: for whoever reads it; the first one is empty, when the
-    first token is there. report, stages: of the first token, there with that piece. is_complete:
-    whether all of it is in there. is_abandoned: whether nobody reads it any more, set by the
-    reader. decoder, sampler: of its later tokens, None before the first one and at the end. token:
-    goes through the model next.
+    owner: who asks, see `OWNER`. pieces: for the reader; the first one is empty and comes with the
+    first token. report, stages: set when the first piece comes. is_complete: the last piece has
+    been put. is_abandoned: set by a reader that has left. decoder, sampler: for the tokens after
+    the first; None before it and at the end. token: the next input of the model.
     """
 
     report: Report
@@ -127,7 +126,7 @@ class RunningAnswer:
     def __init__(self, request: Request) -> None:
         self.request, self.owner = request, OWNER.get()
         n_entries = len(request.resolved.token_ids) + request.capacity
-        self.kv_bytes = n_entries * request.model.token_kv_bytes  # the most that it can hold
+        self.kv_bytes = n_entries * request.model.token_kv_bytes  # at most
         self.pieces = Pieces()
         self.is_complete = self.is_abandoned = False
         self.decoder: Decoder | None = None
@@ -137,7 +136,7 @@ class RunningAnswer:
         self._text = TextStream(request.model, request.settings.stop)
 
     def begin(self) -> None:
-        """Compute the first token. Raises Abandoned if nobody waits for it any more."""
+        """Compute the first token. Raises Abandoned if the reader leaves meanwhile."""
         request, model = self.request, self.request.model
         began = time.perf_counter()
 
@@ -164,7 +163,7 @@ class RunningAnswer:
         self.take(token, 0.0)
 
     def take(self, token: int, seconds: float) -> None:
-        """Take the next token, from a step of ``seconds``."""
+        """Add the next token, which a step of ``seconds`` gave."""
         self.token = token
         self._decode_s += seconds
         text = ""
@@ -187,14 +186,14 @@ class RunningAnswer:
             self._put("", reason)
 
     def fail(self, error: BaseException) -> None:
-        """Raise ``error`` where the answer is read, after all that is there."""
+        """Pass ``error`` to the reader, after the pieces that are there."""
         self.is_complete = True
         if self.decoder is not None:
-            self._put("")  # how far it came
+            self._put("")  # the figures so far
         self.pieces.put(error)
 
     def release(self) -> None:
-        """Free what it holds; nothing of it is computed any more."""
+        """Free its caches; nothing more is computed."""
         if self.decoder is None:
             self.request.resolved.close()
         self.decoder = self.sampler = None
@@ -210,12 +209,12 @@ class RunningAnswer:
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What a scheduler takes on.
+    """Limits of a scheduler.
 
-    max_batch: answers of one step. With 1, they are computed one after another.
-    max_kv_bytes: KV that the answers under way may come to, each counted at its full prompt and
-        all its tokens; None for no limit. An answer that is larger by itself is computed alone.
-    max_waiting: answers of an owner that may wait for their first token; None for no limit.
+    max_batch: answers decoded in one step. With 1, they are computed one after another.
+    max_kv_bytes: KV entries that the running answers may need, each with its full prompt and all
+        its tokens; None for no limit. A single answer above the limit is computed alone.
+    max_waiting: answers of one owner that may wait for their first token; None for no limit.
     """
 
     max_batch: int = 8
@@ -235,10 +234,10 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """What a scheduler does at a moment.
+    """The load of a scheduler.
 
-    running: answers that have begun. waiting: those that have not. kv_bytes: KV that the running
-    ones may come to.
+    running: answers that have begun. waiting: those that have not. kv_bytes: KV entries that the
+    running ones may need.
     """
 
     running: int
@@ -247,18 +246,17 @@ class Load:
 
 
 class Scheduler:
-    """Runs a model on one thread, for all who share it.
+    """Runs a model on one thread, which several engines may share.
 
-    Between two steps of the answers under way it does one thing at most that takes longer: the
-    first token of the next answer, or a pass of `run`, after which answers of the same owner have
-    as much time. While there are several owners, see `OWNER`, each has its share of the time. An
-    owner begins no answer beyond half of the places of a batch then, and where one has more, its
-    answers take turns at the places that it keeps. Answers of one owner begin in the order in
-    which they came. One whose reader is `AHEAD` pieces behind stands aside and leaves its place to
-    others.
+    Between two decoding steps it does at most one longer piece of work: the first token of the next
+    answer, or a call of `run`, after which the running answers of the same owner get as much time.
+    Several owners (see `OWNER`) share the time equally: none begins an answer beyond half of the
+    places of a batch, and an owner that has more answers than places alternates between them.
+    Answers of one owner begin in the order in which they came. An answer whose reader is `AHEAD`
+    pieces behind is paused, and its place goes to another one.
 
-    The thread starts when there is something to do, and ends with the scheduler. Safe to use from
-    many threads, and after a fork that was made while no other thread asked.
+    The thread starts with the first work, and ends with the scheduler. Thread-safe, and usable
+    after a fork that happened while no other thread used it.
     """
 
     def __init__(self, model: Model, limits: Limits | None = None) -> None:
@@ -269,7 +267,7 @@ class Scheduler:
 
     @classmethod
     def of(cls, model: Model, given: Scheduler | None) -> Scheduler:
-        """The scheduler that was given, or a new one. Raises InvalidOption if it does not fit."""
+        """``given``, or a new one. Raises InvalidOption if ``given`` runs another model."""
         if given is None:
             return cls(model)
         if not isinstance(given, Scheduler):
@@ -283,7 +281,7 @@ class Scheduler:
 
     @property
     def load(self) -> Load:
-        """What it does at the moment."""
+        """Its current load."""
         if self._thread is None:
             return Load(running=0, waiting=0, kv_bytes=0)
         running = list(self._thread.running)
@@ -293,15 +291,15 @@ class Scheduler:
 
     @property
     def pass_s(self) -> float:
-        """Seconds that the pass or step under way has taken so far; 0 while there is none."""
+        """Seconds that the current pass or step has taken so far; 0 without one."""
         began = None if self._thread is None else self._thread.pass_began
         return 0.0 if began is None else time.perf_counter() - began
 
     def submit(self, answer: RunningAnswer) -> None:
-        """Have an answer computed. Raises Overloaded if too many wait already."""
+        """Queue an answer. Raises Overloaded if too many wait already."""
         thread, most = self._running_thread(), self.limits.max_waiting
         with thread.counting:
-            # a free place does not keep its answer waiting
+            # an answer with a free place does not wait
             n_free = max(0, self.limits.max_batch - len(thread.running))
             n_waiting = thread.n_waiting[answer.owner]
             if most is not None and n_waiting >= most + n_free:
@@ -309,38 +307,47 @@ class Scheduler:
                     f"{n_waiting} answers wait already, and max_waiting is {most}; ask again "
                     "later, or allow more"
                 )
-            thread.mail.put(answer)  # first: one that is counted as waiting can be begun
+            thread.mail.put(answer)  # before it is counted: a counted answer can be begun
             thread.n_waiting[answer.owner] += 1
 
     def wake(self) -> None:
-        """Look again at the answers: one was abandoned, or read. Takes no lock."""
+        """Tell the thread that an answer was abandoned or read. Takes no lock."""
         if self._thread is not None:
             self._thread.mail.put(None)
 
     def run(self, work: Callable[[], _Made]) -> _Made:
-        """What ``work`` returns or raises, from the model's thread, without gradients."""
+        """Run ``work`` in the model's thread, without gradients; returns or raises what it does."""
         thread = self._running_thread()
         if thread.is_current():
             return work()
         done: Future[_Made] = Future()
-        thread.mail.put(_Work(owner=OWNER.get(), call=partial(_settle, done, work)))
+
+        def call() -> None:
+            if not done.set_running_or_notify_cancel():
+                return
+            try:
+                done.set_result(work())
+            except BaseException as error:
+                done.set_exception(error)
+
+        thread.mail.put(_Work(owner=OWNER.get(), call=call))
         try:
             return done.result()
         finally:
-            done.cancel()  # of a caller who was interrupted while it waited
+            done.cancel()  # if the caller was interrupted while it waited
 
     def run_when_idle(self, work: IdleWork) -> None:
-        """Have ``work`` done on the model's thread once nothing else is to do.
+        """Run ``work`` in the model's thread once there is nothing else to do.
 
-        It is given a check to call often, which raises as soon as something else comes; it is then
-        begun again later. What it raises otherwise is logged.
+        It gets a function that it has to call often, and that raises `Abandoned` as soon as there
+        is something else to do; the work is then started again later. Other errors are logged.
         """
         thread = self._running_thread()
         thread.idle.append(work)
         thread.mail.put(None)
 
     def finish_idle(self) -> None:
-        """Do all work that waits for idle time now."""
+        """Run now all work that waits for idle time."""
         thread = self._running_thread()
         self.run(lambda: thread.do_idle(lambda: None, most=len(thread.idle)))
 
@@ -354,31 +361,23 @@ class Scheduler:
 
 
 IdleWork = Callable[[Callable[[], None]], None]
-"""Work for idle time, given a check that raises `Abandoned` where something else is to do."""
+"""See `Scheduler.run_when_idle`."""
 
 MOST_IDLE = 64
-"""Works that wait for idle time; the oldest makes room."""
-
-
-def _settle(done: Future[_Made], work: Callable[[], _Made]) -> None:
-    if not done.set_running_or_notify_cancel():
-        return
-    try:
-        done.set_result(work())
-    except BaseException as error:
-        done.set_exception(error)
+"""Pieces of work that wait for idle time; a further one replaces the oldest."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Work:
-    """A pass of `Scheduler.run`."""
+    """A call of `Scheduler.run`."""
 
     owner: str
     call: Callable[[], None]
 
 
 _threads: set[_Thread] = set()
-"""Those that may be running. An interpreter that ends while one frees a model would abort."""
+"""Threads that may be running. They are stopped at exit: an interpreter that ends while a thread
+frees a model aborts."""
 
 
 @cache
@@ -391,11 +390,11 @@ def _wait_for_threads_at_exit() -> None:
 
 
 class _Thread:
-    """The thread of a scheduler, of which it holds nothing, so that it ends with it.
+    """The thread of a scheduler. It holds no reference to it, and ends when it is collected.
 
-    mail: answers, work, and None for a change of either; from any thread. counting: is held to
-    change n_waiting and running, the answers that have not begun, by owner, and those that have.
-    pass_began: when the pass or step under way began; None while there is none.
+    mail: new answers and work from any thread; None if something has changed. counting: the lock
+    for n_waiting (owner -> answers that have not begun) and running (those that have).
+    pass_began: when the current pass or step began; None without one.
     """
 
     def __init__(self, limits: Limits) -> None:
@@ -412,7 +411,7 @@ class _Thread:
         # start-time fair queueing (Goyal, Vin and Cheng, 1996), in seconds of the model's time
         self._clock = 0.0
         self._used: dict[str, float] = {}
-        # what `run` has had of it since an owner's answers had as much, in seconds
+        # seconds that an owner's `run` is ahead of its answers
         self._ahead: dict[str, float] = {}
         self._is_stopped = False
         self._thread = threading.Thread(target=self._serve, name="samkv-model", daemon=True)
@@ -427,7 +426,7 @@ class _Thread:
         return threading.current_thread() is self._thread
 
     def stop(self) -> None:
-        """End the thread after the step that it is at."""
+        """End the thread after its current step."""
         self._is_stopped = True
         self.mail.put(None)
         if not self.is_current() and self.pid == os.getpid():
@@ -447,7 +446,7 @@ class _Thread:
                     self.do_idle(self._check_idle)
 
     def _read_mail(self) -> None:
-        """Take what has come; wait for it if there is nothing to do."""
+        """Move the mail to the queue; wait for some if there is nothing to do."""
         is_idle = self._has_nothing_to_do() and not self.idle
         while True:
             try:
@@ -466,7 +465,7 @@ class _Thread:
             raise Abandoned
 
     def do_idle(self, check: Callable[[], None], most: int = 1) -> None:
-        """Do the first works that wait for idle time."""
+        """Run the first pieces of work that wait for idle time, at most ``most``."""
         for _ in range(min(most, len(self.idle))):
             work = self.idle.popleft()
             try:
@@ -475,10 +474,10 @@ class _Thread:
                 self.idle.append(work)
                 return
             except Exception:
-                _log.exception("work in idle time failed; answers are none the worse for it")
+                _log.exception("work in idle time failed; answers are not affected")
 
     def _drop(self) -> None:
-        """Let go of answers of which nothing more is computed."""
+        """Remove answers that are complete or abandoned."""
         for letter in list(self._queue):
             if isinstance(letter, RunningAnswer) and letter.is_abandoned:
                 self._queue.remove(letter)
@@ -489,15 +488,15 @@ class _Thread:
                 answer.release()
 
     def _end(self, answer: RunningAnswer) -> None:
-        """Let go of one that has not begun."""
+        """Remove an answer that has not begun."""
         with self.counting:
-            self.n_waiting -= Counter([answer.owner])  # which forgets owners who have none
+            self.n_waiting -= Counter([answer.owner])  # which drops owners at 0
         answer.release()
 
     def _batch(self) -> list[RunningAnswer]:
-        """The answers of the next step: those that are `AHEAD` of their readers stand aside.
+        """The answers of the next step, without those that are `AHEAD` of their readers.
 
-        The first of each owner, then the second of each, as many as there are places.
+        The first answer of each owner, then the second of each, up to ``max_batch``.
         """
         seen, ranked = Counter[str](), list[tuple[int, RunningAnswer]]()
         for each in self.running:
@@ -508,11 +507,11 @@ class _Thread:
         return [each for _, each in ranked[: self._limits.max_batch]]
 
     def _next(self) -> int | None:
-        """Where in the queue that stands which comes next: an answer in its turn, or a work.
+        """The index in the queue of the answer or work that comes next; None for none.
 
-        The owner who has had the model for the least time comes first. One who has had it for
-        longer than another whose answers are under way waits for those. A full batch takes an
-        answer more of an owner who has two places fewer than another.
+        The owner that has used the least model time comes first. An owner that has used more than
+        one with running answers waits for those. A full batch takes one more answer of an owner
+        that has at least two places fewer than another.
         """
         limits, queue, batch = self._limits, self._queue, self._batch()
         has_room = True
@@ -538,51 +537,48 @@ class _Thread:
                 or sum(each.kv_bytes for each in (*self.running, letter)) <= limits.max_kv_bytes
             ):  # fmt: skip
                 return at
-            has_room = False  # a smaller one does not overtake
+            has_room = False  # a smaller answer does not overtake
         return None
 
     def _start_of(self, owner: str) -> float:
         return max(self._clock, self._used.get(owner, 0.0))
 
     def _charge(self, owner: str, seconds: float) -> None:
-        """An owner has had the model for so long."""
+        """Count model time of an owner."""
         self._used = {each: used for each, used in self._used.items() if used > self._clock}
         self._used[owner] = self._start_of(owner) + seconds
         if owner in self._ahead:
             self._ahead[owner] -= seconds
 
     def _do_next(self) -> None:
-        """What takes longer than a step: a pass of `run`, or the first one of an answer."""
+        """Do what takes longer than a step: a call of `run`, or the first token of an answer."""
         if (at := self._next()) is None:
             return
         letter = self._queue[at]
         del self._queue[at]
         self.pass_began = began = time.perf_counter()
-        self._begin(letter)
+        if isinstance(letter, _Work):
+            letter.call()
+        else:
+            try:
+                letter.begin()
+            except Abandoned:
+                self._end(letter)
+            except BaseException as error:
+                self._end(letter)
+                letter.fail(error)
+            else:
+                with self.counting:
+                    self.n_waiting -= Counter([letter.owner])
+                    self.running.append(letter)
         self.pass_began = None
         seconds = time.perf_counter() - began
         self._charge(letter.owner, seconds)
         if isinstance(letter, _Work):
             self._ahead[letter.owner] = seconds
 
-    def _begin(self, letter: RunningAnswer | _Work) -> None:
-        if isinstance(letter, _Work):
-            letter.call()
-            return
-        try:
-            letter.begin()
-        except Abandoned:
-            self._end(letter)
-        except BaseException as error:
-            self._end(letter)
-            letter.fail(error)
-        else:
-            with self.counting:
-                self.n_waiting -= Counter([letter.owner])
-                self.running.append(letter)
-
     def _step(self) -> None:
-        """One token more for each answer of a batch."""
+        """Decode one token of each answer in the batch."""
         if not (batch := self._batch()):
             return
         self.pass_began = began = time.perf_counter()
@@ -607,5 +603,5 @@ class _Thread:
                 answer.take(answer.sampler.next(of_one), seconds)
             except BaseException as error:
                 answer.fail(error)
-        if len(self.running) > len(batch):  # who has been passed over comes first the next time
+        if len(self.running) > len(batch):  # the others come first the next time
             self.running = [each for each in self.running if each not in batch] + batch

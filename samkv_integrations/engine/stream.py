@@ -1,4 +1,4 @@
-"""An answer as its reader sees it, piece by piece, in a thread or in a task."""
+"""An answer as its reader gets it: an iterator over pieces of text, for threads and tasks."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _Made = TypeVar("_Made")
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """A whole answer, what it cost, and how it ended: by itself, or at max_new_tokens."""
+    """A complete answer. finish_reason: ``stop``, or ``length`` at max_new_tokens."""
 
     text: str
     report: Report
@@ -46,7 +46,7 @@ class Answer:
 
     @classmethod
     def of(cls, text: str, stream: AnswerStream) -> Answer:
-        """What a stream came to that is exhausted."""
+        """The answer of a stream that is exhausted."""
         assert stream.finish_reason is not None
         return cls(text=text, report=stream.report, finish_reason=stream.finish_reason)
 
@@ -54,12 +54,11 @@ class Answer:
 class AnswerStream(Iterator[str], AsyncIterator[str]):
     """Iterator over the pieces of one answer; ``report`` is complete once it is exhausted.
 
-    For ``for`` and for ``async for``, one reader at a time. The answer is computed ahead of its
-    reader, see `AHEAD`; the report is of what was read. Closing it, leaving a ``with`` block of it,
-    or dropping it ends the answer and frees the working cache. When it ends, in either way or
-    exhausted, its report goes to the `collect_reports` blocks in which it was made, and a line of
-    figures to the log, at INFO. An answer that takes longer than the request's timeout ends with
-    TimedOut as its next piece.
+    For ``for`` and ``async for``, with one reader at a time. The answer is computed ahead of its
+    reader, see `AHEAD`; the report covers what was read. Closing the stream, leaving its ``with``
+    block, or dropping it ends the answer and frees the working cache. When the stream ends, its
+    report goes to the `collect_reports` blocks that it began in, and a line of figures to the log,
+    at INFO. After the request's timeout the next piece raises TimedOut.
     """
 
     def __init__(
@@ -79,7 +78,7 @@ class AnswerStream(Iterator[str], AsyncIterator[str]):
     # -- reading ----------------------------------------------------------------------------
 
     def start(self) -> Self:
-        """Have it computed, and wait for its first token. Raises what the first pass raises."""
+        """Queue the answer and wait for its first token. Raises what the first pass raises."""
         try:
             self._scheduler.submit(self._answer)
             self._is_submitted = True
@@ -90,13 +89,12 @@ class AnswerStream(Iterator[str], AsyncIterator[str]):
         return self
 
     async def astart(self) -> Self:
-        """Like `start`, holding no thread."""
+        """Like `start`, for a task; occupies no thread while it waits."""
         try:
             self._scheduler.submit(self._answer)
             self._is_submitted = True
             self._take(await self._answer.pieces.anext(self._left()))
-            # it may wait for a disk
-            await off_loop(self._record)
+            await off_loop(self._record)  # a disk may be slow
         except BaseException as error:
             self._fail(error)
         return self
@@ -128,7 +126,7 @@ class AnswerStream(Iterator[str], AsyncIterator[str]):
         raise StopAsyncIteration
 
     def _left(self) -> float | None:
-        """Seconds until timeout, or None."""
+        """Seconds until the timeout; None without one."""
         if self._request.settings.timeout is None or self._answer.is_complete:
             return None
         return self._request.began + self._request.settings.timeout - time.perf_counter()
@@ -172,20 +170,20 @@ class AnswerStream(Iterator[str], AsyncIterator[str]):
         self.close()
 
     def close(self) -> None:
-        """Stop decoding and free what this answer holds; at once, the model's thread follows."""
+        """End the answer; returns at once, and the model's thread frees the working cache."""
         if not self._is_over:
             self._abandon()
             self._end()
 
     async def aclose(self) -> None:
-        """`close`, as asynchronous generators have it."""
+        """`close`, under the name that asynchronous generators have for it."""
         self.close()
 
     def __del__(self) -> None:
         if not self._is_over:
             self._abandon()
-            # This thread may hold a lock of who is told, or of the `threading` module.
-            with suppress(RuntimeError):  # the interpreter ends
+            # in a new thread: this one may hold a lock that telling collectors or tracing takes
+            with suppress(RuntimeError):  # the interpreter is shutting down
                 _thread.start_new_thread(self._end, ())
 
     def _abandon(self) -> None:
@@ -197,7 +195,7 @@ class AnswerStream(Iterator[str], AsyncIterator[str]):
 
     def _end(self, error: BaseException | None = None) -> None:
         self._is_over, now = True, time.perf_counter()
-        report = None if self._last is None else self.report  # None: it never began
+        report = None if self._last is None else self.report  # None before the first token
         if report is not None:
             _log.info("answered: %s", report.line, extra={"samkv": report})
             for reports in self._collectors:
@@ -210,7 +208,7 @@ class AnswerStream(Iterator[str], AsyncIterator[str]):
     def report(self) -> Report:
         """Figures of the answer so far."""
         last = self._last
-        assert last is not None  # `start` waits for it
+        assert last is not None  # `start` has waited for it
         return replace(
             self._answer.report,
             completion_tokens=last.n_tokens,
@@ -220,16 +218,16 @@ class AnswerStream(Iterator[str], AsyncIterator[str]):
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """How it ended: with an end token or stop string, or at max_new_tokens; None until then."""
+        """``stop`` at an end token or stop string, ``length`` at max_new_tokens; None before."""
         return None if self._last is None else self._last.finish_reason
 
 
 @lru_cache(16)
 def _threads(pid: int, owner: str) -> ThreadPoolExecutor:
-    """Those of an owner, so that nobody waits for another one's work.
+    """A pool of threads for each owner, so that none waits for another one's work.
 
-    Not asyncio's own, which others wait for; nor a parent process's, which has no threads. Of the
-    owners who asked last: a pool that nobody holds ends its threads once their work is done.
+    Not asyncio's default pool, which other code waits for. By process, as a fork does not inherit
+    threads. A pool that drops out of the cache ends its threads once their work is done.
     """
     return ThreadPoolExecutor(16, thread_name_prefix="samkv-off-loop")
 
@@ -237,7 +235,7 @@ def _threads(pid: int, owner: str) -> ThreadPoolExecutor:
 async def off_loop(
     work: Callable[_Given, _Made], *args: _Given.args, **kwargs: _Given.kwargs
 ) -> _Made:
-    """What ``work`` returns or raises, from a thread that sees the caller's context variables."""
+    """Run ``work`` in a thread that sees the caller's context variables; returns its result."""
     call = partial(contextvars.copy_context().run, work, *args, **kwargs)
     return await asyncio.get_running_loop().run_in_executor(
         _threads(os.getpid(), OWNER.get()), call

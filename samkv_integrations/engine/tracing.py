@@ -1,8 +1,8 @@
-"""What OpenTelemetry is told of each answer, where its API is installed: a span, and metrics.
+"""OpenTelemetry: a span and metrics of each answer, where its API is installed.
 
-Nothing here is a prompt's text, or an answer's, or an error's message, which may hold either.
-Names that begin with ``gen_ai.`` are of OpenTelemetry's conventions, none of which is stable yet;
-they are written out, because their constants in Python are deprecated.
+No text of a prompt or an answer is sent, nor the message of an error, which may quote them. Names
+that begin with ``gen_ai.`` follow OpenTelemetry's conventions, which are not stable yet; they are
+spelled out, because the constants of the Python package are deprecated.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ SCOPE = "samkv_integrations"
 """The instrumentation scope of all spans and metrics."""
 
 NAME = "samkv"
-"""The provider that they name, and how `DISABLED` names us."""
+"""Our name as a provider, and in `DISABLED`."""
 
 DISABLED = "OTEL_PYTHON_DISABLED_INSTRUMENTATIONS"
-"""A variable of OpenTelemetry's own: names of what shall tell it nothing, with commas between."""
+"""OpenTelemetry's environment variable: names that send nothing, separated by commas."""
 
 Attributes = dict[str, Any]
 
 _SECONDS = tuple(0.01 * 2**power for power in range(14))
 _TOKENS = tuple(float(4**power) for power in range(14))
 _METRICS: Mapping[str, tuple[str, str, Sequence[float] | None]] = {
-    "gen_ai.client.operation.duration": ("s", "Of whole answers.", _SECONDS),
+    "gen_ai.client.operation.duration": ("s", "Duration of whole answers.", _SECONDS),
     "gen_ai.client.operation.time_to_first_chunk": (
         "s", "From the call to the first token.", _SECONDS,
     ),
-    "samkv.wait": ("s", "The part of it until the model was free.", _SECONDS),
+    "samkv.wait": ("s", "The part of it before the model was free.", _SECONDS),
     "gen_ai.client.token.usage": ("{token}", "Tokens of a prompt, or of an answer.", _TOKENS),
-    "samkv.prompt.tokens": ("{token}", "Tokens of prompts, by where they came from.", None),
-    "samkv.chunks": ("{chunk}", "Chunks of prompts, by what became of them.", None),
+    "samkv.prompt.tokens": ("{token}", "Tokens of prompts, by source.", None),
+    "samkv.chunks": ("{chunk}", "Chunks of prompts, by outcome.", None),
     "samkv.bytes_read": ("By", "Bytes read from chunk caches.", None),
 }  # fmt: skip
 """Unit, description and bounds; None for a counter."""
@@ -64,11 +64,11 @@ _FIGURES = {
         )
     },
 }  # fmt: skip
-"""Attribute of a span -> figure of the report."""
+"""Attribute of a span -> field of the report."""
 
 
 class _Telemetry:
-    """The API and our instruments. Providers that are set later are found, too."""
+    """The API and our instruments. A provider that is set later is used, too."""
 
     def __init__(self) -> None:
         from opentelemetry import context, metrics, trace
@@ -99,14 +99,14 @@ def _telemetry() -> _Telemetry | None:
 
 
 def _listening() -> _Telemetry | None:
-    """Whom to tell; None for nobody."""
+    """The API to send to; None if it is not installed, or switched off."""
     disabled = os.environ.get(DISABLED, "").replace(" ", "").split(",")
     return None if NAME in disabled else _telemetry()
 
 
 @contextmanager
 def below_caller(headers: Mapping[str, str]) -> Iterator[None]:
-    """Spans are below that of who sent a request: the one current already, or ``traceparent``'s."""
+    """In the block, the parent of spans is the current one, or that of the ``traceparent``."""
     telemetry = _listening()
     if telemetry is None or telemetry.api.get_current_span().get_span_context().is_valid:
         yield
@@ -119,9 +119,9 @@ def below_caller(headers: Mapping[str, str]) -> Iterator[None]:
 
 
 class Trace:
-    """The span and metrics of one answer, below the caller's span; no-op without a listener.
+    """The span and metrics of one answer; the caller's span is the parent. No-op without the API.
 
-    Times are of `time.perf_counter`; began: when the answer was asked for. Any thread may call it,
+    Times are of `time.perf_counter`. began: when the answer was asked for. Any thread may call it,
     one at a time.
     """
 
@@ -156,7 +156,7 @@ class Trace:
         return self._epoch_ns + int(at * 1e9)
 
     def begun(self, stages: Sequence[Stage]) -> None:
-        """These stages are over: the first time, those up to the first token."""
+        """Send spans of stages that have ended; first those up to the first token."""
         self._first_at = stages[-1].ended
         if self._telemetry is not None and self._span.is_recording():
             for stage in stages:
@@ -172,7 +172,7 @@ class Trace:
         finish_reason: str | None = None,
         error: BaseException | None = None,
     ) -> None:
-        """The answer is over; report: None if it never began."""
+        """End the span. report: None if there was no first token."""
         telemetry = self._telemetry
         if telemetry is None:
             return
@@ -180,7 +180,7 @@ class Trace:
         labels = dict(self._asked)
         if finish_reason is not None:
             found["gen_ai.response.finish_reasons"] = [finish_reason]
-        # who asked has left: that is no failure
+        # a caller who leaves is no failure
         if error is not None and not isinstance(error, asyncio.CancelledError | GeneratorExit):
             labels["error.type"] = found["error.type"] = type(error).__qualname__
             self._span.set_status(telemetry.api.Status(telemetry.api.StatusCode.ERROR))

@@ -1,7 +1,7 @@
-"""What an answer goes on with: the KV entries that its later tokens attend to.
+"""The working cache: the KV entries that an answer's tokens after the first attend to.
 
-All of them (`DenseCache`), which an eviction may thin out, or the context in few bits, of which
-every step attends to a few tokens (`SparseCache`, after Quest).
+`DenseCache` holds all entries, or those that an eviction rule keeps. `SparseCache` holds the
+context in its stored bits, and each step attends to a few of its tokens (after Quest).
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ _LEAST = torch.finfo(torch.float32).tiny
 
 @dataclass(frozen=True, kw_only=True)
 class LayerEntries:
-    """The KV entries that a pass leaves at a layer, in prompt order, and who computed some of them.
+    """The KV entries that a pass leaves at a layer, in prompt order.
 
     keys, values: (S + room, G, D), rotated; the first S are the prompt's.
-    is_context: (S,) bool, which of them are context tokens with a cache.
-    context: (n,) context tokens that those are.
-    context_slots, other_slots: where context tokens and all others lie among the S entries.
-    changed: (d,) which of the context tokens do not stay as they are stored.
-    queries: (H, R, D), rotated, of computed tokens that stay, and query_slots: (R,) theirs, CPU.
-    window: of the layer, see `Model.windows`. at: (S,) positions, on the CPU, if there is one.
+    is_context: (S,) bool, entries of context tokens with a cache.
+    context: (n,) these context tokens.
+    context_slots, other_slots: places among the S entries of the context tokens and of the others.
+    changed: (d,) those of the n context tokens that differ from their stored entry.
+    queries: (H, R, D), rotated, of computed tokens that stay; query_slots: (R,) their places, CPU.
+    window: of the layer, see `Model.windows`. at: (S,) positions, CPU, if there is a window.
     """
 
     keys: Tensor
@@ -58,8 +58,8 @@ class LayerEntries:
 class WorkingCache(ABC):
     """KV entries of one answer, layer by layer.
 
-    room: entries that a pass leaves free behind those that it hands over.
-    prompt_bytes: bytes that the prompt's pass handed over, before any eviction.
+    room: free entries that a pass allocates behind those that it computes.
+    prompt_bytes: bytes of the prompt's entries, before any eviction.
     """
 
     room: int = 0
@@ -68,18 +68,18 @@ class WorkingCache(ABC):
     @property
     @abstractmethod
     def kv_bytes(self) -> int:
-        """Bytes held, room not counted."""
+        """Bytes of the entries held, without room."""
 
     @abstractmethod
     def attended(self, layer: int, of_chunks: Tensor) -> float:
-        """Tokens of chunks that the first step attends to at a layer, mean over key-value heads.
+        """Chunk tokens that the first step attends to at a layer, mean over key-value heads.
 
-        of_chunks: (S,) bool, CPU: which of the entries that the prompt's pass left are of chunks.
+        of_chunks: (S,) bool, CPU: the entries of chunks, among those that the pass left.
         """
 
     @abstractmethod
     def take(self, layer: int, entries: LayerEntries) -> None:
-        """Keep what the prompt's pass leaves at a layer."""
+        """Store the entries that the prompt's pass leaves at a layer."""
 
     @abstractmethod
     def attend(
@@ -94,10 +94,10 @@ def as_heads(entries: Tensor) -> Tensor:
 
 
 def room_for(n_entries: int, like: Tensor) -> Tensor:
-    """(n_entries, G, D) of undefined numbers, for entries such as ``like`` (S, G, D).
+    """An uninitialised tensor (n_entries, G, D), of dtype and device of ``like`` (S, G, D).
 
-    The entries of a head lie side by side: a step then reads them in one run, which takes little
-    more than half the time of reading every G-th row.
+    The entries of a head are contiguous: a decoding step then takes little more than half the time
+    that it takes with strided rows.
     """
     n_heads, size = like.shape[1:]
     return like.new_empty(n_heads, n_entries, size).transpose(0, 1)
@@ -107,28 +107,28 @@ def _attention(
     model: Model | None, layer: int, query: Tensor, keys: Tensor, values: Tensor, scaling: float,
     mask: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """A step's, of query (1, H, 1, D) over all entries, as the layer computes it."""
+    """The attention of a step: query (1, H, 1, D) over all entries, as the layer computes it."""
     if model is None:
         return attention(query, keys, values, scaling, mask, False)
     return model.attention(layer, query, keys, values, scaling, mask, False)
 
 
 class DenseCache(WorkingCache):
-    """Rotated keys and values, with room for the answer's tokens, which an eviction may thin out.
+    """Rotated keys and values, with room for the answer's tokens; an eviction rule may thin it out.
 
-    Layers may hold different numbers of entries; ``lengths`` counts them. Their order is position
-    order until an eviction slides; from then on an entry is known by its key alone. Key-value heads
-    of a layer hold as many entries as each other, which need not be the same ones.
+    Layers may hold different numbers of entries, ``lengths``. They are in position order until a
+    sliding rule evicts during the answer. All key-value heads of a layer hold the same number of
+    entries, but not necessarily those of the same tokens.
 
-    A layer's entries are evicted as soon as the prompt's pass is done with that layer, so that the
-    working cache is never whole. The first token has read all entries of every layer all the same.
+    A layer's entries are evicted as soon as the prompt's pass has computed that layer, so the
+    unthinned cache never exists as a whole. The first token attends to all entries nevertheless.
 
     capacity: tokens that the answer may add. n_tokens: of the prompt. rule: what to keep, None for
-    all. weigh: how a step weighs the context against the rest, None as the model does.
+    all. weigh: the method's own attention in a step, None for the model's.
     model: how its layers attend; plain attention without one.
 
-    Of a layer with a sliding window only what the next token sees is kept. No rule evicts there:
-    the window does.
+    A layer with a sliding window keeps only what the next token sees. There the window evicts, and
+    the rule does not.
     """
 
     def __init__(
@@ -214,18 +214,18 @@ class DenseCache(WorkingCache):
         return output
 
     def is_context(self, layer: int) -> Tensor:
-        """(G, S) bool: which entries are of the context."""
+        """(G, S) bool: the entries of the context."""
         return self.context[layer][: self.lengths[layer], :, 0].T
 
     def keep(self, layer: int, slots: Tensor | None) -> None:
-        """Move a layer into tensors with room for the answer; the old ones are freed.
+        """Move the entries of a layer into new tensors with room for the answer.
 
         slots: (K, G) the entries that each head keeps, None for all.
         """
         n_kept = self.lengths[layer] if slots is None else len(slots)
         room = n_kept + self._capacity
         if self._keepers and self._slides:
-            # one more entry, for the token that has come and has not evicted yet
+            # one more entry, for the new token before it evicts another
             room = max(n_kept, min(room, self._keepers[layer].budget + 1))
         for side in self._sides:
             entries = side[layer][: self.lengths[layer]]
@@ -238,7 +238,7 @@ class DenseCache(WorkingCache):
         self.lengths[layer], self._kept[layer] = n_kept, slots
 
     def _trim(self, layer: int, at: Tensor, window: int) -> None:
-        """Keep what the next token sees, in tensors with room for the answer."""
+        """Keep what the next token sees through the window, with room for the answer."""
         n_entries = self.lengths[layer]
         first = int((at <= self._n_tokens - window).sum())
         n_kept = n_entries - first
@@ -253,7 +253,7 @@ class DenseCache(WorkingCache):
         self._kept[layer] = slots.expand(-1, self.keys[layer].shape[1])
 
     def evict(self, layer: int, slot: int | Tensor) -> None:
-        """The last entry takes the place of entry ``slot``, or of ``slot[g]`` (G,) of each head."""
+        """Replace entry ``slot``, or ``slot[g]`` (G,) of each head, by the last entry."""
         last = self.lengths[layer] - 1
         for entries in (side[layer] for side in self._sides):
             if isinstance(slot, int):
@@ -265,23 +265,23 @@ class DenseCache(WorkingCache):
 
 
 class SparseCache(WorkingCache):
-    """Context tokens in the bytes that were read, beside all other tokens as they are.
+    """Context tokens as they are stored, and all other tokens as rotated keys and values.
 
-    A step computes the keys of the context, one layer at a time, attends to the tokens of the
-    largest softmax, summed over heads, and forgets the keys again. All other tokens are attended to
-    as one, whose weight is the sum of theirs and whose value is the context's mean (SparQ
-    Attention, arXiv 2312.04985, section 3); not where a method weighs the context in its own way.
+    A step computes the keys of the context, one layer at a time, attends to the tokens with the
+    largest softmax, summed over heads, and drops the keys again. The remaining tokens count as one,
+    with the sum of their weights and the mean value of the context (SparQ Attention, arXiv
+    2312.04985, section 3), unless a method weighs the context in its own way.
 
     ``kv_bytes`` leaves out the cos and sin of the context's positions, which all layers share.
 
     Args:
-        context: asked for the entries of a layer when that is taken.
+        context: gives the entries of a layer when that layer is taken.
         budget: context tokens that a step attends to.
         capacity: tokens that the answer may add.
-        weigh: how a step weighs the context against the rest, None as the model does.
+        weigh: the method's own attention in a step, None for the model's.
         n_tokens: of the prompt. model: how its layers attend; plain attention without one.
 
-    A layer with a sliding window attends to all that its window holds.
+    A layer with a sliding window attends to everything in its window.
     """
 
     def __init__(
@@ -367,8 +367,8 @@ class SparseCache(WorkingCache):
             n_context = len(context)
             parts.insert(0, context.keys_and_values())
         if rest_logit is not None:
-            # A key of zeros has a logit of 0 with every query, to which the mask adds. All
-            # logits are moved alike, or the dtype's rounding would be of so large a number.
+            # A zero key has the logit 0 with every query; the mask adds the logit of the rest. All
+            # logits are shifted by it, so that rounding to the dtype does not see large numbers.
             mean_value = self._mean_value[layer]
             parts.append((torch.zeros_like(mean_value), mean_value))
             moved = rest_logit.to(query.dtype)
@@ -383,9 +383,9 @@ class SparseCache(WorkingCache):
     def _choose(
         self, context: Entries, query: Tensor, scaling: float
     ) -> tuple[Tensor, Tensor | None]:
-        """What a query (H, D) attends to: tokens, in order, and the logit of the rest.
+        """The context tokens that a query (H, D) attends to, in order, and the logit of the rest.
 
-        One choice for all heads. The logit is (H,), None if nobody wants it.
+        One choice for all heads. The logit is (H,), or None for a method with its own attention.
         """
         logits = context.logits(query).flatten(0, 1).mul_(scaling)
         if self._model is not None and (cap := self._model.score_cap) is not None:
@@ -401,10 +401,10 @@ class SparseCache(WorkingCache):
 
 
 def on_one_thread(work: Callable[[], Tensor]) -> Tensor:
-    """What ``work`` returns or raises.
+    """Run ``work`` in a thread that computes with one torch thread; returns or raises what it does.
 
-    On a thread of its own, since PyTorch would hand a number that is set here for a moment to every
-    thread of the process that first computes in that moment, for good.
+    A separate thread, as `torch.set_num_threads` also sets the number, for good, of every thread
+    that computes for the first time while it is in force.
     """
     if torch.get_num_threads() == 1:
         return work()
@@ -419,10 +419,10 @@ def on_one_thread(work: Callable[[], Tensor]) -> Tensor:
 
 @lru_cache(maxsize=1)
 def _thread(pid: int) -> ThreadPoolExecutor:
-    """Not a parent process's, which has no threads here."""
+    """By process, as a fork does not inherit threads."""
     n_threads = torch.get_num_threads()
     thread = ThreadPoolExecutor(1, thread_name_prefix="samkv-one-thread")
-    thread.submit(torch.get_num_threads).result()  # or its first operation would set the number
+    thread.submit(torch.get_num_threads).result()  # its first operation would set the number
     thread.submit(torch.set_num_threads, 1).result()
-    torch.set_num_threads(n_threads)  # what threads that begin from now on have, too
+    torch.set_num_threads(n_threads)  # for threads that start from now on
     return thread

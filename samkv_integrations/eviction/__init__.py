@@ -1,4 +1,4 @@
-"""The eviction rules: which KV entries an answer goes on with. A class a paper, and one table.
+"""The eviction rules, a class for each paper, and the table of all.
 
 StreamingLLM: Xiao, Tian, Chen, Han, Lewis: Efficient Streaming Language Models with Attention
 Sinks. H2O: Zhang et al.: Heavy-Hitter Oracle for Efficient Generative Inference of Large Language
@@ -39,11 +39,10 @@ __all__ = ["EVICTIONS", "Eviction", "Quest", "get_eviction"]
 class StreamingLLM(DroppingEviction):
     """The first entries and the most recent ones (arXiv 2309.17453, section 3.2).
 
-    sinks: entries at the beginning that always stay (the paper's 4).
+    sinks: entries at the beginning that always stay (4 in the paper).
 
-    Deviations: entries keep their true positions, where the paper counts positions inside the
-        cache. It does so to go beyond the length a model was trained for, which an engine that
-        checks the context window never does.
+    Deviations: entries keep their true positions. The paper counts positions inside the cache, to
+        exceed the length that a model was trained for, which this engine never does.
     """
 
     sinks: int = 4
@@ -77,16 +76,15 @@ class StreamingLLM(DroppingEviction):
 
 @dataclass(frozen=True, kw_only=True)
 class H2O(DroppingEviction):
-    """Half recent entries, half those that got most attention so far (arXiv 2306.14048, section 4).
+    """Half recent entries, half those with most attention so far (arXiv 2306.14048, section 4).
 
-    Per key-value head, and again with every token of the answer: the entry outside the recent half
-    with the least accumulated attention goes (algorithm 1).
+    For each key-value head, and for each token of the answer, the entry outside the recent half
+    with the least accumulated attention is evicted (algorithm 1).
 
-    Deviations: during the prompt nothing is evicted, its attention is accumulated whole and the
-    choice made once, as in the authors' code. Attention is summed over the query heads that share a
-    key-value head; the paper's models share none. Only entries computed for this question are known
-    to attend: where a method reuses a cache, what its entries attended to when they were prefilled
-    does not count.
+    Deviations: during the prompt nothing is evicted; its attention is accumulated as a whole, and
+    the choice is made once, as in the authors' code. Attention is summed over the query heads that
+    share a key-value head; in the paper's models none do. Only entries computed for this question
+    count as attending, not those of chunk caches.
     """
 
     name: ClassVar[str] = "h2o"
@@ -106,8 +104,8 @@ class _HeavyHitters(Keeper):
     def __init__(self, budget: int) -> None:
         super().__init__(budget)
         self._recent = budget // 2
-        self._scores = torch.empty(0)  # (G, S) attention that each entry got
-        self._order = torch.empty(0)  # (G, S) which entry came how late
+        self._scores = torch.empty(0)  # (G, S) attention to each entry
+        self._order = torch.empty(0)  # (G, S) age of each entry, as a counter
         self._n_seen = 0
 
     def prompt(self, seen: Seen) -> Tensor | None:
@@ -151,19 +149,19 @@ Pooling = Literal["max", "average"]
 
 @dataclass(frozen=True, kw_only=True)
 class SnapKV(DroppingEviction):
-    """The prompt's last entries, and those that their tokens attend to (sections 3 and 4).
+    """The prompt's last entries, and those that they attend to (sections 3 and 4).
 
-    Once after the prompt; the answer's entries come on top of the budget. Attention is summed over
-    the window, pooled over neighbouring entries and compared per head (arXiv 2404.14469, listing
-    1).
+    Evicts once after the prompt; the answer's entries come on top of the budget. Attention is
+    summed over the window, pooled over neighbouring entries and ranked for each head (arXiv
+    2404.14469, listing 1).
 
-    window: entries at the end that look and always stay. kernel, pooling: of the neighbourhood. The
-    defaults are those of the paper's LongBench runs.
+    window: last entries, whose attention counts and which always stay. kernel, pooling: of the
+    neighbourhood. Defaults are those of the paper's LongBench runs.
 
-    Deviations: a query head that shares its key-value head with others chooses only its part of
-    the entries (`best_of_heads`); the paper's code stores key-value heads once for every query
-    head. Of the window only entries computed for this question look, which the question's always
-    are. Neighbours are those among the entries that the method kept.
+    Deviations: query heads that share a key-value head share its budget (`best_of_heads`); the
+    paper's code repeats key-value heads for each query head. In the window only entries computed
+    for this question attend, as those of the question always are. Neighbours are neighbours among
+    the entries that the method kept.
     """
 
     window: int = 32
@@ -217,19 +215,17 @@ class SnapKV(DroppingEviction):
 
 @dataclass(frozen=True, kw_only=True)
 class PyramidKV(SnapKV):
-    """`SnapKV` whose budgets fall in equal steps from the lowest layer to the highest one.
+    """`SnapKV` with budgets that fall in equal steps from the lowest layer to the highest one.
 
-    arXiv 2406.02069, section 4.2. With b entries a layer besides the window, the highest layer
-    keeps b / beta of them and the lowest 2 b - b / beta, so that the mean is b; where the lowest
-    one would get more entries than there are, it keeps all, and the highest one gets what that
-    leaves.
+    arXiv 2406.02069, section 4.2. With b entries per layer besides the window, the highest layer
+    keeps b / beta of them and the lowest 2 b - b / beta, so that the mean is b. If the prompt has
+    fewer entries than that, the lowest layer keeps all, and the highest one gets the rest.
 
-    beta: how steep (the paper's 20). window, kernel, pooling: see `SnapKV`.
+    beta: the steepness (20 in the paper). window, kernel, pooling: see `SnapKV`.
 
-    Deviations: those of `SnapKV`. The authors' code rounds the step, here each layer's budget is
-    rounded down, so that their mean is never above the budget. As there, a prompt shorter than
-    2 b gets the same budget in every layer. "As many as there are" counts the logical prompt,
-    although a method may have kept less of it at a layer.
+    Deviations: those of `SnapKV`. The authors' code rounds the step; here the budget of each layer
+    is rounded down, so the mean never exceeds the budget. As there, a prompt shorter than 2 b gets
+    the same budget in every layer. The entries of the prompt count even where a method kept fewer.
     """
 
     beta: int = 20
@@ -257,15 +253,15 @@ class PyramidKV(SnapKV):
 class SageKV(DroppingEviction):
     """Sinks, what the last prompt token attends to, and a recent window (section 2).
 
-    Of a budget of B entries B/4 are the first ones, B/4 the most recent ones, and every query head
-    chooses B/2 over the number of query heads that share a key-value head (arXiv 2503.08879,
-    appendix A.2). Chosen once; after that every new entry is added to the recent window, and its
-    oldest entry goes (step 4).
+    Of a budget of B entries B/4 are the first ones and B/4 the most recent ones. Each query head
+    chooses B/2 divided by the number of query heads that share a key-value head (arXiv 2503.08879,
+    appendix A.2). They are chosen once; then each new entry replaces the oldest one of the recent
+    window (step 4).
 
-    Deviations: entries chosen by several query heads of a key-value head count once, and the room
-        is filled with their next best (`best_of_heads`). The last prompt token is the newest entry
-        of the recent window, where the paper counts it on top. What rounding B/4 leaves goes to the
-        chosen entries. A layer that holds fewer entries than the budget first grows up to it.
+    Deviations: entries chosen by several query heads of a key-value head count once, and their next
+        best fill the room (`best_of_heads`). The last prompt token is the newest entry of the
+        recent window; the paper counts it on top. The remainder of B/4 goes to the chosen entries.
+        A layer with fewer entries than the budget grows up to it first.
     """
 
     name: ClassVar[str] = "sage-kv"
@@ -295,20 +291,20 @@ class SageKV(DroppingEviction):
 
 @dataclass(frozen=True, kw_only=True)
 class Quest(Eviction):
-    """Nothing is dropped; a step attends, per layer, to the context's best tokens for its query.
+    """Drops nothing; at each layer a step attends to the best context tokens for its query.
 
-    All text that is not context is attended to as well: the question, the conversation, the answer
-    so far. The rest of the context counts as one token, of the weight that its tokens have together
-    and of the context's mean value. Because nothing is dropped, it stays in memory in few bits.
+    Tokens outside the context are always attended to: the question, the conversation, the answer so
+    far. The rest of the context counts as one token, with the sum of its tokens' weights and the
+    mean value of the context. The context stays in memory in its stored bits.
 
-    budget_tokens, budget_ratio: of the context, attended to by a step.
+    budget_tokens, budget_ratio: context tokens that a step attends to.
 
-    Deviations from arXiv 2406.10774: the paper ranks pages of 16 tokens by a bound, the products of
-    the query with the smallest and the largest key of each channel (section 3.3). Here a page is
-    one token, whose bound is its key, in few bits: on real text pages of 16 and of 8 were far worse
-    at the same share (docs/decisions.md). One choice a layer serves all heads, by the sum of their
-    softmax. The paper leaves the first two layers dense. One token for all the rest is of SparQ
-    Attention (arXiv 2312.04985, section 3), whose mean is of all values so far.
+    Deviations from arXiv 2406.10774: the paper ranks pages of 16 tokens by an upper bound, from the
+    smallest and the largest key of each channel (section 3.3). Here a page is one token, and its
+    quantised key takes the place of the bound: on real text pages of 16 and of 8 were far worse at
+    the same share (docs/decisions.md). All heads of a layer share one choice, by the sum of their
+    softmax. The paper leaves the first two layers dense. The one token for the rest is from SparQ
+    Attention (arXiv 2312.04985, section 3), whose mean is over all values so far.
     """
 
     name: ClassVar[str] = "quest"
@@ -339,17 +335,17 @@ EVICTIONS: Mapping[str, Eviction] = MappingProxyType(
 
 
 def get_eviction(name: str | Eviction | None) -> Eviction | None:
-    """The rule called ``name``; a rule passes through; None for None and for ``"none"``.
+    """The rule called ``name``; a rule is returned as it is; None for None and ``"none"``.
 
-    Raises UnknownOption with the names that there are, InvalidOption for a rule that drops nothing.
+    Raises UnknownOption with the known names, InvalidOption for a rule of an unsupported kind.
     """
     if name is None or name == NO_EVICTION:
         return None
     if isinstance(name, Eviction):
         if not isinstance(name, DroppingEviction | Quest):
             raise InvalidOption(
-                f"eviction {name.name!r} is a {type(name).__name__}, which says nothing of what it "
-                "drops; subclass DroppingEviction, of samkv_integrations.eviction"
+                f"eviction {name.name!r} is a {type(name).__name__}, which does not say what it "
+                "drops; subclass DroppingEviction, of samkv_integrations.eviction.base"
             )
         return name
     if not isinstance(name, str) or name not in EVICTIONS:
@@ -358,5 +354,5 @@ def get_eviction(name: str | Eviction | None) -> Eviction | None:
 
 
 def with_budget(rule: Eviction, ratio: float) -> Eviction:
-    """The rule with another budget, as a share. Raises InvalidOption if it is out of range."""
+    """The rule with another budget, as a share of the prompt. Raises InvalidOption."""
     return replace(rule, budget_tokens=None, budget_ratio=ratio)

@@ -1,6 +1,7 @@
-"""What every eviction rule is made of: a budget, a look at attention, and a keeper of each layer.
+"""The interface of an eviction rule: a budget, and a keeper of each layer, which sees attention.
 
-Rules are data; what they know of one answer is in a `Keeper` of each layer. Both see tensors only.
+A rule is immutable data; the state of one answer is in a `Keeper` for each layer. Both see tensors
+only.
 """
 
 from __future__ import annotations
@@ -17,17 +18,17 @@ from torch import Tensor
 from samkv_integrations.errors import InvalidOption
 
 TILE = 2**23
-"""Most attention weights that are held at once (float32)."""
+"""Attention weights (float32) that are held at a time."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Seen:
-    """The attention of one layer over the entries that it holds now, in order of position.
+    """The attention of one layer over the entries that it holds, in order of position.
 
-    While an answer is decoded only the newest entry must be in its place, which is the last one.
+    During decoding the order may be any, as long as the newest entry is the last one.
 
     query: (H, R, D) after RoPE, of entries that have just been computed.
-    slots: (R,) where those lie among the held entries; an entry sees those up to its own.
+    slots: (R,) their places among the held entries; an entry sees those up to its own place.
     keys: (S, G, D), rotated. scaling: the model's.
     """
 
@@ -42,7 +43,7 @@ class Seen:
         return len(self.keys)
 
     def weights(self, since: int = 0) -> Iterator[Tensor]:
-        """(G, H/G, r, S) float32, tile by tile, of the computed entries from slot ``since`` on."""
+        """Weights of the computed entries from slot ``since`` on, in tiles (G, H/G, r, S) float32."""
         n_entries, n_kv_heads, _ = self.keys.shape
         n_heads, device = len(self.query), self.keys.device
         keys = self.keys.permute(1, 2, 0).float()  # (G, D, S)
@@ -61,9 +62,9 @@ class Seen:
 
 
 class Keeper(ABC):
-    """What one layer keeps during one answer. It may remember; the entries themselves it never has.
+    """Decides which entries one layer keeps during one answer. It may have state, but no entries.
 
-    budget: most entries that it keeps.
+    budget: entries that it keeps at most.
     """
 
     def __init__(self, budget: int) -> None:
@@ -71,23 +72,20 @@ class Keeper(ABC):
 
     @abstractmethod
     def prompt(self, seen: Seen) -> Tensor | None:
-        """(budget, G) slots to keep after the prompt, ascending; None for all.
-
-        Called once, before any `step`.
-        """
+        """(budget, G) slots to keep after the prompt, ascending; None for all. Called first."""
 
     @abstractmethod
     def step(self, seen: Seen) -> int | Tensor | None:
-        """The slot to give up now that an answer's token is in; None for none.
+        """The slot to evict after a token of the answer, or (G,) one of each head; None for none.
 
-        The newest entry moves there from the end. One slot, or (G,) one a head.
+        The newest entry moves there from the end.
         """
 
 
 class Once(Keeper):
-    """Evicts after the prompt, then lets the answer's entries come on top.
+    """Evicts once, after the prompt; the answer's entries come on top of the budget.
 
-    choose: seen -> (budget, G) slots, asked only when there are more than ``budget`` entries.
+    choose: seen -> (budget, G) slots; called only with more than ``budget`` entries.
     """
 
     def __init__(self, budget: int, choose: Callable[[Seen], Tensor]) -> None:
@@ -102,7 +100,7 @@ class Once(Keeper):
 
 
 class Sliding(Once):
-    """As `Once`, and then every new entry takes the place of the oldest of the ``recent`` last."""
+    """Like `Once`, and then each new entry replaces the oldest of the ``recent`` last ones."""
 
     def __init__(self, budget: int, choose: Callable[[Seen], Tensor], recent: int) -> None:
         super().__init__(budget, choose)
@@ -112,7 +110,7 @@ class Sliding(Once):
     def step(self, seen: Seen) -> int | Tensor | None:
         if seen.n_entries <= self.budget:
             return None
-        # the recent entries are a ring: what was written longest ago is the oldest
+        # the recent entries are a ring buffer
         slot = self.budget - self._recent + self._n_evicted % self._recent
         self._n_evicted += 1
         return slot
@@ -120,14 +118,14 @@ class Sliding(Once):
 
 @dataclass(frozen=True, kw_only=True)
 class Eviction(ABC):
-    """A rule that says which entries of the working cache an answer goes on with.
+    """A rule for the KV entries that the tokens after the first attend to.
 
-    Subclass `DroppingEviction`: beside `Quest` the engine knows no other kind.
+    Subclass `DroppingEviction`: the engine supports no other kind, except `Quest`.
 
-    budget_tokens, budget_ratio: entries a layer and head, or that as a share of the logical prompt;
-        exactly one of the two. A share is never taken below `min_tokens`.
+    budget_tokens, budget_ratio: entries of each layer and head, as a number or as a share of the
+        whole prompt; give exactly one. A share is raised to `min_tokens` if it is smaller.
 
-    Raises InvalidOption for a budget that the rule cannot keep to.
+    Raises InvalidOption for a budget that the rule cannot keep.
     """
 
     budget_tokens: int | None = None
@@ -158,10 +156,10 @@ class Eviction(ABC):
     @property
     @abstractmethod
     def min_tokens(self) -> int:
-        """The smallest budget that leaves room for what it must keep."""
+        """The smallest budget that holds the entries that the rule always keeps."""
 
     def budget(self, n_tokens: int) -> int:
-        """Entries a layer, mean over the layers."""
+        """Entries of a layer, mean over the layers."""
         if self.budget_tokens is not None:
             return self.budget_tokens
         assert self.budget_ratio is not None
@@ -177,34 +175,34 @@ class Eviction(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class DroppingEviction(Eviction):
-    """A rule that drops entries for good."""
+    """A rule that drops entries permanently."""
 
     slides: ClassVar[bool]
-    """Whether it evicts during the answer too, and so never holds more than its budget."""
+    """Whether it also evicts during the answer, and so never exceeds its budget."""
 
     @property
     def n_queries(self) -> int | None:
-        """Of how many of the prompt's last entries it wants the queries; None for all.
+        """How many of the prompt's last entries it needs the queries of; None for all.
 
-        The others may then be entries that were computed for an earlier prompt.
+        All others may come from the prefix cache.
         """
         return None
 
     @abstractmethod
     def keeper(self, budget: int) -> Keeper:
-        """A keeper of one layer for one answer."""
+        """A new keeper for one layer of one answer."""
 
     def layer_budget(self, n_tokens: int, layer: int, n_layers: int) -> int:
-        """Rows that ``layer`` may keep of a logical prompt of ``n_tokens``."""
+        """Entries that ``layer`` may keep of a prompt of ``n_tokens``."""
         return self.budget(n_tokens)
 
 
 def best_of_heads(scores: Tensor, count: int) -> Tensor:
-    """(G, count) columns, ascending: the best of every query head that shares a key-value head.
+    """(G, count) columns, ascending: the best of all query heads that share a key-value head.
 
-    scores: (G, H/G, N). A key-value head keeps the union of its query heads' best k, with the
-    largest k for which that fits into ``count``, and the rest is filled with the next best of each
-    in turn; where only some of one rank fit, those of the largest sum over the heads.
+    scores: (G, H/G, N). A key-value head keeps the union of its query heads' best k, for the
+    largest k that fits into ``count``. The next best of each query head fill the rest; if not all
+    of them fit, those with the largest sum over the heads.
     """
     ranks = scores.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
     best = ranks.amin(1)  # (G, N), the rank that the keenest head gives
@@ -214,6 +212,6 @@ def best_of_heads(scores: Tensor, count: int) -> Tensor:
 
 
 def with_ends(chosen: Tensor, n_entries: int, *, first: int = 0, last: int = 0) -> Tensor:
-    """(first + K + last, G) slots: those chosen, (G, K), between the first and the last entries."""
+    """(first + K + last, G) slots: the chosen ones (G, K) between the first and last entries."""
     slots = torch.arange(n_entries, device=chosen.device).expand(len(chosen), -1)
     return torch.cat((slots[:, :first], chosen, slots[:, n_entries - last :]), dim=1).T

@@ -1,4 +1,4 @@
-"""The methods: one file a paper, one table."""
+"""The methods, one file for each paper, and the table of all."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ METHODS: Mapping[str, Method] = MappingProxyType(
         )
     }
 )
-"""Name -> method, in the order of the tables."""
+"""Name -> method, in the order of the tables in the docs."""
 
 DEFAULT_METHOD = "auto"
 
 
 def get_method(name: str | Method) -> Method:
-    """The method called ``name``; a `Method` passes through. Else UnknownOption with the names."""
+    """The method called ``name``; a `Method` is returned as it is. Raises UnknownOption."""
     if isinstance(name, Method):
         return name
     if not isinstance(name, str) or name not in METHODS:

@@ -1,4 +1,4 @@
-"""A3: the tokens that the question attends to at layer 1 are computed again.
+"""A3: recomputes the tokens that the question attends to at layer 1.
 
 Attention-Aware Accurate KV Cache Fusion for Fast Large Language Model Serving.
 """
@@ -19,14 +19,13 @@ from samkv_integrations.prompt.layout import Layout
 class A3Recompute(RecomputeFrom):
     """The ``ratio`` of tokens with the highest attention of the question (section 3.2, eq. 3).
 
-    All tokens are computed up to the check layer. A token's score is the attention that all
-    question tokens and heads give to it there, by a softmax over the context's computed tokens
-    alone.
+    All tokens are computed up to the check layer. There a token's score is the attention of all
+    question tokens and heads to it, with a softmax over the computed context tokens only.
 
-    ratio: 0.15. The paper leaves its value to the reader.
+    ratio: 0.15; the paper gives no value.
 
-    Deviations: tokens of a chunk whose cache is exact do not compete. The decode-time extension is
-    ``eviction="snapkv"``.
+    Deviations: tokens of chunks with an exact cache are not candidates. The decode-time extension
+    is ``eviction="snapkv"``.
     """
 
     ratio: float = 0.15

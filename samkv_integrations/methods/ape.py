@@ -1,4 +1,4 @@
-"""APE (arXiv 2502.05431): chunks side by side, attention to them sharpened and weighed down.
+"""APE (arXiv 2502.05431): parallel chunks; attention to them is sharpened and scaled down.
 
 Yang, Chen, Chen: APE, Faster and Longer Context-Augmented Generation via Adaptive Parallel
 Encoding.
@@ -19,15 +19,14 @@ from samkv_integrations.methods.parts import RecomputeNone, SelectAll
 
 @dataclass(frozen=True, kw_only=True)
 class ApeAttention:
-    """Softmax in two parts, the context and the rest (section 4).
+    """Softmax in two parts, over the context and over the rest (section 4).
 
-    Logits of the context are divided by ``temperature``, and the logarithm of their sum of
-    exponentials is multiplied with ``scale`` before it is weighed against that of the rest.
-    With 1 and 1 this is ordinary attention.
+    Logits of the context are divided by ``temperature``; their log-sum-exp is multiplied by
+    ``scale`` before the two parts are merged. With 1 and 1 this is ordinary attention.
 
     temperature: 0.9 in the authors' code; must be above 0. scale: 0.9 there.
 
-    Deviations: all tokens that are not cached see the context this way, also those between chunks.
+    Deviations: every token without a cache attends this way, also between chunks.
     """
 
     temperature: float = 0.9
@@ -65,9 +64,9 @@ class ApeAttention:
 def ape() -> Method:
     """APE with the defaults of its code.
 
-    Its shared prefix is the engine's ``prefix_text``: chunks are prefilled after it, and a prompt
-    that begins with it attends to it once. Keys stay where they were prefilled, so all chunks share
-    positions. Deviation: the question keeps its place behind all chunks.
+    Its shared prefix is the engine's ``prefix_text``: chunks are computed behind it, and a prompt
+    that begins with it attends to it once. Keys stay where they were computed, so all chunks share
+    positions. Deviation: the question keeps its position behind all chunks.
     """
     return Method(
         name="ape",

@@ -1,8 +1,8 @@
-"""The contract of a method, and what its parts see.
+"""The interface of a method and of its parts.
 
-Parts are pure: they see tensors and a layout, never the model, the store or the engine. `select`
-says which blocks of which layer to keep, `recompute` which of the kept tokens to compute again,
-`update` how a recomputed entry and the cached one combine, `positions` where cached keys sit.
+`select` chooses the blocks to keep at each layer, `recompute` the kept tokens to compute again,
+`update` combines a recomputed entry with the cached one, `positions` places the cached keys. Parts
+are pure functions of tensors and a layout; they see neither the model nor the store nor the engine.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from samkv_integrations.prompt.layout import Layout
 
 @dataclass(frozen=True, kw_only=True)
 class Selection:
-    """What a method keeps of the context.
+    """The blocks of the context that a method keeps.
 
     keep: (L, Nb) bool, CPU, blocks kept at each layer.
     """
@@ -41,29 +41,28 @@ class Selection:
 
 
 Update = Callable[[Tensor, Tensor], Tensor]
-"""(cached, computed), both (R, G, D) -> what takes part: keys or values of R tokens."""
+"""(cached, computed) -> the entries to use, all (R, G, D): keys or values of R tokens."""
 
 Positions = Literal["global", "local"]
-"""Where cached keys sit: at their places in the prompt, or at those of their own prefill."""
+"""Positions of cached keys: those of the prompt, or those that the chunk was computed at."""
 
 NEEDED = frozenset(("block_means", "local_query", "anchor_mean", "statistics"))
-"""What the parts of a method may need of a chunk beside its KV entries."""
+"""What a part may need of a chunk besides its KV entries."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SelectionInputs:
-    """What was computed at ingest, of all chunks of a request; only what a part `needs`.
+    """What was computed at ingest, for all chunks of a request; only what a part `needs`.
 
-    Blocks and tokens are numbered as in the layout.
+    Blocks and tokens are numbered as in the layout. A key or query is un-rotated.
 
-    block_means: (L, Nb, G, D) float32, mean un-rotated key of each middle block; 0 for anchor
-        blocks.
-    local_query: (L, C, H, D) float32, mean un-rotated query of each chunk's local tokens.
-    anchor_mean: (L, C, G, D) float32, mean un-rotated key of each chunk's anchor tokens; 0 if the
-        prompt holds none.
-    block_max, block_min: (L, C) most and least important middle block, -1 without a middle, and if
-        the prompt holds nothing of that block.
-    outliers: (L, Tctx) bool, middle tokens of outstanding attention.
+    block_means: (L, Nb, G, D) float32, mean key of each middle block; 0 for anchor blocks.
+    local_query: (L, C, H, D) float32, mean query of each chunk's local tokens.
+    anchor_mean: (L, C, G, D) float32, mean key of each chunk's anchor tokens; 0 if the prompt
+        contains none.
+    block_max, block_min: (L, C) most and least important middle block; -1 without a middle, and if
+        the prompt contains no token of that block.
+    outliers: (L, Tctx) bool, middle tokens with outlying attention.
     stable_layers: indices of the layers N* (paper: Appendix A.2).
     """
 
@@ -81,7 +80,7 @@ class SelectionInputs:
 class ProbedLayer:
     """One layer of a probe.
 
-    queries: (H, R, D), rotated, of the computed tokens in prompt order. cos, sin: (R, D) of them.
+    queries: (H, R, D), rotated, of the computed tokens in order. cos, sin: (R, D), their rotation.
     """
 
     queries: Tensor
@@ -90,12 +89,11 @@ class ProbedLayer:
 
 
 class Select(ABC):
-    """Which blocks of the context to keep at each layer.
+    """Chooses the blocks of the context to keep at each layer.
 
-    needs: names out of `NEEDED`. Everything needed counts as bytes.
-    probes: whether a pass of the uncached tokens over `probe_blocks` comes first, that `score`
-        looks at layer by layer.
-    keeps_all: whether it keeps every block, of any context.
+    needs: names in `NEEDED`; each is read from the caches, and counts in ``bytes_read``.
+    probes: whether a pass of the uncached tokens over `probe_blocks` comes first, for `score`.
+    keeps_all: whether it always keeps every block.
     """
 
     keeps_all: ClassVar[bool] = False
@@ -109,28 +107,28 @@ class Select(ABC):
         return False
 
     def probe_blocks(self, layout: Layout) -> Tensor:
-        """(Nb,) bool, blocks that the probe attends to: all, unless a method reads fewer."""
+        """(Nb,) bool, blocks that the probe attends to; all by default."""
         return torch.ones(layout.n_blocks, dtype=torch.bool)
 
     def score(self, probed: ProbedLayer, layout: Layout) -> Tensor:
-        """What `choose` is given of a layer. Stays on the device. Pure."""
+        """The scores of a layer for `choose`, on the device. Pure."""
         raise NotImplementedError
 
     @abstractmethod
     def choose(self, scores: Tensor | None, inputs: SelectionInputs, layout: Layout) -> Selection:
         """The selection.
 
-        scores: what `score` made of the layers, stacked; None without a probe. Pure.
+        scores: those of all layers, stacked; None without a probe. Pure.
         """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Checked:
-    """What a layer made of the context tokens that were computed up to it, all rotated.
+    """The context tokens that have been computed up to the check layer, all rotated.
 
     tokens: (n,) context tokens. keys, values: (n, G, D) as computed. queries: (H, W, D) of the
-    question's tokens. scaling: of the attention's logits.
-    cached: reads their cached keys, at the positions in use, and values, (n, G, D) each.
+    question's tokens. scaling: of the attention logits.
+    cached: returns the cached keys, at the same positions, and values, (n, G, D) each.
     """
 
     tokens: Tensor
@@ -142,12 +140,12 @@ class Checked:
 
 
 class Recompute(ABC):
-    """Which kept tokens to compute again.
+    """Chooses the kept tokens to compute again.
 
     uses_caches: whether any stored entry is ever used.
-    check_layer: the tokens of all later layers are decided when the pass is there; None: all tokens
-        are known before.
-    whole_tokens: contexts of at most this many tokens are kept and computed as a whole.
+    check_layer: the layer where `choose_after` decides on all later layers; None if `choose`
+        decides on every layer before the pass.
+    whole_tokens: prompts with at most this many context tokens are computed in full.
     """
 
     uses_caches: ClassVar[bool] = True
@@ -165,24 +163,23 @@ class Recompute(ABC):
         return 0
 
     def most_ratio(self, n_context: int, n_chunks: int) -> float:
-        """Recomputed tokens as a share of the context, mean over layers, at most.
+        """An upper bound of the recomputed share of the context, mean over layers.
 
-        `auto` alone asks, to weigh a method against full prefill; with 1.0 it never takes the
-        method.
+        Only `auto` uses it, to compare a method with full prefill; at 1.0 full prefill wins.
         """
         return 1.0
 
     @abstractmethod
     def choose(self, selection: Selection, inputs: SelectionInputs, layout: Layout) -> Tensor:
-        """(L, Tctx) bool, CPU; tokens that are not kept at a layer are ignored there. Pure."""
+        """(L, Tctx) bool, CPU; a token is ignored at layers that do not keep it. Pure."""
 
     def choose_after(self, checked: Checked, layout: Layout) -> Tensor:
-        """(Tctx,) bool, CPU: tokens of the layers after ``check_layer``. Pure."""
+        """(Tctx,) bool, CPU: the tokens for the layers after ``check_layer``. Pure."""
         raise NotImplementedError
 
 
 class ContextAttention(Protocol):
-    """Attention of uncached tokens that treats the context's tokens in its own way."""
+    """A method's own attention, which may treat context tokens and others differently."""
 
     def __call__(
         self,
@@ -195,7 +192,7 @@ class ContextAttention(Protocol):
     ) -> Tensor:
         """(1, H, R, D) from query (1, H, R, D), keys and values (1, G, S, D).
 
-        mask: (R, S) bool, what a token may see; None for all. is_context: (S,) or (G, S) bool.
+        mask: (R, S) bool, the entries that a token sees; None for all. is_context: (S,) or (G, S).
         """
         ...
 
@@ -207,16 +204,16 @@ def overwrite(cached: Tensor, computed: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """One way of answering from chunk caches.
+    """A method of answering from chunk caches.
 
-    A row of the table `METHODS`, or an ablation of one made with ``dataclasses.replace``.
+    An entry of `METHODS`, or a variant of one made with ``dataclasses.replace``.
 
-    positions: ``global`` (cached keys are rotated to their true positions) or ``local`` (they stay
-        where they were prefilled, the papers' Reuse baseline).
-    attend: how computed tokens weigh the context against the rest; None as the model does.
-    eviction: what the answer's later tokens go on with, unless a call says otherwise; None for all.
-    whole_if_faster: compute the whole context where that is estimated to be faster.
-    else_way: the name of the method that it is where the context is not computed as a whole.
+    positions: ``global`` (cached keys are rotated to their positions in the prompt) or ``local``
+        (they stay where the chunk was computed, the papers' Reuse baseline).
+    attend: the method's own attention; None for the model's.
+    eviction: rule for the tokens after the first, unless a call gives one; None to keep all.
+    whole_if_faster: compute the whole prompt where that is estimated to be faster.
+    else_way: what a report calls it where it is not; empty for its name.
     """
 
     name: str
@@ -244,7 +241,7 @@ class Method:
 
     @property
     def way(self) -> str:
-        """What a report calls an answer that is not full prefill."""
+        """``Report.ran`` of an answer that uses caches."""
         return self.else_way or self.name
 
 
@@ -255,11 +252,11 @@ def check_ratio(name: str, value: float | None) -> None:
 
 
 MOST_TOKENS = 2**31
-"""Of any count: beyond every context window, and within what tensors hold."""
+"""Limit of any count: beyond all context windows, and within the range of tensors' integers."""
 
 
 def check_count(name: str, value: int, at_least: int = 0) -> None:
-    """Raise InvalidOption unless ``value`` is ``at_least`` so many, and a number of tokens."""
+    """Raise InvalidOption unless ``value`` is a whole number from ``at_least`` to `MOST_TOKENS`."""
     if not isinstance(value, int) or isinstance(value, bool) or value > MOST_TOKENS:
         raise InvalidOption(f"{name}={value!r}; it must be a whole number, at most {MOST_TOKENS}")
     if value < at_least:
@@ -268,7 +265,7 @@ def check_count(name: str, value: int, at_least: int = 0) -> None:
 
 
 def option_names(method: Method) -> tuple[str, ...]:
-    """The knobs of a method's parts, ``select.x``, ``recompute.y`` and ``attend.z``."""
+    """The options of a method's parts, as ``select.x``, ``recompute.y`` and ``attend.z``."""
     parts = (("select", method.select), ("recompute", method.recompute), ("attend", method.attend))
     return tuple(
         f"{name}.{field.name}"
@@ -282,11 +279,11 @@ _NAMES = {float: "a number", int: "a whole number", bool: "True or False", type(
 
 
 def with_option(method: Method, setting: str) -> Method:
-    """The method with one option changed. setting: ``NAME=VALUE``, NAME out of `option_names`.
+    """The method with one option changed. setting: ``NAME=VALUE``, with a NAME in `option_names`.
 
     Raises:
-        UnknownOption: it has no such option.
-        InvalidOption: a value of the wrong kind, or out of range.
+        UnknownOption: the method has no such option.
+        InvalidOption: the value has the wrong type, or is out of range.
     """
     name, _, text = setting.partition("=")
     known = option_names(method)

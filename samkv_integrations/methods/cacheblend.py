@@ -1,4 +1,4 @@
-"""CacheBlend (arXiv 2405.16444): the tokens whose values deviate most are computed again.
+"""CacheBlend (arXiv 2405.16444): recomputes the tokens whose cached values deviate most.
 
 Yao et al.: CacheBlend, Fast Large Language Model Serving for RAG with Cached Knowledge Fusion.
 """
@@ -18,15 +18,14 @@ from samkv_integrations.prompt.layout import Layout
 class CacheblendRecompute(RecomputeFrom):
     """The ``ratio`` of tokens with the highest KV deviation at the check layer (section 4.3).
 
-    All tokens are computed up to that layer. Deviation is the squared distance of a token's
-    computed value from its cached one, over all heads.
+    All tokens are computed up to that layer. The deviation of a token is the squared distance
+    between its computed and its cached value, over all heads.
 
-    ratio: 0.15, which the paper finds enough; its code has 0.16.
+    ratio: 0.15, which the paper finds sufficient; its code has 0.16.
 
-    Deviations: the paper narrows the set layer by layer, its code keeps one set, and so does this.
-    Question tokens are always computed and never compete with the context; in the code's examples
-    they do. The code computes queries of the chosen tokens alone at the check layer; here the whole
-    layer is computed.
+    Deviations: the paper narrows the set layer by layer; its code keeps one set, and so does this.
+    Question tokens are always computed and are not candidates; in the code's examples they are. At
+    the check layer the code computes queries of the chosen tokens only; here of all tokens.
     """
 
     ratio: float = 0.15

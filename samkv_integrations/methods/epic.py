@@ -1,4 +1,4 @@
-"""EPIC's LegoLink (arXiv 2410.15332): the first tokens of every chunk are computed again.
+"""EPIC's LegoLink (arXiv 2410.15332): recomputes the first tokens of every chunk.
 
 Hu et al.: EPIC, Efficient Position-Independent Caching for Serving Large Language Models.
 """
@@ -25,16 +25,16 @@ from samkv_integrations.prompt.layout import Layout
 class EpicRecompute(Recompute):
     """The first tokens of each chunk, at every layer (section 4.2, LegoLink).
 
-    A chunk that was prefilled alone has an attention sink of its own at its beginning. Computed
-    again, its first tokens see the chunks before them and stop being one.
+    A chunk that was computed alone has its own attention sink at its beginning. Recomputed, its
+    first tokens see the chunks before them and are no sink any more.
 
-    first: so many tokens of each chunk (the paper shows 1 to 64, mostly 16).
-    last: so many of its last tokens as well (how SamKV and A3 describe it).
-    ratio: instead of first and last, this share of each chunk's tokens, from its beginning.
+    first: first tokens of each chunk to recompute (the paper shows 1 to 64, mostly 16).
+    last: last tokens of each chunk to recompute (as SamKV and A3 describe it).
+    ratio: instead of first and last, a share of each chunk, from its beginning.
 
-    Deviations: the original leaves the first chunk alone, this one every chunk whose cache is
-    exact, which is the first chunk right after the prefix. The original keeps a BOS token in front
-    of every chunk; here chunks were prefilled after the engine's prefix, whose tokens are not kept.
+    Deviations: the original never recomputes the first chunk; here no chunk with an exact cache is
+    recomputed, such as the first one right behind the prefix. The original keeps a BOS token before
+    every chunk; here chunks are computed behind the engine's prefix, whose entries are dropped.
     """
 
     first: int = 16
@@ -63,7 +63,7 @@ class EpicRecompute(Recompute):
 
 
 def epic() -> Method:
-    """LegoLink-16, the setting that the paper shows most."""
+    """LegoLink-16, the paper's most frequent setting."""
     return Method(
         name="epic",
         paper="arXiv 2410.15332",

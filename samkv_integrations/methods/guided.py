@@ -21,17 +21,18 @@ from samkv_integrations.methods.parts import SelectAll, matching_segments
 from samkv_integrations.prompt.layout import Layout
 
 SEGMENT = 32  # tokens of a segment of a chunk
-MOST_MATCHED = 6  # a sixth of the context at most: else little of a short one would be reused
+MOST_MATCHED = 6  # at most a sixth of the context, so that most of a short one is reused
 
 
 @dataclass(frozen=True, kw_only=True)
 class GuidedRecompute(Recompute):
     """Recomputes first tokens of chunks, and segments that match the question.
 
-    first: first tokens of each chunk: they were cached as if other documents stood before them.
-    matched: most tokens, in the whole prompt, of segments that share tokens with the question,
-        besides first tokens; a sixth of the context at most.
-    small_context: contexts of at most this many tokens are computed whole, which takes no longer.
+    first: first tokens of each chunk; their cached entries see the wrong preceding text.
+    matched: limit of further tokens, in the whole prompt, in segments that share tokens with the
+        question; at most a sixth of the context.
+    small_context: prompts with at most this many context tokens are computed in full, which takes
+        no longer.
     """
 
     first: int = 16

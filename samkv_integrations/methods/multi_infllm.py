@@ -32,12 +32,12 @@ class MultiInfllmSelect(Select):
     product of its representative with the mean query of the question's tokens, summed over heads,
     both un-rotated, so that all blocks are equally far away (section 3.2).
 
-    max_kept_ratio: kept tokens as a share of each chunk, its anchors included, which are never
-        left out. 1 keeps everything.
+    max_kept_ratio: kept tokens as a share of each chunk, with its anchors, which are always kept.
+        1 keeps everything.
 
     Deviations: the representative is the mean key of the block, where the paper takes the mean of
     its four tokens with the highest local attention; blocks have the engine's size (128 there);
-    the choice is made once a request, not for every piece of decoding.
+    the choice is made once for each request, not again while decoding.
     """
 
     max_kept_ratio: float = 0.2

@@ -1,4 +1,4 @@
-"""What several methods share: simple parts, scores and budgets; and the methods without a paper."""
+"""Parts, scores and budgets that several methods share, and the baselines without a paper."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class SelectAll(Select):
 
 @dataclass(frozen=True, kw_only=True)
 class RecomputeAll(Recompute):
-    """Compute every token again: ordinary prefill."""
+    """Recompute every token: full prefill."""
 
     uses_caches: ClassVar[bool] = False
 
@@ -46,7 +46,7 @@ class RecomputeAll(Recompute):
 
 @dataclass(frozen=True, kw_only=True)
 class RecomputeInexact(Recompute):
-    """Compute every token again that may differ from ordinary prefill's."""
+    """Recompute every token whose cached entry may differ from full prefill's."""
 
     def choose(self, selection: Selection, inputs: SelectionInputs, layout: Layout) -> Tensor:
         return selection.tokens(layout) & ~layout.exact[layout.chunk_of_token]
@@ -54,7 +54,7 @@ class RecomputeInexact(Recompute):
 
 @dataclass(frozen=True, kw_only=True)
 class RecomputeNone(Recompute):
-    """Use the caches as they are."""
+    """Recompute nothing."""
 
     def choose(self, selection: Selection, inputs: SelectionInputs, layout: Layout) -> Tensor:
         return torch.zeros(len(selection.keep), layout.n_context, dtype=torch.bool)
@@ -62,9 +62,9 @@ class RecomputeNone(Recompute):
 
 @dataclass(frozen=True, kw_only=True)
 class RecomputeFrom(Recompute):
-    """All tokens up to a layer, and from there on those that it points out.
+    """Recompute all tokens up to a check layer, and above it those that `choose_after` picks.
 
-    ratio: tokens of the later layers as a share of the context. What is exact is never computed.
+    ratio: share of the context for the layers above. Exact chunks are never recomputed.
     layer: the check layer, counted from 0.
     """
 
@@ -111,12 +111,12 @@ class Fusion:
 
 
 def token_budget(ratio: float, n_tokens: Tensor) -> Tensor:
-    """``ratio`` of ``n_tokens``, rounded up; what rounding of floats adds does not count."""
+    """``ratio`` of ``n_tokens``, rounded up, with a tolerance for the error of floats."""
     return (ratio * n_tokens.double() - 1e-6).ceil().clamp(min=0).long()
 
 
 def top_tokens(scores: Tensor, tokens: Tensor, ratio: float, layout: Layout) -> Tensor:
-    """(Tctx,) bool, CPU: the best of ``tokens`` (n,) by scores (n,), ``ratio`` of the context."""
+    """(Tctx,) bool, CPU: the ``tokens`` (n,) with the best scores, ``ratio`` of the context."""
     recomputed = torch.zeros(layout.n_context, dtype=torch.bool)
     count = min(len(tokens), int(token_budget(ratio, torch.tensor(layout.n_context))))
     recomputed[tokens[scores.topk(count).indices.cpu()]] = True
@@ -139,7 +139,7 @@ def group_heads(queries: Tensor, n_kv_heads: int) -> Tensor:
 
 
 def personalise(query: Tensor, local_query: Tensor) -> Tensor:
-    """A query of its own for every chunk (SamKV equation 1).
+    """A personalised query for each chunk (SamKV equation 1).
 
     query (L, H, D), local_query (L, C, H, D) -> (L, C, H, D): the query plus, for each chunk, the
     mean of the other chunks' local queries, each weighted with its absolute cosine to the query
@@ -155,10 +155,10 @@ def personalise(query: Tensor, local_query: Tensor) -> Tensor:
 
 
 def fill_budget(order: Tensor, layout: Layout, budget_tokens: float | Tensor) -> Tensor:
-    """(L, Nb) bool: the best blocks of each layer that fit into ``budget_tokens``.
+    """(L, Nb) bool: the best blocks of each layer, up to ``budget_tokens``.
 
-    order: (L, Nb), higher first, -inf never. Filling ends at the first block that does not fit.
-    budget_tokens: the same for all layers, or (L, 1).
+    order: (L, Nb) scores; -inf is never taken. Filling ends at the first block that does not fit.
+    budget_tokens: one for all layers, or (L, 1).
     """
     ranking = order.argsort(dim=1, descending=True, stable=True)
     lengths = layout.block_lengths.to(order.device)[ranking]
@@ -169,13 +169,12 @@ def fill_budget(order: Tensor, layout: Layout, budget_tokens: float | Tensor) ->
 
 
 def matching_segments(layout: Layout, size: int, most: int, given: Tensor) -> Tensor:
-    """(Tctx,) bool: segments of chunks that share the rarest tokens with the question.
+    """(Tctx,) bool: segments of chunks that share rare tokens with the question. Ours, after BM25.
 
-    Segments have ``size`` tokens; the best are taken until the next one would make it more than
-    ``most`` tokens, not counting those in ``given`` ((Tctx,) bool). A segment scores the sum of
-    log((n + 1) / (m + 0.5)) over the question's tokens that it holds, n being the number of
-    segments and m of those that hold the token, and half of that sum over those that its chunk
-    holds. Ours, after BM25.
+    Segments have ``size`` tokens. The best ones are taken while they have at most ``most`` tokens
+    together, without those in ``given`` ((Tctx,) bool). The score of a segment is the sum of
+    log((n + 1) / (m + 0.5)) over the question's tokens in it, where n counts all segments and m
+    those with the token, plus half of that sum over the question's tokens in its chunk.
     """
     ids, chunk = layout.token_ids[layout.context_positions], layout.chunk_of_token
     asked: Tensor = torch.unique(layout.token_ids[layout.question])
@@ -201,7 +200,7 @@ def matching_segments(layout: Layout, size: int, most: int, given: Tensor) -> Te
 
 
 def recompute() -> Method:
-    """Full prefill: all text through the model, no cache used."""
+    """Full prefill: the whole prompt is computed, and no cache is used."""
     return Method(
         name="recompute",
         paper="-",
@@ -212,7 +211,7 @@ def recompute() -> Method:
 
 
 def reuse() -> Method:
-    """Every cached token, rotated to its true position; nothing recomputed."""
+    """Every cached token at its position in the prompt; nothing recomputed."""
     return Method(
         name="reuse",
         paper="-",
@@ -223,7 +222,7 @@ def reuse() -> Method:
 
 
 def reuse_local() -> Method:
-    """Every cached token at the position where it was prefilled (the papers' Reuse)."""
+    """Every cached token at the position where it was computed (the papers' Reuse)."""
     return Method(
         name="reuse-local",
         paper="Reuse in arXiv 2508.11661",

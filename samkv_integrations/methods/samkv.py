@@ -38,13 +38,13 @@ PAPER = "arXiv 2508.11661"
 class SamkvSelect(Select):
     """Blocks by personalised query, dynamic share and a ranking across chunks (section 3.1, 3.2).
 
-    max_kept_ratio: hard cap on kept tokens as a share of the context; the anchors are always kept,
-        so the cap is never below them. None for no cap.
-    bias: add the personalised bias (equation 1). middle: select middle blocks at all. These two are
+    max_kept_ratio: limit of kept tokens as a share of the context; the anchors are always kept,
+        even beyond it. None for no limit.
+    bias: add the personalised bias (equation 1). middle: select middle blocks at all. Both are
         columns of the paper's Table 4.
 
-    Deviations: the cap is ours, the paper's share P is unbounded. Details that the paper leaves
-    open are decided in docs/methods.md.
+    Deviations: the limit is ours; the paper's share P is unbounded. docs/methods.md lists details
+    that the paper leaves open.
     """
 
     max_kept_ratio: float | None = 0.15
@@ -106,7 +106,7 @@ def block_scores(personal: Tensor, block_means: Tensor, layout: Layout) -> Tenso
 def selected_share(personal: Tensor, scores: Tensor, inputs: SelectionInputs) -> Tensor:
     """(C,) share P of each chunk's middle blocks to select: equation 2 averaged as equation 3.
 
-    0 where the prompt does not hold both of the blocks that the equation compares.
+    0 where the prompt lacks one of the two blocks that the equation compares.
     """
     assert inputs.anchor_mean is not None
     assert inputs.block_max is not None and inputs.block_min is not None
@@ -146,15 +146,15 @@ def rank_across(scores: Tensor, candidates: Tensor, layout: Layout) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class SamkvRecompute(Recompute):
-    """Anchor tokens of every chunk that is not exact, and outliers (section 3.3, Appendix A.1).
+    """Anchor tokens and outliers of every chunk that is not exact (section 3.3, Appendix A.1).
 
-    Outliers are tokens of outstanding attention inside chosen middle blocks.
+    Outliers are tokens with outlying attention inside selected middle blocks.
 
-    Deviations: a chunk that is exact already is left alone; a token that is carried through a layer
-    where its block is not kept takes part there with keys and values computed now, not with stored
-    ones, which would have to be read for it.
+    Deviations: exact chunks are not recomputed. A token that is computed at a layer where its block
+    is not kept attends there with its computed keys and values, not with stored ones, which would
+    have to be read for it.
 
-    anchors, outliers: switch either off.
+    anchors, outliers: switch off either.
     """
 
     anchors: bool = True

@@ -1,4 +1,4 @@
-"""Where tokens sit: the positions of a prompt's tokens, and those that chunks have caches of.
+"""The layout of a prompt: the runs of tokens that chunks have in it, their positions and blocks.
 
 Shapes, one legend for the whole package: L layers, H query heads, G key-value heads, D head dim,
 T tokens, S kept tokens, B block size, N blocks, C chunks in a request, R computed tokens.
@@ -20,12 +20,12 @@ from samkv_integrations.cache.chunk import ChunkBlocks
 from samkv_integrations.cache.windows import MIN_RUN, ChunkIndex, Ids
 
 _MOST_COMPARED = 64
-"""Ids that are compared, for each id of a prompt. Chunks that were made to take long are text."""
+"""Limit of comparisons per id of a prompt. Beyond it chunks are text: some may be adversarial."""
 
 
 @dataclass(frozen=True, order=True)
 class Run:
-    """Token ids ``[start, stop)`` of a chunk, which a prompt holds from ``position`` on."""
+    """Token ids ``[start, stop)`` of a chunk, which a prompt contains from ``position`` on."""
 
     position: int
     start: int
@@ -42,11 +42,12 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True)
 class Occurrence:
-    """One chunk in a prompt: the runs of it that follow each other, in order.
+    """One occurrence of a chunk in a prompt: its consecutive runs.
 
-    A chunk has several where a template indents or quotes its lines, and may occur twice.
+    There are several where a template indents or quotes its lines. A chunk may occur twice.
 
-    index: which of the given indexes knows it. key: its name there. token_ids: of all of it.
+    index: the number of the index that has the chunk. key: its name there. token_ids: of the whole
+    chunk.
     """
 
     index: int
@@ -58,12 +59,12 @@ class Occurrence:
 def find_runs(ids: Sequence[int], indexes: Sequence[ChunkIndex]) -> list[Occurrence]:
     """The chunks in a prompt, in order.
 
-    Every run is as long as it can be and has at least `MIN_RUN` ids. Where two overlap, that of an
-    earlier index wins, then the longer one; what is left of the other counts if it is long enough.
-    The time grows with the length of the prompt, not with the number of chunks.
+    Every run is maximal, and has at least `MIN_RUN` ids. Where two overlap, the one of an earlier
+    index wins, then the longer one; the rest of the other counts if it is long enough. Time grows
+    with the length of the prompt, not with the number of chunks.
     """
     prompt = np.asarray(ids, np.int32)
-    owner = np.full(len(prompt), -1)  # of each id: which of `found` has it
+    owner = np.full(len(prompt), -1)  # of each id: the index that has taken it
     found: list[tuple[Run, int, str, Ids]] = []
     for number, index in enumerate(indexes):
         candidates = _candidates(prompt, owner, index)
@@ -75,7 +76,7 @@ def find_runs(ids: Sequence[int], indexes: Sequence[ChunkIndex]) -> list[Occurre
     for run, number, key, chunk in sorted(found, key=itemgetter(0)):
         last = occurrences[-1] if occurrences else None
         if last and (last.index, last.key) == (number, key) and last.runs[-1].stop <= run.start:
-            occurrences[-1] = replace(last, runs=(*last.runs, run))  # it goes on in the chunk
+            occurrences[-1] = replace(last, runs=(*last.runs, run))  # it goes on
         else:
             ids_of_all = tuple(chunk.tolist())
             occurrences.append(Occurrence(index=number, key=key, token_ids=ids_of_all, runs=(run,)))
@@ -85,12 +86,12 @@ def find_runs(ids: Sequence[int], indexes: Sequence[ChunkIndex]) -> list[Occurre
 def _candidates(
     prompt: Ids, owner: NDArray[np.int64], index: ChunkIndex
 ) -> list[tuple[Run, str, Ids]]:
-    """Runs that are as long as they can be, whatever is taken already, of which chunk."""
+    """Maximal runs, with key and ids of their chunk, which may overlap each other."""
     hashes, at = index.windows.pick(prompt)
     is_open = owner[at] < 0
     hashes, at = hashes[is_open], at[is_open]
     places, known = index.find(np.unique(hashes).tolist()) if len(hashes) else ({}, {})
-    # (key, how far the prompt is ahead of the chunk) -> where a run ends
+    # (key, position in the prompt minus place in the chunk) -> end of a run
     seen: dict[tuple[str, int], int] = {}
     found: list[tuple[Run, str, Ids]] = []
     compared = 0
@@ -98,7 +99,7 @@ def _candidates(
         for key, place in places.get(hashed, ()):
             chunk, diagonal = known.get(key), (key, position - place)
             if chunk is None or not 0 <= place < len(chunk):
-                continue  # of a damaged or forged index
+                continue  # a damaged or forged index
             if seen.get(diagonal, 0) > position:
                 continue
             if compared > _MOST_COMPARED * len(prompt):
@@ -113,7 +114,7 @@ def _candidates(
 
 
 def _in_common(one: Ids, other: Ids) -> int:
-    """How many ids both begin with; looks no further than twice that."""
+    """The length of the common beginning. Compares at most about twice as many ids."""
     n, at, size = min(len(one), len(other)), 0, MIN_RUN
     while at < n:
         differs = np.flatnonzero(one[at : min(n, at + size)] != other[at : min(n, at + size)])
@@ -124,7 +125,7 @@ def _in_common(one: Ids, other: Ids) -> int:
 
 
 def _free(run: Run, owner: NDArray[np.int64]) -> Iterator[Run]:
-    """The parts of a run that nothing has taken and that are long enough."""
+    """The parts of a run that are not taken yet, and long enough."""
     is_free = np.concatenate(([False], owner[run.position : run.span.stop] < 0, [False]))
     edges = np.flatnonzero(is_free[1:] != is_free[:-1])
     for first, last in edges.reshape(-1, 2).tolist():
@@ -134,11 +135,11 @@ def _free(run: Run, owner: NDArray[np.int64]) -> Iterator[Run]:
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkPart:
-    """What a prompt holds of one chunk.
+    """The part of a chunk that a prompt contains.
 
     runs: in order, in the prompt and in the chunk.
-    blocks: the block structure of the whole chunk; None if its cache is not at hand.
-    is_exact: whether its cache was made behind all that stands before it in the prompt.
+    blocks: the blocks of the whole chunk; None if it has no usable cache.
+    is_exact: whether its cache was computed behind all tokens that precede it in the prompt.
     """
 
     runs: tuple[Run, ...]
@@ -147,11 +148,11 @@ class ChunkPart:
 
     @classmethod
     def whole(cls, blocks: ChunkBlocks, position: int) -> ChunkPart:
-        """All of a chunk, from ``position`` on."""
+        """A whole chunk at ``position``."""
         return cls(runs=(Run(position, 0, blocks.n_tokens),), blocks=blocks)
 
     def behind(self, n_tokens: int) -> ChunkPart | None:
-        """What of it stands behind the first tokens of the prompt; None for nothing."""
+        """The part behind the first ``n_tokens`` of the prompt; None if there is none."""
         runs = []
         for run in self.runs:
             cut = max(0, n_tokens - run.position)
@@ -164,27 +165,25 @@ class ChunkPart:
 class Layout:
     """Positions of every token of a request, and the blocks of its cached chunks.
 
-    The tokens that the prompt holds of cached chunks, in prompt order, form the *context*: its
-    tokens (Tctx of them) and blocks (Nb) are numbered through. Of a chunk that the prompt holds in
-    part there are the blocks that the prompt holds a token of. All tensors live on the CPU.
+    The prompt's tokens of cached chunks, in order, are the *context*; its tokens (Tctx) and blocks
+    (Nb) are numbered consecutively. Of a chunk that the prompt contains in part, only blocks with a
+    token in the prompt count. All tensors are on the CPU.
 
     token_ids: (T,) the prompt.
-    uncached: (T,) bool, tokens that are always computed. The last token always is: it gives the
+    uncached: (T,) bool, tokens that are always computed, among them the last one, which gives the
         logits.
     context_positions: (Tctx,) position of each context token.
     offset_in_chunk: (Tctx,) index of each context token within its chunk.
     block_of_token, chunk_of_token: (Tctx,) block and chunk of each context token.
     block_lengths, block_chunk: (Nb,) tokens in each block, and the chunk it belongs to.
-    block_in_chunk: (Nb,) which block of its chunk it is.
+    block_in_chunk: (Nb,) index of each block within its chunk.
     is_anchor: (Nb,) bool, initial and local blocks.
-    exact: (C,) bool, chunks whose entries already equal full prefill's: their cache was made behind
-        all that stands before them, or one run begins right after the prefix of all caches.
-    question: (W,) positions of the tokens after the last chunk; the last token alone if there are
-        none.
-    chunk_lengths: (C,) tokens of each chunk, whether or not the prompt holds all of them.
+    exact: (C,) bool, chunks whose entries equal full prefill's: their cache was computed behind all
+        tokens that precede them, or the prompt consists of the chunks' prefix up to there.
+    question: (W,) positions of the tokens after the last chunk; without any, the last token.
+    chunk_lengths: (C,) tokens of each whole chunk.
     token_range, block_range: (C) the context tokens and the blocks of each chunk.
-    n_missed: tokens of chunks that had no usable cache.
-    n_prefix: tokens that chunks were prefilled after.
+    n_prefix: tokens of the prefix that chunks were computed behind.
     """
 
     token_ids: Tensor
@@ -206,16 +205,15 @@ class Layout:
     n_context: int
     n_blocks: int
     n_chunks: int
-    n_missed: int
     n_prefix: int
 
     @classmethod
     def of(
         cls, token_ids: Sequence[int], parts: Sequence[ChunkPart], prefix: tuple[int, ...]
     ) -> Layout:
-        """The layout of a prompt that holds ``parts``, in order.
+        """The layout of a prompt with these parts of chunks, in order.
 
-        prefix: what chunks were prefilled after.
+        prefix: the tokens that chunks were computed behind.
         """
         ids = torch.tensor(token_ids, dtype=torch.long)
         begins = tuple(token_ids[: len(prefix)]) == prefix
@@ -226,12 +224,10 @@ class Layout:
         chunk_lengths: list[int] = []
         token_range: list[range] = []
         block_range: list[range] = []
-        end = n_context = n_blocks = n_missed = 0
+        end = n_context = n_blocks = 0
         for part in parts:
             end = max(end, part.runs[-1].span.stop)
-            n_held = sum(map(len, part.runs))
             if part.blocks is None:
-                n_missed += n_held
                 continue
             runs = []
             for run in part.runs:
@@ -253,7 +249,7 @@ class Layout:
             begins_it &= begins and len(part.runs) == 1
             exact.append(part.is_exact or begins_it)
             chunk_lengths.append(part.blocks.n_tokens)
-            token_range.append(range(n_context, n_context + n_held))
+            token_range.append(range(n_context, n_context + len(held)))
             block_range.append(range(n_blocks, n_blocks + len(of_chunk)))
             n_context, n_blocks = token_range[-1].stop, block_range[-1].stop
         context_positions = torch.cat(positions)
@@ -270,17 +266,17 @@ class Layout:
             chunk_lengths=torch.tensor(chunk_lengths, dtype=torch.long),
             token_range=tuple(token_range),
             block_range=tuple(block_range), n_tokens=len(ids), n_context=n_context,
-            n_blocks=n_blocks, n_chunks=len(exact), n_missed=n_missed, n_prefix=len(prefix),
+            n_blocks=n_blocks, n_chunks=len(exact), n_prefix=len(prefix),
         )  # fmt: skip
 
     @cached_property
     def longest_chunk(self) -> int:
-        """Tokens of it."""
+        """Tokens of the longest chunk."""
         return int(self.chunk_lengths.max())
 
     @cached_property
     def prefilled_positions(self) -> Tensor:
-        """(Tctx,) position at which each context token was prefilled."""
+        """(Tctx,) position of each context token when its cache was computed."""
         after_prefix = self.offset_in_chunk + self.n_prefix
         return self.context_positions.where(self.exact[self.chunk_of_token], after_prefix)
 

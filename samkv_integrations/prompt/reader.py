@@ -1,16 +1,14 @@
-"""From a prompt to its token ids, and the runs of them that chunks have."""
+"""From a prompt to its token ids, and the chunks that they contain."""
 
 from __future__ import annotations
 
 import logging
-import re
 import secrets
 import sys
 import threading
-import time
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import cache
@@ -19,150 +17,33 @@ from itertools import accumulate
 from samkv_integrations.cache.base import Outage, Store, StoredChunk
 from samkv_integrations.cache.chunk import ChunkRef, Fingerprint
 from samkv_integrations.cache.windows import MIN_RUN, ChunkIndex, MemoryIndex
-from samkv_integrations.errors import (
-    ChunkNotCached,
-    HandleError,
-    InvalidOption,
-    PromptTooLong,
-    StoreError,
-)
+from samkv_integrations.errors import ChunkNotCached, InvalidOption, PromptTooLong, StoreError
 from samkv_integrations.model.model import Model
 from samkv_integrations.model.quoting import Chat, RenderedPrompt
+from samkv_integrations.prompt.handles import Handles
 from samkv_integrations.prompt.layout import Occurrence, Run, find_runs
 from samkv_integrations.prompt.text import bodies_of, shorten
 
 Prompt = str | RenderedPrompt | Sequence[dict[str, str]] | Chat
-"""A string, read to the letter: control tokens in it count. Or chat messages (``role``,
-``content``) for the model's chat template, as a `Chat` if there are tools: those that the template
-writes count, and no others."""
+"""A string, or chat messages (``role``, ``content``) for the model's chat template, as a `Chat` if
+there are tools. Control tokens count in a string, and where the template writes them; in a message
+they are text."""
 
 MAX_EXPECTED = 4096
-"""Announced chunks that are remembered; the oldest are forgotten first."""
+"""Announced chunks that are remembered; the oldest ones go first."""
 
 _log = logging.getLogger(__name__)
 
 
-LIFETIME_S = 3600.0
-"""Seconds for which a handle stands for its chunk."""
-
-MAX_ISSUED = 16_384
-"""Handles that are remembered at a time; the oldest are forgotten first."""
-
-_HANDLE = re.compile(r"\[\[samkv:([0-9a-f]{32})\]\]")
-# What a cut leaves of a handle, with enough digits to know whose it was.
-_HEAD = re.compile(r"\[\[samkv:([0-9a-f]{8,32})(?![0-9a-f]|\]\])")
-_TAIL = re.compile(r"(?<!\[\[samkv:)(?<![0-9a-f])([0-9a-f]{8,32})\]\]")
-_FIRST, _LAST = slice(8), slice(-8, None)  # digits by which such a piece is looked up
-
-
-def is_handle(text: str) -> bool:
-    """Whether ``text`` is a handle and nothing else, whoever wrote it."""
-    return _HANDLE.fullmatch(text) is not None
-
-
-@dataclass(frozen=True)
-class Span:
-    """Where a handle stands in a prompt string, ``[start, stop)``, and the body of its chunk."""
-
-    start: int
-    stop: int
-    body: str
-
-
-class Handles:
-    """The handles that one engine has issued, and the bodies of chunks that they stand for.
-
-    A handle is a random name, new each time, and no key: who may read a chunk has been asked before
-    a handle of it is issued, and who was not shown it cannot name it. Whatever else looks like a
-    handle in a prompt is text. Safe to use from many threads.
-
-    Args:
-        clock: seconds that never go back.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._lock = threading.Lock()
-        self._issued: OrderedDict[str, tuple[str, float]] = OrderedDict()  # body, until when
-        self._has_warned = False
-
-    def issue(self, body: str) -> str:
-        """A new handle that stands for ``body``, for `LIFETIME_S`."""
-        name = secrets.token_hex(16)
-        with self._lock:
-            self._drop_old()
-            self._issued[name] = (body, self._clock() + LIFETIME_S)
-            while len(self._issued) > MAX_ISSUED:
-                self._issued.popitem(last=False)
-        return f"[[samkv:{name}]]"
-
-    def find(self, prompt: str) -> list[Span]:
-        """Where issued handles stand in ``prompt``, and what they stand for."""
-        spans: list[Span] = []
-        unknown: list[str] = []
-        with self._lock:
-            self._drop_old()
-            for match in _HANDLE.finditer(prompt):
-                if issued := self._issued.get(match[1]):
-                    spans.append(Span(match.start(), match.end(), issued[0]))
-                else:
-                    unknown.append(match[0])
-            is_first = bool(unknown) and not self._has_warned
-            self._has_warned |= is_first
-        if is_first:
-            _log.warning(
-                "a handle stands in a prompt and is read as text: this engine has not issued it "
-                "within %d minutes. If a prompt builder put it there, have the documents retrieved "
-                "again, or prompt with their text; this is said once, and at DEBUG which handles",
-                LIFETIME_S // 60,
-            )
-        for handle in unknown:
-            _log.debug("%s is read as text", handle)
-        return spans
-
-    def require_whole(self, text: str) -> None:
-        """Raises HandleError for an issued handle whose chunk is no more, or a piece of one."""
-        pieces = [*_HEAD.finditer(text), *_TAIL.finditer(text)]
-        with self._lock:
-            names = set(self._issued)
-        if any(match[1] in names for match in _HANDLE.finditer(text)):
-            raise HandleError(
-                "the prompt holds the handle of a chunk that has been deleted since it was "
-                "issued, or whose model has changed; retrieve again"
-            )
-        heads, tails = ({name[at] for name in names} for at in (_FIRST, _LAST))
-        for match in pieces:
-            piece, is_head = match[1], match.re is _HEAD
-            if piece[_FIRST if is_head else _LAST] not in (heads if is_head else tails):
-                continue
-            if any((name.startswith if is_head else name.endswith)(piece) for name in names):
-                raise HandleError(
-                    f"the prompt holds a handle that something cut, near "
-                    f"{shorten(text[match.start() :])!r}; raise the context window of the "
-                    "prompt builder, or prompt with the text of the chunk"
-                )
-
-    def forget(self, bodies: Collection[str]) -> None:
-        """Let no handle stand for ``bodies`` any more."""
-        with self._lock:
-            for name in [n for n, (body, _) in self._issued.items() if body in bodies]:
-                del self._issued[name]
-
-    def _drop_old(self) -> None:
-        now = self._clock()
-        while self._issued and next(iter(self._issued.values()))[1] <= now:
-            self._issued.popitem(last=False)
-
-
 @dataclass
 class PromptChunk:
-    """A chunk in a prompt: the runs of its token ids that the prompt holds, and its cache.
+    """A chunk in a prompt: the runs of its token ids that the prompt contains, and its cache.
 
-    key: of its cache, empty if nobody has looked for one. token_ids: of all of it. text: its body,
-    None if only the store knows it.
-    stored: its cache; None if there is none that can be used. miss: why not.
-    is_exact: whether that cache was made behind all that stands before it in this prompt.
-    computed_now: whether the cache was made for this very prompt.
+    key: of its cache, empty before the first look-up. token_ids: of the whole chunk. text: None if
+    only the store knows it.
+    stored: its cache; None if there is no usable one. miss: the reason then.
+    is_exact: whether the cache was computed behind all tokens that precede it in this prompt.
+    computed_now: whether the cache was computed for this prompt.
     """
 
     key: str
@@ -176,31 +57,27 @@ class PromptChunk:
 
     @property
     def n_tokens(self) -> int:
-        """Tokens of the prompt that are in its runs."""
+        """Tokens of its runs."""
         return sum(map(len, self.runs))
 
     @property
     def may_be_exact(self) -> bool:
-        """Whether it has its own first token in the prompt, and nothing stands between its parts.
+        """Whether the prompt contains it from its first token on, in one run.
 
-        Only then is what a cache behind the prompt's head holds full prefill's.
+        Only then do the entries of a cache behind the prompt's head equal full prefill's.
         """
         return len(self.runs) == 1 and self.runs[0].start == 0
 
     @property
     def is_whole(self) -> bool:
-        """Whether the prompt holds all of it, but for edges that merged with their neighbours."""
+        """Whether the prompt contains all of it, except edges that merged with their neighbours."""
         n_edge, run = 2, self.runs[0]
         at_edges = run.start <= n_edge and run.stop >= len(self.token_ids) - n_edge
         return len(self.runs) == 1 and at_edges
 
 
-ReadPrompt = tuple[list[int], list[PromptChunk]]
-"""A prompt in tokens, and the chunks in it, in order."""
-
-
-# A context and not a thread: pools lend one thread to many requests.
-# The reader, and the bodies that its next prompt is to hold some of, which that prompt empties.
+# The reader, and the texts of which its next prompt is to contain some; that prompt empties the
+# list. By context, not by thread: a pool uses one thread for many requests.
 _FOR_NEXT: ContextVar[tuple[PromptReader, list[str]] | None] = ContextVar(
     "samkv_for_next_prompt", default=None
 )
@@ -208,10 +85,10 @@ _FOR_NEXT: ContextVar[tuple[PromptReader, list[str]] | None] = ContextVar(
 
 @dataclass(frozen=True)
 class _SpelledOut:
-    """A prompt with the bodies of chunks in place of their handles.
+    """A prompt with the texts of chunks in place of their handles.
 
-    bodies: of these chunks. around: the texts around the handles, without those of documents, which
-    may hold pieces of handles.
+    bodies: these texts. around: the text around handles and documents, where a piece of a handle is
+    an error.
     """
 
     prompt: RenderedPrompt
@@ -220,15 +97,15 @@ class _SpelledOut:
 
 
 class PromptReader:
-    """Reads the prompts of one engine. Safe to use from many threads.
+    """Reads the prompts of one engine. Thread-safe.
 
-    The prompt is tokenised once, as a whole. Nothing in it is ever replaced: a cache is used for
-    the token ids that the prompt and the chunk have in common, see `find_runs`.
+    The prompt is tokenised once, as a whole, and its tokens are never changed: a cache is used for
+    the token ids that prompt and chunk have in common, see `find_runs`.
 
-    handles: those that stand for a chunk.
+    handles: issued by this engine.
 
     Args:
-        outage: told when the store fails. Then announced chunks are found only.
+        outage: logs a failure of the store. Only announced chunks are found then.
     """
 
     def __init__(self, model: Model, store: Store, outage: Outage) -> None:
@@ -236,14 +113,14 @@ class PromptReader:
         self.handles = Handles()
         self._lock = threading.Lock()
         self._secret = secrets.token_bytes(32)
-        self._expected = MemoryIndex(self._secret)  # announced chunks, by body
-        self._order: OrderedDict[str, str] = OrderedDict()  # body -> key, oldest first
+        self._expected = MemoryIndex(self._secret)  # announced chunks, by text
+        self._order: OrderedDict[str, str] = OrderedDict()  # text -> key, oldest first
         self._has_warned = False
 
     def render(self, prompt: Prompt) -> RenderedPrompt:
         """The prompt as one string.
 
-        Raises InvalidOption if it is no prompt, or if the chat template refuses.
+        Raises InvalidOption if it is not a prompt, or if the chat template refuses it.
         """
         if isinstance(prompt, str):
             return RenderedPrompt(prompt)
@@ -253,22 +130,22 @@ class PromptReader:
         return self._model.render_chat(prompt)
 
     def count_tokens(self, prompt: Prompt, made_by: Fingerprint, *, most: int | None = None) -> int:
-        """Tokens of a prompt, handles at the length of their chunks.
+        """Tokens of a prompt, with the chunks of its handles.
 
-        Raises PromptTooLong if it has more than ``most``, None for any number.
+        Raises PromptTooLong if there are more than ``most``; None for no limit.
         """
         self._require_few_turns(prompt, most)
         spelled = self._spelled_out(self.render(prompt), (), made_by)
         return len(self._tokens_of(spelled.prompt, most))
 
     def _require_few_turns(self, prompt: Prompt, most: int | None) -> None:
-        """Raises PromptTooLong if there are more turns than tokens; a template takes its time."""
+        """Raises PromptTooLong if there are more turns than ``most``, as templates are slow."""
         turns = prompt.messages if isinstance(prompt, Chat) else prompt
         if most is not None and isinstance(turns, list) and len(turns) > most:
             raise self._too_long(f"a chat of {len(turns)} turns", most)
 
     def _tokens_of(self, rendered: RenderedPrompt, most: int | None) -> list[int]:
-        """Raises PromptTooLong if there are more than ``most``, as soon as that is certain."""
+        """The token ids. Raises PromptTooLong for more than ``most``, as early as possible."""
         least = len(rendered.text) // self._model.longest_token
         if most is not None and least > most:
             what = f"prompt of at least {least} tokens (chunks at full size)"
@@ -292,20 +169,19 @@ class PromptReader:
         *,
         must_hold: bool = False,
         context_window: int | None = None,
-    ) -> ReadPrompt:
-        """The tokens of a prompt that is to be answered, and the chunks in it.
+    ) -> tuple[list[int], list[PromptChunk]]:
+        """The token ids of a prompt to be answered, and its chunks in order.
 
-        chunks: texts of chunks to look for; None for those that were announced and those of the
-            store. Chunks of handles are looked for anyway.
+        chunks: texts of chunks to look for; None for the announced ones and those of the store.
+            Chunks of handles are always looked for.
         made_by: fingerprint of the chunks to find in the store.
-        must_hold: whether it is an error if the prompt holds none of the chunks that were announced
-            for it.
-        context_window: most tokens of prompt and answer, if fewer than the model's.
+        must_hold: raise if the prompt contains none of the chunks that were announced for it.
+        context_window: limit of prompt and answer, if smaller than the model's.
 
         Raises:
             PromptTooLong: it has more tokens than the context window.
             HandleError: something cut a handle in two, or its chunk has been deleted.
-            InvalidOption: it is empty, or a chunk is not in it.
+            InvalidOption: it is empty, or does not contain one of ``chunks``.
             ChunkNotCached: see ``must_hold``.
         """
         most = min(context_window or sys.maxsize, self._model.context_window)
@@ -330,18 +206,18 @@ class PromptReader:
         return ids, found
 
     def find(self, prompt: Prompt, made_by: Fingerprint) -> list[PromptChunk]:
-        """The chunks in a prompt that nobody answers, in order."""
+        """The chunks in a prompt, in order, without answering it."""
         spelled = self._spelled_out(self.render(prompt), None, made_by)
         return self._read(spelled, None, made_by, holds_control=not isinstance(prompt, str))[1]
 
     def _read(
         self, spelled: _SpelledOut, chunks: Sequence[str] | None, made_by: Fingerprint, *,
         holds_control: bool, most: int | None = None,
-    ) -> ReadPrompt:  # fmt: skip
-        """holds_control: whether it is known which names of special tokens count.
+    ) -> tuple[list[int], list[PromptChunk]]:  # fmt: skip
+        """The token ids and the chunks of a prompt without handles.
 
-        most: tokens that the prompt may have, None for any number. It is counted before chunks are
-        tokenised or looked for.
+        holds_control: whether the prompt already says which names of special tokens count.
+        most: limit of tokens, None for none; checked before chunks are tokenised or looked for.
         """
         rendered, of_store = spelled.prompt, made_by if chunks is None else None
         ids = self._tokens_of(rendered, most)
@@ -368,16 +244,16 @@ class PromptReader:
     def _spelled_out(
         self, rendered: RenderedPrompt, chunks: Sequence[str] | None, made_by: Fingerprint
     ) -> _SpelledOut:
-        """The prompt with chunks in place of their handles.
+        """The prompt with the texts of chunks in place of their handles.
 
-        Where a document quotes a handle, it is text: in ``chunks``, None for the announced ones.
+        A handle inside a document is text. Documents are ``chunks``, or the announced ones.
         """
         text = rendered.text
         if "[[" not in text and "]]" not in text:
-            return _SpelledOut(rendered, [], [])  # nor a piece of a handle
+            return _SpelledOut(rendered, [], [])  # neither a handle nor a piece of one
         with self._lock:
             documents = list(self._order) if chunks is None else bodies_of(chunks)
-        spans: list[range] = []  # that handles are replaced in or that quote them
+        spans: list[range] = []  # documents that quote handles, then handles that are replaced
         for body in documents:
             at = text.find(body) if "[[" in body or "]]" in body else -1
             while at >= 0:
@@ -387,7 +263,7 @@ class PromptReader:
         parts: list[RenderedPrompt] = []
         bodies: list[str] = []
         end = 0
-        is_kept = cache(self._is_kept)  # a prompt may hold a handle many times
+        is_kept = cache(self._is_kept)  # a handle may occur many times
         for span in self.handles.find(text):
             is_quoted = any(of.start <= span.start and span.stop <= of.stop for of in quoting)
             if not is_quoted and is_kept(span.body, made_by):
@@ -406,7 +282,7 @@ class PromptReader:
         return _SpelledOut(RenderedPrompt.joined(parts, is_chat=rendered.is_chat), bodies, around)
 
     def _is_kept(self, body: str, made_by: Fingerprint) -> bool:
-        """Whether the store has a text or a cache of it: it was not deleted, as far as it says."""
+        """Whether a chunk has not been deleted: the store has its text or cache, or cannot tell."""
         with self._outage.survived():
             key = self._store.key(made_by, self._model.tokenize(body, special=False))
             return self._store.text(key) is not None or self._store.contains(key, made_by)
@@ -415,7 +291,7 @@ class PromptReader:
     def _runs(
         self, ids: Sequence[int], indexes: Sequence[ChunkIndex], of_store: Fingerprint | None
     ) -> list[Occurrence]:
-        """Those of the indexes, and of the store's chunks if ``of_store`` names any."""
+        """Chunks of the indexes in a prompt, and of the store with the fingerprint ``of_store``."""
         if of_store is not None:
             try:
                 return find_runs(ids, [*indexes, self._store.chunk_index(of_store)])
@@ -429,10 +305,7 @@ class PromptReader:
         indexes: Sequence[ChunkIndex],
         of_store: Fingerprint | None,
     ) -> RenderedPrompt:
-        """A prompt in which the names of special tokens within chunks are text.
-
-        Whose text a string holds, only the chunks themselves can say.
-        """
+        """The prompt with the names of special tokens inside its chunks marked as text."""
         names = self._model.special_tokens.quote(rendered.text).quoted
         if not names:
             return rendered
@@ -446,7 +319,7 @@ class PromptReader:
         for name in names:
             first = max(bisect_right(starts, name.start) - 1, 0)
             last = bisect_right(starts, name.stop - 1)
-            # a token that merged with what stands around the chunk is in no run
+            # a token that merged with text around the chunk is in no run
             first += starts[first] < name.start
             last -= spans[last - 1][1] > name.stop
             if first < last and n_others[last] == n_others[first]:
@@ -456,9 +329,9 @@ class PromptReader:
     # -- announced chunks -----------------------------------------------------------------------
 
     def expect(self, chunks: Sequence[ChunkRef], *, for_next_prompt: bool = False) -> None:
-        """Find these chunks too, stored or not: the latest `MAX_EXPECTED` of them.
+        """Find these chunks in prompts, stored or not; the latest `MAX_EXPECTED` are remembered.
 
-        for_next_prompt: whether the next prompt of this context is to hold some of them.
+        for_next_prompt: whether the next prompt of this context should contain one of them.
         """
         long = {chunk.text: chunk for chunk in chunks if len(chunk.token_ids) >= MIN_RUN}
         with self._lock:
@@ -472,7 +345,7 @@ class PromptReader:
             _FOR_NEXT.set((self, list(long)))
 
     def _see_announced(self, chunks: Sequence[PromptChunk], must_hold: bool) -> None:
-        """Warn once if a prompt holds none of the chunks that were announced for it."""
+        """Warn once, or raise, if a prompt contains none of the chunks announced for it."""
         of, announced = _FOR_NEXT.get() or (None, [])
         if of is not self or not announced:
             return
@@ -498,7 +371,7 @@ class PromptReader:
             )  # fmt: skip
 
     def forget(self, texts: Sequence[str] = (), keys: Collection[str] = ()) -> None:
-        """Forget announced chunks by text or by key, and the handles of these texts."""
+        """Remove announced chunks by text or by key, and the handles of these texts."""
         bodies = set(bodies_of(texts))
         with self._lock:
             for body in bodies | {body for body, key in self._order.items() if key in keys}:
@@ -510,7 +383,7 @@ class PromptReader:
 def _check_messages(prompt: object) -> None:
     """Raises InvalidOption unless these are chat messages: mappings of role and content.
 
-    Chat templates write nothing for a message without content, and say nothing about it.
+    A chat template would silently write nothing for a message without content.
     """
     if not isinstance(prompt, Sequence) or not prompt:
         raise InvalidOption(f"prompt={prompt!r}; it must be a string, or a list of chat messages")

@@ -1,4 +1,4 @@
-"""Texts that prompts are made of, checked; the prompt of the command line."""
+"""Checks of texts that callers give, and the RAG prompt of the command line."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ _RAG_TEMPLATE = f"{_CHAT_TEMPLATE}\nAnswer:"
 
 
 def bodies_of(texts: Sequence[str]) -> list[str]:
-    """The bodies of chunks, see `normalise`. Raises InvalidOption for what are no texts."""
+    """The normalised texts of chunks, see `normalise`. Raises InvalidOption as `check_texts`."""
     return [normalise(text) for text in check_texts("chunks", texts)]
 
 
 def check_texts(what: str, texts: Iterable[str]) -> list[str]:
-    """The texts as a list. Raises InvalidOption for what are none; what: what they are given for.
+    """The texts as a list. Raises InvalidOption for anything else, and for a single string.
 
-    A text in place of a list would be taken for many of one letter.
+    what: the name of the argument. A string would be taken for a list of its letters.
     """
     if isinstance(texts, str):
         raise InvalidOption(f"one text was given for {what} ({texts[:40]!r}); put it into a list")
@@ -33,7 +33,7 @@ def check_texts(what: str, texts: Iterable[str]) -> list[str]:
 
 
 def check_text(what: str, text: object) -> None:
-    """Raises InvalidOption unless ``text`` is one; what: what it was given for."""
+    """Raises InvalidOption unless ``text`` is a string; what: the name of the argument."""
     if not isinstance(text, str):
         raise InvalidOption(f"{what}={text!r}; it must be a string")
 
@@ -46,12 +46,12 @@ def shorten(text: str, limit: int = 60) -> str:
 def rag_prompt(
     question: str, documents: Sequence[str], *, chat: bool = False
 ) -> str | list[dict[str, str]]:
-    """The prompt that the command line and the benchmarks ask with.
+    """The prompt of the command line and the benchmarks.
 
-    documents: bodies or handles of chunks. chat: as one user message, for a chat template; it ends
-    with the question, because there the answer is the assistant's turn.
+    documents: texts or handles of chunks. chat: one user message for a chat template; it ends with
+    the question, as the answer is the assistant's turn.
 
-    Raises InvalidOption for what are no texts, and for one text in place of a list.
+    Raises InvalidOption if the arguments are not strings, or ``documents`` is a single string.
     """
     check_text("question", question)
     context = "\n\n".join(check_texts("documents", documents))

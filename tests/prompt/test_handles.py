@@ -8,8 +8,8 @@ import pytest
 
 from samkv_integrations import Engine
 from samkv_integrations.errors import HandleError
-from samkv_integrations.prompt import reader as handles_module
-from samkv_integrations.prompt.reader import LIFETIME_S, Handles, Span, is_handle
+from samkv_integrations.prompt import handles as handles_module
+from samkv_integrations.prompt.handles import LIFETIME_S, Handles, Span, is_handle
 from tests.support.handles import TYPED, issued
 from tests.support.models import tiny_model
 

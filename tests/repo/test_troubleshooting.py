@@ -58,7 +58,7 @@ def test_it_explains_every_field_that_it_names() -> None:
     ("quoted", "file"),
     [
         ("have no chunk cache in ", "chroma/link.py"),
-        (" stands in a prompt and is read as text", "prompt/reader.py"),
+        (" stands in a prompt and is read as text", "prompt/handles.py"),
         ("so none of their caches is used", "prompt/reader.py"),
         ("no cache is used: ", "engine/chunks.py"),
         ("the store fails (", "cache/base.py"),
