@@ -11,10 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
-from samkv_integrations import METHODS, ChunkStore, Engine
+from samkv_integrations import ChunkStore, Engine
 from samkv_integrations.cache.memory import MemoryStore
 from samkv_integrations.engine.costs import CostModel, keep_costs, kept_costs, measure
 from samkv_integrations.errors import StoreError
@@ -112,36 +110,6 @@ def test_reuses_where_that_computes_less_and_does_full_prefill_where_not() -> No
     assert whole.text == expected.text
 
 
-@given(
-    n_context=st.integers(0, 50_000), n_rest=st.integers(1, 5_000), ratio=st.floats(0, 1),
-    costs=st.tuples(*[st.floats(0, 1e-2)] * 5),
-)  # fmt: skip
-def test_more_to_compute_never_costs_less(
-    n_context: int, n_rest: int, ratio: float, costs: tuple[float, ...]
-) -> None:
-    names = ("layer_s", "token_s", "pair_s", "entry_s", "read_s")
-    model = CostModel(**dict(zip(names, costs, strict=True)))
-    n_tokens = n_context + n_rest
-    assert model.full_prefill_s(n_tokens) <= model.full_prefill_s(n_tokens + 1)
-    blended = model.blended_s(n_tokens, n_context, ratio)
-    assert blended <= model.blended_s(n_tokens + 1, n_context, ratio)
-    assert blended >= model.layer_s
-    held = n_rest // 2
-    assert model.full_prefill_s(n_tokens, held) <= model.full_prefill_s(n_tokens)
-    assert model.blended_s(n_tokens, n_context, ratio, held) <= blended
-
-
-def test_both_ways_are_shorter_by_a_beginning_that_is_held() -> None:
-    """Behind much text that either way computes, few documents spare too little."""
-    chunks = texts(2, 80)  # 2 * 16 of their 160 tokens are computed again
-    asked = prompt(chunks, before=3000)
-    for room, ran in ((0, "recompute"), (2**24, "epic")):
-        engine = engine_with(TOKENS_ONLY, prefix_bytes=room)
-        engine.cache_chunks(chunks)
-        engine.generate(asked, chunks, method="reuse", max_new_tokens=1)
-        assert engine.generate(asked, chunks, max_new_tokens=1).report.ran == ran
-
-
 def test_measured_costs_are_kept_beside_the_caches_and_found_again(tmp_path: Path) -> None:
     store = ChunkStore(tmp_path / "kv")
     engine = Engine(tiny_model("llama"), store, block_size=8)
@@ -161,12 +129,6 @@ def test_broken_costs_are_as_good_as_none(tmp_path: Path, text: str) -> None:
     file.write_text(text)
     again = Engine(tiny_model("llama"), store, block_size=8)
     assert again.costs == CostModel.assumed(again.model)
-
-
-@pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf"), "1", None])
-def test_costs_that_are_no_seconds_are_refused(value: Any) -> None:
-    with pytest.raises(ValueError, match="no time in seconds"):
-        CostModel(layer_s=value, token_s=0, pair_s=0, entry_s=0, read_s=0)
 
 
 def test_measuring_gives_usable_figures() -> None:
@@ -401,12 +363,3 @@ def test_auto_leaves_an_empty_store_to_full_prefill() -> None:
     report = engine.generate(prompt(chunks), chunks, max_new_tokens=1).report
     assert (report.ran, report.computed_now) == ("recompute", 0)
     assert not any(engine.is_cached(chunk) for chunk in chunks)
-
-
-def test_every_method_of_the_table_takes_part(tmp_path: Path) -> None:
-    chunks = texts(3, 60)
-    for name in METHODS:
-        engine = engine_with(TOKENS_ONLY)
-        first = engine.generate(prompt(chunks), chunks, method=name, max_new_tokens=2)
-        again = engine.generate(prompt(chunks), chunks, method=name, max_new_tokens=2)
-        assert first.text == again.text, name

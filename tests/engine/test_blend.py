@@ -121,15 +121,6 @@ def test_chunks_of_which_the_prompt_holds_a_part(
                 torch.testing.assert_close(decoder.step(token), expected.step(token), **CLOSE)
 
 
-def test_parts_of_chunks_with_local_positions() -> None:
-    """Keys stay where their own place in the chunk was prefilled."""
-    model = tiny_model("llama")
-    for seed, cuts in enumerate((CUT_AT_BOTH_ENDS, IN_PIECES)):
-        case = case_of(seed, cuts=cuts, stale=0.0)
-        done = blended(model, case, positions="local")
-        assert_equal(done, reference(model, case, positions="local"), case)
-
-
 @pytest.mark.parametrize("stale", [0.0, 0.5])
 def test_a_prompt_that_ends_with_a_chunk_computes_its_last_token(stale: float) -> None:
     model = tiny_model("llama")
@@ -374,17 +365,6 @@ def test_answer_tokens_continue_the_whole_prompt(
             assert done.cache.lengths == [n + count for n in lengths]
     assert_entries(done.cache, expected.entries)
     assert decoder.position == case.layout.n_tokens + 6
-
-
-def test_kv_bytes_count_the_entries_that_are_held() -> None:
-    model, case = tiny_model("llama"), case_of(7)
-    done = blended(model, case, capacity=100)
-    held = sum(done.cache.lengths) * 2 * 2 * 16 * 4
-    assert done.cache.kv_bytes == done.cache.prompt_bytes == held
-    with torch.inference_mode():
-        Decoder(model, done.cache, case.layout.n_tokens).step(70)
-    assert done.cache.kv_bytes == held + LAYERS * 2 * 2 * 16 * 4
-    assert done.cache.prompt_bytes == held
 
 
 # --- the reference itself ----------------------------------------------------------------------

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import pickle
 import shutil
-from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,6 @@ from samkv_integrations import ChunkStore, Engine, MemoryStore
 from samkv_integrations.cache.attention_stats import MIN_CHUNKS
 from samkv_integrations.cache.chunk import ChunkCache
 from samkv_integrations.errors import ChunkNotCached, InvalidOption, StoreError
-from samkv_integrations.model.sampling import Sampling
 from samkv_integrations.prompt.text import rag_prompt
 from tests.support.models import tiny_model
 
@@ -114,7 +111,7 @@ def test_a_text_of_other_tokens_is_not_computed() -> None:
     engine = Engine(tiny_model("llama"))
     true, forged = "What the chunk says.", "What somebody else says."
     ids = tuple(engine.model.tokenize(true, special=False))
-    computed = partial(engine.chunks.compute_for, began=0.0)
+    computed = partial(engine.chunks.compute_for, since=0)
     assert engine.scheduler.run(lambda: computed({ids: forged})) == {}
     assert not engine.store.contains(engine.store.key(engine.fingerprint, ids), engine.fingerprint)
     assert list(engine.scheduler.run(lambda: computed({ids: true}))) == [ids]
@@ -127,14 +124,6 @@ def test_what_is_no_store_and_no_list_is_named() -> None:
     for call in (engine.announce, engine.expect, lambda text: rag_prompt("Q?", text)):
         with pytest.raises(InvalidOption, match="put it into a list"):
             call(TEXT)
-
-
-def test_sampling_is_a_value() -> None:
-    sampling = Sampling(temperature=0.7, min_p=0.1, seed=1)
-    for copy in (pickle.loads(pickle.dumps(sampling)), deepcopy(sampling)):
-        assert copy == sampling and hash(copy) == hash(sampling)
-    assert sampling != Sampling(temperature=0.7, min_p=0.2, seed=1)
-    assert sampling.values["min_p"] == 0.1 and sampling.values["top_k"] == 0
 
 
 class TestTexts:

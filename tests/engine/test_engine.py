@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import threading
-from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from samkv_integrations import METHODS, ChunkStore, Engine
-from samkv_integrations.cache.chunk import Fingerprint
-from samkv_integrations.cache.quantise import GROUP_TOKENS
 from samkv_integrations.errors import (
     FingerprintMismatch,
     HandleError,
@@ -22,8 +17,6 @@ from samkv_integrations.errors import (
     PromptTooLong,
     UnknownOption,
 )
-from samkv_integrations.eviction import Quest
-from samkv_integrations.methods.guided import GuidedRecompute
 from tests.support.covering import covering
 from tests.support.handles import issued
 from tests.support.models import tiny_model
@@ -67,33 +60,6 @@ def test_the_same_chunk_twice_in_a_prompt(engine: Engine, method: str) -> None:
     prompt = f"{TEXTS[0]}\n\n{TEXTS[1]}\n\n{TEXTS[0]}\n\nQ?"
     report = engine.generate(prompt, TEXTS[:2], method=method, max_new_tokens=3).report
     assert (report.found, report.chunk_misses) == (3, {})
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_a_prompt_without_chunks_is_the_plain_forward(engine: Engine, method: str) -> None:
-    answer = engine.generate("Hello there", method=method, max_new_tokens=8)
-    ids = torch.tensor([[1, *engine.model.tokenize("Hello there", special=True)]])
-    out = engine.model.hf.generate(ids, max_new_tokens=8, do_sample=False)
-    assert answer.text == engine.model.detokenize(out[0, ids.shape[1] :].tolist())
-    report = answer.report
-    assert (report.context_tokens, report.found, report.bytes_read) == (0, 0, 0)
-    assert report.kept_ratio == 1.0
-
-
-@pytest.mark.parametrize("prompt", [TEXTS[0], f"{TEXTS[0]}\n\n{TEXTS[1]}"])
-@pytest.mark.parametrize("method", METHODS)
-def test_a_prompt_that_ends_with_a_chunk(engine: Engine, prompt: str, method: str) -> None:
-    """An empty question: the last token belongs to a chunk and must be computed all the same."""
-    chunks = [t for t in TEXTS if t in prompt]
-    answer = engine.generate(prompt, chunks, method=method, max_new_tokens=4)
-    assert (answer.report.found, answer.report.chunk_misses) == (len(chunks), {})
-    if len(chunks) == 1 and method in ("reuse", "recompute"):
-        exact = Engine(engine.model, store_bits=16, prefix="bos")
-        exact.cache_chunks(chunks)
-        answer = exact.generate(prompt, chunks, method=method, max_new_tokens=4)
-        ids = torch.tensor([[1, *engine.model.tokenize(prompt, special=False)]])
-        out = engine.model.hf.generate(ids, max_new_tokens=4, do_sample=False)
-        assert answer.text == engine.model.detokenize(out[0, ids.shape[1] :].tolist())
 
 
 def test_words_of_a_chunk_never_act_as_special_tokens(engine: Engine) -> None:
@@ -210,27 +176,6 @@ def test_reports_add_up(engine: Engine, method: str) -> None:
         assert value is None or isinstance(value, str | int | float | dict), name
 
 
-def test_a_step_s_share_is_reported_and_few_bits_held(engine: Engine) -> None:
-    """With quest: what a step attends to is kept, and the context held in 4 bits."""
-    rule = Quest(budget_ratio=0.1)
-    report = engine.generate(
-        PROMPT, TEXTS, method="samkv-guided", eviction=rule, max_new_tokens=5
-    ).report
-    n_context = report.context_tokens
-    assert 0 < rule.budget(n_context) < n_context
-    assert report.kept_ratio == pytest.approx(rule.budget(n_context) / n_context)
-    row = report.full_kv_bytes / report.prompt_tokens  # in float32
-    entry = 2 * (2 * 16 * 4 // 8) + 2 * 4  # of 2 heads of 16 channels, and ranges of the values
-    held = report.uncached_tokens * row + n_context * engine.model.n_layers * entry
-    channels, n_layers = 2 * 16, engine.model.n_layers
-    mean = n_layers * channels * 4  # of the values, in float32
-    of_chunks = sum(math.ceil(length / GROUP_TOKENS) for length in map(engine.count_tokens, TEXTS))
-    # scale and offset of the keys' channels; what is recomputed of a layer is a group or two more
-    ranges = n_layers * 2 * channels * 2
-    n_groups = (report.kv_bytes - held - mean) / ranges
-    assert of_chunks < n_groups <= of_chunks + 2
-
-
 def test_what_is_read_follows_the_method(engine: Engine) -> None:
     reports = {
         m: engine.generate(PROMPT, TEXTS, method=m, max_new_tokens=1).report for m in METHODS
@@ -276,15 +221,6 @@ def test_a_device_that_is_not_there_is_named() -> None:
         Engine.from_pretrained("builtin", model_kwargs={"device_map": {"": "cuda:77"}})
 
 
-def test_what_is_said_of_another_label_of_the_same_weights(engine: Engine) -> None:
-    """The label is no reason, and what is one is named."""
-    theirs = replace(engine.fingerprint, model="another name")
-    engine.store.require(theirs)
-    with pytest.raises(FingerprintMismatch) as raised:
-        engine.store.require(replace(theirs, rope="other"))
-    assert "rope is 'other' here" in str(raised.value) and "model is" not in str(raised.value)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_what_tensors_are_made_in_by_default_changes_nothing(
     engine: Engine, dtype: torch.dtype
@@ -324,13 +260,6 @@ def test_streaming_is_incremental_and_equals_generate(engine: Engine) -> None:
     answer = engine.generate(PROMPT, TEXTS, max_new_tokens=24)
     assert "".join(pieces) == answer.text
     assert stream.report.completion_tokens == answer.report.completion_tokens
-
-
-def test_a_closed_stream_ends(engine: Engine) -> None:
-    stream = engine.stream(PROMPT, TEXTS, max_new_tokens=12)
-    next(stream)
-    stream.close()
-    assert list(stream) == []
 
 
 def test_stop_strings_across_token_borders(engine: Engine) -> None:
@@ -398,17 +327,6 @@ def test_unknown_names_list_the_known_ones(engine: Engine) -> None:
         engine.generate(PROMPT, TEXTS, temprature=1)  # type: ignore[call-arg]
 
 
-def test_messages_go_through_the_chat_template(engine: Engine) -> None:
-    messages = [{"role": "user", "content": PROMPT}]
-    answer = engine.generate(messages, TEXTS, method="recompute", max_new_tokens=6)
-    ids = engine.model.tokenizer.apply_chat_template(
-        messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
-    )["input_ids"]
-    assert answer.report.prompt_tokens == ids.shape[1]
-    out = engine.model.hf.generate(ids, max_new_tokens=6, do_sample=False)
-    assert answer.text == engine.model.detokenize(out[0, ids.shape[1] :].tolist())
-
-
 def test_nothing_is_written_by_a_query(engine: Engine) -> None:
     """But when a cache was used last, which the index holds."""
 
@@ -421,62 +339,6 @@ def test_nothing_is_written_by_a_query(engine: Engine) -> None:
     for method in METHODS:
         engine.generate(PROMPT, TEXTS, method=method, max_new_tokens=2)
     assert state() == before
-
-
-def test_threads_get_their_own_answers(engine: Engine) -> None:
-    prompts = [f"{TEXTS[i % 3]}\n\nQ{i}?" for i in range(6)]
-    chunks = [[TEXTS[i % 3]] for i in range(6)]
-    expected = [
-        engine.generate(p, c, max_new_tokens=8).text for p, c in zip(prompts, chunks, strict=True)
-    ]
-    found: dict[int, str] = {}
-
-    def ask(i: int) -> None:
-        found[i] = "".join(engine.stream(prompts[i], chunks[i], max_new_tokens=8))
-
-    threads = [threading.Thread(target=ask, args=(i,)) for i in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert [found[i] for i in range(6)] == expected
-
-
-def test_interleaved_streams_do_not_mix(engine: Engine) -> None:
-    streams = [engine.stream(PROMPT, TEXTS, method=m, max_new_tokens=8) for m in METHODS]
-    texts = ["".join(pieces) for pieces in zip_pieces(streams)]
-    alone = [engine.generate(PROMPT, TEXTS, method=m, max_new_tokens=8).text for m in METHODS]
-    assert texts == alone
-
-
-def zip_pieces(streams: list[Iterator[str]]) -> list[list[str]]:
-    """Take one piece from each stream in turn until all are exhausted."""
-    pieces: list[list[str]] = [[] for _ in streams]
-    running = set(range(len(streams)))
-    while running:
-        for index in sorted(running):
-            piece = next(streams[index], None)
-            if piece is None:
-                running.discard(index)
-            else:
-                pieces[index].append(piece)
-    return pieces
-
-
-def test_recomputation_in_guided_is_a_constructor_call(engine: Engine) -> None:
-    method = replace(
-        METHODS["samkv-guided"], recompute=GuidedRecompute(first=2, matched=0, small_context=0)
-    )
-    report = engine.generate(PROMPT, TEXTS, method=method, max_new_tokens=1).report
-    assert report.recompute_ratio == 2 * len(TEXTS) / report.context_tokens
-
-
-@pytest.mark.parametrize("field", ["weights", "tokenizer", "dtype", "rope", "prefix", "n_init"])
-def test_every_field_of_the_fingerprint_counts(engine: Engine, field: str) -> None:
-    mine = engine.fingerprint
-    other: Fingerprint = replace(mine, **{field: 2 if field == "n_init" else "other"})
-    assert other.digest != mine.digest
-    assert replace(mine, model="another label").digest == mine.digest
 
 
 def test_a_handle_means_something_to_its_engine_alone(tmp_path: Path) -> None:

@@ -222,34 +222,10 @@ def test_a_store_is_told_once_what_a_prompt_held(
     assert recorded == [(keys, []), ([keys[0]], [keys[2], keys[1]])]
 
 
-def test_chunks_are_texts_in_a_list(engine: Engine) -> None:
-    for use in (engine.cache_chunks, lambda chunks: engine.generate("abc", chunks)):
-        with pytest.raises(InvalidOption, match="one text was given for chunks .'abc'.; put it"):
-            use("abc")
-        with pytest.raises(InvalidOption, match="chunks holds None, which is no text"):
-            use([None])
-
-
-def test_what_follows_are_tokens(engine: Engine) -> None:
-    for token in (-1, 10**6):
-        with pytest.raises(InvalidOption, match=f"follow holds {token}, which is no token"):
-            engine.logits(PROMPT, TEXTS, follow=[1, token])
-
-
 @pytest.mark.parametrize("size", [1.5, "8", None, True])
 def test_block_sizes_that_are_no_numbers_are_named(size: object) -> None:
     with pytest.raises(InvalidOption, match=f"block_size={size!r}; it must be a whole number"):
         Engine(tiny_model("llama"), block_size=size)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    "text", ["[[13.38, 52.51], [13.39, 52.52940812]]", "[[1, 20240101]]", "see [[commit deadbeef]]"]
-)
-def test_brackets_in_ordinary_text_are_text(engine: Engine, text: str) -> None:
-    prompt = f"{text}\n\n{TEXTS[0]}\n\nQ?"
-    report = engine.generate(prompt, max_new_tokens=1).report
-    assert (report.found, report.chunk_misses) == (1, {})
-    assert engine.count_tokens(prompt) == 1 + len(prompt)
 
 
 def test_computing_what_is_missing_takes_nothing_from_another_namespace(tmp_path: Path) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,13 +12,13 @@ import torch
 from torch import Tensor
 
 from samkv_integrations.cache.disk import ChunkStore
-from samkv_integrations.cache.file_format import ChunkFile, FileLayout
+from samkv_integrations.cache.file_format import ChunkFile
 from samkv_integrations.cache.memory import MemoryChunk
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.engine.first_token import first_token
 from samkv_integrations.engine.request import FirstToken, Request
 from samkv_integrations.engine.working_cache import DenseCache, SparseCache
-from samkv_integrations.errors import CacheMiss, PromptTooLong
+from samkv_integrations.errors import PromptTooLong
 from samkv_integrations.eviction import Quest
 from samkv_integrations.methods import METHODS, Method
 from samkv_integrations.methods.guided import GuidedRecompute
@@ -130,47 +128,6 @@ def test_a_prompt_and_answer_beyond_the_window_are_refused(engine: Engine, room:
 # --- what is computed --------------------------------------------------------------------------
 
 
-@contextmanager
-def counted_tokens(engine: Engine) -> Iterator[list[int]]:
-    """Tokens of every call of a layer."""
-    model, rows = engine.model, []
-    layer = model.layer
-
-    def counting(index: int, hidden: Tensor, *rest: Any) -> Tensor:
-        rows.append(hidden.shape[1])
-        return layer(index, hidden, *rest)
-
-    model.layer = counting  # type: ignore[method-assign]
-    try:
-        yield rows
-    finally:
-        del model.layer
-
-
-@pytest.mark.parametrize("method", ["multi-infllm", "samkv-overwrite", "samkv-guided"])
-def test_a_pass_computes_uncached_text_and_what_was_chosen(engine: Engine, method: str) -> None:
-    """A probe before it, for the methods that have one, nothing but the uncached text."""
-    with counted_tokens(engine) as rows:
-        asked = ask(engine, PROMPT, CHUNKS, method)
-    layout, n_layers = asked.layout, engine.model.n_layers
-    n_uncached = int(layout.uncached.sum())
-    assert rows[:-n_layers] == [n_uncached] * (n_layers * METHODS[method].select.probes)
-    computed = asked.planned[-1].plan.computed.sum(1).tolist()
-    assert rows[-n_layers:] == [n_uncached + n for n in computed]
-    assert (sum(computed) > 0) == (method != "multi-infllm")
-    n_context = layout.n_context
-    assert asked.report.recompute_ratio == pytest.approx(sum(computed) / n_layers / n_context)
-
-
-def test_methods_without_a_probe_run_one_pass(engine: Engine) -> None:
-    for name, method in METHODS.items():
-        with counted_tokens(engine) as rows:
-            asked = ask(engine, PROMPT, CHUNKS, method)
-        passes = 2 if method.select.probes else 1
-        assert len(rows) == passes * engine.model.n_layers, name
-        assert (asked.report.probe_s > 0) == method.select.probes
-
-
 # --- what is read ------------------------------------------------------------------------------
 
 
@@ -194,24 +151,6 @@ def test_each_chunk_is_read_once_from_its_first_entry_to_its_last(
     monkeypatch.setattr(kind, "read_blocks", read_blocks)
     ask(asked_of, PROMPT, CHUNKS, FEW)  # no block is computed again as a whole
     assert calls == {asked_of.key_of(text): 1 for text in CHUNKS}
-
-
-def test_bytes_read_are_those_of_the_files_without_what_is_not_needed(
-    on_disk: Engine, tmp_path: Path
-) -> None:
-    """Texts, and local queries and block_means for some methods, lie in the files unread."""
-    report = ask(on_disk, PROMPT, CHUNKS, FEW).report
-    unread = total = 0
-    for text in CHUNKS:
-        total += file_of(on_disk, tmp_path, text).stat().st_size
-        with on_disk.store.open(on_disk.key_of(text), on_disk.fingerprint) as chunk:
-            assert isinstance(chunk, ChunkFile)
-            places = FileLayout.of(chunk.chunk(), "").tensors
-            first, last = places["text"], places["key_range"]
-            names = ("text", "local_query", "summary_codes", "summary_scale")
-            unread += sum(places[name].stop - places[name].start for name in names)
-            assert first.start < last.stop
-    assert total - unread - 64 * len(CHUNKS) <= report.bytes_read <= total - unread
 
 
 def test_full_prefill_reads_no_entry(engine: Engine) -> None:
@@ -245,36 +184,6 @@ def test_a_chunk_lost_on_the_way_is_computed_from_its_text(
     assert torch.equal(lost.follow(FOLLOW), expected.follow(FOLLOW))
     for name in ("kept_ratio", "recompute_ratio", "context_tokens", "kv_bytes"):
         assert getattr(lost.report, name) == getattr(expected.report, name)
-
-
-def test_bytes_of_a_lost_chunk_count(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of three chunks the second fails after its entries were read: it counts once, the others
-    twice, because the way begins again, and the first one had been read by then."""
-    chunks = [CHUNKS[0], CHUNKS[1], CHUNKS[3]]
-    prompt = "Read:\n" + "\n".join(chunks) + "\nWhy?"
-    bad, whole = engine.key_of(chunks[1]), MemoryChunk.read_layers
-    sizes: dict[str, int] = {}
-
-    def read_layers(chunk: MemoryChunk, first: int, out: Tensor) -> None:
-        before = chunk.bytes_read
-        whole(chunk, first, out)
-        sizes.setdefault(chunk.key, chunk.bytes_read - before)
-        if chunk.key == bad:
-            raise CacheMiss("io", "unplugged")
-
-    monkeypatch.setattr(MemoryChunk, "read_layers", read_layers)
-    report = ask(engine, prompt, chunks, "reuse").report
-    assert report.chunk_misses == {"io": 1} and report.reused == 2
-    first, second, third = (engine.key_of(text) for text in chunks)
-    ids = 4 * sum(map(len, chunks))
-    again = sizes[first] - n_range_bytes(engine)  # the key range is known by then
-    assert report.bytes_read == ids + sum(sizes.values()) + again
-    assert {first, second, third} == set(sizes)
-
-
-def n_range_bytes(engine: Engine) -> int:
-    made_by = engine.fingerprint
-    return 4 * made_by.n_layers * 2 * made_by.n_kv_heads * made_by.head_dim
 
 
 def test_every_chunk_lost_is_full_prefill(on_disk: Engine, tmp_path: Path) -> None:

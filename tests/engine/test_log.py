@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,12 +12,10 @@ from samkv_integrations import ChunkStore, Engine
 from samkv_integrations.errors import ChunkNotCached, SamkvError
 from tests.support.handles import TYPED, issued
 from tests.support.models import tiny_model
-from tests.support.waiting import wait_until
 
 LOGGER = "samkv_integrations"
 MARK = "zugzwang"
 TEXTS = [f"The mill of {MARK} number {at} was built in 1871 by two brothers." for at in range(3)]
-NEW = f"and a new one about {MARK}"
 QUESTION = f"\n\nWho built {MARK}?"
 PROMPT = "\n\n".join(TEXTS) + QUESTION
 
@@ -64,28 +61,6 @@ def test_one_line_an_answer(engine: Engine, log: pytest.LogCaptureFixture) -> No
     assert log.records[-1].samkv == report  # type: ignore[attr-defined]
     engine.generate(PROMPT, TEXTS, max_new_tokens=1)
     assert "misses=none" in lines(log)[1]
-
-
-def test_a_stream_is_an_answer_once(engine: Engine, log: pytest.LogCaptureFixture) -> None:
-    """Whether it is read to its end, closed or dropped."""
-    whole = engine.stream(PROMPT, TEXTS, max_new_tokens=3)
-    assert lines(log) == []
-    list(whole)
-    whole.close()
-    assert len(lines(log)) == 1
-    with engine.stream(PROMPT, TEXTS, max_new_tokens=3) as left:
-        next(left)
-    assert len(lines(log)) == 2
-    engine.stream(PROMPT, TEXTS, max_new_tokens=3)
-    gc.collect()
-    wait_until(lambda: len(lines(log)) > 2)  # told by a thread of its own
-    assert len(lines(log)) == 3
-
-
-def test_nobody_is_told_unasked(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING):
-        engine.generate(PROMPT, TEXTS, max_new_tokens=1)
-    assert caplog.records == []
 
 
 def test_no_text_is_logged(

@@ -184,14 +184,6 @@ def test_refresh_is_for_what_was_written_behind_pytorchs_back() -> None:
     assert answer.text == fresh.generate(PROMPT, TEXTS, on_miss="text", max_new_tokens=4).text
 
 
-def test_refresh_sees_numbers_of_modules() -> None:
-    engine = engine_of(hf_model("llama"))
-    engine.cache_chunks(TEXTS)
-    in_scaling(engine.model.hf)
-    assert engine.refresh() is True
-    assert engine.fingerprint == engine_of(changed(in_scaling)).fingerprint
-
-
 def test_nothing_is_served_after_a_conversion() -> None:
     engine = engine_of(hf_model("llama"))
     engine.cache_chunks(TEXTS)

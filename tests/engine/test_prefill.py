@@ -8,13 +8,10 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -27,9 +24,7 @@ from samkv_integrations.engine.chunk_prefix import ChunkPrefix
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.engine.prefill import (
     BATCH_CHUNKS,
-    PADDING,
     Before,
-    batches,
     entries_before,
     prefill,
 )
@@ -314,22 +309,6 @@ def test_statistics_are_those_of_the_eager_attention(family: str, prefix: tuple[
     assert n_outliers > 0, "nothing stands out: the comparison of outliers is empty"
 
 
-@pytest.mark.parametrize("n_tokens", [1, BLOCK, ANCHORS - 1, ANCHORS])
-def test_a_chunk_of_anchors_alone_has_no_middle_block_and_no_outlier(n_tokens: int) -> None:
-    (cached,) = caches_of(tiny_model("llama"), [new_chunk(n_tokens)], (1,))
-    assert cached.statistics.block_max.tolist() == [-1] * 4
-    assert cached.statistics.block_min.tolist() == [-1] * 4
-    assert cached.statistics.outliers.shape == (4, n_tokens)
-    assert not bool(cached.statistics.outliers.any())
-    assert bool(cached.local_query.isfinite().all())
-
-
-def test_one_token_more_is_a_middle_of_one_block() -> None:
-    (cached,) = caches_of(tiny_model("llama"), [new_chunk(ANCHORS + 1)], (1,))
-    assert cached.statistics.block_max.tolist() == [1] * 4
-    assert cached.statistics.block_min.tolist() == [1] * 4
-
-
 # --- the engine's side -------------------------------------------------------------------------
 
 TEXTS = ["first chunk of words " * 4, "second", "a third one, longer than the others " * 6]
@@ -388,12 +367,6 @@ def test_duplicates_in_one_call_are_computed_once(monkeypatch: pytest.MonkeyPatc
     assert keys == [keys[0], keys[1], keys[0], keys[1], keys[0]] and keys[0] != keys[1]
 
 
-def test_no_chunks_are_no_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    counting = Counting(monkeypatch)
-    assert Engine(tiny_model("llama")).cache_chunks([]) == []
-    assert counting.chunks == []
-
-
 @pytest.mark.parametrize("prefix", ["bos", "none"])
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 def test_the_engine_prefills_after_its_prefix(family: str, prefix: str) -> None:
@@ -418,29 +391,6 @@ def test_progress_goes_to_standard_error_alone(capfd: pytest.CaptureFixture[str]
     shown = capfd.readouterr()
     assert shown.out == ""
     assert re.search(r"\b2/2\b", shown.err), "only what is computed counts"
-
-
-@settings(max_examples=200, deadline=None)
-@given(st.lists(st.integers(1, 90), max_size=80), st.integers(1, 200))
-def test_batches_hold_every_chunk_once_and_keep_to_the_budget(
-    lengths: list[int], budget: int
-) -> None:
-    chunks = [
-        ChunkRef(key=str(index), text="", token_ids=(0,) * length)
-        for index, length in enumerate(lengths)
-    ]
-    grouped = batches(chunks, budget)
-    assert sorted(c.key for batch in grouped for c in batch) == sorted(c.key for c in chunks)
-    sizes = [[len(chunk.token_ids) for chunk in batch] for batch in grouped]
-    for batch in sizes:
-        padded = len(batch) * max(batch)
-        assert padded <= budget or len(batch) == 1
-        assert padded <= PADDING * sum(batch)
-        assert len(batch) <= BATCH_CHUNKS
-    for batch, later in pairwise(sizes):  # it is closed only when one chunk more would not fit
-        padded = (len(batch) + 1) * max(batch)
-        is_full = len(batch) == BATCH_CHUNKS
-        assert is_full or padded > budget or padded > PADDING * (sum(batch) + later[0])
 
 
 # --- memory ------------------------------------------------------------------------------------
@@ -481,17 +431,6 @@ class Memory(TorchDispatchMode):
         self.live -= n_bytes
 
 
-def test_the_meter_sees_a_whole_attention_matrix_and_its_end() -> None:
-    query = torch.ones(1, 4, 300, 16)
-    with Memory() as memory:
-        held = (query @ query.mT).softmax(-1)
-        assert memory.largest == 4 * 300 * 300
-        del held
-        small = query + 1
-    assert memory.peak >= 2 * 4 * 4 * 300 * 300
-    assert memory.live <= 2 * small.nbytes
-
-
 def test_prefill_never_holds_an_attention_matrix() -> None:
     """A chunk of T tokens: no tensor of H x T x T, in no layer, and all that is alive at once stays
     below one. What may be alive: the entries (keys and values, and less than as much again for
@@ -509,15 +448,3 @@ def test_prefill_never_holds_an_attention_matrix() -> None:
     activation = (n_tokens + 1) * model.config.intermediate_size
     assert memory.peak <= 4 * (3 * rows + 8 * activation + 6 * tile)
     assert memory.peak < 4 * matrix / 2
-
-
-def test_a_batch_holds_tiles_of_one_chunk_at_a_time() -> None:
-    """Statistics are taken chunk by chunk, so that the tiles of a batch never pile up."""
-    model, n_tokens, n_chunks = tiny_model("llama"), 256, 6
-    chunks = [new_chunk(n_tokens, seed) for seed in range(n_chunks)]
-    with torch.inference_mode(), Memory() as memory:
-        before = entries_before(model, ChunkPrefix(ids=(1,)))
-        prefill(model, chunks, fingerprint_of(model, bits=4), before)
-    activation = n_chunks * (n_tokens + 1) * model.config.intermediate_size
-    tile = model.n_heads * 64 * (n_tokens + 1)
-    assert memory.largest <= max(activation, tile)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -72,35 +71,6 @@ def test_the_longest_beginning_that_agrees_with_any_is_taken(
     assert longest - LEAST < found <= longest  # what adds fewer tokens is not held
 
 
-def test_a_part_of_a_held_beginning_is_taken() -> None:
-    cache = PrefixCache(2**20)
-    leave(cache, [*range(700), *range(5000, 5200)])
-    assert taken(cache, [*range(700), 9, 9, 9]) == 700
-
-
-def test_the_last_token_is_computed_even_if_it_is_held() -> None:
-    """It gives the logits."""
-    cache = PrefixCache(2**20)
-    leave(cache, range(30))
-    assert taken(cache, range(30)) == 29
-    assert taken(cache, range(20)) == 19
-
-
-def test_few_tokens_are_neither_held_nor_taken() -> None:
-    cache = PrefixCache(2**20)
-    assert not leave(cache, range(LEAST - 1))
-    assert leave(cache, range(30))
-    assert taken(cache, [*range(LEAST - 1), 99, 99]) == 0
-    assert taken(cache, [*range(LEAST), 99, 99]) == LEAST
-    assert not leave(cache, range(30 + LEAST - 1)) and leave(cache, range(30 + LEAST))
-
-
-def test_what_another_model_computed_is_not_found() -> None:
-    cache = PrefixCache(2**20)
-    leave(cache, range(30))
-    assert taken(cache, range(40), "other weights") == 0
-
-
 def test_a_beginning_that_another_one_goes_on_from_is_held_once() -> None:
     """So a conversation takes the room of its latest turn."""
     cache = PrefixCache(70 * TOKEN_BYTES)
@@ -118,21 +88,6 @@ def test_they_stay_within_their_budget_and_the_one_used_longest_ago_goes_first()
     assert taken(cache, [1] * 41) == 40  # used: 2 is the oldest now
     leave(cache, [3] * 40)
     assert [taken(cache, [first] * 41) for first in (1, 2, 3)] == [40, 0, 40]
-
-
-def test_of_one_that_is_too_long_the_first_tokens_are_held() -> None:
-    cache = PrefixCache(100 * TOKEN_BYTES)
-    leave(cache, [1] * 40)
-    leave(cache, range(5000, 5300))
-    assert taken(cache, range(5000, 5300)) == 100
-    assert taken(cache, [1] * 41) == 0
-    assert not leave(cache, range(5000, 5300))  # there is no room for more
-
-
-@pytest.mark.parametrize("max_bytes", [0, 1, LEAST * TOKEN_BYTES - 1])
-def test_nothing_is_held_where_there_is_no_room(max_bytes: int) -> None:
-    cache = PrefixCache(max_bytes)
-    assert not leave(cache, range(30)) and taken(cache, range(30)) == 0
 
 
 def test_a_pass_that_began_before_they_were_cleared_leaves_nothing() -> None:

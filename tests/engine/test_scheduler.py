@@ -475,13 +475,6 @@ def test_an_answer_that_nobody_reads_stands_aside(talking: Engine, steps: Steps)
     assert "".join(stream) == whole
 
 
-def test_more_streams_than_places_in_one_thread(talking: Engine) -> None:
-    n_tokens = AHEAD + 8  # so that none is complete before it is read
-    whole = talking.generate(ENDLESS, max_new_tokens=n_tokens).text
-    streams = [talking.stream(ENDLESS, max_new_tokens=n_tokens) for _ in range(11)]
-    assert {"".join(stream) for stream in streams} == {whole}
-
-
 def test_slow_and_fast_readers(talking: Engine) -> None:
     whole = talking.generate(ENDLESS, max_new_tokens=100).text
     slow = talking.stream(ENDLESS, max_new_tokens=100)

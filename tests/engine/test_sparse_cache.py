@@ -261,21 +261,6 @@ def test_a_step_with_room_for_all_leaves_nothing_out() -> None:
         torch.testing.assert_close(output[0, :, 0], expected, rtol=1e-5, atol=1e-5)
 
 
-def test_where_all_values_are_one_leaving_tokens_out_changes_nothing() -> None:
-    """The rest has the weight that its tokens have: what they would bring is their mean."""
-    few, all_of_it = (Case(6, 16, budget, value=1.0) for budget in (64, 1000))
-    for case in (few, all_of_it):
-        assert len(case.tokens) > 64 and case.held()[1].eq(1).all()
-    query, new = normal(1, HEADS, DIM), normal(2, 2, GROUPS, DIM)
-    outputs = [
-        case.cache.attend(
-            0, query[None, :, None], new[0][None, :, None], new[1][None, :, None], SCALING
-        )
-        for case in (few, all_of_it)
-    ]
-    torch.testing.assert_close(*outputs, rtol=1e-5, atol=1e-6)
-
-
 def context_alone(form: EntryFormat, keys: Tensor, values: Tensor) -> tuple[SparseCache, Entries]:
     """A cache of a context at no positions, and its entries; a step attends to 64 of them."""
     n = len(keys)
@@ -298,23 +283,6 @@ def context_alone(form: EntryFormat, keys: Tensor, values: Tensor) -> tuple[Spar
         ),
     )  # fmt: skip
     return cache, stored.all
-
-
-def test_a_rest_of_hardly_any_weight_changes_nothing() -> None:
-    """Its weight, e^-120 of the largest, is no float32: it counts as none, and not as NaN."""
-    keys, values = normal(0, CONTEXT, GROUPS, DIM), normal(1, CONTEXT, GROUPS, DIM)
-    liked = torch.arange(CONTEXT) < 64
-    keys[..., 0] = torch.where(liked, 40.0, -80.0)[:, None] / SCALING
-    query, new = normal(2, HEADS, DIM), normal(3, 2, GROUPS, DIM)
-    query[:, 0] = 1
-    cache, _ = context_alone(form_of(16), keys, values)
-    output = cache.attend(
-        0, query[None, :, None], new[0][None, :, None], new[1][None, :, None], SCALING
-    )
-    expected = slow_attention(
-        query, torch.cat((keys[liked], new[:1])), torch.cat((values[liked], new[1:]))
-    )
-    torch.testing.assert_close(output[0, :, 0], expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("height", [1.0, 60.0, 1000.0])
@@ -362,22 +330,6 @@ def test_a_method_s_own_attention_is_told_what_is_context() -> None:
     assert seen[0].tolist() == [True] * 64 + [False] * (len(case.given.other_slots) + 1)
 
 
-def test_a_layer_without_context_attends_to_the_rest() -> None:
-    stored, none = Stored(0, 4), torch.empty(0).long()
-    cache = SparseCache(1, stored, 64, 3)
-    given = entries_of(0, torch.zeros(6, dtype=torch.bool), none, stored)
-    cache.take(0, given)
-    query, new = normal(1, HEADS, DIM), normal(2, 2, GROUPS, DIM)
-    output = cache.attend(
-        0, query[None, :, None], new[0][None, :, None], new[1][None, :, None], SCALING
-    )
-    expected = slow_attention(
-        query, torch.cat((given.keys, new[:1])), torch.cat((given.values, new[1:]))
-    )
-    torch.testing.assert_close(output[0, :, 0], expected, rtol=1e-5, atol=1e-5)
-    assert cache.attended(0, torch.zeros(6, dtype=torch.bool)) == 0
-
-
 # --- what is held ------------------------------------------------------------------------------
 
 
@@ -412,33 +364,6 @@ def test_what_was_read_is_held_as_it_is_and_what_was_computed_within_half_a_step
     span = true_values.amax(-1, keepdim=True) - true_values.amin(-1, keepdim=True)
     # scale and offset of values are half precision: 2^-10 of a value more
     assert bool(((values - true_values).abs() <= span / (2**bits - 1) / 2 * 1.01 + 0.004).all())
-
-
-@pytest.mark.parametrize(("bits", "n_bytes"), [(4, 24), (8, 40), (16, 128)])
-def test_bytes_are_those_of_the_entries_the_ranges_and_the_rest(bits: int, n_bytes: int) -> None:
-    case = Case(2, bits, 64)
-    assert len(case.tokens) > GROUP_TOKENS and len(case.given.changed) < GROUP_TOKENS
-    n_groups = 2 + 1  # of all that was stored, and of what was computed
-    ranges = n_groups * 2 * GROUPS * DIM * 2 if bits < 16 else 0
-    mean, rest = GROUPS * DIM * 4, len(case.given.other_slots)
-    row = 2 * GROUPS * DIM * 4
-    expected = len(case.tokens) * n_bytes + ranges + mean + rest * row
-    assert case.cache.kv_bytes == case.cache.prompt_bytes == expected
-    one = torch.ones(1, GROUPS, 1, DIM)
-    case.cache.attend(0, torch.ones(1, HEADS, 1, DIM), one, one, SCALING)
-    assert case.cache.kv_bytes == expected + row and case.cache.prompt_bytes == expected
-    assert case.cache.room == 0
-
-
-def test_a_step_counts_as_attending_to_its_budget_or_to_less() -> None:
-    for budget in (1, 64, 10_000):
-        case = Case(0, 4, budget)
-        n_context, n_others = len(case.tokens), len(case.given.other_slots)
-        of_chunks = case.given.is_context.clone()
-        assert len(of_chunks) == n_context + n_others
-        assert case.cache.attended(0, of_chunks) == min(budget, n_context)
-        of_chunks[case.given.other_slots[:2]] = True  # chunks without a cache are never left out
-        assert case.cache.attended(0, of_chunks) == min(budget, n_context) + 2
 
 
 # --- keys that a bias has moved ----------------------------------------------------------------

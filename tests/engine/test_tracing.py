@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import json
 import os
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -189,45 +187,6 @@ def ended(told: Told) -> int:
     while not told.answers and time.monotonic() < deadline:
         time.sleep(0.01)
     return len(told.answers)
-
-
-def test_a_stream_that_nobody_came_to_have_ends_its_span(
-    engine: Engine, told: Told, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The task left while its prompt was read: dropped, and no thread runs the model yet."""
-    reading, has_left = threading.Event(), threading.Event()
-    fresh, resolve = Engine(engine.model, scheduler=Scheduler(engine.model)), Engine.resolve
-
-    def waiting(*args: Any, **options: Any) -> Any:
-        reading.set()
-        assert has_left.wait(60)
-        return resolve(*args, **options)
-
-    async def ask() -> None:
-        task = asyncio.create_task(fresh.astream(PROMPT, max_new_tokens=2))
-        assert await asyncio.to_thread(reading.wait, 60)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-
-    monkeypatch.setattr(Engine, "resolve", waiting)
-    asyncio.run(ask())
-    assert told.answers == []
-    has_left.set()
-    assert ended(told) == 1 and "error.type" not in attributes(told.answers[0])
-
-
-def test_a_stream_that_outlives_its_thread_ends_its_span(engine: Engine, told: Told) -> None:
-    """Both are collected at once, in a circle, and the thread is stopped first."""
-    own = Engine(engine.model, scheduler=Scheduler(engine.model))
-    stream = own.stream(PROMPT, max_new_tokens=2)
-    while own.scheduler.load.running:
-        own.scheduler.run(lambda: None)
-    stream.itself = stream  # type: ignore[attr-defined]
-    del own, stream
-    gc.collect()
-    assert ended(told) == 1
-    assert attributes(told.answers[0])["gen_ai.usage.output_tokens"] == 0
 
 
 def test_each_task_is_below_its_own_caller(engine: Engine, told: Told) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import FrozenInstanceError, dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar
@@ -626,21 +626,6 @@ def test_the_engine_s_rule_and_that_of_a_call() -> None:
         assert answer.report.eviction == name
 
 
-def test_without_a_rule_an_answer_goes_on_with_the_method_s_own() -> None:
-    """And with "none" it attends to everything, whatever the method has."""
-    engine = Engine(tiny_model("llama"), block_size=8)
-    engine.cache_chunks(CHUNKS)
-    dropping = replace(METHODS["reuse"], eviction=H2O(budget_tokens=9))
-    for method, own in (("samkv-guided", None), ("reuse", None), (dropping, "h2o")):
-        for rule, name in ((None, own), ("none", None), ("snapkv", "snapkv")):
-            for asks in (engine, Engine(engine.model, engine.store, eviction=rule)):
-                said = {"eviction": rule} if asks is engine else {}
-                answer = asks.generate(PROMPT, CHUNKS, method=method, max_new_tokens=2, **said)
-                assert answer.report.eviction == name
-    always = Engine(engine.model, engine.store, eviction="none")
-    assert always.generate(PROMPT, CHUNKS, max_new_tokens=2).report.eviction is None
-
-
 def test_none_attends_to_more_than_the_method_s_own_rule() -> None:
     own = replace(METHODS["samkv-guided"], eviction=Quest(budget_ratio=0.1))
     engine = Engine(tiny_model("llama"), method=own, block_size=8, prefix_bytes=0)
@@ -718,20 +703,6 @@ def test_a_rule_that_says_nothing_of_what_it_drops() -> None:
 
     with pytest.raises(InvalidOption, match=r"'mine' is a Mine, .*subclass DroppingEviction"):
         get_eviction(Mine(budget_ratio=0.1))
-
-
-@pytest.mark.parametrize("name", EVICTIONS)
-def test_rules_are_data(name: str) -> None:
-    rule = EVICTIONS[name]
-    assert rule.name == name and rule.budget_ratio == (0.1 if name == "quest" else 0.2)
-    if isinstance(rule, DroppingEviction):
-        assert rule.slides == (name in SLIDING)
-    assert rule.paper in (type(rule).__doc__ or "") and "Deviations" in (type(rule).__doc__ or "")
-    assert rule.summary
-    assert hash(rule) == hash(replace(rule))
-    with pytest.raises(FrozenInstanceError):
-        rule.budget_tokens = 3  # type: ignore[misc]
-    assert all(field.kw_only for field in fields(rule))
 
 
 # -- anything -----------------------------------------------------------------------------------

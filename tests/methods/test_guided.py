@@ -21,9 +21,9 @@ from torch import Tensor
 
 from samkv_integrations.cache.chunk import BlockScheme
 from samkv_integrations.errors import InvalidOption
-from samkv_integrations.methods import DEFAULT_METHOD, METHODS
+from samkv_integrations.methods import METHODS
 from samkv_integrations.methods import guided as module
-from samkv_integrations.methods.base import Selection, option_names, overwrite
+from samkv_integrations.methods.base import Selection, overwrite
 from samkv_integrations.methods.guided import GuidedRecompute
 from samkv_integrations.methods.parts import Fusion, SelectAll, matching_segments
 from samkv_integrations.prompt.layout import ChunkPart, Layout, Run
@@ -184,81 +184,6 @@ def matched(
     return found
 
 
-def test_a_rare_token_beats_a_common_one() -> None:
-    chunks = ["c...", ".c..", "c...", "...r", "...."]
-    assert matched(chunks, "c?r", most=4) == {12, 13, 14, 15}
-    # of equal ones the earlier comes first
-    assert matched(chunks, "c?r", most=8) == {0, 1, 2, 3, 12, 13, 14, 15}
-    assert matched(chunks, "c?r", most=1000) == set(range(16))
-
-
-def test_two_common_tokens_beat_one_that_is_a_little_rarer() -> None:
-    """Six segments: log(7 / 2.5), and half of it for the chunk, against log(7 / 3.5) twice."""
-    chunks = ["a...", "r...", ".r..", "ab..", "ab..", "b..."]
-    assert matched(chunks, "abr", most=4) == {12, 13, 14, 15}
-    assert matched(chunks, "ar", most=4) == {4, 5, 6, 7}
-
-
-def test_a_token_that_all_segments_hold_decides_nothing() -> None:
-    chunks = ["xyz.", "zyx.", "xyzr", "rxyz"]
-    assert matched(chunks, "xyzr", most=8) == matched(chunks, "r", most=8) == set(range(8, 16))
-    # without the rare one they are all alike
-    assert matched(chunks, "xyz", most=8) == set(range(8))
-
-
-def test_tokens_that_all_segments_hold_are_next_to_nothing_beside_a_rare_one_in_the_chunk() -> None:
-    chunks = ["xyz.xyz.", "xyz.xyzr"]
-    assert matched(chunks, "xyzr", most=8) == set(range(8, 16))
-
-
-def test_without_a_token_in_common_nothing_matches() -> None:
-    assert matched(["r...", "....", "w"], "R?", most=1000) == set()
-
-
-def test_text_between_chunks_is_neither_context_nor_question() -> None:
-    assert matched(["r...", "...."], "|?", most=1000) == set()
-    assert matched(["|...", "...."], "?", most=1000) == set()
-
-
-@pytest.mark.parametrize(
-    ("most", "expected"),
-    [(0, set()), (3, set()), (4, {0, 1, 2, 3}), (5, {0, 1, 2, 3, 4}), (6, {0, 1, 2, 3, 4})],
-)
-def test_a_segment_that_does_not_fit_ends_the_choice(most: int, expected: set[int]) -> None:
-    """Worse ones that would fit do not come instead."""
-    assert matched(["rq..", "x", "...."], "rqx", most=most) == expected
-
-
-def test_a_segment_of_a_chunk_that_matches_as_a_whole_wins_over_an_equal_one() -> None:
-    """The first chunk holds x alone, the second y as well, but in another segment."""
-    chunks = ["x.......", "x...y..."]
-    assert matched(chunks, "xy", most=4) == {12, 13, 14, 15}
-    assert matched(chunks, "xy", most=8) == set(range(8, 16))
-    assert matched(chunks, "xy", most=12) == {0, 1, 2, 3, *range(8, 16)}
-
-
-def test_what_a_chunk_holds_is_worth_half_of_what_a_segment_holds() -> None:
-    """All tokens are as rare. One in the segment and n in its chunk: 1 + n / 2. Both: 2 + 2 / 2."""
-    assert matched(["a...b...c...", "fg.."], "abcfg", most=4) == {12, 13, 14, 15}
-    assert matched(["a...b...c...d...e...", "fg.."], "abcdefg", most=4) == {0, 1, 2, 3}
-
-
-def test_a_segment_without_a_match_of_its_own_is_not_taken_for_its_chunk_s() -> None:
-    assert matched(["....xyz.....", "x..."], "xyz", most=1000) == {4, 5, 6, 7, 12, 13, 14, 15}
-
-
-def test_a_token_that_is_there_often_counts_once() -> None:
-    chunks = ["xxxx", "x..y"]
-    assert matched(chunks, "xxxxy", most=4) == {4, 5, 6, 7}
-
-
-def test_chunks_shorter_than_a_segment_are_segments_of_their_own() -> None:
-    chunks = ["..", "r.", "x", "...r."]
-    assert matched(chunks, "r", most=2) == {2, 3}
-    assert matched(chunks, "r", most=1000) == {2, 3, 5, 6, 7, 8}  # not the last token
-    assert matched(["r", "r", "."], "r", most=1) == {0}
-
-
 def test_of_a_chunk_held_in_part_there_are_segments_of_the_part() -> None:
     """They begin where those of the whole chunk do, and hold what the prompt holds of them."""
     chunk = "..r........."
@@ -275,17 +200,8 @@ def test_of_a_chunk_held_in_part_there_are_segments_of_the_part() -> None:
     assert matched(chunks, "rq", most=8, held=[[whole], [whole]]) == set(range(8, 16))
 
 
-def test_a_question_of_a_single_token() -> None:
-    assert matched(["..q.", "....", "q"], "q", most=1000) == {0, 1, 2, 3, 8}
-    assert matched(["....", "...."], "q", most=1000) == set()
-
-
 def test_of_a_prompt_that_ends_with_a_chunk_the_last_token_is_the_question() -> None:
     assert matched(["..z.", "....", "x.y....z"], "", most=1000) == {0, 1, 2, 3, 12, 13, 14, 15}
-
-
-def test_one_segment_that_is_all_of_the_context_matches() -> None:
-    assert matched(["x.."], "x", most=3) == {0, 1, 2}
 
 
 @FEW
@@ -431,10 +347,6 @@ def test_first_tokens_and_what_matches_are_recomputed_and_answers_decoded_densel
     assert all(method.eviction is None for method in METHODS.values())
 
 
-def test_the_paper_that_it_takes_from_is_named() -> None:
-    assert module.__doc__ is not None and "2410.15332" in module.__doc__
-
-
 @pytest.mark.parametrize(
     ("part", "option", "value", "allowed"),
     [
@@ -456,13 +368,3 @@ def test_bad_options_name_the_value_and_what_is_allowed(
     message = str(raised.value)
     assert f"{option}={value!r}" in message
     assert allowed in message
-
-
-def test_an_unknown_option_is_a_type_error() -> None:
-    with pytest.raises(TypeError, match="max_kept"):
-        GuidedRecompute(max_kept=0.2)
-
-
-@pytest.mark.parametrize("name", ["samkv-guided", DEFAULT_METHOD])
-def test_it_has_few_enough_options_to_be_known_by_heart(name: str) -> None:
-    assert 0 < len(option_names(METHODS[name])) <= 3

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from dataclasses import FrozenInstanceError, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -29,24 +29,17 @@ from samkv_integrations.methods.ape import ApeAttention
 from samkv_integrations.methods.base import Method, Selection, SelectionInputs, overwrite
 from samkv_integrations.methods.cacheblend import CacheblendRecompute
 from samkv_integrations.methods.epic import EpicRecompute
-from samkv_integrations.methods.guided import GuidedRecompute
 from samkv_integrations.methods.multi_infllm import MultiInfllmSelect
 from samkv_integrations.methods.parts import (
     Fusion,
-    RecomputeAll,
     RecomputeNone,
-    SelectAll,
     fill_budget,
-    group_heads,
     personalise,
 )
 from samkv_integrations.methods.samkv import (
     SamkvRecompute,
     SamkvSelect,
-    block_scores,
-    rank_across,
     selected_share,
-    top_share,
 )
 from samkv_integrations.prompt.layout import ChunkPart, Layout
 from tests.support.asking import Asked, ask
@@ -183,26 +176,6 @@ def test_the_choice_is_that_of_the_loops(shape: Shape, cap: float | None, bias: 
     assert sets(chosen.keep) == loop_choice(request, select).keep
 
 
-@MANY
-@given(shapes())
-def test_each_step_is_that_of_the_loops(shape: Shape) -> None:
-    request = request_of(shape)
-    loops = loop_choice(request, SamkvSelect())
-    inputs, layout = request.inputs, request.layout
-    personal = group_heads(personalise(request.mean_query, inputs.local_query), shape.groups)
-    scores = block_scores(personal, inputs.block_means, layout)
-    torch.testing.assert_close(scores, torch.tensor(loops.scores, dtype=torch.float64))
-    share = selected_share(personal, scores, inputs)
-    torch.testing.assert_close(share, torch.tensor(loops.share, dtype=torch.float64))
-    candidates = top_share(scores, share, layout)
-    assert sets(candidates) == loops.candidates
-    order = rank_across(scores, candidates, layout)
-    best_first = order.argsort(dim=1, descending=True)
-    n_ranked = order.isfinite().sum(1).tolist()
-    ranked = [row[:n].tolist() for row, n in zip(best_first, n_ranked, strict=True)]
-    assert ranked == loops.ranked
-
-
 @FEW
 @given(shapes())
 def test_equation_1_biases_each_chunk_by_the_others(shape: Shape) -> None:
@@ -217,29 +190,6 @@ def test_equation_1_biases_each_chunk_by_the_others(shape: Shape) -> None:
     ]
     actual = personalise(query, local)
     torch.testing.assert_close(actual, torch.tensor(expected, dtype=torch.float64))
-
-
-def test_one_chunk_has_no_bias() -> None:
-    request = request_of(Shape(seed=1, lengths=(30,)))
-    query = request.mean_query
-    assert torch.equal(personalise(query, request.inputs.local_query)[:, 0], query)
-
-
-def test_a_chunk_is_not_biased_by_itself() -> None:
-    request = request_of(Shape(seed=2, lengths=(30, 20, 25)))
-    query, local = request.mean_query, request.inputs.local_query
-    before = personalise(query, local)
-    changed = local.clone()
-    changed[:, 1] *= -3
-    after = personalise(query, changed)
-    assert torch.allclose(before[:, 1], after[:, 1])
-    assert not torch.allclose(before[:, 0], after[:, 0])
-    assert not torch.allclose(before[:, 2], after[:, 2])
-
-
-def test_consecutive_heads_share_a_group() -> None:
-    heads = torch.tensor([1.0, 3.0, 10.0, 20.0])[None, :, None].expand(1, 4, 2)
-    assert group_heads(heads, 2).tolist() == [[[2.0, 2.0], [15.0, 15.0]]]
 
 
 def scored(tops: list[float], anchors: list[float], lows: list[float], stable: tuple[int, ...]):
@@ -277,28 +227,6 @@ def test_equation_3_is_the_mean_over_stable_layers() -> None:
     assert scored(tops, anchors, lows, (0, 1)) == 0.5
     assert scored(tops, anchors, lows, (1, 2)) == 0.125
     assert scored(tops, anchors, lows, (2,)) == 0.0
-
-
-def test_blocks_are_ranked_across_chunks_however_far_apart_their_scores_are() -> None:
-    """A float32 softmax is exactly 0 from a gap of 104 on.
-
-    Inner products of queries and keys without the 1 / sqrt(D) of attention reach hundreds. The
-    order of such blocks must still be that of the exact softmax, not that of the chunks.
-    """
-    request = request_of(Shape(seed=3, lengths=(40, 40, 40), n_layers=1))
-    middle = [request.middle(chunk) for chunk in range(3)]
-    scores = torch.zeros(1, len(request.blocks))
-    for blocks, gap in zip(middle, (130.0, 120.0, 125.0), strict=True):
-        for place, block in enumerate(blocks):
-            scores[0, block.index] = 50 - gap * place
-    order = rank_across(scores, ~request.layout.is_anchor[None], request.layout)
-    # 7 = ceil(21 / 3): the best of each chunk, then by their distance from the best of their own
-    first, second, third = middle
-    behind = [second[1], third[1], first[1], second[2]]
-    kept = set(order.isfinite()[0].nonzero()[:, 0].tolist())
-    assert kept == {b.index for b in (first[0], second[0], third[0], *behind)}
-    best_first = order[0].argsort(descending=True)
-    assert best_first[3:7].tolist() == [b.index for b in behind]
 
 
 def test_the_random_requests_hold_what_the_comparison_is_about() -> None:
@@ -658,35 +586,6 @@ def test_no_more_is_read_than_the_method_needs(engine: Engine) -> None:
 
 
 # --- parts -------------------------------------------------------------------------------------
-
-PARTS = [
-    SamkvSelect(),
-    SamkvRecompute(),
-    GuidedRecompute(),
-    MultiInfllmSelect(),
-    CacheblendRecompute(),
-    A3Recompute(),
-    EpicRecompute(),
-    ApeAttention(),
-    Fusion(),
-    Quest(budget_ratio=0.1),
-    SelectAll(),
-    RecomputeAll(),
-    RecomputeNone(),
-    *METHODS.values(),
-]
-
-
-@pytest.mark.parametrize("part", PARTS, ids=lambda part: getattr(part, "name", type(part).__name__))
-def test_parts_are_data(part: Any) -> None:
-    twin = replace(part)
-    assert twin == part and hash(twin) == hash(part)
-    for field in dataclasses.fields(part):
-        with pytest.raises(FrozenInstanceError):
-            setattr(part, field.name, getattr(part, field.name))
-        assert field.kw_only, field.name
-    with pytest.raises((FrozenInstanceError, TypeError, AttributeError)):
-        part.typo = 1
 
 
 @pytest.mark.parametrize(
