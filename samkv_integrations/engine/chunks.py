@@ -420,6 +420,9 @@ class Chunks:
 
     def _keep(self, since: int | None, cache: ChunkCache) -> None:
         """Store a cache, unless something was deleted since, see `deletions`."""
+        if since is None:
+            self._store.put(cache)
+            return
         with suppress(CacheMiss):
             self._store.put(cache, unless_deleted_since=since)
 

@@ -43,7 +43,7 @@ class Seen:
         return len(self.keys)
 
     def weights(self, since: int = 0) -> Iterator[Tensor]:
-        """Weights of the computed entries from slot ``since`` on, in tiles (G, H/G, r, S) float32."""
+        """Weights of computed entries from slot ``since`` on, in tiles (G, H/G, r, S) float32."""
         n_entries, n_kv_heads, _ = self.keys.shape
         n_heads, device = len(self.query), self.keys.device
         keys = self.keys.permute(1, 2, 0).float()  # (G, D, S)

@@ -83,7 +83,7 @@ def test_a_prompt_makes_no_cache_younger(tmp_path: Path) -> None:
 def test_a_full_disk_leaves_a_miss_to_the_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine(tiny_model(), MemoryStore())
 
-    def full(chunk: ChunkCache) -> None:
+    def full(*arguments: object, **options: object) -> None:
         raise StoreError("No space left")
 
     monkeypatch.setattr(engine.store, "put", full)
