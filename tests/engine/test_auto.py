@@ -326,7 +326,7 @@ def test_a_store_that_cannot_be_written_does_not_fail_the_answer(
     engine = engine_with(TOKENS_ONLY)
     expected = engine.generate(prompt(chunks), chunks, method="samkv-guided", max_new_tokens=6)
 
-    def refuse(chunk: object) -> None:
+    def refuse(*arguments: object, **options: object) -> None:
         raise StoreError("the disk is full")
 
     broken = engine_with(TOKENS_ONLY)
