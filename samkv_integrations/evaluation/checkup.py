@@ -1,4 +1,4 @@
-"""All checks of ``samkv doctor``: those of `samkv_integrations.engine.doctor`, and right answers."""
+"""All checks of ``samkv doctor``: those of `engine.doctor`, and right answers."""
 
 from __future__ import annotations
 
