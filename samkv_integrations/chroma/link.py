@@ -282,27 +282,9 @@ class ChromaLink:
         for collection in self._records.collections() if left else ():
             asked = sorted(left)
             for part in self._records.slices(len(asked)):
-                left -= self._referenced(collection, asked[part])
+                named = {KEY_FIELD: {"$in": asked[part]}}
+                left -= keys_in(self._records.read(collection, where=named, include=["metadatas"]))
         return left
-
-    def _referenced(self, collection: Collection, keys: list[str]) -> set[str]:
-        """Those of ``keys`` that a record of ``collection`` names."""
-        found: set[str] = set()
-        pending = keys
-        while pending:
-            # Thousands of records may share one key. So ask for as many records as there are keys,
-            # and then again for the keys that were not among them.
-            rows = self._records.read(
-                collection,
-                where={KEY_FIELD: {"$in": pending}},
-                limit=len(pending),
-                include=["metadatas"],
-            )
-            found |= keys_in(rows)
-            if len(rows["ids"]) < len(pending):
-                break
-            pending = [key for key in pending if key not in found]
-        return found
 
     # -- records that others wrote ----------------------------------------------------------
 
