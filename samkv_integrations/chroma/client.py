@@ -141,10 +141,10 @@ def _client_of_folder(folder: Path, *, create: bool) -> ClientAPI:
 def _settings() -> Settings:
     """Without telemetry. Raises MissingExtra if Chroma is not installed."""
     try:
-        from chromadb.config import Settings
+        import chromadb.config
     except ImportError as error:
         raise MissingExtra.of("chromadb", "chroma") from error
-    return Settings(anonymized_telemetry=False)
+    return chromadb.config.Settings(anonymized_telemetry=False)
 
 
 def _collection(client: ClientAPI, name: str, create: bool) -> Collection:
