@@ -18,7 +18,7 @@ DOCUMENTS_BEFORE = (
 )
 """Two made-up documents. A chunk that is prefilled after them has the entries of one document of
 several, as in a prompt. They halve what `reuse` loses on short chunks of SmolLM2
-(docs/results/real_model.md)."""
+(docs/decisions.md)."""
 
 
 def prefix_ids(model: Model, prefix: PrefixPolicy, prefix_text: str) -> tuple[int, ...]:
