@@ -43,7 +43,7 @@ class Beginnings:
             return
         head = tuple(resolved.token_ids[: first.runs[0].position])
         # full prefill reads no cache, and right behind the common prefix every cache is exact
-        if report.ran in ("recompute", "prefix") or head == self._chunks.prefix.token_ids:
+        if report.ran in ("recompute", "prefix") or head == self._chunks.prefix:
             return
         with self._lock:
             is_known = hash(head) in self._seen

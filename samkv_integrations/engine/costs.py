@@ -20,7 +20,6 @@ from samkv_integrations.cache.base import Store
 from samkv_integrations.cache.quantise import Entries, EntryFormat, groups
 from samkv_integrations.methods import Method
 from samkv_integrations.model.model import Model
-from samkv_integrations.model.shape import ModelShape
 from samkv_integrations.prompt.layout import Layout
 
 MARGIN = 0.95
@@ -51,11 +50,7 @@ class CostModel:
     @classmethod
     def assumed(cls, model: Model) -> CostModel:
         """Figures of a typical machine, for when nothing was measured."""
-        return cls.assumed_on(model, on_gpu=model.device.type == "cuda")
-
-    @classmethod
-    def assumed_on(cls, model: Model | ModelShape, *, on_gpu: bool) -> CostModel:
-        """The same for a CPU or a GPU, from the shape of a model alone."""
+        on_gpu = model.device.type == "cuda"
         flops = 60e12 if on_gpu else 60e9
         return cls(
             layer_s=4e-4 if on_gpu else 3e-4,

@@ -103,7 +103,7 @@ def choose(request: Request, *, may_compute: bool = True) -> Choice:
             "bounds them or has sinks; choose another method, such as 'auto'"
         )
     # the whole prompt, and its chunks without a cache
-    fingerprint, prefix_ids = request.chunks.fingerprint, request.chunks.prefix.token_ids
+    fingerprint, prefix_ids = request.chunks.fingerprint, request.chunks.prefix
     may_compute &= resolved.on_miss == "compute" and method.recompute.uses_caches
     parts: list[ChunkPart] = []
     missed: dict[tuple[int, ...], str] = {}
