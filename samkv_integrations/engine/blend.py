@@ -77,10 +77,6 @@ class LayerPlan:
     query_rows: Tensor
     query_slots: Tensor
 
-    def mask_of(self, window: int | None) -> Tensor | None:
-        """The mask of a layer with this window. A window over the whole prompt counts as none."""
-        return self.masks[window] if window in self.masks else self.masks.get(None)
-
 
 @dataclass(frozen=True, kw_only=True)
 class PassPlan:
@@ -356,7 +352,8 @@ class Blend:
         of_keys, of_values = zip(*filter(None, (held, stored, computed)), strict=True)
         keys, values = self._assemble(plan, of_keys), self._assemble(plan, of_values)
         window = self.model.windows[layer]
-        mask = plan.mask_of(window)
+        # a window that holds the whole prompt has no mask of its own
+        mask = plan.masks.get(window if window in plan.masks else None)
         if self.observe is not None:
             at = plan.positions
             cos, sin = (side[at] for side in self.rotation.of(layer))

@@ -67,16 +67,14 @@ class CostModel:
         return self._pass_s(n_rest, n_rest * (n_held + n_tokens + 1) / 2)
 
     def blended_s(
-        self, n_tokens: int, n_context: int, recomputed_ratio: float, n_held: int = 0
+        self, method: Method, layout: Layout, missed: Sequence[int] = (), n_held: int = 0
     ) -> float:
-        """A layer of a pass over cached, recomputed and uncached tokens.
-
-        n_context: tokens with a cache. recomputed_ratio: share of them that is recomputed, mean
-        over layers. n_held: tokens before the context that the prefix cache holds.
-        """
-        n_again = n_tokens - n_held - n_context + recomputed_ratio * n_context
+        """A layer of a pass over the caches of ``layout``; missed, n_held: see `is_whole`."""
+        n_context, n_chunks = layout.n_context + sum(missed), layout.n_chunks + len(missed)
+        ratio = method.recompute.most_ratio(n_context, n_chunks)
+        n_again = layout.n_tokens - n_held - n_context + ratio * n_context
         entries_s = n_context * (self.entry_s + self.read_s)
-        return self._pass_s(n_again, n_again * n_tokens) + entries_s
+        return self._pass_s(n_again, n_again * layout.n_tokens) + entries_s
 
     def chunks_s(self, lengths: Sequence[int], n_prefix: int = 0) -> float:
         """A layer of computing and storing chunks of these lengths.
@@ -113,16 +111,7 @@ def is_whole(
         return False
     assert costs is not None
     full_s = costs.full_prefill_s(layout.n_tokens, n_whole)
-    return blended_s(method, costs, blended, missed, n_blended) > MARGIN * full_s
-
-
-def blended_s(
-    method: Method, costs: CostModel, layout: Layout, missed: Sequence[int] = (), n_held: int = 0
-) -> float:
-    """A layer of a request that uses caches; arguments as in `is_whole`."""
-    n_context, n_chunks = layout.n_context + sum(missed), layout.n_chunks + len(missed)
-    ratio = method.recompute.most_ratio(n_context, n_chunks)
-    return costs.blended_s(layout.n_tokens, n_context, ratio, n_held)
+    return costs.blended_s(method, blended, missed, n_blended) > MARGIN * full_s
 
 
 def kept_costs(model: Model, store: Store) -> CostModel:

@@ -21,7 +21,7 @@ from torch.nn.functional import kl_div
 from samkv_integrations.cache.chunk import BlockScheme
 from samkv_integrations.cache.disk import ChunkStore
 from samkv_integrations.cache.quantise import DEFAULT_STORE_BITS, STORE_BITS, rotate, unrotate
-from samkv_integrations.engine.costs import CostModel, blended_s, is_whole
+from samkv_integrations.engine.costs import CostModel, is_whole
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.errors import InvalidChunk, InvalidOption
 from samkv_integrations.methods import METHODS
@@ -345,7 +345,7 @@ def speed_advice(engine: Engine) -> Check:
     shown = _layout(min(2048, longest) if smallest > longest else smallest)
     n_context, n_tokens = shown.n_context, shown.n_tokens
     full = costs.full_prefill_s(n_tokens) * model.n_layers
-    partial = blended_s(METHODS["auto"], costs, shown) * model.n_layers
+    partial = costs.blended_s(METHODS["auto"], shown) * model.n_layers
     if smallest > longest:
         verdict = f"full prefill is faster up to contexts of {longest} tokens, which auto then does"
     else:

@@ -12,7 +12,7 @@ from torch import Tensor
 from samkv_integrations.cache.base import StoredChunk
 from samkv_integrations.cache.chunk import Fingerprint
 from samkv_integrations.engine.blend import Blend, PassPlan, plan_pass
-from samkv_integrations.engine.costs import blended_s, is_whole
+from samkv_integrations.engine.costs import is_whole
 from samkv_integrations.engine.loader import ChunkLost, Context
 from samkv_integrations.engine.prefix_cache import Prefix
 from samkv_integrations.engine.report import Stopwatch, report_of
@@ -146,9 +146,8 @@ def choose(request: Request, *, may_compute: bool = True) -> Choice:
     if missed and costs is not None:
         lengths = [len(ids) for ids in missed]  # whole chunks, of which the prompt may hold a part
         full_s = costs.full_prefill_s(layout.n_tokens, n_whole)
-        both_s = costs.chunks_s(lengths, len(prefix_ids)) + blended_s(
-            method, costs, blended, lengths, n_blended
-        )
+        both_s = costs.chunks_s(lengths, len(prefix_ids))
+        both_s += costs.blended_s(method, blended, lengths, n_blended)
         if both_s > full_s or is_whole(method, costs, layout, blended, lengths, n_whole, n_blended):
             missed = {}
     whole = is_whole(method, costs, layout, blended, (), n_whole, n_blended)

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -145,7 +144,6 @@ class Stopwatch:
     includes the rest. bytes_lost: read from caches that failed.
     """
 
-    seconds: defaultdict[str, float] = field(default_factory=partial(defaultdict, float))
     stages: list[Stage] = field(default_factory=list)
     bytes_lost: int = 0
 
@@ -155,9 +153,7 @@ class Stopwatch:
         try:
             yield
         finally:
-            ended = time.perf_counter()
-            self.seconds[stage] += ended - began
-            self.stages.append(Stage(name=stage, began=began, ended=ended))
+            self.stages.append(Stage(name=stage, began=began, ended=time.perf_counter()))
 
 
 def report_of(
@@ -177,7 +173,10 @@ def report_of(
 
     n_held: first tokens that were taken from memory.
     """
-    chunks, spent, n_tokens = resolved.chunks, clock.seconds, len(resolved.token_ids)
+    chunks, n_tokens = resolved.chunks, len(resolved.token_ids)
+    spent: defaultdict[str, float] = defaultdict(float)
+    for stage in clock.stages:
+        spent[stage.name] += stage.ended - stage.began
     n_context, n_in_memory = resolved.n_context, 0
     is_of_chunk = torch.zeros(n_tokens, dtype=torch.bool)
     reused = set[int]()  # chunks, by their number in the prompt

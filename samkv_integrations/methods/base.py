@@ -30,11 +30,6 @@ class Selection:
 
     keep: Tensor
 
-    @classmethod
-    def of_all(cls, n_layers: int, layout: Layout) -> Selection:
-        """Every block at every layer."""
-        return cls(keep=torch.ones(n_layers, layout.n_blocks, dtype=torch.bool))
-
     def tokens(self, layout: Layout) -> Tensor:
         """(L, Tctx) bool, tokens kept at each layer."""
         return self.keep[:, layout.block_of_token]

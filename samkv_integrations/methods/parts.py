@@ -31,7 +31,7 @@ class SelectAll(Select):
     keeps_all: ClassVar[bool] = True
 
     def choose(self, scores: Tensor | None, inputs: SelectionInputs, layout: Layout) -> Selection:
-        return Selection.of_all(inputs.n_layers, layout)
+        return Selection(keep=torch.ones(inputs.n_layers, layout.n_blocks, dtype=torch.bool))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,7 +23,7 @@ from samkv_integrations.cache.chunk import BlockScheme
 from samkv_integrations.errors import InvalidOption
 from samkv_integrations.methods import METHODS
 from samkv_integrations.methods import guided as module
-from samkv_integrations.methods.base import Selection, overwrite
+from samkv_integrations.methods.base import overwrite
 from samkv_integrations.methods.guided import GuidedRecompute
 from samkv_integrations.methods.parts import Fusion, SelectAll, matching_segments
 from samkv_integrations.prompt.layout import ChunkPart, Layout, Run
@@ -248,7 +248,7 @@ def test_recomputed_tokens_are_those_of_the_loop(
 
 def rows_of(part: GuidedRecompute, request: Request) -> Tensor:
     """(L, Tctx) bool, what it chooses where everything is kept."""
-    everything = Selection.of_all(request.shape.n_layers, request.layout)
+    everything = SelectAll().choose(None, request.inputs, request.layout)
     return part.choose(everything, request.inputs, request.layout)
 
 
