@@ -29,7 +29,7 @@ import torch
 from benchmarks.models import Words, build
 from benchmarks.store_parts import report
 from samkv_integrations import ChunkStore, Engine
-from samkv_integrations.cache.objects import Objects
+from samkv_integrations.cache.remote_objects import Objects
 from samkv_integrations.cluster.serve import SESSION_HEADER, App, Replicas, Route, serving
 from samkv_integrations.engine.options import EngineOptions
 from samkv_integrations.evaluation.shapes import BUILTIN
