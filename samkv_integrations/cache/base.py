@@ -187,8 +187,8 @@ class Store:
     """Chunk caches by key. What cannot be read raises `CacheMiss`; no wrong tensor is returned.
 
     Only `put`, `touch`, `delete`, `forget` and `quarantine` change the chunks of a store, and every
-    process sees a change at once. `key`, `open`, `contains`, `is_elsewhere`, `look_ahead`,
-    `begin_to_fetch`, `age_s`, `touch`, `chunk_index`, `prefetch`, `note`, `record` and `quarantine`
+    process sees a change at once. `key`, `open`, `contains`, `is_elsewhere`, `begin_to_fetch`,
+    `age_s`, `touch`, `chunk_index`, `prefetch`, `note`, `record` and `quarantine`
     never raise `StoreError`; the other methods do if the store cannot be used.
 
     This class implements what the index answers. A subclass implements the methods that raise
@@ -242,11 +242,11 @@ class Store:
         raise NotImplementedError
 
     def is_elsewhere(self, key: str, fingerprint: Fingerprint) -> bool:
-        """Whether the cache is in the remote tier only; `open` fetches and verifies it."""
-        return False
+        """Whether the cache is in the remote tier only; `open` fetches and verifies it.
 
-    def look_ahead(self, keys: Collection[str], fingerprint: Fingerprint) -> None:
-        """Prepare `contains` for many keys, so that a remote tier is asked once."""
+        It may have been deleted there within the last minute.
+        """
+        return False
 
     def begin_to_fetch(self, keys: Collection[str], fingerprint: Fingerprint) -> None:
         """Begin to fetch those that are in the remote tier only, in parallel. Best effort."""
@@ -446,10 +446,6 @@ class Store:
         raise NotImplementedError
 
 
-# Fields that a store may decide for an engine.
-_LAYOUT_FIELDS = {"block_size", "store_bits"}
-
-
 def _mismatch(wanted: Fingerprint, held: Sequence[Fingerprint], where: str) -> FingerprintMismatch:
     """Names the fields in which the most similar fingerprint differs, and the next step."""
     mine = asdict(wanted)
@@ -469,24 +465,18 @@ def _mismatch(wanted: Fingerprint, held: Sequence[Fingerprint], where: str) -> F
         else f"{name} is {mine[name]!r:.40} here and {value!r:.40} there"
         for name, value in there.items()
     )
-    again = "or ingest again"
+    given = [f"{name}={there[name]!r}" for name in ("dtype", "store_bits") if name in there]
+    options = " and ".join(given)
     if "model" in there:
-        dtype = f" with dtype={there['dtype']!r}" if "dtype" in there else ""
-        next_step = f"load {closest.model!r} (--model of a command){dtype}, {again}"
-    elif "store_bits" in there and there.keys() <= _LAYOUT_FIELDS:
-        next_step = f"give store_bits={there['store_bits']}, {again}"
-    elif "dtype" in there and closest.model == wanted.model:  # the weights differ with it
-        next_step = f"give dtype={there['dtype']!r}, {again}"
-    elif there.keys() <= {"prefix", *_LAYOUT_FIELDS}:
-        next_step = (
-            "ingest again, as after 'samkv adapt', or give the prefix= and prefix_text= of the "
-            "engine that filled it"
-        )
+        next_step = f"load {closest.model!r} (--model of a command)"
+        next_step += f" with {options}" if options else ""
+    elif options:
+        next_step = f"give {options}"
+    elif "prefix" in there:
+        next_step = "give the prefix= and prefix_text= of the engine that filled it"
     else:
-        next_step = (
-            "ingest again with the loaded model, or load the one that the store was filled with"
-        )
+        next_step = "load the model that the store was filled with"
     return FingerprintMismatch(
         f"{where} holds no cache of the loaded model {wanted.model!r}; the closest it holds is of "
-        f"{closest.model!r}: {fields}; next step: {next_step}"
+        f"{closest.model!r}: {fields}; next step: {next_step}, or ingest again"
     )

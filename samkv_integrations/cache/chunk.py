@@ -202,9 +202,7 @@ def check_namespace(namespace: str) -> str:
     try:
         namespace.encode()
     except UnicodeEncodeError as error:
-        raise InvalidOption(
-            f"namespace={namespace!r:.60} holds half a character (a lone surrogate)"
-        ) from error
+        raise InvalidOption(f"namespace={namespace!r:.60} holds a lone surrogate") from error
     return namespace
 
 

@@ -119,10 +119,6 @@ class ChunkStore(Store):
             return False
         return self.shared.has(fingerprint.digest, key)
 
-    def look_ahead(self, keys: Collection[str], fingerprint: Fingerprint) -> None:
-        if self.shared is not None:
-            self.shared.look_ahead(fingerprint.digest, keys)
-
     def begin_to_fetch(self, keys: Collection[str], fingerprint: Fingerprint) -> None:
         if self.shared is not None:
             for key in keys:

@@ -12,12 +12,13 @@ import json
 import sqlite3
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+from torch import Tensor
 
 from samkv_integrations.cache.chunk import BEHIND, ChunkCache, Fingerprint, normalise
 from samkv_integrations.cache.database import BRIEF_S, Database
@@ -100,24 +101,24 @@ class Entry:
         cls, chunk: ChunkCache, namespace: str, unless_deleted_since: int | None = None
     ) -> Entry:
         """The entry of a chunk that is about to be put."""
-        made_by = chunk.fingerprint
-        return cls(
-            digest=made_by.digest, key=chunk.key, namespace=namespace, text=chunk.text,
-            token_ids=() if made_by.is_of_beginning else chunk.token_ids.tolist(),
-            fields=asdict(made_by),
-            n_bytes=FileLayout.of(chunk, namespace).file_size(chunk.key), used_at=time.time(),
-            unless_deleted_since=unless_deleted_since,
-        )  # fmt: skip
+        layout = FileLayout.of(chunk, namespace)
+        made = cls._of(layout, chunk.key, chunk.text, chunk.token_ids, time.time())
+        return replace(made, unless_deleted_since=unless_deleted_since)
 
     @classmethod
     def of_file(cls, file: ChunkFile) -> Entry:
         """The entry of an open file. Raises CacheMiss."""
-        layout, made_by = file.layout, file.layout.fingerprint
+        return cls._of(file.layout, file.key, file.text(), file.token_ids, file.modified_at)
+
+    @classmethod
+    def _of(
+        cls, layout: FileLayout, key: str, text: str, token_ids: Tensor, used_at: float
+    ) -> Entry:
+        made_by = layout.fingerprint
         return cls(
-            digest=made_by.digest, key=file.key, namespace=layout.namespace, text=file.text(),
-            token_ids=() if made_by.is_of_beginning else file.token_ids.tolist(),
-            fields=asdict(made_by),
-            n_bytes=layout.file_size(file.key), used_at=file.modified_at,
+            digest=made_by.digest, key=key, namespace=layout.namespace, text=text,
+            token_ids=() if made_by.is_of_beginning else token_ids.tolist(),
+            n_bytes=layout.file_size(key), fields=asdict(made_by), used_at=used_at,
         )  # fmt: skip
 
     @property
@@ -503,6 +504,11 @@ class Index(Database):
         """Chunks that were in the remote tier when this machine looked last."""
         sql = "SELECT digest, key FROM chunks WHERE namespace = ? AND is_shared"
         return set(self.rows(sql, namespace))
+
+    def is_shared(self, digest: str, key: str) -> bool:
+        """Whether a chunk was in the remote tier when this machine looked last."""
+        sql = "SELECT is_shared FROM chunks WHERE key = ? AND digest = ?"
+        return self.rows(sql, key, digest) == [(1,)]
 
     def mark_shared(self, namespace: str, places: Collection[Place]) -> None:
         """Note that chunks are in the remote tier."""

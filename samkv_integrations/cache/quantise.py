@@ -206,7 +206,7 @@ class EntryFormat:
         return half & -half
 
     def _mix(self, channels: Tensor) -> Tensor:
-        """The Hadamard transform of float32 channels (..., D or D / 2), which is its own inverse."""
+        """The Hadamard transform, its own inverse, of float32 channels (..., D or D / 2)."""
         size = self._mixed_channels
         return (channels.reshape(-1, size) @ _hadamard(size, channels.device)).view_as(channels)
 

@@ -41,9 +41,6 @@ REFRESH_S = 60.0
 FINGERPRINTS_S = 30.0
 """Seconds for which the remote fingerprints are remembered."""
 
-KNOWN_S = 10.0
-"""Seconds for which the listing of `SharedTier.look_ahead` is used."""
-
 HEAD_BYTES = 1 << 18
 """Bytes read of a chunk file to index it: header, token ids and text, unless the text is long."""
 
@@ -52,9 +49,6 @@ MOST_HEAD_BYTES = 1 << 25
 
 SLICE = 64
 """New chunks whose heads are read at a time, so that the fetches of a question get their turn."""
-
-_LISTED = 32
-"""Chunks up to which each is looked for by itself; for more, all are listed."""
 
 _MARKER = "store.json"
 _MAX_AGREED = 1 << 16
@@ -130,7 +124,6 @@ class SharedTier:
         self._is_checked = False
         self._lock = threading.Lock()
         self._coming: dict[Place, Future[None]] = {}
-        self._known: dict[str, tuple[float, set[str]]] = {}  # digest -> (valid until, keys)
         self._fingerprints: tuple[float, list[Fingerprint]] = (0.0, [])
         self._refreshes_at = 0.0
         self._outage = Outage(_FAILS)
@@ -222,20 +215,14 @@ class SharedTier:
             raise CacheMiss("absent", repr(key))
         return f"{self._space}/{digest}/{key[:2]}/{key}.safetensors"
 
-    def look_ahead(self, digest: str, keys: Collection[str]) -> None:
-        """Prepare `has` for these keys: many are looked for with one listing. Best effort."""
-        self._known.pop(digest, None)
-        if len(keys) > _LISTED:
-            with suppress(CacheMiss, StoreError):
-                self._check()
-                found = {key for (_, key), info in self._list(digest).items() if info.n_bytes}
-                self._known[digest] = (time.monotonic() + KNOWN_S, found)
-
     def has(self, digest: str, key: str) -> bool:
-        """Whether a chunk is there; False if the place does not answer."""
-        until, known = self._known.get(digest, (0.0, set()))
-        if time.monotonic() < until:
-            return key in known
+        """Whether a chunk is there, or was when this machine looked last.
+
+        False if the place does not answer.
+        """
+        with suppress(StoreError):
+            if self._index.is_shared(digest, key):
+                return True
         return self.info(digest, key) is not None
 
     def info(self, digest: str, key: str) -> ObjectInfo | None:
@@ -320,7 +307,6 @@ class SharedTier:
         with suppress(FileNotFoundError):
             if data := self.objects.read(self._path(place), n_bytes):
                 return data
-        self._known.clear()
         raise CacheMiss("absent", f"{self.url}: {place[1]}")
 
     def _opened(self, file: Path, place: Place) -> ChunkFile:
@@ -340,7 +326,6 @@ class SharedTier:
         with suppress(CacheMiss, FileNotFoundError):  # it was deleted meanwhile
             self.objects.info(path)
             self.objects.write(path, b"")
-        self._known.clear()
 
     def share(self, entry: Entry, data: bytes) -> bool:
         """Put a chunk into the remote tier; whether it worked. If not, `push` does it later."""
@@ -350,8 +335,6 @@ class SharedTier:
         except (CacheMiss, StoreError) as error:
             self.tell(error)
             return False
-        if entry.digest in self._known:
-            self._known[entry.digest][1].add(entry.key)
         return True
 
     def send(self, place: Place) -> int:
@@ -387,7 +370,6 @@ class SharedTier:
             gone = self.objects.pool.map(lambda one: self.objects.remove(self._path(one)), places)
             deleted = {key for (_, key), was_there in zip(places, gone, strict=True) if was_there}
         self._fingerprints = (0.0, [])
-        self._known.clear()
         return deleted
 
     # -- all chunks -----------------------------------------------------------------------------

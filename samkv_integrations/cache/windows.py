@@ -63,9 +63,7 @@ class Windows:
         hashes = np.zeros(n, np.uint64)
         for first, multiplier in enumerate(self._multipliers):
             hashes += wide[first : first + n] * multiplier
-        hashes = hashes ^ (
-            hashes >> np.uint64(32)
-        )  # the high bits of such sums are the well mixed ones
+        hashes = hashes ^ (hashes >> np.uint64(32))  # mixes the better, high bits in
         hashes *= self._mix
         hashes ^= hashes >> np.uint64(29)
         hashes *= self._last

@@ -268,8 +268,8 @@ class Chunks:
 
     def look_up(self, chunks: Sequence[ChunkRef], depth: Depth = "whole") -> list[ChunkRef]:
         """The chunks, ``cached`` or ``missed``; nothing is computed."""
-        ask = self._store.begin_to_fetch if depth == "opens" else self._store.look_ahead
-        ask([ref.key for ref in chunks], self.fingerprint)
+        if depth == "opens":
+            self._store.begin_to_fetch([ref.key for ref in chunks], self.fingerprint)
         return [
             replace(ref, state="cached" if self._is_there(ref, depth) else "missed")
             for ref in chunks
