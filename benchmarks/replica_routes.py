@@ -88,9 +88,9 @@ class Replica:
         ChunkStore(own.folder / "kv", remote=own.remote, max_bytes=self.max_bytes)
         read = Objects.read
 
-        def told(objects: Objects, path: str, **options: Any) -> bytes:
-            data = read(objects, path, **options)
-            if path.endswith(".safetensors") and options.get("n_bytes") is None:
+        def told(objects: Objects, path: str, n_bytes: int | None = None) -> bytes:
+            data = read(objects, path, n_bytes)
+            if path.endswith(".safetensors") and n_bytes is None:
                 tell(log, f"fetched {len(data)}")
             return data
 
