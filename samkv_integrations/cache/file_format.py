@@ -37,17 +37,11 @@ from samkv_integrations.cache.chunk import (
 from samkv_integrations.errors import CacheMiss
 
 INDEX = (
-    "token_ids",
-    "block_max",
-    "block_min",
-    "stable",
-    "outliers",
-    "text",
-    "local_query",
-    "summary_codes",
-    "summary_scale",
-    "key_range",
-)
+    "token_ids", "block_max", "block_min", "stable", "outliers", "text", "local_query",
+    "summary_codes", "summary_scale", "key_range",
+)  # fmt: skip
+"""Tensors before the entries, in file order; each is a region with a MAC."""
+
 MAC_BYTES = 16
 _FIRST_BLOCK = 1 + len(INDEX)  # number of the region
 _FILE_PURPOSE = b"samkv file"  # tells these hashes from those of keys, with the same secret
