@@ -41,7 +41,7 @@ DOCUMENTS_BEFORE = (
 )
 """Two made-up documents that each chunk is prefilled after, so that its entries are those of one
 document of several. They halve what `reuse` loses on short chunks of SmolLM2
-(docs/results/real_model.md)."""
+(docs/decisions.md)."""
 
 _MOST_EMBEDDINGS = 1024
 _FORMAT = "samkv-prefix-1"
