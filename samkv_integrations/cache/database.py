@@ -25,9 +25,8 @@ BRIEF_S = 1.0
 
 _log = logging.getLogger(__name__)
 
-# What sqlite3 raises. UnicodeDecodeError: its message quotes damaged bytes of the file.
-_FAILS = (sqlite3.Error, UnicodeDecodeError)
-# What damaged values raise where they are used: SQLite has no checksums.
+# What damaged values raise where they are used, and messages of SQLite that quote damaged bytes: it
+# has no checksums.
 _BAD_VALUES = (ValueError, TypeError, AttributeError, RecursionError)
 # Our SQL is right, so an error in it means that the tables are not.
 _DAMAGED = (
@@ -38,10 +37,11 @@ _DAMAGED = (
 class Database:
     """A database in a folder; a subclass fills a new one. Safe to use from many threads.
 
-    Every method raises StoreError if the database cannot be used. A damaged one is deleted, and the
-    next transaction rebuilds it. SQLite's rollback journal is used, and no write-ahead log: a
-    forked process may open the file anew, a read-only folder can be read, and no log keeps what was
-    deleted.
+    Every method raises StoreError if the database cannot be used. A missing database is built. A
+    damaged one is deleted, the call fails, and the next call builds it.
+
+    SQLite's rollback journal is used, and no write-ahead log: a forked process may open the file
+    anew, a read-only folder can be read, and no log keeps what was deleted.
 
     Args:
         folder: None for a database in memory.
@@ -121,7 +121,7 @@ class Database:
 
     def vacuum(self) -> None:
         """Rewrite the file, whose pages may still hold deleted bytes. Best effort."""
-        with self._lock, suppress(StoreError, *_FAILS):  # others may be using it
+        with self._lock, suppress(StoreError, sqlite3.Error):  # others may be using it
             with self.transaction() as connection:
                 pass
             connection.execute("VACUUM")
@@ -138,34 +138,21 @@ class Database:
         if self._path is not None and not self._path.exists():  # another process has replaced it
             self.close()
         if self._connection is None:
-            self._connection = self._open_newest(patience_s) or self._open_new()
+            self._path = self._newest() or self._new_file()
+            self._connection = _connect(str(self._path or ":memory:"), patience_s)
+            if self._path is None:
+                self._create(self._connection)
         return self._connection
 
-    def _open_newest(self, patience_s: float) -> sqlite3.Connection | None:
-        """A connection to the newest file; None if there is none, or if it is damaged."""
-        self._path = self._newest()
-        if self._path is not None:
-            try:
-                self._connection = _connect(str(self._path), patience_s)
-                self._connection.execute("SELECT * FROM settings").fetchall()
-                return self._connection
-            except _FAILS as error:
-                if not _is_damage(error):
-                    raise
-                self._discard()
-        return None
-
-    def _open_new(self) -> sqlite3.Connection:
-        folder = self._folder
-        if folder is not None and os.access(folder, os.W_OK):
-            with self._file_lock(folder):
-                self._path = self._newest() or self._make(folder)
-            return _connect(str(self._path))
-        if folder is not None:
-            _log.warning("%s is read-only and has no index; one is built in memory", folder)
-        connection = _connect(":memory:")
-        self._create(connection)
-        return connection
+    def _new_file(self) -> Path | None:
+        """A new database; None if it has to be in memory."""
+        if self._folder is None:
+            return None
+        if not os.access(self._folder, os.W_OK):
+            _log.warning("%s is read-only and has no index; one is built in memory", self._folder)
+            return None
+        with self._file_lock(self._folder):
+            return self._newest() or self._make(self._folder)
 
     def _newest(self) -> Path | None:
         names = os.listdir(self._folder) if self._folder else []
@@ -181,7 +168,7 @@ class Database:
         temporary = path.with_suffix(".tmp")
         os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
         try:
-            with closing(_connect(str(temporary))) as connection:
+            with closing(_connect(str(temporary), BUSY_S)) as connection:
                 self._create(connection)
             temporary.rename(path)
         finally:
@@ -206,12 +193,16 @@ class Database:
         return FileLock(folder / "index.lock", timeout=BUSY_S, mode=0o600)
 
 
-def _connect(name: str, patience_s: float = BUSY_S) -> sqlite3.Connection:
+def _connect(name: str, patience_s: float) -> sqlite3.Connection:
     connection = sqlite3.connect(
         name, timeout=patience_s, isolation_level=None, check_same_thread=False
     )
-    connection.execute("PRAGMA secure_delete=ON")
-    connection.execute("PRAGMA synchronous=OFF")  # what a power cut damages is rebuilt
+    try:
+        connection.execute("PRAGMA secure_delete=ON")
+        connection.execute("PRAGMA synchronous=OFF")  # what a power cut damages is rebuilt
+    except BaseException:
+        connection.close()
+        raise
     return connection
 
 

@@ -98,7 +98,7 @@ class Refreshed:
     """What `SharedTier.refresh` found.
 
     n_new: chunks of other machines that are indexed now. n_deleted: chunks that other machines
-    deleted, and that are deleted here too. chunks: all sound chunks of the remote tier.
+    deleted, and that are deleted here too. chunks: all chunks of the remote tier.
     """
 
     n_new: int
@@ -229,8 +229,7 @@ class SharedTier:
         """Size and time of a chunk's object; None if there is none, or the place is gone."""
         with suppress(CacheMiss, StoreError, FileNotFoundError):
             self._check()
-            found = self.objects.info(self._path((digest, key)))
-            return found if found.n_bytes else None
+            return self.objects.info(self._path((digest, key)))
         return None
 
     def begin(self, key: str, digest: str) -> Future[None]:
@@ -268,7 +267,8 @@ class SharedTier:
     def bring(self, place: Place) -> int:
         """Fetch a chunk into the folder, all of it verified; its bytes.
 
-        Raises CacheMiss or StoreError. A damaged object is emptied.
+        Raises CacheMiss or StoreError. A damaged object stays until a machine computes the chunk,
+        and puts it again.
         """
         digest, key = place
         since = self._index.deletions(self._namespace)  # who deletes it meanwhile wins
@@ -278,13 +278,8 @@ class SharedTier:
                 chunk.verify()
                 return replace(Entry.of_file(chunk), unless_deleted_since=since)
 
-        try:
-            data = self._get(place, self._size_of_local(place))
-            self._files.put(key, digest, [data], verified)
-        except CacheMiss as miss:
-            if miss.is_damage:
-                self.discard(place)
-            raise
+        data = self._get(place, self._size_of_local(place))
+        self._files.put(key, digest, [data], verified)
         self.mark([place])
         return len(data)
 
@@ -295,19 +290,16 @@ class SharedTier:
         """
         if not self.objects.is_local:
             return None
-        with suppress(FileNotFoundError):
-            if self.objects.info(self._path(place)).n_bytes:
-                with self._opened(Path(self.objects.root, self._path(place)), place) as chunk:
-                    return chunk.layout.file_size(chunk.key)
-        return 0
+        with self._opened(Path(self.objects.root, self._path(place)), place) as chunk:
+            return chunk.layout.file_size(chunk.key)
 
     def _get(self, place: Place, n_bytes: int | None = None) -> bytes:
         """A chunk's file, or its first ``n_bytes``."""
         self._check()
-        with suppress(FileNotFoundError):
-            if data := self.objects.read(self._path(place), n_bytes):
-                return data
-        raise CacheMiss("absent", f"{self.url}: {place[1]}")
+        try:
+            return self.objects.read(self._path(place), n_bytes)
+        except FileNotFoundError as error:
+            raise CacheMiss("absent", f"{self.url}: {place[1]}") from error
 
     def _opened(self, file: Path, place: Place) -> ChunkFile:
         digest, key = place
@@ -316,16 +308,6 @@ class SharedTier:
             chunk.close()
             raise CacheMiss("fingerprint", f"{self.url}: {found}")
         return chunk
-
-    def discard(self, place: Place) -> None:
-        """Empty a damaged object, so that a sound one is put in its place. Best effort.
-
-        It is not deleted, because other machines delete their copies of deleted chunks.
-        """
-        path = self._path(place)
-        with suppress(CacheMiss, FileNotFoundError):  # it was deleted meanwhile
-            self.objects.info(path)
-            self.objects.write(path, b"")
 
     def share(self, entry: Entry, data: bytes) -> bool:
         """Put a chunk into the remote tier; whether it worked. If not, `push` does it later."""
@@ -375,7 +357,7 @@ class SharedTier:
     # -- all chunks -----------------------------------------------------------------------------
 
     def listed(self) -> dict[Place, ObjectInfo]:
-        """All chunks; damaged ones have 0 bytes. Raises StoreError if the place is gone."""
+        """All chunks. Raises StoreError if the place does not answer."""
         found: dict[Place, ObjectInfo] = {}
         with _answering():
             for digest in self._digests():
@@ -418,20 +400,19 @@ class SharedTier:
         if gone:
             self.check_answers()  # a share that was unmounted meanwhile is listed as empty
             self._files.delete(self._namespace, gone)
-        chunks = {place: info for place, info in listed.items() if info.n_bytes}
         places = self._index.places(self._namespace, PRESENT, EVICTED, LOST)
         known = {(digest, key) for digest, key, _ in places}
-        self.mark(chunks.keys() & known)
-        new = sorted(chunks.keys() - known)
+        self.mark(listed.keys() & known)
+        new = sorted(listed.keys() - known)
         n_new = 0
         for begin in range(0, len(new), SLICE):
             heads = self.objects.pool.map(
-                lambda place: self._head(place, chunks[place].n_bytes), new[begin : begin + SLICE]
+                lambda place: self._head(place, listed[place].n_bytes), new[begin : begin + SLICE]
             )
             read = [entry for entry in heads if entry]
             self._index.learn(read)
             n_new += len(read)
-        return Refreshed(n_new=n_new, n_deleted=len(gone), chunks=chunks)
+        return Refreshed(n_new=n_new, n_deleted=len(gone), chunks=listed)
 
     def _head(self, place: Place, size: int) -> Entry | None:
         """The index entry of a remote chunk, from its first bytes; None if it is damaged."""

@@ -178,7 +178,7 @@ def push(store: ChunkStore, *, progress: Progress | None = None) -> Moved:
     """
     shared = _shared(store)
     shared.check_answers(begins=True)
-    there = {place for place, info in shared.listed().items() if info.n_bytes}
+    there = shared.listed().keys()
     ordinary = {made_by.digest for made_by in store.index.fingerprints(store.namespace)
                 if not made_by.is_of_beginning}  # fmt: skip
     places = store.index.places(store.namespace, PRESENT)
