@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as TooLate
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -91,19 +91,6 @@ def _answering(what: str = "") -> Iterator[None]:
     except CacheMiss as miss:
         why = f"{what} ({miss})" if what else str(miss)
         raise StoreError(f"{why}; next step: try again when the remote tier answers") from miss
-
-
-@dataclass(frozen=True, kw_only=True)
-class Refreshed:
-    """What `SharedTier.refresh` found.
-
-    n_new: chunks of other machines that are indexed now. n_deleted: chunks that other machines
-    deleted, and that are deleted here too. chunks: all chunks of the remote tier.
-    """
-
-    n_new: int
-    n_deleted: int
-    chunks: Mapping[Place, ObjectInfo] = field(repr=False, compare=False)
 
 
 class SharedTier:
@@ -388,10 +375,10 @@ class SharedTier:
             self._refreshes_at = time.monotonic() + REFRESH_S
         threading.Thread(target=quietly, name="samkv-refresh", daemon=True).start()
 
-    def refresh(self) -> Refreshed:
+    def refresh(self) -> dict[Place, ObjectInfo]:
         """Index the chunks that other machines have put, and delete those that they deleted.
 
-        Raises StoreError if the remote tier does not answer.
+        All chunks of the remote tier are returned. Raises StoreError if it does not answer.
         """
         self.check_answers()
         before = self._index.shared(self._namespace)
@@ -404,15 +391,12 @@ class SharedTier:
         known = {(digest, key) for digest, key, _ in places}
         self.mark(listed.keys() & known)
         new = sorted(listed.keys() - known)
-        n_new = 0
         for begin in range(0, len(new), SLICE):
             heads = self.objects.pool.map(
                 lambda place: self._head(place, listed[place].n_bytes), new[begin : begin + SLICE]
             )
-            read = [entry for entry in heads if entry]
-            self._index.learn(read)
-            n_new += len(read)
-        return Refreshed(n_new=n_new, n_deleted=len(gone), chunks=listed)
+            self._index.learn([entry for entry in heads if entry])
+        return listed
 
     def _head(self, place: Place, size: int) -> Entry | None:
         """The index entry of a remote chunk, from its first bytes; None if it is damaged."""

@@ -200,7 +200,7 @@ def pull(
     Raises like `push`.
     """
     shared = _shared(store)
-    chunks = shared.refresh().chunks
+    chunks = shared.refresh()
     by_age = sorted(chunks, key=lambda place: -chunks[place].modified_at)
     lacking = [p for p in by_age if store.files.is_gone(*p) and (keys is None or p[1] in keys)]
     wanted, n_bytes = [], 0

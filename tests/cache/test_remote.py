@@ -21,7 +21,7 @@ from benchmarks.s3_server import s3_server
 from samkv_integrations.cache import remote_objects as objects_module
 from samkv_integrations.cache.base import Store
 from samkv_integrations.cache.disk import ChunkStore
-from samkv_integrations.cache.remote import MOST_HEAD_BYTES, Refreshed, SharedTier
+from samkv_integrations.cache.remote import MOST_HEAD_BYTES, SharedTier
 from samkv_integrations.cache.remote_objects import AT_ONCE, Objects
 from samkv_integrations.cache.upkeep import Moved, gc, pull, push
 from samkv_integrations.errors import CacheMiss, InvalidOption, StoreError
@@ -119,10 +119,16 @@ def files_of(folder: Path) -> list[Path]:
     return sorted(folder.rglob("*.safetensors"))
 
 
-def counts(found: Refreshed | None) -> tuple[int, int]:
-    """Chunks that a machine has learned of, and that it has deleted."""
-    assert found
-    return found.n_new, found.n_deleted
+def refreshed(store: ChunkStore) -> tuple[int, int]:
+    """How many chunks a machine has learned of when it looks, and how many it has deleted."""
+    assert store.shared
+
+    def known() -> set[str]:
+        return set(store.index.keys(store.namespace, None))
+
+    before = known()
+    store.shared.refresh()
+    return len(known() - before), len(before - known())
 
 
 def fill(store: ChunkStore, n_chunks: int = 1, **options: Any) -> list[Any]:
@@ -171,12 +177,12 @@ def test_the_files_are_the_same_bytes_everywhere(local: Machine, folder: Path) -
 def test_texts_of_other_machines_are_learned(machine: Machine) -> None:
     first, second = machine(), machine()
     chunks = fill(first, 3)
-    assert counts(second.shared and second.shared.refresh()) == (3, 0)
+    assert refreshed(second) == (3, 0)
     assert second.keys() == []
     assert second.known_keys() == sorted(chunk.key for chunk in chunks)
     assert len(found(second, chunks)) == 3
     assert {second.text(chunk.key) for chunk in chunks} == {chunk.text for chunk in chunks}
-    assert counts(second.shared.refresh()) == (0, 0)
+    assert refreshed(second) == (0, 0)
 
 
 def test_who_looks_for_texts_learns_them_by_and_by(
@@ -198,7 +204,7 @@ def test_a_text_longer_than_what_is_read_of_a_head(
     monkeypatch.setattr("samkv_integrations.cache.remote.HEAD_BYTES", 100)
     first, second = local(), local()
     (chunk,) = fill(first)
-    assert second.shared and second.shared.refresh().n_new == 1
+    assert refreshed(second) == (1, 0)
     assert second.text(chunk.key) == chunk.text
 
 
@@ -208,12 +214,12 @@ def test_what_one_deletes_all_delete(machine: Machine) -> None:
     kept, gone = fill(first, 2)
     for chunk in (kept, gone):
         second.open(chunk.key, TINY).close()
-    assert third.shared and third.shared.refresh().n_new == 2
+    assert refreshed(third) == (2, 0)
     assert first.delete(gone.key) == 1
     for store in (first, third):
         assert reason(lambda store=store: store.open(gone.key, TINY)) == "absent"  # type: ignore[misc]
-    assert counts(second.shared and second.shared.refresh()) == (0, 1)
-    assert counts(third.shared.refresh()) == (0, 1)
+    assert refreshed(second) == (0, 1)
+    assert refreshed(third) == (0, 1)
     for store in (first, second, third):
         assert not store.contains(gone.key, TINY)
         assert store.text(gone.key) is None
@@ -249,7 +255,7 @@ def test_a_bucket_that_was_emptied_deletes_nothing(
     first, second = machine(), machine()
     chunks = fill(first, 3)
     assert second.shared and first.shared
-    assert (first.shared.refresh().n_deleted, second.shared.refresh().n_new) == (0, 3)
+    assert (refreshed(first), refreshed(second)) == ((0, 0), (3, 0))
     second.open(chunks[0].key, TINY).close()
     url, options = place
     fs, path = fsspec.core.url_to_fs(url, skip_instance_cache=True, **options)
@@ -258,12 +264,12 @@ def test_a_bucket_that_was_emptied_deletes_nothing(
         second.shared.refresh()
     assert second.keys() == [chunks[0].key]
     assert push(second).n_chunks == 1
-    assert counts(first.shared.refresh()) == (0, 0)  # though some are there, and others not
+    assert refreshed(first) == (0, 0)  # though some are there, and others not
     assert len(first.keys()) == 3
     assert push(first).n_chunks == 2
     assert set(first.shared.listed()) == {(TINY.digest, chunk.key) for chunk in chunks}
     assert first.delete(chunks[0].key) == 1  # which is meant
-    assert counts(second.shared.refresh()) == (0, 1)
+    assert refreshed(second) == (0, 1)
 
 
 @pytest.mark.parametrize("process", ["the same", "a new one"])
@@ -288,10 +294,10 @@ def test_an_empty_folder_in_place_of_a_share_takes_nothing(
     assert list(folder.iterdir()) == []
     folder.rmdir()
     folder.with_name("away").rename(folder)
-    assert counts(first.shared.refresh()) == (0, 0)  # nor is what was put meanwhile "deleted"
+    assert refreshed(first) == (0, 0)  # nor is what was put meanwhile "deleted"
     assert first.keys() == sorted([chunk.key, other.key])
     assert push(first).n_chunks == 1
-    assert counts(second.shared.refresh()) == (2, 0)
+    assert refreshed(second) == (2, 0)
 
 
 def test_a_share_that_is_unmounted_before_it_is_listed_deletes_nothing(
@@ -316,9 +322,9 @@ def test_a_share_that_is_unmounted_before_it_is_listed_deletes_nothing(
 def test_another_place_deletes_nothing(local: Machine, tmp_path: Path) -> None:
     store = local()
     chunks = fill(store, 2)
-    assert store.shared and counts(store.shared.refresh()) == (0, 0)
+    assert store.shared and refreshed(store) == (0, 0)
     again = ChunkStore(store.path, remote=f"file://{tmp_path}/other", secret=SECRET)
-    assert again.shared and counts(again.shared.refresh()) == (0, 0)
+    assert again.shared and refreshed(again) == (0, 0)
     assert sorted(again.keys()) == sorted(chunk.key for chunk in chunks)
     assert push(again).n_chunks == 2
 
@@ -327,7 +333,7 @@ def test_texts_are_forgotten_on_all_machines(machine: Machine) -> None:
     first, second = machine(), machine()
     kept, gone = fill(first, 2)
     assert second.forget(lambda body: body == gone.text.strip()) == 1
-    assert first.shared and first.shared.refresh().n_deleted == 1
+    assert refreshed(first) == (0, 1)
     assert first.known_keys() == [kept.key]
     assert second.forget(lambda body: False, [kept.token_ids.tolist()]) == 1
     assert machine().known_keys() == []
@@ -430,7 +436,7 @@ def test_what_is_no_plain_file_counts_as_damaged(
 
     replace(file)
     assert reason(lambda: second.open(chunk.key, TINY)) == "corrupt"
-    assert second.shared and counts(second.shared.refresh()) == (0, 0)
+    assert second.shared and refreshed(second) == (0, 0)
     if obstacle != "folder":  # which nothing replaces
         first.put(chunk)
         assert file.is_file() and not file.is_symlink()
@@ -456,7 +462,7 @@ def test_no_more_of_a_file_is_read_than_its_header_says(
         return plain(path, n_bytes)
 
     monkeypatch.setattr(objects_module, "read_regular", read)
-    assert second.shared and counts(second.shared.refresh()) == (1, 0)  # the other one
+    assert second.shared and refreshed(second) == (1, 0)  # the other one
     assert reason(lambda: second.open(chunk.key, TINY)) == "corrupt"
     second.open(other.key, TINY).close()
     assert asked and all(n is not None and n <= MOST_HEAD_BYTES for n in asked)
@@ -472,14 +478,14 @@ def test_a_damaged_object_was_not_deleted(local: Machine, folder: Path) -> None:
     chunk, other = fill(first, 2)
     second.open(other.key, TINY).close()
     assert first.shared and second.shared and third.shared
-    assert first.shared.refresh().n_deleted == second.shared.refresh().n_deleted == 0
+    assert refreshed(first)[1] == refreshed(second)[1] == 0
     (file,) = [file for file in files_of(folder) if file.stem == chunk.key]
     file.write_bytes(b"damaged")
     assert reason(lambda: second.open(chunk.key, TINY)) == "corrupt"
-    assert counts(first.shared.refresh()) == (0, 0)
+    assert refreshed(first) == (0, 0)
     assert first.keys() == sorted([chunk.key, other.key])
     assert first.text(chunk.key) == chunk.text
-    assert counts(third.shared.refresh()) == (1, 0)  # of what it was, nothing can be learned
+    assert refreshed(third) == (1, 0)  # of what it was, nothing can be learned
     assert pull(third).n_left == 1 and third.keys() == [other.key]
     first.put(chunk)
     with third.open(chunk.key, TINY) as stored:
@@ -702,7 +708,7 @@ def test_what_could_not_be_sent_is_pushed_later(
     assert push(store) == Moved(n_chunks=1, n_bytes=n_bytes, n_left=0)
     assert {file.stem for file in files_of(folder)} == {sent.key, unsent.key}
     assert push(store) == Moved(n_chunks=0, n_bytes=0, n_left=0)
-    assert counts(store.shared.refresh()) == (0, 0)
+    assert refreshed(store) == (0, 0)
     assert store.contains(unsent.key, TINY)
 
 
@@ -785,7 +791,7 @@ def test_what_killed_uploads_left_goes_after_a_day(local: Machine, folder: Path)
     day = objects_module.LEFT_S
     os.utime(old, (there.stat().st_mtime - day - 60,) * 2)
     os.utime(other, (there.stat().st_mtime - day - 60,) * 2)
-    assert store.shared and list(store.shared.refresh().chunks) == [(TINY.digest, chunk.key)]
+    assert store.shared and list(store.shared.refresh()) == [(TINY.digest, chunk.key)]
     assert [file.exists() for file in (there, old, young, other)] == [True, False, True, True]
 
 
