@@ -459,8 +459,11 @@ def _mismatch(wanted: Fingerprint, held: Sequence[Fingerprint], where: str) -> F
         there = {name: there[name] for name in ("model", "weights", "dtype") if name in there}
     else:
         there.pop("model", None)  # only a label
+    other_prefix, is_learned = "another prefix there", ";learned:" in there.get("prefix", "")
+    if is_learned:
+        other_prefix = "a learned prefix there, a feature that was removed"
     fields = ", ".join(
-        "chunks stand after another prefix there"
+        f"chunks stand after {other_prefix}"
         if name == "prefix"
         else f"{name} is {mine[name]!r:.40} here and {value!r:.40} there"
         for name, value in there.items()
@@ -468,15 +471,21 @@ def _mismatch(wanted: Fingerprint, held: Sequence[Fingerprint], where: str) -> F
     given = [f"{name}={there[name]!r}" for name in ("dtype", "store_bits") if name in there]
     options = " and ".join(given)
     if "model" in there:
-        next_step = f"load {closest.model!r} (--model of a command)"
-        next_step += f" with {options}" if options else ""
+        with_options = f" with {options}" if options else ""
+        next_step = f"load {closest.model!r} (--model of a command){with_options}, or ingest again"
     elif options:
-        next_step = f"give {options}"
+        next_step = f"give {options}, or ingest again"
+    elif is_learned:
+        next_step = "ingest again"
     elif "prefix" in there:
-        next_step = "give the prefix= and prefix_text= of the engine that filled it"
+        next_step = (
+            "ingest again, or give the prefix= and prefix_text= of the engine that filled it"
+        )
     else:
-        next_step = "load the model that the store was filled with"
+        next_step = (
+            "ingest again with the loaded model, or load the one that the store was filled with"
+        )
     return FingerprintMismatch(
         f"{where} holds no cache of the loaded model {wanted.model!r}; the closest it holds is of "
-        f"{closest.model!r}: {fields}; next step: {next_step}, or ingest again"
+        f"{closest.model!r}: {fields}; next step: {next_step}"
     )
