@@ -167,11 +167,11 @@ class Index(Database):
     def keep(self, entry: Entry, place: Callable[[], object] | None = None) -> None:
         """Index a cache, after making room for it by evicting those used least recently.
 
-        A beginning evicts nothing, and takes the place of beginnings behind heads that are used
-        no more, see `MOST_HEADS`.
+        A beginning evicts nothing. It replaces beginnings of prompt heads that have not been used
+        for longest, see `MOST_HEADS`.
 
         place: moves the cache to its place, while no other process evicts or deletes; None if it
-            is there already, as is what it takes.
+            is there already.
 
         Raises StoreError if there is no room, CacheMiss ("absent") if the cache has gone, or if
         something was deleted since ``entry.unless_deleted_since``.
@@ -254,7 +254,7 @@ class Index(Database):
             oldest.close()
             for chunk, digest, key, of_chunk, _ in going:
                 self._caches.remove(digest, key)
-                if digest in extra:  # nobody searches for it: nothing to remember
+                if digest in extra:  # it has no text that should stay known
                     _delete_rows(connection, chunk)
                     continue
                 connection.execute(

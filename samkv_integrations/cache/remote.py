@@ -258,7 +258,7 @@ class SharedTier:
         and puts it again.
         """
         digest, key = place
-        since = self._index.deletions(self._namespace)  # who deletes it meanwhile wins
+        since = self._index.deletions(self._namespace)  # a deletion meanwhile wins
 
         def verified(file: Path) -> Entry:
             with self._opened(file, place) as chunk:
