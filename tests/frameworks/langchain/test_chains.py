@@ -1,6 +1,7 @@
 """LangChain's chains answer from chunk caches as from full prefill, every chunk a hit.
 
-The table is in `tests.support.langchain_chains`; a few questions here, all of them in the slow test.
+The table is in `tests.support.langchain_chains`; a few questions here, all of them in the slow
+test.
 """
 
 from __future__ import annotations
