@@ -50,22 +50,6 @@ def words(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
-def shares(option: str, text: str) -> list[float]:
-    """Numbers; InvalidOption names ``option`` if one is none."""
-    try:
-        return [float(part) for part in words(text)]
-    except ValueError as error:
-        raise InvalidOption(f"{option} {text!r}; give numbers, as in 0.1,0.2") from error
-
-
-def counts(option: str, text: str) -> list[int]:
-    """Whole numbers; InvalidOption names ``option`` if one is none."""
-    try:
-        return [int(part) for part in words(text)]
-    except ValueError as error:
-        raise InvalidOption(f"{option} {text!r}; give whole numbers, as in 4,8") from error
-
-
 def given_methods(names: Sequence[str], settings: Sequence[str]) -> list[Method]:
     """The methods called ``names``; each of ``settings`` changes those that have such an option.
 

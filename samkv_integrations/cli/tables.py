@@ -89,23 +89,6 @@ def summary_table(rows: Sequence[Row]) -> Table:
     return table(columns, cells, gap=1)  # so that it fits into 80 columns
 
 
-def speed_table(rows: Sequence[Row]) -> Table:
-    """Times and agreement of each method: medians, and of the ratios to `recompute` as well."""
-    from samkv_integrations.cli.answers import summarise
-
-    cells = [
-        (
-            s["method"], f"{ratio(s['ttft_ratio'])} ({seconds(s['ttft_s'])})",
-            f"{ratio(s['answer_ratio'])} ({seconds(s['answer_s'])})",
-            "-" if s["n_same"] is None else f"{s['n_same']} of {s['n_questions']}",
-        )
-        for s in summarise(rows)
-    ]  # fmt: skip
-    return table(
-        ("method", "first token", "whole answer", "same answer as\nfull prefill"), cells, gap=3
-    )
-
-
 def comparison_table(rows: Sequence[Row]) -> Table:
     """The answers to one question, one row a method."""
     columns = (

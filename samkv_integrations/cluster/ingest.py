@@ -1,4 +1,4 @@
-"""Caching many chunks by many workers, with Ray Data."""
+"""Caching chunks by several workers, with Ray Data."""
 
 from __future__ import annotations
 
@@ -26,25 +26,26 @@ from samkv_integrations.frameworks.engine_args import ModelSource, engine_of
 from samkv_integrations.model.loading import bfloat16_is_slow
 
 PROBE = "which store"
-"""A text whose key shows that two processes mean the same store and the same model."""
+"""Two processes that compute the same key of this text use the same store and model."""
 
 MAX_RETRIES = 2
-"""Repetitions of a batch whose worker ended, before the ingest ends."""
+"""How often a batch whose worker ended is repeated before the ingest fails."""
 
 _MAX_TASKS = 4096
-"""Tasks that an ingest is cut into at most. Each holds one batch, unless there are more."""
+"""Most tasks of an ingest. A task is one batch, unless there are more batches than this."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterIngest:
-    """What one ingest by many workers did.
+    """The result of an ingest by several workers.
 
-    n_records: texts whose chunks have caches now. n_cached: chunks that were computed. n_hit: texts
-    whose chunk was cached before, or stood among them already. failed: place of a text -> why its
-    chunk has no cache. n_evicted: chunks that had gone again at its end, for want of room.
-    bytes_on_disk: what the caches that were missing take. seconds: in all. working_s: from the
-    first batch's beginning to the last one's end, so without the start of the cluster and the
-    loading of models.
+    n_records: texts whose chunks have caches now. n_cached: chunks that were computed.
+    n_hit: texts whose chunk was cached before, or occurred earlier among the texts.
+    failed: position of a text -> why its chunk has no cache.
+    n_evicted: chunks that were evicted again before the end, for want of room.
+    bytes_on_disk: size of the caches that were missing.
+    seconds: duration. working_s: from the beginning of the first batch to the end of the last one,
+        without the start of the cluster and the loading of models.
     """
 
     n_records: int
@@ -58,7 +59,7 @@ class ClusterIngest:
 
 
 OnPage = Callable[[range, Mapping[int, str]], None]
-"""Called with the places of texts whose caches are there now, and those that have none, and why."""
+"""Called with the positions of texts whose caches exist now, and of those without one, and why."""
 
 
 def cache_on_ray(
@@ -70,20 +71,20 @@ def cache_on_ray(
     on_page: OnPage | None = None,
     progress: bool = False,
 ) -> ClusterIngest:
-    """Cache the chunks of ``texts``, as `Engine.cache_chunks` does, by the workers of ``pool``.
+    """Cache the chunks of ``texts`` by the workers of ``pool``, as `Engine.cache_chunks` does.
 
-    The files have the same bytes whatever the number of workers. A text that can have no cache does
-    not keep the others from theirs. An ingest that ended early goes on when it is begun again.
+    The files have the same bytes for any number of workers. A text that can have no cache does not
+    stop the others. An ingest that ended early continues when it is called again.
 
-    engine: of this process; it reads texts and finds out what is missing, and computes nothing.
-    source: what ``engine`` was made of, in plain values, which workers make theirs of. Its folder
-        must be the same one for all machines, under the same path.
-    on_page: called in this process, page by page and in order.
+    engine: of this process. It finds out which caches are missing, and computes none.
+    source: the plain values that ``engine`` was made of. Workers make their engines of them. All
+        machines must reach its folder under the same path.
+    on_page: called in this process, page by page, in order.
 
     Raises:
-        InvalidOption: ``source`` holds what cannot be sent, or has no folder; or the cluster has
-            no room for the workers.
-        ClusterError: the workers cannot do their work, or end over the same batch again and again.
+        InvalidOption: ``source`` holds an object that cannot be sent, or names no folder; or the
+            cluster has no room for the workers.
+        ClusterError: the workers fail, or end over the same batch again and again.
         StoreError: the store cannot be read.
         MissingExtra: Ray is not installed.
     """
@@ -99,8 +100,8 @@ def cache_on_ray(
     sound = [place for place in range(len(refs)) if place not in failed]
     agreed = dict(zip(sound, chunks.agree([refs[place] for place in sound]), strict=True))
 
-    # The last bits of a chunk depend on the chunks that share its pass. So passes are cut here, as
-    # `ChromaLink.add` cuts them in one process, and not by whoever is idle.
+    # The last bits of a cache depend on the chunks that share its pass. So batches are formed here,
+    # as `ChromaLink.add` forms them in one process, and not by idle workers.
     pages = [range(at, min(at + PAGE_SIZE, len(refs))) for at in range(0, len(refs), PAGE_SIZE)]
     work: list[tuple[int, list[ChunkRef]]] = []
     places_of: dict[str, list[int]] = {}
@@ -162,10 +163,10 @@ def add_on_ray(
     pool: WorkerPool,
     progress: bool = False,
 ) -> ClusterIngest:
-    """`ChromaLink.add`, with chunks that are cached by the workers of ``pool``.
+    """`ChromaLink.add` with the workers of ``pool``, which compute the caches.
 
-    Records are written by this process, page by page, once the caches of a page and of those before
-    it are there. A text that can have no cache gets no record; a record of its id stays as it is.
+    This process writes the records, page by page, once the caches of a page and of all pages before
+    it exist. A text that can have no cache gets no record. An older record of its id stays.
 
     Raises InvalidOption as `ChromaLink.add` does, and what `cache_on_ray` raises.
     """
@@ -182,7 +183,7 @@ def add_on_ray(
 
 
 def _sent(engine: Engine, source: ModelSource, pool: WorkerPool) -> ModelSource:
-    """What workers are given. Raises InvalidOption for what cannot be sent."""
+    """The source that workers get. Raises InvalidOption if a value cannot be sent."""
     for name in ("engine", "model", "tokenizer"):
         if getattr(source, name) is not None:
             raise InvalidOption(
@@ -208,24 +209,24 @@ def _sent(engine: Engine, source: ModelSource, pool: WorkerPool) -> ModelSource:
 def _by_workers(
     pool: WorkerPool, given: tuple[Any, ...], work: Sequence[Sequence[str]]
 ) -> Iterator[Mapping[str, Any]]:
-    """What became of each batch of texts, in order. Ray repeats a batch whose worker ended.
+    """The result of each batch of texts, in order. Ray repeats a batch whose worker ended.
 
     given: the arguments of `CacheWorker`.
     """
     if not work:
         return
-    # Ray warns of both together; a worker with an accelerator asks for that.
+    # Ray warns if a worker asks for both.
     share = {"num_gpus": pool.n_gpus} if pool.n_gpus else {"num_cpus": pool.n_cpus}
-    # pickled, as texts may hold what Arrow refuses
     size = min(pool.n_workers, len(work))
+    # pickled, because Arrow refuses some texts
     rows = [{"texts": pickle.dumps(texts)} for texts in work]
     with pool.connected() as ray:
-        logging.getLogger("ray.data").setLevel(logging.ERROR)  # it tells of each step
+        logging.getLogger("ray.data").setLevel(logging.ERROR)  # which logs every step
         data = ray.data
         try:
             results = data.from_items(rows, override_num_blocks=min(len(rows), _MAX_TASKS)).map(
                 CacheWorker,
-                # one task at a time: what waits at a worker is kept from one that is idle
+                # one task at a time: a task that waits at a busy worker never moves to an idle one
                 compute=data.ActorPoolStrategy(size=size, max_tasks_in_flight_per_actor=1),
                 fn_constructor_args=given,
                 ray_remote_args_fn=lambda: {"max_task_retries": MAX_RETRIES},
@@ -246,18 +247,18 @@ def _by_workers(
 
 
 class CacheWorker:
-    """One process that has loaded the model once and caches the chunks of batches.
+    """A process that loads the model once and caches the chunks of batches.
 
-    source: model and store, in plain values; its block size is settled. probe_key: key of `PROBE`.
+    source: plain values of model and store, with the agreed block size. probe_key: key of `PROBE`.
     n_threads: threads that torch may use.
 
-    Raises InvalidOption if it would make other caches than the ingest means, or put them elsewhere.
+    Raises InvalidOption if its caches would differ from those of the ingest, or go elsewhere.
     """
 
     def __init__(self, source: ModelSource, probe_key: str, n_threads: int) -> None:
         torch.set_num_threads(n_threads)
         here = f"on {platform.node()}"
-        if source.kv_remote is None and not Path(str(source.kv_dir)).is_dir():  # made for nobody
+        if source.kv_remote is None and not Path(str(source.kv_dir)).is_dir():  # else it is made
             raise InvalidOption(
                 f"the folder {source.kv_dir} of chunk caches does not exist {here}; give one that "
                 "all machines share under the same path"
@@ -273,11 +274,11 @@ class CacheWorker:
     def __call__(self, row: Mapping[str, bytes]) -> dict[str, Any]:
         """Cache the texts of a batch in one pass, or one by one if that fails.
 
-        The row of the result has ``failed``: place in the batch -> why that chunk has no cache.
+        The resulting row has ``failed``: position in the batch -> why that chunk has no cache.
         """
         began_at, failed = time.time(), dict[int, str]()
         chunks = self._engine.chunks
-        # All of them, those too that a worker which was killed has cached: see `cache_on_ray`.
+        # Also those that a killed worker has cached, so that the pass is the same.
         refs = [replace(ref, state="missed") for ref in chunks.refer(pickle.loads(row["texts"]))]
         try:
             chunks.compute(refs)

@@ -14,13 +14,13 @@ from samkv_integrations.cluster.pool import WorkerPool, reason_in
 from samkv_integrations.errors import ClusterError, InvalidOption, UnknownOption
 
 APPLICATION = "samkv"
-"""Its name on the cluster."""
+"""Name of the application on the cluster."""
 
 Route = Literal["load", "collection"]
-"""To which replica a request goes: one that is less busy, or that of its collection."""
+"""Which replica gets a request: one with less load, or that of the request's collection."""
 
 SESSION_HEADER = "x-session-id"
-"""Names the collection of a request: Ray's proxies look at headers, and at no body."""
+"""Header with the collection of a request. Ray's proxies read headers, but no bodies."""
 
 _BY_SESSION = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
 
@@ -32,14 +32,14 @@ App = Callable[[Any, Any, Any], Awaitable[None]]
 class Replicas:
     """Replicas of one application on Ray Serve.
 
-    n_replicas: at first; None for 2, or ``least``. least, most: between how many Ray chooses by
-        their load; without ``most`` there are always as many.
-    n_cpus, n_gpus, address: of each replica, and the cluster; see `WorkerPool`.
-    n_at_once: requests that a replica works at together; Ray aims at so many.
-    n_waiting: requests that may wait at a replica beside them. As many as both together may wait at
-        each proxy while all replicas are full; it refuses the next one.
+    n_replicas: number at first; None for ``least``, or 2 without it.
+    least, most: bounds between which Ray scales by load. Without ``most`` the number is fixed.
+    n_cpus, n_gpus, address: resources of a replica, and the cluster; see `WorkerPool`.
+    n_at_once: requests that a replica answers together. Ray scales towards this number.
+    n_waiting: further requests that may wait at a replica. While all replicas are full, as many
+        requests as both numbers together may wait at each proxy; the next one is refused.
     route: ``collection`` sends all requests with the same `SESSION_HEADER` to the same replica, or
-        to the next ones while that is full.
+        to the next one while that is full.
     grace_s: seconds that running answers have when a replica ends.
     """
 
@@ -64,7 +64,7 @@ class Replicas:
                 f"{self.n_first} replicas, at least {self.least or 1} and at most {self.most}; "
                 "give 1 <= least <= replicas <= most"
             )
-        self.pool  # noqa: B018, raises for what is no number of replicas, or no address
+        self.pool  # noqa: B018, raises for a wrong number of replicas or a wrong address
 
     @property
     def n_first(self) -> int:
@@ -74,7 +74,7 @@ class Replicas:
 
     @property
     def pool(self) -> WorkerPool:
-        """What they take of a cluster, when they are most."""
+        """The resources of the largest number of replicas."""
         n_most = self.most or self.n_first
         return WorkerPool(
             n_workers=n_most, n_cpus=self.n_cpus, n_gpus=self.n_gpus, address=self.address
@@ -111,14 +111,14 @@ def serving(
 ) -> Iterator[None]:
     """Replicas that answer on ``host`` and ``port`` until the block is left.
 
-    Running answers are let end then, for the replicas' grace. A cluster that this began ends too.
+    Then running answers have the replicas' grace to end. A cluster that was started here ends too.
 
-    build: makes the application, once in each replica; it has to be picklable.
-    n_threads: that torch uses in a replica.
+    build: makes the application, once in each replica. It must be picklable.
+    n_threads: threads that torch uses in a replica.
 
     Raises:
-        InvalidOption: the cluster cannot be reached, has no room, or serves already.
-        ClusterError: no replica can begin.
+        InvalidOption: the cluster cannot be reached, has no room, or runs Ray Serve already.
+        ClusterError: no replica can start.
         MissingExtra: Ray is not installed.
     """
 
@@ -132,12 +132,12 @@ def serving(
 
         serve: Any = ray_serve
 
-        if serve.status().proxies:  # they might let in whoever asks
+        if serve.status().proxies:  # its proxies may answer anybody
             raise InvalidOption(
                 "Ray Serve runs on this cluster already, with an address of its own; end it with "
                 "'serve shutdown', or give another cluster"
             )
-        logging.getLogger("ray.serve").setLevel(logging.ERROR)  # it tells of each step
+        logging.getLogger("ray.serve").setLevel(logging.ERROR)  # which logs every step
         try:
             serve.start(
                 proxy_location="EveryNode",
@@ -157,15 +157,15 @@ def serving(
         finally:
             try:
                 for _ in range(1 + int(replicas.grace_s // 60)):
-                    with suppress(TimeoutError):  # after a minute of its own
-                        serve.delete(APPLICATION)  # which lets answers end
+                    with suppress(TimeoutError):  # Ray waits for one minute
+                        serve.delete(APPLICATION)  # which lets running answers end
                         break
             finally:
                 serve.shutdown()
 
 
 def without_request_id(app: App) -> App:
-    """The application, for Ray's proxies, which add the header of a request's id themselves."""
+    """The application without its x-request-id header, because Ray's proxies add their own."""
 
     async def passed_on(scope: Any, receive: Any, send: Any) -> None:  # noqa: ANN401
         async def send_without(message: Any) -> None:  # noqa: ANN401

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
@@ -15,7 +14,7 @@ from samkv_integrations.cache.base import Store
 from samkv_integrations.cache.chunk import BlockScheme, Fingerprint, normalise
 from samkv_integrations.cache.memory import MemoryStore
 from samkv_integrations.engine.beginnings import Beginnings
-from samkv_integrations.engine.chunk_prefix import ChunkPrefix, PrefixPolicy
+from samkv_integrations.engine.chunk_prefix import PrefixPolicy, prefix_ids
 from samkv_integrations.engine.chunks import Chunks, RecentChunks
 from samkv_integrations.engine.costs import CostModel, keep_costs, kept_costs, measure
 from samkv_integrations.engine.decode import force
@@ -59,11 +58,9 @@ class Engine:
         block_size: tokens a block; ``"auto"`` takes the size of what the store already holds for
             this model, else follows the length of the first chunks that are cached.
         prefix: what a chunk is prefilled after: ``"documents"`` (BOS, if there is one, and two
-            short made-up documents), ``"learned"`` (BOS, and the embeddings that ``samkv adapt``
-            wrote beside the caches), the path of such embeddings (``.safetensors``), ``"bos"`` or
-            ``"none"``; ``"auto"`` is ``"learned"`` where there are any, else ``"documents"``. With
-            ``"bos"`` a chunk that stands first in a prompt is exact; with documents or embeddings
-            all others are nearer to full prefill.
+            short made-up documents), ``"bos"`` or ``"none"``; ``"auto"`` is ``"documents"``. With
+            ``"bos"`` a chunk that stands first in a prompt is exact; with documents all others are
+            nearer to full prefill.
         prefix_text: text in place of the documents, as at the beginning of every request, such as a
             system prompt: the first chunk behind it is exact.
         store_bits: bits of the numbers in chunk caches (4, 8, or 16 for the model's dtype); None
@@ -87,7 +84,7 @@ class Engine:
         method: str | Method | None = None,
         eviction: str | Eviction | None = None,
         block_size: int | Literal["auto"] = "auto",
-        prefix: PrefixPolicy | os.PathLike[str] | str = "auto",
+        prefix: PrefixPolicy = "auto",
         prefix_text: str = "",
         store_bits: int | None = None,
         prefix_bytes: int = 2**28,
@@ -101,14 +98,13 @@ class Engine:
             model, self.store, method, eviction, store_bits
         )
         self.eviction = eviction
-        before = ChunkPrefix.of(model, self.store, prefix, prefix_text)
-        self.prefix = before.token_ids
+        self.prefix = prefix_ids(model, prefix, prefix_text)
         self.prefixes = PrefixCache(prefix_bytes)
         self._announced = RecentChunks()
         self.scheduler = Scheduler.of(model, scheduler)
         scheme = None if block_size == "auto" else BlockScheme(size=block_size)
         self.chunks = Chunks(
-            model, self.store, prefix=before, scheme=scheme, store_bits=self.store_bits,
+            model, self.store, prefix=self.prefix, scheme=scheme, store_bits=self.store_bits,
             run=self.scheduler.run, on_change=self.prefixes.clear,
         )  # fmt: skip
         self._beginnings: Beginnings | None = None

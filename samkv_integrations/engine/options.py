@@ -44,7 +44,7 @@ class EngineOptions(TypedDict, total=False):
     method: str | Method | None
     eviction: str | Eviction | None
     block_size: int | Literal["auto"]
-    prefix: PrefixPolicy | os.PathLike[str] | str
+    prefix: PrefixPolicy
     prefix_text: str
     store_bits: int | None
     prefix_bytes: int
@@ -165,11 +165,13 @@ def check_parts(model: object, store: object, prefix: object, prefix_text: objec
     if isinstance(store, str | os.PathLike):
         raise InvalidOption(f"store={store!r} is no store; give ChunkStore({str(store)!r})")
     is_file = isinstance(prefix, os.PathLike) or str(prefix).endswith(".safetensors")
-    if prefix not in get_args(PrefixPolicy) and not is_file:
+    if prefix == "learned" or is_file:
         raise InvalidOption(
-            f"prefix={prefix!r}; allowed: {', '.join(get_args(PrefixPolicy))}, or the path of a "
-            "learned prefix (.safetensors)"
+            f"prefix={str(prefix)!r}: learned prefixes were removed; give prefix='documents', and "
+            "ingest again"
         )
+    if prefix not in get_args(PrefixPolicy):
+        raise InvalidOption(f"prefix={prefix!r}; allowed: {', '.join(get_args(PrefixPolicy))}")
     check_text("prefix_text", prefix_text)
 
 
