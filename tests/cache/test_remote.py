@@ -17,7 +17,6 @@ from typing import Any
 import fsspec
 import pytest
 
-from benchmarks.s3_server import s3_server
 from samkv_integrations.cache import remote_objects as objects_module
 from samkv_integrations.cache.base import Store
 from samkv_integrations.cache.disk import ChunkStore
@@ -28,6 +27,7 @@ from samkv_integrations.errors import CacheMiss, InvalidOption, StoreError
 from samkv_integrations.prompt.layout import Occurrence, find_runs
 from tests.contracts.store_contract import TINY, StoreContract, chunk_for, read_all, reason
 from tests.support.processes import wait_until
+from tests.support.s3_server import s3_server
 
 SECRET = bytes(range(32))
 NUMBERS = count()
