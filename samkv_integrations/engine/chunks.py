@@ -49,9 +49,6 @@ _log = logging.getLogger(__name__)
 _WRITERS = 4
 """Threads that write chunk caches; each mostly waits for the disk."""
 
-MOST_HEADS = 64
-"""Prompt heads whose exact beginnings a namespace keeps; the least recently used goes first."""
-
 MAX_RECENT = 2**16
 """Chunks that `RecentChunks` remembers, about 10 MB: more than one ingest adds at once."""
 
@@ -248,8 +245,8 @@ class Chunks:
 
     def look_up(self, chunks: Sequence[ChunkRef], depth: Depth = "whole") -> list[ChunkRef]:
         """Each chunk as ``cached`` or ``missed``. Nothing is computed."""
-        ask = self._store.begin_to_fetch if depth == "opens" else self._store.look_ahead
-        ask([ref.key for ref in chunks], self.fingerprint)
+        if depth == "opens":
+            self._store.begin_to_fetch([ref.key for ref in chunks], self.fingerprint)
         return [
             replace(ref, state="cached" if self._is_there(ref, depth) else "missed")
             for ref in chunks
@@ -399,12 +396,8 @@ class Chunks:
 
         Failures are ignored: the next question tries again.
         """
-        store = self._store
-        n_bytes = FileLayout.of(cache, store.namespace).file_size(cache.key)
         with suppress(StoreError):
-            if store.index.has_room(store.namespace, n_bytes):
-                self._keep(since, cache)
-                store.index.keep_heads(store.namespace, MOST_HEADS)
+            self._keep(since, cache)
 
     def deletions(self) -> int:
         """How often something was deleted from the store so far, by any process.
@@ -428,12 +421,15 @@ class Chunks:
     def record(self, resolved: Resolved) -> None:
         """Tell the store which caches a prompt used, and which it missed."""
         used: dict[str, None] = {}  # keys of the caches that existed before, each once
+        beginning: StoredChunk | None = None
         for chunk in resolved.chunks:
-            if chunk.is_exact and chunk.stored is not None:
-                self._store.touch(chunk.stored.key, chunk.stored.fingerprint)
+            if chunk.is_exact:
+                beginning = chunk.stored
             if chunk.stored is not None and not chunk.computed_now:
                 used[chunk.key] = None
-        self._store.record(self.follow_model(), used=list(used), missed=resolved.missed)
+        self._store.record(
+            self.follow_model(), used=list(used), missed=resolved.missed, beginning=beginning
+        )
         if not used and not self._has_looked:
             self._has_looked = True
             self.warn_if_none_fits()
