@@ -25,9 +25,9 @@ from benchmarks.models import Words, build
 from benchmarks.run_settings import hardware
 from samkv_integrations import Engine
 from samkv_integrations.cli.tables import markdown_table as table
+from samkv_integrations.engine.answer_settings import AnswerSettings
 from samkv_integrations.engine.decode import Decoder, decode
 from samkv_integrations.engine.first_token import first_token
-from samkv_integrations.engine.options import AnswerSettings
 from samkv_integrations.figures import to_json
 from samkv_integrations.prompt import rag_prompt
 

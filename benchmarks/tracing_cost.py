@@ -23,7 +23,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, Spa
 
 from benchmarks.datasets import load
 from samkv_integrations import Engine
-from samkv_integrations.engine.options import AnswerSettings
+from samkv_integrations.engine.answer_settings import AnswerSettings
 from samkv_integrations.engine.report import Report, Stage
 from samkv_integrations.engine.tracing import DISABLED, NAME, Trace
 from samkv_integrations.figures import commit

@@ -15,7 +15,7 @@ from samkv_integrations.errors import EmptyInput, InvalidOption
 from samkv_integrations.figures import count, ratio, seconds
 
 if TYPE_CHECKING:
-    from samkv_integrations.engine.options import TunedSetting
+    from samkv_integrations.engine.tuned import TunedSetting
     from samkv_integrations.tuning.run import Standing, TuneConfig
 
 LEGEND = """\
@@ -47,7 +47,7 @@ def tune(
     from samkv_integrations.chroma.link import ChromaLink
     from samkv_integrations.engine.costs import name_of
     from samkv_integrations.engine.engine import Engine
-    from samkv_integrations.engine.options import (
+    from samkv_integrations.engine.tuned import (
         TUNED_FILE,
         TunedSetting,
         tuned_setting,
@@ -198,7 +198,7 @@ def _checked(
     entry: TunedSetting, words: str, standing: Standing, config: TuneConfig, judge: str
 ) -> str:
     """A setting on questions of now, beside what was said of it when it was written."""
-    from samkv_integrations.engine.options import TUNED_FILE
+    from samkv_integrations.engine.tuned import TUNED_FILE
 
     verdict = "enough" if config.is_enough(standing) else "not enough: tune again"
     shown = f"{entry.line}\n{words}; judged by {judge}.\nThat is {verdict}."

@@ -12,9 +12,9 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
 from samkv_integrations.chroma.link import nearest
+from samkv_integrations.engine.answer_settings import AnswerOptions
 from samkv_integrations.engine.costs import CostModel
 from samkv_integrations.engine.engine import Engine
-from samkv_integrations.engine.options import AnswerOptions
 from samkv_integrations.engine.report import Report
 from samkv_integrations.engine.stream import Answer, AnswerStream, off_loop
 from samkv_integrations.errors import InvalidOption, StoreError, UnknownOption

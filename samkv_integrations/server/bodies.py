@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, cast
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from samkv_integrations.engine.options import AnswerOptions
+from samkv_integrations.engine.answer_settings import AnswerOptions
 from samkv_integrations.engine.report import Report
 from samkv_integrations.errors import InvalidOption
 from samkv_integrations.prompt.resolve import OnMiss

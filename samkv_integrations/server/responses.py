@@ -12,7 +12,7 @@ from fastapi.responses import Response
 from pydantic import BaseModel, BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from samkv_integrations.engine.options import AnswerOptions
+from samkv_integrations.engine.answer_settings import AnswerOptions
 from samkv_integrations.engine.report import Report
 from samkv_integrations.engine.stream import Answer, AnswerStream
 from samkv_integrations.server.bodies import (

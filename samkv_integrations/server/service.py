@@ -23,8 +23,8 @@ from prometheus_client import (
 )
 from starlette.types import Receive, Scope, Send
 
+from samkv_integrations.engine.answer_settings import AnswerOptions
 from samkv_integrations.engine.engine import Engine
-from samkv_integrations.engine.options import AnswerOptions
 from samkv_integrations.engine.report import Report
 from samkv_integrations.engine.scheduler import Scheduler
 from samkv_integrations.engine.stream import Answer, AnswerStream, off_loop

@@ -10,8 +10,8 @@ import torch
 
 from samkv_integrations import METHODS, Engine
 from samkv_integrations.cache.windows import MemoryIndex
+from samkv_integrations.engine.answer_settings import AnswerSettings
 from samkv_integrations.engine.decode import force
-from samkv_integrations.engine.options import AnswerSettings
 from samkv_integrations.model.model import Model
 from samkv_integrations.model.quoting import RenderedPrompt
 from samkv_integrations.prompt.layout import find_runs

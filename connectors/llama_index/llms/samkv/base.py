@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 from weakref import WeakSet
 
@@ -59,8 +58,8 @@ from samkv_integrations.frameworks.local_llm import (
     GENERATE_KWARGS,
     LocalLLM,
     checked_generate_kwargs,
-    takes_tools,
 )
+from samkv_integrations.frameworks.tool_calls import takes_tools
 from samkv_integrations.methods import METHODS
 from samkv_integrations.prompt.reader import Prompt
 from samkv_integrations.prompt.text import check_text
@@ -176,7 +175,8 @@ class SamKVLLM(LocalLLM, FunctionCallingLLM):
         super()._check()
 
     def _source(self) -> ModelSource:
-        return replace(super()._source(), model=self.model, tokenizer=self.tokenizer)
+        given = {"model": self.model, "tokenizer": self.tokenizer}
+        return super()._source().model_copy(update=given)
 
     def _attach(self) -> None:
         super()._attach()
@@ -562,8 +562,7 @@ class SamKVLLM(LocalLLM, FunctionCallingLLM):
             return await self.engine.astream(prompt, **options)
 
     def _options(self, given: dict[str, Any]) -> dict[str, Any]:
-        always = {"timeout": self.timeout, **self.generate_kwargs}
-        return self._options_of(given, always, self.max_new_tokens)
+        return self._options_of(given, self.generate_kwargs, self.max_new_tokens)
 
     def _announce(self, prompt: Prompt) -> None:
         if self.cache_retrieved:  # for later prompts, even where `auto` computes this one in full

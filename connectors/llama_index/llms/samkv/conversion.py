@@ -20,7 +20,8 @@ from llama_index.core.prompts import PromptTemplate
 
 from samkv_integrations.engine.report import Report
 from samkv_integrations.errors import InvalidOption
-from samkv_integrations.frameworks.local_llm import (
+from samkv_integrations.frameworks.local_llm import usage_of
+from samkv_integrations.frameworks.tool_calls import (
     ShownText,
     ToolAnswer,
     ToolCall,
@@ -28,7 +29,6 @@ from samkv_integrations.frameworks.local_llm import (
     merged,
     of_calls,
     of_result,
-    usage_of,
 )
 from samkv_integrations.model.model import Model
 from samkv_integrations.model.quoting import RenderedPrompt

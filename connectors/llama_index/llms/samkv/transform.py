@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Unpack
 
 from llama_index.core.bridge.pydantic import Field, PrivateAttr
 from llama_index.core.llms import LLM
@@ -13,8 +12,9 @@ from pydantic import computed_field
 
 from samkv_integrations.cache.chunk import normalise
 from samkv_integrations.engine.engine import Engine
+from samkv_integrations.engine.options import SourceOptions
 from samkv_integrations.engine.stream import off_loop
-from samkv_integrations.errors import InvalidOption
+from samkv_integrations.errors import InvalidOption, UnknownOption
 from samkv_integrations.frameworks.engine_args import EngineRef, ModelSource, engine_of
 
 
@@ -26,13 +26,13 @@ class SamKVCacheTransform(TransformComponent):
 
     Args:
         llm, engine: what caches, one of the two.
-        model_name, kv_dir: in place of them, the model to load and the folder of chunk caches:
-            plain values, of which another process can make a transform, such as an actor of Ray.
-            All further arguments go with these two, and are those of `SamKVLLM`.
+        model_name, kv_dir, ...: in place of them, the model to load and the folder of chunk caches,
+            see `SourceOptions`: plain values, from which another process can make a transform, such
+            as an actor of Ray.
         show_progress: whether to show a progress bar, on standard error. LlamaIndex's own
-            ``show_progress`` of a pipeline or an index counts steps, and does not reach it.
+            ``show_progress`` of a pipeline or an index counts steps, and has no effect here.
 
-    In a pickle the engine is left behind, so pipelines must run with ``num_workers=None``.
+    Pickles omit the engine, so pipelines must run with ``num_workers=None``.
 
     Raises InvalidOption unless exactly one of llm, engine and model_name is given, or if an
     argument would be ignored.
@@ -74,41 +74,29 @@ class SamKVCacheTransform(TransformComponent):
         llm: LLM | None = None,
         engine: Engine | None = None,
         show_progress: bool = False,
-        model_name: str | None = None,
-        tokenizer_name: str | None = None,
-        device_map: str | None = "auto",
-        dtype: str = "auto",
-        model_kwargs: Mapping[str, Any] | None = None,
-        tokenizer_kwargs: Mapping[str, Any] | None = None,
-        kv_dir: str | Path | None = None,
-        namespace: str | None = None,
-        max_bytes: int | None = None,
-        store_bits: int | None = None,
+        **source: Unpack[SourceOptions],
     ) -> None:
-        source = ModelSource(
-            model_name=model_name, tokenizer_name=tokenizer_name,
-            device_map="cpu" if device_map is None else device_map, dtype=dtype,
-            model_kwargs=model_kwargs or {}, tokenizer_kwargs=tokenizer_kwargs or {},
-            kv_dir=kv_dir, namespace=namespace, max_bytes=max_bytes, store_bits=store_bits,
-        )  # fmt: skip
+        known = SourceOptions.__annotations__
+        for name in source.keys() - known:
+            raise UnknownOption.among("argument of SamKVCacheTransform", name, known)
         if llm is not None or engine is not None:
-            if source != ModelSource():
+            if source:
                 raise InvalidOption(
                     "llm and engine have their model and folder; leave the other arguments out, "
                     "or give model_name and kv_dir in place of both"
                 )
             held = EngineRef.of(llm, engine)
-        elif model_name is None:
+        elif not source.get("model_name"):
             raise InvalidOption(
                 "give either llm (one of samkv-integrations) or engine, or model_name and kv_dir"
             )
-        elif kv_dir is None:
+        elif source.get("kv_dir") is None:
             raise InvalidOption(
-                f"model_name={model_name!r} without kv_dir: chunk caches in memory would be found "
-                "by nobody else; give the folder of the LLM that shall find them"
+                f"model_name={source['model_name']!r} without kv_dir: chunk caches in memory would "
+                "be found by nobody else; give the folder of the LLM that shall find them"
             )
         else:
-            held = EngineRef(engine_of(source))
+            held = EngineRef(engine_of(ModelSource(**source)))
         super().__init__()
         self.show_progress = show_progress
         self._engine = held
