@@ -49,7 +49,7 @@ app = typer.Typer(
 for command in (
     methods, doctor, ingest, remove, ask, inspect, serve, quickstart, plan, tune, adapt,
 ):  # fmt: skip
-    app.command(cls=args.Command)(command)
+    app.command(cls=args.Command)(args.with_flags(command))
 app.add_typer(store.app, name="store")
 
 

@@ -1,23 +1,33 @@
 """The arguments and options of the commands: names, types and help texts.
 
 Options that several commands share stand first, then those of single groups. A command adds the
-default.
+default. What is an option of the engine too is described in `samkv_integrations.engine.options`.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import is_dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, is_typeddict
 
 import typer
 import typer.core
 
+from samkv_integrations.engine.options import (
+    CacheOptions,
+    ModelOptions,
+    OwnAnswerOptions,
+    declared,
+)
 from samkv_integrations.errors import InvalidOption, SamkvError
 from samkv_integrations.evaluation.shapes import shape_names
 
 
 class Command(typer.core.TyperCommand):
-    """A command whose errors name an option that was given, as the library names arguments."""
+    """A command whose errors name the flag that was given, where the library names the argument."""
 
     def invoke(self, ctx: typer.Context) -> Any:  # type: ignore[override]  # noqa: ANN401
         try:
@@ -30,6 +40,61 @@ class Command(typer.core.TyperCommand):
                 if option.name == name and is_given and option.opts[0].startswith("--"):
                     error.args = (f"{option.opts[0]} {value}",)
             raise
+
+
+# -- groups of options --------------------------------------------------------------------------
+
+
+def with_flags(command: Callable[..., None]) -> Callable[..., None]:
+    """The command for typer, with groups among its parameters spread out.
+
+    A dataclass becomes a flag for each of its fields, and options of an engine a flag for each that
+    is declared with one. A flag that the command declares itself takes precedence.
+    """
+    signature = inspect.signature(command, eval_str=True)
+    groups = {name: p.annotation for name, p in signature.parameters.items() if _is_group(p)}
+    shown = {name: p for name, p in signature.parameters.items() if name not in groups}
+    for group in groups.values():
+        for parameter in _flags_of(group):
+            shown.setdefault(parameter.name, parameter)
+
+    @functools.wraps(command)
+    def run(**given: Any) -> None:  # noqa: ANN401
+        own = {name: given[name] for name in signature.parameters if name in given}
+        command(**own, **{name: _filled(group, given) for name, group in groups.items()})
+
+    parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in shown.values()]
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {name: p.annotation for name, p in shown.items()}
+    return run
+
+
+def _is_group(parameter: inspect.Parameter) -> bool:
+    return is_dataclass(parameter.annotation) or is_typeddict(parameter.annotation)
+
+
+def _flags_of(group: Any) -> Iterator[inspect.Parameter]:  # noqa: ANN401
+    if is_typeddict(group):
+        for name, (kind, option) in declared(group).items():
+            if option.flag:
+                flag = Annotated[option.plain or kind, _option(option.description, hidden=True)]
+                yield inspect.Parameter(
+                    name, inspect.Parameter.KEYWORD_ONLY, default=option.default, annotation=flag
+                )
+        return
+    for parameter in inspect.signature(group, eval_str=True).parameters.values():
+        yield from _flags_of(parameter.annotation) if _is_group(parameter) else [parameter]
+
+
+def _filled(group: Any, given: dict[str, Any]) -> Any:  # noqa: ANN401
+    """The group with the values of its flags."""
+    if is_typeddict(group):
+        return {name: given[name] for name, (_, each) in declared(group).items() if each.flag}
+    parameters = inspect.signature(group, eval_str=True).parameters.items()
+    return group(**{
+        name: _filled(p.annotation, given) if _is_group(p) else given[name]
+        for name, p in parameters
+    })  # fmt: skip
 
 
 # -- of several commands ------------------------------------------------------------------------
@@ -51,13 +116,16 @@ def _count(help: str, *names: str) -> Any:  # noqa: ANN401
     return _option(help, *names, callback=checked)
 
 
-_BITS = "Bits of the numbers in caches: 4, 8, or 16 for the model's own."
-_METHOD = "See 'samkv methods'. Default: as tuned, else auto."
+def _described(options: type, name: str, unset: str = "") -> str:
+    """The description of an option of the library. unset: another default than its own."""
+    option = declared(options)[name][1]
+    return f"{option.description} Default: {unset or option.unset}."
 
-_MODEL = "Hub id, local folder, GGUF file, 'smollm2' or 'builtin'."
-ModelName = Annotated[str, _option(_MODEL, "--model")]
+
+ModelName = Annotated[str, _option(declared(ModelOptions)["model_name"][1].description, "--model")]
 SameModel = Annotated[
-    str | None, _option(f"{_MODEL} Default: as ingested, else builtin.", "--model")
+    str | None,
+    _option(_described(ModelOptions, "model_name", "as ingested, else builtin"), "--model"),
 ]
 SameDtype = Annotated[
     str | None,
@@ -65,9 +133,14 @@ SameDtype = Annotated[
 ]
 Device = Annotated[str, _option("auto, cpu, cuda, cuda:N or mps.")]
 Dtype = Annotated[str, _option("auto, float32, bfloat16, float16.")]
-CacheBits = Annotated[int | None, _option(f"{_BITS} Default: as tuned, else 4.", "--store-bits")]
+CacheBits = Annotated[int | None, _option(_described(CacheOptions, "store_bits"), "--store-bits")]
 SameBits = Annotated[
-    int | None, _option("Default: as ingested, else as tuned, else 4.", "--store-bits", hidden=True)
+    int | None,
+    _option(
+        _described(CacheOptions, "store_bits", "as ingested, else as tuned, else 4"),
+        "--store-bits",
+        hidden=True,
+    ),
 ]
 # absolute, because Chroma remembers a folder under the name by which it was opened
 Folder = Annotated[
@@ -91,7 +164,9 @@ Chat = Annotated[
     _option("Use the model's chat template. Default: yes, but for 'builtin'.", "--chat/--no-chat"),
 ]
 TopK = Annotated[int, _count("Chunks to retrieve.")]
-MethodName = Annotated[str | None, _option(_METHOD, "--method")]
+MethodName = Annotated[
+    str | None, _option("See 'samkv methods'. Default: as tuned, else auto.", "--method")
+]
 Settings = Annotated[
     list[str] | None, _option("An option of the method, NAME=VALUE.", "--set", hidden=True)
 ]
@@ -191,7 +266,7 @@ ServedTokens = Annotated[
     ),
 ]
 MaxBody = Annotated[str, _option("Largest request, such as 8MB.", hidden=True)]
-Timeout = Annotated[float | None, _option("Seconds that an answer may take, in all.")]
+Timeout = Annotated[float | None, _option(_described(OwnAnswerOptions, "timeout"))]
 EndGrace = Annotated[
     int, _option("Seconds of running answers at the end.", "--grace", min=0, hidden=True)
 ]

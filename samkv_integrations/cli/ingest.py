@@ -8,7 +8,7 @@ import sys
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import redirect_stdout, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -18,10 +18,9 @@ from samkv_integrations import figures
 from samkv_integrations.cli import arguments as args
 from samkv_integrations.cli import tables
 from samkv_integrations.cli.loading import (
+    Index,
     Ingested,
-    as_ingested,
     bytes_of,
-    engine_of,
     remember,
     require_no_ray,
     require_own_records,
@@ -106,13 +105,10 @@ class Read:
 
 
 def ingest(
-    paths: args.Paths,
-    collection: args.Collection = "documents", folder: args.Folder = Path(".samkv"),
-    chroma: args.ChromaServer = None,
-    model: args.SameModel = None, device: args.Device = "auto", dtype: args.SameDtype = None,
-    store_bits: args.CacheBits = None, chunk_size: args.ChunkSize = 512,
-    max_bytes: args.IngestBudget = None, namespace: args.Namespace = "",
-    remote: args.Remote = None, on_ray: args.OnRay = False, ray_address: args.RayAddress = None,
+    paths: args.Paths, index: Index,
+    collection: args.Collection = "documents", store_bits: args.CacheBits = None,
+    chunk_size: args.ChunkSize = 512, max_bytes: args.IngestBudget = None,
+    on_ray: args.OnRay = False, ray_address: args.RayAddress = None,
     workers: args.Workers = None, worker_cpus: args.WorkerCpus = None,
     worker_gpus: args.WorkerGpus = None, as_json: args.Json = False,
 ) -> None:  # fmt: skip
@@ -122,7 +118,7 @@ def ingest(
     cached; the others are ingested.
     """
     from samkv_integrations.cache.windows import MIN_RUN
-    from samkv_integrations.chroma.client import Database, check_name
+    from samkv_integrations.chroma.client import check_name
     from samkv_integrations.chroma.link import ChromaLink
     from samkv_integrations.cluster import ModelSource, WorkerPool, add_on_ray
     from samkv_integrations.cluster.pool import require_ray
@@ -142,15 +138,15 @@ def ingest(
             "--worker-gpus": worker_gpus,
         }  # fmt: skip
         require_no_ray(given, "workers")
-    database = Database(folder / "chroma", chroma)
+    folder, database = index.folder, index.database
     found = find_documents(paths, leave_out=folder)
     limit = None if max_bytes is None else bytes_of("--max-bytes", max_bytes)
+    place, before = (index.namespace, collection), index.as_ingested(collection)
+    require_same(folder, database, place, before, index.dtype, found.files)
+    model = before.model
     # where workers compute, this process only reads texts
-    here = device if pool is None else "cpu"
-    before = as_ingested(folder, [(namespace, collection)], model, dtype)
-    require_same(folder, database, (namespace, collection), before, dtype, found.files)
-    model, dtype = before.model, before.dtype
-    engine = engine_of(model, folder / "kv", here, dtype, store_bits, limit, namespace, remote)
+    here = index if pool is None else replace(index, device="cpu")
+    engine = here.engine(replace(before, store_bits=store_bits), limit)
     read = read_chunks(found.files, engine.model, chunk_size)
     if not read.chunks:
         with suppress(InvalidOption, UnknownOption):  # a new collection is not made
@@ -160,7 +156,7 @@ def ingest(
         raise EmptyInput(f"no text in {n_files}{why}; give some with text")
     link = ChromaLink(database.collection(collection, create=True), engine)
     remember(
-        folder, engine.store, (namespace, collection),
+        folder, engine.store, place,
         Ingested(model=model, dtype=engine.model.dtype_name, store_bits=engine.store_bits),
     )  # fmt: skip
     ids, texts = [chunk.id for chunk in read.chunks], [chunk.text for chunk in read.chunks]
@@ -172,8 +168,9 @@ def ingest(
         done = link.add(ids, texts, embeddings, rows, progress=True)
     else:
         source = ModelSource(
-            model_name=model, device_map=device, dtype=dtype, kv_dir=folder / "kv",
-            namespace=namespace, store_bits=engine.store_bits, max_bytes=limit, kv_remote=remote,
+            model_name=model, device_map=index.device, dtype=before.dtype, kv_dir=folder / "kv",
+            namespace=index.namespace, store_bits=engine.store_bits, max_bytes=limit,
+            kv_remote=index.remote,
         )  # fmt: skip
         with redirect_stdout(sys.stderr):  # Ray writes there of a worker that ends
             done = add_on_ray(

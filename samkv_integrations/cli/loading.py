@@ -1,4 +1,4 @@
-"""Models, engines, stores and sizes, as the options of a command name them."""
+"""How commands find documents, models, engines and stores, and read sizes and methods."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
+from samkv_integrations.cli import arguments as args
+from samkv_integrations.engine.options import EngineOptions, OwnEngineOptions, check_options
 from samkv_integrations.errors import InvalidOption, UnknownOption
 
 if TYPE_CHECKING:
@@ -123,26 +125,24 @@ def use_threads_for(model: str) -> None:
 
 
 def engine_of(
-    model: str, store: Path, device: str, dtype: str, store_bits: int | None,
-    max_bytes: int | None = None, namespace: str = "", remote: str | None = None,
-    *, exact_beginnings: bool = True,
+    model: str, store: Path, device: str = "auto", dtype: str = "auto",
+    store_bits: int | None = None, max_bytes: int | None = None, namespace: str = "",
+    remote: str | None = None,
+    **options: Any,  # noqa: ANN401  (of `Engine`, which refuses others)
 ) -> Engine:  # fmt: skip
     """An engine whose chunk caches are in the folder ``store``, which is made if it is missing.
 
-    max_bytes: what they may take from now on; None for what was said before.
-    remote: where machines share them. exact_beginnings: see `Engine`.
+    max_bytes: what they may take from now on; None for the limit that was set before.
+    remote: where machines share them. options: those of an `Engine` beside ``store_bits``.
     """
     from samkv_integrations.cache.disk import ChunkStore
     from samkv_integrations.engine.engine import Engine
-    from samkv_integrations.engine.options import check_given_bits
 
+    options["store_bits"] = store_bits
+    check_options(EngineOptions, options)  # before a folder is made
     use_threads_for(model)
-    check_given_bits(store_bits)  # before a folder is made
     opened = ChunkStore(store, namespace=namespace, max_bytes=max_bytes, remote=remote)
-    return Engine.from_pretrained(
-        model, opened, device=device, dtype=dtype, store_bits=store_bits,
-        exact_beginnings=exact_beginnings,
-    )  # fmt: skip
+    return Engine.from_pretrained(model, opened, device=device, dtype=dtype, **options)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,6 +160,60 @@ class Ingested:
         return self.model if self.path in ("", str(Path(self.model).resolve())) else self.path
 
 
+@dataclass(frozen=True, kw_only=True)
+class Index:
+    """Where documents are ingested, and the model and engine that read them.
+
+    model, dtype, store_bits: None for what the collections were ingested with.
+    """
+
+    folder: args.Folder = Path(".samkv")
+    chroma: args.ChromaServer = None
+    model: args.SameModel = None
+    device: args.Device = "auto"
+    dtype: args.SameDtype = None
+    store_bits: args.SameBits = None
+    namespace: args.Namespace = ""
+    remote: args.Remote = None
+
+    @property
+    def database(self) -> Database:
+        """The Chroma database. Raises InvalidOption if it cannot be opened."""
+        from samkv_integrations.chroma.client import Database
+
+        return Database(self.folder / "chroma", self.chroma)
+
+    def as_ingested(self, *collections: str) -> Ingested:
+        """What is given; for the rest what these collections were ingested with, else defaults."""
+        places = [(self.namespace, name) for name in collections]
+        return as_ingested(self.folder, places, self.model, self.dtype, self.store_bits)
+
+    def engine(
+        self, given: Ingested, max_bytes: int | None = None, **options: Unpack[OwnEngineOptions]
+    ) -> Engine:
+        """An engine over the chunk caches. given: of `as_ingested`. options: see `Engine`."""
+        return engine_of(
+            given.model, self.folder / "kv", self.device, given.dtype, given.store_bits, max_bytes,
+            self.namespace, self.remote, **options,
+        )  # fmt: skip
+
+    def links(self, names: Sequence[str], **options: Unpack[OwnEngineOptions]) -> list[ChromaLink]:
+        """The collections, with one engine over their caches. options: see `Engine`.
+
+        Raises InvalidOption if there is no such collection, if it is another namespace's, or if its
+        caches are another model's.
+        """
+        from samkv_integrations.chroma.link import ChromaLink
+
+        database = self.database
+        opened = [database.collection(name) for name in names]
+        if (self.folder / "kv").is_dir():
+            require_own_records(store_in(self.folder, self.namespace), database, names)
+        engine = self.engine(self.as_ingested(*names), **options)
+        engine.store.require(engine.fingerprint)
+        return [ChromaLink(one, engine) for one in opened]
+
+
 _NOTE = "ingested"
 
 
@@ -169,8 +223,8 @@ def as_ingested(
 ) -> Ingested:  # fmt: skip
     """What is given; for the rest what collections were ingested with, else the defaults.
 
-    places: namespace and name of each collection; none for all that are known. Of new ones, what
-    the other collections of the folder were ingested with.
+    places: namespace and name of each collection; none for all that are known. A new collection
+    takes what the others of the folder were ingested with.
 
     Raises InvalidOption if they were ingested with several models and none is given.
     """
@@ -248,32 +302,6 @@ def _path(model: str) -> str:
 
 def _key(place: tuple[str, str]) -> str:
     return json.dumps(place)
-
-
-def link_to(
-    folder: Path, chroma: str | None, collection: str, given: Ingested, device: str,
-    namespace: str, remote: str | None,
-) -> ChromaLink:  # fmt: skip
-    """The collection that ``samkv ingest --dir`` has made, with an engine over its caches.
-
-    given: of `as_ingested`.
-
-    Raises InvalidOption if there is no such collection, if it is another namespace's, or if its
-    caches are another model's.
-    """
-    from samkv_integrations.chroma.client import Database
-    from samkv_integrations.chroma.link import ChromaLink
-
-    database = Database(folder / "chroma", chroma)
-    opened = database.collection(collection)
-    if (folder / "kv").is_dir():
-        require_own_records(store_in(folder, namespace), database, [collection])
-    engine = engine_of(
-        given.model, folder / "kv", device, given.dtype, given.store_bits, namespace=namespace,
-        remote=remote,
-    )  # fmt: skip
-    engine.store.require(engine.fingerprint)
-    return ChromaLink(opened, engine)
 
 
 def store_in(

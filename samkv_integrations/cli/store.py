@@ -11,14 +11,7 @@ import typer
 
 from samkv_integrations.cli import arguments as args
 from samkv_integrations.cli import tables
-from samkv_integrations.cli.loading import (
-    as_ingested,
-    bytes_of,
-    engine_of,
-    progress_bar,
-    require_own_records,
-    store_in,
-)
+from samkv_integrations.cli.loading import Index, bytes_of, progress_bar, store_in
 from samkv_integrations.errors import EmptyInput, InvalidOption
 from samkv_integrations.figures import Row, count, percent, size
 
@@ -71,37 +64,23 @@ def _prefix(named: str) -> str:
 
 
 @app.command(cls=args.Command)
+@args.with_flags
 def sync(
-    folder: args.Folder = Path(".samkv"), collections: args.Collections = None,
-    chroma: args.ChromaServer = None,
-    model: args.SameModel = None, device: args.Device = "auto", dtype: args.SameDtype = None,
-    store_bits: args.CacheBits = None, grace_s: args.Grace = 3600.0,
-    prune: args.Prune = True, build: args.Build = True, namespace: args.Namespace = "",
-    remote: args.Remote = None, as_json: args.Json = False,
+    index: Index, collections: args.Collections = None, store_bits: args.CacheBits = None,
+    grace_s: args.Grace = 3600.0, prune: args.Prune = True, build: args.Build = True,
+    as_json: args.Json = False,
 ) -> None:  # fmt: skip
     """Bring caches into line with the records: build what is missing, delete what nothing uses."""
-    from samkv_integrations.chroma.client import Database
-    from samkv_integrations.chroma.link import ChromaLink
-
-    database = Database(folder / "chroma", chroma)
-    names = list(dict.fromkeys(collections or ())) or database.names()
+    names = list(dict.fromkeys(collections or ())) or index.database.names()
     if not names:
-        raise EmptyInput(f"{database} holds no collection; ingest documents first")
-    opened = [database.collection(name) for name in names]
-    places = [(namespace, name) for name in names]
-    given = as_ingested(folder, places, model, dtype, store_bits)
-    engine = engine_of(
-        given.model, folder / "kv", device, given.dtype, given.store_bits, namespace=namespace,
-        remote=remote,
-    )  # fmt: skip
-    require_own_records(store_in(folder, namespace), database, names)
-    engine.store.require(engine.fingerprint)
-    # What nothing uses belongs to no collection: it is looked for once, when all have been read.
+        raise EmptyInput(f"{index.database} holds no collection; ingest documents first")
+    links = index.links(names)
+    # unused caches belong to no collection: prune once, after the last one
     done = [
-        ChromaLink(one, engine).sync(
-            build_missing=build, prune=prune and one is opened[-1], grace_s=grace_s, progress=True
+        link.sync(
+            build_missing=build, prune=prune and link is links[-1], grace_s=grace_s, progress=True
         )
-        for one in opened
+        for link in links
     ]
     rows = [{"collection": name, **asdict(row)} for name, row in zip(names, done, strict=True)]
     fields = ("collection", "n_records", "n_cached", "n_linked", "n_skipped", "n_evicted")
@@ -112,7 +91,8 @@ def sync(
         f"\n{count(last.n_pruned, 'unused cache')} deleted ({size(last.bytes_freed)}), "
         f"{last.n_in_grace} kept for now, being young"
     )
-    _show("sync", rows, found, *([said] if prune else []), as_json=as_json, model=given.model)
+    model = links[0].engine.model.name
+    _show("sync", rows, found, *([said] if prune else []), as_json=as_json, model=model)
 
 
 @app.command(cls=args.Command)

@@ -221,8 +221,8 @@ class SourceOptions(ModelOptions, StoreOptions, CacheOptions, total=False):
     """What chunk caches are made with."""
 
 
-class EngineOptions(CacheOptions, total=False):
-    """Options of an `Engine` beside its model and its store."""
+class OwnEngineOptions(TypedDict, total=False):
+    """Options of an `Engine` beside its model, its store, and what its caches hold."""
 
     method: Annotated["str | Method | None", METHOD]
     eviction: Annotated["str | Eviction | None", EVICTION]
@@ -273,6 +273,10 @@ class EngineOptions(CacheOptions, total=False):
             "recomputed when it stands first again. For stores on disk.",
         ),
     ]
+
+
+class EngineOptions(OwnEngineOptions, CacheOptions, total=False):
+    """Options of an `Engine` beside its model and its store."""
 
 
 class OwnAnswerOptions(TypedDict, total=False):
