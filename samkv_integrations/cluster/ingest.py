@@ -26,25 +26,24 @@ from samkv_integrations.frameworks.engine_args import ModelSource, engine_of
 from samkv_integrations.model.loading import bfloat16_is_slow
 
 PROBE = "which store"
-"""A text whose key shows that two processes mean the same store and the same model."""
+"""A text whose key shows whether two processes use the same store and model."""
 
 MAX_RETRIES = 2
-"""Repetitions of a batch whose worker ended, before the ingest ends."""
+"""Repetitions of a batch whose worker died, before the ingest fails."""
 
 _MAX_TASKS = 4096
-"""Tasks that an ingest is cut into at most. Each holds one batch, unless there are more."""
+"""Most tasks of an ingest; each holds one batch unless there are more batches."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterIngest:
-    """What one ingest by many workers did.
+    """The result of an ingest by several workers.
 
     n_records: texts whose chunks have caches now. n_cached: chunks that were computed. n_hit: texts
-    whose chunk was cached before, or stood among them already. failed: place of a text -> why its
-    chunk has no cache. n_evicted: chunks that had gone again at its end, for want of room.
-    bytes_on_disk: what the caches that were missing take. seconds: in all. working_s: from the
-    first batch's beginning to the last one's end, so without the start of the cluster and the
-    loading of models.
+    whose chunk was cached before, or occurs earlier among them. failed: place of a text -> why its
+    chunk has no cache. n_evicted: chunks that were evicted before the end. bytes_on_disk: size of
+    the new caches. seconds: total time. working_s: seconds from the start of the first batch to the
+    end of the last one, without starting the cluster and loading models.
     """
 
     n_records: int
@@ -58,7 +57,7 @@ class ClusterIngest:
 
 
 OnPage = Callable[[range, Mapping[int, str]], None]
-"""Called with the places of texts whose caches are there now, and those that have none, and why."""
+"""Called with the places of a page of texts, and place -> error for those without a cache."""
 
 
 def cache_on_ray(
@@ -72,13 +71,13 @@ def cache_on_ray(
 ) -> ClusterIngest:
     """Cache the chunks of ``texts``, as `Engine.cache_chunks` does, by the workers of ``pool``.
 
-    The files have the same bytes whatever the number of workers. A text that can have no cache does
-    not keep the others from theirs. An ingest that ended early goes on when it is begun again.
+    The number of workers does not change the bytes of the files. A text that cannot be cached does
+    not prevent others. An interrupted ingest continues when it is started again.
 
-    engine: of this process; it reads texts and finds out what is missing, and computes nothing.
-    source: what ``engine`` was made of, in plain values, which workers make theirs of. Its folder
-        must be the same one for all machines, under the same path.
-    on_page: called in this process, page by page and in order.
+    engine: of this process; it finds the missing chunks, and computes nothing.
+    source: plain values from which ``engine`` was made and workers make theirs. Its folder must be
+        shared by all machines, under the same path.
+    on_page: called in this process for each page, in order.
 
     Raises:
         InvalidOption: ``source`` holds what cannot be sent, or has no folder; or the cluster has
@@ -99,8 +98,8 @@ def cache_on_ray(
     sound = [place for place in range(len(refs)) if place not in failed]
     agreed = dict(zip(sound, chunks.agree([refs[place] for place in sound]), strict=True))
 
-    # The last bits of a chunk depend on the chunks that share its pass. So passes are cut here, as
-    # `ChromaLink.add` cuts them in one process, and not by whoever is idle.
+    # The last bits of a chunk depend on the chunks in its pass, so passes are cut here, as
+    # `ChromaLink.add` cuts them, and not by the first idle worker.
     pages = [range(at, min(at + PAGE_SIZE, len(refs))) for at in range(0, len(refs), PAGE_SIZE)]
     work: list[tuple[int, list[ChunkRef]]] = []
     places_of: dict[str, list[int]] = {}
@@ -123,7 +122,7 @@ def cache_on_ray(
                 on_page(places, {place: failed[place] for place in places if place in failed})
         n_told = n_complete
 
-    sent = replace(sent, block_size=engine.fingerprint.block_size)
+    sent = sent.model_copy(update={"block_size": engine.fingerprint.block_size})
     done: list[Mapping[str, Any]] = []
     n_missed = n_cached = sum(len(group) for _, group in work)
     with tqdm(total=n_missed, desc="caching chunks", disable=not progress) as bar:
@@ -162,10 +161,10 @@ def add_on_ray(
     pool: WorkerPool,
     progress: bool = False,
 ) -> ClusterIngest:
-    """`ChromaLink.add`, with chunks that are cached by the workers of ``pool``.
+    """`ChromaLink.add`, but the workers of ``pool`` cache the chunks.
 
-    Records are written by this process, page by page, once the caches of a page and of those before
-    it are there. A text that can have no cache gets no record; a record of its id stays as it is.
+    This process writes the records of a page once the caches of that page and of earlier ones
+    exist. A text that cannot be cached gets no record; an existing record of its id stays.
 
     Raises InvalidOption as `ChromaLink.add` does, and what `cache_on_ray` raises.
     """
@@ -182,7 +181,7 @@ def add_on_ray(
 
 
 def _sent(engine: Engine, source: ModelSource, pool: WorkerPool) -> ModelSource:
-    """What workers are given. Raises InvalidOption for what cannot be sent."""
+    """The source of the workers. Raises InvalidOption for what cannot be sent."""
     for name in ("engine", "model", "tokenizer"):
         if getattr(source, name) is not None:
             raise InvalidOption(
@@ -190,7 +189,7 @@ def _sent(engine: Engine, source: ModelSource, pool: WorkerPool) -> ModelSource:
             )
     if source.kv_dir is None:
         raise InvalidOption("kv_dir is needed: workers keep chunk caches in a folder they share")
-    if not pool.n_gpus and source.device_map not in ("auto", "cpu"):
+    if not pool.n_gpus and source.device_map not in (None, "auto", "cpu"):
         raise InvalidOption(
             f"device {source.device_map!r} for workers without a GPU; say how many each has"
         )
@@ -199,16 +198,19 @@ def _sent(engine: Engine, source: ModelSource, pool: WorkerPool) -> ModelSource:
             "dtype='auto' may mean another one on a GPU of the workers than on this machine; give "
             "bfloat16 or float32"
         )
-    return replace(
-        source, kv_dir=os.path.abspath(source.kv_dir), dtype=engine.model.dtype_name,
-        device_map=source.device_map if pool.n_gpus else "cpu",
-    )  # fmt: skip
+    return source.model_copy(
+        update={
+            "kv_dir": os.path.abspath(source.kv_dir),
+            "dtype": engine.model.dtype_name,
+            "device_map": source.device_map if pool.n_gpus else "cpu",
+        }
+    )
 
 
 def _by_workers(
     pool: WorkerPool, given: tuple[Any, ...], work: Sequence[Sequence[str]]
 ) -> Iterator[Mapping[str, Any]]:
-    """What became of each batch of texts, in order. Ray repeats a batch whose worker ended.
+    """The results of the batches, in order. Ray repeats a batch whose worker died.
 
     given: the arguments of `CacheWorker`.
     """
@@ -246,12 +248,12 @@ def _by_workers(
 
 
 class CacheWorker:
-    """One process that has loaded the model once and caches the chunks of batches.
+    """Loads the model once in a process, and caches the chunks of batches.
 
     source: model and store, in plain values; its block size is settled. probe_key: key of `PROBE`.
     n_threads: threads that torch may use.
 
-    Raises InvalidOption if it would make other caches than the ingest means, or put them elsewhere.
+    Raises InvalidOption if its caches would differ from those of the ingest, or lie elsewhere.
     """
 
     def __init__(self, source: ModelSource, probe_key: str, n_threads: int) -> None:
@@ -277,7 +279,7 @@ class CacheWorker:
         """
         began_at, failed = time.time(), dict[int, str]()
         chunks = self._engine.chunks
-        # All of them, those too that a worker which was killed has cached: see `cache_on_ray`.
+        # The bits of a chunk depend on its batch, so also compute what a killed worker has cached.
         refs = [replace(ref, state="missed") for ref in chunks.refer(pickle.loads(row["texts"]))]
         try:
             chunks.compute(refs)
