@@ -14,6 +14,7 @@ import griffe
 
 from samkv_integrations.engine import options
 from samkv_integrations.model.sampling import DECLARED
+from samkv_integrations.option import Declared, declared
 
 FIELD = re.compile(r"((?:[a-z]\w*)(?:, [a-z]\w*)*): (?=\S)")
 SECTION = re.compile(r"[A-Z][a-z]+:$")
@@ -33,15 +34,14 @@ def table_of(path: str) -> str:
     """The table of the options that the class at ``path`` declares; empty for other objects."""
     module, _, name = path.rpartition(".")
     if path == "samkv_integrations.model.sampling.SamplingOptions":
-        found = dict(DECLARED)
+        found: Declared = DECLARED
     elif module == options.__name__ and name.endswith("Options"):
-        found = options.declared(getattr(options, name))
+        found = declared(getattr(options, name))
     else:
         return ""
     lines = ["", "", "| option | default | |", "| --- | --- | --- |"]
     for called, (_, option) in found.items():
-        unset = f" None: {option.unset}." if option.unset else ""
-        lines.append(f"| `{called}` | `{option.default!r}` | {option.description}{unset} |")
+        lines.append(f"| `{called}` | `{option.default!r}` | {option.sentence} |")
     return "\n".join(lines)
 
 

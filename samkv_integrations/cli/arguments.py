@@ -20,10 +20,10 @@ from samkv_integrations.engine.options import (
     CacheOptions,
     ModelOptions,
     OwnAnswerOptions,
-    declared,
 )
 from samkv_integrations.errors import InvalidOption, SamkvError
 from samkv_integrations.evaluation.shapes import shape_names
+from samkv_integrations.option import declared
 
 
 class Command(typer.core.TyperCommand):

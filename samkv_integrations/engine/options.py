@@ -17,19 +17,13 @@ from threading import TIMEOUT_MAX
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict, get_args
 
 from samkv_integrations.errors import InvalidOption
-from samkv_integrations.option import Option
+from samkv_integrations.option import Option, declared
 
 if TYPE_CHECKING:
     from samkv_integrations.engine.chunk_prefix import PrefixPolicy
     from samkv_integrations.eviction import Eviction
     from samkv_integrations.methods import Method
     from samkv_integrations.prompt.resolve import OnMiss
-
-
-def declared(options: type) -> dict[str, tuple[Any, Option]]:
-    """Name -> type and declaration of the options of a class below."""
-    hints = options.__annotations__
-    return {name: (hint.__origin__, hint.__metadata__[0]) for name, hint in hints.items()}
 
 
 def check_options(options: type, given: Mapping[str, Any]) -> None:
@@ -119,88 +113,47 @@ def check_json_schema(schema: Mapping[str, Any]) -> None:
 class ModelOptions(TypedDict, total=False):
     """How a model is loaded, in the names of both frameworks."""
 
-    model_name: Annotated[
-        str, Option("", "A hub id, a local folder, a GGUF file, 'smollm2' or 'builtin'.")
-    ]
-    tokenizer_name: Annotated[
-        str | None,
-        Option(None, "Hub id or folder of the tokenizer.", unset="where the model is"),
-    ]
-    device_map: Annotated[
-        str | None,
-        Option(
-            "auto",
-            "'auto', 'cpu', 'cuda', 'cuda:N' or 'mps'. Several devices: "
-            'model_kwargs={"device_map": ...}.',
-            unset="'cpu'",
-        ),
-    ]
-    dtype: Annotated[
-        str,
-        Option(
-            "auto",
-            "'float32', 'bfloat16', 'float16', or 'auto' for the checkpoint's; float32 where this "
-            "processor computes bfloat16 slowly.",
-        ),
-    ]
-    model_kwargs: Annotated[
-        dict[str, Any],
-        Option(
-            {},
-            "Passed to from_pretrained of the model: revision, token, cache_dir, local_files_only "
-            "and so on.",
-        ),
-    ]
-    tokenizer_kwargs: Annotated[
-        dict[str, Any], Option({}, "Passed to from_pretrained of the tokenizer.")
-    ]
+    model_name: Annotated[str, Option(default="")]
+    """A hub id, a local folder, a GGUF file, 'smollm2' or 'builtin'."""
+    tokenizer_name: Annotated[str | None, Option(default=None, unset="where the model is")]
+    """Hub id or folder of the tokenizer."""
+    device_map: Annotated[str | None, Option(default="auto", unset="'cpu'")]
+    """'auto', 'cpu', 'cuda', 'cuda:N' or 'mps'. Several devices: model_kwargs={"device_map":
+    ...}."""
+    dtype: Annotated[str, Option(default="auto")]
+    """'float32', 'bfloat16', 'float16', or 'auto' for the checkpoint's; float32 where this
+    processor computes bfloat16 slowly."""
+    model_kwargs: Annotated[dict[str, Any], Option(default={})]
+    """Passed to from_pretrained of the model: revision, token, cache_dir, local_files_only and so
+    on."""
+    tokenizer_kwargs: Annotated[dict[str, Any], Option(default={})]
+    """Passed to from_pretrained of the tokenizer."""
 
 
 class StoreOptions(TypedDict, total=False):
     """Where chunk caches are kept, see `ChunkStore`."""
 
-    kv_dir: Annotated[
-        str | Path | None, Option(None, "Folder of the chunk caches.", unset="in memory")
-    ]
+    kv_dir: Annotated[str | Path | None, Option(default=None, unset="in memory")]
+    """Folder of the chunk caches."""
     kv_remote: Annotated[
-        str | None,
-        Option(
-            None,
-            "Where machines share chunk caches, such as 's3://bucket/prefix'; kv_dir then holds "
-            "what this machine keeps of them.",
-            unset="they are this machine's alone",
-        ),
+        str | None, Option(default=None, unset="this machine alone has the caches")
     ]
-    namespace: Annotated[
-        str | None,
-        Option(
-            None,
-            "Owner of the chunk caches, such as a tenant: those of other namespaces are neither "
-            "found nor read.",
-            unset="the engine's, '' by default",
-        ),
-    ]
-    max_bytes: Annotated[
-        int | None,
-        Option(
-            None,
-            "Most bytes of all chunk caches in kv_dir, for every process from now on; the least "
-            "recently used are evicted.",
-            unset="the limit that was set before",
-        ),
-    ]
+    """Where machines share chunk caches, such as 's3://bucket/prefix'; kv_dir then holds what this
+    machine keeps of them."""
+    namespace: Annotated[str | None, Option(default=None, unset="the engine's, '' by default")]
+    """Owner of the chunk caches, such as a tenant: those of other namespaces are neither found nor
+    read."""
+    max_bytes: Annotated[int | None, Option(default=None, unset="the limit that was set before")]
+    """Most bytes of all chunk caches in kv_dir, for every process from now on; the least recently
+    used are evicted."""
 
 
 METHOD = Option(
-    None, "How prompts are answered: a name out of METHODS, or a Method.",
-    unset="as tuned, else auto", check=check_method, plain=str, flag=False,
-)  # fmt: skip
+    default=None, unset="as tuned, else 'auto'", check=check_method, plain=str, flag=False
+)
 EVICTION = Option(
-    None,
-    "Which KV entries an answer attends to after its first token: a name out of EVICTIONS, an "
-    "Eviction, or 'none' for all.",
-    unset="the method's own", check=check_eviction, plain=str, flag=False,
-)  # fmt: skip
+    default=None, unset="the method's own", check=check_eviction, plain=str, flag=False
+)
 
 
 class CacheOptions(TypedDict, total=False):
@@ -208,13 +161,9 @@ class CacheOptions(TypedDict, total=False):
 
     store_bits: Annotated[
         int | None,
-        Option(
-            None,
-            "Bits of the numbers in chunk caches: 4, 8, or 16 for the model's dtype.",
-            unset="as tuned, else 4",
-            check=check_store_bits, flag=False,
-        ),
-    ]  # fmt: skip
+        Option(default=None, unset="as tuned, else 4", check=check_store_bits, flag=False),
+    ]
+    """Bits of the numbers in chunk caches: 4, 8, or 16 for the model's dtype."""
 
 
 class SourceOptions(ModelOptions, StoreOptions, CacheOptions, total=False):
@@ -225,54 +174,38 @@ class OwnEngineOptions(TypedDict, total=False):
     """Options of an `Engine` beside its model, its store, and what its caches hold."""
 
     method: Annotated["str | Method | None", METHOD]
+    """How prompts are answered: a name out of METHODS, or a Method."""
     eviction: Annotated["str | Eviction | None", EVICTION]
-    block_size: Annotated[
-        int | Literal["auto"],
-        Option(
-            "auto",
-            "Tokens a block; 'auto' takes the size of the caches that the store holds for this "
-            "model, else one that suits the length of the first chunks.",
-            in_llms=False, flag=False,
-        ),
-    ]  # fmt: skip
+    """Which KV entries an answer attends to after its first token: a name out of EVICTIONS, an
+    Eviction, or 'none' for all."""
+    block_size: Annotated[int | Literal["auto"], Option(default="auto", in_llms=False, flag=False)]
+    """Tokens a block; 'auto' takes the size of the caches that the store holds for this model, else
+    one that suits the length of the first chunks."""
     prefix: Annotated[
         "PrefixPolicy | os.PathLike[str] | str",
-        Option(
-            "auto",
-            "What a chunk is prefilled after: 'documents' (BOS and two short made-up documents), "
-            "'learned' (BOS and the embeddings that 'samkv adapt' wrote beside the caches), the "
-            "path of such embeddings, 'bos' or 'none'; 'auto' is 'learned' where there are any, "
-            "else 'documents'.",
-            check=check_prefix, in_llms=False, flag=False,
-        ),
-    ]  # fmt: skip
+        Option(default="auto", check=check_prefix, in_llms=False, flag=False),
+    ]
+    """What a chunk is prefilled after: 'documents' (BOS and two short made-up documents), 'learned'
+    (BOS and the embeddings that 'samkv adapt' wrote beside the caches), the path of such
+    embeddings, 'bos' or 'none'; 'auto' is 'learned' where there are any, else 'documents'. After
+    'bos' the chunk that stands first in a prompt is exact; after documents or embeddings all others
+    are nearer to full prefill."""
     prefix_text: Annotated[
         str,
         Option(
-            "",
-            "Text in place of the documents, such as the system prompt that begins every request: "
-            "the first chunk after it is exact.",
-            allows=lambda text: isinstance(text, str), bounds="a string", in_llms=False, flag=False,
-        ),
-    ]  # fmt: skip
-    prefix_bytes: Annotated[
-        int,
-        Option(
-            2**28,
-            "Memory for the KV entries of prompts' beginnings (system prompt, earlier turns, "
-            "documents that were computed in full), which later prompts reuse; 0 for none.",
+            default="", allows=lambda text: isinstance(text, str), bounds="a string",
             in_llms=False, flag=False,
         ),
     ]  # fmt: skip
-    exact_beginnings: Annotated[
-        bool,
-        Option(
-            True,
-            "Whether a chunk that has stood first in a prompt gets a second cache, computed in "
-            "idle time behind the same head (chat template, system prompt): none of its tokens is "
-            "recomputed when it stands first again. For stores on disk.",
-        ),
-    ]
+    """Text in place of the documents, such as the system prompt that begins every request: the
+    first chunk after it is exact."""
+    prefix_bytes: Annotated[int, Option(default=2**28, in_llms=False, flag=False)]
+    """Memory for the KV entries of prompts' beginnings (system prompt, earlier turns, documents
+    that were computed in full), which later prompts reuse; 0 for none."""
+    exact_beginnings: Annotated[bool, Option(default=True)]
+    """Whether a chunk that has stood first in a prompt gets a second cache, computed in idle time
+    behind the same head (chat template, system prompt): none of its tokens is recomputed when it
+    stands first again. For stores on disk."""
 
 
 class EngineOptions(OwnEngineOptions, CacheOptions, total=False):
@@ -283,52 +216,35 @@ class OwnAnswerOptions(TypedDict, total=False):
     """Options of one answer, but for those of sampling."""
 
     method: Annotated["str | Method | None", replace(METHOD, unset="the engine's")]
+    """How the prompt is answered: a name out of METHODS, or a Method."""
     eviction: Annotated["str | Eviction | None", replace(EVICTION, unset="the engine's")]
+    """Which KV entries the answer attends to after its first token: a name out of EVICTIONS, an
+    Eviction, or 'none' for all."""
     context_window: Annotated[
         int | None,
         Option(
-            None, "Most tokens of prompt and answer together.", unset="the model's",
+            default=None, unset="the model's", in_llms=False, flag=False,
             allows=lambda n: type(n) is int and n >= 1, bounds="a whole number of at least 1",
-            in_llms=False, flag=False,
         ),
     ]  # fmt: skip
-    stop: Annotated[
-        Sequence[str],
-        Option(
-            (), "Strings that end the answer and are no part of it.", check=check_stop,
-            in_llms=False, flag=False,
-        ),
-    ]  # fmt: skip
-    stop_ids: Annotated[
-        Collection[int],
-        Option((), "Token ids that end the answer, beside the model's own.", in_llms=False,
-               flag=False),
-    ]  # fmt: skip
+    """Most tokens of prompt and answer together."""
+    stop: Annotated[Sequence[str], Option(default=(), check=check_stop, in_llms=False, flag=False)]
+    """Strings that end the answer and are no part of it."""
+    stop_ids: Annotated[Collection[int], Option(default=(), in_llms=False, flag=False)]
+    """Token ids that end the answer, beside the model's own."""
     json_schema: Annotated[
         Mapping[str, Any] | None,
-        Option(
-            None,
-            "A JSON schema that the answer conforms to; an answer that reaches max_new_tokens is "
-            "cut, with finish_reason 'length'. Needs the extra 'structured'.",
-            check=check_json_schema, in_llms=False, flag=False,
-        ),
-    ]  # fmt: skip
+        Option(default=None, unset="any text", check=check_json_schema, in_llms=False, flag=False),
+    ]
+    """A JSON schema that the answer conforms to; an answer that reaches max_new_tokens is cut, with
+    finish_reason 'length'. Needs the extra 'structured'."""
     timeout: Annotated[
-        float | None,
-        Option(
-            None,
-            "Seconds, waiting included, after which an incomplete answer ends with TimedOut.",
-            unset="no limit",
-            check=check_timeout, flag=False,
-        ),
-    ]  # fmt: skip
+        float | None, Option(default=None, unset="no limit", check=check_timeout, flag=False)
+    ]
+    """Seconds, waiting included, after which an incomplete answer ends with TimedOut."""
     on_miss: Annotated[
-        "OnMiss",
-        Option(
-            "compute",
-            "For a chunk without a usable cache: 'compute' (compute it as a chunk and keep it; "
-            "with 'auto' only where that takes no longer than full prefill), 'text' (compute it "
-            "with the rest of the prompt, keep nothing) or 'error'.",
-            check=check_on_miss, plain=str, flag=False,
-        ),
-    ]  # fmt: skip
+        "OnMiss", Option(default="compute", check=check_on_miss, plain=str, flag=False)
+    ]
+    """For a chunk without a usable cache: 'compute' (compute it as a chunk and keep it; with 'auto'
+    only where that takes no longer than full prefill), 'text' (compute it with the rest of the
+    prompt, keep nothing) or 'error'."""

@@ -30,15 +30,11 @@ from samkv_integrations.engine.options import (
     ModelOptions,
     OwnAnswerOptions,
     StoreOptions,
-    declared,
 )
 from samkv_integrations.errors import InvalidOption, UnknownOption
 from samkv_integrations.model.sampling import DECLARED
-from samkv_integrations.option import Option
+from samkv_integrations.option import Declared, declared
 from samkv_integrations.prompt.resolve import OnMiss
-
-Declared = Mapping[str, tuple[Any, Option]]
-"""Name -> type and declaration."""
 
 
 def with_fields(name: str, options: Declared) -> type[BaseModel]:
@@ -52,12 +48,10 @@ def with_fields(name: str, options: Declared) -> type[BaseModel]:
             continue
         kind = option.plain or kind
         kind = kind | None if option.default is None else kind
-        none = f" None: {option.unset}." if option.unset else ""
-        meant = option.description + none
         field = (
-            Field(default_factory=dict, repr=False, description=meant)
+            Field(default_factory=dict, repr=False, description=option.sentence)
             if option.default == {}
-            else Field(default=option.default, description=meant)
+            else Field(default=option.default, description=option.sentence)
         )
         fields[called] = (SkipValidation[kind] if option.check else kind, field)
     config = ConfigDict(arbitrary_types_allowed=True, protected_namespaces=())
@@ -177,7 +171,8 @@ if TYPE_CHECKING:
 else:
     EngineFields = with_fields(
         "EngineFields",
-        declared(ModelOptions) | declared(StoreOptions) | with_none(_OF_ENGINES, "the engine's"),
+        {**declared(ModelOptions), **declared(StoreOptions)}
+        | with_none(_OF_ENGINES, "the engine's"),
     )
     AnswerFields = with_fields("AnswerFields", _OF_ANSWERS)
     SamplingFields = with_fields(

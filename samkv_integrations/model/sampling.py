@@ -34,7 +34,7 @@ from transformers.generation.logits_process import (
 
 from samkv_integrations.errors import InvalidOption, MissingExtra, Overloaded, UnknownOption
 from samkv_integrations.model.model import Model
-from samkv_integrations.option import Option
+from samkv_integrations.option import Option, declared
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
@@ -47,63 +47,51 @@ class SamplingOptions(TypedDict, total=False):
     """Options of sampling, of `Engine.generate`. None is allowed where it is the default."""
 
     max_new_tokens: Annotated[
-        int,
-        Option(256, "Most tokens of the answer.", allows=lambda n: n >= 1, bounds="at least 1"),
+        int, Option(default=256, allows=lambda n: n >= 1, bounds="at least 1")
     ]
+    """Most tokens of the answer."""
     seed: Annotated[
         int | None,
         Option(
-            None, "Makes sampling repeatable.",
+            default=None,
             allows=lambda n: -(2**63) <= n < 2**64, bounds="a number of at most 64 bits",
         ),
     ]  # fmt: skip
+    """Makes sampling repeatable."""
     repetition_penalty: Annotated[
         float | None,
         Option(
-            None, "Above 1 makes tokens of the prompt and the answer less likely.",
-            unset="the generation config's",
+            default=None, unset="the generation config's",
             allows=lambda penalty: SMALLEST <= penalty < math.inf,
             bounds=f"{SMALLEST} or more (1 for none) and finite",
         ),
     ]  # fmt: skip
+    """Above 1 makes tokens of the prompt and the answer less likely."""
     temperature: Annotated[
         float,
         Option(
-            0.0, "0 takes the likeliest token; top_k, top_p and min_p then change nothing.",
-            allows=lambda t: t == 0 or SMALLEST <= t < math.inf,
+            default=0.0, allows=lambda t: t == 0 or SMALLEST <= t < math.inf,
             bounds=f"0 (greedy), or {SMALLEST} or more and finite",
         ),
     ]  # fmt: skip
+    """0 takes the likeliest token; top_k, top_p and min_p then change nothing."""
     top_k: Annotated[
-        int,
-        Option(
-            0, "How many of the likeliest tokens are sampled from; 0 for all.",
-            allows=lambda k: k >= 0, bounds="0 (all tokens) or more",
-        ),
-    ]  # fmt: skip
+        int, Option(default=0, allows=lambda k: k >= 0, bounds="0 (all tokens) or more")
+    ]
+    """How many of the likeliest tokens are sampled from; 0 for all."""
     top_p: Annotated[
-        float,
-        Option(
-            1.0, "Sample from the likeliest tokens that together have this probability.",
-            allows=lambda p: 0 < p <= 1, bounds="above 0 and at most 1",
-        ),
-    ]  # fmt: skip
+        float, Option(default=1.0, allows=lambda p: 0 < p <= 1, bounds="above 0 and at most 1")
+    ]
+    """Sample from the likeliest tokens that together have this probability."""
     min_p: Annotated[
         float,
-        Option(
-            0.0,
-            "Sample from tokens of at least this share of the likeliest one's probability "
-            "(arXiv 2407.01082).",
-            allows=lambda p: 0 <= p <= 1, bounds="between 0 (all tokens) and 1",
-        ),
-    ]  # fmt: skip
+        Option(default=0.0, allows=lambda p: 0 <= p <= 1, bounds="between 0 (all tokens) and 1"),
+    ]
+    """Sample from tokens of at least this share of the likeliest one's probability (arXiv
+    2407.01082)."""
 
 
-DECLARED: Mapping[str, tuple[Any, Option]] = {
-    name: get_args(hint)
-    for name, hint in get_type_hints(SamplingOptions, include_extras=True).items()
-}
-"""Name -> type and declaration."""
+DECLARED = declared(SamplingOptions, get_type_hints(SamplingOptions, include_extras=True))
 OPTIONS: Mapping[str, Option] = MappingProxyType({n: of[1] for n, of in DECLARED.items()})
 """The options of sampling by name."""
 

@@ -1,7 +1,5 @@
 """An option is declared once: fields, flags, arguments and the reference are made of it."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import inspect
@@ -24,7 +22,7 @@ from samkv_integrations.engine.answer_settings import AnswerSettings
 from samkv_integrations.errors import InvalidOption
 from samkv_integrations.frameworks import fields
 from samkv_integrations.model.sampling import DECLARED, Sampling
-from samkv_integrations.option import Option
+from samkv_integrations.option import Option, declared
 
 LLMS = (SamKVLLM, ChatSamKV, SamKV)
 OF_LLMS = {
@@ -32,7 +30,7 @@ OF_LLMS = {
     for group in (
         options.ModelOptions, options.StoreOptions, options.EngineOptions, options.OwnAnswerOptions,
     )
-    for name, (_, option) in options.declared(group).items()
+    for name, (_, option) in declared(group).items()
     if option.in_llms
 }  # fmt: skip
 
@@ -41,7 +39,8 @@ class MadeUp(TypedDict, total=False):
     thoroughness: Annotated[
         int,
         Option(
-            3, "How thoroughly to answer.", allows=lambda n: 0 < n < 9, bounds="from 1 to 8"
+            default=3, description="How thoroughly to answer.",
+            allows=lambda n: 0 < n < 9, bounds="from 1 to 8",
         ),
     ]  # fmt: skip
 
@@ -59,7 +58,7 @@ class TestOneThatIsMadeUp:
     """It is declared above, and nothing else knows of it."""
 
     def test_is_a_field(self) -> None:
-        made = fields.with_fields("Made", options.declared(MadeUp))
+        made = fields.with_fields("Made", declared(MadeUp))
         assert made().model_dump() == {"thoroughness": 3}
         assert made.model_fields["thoroughness"].description == "How thoroughly to answer."
 
@@ -67,7 +66,6 @@ class TestOneThatIsMadeUp:
         def answer(given: MadeUp) -> None:
             typer.echo(f"{given}")
 
-        answer.__annotations__["given"] = MadeUp
         commands = typer.Typer()
         commands.command()(with_flags(answer))
         assert CliRunner().invoke(commands, []).stdout == "{'thoroughness': 3}\n"
@@ -100,26 +98,26 @@ class TestAllThatThereAre:
     def test_are_flags(self, command: str) -> None:
         found: Any = typer.main.get_command(app)
         known = {each.name for each in found.commands[command].params}
-        flags = {n for n, (_, each) in options.declared(options.EngineOptions).items() if each.flag}
+        flags = {n for n, (_, each) in declared(options.EngineOptions).items() if each.flag}
         assert flags == {"exact_beginnings"} <= known
 
     def test_are_rows_of_the_reference(self, table_of: Callable[[str], str]) -> None:
         for group in ("ModelOptions", "StoreOptions", "EngineOptions", "OwnAnswerOptions"):
             shown = table_of(f"{options.__name__}.{group}")
-            for name, (_, option) in options.declared(getattr(options, group)).items():
+            for name, (_, option) in declared(getattr(options, group)).items():
                 assert f"| `{name}` | `{option.default!r}` | {option.description}" in shown
         assert "| `top_k` | `0` |" in table_of("samkv_integrations.model.sampling.SamplingOptions")
 
     def test_are_arguments_of_an_engine_with_the_same_defaults(self) -> None:
         found = inspect.signature(Engine).parameters
-        declared = options.declared(options.EngineOptions)
-        assert found.keys() - declared.keys() == {"model", "store", "scheduler"}
-        for name, (_, option) in declared.items():
+        known = declared(options.EngineOptions)
+        assert found.keys() - known.keys() == {"model", "store", "scheduler"}
+        for name, (_, option) in known.items():
             assert found[name].default == option.default, name
 
     def test_are_settings_of_an_answer_with_the_same_defaults(self) -> None:
         plain = AnswerSettings(sampling=Sampling())
-        for name, (_, option) in options.declared(options.OwnAnswerOptions).items():
+        for name, (_, option) in declared(options.OwnAnswerOptions).items():
             assert getattr(plain, name) == option.default, name
 
 
@@ -138,8 +136,9 @@ def test_type_checkers_are_told_of_the_same_fields() -> None:
         assert named == defaults
 
 
-def test_options_of_sampling_are_described() -> None:
+def test_every_option_is_described() -> None:
     assert all(option.description for _, option in DECLARED.values())
+    assert all(option.description for option in OF_LLMS.values())
 
 
 def test_nothing_is_imported_for_a_declaration() -> None:
