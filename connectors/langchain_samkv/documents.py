@@ -84,7 +84,7 @@ class SamKVDocumentTransformer(BaseDocumentTransformer):
         return list(documents)
 
     async def atransform_documents(self, documents: Sequence[Document]) -> Sequence[Document]:  # type: ignore[override]
-        """Like `transform_documents`, for a task; it holds no thread that others wait for."""
+        """Like `transform_documents`, off the event loop."""
         return await off_loop(self.transform_documents, documents)
 
 
@@ -196,7 +196,7 @@ class SamKVDocumentCompressor(BaseDocumentCompressor):
         query: str = "",
         callbacks: Callbacks | None = None,
     ) -> Sequence[Document]:
-        """Like `compress_documents`, for a task; it holds no thread that others wait for."""
+        """Like `compress_documents`, off the event loop."""
         return await off_loop(self.compress_documents, documents, query, callbacks)
 
     def _text(self, document: Document) -> str:

@@ -21,8 +21,8 @@ from samkv_integrations.frameworks.engine_args import EngineRef, ModelSource, en
 class SamKVCacheTransform(TransformComponent):
     """Caches the text of every node. Place it after the splitter, before the embedding model.
 
-    Nodes are not changed: a cache is found again by the text. Those without text, and images, have
-    none. Doing it twice computes nothing twice.
+    Nodes stay as they are, because the text identifies a cache. Images and nodes without text have
+    no cache. A second call computes nothing.
 
     Args:
         llm, engine: what caches, one of the two.
@@ -100,25 +100,21 @@ class SamKVCacheTransform(TransformComponent):
         super().__init__()
         self.show_progress = show_progress
         self._engine = held
-        # A key is a hash of a text, keyed with the store's secret and the model's fingerprint.
+        # a key depends on the store's secret and the model's fingerprint
         self._store_id = held.engine.key_of("store_id")
 
     @computed_field  # type: ignore[prop-decorator]
     @property
     def store_id(self) -> str:
-        """Changes with the model and with the store.
+        """Identifies the model and the store.
 
-        `to_dict` writes it, so that a pipeline's cache does not skip this step when the chunks are
-        not cached in this store.
+        It is part of `to_dict`, so that a pipeline's cache repeats this step for another store.
         """
         return self._store_id
 
     @classmethod
     def from_dict(cls, data: dict[str, Any], **kwargs: Any) -> SamKVCacheTransform:  # noqa: ANN401
-        """The transform that `to_dict` described; kwargs: ``llm`` or ``engine``, whose store it is.
-
-        kwargs win over ``data``.
-        """
+        """The transform that `to_dict` described; kwargs, such as ``llm``, override ``data``."""
         options = {name: value for name, value in data.items() if name != "store_id"}
         transform: SamKVCacheTransform = super().from_dict(options, **kwargs)
         return transform
@@ -129,9 +125,9 @@ class SamKVCacheTransform(TransformComponent):
         return "SamKVCacheTransform"
 
     def __call__(self, nodes: Sequence[BaseNode], **kwargs: Any) -> Sequence[BaseNode]:  # noqa: ANN401
-        """Cache the nodes' texts; returns the nodes, as they are.
+        """Cache the nodes' texts; returns the nodes.
 
-        kwargs: what LlamaIndex hands to every transform; of no use here.
+        kwargs: LlamaIndex passes them to every transform; ignored.
 
         Raises:
             InvalidChunk: a text is longer than the context window; split it first.
