@@ -28,7 +28,6 @@ class Option:
     unset: what None stands for; empty if there is no None.
     allows, bounds: whether a value is allowed, and what is allowed, in words.
     check: in place of these two, raises for a value that is not allowed.
-    plain: the type of the values that can be written down, if objects are allowed too.
     in_llms: whether the LLMs of LlamaIndex and LangChain have a field of this name.
     flag: whether commands that answer have a flag of this name. Other flags stand in
         `samkv_integrations.cli.arguments`.
@@ -40,7 +39,6 @@ class Option:
     allows: Callable[[Any], bool] | None = None
     bounds: str = ""
     check: Callable[[Any], object] | None = None
-    plain: Any = None
     in_llms: bool = True
     flag: bool = True
 

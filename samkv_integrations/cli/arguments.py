@@ -77,7 +77,7 @@ def _flags_of(group: Any) -> Iterator[inspect.Parameter]:  # noqa: ANN401
     if is_typeddict(group):
         for name, (kind, option) in declared(group).items():
             if option.flag:
-                flag = Annotated[option.plain or kind, _option(option.description, hidden=True)]
+                flag = Annotated[kind, _option(option.description, hidden=True)]
                 yield inspect.Parameter(
                     name, inspect.Parameter.KEYWORD_ONLY, default=option.default, annotation=flag
                 )

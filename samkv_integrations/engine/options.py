@@ -148,12 +148,8 @@ class StoreOptions(TypedDict, total=False):
     used are evicted."""
 
 
-METHOD = Option(
-    default=None, unset="as tuned, else 'auto'", check=check_method, plain=str, flag=False
-)
-EVICTION = Option(
-    default=None, unset="the method's own", check=check_eviction, plain=str, flag=False
-)
+METHOD = Option(default=None, unset="as tuned, else 'auto'", check=check_method, flag=False)
+EVICTION = Option(default=None, unset="the method's own", check=check_eviction, flag=False)
 
 
 class CacheOptions(TypedDict, total=False):
@@ -242,9 +238,7 @@ class OwnAnswerOptions(TypedDict, total=False):
         float | None, Option(default=None, unset="no limit", check=check_timeout, flag=False)
     ]
     """Seconds, waiting included, after which an incomplete answer ends with TimedOut."""
-    on_miss: Annotated[
-        "OnMiss", Option(default="compute", check=check_on_miss, plain=str, flag=False)
-    ]
+    on_miss: Annotated["OnMiss", Option(default="compute", check=check_on_miss, flag=False)]
     """For a chunk without a usable cache: 'compute' (compute it as a chunk and keep it; with 'auto'
     only where that takes no longer than full prefill), 'text' (compute it with the rest of the
     prompt, keep nothing) or 'error'."""

@@ -19,7 +19,6 @@ from pydantic import (
     ConfigDict,
     Field,
     ModelWrapValidatorHandler,
-    SkipValidation,
     ValidationError,
     create_model,
     model_validator,
@@ -46,14 +45,11 @@ def with_fields(name: str, options: Declared) -> type[BaseModel]:
     for called, (kind, option) in options.items():
         if not option.in_llms:
             continue
-        kind = option.plain or kind
         kind = kind | None if option.default is None else kind
-        field = (
-            Field(default_factory=dict, repr=False, description=option.sentence)
-            if option.default == {}
-            else Field(default=option.default, description=option.sentence)
-        )
-        fields[called] = (SkipValidation[kind] if option.check else kind, field)
+        is_dict = isinstance(option.default, dict)
+        default: Any = {"default_factory": dict} if is_dict else {"default": option.default}
+        field = Field(**default, repr=not is_dict, description=option.sentence)
+        fields[called] = (Any if option.check else kind, field)
     config = ConfigDict(arbitrary_types_allowed=True, protected_namespaces=())
     made: type[BaseModel] = create_model(name, __config__=config, __module__=__name__, **fields)
     return made
