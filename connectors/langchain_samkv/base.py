@@ -75,8 +75,6 @@ class LocalModel(SamplingFields, LocalLLM, BaseLanguageModel[Any]):
         max_new_tokens = property(attrgetter("max_tokens"), doc="`max_tokens`.")
         stop_sequences = property(attrgetter("stop"), doc="`stop`.")
 
-    model_kwargs: dict[str, Any] = Field(default_factory=dict, exclude=True, repr=False)
-    tokenizer_kwargs: dict[str, Any] = Field(default_factory=dict, exclude=True, repr=False)
     do_sample: bool | None = None
     """Whether tokens are sampled, at temperature 1 unless one is given; None: if one is given."""
     max_tokens: int | None = DEFAULT_MAX_NEW_TOKENS

@@ -30,7 +30,7 @@ def ask(
     eviction: args.EvictionName = None, eviction_budget: args.EvictionBudget = None,
     max_new_tokens: args.MaxNewTokens = 64, chat: args.Chat = None, as_json: args.Json = False,
 ) -> None:  # fmt: skip
-    """Answer from the ingested chunks."""
+    """Answer a question from the ingested chunks."""
     from tqdm.auto import tqdm
 
     from samkv_integrations.chroma.link import nearest
@@ -49,11 +49,11 @@ def ask(
         texts, sources = [each.text for each in found], [each.source for each in found]
         in_chat = engine.model.asks_in_chat if chat is None else chat
         prompt = replace(one, documents=tuple(texts)).prompt(chat=in_chat)
-        if one is wanted[0] and len(methods) > 1:  # the first pass is slower than all later ones
+        if one is wanted[0] and len(methods) > 1:  # the first pass of a process is slow
             engine.generate(prompt, texts, method=methods[0], max_new_tokens=1)
         answered: list[Row] = []
         for each in methods or [engine.method]:
-            if len(methods) > 1:  # none goes on from another one's beginning
+            if len(methods) > 1:  # so that none reuses the prefix of another
                 engine.prefixes.clear()
             answer = engine.generate(
                 prompt, texts, method=each, eviction=rule, max_new_tokens=max_new_tokens
@@ -81,7 +81,7 @@ def inspect(
     max_new_tokens: args.MaxNewTokens = 64, chat: args.Chat = None,
     html: args.HtmlPage = None, layer: args.ShownLayer = None, as_json: args.Json = False,
 ) -> None:  # fmt: skip
-    """Show what one answer read: tokens kept, recomputed and dropped, beside full prefill."""
+    """Show which tokens of the chunks an answer kept, recomputed and dropped."""
     from samkv_integrations.chroma.link import nearest
     from samkv_integrations.evaluation.questions import question_of
     from samkv_integrations.inspection import inspect as inspect_answer
@@ -100,7 +100,7 @@ def inspect(
         max_new_tokens=max_new_tokens, title=asked.question,
         names={one.text.strip(): Path(one.source).name for one in found},
     )  # fmt: skip
-    seen.state_at(layer)  # refuses one that there is not, before a page is written
+    seen.state_at(layer)  # raises for a wrong layer before a page is written
     if html is not None:
         seen.save_html(html)
     if as_json:
@@ -112,7 +112,7 @@ def inspect(
 
 
 def show(seen: Inspection, layer: int | None, out: Console) -> None:
-    """The chunks, the prompt in colours or between marks, both answers. layer: None for all."""
+    """Show the chunks, the prompt in colours or marks, and both answers. layer: None for all."""
     from rich.text import Text
 
     from samkv_integrations.engine.blend import State
@@ -163,7 +163,7 @@ def show(seen: Inspection, layer: int | None, out: Console) -> None:
 
 
 def methods(as_json: args.Json = False, markdown: args.AsMarkdown = False) -> None:
-    """List the ways of answering from chunk caches, and of evicting KV entries while answering."""
+    """List the methods of answering from chunk caches, and of evicting KV entries."""
     from samkv_integrations.eviction import EVICTIONS
     from samkv_integrations.methods import METHODS
 

@@ -1,4 +1,4 @@
-"""How commands find documents, models, engines and stores, and read sizes and methods."""
+"""How commands find collections, load engines and open stores, and parse sizes and methods."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)")
 
 
 def bytes_of(option: str, text: str) -> int:
-    """The number of bytes of a size with or without a unit: ``500MB``, ``1.5 GiB``, ``4096``.
+    """The bytes of a size such as ``500MB``, ``1.5 GiB`` or ``4096``.
 
-    Raises InvalidOption, which names ``option``, for another form or a size that no file can have.
+    Raises InvalidOption, which names ``option``, for any other text, or an impossible size.
     """
     from samkv_integrations.cache.index import MOST
 
@@ -48,12 +48,12 @@ def bytes_of(option: str, text: str) -> int:
 
 
 def words(text: str) -> list[str]:
-    """The parts between commas; empty ones are left out."""
+    """The parts between commas, without empty ones."""
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
 def shares(option: str, text: str) -> list[float]:
-    """Numbers; InvalidOption names ``option`` if one is none."""
+    """Numbers between commas. Raises InvalidOption, which names ``option``."""
     try:
         return [float(part) for part in words(text)]
     except ValueError as error:
@@ -61,7 +61,7 @@ def shares(option: str, text: str) -> list[float]:
 
 
 def counts(option: str, text: str) -> list[int]:
-    """Whole numbers; InvalidOption names ``option`` if one is none."""
+    """Whole numbers between commas. Raises InvalidOption, which names ``option``."""
     try:
         return [int(part) for part in words(text)]
     except ValueError as error:
@@ -69,14 +69,14 @@ def counts(option: str, text: str) -> list[int]:
 
 
 def given_methods(names: Sequence[str], settings: Sequence[str]) -> list[Method]:
-    """The methods called ``names``; each of ``settings`` changes those that have such an option.
+    """The methods called ``names``, with ``settings`` in those that have such an option.
 
-    None if neither names nor options are given: then the engine chooses. Options without a name
-    are those of the default method.
+    Settings without a name are of the default method. Without both the list is empty, and the
+    engine chooses.
 
     Raises:
-        UnknownOption: there is no such method, or none of them has such an option.
-        InvalidOption: a value of the wrong kind, or out of range.
+        UnknownOption: a method does not exist, or none of them has such an option.
+        InvalidOption: a value has the wrong type, or is out of range.
     """
     from samkv_integrations.methods import DEFAULT_METHOD, get_method
     from samkv_integrations.methods.base import option_names, with_option
@@ -97,11 +97,11 @@ def given_methods(names: Sequence[str], settings: Sequence[str]) -> list[Method]
 
 
 def eviction_of(name: str | None, budget_ratio: float | None = None) -> Eviction | str | None:
-    """The rule called ``name``, with another budget if one is given; None and "none" stay.
+    """The eviction called ``name``, with ``budget_ratio`` if given; None and "none" as they are.
 
     Raises:
-        UnknownOption: there is no such rule.
-        InvalidOption: the budget is out of range, or there is nothing that it could be for.
+        UnknownOption: the eviction does not exist.
+        InvalidOption: the budget is out of range, or there is no eviction.
     """
     from samkv_integrations.eviction import get_eviction, with_budget
 
@@ -117,7 +117,7 @@ def eviction_of(name: str | None, budget_ratio: float | None = None) -> Eviction
 
 
 def use_threads_for(model: str) -> None:
-    """Use one thread for the built-in model, so small that a second costs more than it gives."""
+    """Use one thread for the built-in model, which is too small for a second one to help."""
     if model == BUILTIN:
         import torch
 
@@ -130,10 +130,10 @@ def engine_of(
     remote: str | None = None,
     **options: Any,  # noqa: ANN401  (of `Engine`, which refuses others)
 ) -> Engine:  # fmt: skip
-    """An engine whose chunk caches are in the folder ``store``, which is made if it is missing.
+    """An engine over the chunk caches in the folder ``store``, which is created if necessary.
 
-    max_bytes: what they may take from now on; None for the limit that was set before.
-    remote: where machines share them. options: those of an `Engine` beside ``store_bits``.
+    max_bytes: most bytes of the caches from now on; None for the limit that was set before.
+    remote: where machines share them. options: other options of an `Engine`.
     """
     from samkv_integrations.cache.disk import ChunkStore
     from samkv_integrations.engine.engine import Engine
@@ -147,7 +147,7 @@ def engine_of(
 
 @dataclass(frozen=True, kw_only=True)
 class Ingested:
-    """What a collection was ingested with. path: that of a model in a folder, absolute; or ""."""
+    """The settings of an ingest. path: absolute path of a model in a folder, else ""."""
 
     model: str = BUILTIN
     dtype: str = "auto"
@@ -156,15 +156,15 @@ class Ingested:
 
     @property
     def here(self) -> str:
-        """The model's name, or its path where a relative one leads elsewhere now."""
+        """The model's name; its path if the name, a relative path, leads elsewhere now."""
         return self.model if self.path in ("", str(Path(self.model).resolve())) else self.path
 
 
 @dataclass(frozen=True, kw_only=True)
 class Index:
-    """Where documents are ingested, and the model and engine that read them.
+    """The options that say where documents are ingested, and by which model.
 
-    model, dtype, store_bits: None for what the collections were ingested with.
+    model, dtype, store_bits: None for those of the ingest.
     """
 
     folder: args.Folder = Path(".samkv")
@@ -184,7 +184,7 @@ class Index:
         return Database(self.folder / "chroma", self.chroma)
 
     def as_ingested(self, *collections: str) -> Ingested:
-        """What is given; for the rest what these collections were ingested with, else defaults."""
+        """The given settings, else those of these collections' ingest, else the defaults."""
         places = [(self.namespace, name) for name in collections]
         return as_ingested(self.folder, places, self.model, self.dtype, self.store_bits)
 
@@ -198,10 +198,10 @@ class Index:
         )  # fmt: skip
 
     def links(self, names: Sequence[str], **options: Unpack[OwnEngineOptions]) -> list[ChromaLink]:
-        """The collections, with one engine over their caches. options: see `Engine`.
+        """The collections, linked to one engine. options: see `Engine`.
 
-        Raises InvalidOption if there is no such collection, if it is another namespace's, or if its
-        caches are another model's.
+        Raises InvalidOption if a collection does not exist or belongs to another namespace, or if
+        its caches are another model's.
         """
         from samkv_integrations.chroma.link import ChromaLink
 
@@ -221,12 +221,12 @@ def as_ingested(
     folder: Path, places: Sequence[tuple[str, str]], model: str | None, dtype: str | None = None,
     store_bits: int | None = None,
 ) -> Ingested:  # fmt: skip
-    """What is given; for the rest what collections were ingested with, else the defaults.
+    """The given settings, else those of the collections' ingest, else the defaults.
 
-    places: namespace and name of each collection; none for all that are known. A new collection
-    takes what the others of the folder were ingested with.
+    places: namespace and name of each collection; empty for all known ones. A new collection takes
+    the settings of the others in the folder.
 
-    Raises InvalidOption if they were ingested with several models and none is given.
+    Raises InvalidOption if they were ingested with several models, and ``model`` is None.
     """
     known = _remembered(folder / "kv")
     keys = map(_key, places)
@@ -252,7 +252,7 @@ def require_same(
 ) -> None:  # fmt: skip
     """Raises InvalidOption if a collection holds other documents, of another model or dtype.
 
-    now: what ``files`` are to be ingested with. dtype: the one that is given; None for none.
+    now: the settings for ``files``. dtype: the given one, if any.
     """
     before, path = _remembered(folder / "kv").get(_key(place), now), _path(now.model)
     if now.model not in (before.model, before.here) and not (path and path == before.path):
@@ -272,7 +272,7 @@ def require_same(
 
 
 def remember(folder: Path, store: Store, place: tuple[str, str], ingested: Ingested) -> None:
-    """Keep beside the caches what a collection is ingested with."""
+    """Store the settings of a collection's ingest beside the caches."""
     known = _remembered(folder / "kv")
     known[_key(place)] = replace(ingested, path=_path(ingested.model))
     store.put_note(_NOTE, json.dumps({key: asdict(one) for key, one in known.items()}))
@@ -281,7 +281,7 @@ def remember(folder: Path, store: Store, place: tuple[str, str], ingested: Inges
 def _remembered(kv: Path) -> dict[str, Ingested]:
     from samkv_integrations.cache.files import read_small
 
-    # a damaged note is as none
+    # a damaged note counts as missing
     with suppress(OSError, ValueError, TypeError, LookupError, AttributeError):
         found = json.loads(read_small(kv / f"{_NOTE}.json"))
         return {
@@ -295,7 +295,7 @@ def _remembered(kv: Path) -> dict[str, Ingested]:
 
 
 def _path(model: str) -> str:
-    """The absolute path of a model in a folder, which any working folder can find; "" for none."""
+    """The absolute path of a model in a folder; "" for other names."""
     is_name = model in ("", BUILTIN, "smollm2") or not Path(model).exists()
     return "" if is_name else str(Path(model).resolve())
 
@@ -307,11 +307,11 @@ def _key(place: tuple[str, str]) -> str:
 def store_in(
     folder: Path, namespace: str = "", remote: str | None = None, *, is_new: bool = True
 ) -> ChunkStore:
-    """The store that ``samkv ingest --dir`` has made; ``folder`` may be that of the caches itself.
+    """The store of ``samkv ingest --dir``; ``folder`` may also be that of the caches.
 
-    is_new: whether it may be a new one, if there is a remote tier.
+    is_new: whether to create it if there is a remote tier.
 
-    Raises InvalidOption if there is none.
+    Raises InvalidOption if it does not exist.
     """
     from samkv_integrations.cache.disk import ChunkStore
 
@@ -324,9 +324,9 @@ def store_in(
 
 
 def require_own_records(store: ChunkStore, database: Database, names: Sequence[str]) -> None:
-    """Raises InvalidOption if a collection is another namespace's: its texts would be cached here.
+    """Raises InvalidOption if all records of a collection have their caches in another namespace.
 
-    It is if its records name caches of another namespace only.
+    Its texts would be cached in this one otherwise.
     """
     from samkv_integrations.cache.index import EVICTED, LOST, PRESENT
     from samkv_integrations.chroma.records import Records
@@ -347,7 +347,7 @@ def require_own_records(store: ChunkStore, database: Database, names: Sequence[s
 
 @contextmanager
 def progress_bar(desc: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar on standard error, and a function to call with how much is done, and of how much."""
+    """A progress bar on standard error; yields a function of the done and the total number."""
     from tqdm.auto import tqdm
 
     with tqdm(desc=desc, unit="chunk") as bar:
@@ -360,7 +360,7 @@ def progress_bar(desc: str) -> Iterator[Callable[[int, int], None]]:
 
 
 def require_no_ray(given: Mapping[str, object], what: str) -> None:
-    """Raises InvalidOption for an option that would be ignored without ``--ray``."""
+    """Raises InvalidOption for an option that has no effect without ``--ray``."""
     for option, value in given.items():
         if value is not None:
             raise InvalidOption(f"{option} {value} is about {what} on Ray; give --ray too")

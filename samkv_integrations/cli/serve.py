@@ -50,10 +50,10 @@ def serve(
     max_replicas: args.MaxReplicas = None, replica_cpus: args.ReplicaCpus = None,
     replica_gpus: args.ReplicaGpus = None, route: args.Route = None,
 ) -> None:  # fmt: skip
-    """Answer OpenAI's clients: chat completions, completions, and questions about collections.
+    """Serve OpenAI's API: chat completions, completions, and questions about collections.
 
-    Texts of cached chunks are found in prompts, so a client gains without a change. docs/server.md
-    and docs/ray.md describe the options that are not listed here.
+    Texts of cached chunks are found in prompts, so that clients need no change. docs/server.md and
+    docs/ray.md describe further options.
     """
     from samkv_integrations.cluster.pool import require_ray
     from samkv_integrations.cluster.serve import Replicas, Route
@@ -108,7 +108,7 @@ def serve(
         options=EngineOptions(
             **options, method=chosen, eviction=eviction_of(eviction, eviction_budget),
             store_bits=ingested.store_bits,
-            # equal parts: what one namespace asks must not show in how soon another is answered
+            # equal parts, so that no namespace affects the times of another
             prefix_bytes=bytes_of("--prefix-bytes", prefix_bytes) // len(namespaces),
         ),
         keys=keys,
@@ -167,7 +167,7 @@ def serve(
 
 
 def _keys_text(file: Path | None) -> str:
-    """The lines of the file of keys; without one, those of the variable."""
+    """The lines of the file with keys; without a file, those of the variable."""
     variable = os.environ.get(KEYS_VARIABLE, "")
     if file is None:
         return variable.replace(";", "\n")

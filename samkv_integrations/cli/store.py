@@ -1,4 +1,4 @@
-"""``samkv store``: the folder of chunk caches, and whether it fits the records."""
+"""``samkv store``: inspect and maintain the folder of chunk caches."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ if TYPE_CHECKING:
     from samkv_integrations.cache.disk import ChunkStore
 
 DAMAGE_LEFT = SOME_LEFT = 1
-"""Exit code if damaged caches are where they were, or if caches could not be copied."""
+"""Exit code if damaged caches remain, or if caches could not be copied."""
 
 SHOWN_DAMAGE = 20
 NO_LIMIT = "none"
 
-app = typer.Typer(help="Look into the folder of chunk caches.", no_args_is_help=True)
+app = typer.Typer(help="Inspect and maintain the folder of chunk caches.", no_args_is_help=True)
 
 
 @app.command(cls=args.Command)
 def stats(folder: args.Folder = Path(".samkv"), as_json: args.Json = False) -> None:
-    """Show what the chunk caches of a folder take and how often they were used.
+    """Show the size and the use of the chunk caches, by model and namespace.
 
-    By model and namespace. "head" are exact beginnings: second caches of chunks that stood first in
-    prompts, made behind the prompt's head.
+    "head" marks exact beginnings: second caches of chunks that stood first in prompts, computed
+    behind the prompt's head.
     """
     store = store_in(folder)
     found = store.stats(everyone=True)
@@ -55,7 +55,7 @@ def stats(folder: args.Folder = Path(".samkv"), as_json: args.Json = False) -> N
 
 
 def _prefix(named: str) -> str:
-    """What `FingerprintStats.prefix` says in a few letters."""
+    """`FingerprintStats.prefix` in short."""
     from samkv_integrations.cache.base import BEHIND_HEADS
 
     if named == BEHIND_HEADS:
@@ -70,7 +70,7 @@ def sync(
     grace_s: args.Grace = 3600.0, prune: args.Prune = True, build: args.Build = True,
     as_json: args.Json = False,
 ) -> None:  # fmt: skip
-    """Bring caches into line with the records: build what is missing, delete what nothing uses."""
+    """Bring caches into line with the records: build missing ones, delete unused ones."""
     names = list(dict.fromkeys(collections or ())) or index.database.names()
     if not names:
         raise EmptyInput(f"{index.database} holds no collection; ingest documents first")
@@ -102,10 +102,10 @@ def forget(
     folder: args.Folder = Path(".samkv"), namespace: args.Namespace = "",
     remote: args.Remote = None, as_json: args.Json = False,
 ) -> None:  # fmt: skip
-    """Delete caches and texts of deleted documents, whatever model they are of. Loads no model.
+    """Delete the caches and texts of documents, for all models. Loads no model.
 
-    Records stay: delete those first, as 'samkv remove' does, or they are cached again. Any deletion
-    takes all exact beginnings of the namespace along; --beginnings alone deletes nothing else.
+    Records stay, so delete them first ('samkv remove'), or their texts are cached again. Every
+    deletion also deletes the exact beginnings of the namespace; --beginnings deletes only those.
     """
     from samkv_integrations.cache.chunk import normalise
     from samkv_integrations.documents import read_document
@@ -137,9 +137,9 @@ def forget(
 
 @app.command(cls=args.Command)
 def gc(folder: args.Folder = Path(".samkv"), as_json: args.Json = False) -> None:
-    """Delete what nobody will use: what killed processes left, damaged files, lost texts.
+    """Delete unusable files of all namespaces: unfinished ones, damaged ones, texts without cache.
 
-    Of all namespaces. Caches of deleted records are deleted by 'samkv store sync'.
+    'samkv store sync' deletes the caches of deleted records.
     """
     from samkv_integrations.cache.upkeep import gc as collect_garbage
 
@@ -159,9 +159,9 @@ def gc(folder: args.Folder = Path(".samkv"), as_json: args.Json = False) -> None
 def verify(
     folder: args.Folder = Path(".samkv"), repair: args.Repair = False, as_json: args.Json = False
 ) -> None:
-    """Read every cache of every namespace, and check all its bytes. Exit code 1 if one is damaged.
+    """Verify all bytes of every cache of every namespace. Exit code 1 if one is damaged.
 
-    With --repair damaged ones are deleted, and computed again when they are asked for.
+    --repair deletes damaged caches; they are computed again when a prompt needs them.
     """
     from samkv_integrations.cache.upkeep import verify as verify_caches
 
@@ -192,9 +192,9 @@ def budget(
     max_bytes: args.Budget = None, namespace: args.BudgetNamespace = None,
     folder: args.Folder = Path(".samkv"), as_json: args.Json = False,
 ) -> None:  # fmt: skip
-    """Show or set what caches may take on disk, for every process and until it is set again.
+    """Show or set the most bytes of caches on disk, for every process.
 
-    What was used longest ago makes room, and is computed again when it is asked for.
+    The least recently used caches are evicted, and computed again when a prompt needs them.
     """
     store = store_in(folder)
     if max_bytes is not None:
@@ -206,7 +206,7 @@ def budget(
             quota = {name: value for name, value in quota.items() if name != namespace}
             quota |= {} if limit is None else {namespace: limit}
         store.set_budget(most, quota)
-    # bytes and limit of all namespaces together (None), and of each that has either
+    # a row for all namespaces together (None), and for each one with caches or a limit
     most, quota = store.index.budget()
     held = store.stats(everyone=True)
     taken = dict.fromkeys(sorted(quota), 0)
@@ -234,9 +234,9 @@ def warm(
     chroma: args.ChromaServer = None, max_bytes: args.WarmBytes = None,
     namespace: args.Namespace = "", as_json: args.Json = False,
 ) -> None:  # fmt: skip
-    """Read caches ahead, those used last first, so that the first questions find them in memory.
+    """Read caches into the page cache, most recently used first, for the first questions.
 
-    What other machines have made is fetched by 'samkv store pull'.
+    'samkv store pull' fetches caches of other machines.
     """
     from samkv_integrations.cache.upkeep import warm as warm_caches
 
@@ -254,10 +254,10 @@ def push(
     folder: args.Folder = Path(".samkv"), remote: args.Remote = None,
     namespace: args.Namespace = "", as_json: args.Json = False,
 ) -> None:  # fmt: skip
-    """Put the caches that other machines lack where they find them. Exit code 1 if some are left.
+    """Copy local caches to the remote tier. Exit code 1 if some cannot be copied.
 
-    'samkv ingest --remote' does it as it goes; this is for what was made without it, or while it
-    did not answer.
+    'samkv ingest --remote' does it at once; this is for caches that were made without it, or while
+    it was not available.
     """
     from samkv_integrations.cache.upkeep import push as push_caches
 
@@ -278,7 +278,7 @@ def pull(
     max_bytes: args.WarmBytes = None,
     namespace: args.Namespace = "", as_json: args.Json = False,
 ) -> None:  # fmt: skip
-    """Fetch caches that other machines have made, the newest first, before questions need them."""
+    """Fetch caches of other machines, newest first, before questions need them."""
     from samkv_integrations.cache.upkeep import pull as pull_caches
 
     limit = None if max_bytes is None else bytes_of("--bytes", max_bytes)
@@ -294,7 +294,7 @@ def pull(
 def _show(
     command: str, rows: Sequence[Row], *shown: Table | str, as_json: bool, model: str | None = None
 ) -> None:
-    """Write the result of a command, for programs or for people."""
+    """Write the result of a command, as JSON or for people."""
     if as_json:
         tables.write_json(f"store {command}", model, rows)
         return
@@ -303,7 +303,7 @@ def _show(
 
 
 def _keys(folder: Path, chroma: str | None, collections: list[str] | None) -> set[str] | None:
-    """The keys that the records of these collections name; None for no collection, which is all."""
+    """The keys in the records of these collections; None, for all caches, without collections."""
     from samkv_integrations.chroma.client import Database
     from samkv_integrations.chroma.records import Records
 

@@ -39,7 +39,7 @@ def tune(
     check: args.CheckWritten = False, writes: args.Writes = True,
     fall_back: args.FallBack = False, as_json: args.Json = False,
 ) -> None:  # fmt: skip
-    """Find the cheapest setting with as many right answers as full prefill, on your documents."""
+    """Find the fastest setting with as many right answers as full prefill, on your documents."""
     from samkv_integrations.chroma.link import ChromaLink
     from samkv_integrations.engine.costs import name_of
     from samkv_integrations.engine.tuned import (
@@ -189,7 +189,7 @@ def tune(
 def _checked(
     entry: TunedSetting, words: str, standing: Standing, config: TuneConfig, judge: str
 ) -> str:
-    """A setting on questions of now, beside what was said of it when it was written."""
+    """The figures of a setting now, compared with those in the file."""
     from samkv_integrations.engine.tuned import TUNED_FILE
 
     verdict = "enough" if config.is_enough(standing) else "not enough: tune again"
@@ -208,7 +208,7 @@ def _checked(
 
 
 def _in_words(each: Standing, right: str) -> str:
-    """right: what answers are: right, or the same as full prefill's."""
+    """The figures of a setting. right: 'right', or 'same' as full prefill's answers."""
     return (
         f"{right} answers {each.right} of {each.questions}, full prefill {each.full} (lost "
         f"{each.lost}, won {each.won}): {each.points} points; first token {ratio(each.ttft_ratio)} "

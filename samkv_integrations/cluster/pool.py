@@ -36,7 +36,7 @@ def require_ray() -> None:
 
 
 def reason_in(message: str) -> str:
-    """The cause in an error of Ray's, which holds a traceback and lines of its own after it."""
+    """The cause in an error of Ray, which adds a traceback and lines of its own."""
     lines = [line.strip() for line in message.splitlines() if line.strip()]
     if ours := [line for line in lines if line.startswith("samkv_integrations.errors.")]:
         return ours[-1].partition(": ")[2]
@@ -46,13 +46,12 @@ def reason_in(message: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerPool:
-    """How many workers there are, and what each is given; each loads the model.
+    """The number of workers, and the resources of each; each loads the model.
 
-    n_cpus: processors of a worker, and threads that torch uses there. n_gpus: accelerators of a
-        worker, parts of one included; 0 has the model on the processor.
-    address: of a running Ray cluster, ``auto`` for the one of this machine; None for a cluster of
-        this machine that begins and ends with the ingest. If this process is connected to one, that
-        is used.
+    n_cpus: CPUs of a worker, and threads of torch. n_gpus: GPUs of a worker, also fractions; 0 for
+        the CPU.
+    address: of a running Ray cluster, or ``auto`` for that of this machine; None for a temporary
+        cluster on this machine. If this process is connected to a cluster, that is used.
     """
 
     n_workers: int = 2
@@ -70,11 +69,11 @@ class WorkerPool:
 
     @contextmanager
     def connected(self) -> Iterator[Any]:
-        """Ray, connected to the cluster, on which one worker at least has room.
+        """Ray, connected to a cluster with resources for at least one worker.
 
         Raises:
             MissingExtra: Ray is not installed.
-            InvalidOption: the cluster cannot be reached, or has no room for a worker.
+            InvalidOption: the cluster cannot be reached, or cannot hold a worker.
         """
         if self.address is None and "ray" not in sys.modules:
             for name, value in _OWN_CLUSTER.items():
@@ -86,10 +85,10 @@ class WorkerPool:
         if is_begun_here:
             self._connect(ray)
         try:
-            # rather than wait for ever for a worker that fits nowhere
+            # Ray would wait forever for resources that it does not have
             total = ray.cluster_resources()  # type: ignore[no-untyped-call]
             cpus, gpus = total.get("CPU", 0), total.get("GPU", 0)
-            # the nodes of a cluster may become more, this machine does not grow
+            # a cluster may gain nodes; this machine does not grow
             n_needed = self.n_workers if self.address is None else 1
             if n_needed * self.n_cpus > cpus or n_needed * self.n_gpus > gpus:
                 raise InvalidOption(

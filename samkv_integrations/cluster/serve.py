@@ -17,10 +17,10 @@ APPLICATION = "samkv"
 """Its name on the cluster."""
 
 Route = Literal["load", "collection"]
-"""To which replica a request goes: one that is less busy, or that of its collection."""
+"""How a request finds its replica: by load, or by its collection."""
 
 SESSION_HEADER = "x-session-id"
-"""Names the collection of a request: Ray's proxies look at headers, and at no body."""
+"""Header with the collection of a request; Ray's proxies do not read bodies."""
 
 _BY_SESSION = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
 
@@ -30,17 +30,17 @@ App = Callable[[Any, Any, Any], Awaitable[None]]
 
 @dataclass(frozen=True, kw_only=True)
 class Replicas:
-    """Replicas of one application on Ray Serve.
+    """Replicas of an application on Ray Serve.
 
-    n_replicas: at first; None for 2, or ``least``. least, most: between how many Ray chooses by
-        their load; without ``most`` there are always as many.
-    n_cpus, n_gpus, address: of each replica, and the cluster; see `WorkerPool`.
-    n_at_once: requests that a replica works at together; Ray aims at so many.
-    n_waiting: requests that may wait at a replica beside them. As many as both together may wait at
-        each proxy while all replicas are full; it refuses the next one.
-    route: ``collection`` sends all requests with the same `SESSION_HEADER` to the same replica, or
-        to the next ones while that is full.
-    grace_s: seconds that running answers have when a replica ends.
+    n_replicas: at the start; None for 2, or ``least``. least, most: bounds between which Ray scales
+        by load; without ``most`` the number is constant.
+    n_cpus, n_gpus, address: see `WorkerPool`; the first two are for each replica.
+    n_at_once: requests that a replica processes together, at which Ray aims.
+    n_waiting: further requests that may wait at a replica. While all replicas are full, each proxy
+        queues ``n_at_once + n_waiting`` requests, and refuses more.
+    route: ``collection`` sends requests with the same `SESSION_HEADER` to the same replica, or to
+        the next one while it is full.
+    grace_s: seconds for running answers when a replica ends.
     """
 
     n_replicas: int | None = None
@@ -68,13 +68,13 @@ class Replicas:
 
     @property
     def n_first(self) -> int:
-        """Replicas at first."""
+        """Number of replicas at the start."""
         default = 2 if self.most is None else self.least or 1
         return default if self.n_replicas is None else self.n_replicas
 
     @property
     def pool(self) -> WorkerPool:
-        """What they take of a cluster, when they are most."""
+        """The resources of the largest number of replicas."""
         n_most = self.most or self.n_first
         return WorkerPool(
             n_workers=n_most, n_cpus=self.n_cpus, n_gpus=self.n_gpus, address=self.address
@@ -109,16 +109,15 @@ class Replicas:
 def serving(
     build: Callable[[], App], replicas: Replicas, host: str, port: int, *, n_threads: int
 ) -> Iterator[None]:
-    """Replicas that answer on ``host`` and ``port`` until the block is left.
+    """Serve on ``host`` and ``port`` until the end of the block.
 
-    Running answers are let end then, for the replicas' grace. A cluster that this began ends too.
+    Running answers then have ``grace_s`` seconds. A temporary cluster ends too.
 
-    build: makes the application, once in each replica; it has to be picklable.
-    n_threads: that torch uses in a replica.
+    build: makes the application in each replica; picklable. n_threads: of torch in a replica.
 
     Raises:
-        InvalidOption: the cluster cannot be reached, has no room, or serves already.
-        ClusterError: no replica can begin.
+        InvalidOption: the cluster cannot be reached, lacks resources, or serves already.
+        ClusterError: no replica can start.
         MissingExtra: Ray is not installed.
     """
 
@@ -132,12 +131,12 @@ def serving(
 
         serve: Any = ray_serve
 
-        if serve.status().proxies:  # they might let in whoever asks
+        if serve.status().proxies:  # which may have no keys
             raise InvalidOption(
                 "Ray Serve runs on this cluster already, with an address of its own; end it with "
                 "'serve shutdown', or give another cluster"
             )
-        logging.getLogger("ray.serve").setLevel(logging.ERROR)  # it tells of each step
+        logging.getLogger("ray.serve").setLevel(logging.ERROR)  # it logs each step
         try:
             serve.start(
                 proxy_location="EveryNode",
@@ -157,15 +156,15 @@ def serving(
         finally:
             try:
                 for _ in range(1 + int(replicas.grace_s // 60)):
-                    with suppress(TimeoutError):  # after a minute of its own
-                        serve.delete(APPLICATION)  # which lets answers end
+                    with suppress(TimeoutError):  # Ray's own, after a minute
+                        serve.delete(APPLICATION)  # waits for running answers
                         break
             finally:
                 serve.shutdown()
 
 
 def without_request_id(app: App) -> App:
-    """The application, for Ray's proxies, which add the header of a request's id themselves."""
+    """The application without the header of a request's id, which Ray's proxies add."""
 
     async def passed_on(scope: Any, receive: Any, send: Any) -> None:  # noqa: ANN401
         async def send_without(message: Any) -> None:  # noqa: ANN401
