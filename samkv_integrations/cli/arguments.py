@@ -75,9 +75,10 @@ def _is_group(parameter: inspect.Parameter) -> bool:
 
 def _flags_of(group: Any) -> Iterator[inspect.Parameter]:  # noqa: ANN401
     if is_typeddict(group):
+        annotated: Any = Annotated  # type checkers refuse a type that is computed
         for name, (kind, option) in declared(group).items():
             if option.flag:
-                flag = Annotated[kind, _option(option.description, hidden=True)]
+                flag = annotated[kind, _option(option.description, hidden=True)]
                 yield inspect.Parameter(
                     name, inspect.Parameter.KEYWORD_ONLY, default=option.default, annotation=flag
                 )
