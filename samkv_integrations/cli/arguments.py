@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import is_dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, is_typeddict
 
@@ -46,56 +47,47 @@ class Command(typer.core.TyperCommand):
 
 
 def with_flags(command: Callable[..., None]) -> Callable[..., None]:
-    """The command for typer, with groups among its parameters spread out.
+    """The command for typer, with the groups among its parameters as flags.
 
-    A dataclass becomes a flag for each of its fields, and options of an engine a flag for each that
-    is declared with one. A flag that the command declares itself takes precedence.
+    A group is a dataclass, with a flag for each field, or a TypedDict of declared options, with a
+    flag for each that has one. A flag that the command declares itself takes precedence.
     """
-    signature = inspect.signature(command, eval_str=True)
-    groups = {name: p.annotation for name, p in signature.parameters.items() if _is_group(p)}
-    shown = {name: p for name, p in signature.parameters.items() if name not in groups}
-    for group in groups.values():
-        for parameter in _flags_of(group):
-            shown.setdefault(parameter.name, parameter)
+    parameters = inspect.signature(command, eval_str=True).parameters
+    groups = {
+        name: each.annotation for name, each in parameters.items()
+        if is_dataclass(each.annotation) or is_typeddict(each.annotation)
+    }  # fmt: skip
+    of_groups = {name: _flags_of(group) for name, group in groups.items()}
+    flags = {name: each for name, each in parameters.items() if name not in groups}
+    for each in chain(*of_groups.values()):
+        flags.setdefault(each.name, each)
 
     @functools.wraps(command)
     def run(**given: Any) -> None:  # noqa: ANN401
-        own = {name: given[name] for name in signature.parameters if name in given}
-        command(**own, **{name: _filled(group, given) for name, group in groups.items()})
+        own = {name: given[name] for name in parameters if name in given}
+        filled = {
+            name: group(**{each.name: given[each.name] for each in of_groups[name]})
+            for name, group in groups.items()
+        }
+        command(**own, **filled)
 
-    parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in shown.values()]
-    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    run.__annotations__ = {name: p.annotation for name, p in shown.items()}
+    by_name = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in flags.values()]
+    run.__signature__ = inspect.Signature(by_name)  # type: ignore[attr-defined]
+    run.__annotations__ = {name: each.annotation for name, each in flags.items()}
     return run
 
 
-def _is_group(parameter: inspect.Parameter) -> bool:
-    return is_dataclass(parameter.annotation) or is_typeddict(parameter.annotation)
-
-
-def _flags_of(group: Any) -> Iterator[inspect.Parameter]:  # noqa: ANN401
-    if is_typeddict(group):
-        annotated: Any = Annotated  # type checkers refuse a type that is computed
-        for name, (kind, option) in declared(group).items():
-            if option.flag:
-                flag = annotated[kind, _option(option.description, hidden=True)]
-                yield inspect.Parameter(
-                    name, inspect.Parameter.KEYWORD_ONLY, default=option.default, annotation=flag
-                )
-        return
-    for parameter in inspect.signature(group, eval_str=True).parameters.values():
-        yield from _flags_of(parameter.annotation) if _is_group(parameter) else [parameter]
-
-
-def _filled(group: Any, given: dict[str, Any]) -> Any:  # noqa: ANN401
-    """The group with the values of its flags."""
-    if is_typeddict(group):
-        return {name: given[name] for name, (_, each) in declared(group).items() if each.flag}
-    parameters = inspect.signature(group, eval_str=True).parameters.items()
-    return group(**{
-        name: _filled(p.annotation, given) if _is_group(p) else given[name]
-        for name, p in parameters
-    })  # fmt: skip
+def _flags_of(group: Any) -> list[inspect.Parameter]:  # noqa: ANN401
+    if is_dataclass(group):
+        return [*inspect.signature(group, eval_str=True).parameters.values()]
+    annotated: Any = Annotated  # type checkers refuse a type that is computed
+    return [
+        inspect.Parameter(
+            name, inspect.Parameter.KEYWORD_ONLY, default=option.default,
+            annotation=annotated[kind, _option(option.description, hidden=True)],
+        )
+        for name, (kind, option) in declared(group).items() if option.flag
+    ]  # fmt: skip
 
 
 # -- of several commands ------------------------------------------------------------------------

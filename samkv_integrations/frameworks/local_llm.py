@@ -23,6 +23,7 @@ from samkv_integrations.frameworks.engine_args import (
 )
 from samkv_integrations.frameworks.fields import (
     OWN_ANSWER_OPTIONS,
+    OWN_ENGINE_OPTIONS,
     AnswerFields,
     Arguments,
     EngineFields,
@@ -183,8 +184,10 @@ class LocalLLM(Arguments, AnswerFields, EngineFields):
                     f"{name} is a {type(part).__name__}; an LLM takes a name. Give an engine "
                     f"yours, and the LLM that: engine=Engine.from_pretrained(model, {name}=...)"
                 )
-        check_options(EngineOptions, vars(self))
-        check_options(OwnAnswerOptions, vars(self))
+        names = (*OWN_ENGINE_OPTIONS, *OWN_ANSWER_OPTIONS)
+        given = {name: getattr(self, name) for name in names}
+        check_options(EngineOptions, given)
+        check_options(OwnAnswerOptions, given)
 
     def _source(self) -> ModelSource:
         given = {name: getattr(self, name) for name in EngineFields.model_fields}
