@@ -78,7 +78,7 @@ def with_flags(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _flags_of(group: Any) -> list[inspect.Parameter]:  # noqa: ANN401
-    if is_dataclass(group):
+    if not is_typeddict(group):
         return [*inspect.signature(group, eval_str=True).parameters.values()]
     annotated: Any = Annotated  # type checkers refuse a type that is computed
     return [

@@ -120,6 +120,17 @@ class TestAllThatThereAre:
             assert getattr(plain, name) == option.default, name
 
 
+@pytest.mark.beginnings
+@pytest.mark.parametrize("kind", LLMS)
+def test_an_llm_may_do_without_exact_beginnings(kind: Any, tmp_path: Path) -> None:
+    llm = kind(model_name="builtin", kv_dir=tmp_path / "kv", exact_beginnings=False)
+    assert llm.engine.exact_beginnings is False
+    assert kind(engine=llm.engine).exact_beginnings is False
+    with pytest.raises(InvalidOption, match="exact_beginnings=True, but the .* has False"):
+        kind(engine=llm.engine, exact_beginnings=True)
+    assert kind(model_name="builtin", kv_dir=tmp_path / "kv").exact_beginnings is True
+
+
 def test_type_checkers_are_told_of_the_same_fields() -> None:
     """They cannot see how the fields are made."""
     tree = ast.parse(Path(inspect.getfile(fields)).read_text(encoding="utf-8"))
