@@ -141,7 +141,8 @@ def ingest(
     folder, database = index.folder, index.database
     found = find_documents(paths, leave_out=folder)
     limit = None if max_bytes is None else bytes_of("--max-bytes", max_bytes)
-    place, before = (index.namespace, collection), index.as_ingested(collection)
+    place = (index.namespace, collection)
+    before = index.as_ingested([place])
     require_same(folder, database, place, before, index.dtype, found.files)
     model = before.model
     # where workers compute, this process only reads texts

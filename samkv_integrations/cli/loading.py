@@ -183,10 +183,32 @@ class Index:
 
         return Database(self.folder / "chroma", self.chroma)
 
-    def as_ingested(self, *collections: str) -> Ingested:
-        """The given settings, else those of these collections' ingest, else the defaults."""
-        places = [(self.namespace, name) for name in collections]
-        return as_ingested(self.folder, places, self.model, self.dtype, self.store_bits)
+    def as_ingested(self, places: Sequence[tuple[str, str]]) -> Ingested:
+        """The given settings, else those of the collections' ingest, else the defaults.
+
+        places: namespace and name of each collection; empty for all known ones. A new collection
+        takes the settings of the others in the folder.
+
+        Raises InvalidOption if they were ingested with several models, and none is given.
+        """
+        known = _remembered(self.folder / "kv")
+        keys = map(_key, places)
+        found = [known[key] for key in keys if key in known] or [*known.values()]
+        models = {one.path or one.model: one.here for one in found}
+        if self.model is None and len(models) > 1:
+            raise InvalidOption(
+                f"the collections were ingested with {' and '.join(models.values())}; give one "
+                f"with --model{'' if places else ', and --collection for each that is of it'}"
+            )
+        given = _path(self.model or "")
+        same = [
+            one for one in found if self.model in (None, one.model) or (given and one.path == given)
+        ]
+        last = same[-1] if same else Ingested(model=self.model or BUILTIN)
+        return Ingested(
+            model=self.model or last.here, dtype=self.dtype or last.dtype,
+            store_bits=last.store_bits if self.store_bits is None else self.store_bits,
+        )  # fmt: skip
 
     def engine(
         self, given: Ingested, max_bytes: int | None = None, **options: Unpack[OwnEngineOptions]
@@ -209,41 +231,14 @@ class Index:
         opened = [database.collection(name) for name in names]
         if (self.folder / "kv").is_dir():
             require_own_records(store_in(self.folder, self.namespace), database, names)
-        engine = self.engine(self.as_ingested(*names), **options)
+        engine = self.engine(
+            self.as_ingested([(self.namespace, name) for name in names]), **options
+        )
         engine.store.require(engine.fingerprint)
         return [ChromaLink(one, engine) for one in opened]
 
 
 _NOTE = "ingested"
-
-
-def as_ingested(
-    folder: Path, places: Sequence[tuple[str, str]], model: str | None, dtype: str | None = None,
-    store_bits: int | None = None,
-) -> Ingested:  # fmt: skip
-    """The given settings, else those of the collections' ingest, else the defaults.
-
-    places: namespace and name of each collection; empty for all known ones. A new collection takes
-    the settings of the others in the folder.
-
-    Raises InvalidOption if they were ingested with several models, and ``model`` is None.
-    """
-    known = _remembered(folder / "kv")
-    keys = map(_key, places)
-    found = [known[key] for key in keys if key in known] or [*known.values()]
-    models = {one.path or one.model: one.here for one in found}
-    if model is None and len(models) > 1:
-        raise InvalidOption(
-            f"the collections were ingested with {' and '.join(models.values())}; give one with "
-            f"--model{'' if places else ', and --collection for each that is of it'}"
-        )
-    given = _path(model or "")
-    same = [one for one in found if model in (None, one.model) or (given and one.path == given)]
-    last = same[-1] if same else Ingested(model=model or BUILTIN)
-    return Ingested(
-        model=model or last.here, dtype=dtype or last.dtype,
-        store_bits=last.store_bits if store_bits is None else store_bits,
-    )  # fmt: skip
 
 
 def require_same(

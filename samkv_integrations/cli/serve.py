@@ -15,7 +15,6 @@ from samkv_integrations.cli import arguments as args
 from samkv_integrations.cli.loading import (
     BUILTIN,
     Index,
-    as_ingested,
     bytes_of,
     eviction_of,
     given_methods,
@@ -99,7 +98,7 @@ def serve(
     )
     namespaces = {tenant.namespace for tenant in keys.tenants}
     asked = [(tenant.namespace, name) for tenant in keys.tenants for name in tenant.collections]
-    ingested = as_ingested(index.folder, asked, index.model, index.dtype, index.store_bits)
+    ingested = index.as_ingested(asked)
     model, folder = ingested.model, index.folder
     chosen = [*given_methods([method] if method else [], settings or []), None][0]
     source = ServerSource(

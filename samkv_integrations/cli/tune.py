@@ -66,7 +66,7 @@ def tune(
     config = TuneConfig(lose=lose, minutes=minutes)
     given = read_questions(questions, with_documents=True) if questions else None
     opened = index.database.collection(collection)
-    as_before = index.as_ingested(collection)
+    as_before = index.as_ingested([(index.namespace, collection)])
     model = as_before.model
     store_in(index.folder, index.namespace, index.remote)  # raises if there is none
     engine = index.engine(as_before, prefix_bytes=0)

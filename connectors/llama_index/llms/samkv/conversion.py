@@ -191,14 +191,11 @@ def to_chats(
     responses: Generator[CompletionResponse], use: ToolUse | None = None
 ) -> Generator[ChatResponse]:
     """A stream of completions as a stream of a chat, which holds back possible calls of tools."""
-    shown = ShownText(use)
-    response = None
+    shown, response = ShownText(use), None
     with closing(responses):
         for response in responses:
-            if use is None:
-                yield to_chat(response)
-            elif delta := shown.push(response.delta or ""):
-                yield to_chat(response.model_copy(update={"text": shown.text, "delta": delta}))
+            if (chat := _next(response, use, shown)) is not None:
+                yield chat
     if use is not None and response is not None:
         yield _last(response, use, shown)
 
@@ -207,16 +204,24 @@ async def to_achats(
     responses: AsyncGenerator[CompletionResponse], use: ToolUse | None = None
 ) -> AsyncGenerator[ChatResponse]:
     """Like `to_chats`, for a task."""
-    shown = ShownText(use)
-    response = None
+    shown, response = ShownText(use), None
     async with aclosing(responses):
         async for response in responses:
-            if use is None:
-                yield to_chat(response)
-            elif delta := shown.push(response.delta or ""):
-                yield to_chat(response.model_copy(update={"text": shown.text, "delta": delta}))
+            if (chat := _next(response, use, shown)) is not None:
+                yield chat
     if use is not None and response is not None:
         yield _last(response, use, shown)
+
+
+def _next(
+    response: CompletionResponse, use: ToolUse | None, shown: ShownText
+) -> ChatResponse | None:
+    """The response with the text that can be shown now; None if there is none."""
+    if use is None:
+        return to_chat(response)
+    if delta := shown.push(response.delta or ""):
+        return to_chat(response.model_copy(update={"text": shown.text, "delta": delta}))
+    return None
 
 
 def _last(response: CompletionResponse, use: ToolUse, shown: ShownText) -> ChatResponse:
