@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
+from typing import Any, ForwardRef, get_type_hints
 
 Declared = Mapping[str, tuple[Any, "Option"]]
 """Name -> type and declaration of an option."""
@@ -48,10 +48,14 @@ class Option:
         return f"{self.description} None: {self.unset}." if self.unset else self.description
 
 
-def declared(options: type, hints: Mapping[str, Any] | None = None) -> Declared:
-    """The options of a TypedDict. hints: its types, if they are not evaluated."""
+@cache
+def declared(options: type) -> Declared:
+    """The options that a TypedDict declares."""
+    hints: Mapping[str, Any] = options.__annotations__
+    if any(isinstance(hint, ForwardRef) for hint in hints.values()):
+        hints = get_type_hints(options, include_extras=True)
     found = {}
-    for name, hint in (hints or options.__annotations__).items():
+    for name, hint in hints.items():
         option = hint.__metadata__[0]
         if not option.description:
             docs = _docstrings(options.__module__)

@@ -18,7 +18,7 @@ from decimal import Decimal
 from functools import lru_cache
 from threading import BoundedSemaphore
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Any, TypedDict, Unpack, get_args, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, TypedDict, Unpack, get_args
 
 import torch
 from torch import Tensor
@@ -91,7 +91,7 @@ class SamplingOptions(TypedDict, total=False):
     2407.01082)."""
 
 
-DECLARED = declared(SamplingOptions, get_type_hints(SamplingOptions, include_extras=True))
+DECLARED = declared(SamplingOptions)
 OPTIONS: Mapping[str, Option] = MappingProxyType({n: of[1] for n, of in DECLARED.items()})
 """The options of sampling by name."""
 
