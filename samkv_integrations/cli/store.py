@@ -66,9 +66,8 @@ def _prefix(named: str) -> str:
 @app.command(cls=args.Command)
 @args.with_flags
 def sync(
-    index: Index, collections: args.Collections = None, store_bits: args.CacheBits = None,
-    grace_s: args.Grace = 3600.0, prune: args.Prune = True, build: args.Build = True,
-    as_json: args.Json = False,
+    index: Index, collections: args.Collections = None, grace_s: args.Grace = 3600.0,
+    prune: args.Prune = True, build: args.Build = True, as_json: args.Json = False,
 ) -> None:  # fmt: skip
     """Bring caches into line with the records: build missing ones, delete unused ones."""
     names = list(dict.fromkeys(collections or ())) or index.database.names()

@@ -32,7 +32,7 @@ NO_GOLD = (
 
 
 def tune(
-    index: Index, collection: args.Collection = "documents", store_bits: args.CacheBits = None,
+    index: Index, collection: args.Collection = "documents",
     questions: args.QuestionFile = None, lose: args.Lose = 3.0, minutes: args.Minutes = 10.0,
     top_k: args.TopK = 4, max_new_tokens: args.MaxNewTokens = 64,
     chat: args.Chat = None, seed: args.Seed = 0, most: args.MostQuestions = 400,
