@@ -13,7 +13,7 @@ from samkv_integrations import figures
 from samkv_integrations.cli.app import USER_ERROR
 from samkv_integrations.cli.loading import use_threads_for, words
 from samkv_integrations.cli.tables import markdown_table
-from samkv_integrations.errors import SamkvError
+from samkv_integrations.errors import InvalidOption, SamkvError
 from samkv_integrations.figures import Row
 from samkv_integrations.methods import METHODS
 from samkv_integrations.model.loading import load_model
@@ -46,6 +46,22 @@ def command_line(function: Callable[..., None]) -> typer.Typer:
 def method_names(text: str) -> list[str]:
     """Names of methods; ``all`` for every one."""
     return list(METHODS) if text == "all" else words(text)
+
+
+def shares(option: str, text: str) -> list[float]:
+    """Numbers; InvalidOption names ``option`` if one is none."""
+    try:
+        return [float(part) for part in words(text)]
+    except ValueError as error:
+        raise InvalidOption(f"{option} {text!r}; give numbers, as in 0.1,0.2") from error
+
+
+def counts(option: str, text: str) -> list[int]:
+    """Whole numbers; InvalidOption names ``option`` if one is none."""
+    try:
+        return [int(part) for part in words(text)]
+    except ValueError as error:
+        raise InvalidOption(f"{option} {text!r}; give whole numbers, as in 4,8") from error
 
 
 def loaded_model(model: str, device: str, dtype: str) -> Model:

@@ -21,12 +21,11 @@ from torch import Tensor
 import samkv_integrations
 from benchmarks import models
 from benchmarks import options as own
-from benchmarks.commands import command_line, time_table
+from benchmarks.commands import command_line, counts, time_table
 from benchmarks.latency import check_counts, check_folder
 from samkv_integrations.cache.disk import ChunkStore
 from samkv_integrations.cache.memory import MemoryStore
 from samkv_integrations.cli import arguments as args
-from samkv_integrations.cli import loading
 from samkv_integrations.cli.loading import use_threads_for
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.engine.scheduler import Scheduler
@@ -253,8 +252,8 @@ def ingest(
     """Tokens per second of caching chunks, against a plain forward over the same texts."""
     config = IngestConfig(
         shape=shape, layers=layers, dtype=dtype, device=device, repeats=repeats, folder=folder,
-        n_chunks=tuple(loading.counts("--chunks", chunks)),
-        chunk_tokens=tuple(loading.counts("--chunk-tokens", chunk_tokens)),
+        n_chunks=tuple(counts("--chunks", chunks)),
+        chunk_tokens=tuple(counts("--chunk-tokens", chunk_tokens)),
     )  # fmt: skip
     use_threads_for(shape)
     rows = list(run(config))

@@ -17,14 +17,13 @@ import typer
 
 from benchmarks import disk, latency_plot, models
 from benchmarks import options as own
-from benchmarks.commands import TRUTH, command_line, method_names, time_table
+from benchmarks.commands import TRUTH, command_line, counts, method_names, shares, time_table
 from benchmarks.disk import require_cold
 from benchmarks.memory import Peak, peak_of
 from benchmarks.models import Words, device_name
 from samkv_integrations import figures
 from samkv_integrations.cache.disk import ChunkStore
 from samkv_integrations.cli import arguments as args
-from samkv_integrations.cli import loading
 from samkv_integrations.cli.loading import use_threads_for
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.errors import InvalidOption, PromptTooLong
@@ -428,10 +427,10 @@ def latency(
     """Time, bytes and memory of a first token, with every combination of the lists given."""
     config = LatencyConfig(
         shape=shape, layers=layers, dtype=dtype, device=device, new_tokens=new_tokens,
-        n_chunks=tuple(loading.counts("--chunks", chunks)),
-        chunk_tokens=tuple(loading.counts("--chunk-tokens", chunk_tokens)),
-        text_tokens=tuple(loading.counts("--uncached", uncached)),
-        cached_shares=tuple(loading.shares("--cached", cached)),
+        n_chunks=tuple(counts("--chunks", chunks)),
+        chunk_tokens=tuple(counts("--chunk-tokens", chunk_tokens)),
+        text_tokens=tuple(counts("--uncached", uncached)),
+        cached_shares=tuple(shares("--cached", cached)),
         page_caches=page_caches(page_cache),
         repeats=repeats, memory=memory, folder=folder,
     )  # fmt: skip

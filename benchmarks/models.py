@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from benchmarks import shapes
+from benchmarks.shapes import BUILTIN, shape_names
 from samkv_integrations.errors import InvalidOption, UnknownOption
-from samkv_integrations.evaluation import shapes
-from samkv_integrations.evaluation.shapes import BUILTIN, shape_names
 from samkv_integrations.model import loading
 from samkv_integrations.model.loading import DTYPES, builtin_path, load_model, load_tokenizer
 from samkv_integrations.model.model import Model

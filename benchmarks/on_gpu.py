@@ -7,10 +7,8 @@ are medians over rounds: seconds of an answer of one token, and of a later token
 besides where the time of one first token goes, and where the host waits for the device.
 
     python -m benchmarks.on_gpu --answers 12 --model smollm2
-    python -m benchmarks.on_gpu --learning 4 --shape llama-3.1-8b
 
-Greedy answers of a real model there against those on the processor, float32 on both; and seconds
-and memory of a step of ``samkv adapt``.
+Greedy answers of a real model there against those on the processor, float32 on both.
 """
 
 from __future__ import annotations
@@ -35,18 +33,16 @@ from benchmarks.answer_grid import Texts
 from benchmarks.memory import peak_of
 from benchmarks.models import Words
 from benchmarks.run_settings import hardware
+from benchmarks.shapes import SHAPES
 from samkv_integrations.cache.disk import ChunkStore
 from samkv_integrations.cache.memory import MemoryStore
 from samkv_integrations.cli.tables import markdown_table as table
 from samkv_integrations.engine.engine import Engine
-from samkv_integrations.evaluation.shapes import SHAPES
 from samkv_integrations.figures import commit, to_json
 from samkv_integrations.model.identity import weights_digest
 from samkv_integrations.model.loading import load_model
 from samkv_integrations.model.model import Model
 from samkv_integrations.prompt.text import rag_prompt
-from samkv_integrations.tuning.distil import Prompt, loss, teacher
-from samkv_integrations.tuning.mixed_prompts import Source
 
 PLAIN = "plain transformers"
 WAYS = (PLAIN, "recompute", "reuse", "epic", "samkv-guided", "auto")
@@ -188,30 +184,6 @@ def answers(name: str, device: str, n: int) -> str:
     return "\n".join(lines)
 
 
-def learning(model: Model, n: int) -> str:
-    """Seconds and memory of ``n`` steps of learning a prefix, prompts of up to 2,048 tokens."""
-    words = Words(model, 0)
-    source = Source(cuts=[[words.text(400) for _ in range(60)]])
-    own = torch.nn.Parameter(torch.zeros(71, model.config.hidden_size, device=model.device))
-    for weight in model.hf.parameters():
-        weight.requires_grad_(False)
-    lines = []
-    for at in range(n):
-        prompt = source.prompt(model, f"{at}", "learn")
-        spent = []
-
-        def step(prompt: Prompt = prompt, spent: list[float] = spent) -> None:
-            began = time.perf_counter()
-            loss(model, prompt, teacher(model, prompt, 12), own, 0).backward()  # type: ignore[no-untyped-call]
-            wait_for(model.device)
-            spent.append(time.perf_counter() - began)
-
-        step()
-        peak = peak_of(step, model.device).tensor_bytes
-        lines.append(f"{len(prompt.ids)} tokens: {spent[0]:.2f} s, {peak / 1e9:.1f} GB")
-    return "\n".join(lines)
-
-
 def _over(mine: float, base: float) -> float:
     return mine / base
 
@@ -229,7 +201,6 @@ def main() -> None:
     parser.add_argument("--digest", action="store_true", help="time the hash of all weights")
     parser.add_argument("--answers", type=int, help="compared with the processor's")
     parser.add_argument("--model", default="smollm2", help="that answers")
-    parser.add_argument("--learning", type=int, help="steps that are timed")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     if args.answers:
@@ -260,8 +231,6 @@ def main() -> None:
             sys.stdout.flush()
             if args.profile:
                 sys.stdout.write(f"{ways.profiled(args.profile)}\n")
-    if args.learning:
-        sys.stdout.write(f"{learning(model, args.learning)}\n")
     if args.json:
         args.json.write_text(to_json("on_gpu", model.name, rows, hardware(model)))
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from samkv_integrations.evaluation.shapes import shape_names
+from benchmarks.shapes import shape_names
 
 AllMethods = Annotated[str, typer.Option(help="NAME,NAME,... or 'all'.")]
 Fresh = Annotated[bool, typer.Option(help="Drop what the folder of the run holds.")]

@@ -21,10 +21,10 @@ from statistics import median
 import torch
 
 from benchmarks.models import Words, build, save
+from benchmarks.shapes import BUILTIN
 from benchmarks.store_parts import report
 from samkv_integrations import ChunkStore
 from samkv_integrations.cluster import ModelSource, WorkerPool, cache_on_ray, engine_of
-from samkv_integrations.evaluation.shapes import BUILTIN
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,12 +27,12 @@ import httpx
 import torch
 
 from benchmarks.models import Words, build
+from benchmarks.shapes import BUILTIN
 from benchmarks.store_parts import report
 from samkv_integrations import ChunkStore, Engine
 from samkv_integrations.cache.objects import Objects
 from samkv_integrations.cluster.serve import SESSION_HEADER, App, Replicas, Route, serving
 from samkv_integrations.engine.options import EngineOptions
-from samkv_integrations.evaluation.shapes import BUILTIN
 from samkv_integrations.server.app import create_app
 from samkv_integrations.server.run import ServerSource, listen_on
 from samkv_integrations.server.service import Settings

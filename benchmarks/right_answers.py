@@ -11,17 +11,14 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, TypeVar
 from zlib import crc32
 
-import torch
 import typer
-from torch import Tensor
-from torch.nn.functional import pad
 from tqdm.auto import tqdm
 
 from benchmarks.commands import STDOUT, command_line, loaded_model, write
@@ -31,29 +28,19 @@ from benchmarks.right_table import FULL, summarise, table
 from benchmarks.run_settings import hardware
 from samkv_integrations.cache.chunk import ChunkRef
 from samkv_integrations.cache.disk import ChunkStore
-from samkv_integrations.engine.chunk_prefix import ChunkPrefix
 from samkv_integrations.engine.decode import Decoder, decode, force
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.engine.first_token import first_token
 from samkv_integrations.engine.options import AnswerSettings
-from samkv_integrations.engine.prefill import _Capture, _pass, batches, entries_before
 from samkv_integrations.engine.request import Request
 from samkv_integrations.errors import InvalidOption
 from samkv_integrations.evaluation.judge import is_right
 from samkv_integrations.evaluation.measures import kl
 from samkv_integrations.figures import Row, commit
 from samkv_integrations.methods import Method, get_method
-from samkv_integrations.methods.base import (
-    Recompute,
-    Selection,
-    SelectionInputs,
-    option_names,
-    with_option,
-)
-from samkv_integrations.methods.parts import SelectAll
+from samkv_integrations.methods.base import option_names, with_option
 from samkv_integrations.model.model import Model
 from samkv_integrations.model.sampling import Sampler, Sampling
-from samkv_integrations.prompt.layout import Layout
 
 _Made = TypeVar("_Made")
 
@@ -61,24 +48,6 @@ TIMED_EVERY = 16
 """Of so many questions one has its answers decoded alone, to be timed, and KL along."""
 FOLLOWED = 8
 """Tokens of full prefill's answer along which KL is measured."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RankedRecompute(Recompute):
-    """The tokens of each chunk whose entries depend most on what stands before the chunk.
-
-    share: of a chunk's tokens. ranks: of each cached chunk, (T,) of its tokens, 0 for the most.
-    """
-
-    share: float
-    ranks: tuple[Tensor, ...] = ()
-
-    def choose(self, selection: Selection, inputs: SelectionInputs, layout: Layout) -> Tensor:
-        chunk, longest = layout.chunk_of_token, layout.longest_chunk
-        table = torch.stack([pad(ranks, (0, longest - len(ranks))) for ranks in self.ranks])
-        chosen = table[chunk, layout.offset_in_chunk] < self.share * layout.chunk_lengths[chunk]
-        chosen &= ~layout.exact[layout.chunk_of_token]
-        return chosen.repeat(inputs.n_layers, 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,18 +60,10 @@ class Candidate:
 
     @classmethod
     def of(cls, label: str) -> Candidate:
-        """From ``[exact] METHOD [FIELD=VALUE ...]``, such as ``exact epic first=8``.
-
-        ``ranked share=.1`` is no method of the product.
-        """
+        """From ``[exact] METHOD [FIELD=VALUE ...]``, such as ``exact epic first=8``."""
         words = label.split()
         is_exact = words[:1] == ["exact"]
         name, *settings = words[is_exact:]
-        if name == "ranked":
-            share = float(settings[0].removeprefix("share="))
-            part = RankedRecompute(share=share)
-            method = Method(name=name, paper="-", summary="", select=SelectAll(), recompute=part)
-            return cls(label=label, method=method, is_exact=is_exact)
         method = get_method(name)
         for setting in settings:
             field, _, value = setting.partition("=")
@@ -116,56 +77,19 @@ class Candidate:
 class Judged:
     """One question, its chunks cached, as every candidate answers it."""
 
-    def __init__(self, engine: Engine, asked: Asked, *, is_ranked: bool) -> None:
+    def __init__(self, engine: Engine, asked: Asked) -> None:
         self.engine, self.asked, self.question = engine, asked, asked.question
         self._with_beginnings = Engine(engine.model, engine.store, scheduler=engine.scheduler)
         self._with_beginnings.prefixes = engine.prefixes  # both have the prompt's head in memory
         self.model, self._documents = engine.model, list(asked.question.documents)
         self._prompt = self.question.prompt(chat=engine.model.has_chat_template)
-        self._ranks: dict[tuple[int, ...], Tensor] = {}
-        if is_ranked:
-            engine.scheduler.run(self._rank)
-        else:
-            engine.cache_chunks(self._documents)
-
-    def _rank(self) -> None:
-        """Caches the chunks, and ranks their tokens by how much they differ after two prefixes."""
-        engine, model, found = self.engine, self.model, {}
-        refs = engine.chunks.agree(engine.chunks.refer(self._documents))
-        for name in ("documents", "bos"):
-            before = entries_before(model, ChunkPrefix.of(model, engine.store, name, ""))
-            n_before = before[0][0].shape[2]
-            for batch in batches(list({ref.key: ref for ref in refs}.values())):
-                length = max(len(ref.token_ids) for ref in batch)
-                ids = torch.zeros(len(batch), length, dtype=torch.long)
-                for row, ref in zip(ids, batch, strict=True):
-                    row[: len(ref.token_ids)] = torch.tensor(ref.token_ids)
-                rotation = model.rotation(torch.arange(n_before, n_before + length))
-                capture = _Capture(model, batch, engine.fingerprint, before, rotation)
-                _pass(model, model.embed(ids), rotation, capture)
-                for at, ref in enumerate(batch):
-                    if name == "documents":
-                        engine.store.put(capture.cache_of(at))
-                    found[name, ref.key] = capture._keys[at].float(), capture._values[at].float()
-        for ref in refs:
-            apart = torch.zeros(len(ref.token_ids))
-            pairs = zip(found["documents", ref.key], found["bos", ref.key], strict=True)
-            for one, other in pairs:  # (L, T, G, D) each
-                scale = one.square().sum((2, 3)).mean(1, keepdim=True)
-                apart += ((one - other).square().sum((2, 3)) / scale).sum(0)
-            self._ranks[ref.token_ids] = apart.argsort(descending=True).argsort()
+        engine.cache_chunks(self._documents)
 
     def _asked(self, candidate: Candidate, work: Callable[[Request], _Made]) -> _Made:
         """What ``work`` makes of the request, in the model's thread."""
-        method = candidate.method
         engine = self._with_beginnings if candidate.is_exact else self.engine
         with engine.resolve(self._prompt, self._documents) as resolved:
-            if isinstance(method.recompute, RankedRecompute):
-                ranks = tuple(
-                    self._ranks[chunk.token_ids] for chunk in resolved.chunks if chunk.stored
-                )
-                method = replace(method, recompute=replace(method.recompute, ranks=ranks))
-            settings = AnswerSettings.of(method=method, eviction="none", on_miss="text")
+            settings = AnswerSettings.of(method=candidate.method, eviction="none", on_miss="text")
             request = engine.request(resolved, settings, self.question.max_new_tokens)
             return engine.scheduler.run(lambda: work(request))
 
@@ -311,7 +235,6 @@ def _measure(
     model: Model, journal: Journal, asked: Sequence[Asked], candidates: Sequence[Candidate]
 ) -> None:
     first = Engine(model, prefix_bytes=0)
-    is_ranked = any(isinstance(each.method.recompute, RankedRecompute) for each in candidates)
     for one in tqdm(asked, desc="asking"):
         missing = [each for each in candidates if (one.question.id, each.label) not in journal.rows]
         if not missing:
@@ -323,7 +246,7 @@ def _measure(
             engine = Engine(
                 model, ChunkStore(folder), exact_beginnings=False, scheduler=first.scheduler
             )
-            judged = Judged(engine, one, is_ranked=is_ranked)
+            judged = Judged(engine, one)
             for row in judged.rows(asked_of, is_timed=is_timed):
                 if (row["id"], row["label"]) not in journal.rows:
                     journal.add(row)

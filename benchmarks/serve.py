@@ -24,7 +24,7 @@ from tqdm.auto import tqdm
 
 from benchmarks import load_plot
 from benchmarks import options as own
-from benchmarks.commands import command_line, method_names
+from benchmarks.commands import command_line, counts, method_names, shares
 from benchmarks.journal import Journal
 from benchmarks.latency import check_folder
 from benchmarks.load import (
@@ -44,7 +44,7 @@ from benchmarks.load_summary import rows_of
 from benchmarks.run_settings import machine
 from samkv_integrations import figures
 from samkv_integrations.cli import arguments as args
-from samkv_integrations.cli import loading, tables
+from samkv_integrations.cli import tables
 from samkv_integrations.cli.loading import use_threads_for
 from samkv_integrations.cli.serve import KEYS_VARIABLE
 from samkv_integrations.errors import InvalidOption
@@ -111,9 +111,8 @@ def _paces(concurrency: str, rate: str) -> tuple[Pace, ...]:
             "send no fixed number a second: give one of them"
         )
     if rate:
-        return tuple(Pace(rate=each) for each in loading.shares("--rate", rate))
-    counts = loading.counts("--concurrency", concurrency or "8")
-    return tuple(Pace(concurrency=each) for each in counts)
+        return tuple(Pace(rate=each) for each in shares("--rate", rate))
+    return tuple(Pace(concurrency=each) for each in counts("--concurrency", concurrency or "8"))
 
 
 def _check_surroundings(folder: Path | None, plot: Path | None) -> None:

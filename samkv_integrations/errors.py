@@ -74,7 +74,7 @@ class CacheMiss(SamkvError):
 
 
 MISS_REASONS = ("absent", "corrupt", "format", "fingerprint", "tokens", "io")
-"""Why a chunk cache could not be used; docs/format.md says what each was found by."""
+"""Why a chunk cache could not be used; docs/troubleshooting.md says what each was found by."""
 
 
 class UnknownOption(SamkvError):

@@ -206,8 +206,12 @@ def _require(wanted: Fingerprint, held: Sequence[Fingerprint], where: str) -> No
         there = {name: there[name] for name in ("model", "weights", "dtype") if name in there}
     else:  # a label alone is no difference
         there.pop("model", None)
+    is_learned = ";learned:" in there.get("prefix", "")
+    other_prefix = "chunks stand after another prefix there"
+    if is_learned:
+        other_prefix = "chunks stand after a learned prefix there, a feature that was removed"
     fields = ", ".join(
-        "chunks stand after another prefix there"
+        other_prefix
         if name == "prefix"
         else f"{name} is {mine[name]!r:.40} here and {value!r:.40} there"
         for name, value in there.items()
@@ -223,10 +227,9 @@ def _require(wanted: Fingerprint, held: Sequence[Fingerprint], where: str) -> No
     elif "dtype" in there and held[closest].model == wanted.model:  # other weights, by their hash
         next_step = f"give dtype={there['dtype']!r}, or ingest again"
     elif there.keys() <= {"prefix", *_LAYOUT_FIELDS}:
-        next_step = (
-            "ingest again, as after 'samkv adapt', or give the prefix= and prefix_text= of the "
-            "engine that filled it"
-        )
+        next_step = "ingest again"
+        if not is_learned:
+            next_step += ", or give the prefix= and prefix_text= of the engine that filled it"
     raise FingerprintMismatch(
         f"{where} holds no cache of the loaded model {wanted.model!r}; the closest it holds is of "
         f"{held[closest].model!r}: {fields}; next step: {next_step}"

@@ -38,7 +38,6 @@ _HEX_NAME = re.compile(f"{_DIGIT}{{32}}")
 # What a folder may hold that is being made a store.
 _OWN_NAME = re.compile(
     rf"(store\.json|secret)(\..*{re.escape(TEMPORARY)})?|index\.lock|samkv\.toml"
-    r"|samkv-prefix\.safetensors"
 )
 
 

@@ -17,9 +17,10 @@ from samkv_integrations.errors import InvalidOption, MissingExtra, UnknownOption
 if TYPE_CHECKING:
     from chromadb.api import ClientAPI
     from chromadb.api.models.Collection import Collection
+    from chromadb.config import Settings
 
 _NAME = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9._-]{1,510}[a-zA-Z0-9]")
-"""What Chroma allows; its own message says it in the words of a schema."""
+"""Names that Chroma allows. Its own error message quotes a schema."""
 
 _NO_ACCESS = (
     sqlite3.SQLITE_READONLY, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_FULL, sqlite3.SQLITE_CANTOPEN,
@@ -29,14 +30,14 @@ _NO_ACCESS = (
 def open_collection(path: str | os.PathLike[str], name: str, create: bool) -> Collection:
     """The collection called ``name`` of the Chroma database in folder ``path``.
 
-    Chroma sends no telemetry and gets no embedding function: embeddings are always given to it.
-    One process must not open a folder in another way too, with ``chromadb.PersistentClient`` and
-    other settings: Chroma refuses that.
+    Chroma sends no telemetry and gets no embedding function, because embeddings are always given
+    to it. Chroma refuses a process that also opens the folder with other settings, such as those of
+    a ``chromadb.PersistentClient`` of its own.
 
-    create: whether to make what is missing of the folder and the collection.
+    create: whether to make the folder and the collection if they are missing.
 
     Raises:
-        UnknownOption: there is no such collection; lists those that exist.
+        UnknownOption: there is no such collection. The error lists those that exist.
         InvalidOption: there is no database, it cannot be opened, or Chroma refuses the name.
     """
     return _collection(_client_of_folder(Path(path), create=create), name, create)
@@ -53,20 +54,20 @@ def connect_collection(
 ) -> Collection:
     """The collection called ``name`` of a Chroma server, as `open_collection` gives one.
 
-    Several processes may share a server (``chroma run``), but not a database folder. The folder of
-    chunk caches must be one that this process can reach: the server knows nothing of it.
+    Several processes may share a server (``chroma run``), but not a database folder. The server
+    knows nothing of chunk caches: their folder must be one that this process can reach.
 
     Raises:
-        UnknownOption: there is no such collection; lists those that exist.
+        UnknownOption: there is no such collection. The error lists those that exist.
         InvalidOption: the server does not answer, or Chroma refuses the name.
     """
     return _collection(client_of_server(host, port, ssl=ssl, headers=headers), name, create)
 
 
 class Database:
-    """The collections of a Chroma database. Thread-safe; nothing is opened before its first use.
+    """The collections of a Chroma database. Thread-safe. Nothing is opened before the first use.
 
-    A server gets one client for as long as this object lives: chromadb closes no connection.
+    All calls share one client of a server, because chromadb never closes a client's connection.
 
     Args:
         folder: where the database is, unless it is on a server.
@@ -85,16 +86,16 @@ class Database:
         return self._server or str(self._folder)
 
     def collection(self, name: str, *, create: bool = False) -> Collection:
-        """The collection called ``name``; create: whether to make what is missing of it.
+        """The collection called ``name``. create: whether to make it if it is missing.
 
         Raises:
-            UnknownOption: there is no such collection; lists those that exist.
+            UnknownOption: there is no such collection. The error lists those that exist.
             InvalidOption: the database cannot be opened or reached, or Chroma refuses the name.
         """
         return _collection(self._client(create), name, create)
 
     def names(self) -> list[str]:
-        """Sorted names of its collections. Raises InvalidOption as `collection` does."""
+        """The sorted names of all collections. Raises InvalidOption as `collection` does."""
         client = self._client(create=False)
         with chroma_errors("Chroma cannot list its collections"):
             return sorted(collection.name for collection in client.list_collections())
@@ -113,22 +114,17 @@ def client_of_server(
     host: str, port: int, *, ssl: bool = False, headers: Mapping[str, str] | None = None
 ) -> ClientAPI:
     """A client of a Chroma server. Raises InvalidOption if it does not answer."""
-    try:
-        from chromadb import HttpClient
-        from chromadb.config import Settings
-    except ImportError as error:
-        raise MissingExtra.of("chromadb", "chroma") from error
-    quiet = Settings(anonymized_telemetry=False)
+    settings = _settings()
+    from chromadb import HttpClient
+
     with chroma_errors(f"Chroma at {host}:{port} cannot be reached"):
-        return HttpClient(host, port, ssl=ssl, headers=dict(headers or {}), settings=quiet)
+        return HttpClient(host, port, ssl=ssl, headers=dict(headers or {}), settings=settings)
 
 
 def _client_of_folder(folder: Path, *, create: bool) -> ClientAPI:
-    try:
-        from chromadb import PersistentClient
-        from chromadb.config import Settings
-    except ImportError as error:
-        raise MissingExtra.of("chromadb", "chroma") from error
+    settings = _settings()
+    from chromadb import PersistentClient
+
     try:
         is_there = (folder / "chroma.sqlite3").is_file()
     except OSError as error:
@@ -139,7 +135,16 @@ def _client_of_folder(folder: Path, *, create: bool) -> ClientAPI:
     if not create and not is_there:
         raise InvalidOption(f"{folder} holds no Chroma database; ingest documents into it first")
     with chroma_errors(f"Chroma cannot open {folder}"):
-        return PersistentClient(folder, settings=Settings(anonymized_telemetry=False))
+        return PersistentClient(folder, settings=settings)
+
+
+def _settings() -> Settings:
+    """Without telemetry. Raises MissingExtra if Chroma is not installed."""
+    try:
+        import chromadb.config
+    except ImportError as error:
+        raise MissingExtra.of("chromadb", "chroma") from error
+    return chromadb.config.Settings(anonymized_telemetry=False)
 
 
 def _collection(client: ClientAPI, name: str, create: bool) -> Collection:
@@ -172,7 +177,7 @@ def _address(server: str) -> tuple[str, int, bool]:
 
 
 def check_name(name: str) -> None:
-    """Raises InvalidOption if Chroma could have no collection of this name."""
+    """Raises InvalidOption if Chroma does not allow ``name`` for a collection."""
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise InvalidOption(
             f"collection name {name!r}; give 3 to 512 letters (a to z), digits, '.', '_' and '-', "
@@ -182,7 +187,7 @@ def check_name(name: str) -> None:
 
 @contextmanager
 def chroma_errors(what: str) -> Iterator[None]:
-    """Chroma's complaints about its arguments, and about a server that is gone, as ours."""
+    """Turns errors of Chroma and of the connection to its server into InvalidOption."""
     from chromadb.errors import ChromaError
     from httpx import TransportError
 

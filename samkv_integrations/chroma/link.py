@@ -1,8 +1,8 @@
 """The link between a Chroma collection and chunk caches, for every framework and for none.
 
-Chroma keeps texts, embeddings and metadata; the store keeps the caches. What ties them is the key
-in the metadata of each record, and even that can be computed again from the record's text:
-`ChromaLink.sync` does, and whatever else keeps the two in step only saves it work.
+Chroma keeps texts, embeddings and metadata; the store keeps the caches. The metadata of each record
+hold the key of its cache. A key can be computed from the record's text, so `ChromaLink.sync` can
+always restore both keys and caches.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from chromadb.api.models.Collection import Collection
 
 _SAMPLE = 16
-"""Records that `ChromaLink.adopt` looks at, to tell whether a collection has any caches."""
+"""Records that `ChromaLink.adopt` checks to see whether a collection has caches."""
 
 _log = logging.getLogger(__name__)
 
@@ -47,23 +47,23 @@ _log = logging.getLogger(__name__)
 class ChromaLink:
     """A collection whose records have chunk caches.
 
-    `add`, `delete` and `clear` keep records and caches in step. What goes past them (another
-    client, a deleted collection, a crash) is mended by `sync`.
+    `add`, `delete` and `clear` change records and caches together. After changes by another client,
+    a deleted collection or a crash, call `sync`.
 
-    A cache is kept while any collection of the same database needs it. Nothing is known of other
-    databases, other tenants' included, so one that would share the caches is refused: each needs
-    a folder of caches, or at least a namespace, of its own. Databases in memory may follow each
-    other, as they end with their process.
+    A cache is kept while any collection of the same database references it. Another database, such
+    as that of another Chroma tenant, is refused if it would share the caches, because its records
+    are not known here. Each database needs a folder of caches or a namespace of its own. Databases
+    in memory may follow each other, because they end with their process.
 
     Args:
         collection: a Chroma collection, see `open_collection` and `connect_collection`.
         engine: caches the chunks.
 
     Raises:
-        InvalidOption: ``collection`` is something else, such as one of an asynchronous client; or
-            the store of ``engine`` lies in the collection's own folder, where Chroma may clean up;
-            or its caches are another database's.
-        StoreError: the note that says whose the caches are is damaged.
+        InvalidOption: ``collection`` is no collection of a synchronous client; or the store of
+            ``engine`` lies in the database's folder, where Chroma may delete files; or the caches
+            belong to another database.
+        StoreError: the note that names the caches' database is damaged.
     """
 
     def __init__(self, collection: Collection, engine: Engine) -> None:
@@ -87,7 +87,7 @@ class ChromaLink:
 
     @property
     def collection(self) -> Collection:
-        """The collection, for what a link does not do."""
+        """The Chroma collection, for calls that need no caches."""
         return self._records.collection
 
     # -- records and caches together --------------------------------------------------------
@@ -103,26 +103,27 @@ class ChromaLink:
         without_cache: Container[str] = (),
         build_missing: bool = True,
     ) -> IngestResult:
-        """Cache the chunks, then write their records; records with these ids are replaced.
+        """Cache the chunks, then write their records. Records with the same ids are replaced.
 
-        What replaced records had is released. After an interruption only what is missing is
-        computed. What this process has cached a moment ago (`Engine.cache_chunks`), and a record
-        that names the right key already, is taken for cached if its file is there; else all of a
-        cache is verified.
+        Caches of replaced records are released. After an interruption the same call computes only
+        what is missing. A cache is verified as a whole, unless this process has just made it
+        (`Engine.cache_chunks`) or the record already names the right key: then the file need only
+        exist.
 
-        without_cache: ids of records whose text is no chunk, such as that of an image.
-        build_missing: whether to cache the chunks that are not. If other processes have just done
-            it, no cache is read here, and one that had to make room again is left so.
+        without_cache: ids of records whose text is no chunk, such as the text of an image.
+        build_missing: whether to compute missing caches. Give False after other processes have
+            computed them: then no cache is read here, and evicted ones are not computed again.
 
         Raises:
             InvalidOption: lengths differ, an id occurs twice, an embedding has another size than
                 the others in the collection, or Chroma refuses a record.
             InvalidChunk: a text is empty, or longer than the context window.
-            StoreError: the store cannot be written, or caches of replaced records not deleted.
+            StoreError: the store cannot be written, or a cache of a replaced record cannot be
+                deleted.
         """
         began = time.perf_counter()
         rows = self.check(ids, texts, embeddings, metadatas)
-        # All is looked at before anything is computed or written.
+        # Everything is checked before anything is computed or written.
         found = self._look_up(ids, texts, rows, without_cache, build_missing)
         refs = [ref for ref in found if ref]
         self._check_release(self._records.keys(ids) - {ref.key for ref in refs})
@@ -131,7 +132,7 @@ class ChromaLink:
         replaced: set[str] = set()
         computed: set[str] = set()
         with tqdm(total=len(ids), desc="caching chunks", disable=not progress) as bar:
-            # Page by page: no cache waits for its record longer than the grace period of `sync`.
+            # Page by page, so that no cache lacks its record longer than the grace of `sync`.
             for part in self._records.slices(len(ids)):
                 page = [ref for ref in found[part] if ref and ref.key not in computed]
                 if build_missing:
@@ -141,9 +142,9 @@ class ChromaLink:
                 replaced |= self._records.write(
                     ids[part], texts[part], embeddings[part], rows[part], keys
                 )
-                bar.update(min(part.stop, len(ids)) - bar.n)  # with those that were cached
+                bar.update(min(part.stop, len(ids)) - bar.n)  # with chunks cached before
         n_released = self._release(replaced)
-        # Without missing chunks nothing needed room.
+        # Nothing was evicted if nothing was missing.
         made = {ref.key for ref in refs} if missed else set()
         return IngestResult(
             n_records=len(ids),
@@ -162,7 +163,7 @@ class ChromaLink:
         embeddings: Sequence[Sequence[float]],
         metadatas: Sequence[Metadata | None] | None = None,
     ) -> Sequence[Metadata | None]:
-        """What `add` looks at before chunks; returns the metadata of each record.
+        """Check the arguments of `add`; returns the metadata of each record.
 
         Raises InvalidOption as `add` does.
         """
@@ -185,7 +186,7 @@ class ChromaLink:
         without_cache: Container[str],
         build_missing: bool,
     ) -> list[ChunkRef | None]:
-        """The chunk of each record, None for one that gets no cache."""
+        """The chunk of each record; None for a record without a cache."""
         chunks = self.engine.chunks
         places = [place for place, id_ in enumerate(ids) if id_ not in without_cache]
         found = chunks.refer([texts[place] for place in places], must_fit=True)
@@ -200,14 +201,14 @@ class ChromaLink:
     def delete(
         self, ids: Sequence[str] | None = None, where: Mapping[str, Any] | None = None
     ) -> int:
-        """Delete records, and release the caches of their chunks; returns how many were deleted.
+        """Delete records and release the caches of their chunks; returns how many were deleted.
 
-        ids, where: which records; with both, those of ``ids`` that match ``where``.
+        ids, where: which records. With both, those of ``ids`` that match ``where``.
 
         Raises:
             InvalidOption: neither is given (see `clear`), or Chroma refuses one of them.
-            StoreError: the caches cannot be deleted, such as while a remote tier does not answer;
-                the records are there still, unless the error says that they are gone.
+            StoreError: the caches cannot be deleted, for instance because a remote tier does not
+                answer. The records are still there, unless the error says that they are gone.
         """
         if isinstance(ids, str):  # its letters may be ids too
             raise InvalidOption(f"ids={ids!r:.60} is one id; give a list of ids")
@@ -221,7 +222,7 @@ class ChromaLink:
         )
 
     def clear(self) -> int:
-        """Delete every record, and release the caches of their chunks, as `delete` does."""
+        """Delete all records and release the caches of their chunks, as `delete` does."""
         return self._delete(self._records.ids(None), None)
 
     def _delete(self, ids: Sequence[str], where: Mapping[str, Any] | None) -> int:
@@ -240,33 +241,32 @@ class ChromaLink:
         return self._release(keys)
 
     def _check_release(self, keys: set[str]) -> None:
-        """Raises StoreError if caches cannot be deleted: asked while their records are there.
+        """Raises StoreError if these caches could not be deleted.
 
-        Without records nothing would know of them any more, until the next `sync`.
+        Called before records are deleted. Caches without records stay until the next `sync`.
         """
         if keys:
             store = self.engine.store
             store.check_delete(*store.same_texts(*keys))
 
     def _release(self, keys: set[str]) -> int:
-        """`release` of keys whose records are written or gone, which no second try would name."""
+        """`release` after the records have changed, when calling again would not find the keys."""
         try:
             return self.release(keys)
         except StoreError as error:
             raise StoreError(
-                f"the records are gone or replaced, but not all of their caches ({error}); they go "
-                "with kv_link.sync(grace_s=0), or 'samkv store sync --grace 0'"
+                f"the records are gone or replaced, but not all of their caches ({error}); delete "
+                "these with kv_link.sync(grace_s=0), or 'samkv store sync --grace 0'"
             ) from error
 
     def release(self, keys: Iterable[str]) -> int:
         """Delete the caches of ``keys`` that no record references; returns how many there were.
 
-        What other models made of the same texts goes too, and with all of them the texts. A record
-        of any collection of this database counts if its metadata hold the key. One that was written
-        without it counts from the next `sync` on.
+        Caches of the same texts by other models are deleted as well, and then the texts. A record
+        of any collection of this database is a reference if its metadata hold the key. A record
+        that was written without the key is one after the next `sync`.
 
-        Raises:
-            StoreError: a cache cannot be deleted.
+        Raises StoreError if a cache cannot be deleted.
         """
         unreferenced = self._unreferenced(set(keys))
         if not unreferenced:
@@ -277,41 +277,23 @@ class ChromaLink:
         return self.engine.delete(unreferenced)
 
     def _unreferenced(self, keys: set[str]) -> set[str]:
-        """Those of ``keys`` that no record of any collection has."""
+        """Those of ``keys`` that no record of any collection names."""
         left = set(keys)
         for collection in self._records.collections() if left else ():
             asked = sorted(left)
             for part in self._records.slices(len(asked)):
-                left -= self._referenced(collection, asked[part])
+                named = {KEY_FIELD: {"$in": asked[part]}}
+                left -= keys_in(self._records.read(collection, where=named, include=["metadatas"]))
         return left
-
-    def _referenced(self, collection: Collection, keys: list[str]) -> set[str]:
-        """Those of ``keys`` that a record of ``collection`` has."""
-        found: set[str] = set()
-        pending = keys
-        while pending:
-            # Thousands of records may share one key: asking for no more of them than there are
-            # keys, and again without those that were found, reads little and comes to an end.
-            rows = self._records.read(
-                collection,
-                where={KEY_FIELD: {"$in": pending}},
-                limit=len(pending),
-                include=["metadatas"],
-            )
-            found |= keys_in(rows)
-            if len(rows["ids"]) < len(pending):
-                break
-            pending = [key for key in pending if key not in found]
-        return found
 
     # -- records that others wrote ----------------------------------------------------------
 
     def adopt(self, *, cache_existing: bool) -> None:
-        """Cache the records that are there already, or warn if they have no caches.
+        """Cache the existing records, or warn if they have no caches.
 
-        cache_existing: whether to cache and link all that is not, as `sync` without pruning, with a
-            progress bar. Else a few records are looked at, and if none of them has a cache, as
-            another vector store or another model has left them, a warning is logged.
+        cache_existing: whether to cache and link all existing records, as `sync` does without
+            pruning. Else a few records are checked. If none has a cache, because another vector
+            store or another model has made them, a warning is logged.
 
         Raises InvalidOption or StoreError as `sync` does.
         """
@@ -345,23 +327,23 @@ class ChromaLink:
         grace_s: float = 3600.0,
         progress: bool = False,
     ) -> SyncResult:
-        """Bring caches and keys into line with the texts that the records have now.
+        """Make caches and keys agree with the present texts of the records.
 
-        It may be interrupted at any moment, and goes on from there when it is called again; while
-        nothing changes a second call does nothing. Caches count as there if their file is: whether
-        files are sound is not looked at. A cache that was evicted for want of room is left so, or
-        it would push out another one, and that one it: a question that needs it computes it.
+        It may be interrupted at any moment; the next call continues. A second call without changes
+        in between does nothing. A cache counts as present if its file exists; files are not
+        verified. An evicted cache is not computed again, because it would evict another one. A
+        question that needs it computes it.
 
-        build_missing: whether to cache the chunks that are not.
-        prune: whether to delete what nothing references: caches and texts of this store's
-            namespace, whatever model they are of, whose text is in no collection of this database.
-        grace_s: seconds for which a cache is kept all the same, because the record that it was
-            made for may be about to be written.
-        progress: whether to show a progress bar, on standard error.
+        build_missing: whether to compute missing caches.
+        prune: whether to delete unreferenced chunks: caches and texts of this store's namespace, of
+            whatever model, whose text is in no collection of this database.
+        grace_s: age in seconds up to which unreferenced caches are kept, because their records may
+            be about to be written.
+        progress: whether to show a progress bar on standard error.
 
         Raises:
             InvalidOption: ``grace_s`` is negative, Chroma cannot be read or written, or the caches
-                have become another database's meanwhile; nothing is deleted then.
+                belong to another database by now. Nothing is deleted then.
             StoreError: the store cannot be read or written.
         """
         if not grace_s >= 0:
@@ -369,7 +351,7 @@ class ChromaLink:
         began = time.perf_counter()
         done = {field.name: 0 for field in fields(SyncResult) if field.name != "seconds"}
         referenced: set[str] = set()
-        # All ids at once: between two pages by number a deletion would shift a record out of sight.
+        # All ids at once. With pages by number a deletion meanwhile would hide a record.
         ids = self._records.ids(None)
         desc = f"syncing {self.collection.name}"
         with tqdm(total=len(ids), desc=desc, disable=not progress) as bar:
@@ -381,7 +363,7 @@ class ChromaLink:
         return SyncResult(**done, seconds=time.perf_counter() - began)
 
     def _sync_page(self, ids: list[str], build_missing: bool, done: dict[str, int]) -> set[str]:
-        """Syncs some records, adds to the counts in ``done``; returns the keys of their texts."""
+        """Sync some records and add to the counts in ``done``; returns the keys of their texts."""
         chunks = self.engine.chunks
         rows = self._records.read(self.collection, ids=ids, include=["documents", "metadatas"])
         documents, metadatas = rows["documents"], rows["metadatas"]
@@ -391,7 +373,6 @@ class ChromaLink:
         fit = [found[place] for place in places]
         looked_up = chunks.look_up(chunks.agree(fit) if build_missing else fit, "exists")
         missed = [ref for ref in looked_up if ref.state == "missed"]
-        # A cache that had to make room is left so.
         evicted = {ref.key for ref in missed if self._n_evicted([ref.key])}
         missed = [ref for ref in missed if ref.key not in evicted]
         if build_missing:
@@ -405,7 +386,7 @@ class ChromaLink:
         }
         if linked:
             with chroma_errors(f"collection {self.collection.name!r} refused keys"):
-                # merged into what else a record has; None takes the key of a former text away
+                # Chroma merges these into the metadata; None removes the key of a former text.
                 self.collection.update(
                     ids=list(linked), metadatas=[{KEY_FIELD: key} for key in linked.values()]
                 )
@@ -413,7 +394,7 @@ class ChromaLink:
         done["n_linked"] += sum(key is not None for key in linked.values())
         done["n_skipped"] += len(documents) - len(places)
         done["n_evicted"] += len(evicted)
-        # A text that is too long for this model may have a cache of another one.
+        # A text that is too long for this model may have a cache of another model.
         return {key_at.get(place, ref.key) for place, ref in enumerate(found) if ref.text}
 
     def _n_evicted(self, keys: Iterable[str]) -> int:
@@ -421,15 +402,15 @@ class ChromaLink:
         return sum(store.is_evicted(key, fingerprint) for key in keys)
 
     def _prune(self, referenced: set[str], grace_s: float, done: dict[str, int]) -> None:
-        """Deletes what is old and whose text no record of any collection has."""
-        self._owner.claim()  # another process may have become it since the link was made
+        """Delete chunks that are older than the grace and whose text no record has."""
+        self._owner.claim()  # another database may have claimed the caches since the link was made
         store, models = self.engine.store, self.engine.store.fingerprints()
         for collection in self._records.collections():
             if collection.id != self.collection.id:
                 referenced = referenced | self._keys_of_texts(collection)
         doomed: list[str] = []
         for key in store.known_keys():
-            # The cache of another model has another key, of the same text.
+            # The cache of another model has another key for the same text.
             if key in referenced or (
                 (text := store.text(key)) is not None and self.engine.key_of(text) in referenced
             ):
@@ -437,12 +418,12 @@ class ChromaLink:
             ages = [store.age_s(key, made_by) for made_by in models]
             if any(age_s is not None and age_s < grace_s for age_s in ages):
                 done["n_in_grace"] += 1
-            else:  # or there is its text alone
+            else:  # old, or a text without a cache
                 doomed.append(key)
         bytes_before = store.stats().bytes
         for part in self._records.slices(len(doomed)):
             done["n_pruned"] += self.engine.delete(doomed[part])
-        if doomed:  # another process may have added more than was deleted here
+        if doomed:  # not below 0: another process may have added more than was deleted
             done["bytes_freed"] = max(0, bytes_before - store.stats().bytes)
 
     def _keys_of_texts(self, collection: Collection) -> set[str]:
@@ -457,7 +438,7 @@ class ChromaLink:
     # -- questions --------------------------------------------------------------------------
 
     def query(self, embedding: Sequence[float], k: int) -> list[Retrieved]:
-        """The ``k`` records nearest to ``embedding``, nearest first; fewer if there are fewer.
+        """The ``k`` records nearest to ``embedding``, nearest first, or all if there are fewer.
 
         Raises:
             EmptyInput: the collection is empty.
@@ -488,7 +469,7 @@ class ChromaLink:
                 raise InvalidOption(
                     f"record {bare[0]!r} of collection {name!r} has no text; add it again with one"
                 )
-            # Chroma's index is this process's own, and its records are everybody's
+            # Chroma keeps an index for each process, and one set of records for all processes.
             _log.warning(
                 "another process has changed collection %r: records that it deleted are left out, "
                 "and those that it added are not found before this process starts again", name,
@@ -503,8 +484,8 @@ class ChromaLink:
 def nearest(link: ChromaLink, question: str, k: int) -> list[Retrieved]:
     """The ``k`` records that share most words with a question, nearest first.
 
-    Raises EmptyInput or InvalidOption as `ChromaLink.query` does: the collection may have been
-    filled with embeddings of another kind.
+    Raises EmptyInput or InvalidOption as `ChromaLink.query` does, also for a collection with
+    embeddings of another kind.
     """
     (embedding,) = HashingEmbedding().embed([question])
     try:

@@ -1,7 +1,8 @@
 """Which Chroma database the chunk caches of a store and namespace belong to.
 
-What no record of a database references is pruned. A second database that kept its caches in the
-same folder and namespace would delete those of the first, so the store has a note of the first.
+`ChromaLink.sync` deletes caches that no record of its database references. If two databases kept
+caches in one folder and namespace, each would delete those of the other. So the store has a note
+that names the database which came first, and another one is refused.
 """
 
 from __future__ import annotations
@@ -22,15 +23,16 @@ _MAX_COLLECTIONS = 1000
 class Ownership:
     """The claim of one collection's database on the caches of a store's namespace.
 
-    A database is known by its collections, whose ids are unique: it may be moved, copied with its
-    caches, or reached at another address. One that has none of them left is known by its place.
+    A database is recognised by the ids of its collections, which are unique. So it may be moved,
+    copied with its caches, or reached at another address. If none of these collections is left, it
+    is recognised by its place.
 
     Args:
-        place: where the database is; "" for one in memory, which takes no note, because it ends
-            with its process.
+        place: where the database is; "" for one in memory. That one writes no note, because it
+            ends with its process.
         is_local: whether ``place`` is a folder of this machine.
-        collection: the id of the collection.
-        collections: gives the ids of all collections of the database.
+        collection: id of the collection.
+        collections: returns the ids of all collections of the database.
     """
 
     def __init__(
@@ -43,10 +45,10 @@ class Ownership:
         is_local: bool,
     ) -> None:
         self._store = store
-        # machines that share caches have the note where they share them
+        # machines that share caches share the note as well
         self._shared = store.shared if isinstance(store, ChunkStore) else None
         if is_local and self._shared is not None:
-            place += f" on {socket.gethostname()}"  # all of them have folders of the same name
+            place += f" on {socket.gethostname()}"  # machines have folders of the same name
         self._place, self._collection, self._collections = place, collection, collections
         name = hashlib.blake2b(store.namespace.encode(), digest_size=8).hexdigest()
         self._note = f"chroma-owner-{name}"
@@ -57,17 +59,17 @@ class Ownership:
             self._where, self._file = str(store.path), str(store.path / f"{self._note}.json")
 
     def claim(self) -> None:
-        """Check that the caches are this database's, and note it in the store.
+        """Check that the caches belong to this database, and write that into the note.
 
         Raises:
-            InvalidOption: they are another database's.
+            InvalidOption: the caches belong to another database.
             StoreError: the note is damaged, or cannot be written.
         """
         owner = self._read()
         if owner is None and self._place:
             if self._put([self._collection], replace=False):
                 return
-            owner = self._read()  # another process was faster
+            owner = self._read()  # another process has written it meanwhile
             if owner is None:
                 raise self._damaged()
         if owner is None:
@@ -79,12 +81,12 @@ class Ownership:
             self._put([*known, self._collection], replace=True)
 
     def try_claim(self) -> None:
-        """Like `claim`, but without a note where none can be written: a store may be read-only."""
+        """Like `claim`, but a note that cannot be written is no error: a store may be read-only."""
         with suppress(_NotWritten):
             self.claim()
 
     def _read(self) -> tuple[str, list[str]] | None:
-        """Place and collections of the owner."""
+        """Place and collections of the owner; None if there is no note."""
         try:
             text = (self._shared or self._store).note(self._note)
         except StoreError as error:  # a remote tier that does not answer
@@ -111,9 +113,8 @@ class Ownership:
 
     def _damaged(self) -> StoreError:
         return StoreError(
-            f"{self._file}, which says whose the chunk caches are, cannot be read, "
-            "so none of them is deleted; next step: delete it, and open the database that the "
-            "caches are of before any other"
+            f"{self._file}, which names the database of the chunk caches, cannot be read, so no "
+            "cache is deleted; next step: delete it, and open that database before any other"
         )
 
     def _refusal(self, owner: str) -> InvalidOption:
@@ -125,10 +126,10 @@ class Ownership:
                 "remote tier or a namespace of its own"
             )
         return InvalidOption(
-            f"the chunk caches in {self._where} (namespace {self._store.namespace!r}) are those of "
-            f"the Chroma database {owner}, and would be deleted for want of a record in "
-            f"{self._place or 'the database in memory'}; {ways}; if that database is gone for "
-            f"good, delete {self._file}"
+            f"the chunk caches in {self._where} (namespace {self._store.namespace!r}) belong to "
+            f"the Chroma database {owner}, and would be deleted, because "
+            f"{self._place or 'the database in memory'} has no records of them; {ways}; if that "
+            f"database is gone for good, delete {self._file}"
         )
 
 

@@ -1,4 +1,4 @@
-"""The records of a Chroma collection, read and written page by page; results of work on them."""
+"""The records of a Chroma collection, read and written page by page, and results of that."""
 
 from __future__ import annotations
 
@@ -16,20 +16,21 @@ if TYPE_CHECKING:
     from chromadb.types import Collection as CollectionModel
 
 KEY_FIELD = "samkv_key"
-"""Metadata of a record that hold the key of its chunk's cache."""
+"""The metadata field of a record that holds the key of its chunk cache."""
 
 Metadata = Mapping[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
 class IngestResult:
-    """What one `ChromaLink.add` did.
+    """The result of `ChromaLink.add`.
 
-    n_cached: chunks that were read by the model, those with a broken cache among them. n_hit:
-    records whose chunk was cached before, or stood in the same call already. Records without a
-    cache are in neither. n_evicted: chunks of this call that had gone again at its end, for want of
-    room. n_released: caches that replaced records had, such as another model's, and that were
-    deleted. bytes_on_disk: what the caches that were written take, before that.
+    n_cached: chunks that were computed, those with a broken cache included.
+    n_hit: records whose chunk was cached before, or occurred earlier in the same call. Records
+        without a cache count in neither.
+    n_evicted: chunks of this call that were evicted again before its end, for want of room.
+    n_released: deleted caches of records that were replaced, such as those of another model.
+    bytes_on_disk: size of the caches that were written, evicted ones included.
     """
 
     n_records: int
@@ -43,14 +44,16 @@ class IngestResult:
 
 @dataclass(frozen=True, kw_only=True)
 class SyncResult:
-    """What one `ChromaLink.sync` did.
+    """The result of `ChromaLink.sync`.
 
-    n_records: records of the collection. n_cached: chunks that were read by the model. n_linked:
-    records whose key was absent or wrong, and was set. n_skipped: records without a text, or with
-    one that can be no chunk, such as one longer than the context window. n_evicted: chunks whose
-    cache went for want of room, and which were left so. n_pruned: chunks that nothing referenced,
-    deleted. n_in_grace: the same, kept because they are young.
-    bytes_freed: what the store shrank by while it was pruned.
+    n_records: records of the collection. n_cached: chunks that were computed.
+    n_linked: records whose key was missing or wrong, and was set.
+    n_skipped: records without a text, or with one that can be no chunk, such as a text longer than
+        the context window.
+    n_evicted: chunks whose cache was evicted for want of room. They are not computed again.
+    n_pruned: unreferenced chunks that were deleted. n_in_grace: unreferenced chunks that were kept
+        because they are young.
+    bytes_freed: by how much the store became smaller.
     """
 
     n_records: int
@@ -66,7 +69,7 @@ class SyncResult:
 
 @dataclass(frozen=True, kw_only=True)
 class Retrieved:
-    """One record that a query found; ``text`` is what was added, to the letter."""
+    """A record that a query found. ``text`` is exactly what was added."""
 
     id: str
     text: str
@@ -75,20 +78,20 @@ class Retrieved:
 
     @property
     def source(self) -> str:
-        """What it was taken from, as ``samkv ingest`` writes it down; else the record's id."""
+        """The file that ``samkv ingest`` took it from; without one, the record's id."""
         return str(self.metadata.get("source", self.id))
 
 
 PAGE_SIZE = 256
-"""Records at once, if Chroma takes as many: a bar moves, and little is lost on an interruption.
+"""Records of a page, if Chroma takes as many. An interruption loses at most one page of work.
 
-Chunks of a page are computed together, and in which passes shows in the last bits of a cache."""
+The chunks of a page are computed together. How they share passes shows in the caches' last bits."""
 
 
 class Records:
-    """What a link reads and writes of a collection. Chroma's complaints are InvalidOption here.
+    """Reads and writes the records of a collection. Errors of Chroma become InvalidOption.
 
-    Raises InvalidOption if ``collection`` is something else, such as an asynchronous client's.
+    Raises InvalidOption if ``collection`` is no collection of a synchronous client.
     """
 
     def __init__(self, collection: Collection) -> None:
@@ -100,27 +103,22 @@ class Records:
                 "open_collection, connect_collection or a synchronous chromadb client"
             )
         self.collection = collection
-        # A collection has no public way to its client, which alone knows folder and batch size.
+        # Only the client knows the folder and the batch size, and it is not public.
         self._client = collection._client
 
     @property
     def folder(self) -> str | None:
-        """The folder of the database; None for a server's, or one in memory."""
+        """The folder of the database; None if it is on a server or in memory."""
         settings = self._client.get_settings()
         return str(settings.persist_directory) if settings.is_persistent else None
 
     @property
     def place(self) -> str:
-        """Where the database is: a folder or server, tenant and database; "" in memory."""
+        """Folder or server, tenant and name of the database; "" if it is in memory."""
         from chromadb.config import DEFAULT_DATABASE, DEFAULT_TENANT
 
-        settings, names = (
-            self._client.get_settings(),
-            (
-                self.collection.tenant,
-                self.collection.database,
-            ),
-        )
+        settings = self._client.get_settings()
+        names = self.collection.tenant, self.collection.database
         host, port = settings.chroma_server_host, settings.chroma_server_http_port
         place = f"{host}:{port}" if host else ""
         if self.folder is not None:
@@ -129,7 +127,7 @@ class Records:
         return place if is_default or not place else f"{place} ({'/'.join(names)})"
 
     def check_sizes(self, embeddings: Sequence[Sequence[float]]) -> None:
-        """Raises InvalidOption if they fit neither each other nor the collection."""
+        """Raises InvalidOption if embeddings differ in size, or from those of the collection."""
         expected = self.dimension()
         for embedding in embeddings:
             expected = len(embedding) if expected is None else expected
@@ -141,7 +139,7 @@ class Records:
                 )
 
     def dimension(self) -> int | None:
-        """Size of the collection's embeddings; None before the first one."""
+        """Length of the collection's embeddings; None while it has none."""
         mine = [model for model in self.models() if model.id == self.collection.id]
         if not mine:
             raise InvalidOption(
@@ -154,7 +152,7 @@ class Records:
         return ids
 
     def sources(self) -> Iterator[tuple[str, str]]:
-        """Id and ``source`` of each record that has one."""
+        """Id and ``source`` of each record that has a ``source``."""
         ids = self.ids(None)
         for part in self.slices(len(ids)):
             found = self.read(self.collection, ids=ids[part], include=["metadatas"])
@@ -163,14 +161,14 @@ class Records:
                     yield id_, str(row["source"])
 
     def keys(self, ids: Sequence[str] | None = None) -> set[str]:
-        """The keys that records name. ids: which; None for all."""
+        """The keys in the metadata of records. ids: of which records; None for all."""
         named, keys = self.ids(None) if ids is None else list(ids), set()
         for part in self.slices(len(named)):
             keys |= keys_in(self.read(self.collection, ids=named[part], include=["metadatas"]))
         return keys
 
     def slices(self, n_records: int) -> Iterator[slice]:
-        """Pages of what Chroma is given or asked for at once."""
+        """Slices of ``n_records`` records, each as much as Chroma reads or writes at once."""
         with chroma_errors("Chroma does not say how much it takes at once"):
             allowed = self._client.get_max_batch_size()  # -1 if a server does not say
         size = min(allowed, PAGE_SIZE) if allowed > 0 else PAGE_SIZE
@@ -199,7 +197,7 @@ class Records:
         where: Mapping[str, Any] | None = None,
         limit: int | None = None,
     ) -> GetResult:
-        """Some records. Another collection than ours may have been deleted: it has none."""
+        """Some records of a collection. Another collection that was deleted meanwhile has none."""
         from chromadb.errors import NotFoundError
 
         with chroma_errors(f"collection {collection.name!r} cannot be read"):
@@ -223,10 +221,10 @@ class Records:
         rows: Sequence[Metadata | None],
         keys: Sequence[str | None],
     ) -> set[str]:
-        """Writes one page of records; returns keys that records of these ids had and lost."""
+        """Write a page of records; returns the keys that only their former versions had."""
         held = self.read(self.collection, ids=list(ids), include=["metadatas"])
         old = dict(zip(held["ids"], held["metadatas"] or (), strict=True))
-        # Chroma merges metadata into those of a known id; None takes a field away.
+        # Chroma merges metadata into those of a known id; None removes a field.
         metadatas = [
             {**dict.fromkeys(old.get(id_) or ()), **(row or {}), KEY_FIELD: key}
             for id_, row, key in zip(ids, rows, keys, strict=True)
@@ -245,6 +243,6 @@ class Records:
 
 
 def keys_in(found: GetResult) -> set[str]:
-    """The keys that records name."""
+    """The keys in the metadata of these records."""
     metadatas = found["metadatas"] or ()
     return {str(row[KEY_FIELD]) for row in metadatas if row and row.get(KEY_FIELD)}

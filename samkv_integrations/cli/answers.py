@@ -53,11 +53,11 @@ def with_ratios(rows: Sequence[Row]) -> list[Row]:
 def summarise(rows: Sequence[Row]) -> list[Row]:
     """A row of each method in ``rows`` over all its questions, in order of appearance.
 
-    n_right: right answers to the n_known questions whose answer is known. n_same: of the
-    questions, those with the same answer as by `recompute`; same_share: their share. bytes_read:
-    mean over questions; bytes_share: its share of what `reuse` reads. ttft_s, answer_s: medians;
-    ttft_ratio, answer_ratio: medians of the ratios to `recompute` at each question. None where
-    `recompute` or `reuse` did not run. kept_ratio, recompute_ratio: means.
+    n_right: right answers to the n_known questions whose answer is known. same_share: share of
+    the questions with the same answer as `recompute`. bytes_read: mean over questions; bytes_share:
+    its share of what `reuse` reads. ttft_s: median; ttft_ratio: median of the ratios to `recompute`
+    at each question. None where `recompute` or `reuse` did not run. kept_ratio, recompute_ratio:
+    means.
 
     rows: question, answer, expected and right if known, and the fields of a report. All
     methods must have answered the same questions, in the same order.
@@ -74,8 +74,6 @@ def summarise(rows: Sequence[Row]) -> list[Row]:
         known = [row for row in mine if row.get("expected")]
         found: dict[str, Any] = {
             "method": name,
-            "n_questions": len(mine),
-            "n_same": sum(same) if same else None,
             "same_share": mean(same) if same else None,
             "n_known": len(known),
             "n_right": sum(row["right"] for row in known),
@@ -83,8 +81,9 @@ def summarise(rows: Sequence[Row]) -> list[Row]:
         for key in ("kept_ratio", "recompute_ratio", "bytes_read"):
             found[key] = mean(row[key] for row in mine)
         found["bytes_share"] = found["bytes_read"] / all_bytes if all_bytes else None
-        for key, ratio in (("ttft_s", "ttft_ratio"), ("answer_s", "answer_ratio")):
-            found[key] = median(row[key] for row in mine)
-            found[ratio] = median(one[key] / full[key] for one, full in pairs) if pairs else None
+        found["ttft_s"] = median(row["ttft_s"] for row in mine)
+        found["ttft_ratio"] = None
+        if pairs:
+            found["ttft_ratio"] = median(one["ttft_s"] / full["ttft_s"] for one, full in pairs)
         summaries.append(found)
     return summaries

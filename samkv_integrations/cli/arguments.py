@@ -23,7 +23,6 @@ from samkv_integrations.engine.options import (
     OwnAnswerOptions,
 )
 from samkv_integrations.errors import InvalidOption, SamkvError
-from samkv_integrations.evaluation.shapes import shape_names
 from samkv_integrations.option import declared
 
 
@@ -310,35 +309,3 @@ Writes = Annotated[bool, _option("Write the setting beside the caches.", "--writ
 FallBack = Annotated[
     bool, _option("Write full prefill if no setting is good enough.", "--fall-back")
 ]
-
-# -- of plan ------------------------------------------------------------------------------------
-PlannedModels = Annotated[
-    list[str],
-    _option(
-        "Again for more: a hub id, a folder, a GGUF file, or one of "
-        f"{', '.join(shape_names())}; 'all' for these but the last."
-    ),
-]
-NChunks = Annotated[str, _option("Kept in all: 1000000,...")]
-ChunkTokens = Annotated[str, _option("Of a chunk: 256,512,...")]
-PlannedBits = Annotated[str, _option("4, 8 or 16 for the dtype's own: 4,8,...")]
-ChunksPerQuestion = Annotated[int, _option("Chunks in a prompt, all of them cached.")]
-QuestionTokens = Annotated[int, _option("Of a prompt, beside its chunks.")]
-AnswerTokens = Annotated[int, _option("Of an answer.")]
-Layers = Annotated[int | None, _option("So many of the model's layers; else all.")]
-PlannedDevice = Annotated[str, _option("cpu or cuda: whose proportions are assumed.")]
-PrefillSpeed = Annotated[
-    str | None,
-    _option("Tokens a second that are cached ('python -m benchmarks ingest'); else assumed."),
-]
-DecodeSpeed = Annotated[float | None, _option("Tokens a second that a replica decodes.")]
-DiskSpeed = Annotated[str | None, _option("Reading files, in GB/s: 0.5,3,...; else from memory.")]
-CheckSpeed = Annotated[float, _option("Checking what was read, in GB/s on one thread.")]
-RemoteSpeed = Annotated[str | None, _option("The remote tier, in GB/s: 0.1,1.25,...")]
-RemoteLatency = Annotated[float, _option("Until its first byte, in ms.")]
-DiskPrice = Annotated[float | None, _option("What a GB on disk costs a month.")]
-RemotePrice = Annotated[float | None, _option("And one in the remote tier.")]
-Columns = Annotated[
-    str | None, _option("A row for each combination, with NAME,NAME,... of --json.")
-]
-PlanAsMarkdown = Annotated[bool, _option("As the tables of docs/scale.md.", "--markdown")]

@@ -174,10 +174,10 @@ def methods(as_json: args.Json = False, markdown: args.AsMarkdown = False) -> No
     ]
     if as_json:
         tables.write_json("methods", None, rows)
-    elif markdown:
-        typer.echo("| name | kind | paper | summary |\n| --- | --- | --- | --- |")
-        for row in rows:
-            typer.echo(f"| `{row['name']}` | {row['kind']} | {row['paper']} | {row['summary']} |")
+        return
+    columns, cells = ("name", "kind", "paper", "summary"), [tuple(row.values()) for row in rows]
+    if markdown:
+        marked = [(f"`{name}`", *rest) for name, *rest in cells]
+        typer.echo(tables.markdown_table(columns, marked, left=4))
     else:
-        cells = [tuple(row.values()) for row in rows]
-        tables.console().print(tables.table(("name", "kind", "paper", "summary"), cells, left=4))
+        tables.console().print(tables.table(columns, cells, left=4))

@@ -206,10 +206,9 @@ def ingest(
         tables.write_json("ingest", model, [row | ({"failed": failed} if pool else {})])
     else:
         out = tables.console()
-        after = " after the learned prefix" if engine.chunks.prefix.learned else ""
         out.print(
             f"{count(n_read, 'file')}, {count(done.n_records, 'chunk')} in collection "
-            f"{collection!r}: {done.n_cached} prefilled by {model}{after}, "
+            f"{collection!r}: {done.n_cached} prefilled by {model}, "
             f"{done.n_hit} already cached"
         )
         out.print(f"{figures.seconds(done.seconds)}, {figures.size(done.bytes_on_disk)} added")

@@ -52,22 +52,6 @@ def words(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
-def shares(option: str, text: str) -> list[float]:
-    """Numbers between commas. Raises InvalidOption, which names ``option``."""
-    try:
-        return [float(part) for part in words(text)]
-    except ValueError as error:
-        raise InvalidOption(f"{option} {text!r}; give numbers, as in 0.1,0.2") from error
-
-
-def counts(option: str, text: str) -> list[int]:
-    """Whole numbers between commas. Raises InvalidOption, which names ``option``."""
-    try:
-        return [int(part) for part in words(text)]
-    except ValueError as error:
-        raise InvalidOption(f"{option} {text!r}; give whole numbers, as in 4,8") from error
-
-
 def given_methods(names: Sequence[str], settings: Sequence[str]) -> list[Method]:
     """The methods called ``names``, with ``settings`` in those that have such an option.
 

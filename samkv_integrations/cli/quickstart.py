@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,8 +27,8 @@ if TYPE_CHECKING:
 
 FULL, DEFAULT, AGAIN = "recompute", "auto", "auto-again"
 COMPARED = (FULL, "reuse", DEFAULT, AGAIN)
-"""What answers every question: full prefill, caches as they are, the default (which is `epic`, or
-full prefill where that is faster), and the default again, once there are exact beginnings."""
+"""What answers every question: full prefill, caches as they are, the default (`epic`, or full
+prefill where that is faster), and the default again, once there are exact beginnings."""
 
 SMOLLM2 = "smollm2"
 
@@ -190,8 +191,10 @@ def _show(rows: Sequence[Row], n_questions: int, model: str, out: Console) -> No
         ))  # fmt: skip
     titles = ("method", "right answers", "first token", "whole answer")
     out.print(tables.table(titles, cells, gap=3))
+    ran = Counter(row["ran"] for row in rows if row["method"] == DEFAULT)
     out.print(
-        "\nauto-again: the same once the first chunk has an exact beginning, made in idle time.\n"
+        f"\nauto: {', '.join(f'{name} for {n} of {ran.total()}' for name, n in ran.items())}.\n"
+        "auto-again: the same once the first chunk has an exact beginning, made in idle time.\n"
         "Right: a gold answer stands in the answer. Every question counts, also "
         f"{n_missing} whose gold answer stands in no retrieved chunk.\n"
         "So few questions are an example; docs/results/right_answers.md has 451 on two models.",

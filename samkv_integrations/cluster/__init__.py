@@ -1,4 +1,4 @@
-"""Work that several processes and machines share, through Ray."""
+"""Ingest and serving by several processes and machines, with Ray."""
 
 from samkv_integrations.cluster.ingest import ClusterIngest, add_on_ray, cache_on_ray
 from samkv_integrations.cluster.pool import WorkerPool

@@ -1,4 +1,4 @@
-"""Caching many chunks by many workers, with Ray Data."""
+"""Caching chunks by several workers, with Ray Data."""
 
 from __future__ import annotations
 
@@ -26,24 +26,26 @@ from samkv_integrations.frameworks.engine_args import ModelSource, engine_of
 from samkv_integrations.model.loading import bfloat16_is_slow
 
 PROBE = "which store"
-"""A text whose key shows whether two processes use the same store and model."""
+"""Two processes that compute the same key of this text use the same store and model."""
 
 MAX_RETRIES = 2
-"""Repetitions of a batch whose worker died, before the ingest fails."""
+"""How often a batch whose worker ended is repeated before the ingest fails."""
 
 _MAX_TASKS = 4096
-"""Most tasks of an ingest; each holds one batch unless there are more batches."""
+"""Most tasks of an ingest. A task is one batch, unless there are more batches than this."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterIngest:
     """The result of an ingest by several workers.
 
-    n_records: texts whose chunks have caches now. n_cached: chunks that were computed. n_hit: texts
-    whose chunk was cached before, or occurs earlier among them. failed: place of a text -> why its
-    chunk has no cache. n_evicted: chunks that were evicted before the end. bytes_on_disk: size of
-    the new caches. seconds: total time. working_s: seconds from the start of the first batch to the
-    end of the last one, without starting the cluster and loading models.
+    n_records: texts whose chunks have caches now. n_cached: chunks that were computed.
+    n_hit: texts whose chunk was cached before, or occurred earlier among the texts.
+    failed: position of a text -> why its chunk has no cache.
+    n_evicted: chunks that were evicted again before the end, for want of room.
+    bytes_on_disk: size of the caches that were missing.
+    seconds: duration. working_s: from the beginning of the first batch to the end of the last one,
+        without the start of the cluster and the loading of models.
     """
 
     n_records: int
@@ -57,7 +59,7 @@ class ClusterIngest:
 
 
 OnPage = Callable[[range, Mapping[int, str]], None]
-"""Called with the places of a page of texts, and place -> error for those without a cache."""
+"""Called with the positions of texts whose caches exist now, and of those without one, and why."""
 
 
 def cache_on_ray(
@@ -69,20 +71,20 @@ def cache_on_ray(
     on_page: OnPage | None = None,
     progress: bool = False,
 ) -> ClusterIngest:
-    """Cache the chunks of ``texts``, as `Engine.cache_chunks` does, by the workers of ``pool``.
+    """Cache the chunks of ``texts`` by the workers of ``pool``, as `Engine.cache_chunks` does.
 
-    The number of workers does not change the bytes of the files. A text that cannot be cached does
-    not prevent others. An interrupted ingest continues when it is started again.
+    The files have the same bytes for any number of workers. A text that can have no cache does not
+    stop the others. An ingest that ended early continues when it is called again.
 
-    engine: of this process; it finds the missing chunks, and computes nothing.
-    source: plain values from which ``engine`` was made and workers make theirs. Its folder must be
-        shared by all machines, under the same path.
-    on_page: called in this process for each page, in order.
+    engine: of this process. It finds out which caches are missing, and computes none.
+    source: the plain values that ``engine`` was made of. Workers make their engines of them. All
+        machines must reach its folder under the same path.
+    on_page: called in this process, page by page, in order.
 
     Raises:
-        InvalidOption: ``source`` holds what cannot be sent, or has no folder; or the cluster has
-            no room for the workers.
-        ClusterError: the workers cannot do their work, or end over the same batch again and again.
+        InvalidOption: ``source`` holds an object that cannot be sent, or names no folder; or the
+            cluster has no room for the workers.
+        ClusterError: the workers fail, or end over the same batch again and again.
         StoreError: the store cannot be read.
         MissingExtra: Ray is not installed.
     """
@@ -98,8 +100,8 @@ def cache_on_ray(
     sound = [place for place in range(len(refs)) if place not in failed]
     agreed = dict(zip(sound, chunks.agree([refs[place] for place in sound]), strict=True))
 
-    # The last bits of a chunk depend on the chunks in its pass, so passes are cut here, as
-    # `ChromaLink.add` cuts them, and not by the first idle worker.
+    # The last bits of a cache depend on the chunks that share its pass. So batches are formed here,
+    # as `ChromaLink.add` forms them in one process, and not by idle workers.
     pages = [range(at, min(at + PAGE_SIZE, len(refs))) for at in range(0, len(refs), PAGE_SIZE)]
     work: list[tuple[int, list[ChunkRef]]] = []
     places_of: dict[str, list[int]] = {}
@@ -161,10 +163,10 @@ def add_on_ray(
     pool: WorkerPool,
     progress: bool = False,
 ) -> ClusterIngest:
-    """`ChromaLink.add`, but the workers of ``pool`` cache the chunks.
+    """`ChromaLink.add` with the workers of ``pool``, which compute the caches.
 
-    This process writes the records of a page once the caches of that page and of earlier ones
-    exist. A text that cannot be cached gets no record; an existing record of its id stays.
+    This process writes the records, page by page, once the caches of a page and of all pages before
+    it exist. A text that can have no cache gets no record. An older record of its id stays.
 
     Raises InvalidOption as `ChromaLink.add` does, and what `cache_on_ray` raises.
     """
@@ -181,7 +183,7 @@ def add_on_ray(
 
 
 def _sent(engine: Engine, source: ModelSource, pool: WorkerPool) -> ModelSource:
-    """The source of the workers. Raises InvalidOption for what cannot be sent."""
+    """The source that workers get. Raises InvalidOption if a value cannot be sent."""
     for name in ("engine", "model", "tokenizer"):
         if getattr(source, name) is not None:
             raise InvalidOption(
@@ -210,24 +212,24 @@ def _sent(engine: Engine, source: ModelSource, pool: WorkerPool) -> ModelSource:
 def _by_workers(
     pool: WorkerPool, given: tuple[Any, ...], work: Sequence[Sequence[str]]
 ) -> Iterator[Mapping[str, Any]]:
-    """The results of the batches, in order. Ray repeats a batch whose worker died.
+    """The result of each batch of texts, in order. Ray repeats a batch whose worker ended.
 
     given: the arguments of `CacheWorker`.
     """
     if not work:
         return
-    # Ray warns of both together; a worker with an accelerator asks for that.
+    # Ray warns if a worker asks for both.
     share = {"num_gpus": pool.n_gpus} if pool.n_gpus else {"num_cpus": pool.n_cpus}
-    # pickled, as texts may hold what Arrow refuses
     size = min(pool.n_workers, len(work))
+    # pickled, because Arrow refuses some texts
     rows = [{"texts": pickle.dumps(texts)} for texts in work]
     with pool.connected() as ray:
-        logging.getLogger("ray.data").setLevel(logging.ERROR)  # it tells of each step
+        logging.getLogger("ray.data").setLevel(logging.ERROR)  # which logs every step
         data = ray.data
         try:
             results = data.from_items(rows, override_num_blocks=min(len(rows), _MAX_TASKS)).map(
                 CacheWorker,
-                # one task at a time: what waits at a worker is kept from one that is idle
+                # one task at a time: a task that waits at a busy worker never moves to an idle one
                 compute=data.ActorPoolStrategy(size=size, max_tasks_in_flight_per_actor=1),
                 fn_constructor_args=given,
                 ray_remote_args_fn=lambda: {"max_task_retries": MAX_RETRIES},
@@ -248,18 +250,18 @@ def _by_workers(
 
 
 class CacheWorker:
-    """Loads the model once in a process, and caches the chunks of batches.
+    """A process that loads the model once and caches the chunks of batches.
 
-    source: model and store, in plain values; its block size is settled. probe_key: key of `PROBE`.
+    source: plain values of model and store, with the agreed block size. probe_key: key of `PROBE`.
     n_threads: threads that torch may use.
 
-    Raises InvalidOption if its caches would differ from those of the ingest, or lie elsewhere.
+    Raises InvalidOption if its caches would differ from those of the ingest, or go elsewhere.
     """
 
     def __init__(self, source: ModelSource, probe_key: str, n_threads: int) -> None:
         torch.set_num_threads(n_threads)
         here = f"on {platform.node()}"
-        if source.kv_remote is None and not Path(str(source.kv_dir)).is_dir():  # made for nobody
+        if source.kv_remote is None and not Path(str(source.kv_dir)).is_dir():  # else it is made
             raise InvalidOption(
                 f"the folder {source.kv_dir} of chunk caches does not exist {here}; give one that "
                 "all machines share under the same path"
@@ -275,11 +277,11 @@ class CacheWorker:
     def __call__(self, row: Mapping[str, bytes]) -> dict[str, Any]:
         """Cache the texts of a batch in one pass, or one by one if that fails.
 
-        The row of the result has ``failed``: place in the batch -> why that chunk has no cache.
+        The resulting row has ``failed``: position in the batch -> why that chunk has no cache.
         """
         began_at, failed = time.time(), dict[int, str]()
         chunks = self._engine.chunks
-        # The bits of a chunk depend on its batch, so also compute what a killed worker has cached.
+        # Also those that a killed worker has cached, so that the pass is the same.
         refs = [replace(ref, state="missed") for ref in chunks.refer(pickle.loads(row["texts"]))]
         try:
             chunks.compute(refs)

@@ -1,4 +1,4 @@
-"""Processes on Ray, and the cluster that they run on."""
+"""Worker processes on Ray, and the connection to their cluster."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ _ADDRESS = re.compile(r"[^/\s]+:[0-9]+")
 _ERROR = re.compile(r"[\w.]+(Error|Exception|Interrupt): ")
 
 _OWN_CLUSTER = {
-    # Ray listens on all addresses of a machine, and runs the code that it is sent.
+    # Ray listens on all addresses of a machine, and runs any code that it receives.
     "RAY_AUTH_MODE": "token",
     "RAY_AUTH_TOKEN": secrets.token_hex(32),
     "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_BACKEND_LOG_LEVEL": "fatal",  # which tells of things that its own Ray Data does
+    "RAY_BACKEND_LOG_LEVEL": "fatal",  # else it reports what Ray Data does
 }
-"""Variables of a cluster that is this process's alone, unless they are set. Ray reads them when it
-is imported."""
+"""Environment of a cluster that this process starts for itself. Variables that are set already win.
+Ray reads them when it is imported."""
 
 
 def require_ray() -> None:
-    """Raises MissingExtra if Ray is not installed. It is not imported."""
+    """Raises MissingExtra if Ray is not installed. Does not import it."""
     if find_spec("ray") is None:
         raise MissingExtra.of("ray", "ray")
 
 
 def reason_in(message: str) -> str:
-    """The cause in an error of Ray, which adds a traceback and lines of its own."""
+    """The cause named in an error of Ray. Around it are a traceback and further lines."""
     lines = [line.strip() for line in message.splitlines() if line.strip()]
     if ours := [line for line in lines if line.startswith("samkv_integrations.errors.")]:
         return ours[-1].partition(": ")[2]
@@ -46,12 +46,13 @@ def reason_in(message: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerPool:
-    """The number of workers, and the resources of each; each loads the model.
+    """The number of workers and the resources of each. Each worker loads the model.
 
-    n_cpus: CPUs of a worker, and threads of torch. n_gpus: GPUs of a worker, also fractions; 0 for
-        the CPU.
-    address: of a running Ray cluster, or ``auto`` for that of this machine; None for a temporary
-        cluster on this machine. If this process is connected to a cluster, that is used.
+    n_cpus: processors of a worker, and threads that torch uses there.
+    n_gpus: accelerators of a worker, also a fraction; 0 runs the model on the processor.
+    address: of a running Ray cluster; ``auto`` for the one of this machine; None for a cluster on
+        this machine that starts and ends with the work. A cluster to which this process is
+        connected already is used in any case.
     """
 
     n_workers: int = 2
@@ -69,7 +70,7 @@ class WorkerPool:
 
     @contextmanager
     def connected(self) -> Iterator[Any]:
-        """Ray, connected to a cluster with resources for at least one worker.
+        """Ray, connected to a cluster with room for at least one worker.
 
         Raises:
             MissingExtra: Ray is not installed.
@@ -85,10 +86,10 @@ class WorkerPool:
         if is_begun_here:
             self._connect(ray)
         try:
-            # Ray would wait forever for resources that it does not have
+            # Ray would wait for ever for a worker that fits nowhere.
             total = ray.cluster_resources()  # type: ignore[no-untyped-call]
             cpus, gpus = total.get("CPU", 0), total.get("GPU", 0)
-            # a cluster may gain nodes; this machine does not grow
+            # A cluster may get further nodes; this machine does not grow.
             n_needed = self.n_workers if self.address is None else 1
             if n_needed * self.n_cpus > cpus or n_needed * self.n_gpus > gpus:
                 raise InvalidOption(
@@ -102,7 +103,7 @@ class WorkerPool:
 
     def _connect(self, ray: Any) -> None:  # noqa: ANN401
         try:
-            if self.address not in (None, "auto"):  # Ray itself would wait minutes for an answer
+            if self.address not in (None, "auto"):  # Ray would wait for minutes
                 host, _, port = str(self.address).rpartition(":")
                 socket.create_connection((host.strip("[]"), int(port)), timeout=5.0).close()
             ray.init(

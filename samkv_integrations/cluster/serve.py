@@ -14,13 +14,13 @@ from samkv_integrations.cluster.pool import WorkerPool, reason_in
 from samkv_integrations.errors import ClusterError, InvalidOption, UnknownOption
 
 APPLICATION = "samkv"
-"""Its name on the cluster."""
+"""Name of the application on the cluster."""
 
 Route = Literal["load", "collection"]
-"""How a request finds its replica: by load, or by its collection."""
+"""Which replica gets a request: one with less load, or that of the request's collection."""
 
 SESSION_HEADER = "x-session-id"
-"""Header with the collection of a request; Ray's proxies do not read bodies."""
+"""Header with the collection of a request. Ray's proxies read headers, but no bodies."""
 
 _BY_SESSION = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
 
@@ -32,15 +32,15 @@ App = Callable[[Any, Any, Any], Awaitable[None]]
 class Replicas:
     """Replicas of an application on Ray Serve.
 
-    n_replicas: at the start; None for 2, or ``least``. least, most: bounds between which Ray scales
-        by load; without ``most`` the number is constant.
-    n_cpus, n_gpus, address: see `WorkerPool`; the first two are for each replica.
-    n_at_once: requests that a replica processes together, at which Ray aims.
-    n_waiting: further requests that may wait at a replica. While all replicas are full, each proxy
-        queues ``n_at_once + n_waiting`` requests, and refuses more.
-    route: ``collection`` sends requests with the same `SESSION_HEADER` to the same replica, or to
-        the next one while it is full.
-    grace_s: seconds for running answers when a replica ends.
+    n_replicas: number at first; None for ``least``, or 2 without it.
+    least, most: bounds between which Ray scales by load. Without ``most`` the number is fixed.
+    n_cpus, n_gpus, address: resources of a replica, and the cluster; see `WorkerPool`.
+    n_at_once: requests that a replica answers together. Ray scales towards this number.
+    n_waiting: further requests that may wait at a replica. While all replicas are full, as many
+        requests as both numbers together may wait at each proxy; the next one is refused.
+    route: ``collection`` sends all requests with the same `SESSION_HEADER` to the same replica, or
+        to the next one while that is full.
+    grace_s: seconds that running answers have when a replica ends.
     """
 
     n_replicas: int | None = None
@@ -64,7 +64,7 @@ class Replicas:
                 f"{self.n_first} replicas, at least {self.least or 1} and at most {self.most}; "
                 "give 1 <= least <= replicas <= most"
             )
-        self.pool  # noqa: B018, raises for what is no number of replicas, or no address
+        self.pool  # noqa: B018, raises for a wrong number of replicas or a wrong address
 
     @property
     def n_first(self) -> int:
@@ -111,12 +111,13 @@ def serving(
 ) -> Iterator[None]:
     """Serve on ``host`` and ``port`` until the end of the block.
 
-    Running answers then have ``grace_s`` seconds. A temporary cluster ends too.
+    Then running answers have the replicas' grace to end. A cluster that was started here ends too.
 
-    build: makes the application in each replica; picklable. n_threads: of torch in a replica.
+    build: makes the application, once in each replica. It must be picklable.
+    n_threads: threads that torch uses in a replica.
 
     Raises:
-        InvalidOption: the cluster cannot be reached, lacks resources, or serves already.
+        InvalidOption: the cluster cannot be reached, has no room, or runs Ray Serve already.
         ClusterError: no replica can start.
         MissingExtra: Ray is not installed.
     """
@@ -131,12 +132,12 @@ def serving(
 
         serve: Any = ray_serve
 
-        if serve.status().proxies:  # which may have no keys
+        if serve.status().proxies:  # its proxies may answer anybody
             raise InvalidOption(
                 "Ray Serve runs on this cluster already, with an address of its own; end it with "
                 "'serve shutdown', or give another cluster"
             )
-        logging.getLogger("ray.serve").setLevel(logging.ERROR)  # it logs each step
+        logging.getLogger("ray.serve").setLevel(logging.ERROR)  # which logs every step
         try:
             serve.start(
                 proxy_location="EveryNode",
@@ -156,15 +157,15 @@ def serving(
         finally:
             try:
                 for _ in range(1 + int(replicas.grace_s // 60)):
-                    with suppress(TimeoutError):  # Ray's own, after a minute
-                        serve.delete(APPLICATION)  # waits for running answers
+                    with suppress(TimeoutError):  # Ray waits for one minute
+                        serve.delete(APPLICATION)  # which lets running answers end
                         break
             finally:
                 serve.shutdown()
 
 
 def without_request_id(app: App) -> App:
-    """The application without the header of a request's id, which Ray's proxies add."""
+    """The application without its x-request-id header, because Ray's proxies add their own."""
 
     async def passed_on(scope: Any, receive: Any, send: Any) -> None:  # noqa: ANN401
         async def send_without(message: Any) -> None:  # noqa: ANN401

@@ -43,7 +43,7 @@ class Beginnings:
             return
         head = tuple(resolved.token_ids[: first.runs[0].position])
         # full prefill reads no cache, and behind the prefix of all caches each is exact as it is
-        if report.ran in ("recompute", "prefix") or head == self._chunks.prefix.token_ids:
+        if report.ran in ("recompute", "prefix") or head == self._chunks.prefix:
             return
         since = resolved.n_deletions
         if since is None or not self._has_seen(head):

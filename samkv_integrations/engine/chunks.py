@@ -30,7 +30,6 @@ from samkv_integrations.cache.chunk import BlockScheme, ChunkCache, ChunkRef, Fi
 from samkv_integrations.cache.file_format import FileLayout, text_bytes
 from samkv_integrations.cache.memory import MemoryChunk
 from samkv_integrations.cache.quantise import EntryFormat
-from samkv_integrations.engine.chunk_prefix import ChunkPrefix
 from samkv_integrations.engine.prefill import batches, entries_before, prefill
 from samkv_integrations.errors import (
     CacheMiss,
@@ -100,7 +99,7 @@ class Chunks:
     """The chunks of one model in one store. Safe to use from many threads.
 
     Args:
-        prefix: what chunks are prefilled after.
+        prefix: token ids that chunks are prefilled after.
         scheme: the blocks of chunks; None for those of what the store holds for this model, else by
             the lengths of the first chunks that are computed.
         store_bits: bits of the numbers in chunk caches.
@@ -117,7 +116,7 @@ class Chunks:
         model: Model,
         store: Store,
         *,
-        prefix: ChunkPrefix,
+        prefix: tuple[int, ...],
         scheme: BlockScheme | None,
         store_bits: int,
         run: Run,
@@ -165,7 +164,7 @@ class Chunks:
             model=model.name, weights=model.identity.weights, config=model.identity.config,
             tokenizer=model.tokenizer_digest, dtype=model.dtype_name, rope=model.identity.rope,
             n_layers=model.n_layers, n_heads=model.n_heads, n_kv_heads=model.n_kv_heads,
-            head_dim=model.head_dim, prefix=self.prefix.name,
+            head_dim=model.head_dim, prefix=",".join(map(str, self.prefix)),
             block_size=scheme.size, n_init=scheme.n_init, n_local=scheme.n_local,
             store_bits=self._store_bits,
         )  # fmt: skip
@@ -233,7 +232,7 @@ class Chunks:
 
     @property
     def _room(self) -> int:
-        return self.model.context_window - len(self.prefix.token_ids)
+        return self.model.context_window - len(self.prefix)
 
     def require_fit(self, chunks: Sequence[ChunkRef]) -> None:
         """Raises InvalidChunk if one is empty, or longer than the context window."""
@@ -413,7 +412,7 @@ class Chunks:
         if self._store.contains(key, made_by):
             return None
         with self.model.interruptible(check):
-            before = entries_before(self.model, ChunkPrefix(ids=head))
+            before = entries_before(self.model, head)
             (cache,) = prefill(self.model, [replace(chunk, key=key)], made_by, before)
         return cache if is_same_model() else None
 

@@ -21,7 +21,6 @@ from samkv_integrations.cache.base import Store
 from samkv_integrations.cache.quantise import Entries, EntryFormat, groups
 from samkv_integrations.methods import Method
 from samkv_integrations.model.model import Model
-from samkv_integrations.model.shape import ModelShape
 from samkv_integrations.prompt.layout import Layout
 
 MARGIN = 0.95
@@ -53,11 +52,7 @@ class CostModel:
     @classmethod
     def assumed(cls, model: Model) -> CostModel:
         """What a machine of today does, where nothing was measured."""
-        return cls.assumed_on(model, on_gpu=model.device.type == "cuda")
-
-    @classmethod
-    def assumed_on(cls, model: Model | ModelShape, *, on_gpu: bool) -> CostModel:
-        """The same of a processor or a GPU, for a model that need not be there."""
+        on_gpu = model.device.type == "cuda"
         flops = 60e12 if on_gpu else 60e9
         return cls(
             layer_s=4e-4 if on_gpu else 3e-4,

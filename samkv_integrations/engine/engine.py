@@ -16,7 +16,7 @@ from samkv_integrations.cache.chunk import BlockScheme, Fingerprint, normalise
 from samkv_integrations.cache.memory import MemoryStore
 from samkv_integrations.engine.answer_settings import AnswerOptions, AnswerSettings
 from samkv_integrations.engine.beginnings import Beginnings
-from samkv_integrations.engine.chunk_prefix import ChunkPrefix, PrefixPolicy
+from samkv_integrations.engine.chunk_prefix import PrefixPolicy, prefix_ids
 from samkv_integrations.engine.chunks import Chunks, RecentChunks
 from samkv_integrations.engine.costs import CostModel, keep_costs, kept_costs, measure
 from samkv_integrations.engine.decode import force
@@ -59,7 +59,7 @@ class Engine:
         method: str | Method | None = None,
         eviction: str | Eviction | None = None,
         block_size: int | Literal["auto"] = "auto",
-        prefix: PrefixPolicy | os.PathLike[str] | str = "auto",
+        prefix: PrefixPolicy = "auto",
         prefix_text: str = "",
         store_bits: int | None = None,
         prefix_bytes: int = 2**28,
@@ -80,14 +80,13 @@ class Engine:
             model, self.store, method, eviction, store_bits
         )
         self.eviction = eviction
-        before = ChunkPrefix.of(model, self.store, prefix, prefix_text)
-        self.prefix = before.token_ids
+        self.prefix = prefix_ids(model, prefix, prefix_text)
         self.prefixes = PrefixCache(prefix_bytes)
         self._announced = RecentChunks()
         self.scheduler = Scheduler.of(model, scheduler)
         scheme = None if block_size == "auto" else BlockScheme(size=block_size)
         self.chunks = Chunks(
-            model, self.store, prefix=before, scheme=scheme, store_bits=self.store_bits,
+            model, self.store, prefix=self.prefix, scheme=scheme, store_bits=self.store_bits,
             run=self.scheduler.run, on_change=self.prefixes.clear,
         )  # fmt: skip
         self.exact_beginnings = exact_beginnings

@@ -82,7 +82,7 @@ def choose(request: Request, *, may_compute: bool = True) -> Choice:
         parts.append(ChunkPart(runs=chunk.runs, blocks=blocks, is_exact=chunk.is_exact))
         if may_compute and blocks is None and chunk.text is not None:
             missed[chunk.token_ids] = chunk.text
-    prefix_ids = request.chunks.prefix.token_ids
+    prefix_ids = request.chunks.prefix
     layout = Layout.of(resolved.token_ids, parts, prefix_ids)
     if method.attend is not None and not model.scores_plainly:
         raise InvalidOption(

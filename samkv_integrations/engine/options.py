@@ -56,15 +56,17 @@ def check_eviction(eviction: object) -> None:
 
 
 def check_prefix(prefix: object) -> None:
-    """Raises InvalidOption for what is neither a policy nor the path of a learned prefix."""
+    """Raises InvalidOption for an unknown policy, or a learned prefix, which was removed."""
     from samkv_integrations.engine.chunk_prefix import PrefixPolicy
 
     is_file = isinstance(prefix, os.PathLike) or str(prefix).endswith(".safetensors")
-    if prefix not in get_args(PrefixPolicy) and not is_file:
+    if prefix == "learned" or is_file:
         raise InvalidOption(
-            f"prefix={prefix!r}; allowed: {', '.join(get_args(PrefixPolicy))}, or the path of a "
-            "learned prefix (.safetensors)"
+            f"prefix={str(prefix)!r}: learned prefixes were removed; give prefix='documents', and "
+            "ingest again"
         )
+    if prefix not in get_args(PrefixPolicy):
+        raise InvalidOption(f"prefix={prefix!r}; allowed: {', '.join(get_args(PrefixPolicy))}")
 
 
 def check_store_bits(bits: int) -> None:
@@ -178,14 +180,12 @@ class OwnEngineOptions(TypedDict, total=False):
     """Tokens a block; 'auto' takes the size of the caches that the store holds for this model, else
     one that suits the length of the first chunks."""
     prefix: Annotated[
-        "PrefixPolicy | os.PathLike[str] | str",
+        "PrefixPolicy",
         Option(default="auto", check=check_prefix, in_llms=False, flag=False),
     ]
-    """What a chunk is prefilled after: 'documents' (BOS and two short made-up documents), 'learned'
-    (BOS and the embeddings that 'samkv adapt' wrote beside the caches), the path of such
-    embeddings, 'bos' or 'none'; 'auto' is 'learned' where there are any, else 'documents'. After
-    'bos' the chunk that stands first in a prompt is exact; after documents or embeddings all others
-    are nearer to full prefill."""
+    """What a chunk is prefilled after: 'documents' (BOS and two short made-up documents), 'bos' or
+    'none'; 'auto' is 'documents'. After 'bos' the chunk that stands first in a prompt is exact;
+    after documents all others are nearer to full prefill."""
     prefix_text: Annotated[
         str,
         Option(

@@ -16,7 +16,6 @@ from samkv_integrations.cache.attention_stats import (
 )
 from samkv_integrations.cache.chunk import ChunkCache, ChunkRef, Fingerprint
 from samkv_integrations.cache.quantise import unrotate
-from samkv_integrations.engine.chunk_prefix import ChunkPrefix
 from samkv_integrations.model.attention import Attend
 from samkv_integrations.model.families import Rotation
 from samkv_integrations.model.model import Model
@@ -51,8 +50,8 @@ def batches(chunks: Sequence[ChunkRef], budget_tokens: int = BATCH_TOKENS) -> li
     return grouped
 
 
-def entries_before(model: Model, prefix: ChunkPrefix) -> Before:
-    """The entries of a prefix, once for all chunks."""
+def entries_before(model: Model, prefix: Sequence[int]) -> Before:
+    """The entries of a prefix, by its token ids, once for all chunks."""
     shape = (1, model.n_kv_heads, 0, model.head_dim)
     empty = [torch.empty(shape, dtype=model.dtype, device=where) for where in model.layer_devices]
     before = list(zip(empty, empty, strict=True))
@@ -62,9 +61,9 @@ def entries_before(model: Model, prefix: ChunkPrefix) -> Before:
         mask = model.window_mask(layer, n_prefix)
         return model.attention(layer, query, key, value, scaling, mask, mask is None)
 
-    if n_prefix := len(prefix.token_ids):
+    if n_prefix := len(prefix):
         rotation = model.rotation(torch.arange(n_prefix))
-        _pass(model, prefix.embedded(model)[None], rotation, keep)
+        _pass(model, model.embed(torch.tensor([prefix])), rotation, keep)
     return before
 
 

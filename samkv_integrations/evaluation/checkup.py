@@ -1,4 +1,4 @@
-"""The doctor's whole round: what `samkv_integrations.engine.doctor` checks, and right answers."""
+"""All checks of ``samkv doctor``: those of `engine.doctor`, and right answers."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ FURTHER_QUESTIONS = (
     ("Why is the clock of the town hall slow?", ("storm",)),
     ("What grows in the garden of the school?", ("beans",)),
 )
-"""With those of `SAMPLES` a dozen, and their right answers."""
+"""Questions and their right answers: a dozen with those of `SAMPLES`."""
 
 METHODS = ("reuse", "epic", "samkv-guided", "auto")
-"""Methods whose answers are judged beside full prefill's."""
+"""Methods whose right answers are counted and compared with full prefill's."""
 
 ANSWER_TOKENS = 32
 """Longest answer that is judged."""
 
 ONE_IN = 12
-"""One right answer of so many may be lost without a warning, and is nearly nothing."""
+"""A method may lose one right answer in so many without a warning."""
 
 
 def own_questions() -> list[Question]:
-    """The doctor's own: each over all chunks of `SAMPLES`, in another rotation."""
+    """The built-in questions. Each is asked over all chunks of `SAMPLES`, rotated by its number."""
     chunks = list(dict.fromkeys(chunk for *_, of_one in SAMPLES for chunk in of_one))
     asked = [(question, answers) for question, answers, _ in SAMPLES] + [*FURTHER_QUESTIONS]
     turns = [place % len(chunks) for place in range(len(asked))]
@@ -49,7 +49,11 @@ def own_questions() -> list[Question]:
 
 
 def given_questions(path: Path) -> list[Question]:
-    """A user's questions. Raises as `read_questions`, and for one without answers or documents."""
+    """The questions of a file.
+
+    Raises InvalidOption and EmptyInput as `read_questions` does, and InvalidOption for a question
+    without answers or documents.
+    """
     asked = read_questions(path, with_documents=True)
     for one in asked:
         for name, is_there in (("answers", one.has_gold), ("documents", bool(one.documents))):
@@ -64,10 +68,10 @@ def given_questions(path: Path) -> list[Question]:
 def checkup(
     model: Model, store: ChunkStore | None = None, asked: Sequence[Question] | None = None
 ) -> Iterator[Check]:
-    """All checks of ``model``, each as soon as it is done.
+    """Run all checks of ``model``; yields each as soon as it is done.
 
     store: where the measured cost of passes is kept. asked: questions with answers and documents;
-    None for the doctor's own.
+    None for the built-in ones.
     """
     bits, costs = yield from examine(model, store)
     yield right_answers(model, bits, costs, asked)
@@ -76,12 +80,12 @@ def checkup(
 def right_answers(
     model: Model, bits: int, costs: CostModel, asked: Sequence[Question] | None = None
 ) -> Check:
-    """How many answers of each method are right, of all questions, by chunks stored in ``bits``.
+    """Count the right answers of each method over all questions, with chunks stored in ``bits``.
 
-    A warning if a method has fewer than full prefill by more than one in `ONE_IN`, or if full
-    prefill has at most that: then the questions cannot judge the model.
+    Warns if a method loses more than one right answer in `ONE_IN`. Warns as well if full prefill
+    has no more right answers than that, because such questions cannot judge the model.
 
-    costs: those that ``auto`` goes by. asked: as for `checkup`.
+    costs: what ``auto`` estimates with. asked: as for `checkup`.
     """
     questions = own_questions() if asked is None else asked
     engine = Engine(model, store_bits=bits, prefix_bytes=0)

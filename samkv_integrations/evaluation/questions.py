@@ -14,15 +14,15 @@ from samkv_integrations.model.quoting import RenderedPrompt
 from samkv_integrations.prompt.text import rag_prompt
 
 ANSWER_TOKENS = 16
-"""Longest answer to a question that says nothing else."""
+"""Longest answer to a question that does not give its own limit."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """A question with the documents that are given to the model.
+    """A question and the documents that the model is given.
 
-    answers: those that count as right; none if they are not known.
-    documents: texts of the chunks, in order; none if they are retrieved later.
+    answers: the right answers; empty if they are not known.
+    documents: texts of the chunks, in order; empty if they are retrieved later.
     """
 
     question: str
@@ -33,7 +33,7 @@ class Question:
 
     @property
     def has_gold(self) -> bool:
-        """Whether an answer can be judged by it: one of nothing but articles is no gold answer."""
+        """Whether answers can be judged. A gold answer needs a word that is not an article."""
         return any(f1_words(answer) for answer in self.answers)
 
     def prompt(self, *, chat: bool = False) -> str | list[dict[str, str]]:
@@ -41,27 +41,27 @@ class Question:
         return rag_prompt(self.question, self.documents, chat=chat)
 
     def prompt_ids(self, model: Model, *, chat: bool = False) -> list[int]:
-        """Token ids of the prompt, as transformers makes them."""
+        """Token ids of the prompt, as transformers tokenizes it."""
         prompt = self.prompt(chat=chat)
         rendered = RenderedPrompt(prompt) if isinstance(prompt, str) else model.render_chat(prompt)
         return model.tokenize_prompt(rendered)
 
 
 def question_of(text: str) -> Question:
-    """A question of the command line. Raises EmptyInput if there is nothing in it."""
+    """The question given on the command line. Raises EmptyInput if it is blank."""
     if not text.strip():
         raise EmptyInput("the question is empty; say what to ask, or give --questions FILE")
     return Question(question=text)
 
 
 def read_questions(path: Path, *, with_documents: bool = False) -> list[Question]:
-    """Questions of a JSON Lines file: ``question`` and, if they are known, ``answers``, a list.
+    """Read a JSON Lines file. Each line has ``question`` and optionally ``answers``, a list.
 
-    with_documents: whether ``documents``, a list of the texts of chunks, are read too, if given.
+    with_documents: whether to read ``documents`` too, a list of chunk texts, where a line has it.
 
     Raises:
         InvalidOption: the file is missing, or a line is not such an object.
-        EmptyInput: it holds no question.
+        EmptyInput: the file has no question.
     """
     questions = []
     for number, line in enumerate(read_text(path).split("\n"), start=1):

@@ -1,4 +1,4 @@
-"""Inspect one answer: every token of its prompt, layer by layer, beside full prefill."""
+"""Inspect one answer: what it read of each prompt token in each layer, beside full prefill."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ _UNMEASURED = ("announce_s", "wait_s", "ttft_s", "decode_tokens_per_s")
 
 @dataclass(frozen=True, kw_only=True)
 class InspectedChunk:
-    """A chunk of an inspected prompt. All figures are means over layers, or of one layer.
+    """A chunk of an inspected prompt. Figures are means over layers, or those of one layer.
 
-    name: where it comes from. kept, recomputed, dropped: shares of its tokens; all 0 without a
+    name: source of the chunk. kept, recomputed, dropped: shares of its tokens; all 0 without a
     cache. attention, full_attention: the last prompt token's attention to the whole chunk, in this
-    answer and in full prefill's.
+    answer and in full prefill.
     """
 
     name: str
@@ -55,18 +55,20 @@ class InspectedChunk:
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Inspection:
-    """One answer and all that it read. T tokens of the prompt, L layers.
+    """An answer and what it read. T is the number of prompt tokens, L the number of layers.
 
-    In a notebook it shows itself as the page of `to_html`.
+    A notebook shows it as the page of `to_html`.
 
-    title: what was asked. pieces: (T) text that each token adds to the prompt; of characters that
-        several tokens make, the last one has the text. chunk_of: (T,) chunk of each token, -1
-        outside chunks. names, texts: of the chunks.
-    states: (L, T) uint8, a `State` each.
-    attention, full_attention: (L, T) share of the last prompt token's attention that each token
-        has, mean over heads, in this answer and in full prefill's.
-    answer, full_answer: of this method, and of full prefill. report, full_report: figures of their
-        first tokens; times are of single passes that were watched, and mean little.
+    title: the question, or another title.
+    pieces: (T) the text that each token adds to the prompt. A character of several tokens belongs
+        to the last of them.
+    chunk_of: (T,) index of each token's chunk, -1 outside chunks. names, texts: of the chunks.
+    states: (L, T) uint8, values of `State`.
+    attention, full_attention: (L, T) the last prompt token's attention to each token, mean over
+        heads, in this answer and in full prefill.
+    answer, full_answer: of this method, and of full prefill.
+    report, full_report: their reports. Times are of single passes under observation and mean
+        little.
     """
 
     title: str
@@ -97,10 +99,10 @@ class Inspection:
         return self.answer == self.full_answer
 
     def state_at(self, layer: int | None = None) -> list[State]:
-        """(T) what becomes of each token at a layer.
+        """(T) the state of each token at a layer.
 
-        layer: counted from 0; None for all: a token is recomputed if it is so at any layer, else
-            kept if it is so at any.
+        layer: counted from 0. None for all layers together: a token counts as recomputed if any
+            layer recomputes it, else as kept if any layer keeps it.
 
         Raises InvalidOption if there is no such layer.
         """
@@ -115,16 +117,16 @@ class Inspection:
 
     @property
     def chunks(self) -> tuple[InspectedChunk, ...]:
-        """The chunks in the order of the prompt, all layers together."""
+        """The chunks in the order of the prompt, with means over all layers."""
         return self.chunks_at()
 
     def chunks_at(self, layer: int | None = None) -> tuple[InspectedChunk, ...]:
-        """The chunks in the order of the prompt, at a layer; None for the mean over all.
+        """The chunks in the order of the prompt, at a layer; None for means over all layers.
 
         Raises InvalidOption if there is no such layer.
         """
         if layer is not None:
-            self.state_at(layer)  # refuses one that there is not
+            self.state_at(layer)  # raises if there is no such layer
         layers, found = slice(None) if layer is None else slice(layer, layer + 1), []
         for index, (name, text) in enumerate(zip(self.names, self.texts, strict=True)):
             own = self.chunk_of == index
@@ -143,9 +145,9 @@ class Inspection:
         return tuple(found)
 
     def to_dict(self) -> dict[str, Any]:
-        """The answers, the chunks and the reports, as JSON-able values; no tensors.
+        """The answers, chunks and reports as JSON values, without tensors.
 
-        Reports are without the times that an answer which is watched does not have.
+        Reports lack the times that are not measured under observation.
         """
         reports = {
             name: {key: value for key, value in report.to_dict().items() if key not in _UNMEASURED}
@@ -159,9 +161,9 @@ class Inspection:
         }  # fmt: skip
 
     def to_html(self) -> str:
-        """A page that needs nothing but a browser, with every token and a slider over layers.
+        """A self-contained HTML page with every token and a slider over layers.
 
-        All texts in it are data: none of them becomes markup.
+        All texts in it are data; none becomes markup.
         """
         tokens = {
             "pieces": list(self.pieces),
@@ -171,13 +173,13 @@ class Inspection:
         }
         shown = {"summary": self.to_dict(), "tokens": tokens}
         data = json.dumps(shown, ensure_ascii=False, allow_nan=False)
-        # what could end the element, or begin a comment, in a document's text
+        # characters of a text that could end the element or begin a comment
         data = re.sub("[<\u2028\u2029]", lambda found: f"\\u{ord(found[0]):04x}", data)
         before, after = PAGE.read_text(encoding="utf-8").split("__DATA__")
         return before + data + after
 
     def save_html(self, file: str | Path) -> None:
-        """Write `to_html`. Raises InvalidOption if the file cannot be written."""
+        """Write `to_html` to a file. Raises InvalidOption if that fails."""
         try:
             Path(file).write_text(self.to_html(), encoding="utf-8")
         except OSError as error:
@@ -202,15 +204,15 @@ def inspect(
     title: str = "",
     names: Mapping[str, str] | None = None,
 ) -> Inspection:
-    """What becomes of every token of ``prompt``, and what full prefill makes of the same prompt.
+    """Answer ``prompt`` and record what is read of each token; then answer it by full prefill.
 
     Both answers are greedy. Nothing is stored: a chunk without a cache is computed with the prompt,
-    as with ``on_miss="text"``, and nothing is taken from prompts with the same beginning.
+    as with ``on_miss="text"``. Entries of earlier prompts with the same beginning are not used.
 
     prompt, chunks: see `Engine.generate`. method, eviction: None for the engine's.
     max_new_tokens: most tokens of either answer.
-    title: what to call it, such as the question.
-    names: text of a chunk -> what to call it; one without a name is called by its place.
+    title: a title for the page, such as the question.
+    names: text of a chunk -> its name. Other chunks are named by their number.
 
     Raises what `Engine.generate` raises.
     """
@@ -245,7 +247,7 @@ def inspect(
 
 
 def _watched(engine: Engine, resolved: Resolved, settings: AnswerSettings) -> tuple[Any, ...]:
-    """One answer, its report, and what was seen of it."""
+    """An answer, its report, and what was observed."""
     watch, most = Watch(), settings.sampling.max_new_tokens
     request = replace(engine.request(resolved, settings, most), watch=watch, prefixes=None)
 
@@ -260,7 +262,7 @@ def _watched(engine: Engine, resolved: Resolved, settings: AnswerSettings) -> tu
 
 
 def _pieces(model: Model, ids: Sequence[int]) -> list[str]:
-    """The text that each token adds; a special token has its name."""
+    """The text that each token adds; for a special token its name."""
     text, special = TextStream(model), {*model.tokenizer.all_special_ids}
     pieces = [
         str(model.tokenizer.convert_ids_to_tokens(token)) if token in special else text.push(token)
@@ -272,9 +274,9 @@ def _pieces(model: Model, ids: Sequence[int]) -> list[str]:
 
 
 def _packed(values: Tensor) -> str:
-    """The bytes of a tensor, little-endian, row after row, as base64.
+    """The bytes of a tensor, little-endian and row by row, as base64.
 
-    Numbers from 0 to 1 become whole ones from 0 to 65535.
+    Floating-point numbers from 0 to 1 become integers from 0 to 65535.
     """
     if values.is_floating_point():
         values = (values.clamp(0, 1) * 65535).round().to(torch.int32).to(torch.uint16)

@@ -83,7 +83,7 @@ def attention(
             mask = query.new_ones(1, n_keys, dtype=torch.bool) if mask is None else mask
             is_bool = mask.dtype == torch.bool
             mask = F.pad(mask, (0, more_keys), value=False if is_bool else -torch.inf)
-            if mask.shape[-2] > 1:  # a row that sees nothing would be NaN, in gradients too
+            if mask.shape[-2] > 1:  # a row that sees nothing would be NaN
                 mask = F.pad(mask, (0, 0, 0, more_rows), value=True if is_bool else 0.0)
         output = attention(
             query, key, value, scaling, mask, causal, score_cap=score_cap, sinks=sinks

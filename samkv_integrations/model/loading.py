@@ -35,7 +35,7 @@ from samkv_integrations.model.gguf_file import (
     smollm2,
 )
 from samkv_integrations.model.model import Model
-from samkv_integrations.model.shape import SUPPORTED_DTYPES, ModelShape, refuse_unsupported
+from samkv_integrations.model.shape import SUPPORTED_DTYPES, refuse_unsupported
 
 DTYPES = ("auto", *SUPPORTED_DTYPES)
 
@@ -127,29 +127,6 @@ def load_model(
     if tokenizer is None:
         tokenizer = load_tokenizer(name, tokenizer_kwargs)
     return Model(hf, tokenizer, name)
-
-
-def load_shape(name: str, *, dtype: str = "auto") -> ModelShape:
-    """The sizes of a model, by any name that `load_model` takes: its config, no weights.
-
-    dtype: as of `load_model`; ``auto`` for the checkpoint's, on whatever machine.
-    """
-    _check_dtype(dtype)
-    source, gguf_file = _source(name)
-    with _loading("model", name, {}):
-        if gguf_file is not None:
-            config = GgufFile(gguf_file).config()
-        else:
-            config = AutoConfig.from_pretrained(source, **_as_reachable(source, {}))
-        return ModelShape.of(config, name, dtype)
-
-
-def random_shape(shape: Mapping[str, Any], *, name: str, dtype: str = "auto") -> ModelShape:
-    """The sizes of a model with a config of these fields; ``auto`` is bfloat16 here."""
-    _check_dtype(dtype)
-    fields = dict(shape)
-    config = AutoConfig.for_model(fields.pop("model_type"), **fields)
-    return ModelShape.of(config, name, "bfloat16" if dtype == "auto" else dtype)
 
 
 def _check_dtype(dtype: str) -> None:

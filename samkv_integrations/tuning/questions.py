@@ -1,4 +1,4 @@
-"""Questions to tune with: made of the chunks, in any language, or given; and their documents."""
+"""The questions of ``samkv tune``: given, or made of the chunks of a collection in any language."""
 
 from __future__ import annotations
 
@@ -16,25 +16,24 @@ from samkv_integrations.evaluation.questions import Question
 from samkv_integrations.figures import count
 
 MOST_CHUNKS = 2_000
-"""Chunks that questions are made of: the first ones of a collection."""
-
+"""Questions are made of the first chunks of a collection, at most so many."""
 
 _BRACKETED = re.compile(r"\[([^\[\]\n]{1,120})\]")
 _HEADING = re.compile(r"#{1,6}\s+(.{1,120})")
 _END = re.compile(r"(?<=[.!?…])\s+|(?<=[。！？])|\n+")
 _EDGES = re.compile(r"^\W+|\W+$")
 _LEAST_WORDS, _LEAST_CHARACTERS = 3, 8
-"""Of a sentence that a question is made of: words before the one that is left out, and characters
-where nothing parts words."""
+"""A question shows at least so many words of its sentence. A sentence of a language without spaces
+has at least so many characters."""
 
 
 def from_chunks(texts: Sequence[str], *, seed: int) -> list[Question]:
-    """Questions made of chunks: ``TITLE?`` and ``TITLE: beginning of a sentence ...?``.
+    """Make questions of chunks: ``TITLE?`` and ``TITLE: beginning of a sentence ...?``.
 
-    A sentence ends before its rarest word, the one that the fewest chunks have: that is what it
-    says of this chunk and of no other. So questions ask for what a chunk says, in its own words,
-    which retrieval finds, and need no knowledge of its language. Chunks take turns, in an order
-    that follows from the seed, and each begins with the sentences of its rarest words.
+    A sentence is cut before its rarest word, the one that occurs in the fewest chunks, because that
+    word tells this chunk from all others. Such a question uses the chunk's own words, so retrieval
+    finds the chunk, and making it needs no knowledge of the language. Chunks take turns, in an
+    order given by ``seed``. Each chunk begins with the sentences of its rarest words.
     """
     spread = Counter(word for text in texts for word in set(_words(text)))
     order = random.Random(seed)
@@ -43,24 +42,16 @@ def from_chunks(texts: Sequence[str], *, seed: int) -> list[Question]:
         rated = sorted(_of_chunk(texts[place], spread), key=lambda one: (one[0], order.random()))
         of_chunks.append([text for _, text in rated])
     turns = [text for turn in zip_longest(*of_chunks) for text in turn if text is not None]
-    return [Question(id=f"chunks-{text}", question=text) for text in dict.fromkeys(turns)]
-
-
-def distinct(questions: Sequence[Question]) -> list[Question]:
-    """Each question over the same documents once: a second answer would say nothing new."""
-    found: dict[object, Question] = {}
-    for one in questions:
-        found.setdefault((one.question, one.documents), one)
-    return list(found.values())
+    return [Question(question=text) for text in dict.fromkeys(turns)]
 
 
 def _words(text: str) -> Iterator[str]:
-    """Words as they are counted: in lower case, without what stands around them."""
+    """The words of a text, in lower case and without punctuation around them."""
     return (bare for word in text.split() if (bare := _EDGES.sub("", word).lower()))
 
 
 def _of_chunk(text: str, spread: Mapping[str, int]) -> Iterator[tuple[int, str]]:
-    """Questions of a chunk, each with the number of chunks that have the word asked for."""
+    """The questions of a chunk, each with the number of chunks that have the word asked for."""
     title, rest = split_title(text)
     named = set(_words(title))
     for sentence in _END.split(rest):
@@ -69,13 +60,13 @@ def _of_chunk(text: str, spread: Mapping[str, int]) -> Iterator[tuple[int, str]]
             known = not title or title.lower() in beginning.lower()
             yield n_chunks, f"{beginning} ...?" if known else f"{title}: {beginning} ...?"
     if title:
-        yield len(spread), f"{title}?"  # the last: it asks for nothing certain
+        yield len(spread), f"{title}?"  # last, because its answer is the least certain
 
 
 def split_title(text: str) -> tuple[str, str]:
-    """The title of a chunk, "" for none, and what follows it.
+    """The title of a chunk and the text after it; the title is "" if there is none.
 
-    ``[Title]`` or ``# Title`` on the first line.
+    A title is a first line of the form ``[Title]`` or ``# Title``.
     """
     first, _, rest = text.strip().partition("\n")
     found = _BRACKETED.fullmatch(first.strip()) or _HEADING.fullmatch(first.strip())
@@ -85,12 +76,13 @@ def split_title(text: str) -> tuple[str, str]:
 def before_rarest(
     sentence: str, spread: Mapping[str, int], named: set[str] | frozenset[str] = frozenset()
 ) -> tuple[int, str]:
-    """In how many chunks the rarest word of a sentence is, and what stands before it.
+    """The number of chunks that have the sentence's rarest word, and the text before that word.
 
-    Words of the title count as everywhere. Where nothing parts words, the first half of the
-    characters. The text is empty if there is too little before the word.
+    The text is "" if the sentence is too short. Of a sentence without spaces, as in Chinese, the
+    text is the first half.
 
-    spread: word -> chunks that have it. named: words of the title.
+    spread: word -> number of chunks that have it. named: words of the title, which are not asked
+    for.
     """
     words = sentence.split()
     if len(words) == 1 and not sentence.isascii() and len(sentence) >= _LEAST_CHARACTERS:
@@ -106,10 +98,10 @@ def before_rarest(
     return n_chunks, " ".join(words[:-place])
 
 
-def texts_of(link: ChromaLink, most: int = MOST_CHUNKS) -> list[str]:
-    """The texts of a collection's first records, each once."""
+def texts_of(link: ChromaLink) -> list[str]:
+    """The texts of the first `MOST_CHUNKS` records of a collection, without repetitions."""
     records, texts = Records(link.collection), dict[str, None]()
-    ids = sorted(records.ids(None))[:most]
+    ids = sorted(records.ids(None))[:MOST_CHUNKS]
     for part in records.slices(len(ids)):
         rows = records.read(records.collection, ids=ids[part], include=["documents"])
         at = dict(zip(rows["ids"], rows["documents"] or (), strict=True))
@@ -119,10 +111,10 @@ def texts_of(link: ChromaLink, most: int = MOST_CHUNKS) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Retrieved:
-    """Questions with their documents, and how many were left out.
+    """Questions with their documents, and how many questions were left out, by reason.
 
-    too_long: prompt and answer exceed the context window. uncached: a chunk has no cache, so there
-    is nothing to measure.
+    too_long: prompt and answer exceed the context window. uncached: a chunk has no cache, so a
+    method has nothing to reuse.
     """
 
     questions: Sequence[Question]
@@ -139,11 +131,11 @@ def with_documents(
     chat: bool,
     most: int,
 ) -> Retrieved:
-    """The first ``most`` questions that can be asked, each with its nearest chunks.
+    """Retrieve the ``top_k`` nearest chunks for each question, until ``most`` can be asked.
 
-    A question that has documents keeps them: another retriever has found them.
+    A question that brings its own documents keeps them.
 
-    Raises EmptyInput if there is none, else as `nearest` does.
+    Raises EmptyInput if no question can be asked, else as `nearest` does.
     """
     found: list[Question] = []
     engine, too_long, uncached = link.engine, 0, 0
@@ -153,11 +145,10 @@ def with_documents(
         documents = question.documents or tuple(
             one.text for one in nearest(link, question.question, top_k)
         )
-        ready = replace(question, documents=documents, max_new_tokens=max_new_tokens)
+        ready = replace(question, documents=documents)
         chunks = engine.chunks.refer(documents)
-        if len(ready.prompt_ids(engine.model, chat=chat)) + max_new_tokens > (
-            engine.model.context_window
-        ):
+        n_tokens = len(ready.prompt_ids(engine.model, chat=chat)) + max_new_tokens
+        if n_tokens > engine.model.context_window:
             too_long += 1
         elif any(ref.state != "cached" for ref in engine.chunks.look_up(chunks, "exists")):
             uncached += 1

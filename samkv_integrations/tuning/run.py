@@ -1,4 +1,4 @@
-"""A run of tuning: settings on some questions, and the best of them on held-out ones."""
+"""A run of ``samkv tune``: all settings on some questions, the best ones on held-out questions."""
 
 from __future__ import annotations
 
@@ -26,45 +26,45 @@ from samkv_integrations.eviction import NO_EVICTION
 from samkv_integrations.methods import METHODS, Method
 
 FULL = "recompute"
-"""Full prefill, which every setting is compared with."""
+"""The method that every setting is compared with: full prefill."""
 
 Clock = Callable[[], float]
 
 GOLD = "gold answers"
 AGREEMENT = "agreement with full prefill only, where a setting can only lose"
-"""What judges the answers: those that questions bring along, or else what full prefill says."""
+"""What answers are judged by: the questions' own gold answers, or else full prefill's answers."""
 
 NOISE = 1.1
-"""Times within this factor are taken for equal: medians of pairs differ so much from run to run."""
+"""Times within this factor count as equal, because medians differ so much from run to run."""
 
 WORTH = 0.95
-"""First token, of full prefill's, that a setting must stay below to be worth its approximation."""
+"""A setting must need less than this share of full prefill's time to first token."""
 
 LEAST_QUESTIONS = 5
-"""Of which three are for the choice and two are held out."""
+"""Three of them are for the choice, and two are held out."""
 
 CHOICE_SHARE = 0.6
-"""Share of the time that the choice may take; the rest is for the check."""
+"""Share of the time for the choice. The rest is for the check on held-out questions."""
 
 LEAST_ASKED = 8
-"""Questions before a setting is dropped."""
+"""Questions that a setting is asked before it may be dropped."""
 
 MOST_ASKED = 48
-"""Questions for the choice: more change it little."""
+"""Most questions for the choice."""
 
 LEAST_CHECKED = 16
-"""Held-out questions without which nothing is recommended, where there are so many."""
+"""Held-out questions that a recommended setting must have been asked, if there are so many."""
 
 MOST_TRIED = 3
-"""Settings that are tried on held-out questions: of many, one would pass by luck."""
+"""Settings that are tried on held-out questions. Of many, one would pass by chance."""
 
 LEAST_RIGHT = 0.1
-"""Share of right answers that full prefill must exceed: with fewer there is little to lose."""
+"""Full prefill must exceed this share of right answers. With fewer there is little to lose."""
 
 _CANDIDATES: Sequence[Mapping[str, Any]] = (
     {"method": "reuse"},
     {"method": "reuse", "eviction": "quest", "eviction_budget": 0.1},
-    # `auto` in place of epic: the same setting, with full prefill where that is faster
+    # `auto` is `epic`, with full prefill where that is faster
     {"method": "auto", "eviction": "quest", "eviction_budget": 0.1},
     {"method": "auto"},
     {"method": "samkv-guided"},
@@ -73,13 +73,13 @@ _CANDIDATES: Sequence[Mapping[str, Any]] = (
 
 
 def candidates(model: str, store_bits: int) -> dict[str, TunedSetting]:
-    """Label -> setting that is tried, roughly cheapest first. store_bits: of the caches."""
+    """The settings to try, by label, roughly cheapest first. store_bits: of the caches."""
     made = [TunedSetting(model=model, store_bits=store_bits, **words) for words in _CANDIDATES]
     return {as_label(setting): setting for setting in made}
 
 
 def as_label(setting: TunedSetting) -> str:
-    """A setting in few words: ``auto, first=48, quest@0.1``."""
+    """A short name of a setting, such as ``auto, first=48, quest@0.1``."""
     words = [setting.method, *(option.partition(".")[2] for option in setting.set)]
     if setting.eviction != NO_EVICTION:
         budget = "" if setting.eviction_budget is None else f"@{setting.eviction_budget:g}"
@@ -88,10 +88,10 @@ def as_label(setting: TunedSetting) -> str:
 
 
 def judged(questions: Sequence[Question]) -> tuple[list[Question], str]:
-    """The questions that are asked, and what judges them: `GOLD` or `AGREEMENT`.
+    """The questions to ask, and what judges their answers: `GOLD` or `AGREEMENT`.
 
-    Those with gold answers, if all have some or LEAST_QUESTIONS do; else all of them, and none by
-    its answers.
+    These are the questions with gold answers, if all have them or at least `LEAST_QUESTIONS` do.
+    Otherwise they are all questions, without their gold answers.
     """
     known = [one for one in questions if one.has_gold]
     if known and len(known) >= min(LEAST_QUESTIONS, len(questions)):
@@ -101,11 +101,12 @@ def judged(questions: Sequence[Question]) -> tuple[list[Question], str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Compared:
-    """An answer beside full prefill's to the same prompt.
+    """An answer compared with full prefill's answer to the same prompt.
 
-    right, full: whether it is right, and full prefill's. first_kl: of the first token, in nats.
-    ttft_ratio: first token over full prefill's. bytes_read: of caches.
-    kv_ratio: working cache over full prefill's.
+    right, full: whether the answer is right, and whether full prefill's is.
+    first_kl: KL divergence of the first token from full prefill's, in nats.
+    ttft_ratio, kv_ratio: time to first token and bytes of the working cache, over full prefill's.
+    bytes_read: bytes read from chunk caches.
     """
 
     right: bool
@@ -117,13 +118,13 @@ class Compared:
 
 
 class Measurer:
-    """Answers a question by full prefill and by other methods. The caches are only read.
+    """Answers questions by full prefill and by other methods. The store is only read.
 
     Args:
-        engine: on the collection's caches, without a prefix cache.
-        methods: label -> what answers.
-        max_new_tokens: of an answer. chat: whether prompts go through the chat template.
-        clock: tells seconds.
+        engine: over the collection's caches, without a prefix cache.
+        methods: label -> method.
+        max_new_tokens: longest answer. chat: whether prompts go through the chat template.
+        clock: gives the time in seconds.
     """
 
     def __init__(
@@ -141,12 +142,12 @@ class Measurer:
         self._warm: set[str] = set()
 
     def compare(self, question: Question, labels: Sequence[str]) -> list[Compared]:
-        """The answer of each of ``labels`` beside full prefill's, which is computed with them.
+        """Answer a question by full prefill and by each of ``labels``, and compare the answers.
 
-        A question without gold answers has one right answer: full prefill's, but for case,
-        punctuation and articles.
+        Without gold answers the right answer is full prefill's. Case, punctuation and articles do
+        not count.
         """
-        for label in {FULL, *labels} - self._warm:  # the first pass of each is slower than others
+        for label in {FULL, *labels} - self._warm:  # the first pass of a method is slower
             self.answer(question, label, 1)
             self._warm.add(label)
         full, _, full_ttft_s = self.answer(question, FULL, self._max_new_tokens)
@@ -174,9 +175,9 @@ class Measurer:
     def answer(
         self, question: Question, label: str, most_tokens: int
     ) -> tuple[Greedy, Report, float]:
-        """A greedy answer as by `Engine.generate`, its report, and seconds to its first token.
+        """The greedy answer of `Engine.generate`, its report, and the seconds to its first token.
 
-        The report has no times. Nothing is stored: a chunk without a cache is text.
+        The report has no times. Nothing is stored: a chunk without a cache is computed as text.
 
         Raises PromptTooLong as `Engine.generate` does.
         """
@@ -196,10 +197,12 @@ class Measurer:
 
 @dataclass(frozen=True, kw_only=True)
 class TuneConfig:
-    """What is asked of a run. Raises InvalidOption for what cannot be.
+    """What a setting must reach, and in which time.
 
-    lose: points by which the share of right answers may be below full prefill's. minutes: that
-    measuring may take; the question that is under way then is still answered.
+    lose: percentage points by which the share of right answers may be below full prefill's.
+    minutes: time for measuring. A question that has begun is still answered.
+
+    Raises InvalidOption for values out of range.
     """
 
     lose: float = 3.0
@@ -215,23 +218,23 @@ class TuneConfig:
 
     @property
     def least(self) -> float:
-        """The least difference of the shares of right answers that is enough."""
+        """``lose`` as a difference of shares: -0.03 for 3 points."""
         return -self.lose / 100
 
     def is_enough(self, each: Paired) -> bool:
-        """Whether right answers are not below full prefill's by more than ``lose``."""
+        """Whether a setting loses no more than ``lose`` points."""
         return each.difference >= self.least
 
     def can_judge(self, each: Paired) -> bool:
-        """Whether full prefill has so many right answers that losing them would be noticed."""
+        """Whether full prefill has enough right answers for a loss to show."""
         return each.full > each.questions * max(LEAST_RIGHT, -self.least)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Standing(Paired):
-    """A setting beside full prefill, over the questions that it was asked.
+    """A setting compared with full prefill, over the questions that it was asked.
 
-    The other figures are means of `Compared`, but ``ttft_ratio`` is the median.
+    ``ttft_ratio`` is a median; the other figures of `Compared` are means.
     """
 
     label: str
@@ -242,7 +245,7 @@ class Standing(Paired):
 
     @classmethod
     def over(cls, label: str, answers: Sequence[Compared]) -> Standing:
-        """The standing after these answers, at least one."""
+        """The standing after these answers, of which there is at least one."""
         values = {name: [vars(one)[name] for one in answers] for name in vars(answers[0])}
         mine, full = values.pop("right"), values.pop("full")
         means = {name: mean(each) for name, each in values.items()}
@@ -252,13 +255,14 @@ class Standing(Paired):
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """What a run found.
+    """The result of a run.
 
-    standings: of all settings, on the questions of the choice. checked: of the best of them, on
-    held-out questions, the best at the head. chosen: the first of those that is enough, None for
-    full prefill; why: in words, then. states: label -> chosen; enough, but after the chosen one;
-    refused on held-out questions; out, for it loses too much or is slower than full prefill; else
-    in. seconds: that it took.
+    standings: of all settings, on the questions of the choice.
+    checked: of the best settings, on held-out questions, best first.
+    chosen: the first of these that is enough; None for full prefill. why: then the reason.
+    states: label -> ``chosen``; ``enough``, but a better one was chosen; ``refused`` on held-out
+        questions; ``out``, if it loses too much or is slower than full prefill; else ``in``.
+    seconds: duration of the run.
     """
 
     standings: Sequence[Standing]
@@ -270,11 +274,11 @@ class Result:
 
 
 Compare = Callable[[Question, Sequence[str]], Sequence[Compared]]
-"""Answers a question by each of the labels; `Measurer.compare`."""
+"""Answers a question by each of the labels, as `Measurer.compare` does."""
 
 
 class Run:
-    """One run over questions, which have their documents. Progress goes to standard error."""
+    """A run over questions that have their documents. Progress goes to standard error."""
 
     def __init__(
         self, config: TuneConfig, compare: Compare, clock: Clock = time.perf_counter
@@ -282,9 +286,11 @@ class Run:
         self._config, self._compare, self._clock = config, compare, clock
 
     def tune(self, labels: Sequence[str], questions: Sequence[Question]) -> Result:
-        """Ask all settings, then the best on held-out questions: of every five the last two.
+        """Compare all settings on some questions, then the best ones on held-out questions.
 
-        Raises EmptyInput for fewer than LEAST_QUESTIONS questions.
+        Of every five questions, three are for the choice and two are held out.
+
+        Raises EmptyInput for fewer than `LEAST_QUESTIONS` questions.
         """
         if len(questions) < LEAST_QUESTIONS:
             raise EmptyInput(
@@ -348,9 +354,10 @@ class Run:
         ends: float | None = None,
         is_settled: Callable[[Standing], bool] = lambda each: False,
     ) -> list[Standing]:
-        """Ask ``labels`` until they are settled, or the next question might end after ``ends``.
+        """Ask questions of each of ``labels`` until it is settled or the time is over.
 
-        One question is asked in any case. ends: None for all the minutes from now on.
+        No question begins if it might end after ``ends``, but at least one is asked. ends: a time
+        of the clock; None for `TuneConfig.minutes` from now on.
         """
         ends = self._clock() + 60 * self._config.minutes if ends is None else ends
         answers: dict[str, list[Compared]] = {label: [] for label in labels}
@@ -367,10 +374,10 @@ class Run:
 
 
 def best_first(standings: Sequence[Standing], config: TuneConfig) -> list[Standing]:
-    """Those that are enough, the cheapest at the head; then the others, the nearest at the head.
+    """Settings that are enough, fastest first; then the others, by the points that they miss.
 
-    What is not enough on few questions may be on many. Of those whose times are equal within
-    `NOISE`, the one with most right answers, then the smallest KL, then the smallest working cache.
+    A setting that is not enough on a few questions may be enough on more. Among settings whose
+    times are equal within `NOISE` the order is by right answers, then KL, then working cache.
     """
     left, ordered = list(standings), []
     while left:
@@ -389,9 +396,9 @@ def recommended(
     collection: str,
     judge: str,
 ) -> TunedSetting | None:
-    """The entry of ``samkv.toml``, with what it was measured with; None for full prefill.
+    """The entry of ``samkv.toml`` with its measured figures; None for full prefill.
 
-    judge: `GOLD` or `AGREEMENT`. Differences are shares, not points.
+    judge: `GOLD` or `AGREEMENT`. Differences in the entry are shares, not percentage points.
     """
     chosen = result.chosen
     if chosen is None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import ingest, latency, models
+from benchmarks import ingest, latency, models, shapes
 from benchmarks.ingest import IngestConfig
 from benchmarks.latency import LatencyConfig, PageCache
 from samkv_integrations import METHODS
@@ -20,7 +20,6 @@ from samkv_integrations.engine.engine import Engine
 from samkv_integrations.engine.report import Report
 from samkv_integrations.engine.stream import Answer
 from samkv_integrations.errors import InvalidOption, PromptTooLong, UnknownOption
-from samkv_integrations.evaluation import shapes
 from tests.bench.running import error_of, run
 
 TINY = {

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import load_prompts, models
+from benchmarks import load_prompts, models, shapes
 from benchmarks.datasets import load
 from benchmarks.load import (
     AS_SERVED,
@@ -24,7 +24,6 @@ from benchmarks.load import (
 )
 from benchmarks.load_prompts import Prompts, Subject, WordsShape
 from samkv_integrations.errors import InvalidOption, UnknownOption
-from samkv_integrations.evaluation import shapes
 from samkv_integrations.model.loading import load_model
 from tests.support.openai_endpoint import Reply, openai_endpoint
 

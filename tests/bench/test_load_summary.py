@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import load_plot
 from benchmarks.load import Block, Pace, Record
-from benchmarks.load_summary import percentile, rows_of
+from benchmarks.load_summary import percentile, ratio_interval, rows_of
 from samkv_integrations.errors import InvalidOption
 
 EIGHT = Pace(concurrency=8)
@@ -36,6 +36,17 @@ def test_percentiles_lie_between_the_nearest_two() -> None:
     assert percentile(values, 99) == pytest.approx(3.97)
     assert percentile([5.0], 99) == 5.0
     assert percentile([], 50) is None
+
+
+def test_a_ratio_is_resampled_in_pairs() -> None:
+    """Apart, figures that differ this much would leave the ratio open."""
+    bases = [float(n) for n in range(1, 41)]
+    assert ratio_interval([base / 2 for base in bases], bases) == (0.5, 0.5)
+    values = [base * (0.5 if n % 2 else 0.6) for n, base in enumerate(bases)]
+    found = ratio_interval(values, bases)
+    assert found is not None and 0.45 < found[0] < 0.55 < found[1] < 0.65
+    assert ratio_interval([1.0, 1.0], [0.0, 1.0]) is None
+    assert ratio_interval([1.0], [4.0]) == (0.25, 0.25)
 
 
 def test_a_row_counts_what_was_answered_over_the_time_of_its_own_blocks() -> None:

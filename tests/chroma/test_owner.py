@@ -95,7 +95,7 @@ class TestAnotherDatabase:
 
     def test_one_in_memory_is_refused_too(self, tmp_path: Path, kv: Path) -> None:
         fill(link_of(tmp_path / "one", kv))
-        with pytest.raises(InvalidOption, match="a record in the database in memory"):
+        with pytest.raises(InvalidOption, match="database in memory has no records"):
             ChromaLink(in_memory("refused"), engine_of(kv))
 
     def test_it_is_asked_again_before_anything_is_pruned(self, tmp_path: Path, kv: Path) -> None:

@@ -40,7 +40,6 @@ def test_summary_of_many_answers() -> None:
             ttft_s=0.5,
             bytes_read=3000,
             kept_ratio=1.0,
-            answer_s=1.0,
         ),
     ]
     full, reuse = answers.summarise(rows)
@@ -54,14 +53,8 @@ def test_summary_of_many_answers() -> None:
     assert (reuse["bytes_read"], reuse["bytes_share"], full["bytes_share"]) == (2000, 1.0, 0.05)
     assert reuse["ttft_s"] == 0.5
     assert reuse["ttft_ratio"] == pytest.approx((0.5 / 1.0 + 0.5 / 3.0) / 2)  # paired by question
-    assert (reuse["n_same"], reuse["n_questions"]) == (1, 2)
-    assert (reuse["answer_s"], reuse["answer_ratio"]) == (
-        1.5,
-        pytest.approx((2.0 / 2.0 + 1.0 / 2.0) / 2),
-    )
     (alone,) = answers.summarise(rows[1::2])
     assert (alone["same_share"], alone["ttft_ratio"]) == (None, None)
-    assert (alone["n_same"], alone["answer_ratio"]) == (None, None)
 
 
 def test_an_answer_is_right_if_a_gold_answer_stands_in_it() -> None:

@@ -53,6 +53,12 @@ def test_unknown_options_and_commands_are_typers_own() -> None:
         assert "Usage" in result.stderr and "Traceback" not in result.stderr
 
 
+def test_a_removed_command_says_what_takes_its_place() -> None:
+    adapt = error_of("adapt", "--model", "smollm2", "--data", "docs")
+    assert "'samkv adapt' was removed; ingest as it is" in adapt
+    assert "'samkv plan' was removed; docs/scale.md" in error_of("plan", "--chunks", "9")
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [

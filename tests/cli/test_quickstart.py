@@ -33,6 +33,7 @@ def test_quickstart_compares_every_method_and_follows_the_documents(town: Path) 
     assert f"\n    {RECORDS[0].workers}\n  samkv's default: first token " in beside
     assert "\n  asked again: first token " in beside
     assert [*right_by_method(shown)] == [*COMPARED]
+    assert f"\nauto: epic for {len(RECORDS)} of {len(RECORDS)}.\n" in shown
     assert int(right_by_method(shown)["recompute"][0]) >= 5
     assert "also 0 whose gold answer stands in no retrieved chunk" in shown
     assert "nonsense with every method, full prefill included" in " ".join(shown.split())

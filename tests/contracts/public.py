@@ -110,7 +110,6 @@ def rows_of_commands() -> dict[str, list[str]]:
         for command in (
             ["methods"], ["ingest", str(documents), *index], ["ask", "Where?", *index],
             ["store", "stats", *index],
-            ["plan", "--model", "builtin", "--chunks", "100", "--chunk-tokens", "128"],
             ["inspect", "Where?", *index], ["remove", str(documents), *index],
         ):  # fmt: skip
             result = CliRunner().invoke(app, [*command, "--json"])

@@ -23,7 +23,6 @@ from samkv_integrations.cache.attention_stats import decode_means
 from samkv_integrations.cache.chunk import ChunkCache, ChunkRef, Fingerprint
 from samkv_integrations.cache.quantise import rotate
 from samkv_integrations.engine import chunks as engine_module
-from samkv_integrations.engine.chunk_prefix import ChunkPrefix
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.engine.prefill import (
     BATCH_CHUNKS,
@@ -72,7 +71,7 @@ def caches_of(
 ) -> list[ChunkCache]:
     """With 16 bits, unless said otherwise: what was captured, to the bit."""
     with torch.inference_mode():
-        before = entries_before(model, ChunkPrefix(ids=prefix))
+        before = entries_before(model, prefix)
         return prefill(model, chunks, fingerprint_of(model, block_size, bits), before)
 
 
@@ -350,8 +349,8 @@ class Counting:
 def test_the_prefix_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     computed: list[int] = []
 
-    def noted(model: Model, prefix: ChunkPrefix) -> Before:
-        computed.append(len(prefix.token_ids))
+    def noted(model: Model, prefix: Sequence[int]) -> Before:
+        computed.append(len(prefix))
         return entries_before(model, prefix)
 
     monkeypatch.setattr(engine_module, "entries_before", noted)
@@ -504,7 +503,7 @@ def test_prefill_never_holds_an_attention_matrix() -> None:
     tile = model.n_heads * 64 * (n_tokens + 1)
     rows = model.n_layers * n_tokens * model.n_kv_heads * model.head_dim
     with torch.inference_mode(), Memory() as memory:
-        prefill(model, [chunk], fingerprint, entries_before(model, ChunkPrefix(ids=(1,))))
+        prefill(model, [chunk], fingerprint, entries_before(model, (1,)))
     assert memory.largest <= max(tile, rows)
     activation = (n_tokens + 1) * model.config.intermediate_size
     assert memory.peak <= 4 * (3 * rows + 8 * activation + 6 * tile)
@@ -516,7 +515,7 @@ def test_a_batch_holds_tiles_of_one_chunk_at_a_time() -> None:
     model, n_tokens, n_chunks = tiny_model("llama"), 256, 6
     chunks = [new_chunk(n_tokens, seed) for seed in range(n_chunks)]
     with torch.inference_mode(), Memory() as memory:
-        before = entries_before(model, ChunkPrefix(ids=(1,)))
+        before = entries_before(model, (1,))
         prefill(model, chunks, fingerprint_of(model, bits=4), before)
     activation = n_chunks * (n_tokens + 1) * model.config.intermediate_size
     tile = model.n_heads * 64 * (n_tokens + 1)

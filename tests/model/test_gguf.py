@@ -24,8 +24,7 @@ from samkv_integrations.errors import (
     SamkvError,
     UnsupportedModel,
 )
-from samkv_integrations.evaluation.shapes import sizes_of
-from samkv_integrations.model.loading import load_model, load_shape, load_tokenizer
+from samkv_integrations.model.loading import load_model, load_tokenizer
 from samkv_integrations.model.model import Model
 from tests.support.gguf_files import model_for_gguf, same_weights, write_gguf
 
@@ -162,12 +161,6 @@ class TestPlaces:
         assert load(file.parent, tokenizer=load_tokenizer(str(file))).n_layers == 2
         assert load(file).n_layers == 4
 
-    def test_sizes_on_paper(self, file: Path) -> None:
-        shape, model = load_shape(str(file)), load(file)
-        assert (shape.n_layers, shape.dtype) == (model.n_layers, "float32")
-        assert shape.layer_parameters == model.layer_parameters
-        assert sizes_of(str(file), layers=None, dtype="auto") == shape
-
     def test_a_connector(self, file: Path) -> None:
         llm = SamKV(model=str(file), max_tokens=3)
         assert isinstance(llm.invoke("The theatre"), str)
@@ -290,7 +283,7 @@ class TestSmolLM2:
     def test_is_the_file_of_the_package(self, package: Path) -> None:
         model = load_model("smollm2", device="cpu")
         assert model.name == "smollm2" and same_weights(model.hf, model_for_gguf("llama"))
-        assert load_tokenizer("smollm2").chat_template and load_shape("smollm2").n_layers == 4
+        assert load_tokenizer("smollm2").chat_template
 
     def test_missing(self, package: Path) -> None:
         package.unlink()

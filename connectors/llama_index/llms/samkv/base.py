@@ -48,7 +48,7 @@ from llama_index.llms.samkv.conversion import (
 from llama_index.llms.samkv.transform import body_of
 from samkv_integrations.cache.disk import ChunkStore
 from samkv_integrations.cache.memory import MemoryStore
-from samkv_integrations.engine.chunk_prefix import ChunkPrefix
+from samkv_integrations.engine.chunk_prefix import prefix_ids
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.engine.stream import AnswerStream, off_loop
 from samkv_integrations.errors import AnswerCut, InvalidOption, PromptTooLong
@@ -199,8 +199,7 @@ class SamKVLLM(LocalLLM, FunctionCallingLLM):
         left_out = {
             "method": not (self.method or own_method or is_default or self.engine.tuned),
             "eviction": not (self.eviction or own_eviction) and self.engine.eviction is not None,
-            "prefix": self.engine.chunks.prefix.name
-            != ChunkPrefix.of(model, self.engine.store, "auto", "").name,
+            "prefix": self.engine.prefix != prefix_ids(model, "auto", ""),
             "block_size": self.engine.chunks.has_own_scheme,
             "store": type(self.engine.store) not in (ChunkStore, MemoryStore),
         }

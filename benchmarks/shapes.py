@@ -3,14 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-from samkv_integrations.errors import InvalidOption, UnknownOption, meant
-
-if TYPE_CHECKING:
-    from samkv_integrations.model.shape import ModelShape
+from typing import Any
 
 BUILTIN = "builtin"
 """The shape that is the built-in model itself, its trained weights included."""
@@ -81,33 +74,3 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
 def shape_names() -> list[str]:
     """What ``--shape`` takes."""
     return [*SHAPES, BUILTIN]
-
-
-def sizes_of(name: str, *, layers: int | None, dtype: str) -> ModelShape:
-    """The sizes of a shape, or of any other model by its config; no weights are looked at.
-
-    layers: how many it has; None for all.
-
-    Raises:
-        UnknownOption: the name is no shape, no folder or file and no hub id of anybody.
-        InvalidOption: any other value that there is not.
-        ModelNotFound: a folder or hub id without a config.
-        UnsupportedModel: a model that could not be computed exactly.
-    """
-    from samkv_integrations.model.loading import load_shape, random_shape
-
-    if name in SHAPES:
-        found = random_shape(SHAPES[name], name=name, dtype=dtype)
-    elif name in (BUILTIN, "smollm2") or "/" in name or Path(name).exists():
-        found = load_shape(name, dtype=dtype)
-    else:
-        raise UnknownOption(
-            f"unknown model {name!r}; known shapes: {', '.join(shape_names())}"
-            f"{meant(name, shape_names())} Or give a folder with a config.json, a GGUF "
-            "file, or a hub id"
-        )
-    if layers is None:
-        return found
-    if not 1 <= layers <= found.n_layers:
-        raise InvalidOption(f"layers={layers}; {name!r} has 1 to {found.n_layers}")
-    return replace(found, n_layers=layers)

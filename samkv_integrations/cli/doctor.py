@@ -1,0 +1,44 @@
+"""``samkv doctor``."""
+
+from __future__ import annotations
+
+import typer
+
+from samkv_integrations.cli import arguments as args
+from samkv_integrations.cli import tables
+from samkv_integrations.cli.loading import use_threads_for
+
+CHECK_FAILED = 1
+"""Exit code if a model is not computed exactly."""
+
+
+def doctor(
+    model: args.ModelName = "builtin", device: args.Device = "auto", dtype: args.Dtype = "auto",
+    folder: args.CostFolder = None, questions: args.DoctorQuestions = None,
+    as_json: args.Json = False,
+) -> None:  # fmt: skip
+    """Check that a model is computed exactly, and measure what suits it. Exit code 1 if it is not.
+
+    It says which --store-bits to take, when full prefill is faster, and how many answers of each
+    method are right.
+    """
+    from samkv_integrations.cache.disk import ChunkStore
+    from samkv_integrations.evaluation.checkup import checkup, given_questions
+    from samkv_integrations.model.loading import load_model
+
+    asked = None if questions is None else given_questions(questions)
+    use_threads_for(model)  # times of another number of threads would not be found again
+    loaded = load_model(model, device=device, dtype=dtype)
+    checks = list(checkup(loaded, None if folder is None else ChunkStore(folder / "kv"), asked))
+    failed = [check.name for check in checks if not check.ok]
+    if as_json:
+        tables.write_json("doctor", model, [check.to_row() for check in checks])
+    else:
+        out = tables.console()
+        words = [(c.name, "failed" if not c.ok else "warning" if c.is_warning else "ok", c.detail)
+                 for c in checks]  # fmt: skip
+        out.print(tables.table(("check", "", "detail"), words, left=3))
+        verdict = f"FAILED: {', '.join(failed)}" if failed else "computed as by transformers"
+        out.print(f"\n{model} in {loaded.dtype_name} on {loaded.device}: {verdict}")
+    if failed:
+        raise typer.Exit(CHECK_FAILED)
