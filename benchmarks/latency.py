@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 import typer
 
-from benchmarks import disk, latency_plot, models
+from benchmarks import disk, models
 from benchmarks import options as own
 from benchmarks.commands import TRUTH, command_line, counts, method_names, shares, time_table
 from benchmarks.disk import require_cold
@@ -422,7 +422,6 @@ def latency(
     cached: own.Cached = "1.0", page_cache: own.PageCache = "warm",
     new_tokens: own.NewTokens = 1, repeats: own.Repeats = 3, memory: own.Memory = True,
     methods: own.AllMethods = "all", folder: own.BenchFolder = None, as_json: args.Json = False,
-    plot: own.LatencyPlot = None,
 ) -> None:  # fmt: skip
     """Time, bytes and memory of a first token, with every combination of the lists given."""
     config = LatencyConfig(
@@ -437,12 +436,8 @@ def latency(
     chosen = {name: get_method(name) for name in method_names(methods)}
     if not chosen:
         raise InvalidOption(f"--methods {methods!r} names none; give some, or 'all'")
-    if plot:
-        latency_plot.check(plot, chosen)
     use_threads_for(shape)
     rows = list(run(config, chosen))
-    if plot:
-        latency_plot.draw(rows, plot, rows[0]["model"])
     if as_json:
         typer.echo(figures.to_json("benchmarks latency", rows[0]["model"], rows))
         return

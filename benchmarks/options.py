@@ -36,9 +36,6 @@ PageCache = Annotated[
 ]
 NewTokens = Annotated[int, typer.Option(help="Tokens of an answer; from 2 on their rate.")]
 Memory = Annotated[bool, typer.Option(help="Measure memory, in one more round.")]
-LatencyPlot = Annotated[
-    Path | None, typer.Option(help="Draw first token over chunk length, .png or .svg.")
-]
 
 # -- of the bench of a server -------------------------------------------------------------------
 Url = Annotated[
@@ -85,7 +82,4 @@ ApiKey = Annotated[
 ]
 LoadFolder = Annotated[
     Path | None, typer.Option(help="Folder to keep every request in, as JSON Lines.")
-]
-LoadPlot = Annotated[
-    Path | None, typer.Option(help="Draw times to first token and throughput, .png or .svg.")
 ]

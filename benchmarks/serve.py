@@ -22,7 +22,6 @@ import typer
 from rich.table import Table
 from tqdm.auto import tqdm
 
-from benchmarks import load_plot
 from benchmarks import options as own
 from benchmarks.commands import command_line, counts, method_names, shares
 from benchmarks.journal import Journal
@@ -67,7 +66,7 @@ def serve(
     rounds: own.Rounds = 2, max_tokens: own.NewTokens = 16,
     timeout: own.RequestSeconds = 600.0, api_key: own.ApiKey = None,
     folder: own.BenchFolder = None, output: own.LoadFolder = None, fresh: own.Fresh = False,
-    as_json: args.Json = False, plot: own.LoadPlot = None,
+    as_json: args.Json = False,
 ) -> None:  # fmt: skip
     """Throughput and latencies of a server under load, methods side by side."""
     subject = Subject(
@@ -83,7 +82,8 @@ def serve(
         url=url or _OWN_SERVER, model=model if url else None, max_tokens=max_tokens,
         timeout_s=timeout, api_key=api_key,
     )  # fmt: skip
-    _check_surroundings(folder, plot)
+    require_httpx()
+    check_folder(folder)
     use_threads_for(subject.name)
     settings = _settings(subject, config, endpoint)
     with (
@@ -92,8 +92,6 @@ def serve(
     ):
         name, blocks = asyncio.run(_measured(found, config, made.prompts, keep))
     rows, name = rows_of(blocks), name if url else made.name
-    if plot:
-        load_plot.draw(blocks, rows, plot, name)
     if as_json:
         more = {"hardware": settings["hardware"], "settings": settings}
         typer.echo(figures.to_json("benchmarks serve", name, rows, more))
@@ -113,14 +111,6 @@ def _paces(concurrency: str, rate: str) -> tuple[Pace, ...]:
     if rate:
         return tuple(Pace(rate=each) for each in shares("--rate", rate))
     return tuple(Pace(concurrency=each) for each in counts("--concurrency", concurrency or "8"))
-
-
-def _check_surroundings(folder: Path | None, plot: Path | None) -> None:
-    """Raise before anything is measured if the figures could not be taken or written afterwards."""
-    require_httpx()
-    check_folder(folder)
-    if plot:
-        load_plot.check(plot)
 
 
 def _settings(subject: Subject, config: LoadConfig, endpoint: Endpoint) -> dict[str, Any]:

@@ -33,7 +33,7 @@ from pathlib import Path
 from benchmarks.store_parts import (
     TINY,
     Violation,
-    chunk_files,
+    check_collected,
     chunk_of,
     ids_of,
     in_fresh_process,
@@ -45,7 +45,6 @@ from benchmarks.store_parts import (
     report,
     single_thread,
     start,
-    strangers_in,
     text_of,
     version_in,
 )
@@ -286,21 +285,12 @@ def check(world: World) -> int:
 
 def check_nothing_left(world: World, present: set[str]) -> int:
     """After `gc` there is nothing over. present: markers of texts that may be there."""
-    upkeep.gc(world.store())
-    held = chunk_files(world.kv)
     notes = [f"note-{slot}" for slot in range(WRITERS)]
     notes += [Path(name).stem for name in os.listdir(world.kv) if name.startswith("chroma-owner")]
-    if strangers := strangers_in(world.kv, notes):
-        raise Violation(f"left over: {names(strangers)}")
+    stores = [world.store(slot) for slot in range(len(NAMESPACES))]
+    held = check_collected(world.kv, stores, notes)
     if left := markers_in(world.kv) - present:
         raise Violation(f"texts without a cache: {names(left)}")
-    stores = [world.store(slot) for slot in range(len(NAMESPACES))]
-    known = {key for store in stores for key in store.keys()}
-    if known != held.keys():
-        raise Violation(f"files {names(held.keys() - known)}, index {names(known - held.keys())}")
-    stats = stores[0].stats(everyone=True)
-    if (stats.n_chunks, stats.bytes) != (len(held), sum(held.values())):
-        raise Violation(f"{stats}, but {len(held)} files of {sum(held.values())} bytes")
     if world.budget is not None and sum(held.values()) > world.budget:
         raise Violation(f"{sum(held.values())} bytes, with a budget of {world.budget}")
     return len(held)

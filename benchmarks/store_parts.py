@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import json
 import os
-import platform
 import re
 import signal
 import sys
@@ -26,7 +25,9 @@ from typing import Any, NoReturn
 import torch
 
 from benchmarks.models import random_model
+from benchmarks.run_settings import machine
 from samkv_integrations import ChunkStore
+from samkv_integrations.cache import upkeep
 from samkv_integrations.cache.chunk import BlockMeans, ChunkCache, ChunkStatistics, Fingerprint
 from samkv_integrations.cli.tables import markdown_table as table
 from samkv_integrations.errors import CacheMiss
@@ -321,17 +322,27 @@ def chunk_files(folder: Path) -> dict[str, int]:
 # -- results ----------------------------------------------------------------------------------
 
 
-def hardware() -> dict[str, Any]:
-    """The hardware of a run without a model."""
-    info = Path("/proc/cpuinfo")
-    names = re.findall(r"^model name\s*:\s*(.+)$", info.read_text() if info.exists() else "", re.M)
-    return {
-        "cpu": names[0] if names else platform.machine(),
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "system": f"{platform.system()} {platform.release()}",
-    }
+def check_collected(
+    folder: Path, stores: Sequence[ChunkStore], notes: Collection[str] = ()
+) -> dict[str, int]:
+    """The chunk files that there are after `gc`.
+
+    stores: all namespaces of the folder. notes: names of the notes that may be there.
+
+    Raises Violation if there is a file that no chunk needs, or the index does not say what the
+    files say.
+    """
+    upkeep.gc(stores[0])
+    if strangers := strangers_in(folder, notes):
+        raise Violation(f"left over: {names(strangers)}")
+    held = chunk_files(folder)
+    known = {key for store in stores for key in store.keys()}
+    if known != held.keys():
+        raise Violation(f"files {names(held.keys() - known)}, index {names(known - held.keys())}")
+    stats, n_files = stores[0].stats(everyone=True), len(list(folder.glob("*/??/*.safetensors")))
+    if (stats.n_chunks, stats.bytes) != (n_files, sum(held.values())):
+        raise Violation(f"{stats}, but {n_files} files of {sum(held.values())} bytes")
+    return held
 
 
 def report(
@@ -339,7 +350,7 @@ def report(
 ) -> None:
     """Rows as a table on standard output, and as JSON where it was asked for."""
     if json_file:
-        text = to_json(command, None, rows, {"hardware": hardware()})
+        text = to_json(command, None, rows, {"hardware": machine()})
         json_file.write_text(f"{text}\n", encoding="utf-8")
     cells = [[str(value) for value in row.values()] for row in rows]
     sys.stdout.write(f"{table(tuple(rows[0]), cells, left=left)}\n")

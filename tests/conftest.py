@@ -57,6 +57,16 @@ def no_settings_of_the_user() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True, scope="session")
+def nothing_waits_for_the_disk() -> Iterator[None]:
+    """What `fsync` is for, a power cut, no test can make; a kill loses nothing without it.
+
+    On a busy disk each file that is written would cost some tens of milliseconds.
+    """
+    with mock.patch.object(os, "fsync", lambda descriptor: None):
+        yield
+
+
 @pytest.fixture(autouse=True)
 def no_exact_beginnings(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Answers of an approximate method to the same question are compared with each other.

@@ -1,8 +1,7 @@
-"""What the attention of a chunk on itself says about its tokens and blocks.
+"""Statistics of a chunk's attention to itself, for its tokens and blocks.
 
-Everything here is computed once, at ingest, from one prefill of the chunk alone, on the device of
-its inputs. Shapes follow the legend in docs/architecture.md; P is the number of tokens of the
-prefix policy in front of the chunk.
+They are computed once, at ingest, from a prefill of the chunk alone, on the device of the inputs.
+docs/architecture.md has the legend of shapes; P is the number of prefix tokens before the chunk.
 """
 
 from __future__ import annotations
@@ -18,36 +17,36 @@ from samkv_integrations.cache.chunk import BlockMeans, ChunkBlocks, ChunkStatist
 from samkv_integrations.cache.quantise import HALF_STEP, as_half
 
 MIN_LATER = 8
-"""Later tokens that a token needs before a power law is fitted to its column."""
+"""Fewest later tokens for which a power law is fitted to a token's column."""
 
 ATTENTION_FLOOR = 1e-8
-"""Attention below this counts as this much in the fit: the softmax underflows to zero, whose
-logarithm would decide the whole column, and so little attention carries no value anyway."""
+"""Attention is raised to at least this before the fit: where the softmax underflows to zero, the
+logarithm would dominate the whole column."""
 
 MIN_PAUTA = 11
-"""Values that a 3-sigma test needs: among n values none is further than sqrt(n - 1) population
-standard deviations from the mean, so ten or fewer cannot hold one beyond three."""
+"""Fewest values for a 3-sigma test: no value of n is further than sqrt(n - 1) population standard
+deviations from the mean, so ten or fewer have none beyond three."""
 
 MIN_CHUNKS = 32
-"""Chunks that have to vote before their votes decide a model's stable layers."""
+"""Fewest chunks whose votes decide a model's stable layers."""
 
 PUBLISHED_STABLE_LAYERS: Mapping[tuple[str, int, int, int], tuple[int, ...]] = {
     ("qwen2", 36, 2048, 2): tuple(range(31, 36)),  # Qwen2.5-3B-Instruct
     ("mistral", 32, 4096, 8): tuple(range(27, 32)),  # Mistral-7B-Instruct
     ("llama", 32, 4096, 8): tuple(range(28, 32)),  # Llama-3.1-8B-Instruct
 }
-"""Stable layers that the paper reports (Appendix A.2), counted from 0, under (model type, layers,
-hidden size, key-value heads). The paper counts them from 1."""
+"""(model type, layers, hidden size, key-value heads) -> the stable layers that the paper reports
+(Appendix A.2), counted from 0 here and from 1 in the paper."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerStatistics:
-    """How the attention that each token of a chunk receives develops with distance, in one layer.
+    """How the attention to each token of a chunk decays with distance, in one layer.
 
-    alpha: (T,) float32, exponent of the power law a ~ x^-alpha fitted to the attention that the
-    token receives from the token x = 1, 2, ... places later; small means lasting attention. nan
-    where fewer than `MIN_LATER` tokens follow.
-    sustained: (T,) float32, mean attention received from all later tokens, nan for the last token.
+    alpha: (T,) float32, exponent of the power law a ~ x^-alpha, fitted to the attention from the
+    tokens x = 1, 2, ... places later; a small one means lasting attention. nan if fewer than
+    `MIN_LATER` tokens follow.
+    sustained: (T,) float32, mean attention from all later tokens; nan for the last token.
     """
 
     alpha: Tensor
@@ -58,17 +57,17 @@ class LayerStatistics:
 def layer_statistics(
     query: Tensor, key: Tensor, scaling: float, *, n_prefix: int = 0, tile: int = 256
 ) -> LayerStatistics:
-    """Statistics of the head-mean causal attention of a chunk on itself (paper: Appendix A.1).
+    """Statistics of a chunk's causal attention to itself, mean over heads (paper: Appendix A.1).
 
     query: (H, T, D), key: (G, P + T, D), both rotated as in the prefill; consecutive query heads
-    share a key-value head. The first ``n_prefix`` keys take their share of the softmax and get no
+    share a key-value head. The first ``n_prefix`` keys take part in the softmax and get no
     statistics. ``scaling`` multiplies the logits.
 
     The softmax runs in float32 over ``tile`` queries at a time, so that no tensor but the inputs
-    has more than H * tile * (P + T) elements (given D at most P + T). One pass is enough because
+    has more than H * tile * (P + T) elements (if D is at most P + T). One pass is enough, because
     the least-squares slope of a column is linear in its logarithms: with u = log x,
-    slope = sum((u - mean u) log a) / sum((u - mean u)^2), and both moments of u depend only on how
-    many tokens follow.
+    slope = sum((u - mean u) log a) / sum((u - mean u)^2), and both moments of u depend only on the
+    number of later tokens.
     """
     n_heads, n_tokens, dim = query.shape
     n_kv_heads = key.shape[0]
@@ -81,13 +80,13 @@ def layer_statistics(
     slope = torch.zeros(n_tokens, dtype=torch.float32, device=device)
     for start in range(0, n_tokens, tile):
         stop = min(start + tile, n_tokens)
-        # Keys after the tile are masked for all its queries: leaving them out halves the work.
+        # Keys after the tile are masked for all its queries; omitting them halves the work.
         columns, tile_key = positions[: n_prefix + stop], key[:, : n_prefix + stop]
         distance = torch.arange(start, stop, device=device)[:, None] - columns
         # Heads of one group are consecutive, so they stack over their common key head.
         tile_query = (query[:, start:stop].float() * scaling).reshape(n_kv_heads, -1, dim)
         logits = (tile_query @ tile_key.mT).view(n_heads, *distance.shape)
-        own = n_prefix + start  # what stands before the tile is seen by all its queries
+        own = n_prefix + start  # keys before the tile are seen by all its queries
         logits[..., own:].masked_fill_(distance[:, own:] < 0, -torch.inf)
         attention = logits.softmax(-1).mean(0)
         attention, distance = attention[:, n_prefix:], distance[:, n_prefix:]
@@ -96,15 +95,15 @@ def layer_statistics(
         centred_u = distance.clamp(min=1).log() - mean_u[:stop]
         log_attention = attention.clamp(min=ATTENTION_FLOOR).log()
         slope[:stop] += (centred_u * log_attention).where(later, 0).sum(0)
-    # Neither quotient needs a case for short columns: spread_u is nan there, and 0 / 0 is nan.
+    # Short columns become nan: spread_u is nan there, and so is 0 / 0.
     return LayerStatistics(alpha=-slope / spread_u, sustained=received / n_later)
 
 
 def _log_distances(n_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
-    """What the fit needs to know of u = log x before it sees any attention.
+    """Moments of u = log x for the fit, per token, (T,) float64 each.
 
-    Per token (T,) float64: n, how many tokens follow it; the mean of u over x = 1 ... n; the sum of
-    squared deviations from that mean, nan where n is below `MIN_LATER`.
+    n, the number of later tokens; the mean of u over x = 1 ... n; the sum of squared deviations
+    from that mean, nan where n is below `MIN_LATER`.
     """
     count = torch.arange(n_tokens, dtype=torch.float64)
     u = count.clamp(min=1).log()
@@ -117,16 +116,16 @@ def _log_distances(n_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
 def chunk_statistics(layers: Sequence[LayerStatistics], blocks: ChunkBlocks) -> ChunkStatistics:
     """Leading and trailing blocks, outlier tokens and stable layers of a chunk, on the CPU.
 
-    Importance of a block (Appendix A.1): the smallest alpha among its tokens, smallest first.
-    Unimportance: the highest sustained attention among its tokens, lowest first. A block in which
-    no token has the value comes last in both orders; the lowest index wins a tie.
+    Importance of a block (Appendix A.1): the smallest alpha among its tokens; smallest first.
+    Unimportance: the highest sustained attention among its tokens; lowest first. In both orders,
+    blocks without such a token come last, and the lowest index wins a tie.
     Outlier tokens: alpha below mean - 3 sigma over all alphas of the layer (PauTa criterion).
     Stable layers (Appendix A.2): blocks that have an alpha, anchors included, are ranked by
-    importance in each layer; the block with the best mean rank leads the chunk, and a layer is
-    stable if the leading block's alpha is below mean - 3 sigma over that layer's blocks. A chunk
-    of fewer than `MIN_PAUTA` such blocks has no stable layer, whatever its attention is.
+    importance in each layer. The block with the best mean rank leads the chunk. A layer is stable
+    if the leading block's alpha is below mean - 3 sigma over the layer's blocks. A chunk with fewer
+    than `MIN_PAUTA` such blocks has no stable layer.
     """
-    one = layers[0].alpha.device  # layers may be on several
+    one = layers[0].alpha.device  # layers may be on several devices
     alpha = torch.stack([layer.alpha.to(one) for layer in layers]).cpu()  # (L, T)
     sustained = torch.stack([layer.sustained.to(one) for layer in layers]).cpu()
     assert alpha.shape[1] == blocks.n_tokens
@@ -145,14 +144,14 @@ def chunk_statistics(layers: Sequence[LayerStatistics], blocks: ChunkBlocks) -> 
 
 
 def _by_block(values: Tensor, blocks: ChunkBlocks, fill: float) -> Tensor:
-    """(L, T) values as (L, N, B), the short last block filled up with ``fill``."""
+    """(L, T) values as (L, N, B), a short last block padded with ``fill``."""
     n_blocks, size = blocks.n_blocks, blocks.scheme.size
     padded = pad(values, (0, n_blocks * size - blocks.n_tokens), value=fill)
     return padded.view(-1, n_blocks, size)
 
 
 def _lowest_middle(values: Tensor, blocks: ChunkBlocks) -> Tensor:
-    """(L,) int32 index of the middle block of the lowest of the (L, N) values, -1 without one."""
+    """(L,) int32 index of the middle block with the lowest (L, N) value; -1 without a middle."""
     middle = blocks.middle_blocks
     if not middle:
         return torch.full((values.shape[0],), -1, dtype=torch.int32)
@@ -163,8 +162,8 @@ def _lowest_middle(values: Tensor, blocks: ChunkBlocks) -> Tensor:
 def _pauta_limit(values: Tensor) -> Tensor:
     """(L, 1) float64 mean - 3 population sigma of the (L, n) values, nan ignored.
 
-    nan, which nothing is below, with fewer than `MIN_PAUTA` values: rounding could otherwise put
-    a value beyond a limit that it can at most touch.
+    nan, which nothing is below, with fewer than `MIN_PAUTA` values: none could be beyond the limit,
+    except by rounding.
     """
     values = values.double()
     mean = values.nanmean(1, keepdim=True)
@@ -174,7 +173,7 @@ def _pauta_limit(values: Tensor) -> Tensor:
 
 
 def _stable(importance: Tensor) -> Tensor:
-    """(L,) bool from the (L, N) importance of all blocks, inf where a block has no alpha."""
+    """(L,) bool from the (L, N) importance of all blocks; inf where a block has no alpha."""
     ranked = importance[:, importance.isfinite().all(0)]
     if ranked.shape[1] < MIN_PAUTA:
         return torch.zeros(ranked.shape[0], dtype=torch.bool)
@@ -186,17 +185,18 @@ def _stable(importance: Tensor) -> Tensor:
 def stable_layers(n_layers: int, votes: Tensor | None) -> tuple[int, ...]:
     """The stable layers N* of a model without published ones, counted from 0 (Appendix A.2).
 
-    votes: (number of chunks, L) bool, ``stable`` of the model's chunks; None if there are
-    none. From `MIN_CHUNKS` chunks on: the layers of the last quarter whose votes are at least the
-    mean over all layers and not zero, because the paper finds stability in the last few layers of
-    every model. If no layer qualifies, or with fewer chunks: the last eighth of the layers.
+    From `MIN_CHUNKS` chunks on, these are the layers of the last quarter whose votes are at least
+    the mean over all layers, and not zero: the paper finds stability in the last few layers of
+    every model. With fewer chunks, or if no layer qualifies, the last eighth of the layers.
+
+    votes: (number of chunks, L) bool, ``stable`` of the model's chunks; None without chunks.
     """
     if votes is not None and votes.shape[0] >= MIN_CHUNKS:
         assert votes.shape[1] == n_layers
         counts: list[int] = votes.sum(0).tolist()
         total = sum(counts)
         tail = range(n_layers - max(1, n_layers // 4), n_layers)
-        # Whole numbers on both sides: equal shares of votes must compare as equal.
+        # Whole numbers on both sides, so that equal shares compare as equal.
         chosen = tuple(n for n in tail if counts[n] > 0 and counts[n] * n_layers >= total)
         if chosen:
             return chosen
@@ -207,14 +207,15 @@ def stable_layers(n_layers: int, votes: Tensor | None) -> tuple[int, ...]:
 
 
 def quantise_means(keys: Tensor, blocks: ChunkBlocks) -> BlockMeans:
-    """Mean un-rotated key (of L, T, G, D) of each middle block, int8 per layer, block and head.
+    """Mean of the un-rotated keys (L, T, G, D) of each middle block, in int8.
 
-    A mean beyond 127 * 65504 would be clamped; real keys are far below.
+    Layer, block and head have a scale each. Means beyond 127 * 65504 are clamped; real keys are
+    far below.
     """
     assert keys.shape[1] == blocks.n_tokens
     means = mean_of_blocks(keys, blocks.lengths)[:, list(blocks.middle_blocks)]
-    # Rounding a normal float16 down costs the outermost code less than the half that it is off
-    # anyway; a subnormal one could fall short by more, and none may be 0.
+    # Half a step is added because a subnormal float16 scale could be rounded down by more than
+    # half a code, and to 0.
     scale = as_half(means.abs().amax(-1) / 127 + HALF_STEP)
     codes = (means / scale.float()[..., None]).round_().clamp_(-127, 127).to(torch.int8)
     return BlockMeans(codes=codes, scale=scale)
@@ -225,7 +226,7 @@ def mean_of_blocks(entries: Tensor, lengths: Tensor) -> Tensor:
     n_layers, _, *shape = entries.shape
     block = torch.arange(len(lengths)).repeat_interleave(lengths).to(entries.device)
     total = entries.new_zeros(n_layers, len(lengths), *shape, dtype=torch.float32)
-    counts = lengths.clamp(min=1).to(entries.device)  # of no tokens: 0
+    counts = lengths.clamp(min=1).to(entries.device)  # a block without tokens: 0
     return total.index_add_(1, block, entries.float()) / counts[:, None, None]
 
 

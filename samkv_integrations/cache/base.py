@@ -1,14 +1,14 @@
-"""What a store of chunk caches does, an opened chunk cache, and what all stores have in common."""
+"""The contract of a store of chunk caches: what it does, and what an opened cache gives."""
 
 from __future__ import annotations
 
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
-from typing import ClassVar, Protocol, Self
+from typing import Any, ClassVar, Protocol, Self
 
 from torch import Tensor
 
@@ -18,7 +18,6 @@ from samkv_integrations.cache.chunk import (
     ChunkCache,
     ChunkStatistics,
     Fingerprint,
-    _require,
     check_keys,
     check_namespace,
     chunk_key,
@@ -26,21 +25,20 @@ from samkv_integrations.cache.chunk import (
 )
 from samkv_integrations.cache.index import EVICTED, Index, IndexedChunks
 from samkv_integrations.cache.windows import ChunkIndex
-from samkv_integrations.errors import CacheMiss, SamkvError, StoreError
+from samkv_integrations.errors import FingerprintMismatch, SamkvError, StoreError
 
 _log = logging.getLogger(__name__)
 
 
 class StoredChunk(Protocol):
-    """One chunk cache opened for reading; a context manager.
+    """One chunk cache, opened for reading; a context manager. For one thread at a time.
 
-    Stays readable after its chunk was deleted or replaced in the store, until `let_go`. Every
+    It stays readable after its chunk was deleted or replaced in the store, until `let_go`. Every
     method that reads raises `CacheMiss`: "corrupt" if bytes are missing or fail their MAC, "io" if
-    the operating system fails. Tensors handed out are the store's own: do not modify them. One
-    thread at a time.
+    the operating system fails. Returned tensors belong to the store: do not modify them.
 
     token_ids: (T,) int32.
-    bytes_read: so far; of a file those of every read issued, header and MACs included.
+    bytes_read: so far; from a file, with header and MACs.
     """
 
     key: str
@@ -51,7 +49,7 @@ class StoredChunk(Protocol):
     bytes_read: int
 
     def text(self) -> str:
-        """The text that was put with it. Read once."""
+        """The chunk's text. Read once."""
 
     def statistics(self) -> ChunkStatistics:
         """The attention statistics. Read once."""
@@ -63,40 +61,38 @@ class StoredChunk(Protocol):
         """The mean key of each middle block. Read once."""
 
     def key_range(self) -> Tensor:
-        """(L, N, 2, G, D) float16, see `ChunkCache`.
-
-        Read once, by `read_layers` if that comes first.
-        """
+        """(L, N, 2, G, D) float16, see `ChunkCache`. Read once, here or by `read_layers`."""
 
     def read_layers(self, first: int, out: Sequence[Tensor]) -> None:
-        """Reads the entries of all tokens at layers from ``first`` on, and the key range once.
+        """Read the entries of all tokens at the layers from ``first`` on, and the key range once.
 
-        ``out`` is written: a contiguous CPU tensor (T, E) uint8 for each of these layers, which may
-        be a part of a larger one. After a `CacheMiss` its content is undefined.
+        out: filled; a contiguous CPU tensor (T, E) uint8 for each layer. Undefined after a
+            `CacheMiss`.
         """
 
     def read_blocks(self, layer: int, blocks: Sequence[int], out: Tensor) -> None:
-        """Reads the entries of ``blocks`` at ``layer``, and no others, in the order given.
+        """Read the entries of ``blocks`` at ``layer``, in the order given.
 
-        Blocks that are neighbours in the file are read at once, so ascending order is the fastest.
-        ``out`` is written: a contiguous CPU tensor (S, E) uint8, S the sum of the blocks' lengths.
-        After a `CacheMiss` its content is undefined.
+        Neighbouring blocks are one read, so ascending order is fastest.
+
+        out: filled; a contiguous CPU tensor (S, E) uint8, where S is the sum of the blocks'
+            lengths. Undefined after a `CacheMiss`.
         """
 
     def chunk(self) -> ChunkCache:
-        """All of it, verified, as it was put."""
+        """The whole cache as it was put, verified."""
 
     def verify(self) -> None:
-        """Reads everything and checks every MAC."""
+        """Read everything and check every MAC."""
 
     def let_go(self) -> None:
-        """Holds no file open from now on, but while it reads.
+        """Keep no file open between reads.
 
-        A chunk that is deleted, evicted or replaced meanwhile may be a miss: "absent".
+        If the chunk is deleted, evicted or replaced later, reads may raise `CacheMiss` ("absent").
         """
 
     def close(self) -> None:
-        """Frees what it holds; reading afterwards is a mistake. May be called again."""
+        """Free what it holds. It must not be read afterwards; closing again does nothing."""
 
     def __enter__(self) -> Self:
         return self
@@ -106,19 +102,17 @@ class StoredChunk(Protocol):
 
 
 BEHIND_HEADS = "behind heads of prompts"
-"""The ``prefix`` in statistics of all exact beginnings together, see `Store.behind`."""
-
-_FIGURES = ("chunks", "bytes", "hits", "misses", "evicted", "corrupt")
+"""``FingerprintStats.prefix`` of the row that sums up all exact beginnings, see `Store.behind`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FingerprintStats:
-    """What a store holds of one fingerprint and namespace; ``bytes`` counts chunk files.
+    """What a store holds of one fingerprint in one namespace.
 
-    prefix: what chunks stand after there, see `Fingerprint`; `BEHIND_HEADS` for all beginnings of
-        prompts together, see `Store.behind`.
-    hits, misses: chunks of prompts that were answered from a cache, and that had none.
-    evicted: caches that went for want of room. corrupt: damaged ones that were found.
+    prefix: see `Fingerprint`; `BEHIND_HEADS` for all exact beginnings together.
+    bytes: of chunk files.
+    hits, misses: chunks of prompts that had a cache, and that had none.
+    evicted: caches that made room for others. corrupt: caches that were found damaged.
     """
 
     model: str
@@ -137,21 +131,17 @@ class FingerprintStats:
 
     @property
     def hit_rate(self) -> float | None:
-        """Share of the chunks of prompts that were answered from a cache; None before any."""
+        """Share of the chunks of prompts that had a cache; None before the first prompt."""
         asked = self.hits + self.misses
         return self.hits / asked if asked else None
-
-
-def _counted(row: FingerprintStats, figures: Mapping[str, int]) -> FingerprintStats:
-    return FingerprintStats(**{**asdict(row), **figures})
 
 
 @dataclass(frozen=True, kw_only=True)
 class StoreStats:
     """What a store holds, in all and by fingerprint and namespace.
 
-    n_chunks: those of beginnings do not count, which are others' again; bytes: theirs do.
-    max_bytes: what the chunk files of all namespaces may take; None for no limit.
+    n_chunks: without exact beginnings. bytes: with them.
+    max_bytes: the budget of all namespaces together; None for no limit.
     """
 
     n_chunks: int
@@ -161,18 +151,16 @@ class StoreStats:
 
 
 _STORE_FAILS = (
-    "the store fails (%s); prompts are answered all the same, from the text of what it cannot "
-    "give. This is said once"
+    "the store fails (%s); chunks whose cache it cannot give are computed from their text. This is "
+    "said once"
 )
 
 
 class Outage:
-    """What one engine does about a store that fails under it: a prompt needs no store.
-
-    Safe to use from many threads.
+    """Logs the failures of a store or remote tier, which fail no answer. For many threads.
 
     Args:
-        says: what is logged, with a place for the error.
+        says: the message, with ``%s`` for the error.
     """
 
     def __init__(self, says: str = _STORE_FAILS) -> None:
@@ -182,34 +170,33 @@ class Outage:
 
     @contextmanager
     def survived(self) -> Iterator[None]:
-        """A block that a `StoreError` ends, and no more: it is told instead of raised."""
+        """A block that a `StoreError` ends: it is logged, and not raised."""
         try:
             yield
         except StoreError as error:
             self.tell(error)
 
     def tell(self, error: SamkvError) -> None:
-        """Log what failed: a warning the first time, at DEBUG from then on."""
+        """Log a failure: a warning the first time, at DEBUG from then on."""
         with self._lock:
             is_first, self._has_warned = not self._has_warned, True
         _log.log(logging.WARNING if is_first else logging.DEBUG, self._says, error)
 
 
 class Store:
-    """Chunk caches by key. Whatever cannot be read is a `CacheMiss`, never a wrong tensor.
+    """Chunk caches by key. What cannot be read raises `CacheMiss`; no wrong tensor is returned.
 
-    Only `put`, `touch`, `delete`, `forget` and `quarantine` modify the chunks of a
-    store, and what any process did is seen at once by all. Methods other than `key`, `open`,
-    `contains`, `is_elsewhere`, `look_ahead`, `begin_to_fetch`, `age_s`, `touch`, `chunk_index`,
-    `prefetch`, `note`, `record` and `quarantine` raise `StoreError` if the store itself is not
-    usable.
+    Only `put`, `touch`, `delete`, `forget` and `quarantine` change the chunks of a store, and every
+    process sees a change at once. `key`, `open`, `contains`, `is_elsewhere`, `begin_to_fetch`,
+    `age_s`, `touch`, `chunk_index`, `prefetch`, `note`, `record` and `quarantine`
+    never raise `StoreError`; the other methods do if the store cannot be used.
 
-    Here is what the index answers, whatever caches are kept in, and what a store does without a
-    remote tier.
+    This class implements what the index answers. A subclass implements the methods that raise
+    NotImplementedError, and those of a remote tier if it has one.
     """
 
     keeps_beginnings: ClassVar[bool] = False
-    """Whether exact beginnings of prompts are made for it, see `behind`."""
+    """Whether engines make exact beginnings for this kind of store, see `behind`."""
 
     def __init__(self, namespace: str, secret: bytes, index: Index, where: str) -> None:
         self._namespace = check_namespace(namespace)
@@ -217,85 +204,101 @@ class Store:
 
     @property
     def namespace(self) -> str:
-        """Part of every key: the same text has another key, and cache, in another namespace."""
+        """Part of every key: in another namespace the same text has another key and cache."""
         return self._namespace
 
     def key(self, fingerprint: Fingerprint, token_ids: Sequence[int]) -> str:
         """The key of the chunk with these tokens, in this store and namespace."""
         return chunk_key(self.secret, self._namespace, fingerprint.digest, token_ids)
 
+    # -- single caches --------------------------------------------------------------------------
+
     def put(self, chunk: ChunkCache, *, unless_deleted_since: int | None = None) -> None:
-        """Keeps a chunk, in place of one with the same key and fingerprint.
+        """Keep a chunk, in place of one with the same key and fingerprint.
 
-        unless_deleted_since: what `Index.deletions` said before; if something was deleted since,
-            the chunk is not kept, and that is a `CacheMiss` "absent".
+        Atomic: others see the whole chunk, or what was there before. If the cache cannot be
+        written, its text may have been kept. ``chunk`` must not be modified afterwards. Several
+        threads may put chunks at a time. An exact beginning, see `behind`, evicts no other cache:
+        without room for it, `put` raises StoreError.
 
-        Atomic: others see the whole chunk or what was there before. If the store cannot be written
-        the text may have been kept all the same. ``chunk`` must not be modified afterwards.
-        Several threads may put chunks at a time.
+        unless_deleted_since: an earlier value of `Index.deletions`. If something was deleted since,
+            the chunk is not kept, and `CacheMiss` ("absent") is raised.
         """
         raise NotImplementedError
 
     def open(
         self, key: str, fingerprint: Fingerprint, token_ids: Sequence[int] | None = None
     ) -> StoredChunk:
-        """Opens a chunk and verifies its identity.
+        """Open a chunk and verify its identity.
 
-        Raises `CacheMiss`: "absent", "corrupt", "format" (a file of another format version),
+        Raises `CacheMiss`: "absent", "corrupt", "format" (another version of the file format),
         "fingerprint" (computed by another model), "tokens" (another chunk, or not ``token_ids``),
         "io".
         """
         raise NotImplementedError
 
     def contains(self, key: str, fingerprint: Fingerprint) -> bool:
-        """Whether a chunk is there. Cheap: nothing is read, so opening it may still miss."""
+        """Whether there is a cache. Nothing is read, so opening it may still miss."""
         raise NotImplementedError
 
     def is_elsewhere(self, key: str, fingerprint: Fingerprint) -> bool:
-        """Whether a chunk is in the remote tier only: `open` fetches it, and verifies all of it."""
+        """Whether the cache is in the remote tier only; `open` fetches and verifies it.
+
+        It may have been deleted there within the last minute.
+        """
         return False
 
-    def look_ahead(self, keys: Collection[str], fingerprint: Fingerprint) -> None:
-        """Chunks that `contains` is going to be asked for, so that a remote tier is asked once."""
-
     def begin_to_fetch(self, keys: Collection[str], fingerprint: Fingerprint) -> None:
-        """Begins to bring chunks here that are in a remote tier only, together. Best effort."""
+        """Begin to fetch those that are in the remote tier only, in parallel. Best effort."""
+
+    def prefetch(self, key: str, fingerprint: Fingerprint) -> None:
+        """Begin to read a cache into memory, without waiting. Best effort."""
 
     def age_s(self, key: str, fingerprint: Fingerprint) -> float | None:
-        """Seconds since a chunk was put or touched, None if it is not there."""
+        """Seconds since a cache was put or touched; None if there is none."""
         raise NotImplementedError
 
     def touch(self, key: str, fingerprint: Fingerprint) -> None:
-        """Makes a chunk as young as one that is put now. A chunk that is not there stays away.
+        """Make a cache as young as one that is put now. Best effort: a folder may be read-only."""
+        with suppress(StoreError):
+            self.index.touch(fingerprint.digest, key)
 
-        Best effort: a folder that can only be read keeps its ages, and all its chunks.
+    def record(
+        self,
+        fingerprint: Fingerprint,
+        *,
+        used: Sequence[str] = (),
+        missed: Sequence[str] = (),
+        beginning: StoredChunk | None = None,
+    ) -> None:
+        """Note which chunks of a prompt had a cache, and which had none, by key.
+
+        Hit rates and the order of eviction follow from it. beginning: the exact beginning that was
+        used, if any. Best effort, and waits for another process a second at most.
         """
-        with suppress(StoreError, CacheMiss):
-            self.index.record(self._namespace, fingerprint.digest, [key], are_counted=False)
+        place = None if beginning is None else (beginning.fingerprint.digest, beginning.key)
+        with suppress(StoreError):
+            self.index.record(self._namespace, fingerprint.digest, used, missed, beginning=place)
 
-    def text(self, key: str) -> str | None:
-        """The text of a chunk of any fingerprint, the one put last; None if it is unknown."""
-        return next((text for *_, text in self.index.texts(self._namespace, key)), None)
+    def quarantine(self, key: str, fingerprint: Fingerprint) -> None:
+        """Delete a damaged cache; its text stays known, and the next `put` replaces it.
 
-    def chunk_index(self, fingerprint: Fingerprint) -> ChunkIndex:
-        """The chunks of a fingerprint and this namespace, to be found in prompts by token ids.
-
-        A chunk whose cache was evicted or lost is in it all the same: a counted miss. Its methods
-        raise `StoreError` if the store is not usable.
+        Best effort.
         """
-        return IndexedChunks(self.index, self._namespace, fingerprint.digest)
+        with suppress(StoreError):
+            self.index.lose([(fingerprint.digest, key)], are_damaged=True)
 
-    def prefetch(self, key: str, fingerprint: Fingerprint) -> None:
-        """Begins to read a chunk, all of it, without waiting.
+    def is_evicted(self, key: str, fingerprint: Fingerprint) -> bool:
+        """Whether a cache was put, and evicted since."""
+        return self.index.state(fingerprint.digest, key)[0] == EVICTED
 
-        Nothing but a hint: whatever goes wrong, `open` will say.
-        """
+    # -- deletion -------------------------------------------------------------------------------
 
     def check_delete(self, *keys: str) -> None:
         """Raises StoreError if `delete` would, as far as that can be known before."""
 
     def delete(self, *keys: str) -> int:
-        """Removes chunks and their texts under all fingerprints; how many there were.
+        """Delete chunks and their texts under all fingerprints; how many there were.
 
         Raises InvalidOption for what is no key.
         """
@@ -305,128 +308,15 @@ class Store:
     def forget(
         self, is_wanted: Callable[[str], bool], token_ids: Sequence[Sequence[int]] = ()
     ) -> int:
-        """Removes chunks of this namespace, of any model and bits; how many.
+        """Delete chunks of this namespace by their text, for all models and bits; how many.
 
-        Unlike `delete` it looks at the files: texts without a cache, what a writer that was killed
-        has left, and files that are damaged go too.
+        Unlike `delete` it also finds texts without a cache, damaged files, and what killed
+        processes left.
 
-        is_wanted: which chunks, asked with the body of each.
-        token_ids: of chunks that go whatever their text is, as a damaged one says nothing.
+        is_wanted: is given the body of each chunk.
+        token_ids: of chunks to delete whatever their text is: that of a damaged one is unknown.
         """
         return self.delete(*self._wanted(is_wanted, token_ids))
-
-    def behind(self, fingerprint: Fingerprint, head: Sequence[int]) -> Fingerprint:
-        """That of the chunks which stand behind the token ids ``head`` of a prompt.
-
-        Their entries are full prefill's there: exact beginnings of prompts. Any deletion of chunks
-        deletes all of them, as each may hold what was deleted.
-        """
-        return fingerprint.behind(head, self.secret, self._namespace)
-
-    def delete_beginnings(self) -> int:
-        """Deletes all exact beginnings, see `behind`; how many there were."""
-        return self.index.delete_beginnings(self._namespace)
-
-    def keys(self, fingerprint: Fingerprint | None = None) -> list[str]:
-        """Sorted keys of the chunks of one fingerprint, or of all; not of beginnings."""
-        return self.index.keys(self._namespace, fingerprint, are_present=True)
-
-    def same_texts(self, *keys: str) -> set[str]:
-        """These keys, and those of all chunks of any fingerprint that have a text of theirs."""
-        return self.index.same_texts(self._namespace, keys)
-
-    def known_keys(self, fingerprint: Fingerprint | None = None) -> list[str]:
-        """Sorted keys of the chunks whose text is known, also without a cache: evicted or lost."""
-        return self.index.keys(self._namespace, fingerprint)
-
-    def agree_block_size(self, fingerprint: Fingerprint, size: int) -> int:
-        """The block size for chunks that are like ``fingerprint`` in all else: the first one asked.
-
-        So processes that fill an empty store together agree.
-        """
-        return self.index.agree(self._block_size_of(fingerprint), size)
-
-    def note(self, name: str) -> str | None:
-        """What `put_note` kept under ``name``, None if there is nothing that can be read."""
-        raise NotImplementedError
-
-    def put_note(self, name: str, text: str, *, replace: bool = True) -> bool:
-        """Keeps a short text beside the caches, such as a measurement; whether it was kept.
-
-        name: a file name.
-        replace: whether in place of what is there; else the first note stays, also if several
-            processes put theirs at once.
-        """
-        raise NotImplementedError
-
-    def fingerprints(self) -> list[Fingerprint]:
-        """The fingerprints of which there is a chunk, sorted by digest; not of beginnings."""
-        found = self.index.fingerprints(self._namespace)
-        return [made_by for made_by in found if not made_by.is_of_beginning]
-
-    def stats(self) -> StoreStats:
-        """What the store holds at this moment."""
-        return self._stats(self._namespace)
-
-    def require(self, fingerprint: Fingerprint) -> None:
-        """Raises `FingerprintMismatch` if there are chunks, and none of this fingerprint."""
-        _require(fingerprint, self.fingerprints(), self._where)
-
-    def elsewhere(self) -> str | None:
-        """Where there are caches that look like these, if this namespace has none; None if nowhere.
-
-        In other namespaces of the store, or in a folder beside it.
-        """
-        return None
-
-    def record(
-        self, fingerprint: Fingerprint, *, used: Sequence[str] = (), missed: Sequence[str] = ()
-    ) -> None:
-        """Takes note of what one prompt held: keys of caches that were there, and that were not.
-
-        Hit rates are made of it, and which caches were used least recently. Best effort: it never
-        raises.
-        """
-        with suppress(StoreError, CacheMiss):
-            self.index.record(self._namespace, fingerprint.digest, used, missed)
-            if missed:
-                self.index.lose([(fingerprint.digest, key) for key in missed])
-
-    def quarantine(self, key: str, fingerprint: Fingerprint) -> None:
-        """Deletes a damaged cache; its text stays known.
-
-        The next `put` heals. A chunk that is not there stays away. Best effort: it never raises.
-        """
-        with suppress(StoreError, CacheMiss):
-            self.index.lose([(fingerprint.digest, key)], are_damaged=True)
-
-    def is_evicted(self, key: str, fingerprint: Fingerprint) -> bool:
-        """Whether a chunk was put, and its cache went for want of room."""
-        return self.index.state(fingerprint.digest, key)[0] == EVICTED
-
-    def _block_size_of(self, fingerprint: Fingerprint) -> str:
-        """The name of the setting, for chunks that are like this but for the block size."""
-        return f"block-size {replace(fingerprint, block_size=1).digest} {self._namespace}"
-
-    def _stats(self, space: str | None) -> StoreStats:
-        """What the store holds of a namespace, or of all."""
-        made_by = {each.digest: each for each in self.index.fingerprints()}
-        counts: dict[FingerprintStats, Counter[str]] = {}
-        for namespace, digest, *figures in self.index.totals(space):
-            if (known := made_by.get(digest)) is not None:
-                row = FingerprintStats(
-                    model=known.model, dtype=known.dtype, store_bits=known.store_bits,
-                    block_size=known.block_size,
-                    prefix=BEHIND_HEADS if known.is_of_beginning else known.prefix,
-                    format_version=known.format_version, namespace=namespace, chunks=0, bytes=0,
-                )  # fmt: skip
-                counts.setdefault(row, Counter()).update(dict(zip(_FIGURES, figures, strict=True)))
-        rows = [_counted(row, figures) for row, figures in counts.items()]
-        return StoreStats(
-            n_chunks=sum(row.chunks for row in rows if row.prefix != BEHIND_HEADS),
-            bytes=sum(row.bytes for row in rows), rows=tuple(rows),
-            max_bytes=self.index.budget()[0],
-        )  # fmt: skip
 
     def _wanted(
         self, is_wanted: Callable[[str], bool], token_ids: Sequence[Sequence[int]]
@@ -438,7 +328,164 @@ class Store:
             for digest in {digest for digest, *_ in texts}
             for ids in token_ids
         }
-        # a beginning has no text: whoever deletes anything deletes it along
+        # A beginning has no text; any deletion deletes it.
         return sorted(
             {key for _, key, body in texts if key in named or (body and is_wanted(normalise(body)))}
         )
+
+    # -- exact beginnings -----------------------------------------------------------------------
+
+    def behind(self, fingerprint: Fingerprint, head: Sequence[int]) -> Fingerprint:
+        """The fingerprint of exact beginnings: first chunks, computed after a prompt's head.
+
+        Their entries equal those of full prefill. Any deletion in the namespace deletes all of
+        them, because each may have seen what is deleted.
+
+        head: token ids before the first chunk.
+        """
+        return fingerprint.behind(head, self.secret, self._namespace)
+
+    def delete_beginnings(self) -> int:
+        """Delete all exact beginnings, see `behind`; how many there were."""
+        return self.index.delete_beginnings(self._namespace)
+
+    # -- what there is --------------------------------------------------------------------------
+
+    def keys(self, fingerprint: Fingerprint | None = None) -> list[str]:
+        """Sorted keys of the chunks with a cache, of one fingerprint or of all.
+
+        Exact beginnings are left out.
+        """
+        return self.index.keys(self._namespace, fingerprint, are_present=True)
+
+    def known_keys(self, fingerprint: Fingerprint | None = None) -> list[str]:
+        """Sorted keys of the chunks whose text is known, with or without a cache."""
+        return self.index.keys(self._namespace, fingerprint)
+
+    def same_texts(self, *keys: str) -> set[str]:
+        """These keys, and those of chunks of any fingerprint with the same body as one of them."""
+        return self.index.same_texts(self._namespace, keys)
+
+    def text(self, key: str) -> str | None:
+        """The text of a chunk of any fingerprint; None if it is unknown."""
+        return next((text for *_, text in self.index.texts(self._namespace, key)), None)
+
+    def chunk_index(self, fingerprint: Fingerprint) -> ChunkIndex:
+        """Finds the chunks of a fingerprint in prompts, by token ids.
+
+        Chunks without a cache are found too, and count as misses. Methods of the result raise
+        `StoreError` if the store cannot be used.
+        """
+        return IndexedChunks(self.index, self._namespace, fingerprint.digest)
+
+    def fingerprints(self) -> list[Fingerprint]:
+        """The fingerprints that have chunks, by digest, without those of exact beginnings."""
+        found = self.index.fingerprints(self._namespace)
+        return [made_by for made_by in found if not made_by.is_of_beginning]
+
+    def require(self, fingerprint: Fingerprint) -> None:
+        """Raises `FingerprintMismatch` if there are chunks, and none of this fingerprint."""
+        held = self.fingerprints()
+        if held and fingerprint.digest not in {each.digest for each in held}:
+            raise _mismatch(fingerprint, held, self._where)
+
+    def elsewhere(self) -> str | None:
+        """If this namespace is empty: where else caches were found, in words. None for nowhere."""
+        return None
+
+    def stats(self) -> StoreStats:
+        """What the store holds of this namespace."""
+        return self._stats(self._namespace)
+
+    def _stats(self, space: str | None) -> StoreStats:
+        """What the store holds of a namespace; None for all."""
+        made_by = {each.digest: each for each in self.index.fingerprints()}
+        sums: dict[FingerprintStats, Counter[str]] = {}
+        for namespace, digest, *figures in self.index.totals(space):
+            if (known := made_by.get(digest)) is not None:
+                row = FingerprintStats(
+                    model=known.model, dtype=known.dtype, store_bits=known.store_bits,
+                    block_size=known.block_size,
+                    prefix=BEHIND_HEADS if known.is_of_beginning else known.prefix,
+                    format_version=known.format_version, namespace=namespace, chunks=0, bytes=0,
+                )  # fmt: skip
+                names = ("chunks", "bytes", "hits", "misses", "evicted", "corrupt")
+                sums.setdefault(row, Counter()).update(dict(zip(names, figures, strict=True)))
+        rows = tuple(
+            FingerprintStats(**{**asdict(row), **figures}) for row, figures in sums.items()
+        )
+        return StoreStats(
+            n_chunks=sum(row.chunks for row in rows if row.prefix != BEHIND_HEADS),
+            bytes=sum(row.bytes for row in rows), rows=rows, max_bytes=self.index.budget()[0],
+        )  # fmt: skip
+
+    # -- settings and notes ---------------------------------------------------------------------
+
+    def agree_block_size(self, fingerprint: Fingerprint, size: int) -> int:
+        """The block size for chunks that are like ``fingerprint`` in all else.
+
+        The first caller decides, so processes that fill an empty store together agree.
+        """
+        return self.index.agree(self._block_size_of(fingerprint), size)
+
+    def _block_size_of(self, fingerprint: Fingerprint) -> str:
+        """The name of the setting: its value must not depend on the block size."""
+        return f"block-size {replace(fingerprint, block_size=1).digest} {self._namespace}"
+
+    def note(self, name: str) -> str | None:
+        """What `put_note` kept under ``name``; None if there is nothing that can be read."""
+        raise NotImplementedError
+
+    def put_note(self, name: str, text: str, *, replace: bool = True) -> bool:
+        """Keep a short text beside the caches, for example a measurement; whether it was kept.
+
+        name: a file name.
+        replace: whether to replace an earlier note. If not, the first one stays, also if several
+            processes put theirs at once.
+        """
+        raise NotImplementedError
+
+
+def _mismatch(wanted: Fingerprint, held: Sequence[Fingerprint], where: str) -> FingerprintMismatch:
+    """Names the fields in which the most similar fingerprint differs, and the next step."""
+    mine = asdict(wanted)
+
+    def differing(other: Fingerprint) -> dict[str, Any]:
+        return {name: value for name, value in asdict(other).items() if value != mine[name]}
+
+    closest = min(held, key=lambda other: len(differing(other)))
+    there = differing(closest)
+    if "weights" in there and "model" in there:  # another model: other differences follow from it
+        there = {name: there[name] for name in ("model", "weights", "dtype") if name in there}
+    else:
+        there.pop("model", None)  # only a label
+    other_prefix, is_learned = "another prefix there", ";learned:" in there.get("prefix", "")
+    if is_learned:
+        other_prefix = "a learned prefix there, a feature that was removed"
+    fields = ", ".join(
+        f"chunks stand after {other_prefix}"
+        if name == "prefix"
+        else f"{name} is {mine[name]!r:.40} here and {value!r:.40} there"
+        for name, value in there.items()
+    )
+    given = [f"{name}={there[name]!r}" for name in ("dtype", "store_bits") if name in there]
+    options = " and ".join(given)
+    if "model" in there:
+        with_options = f" with {options}" if options else ""
+        next_step = f"load {closest.model!r} (--model of a command){with_options}, or ingest again"
+    elif options:
+        next_step = f"give {options}, or ingest again"
+    elif is_learned:
+        next_step = "ingest again"
+    elif "prefix" in there:
+        next_step = (
+            "ingest again, or give the prefix= and prefix_text= of the engine that filled it"
+        )
+    else:
+        next_step = (
+            "ingest again with the loaded model, or load the one that the store was filled with"
+        )
+    return FingerprintMismatch(
+        f"{where} holds no cache of the loaded model {wanted.model!r}; the closest it holds is of "
+        f"{closest.model!r}: {fields}; next step: {next_step}"
+    )

@@ -1,4 +1,4 @@
-"""A chunk, its blocks, its cache, and the fingerprint of what computed the cache."""
+"""A chunk, its blocks, its cache, and the fingerprint of the model that computed the cache."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from samkv_integrations.cache.quantise import EntryFormat
-from samkv_integrations.errors import FingerprintMismatch, InvalidOption
+from samkv_integrations.errors import InvalidOption
 
 FORMAT_VERSION = 5
 SECRET_BYTES = 32
 MAX_NAMESPACE = 1000
 BEHIND = "behind:"
-"""What the prefix of a beginning's fingerprint starts with, see `Fingerprint.behind`."""
+"""Begins the prefix of an exact beginning's fingerprint, see `Fingerprint.behind`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +28,7 @@ class BlockScheme:
     """How chunks are cut into blocks (paper: section 4.1, one initial and two local blocks).
 
     size: tokens in a block (the last block of a chunk may be shorter).
-    n_init, n_local: blocks at the beginning and end of a chunk whose tokens are its anchor tokens.
+    n_init, n_local: blocks at the beginning and end of a chunk; their tokens are anchor tokens.
     """
 
     size: int = 16
@@ -45,10 +45,9 @@ class BlockScheme:
 
     @classmethod
     def auto(cls, chunk_tokens: int) -> BlockScheme:
-        """The power of two from 8 to 64 that keeps the anchors at about a tenth of a chunk.
+        """The power of two from 8 to 64 with which anchors are about a tenth of a chunk.
 
-        B must follow the chunk length: with the paper's 64 a 512-token chunk would keep 37.5 %
-        before any selection.
+        With the paper's 64, anchors would be 37.5 % of a chunk of 512 tokens.
         """
         size = 8
         while size < 64 and 3 * 2 * size <= 0.15 * chunk_tokens:
@@ -64,8 +63,8 @@ class BlockScheme:
 class ChunkBlocks:
     """The blocks of one chunk.
 
-    Tokens ``[0, middle_start)`` and ``[middle_stop, n_tokens)`` are its anchor tokens, those
-    between are its middle. A chunk of at most ``n_init + n_local`` blocks is all anchors.
+    Tokens ``[0, middle_start)`` and ``[middle_stop, n_tokens)`` are its anchor tokens, the others
+    its middle. A chunk of at most ``n_init + n_local`` blocks has no middle.
     """
 
     n_tokens: int
@@ -93,7 +92,7 @@ class ChunkBlocks:
 
     @cached_property
     def local_start(self) -> int:
-        """First token of the local blocks (the last ``n_local``, fewer in a short chunk)."""
+        """First token of the local blocks: the last ``n_local``, fewer in a short chunk."""
         return max(0, self.n_blocks - self.scheme.n_local) * self.scheme.size
 
     def span(self, block: int) -> tuple[int, int]:
@@ -110,17 +109,17 @@ class ChunkBlocks:
 
     @cached_property
     def is_anchor(self) -> Tensor:
-        """(N,) bool: initial and local blocks, which is all that are not in the middle."""
+        """(N,) bool: the blocks that are not in the middle."""
         index, middle = torch.arange(self.n_blocks), self.middle_blocks
         return (index < middle.start) | (index >= middle.stop)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fingerprint:
-    """Identity of everything that a chunk cache depends on besides its tokens.
+    """Everything that a chunk cache depends on, besides its tokens.
 
-    Two engines share caches exactly when their fingerprints are equal. Every field is a plain
-    string or number, so a store can say which field differs.
+    Two engines share caches exactly when their fingerprints are equal. Fields are strings and
+    numbers, so an error can name those that differ.
     """
 
     model: str
@@ -142,7 +141,7 @@ class Fingerprint:
 
     @cached_property
     def computed_by(self) -> str:
-        """Names what turned tokens into keys and values: weights, config and RoPE."""
+        """Identifies what computed keys and values from tokens: weights, config and RoPE."""
         return f"{self.weights}{self.config}{self.rope}"
 
     @cached_property
@@ -150,9 +149,9 @@ class Fingerprint:
         return BlockScheme(size=self.block_size, n_init=self.n_init, n_local=self.n_local)
 
     def behind(self, head: Sequence[int], secret: bytes, namespace: str) -> Fingerprint:
-        """That of chunks which were prefilled behind the token ids ``head`` of a prompt.
+        """The fingerprint of exact beginnings: chunks prefilled after the token ids ``head``.
 
-        Named by a hash with the store's secret: the prompt cannot be guessed from it.
+        The head is hashed with the store's secret, so it cannot be guessed.
         """
         digest = hashlib.blake2b(key=secret, digest_size=16, person=b"samkv head")
         digest.update(len(namespace.encode()).to_bytes(8, "little") + namespace.encode())
@@ -161,7 +160,7 @@ class Fingerprint:
 
     @property
     def is_of_beginning(self) -> bool:
-        """Whether its chunks stand first in prompts with one head, see `behind`."""
+        """Whether its chunks are exact beginnings, see `behind`."""
         return self.prefix.startswith(BEHIND)
 
     @property
@@ -181,68 +180,20 @@ class Fingerprint:
     def digest(self) -> str:
         """32 hex digits that name this fingerprint on disk.
 
-        ``model`` is a label for people and not part of it: the weights' own digest decides.
+        ``model`` is only a label, and not part of it: ``weights`` is a hash of the weights.
         """
         named = {name: value for name, value in asdict(self).items() if name != "model"}
         canonical = json.dumps(named, sort_keys=True).encode()
         return hashlib.blake2b(canonical, digest_size=16).hexdigest()
 
 
-# Those that an engine takes from the store, beside the one that it is given.
-_LAYOUT_FIELDS = ("block_size", "store_bits")
-
-
-def _require(wanted: Fingerprint, held: Sequence[Fingerprint], where: str) -> None:
-    if not held or wanted.digest in {fingerprint.digest for fingerprint in held}:
-        return
-    mine = asdict(wanted)
-    differing = [
-        {name: value for name, value in asdict(other).items() if value != mine[name]}
-        for other in held
-    ]
-    closest = min(range(len(held)), key=lambda i: len(differing[i]))
-    there = differing[closest]
-    if "weights" in there and "model" in there:  # another model: most else follows from that
-        there = {name: there[name] for name in ("model", "weights", "dtype") if name in there}
-    else:  # a label alone is no difference
-        there.pop("model", None)
-    is_learned = ";learned:" in there.get("prefix", "")
-    other_prefix = "chunks stand after another prefix there"
-    if is_learned:
-        other_prefix = "chunks stand after a learned prefix there, a feature that was removed"
-    fields = ", ".join(
-        other_prefix
-        if name == "prefix"
-        else f"{name} is {mine[name]!r:.40} here and {value!r:.40} there"
-        for name, value in there.items()
-    )
-    next_step = "ingest again with the loaded model, or load the one that the store was filled with"
-    if "model" in there:
-        next_step = f"load {held[closest].model!r} (--model of a command)"
-        if "dtype" in there:
-            next_step += f" with dtype={there['dtype']!r}"
-        next_step += ", or ingest again"
-    elif "store_bits" in there and there.keys() <= {*_LAYOUT_FIELDS}:
-        next_step = f"give store_bits={there['store_bits']}, or ingest again"
-    elif "dtype" in there and held[closest].model == wanted.model:  # other weights, by their hash
-        next_step = f"give dtype={there['dtype']!r}, or ingest again"
-    elif there.keys() <= {"prefix", *_LAYOUT_FIELDS}:
-        next_step = "ingest again"
-        if not is_learned:
-            next_step += ", or give the prefix= and prefix_text= of the engine that filled it"
-    raise FingerprintMismatch(
-        f"{where} holds no cache of the loaded model {wanted.model!r}; the closest it holds is of "
-        f"{held[closest].model!r}: {fields}; next step: {next_step}"
-    )
-
-
 def normalise(text: str) -> str:
-    """The body of a chunk: its text without surrounding white space. The unit of caching."""
+    """The body of a chunk, which is what is cached: its text without surrounding white space."""
     return text.strip()
 
 
 def check_namespace(namespace: str) -> str:
-    """The namespace. Raises InvalidOption if it is none: each file of a chunk holds its name."""
+    """The namespace. Raises InvalidOption if it is too long, or cannot be written as UTF-8."""
     if not isinstance(namespace, str) or len(namespace) > MAX_NAMESPACE:
         raise InvalidOption(
             f"namespace={namespace!r:.60}; it must be a string of at most {MAX_NAMESPACE} "
@@ -251,22 +202,21 @@ def check_namespace(namespace: str) -> str:
     try:
         namespace.encode()
     except UnicodeEncodeError as error:
-        raise InvalidOption(f"namespace={namespace!r:.60} holds half a character") from error
+        raise InvalidOption(f"namespace={namespace!r:.60} holds a lone surrogate") from error
     return namespace
 
 
 def check_keys(keys: Iterable[object]) -> None:
-    """Raises InvalidOption for what can be the key of no chunk of any store."""
+    """Raises InvalidOption for what cannot be a key in any store."""
     for key in keys:
         if not isinstance(key, str) or any("\ud800" <= letter <= "\udfff" for letter in key):
             raise InvalidOption(f"key={key!r:.60}; it must be a string, as `keys` of a store gives")
 
 
 def chunk_key(secret: bytes, namespace: str, fingerprint: str, token_ids: Sequence[int]) -> str:
-    """32 hex digits naming a chunk cache: a hash of what it holds, keyed with the store's secret.
+    """The key of a chunk cache, 32 hex digits: a hash keyed with the store's secret.
 
-    Without the secret a key cannot be guessed from a text, so a handle typed into a prompt by
-    someone who never saw the store names nothing.
+    Without the secret nobody can tell the key of a text.
     """
     digest = hashlib.blake2b(key=secret, digest_size=16)
     for part in (namespace.encode(), fingerprint.encode()):
@@ -277,9 +227,9 @@ def chunk_key(secret: bytes, namespace: str, fingerprint: str, token_ids: Sequen
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkRef:
-    """A chunk by name: its key, body and token ids, and whether there is a cache of it.
+    """A chunk: its key, body and token ids, and whether it has a cache.
 
-    state: ``cached``, or ``missed``: there was none that could be used when it was looked at.
+    state: ``cached``, or ``missed`` if there was no usable cache when it was looked up.
     """
 
     key: str
@@ -290,7 +240,7 @@ class ChunkRef:
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkStatistics:
-    """What the attention of a chunk on itself says about its blocks (paper: Appendix A).
+    """What a chunk's attention to itself says about its blocks (paper: Appendix A).
 
     block_max: (L,) int32, middle block of the highest importance, -1 without a middle.
     block_min: (L,) int32, middle block of the highest unimportance, -1 without a middle.
@@ -306,10 +256,10 @@ class ChunkStatistics:
 
 @dataclass(frozen=True, kw_only=True)
 class BlockMeans:
-    """Mean un-rotated key of each middle block (Nm of them), in 8 bits per block and head.
+    """Mean un-rotated key of each of the Nm middle blocks, in 8 bits.
 
-    codes: (L, Nm, G, D) int8; scale: (L, Nm, G) float16; mean = codes * scale. Those of anchor
-    blocks are not kept: whoever scores anchors has their tokens.
+    codes: (L, Nm, G, D) int8; scale: (L, Nm, G) float16; mean = codes * scale. Anchor blocks need
+    none, because their tokens are always loaded.
     """
 
     codes: Tensor
@@ -318,11 +268,11 @@ class BlockMeans:
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkCache:
-    """Everything kept for one chunk, whole and in memory (on the CPU).
+    """The cache of one chunk, in memory and on the CPU.
 
     token_ids: (T,) int32.
-    entries: (L, T, E) uint8, the KV entries as `EntryFormat` lays them out, keys un-rotated.
-    key_range: (L, N, 2, G, D) float16, scale and offset of each channel of the keys of N groups of
+    entries: (L, T, E) uint8, KV entries in the layout of `EntryFormat`, keys un-rotated.
+    key_range: (L, N, 2, G, D) float16, scale and offset of each key channel in each of N groups of
         tokens, see `EntryFormat`; N is 0 with 16 bits.
     local_query: (L, H, D) in the model's dtype, mean un-rotated query of the local blocks' tokens.
     """

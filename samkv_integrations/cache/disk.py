@@ -9,9 +9,9 @@ from contextlib import suppress
 
 from samkv_integrations.cache.base import Store, StoredChunk, StoreStats
 from samkv_integrations.cache.chunk import ChunkCache, Fingerprint, check_keys, check_namespace
+from samkv_integrations.cache.chunk_folder import ChunkFolder, open_folder, reconcile
 from samkv_integrations.cache.file_format import ChunkFile, encode, open_regular
 from samkv_integrations.cache.files import cannot, folder_named, read_small, write_file, write_new
-from samkv_integrations.cache.folder import ChunkFolder, open_folder, reconcile
 from samkv_integrations.cache.index import Entry
 from samkv_integrations.cache.remote import SharedTier, objects_outside
 from samkv_integrations.cache.windows import ChunkIndex
@@ -19,11 +19,10 @@ from samkv_integrations.errors import CacheMiss, InvalidOption, StoreError
 
 
 class ChunkStore(Store):
-    """Chunk caches in a folder, which any number of processes may read and write at once.
+    """Chunk caches in a folder. Any number of processes may read and write it at the same time.
 
-    docs/format.md says which files there are. What any process did is seen at once by all. A cache
-    is read from its file alone; an index beside the files, which is made anew if it is lost, knows
-    bytes, recency and texts.
+    docs/format.md describes the files. A cache is read from its file alone. An index beside the
+    files, which is rebuilt if it is lost, holds sizes, times of use and texts.
     """
 
     keeps_beginnings = True
@@ -41,20 +40,21 @@ class ChunkStore(Store):
     ) -> None:
         """Opens the store in folder ``path``, which is made if it is absent or empty.
 
-        namespace: whose chunks these are; those of others are not seen.
-        max_bytes, quota: see `set_budget`; None for the budget that the store has.
-        remote: where machines share their caches, such as ``s3://bucket/prefix`` (a URL of
-            fsspec's); the folder is its local tier. While it does not answer, it is misses ("io").
+        namespace: whose chunks these are. Chunks of other namespaces are not seen.
+        max_bytes, quota: see `set_budget`; None to leave the store's budget as it is.
+        remote: where machines share their caches, a URL of fsspec such as ``s3://bucket/prefix``;
+            the folder is the local tier. While the remote tier does not answer, its chunks are
+            misses ("io").
         remote_options: of fsspec's file system, such as ``{"endpoint_url": ...}``.
-        secret: what keys and MACs are made with, 32 bytes, the same on all machines that share;
-            None for that of the variable SAMKV_STORE_SECRET (64 hex digits), else the folder's.
+        secret: key of all hashes and MACs, 32 bytes, the same on all machines that share. None for
+            the environment variable SAMKV_STORE_SECRET (64 hex digits), else the folder's own.
 
         Raises:
-            StoreError: the folder is something else, of another format version, damaged, writable
-                for others than its owner, not usable, or of another secret, as may ``remote`` be.
-            InvalidOption: the path, a budget, the namespace, the secret or the URL is not what it
-                has to be.
-            MissingExtra: what ``remote`` needs is not installed.
+            StoreError: the folder is no store, is damaged, is writable by other users, has another
+                format version or another secret, or cannot be used; or the remote tier has another
+                secret.
+            InvalidOption: the path, a budget, the namespace, the secret or the URL is not valid.
+            MissingExtra: a package that ``remote`` needs is not installed.
         """
         self.path = folder_named("path", path)
         check_namespace(namespace)
@@ -75,37 +75,19 @@ class ChunkStore(Store):
         if objects is not None:
             self.shared = SharedTier(self.files, objects, namespace)
 
-    # -- small files ----------------------------------------------------------------------------
-
-    def note(self, name: str) -> str | None:
-        with suppress(OSError):
-            # what is damaged is there, and must not look like a note that is not
-            return read_small(self.path / f"{name}.json").decode(errors="replace")
-        return None
-
-    def put_note(self, name: str, text: str, *, replace: bool = True) -> bool:
-        file = self.path / f"{name}.json"
-        self.files.require_own()
-        try:
-            if not replace:
-                return write_new(file, text.encode())
-            write_file(file, [text.encode()])
-        except OSError as error:
-            raise cannot("write", file, error) from error
-        return True
-
-    # -- caches ---------------------------------------------------------------------------------
+    # -- single caches --------------------------------------------------------------------------
 
     def put(self, chunk: ChunkCache, *, unless_deleted_since: int | None = None) -> None:
         entry = Entry.of(chunk, self._namespace, unless_deleted_since)
         data = encode(chunk, self._namespace, self.secret)
-        # beginnings stay here: no machine could delete those of others with a text
+        # Beginnings stay here: other machines could not tell which ones a deletion concerns.
         if self.shared is None or chunk.fingerprint.is_of_beginning:
             self.files.put(chunk.key, entry.digest, data, lambda file: entry)
             return
         whole = b"".join(data)
         self.files.require_own()
-        # The remote tier first: a retry finds what is here, and would not send it.
+        # The remote tier first: if this process is killed in between, a retry sends the chunk
+        # again. In the other order it would find the local file, and not send it.
         is_shared = self.shared.share(entry, whole)
         self.files.put(chunk.key, entry.digest, [whole], lambda file: entry)
         if is_shared:
@@ -115,9 +97,9 @@ class ChunkStore(Store):
         self, key: str, fingerprint: Fingerprint, token_ids: Sequence[int] | None = None
     ) -> StoredChunk:
         file = self.file(key, fingerprint.digest)
-        may_be_shared = self.shared is not None and not fingerprint.is_of_beginning
-        if self.shared is not None and may_be_shared and not os.path.exists(file):
-            self.shared.fetch(key, fingerprint.digest)
+        if self.shared is not None and not fingerprint.is_of_beginning:
+            if not os.path.exists(file):
+                self.shared.fetch(key, fingerprint.digest)
         opened = ChunkFile(file, key, fingerprint, namespace=self._namespace, secret=self.secret)
         if token_ids is not None and opened.token_ids.tolist() != list(token_ids):
             opened.close()
@@ -133,20 +115,22 @@ class ChunkStore(Store):
         return False
 
     def is_elsewhere(self, key: str, fingerprint: Fingerprint) -> bool:
-        is_never_shared = self.shared is None or fingerprint.is_of_beginning
-        if self.shared is None or is_never_shared or self._is_here(key, fingerprint):
+        if self.shared is None or fingerprint.is_of_beginning or self._is_here(key, fingerprint):
             return False
         return self.shared.has(fingerprint.digest, key)
-
-    def look_ahead(self, keys: Collection[str], fingerprint: Fingerprint) -> None:
-        if self.shared is not None:
-            self.shared.look_ahead(fingerprint.digest, keys)
 
     def begin_to_fetch(self, keys: Collection[str], fingerprint: Fingerprint) -> None:
         if self.shared is not None:
             for key in keys:
                 if not self._is_here(key, fingerprint):
                     self.shared.begin(key, fingerprint.digest)
+
+    def prefetch(self, key: str, fingerprint: Fingerprint) -> None:
+        self.begin_to_fetch([key], fingerprint)
+        if hasattr(os, "posix_fadvise"):  # not on macOS
+            with suppress(CacheMiss, OSError):
+                with open_regular(self.file(key, fingerprint.digest)) as file:
+                    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)  # 0: to its end
 
     def age_s(self, key: str, fingerprint: Fingerprint) -> float | None:
         ages = []
@@ -161,23 +145,15 @@ class ChunkStore(Store):
         with suppress(CacheMiss, OSError, StoreError):
             file = self.file(key, digest)
             os.utime(file, (now, now))
-            if not self.index.record(self._namespace, digest, [key], are_counted=False):
-                # whoever put it was killed before the index was told
+            if not self.index.touch(digest, key):  # its writer was killed before it was indexed
                 self.index.keep(self.files.entry(file))
 
-    def prefetch(self, key: str, fingerprint: Fingerprint) -> None:
-        self.begin_to_fetch([key], fingerprint)
-        if hasattr(os, "posix_fadvise"):  # not on macOS
-            with suppress(CacheMiss, OSError):
-                with open_regular(self.file(key, fingerprint.digest)) as file:
-                    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)  # 0: to its end
-
-    # -- caches that go -------------------------------------------------------------------------
+    # -- deletion -------------------------------------------------------------------------------
 
     def check_delete(self, *keys: str) -> None:
         self.files.require_own()
         if self.shared is not None:
-            self.shared.check_answers()
+            self.shared.check_answers("nothing is deleted while the remote tier does not answer")
         elif there := {key for _, key in self.index.shared(self._namespace)}.intersection(keys):
             raise StoreError(
                 f"{len(there)} of these chunk caches are in a remote tier too, where other "
@@ -188,51 +164,46 @@ class ChunkStore(Store):
     def delete(self, *keys: str) -> int:
         check_keys(keys)
         self.check_delete(*keys)
-        # There before here, so that nothing is said to be gone that is not.
+        # The remote tier first: if that fails, no key is reported as deleted.
         gone = self.shared.delete(keys) if self.shared else set()
-        gone |= self.index.delete(self._namespace, keys)
-        # a writer was killed before the index was told
-        if keys and (any(map(self.files.holds, keys)) or self.files.has_strangers()):
-            reconcile(self.files)
-            gone |= self.index.delete(self._namespace, keys)
-        return len(gone)
+        return len(gone | self.files.delete(self._namespace, keys))
 
     def delete_beginnings(self) -> int:
         self.files.require_own()
-        if self.files.has_strangers():  # a writer was killed before the index was told
+        if self.files.has_strangers():
             reconcile(self.files)
         return super().delete_beginnings()
 
     def forget(
         self, is_wanted: Callable[[str], bool], token_ids: Sequence[Sequence[int]] = ()
     ) -> int:
-        reconcile(self.files)  # what a killed writer left is a text too
+        reconcile(self.files)  # indexes what killed writers left
         if self.shared is not None:
             self.shared.refresh()
         keys = self._wanted(is_wanted, token_ids)
         self.delete(*keys)
-        self.delete_beginnings()  # also if the text itself had gone before
+        self.delete_beginnings()  # also if the chunk itself was deleted before
         return len(keys)
 
-    # -- what the index knows ---------------------------------------------------------------------
+    # -- what there is --------------------------------------------------------------------------
 
     def set_budget(
         self, max_bytes: int | None = None, quota: Mapping[str, int] | None = None
     ) -> None:
-        """Limit what the chunk files take, for all processes and until it is set again.
+        """Limit the bytes of chunk files, for all processes and until it is set again.
 
-        What is used least goes first. What goes is a counted miss, and is computed again when it is
-        asked for.
+        The least recently used caches are evicted. An evicted chunk is a counted miss, and is
+        computed again when a prompt needs it.
 
-        max_bytes: of all caches together; None for no limit.
+        max_bytes: of all namespaces together; None for no limit.
         quota: of single namespaces, by name.
 
-        Raises InvalidOption if one is no number of bytes, StoreError if it cannot be written down.
+        Raises InvalidOption if one is no number of bytes, StoreError if it cannot be stored.
         """
         self.index.set_budget(max_bytes, _quotas(quota))
 
     def stats(self, *, everyone: bool = False) -> StoreStats:
-        """What the store holds; everyone: of all namespaces, not only of this one."""
+        """What the store holds. everyone: of all namespaces, not only of this one."""
         return self._stats(None if everyone else self._namespace)
 
     def chunk_index(self, fingerprint: Fingerprint) -> ChunkIndex:
@@ -244,11 +215,6 @@ class ChunkStore(Store):
         if self.shared is not None:
             self.shared.refresh()
         return super().known_keys(fingerprint)
-
-    def agree_block_size(self, fingerprint: Fingerprint, size: int) -> int:
-        if self.shared is not None:
-            size = self.shared.agree(self._block_size_of(fingerprint), size)
-        return super().agree_block_size(fingerprint, size)
 
     def fingerprints(self) -> list[Fingerprint]:
         found = {made_by.digest: made_by for made_by in super().fingerprints()}
@@ -269,9 +235,33 @@ class ChunkStore(Store):
                     return f"the folder {marker.parent} (give kv_dir=, or the store's path)"
         return None
 
+    # -- settings and notes ---------------------------------------------------------------------
+
+    def agree_block_size(self, fingerprint: Fingerprint, size: int) -> int:
+        if self.shared is not None:
+            size = self.shared.agree(self._block_size_of(fingerprint), size)
+        return super().agree_block_size(fingerprint, size)
+
+    def note(self, name: str) -> str | None:
+        with suppress(OSError):
+            # A damaged note is returned damaged: it must not look like an absent one.
+            return read_small(self.path / f"{name}.json").decode(errors="replace")
+        return None
+
+    def put_note(self, name: str, text: str, *, replace: bool = True) -> bool:
+        file = self.path / f"{name}.json"
+        self.files.require_own()
+        try:
+            if not replace:
+                return write_new(file, text.encode())
+            write_file(file, [text.encode()])
+        except OSError as error:
+            raise cannot("write", file, error) from error
+        return True
+
 
 def _quotas(quota: object) -> dict[str, int]:
-    """What namespaces may take, by name. Raises InvalidOption if this is no mapping of them."""
+    """Bytes by namespace. Raises InvalidOption if ``quota`` is no mapping of namespaces."""
     if quota is not None and not isinstance(quota, Mapping):
         raise InvalidOption(f"quota={quota!r:.60}; it must be a mapping of namespaces to bytes")
     return {check_namespace(name): n_bytes for name, n_bytes in (quota or {}).items()}

@@ -1,7 +1,7 @@
-"""The file of one chunk cache: where every byte sits, how it is written, and how it is read.
+"""The file of one chunk cache: its layout, writing and reading. docs/format.md specifies it.
 
-docs/format.md specifies the file. It is a valid safetensors file, written and read by us and not by
-that library because the order of the tensors decides how few reads a request needs.
+It is a valid safetensors file. It is written here and not by that library, because the order of the
+tensors decides how many reads a request needs.
 """
 
 from __future__ import annotations
@@ -37,20 +37,14 @@ from samkv_integrations.cache.chunk import (
 from samkv_integrations.errors import CacheMiss
 
 INDEX = (
-    "token_ids",
-    "block_max",
-    "block_min",
-    "stable",
-    "outliers",
-    "text",
-    "local_query",
-    "summary_codes",
-    "summary_scale",
-    "key_range",
-)
+    "token_ids", "block_max", "block_min", "stable", "outliers", "text", "local_query",
+    "summary_codes", "summary_scale", "key_range",
+)  # fmt: skip
+"""Tensors before the entries, in file order; each is a region with a MAC."""
+
 MAC_BYTES = 16
-_FIRST_BLOCK = 1 + len(INDEX)  # the region
-_FILE_PURPOSE = b"samkv file"  # the secret names chunks too, by hashes without a purpose
+_FIRST_BLOCK = 1 + len(INDEX)  # number of the region
+_FILE_PURPOSE = b"samkv file"  # tells these hashes from those of keys, with the same secret
 
 _DTYPE_NAMES = {
     torch.uint8: "U8",
@@ -65,7 +59,7 @@ _DTYPE_NAMES = {
 
 @dataclass(frozen=True, kw_only=True)
 class TensorPlace:
-    """One tensor of the file: its bytes are ``[start, stop)``, counted from the header's end."""
+    """A tensor of the file; its bytes are ``[start, stop)``, counted from the end of the header."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -75,10 +69,9 @@ class TensorPlace:
 
 @dataclass(frozen=True, kw_only=True)
 class FileLayout:
-    """Where everything sits in the file of a chunk.
+    """The layout of a chunk's file.
 
-    Follows from these fields alone, so that a reader derives it and believes nothing that a file
-    says about itself.
+    It follows from these fields alone: a reader computes it, rather than trust the file's table.
 
     n_text: bytes of the chunk's text, see `text_bytes`.
     """
@@ -90,7 +83,7 @@ class FileLayout:
 
     @classmethod
     def of(cls, chunk: ChunkCache, namespace: str) -> FileLayout:
-        """Where everything of ``chunk`` sits."""
+        """The layout of the file of ``chunk``."""
         return cls(
             fingerprint=chunk.fingerprint, n_tokens=chunk.n_tokens, namespace=namespace,
             n_text=len(text_bytes(chunk.text)),
@@ -130,11 +123,11 @@ class FileLayout:
 
     @property
     def size(self) -> int:
-        """Bytes of all tensors together, the header not counted."""
+        """Bytes of all tensors together, without the header."""
         return self.tensors["entries"].stop
 
     def file_size(self, key: str) -> int:
-        """Bytes of the file: of the header, and of all tensors together."""
+        """Bytes of the file."""
         return len(self.header(key)) + self.size
 
     @cached_property
@@ -144,13 +137,13 @@ class FileLayout:
 
     @cached_property
     def block_places(self) -> list[tuple[int, int]]:
-        """Of each block: its first byte within the entries of a layer, and its bytes."""
+        """For each block: offset in the entries of a layer, and length, in bytes."""
         n_bytes = self.fingerprint.entry_format.n_bytes
         spans = map(self.blocks.span, range(self.blocks.n_blocks))
         return [(first * n_bytes, (last - first) * n_bytes) for first, last in spans]
 
     def header(self, key: str) -> bytes:
-        """Everything before the tensors: the length, and the JSON padded to a multiple of 8."""
+        """The bytes before the tensors: length, and JSON padded to a multiple of 8 bytes."""
         fields = json.dumps(asdict(self.fingerprint), sort_keys=True, separators=(",", ":"))
         table: dict[str, object] = {
             "__metadata__": {
@@ -175,15 +168,15 @@ class FileLayout:
 
 
 def text_bytes(text: str) -> bytes:
-    """A text as files hold it: UTF-8, and lone surrogates as three bytes each."""
+    """A text as UTF-8; a lone surrogate is three bytes."""
     return text.encode(errors="surrogatepass")
 
 
 def file_key(header: bytes, secret: bytes) -> bytes:
-    """What the regions of the file with this header are authenticated with.
+    """The MAC key of the file with this header.
 
-    It follows from the whole header, and so from the chunk's key, namespace and fingerprint: a
-    region is of no use in another file.
+    It depends on the whole header, and so on the chunk's key, namespace and fingerprint: a region
+    of another file fails.
     """
     return blake2b(header, key=secret, digest_size=32, person=_FILE_PURPOSE).digest()
 
@@ -196,9 +189,9 @@ def mac(key: bytes, position: int, data: bytes | memoryview) -> bytes:
 
 
 def encode(chunk: ChunkCache, namespace: str, secret: bytes) -> Iterator[bytes | memoryview]:
-    """The bytes of the chunk's file, in order and in pieces, without copying the entries.
+    """The bytes of a chunk's file, in pieces, without copying the entries.
 
-    secret: of the store, which makes its files known from all others.
+    secret: of the store; the MACs are keyed with it.
     """
     layout = FileLayout.of(chunk, namespace)
     text = torch.empty(layout.n_text, dtype=torch.uint8)
@@ -224,7 +217,7 @@ def encode(chunk: ChunkCache, namespace: str, secret: bytes) -> Iterator[bytes |
     key = file_key(header, secret)
     *index, entries = (byte_view(tensor.detach().contiguous()) for tensor in tensors.values())
     regions: list[bytes | memoryview] = [header, *index, *_block_regions(layout, entries)]
-    # whole layers too, for who reads all: one MAC in place of one a block
+    # whole layers too: a reader of all entries checks one MAC per layer, not one per block
     regions += [
         entries[start : start + layout.layer_bytes]
         for start in range(0, len(entries), layout.layer_bytes)
@@ -236,7 +229,7 @@ def encode(chunk: ChunkCache, namespace: str, secret: bytes) -> Iterator[bytes |
 
 
 def _block_regions(layout: FileLayout, entries: memoryview) -> list[memoryview]:
-    """Each block of each layer. entries: of all layers."""
+    """The entries of each block of each layer. entries: of all layers."""
     return [
         entries[start + first : start + first + n_bytes]
         for start in range(0, len(entries), layout.layer_bytes)
@@ -255,10 +248,10 @@ def byte_view(tensor: Tensor) -> memoryview:
 
 MAX_HEADER_BYTES = 1 << 20
 BAD_JSON = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
-"""What reading JSON from anybody, or looking for something in it, may raise."""
+"""What parsing untrusted JSON, and looking up fields in it, may raise."""
 
 _FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
-_MAX_VIEWS = 1024  # of one read: IOV_MAX of Linux and macOS
+_MAX_VIEWS = 1024  # buffers of one read: IOV_MAX of Linux and macOS
 # Tensors that are read together, in file order.
 _STATISTICS = ("block_max", "block_min", "stable", "outliers")
 _SUMMARIES = ("summary_codes", "summary_scale")
@@ -269,7 +262,7 @@ class NotAFile(OSError):
 
 
 def open_regular(path: Path) -> FileIO:
-    """Open a file for reading; never a link, and never waiting, as for the writer of a pipe.
+    """Open a regular file for reading: no link, and no pipe, which could block.
 
     Raises OSError; `NotAFile` if it is no regular file.
     """
@@ -279,18 +272,16 @@ def open_regular(path: Path) -> FileIO:
 
 
 class ChunkFile:
-    """An open chunk file, which reads and checks only what is asked for.
+    """A chunk file, opened; a `StoredChunk` that reads and checks only what is asked for.
 
-    Opening verifies identity: format version, fingerprint, key, namespace, table, file size, and
-    the MACs of the header, the token ids and the statistics. The rest is checked when it is read.
-    Whatever is wrong raises `CacheMiss`.
+    Opening verifies format version, fingerprint, key, namespace, table, file size, and the MACs of
+    header, token ids and statistics. Other regions are checked when they are read. Whatever is
+    wrong raises `CacheMiss`.
 
     Args:
-        key, fingerprint, namespace: what the file has to be of; None for what it says itself.
-            Without a fingerprint its key has to follow from the rest.
-        secret: of the store that wrote it.
-
-    layout: where everything sits, and what the file says of itself.
+        key, fingerprint, namespace: what the file must hold; None to take it from the file. Without
+            a fingerprint, the key must be the hash of the file's own fields.
+        secret: of the store that wrote the file.
     """
 
     def __init__(
@@ -332,7 +323,7 @@ class ChunkFile:
     def _read_layout(
         self, key: str | None, fingerprint: Fingerprint | None, namespace: str | None
     ) -> FileLayout:
-        """Where everything sits. The header is believed once its MAC is right, and not before."""
+        """The layout. Nothing in the header is used before its MAC was checked."""
         size = os.fstat(self._file.fileno()).st_size
         prefix = bytearray(8)
         self._fill(0, [memoryview(prefix)])
@@ -360,7 +351,7 @@ class ChunkFile:
             if key not in (None, self.key):
                 raise CacheMiss("tokens", f"{self._path}: holds chunk {self.key}")
             layout = FileLayout(
-                # The label of the model is the one field that may differ between equal ones.
+                # The model's label may differ between equal fingerprints.
                 fingerprint=replace(fingerprint, model=fields["model"])
                 if fingerprint
                 else Fingerprint(**fields),
@@ -377,12 +368,12 @@ class ChunkFile:
         return layout
 
     def _read(self, start: int, *views: memoryview) -> None:
-        """Fill the views with what follows each other; start: counted from the header's end."""
+        """Fill the views, one after the other. start: counted from the end of the header."""
         if self._let_go is None:
             assert not self._file.closed, "closed"
             self._fill(len(self._header) + start, views)
             return
-        self._file = self._open()  # its header is known, and what is read is checked anyway
+        self._file = self._open()  # the header is known, and each region has its MAC
         with self._file:
             if self._identity() != self._let_go:
                 raise CacheMiss("absent", f"{self._path} was replaced")
@@ -399,7 +390,7 @@ class ChunkFile:
                 raise self._corrupt("too short")
             self.bytes_read += got
             offset += got
-            # All of it, but for more than 2 GiB, or more views than one read takes.
+            # A read may be cut short: beyond 2 GiB, or beyond the most views.
             while got and got >= len(left[0]):
                 got -= len(left.pop(0))
             if got:
@@ -408,7 +399,7 @@ class ChunkFile:
     def _check(
         self, regions: Sequence[bytes | memoryview], positions: Sequence[int], what: str
     ) -> None:
-        """Compare what was read of regions with their MACs; positions: which regions they are."""
+        """Check the MACs of regions. positions: their numbers."""
         key, macs = self._mac_key, self._macs
         found = [mac(key, i, data) for i, data in zip(positions, regions, strict=True)]
         expected = [macs[i * MAC_BYTES : (i + 1) * MAC_BYTES] for i in positions]
@@ -419,12 +410,12 @@ class ChunkFile:
         return CacheMiss("corrupt", f"{self._path}: {what}")
 
     def _identity(self) -> tuple[int, int, int]:
-        """Device, number and size of the open file; not its time, which `touch` changes."""
+        """Device, inode and size of the open file; not its time, which `touch` changes."""
         found = os.fstat(self._file.fileno())
         return found.st_dev, found.st_ino, found.st_size
 
     def _read_index(self, names: Sequence[str]) -> list[Tensor]:
-        """Tensors that follow each other in the file, with one read, checked."""
+        """Tensors that are neighbours in the file, with one read, checked."""
         places = [self.layout.tensors[name] for name in names]
         tensors = [torch.empty(place.shape, dtype=place.dtype) for place in places]
         views = [byte_view(tensor) for tensor in tensors]
@@ -461,8 +452,8 @@ class ChunkFile:
     def key_range(self) -> Tensor:
         is_known = ("key_range",) in self._groups
         found = self._group("key_range")[0]
-        # Its MAC says nothing of what was written. NumPy: torch's `isfinite` takes 25 ms for 1 MB
-        # of float16 on a CPU, and threads of its own.
+        # A right MAC does not make the numbers finite. NumPy, as torch's `isfinite` takes 25 ms for
+        # 1 MB of float16 on a CPU, and starts threads.
         if not is_known and not np.isfinite(found.numpy()).all():
             del self._groups[("key_range",)]
             raise self._corrupt("key_range")
@@ -481,13 +472,13 @@ class ChunkFile:
         self._check(layers, range(before, before + len(layers)), "layer")
 
     def read_blocks(self, layer: int, blocks: Sequence[int], out: Tensor) -> None:
-        # The hot path of a request: thousands of calls, so no tensor operation in any loop.
+        # Called thousands of times per request, so there is no tensor operation in a loop.
         layout = self.layout
         assert 0 <= layer < layout.fingerprint.n_layers and min(blocks, default=0) >= 0
         assert out.dtype == torch.uint8
         places, view = layout.block_places, byte_view(out)
         base = layout.tensors["entries"].start + layer * layout.layer_bytes
-        runs: list[list[int]] = []  # adjacent in the file: its offset, and a range of `view`
+        runs: list[list[int]] = []  # adjacent blocks: offset in the file, and range of `view`
         regions: list[tuple[int, int]] = []
         done = end = 0
         for block in blocks:
@@ -523,11 +514,11 @@ class ChunkFile:
 
     @property
     def modified_at(self) -> float:
-        """When the file was written or touched, in seconds since 1970."""
+        """When the file was written or touched last, in seconds since 1970."""
         return os.fstat(self._file.fileno()).st_mtime
 
     def let_go(self) -> None:
-        """Hold no file open, but while reading; it is opened anew for each read."""
+        """Open the file anew for each read, and close it afterwards."""
         if self._let_go is None:
             self._let_go = self._identity()
             self._file.close()

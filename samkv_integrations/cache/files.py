@@ -1,4 +1,4 @@
-"""Files and folders of a store: readable by their owner only, and whole or not there."""
+"""Writing and reading the files of a store: private to their owner, and written atomically."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from samkv_integrations.errors import InvalidOption, StoreError
 
 TEMPORARY = ".tmp"
 LEFT_S = 3600.0
-"""Seconds after which a temporary file is taken for one that a killed process has left."""
+"""Age in seconds from which a temporary file is taken for one that a killed process left."""
 
 MAX_SMALL_BYTES = 1 << 20
 
 
 def folder_named(what: str, path: object) -> Path:
-    """The path of a folder. Raises InvalidOption for what can be none; what: the option's name."""
+    """The path of a folder. Raises InvalidOption for what is no path. what: name of the option."""
     try:
         found = Path(path)  # type: ignore[arg-type]
         is_path = b"\0" not in os.fsencode(found)
@@ -33,13 +33,13 @@ def folder_named(what: str, path: object) -> Path:
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder that its owner alone may enter, whatever the umask is."""
+    """Make a folder that only its owner can use, whatever the umask is; one may exist already."""
     with suppress(FileExistsError):
         path.mkdir(mode=0o700)
 
 
 def cannot(action: str, path: Path, error: OSError) -> StoreError:
-    """What to raise when the operating system refuses."""
+    """The error to raise when the operating system refuses something."""
     return StoreError(
         f"cannot {action} {path}: {error.strerror or error}; "
         "next step: make room or allow access there, or use a store in another folder"
@@ -53,9 +53,9 @@ def write_file(
     *,
     mode: int = 0o600,
 ) -> None:
-    """Write a file that others see whole or not at all, and that survives a power cut.
+    """Write a file atomically and durably: under a temporary name, synced, then renamed.
 
-    place: moves the temporary file, which is whole, to ``path``; None to replace what is there.
+    place: moves the complete temporary file to ``path``; None to replace what is there.
     """
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(8)}{TEMPORARY}")
     handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
@@ -69,7 +69,7 @@ def write_file(
         else:
             place(temporary)
     finally:
-        with suppress(FileNotFoundError):  # the usual case: it has been renamed
+        with suppress(FileNotFoundError):  # as usual: it has been renamed
             os.unlink(temporary)
     folder = os.open(path.parent, os.O_RDONLY)
     try:
@@ -79,7 +79,7 @@ def write_file(
 
 
 def write_new(path: Path, data: bytes) -> bool:
-    """Write a small file unless there is one; whether it was written."""
+    """Write a small file unless it exists; whether it was written."""
     try:
         write_file(path, [data], lambda temporary: os.link(temporary, path))
     except FileExistsError:
@@ -88,11 +88,11 @@ def write_new(path: Path, data: bytes) -> bool:
 
 
 def read_small(path: Path) -> bytes:
-    """The bytes of a small file of a store, such as its marker, a note or the settings.
+    """The bytes of a small file of a store: its marker, secret, a note or the settings.
 
-    Never waits, as for the writer of a pipe, and never reads without an end, as from a device.
+    It may be a link to a regular file. A pipe or device is refused: reading it might never end.
 
-    Raises OSError, also if it is no regular file, nor a link to one, or is too large.
+    Raises OSError, also if it is no regular file, or larger than `MAX_SMALL_BYTES`.
     """
     flags = os.O_NONBLOCK | os.O_CLOEXEC
     with open(path, "rb", opener=lambda name, mode: os.open(name, mode | flags)) as file:
@@ -103,7 +103,7 @@ def read_small(path: Path) -> bytes:
 
 
 def remove(path: Path) -> int:
-    """Delete a file, or whatever is there in its place; how many bytes it took.
+    """Delete a file, or whatever is in its place; the bytes of a regular file, else 0.
 
     Raises StoreError if the operating system refuses.
     """

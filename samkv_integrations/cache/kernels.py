@@ -1,7 +1,7 @@
-"""Keys and values of entries in 4 bits by one kernel, where Triton and a CUDA device are there.
+"""A Triton kernel that decodes 4-bit entries to keys and values on a CUDA device.
 
-What `EntryFormat.rotated_keys` and `values` do in some forty operations, each of which reads and
-writes all numbers in float32. Nothing imports this module where there is no such device.
+`EntryFormat.rotated_keys` and `values` do the same in some forty operations, each of which reads
+and writes all numbers in float32. The module is imported only where there is such a device.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 _BLOCK = 32
-"""Entries that one program takes, of one head."""
+"""Entries of one head that one program decodes."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -28,7 +28,7 @@ def _keys_and_values(  # type: ignore[no-untyped-def]  # noqa: ANN202
     at = tl.where(is_there, at, 0).to(tl.int64)
     row = codes + at[:, None] * n_bytes
     side = n_heads * half  # bytes of all keys, or of all values
-    # keys: (codes * scale + offset) of each channel, the transform's inverse, and the rotation
+    # keys: codes * scale + offset for each channel, then the inverse transform and the rotation
     packed = tl.load(row + head * half + channel[None], mask=both, other=0)
     of_group = tl.load(group + at, mask=is_there, other=0)
     scale = key_range + (of_group[:, None] * 2 * n_heads + head) * 2 * half + channel[None]
@@ -61,17 +61,17 @@ def keys_and_values(
     codes: Tensor, group: Tensor, tokens: Tensor | None, key_range: Tensor, cos: Tensor,
     sin: Tensor, hadamard: Tensor, dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Keys at their positions and values, (n, G, D) in ``dtype``, of entries in 4 bits.
+    """Keys, rotated to their positions, and values of 4-bit entries: (n, G, D) each, in ``dtype``.
 
-    codes: (n, E) uint8, see `EntryFormat`. group: (n,) which of key_range (N, 2, G, D) is each
-    entry's. cos, sin: (Tctx, D / 2) float32, of which the entries' are ``tokens`` (n,), the first n
-    if that is None. hadamard: (D / 2, D / 2) float32, which mixes the channels of each half.
+    codes: (n, E) uint8, see `EntryFormat`. group: (n,) the row of key_range (N, 2, G, D) of each
+    entry. cos, sin: (Tctx, D / 2) float32. tokens: (n,) the row of cos and sin of each entry; None
+    for the first n. hadamard: (D / 2, D / 2) float32, the transform of each half of the channels.
     """
     n_groups, _, n_heads, head_dim = key_range.shape
     assert all(x.is_contiguous() for x in (codes, group, key_range, cos, sin, hadamard))
     keys, values = codes.new_empty(2, len(codes), n_heads, head_dim, dtype=dtype)
     grid = (triton.cdiv(len(codes), _BLOCK), n_heads)
-    with torch.cuda.device(codes.device):  # Triton launches on the current one
+    with torch.cuda.device(codes.device):  # Triton launches on the current device
         _keys_and_values[grid](
             codes, group, group if tokens is None else tokens, key_range, cos, sin, hadamard, keys,
             values, len(codes), n_bytes=codes.shape[1], n_heads=n_heads, half=head_dim // 2,

@@ -25,7 +25,7 @@ _Part = TypeVar("_Part", str, Tensor, ChunkStatistics, BlockMeans)
 
 
 class MemoryChunk(StoredChunk):
-    """A chunk cache in memory, opened; the bytes of a part count when it is handed out first."""
+    """An opened chunk cache in memory. The bytes of each part count when it is first returned."""
 
     def __init__(self, chunk: ChunkCache, fingerprint: Fingerprint) -> None:
         self.key, self.fingerprint = chunk.key, fingerprint
@@ -91,7 +91,7 @@ class MemoryChunk(StoredChunk):
         self._opened()
 
     def let_go(self) -> None:
-        """There is no file."""
+        """Does nothing: there is no file."""
 
     def close(self) -> None:
         self._chunk = None
@@ -115,7 +115,7 @@ class _InMemory(dict[Place, ChunkCache]):
 
 
 class MemoryStore(Store):
-    """Chunk caches in this process's memory, as they came; the index is there too."""
+    """Chunk caches in this process's memory, with their index."""
 
     def __init__(self, *, namespace: str = "") -> None:
         secret = secrets.token_bytes(SECRET_BYTES)

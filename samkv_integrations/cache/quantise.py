@@ -1,17 +1,16 @@
-"""KV entries: quantised for the store, and dequantised and rotated for attention.
+"""Formats of KV entries: quantised for the store; dequantised and rotated for attention.
 
 Keys are quantised per channel over groups of tokens, because their outliers sit in channels, and
-values per token and head (KIVI, arXiv 2402.02750, section 3). Both are asymmetric: a channel that a
-bias has moved far from zero, as in Qwen2.5, costs little. Keys must be un-rotated, or their
-channels mix by position.
+values per token and head (KIVI, arXiv 2402.02750, section 3). Both are asymmetric, so a channel
+that a bias has moved far from zero, as in Qwen2.5, costs little.
 
-What is quantised of a key is its Hadamard transform, within each half of a head (QuaRot, arXiv
-2404.00456, over whole heads). It spreads what is lost evenly over the channels: a channel of a wide
-range would lose more than others, and queries look at it most.
+A key is quantised after a Hadamard transform of each half of a head (QuaRot, arXiv 2404.00456,
+transforms whole heads). The transform spreads the error evenly over the channels. Without it, a
+channel with a wide range would lose most, and queries weigh such channels most.
 
-Chunk caches hold keys without a position, so that one cache serves every place in every prompt. The
-cos and sin are always those that the model itself uses, in the model's dtype; the arithmetic is
-float32 and rounds once.
+Keys are stored un-rotated, without a position, so that one cache serves every place in every
+prompt. RoPE uses the model's own cos and sin, in the model's dtype; the arithmetic is float32 and
+rounds once.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ from torch import Tensor
 from samkv_integrations.errors import InvalidChunk, InvalidOption
 
 STORE_BITS = (4, 8, 16)
-"""Bits of a stored number; 16 stands for the model's own dtype, bfloat16 or float32."""
+"""Bits of a stored number; 16 stands for the model's own dtype, also if that is float32."""
 
 DEFAULT_STORE_BITS = 4
 GROUP_TOKENS = 64
-"""Tokens that share a scale and an offset a channel of their keys (docs/decisions.md)."""
+"""Tokens whose keys share scale and offset per channel (docs/decisions.md)."""
 
 _log = logging.getLogger(__name__)
 
@@ -42,18 +41,19 @@ HALF_STEP = 2.0**-24
 _HALF_MARGIN = 2.0**-11  # the relative error of rounding to float16
 
 _TILE = 1 << 18
-"""Numbers of keys, which with what they are computed from fill a few MB (docs/decisions.md)."""
+"""Numbers of keys that are computed at a time: a few MB, so that they fit a CPU's cache."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EntryFormat:
-    """How the KV entry of one token at one layer lies in E bytes.
+    """The layout of the KV entry of one token at one layer, E bytes.
 
-    With 4 or 8 bits: key codes (G, D * bits / 8), value codes likewise, then scale and offset of
-    the values, (G,) float16 each. With 4 bits a byte holds channel d in its lower half and channel
-    d + D / 2 in its upper half. With 16 bits: keys and values, (G, D) each, in ``dtype``.
+    With 4 or 8 bits: codes of the keys, (G, D * bits / 8), codes of the values likewise, then scale
+    and offset of the values, (G,) float16 each. With 4 bits a byte holds channel d in its lower
+    half and channel d + D / 2 in its upper half. With 16 bits: keys and values, (G, D) each, in
+    ``dtype``.
 
-    Raises InvalidOption if ``bits`` is not one of `STORE_BITS`, or fills no whole bytes.
+    Raises InvalidOption if ``bits`` is not one of `STORE_BITS`, or does not fill whole bytes.
     """
 
     bits: int
@@ -75,32 +75,32 @@ class EntryFormat:
 
     @cached_property
     def _side(self) -> int:
-        """Bytes of the keys, or of the values, scales not counted."""
+        """Bytes of the keys, and of the values, without scales."""
         bits = self.bits if self.is_quantised else 8 * self.dtype.itemsize
         return self.n_kv_heads * self.head_dim * bits // 8
 
     @cached_property
     def n_bytes(self) -> int:
-        """E, bytes of an entry."""
+        """E, the bytes of an entry."""
         return 2 * self._side + (4 * self.n_kv_heads if self.is_quantised else 0)
 
     def range_shape(self, n_tokens: int) -> tuple[int, int, int, int]:
-        """Shape of the key ranges of a layer: (N, 2, G, D), N being 0 if nothing is quantised."""
+        """Shape of the key range of a layer: (N, 2, G, D); N is 0 if nothing is quantised."""
         n_groups = -(-n_tokens // GROUP_TOKENS) if self.is_quantised else 0
         return (n_groups, 2, self.n_kv_heads, self.head_dim)
 
     def encode(
         self, keys: Tensor, values: Tensor, *, are_checked: bool = True
     ) -> tuple[Tensor, Tensor]:
-        """Entries (T, E) uint8 of un-rotated keys and values (T, G, D), and the keys' range.
+        """Entries (T, E) uint8 of un-rotated keys and values (T, G, D), and the key range.
 
-        The range is (N, 2, G, D) float16, scale and offset of each channel of each group. A group
-        is `GROUP_TOKENS` tokens, the last one of a chunk maybe fewer; see `groups`.
+        The key range is (N, 2, G, D) float16: scale and offset of each channel in each group of
+        `GROUP_TOKENS` tokens; the last group may be shorter.
 
-        are_checked: whether numbers are looked at on the host.
+        are_checked: whether to check the numbers, which waits for the device.
 
-        Raises InvalidChunk if a key or value is not finite, or does not fit the float16 of its
-        scale, if they are checked.
+        Raises InvalidChunk if a checked key or value is not finite, or too large for a float16
+        scale.
         """
         if are_checked and not bool(keys.isfinite().all() & values.isfinite().all()):
             raise InvalidChunk(
@@ -118,7 +118,7 @@ class EntryFormat:
         if are_checked and (top := float(max(mixed.abs().max(), wide.abs().max()))) > _HALF_MAX:
             raise InvalidChunk(
                 f"transformed keys or values reach {top:.3g}, beyond {_HALF_MAX:.0f}, the "
-                "largest half-precision number, which their scales are kept in; "
+                "largest half-precision number, in which scales are stored; "
                 "give store_bits=16"
             )
         key_range = self._key_range(mixed)
@@ -143,7 +143,7 @@ class EntryFormat:
     def keys(self, entries: Tensor, key_range: Tensor, group: Tensor) -> Tensor:
         """(T, G, D) un-rotated keys of entries (T, E): float32, or ``dtype`` with 16 bits.
 
-        key_range: (N, 2, G, D) of some groups. group: (T,) which of them is each token's.
+        key_range: (N, 2, G, D). group: (T,) the row of key_range of each token.
         """
         if not self.is_quantised:
             return self._raw(entries[:, : self._side])
@@ -154,11 +154,11 @@ class EntryFormat:
     ) -> Tensor:
         """(T, G, D) float32 keys of entries (T, E), rotated to the positions of cos and sin.
 
-        As `keys` and then `rope.rotate`, several times sooner, and not rounded to ``dtype`` yet:
-        this is most of what a pass does for a context token.
+        Equal to `keys` and then `rotate`, without rounding to ``dtype``, and several times faster:
+        this is most of the work that a pass does for a context token.
 
-        key_range, group: see `keys`. cos, sin: (T, G, D / 2) float32, contiguous: on a CPU a
-            product that broadcasts, as of (T, 1, D / 2), takes twice as long.
+        key_range, group: see `keys`. cos, sin: (T, G, D / 2) float32, contiguous; on a CPU a
+            product that broadcasts (T, 1, D / 2) takes twice as long.
         """
         first, second = self._key_halves(entries, key_range, group)
         shape = (len(entries), self.n_kv_heads, self.head_dim)
@@ -173,7 +173,7 @@ class EntryFormat:
     def _key_halves(
         self, entries: Tensor, key_range: Tensor, group: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """(T, G, D / 2) float32: both halves of the un-rotated keys, see `keys`."""
+        """(T, G, D / 2) float32 each: both halves of the un-rotated keys, see `keys`."""
         side, half = entries[:, : self._side], self.head_dim // 2
         if not self.is_quantised:
             keys = self._raw(side).float()
@@ -201,25 +201,25 @@ class EntryFormat:
 
     @cached_property
     def _mixed_channels(self) -> int:
-        """Channels that the Hadamard transform mixes: as many of a half as are a power of two."""
+        """Size of the Hadamard transform: the largest power of two that divides D / 2."""
         half = 1 if self.head_dim % 2 else self.head_dim // 2
         return half & -half
 
     def _mix(self, channels: Tensor) -> Tensor:
-        """The Hadamard transform of float32 channels (..., D or D / 2), its own inverse."""
+        """The Hadamard transform, its own inverse, of float32 channels (..., D or D / 2)."""
         size = self._mixed_channels
         return (channels.reshape(-1, size) @ _hadamard(size, channels.device)).view_as(channels)
 
     def _range(self, low: Tensor, high: Tensor) -> Tensor:
-        """(2, ...) float16 scale and offset of numbers between low and high, float32."""
-        # Down, so that no number lies below code 0 (by more than half the smallest scale).
+        """(2, ...) float16 scale and offset for numbers from low to high, float32."""
+        # Rounded down, so that no number is below code 0 by more than half the smallest scale.
         offset = as_half(low - low.abs() * _HALF_MARGIN)
         scale = as_half((high - offset.float()) / (2**self.bits - 1) + HALF_STEP)
         return torch.stack((scale, offset))
 
     def _of_tokens(self, key_range: Tensor, group: Tensor) -> tuple[Tensor, Tensor]:
-        """Scale and offset (T, G, channels) float32 of each token, from (N, 2, G, channels)."""
-        # index_select copies whole entries, several times sooner than an index does
+        """Scale and offset of each token, (T, G, channels) float32, from (N, 2, G, channels)."""
+        # index_select copies whole rows, several times faster than indexing
         scale, offset = key_range.float().unbind(1)
         return scale.contiguous().index_select(0, group), offset.contiguous().index_select(0, group)
 
@@ -236,7 +236,7 @@ class EntryFormat:
         return whole.flatten(1)
 
     def _halves(self, side: Tensor) -> tuple[Tensor, Tensor]:
-        """(T, bytes) -> the codes of the first half of the channels and of the rest, uint8."""
+        """(T, bytes) -> codes of the first and of the second half of the channels, uint8."""
         codes = side.reshape(len(side), self.n_kv_heads, side.shape[1] // self.n_kv_heads)
         if self.bits == 8:
             half = self.head_dim // 2
@@ -261,7 +261,7 @@ def _hadamard(size: int, device: torch.device) -> Tensor:
 
 
 def groups(n_tokens: int, device: torch.device) -> Tensor:
-    """(T,) the group of each token of a chunk."""
+    """(T,) the number of the group of each token of a chunk."""
     return torch.arange(n_tokens, device=device) // GROUP_TOKENS
 
 
@@ -295,8 +295,8 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def unrotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """The inverse of `rotate`, exact up to one rounding to the dtype of ``x``.
 
-    In bfloat16 the model's rounded cos and sin no longer satisfy cos^2 + sin^2 = 1, so the inverse
-    divides by that sum; without it every stored key would be off by up to 0.5 %.
+    The model's cos and sin, rounded to bfloat16, do not satisfy cos^2 + sin^2 = 1. The inverse
+    divides by that sum; else every stored key would be off by up to 0.5 %.
     """
     cos, sin = cos.float().unsqueeze(-2), sin.float().unsqueeze(-2)
     norm = cos.square() + sin.square()
@@ -308,13 +308,12 @@ def unrotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Entries:
-    """Entries of n tokens, and where their keys sit.
+    """Entries of n tokens, and the positions of their keys.
 
-    codes: (n, E) uint8, see `EntryFormat`. key_range: (N, 2, G, D) float16, of some groups. group:
-    (n,) which of them is each token's.
-    cos, sin: (Tctx, G, D / 2) float32, contiguous, of the positions of all context tokens, as the
-    model rotates them; on a GPU (Tctx, 1, D / 2). tokens: (n,) which of those these are, None for
-    all.
+    codes: (n, E) uint8, see `EntryFormat`. key_range: (N, 2, G, D) float16. group: (n,) the row of
+    key_range of each token.
+    cos, sin: (Tctx, G, D / 2) float32, contiguous, for all context tokens; on a GPU (Tctx, 1,
+    D / 2). tokens: (n,) the row of cos and sin of each token; None for all.
     """
 
     form: EntryFormat
@@ -330,11 +329,11 @@ class Entries:
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of what is stored."""
+        """Bytes of codes and key range."""
         return self.codes.nbytes + self.key_range.nbytes
 
     def keys_and_values(self) -> tuple[Tensor, Tensor]:
-        """`keys` and `values`, by one kernel where there is one."""
+        """`keys` and `values`, with one kernel where there is one."""
         if self.codes.is_cuda and (kernel := kernel_of(self.form)) is not None:
             cos, sin = self.cos[:, 0], self.sin[:, 0]
             matrix = _hadamard(self.form.head_dim // 2, self.codes.device)
@@ -345,13 +344,13 @@ class Entries:
         return self.keys(), self.values()
 
     def keys(self) -> Tensor:
-        """(n, G, D) at their positions, in the model's dtype."""
+        """(n, G, D) keys, rotated to their positions, in the model's dtype."""
         return self._rotated(slice(None)).to(self.form.dtype)
 
     def logits(self, query: Tensor) -> Tensor:
         """(G, H / G, n) float32 products of a query (H, D) with all keys, which are not rounded.
 
-        Sooner than `keys` and a product: a CPU computes as many keys at once as its cache holds.
+        On a CPU, keys are computed `_TILE` numbers at a time, which is faster than all at once.
         """
         grouped = query.float().view(self.form.n_kv_heads, -1, self.form.head_dim)
         logits = grouped.new_empty(*grouped.shape[:2], len(self))
@@ -362,7 +361,7 @@ class Entries:
         return logits
 
     def _rotated(self, part: slice) -> Tensor:
-        """(m, G, D) float32 keys of some places, at their positions."""
+        """(m, G, D) float32 keys of some entries, rotated to their positions."""
         if self.tokens is None:
             cos, sin = self.cos[part], self.sin[part]
         else:
@@ -371,12 +370,12 @@ class Entries:
         return self.form.rotated_keys(self.codes[part], self.key_range, self.group[part], cos, sin)
 
     def values(self) -> Tensor:
-        """(n, G, D) in the model's dtype."""
+        """(n, G, D) values in the model's dtype."""
         return self.form.values(self.codes)
 
     def select(self, at: Tensor) -> Entries:
-        """Those of places (k,)."""
-        # index_select copies whole places, several times sooner than an index does
+        """The entries at indices (k,)."""
+        # index_select copies whole rows, several times faster than indexing
         return replace(
             self,
             codes=self.codes.index_select(0, at),
@@ -385,10 +384,10 @@ class Entries:
         )
 
     def with_computed(self, at: Tensor, keys: Tensor, values: Tensor) -> Entries:
-        """With other keys, at their positions, and values (k, G, D) at places (k,).
+        """A copy with other rotated keys and values (k, G, D) at indices (k,).
 
-        They are quantised here, in groups of their own: the ranges of those that they were in may
-        not hold them.
+        They are quantised in groups of their own, because they may exceed the ranges of the groups
+        that they replace.
         """
         if not len(at):
             return self
@@ -415,7 +414,7 @@ _Kernel = Callable[
 
 @lru_cache(maxsize=16)
 def kernel_of(form: EntryFormat) -> _Kernel | None:
-    """`kernels.keys_and_values`, once it has run; None where it cannot, which is only slower."""
+    """`kernels.keys_and_values` if it runs here; None if not, which is only slower."""
     half = form.head_dim // 2
     if form.bits != 4 or form._mixed_channels != half or half < 16 or not torch.cuda.is_available():
         return None
@@ -429,7 +428,7 @@ def kernel_of(form: EntryFormat) -> _Kernel | None:
             torch.zeros(form.range_shape(1), dtype=torch.float16, device=device), turns, turns,
             _hadamard(half, device), form.dtype,
         )  # fmt: skip
-    except Exception as error:  # of Triton, which wants a C compiler
+    except Exception as error:  # from Triton, which needs a C compiler
         _log.warning("chunk caches are decoded step by step, which is slower: %s", error)
         return None
     return kernels.keys_and_values

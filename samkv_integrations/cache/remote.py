@@ -1,8 +1,7 @@
-"""The remote tier: chunk files in a place that many machines reach, S3 or whatever fsspec knows.
+"""The remote tier: chunk files in a bucket or folder that several machines share.
 
-Objects are whole, written once and named by what they hold, so machines never disagree about one.
-The folder of a store is the local tier. The secret that names and MACs are made with stays on the
-machines.
+The folder of a store is the local tier. An object is written whole, and its name follows from its
+content, so machines never disagree about it. The store's secret never leaves a machine.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as TooLate
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -26,36 +25,30 @@ from typing import Any
 
 from samkv_integrations.cache.base import Outage
 from samkv_integrations.cache.chunk import FORMAT_VERSION, Fingerprint
+from samkv_integrations.cache.chunk_folder import ChunkFolder, check_of
 from samkv_integrations.cache.file_format import BAD_JSON, ChunkFile, open_regular
-from samkv_integrations.cache.files import MAX_SMALL_BYTES, folder_named
-from samkv_integrations.cache.folder import ChunkFolder, check_of
+from samkv_integrations.cache.files import folder_named
 from samkv_integrations.cache.index import EVICTED, LOST, PRESENT, Entry, Place
-from samkv_integrations.cache.objects import ObjectInfo, Objects
+from samkv_integrations.cache.remote_objects import ObjectInfo, Objects
 from samkv_integrations.errors import CacheMiss, InvalidOption, SamkvError, StoreError
 
 ASKED_S = 10.0
-"""Seconds after which a question waits no longer for a chunk."""
+"""Seconds that a question waits for a chunk."""
 
 REFRESH_S = 60.0
-"""Seconds after which the remote tier is asked again which texts there are."""
+"""Seconds between two looks for chunks that other machines have put or deleted."""
 
 FINGERPRINTS_S = 30.0
-"""Seconds for which fingerprints are remembered."""
-
-KNOWN_S = 10.0
-"""Seconds for which a listing is believed that was made to look ahead."""
+"""Seconds for which the remote fingerprints are remembered."""
 
 HEAD_BYTES = 1 << 18
-"""Bytes of a chunk file that hold what the index is told, unless its text is very long."""
+"""Bytes read of a chunk file to index it: header, token ids and text, unless the text is long."""
 
 MOST_HEAD_BYTES = 1 << 25
-"""Bytes of a chunk file that hold it even then; no more is read of what was only listed."""
+"""Bytes read if it is; a file with more before its entries is not indexed."""
 
 SLICE = 64
-"""New chunks that are looked at in one go, so that a question's do not wait behind all of them."""
-
-_LISTED = 32
-"""Objects that are looked for one by one; more are listed."""
+"""New chunks whose heads are read at a time, so that the fetches of a question get their turn."""
 
 _MARKER = "store.json"
 _MAX_AGREED = 1 << 16
@@ -63,16 +56,16 @@ _NAME = re.compile("[0-9a-f]{32}")
 _CHUNK = re.compile(r"[0-9a-f]{2}/([0-9a-f]{32})\.safetensors")
 _log = logging.getLogger(__name__)
 _FAILS = (
-    "caches cannot be shared with the remote tier (%s); what it cannot give is computed, and what "
-    "it cannot take stays here until 'samkv store push'. This is said once"
+    "caches cannot be shared with the remote tier (%s); those that cannot be fetched are computed, "
+    "and those that cannot be sent stay here until 'samkv store push'. This is said once"
 )
 
 
 def objects_outside(url: str, options: Mapping[str, object], folder: Path) -> Objects:
     """The objects of a remote tier.
 
-    Raises InvalidOption if place and folder of the store lie in each other: the folder has the
-    secret.
+    Raises InvalidOption if the place lies in the store's folder or the folder in the place: the
+    folder holds the secret.
     """
     objects = Objects(url, options)
     if objects.is_local:
@@ -92,7 +85,7 @@ def objects_outside(url: str, options: Mapping[str, object], folder: Path) -> Ob
 
 @contextmanager
 def _answering(what: str = "") -> Iterator[None]:
-    """What cannot go on without the remote tier: a `CacheMiss` is a StoreError."""
+    """A block that needs the remote tier: a `CacheMiss` in it becomes a StoreError."""
     try:
         yield
     except CacheMiss as miss:
@@ -100,26 +93,13 @@ def _answering(what: str = "") -> Iterator[None]:
         raise StoreError(f"{why}; next step: try again when the remote tier answers") from miss
 
 
-@dataclass(frozen=True, kw_only=True)
-class Refreshed:
-    """What `SharedTier.refresh` found. n_new: chunks of other machines whose texts are known now.
-
-    n_deleted: chunks that other machines deleted, and this one has deleted too.
-    chunks: those of the remote tier.
-    """
-
-    n_new: int
-    n_deleted: int
-    chunks: Mapping[Place, ObjectInfo] = field(repr=False, compare=False)
-
-
 class SharedTier:
-    """A remote tier for the folder of a store, for many threads and processes.
+    """The remote tier of a store's folder and namespace. Safe to use from many threads.
 
-    What waits for it raises `CacheMiss`: "absent", or "io" if it does not answer, at once while
-    that is known. A place that does not answer yet is no error.
+    Methods that ask the remote tier raise `CacheMiss` ("absent", or "io" if it does not answer)
+    unless they say otherwise. Opening one that does not answer is no error.
 
-    Raises StoreError if the place is another store's.
+    Raises StoreError if the place belongs to a store with another secret or format.
     """
 
     def __init__(self, files: ChunkFolder, objects: Objects, namespace: str) -> None:
@@ -131,7 +111,6 @@ class SharedTier:
         self._is_checked = False
         self._lock = threading.Lock()
         self._coming: dict[Place, Future[None]] = {}
-        self._known: dict[str, tuple[float, set[str]]] = {}  # keys by digest, and until when
         self._fingerprints: tuple[float, list[Fingerprint]] = (0.0, [])
         self._refreshes_at = 0.0
         self._outage = Outage(_FAILS)
@@ -143,27 +122,29 @@ class SharedTier:
             self.refresh_soon()
 
     def tell(self, error: SamkvError) -> None:
-        """Log that the remote tier fails: a warning the first time, at DEBUG from then on."""
+        """Log a failure: a warning the first time, at DEBUG from then on."""
         self._outage.tell(error)
 
     # -- the marker -----------------------------------------------------------------------------
 
-    def _read_marker(self, *, patiently: bool = False, begins: bool = False) -> None:
-        """See that the place is there, and of this secret and format: before it is changed.
+    def _read_marker(self, *, begins: bool = False) -> None:
+        """Check that the place is there, and has this store's secret and format.
 
-        A place without a marker is new, and gets one, unless this machine has used it before: then
-        it may be the empty folder in place of a share that is not mounted. begins: gets one anyway.
+        A place without a marker is new, and gets one. If this machine has used the place before,
+        it may be an empty folder where a share should be mounted: that counts as no answer, unless
+        ``begins``.
 
-        What was in another place, or in this one before it was begun anew, was not deleted by
-        anybody: this machine forgets that it was there, and `push` puts it again.
+        Each marker has a random identity. If the identity has changed, the place was emptied or
+        replaced, and what is missing there was not deleted by anybody: this machine forgets what
+        it had put there, and `push` puts it again.
 
-        Raises CacheMiss ("io") if it does not answer, StoreError if it is another store's.
+        Raises CacheMiss ("io"), or StoreError if the place belongs to another store.
         """
         setting = f"remote tier of {self._namespace}"
         known, _, url = str(self._index.setting(setting) or "").partition(" ")
         mine = {"format_version": FORMAT_VERSION, "secret_check": check_of(self._files.secret)}
         try:
-            found = self._read(_MARKER, patiently=patiently)
+            found = self._read_json(_MARKER)
         except FileNotFoundError as error:
             if url == self.url and not begins:
                 why = (
@@ -175,7 +156,7 @@ class SharedTier:
             text = json.dumps({**mine, "identity": secrets.token_hex(8)})
             with suppress(FileExistsError):  # another machine was faster
                 self.objects.write(_MARKER, text.encode(), is_new=True)
-            found = self._read(_MARKER)
+            found = self._read_json(_MARKER)
         if found.get("secret_check") != mine["secret_check"]:
             raise StoreError(
                 f"{self.url} holds chunk caches that were written under another secret; next step: "
@@ -189,67 +170,54 @@ class SharedTier:
             )
         identity = str(found.get("identity", ""))
         if (known, url) != (identity, self.url):
-            with suppress(StoreError):  # a folder that can only be read
+            with suppress(StoreError):  # a read-only folder
                 if known != identity:
                     self._index.unshare(self._namespace)
                 self._index.set(setting, f"{identity} {self.url}")
             if known not in ("", identity):
-                _log.warning("%s is new; 'samkv store push' puts what is here", self.url)
+                _log.warning("%s is new; 'samkv store push' sends what is here", self.url)
         self._is_checked = True
 
     def _check(self) -> None:
         if not self._is_checked:
             self._read_marker()
 
-    def check_answers(self) -> None:
-        """Raises StoreError if the place does not answer, or is one that is not mounted."""
-        with _answering("nothing is deleted while the remote tier does not answer"):
-            self._read_marker(patiently=True)
+    def check_answers(self, what: str = "", *, begins: bool = False) -> None:
+        """Ask the place now, even if it failed a moment ago.
 
-    # -- chunks ---------------------------------------------------------------------------------
+        what: the beginning of the error. begins: whether the place may have been emptied.
 
-    def _path(self, digest: str, key: str) -> str:
-        """Where a chunk's object is, or would be. Raises CacheMiss for what is no key."""
+        Raises StoreError if it does not answer, or if its share is not mounted.
+        """
+        self.objects.ask_again()
+        with _answering(what):
+            self._read_marker(begins=begins)
+
+    # -- single chunks --------------------------------------------------------------------------
+
+    def _path(self, place: Place) -> str:
+        """Path of a chunk's object. Raises CacheMiss for what is no key."""
+        digest, key = place
         if not (_NAME.fullmatch(digest) and _NAME.fullmatch(key)):
             raise CacheMiss("absent", repr(key))
         return f"{self._space}/{digest}/{key[:2]}/{key}.safetensors"
 
-    def look_ahead(self, digest: str, keys: Collection[str]) -> None:
-        """Many chunks are going to be looked for: list them, once for all. Best effort."""
-        self._known.pop(digest, None)
-        if len(keys) > _LISTED:
-            with suppress(CacheMiss, StoreError):
-                self._check()
-                listed = self._list(digest, patiently=False)
-                found = {key for (_, key), info in listed.items() if info.n_bytes}
-                self._known[digest] = (time.monotonic() + KNOWN_S, found)
-
     def has(self, digest: str, key: str) -> bool:
-        """Whether a chunk is there; False if nobody can tell."""
-        until, known = self._known.get(digest, (0.0, set()))
-        if time.monotonic() < until:
-            return key in known
+        """Whether a chunk is there, or was when this machine looked last.
+
+        False if the place does not answer.
+        """
+        with suppress(StoreError):
+            if self._index.is_shared(digest, key):
+                return True
         return self.info(digest, key) is not None
 
     def info(self, digest: str, key: str) -> ObjectInfo | None:
-        """What is known of a chunk's object, None if there is none or nobody can tell."""
+        """Size and time of a chunk's object; None if there is none, or the place is gone."""
         with suppress(CacheMiss, StoreError, FileNotFoundError):
             self._check()
-            found = self.objects.info(self._path(digest, key))
-            return found if found.n_bytes else None
+            return self.objects.info(self._path((digest, key)))
         return None
-
-    def _get(
-        self, digest: str, key: str, *, n_bytes: int | None = None, patiently: bool = False
-    ) -> bytes:
-        """A chunk's file, or its first ``n_bytes``. Raises CacheMiss."""
-        self._check()
-        with suppress(FileNotFoundError):
-            path = self._path(digest, key)
-            if data := self.objects.read(path, n_bytes=n_bytes, patiently=patiently):
-                return data
-        self._known.clear()
-        raise CacheMiss("absent", f"{self.url}: {key}")
 
     def begin(self, key: str, digest: str) -> Future[None]:
         """Begin to fetch a chunk, unless that has begun already."""
@@ -264,14 +232,14 @@ class SharedTier:
     def fetch(self, key: str, digest: str) -> None:
         """Bring a chunk into the folder, all of it verified.
 
-        Raises CacheMiss: "absent", "corrupt" (which is emptied, to be put again), or "io" if it
-        takes longer than a question waits, or the folder has no room for it.
+        Raises CacheMiss: "absent", "corrupt", or "io" if it takes longer than a question waits, or
+        if the folder has no room for it.
         """
         is_gone = self.objects.is_gone
         try:
             self.begin(key, digest).result(0 if is_gone else ASKED_S)
         except TooLate as error:
-            if is_gone:  # who does not wait learns nothing of it: it is to be asked again in time
+            if is_gone:  # no new failure, so the outage is not made longer
                 raise self.objects.gone() from error
             why = f"takes longer than {ASKED_S:.0f} s"
             self.objects.give_up(why)  # the next chunk does not wait as long again
@@ -280,78 +248,66 @@ class SharedTier:
             raise CacheMiss("io", str(error)) from error
 
     def _fetch(self, place: Place) -> None:
-        if self._files.is_gone(*place):  # else it came since it was missed
+        if self._files.is_gone(*place):  # else another request has just fetched it
             self.bring(place)
 
-    def bring(self, place: Place, *, patiently: bool = False) -> int:
-        """Bring a chunk of the remote tier into the folder; its bytes.
+    def bring(self, place: Place) -> int:
+        """Fetch a chunk into the folder, all of it verified; its bytes.
 
-        Raises CacheMiss or StoreError.
+        Raises CacheMiss or StoreError. A damaged object stays until a machine computes the chunk,
+        and puts it again.
         """
         digest, key = place
+        since = self._index.deletions(self._namespace)  # a deletion meanwhile wins
 
-        def verified(file: Path, *, is_whole: bool = True) -> Entry:
-            try:
-                with self._opened(file, key) as chunk:
-                    if (found := chunk.layout.fingerprint.digest) != digest:
-                        raise CacheMiss("fingerprint", f"{self.url}: {found}")
-                    if is_whole:
-                        chunk.verify()
-                    return Entry.of_file(chunk)
-            except CacheMiss as miss:
-                if miss.is_damage:
-                    self.discard(digest, key)
-                raise
+        def verified(file: Path) -> Entry:
+            with self._opened(file, place) as chunk:
+                chunk.verify()
+                return replace(Entry.of_file(chunk), unless_deleted_since=since)
 
-        n_bytes = None
-        if self.objects.is_local:  # a file of any size: no more is read than its header says
-            self._check()
-            n_bytes, path = 0, self._path(digest, key)
-            with suppress(FileNotFoundError):
-                if self.objects.info(path, patiently=patiently).n_bytes:
-                    n_bytes = verified(Path(self.objects.root, path), is_whole=False).n_bytes
-        data = self._get(digest, key, n_bytes=n_bytes, patiently=patiently)
+        data = self._get(place, self._size_of_local(place))
         self._files.put(key, digest, [data], verified)
         self.mark([place])
-        try:
-            self.objects.info(self._path(digest, key), patiently=patiently)
-        except FileNotFoundError as error:
-            # Whoever deleted it meanwhile may have been here too early for the file.
-            self._read_marker(patiently=patiently)  # raises if the share was unmounted instead
-            self._index.delete(self._namespace, [key])
-            raise CacheMiss("absent", f"{self.url}: {key}") from error
-        except CacheMiss as miss:  # `refresh` deletes it if it has gone
-            self.tell(miss)
         return len(data)
 
-    def _opened(self, file: Path, key: str) -> ChunkFile:
-        return ChunkFile(file, key, namespace=self._namespace, secret=self._files.secret)
+    def _size_of_local(self, place: Place) -> int | None:
+        """Bytes of a chunk by its header, if the remote tier is a folder; None in a bucket.
 
-    def discard(self, digest: str, key: str) -> None:
-        """Empty a damaged object, so that a sound one is put in its place. Best effort.
-
-        It is not deleted: other machines delete what they have of a chunk that was.
+        Whoever may write the folder can make a file of any size.
         """
-        path = self._path(digest, key)
-        with suppress(CacheMiss, FileNotFoundError):  # it was deleted meanwhile
-            self.objects.info(path)
-            self.objects.write(path, b"")
-        self._known.clear()
+        if not self.objects.is_local:
+            return None
+        with self._opened(Path(self.objects.root, self._path(place)), place) as chunk:
+            return chunk.layout.file_size(chunk.key)
+
+    def _get(self, place: Place, n_bytes: int | None = None) -> bytes:
+        """A chunk's file, or its first ``n_bytes``."""
+        self._check()
+        try:
+            return self.objects.read(self._path(place), n_bytes)
+        except FileNotFoundError as error:
+            raise CacheMiss("absent", f"{self.url}: {place[1]}") from error
+
+    def _opened(self, file: Path, place: Place) -> ChunkFile:
+        digest, key = place
+        chunk = ChunkFile(file, key, namespace=self._namespace, secret=self._files.secret)
+        if (found := chunk.layout.fingerprint.digest) != digest:
+            chunk.close()
+            raise CacheMiss("fingerprint", f"{self.url}: {found}")
+        return chunk
 
     def share(self, entry: Entry, data: bytes) -> bool:
-        """Put a chunk into the remote tier; whether it is there. Else it stays, for `push`."""
+        """Put a chunk into the remote tier; whether it worked. If not, `push` does it later."""
         try:
             self._read_marker()
-            self.objects.write(self._path(entry.digest, entry.key), data)
+            self.objects.write(self._path((entry.digest, entry.key)), data)
         except (CacheMiss, StoreError) as error:
             self.tell(error)
             return False
-        if entry.digest in self._known:
-            self._known[entry.digest][1].add(entry.key)
         return True
 
     def send(self, place: Place) -> int:
-        """Put a chunk of the folder into the remote tier; its bytes, 0 if it has gone.
+        """Copy a chunk of the folder to the remote tier; its bytes, 0 if it has gone.
 
         Raises CacheMiss, OSError or StoreError.
         """
@@ -359,62 +315,57 @@ class SharedTier:
         try:
             with open_regular(file) as opened:
                 data = opened.readall()
-            self._files.entry(file)  # raises
+            self._files.entry(file)  # raises if it is damaged
         except FileNotFoundError:  # evicted meanwhile
             return 0
-        self.objects.write(self._path(*place), data, patiently=True)
+        self.objects.write(self._path(place), data)
         self.mark([place])
         return len(data)
 
     def mark(self, places: Collection[Place]) -> None:
-        """Take note that chunks are in the remote tier."""
-        with suppress(StoreError):  # one that is not marked is put again by `push`
+        """Note in the index that chunks are in the remote tier."""
+        with suppress(StoreError):  # `push` sends again what is not marked
             self._index.mark_shared(self._namespace, places)
 
     def delete(self, keys: Collection[str]) -> set[str]:
-        """Delete chunks of whatever fingerprint; the keys of those that there were.
+        """Delete chunks of every fingerprint; the keys of those that were there.
 
-        Raises StoreError if it cannot be done for all: what is left is deleted by the next try.
+        Raises StoreError if some could not be deleted: try again.
         """
+        self.check_answers()
         with _answering("not all can be deleted from the remote tier"):
-            self._read_marker(patiently=True)
-            named = [key for key in keys if _NAME.fullmatch(key)]
-            paths = [(k, self._path(d, k)) for d in self._digests(patiently=True) for k in named]
-            gone = self.objects.pool.map(
-                lambda one: one[0] if self.objects.remove(one[1]) else "", paths
-            )
-            self._fingerprints = (0.0, [])
-            self._known.clear()
-            return {*gone} - {""}
+            digests = self._digests()
+            places = [(d, k) for d in digests for k in keys if _NAME.fullmatch(k)]
+            gone = self.objects.pool.map(lambda one: self.objects.remove(self._path(one)), places)
+            deleted = {key for (_, key), was_there in zip(places, gone, strict=True) if was_there}
+        self._fingerprints = (0.0, [])
+        return deleted
+
+    # -- all chunks -----------------------------------------------------------------------------
 
     def listed(self) -> dict[Place, ObjectInfo]:
-        """All chunks; those that were found damaged have no bytes.
-
-        Raises StoreError if the remote tier does not answer.
-        """
+        """All chunks. Raises StoreError if the place does not answer."""
         found: dict[Place, ObjectInfo] = {}
         with _answering():
-            for digest in self._digests(patiently=True):
-                found |= self._list(digest, patiently=True)
+            for digest in self._digests():
+                found |= self._list(digest)
         return found
 
-    def _list(self, digest: str, *, patiently: bool) -> dict[Place, ObjectInfo]:
-        listed = self.objects.listed(f"{self._space}/{digest}", patiently=patiently)
+    def _list(self, digest: str) -> dict[Place, ObjectInfo]:
+        listed = self.objects.listed(f"{self._space}/{digest}")
         named = ((_CHUNK.fullmatch(name), info) for name, info in listed.items())
         return {(digest, name[1]): info for name, info in named if name}
 
-    def _digests(self, *, patiently: bool = False) -> list[str]:
-        names = self.objects.names(self._space, patiently=patiently)
-        return [name for name in names if _NAME.fullmatch(name)]
-
-    # -- what all machines have -------------------------------------------------------------------
+    def _digests(self) -> list[str]:
+        return [name for name in self.objects.names(self._space) if _NAME.fullmatch(name)]
 
     def refresh_soon(self) -> None:
-        """`refresh` in a thread of its own, unless that was done a moment ago."""
+        """`refresh` in a background thread, at most every `REFRESH_S`."""
 
         def quietly() -> None:
             try:
-                self.refresh()
+                if not self.objects.is_gone:
+                    self.refresh()
             except SamkvError as error:
                 self.tell(error)
 
@@ -424,49 +375,42 @@ class SharedTier:
             self._refreshes_at = time.monotonic() + REFRESH_S
         threading.Thread(target=quietly, name="samkv-refresh", daemon=True).start()
 
-    def refresh(self) -> Refreshed:
-        """Learn the texts of chunks that other machines have put, and delete what they deleted.
+    def refresh(self) -> dict[Place, ObjectInfo]:
+        """Index the chunks that other machines have put, and delete those that they deleted.
 
-        Raises StoreError if the remote tier does not answer.
+        All chunks of the remote tier are returned. Raises StoreError if it does not answer.
         """
-        with _answering():
-            self._read_marker(patiently=True)
+        self.check_answers()
         before = self._index.shared(self._namespace)
-        listed = self.listed()  # after: what this machine has put since is no stranger
+        listed = self.listed()  # after `before`: chunks that are put meanwhile are not deleted
         gone = sorted({key for digest, key in before if (digest, key) not in listed})
-        if gone:  # a share that was unmounted since is listed as an empty one
-            with _answering():
-                self._read_marker(patiently=True)
-        self._index.delete(self._namespace, gone)
-        chunks = {place: info for place, info in listed.items() if info.n_bytes}
+        if gone:
+            self.check_answers()  # a share that was unmounted meanwhile is listed as empty
+            self._files.delete(self._namespace, gone)
         places = self._index.places(self._namespace, PRESENT, EVICTED, LOST)
         known = {(digest, key) for digest, key, _ in places}
-        self.mark(chunks.keys() & known)
-        new = sorted(chunks.keys() - known)
-        n_new = 0
+        self.mark(listed.keys() & known)
+        new = sorted(listed.keys() - known)
         for begin in range(0, len(new), SLICE):
             heads = self.objects.pool.map(
-                lambda place: self._head(place, chunks[place].n_bytes), new[begin : begin + SLICE]
+                lambda place: self._head(place, listed[place].n_bytes), new[begin : begin + SLICE]
             )
-            read = [entry for entry in heads if entry]
-            self._index.learn(read)
-            n_new += len(read)
-        return Refreshed(n_new=n_new, n_deleted=len(gone), chunks=chunks)
+            self._index.learn([entry for entry in heads if entry])
+        return listed
 
     def _head(self, place: Place, size: int) -> Entry | None:
-        """What the index is told of a remote chunk; None if it is damaged or has gone."""
+        """The index entry of a remote chunk, from its first bytes; None if it is damaged."""
         for n_bytes in (HEAD_BYTES, min(size, MOST_HEAD_BYTES)):
             with suppress(CacheMiss, OSError), TemporaryDirectory("samkv") as folder:
                 file = Path(folder) / "head"
-                file.write_bytes(self._get(*place, n_bytes=n_bytes))
-                os.truncate(file, size)  # what was not read is a hole
-                with self._opened(file, place[1]) as chunk:
-                    if chunk.layout.fingerprint.digest == place[0]:
-                        return Entry.of_file(chunk)
+                file.write_bytes(self._get(place, n_bytes))
+                os.truncate(file, size)  # the rest is a hole: only the head is read
+                with self._opened(file, place) as chunk:
+                    return Entry.of_file(chunk)
         return None
 
     def fingerprints(self) -> list[Fingerprint]:
-        """Of which there are chunks; none if the remote tier does not answer."""
+        """Those that have chunks; none if the remote tier does not answer."""
         until, found = self._fingerprints
         if time.monotonic() < until:
             return found
@@ -475,7 +419,7 @@ class SharedTier:
             self._check()
             known = {each.digest: each for each in self._index.fingerprints(are_present=False)}
             for digest in self._digests():
-                for place, info in self._list(digest, patiently=False).items():
+                for place, info in self._list(digest).items():
                     if digest not in known and (entry := self._head(place, info.n_bytes)):
                         known[digest] = Fingerprint(**entry.fields)
                     if digest in known:
@@ -487,27 +431,25 @@ class SharedTier:
             self._fingerprints = (time.monotonic() + FINGERPRINTS_S, found)
         return found
 
+    # -- notes ----------------------------------------------------------------------------------
+
     def agree(self, name: str, value: int) -> int:
-        """The value of a setting: that of which machine was first. Raises StoreError."""
+        """The value of a setting that the first machine has chosen. Raises StoreError."""
         name = blake2b(name.encode(), digest_size=16).hexdigest()
-        if (text := self.note(name)) is None:
+        if self.note(name) is None:
             self.put_note(name, json.dumps({"value": value}), replace=False)
-            text = self.note(name)
-        try:
-            found = json.loads(text or "")["value"]
-        except BAD_JSON:
-            found = None
+        with _answering():
+            found = self._read_json(self._note(name)).get("value")
         if type(found) is not int or not 0 < found <= _MAX_AGREED:
             raise self._damaged(self._note(name))
         return found
 
     def note(self, name: str) -> str | None:
-        """See `Store.note`; one of all machines. Raises StoreError if the remote does not say."""
-        with _answering():
+        """See `Store.note`; shared by all machines. Raises StoreError if the place is gone."""
+        with _answering(), suppress(FileNotFoundError):
             self._check()
-            with suppress(FileNotFoundError):
-                return self._read_small(self._note(name)).decode(errors="replace")
-            return None
+            return self.objects.read_small(self._note(name)).decode(errors="replace")
+        return None
 
     def put_note(self, name: str, text: str, *, replace: bool = True) -> bool:
         """See `Store.put_note`. Raises StoreError."""
@@ -517,33 +459,23 @@ class SharedTier:
                 self.objects.write(self._note(name), text.encode(), is_new=not replace)
             except FileExistsError:
                 return False
-            return True
+        return True
 
     def note_url(self, name: str) -> str:
-        """Where a note is."""
+        """The URL of a note."""
         return f"{self.url.rstrip('/')}/{self._note(name)}"
 
     def _note(self, name: str) -> str:
         return f"{self._space}/notes/{name}.json"
 
-    def _read(self, path: str, *, patiently: bool = False) -> dict[str, Any]:
-        text = self._read_small(path, patiently=patiently)
+    def _read_json(self, path: str) -> dict[str, Any]:
+        """A small JSON object. Raises FileNotFoundError, StoreError if it is damaged."""
         try:
-            return {**json.loads(text)}
+            return {**json.loads(self.objects.read_small(path))}
         except BAD_JSON as error:
             raise self._damaged(path) from error
-
-    def _read_small(self, path: str, *, patiently: bool = False) -> bytes:
-        # S3 knows no part of an empty object
-        n_bytes = MAX_SMALL_BYTES if self.objects.is_local else None
-        return self.objects.read(path, n_bytes=n_bytes, patiently=patiently)
 
     def _damaged(self, path: str) -> StoreError:
         return StoreError(
             f"{self.url}/{path} is damaged; next step: delete it, or name another place"
         )
-
-    def begin_anew(self) -> None:
-        """Give the place a marker if it was emptied. Raises StoreError."""
-        with _answering():
-            self._read_marker(patiently=True, begins=True)

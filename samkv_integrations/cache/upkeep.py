@@ -1,4 +1,4 @@
-"""Looking after a store: clearing up, verifying, reading ahead, and copying to and from others."""
+"""Maintenance of a store: collect garbage, verify, warm, and copy to and from the remote tier."""
 
 from __future__ import annotations
 
@@ -6,17 +6,16 @@ import os
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 
+from samkv_integrations.cache.chunk_folder import Recovered, reconcile
 from samkv_integrations.cache.disk import ChunkStore
 from samkv_integrations.cache.file_format import ChunkFile, open_regular
-from samkv_integrations.cache.folder import Recovered, reconcile
 from samkv_integrations.cache.index import LOST, PRESENT, Place
 from samkv_integrations.cache.remote import SharedTier
 from samkv_integrations.errors import CacheMiss, InvalidOption, SamkvError, StoreError
 
 Progress = Callable[[int, int], None]
-"""Called with how many chunks are done, and of how many."""
+"""Called with the number of chunks that are done, and of all."""
 
 _BUFFER_BYTES = 1 << 20
 
@@ -25,7 +24,7 @@ _BUFFER_BYTES = 1 << 20
 class GcResult:
     """What `gc` did.
 
-    recovered: where index and files disagreed. n_forgotten: texts whose cache had gone by itself.
+    recovered: how files and index differed. n_forgotten: texts that had lost their cache.
     bytes_freed: on disk.
     """
 
@@ -36,7 +35,7 @@ class GcResult:
 
 @dataclass(frozen=True, kw_only=True)
 class Damage:
-    """A cache that cannot be used: its key, and why, see `CacheMiss`."""
+    """A cache that cannot be used: its key, and the reason, see `CacheMiss`."""
 
     key: str
     reason: str
@@ -45,7 +44,10 @@ class Damage:
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyResult:
-    """What `verify` found. n_bytes: read. n_repaired: damaged caches that were deleted."""
+    """What `verify` found.
+
+    n_bytes: bytes read. n_repaired: damaged caches that were deleted. recovered: see `GcResult`.
+    """
 
     n_chunks: int
     n_bytes: int
@@ -55,11 +57,10 @@ class VerifyResult:
 
 
 def gc(store: ChunkStore) -> GcResult:
-    """Delete what nobody will use: of all namespaces.
+    """Delete what nobody will use, in all namespaces, while others may use the store.
 
-    That is what killed processes left an hour ago or before, damaged files, and texts whose cache
-    has gone (but not those of caches that were evicted). Others may go on working. Caches that no
-    record references are `ChromaLink.sync`'s business.
+    That is: files of processes killed an hour ago or earlier, damaged files, and texts whose cache
+    is lost (not those of evicted caches). `ChromaLink.sync` deletes caches that no record uses.
 
     Raises StoreError if the store cannot be used.
     """
@@ -68,7 +69,7 @@ def gc(store: ChunkStore) -> GcResult:
     for namespace in {space for *_, space in lost}:
         keys = [key for _, key, space in lost if space == namespace]
         store.index.delete(namespace, keys, LOST)
-        store.index.delete_beginnings(namespace)  # any may be of a text that is forgotten now
+        store.index.delete_beginnings(namespace)  # each may have seen a text that was deleted
     store.index.vacuum()
     return GcResult(recovered=recovered, n_forgotten=len(lost), bytes_freed=recovered.bytes_freed)
 
@@ -78,8 +79,8 @@ def verify(
 ) -> VerifyResult:
     """Read every cache of every namespace, and check all its bytes.
 
-    repair: delete damaged caches, so that they are computed again when they are asked for; else
-        nothing is changed but the index, which is brought into line.
+    repair: delete damaged caches, which are computed again when a prompt needs them. Without it,
+        only the index is changed, to agree with the files.
 
     Raises StoreError if the store cannot be used.
     """
@@ -113,7 +114,7 @@ def verify(
 
 @dataclass(frozen=True, kw_only=True)
 class WarmResult:
-    """What `warm` read. n_left: caches that were not read, because ``max_bytes`` was reached."""
+    """What `warm` read. n_left: caches that did not fit into ``max_bytes``."""
 
     n_chunks: int
     bytes_read: int
@@ -127,10 +128,9 @@ def warm(
     max_bytes: int | None = None,
     progress: Progress | None = None,
 ) -> WarmResult:
-    """Read the files of a namespace's caches, those used last first, and keep nothing of them.
+    """Read the files of a namespace's caches into the page cache, those used last first.
 
-    The operating system keeps what it has memory for. No model is needed, nothing is verified, and
-    no cache counts as used.
+    Nothing is verified, and no cache counts as used.
 
     keys: which; None for all. max_bytes: stop before a file that would exceed it.
 
@@ -141,7 +141,7 @@ def warm(
     buffer = memoryview(bytearray(_BUFFER_BYTES))
     n_chunks = n_bytes = 0
     for number, (digest, key, _) in enumerate(places, 1):
-        # deleted or evicted meanwhile, or damaged: a question will say
+        # deleted or evicted meanwhile, or damaged: the next prompt reports it
         with suppress(CacheMiss, OSError):
             with open_regular(store.file(key, digest)) as file:
                 size = os.fstat(file.fileno()).st_size
@@ -163,7 +163,7 @@ def warm(
 class Moved:
     """What `push` or `pull` did.
 
-    n_chunks, n_bytes: that were copied. n_left: that could not be, or that there was no room for.
+    n_chunks, n_bytes: copied. n_left: chunks that could not be copied, or did not fit.
     """
 
     n_chunks: int
@@ -172,13 +172,13 @@ class Moved:
 
 
 def push(store: ChunkStore, *, progress: Progress | None = None) -> Moved:
-    """Put what the remote tier lacks of the namespace's chunks; one that was emptied begins anew.
+    """Send the namespace's chunks that the remote tier lacks. If it was emptied, it begins anew.
 
     Raises InvalidOption if there is no remote tier, StoreError if it does not answer.
     """
     shared = _shared(store)
-    shared.begin_anew()
-    there = {place for place, info in shared.listed().items() if info.n_bytes}
+    shared.check_answers(begins=True)
+    there = shared.listed().keys()
     ordinary = {made_by.digest for made_by in store.index.fingerprints(store.namespace)
                 if not made_by.is_of_beginning}  # fmt: skip
     places = store.index.places(store.namespace, PRESENT)
@@ -193,15 +193,14 @@ def pull(
     max_bytes: int | None = None,
     progress: Progress | None = None,
 ) -> Moved:
-    """Bring chunks of the remote tier into the folder, the newest first, and learn all texts.
+    """Fetch chunks of the remote tier into the folder, the newest first, and index all of them.
 
-    keys: which; None for all. max_bytes: stop before a chunk that would exceed it.
-    progress: called with the chunks that are done, and of how many.
+    keys: which to fetch; None for all. max_bytes: stop before a chunk that would exceed it.
 
     Raises like `push`.
     """
     shared = _shared(store)
-    chunks = shared.refresh().chunks
+    chunks = shared.refresh()
     by_age = sorted(chunks, key=lambda place: -chunks[place].modified_at)
     lacking = [p for p in by_age if store.files.is_gone(*p) and (keys is None or p[1] in keys)]
     wanted, n_bytes = [], 0
@@ -210,7 +209,7 @@ def pull(
         if max_bytes is not None and n_bytes > max_bytes:
             break
         wanted.append(place)
-    done = _move(shared, partial(shared.bring, patiently=True), wanted, progress)
+    done = _move(shared, shared.bring, wanted, progress)
     return replace(done, n_left=done.n_left + len(lacking) - len(wanted))
 
 
@@ -229,6 +228,7 @@ def _move(
     progress: Progress | None,
 ) -> Moved:
     def moved(place: Place) -> int | None:
+        shared.objects.ask_again()  # one chunk that fails must not stop the others
         try:
             return copy(place)
         except (SamkvError, OSError) as error:

@@ -1,8 +1,9 @@
-"""Stored chunks are found in a prompt by keyed hashes of windows of their token ids.
+"""Finds stored chunks in a prompt by keyed hashes of windows of token ids.
 
-Both sides hash every window of `WINDOW` token ids, and keep the smallest hash of every `PICKED_OF`
-neighbouring windows (winnowing; Schleimer, Wilkerson, Aiken 2003). So a run of `MIN_RUN` equal ids
-has at least one kept hash in common, and only about every fifth window is kept.
+Of prompts and chunks alike every window of `WINDOW` token ids is hashed, and of every `PICKED_OF`
+neighbouring windows the smallest hash is kept (winnowing; Schleimer, Wilkerson, Aiken 2003). So two
+sequences that share a run of `MIN_RUN` ids share a kept hash, though only about every fifth window
+is kept.
 """
 
 from __future__ import annotations
@@ -16,30 +17,30 @@ import numpy as np
 from numpy.typing import NDArray
 
 MIN_RUN = 16
-"""Fewest token ids in a row that a prompt takes from the cache of a chunk."""
+"""Shortest run of token ids that a prompt takes from the cache of a chunk."""
 
 WINDOW = 8
 PICKED_OF = MIN_RUN - WINDOW + 1
 
 MAX_PLACES = 4
-"""Chunks that are tried for one window: of those that share a stretch, such as a licence, the
-others are found by what is their own."""
+"""Chunks that are tried for one window. If more share it, as a licence text, the others are found
+by windows of their own."""
 
 Ids = NDArray[np.int32]
 Place = tuple[str, int]
-"""Key of a chunk, and the token of it that a window begins with."""
+"""Key of a chunk, and the first token of a window in it."""
 
 Found = tuple[Mapping[int, Sequence[Place]], Mapping[str, Ids]]
-"""Places of windows by hash, and the token ids of their chunks by key."""
+"""Places of windows by hash, and token ids of chunks by key."""
 
 
 class Windows:
-    """Hashes windows of token ids, keyed by a secret.
+    """Hashes windows of token ids, keyed with a secret.
 
-    Multilinear hashing modulo 2^64 with secret multipliers, so nobody without the secret can choose
+    Multilinear hashing modulo 2^64 with secret multipliers: without the secret nobody can choose
     texts whose windows collide. A collision costs time only, because the ids are compared.
 
-    names: what the hashes are of, such as a namespace and a fingerprint: others have other hashes.
+    names: such as namespace and fingerprint; other names give other hashes.
     """
 
     def __init__(self, secret: bytes, *names: str) -> None:
@@ -52,9 +53,9 @@ class Windows:
         self._multipliers, (self._mix, self._last, *_) = numbers
 
     def pick(self, ids: Ids) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Hashes of the kept windows of ``ids`` (T,), and where they begin, in ascending order.
+        """Hashes of the kept windows of ``ids`` (T,), and their first tokens, ascending.
 
-        Nothing for fewer than `MIN_RUN` ids.
+        Both are empty for fewer than `MIN_RUN` ids.
         """
         if len(ids) < MIN_RUN:
             return np.empty(0, np.int64), np.empty(0, np.int64)
@@ -62,7 +63,7 @@ class Windows:
         hashes = np.zeros(n, np.uint64)
         for first, multiplier in enumerate(self._multipliers):
             hashes += wide[first : first + n] * multiplier
-        hashes = hashes ^ (hashes >> np.uint64(32))  # the high bits of such sums are the good ones
+        hashes = hashes ^ (hashes >> np.uint64(32))  # mixes the better, high bits in
         hashes *= self._mix
         hashes ^= hashes >> np.uint64(29)
         hashes *= self._last
@@ -71,25 +72,25 @@ class Windows:
         return hashes[at].view(np.int64), at
 
     def first_places(self, ids: Ids) -> dict[int, int]:
-        """The kept hashes of a chunk, and where each occurs first."""
+        """The kept hashes of a chunk, each with the first token of its first window."""
         hashes, at = self.pick(ids)
         return dict(zip(hashes[::-1].tolist(), at[::-1].tolist(), strict=True))
 
 
 class ChunkIndex(Protocol):
-    """Knows chunks by the windows of their token ids. windows: what its hashes are made with."""
+    """Chunks by the windows of their token ids. windows: computes the hashes."""
 
     windows: Windows
 
     def find(self, hashes: Iterable[int]) -> Found:
-        """Where windows with these hashes are in chunks, and the token ids of these chunks.
+        """Places of windows with these hashes, and the token ids of the chunks they are in.
 
-        `MAX_PLACES` of each hash at most; a hash that is in no chunk is left out.
+        At most `MAX_PLACES` for a hash; unknown hashes are left out.
         """
 
 
 class MemoryIndex:
-    """A `ChunkIndex` in memory, with a secret of its own. Safe to use from many threads."""
+    """A `ChunkIndex` in memory. Safe to use from many threads."""
 
     def __init__(self, secret: bytes) -> None:
         self.windows = Windows(secret)
@@ -98,7 +99,7 @@ class MemoryIndex:
         self._places: dict[int, dict[str, int]] = {}  # hash -> key -> where it occurs first
 
     def add(self, key: str, token_ids: Sequence[int]) -> None:
-        """Know a chunk; again is no mistake."""
+        """Add a chunk, unless it is there."""
         ids = np.asarray(token_ids, np.int32)
         with self._lock:
             if key not in self._ids:
@@ -107,7 +108,7 @@ class MemoryIndex:
                     self._places.setdefault(hashed, {})[key] = at
 
     def remove(self, key: str) -> None:
-        """Know a chunk no longer, if it was known."""
+        """Remove a chunk, if it is there."""
         with self._lock:
             ids = self._ids.pop(key, None)
             for hashed in () if ids is None else self.windows.first_places(ids):

@@ -50,9 +50,6 @@ _log = logging.getLogger(__name__)
 _WRITERS = 4
 """Threads that write chunk caches: most of the time each waits for its disk."""
 
-MOST_HEADS = 64
-"""Heads of prompts whose beginnings a namespace keeps, those used last."""
-
 MAX_RECENT = 2**16
 """Some 10 MB, and more chunks than one ingest adds at once."""
 
@@ -270,8 +267,8 @@ class Chunks:
 
     def look_up(self, chunks: Sequence[ChunkRef], depth: Depth = "whole") -> list[ChunkRef]:
         """The chunks, ``cached`` or ``missed``; nothing is computed."""
-        ask = self._store.begin_to_fetch if depth == "opens" else self._store.look_ahead
-        ask([ref.key for ref in chunks], self.fingerprint)
+        if depth == "opens":
+            self._store.begin_to_fetch([ref.key for ref in chunks], self.fingerprint)
         return [
             replace(ref, state="cached" if self._is_there(ref, depth) else "missed")
             for ref in chunks
@@ -419,15 +416,11 @@ class Chunks:
     def keep_behind(self, cache: ChunkCache, since: int) -> None:
         """Keep what `compute_behind` made, if there is room and nothing was deleted.
 
-        since: what `Index.deletions` said when the prompt was read. What fails is not told: the
+        since: what `Index.deletions` said when the prompt was read. A failure is not reported: the
         next question tries again.
         """
-        store = self._store
-        n_bytes = FileLayout.of(cache, store.namespace).file_size(cache.key)
         with suppress(StoreError, CacheMiss):
-            if store.index.has_room(store.namespace, n_bytes):
-                store.put(cache, unless_deleted_since=since)
-                store.index.keep_heads(store.namespace, MOST_HEADS)
+            self._store.put(cache, unless_deleted_since=since)
 
     def _keep(self, began: float, cache: ChunkCache) -> None:
         """Store a cache, unless something was forgotten since a question began; inf for none."""
@@ -453,12 +446,15 @@ class Chunks:
     def record(self, resolved: Resolved) -> None:
         """Tell the store which caches a prompt used and missed."""
         used: dict[str, None] = {}  # keys of the caches that were there before, each once
+        beginning: StoredChunk | None = None
         for chunk in resolved.chunks:
-            if chunk.is_exact and chunk.stored is not None:
-                self._store.touch(chunk.stored.key, chunk.stored.fingerprint)
+            if chunk.is_exact:
+                beginning = chunk.stored
             if chunk.stored is not None and not chunk.computed_now:
                 used[chunk.key] = None
-        self._store.record(self.follow_model(), used=list(used), missed=resolved.missed)
+        self._store.record(
+            self.follow_model(), used=list(used), missed=resolved.missed, beginning=beginning
+        )
         if not used and not self._has_looked:
             self._has_looked = True
             self.warn_if_none_fits()

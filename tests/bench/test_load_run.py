@@ -23,7 +23,7 @@ from benchmarks.load import (
     run,
 )
 from benchmarks.load_prompts import Prompts, Subject, WordsShape
-from samkv_integrations.errors import InvalidOption, UnknownOption
+from samkv_integrations.errors import InvalidOption
 from samkv_integrations.model.loading import load_model
 from tests.support.openai_endpoint import Reply, openai_endpoint
 
@@ -99,30 +99,6 @@ async def test_a_first_request_that_fails_ends_the_run_with_what_the_server_says
         await sent(config(labels=("recompute",)), lambda body: Reply(status=400))
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"labels": ()}, "name each once, at least one"),
-        ({"labels": ("auto", "auto")}, "name each once, at least one"),
-        ({"paces": ()}, "give --concurrency 8, or --rate 2"),
-        ({"rounds": 0}, "rounds=0; it must be at least 1"),
-        ({"requests": 5}, "only busy with 6 requests or more"),
-        ({"paces": (Pace(rate=1.0),), "requests": 2}, "only busy with 3 requests or more"),
-    ],
-)
-def test_runs_that_cannot_be(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(InvalidOption, match=message):
-        config(**changes)
-
-
-def test_paces_that_cannot_be() -> None:
-    with pytest.raises(InvalidOption, match="concurrency=0; it must be at least 1"):
-        Pace(concurrency=0)
-    with pytest.raises(InvalidOption, match="rate=0; it must be above 0"):
-        Pace(rate=0)
-    assert [str(pace) for pace in (Pace(concurrency=8), Pace(rate=0.5))] == ["8 clients", "0.5/s"]
-
-
 # -- prompts ------------------------------------------------------------------------------------
 
 
@@ -191,34 +167,6 @@ def test_random_prompts_have_chunks_in_other_orders(words: models.Words) -> None
     first = [chunks_of(prompt)[0] for prompt in made.by_label["a"]]
     assert len(set(first)) > 2
     assert {chunk for p in made.by_label["a"] for chunk in chunks_of(p)} <= set(made.cached)
-
-
-# -- what is asked ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("fields", "error", "message"),
-    [
-        ({"url": "http://a/v1", "shape": "builtin"}, InvalidOption, "runs already; leave it out"),
-        ({"url": "http://a/v1", "dtype": "float32"}, InvalidOption, "dtype=float32, but url="),
-        ({"layers": 2}, InvalidOption, "layers=2, but no shape is given"),
-        ({"model": "builtin", "shape": "builtin"}, InvalidOption, "give one of them"),
-        ({"shape": "gpt"}, UnknownOption, "unknown shape 'gpt'"),
-        ({"n_chunks": 4}, InvalidOption, "chunks=4, but questions have their own documents"),
-        (
-            {"shape": "builtin", "questions": "short", "warm_share": 0.5},
-            InvalidOption,
-            "warm_share",
-        ),
-        ({"shape": "builtin", "n_chunks": 0}, InvalidOption, "chunks=0; it must be at least 1"),
-        ({"shape": "builtin", "warm_share": 1.5}, InvalidOption, "warm_share=1.5; it must be"),
-    ],
-)
-def test_options_that_do_not_go_together(
-    fields: dict[str, Any], error: type[Exception], message: str
-) -> None:
-    with pytest.raises(error, match=message):
-        Subject(**fields)
 
 
 def test_a_random_model_on_disk_says_as_many_texts_as_it_is_asked_for(

@@ -1,16 +1,13 @@
-"""The rows and the picture of a run of load, from records made by hand."""
+"""The rows of a run of load, from records made by hand."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks import load_plot
 from benchmarks.load import Block, Pace, Record
 from benchmarks.load_summary import percentile, ratio_interval, rows_of
-from samkv_integrations.errors import InvalidOption
 
 EIGHT = Pace(concurrency=8)
 
@@ -99,36 +96,3 @@ def test_a_row_without_answers_has_no_times() -> None:
     assert row["requests_per_s"] == row["output_tokens_per_s"] == 0
     times = ("ttft_p50_s", "token_p99_s", "gap_p90_s", "total_p50_s", "ttft_ratio", "wait_p50_s")
     assert [row[name] for name in times] == [None] * len(times)
-
-
-def test_a_distribution_ends_below_one_where_requests_failed() -> None:
-    found = load_plot.distributions([
-        block("auto", record(1, 3.0), failed(2, "429")),
-        block("auto", record(3, 1.0), record(4, 2.0), round=1),
-        block("recompute", failed(1, "429")),
-    ])  # fmt: skip
-    assert found == {
-        EIGHT: {"auto": [(1.0, 0.25), (2.0, 0.5), (3.0, 0.75)], "recompute": []},
-    }  # fmt: skip
-
-
-@pytest.mark.parametrize("paces", [(EIGHT,), (EIGHT, Pace(concurrency=1)), (Pace(rate=0.5),)])
-def test_a_picture_is_drawn(paces: tuple[Pace, ...], tmp_path: Path) -> None:
-    blocks = [
-        block(label, *records, pace=pace)
-        for pace in paces
-        for label, records in (
-            ("auto", (record(1, 1.0), record(2, 2.0))), ("recompute", (failed(1, "429"),)),
-        )
-    ]  # fmt: skip
-    path = tmp_path / "load.svg"
-    load_plot.draw(blocks, rows_of(blocks), path, "a model")
-    drawn = path.read_text(encoding="utf-8")
-    assert drawn.startswith("<?xml") and len(drawn) > 5_000
-
-
-def test_a_picture_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InvalidOption, match="must end in"):
-        load_plot.check(tmp_path / "load.gif")
-    with pytest.raises(InvalidOption, match="does not exist"):
-        load_plot.check(tmp_path / "missing" / "load.png")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import disk, ingest, latency, latency_plot, memory
+from benchmarks import disk, ingest, latency, memory
 
 
 def report(ttft_s: float, **changes: object) -> dict[str, Any]:
@@ -64,22 +64,6 @@ def test_ingest_figures() -> None:
         "analysis_share": 0.1,
         "write_share": 0.5,
     }
-
-
-def test_a_panel_is_what_varies_and_a_line_a_method() -> None:
-    cell = {"n_chunks": 2, "text_tokens": 0, "cached_share": 0.5, "page_cache": "warm"}
-    rows = [
-        {**cell, "question": question, "label": label, "chunk_tokens": length, "ttft_ratio": ratio}
-        for question, label, length, ratio in (
-            (1, "recompute", 512, 1.0), (1, "recompute", 256, 1.0), (1, "reuse", 512, 0.1),
-            (1, "reuse", 256, 0.2), (2, "recompute", 256, 1.0),
-        )
-    ]  # fmt: skip
-    assert latency_plot.panels(rows) == {
-        "question 1": {"recompute": [(256, 100), (512, 100)], "reuse": [(256, 20), (512, 10)]},
-        "question 2": {"recompute": [(256, 100)]},
-    }
-    assert set(latency_plot.panels(rows[:4])) == {""}
 
 
 def test_files_are_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import hashlib
 import json
 import math
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from samkv_integrations.cache.base import StoredChunk
 from samkv_integrations.cache.chunk import BlockMeans, BlockScheme, ChunkCache, ChunkStatistics
-from samkv_integrations.cache.file_format import INDEX, FileLayout
+from samkv_integrations.cache.file_format import FileLayout
 from samkv_integrations.errors import CacheMiss
 from tests.support.chunk_files import NAMESPACE, SECRET, encoded, open_file, read_all
 from tests.support.chunks import random_chunk, tiny_fingerprint
@@ -256,17 +255,6 @@ def test_safetensors_reads_what_we_wrote(
             assert found.dtype == tensor.dtype and torch.equal(found, tensor), name
 
 
-def test_layout_knows_where_each_block_is(path: Path, chunk: ChunkCache) -> None:
-    data = path.read_bytes()
-    layout = FileLayout.of(chunk, NAMESPACE)
-    after_header = len(data) - layout.size
-    for layer in range(SMALL.n_layers):
-        for block in range(chunk.blocks.n_blocks):
-            start, stop = block_range(layout, layer, block)
-            rows = chunk.entries[layer, slice(*chunk.blocks.span(block))]
-            assert data[after_header + start : after_header + stop] == pack(rows, "B")
-
-
 def test_a_chunk_in_four_bits_takes_less_than_a_third_of_its_entries_in_bfloat16() -> None:
     """Everything counted: text, statistics, block_means, MACs, header. Of Qwen2.5-0.5B's shape."""
     sizes = {}
@@ -293,14 +281,6 @@ def test_tensors_need_not_be_contiguous(chunk: ChunkCache) -> None:
     assert encoded(turned) == encoded(chunk)
 
 
-@pytest.mark.parametrize("field", ["entries", "key_range", "local_query", "token_ids"])
-def test_a_chunk_of_wrong_shape_or_dtype_is_not_written(chunk: ChunkCache, field: str) -> None:
-    tensor = getattr(chunk, field)
-    for wrong in (tensor[:-1], tensor.double()):
-        with pytest.raises(AssertionError):
-            encoded(replace(chunk, **{field: wrong}))
-
-
 # -- damage --------------------------------------------------------------------------------------
 
 
@@ -315,59 +295,6 @@ def test_every_flipped_byte_is_noticed(path: Path, chunk: ChunkCache) -> None:
                     read_everything(path, chunk)
             os.pwrite(file.fileno(), bytes([byte]), offset)
     read_everything(path, chunk)
-
-
-READS: dict[str, Callable[[StoredChunk], object]] = {
-    "text": lambda stored: stored.text(),
-    "local_query": lambda stored: stored.local_query(),
-    "summary": lambda stored: stored.block_means(),
-    "key_range": lambda stored: stored.key_range(),
-}
-
-
-@pytest.mark.parametrize("name", INDEX)
-def test_a_read_notices_damage_to_its_own_bytes_only(
-    path: Path, chunk: ChunkCache, name: str
-) -> None:
-    layout = FileLayout.of(chunk, NAMESPACE)
-    data = bytearray(path.read_bytes())
-    after_header = len(data) - layout.size
-    for position in (layout.tensors[name].start, layout.tensors[name].stop - 1):
-        damaged = data.copy()
-        damaged[after_header + position] ^= 0x10
-        path.write_bytes(damaged)
-        reads = [prefix for prefix in READS if name.startswith(prefix)]
-        if not reads:  # token ids and statistics are checked when the file is opened
-            assert reason_of(path, chunk) == "corrupt"
-            continue
-        with open_file(path, chunk) as stored:
-            for prefix, read in READS.items():
-                if prefix not in reads:
-                    read(stored)
-            for block in range(stored.blocks.n_blocks):
-                read_block(stored, 0, block)
-            with pytest.raises(CacheMiss, match="corrupt") as caught:
-                READS[reads[0]](stored)
-            assert name in str(caught.value)
-
-
-def test_reading_all_notices_a_damaged_key_range_and_every_damaged_entry(
-    path: Path, chunk: ChunkCache
-) -> None:
-    layout = FileLayout.of(chunk, NAMESPACE)
-    data = path.read_bytes()
-    after_header = len(data) - layout.size
-    with path.open("r+b", buffering=0) as file:
-        for offset in range(after_header + layout.tensors["key_range"].start, len(data)):
-            os.pwrite(file.fileno(), bytes([data[offset] ^ 4]), offset)
-            with open_file(path, chunk) as stored:
-                stored.local_query()
-                stored.block_means()
-                with pytest.raises(CacheMiss, match="corrupt"):
-                    read_all(stored)
-            os.pwrite(file.fileno(), data[offset : offset + 1], offset)
-    with open_file(path, chunk) as stored:
-        assert torch.equal(read_all(stored), chunk.entries)
 
 
 def test_a_damaged_block_spoils_no_other(path: Path, chunk: ChunkCache) -> None:
@@ -463,17 +390,6 @@ def test_a_file_that_cannot_be_opened_is_io(
         open_file(path, chunk)
 
 
-def test_a_file_is_read_where_there_are_no_locks(
-    path: Path, chunk: ChunkCache, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuses(*_: object) -> None:
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-
-    monkeypatch.setattr(fcntl, "flock", refuses)
-    with open_file(path, chunk) as stored:
-        assert torch.equal(read_all(stored), chunk.entries)
-
-
 @pytest.mark.parametrize("version", ["1", "2", "3", "4", "6", "", "5.0"])
 def test_another_format_version_is_named(path: Path, chunk: ChunkCache, version: str) -> None:
     data = path.read_bytes()
@@ -525,14 +441,6 @@ def test_a_region_is_sound_in_its_own_place_only(path: Path, chunk: ChunkCache) 
             read_block(stored, 1, 0)
             with pytest.raises(CacheMiss, match="corrupt"):
                 read_block(stored, 1, 1)
-
-
-def test_the_label_of_the_model_does_not_matter(path: Path, chunk: ChunkCache) -> None:
-    with open_file(
-        path, replace(chunk, fingerprint=replace(SMALL, model="a longer label"))
-    ) as stored:
-        stored.verify()
-        assert torch.equal(read_all(stored), chunk.entries)
 
 
 @pytest.mark.parametrize(
@@ -709,29 +617,3 @@ def test_more_layers_than_one_read_takes(tmp_path: Path) -> None:
     with open_file(path, chunk) as stored:
         assert torch.equal(read_all(stored), chunk.entries)
         stored.verify()
-
-
-def test_opening_reads_the_small_part_and_each_index_part_is_one_read(
-    path: Path, chunk: ChunkCache, reads: list[tuple[int, int]]
-) -> None:
-    layout = FileLayout.of(chunk, NAMESPACE)
-    header = path.stat().st_size - layout.size
-    places = layout.tensors
-    with open_file(path, chunk) as stored:
-        stored.statistics()
-        assert sum(length for _, length in reads) == header + places["outliers"].stop
-        for read, first, last in (
-            (stored.text, "text", "text"),
-            (stored.local_query, "local_query", "local_query"),
-            (stored.block_means, "summary_codes", "summary_scale"),
-            (stored.key_range, "key_range", "key_range"),
-        ):
-            reads.clear()
-            read()
-            read()
-            start, stop = places[first].start, places[last].stop
-            assert reads == [(header + start, stop - start)]
-        assert stored.bytes_read == header + places["key_range"].stop
-        reads.clear()
-        stored.verify()
-        assert sum(length for _, length in reads) == layout.size - places["entries"].start

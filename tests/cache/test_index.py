@@ -7,7 +7,7 @@ import multiprocessing
 import os
 import sqlite3
 import threading
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from weakref import WeakKeyDictionary
@@ -101,20 +101,6 @@ class TestBudget:
             put(index, entry(2, n_bytes=250))
         assert files_of(index).removed == [] and used(index) == 100
 
-    def test_a_quota_is_of_one_namespace(self, index: Index) -> None:
-        index.set_budget(None, {"a": 200})
-        for number in range(4):
-            put(index, entry(number, namespace="a"))
-            put(index, entry(10 + number, namespace="b"))
-        assert index.keys("a", None, are_present=True) == keys_of(entry(2), entry(3))
-        assert len(index.keys("b", None, are_present=True)) == 4
-        assert index.budget() == (None, {"a": 200})
-
-    def test_replaced_files_count_once(self, index: Index) -> None:
-        for n_bytes in (100, 70, 120):
-            put(index, entry(1, n_bytes=n_bytes))
-        assert used(index) == 120
-
     def test_many_processes_share_one_budget(self, tmp_path: Path) -> None:
         made(tmp_path).set_budget(500, {})
         context = multiprocessing.get_context("fork")
@@ -136,13 +122,6 @@ def _put_many(folder: Path, worker: int) -> None:
 
 
 class TestTexts:
-    def test_the_text_put_last(self, index: Index) -> None:
-        """Some tokenizers make the same tokens, and so the same chunk, of several texts."""
-        put(index, entry(1, f"{LONG} caf\u00e9"))
-        put(index, entry(1, f"{LONG} cafe\u0301 \ud800"))
-        assert text_of(index, entry(1).key) == f"{LONG} cafe\u0301 \ud800"
-        assert len(index.texts("")) == 1
-
     def test_what_was_evicted_or_lost_is_known(self, index: Index) -> None:
         put(index, entry(1))
         files_of(index).there.clear()
@@ -167,11 +146,6 @@ class TestDeletion:
         for file in tmp_path.iterdir():
             assert b"Ottoline" not in file.read_bytes(), file
 
-    def test_is_of_one_namespace(self, index: Index) -> None:
-        put(index, entry(1, namespace="a"))
-        assert index.delete("b", [entry(1).key]) == set()
-        assert text_of(index, entry(1).key, "a") and index.keys("a", None)
-
 
 class TestDamage:
     @pytest.mark.parametrize("damage", ["flip", "cut", "other", "empty", "gone"])
@@ -192,8 +166,7 @@ class TestDamage:
         )
         if damage == "gone":
             file.unlink()
-        # what is not seen in the first page is seen when more is read
-        with suppress(StoreError) if damage == "cut" else nullcontext():
+        with suppress(StoreError):  # a damaged one fails once
             made(tmp_path, *files).keys("", None)
         assert made(tmp_path, *files).keys("", None) == keys_of(*files)
         assert used(made(tmp_path, *files)) == 100 * len(files)
@@ -228,18 +201,6 @@ class TestDamage:
             (tmp_path / name).write_bytes(b"text")
         index.clear_up()
         assert not list(tmp_path.glob("index-00*")) and index.keys("", None) == keys_of(entry(1))
-
-    def test_a_folder_that_has_gone_is_not_made_again(self, tmp_path: Path) -> None:
-        folder = tmp_path / "store"
-        folder.mkdir()
-        index = made(folder)
-        put(index, entry(1))
-        for file in folder.iterdir():
-            file.unlink()
-        folder.rmdir()
-        with pytest.raises(StoreError, match="next step"):
-            index.keys("", None)
-        assert not folder.exists()
 
     def test_a_folder_that_can_only_be_read(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -281,17 +242,6 @@ def test_rows_that_sqlite_takes_for_sound_are_damage_too(tmp_path: Path, change:
     assert n_failed == 1
 
 
-@pytest.mark.skipif(sqlite3.sqlite_version_info < (3, 37), reason="it has no strict tables")
-@pytest.mark.parametrize(
-    "change", ["texts SET ids = 5", "windows SET at = 'x'", "chunks SET digest = x'00'"]
-)
-def test_values_of_another_type_are_not_taken(index: Index, change: str) -> None:
-    put(index, entry(1))
-    with pytest.raises(StoreError, match="cannot store"):
-        with index.transaction(writes=True) as connection:
-            connection.execute(f"UPDATE {change}")
-
-
 def test_a_key_that_is_no_text_does_no_harm(index: Index, tmp_path: Path) -> None:
     put(index, entry(1))
     (file,) = tmp_path.glob("index-*.sqlite")
@@ -300,33 +250,11 @@ def test_a_key_that_is_no_text_does_no_harm(index: Index, tmp_path: Path) -> Non
     assert file.exists() and index.keys("", None) == keys_of(entry(1))
 
 
-def test_is_of_use_after_a_fork(index: Index) -> None:
-    put(index, entry(1))
-    context = multiprocessing.get_context("fork")
-    child = context.Process(target=lambda: put(index, entry(2)))
-    child.start()
-    child.join(60)
-    assert child.exitcode == 0
-    assert index.keys("", None) == keys_of(entry(1), entry(2))
-
-
 def test_a_foreign_file_of_that_name_does_no_harm(tmp_path: Path) -> None:
     with sqlite3.connect(tmp_path / "index-00000000.sqlite") as foreign:
         foreign.execute("CREATE TABLE mine(x)")
     foreign.close()
     assert made(tmp_path, entry(1)).keys("", None) == keys_of(entry(1))
-
-
-def test_who_does_not_need_to_write_does_not_wait_long(index: Index, tmp_path: Path) -> None:
-    put(index, entry(1))
-    (file,) = tmp_path.glob("index-*.sqlite")
-    other = sqlite3.connect(file, isolation_level=None)
-    other.execute("BEGIN IMMEDIATE")
-    with pytest.raises(StoreError, match="locked"):
-        index.record("", DIGEST, [entry(1).key], [])
-    other.execute("ROLLBACK")
-    other.close()
-    index.record("", DIGEST, [entry(1).key], [])
 
 
 def test_what_is_asked_by_key_looks_at_no_other_chunk(index: Index) -> None:
@@ -359,6 +287,8 @@ def test_an_emptied_file_is_replaced_at_once_though_others_have_it_open(tmp_path
     (file,) = tmp_path.glob("index-*.sqlite")
     file.write_bytes(b"")
     other = made(tmp_path, entry(1))
+    with pytest.raises(StoreError, match="try again"):
+        other.keys("", None)
     assert other.keys("", None) == keys_of(entry(1))
 
 
@@ -382,4 +312,6 @@ def test_an_error_whose_message_is_no_text_is_damage(tmp_path: Path) -> None:
     (file,) = tmp_path.glob("index-*.sqlite")
     data = file.read_bytes()
     file.write_bytes(data.replace(b"tablechunkschunks", b"tablec\xa2unkschunks"))
+    with pytest.raises(StoreError, match="try again"):
+        made(tmp_path, entry(1)).keys("", None)
     assert made(tmp_path, entry(1)).keys("", None) == keys_of(entry(1))

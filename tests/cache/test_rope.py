@@ -84,10 +84,6 @@ def random_ids(*shape: int) -> Tensor:
     return torch.randint(6, 262, shape, generator=torch.Generator().manual_seed(1))
 
 
-def test_pairs_are_coordinates_half_a_head_apart() -> None:
-    assert pair_length(torch.tensor([3.0, 0.0, 4.0, 2.0])).tolist() == [5.0, 2.0, 5.0, 2.0]
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_an_unrotated_key_is_the_key_before_rope(family: str, dtype: torch.dtype) -> None:
@@ -125,26 +121,6 @@ def test_a_key_moved_to_another_position_is_the_model_s_own_there(
         assert_turned(moved, at_goal[layer, :, 0], WORST[dtype][1])
     apart = pair_length(at_start[0, :, 0].double() - at_goal[0, :, 0].double())
     assert float((apart / pair_length(at_goal[0, :, 0])).median()) > 0.1, "the positions differ"
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_cos_and_sin_are_those_that_the_layers_get(family: str, dtype: torch.dtype) -> None:
-    model = model_of(family, dtype)
-    seen: list[tuple[Tensor, Tensor]] = []
-    hook = model.hf.model.layers[-1].register_forward_pre_hook(
-        lambda module, args, kwargs: seen.append(kwargs["position_embeddings"]), with_kwargs=True
-    )
-    positions = torch.tensor([0, 5, 3, 4095])  # in any order, with gaps
-    try:
-        with torch.inference_mode():
-            model.hf(random_ids(1, 4), position_ids=positions[None])
-    finally:
-        hook.remove()
-    ((cos, sin),) = seen
-    mine = model.rotation(positions).of(0)
-    assert torch.equal(mine[0], cos[0]) and torch.equal(mine[1], sin[0])
-    assert mine[0].dtype == mine[1].dtype == dtype and mine[0].shape == (4, model.head_dim)
 
 
 def test_llama3_frequencies_are_not_the_default_ones() -> None:
@@ -208,14 +184,3 @@ def test_rotation_is_a_multiplication_of_complex_numbers(p: int, q: int, seed: i
         rtol=0,
         atol=5 * 2.0**-12,
     )
-
-
-def test_leading_dimensions_and_inputs_are_left_alone() -> None:
-    """(L, T, G, D) as the methods use it equals layer by layer."""
-    vectors = torch.randn(3, 5, 2, 16, generator=torch.Generator().manual_seed(3))
-    before = vectors.clone()
-    cos, sin = model_of("qwen3", torch.float32).rotation(torch.arange(7, 12)).of(0)
-    for turn in (rotate, unrotate):
-        together = turn(vectors, cos, sin)
-        assert torch.equal(together, torch.stack([turn(layer, cos, sin) for layer in vectors]))
-    assert torch.equal(vectors, before)

@@ -299,24 +299,6 @@ def test_text_survives_the_loss_of_the_cache(store: ChunkStore, folder: Path) ->
         assert store.text(chunk.key) is None
 
 
-def test_a_file_copied_from_another_fingerprint_or_key_misses(
-    store: ChunkStore, folder: Path
-) -> None:
-    other = replace(TINY, rope="linear")
-    one, two, three = (
-        chunk_for(store, 1),
-        chunk_for(store, 1, fingerprint=other),
-        chunk_for(store, 2),
-    )
-    for chunk in (one, two, three):
-        store.put(chunk)
-    target = place_of(folder, one)
-    for source, expected in ((two, "fingerprint"), (three, "tokens")):
-        place = folder / source.fingerprint.digest / source.key[:2]
-        target.write_bytes((place / f"{source.key}.safetensors").read_bytes())
-        assert reason(lambda: store.open(one.key, TINY)) == expected
-
-
 def contents(folder: Path) -> dict[str, bytes]:
     return {name: (folder / name).read_bytes() for name in files(folder)}
 
@@ -471,11 +453,6 @@ def test_options_of_another_type_are_refused(
     with pytest.raises(InvalidOption, match=message):
         ChunkStore(**{"path": folder, **options})
     assert not folder.exists()
-
-
-def test_a_quota_that_is_none_is_refused(store: ChunkStore) -> None:
-    with pytest.raises(InvalidOption, match="quota='x'; it must be a mapping"):
-        store.set_budget(None, "x")  # type: ignore[arg-type]
 
 
 def test_a_secret_may_be_a_link(store: ChunkStore, folder: Path) -> None:

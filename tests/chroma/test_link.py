@@ -213,9 +213,11 @@ def test_what_another_process_deletes_is_left_out(
     link.add(IDS[:3], TEXTS[:3], embedding.embed(TEXTS[:3]))
     vector = embedding.embed(TEXTS[:1])[0]
     assert link.query(vector, 3)[0].id == IDS[0]
-    code = (
-        "import sys; from samkv_integrations.chroma.client import open_collection;"
-        "open_collection(sys.argv[1], 'town', create=False).delete(ids=[sys.argv[2]])"
+    code = (  # Chroma's own client: importing this package takes seconds more
+        "import sys, chromadb; from chromadb.config import Settings;"
+        "client = chromadb.PersistentClient(sys.argv[1], Settings(anonymized_telemetry=False));"
+        "town = client.get_collection('town', embedding_function=None);"
+        "town.delete(ids=[sys.argv[2]])"
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path / "chroma"), IDS[0]], check=True)
     assert {hit.id for hit in link.query(vector, 3)} == set(IDS[1:3])

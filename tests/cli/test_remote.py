@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from samkv_integrations.cache.folder import SECRET_VARIABLE
+from samkv_integrations.cache.chunk_folder import SECRET_VARIABLE
 from tests.cli.running import error_of, ran, rows_of
 from tests.support.records import RECORDS
 
@@ -85,7 +85,7 @@ def test_records_of_another_database_are_not_pruned(town: Path, remote: str) -> 
     rows_of("ingest", str(town), "--remote", remote)
     (town / "other.txt").write_text("Something else.")
     message = error_of("ingest", str(town / "other.txt"), "--dir", "third", "--remote", remote)
-    assert "those of the Chroma database" in message
+    assert "the Chroma database" in message
     assert f"in {remote} (" in message and "--chroma http://HOST:PORT" in message
     (row,) = rows_of(
         "ingest", str(town / "other.txt"), "--dir", "third", "--remote", remote,

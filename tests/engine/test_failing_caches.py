@@ -209,7 +209,9 @@ def test_a_store_is_told_once_what_a_prompt_held(
 ) -> None:
     recorded: list[tuple[list[str], list[str]]] = []
 
-    def record(made_by: Fingerprint, *, used: list[str], missed: list[str]) -> None:
+    def record(
+        made_by: Fingerprint, *, used: list[str], missed: list[str], beginning: object
+    ) -> None:
         assert made_by == engine.fingerprint
         recorded.append((used, missed))
 

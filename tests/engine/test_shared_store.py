@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from samkv_integrations.cache.disk import ChunkStore
-from samkv_integrations.cache.objects import Objects
 from samkv_integrations.cache.remote import HEAD_BYTES
+from samkv_integrations.cache.remote_objects import Objects
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.errors import CacheMiss
 from tests.support.models import tiny_model
@@ -40,9 +40,9 @@ def fetched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     seen: list[tuple[str, int]] = []
     read = Objects.read
 
-    def counted(self: Objects, path: str, **options: Any) -> bytes:
-        data = read(self, path, **options)
-        if path.endswith(".safetensors") and options.get("n_bytes") != HEAD_BYTES:
+    def counted(self: Objects, path: str, n_bytes: int | None = None) -> bytes:
+        data = read(self, path, n_bytes)
+        if path.endswith(".safetensors") and n_bytes != HEAD_BYTES:
             seen.append((path[-44:-12], len(data)))
         return data
 
@@ -82,10 +82,10 @@ def test_chunks_of_a_prompt_come_together(
     second.store.shared.refresh()
     barrier, read = threading.Barrier(8, timeout=8), Objects.read
 
-    def together(self: Objects, path: str, **options: Any) -> bytes:
-        if path.endswith(".safetensors") and options.get("n_bytes") != HEAD_BYTES:
+    def together(self: Objects, path: str, n_bytes: int | None = None) -> bytes:
+        if path.endswith(".safetensors") and n_bytes != HEAD_BYTES:
             barrier.wait()
-        return read(self, path, **options)
+        return read(self, path, n_bytes)
 
     monkeypatch.setattr(Objects, "read", together)
     if announced:
@@ -129,7 +129,7 @@ def test_without_the_remote_tier_answers_come_from_text(
     first.cache_chunks(TEXTS)
     second.generate(TEXTS[0], chunks=TEXTS[:1], max_new_tokens=1)
 
-    def fail(self: Objects, path: str, **_: Any) -> bytes:
+    def fail(self: Objects, path: str, *_: Any) -> bytes:
         raise CacheMiss("io", "nobody answers")
 
     monkeypatch.setattr(Objects, "read", fail)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import shutil
 import sys
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
@@ -31,9 +32,14 @@ from tests.support.gguf_files import model_for_gguf, same_weights, write_gguf
 TEXT = "In the other town <|end|> is 1984's café:\n\n\tthe\u00a0theatre 🙂"
 
 
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_gguf(tmp_path_factory.mktemp("gguf") / "tiny.gguf", model_for_gguf("llama"))
+
+
 @pytest.fixture
-def file(tmp_path: Path) -> Path:
-    return write_gguf(tmp_path / "tiny.gguf", model_for_gguf("llama"))
+def file(written: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copy(written, tmp_path))
 
 
 def load(path: Path, **options: Any) -> Model:

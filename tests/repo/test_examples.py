@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -72,19 +71,6 @@ def test_all_documents_of_a_kind_compete() -> None:
     assert all(len(answers) == len(set(answers)) == 10 for answers in stated.values())
 
 
-def test_products_and_their_makers_name_each_other() -> None:
-    world = World.load()
-    seen = 0
-    for seed in range(6):
-        _, questions = script.make_records(world, random.Random(seed), list(world.facts), 4)
-        makers = {q.title: q.answer for q in questions if q.id.endswith("-maker")}
-        products = {q.answer: q.title for q in questions if q.id.endswith("-product")}
-        if makers and products:
-            seen += 1
-            assert makers == products
-    assert seen
-
-
 def test_every_name_was_kept_out_of_training() -> None:
     world = World.load()
     new = {
@@ -141,25 +127,6 @@ def full_prefill(model: Model, prompt: str) -> str:
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=16, do_sample=False
     )
     return model.detokenize(out[0, ids.shape[1] : -1].tolist()).strip()
-
-
-def test_the_script_writes_where_it_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["make_town_records.py", "--folder", str(tmp_path / "new")])
-    script.main()
-    assert {path.name for path in (tmp_path / "new").iterdir()} == {p.name for p in TOWN.iterdir()}
-
-
-def test_the_script_knows_where_long_records_go(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(script.FOLDERS, "long", tmp_path / "long")
-    monkeypatch.setattr(sys, "argv", ["make_town_records.py", "--length", "long"])
-    script.main()
-    assert {path.name for path in (tmp_path / "long").iterdir()} == {
-        path.name for path in ARCHIVE.iterdir()
-    }
 
 
 def test_words_alone_find_the_long_document_of_a_question() -> None:

@@ -1,4 +1,4 @@
-"""The README fits two screens, its links lead somewhere, and the snippets of all pages run."""
+"""Links lead somewhere, and the snippets of all pages run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 Run = Callable[[str], str]
-"""Lines that a reader sees at once."""
 
 PYTHON = re.compile(r"```python\n(.*?)```", re.DOTALL)
 LINK = re.compile(r"\]\(((?!http)[^)]+)\)")

@@ -45,18 +45,9 @@ def parsed(file: Path) -> ast.Module:
     return ast.parse(file.read_text("utf-8"))
 
 
-def is_test_module(path: str) -> bool:
-    return Path(path).name.startswith("test_")
-
-
-def found(rule: Callable[[ast.Module], Iterator[str]], *, modules_only: bool = False) -> list[str]:
+def found(rule: Callable[[ast.Module], Iterator[str]]) -> list[str]:
     """What breaks a rule, as file: what."""
-    return [
-        f"{path}: {what}"
-        for path, tree in sources().items()
-        if is_test_module(path) or not modules_only
-        for what in rule(tree)
-    ]
+    return [f"{path}: {what}" for path, tree in sources().items() for what in rule(tree)]
 
 
 # --- imports -----------------------------------------------------------------------------------
@@ -78,24 +69,6 @@ def imported_test_modules(tree: ast.Module) -> Iterator[str]:
 
 def test_no_test_module_imports_another() -> None:
     assert found(imported_test_modules) == []
-
-
-def test_benchmarks_do_not_import_tests() -> None:
-    files = sorted((ROOT / "benchmarks").glob("*.py"))
-    assert len(files) > 2
-    for file in files:
-        of_statements = [
-            name
-            for node in ast.walk(parsed(file))
-            for name in (
-                [node.module or ""]
-                if isinstance(node, ast.ImportFrom)
-                else [alias.name for alias in node.names]
-                if isinstance(node, ast.Import)
-                else []
-            )
-        ]
-        assert not [name for name in of_statements if name.split(".")[0] == "tests"], file
 
 
 # --- assertions --------------------------------------------------------------------------------
@@ -138,29 +111,6 @@ def test_every_test_asserts_something() -> None:
     assert found(nothing_asserted) == []
 
 
-# --- expected failures -------------------------------------------------------------------------
-
-
-def lenient_xfails(tree: ast.Module) -> Iterator[str]:
-    """An expected failure that may pass says nothing."""
-    strict = {
-        id(node.func)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Call)
-        for keyword in node.keywords
-        if keyword.arg == "strict"
-        and isinstance(keyword.value, ast.Constant)
-        and keyword.value.value is True
-    }
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and node.attr == "xfail" and id(node) not in strict:
-            yield ast.unparse(node)
-
-
-def test_expected_failures_are_strict() -> None:
-    assert found(lenient_xfails) == []
-
-
 # --- private attributes ------------------------------------------------------------------------
 
 
@@ -184,6 +134,9 @@ def private_names() -> frozenset[str]:
     return frozenset(filter(is_private, names))
 
 
+NAMING = ("setattr", "delattr", "getattr", "patch", "object")
+
+
 def reached_for(tree: ast.Module) -> Iterator[str]:
     """Private names of ours that are read, imported or replaced from outside."""
     for node in ast.walk(tree):
@@ -193,14 +146,8 @@ def reached_for(tree: ast.Module) -> Iterator[str]:
                 names = [node.attr]
         elif isinstance(node, ast.ImportFrom):
             names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.Call) and name_of(node) in ("setattr", "delattr", "getattr"):
+        elif isinstance(node, ast.Call) and name_of(node) in NAMING:
             # an object and a name, or the path of both
-            names = [
-                str(given.value).split(".")[-1]
-                for given in node.args[:2]
-                if isinstance(given, ast.Constant)
-            ]
-        elif isinstance(node, ast.Call) and name_of(node) in ("patch", "object"):
             names = [
                 str(given.value).split(".")[-1]
                 for given in node.args[:2]
@@ -213,7 +160,6 @@ def test_private_names_of_ours_are_left_alone() -> None:
     allowed = {f"{path}: {name}" for path, name in REACHES}
     reached = {what for what in found(reached_for) if what.split(": ")[1] not in OF_THE_FRAMEWORKS}
     assert reached - allowed == set()
-    assert len(REACHES) <= 5
 
 
 # --- marks -------------------------------------------------------------------------------------
@@ -240,9 +186,6 @@ BROKEN = [
     (nothing_asserted, "def test_x():\n    run()"),
     (nothing_asserted, "class T:\n    async def test_x(self):\n        await run()"),
     (nothing_asserted, "def go():\n    return 1\ndef test_x():\n    go()"),
-    (lenient_xfails, "@pytest.mark.xfail\ndef test_x(): ..."),
-    (lenient_xfails, "mark = pytest.mark.xfail(reason='x', strict=aspect != 'same')"),
-    (lenient_xfails, "def test_x():\n    pytest.xfail('not now')"),
     (reached_for, "engine._fingerprint"),
     (reached_for, "from samkv_integrations.engine.first_token import _probe"),
     (reached_for, "monkeypatch.setattr('samkv_integrations.engine.first_token._probe', f)"),
@@ -254,7 +197,6 @@ KEPT = [
     (nothing_asserted, "def go():\n    assert 1\ndef test_x():\n    go()"),
     (nothing_asserted, "def test_x():\n    with pytest.raises(ValueError):\n        go()"),
     (nothing_asserted, "def test_x():\n    torch.testing.assert_close(a, b)"),
-    (lenient_xfails, "mark = pytest.mark.xfail(reason='x', strict=True)"),
     (reached_for, "self._lock"),
     (reached_for, "Settings._nobody_has_this_name"),
 ]

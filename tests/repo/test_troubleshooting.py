@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
 
 from samkv_integrations import ChunkStore, Engine
-from samkv_integrations.cache.windows import MIN_RUN
 from samkv_integrations.engine.report import Report
 from samkv_integrations.errors import MISS_REASONS, FingerprintMismatch
-from samkv_integrations.methods import METHODS
 from tests.support.costs import ONE_PASS, TOKENS_ONLY
 from tests.support.models import tiny_model
 
@@ -45,37 +42,6 @@ def file_of(engine: Engine) -> Path:
 @pytest.mark.parametrize("reason", MISS_REASONS)
 def test_every_reason_of_a_miss_is_explained(reason: str) -> None:
     assert f"\n| `{reason}` | " in PAGE
-
-
-def test_it_explains_every_field_that_it_names() -> None:
-    named = {"found", "reused", "computed_now", "chunk_misses", "ran", "method", "load_s"}
-    named |= {"announce_s", "uncached_tokens", "ttft_s"}
-    assert named <= set(Report.__dataclass_fields__)
-    assert {name for name in named if f"`{name}" in PAGE or f".{name}`" in PAGE} == named
-
-
-@pytest.mark.parametrize(
-    ("quoted", "file"),
-    [
-        ("have no chunk cache in ", "chroma/link.py"),
-        (" stands in a prompt and is read as text", "prompt/reader.py"),
-        ("so none of their caches is used", "prompt/reader.py"),
-        ("no cache is used: ", "engine/chunks.py"),
-        ("the store fails (", "cache/base.py"),
-        ("the Host header names another machine", "server/app.py"),
-        ("is unknown or not supported here", "server/failures.py"),
-    ],
-)
-def test_what_it_quotes_is_said(quoted: str, file: str) -> None:
-    assert quoted in PAGE
-    assert quoted in (ROOT / "samkv_integrations" / file).read_text(encoding="utf-8")
-
-
-def test_its_numbers_are_those_of_the_code() -> None:
-    assert f"fewer than {MIN_RUN} tokens" in PAGE
-    whole = METHODS["samkv-guided"].recompute.whole_tokens
-    said = [one for one in re.split(r"\. |\n- ", PAGE) if "`samkv-guided`" in one]
-    assert any(re.search(rf"\b{whole}\s+tokens\s+or\s+less", one) for one in said)
 
 
 class TestNothingIsFound:

@@ -1,4 +1,4 @@
-"""The S3 server of the benchmarks as a process of its own, which a test may kill."""
+"""The S3 server of the tests as a process of its own, which a test may kill."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from urllib.parse import unquote
 
 import httpx
 
-from benchmarks.s3_server import HOST, LOG, environment_of
 from tests.support.chroma_server import free_port
 from tests.support.processes import wait_until
+from tests.support.s3_server import HOST, LOG, environment_of
 
 
 class Bucket:
@@ -43,7 +43,7 @@ class Bucket:
 
     def start(self) -> None:
         """Returns when it answers."""
-        module = ("-m", "benchmarks.s3_server")
+        module = ("-m", "tests.support.s3_server")
         where = ("--port", str(self._port), "--folder", str(self._folder))
         self._process = subprocess.Popen([sys.executable, *module, *where])
         wait_until(self._answers, "the S3 server answers")

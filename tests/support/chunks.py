@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
-from samkv_integrations.cache.base import StoredChunk
 from samkv_integrations.cache.chunk import (
     BlockMeans,
     ChunkCache,
@@ -15,10 +12,8 @@ from samkv_integrations.cache.chunk import (
     Fingerprint,
     normalise,
 )
-from samkv_integrations.cache.memory import MemoryStore
 from samkv_integrations.cache.quantise import groups
 from samkv_integrations.engine.engine import Engine
-from samkv_integrations.errors import CacheMiss
 
 
 def tiny_fingerprint(
@@ -113,28 +108,6 @@ def random_chunk(
             scale=normal(n_layers, n_middle, n_groups, of=torch.float16).abs(),
         ),
     )
-
-
-class LosingStore(MemoryStore):
-    """A store whose caches get lost, as they are evicted or damaged on disk: texts stay."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lost: set[str] = set()
-
-    def put(self, chunk: ChunkCache) -> None:
-        super().put(chunk)
-        self.lost.discard(chunk.key)
-
-    def open(
-        self, key: str, fingerprint: Fingerprint, token_ids: Sequence[int] | None = None
-    ) -> StoredChunk:
-        if key in self.lost:
-            raise CacheMiss("absent", key)
-        return super().open(key, fingerprint, token_ids)
-
-    def contains(self, key: str, fingerprint: Fingerprint) -> bool:
-        return key not in self.lost and super().contains(key, fingerprint)
 
 
 def cache_of(engine: Engine, text: str) -> ChunkCache:

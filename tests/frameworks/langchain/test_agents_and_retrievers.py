@@ -17,10 +17,10 @@ from langchain_core.language_models.fake_chat_models import FakeListChatModel
 from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.retrievers import BaseRetriever
 
-from benchmarks.langchain_chains import IN_SYSTEM, TEMPLATE, Library, Setting, join, lcel
-from benchmarks.pipelines import TOP_K, questions
 from langchain_samkv import ChatSamKV
 from samkv_integrations import collect_reports
+from tests.support.langchain_chains import IN_SYSTEM, TEMPLATE, Library, Setting, join, lcel
+from tests.support.pipelines import TOP_K, questions
 
 N_QUESTIONS = 2
 

@@ -1,6 +1,7 @@
 """LangChain's chains answer from chunk caches as from full prefill, every chunk a hit.
 
-The table is in `benchmarks.langchain_chains`; a few questions here, all of them in the slow test.
+The table is in `tests.support.langchain_chains`; a few questions here, all of them in the slow
+test.
 """
 
 from __future__ import annotations
@@ -15,7 +16,10 @@ from langchain_core.output_parsers import StrOutputParser
 from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.runnables import RunnableLambda, RunnablePassthrough
 
-from benchmarks.langchain_chains import (
+from langchain_samkv import SamKVDocumentCompressor, format_docs
+from langchain_samkv.documents import Mode
+from samkv_integrations.errors import TimedOut
+from tests.support.langchain_chains import (
     CHAINS,
     MAX_TOKENS,
     TEMPLATE,
@@ -26,10 +30,7 @@ from benchmarks.langchain_chains import (
     lcel,
     measure,
 )
-from benchmarks.pipelines import HANDLE, N_QUESTIONS, TOP_K, TURNS, questions, recorded
-from langchain_samkv import SamKVDocumentCompressor, format_docs
-from langchain_samkv.documents import Mode
-from samkv_integrations.errors import TimedOut
+from tests.support.pipelines import HANDLE, N_QUESTIONS, TOP_K, TURNS, questions, recorded
 
 # of LangChain, about classes that it still ships and people still use
 pytestmark = pytest.mark.filterwarnings("ignore::langchain_core._api.LangChainDeprecationWarning")

@@ -14,12 +14,12 @@ from langchain_core.stores import InMemoryStore
 from langchain_core.vectorstores import InMemoryVectorStore
 from langchain_text_splitters import RecursiveCharacterTextSplitter
 
-from benchmarks.langchain_chains import TEMPLATE, join
-from benchmarks.pipelines import model
 from langchain_samkv import ChatSamKV, OfflineEmbeddings, SamKVDocumentCompressor
 from samkv_integrations import Engine
 from samkv_integrations.engine.report import Report
 from samkv_integrations.prompt.resolve import OnMiss
+from tests.support.langchain_chains import TEMPLATE, join
+from tests.support.pipelines import model
 
 RECORDS = Path(__file__).parents[3] / "examples" / "town_records"
 EMPLOYER, BIRTHPLACE = "Who does Felix Floksen work for?", "Where was Felix Floksen born?"

@@ -1,19 +1,20 @@
 """LlamaIndex's pipelines answer from chunk caches as from full prefill, every chunk a hit.
 
-The table is in `benchmarks.llama_index_pipelines`; a few questions here, all of them in the slow
+The table is in `tests.support.llama_index_pipelines`; a few questions here, all of them in the slow
 test.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 from llama_index.core.response_synthesizers import ResponseMode
 
-from benchmarks.llama_index_pipelines import (
+from tests.support.handles import spelled_out
+from tests.support.llama_index_pipelines import (
     MAX_NEW_TOKENS,
     PIPELINES,
     WAYS,
@@ -22,7 +23,7 @@ from benchmarks.llama_index_pipelines import (
     cases,
     measure,
 )
-from benchmarks.pipelines import (
+from tests.support.pipelines import (
     ASPECTS,
     BAR,
     N_QUESTIONS,
@@ -35,7 +36,6 @@ from benchmarks.pipelines import (
     questions,
     title_of,
 )
-from tests.support.handles import spelled_out
 
 # of LlamaIndex's agents, about themselves
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -52,8 +52,6 @@ HANDED_OVER = (
 )  # fmt: skip
 """Pipelines whose quick tests have answers streamed and awaited: other modes hand theirs over as
 the first one does."""
-ANOTHER_PROCESS = "persisted, in a new process"
-"""It imports LlamaIndex and loads a model: seconds."""
 NEAR_ANOTHER = (
     "compact, 8 chunks", "compact, 12 chunks",  # longer prompts
     "simple_summarize", "compact_accumulate",  # prompts of `compact` and `accumulate`
@@ -109,7 +107,7 @@ def expected(*, made_up: bool = False) -> list[object]:
 
 
 def is_quick(name: str, way: str) -> bool:
-    if name == ANOTHER_PROCESS or name in NEAR_ANOTHER:
+    if name in NEAR_ANOTHER:
         return False
     return (way == "text" or name in IN_EVERY_WAY) and PIPELINES[name].like in ("", *HANDED_OVER)
 
@@ -242,15 +240,8 @@ def test_upserts_and_deletes_leave_what_is_there_now(few: Library) -> None:
     assert sorted(rows["documents"]) == sorted(document.text for document in few.documents())
 
 
-@pytest.mark.parametrize(
-    "names",
-    [
-        ("compact", "metadata templates"),
-        pytest.param(("compact", "metadata templates", ANOTHER_PROCESS), marks=pytest.mark.slow),
-    ],
-    ids=len,
-)
-def test_nothing_that_was_stored_holds_a_handle(few: Library, names: Sequence[str]) -> None:
+def test_nothing_that_was_stored_holds_a_handle(few: Library) -> None:
+    names = ("compact", "metadata templates")
     for name in names:
         answers(name, few, "handle", "samkv-guided")
     stored = few.stored()
@@ -275,7 +266,7 @@ class TestMeasuring:
     def test_bar(self) -> None:
         row = Row(
             pipeline="x", way="handle", questions=50, same=45, right=0,
-            given=4, hits=4, misses=0, handles=0, seconds=1.0,
+            given=4, hits=4, misses=0, handles=0,
         )  # fmt: skip
         assert all(row.passes(aspect) for aspect in ASPECTS)
         for name, value, missed in (

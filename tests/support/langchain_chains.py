@@ -1,21 +1,16 @@
 """LangChain's chains as data: each asked the same questions, and compared with full prefill.
 
-    python -m benchmarks.langchain_chains --questions 50 --json FILE --markdown FILE
-
 Everything is LangChain as one would write it; nothing in a chain is ours but the model, and where a
 row says so the compressor.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import itertools
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, TypedDict
 
 from langchain_classic.chains import RetrievalQA, create_retrieval_chain
@@ -36,22 +31,6 @@ from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.graph import END, START, MessagesState, StateGraph
 
 from benchmarks.datasets import Question
-from benchmarks.pipelines import (
-    ASPECTS,
-    N_QUESTIONS,
-    TOP_K,
-    TURNS,
-    Ask,
-    Asked,
-    Outcome,
-    Row,
-    compared,
-    model,
-    outcome,
-    questions,
-    title_of,
-    write,
-)
 from langchain_samkv import (
     ChatSamKV,
     OfflineEmbeddings,
@@ -63,6 +42,19 @@ from langchain_samkv.documents import Mode
 from samkv_integrations import Engine
 from samkv_integrations.cache.chunk import normalise
 from samkv_integrations.evaluation.measures import f1_words
+from tests.support.pipelines import (
+    ASPECTS,
+    TOP_K,
+    TURNS,
+    Ask,
+    Asked,
+    Outcome,
+    Row,
+    compared,
+    model,
+    outcome,
+    title_of,
+)
 
 MAX_TOKENS = 16
 
@@ -495,23 +487,3 @@ def measure(name: str, library: Library) -> Row:
     full = answers(CHAINS[name].like or name, library, method="recompute")
     found = answers(name, library, method="samkv-guided")
     return compared(name, CHAINS[name].way, library.questions, found, full)
-
-
-def main() -> None:
-    """The table, on standard output and in files."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.langchain_chains")
-    parser.add_argument("--questions", type=int, default=N_QUESTIONS)
-    parser.add_argument("--chains", nargs="+", choices=CHAINS, default=list(CHAINS))
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--markdown", type=Path)
-    chosen = parser.parse_args()
-    library = Library(questions(chosen.questions))
-    rows = []
-    for name in chosen.chains:
-        rows.append(measure(name, library))
-        sys.stderr.write(f"{rows[-1]}\n")
-    write("langchain chains", rows, chosen.json, chosen.markdown)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,5 @@
 """An S3 server on loopback (moto's), with one bucket called ``caches``.
 
-    python -m benchmarks.s3_server --port 9000 --folder /tmp/bucket
-
 Moto keeps objects in memory. As a process of its own this one keeps them in a folder too, so that
 it may be killed and comes back with all that it has said yes to. Beside them it keeps a line for
 each request in ``requests.log``: method, status and path.

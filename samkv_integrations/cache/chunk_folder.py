@@ -1,4 +1,4 @@
-"""The folder of a store: what makes it one, and the chunk files in it."""
+"""The folder of a store: marker, secret, chunk files, and whether the index agrees with them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import re
 import secrets
 import stat
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from glob import iglob
@@ -31,27 +31,27 @@ from samkv_integrations.cache.index import PRESENT, Entry, Index, Place
 from samkv_integrations.errors import CacheMiss, InvalidOption, StoreError
 
 SECRET_VARIABLE = "SAMKV_STORE_SECRET"
-"""Environment variable with the secret of all stores that a process opens, 64 hex digits."""
+"""Environment variable with the secret of the stores that a process makes, 64 hex digits."""
 
 _DIGIT = "[0-9a-f]"
 _HEX_NAME = re.compile(f"{_DIGIT}{{32}}")
-# What a folder may hold that is being made a store.
+# What a folder may hold before it has a marker.
 _OWN_NAME = re.compile(
     rf"(store\.json|secret)(\..*{re.escape(TEMPORARY)})?|index\.lock|samkv\.toml"
 )
 
 
 def open_folder(folder: Path, given: bytes | None, *, is_bound: bool) -> bytes:
-    """Make a folder a store if it is empty, or see that it is one; its secret.
+    """Check that a folder is a store, or make a new or empty one a store; its secret.
 
     given: the secret of a new store; None for that of the environment, else a random one.
-    is_bound: whether the secret has to be that of a store that is there, too.
+    is_bound: whether an existing store must have that secret, too.
 
-    Raises StoreError if it is something else, writable by others, damaged, of another format
-    version or of another secret; InvalidOption if the given secret is none; OSError.
+    Raises StoreError if the folder is no store, is writable by others, is damaged, or has another
+    format version or secret; InvalidOption if the given secret is not valid; OSError.
     """
     is_bound = is_bound or given is not None
-    given = _secret_of(given)
+    given = _checked_secret(given)
     if folder.exists() and not folder.is_dir():
         raise StoreError(f"{folder} is not a folder; next step: name a new or empty folder")
     if not folder.exists():
@@ -61,17 +61,7 @@ def open_folder(folder: Path, given: bytes | None, *, is_bound: bool) -> bytes:
         raise StoreError(f"{folder} is writable by other users; next step: chmod go-w {folder}")
     marker, file = folder / "store.json", folder / "secret"
     if not marker.exists():
-        strangers = [name for name in sorted(os.listdir(folder)) if not _OWN_NAME.fullmatch(name)]
-        # Another process may have made the store meanwhile: the marker is before all but these.
-        if strangers and not marker.exists():
-            raise StoreError(
-                f"{folder} is not a store: it has no store.json and holds {strangers[0]!r}; "
-                "next step: name a new or empty folder"
-            )
-        if not file.exists():
-            write_new(file, given or secrets.token_bytes(SECRET_BYTES))
-        fields = {"format_version": FORMAT_VERSION, "secret_check": check_of(read_small(file))}
-        write_new(marker, json.dumps(fields).encode())
+        _make_store(folder, given)
     try:
         said = json.loads(read_small(marker))
         version = said["format_version"]
@@ -85,29 +75,46 @@ def open_folder(folder: Path, given: bytes | None, *, is_bound: bool) -> bytes:
             f"{folder} has format version {version!r}, this release uses {FORMAT_VERSION}; "
             "next step: ingest into a new folder, or use the release that made this one"
         )
-    with suppress(FileNotFoundError):
-        secret = read_small(file)
-        if len(secret) == SECRET_BYTES and check_of(secret) == check:
-            if is_bound and given not in (None, secret):
-                raise StoreError(
-                    f"{folder} is a store of another secret than the one that is given; next "
-                    f"step: name a new folder, or give the secret that is in {file}"
-                )
-            return secret
-    raise StoreError(
-        f"{file} is damaged, and nothing in {folder} can be read without it; next step: "
-        "restore it from a copy, or ingest into a new folder"
-    )
+    secret = read_small(file) if file.exists() else b""
+    if len(secret) != SECRET_BYTES or check_of(secret) != check:
+        raise StoreError(
+            f"{file} is damaged, and nothing in {folder} can be read without it; next step: "
+            "restore it from a copy, or ingest into a new folder"
+        )
+    if is_bound and given not in (None, secret):
+        raise StoreError(
+            f"{folder} is a store of another secret than the one that is given; next step: name a "
+            f"new folder, or give the secret that is in {file}"
+        )
+    return secret
 
 
-def _secret_of(given: bytes | None) -> bytes | None:
+def _make_store(folder: Path, given: bytes | None) -> None:
+    """Write secret and marker, unless another process does at the same time. Raises StoreError."""
+    marker, file = folder / "store.json", folder / "secret"
+    strangers = [name for name in sorted(os.listdir(folder)) if not _OWN_NAME.fullmatch(name)]
+    if marker.exists():  # another process has just made the store: its files are no strangers
+        return
+    if strangers:
+        raise StoreError(
+            f"{folder} is not a store: it has no store.json and holds {strangers[0]!r}; "
+            "next step: name a new or empty folder"
+        )
+    if not file.exists():
+        write_new(file, given or secrets.token_bytes(SECRET_BYTES))
+    fields = {"format_version": FORMAT_VERSION, "secret_check": check_of(read_small(file))}
+    write_new(marker, json.dumps(fields).encode())
+
+
+def _checked_secret(given: bytes | None) -> bytes | None:
+    """The given secret, else the environment's. Raises InvalidOption if it is not valid."""
     if given is None and (said := os.environ.get(SECRET_VARIABLE)):
         try:
             given = bytes.fromhex(said)
         except ValueError:
             given = b""
     if given is not None and (not isinstance(given, bytes) or len(given) != SECRET_BYTES):
-        raise InvalidOption(  # not what it is
+        raise InvalidOption(  # without the value, which is confidential
             f"the secret of a store is {SECRET_BYTES} bytes, in {SECRET_VARIABLE} "
             f"{2 * SECRET_BYTES} hex digits; make one with 'openssl rand -hex {SECRET_BYTES}', or "
             "take that of the store that other machines share"
@@ -116,22 +123,22 @@ def _secret_of(given: bytes | None) -> bytes | None:
 
 
 def check_of(secret: bytes) -> str:
-    """Says whether a secret is the right one, and nothing of it."""
+    """A hash that tells whether a secret is the right one, and nothing else about it."""
     return hashlib.blake2b(key=secret, digest_size=16, person=b"samkv check").hexdigest()
 
 
 class ChunkFolder:
-    """The chunk files in the folder of a store, of all namespaces, and their index."""
+    """The chunk files of a store, of all namespaces, and their index."""
 
     def __init__(self, path: Path, secret: bytes) -> None:
         self.path, self.secret = path, secret
         self.index = Index(path, self, secret)
 
     def require_own(self) -> None:
-        """See that the folder is still the store that was opened, before something is written.
+        """Check, before a write, that the folder is still the store that was opened.
 
-        Raises StoreError if it was emptied, or made anew by another process. A folder that is gone
-        altogether is left to whatever is tried next.
+        Raises StoreError if it was emptied, or made anew by another process. If the folder is gone
+        altogether, the write itself fails.
         """
         try:
             found = read_small(self.path / "secret")
@@ -147,18 +154,13 @@ class ChunkFolder:
             )
 
     def file(self, key: str, digest: str) -> Path:
-        """Where the cache of a chunk is, or would be. Raises CacheMiss for what is no key."""
+        """Path of a chunk's file, whether or not it exists. Raises CacheMiss for what is no key."""
         if not (_HEX_NAME.fullmatch(key) and _HEX_NAME.fullmatch(digest)):
             raise CacheMiss("absent", repr(key))
         return self.path / digest / key[:2] / f"{key}.safetensors"
 
-    def holds(self, key: str) -> bool:
-        """Whether there is a chunk's file of any fingerprint."""
-        files = f"{32 * _DIGIT}/{key[:2]}/{key}.safetensors"
-        return bool(_HEX_NAME.fullmatch(key)) and any(iglob(files, root_dir=self.path))
-
     def files(self) -> Iterator[Path]:
-        """The chunk files, and temporary ones."""
+        """All chunk files, with temporary ones."""
         for name in iglob(f"{32 * _DIGIT}/{2 * _DIGIT}/{32 * _DIGIT}*", root_dir=self.path):
             file = self.path / name
             if file.name[:2] == file.parent.name:
@@ -168,9 +170,9 @@ class ChunkFolder:
         self, key: str, digest: str, pieces: Iterable[bytes | memoryview],
         entry_of: Callable[[Path], Entry],
     ) -> None:  # fmt: skip
-        """Write a chunk's file, and take note of it.
+        """Write a chunk's file, and index it.
 
-        entry_of: what the index is told of the file, which is whole and not in its place yet.
+        entry_of: makes the index entry from the complete file, before it is moved to its place.
 
         Raises StoreError if it cannot be written, or there is no room.
         """
@@ -186,24 +188,45 @@ class ChunkFolder:
 
         try:
             self.require_own()
-            # One by one: the store's own folder is not made again if someone removed it.
+            # One by one, so that the store's own folder is not made again if it was removed.
             make_folder(file.parents[1])
             make_folder(file.parent)
             write_file(file, pieces, place)
         except OSError as error:
             raise cannot("write", file, error) from error
 
-    # -- for the index ----------------------------------------------------------------------------
+    def delete(self, namespace: str, keys: Sequence[str]) -> set[str]:
+        """Delete chunks with their texts, and all beginnings; the keys that were there.
+
+        That includes files that killed writers left unindexed.
+        """
+        gone = self.index.delete(namespace, keys)
+        if keys and (any(map(self._holds, keys)) or self.has_strangers()):
+            reconcile(self)
+            gone |= self.index.delete(namespace, keys)
+        return gone
+
+    def _holds(self, key: str) -> bool:
+        """Whether a chunk has a file, of any fingerprint."""
+        files = f"{32 * _DIGIT}/{key[:2]}/{key}.safetensors"
+        return bool(_HEX_NAME.fullmatch(key)) and any(iglob(files, root_dir=self.path))
+
+    def has_strangers(self) -> bool:
+        """Whether a killed writer left files of a fingerprint that is not indexed."""
+        known = {made_by.digest for made_by in self.index.fingerprints(are_present=False)}
+        return any(_HEX_NAME.fullmatch(n) and n not in known for n in os.listdir(self.path))
+
+    # -- for the index, see `Caches` --------------------------------------------------------------
 
     def entries(self) -> Iterator[Entry]:
         self.require_own()
         for file in self.files():
             if file.suffix != TEMPORARY:
-                with suppress(CacheMiss):  # a damaged file is left to `verify`
+                with suppress(CacheMiss):  # `verify` deals with damaged files
                     yield self.entry(file)
 
     def entry(self, file: Path) -> Entry:
-        """What the index is told of a file. Raises CacheMiss."""
+        """The index entry of a file. Raises CacheMiss."""
         with ChunkFile(file, secret=self.secret) as chunk:
             if self.file(chunk.key, chunk.layout.fingerprint.digest) != file:
                 raise CacheMiss("tokens", f"{file}: holds chunk {chunk.key}")
@@ -212,7 +235,7 @@ class ChunkFolder:
     def is_gone(self, digest: str, key: str) -> bool:
         try:
             return not os.path.lexists(self.file(key, digest))
-        except CacheMiss:  # what is no key has no cache
+        except CacheMiss:  # no key
             return True
 
     def remove(self, digest: str, key: str) -> None:
@@ -223,22 +246,16 @@ class ChunkFolder:
         if _HEX_NAME.fullmatch(digest):
             remove(self.path / digest)
 
-    def has_strangers(self) -> bool:
-        """Whether there are files of fingerprints that the index does not know.
-
-        A writer that is killed leaves a file that the index was not told of.
-        """
-        known = {made_by.digest for made_by in self.index.fingerprints(are_present=False)}
-        return any(_HEX_NAME.fullmatch(n) and n not in known for n in os.listdir(self.path))
-
 
 @dataclass(frozen=True, kw_only=True)
 class Recovered:
-    """Where index and files disagreed.
+    """How files and index differed.
 
-    n_unfinished: temporary files that were deleted, as their writers must have been killed.
-    n_adopted: chunk files that the index did not know. n_lost: chunks whose file had gone.
-    n_damaged: chunk files that the index did not know, and which were deleted as damaged.
+    n_unfinished: temporary files of killed writers, now deleted.
+    n_adopted: chunk files that were not indexed, and are now.
+    n_lost: indexed chunks without a file.
+    n_damaged: damaged chunk files that were not indexed, now deleted.
+    bytes_freed: by what was deleted.
     """
 
     n_unfinished: int = 0
@@ -249,7 +266,7 @@ class Recovered:
 
 
 def reconcile(store: ChunkFolder) -> Recovered:
-    """Bring the index into line with the files, looking at every name; others may go on working.
+    """Make the index agree with the files. Others may use the store meanwhile.
 
     Raises StoreError if the folder or its index cannot be used.
     """

@@ -1,36 +1,24 @@
 """LlamaIndex's pipelines as data: each asked the same questions, and compared with full prefill.
 
-    python -m benchmarks.llama_index_pipelines --questions 50 --json FILE --markdown FILE
-
 Everything is LlamaIndex as one would write it, with its own prompts. Where the built-in model is
 too small for a part (choosing a tool, splitting a question), that part is scripted and says so.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import re
-import subprocess
-import sys
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 from unittest import mock
 
-from llama_index.core import (
-    Document,
-    Settings,
-    StorageContext,
-    VectorStoreIndex,
-    load_index_from_storage,
-)
+from llama_index.core import Document, Settings, StorageContext, VectorStoreIndex
 from llama_index.core.agent.react.formatter import ReActChatFormatter
 from llama_index.core.agent.react.types import ObservationReasoningStep
 from llama_index.core.agent.workflow import ReActAgent
@@ -70,23 +58,6 @@ from llama_index.core.tools import QueryEngineTool, RetrieverTool
 from llama_index.vector_stores.chroma import ChromaVectorStore
 
 from benchmarks.datasets import Question
-from benchmarks.pipelines import (
-    N_QUESTIONS,
-    TOP_K,
-    TURNS,
-    Ask,
-    Asked,
-    Call,
-    Outcome,
-    Row,
-    compared,
-    model,
-    outcome,
-    questions,
-    recorded,
-    title_of,
-    write,
-)
 from llama_index.llms.samkv import SamKVCacheTransform, SamKVLLM
 from llama_index.llms.samkv.quickstart import OfflineEmbedding
 from llama_index.postprocessor.samkv import SamKVPostprocessor
@@ -94,6 +65,18 @@ from samkv_integrations import ChunkStore, Engine
 from samkv_integrations.cache.chunk import normalise
 from samkv_integrations.chroma.client import open_collection
 from samkv_integrations.evaluation.measures import f1_words
+from tests.support.pipelines import (
+    TOP_K,
+    TURNS,
+    Ask,
+    Asked,
+    Outcome,
+    Row,
+    compared,
+    model,
+    outcome,
+    title_of,
+)
 
 MAX_NEW_TOKENS = 32
 """Room for a question that a chat engine has condensed; the answers are far shorter."""
@@ -111,7 +94,6 @@ class Way:
     llm: Mapping[str, Any]
 
 
-# All tests and tables run over this table.
 WAYS: Mapping[str, Way] = {
     "text": Way(postprocessor={}, llm={}),
     "handle": Way(postprocessor={"mode": "handle"}, llm={"match_text": False}),
@@ -653,79 +635,6 @@ def _upserted(setting: Setting) -> Ask:
     return _of_query_engine(engine)
 
 
-_READY = "ready\n"
-
-
-class _OtherProcess:
-    """A process that opens what this one has persisted, and answers questions over pipes."""
-
-    def __init__(self, folder: Path) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.llama_index_pipelines", "--serve", str(folder)],
-            cwd=Path(__file__).parents[1],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-
-        assert self._process.stdout is not None
-        assert self._process.stdout.readline() == _READY, "it did not start"
-
-    def __call__(self, way: str, method: str, question: str) -> Asked:
-        process = self._process
-        assert process.stdin is not None and process.stdout is not None
-        process.stdin.write(json.dumps([way, method, question]) + "\n")
-        process.stdin.flush()
-        reply = json.loads(process.stdout.readline())
-        calls = tuple(Call(**call) for call in reply.pop("calls"))
-        return Asked(**{name: _frozen(value) for name, value in reply.items()}, calls=calls)
-
-    def close(self) -> None:
-        self._process.communicate()
-
-
-def _frozen(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
-
-
-def _in_another_process(setting: Setting) -> Ask:
-    library = setting.library
-
-    def start() -> _OtherProcess:
-        storage = StorageContext.from_defaults()
-        VectorStoreIndex(
-            library.parsed(), storage_context=storage, embed_model=OfflineEmbedding()
-        ).storage_context.persist(str(library.folder / "persisted"))
-        other = _OtherProcess(library.folder)
-        library.exits.callback(other.close)
-        return other
-
-    other = library.once("other process", start)
-    return lambda question: other(setting.way, setting.method, question)
-
-
-def serve(folder: Path) -> None:
-    """The other process: answers each line of standard input from what lies in ``folder``."""
-    library = Library(folder, ())
-    storage = StorageContext.from_defaults(persist_dir=str(folder / "persisted"))
-    library.once(
-        "records", lambda: load_index_from_storage(storage, embed_model=OfflineEmbedding())
-    )
-    asks: dict[tuple[str, str], Ask] = {}
-    sys.stdout.write(_READY)
-    sys.stdout.flush()
-    for line in sys.stdin:
-        way, method, question = json.loads(line)
-        if (way, method) not in asks:
-            setting = Setting(library=library, way=way, method=method)
-            asks[way, method] = _query()(setting)
-        with recorded() as made:
-            asked = asks[way, method](question)
-            calls = [asdict(call()) for call in made]
-        sys.stdout.write(json.dumps({**asdict(asked), "calls": calls}) + "\n")
-        sys.stdout.flush()
-
-
 @dataclass(frozen=True, kw_only=True)
 class Pipeline:
     """One row of the table.
@@ -841,7 +750,6 @@ PIPELINES: Mapping[str, Pipeline] = {
     "rerankers after": Pipeline(make=_reranked(first=False), ways=("text", "handle")),
     "metadata templates": Pipeline(make=_templates),
     "IngestionPipeline, upserts and deletes": Pipeline(make=_upserted),
-    "persisted, in a new process": Pipeline(make=_in_another_process, like="compact"),
 }
 
 
@@ -878,31 +786,3 @@ def cases() -> Iterator[tuple[str, str]]:
         for name, pipeline in PIPELINES.items():
             if way in pipeline.ways and (way == "text" or not pipeline.like):
                 yield name, way
-
-
-def main() -> None:
-    """The table, on standard output and in files."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.llama_index_pipelines")
-    parser.add_argument("--questions", type=int, default=N_QUESTIONS)
-    parser.add_argument("--pipelines", nargs="+", choices=PIPELINES, default=list(PIPELINES))
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--markdown", type=Path)
-    parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
-    chosen = parser.parse_args()
-    if chosen.serve:
-        serve(chosen.serve)
-        return
-    with tempfile.TemporaryDirectory() as folder, ExitStack() as exits:
-        library = Library(Path(folder), questions(chosen.questions))
-        exits.callback(library.close)
-        rows = []
-        for name, way in cases():
-            if name in chosen.pipelines and way in chosen.ways:
-                rows.append(measure(name, library, way))
-                sys.stderr.write(f"{rows[-1]}\n")
-    write("llama-index pipelines", rows, chosen.json, chosen.markdown)
-
-
-if __name__ == "__main__":
-    main()

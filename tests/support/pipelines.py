@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import math
 import re
-import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
-from statistics import fmean
 from typing import Any
 from unittest import mock
 
@@ -20,10 +16,8 @@ import torch
 
 from benchmarks.datasets import Question, load
 from samkv_integrations import AnswerStream, Engine
-from samkv_integrations.cli.tables import markdown_table as table
 from samkv_integrations.embedding import HashingEmbedding
 from samkv_integrations.evaluation.measures import f1_words
-from samkv_integrations.figures import to_json
 from samkv_integrations.model import Model, load_model
 
 TOP_K = 4
@@ -102,14 +96,12 @@ class Asked:
     """One answer.
 
     retrieved: bodies of the chunks that the pipeline answers from. shown: what a user or a
-    program may see besides the answer: sources, memory. calls: of the engine, if it is in another
-    process; `recorded` has them otherwise.
+    program may see besides the answer: sources, memory.
     """
 
     answer: str
     retrieved: tuple[str, ...]
     shown: tuple[str, ...]
-    calls: tuple[Call, ...] = ()
 
 
 Ask = Callable[[str], Asked]
@@ -172,16 +164,13 @@ class Outcome:
     handles: int
     asked: tuple[Any, ...]
     prompts: tuple[str, ...]
-    seconds: float
 
 
 def outcome(ask: Ask, question: str) -> Outcome:
     """Ask and count."""
     with recorded() as made:
-        began = time.perf_counter()
         asked = ask(question)
-        seconds = time.perf_counter() - began
-        calls = asked.calls or tuple(call() for call in made)
+        calls = [call() for call in made]
     found = sum(bodies_in(call.prompt, asked.retrieved) for call in calls)
     return Outcome(
         answer=asked.answer.strip(),
@@ -191,7 +180,6 @@ def outcome(ask: Ask, question: str) -> Outcome:
         handles=sum(text.count(_PIECE_OF_HANDLE) for text in (asked.answer, *asked.shown)),
         asked=tuple(call.asked for call in calls),
         prompts=tuple(call.prompt for call in calls),
-        seconds=seconds,
     )
 
 
@@ -201,7 +189,7 @@ class Row:
 
     same: answers that equal full prefill's. right: those that hold an expected answer. given:
     chunks that went into prompts; hits, misses: those with and without a usable cache, by the
-    reports. handles: seen in answers, sources and memories. seconds: a question.
+    reports. handles: seen in answers, sources and memories.
     """
 
     pipeline: str
@@ -213,7 +201,6 @@ class Row:
     hits: int
     misses: int
     handles: int
-    seconds: float
 
     def passes(self, aspect: str) -> bool:
         """Whether the row reaches the bar in one of `ASPECTS`."""
@@ -250,25 +237,4 @@ def compared(
         hits=sum(one.hits for one in found),
         misses=sum(one.misses for one in found),
         handles=sum(one.handles for one in found),
-        seconds=fmean(one.seconds for one in found),
     )
-
-
-def as_markdown(rows: Sequence[Row]) -> str:
-    """The table for docs/results.md."""
-    figures = ("questions", "same", "right", "given", "hits", "misses", "handles")
-    return table(
-        ("pipeline", "way", *figures),
-        [[row.pipeline, row.way, *(str(getattr(row, name)) for name in figures)] for row in rows],
-        left=2,
-    )
-
-
-def write(command: str, rows: Sequence[Row], json: Path | None, markdown: Path | None) -> None:
-    """The table, on standard output and in the files that were asked for."""
-    if json:
-        text = to_json(command, "builtin", [asdict(row) for row in rows])
-        json.write_text(text + "\n", encoding="utf-8")
-    if markdown:
-        markdown.write_text(as_markdown(rows) + "\n", encoding="utf-8")
-    sys.stdout.write(as_markdown(rows) + "\n")
