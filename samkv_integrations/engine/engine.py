@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
@@ -13,27 +14,20 @@ import torch
 from samkv_integrations.cache.base import Store
 from samkv_integrations.cache.chunk import BlockScheme, Fingerprint, normalise
 from samkv_integrations.cache.memory import MemoryStore
+from samkv_integrations.engine.answer_settings import AnswerOptions, AnswerSettings
 from samkv_integrations.engine.beginnings import Beginnings
 from samkv_integrations.engine.chunk_prefix import PrefixPolicy, prefix_ids
 from samkv_integrations.engine.chunks import Chunks, RecentChunks
 from samkv_integrations.engine.costs import CostModel, keep_costs, kept_costs, measure
 from samkv_integrations.engine.decode import force
-from samkv_integrations.engine.options import (
-    AnswerOptions,
-    AnswerSettings,
-    EngineOptions,
-    check_given_bits,
-    check_on_miss,
-    check_parts,
-    check_tokens,
-    choices_of,
-)
+from samkv_integrations.engine.options import EngineOptions, check_on_miss, check_options
 from samkv_integrations.engine.prefix_cache import PrefixCache
 from samkv_integrations.engine.request import Request
 from samkv_integrations.engine.scheduler import Scheduler
 from samkv_integrations.engine.stream import Answer, AnswerStream, off_loop
 from samkv_integrations.engine.tracing import Trace
-from samkv_integrations.errors import ChunkNotCached
+from samkv_integrations.engine.tuned import choices_of
+from samkv_integrations.errors import ChunkNotCached, InvalidOption
 from samkv_integrations.eviction import Eviction, get_eviction
 from samkv_integrations.methods import Method
 from samkv_integrations.model.loading import load_model
@@ -51,26 +45,7 @@ class Engine:
     Args:
         model: the model, see `Model`.
         store: where chunk caches live; None keeps them in memory.
-        method: a name out of `METHODS`, or a `Method`; None for the one that ``samkv tune`` wrote
-            beside the caches (``samkv.toml``), else ``"auto"``.
-        eviction: which entries an answer's later tokens go on with: a name out of `EVICTIONS`, or
-            an `Eviction`; None for the method's own, ``"none"`` for all.
-        block_size: tokens a block; ``"auto"`` takes the size of what the store already holds for
-            this model, else follows the length of the first chunks that are cached.
-        prefix: what a chunk is prefilled after: ``"documents"`` (BOS, if there is one, and two
-            short made-up documents), ``"bos"`` or ``"none"``; ``"auto"`` is ``"documents"``. With
-            ``"bos"`` a chunk that stands first in a prompt is exact; with documents all others are
-            nearer to full prefill.
-        prefix_text: text in place of the documents, as at the beginning of every request, such as a
-            system prompt: the first chunk behind it is exact.
-        store_bits: bits of the numbers in chunk caches (4, 8, or 16 for the model's dtype); None
-            for those that were tuned if the store holds such or no caches, else 4.
-        prefix_bytes: memory for beginnings of prompts (system prompt, earlier turns; documents that
-            were computed in full), so that the next prompt goes on from there; 0 for none.
-        exact_beginnings: whether a chunk that has stood first in a prompt gets a second cache, made
-            in idle time behind the same head (chat template, system prompt), where none of its
-            tokens has to be recomputed, from the second question with that head on. For stores
-            on disk.
+        method, eviction, store_bits, ...: see `EngineOptions`.
         scheduler: runs the model, for other engines of the same model too; None for one of its own.
 
     Many threads and tasks may use one engine. Their answers are decoded together, see `Scheduler`.
@@ -91,7 +66,14 @@ class Engine:
         exact_beginnings: bool = True,
         scheduler: Scheduler | None = None,
     ) -> None:
-        check_parts(model, store, prefix, prefix_text)
+        if not isinstance(model, Model):
+            raise InvalidOption(
+                f"model={model!r} is no Model; Engine.from_pretrained takes a name or a folder, "
+                "and Model(model, tokenizer, name) what transformers has loaded"
+            )
+        if isinstance(store, str | os.PathLike):
+            raise InvalidOption(f"store={store!r} is no store; give ChunkStore({str(store)!r})")
+        check_options(EngineOptions, {"prefix": prefix, "prefix_text": prefix_text})
         self.model = model
         self.store: Store = MemoryStore() if store is None else store
         self.method, self.store_bits, self.tuned = choices_of(
@@ -107,6 +89,7 @@ class Engine:
             model, self.store, prefix=self.prefix, scheme=scheme, store_bits=self.store_bits,
             run=self.scheduler.run, on_change=self.prefixes.clear,
         )  # fmt: skip
+        self.exact_beginnings = exact_beginnings
         self._beginnings: Beginnings | None = None
         if exact_beginnings and self.store.keeps_beginnings:
             self._beginnings = Beginnings(self.chunks, self.scheduler)
@@ -129,7 +112,7 @@ class Engine:
         device, dtype, model_kwargs, tokenizer_kwargs: see `load_model`. options: those of the
         class.
         """
-        check_given_bits(options.get("store_bits"))  # loading takes its time
+        check_options(EngineOptions, options)  # before the model is loaded, which takes time
         model = load_model(
             name, device=device, dtype=dtype, model_kwargs=model_kwargs,
             tokenizer_kwargs=tokenizer_kwargs,
@@ -304,7 +287,7 @@ class Engine:
         chunks: texts of chunks that occur in it, besides handles; None to find those of the store
             (and those that `expect` named). The prompt is tokenised as transformers would; at least
             16 token ids in a row that are a chunk's are taken from its cache, the others computed.
-        options: see `AnswerOptions` and `SamplingOptions`.
+        options: see `OwnAnswerOptions` and `SamplingOptions`.
 
         Raises:
             PromptTooLong: prompt and answer exceed the context window.
@@ -394,7 +377,12 @@ class Engine:
         Returns (1 + len(follow), vocabulary) float32 on the CPU. Other arguments and errors are
         those of `generate`; chunks without a cache are computed as text.
         """
-        check_tokens("follow", follow, self.model)
+        n_known = self.model.config.vocab_size
+        if unknown := [token for token in follow if not 0 <= token < n_known]:
+            raise InvalidOption(
+                f"follow holds {unknown[0]}, which is no token; {self.model.name!r} has {n_known}, "
+                "counted from 0"
+            )
         settings = AnswerSettings.of(method=method, eviction=eviction, on_miss="text")
 
         def compute() -> torch.Tensor:
